@@ -1,0 +1,287 @@
+"""Greedy and beam search with a key/value cache, over the weights of a stock `nn.Transformer`.
+
+    hypotheses = search(model, sources, collate, beam=1)      # lists of token ids in, lists of token ids out
+
+A decoder layer needs, for one new token, only that token's query and the keys and values of the tokens before it. The stock
+layers recompute those at every step; here they are kept: a step costs one token's work, whatever the length.
+Letters in shape comments: B rows of a batch, K beams, S source tokens, T target tokens, D model width, V vocabulary,
+H heads, W = D / H.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data import Collate
+from engine.distributed import World
+from model import Translator
+from text.cleaning import normalise
+from text.subwords import decode, encode, special_ids
+
+ROWS_PER_BATCH = 128  # sentences decoded at once on a CPU; a GPU takes more
+CHECK_EVERY = 8  # steps between looks at which rows are done on a GPU: each look waits for it
+SHRINK_AT = 0.25  # finished rows leave the batch when they are a quarter of it
+
+
+@dataclass
+class Cache:
+    """Keys and values of every decoder layer, each (B, H, tokens, W). The tokens' own grow, the source's stay."""
+
+    own_keys: list[Tensor]
+    own_values: list[Tensor]
+    source_keys: list[Tensor]
+    source_values: list[Tensor]
+    source_mask: Tensor  # (B, 1, 1, S) True = look here: `scaled_dot_product_attention` means the opposite of nn.Transformer
+
+    def select(self, rows: Tensor, source_too: bool = True) -> None:
+        """Keep these rows, in this order. Beams of one sentence share a source, so reordering them leaves it alone."""
+        self.own_keys = [keys.index_select(0, rows) for keys in self.own_keys]
+        self.own_values = [values.index_select(0, rows) for values in self.own_values]
+        if source_too:
+            self.source_keys = [keys.index_select(0, rows) for keys in self.source_keys]
+            self.source_values = [values.index_select(0, rows) for values in self.source_values]
+            self.source_mask = self.source_mask.index_select(0, rows)
+
+
+def start(model: Translator, src: Tensor, src_pad: Tensor, length: int, copies: int = 1) -> Cache:
+    """Encode (B, S) and make room for `length` tokens; every row `copies` times."""
+    memory = model.encode(src, src_pad)  # (B, S, D)
+    cache = Cache([], [], [], [], ~src_pad[:, None, None, :].repeat_interleave(copies, 0))
+    for layer in model.transformer.decoder.layers:
+        keys, values = project(layer.multihead_attn, memory, "kv")
+        cache.source_keys.append(keys.repeat_interleave(copies, 0))
+        cache.source_values.append(values.repeat_interleave(copies, 0))
+        room = (src.size(0) * copies, keys.size(1), length, keys.size(3))
+        cache.own_keys.append(keys.new_zeros(room))
+        cache.own_values.append(values.new_zeros(room))
+    return cache
+
+
+def step(model: Translator, cache: Cache, tokens: Tensor, position: int) -> Tensor:
+    """Feed (B,) tokens at one position; → logits (B, V) of the next ones. The cache grows by one token."""
+    x = model.embed(model.target_embedding, tokens[:, None], position)  # (B, 1, D)
+    decoder = model.transformer.decoder
+    for index, layer in enumerate(decoder.layers):
+        if layer.norm_first:
+            x = x + attend_own(layer, layer.norm1(x), cache, index, position)
+            x = x + attend_source(layer, layer.norm2(x), cache, index)
+            x = x + feed_forward(layer, layer.norm3(x))
+        else:
+            x = layer.norm1(x + attend_own(layer, x, cache, index, position))
+            x = layer.norm2(x + attend_source(layer, x, cache, index))
+            x = layer.norm3(x + feed_forward(layer, x))
+    return model.output(decoder.norm(x)[:, 0])  # (B, V)
+
+
+def attend_own(layer: nn.TransformerDecoderLayer, x: Tensor, cache: Cache, index: int, position: int) -> Tensor:
+    """Self-attention of the newest token over itself and all before it: (B, 1, D) → (B, 1, D)"""
+    query, key, value = project(layer.self_attn, x, "qkv")  # (B, H, 1, W) each
+    keys, values = cache.own_keys[index], cache.own_values[index]
+    keys[:, :, position], values[:, :, position] = key[:, :, 0], value[:, :, 0]
+    seen = F.scaled_dot_product_attention(query, keys[:, :, : position + 1], values[:, :, : position + 1])
+    return join_heads(layer.self_attn, seen)
+
+
+def attend_source(layer: nn.TransformerDecoderLayer, x: Tensor, cache: Cache, index: int) -> Tensor:
+    """Attention over the encoded source: (B, 1, D) → (B, 1, D)"""
+    (query,) = project(layer.multihead_attn, x, "q")
+    keys, values = cache.source_keys[index], cache.source_values[index]
+    seen = F.scaled_dot_product_attention(query, keys, values, attn_mask=cache.source_mask)
+    return join_heads(layer.multihead_attn, seen)
+
+
+def feed_forward(layer: nn.TransformerDecoderLayer, x: Tensor) -> Tensor:
+    """(B, 1, D) → (B, 1, D)"""
+    return layer.linear2(layer.activation(layer.linear1(x)))
+
+
+def project(attention: nn.MultiheadAttention, x: Tensor, which: str) -> list[Tensor]:
+    """(B, T, D) → the wanted ones of query, key, value, each (B, H, T, W).
+
+    `nn.MultiheadAttention` keeps the three weights in one matrix, query on top: "qkv", "q" and "kv" are slices of it.
+    """
+    first, last = "qkv".index(which[0]) * attention.embed_dim, ("qkv".index(which[-1]) + 1) * attention.embed_dim
+    projected = F.linear(x, attention.in_proj_weight[first:last], attention.in_proj_bias[first:last])
+    heads = projected.unflatten(-1, (len(which), attention.num_heads, attention.head_dim))  # (B, T, 1–3, H, W)
+    return list(heads.permute(2, 0, 3, 1, 4))
+
+
+def join_heads(attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
+    """(B, H, T, W) → (B, T, D)"""
+    return attention.out_proj(x.transpose(1, 2).flatten(2))
+
+
+@torch.inference_mode()
+def greedy(model: Translator, src: Tensor, src_pad: Tensor, limits: Tensor, bos: int, eos: int) -> Tensor:
+    """The likeliest token at every step: (B, S) → (B, T) ids, padded with eos. `limits` (B,) caps each row's tokens."""
+    longest = int(limits.max())
+    cache = start(model, src, src_pad, longest)
+    output = torch.full((len(src), longest), eos, device=src.device)
+    rows = torch.arange(len(src), device=src.device)  # where the rows still in the batch stand in `output`
+    tokens = torch.full_like(rows, bos)
+    done = torch.zeros_like(rows, dtype=torch.bool)
+    for position in range(longest):
+        tokens = step(model, cache, tokens, position).argmax(-1)
+        tokens = tokens.masked_fill(done, eos)
+        output[rows, position] = tokens
+        done |= (tokens == eos) | (limits[rows] <= position + 1)
+        if src.device.type == "cpu" or position % CHECK_EVERY == CHECK_EVERY - 1:
+            going = torch.nonzero(~done).squeeze(1)
+            if not len(going):
+                break
+            if len(going) <= (1 - SHRINK_AT) * len(done):
+                cache.select(going)
+                rows, tokens, done = rows[going], tokens[going], done[going]
+    return output
+
+
+@torch.inference_mode()
+def beam_search(
+    model: Translator, src: Tensor, src_pad: Tensor, limits: Tensor, bos: int, eos: int, beam: int, length_penalty: float
+) -> tuple[Tensor, Tensor]:
+    """The best of `beam` hypotheses a sentence: (B, S) → ids (B, T) padded with eos, and their scores (B,).
+
+    A hypothesis is scored by its log-probability divided by ((5 + length) / 6) ** length_penalty (Wu et al. 2016). One that
+    ends while among the `beam` best is finished; a sentence is done when `beam` have finished or the limit is reached.
+    With beam 1 this is greedy search.
+    """
+    batch, longest, device = len(src), int(limits.max()), src.device
+    vocabulary = model.config.target_vocab
+    cache = start(model, src, src_pad, longest, copies=beam)
+    first_row = torch.arange(batch, device=device)[:, None] * beam  # (B, 1) of each sentence's rows in the cache
+    scores = torch.full((batch, beam), -math.inf, device=device, dtype=cache.own_keys[0].dtype)
+    scores[:, 0] = 0  # the beams begin alike: let one live, or they would all stay alike
+    alive = torch.full((batch, beam, longest), eos, device=device)
+    finished, finished_scores = alive.clone(), torch.full_like(scores, -math.inf)  # the best `beam` so far
+    count = torch.zeros(batch, dtype=torch.long, device=device)  # finished hypotheses of each sentence
+    tokens = torch.full((batch, beam), bos, device=device)
+    for position in range(longest):
+        logits = step(model, cache, tokens.flatten(), position).view(batch, beam, vocabulary)
+        total = scores[:, :, None] + F.log_softmax(logits, -1)  # (B, K, V)
+        # 2·K candidates hold at least K that do not end: each beam can end in one way only.
+        best, index = total.flatten(1).topk(2 * beam)  # (B, 2K)
+        parent, token = index // vocabulary, index % vocabulary
+        candidates = alive.gather(1, parent[:, :, None].expand(-1, -1, longest))  # (B, 2K, T)
+        candidates[:, :, position] = token
+
+        ends = token == eos
+        in_beam = torch.arange(2 * beam, device=device) < beam
+        at_limit = (limits == position + 1)[:, None]  # cut short: the beams count as they are
+        stops = ((ends | at_limit) & in_beam) & (count < beam)[:, None] & (limits > position)[:, None]
+        penalised = (best / ((5 + position + 1) / 6) ** length_penalty).masked_fill(~stops, -math.inf)
+        pool_scores = torch.cat([finished_scores, penalised], 1)  # (B, 3K)
+        finished_scores, keep = pool_scores.topk(beam)
+        pool = torch.cat([finished, candidates], 1)  # (B, 3K, T)
+        finished = pool.gather(1, keep[:, :, None].expand(-1, -1, longest))
+        count += stops.sum(1)
+
+        scores, keep = best.masked_fill(ends, -math.inf).topk(beam)  # (B, K) go on
+        alive = candidates.gather(1, keep[:, :, None].expand(-1, -1, longest))
+        tokens, parent = token.gather(1, keep), parent.gather(1, keep)
+        cache.select((first_row + parent).flatten(), source_too=False)
+        done = (count >= beam) | (limits <= position + 1)
+        if (device.type == "cpu" or position % CHECK_EVERY == CHECK_EVERY - 1) and bool(done.all()):
+            break
+    return finished[:, 0], finished_scores[:, 0]
+
+
+def output_limit(source_tokens: Tensor, max_length: int) -> Tensor:
+    """The most tokens an output may have: 1.5 × source + 10, and no more than the model has positions."""
+    return (source_tokens * 3 // 2 + 10).clamp(max=max_length)
+
+
+@dataclass
+class Hypotheses:
+    """What `search` found, in the order of the sources."""
+
+    tokens: list[list[int]]  # without begin and end
+    capped: int  # outputs that reached the limit without ending
+
+
+def plan_batches(lengths: list[int], rows_per_batch: int) -> list[list[int]]:
+    """Sentence numbers in batches of similar length, longest first: what does not fit in memory fails at once."""
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    return [order[i : i + rows_per_batch] for i in range(0, len(order), rows_per_batch)]
+
+
+def search(
+    model: Translator, sources: list[list[int]], collate: Collate, *, beam: int = 1, length_penalty: float = 0.6,
+    rows_per_batch: int = 0, progress=iter, batches: list[list[int]] | None = None,
+) -> Hypotheses:  # fmt: skip
+    """Translate token ids, without begin and end, into token ids. An empty source gives an empty output.
+
+    `batches` names the rows to do, in batches (all by default); rows not named come back empty.
+    """
+    device = next(model.parameters()).device
+    model.eval()
+    bos, eos = collate.target_ids["bos"], collate.target_ids["eos"]
+    if batches is None:
+        rows_per_batch = rows_per_batch or default_rows(device, beam)
+        batches = plan_batches(list(map(len, sources)), rows_per_batch)
+    found = Hypotheses([[] for _ in sources], 0)
+    for rows in progress(batches):
+        rows = [row for row in rows if len(sources[row])]
+        if not rows:
+            continue
+        src, src_pad = (tensor.to(device) for tensor in collate.pad_sources([sources[row] for row in rows]))
+        limits = output_limit((~src_pad).sum(1), model.config.max_length)
+        if beam == 1:
+            output = greedy(model, src, src_pad, limits, bos, eos)
+        else:
+            output, _ = beam_search(model, src, src_pad, limits, bos, eos, beam, length_penalty)
+        for row, tokens, limit in zip(rows, output.tolist(), limits.tolist()):
+            ended = eos in tokens[:limit]
+            found.tokens[row] = tokens[: tokens.index(eos)] if ended else tokens[:limit]
+            found.capped += not ended
+    return found
+
+
+@dataclass
+class Translations:
+    """Texts in the order of the lines, and what a reader should know of them."""
+
+    texts: list[str]
+    tokens: int  # produced, end tokens included
+    capped: int  # outputs that reached the limit without ending
+    cut: int  # sources longer than the model has positions, cut to fit
+
+
+def translate_lines(
+    model: Translator, source_tokenizer, target_tokenizer, lines: list[str], *, beam: int = 1,
+    length_penalty: float = 0.6, world: World | None = None, progress=iter,
+) -> Translations | None:  # fmt: skip
+    """Text → text, one output a line. With a `world` of many, the batches are shared out and rank 0 gets the whole.
+
+    The batches are the same whatever the number of ranks, so the texts are too. Other ranks get None.
+    """
+    longest = model.config.max_length - 1  # one place is left for the end token
+    sources = encode(source_tokenizer, [normalise(line) for line in lines])
+    cut = sum(len(source) > longest for source in sources)
+    sources = [source[:longest] for source in sources]
+    collate = Collate(special_ids(source_tokenizer), special_ids(target_tokenizer))
+    batches = plan_batches(list(map(len, sources)), default_rows(next(model.parameters()).device, beam))
+    if world:
+        batches = batches[world.rank :: world.size]
+    found = search(
+        model, sources, collate, beam=beam, length_penalty=length_penalty, progress=progress, batches=batches
+    )
+    mine = [row for batch in batches for row in batch]
+    texts = dict(zip(mine, decode(target_tokenizer, [found.tokens[row] for row in mine])))
+    tokens = sum(len(found.tokens[row]) + 1 for row in mine)
+    shares = world.gather((texts, tokens, found.capped)) if world else [(texts, tokens, found.capped)]
+    if shares is None:
+        return None
+    everything = {row: text for texts, _, _ in shares for row, text in texts.items()}
+    if sorted(everything) != list(range(len(lines))):
+        raise RuntimeError(f"{len(everything)} hypotheses for {len(lines)} lines")
+    texts = [everything[row] for row in range(len(lines))]
+    return Translations(texts, sum(share[1] for share in shares), sum(share[2] for share in shares), cut)
+
+
+def default_rows(device: torch.device, beam: int) -> int:
+    """Sentences decoded at once."""
+    rows = ROWS_PER_BATCH if device.type == "cpu" else 8 * ROWS_PER_BATCH
+    return max(1, rows // beam)

@@ -1,0 +1,250 @@
+"""Checkpoints that survive a kill, a full disk and a flipped bit, and never run code when they are opened.
+
+runs/x/checkpoints/step-200/     model.safetensors  optimizer.pt  state.json  checksums.json
+runs/x/checkpoints/best, last    symbolic links, each to one of the step-N folders
+
+save(folder, step, model.state_dict(), optimizer.state_dict(), {"best_score": 31.2}, best=True)
+optimizer_state, state = load_training_state(latest(folder))       # to resume
+model.load_state_dict(load_weights(resolve("runs/x")))             # to translate
+"""
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import re
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from engine.errors import UserError
+
+CONTENT = ["model.safetensors", "optimizer.pt", "state.json"]  # the files that checksums.json vouches for
+WEIGHT_SUFFIXES = [".safetensors", ".pt", ".pth", ".bin"]
+
+
+def save(
+    folder: Path, step: int, model_state: dict, optimizer_state: dict, state: dict, keep: int = 5, best: bool = False
+) -> Path:
+    """Write `folder/step-N` whole or not at all, re-point `last` (and `best`), and keep the newest `keep` (and `best`).
+
+    `state` is any JSON: best score, sampler position, scaler… To be called by one process only (rank 0).
+    """
+    folder = Path(folder)
+    checkpoint, temporary = folder / f"step-{step}", folder / f".tmp-step-{step}-{os.getpid()}"
+    # Everything becomes bytes first and then goes to disk in one way, so that a full disk has one kind of error.
+    # The price is a second copy of the checkpoint in host memory for as long as the writing takes.
+    optimizer_file = io.BytesIO()
+    torch.save(optimizer_state, optimizer_file)
+    # safetensors refuses names that share storage (tied weights), and loading must give every name back: copy each.
+    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in model_state.items()}
+    files = {
+        "model.safetensors": safetensors.torch.save(tensors, metadata={"format": "pt"}),
+        "optimizer.pt": optimizer_file.getbuffer(),
+        "state.json": _as_json({**state, "step": step}),
+    }
+    files["checksums.json"] = _as_json({name: hashlib.sha256(files[name]).hexdigest() for name in CONTENT})
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _settle_replaced(folder)
+        for leftover in folder.glob(".tmp-*"):  # a run has one writer, so these are of runs killed in the middle
+            shutil.rmtree(leftover, ignore_errors=True)
+        temporary.mkdir()
+        for name, content in files.items():
+            (temporary / name).write_bytes(content)
+            _wait_for_disk(temporary / name)
+        _wait_for_disk(temporary)
+        if checkpoint.exists():  # a resumed run does a step again, and a folder cannot be renamed onto a full one
+            os.replace(checkpoint, folder / f".replaced-{checkpoint.name}")
+        os.replace(temporary, checkpoint)
+        for link in ["last", "best"] if best else ["last"]:
+            new_link = folder / f".new-{link}"
+            new_link.unlink(missing_ok=True)
+            new_link.symlink_to(checkpoint.name)  # relative, so that a run may be moved or copied
+            os.replace(new_link, folder / link)  # whoever looks finds the old target or the new one, never none
+        _wait_for_disk(folder)
+        _settle_replaced(folder)
+        _remove_old(folder, step, keep)
+    except OSError as error:
+        _settle_replaced(folder)
+        whole = next((path for path in _newest_first(folder) if verify(path) is None), None)
+        remedy = f"mend this and resume from {whole.name}, which is whole" if whole else "no earlier one is whole"
+        raise UserError(f"cannot write step-{step} in {folder}: {error.strerror or error}; {remedy}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # after success it has its final name, and nothing is left here
+    return checkpoint
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps that have a folder, ascending. A folder gets the name step-N only once all its files are written."""
+    folders = [path.name for path in Path(folder).glob("step-*") if path.is_dir()]
+    return sorted(int(name[5:]) for name in folders if re.fullmatch(r"step-(0|[1-9][0-9]*)", name))
+
+
+def verify(checkpoint: Path) -> str | None:
+    """None if every file is exactly as it was saved, else a few words on what is wrong."""
+    try:
+        text = Path(checkpoint, "checksums.json").read_bytes()
+        recorded = json.loads(text)
+        # Comparing with what we would write shows any changed byte of this file too, even a space turned into a tab.
+        if text != _as_json(recorded) or sorted(recorded) != sorted(CONTENT):
+            return "checksums.json is damaged"
+        for name in CONTENT:
+            if hashlib.sha256(Path(checkpoint, name).read_bytes()).hexdigest() != recorded[name]:
+                return f"checksum of {name} differs"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except (ValueError, TypeError, RecursionError):  # no JSON, not UTF-8, not a table of names, nested without end
+        return "checksums.json is damaged"
+    return None
+
+
+def latest(folder: Path) -> Path:
+    """The newest whole checkpoint in `folder`; every damaged one that is passed over is named in one line."""
+    _settle_replaced(Path(folder))
+    damaged = []
+    for checkpoint in _newest_first(folder):
+        damage = verify(checkpoint)
+        if damage is None:
+            for passed_over in damaged:
+                _say(f"checkpoint {passed_over}; using {checkpoint.name}")
+            return checkpoint
+        damaged.append(f"{checkpoint.name} is damaged ({damage})")
+    reason = ", ".join(damaged) or "there is none yet"
+    raise UserError(f"no whole checkpoint in {folder}: {reason}; train first, or name another directory")
+
+
+def resolve(path: str | Path) -> Path:
+    """What `--ckpt` takes: a run directory (its best, else its latest), a checkpoint directory, or a weights file."""
+    path = Path(path)
+    if path.is_file() and path.suffix in WEIGHT_SUFFIXES:
+        return path
+    if not path.is_dir():
+        what = f"{path} is no weights file ({' '.join(WEIGHT_SUFFIXES)})" if path.exists() else f"{path} does not exist"
+        raise UserError(f"{what}; give a run directory, a checkpoint directory or a weights file")
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    is_run = folder != path or bool(steps(folder))
+    checkpoint = (folder / "best" if is_run else path).resolve()  # from a link such as `best` to its step-N
+    damage = verify(checkpoint)
+    if damage and is_run:
+        _say(f"{path} has no whole best checkpoint ({checkpoint.name}: {damage}); using the latest")
+        return latest(folder).resolve()
+    if damage:
+        whole = next((other for other in _newest_first(checkpoint.parent) if verify(other) is None), None)
+        advice = f"use {whole}, which is whole" if whole else "give a run directory or another checkpoint"
+        raise UserError(f"{path} is no whole checkpoint ({damage}); {advice}")
+    return checkpoint
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint directory or a weights file, on the CPU, without the prefixes of DDP and compile."""
+    path = resolve(path)
+    weights = _load_tensors(path / "model.safetensors" if path.is_dir() else path)
+    for key in ["model", "state_dict"]:
+        if isinstance(weights, dict) and isinstance(weights.get(key), dict):
+            weights = weights[key]
+    entries = weights.items() if isinstance(weights, dict) else []
+    if not entries or not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in entries):
+        raise UserError(f"{path} holds no state_dict (names and their tensors); give a file of weights")
+    # DistributedDataParallel puts "module." before each name and torch.compile "_orig_mod.", in either order.
+    return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): tensor for name, tensor in entries}
+
+
+def load_training_state(checkpoint: Path) -> tuple[dict, dict]:
+    """(optimizer_state, state) of a whole checkpoint, as they were given to `save`; tensors on the CPU."""
+    checkpoint = resolve(checkpoint)
+    return _load_tensors(checkpoint / "optimizer.pt"), json.loads((checkpoint / "state.json").read_bytes())
+
+
+def average(checkpoints: list[Path]) -> dict[str, Tensor]:
+    """The mean of each parameter, summed in float64 and returned in its own type; integer buffers from the last one."""
+    if not checkpoints:
+        raise UserError("no checkpoint to average; name at least one")
+    sums, expected, weights = {}, {}, {}
+    for checkpoint in checkpoints:
+        weights = load_weights(checkpoint)
+        found = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
+        expected = expected or found
+        differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        if differing:
+            reason = f"{differing[0]} is missing in one or differs in shape or type"
+            raise UserError(f"cannot average {checkpoint} with {checkpoints[0]}: {reason}; average one run only")
+        for name, tensor in weights.items():
+            if tensor.is_floating_point():
+                sums[name] = sums.get(name, 0) + tensor.double()
+    means = {name: (total / len(checkpoints)).to(weights[name].dtype) for name, total in sums.items()}
+    return {**weights, **means}
+
+
+def last_checkpoints(checkpoint: Path, count: int) -> list[Path]:
+    """The `count` whole checkpoints up to and including this one in its folder, oldest first."""
+    checkpoint = resolve(checkpoint)
+    whole = [path for path in _newest_first(checkpoint.parent) if verify(path) is None]
+    whole = whole[whole.index(checkpoint) :] if checkpoint in whole else []  # a weights file has nothing before it
+    if not 1 <= count <= len(whole):
+        raise UserError(f"cannot take {count} checkpoints up to {checkpoint}: {len(whole)} whole there; ask for fewer")
+    return whole[:count][::-1]
+
+
+def _load_tensors(path: Path):
+    """Tensors and plain values of a safetensors or torch file; what else a pickle asks for is refused, never run."""
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; name another file") from error
+    except Exception as error:  # given any other bytes, the readers may raise anything, even KeyError
+        # A function or class that is not on torch's list of harmless ones, TorchScript, or a pickle not of torch.save:
+        plain_pickle = isinstance(error, pickle.UnpicklingError) and path.read_bytes()[:1] == b"\x80"
+        if plain_pickle or "GLOBAL" in str(error) or "TorchScript" in str(error):
+            reason = "holds more than tensors and would run code when opened; refused: use a .safetensors file"
+        else:
+            reason = "is empty, truncated or no file of weights; copy it again or use another one"
+        raise UserError(f"{path} {reason}") from error
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    return [Path(folder) / f"step-{step}" for step in reversed(steps(folder))]
+
+
+def _as_json(value) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
+
+
+def _wait_for_disk(path: Path) -> None:
+    """Without it a power cut may leave a file of zeros. A new name lasts only once its folder is on disk as well."""
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def _settle_replaced(folder: Path) -> None:
+    """Remove a step-N that was replaced; or, if the new one never came (a kill in between), give it its name back."""
+    for replaced in folder.glob(".replaced-step-*"):
+        checkpoint = folder / replaced.name.removeprefix(".replaced-")
+        with suppress(OSError):  # the folder may be somebody else's, and only for reading
+            shutil.rmtree(replaced) if checkpoint.exists() else replaced.rename(checkpoint)
+
+
+def _remove_old(folder: Path, step: int, keep: int) -> None:
+    kept = {f"step-{newest}" for newest in [*steps(folder)[-max(keep, 1) :], step]} | {(folder / "best").resolve().name}
+    for old in _newest_first(folder):
+        if old.name not in kept:
+            doomed = folder / f".tmp-removed-{old.name}-{os.getpid()}"
+            with suppress(OSError):  # an old checkpoint that cannot be removed is no reason to stop the training
+                os.replace(old, doomed)  # first out of sight: a kill halfway leaves no step-N with half of its files
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _say(message: str) -> None:
+    if int(os.environ.get("RANK", 0)) == 0:  # of the processes of one run, one speaks
+        print(message, file=sys.stderr, flush=True)

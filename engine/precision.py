@@ -1,0 +1,101 @@
+"""Which number format a device computes in, and why.
+
+fp32 is always right; bf16 has fp32's range and needs nothing more; fp16 has a small range, so its gradients are scaled up
+before the backward pass and down again before the step (Micikevicius et al. 2018), and a step that overflowed is skipped.
+"""
+
+from pathlib import Path
+
+import torch
+
+from engine.errors import UserError
+
+CHOICES = ("auto", "fp32", "bf16", "fp16")
+
+
+class Precision:
+    """How to compute on one device: `with precision.autocast(): …`, then `backward`, then `step`."""
+
+    def __init__(self, device: torch.device, name: str, reason: str):
+        self.device, self.name, self.reason = device, name, reason
+        self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")  # does nothing unless it is fp16
+        self.bad_step = torch.zeros((), device=device)  # the first step with a non-finite gradient; 0: none
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The format of matrix products."""
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.name]
+
+    def autocast(self) -> torch.autocast:
+        """Weights stay fp32; matrix products run in `dtype`."""
+        return torch.autocast(self.device.type, self.dtype, enabled=self.name != "fp32")
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the loss's gradients, scaled where fp16 needs it."""
+        self.scaler.scale(loss).backward()
+
+    def step(self, optimizer: torch.optim.Optimizer, parameters: list, clip: float, step: int) -> torch.Tensor:
+        """Clip, update the weights, clear the gradients; → the gradient's norm before clipping, still on the device.
+
+        A gradient that is not finite updates nothing, nor does any step after it until `check_finite` is asked: the
+        decision stays on the device, so that no step waits for it. fp16's overflows are the scaler's affair.
+        """
+        self.scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, clip or float("inf"))
+        if not self.scaler.is_enabled():
+            first = (self.bad_step == 0) & ~torch.isfinite(norm)
+            self.bad_step = torch.where(first, float(step), self.bad_step)
+            optimizer.found_inf = (self.bad_step > 0).float()  # read by the fused optimizer, which then skips the update
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def check_finite(self) -> None:
+        """Stop the run if a step's gradient was not finite. Waits for the device: ask when logging, before saving."""
+        if self.bad_step.item():
+            raise UserError(
+                f"step {int(self.bad_step.item())}: the loss or its gradient is not finite; the weights stay as they were "
+                "before that step. Lower --lr, lengthen --warmup, or use --precision fp32, and --resume the last checkpoint"
+            )
+
+    def describe(self) -> str:
+        """One line: the device, its precision and why."""
+        if self.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self.device)
+            where = f"{self.device}, {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+        else:
+            where = f"cpu, {torch.get_num_threads()} threads"
+        return f"device: {where}; {self.name} ({self.reason})"
+
+
+def choose_precision(device: torch.device, name: str = "auto") -> Precision:
+    """The fastest format the device computes well in, or the one named. Raises `UserError` if it cannot."""
+    if name not in CHOICES:
+        raise UserError(f"--precision {name}: unknown; choose one of {', '.join(CHOICES)}")
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 on Ampere and later; no effect on older cards
+        capability = torch.cuda.get_device_capability(device)
+        if name == "auto" and capability >= (8, 0):
+            name, reason = "bf16", "compute capability 8.0 or later has fast bf16"
+        elif name == "auto" and capability >= (7, 0):
+            name, reason = "fp16", "this card has fast fp16 but no bf16; the loss is scaled"
+        elif name == "auto":
+            name, reason = "fp32", "this card has no tensor cores"
+        else:
+            reason = "as asked"
+    else:
+        # 'medium' sends fp32 products to oneDNN instead of MKL: the same rounding, and faster on AMD. On a CPU with
+        # AMX it would compute them in bf16, so there the default stays.
+        amx = "amx_bf16" in _cpu_flags()
+        torch.set_float32_matmul_precision("highest" if amx else "medium")
+        if name == "fp16":
+            raise UserError("--precision fp16 needs a GPU; use fp32 or bf16 on the CPU")
+        reason = "as asked" if name != "auto" else "the CPU's exact format; --precision bf16 is faster where it has bf16"
+        name = "fp32" if name == "auto" else name
+    return Precision(device, name, reason)
+
+
+def _cpu_flags() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""

@@ -1,0 +1,46 @@
+"""The learning rate, a pure function of the step: up in a line, level, down in a line to zero.
+
+A run ends after a number of steps or of minutes. The level part makes the second as easy as the first: when 70 % of the
+minutes are spent the way down begins, sized by the steps done so far (the warmup–stable–decay shape; Hu et al. 2024,
+Hägele et al. 2024). From that moment the rate is again a pure function of the step, and it is saved with the run.
+"""
+
+import math
+from dataclasses import dataclass
+
+DECAY_SHARE = 0.3  # the last part of a run, in which the rate falls to zero
+SPEED_KNOWN = 20  # steps after which a run knows how fast it is
+
+
+@dataclass
+class Schedule:
+    """`total` steps, the first `warmup` rising to `peak`, the last from `decay_start` on falling to 0."""
+
+    peak: float
+    warmup: int
+    total: int
+    decay_start: int
+
+    def learning_rate(self, step: int) -> float:
+        """The rate of update `step`, counted from 1."""
+        rising = step / self.warmup if self.warmup else 1.0
+        falling = (self.total + 1 - step) / (self.total + 1 - self.decay_start)
+        return self.peak * max(0.0, min(1.0, rising, falling))
+
+    def fit_time(self, step: int, minutes: float, max_minutes: float) -> bool:
+        """Fit the plan to a run of `max_minutes`, after `step` steps took `minutes`; true if the way down begins now."""
+        if not max_minutes or not step or step >= self.decay_start:
+            return False
+        estimate = math.ceil(step * max_minutes / max(minutes, 1e-9))
+        if step <= SPEED_KNOWN:  # the rate is still next to nothing, so a steeper rise makes no jump
+            self.warmup = min(self.warmup, max(SPEED_KNOWN, estimate // 10))
+        if minutes < (1 - DECAY_SHARE) * max_minutes:
+            return False
+        self.total, self.decay_start = min(self.total, max(step + 1, estimate)), step
+        return True
+
+
+def plan(peak: float, warmup: int, total: int) -> Schedule:
+    """A schedule of `total` steps; `warmup` 0 means a tenth of them, at most 1,000."""
+    warmup = warmup or max(1, min(1000, total // 10))
+    return Schedule(peak, min(warmup, total), total, decay_start=max(1, math.ceil(total * (1 - DECAY_SHARE))))

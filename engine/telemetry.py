@@ -1,0 +1,287 @@
+"""The numbers of a run: to TensorBoard and to metrics.jsonl alike, to the terminal and to train.log.
+
+    telemetry, log = Telemetry(run, resume_step), Log(run)        # ranks other than 0: enabled=False
+    telemetry.scalars(step, {"loss/train": 3.2, **meter.read(), **gpu.read()})
+    log(f"step {step}: loss 3.2"); telemetry.close()
+
+Nothing here waits for the GPU: everything takes numbers that are on the host already.
+"""
+
+import functools
+import json
+import os
+import resource
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+GIB = 2**30
+
+
+def is_main() -> bool:
+    """True in the one process of a run that speaks and writes: rank 0, or a process that torchrun did not start."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+class Telemetry:
+    """Scalars, texts and figures of one run folder. A resumed run continues its curves without doubles."""
+
+    def __init__(self, run: Path, resume_step: int | None = None, enabled: bool = True):
+        self.writer = None  # None on the other ranks: then every method does nothing
+        if not enabled:
+            return
+        from torch.utils.tensorboard import SummaryWriter  # here, because the import takes a second
+
+        run = Path(run)
+        run.mkdir(parents=True, exist_ok=True)
+        self.last_step = resume_step or 0
+        if resume_step is not None:
+            _keep_records(run / "metrics.jsonl", resume_step)
+        # TensorBoard hides what a killed run wrote from purge_step on. But it takes the first such mark of a folder for
+        # the beginning, not for a restart, and hides nothing: so a fresh run sets one as well, at step 0.
+        self.writer = SummaryWriter(str(run), purge_step=0 if resume_step is None else resume_step + 1)
+        self.metrics_file = open(run / "metrics.jsonl", "a", encoding="utf-8")
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Write each value under its tag, and all of them as one line {"step": …, "time": seconds since 1970, …}."""
+        if self.writer is None:
+            return
+        self.last_step = step
+        values = {tag: float(value) for tag, value in values.items()}
+        # One add_scalar per tag: add_scalars makes a folder for every curve, which purge_step does not reach.
+        for tag, value in values.items():
+            self.writer.add_scalar(tag, value, step)
+        self.metrics_file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
+        # Out of this process at once, so that kill -9 loses the current line at most.
+        self.metrics_file.flush()
+        self.writer.flush()
+
+    def text(self, tag: str, step: int, text: str) -> None:
+        """Write a text (Markdown), such as sample translations."""
+        if self.writer is not None:
+            self.writer.add_text(tag, text, step)
+            self.writer.flush()
+
+    def figure(self, tag: str, step: int, figure) -> None:
+        """Write a matplotlib figure and close it."""
+        if self.writer is not None:
+            self.writer.add_figure(tag, figure, step)
+            self.writer.flush()
+
+    def hyperparameters(self, config: dict, metrics: dict) -> None:
+        """Write the settings and the final metrics for TensorBoard's HPARAMS page; metrics need tags of their own."""
+        if self.writer is None:
+            return
+        from torch.utils.tensorboard.summary import hparams
+
+        plain = {name: v if isinstance(v, bool | int | float | str) else str(v) for name, v in config.items()}
+        # SummaryWriter.add_hparams would open a folder for a second run; the same three records may as well lie here.
+        for summary in hparams(plain, metrics):
+            self.writer.file_writer.add_summary(summary)
+        for tag, value in metrics.items():
+            self.writer.add_scalar(tag, value, self.last_step)
+        self.writer.flush()
+
+    def close(self) -> None:
+        """Finish both files; afterwards every method does nothing."""
+        if self.writer is not None:
+            self.writer.close()
+            self.metrics_file.close()
+            self.writer = None
+
+
+def _keep_records(path: Path, last_step: int) -> None:
+    """Drop the records after `last_step` and the torn line of a killed run, by way of a new file."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        with suppress(ValueError, TypeError, KeyError):  # a torn line is no JSON, or no record
+            if json.loads(line)["step"] <= last_step and line.endswith("\n"):
+                kept.append(line)
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+class Log:
+    """`log("…")` prints a line (above a progress bar, if any) and appends it to <run>/train.log with the time."""
+
+    def __init__(self, run: Path | None = None, enabled: bool | None = None):
+        self.enabled = is_main() if enabled is None else enabled
+        self.path = Path(run) / "train.log" if run is not None else None
+        if self.enabled and self.path:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, message: str) -> None:
+        if not self.enabled:
+            return
+        tqdm.write(message)
+        sys.stdout.flush()  # in a batch job standard output is a file, and would show nothing for a long time
+        if self.path:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+
+
+def progress(iterable=None, **kwargs) -> tqdm:
+    """A tqdm bar; silent when standard error is no terminal (batch jobs) and on ranks other than 0."""
+    kwargs.setdefault("disable", not (sys.stderr.isatty() and is_main()))
+    kwargs.setdefault("dynamic_ncols", True)
+    return tqdm(iterable, **kwargs)
+
+
+class GpuSampler(threading.Thread):
+    """Asks NVML every `interval` seconds how busy, full, thirsty and hot the GPU is; `read()` gives averages.
+
+    Without a GPU or without NVML (package nvidia-ml-py) it says so once, and `read()` gives {}.
+    """
+
+    def __init__(self, device="cuda", interval: float = 5.0, say=None):
+        super().__init__(daemon=True, name="gpu-sampler")
+        self.interval = interval
+        self.handle, self.sums, self.lock, self.ended = None, {}, threading.Lock(), threading.Event()
+        device = torch.device(device)
+        try:
+            if device.type != "cuda":
+                raise ValueError(f"this run is on the {device.type}")
+            import pynvml
+
+            pynvml.nvmlInit()
+            self.handle, self.nvml = _nvml_handle(pynvml, device), pynvml
+        except Exception as error:  # no package, no driver, no GPU, no permission: a run needs none of these figures
+            (say or Log())(f"no GPU figures will be recorded: {' '.join(str(error).split())}")
+
+    def run(self) -> None:
+        while self.handle is not None:
+            self._sample()
+            if self.ended.wait(self.interval):
+                return
+
+    def _sample(self) -> None:
+        nvml, handle = self.nvml, self.handle
+        questions = {
+            "gpu/utilisation_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+            "gpu/memory_gib": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB,  # of all processes on it
+            "gpu/power_watt": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,  # NVML counts milliwatts
+            "gpu/temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+        }
+        for tag, question in questions.items():
+            with suppress(nvml.NVMLError):  # some cards, and slices of cards, do not answer every question
+                value = question()
+                with self.lock:
+                    total, count = self.sums.get(tag, (0.0, 0))
+                    self.sums[tag] = total + value, count + 1
+
+    def read(self) -> dict[str, float]:
+        """Averages since the last `read()`; {} if there was no sample in between."""
+        with self.lock:
+            sums, self.sums = self.sums, {}
+        return {tag: total / count for tag, (total, count) in sums.items()}
+
+    def stop(self) -> None:
+        """End the thread; it would end with the process as well."""
+        self.ended.set()
+
+
+def _nvml_handle(nvml, device: torch.device):
+    """NVML's handle of torch's device: by UUID, for NVML counts all cards and knows no CUDA_VISIBLE_DEVICES."""
+    properties = torch.cuda.get_device_properties(device)
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
+    except nvml.NVMLError:  # a slice of a card (MIG) has a UUID of its own: then by the card's place on the PCI bus
+        place = f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        return nvml.nvmlDeviceGetHandleByPciBusId(place)
+
+
+class Meter:
+    """Speed over the last `window` updates only, so that warm-up, validation and saving do not dilute it.
+
+    The clock starts at the first `update`, which is itself not counted: it holds compilation and cold caches.
+    """
+
+    def __init__(self, window: int = 50, peak_flops: float | None = None, clock=time.perf_counter):
+        self.updates = deque(maxlen=window)
+        self.peak_flops = peak_flops  # FLOP/s; of all GPUs together if tokens and flops are those of all ranks
+        self.clock = clock
+        self.last_time = None  # seconds; None: the clock stands still
+
+    def update(
+        self,
+        source_tokens: int,
+        target_tokens: int,
+        padded_tokens: int,
+        data_wait_seconds: float = 0.0,
+        flops: float = 0.0,
+    ) -> None:
+        """Count one optimiser update: real tokens of each side, and `padded_tokens`, the places of both padded batches.
+
+        With padding, source.numel() + target.numel(). `data_wait_seconds`: time spent waiting for the batches.
+        """
+        now = self.clock()
+        if self.last_time is not None:
+            seconds = now - self.last_time
+            self.updates.append((seconds, source_tokens, target_tokens, padded_tokens, data_wait_seconds, flops))
+        self.last_time = now
+
+    def pause(self) -> None:
+        """Stop the clock, right after an `update` and before validating or saving."""
+        self.last_time = None
+
+    def resume(self) -> None:
+        """Start the clock again, before the next batch is fetched."""
+        self.last_time = self.clock()
+
+    def read(self) -> dict[str, float]:
+        """The figures of the window; {} before the second update."""
+        if not self.updates:
+            return {}
+        seconds, source_tokens, target_tokens, padded_tokens, wait_seconds, flops = map(sum, zip(*self.updates))
+        seconds, padded_tokens = max(seconds, 1e-9), max(padded_tokens, 1)
+        figures = {
+            "speed/tokens_per_second": (source_tokens + target_tokens) / seconds,
+            "speed/target_tokens_per_second": target_tokens / seconds,
+            "data/padding_share": 1 - (source_tokens + target_tokens) / padded_tokens,
+            "data/wait_share": wait_seconds / seconds,
+        }
+        if flops and self.peak_flops:
+            figures["speed/model_flops_utilisation"] = flops / seconds / self.peak_flops
+        return figures
+
+
+@functools.cache
+def measured_peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
+    """FLOP/s of one large matrix product on this device: what a perfect model could reach. Call it before training."""
+    device = torch.device(device)
+    size, seconds = (8192, 1.0) if device.type == "cuda" else (1024, 0.2)
+    # Random numbers, not zeros: multiplying zeros draws less power, and the GPU then clocks higher than it ever will.
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best_seconds, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        left @ right
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the product is only queued until here
+        best_seconds = min(best_seconds, time.perf_counter() - start)
+    del left, right
+    if device.type == "cuda":  # leave no trace in the memory figures of the run
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return 2 * size**3 / best_seconds  # a multiplication and an addition for each of size³ pairs
+
+
+def peak_memory_gib(device: torch.device | str) -> float:
+    """The most memory held so far: by tensors on the GPU, or by this process on the CPU."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB

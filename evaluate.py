@@ -1,0 +1,182 @@
+"""Score a trained model: greedy decoding of the test split → BLEU card.
+
+    python evaluate.py                                       # the newest run, its own data, split test
+    python evaluate.py --ckpt runs/NAME --beam 4             # a run, a checkpoint folder or a weights file
+    python evaluate.py --ckpt runs/NAME --average 5          # the mean of the last five checkpoints' weights
+    torchrun --nproc_per_node 2 evaluate.py --ckpt runs/NAME # each sentence once, shared out over the GPUs
+
+The model reads the source only and writes a translation of its own; the reference is the raw text of the data set.
+"""
+
+from dataclasses import dataclass
+
+from engine.config import flag, parse_flags
+from engine.errors import UserError, run_script
+
+
+@dataclass
+class Config:
+    """Every setting of an evaluation."""
+
+    ckpt: str = flag("", "run, checkpoint folder or weights file; the newest run", "What")
+    data: str = flag("", "other data than the run's own", "What")
+    split: str = flag("test", "test, validation or train", "What")
+    limit: int = flag(0, "score the first so many rows; 0: all", "What")
+    average: int = flag(1, "average the weights of the last so many checkpoints", "What")
+
+    beam: int = flag(1, "hypotheses kept; 1: greedy, which is what counts", "How")
+    length_penalty: float = flag(0.6, "favours long outputs; for beams only", "How")
+    teacher_forced: bool = flag(False, "also print the teacher-forced token match, NOT a BLEU", "How")
+    precision: str = flag("auto", "number format (auto|fp32|bf16|fp16)", "How")
+    device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
+    out: str = flag("", "write the hypotheses here, one a line", "How")
+
+    def __post_init__(self):
+        for name, least in dict(limit=0, average=1, beam=1, length_penalty=0).items():
+            if not getattr(self, name) >= least:
+                raise UserError(f"--{name} {getattr(self, name)} must be at least {least}")
+        if self.split not in ("train", "validation", "test"):
+            raise UserError(f"--split {self.split} is unknown; choose test, validation or train")
+
+
+if __name__ == "__main__":  # before the heavy imports, so that --help and a wrong flag answer at once
+    config = parse_flags(Config, "BLEU of a trained model")
+
+import json
+import os
+import time
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from data import Collate, cut_batches
+from decoding import Translations, translate_lines
+from engine import distributed
+from engine.precision import Precision, choose_precision
+from engine.telemetry import progress
+from model import Translator
+from text.bleu import bleu_card
+from text.cleaning import held_out_rows, normalise
+from text.rows import find_text
+from text.subwords import encode, special_ids
+from trained import Trained, load_trained
+
+
+def evaluate(config: Config) -> None:
+    """Load, translate, score, print; rank 0 alone prints."""
+    world = distributed.start(config.device)
+    say = print if world.is_main else lambda *_: None
+    precision = choose_precision(world.device, config.precision)
+    trained = load_trained(config.ckpt, config.average, say)
+    trained.model.to(world.device)
+    rows, where = load_rows(config, trained)
+    say(f"{trained.name}: {where}, {len(rows):,} rows; {precision.describe()}")
+    if hidden := distributed.hidden_gpus():
+        say(f"note: {hidden}")
+    if config.out and world.is_main:
+        check_writable(Path(config.out))
+
+    begun = time.perf_counter()
+    with precision.autocast():
+        found = translate_lines(
+            trained.model, trained.source_tokenizer, trained.target_tokenizer, [source for source, _ in rows],
+            beam=config.beam, length_penalty=config.length_penalty, world=world,
+            progress=lambda batches: progress(batches, desc="translating", unit="batch"),
+        )  # fmt: skip
+    if found:
+        report(config, trained, rows, found, time.perf_counter() - begun, say)
+    if config.teacher_forced:
+        match = teacher_forced_match(trained, rows, world, precision)
+        say(f"teacher-forced token match {match:.2f} % — NOT a BLEU and not comparable with one: at every position the "
+            "model was shown the reference up to there")  # fmt: skip
+    world.stop()
+
+
+def report(config: Config, trained: Trained, rows, found: Translations, seconds: float, say) -> None:
+    """The BLEU card, sample translations, and the files."""
+    references = [target for _, target in rows]
+    card = bleu_card(references, found.texts, trained.config["target"])
+    settings = "greedy" if config.beam == 1 else f"beam {config.beam}, length penalty {config.length_penalty:g}"
+    say()
+    for line in card.lines():
+        say(line)
+    say(f"decoding   {settings}; {len(rows) / seconds:,.1f} sentences/s, {found.tokens / seconds:,.0f} tokens/s; "
+        f"{found.capped} outputs reached the length limit without ending")  # fmt: skip
+    if found.cut:
+        say(f"note: {found.cut} sources are longer than the {trained.model.config.max_length} tokens of the model, and were cut")
+    for source, text, reference in list(zip((s for s, _ in rows), found.texts, references))[:3]:
+        say(f"\n  source       {normalise(source)}\n  translation  {text}\n  reference    {normalise(reference)}")
+    say()
+
+    out = Path(config.out) if config.out else None
+    if trained.run and not config.data:
+        name = f"{config.split}-{'greedy' if config.beam == 1 else f'beam{config.beam}-lp{config.length_penalty:g}'}"
+        name += f"-average{config.average}" * (config.average > 1) + f"-first{config.limit}" * bool(config.limit)
+        folder = trained.run / "eval"
+        folder.mkdir(exist_ok=True)
+        result = {"checkpoint": trained.name, "split": config.split, "decoding": settings, "average": config.average}
+        result |= card.as_dict() | {"capped": found.capped, "seconds": seconds, "tokens": found.tokens}
+        (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_lines(folder / f"{name}.txt", found.texts)
+        say(f"written to {folder}/{name}.json and .txt")
+    if out:
+        write_lines(out, found.texts)
+        say(f"hypotheses written to {out}, one a line")
+
+
+def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], str]:
+    """The raw (source, target) rows to score, and where they are from. The run's own data unless --data says otherwise."""
+    path = config.data or trained.config["data"]
+    text = find_text(path, trained.config["source"], trained.config["target"])
+    if config.split == "train":
+        if "train" not in text.files:
+            raise UserError(f"{path} has no train split; choose another --split")
+        chunks = (row for chunk in text.rows("train") for row in chunk)
+        rows = list(islice(chunks, config.limit or None))
+    else:
+        rows = held_out_rows(text)[config.split]
+    if not rows:
+        raise UserError(f"{path} has no rows in its {config.split} split; choose another --split")
+    return rows[: config.limit or None], f"{path}, split {config.split}"
+
+
+@torch.inference_mode()
+def teacher_forced_match(trained: Trained, rows, world: distributed.World, precision: Precision) -> float:
+    """Percent of reference tokens that are the likeliest one after the reference's own beginning.
+
+    This is what an argmax over one forward pass measures. It is no translation: the answer up to here was given.
+    """
+    model: Translator = trained.model.eval()
+    longest = model.config.max_length - 1
+    sides = (trained.source_tokenizer, 0), (trained.target_tokenizer, 1)
+    sources, targets = ([ids[:longest] for ids in encode(one, [normalise(row[side]) for row in rows])] for one, side in sides)
+    pairs = sorted(zip(sources, targets), key=lambda pair: len(pair[1]))
+    collate = Collate(special_ids(trained.source_tokenizer), special_ids(trained.target_tokenizer))
+    widths = torch.tensor([max(map(len, pair)) + 1 for pair in pairs]).numpy()
+    bounds = cut_batches(widths, 8192)
+    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+    for first, last in list(zip(bounds, bounds[1:]))[world.rank :: world.size]:
+        batch = collate(pairs[first:last]).to(world.device)
+        with precision.autocast():
+            logits = model(batch.src, batch.src_pad, batch.tgt_in, batch.real)
+        totals += torch.tensor([(logits.argmax(-1) == batch.tgt_out).sum(), len(batch.tgt_out)], device=world.device)
+    right, total = world.sum(totals).tolist()
+    return 100 * right / total
+
+
+def check_writable(path: Path) -> None:
+    """Fail before the decoding, not after it."""
+    if not os.access(path if path.exists() else path.parent, os.W_OK) or path.is_dir():
+        raise UserError(f"--out {path} cannot be written; choose a file in a folder that exists and is yours")
+
+
+def write_lines(path: Path, lines: list[str]) -> None:
+    """One hypothesis a line; whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+if __name__ == "__main__":
+    run_script(lambda: evaluate(config))

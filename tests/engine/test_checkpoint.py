@@ -1,0 +1,516 @@
+"""Whatever happens to a checkpoint — a kill, a full disk, a flipped bit, a hostile pickle — an earlier one serves."""
+
+import errno
+import hashlib
+import io
+import json
+import os
+import pickle
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from engine import checkpoint as ck
+from engine.errors import UserError
+
+FILES = ["model.safetensors", "optimizer.pt", "state.json", "checksums.json"]
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.norm = nn.BatchNorm1d(4)  # has an integer buffer
+        self.output = nn.Linear(4, 7, bias=False)
+        self.output.weight = self.embedding.weight
+
+
+def trained(seed: int = 0) -> tuple[Tied, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.output(model.norm(model.embedding(torch.tensor([1, 2, 3])))).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+MODEL, OPTIMIZER = trained()
+
+
+def save(folder: Path, step: int, best: bool = False, keep: int = 5, **state) -> Path:
+    return ck.save(folder, step, MODEL.state_dict(), OPTIMIZER.state_dict(), state, keep=keep, best=best)
+
+
+def equal(left, right) -> bool:
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(equal, left, right))
+    return left == right
+
+
+def vouch_for(checkpoint: Path) -> None:
+    """What an attacker can do: make checksums.json fit the other files."""
+    sums = {name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() for name in FILES[:3]}
+    (checkpoint / "checksums.json").write_text(json.dumps(sums, indent=2) + "\n", encoding="utf-8")
+
+
+class Hostile:
+    """Unpickling this creates the file."""
+
+    def __init__(self, path: Path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+# ---------------------------------------------------------------- round trip
+
+
+def test_round_trip_is_bit_equal_and_gives_tied_weights_back_under_all_names(tmp_path):
+    checkpoint = save(tmp_path, 300, best_score=31.5, sampler={"epoch": 2, "position": 17}, note="最好")
+    assert checkpoint == tmp_path / "step-300"
+    assert ck.verify(checkpoint) is None
+    weights = ck.load_weights(checkpoint)
+    assert equal(weights, dict(MODEL.state_dict()))
+    fresh, optimizer = trained(seed=1)
+    fresh.load_state_dict(weights)
+    assert fresh.output.weight is fresh.embedding.weight
+    optimizer_state, state = ck.load_training_state(checkpoint)
+    assert equal(optimizer_state, OPTIMIZER.state_dict())
+    optimizer.load_state_dict(optimizer_state)
+    assert state == {"best_score": 31.5, "sampler": {"epoch": 2, "position": 17}, "note": "最好", "step": 300}
+
+
+def test_views_and_transposed_tensors_are_saved(tmp_path):
+    whole = torch.arange(12.0).reshape(3, 4)
+    states = {"part": whole[1], "transposed": whole.T, "same": whole, "half": whole.bfloat16()}
+    loaded = ck.load_weights(ck.save(tmp_path, 1, states, {}, {}))
+    assert equal(loaded, states)
+
+
+def test_links_are_relative_and_follow_the_saves(tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    save(folder, 1, best=True)
+    save(folder, 2)
+    assert os.readlink(folder / "best") == "step-1"
+    assert os.readlink(folder / "last") == "step-2"
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    assert ck.resolve(moved).name == "step-1"
+    assert sorted(path.name for path in (moved / "checkpoints").iterdir()) == ["best", "last", "step-1", "step-2"]
+
+
+def test_keeps_the_newest_and_the_best(tmp_path):
+    for step in range(1, 8):
+        save(tmp_path, step, best=step == 2, keep=3)
+    assert ck.steps(tmp_path) == [2, 5, 6, 7]
+    save(tmp_path, 8, best=True, keep=3)
+    assert ck.steps(tmp_path) == [6, 7, 8]
+
+
+def test_the_checkpoint_just_saved_stays_even_if_newer_steps_exist(tmp_path):
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    assert save(tmp_path, 5, keep=2).is_dir()
+    assert ck.steps(tmp_path) == [5, 20, 30]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save(tmp_path, 1, best=True, round=1)
+    shutil.copytree(tmp_path / "step-1", tmp_path / ".replaced-step-1")  # of a save killed before it had tidied up
+    save(tmp_path, 1, round=2)
+    assert ck.load_training_state(tmp_path / "step-1")[1]["round"] == 2
+    assert ck.steps(tmp_path) == [1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "last", "step-1"]
+
+
+def test_leftovers_of_killed_runs_go_with_the_next_save(tmp_path):
+    for leftover in (".tmp-step-3-99999999", f".tmp-step-3-{os.getpid()}"):
+        (tmp_path / leftover).mkdir()
+        (tmp_path / leftover / "model.safetensors").write_bytes(b"half")
+    (tmp_path / ".new-last").symlink_to("step-2")
+    shutil.copytree(save(tmp_path / "other", 2), tmp_path / ".replaced-step-2")  # its new step-2 never came
+    assert ck.steps(tmp_path) == []
+    save(tmp_path, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "other", "step-2", "step-3"]
+    assert ck.verify(tmp_path / "step-2") is None
+
+
+def test_steps_of_no_folder_and_of_strange_names(tmp_path):
+    assert ck.steps(tmp_path / "none") == []
+    for name in ("step-x", "step-", "step-007", "astep-1", ".tmp-step-4-1", "step-12"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-5").write_text("a file", encoding="utf-8")
+    assert ck.steps(tmp_path) == [12]
+
+
+# ---------------------------------------------------------------- errors and kills at every stage of a save
+
+# Every call by which `save` changes the disk, in the order in which it may come.
+STAGES = [(os, name) for name in ("mkdir", "replace", "rename", "fsync", "symlink", "unlink", "rmdir")]
+STAGES.append((Path, "write_bytes"))
+
+
+def fail_at(monkeypatch, number: int, action) -> list[str]:
+    """Let the call with this number, counted over all STAGES, do `action`; returns the growing list of calls."""
+    calls: list[str] = []
+
+    def wrap(name, original):
+        def call(*arguments, **keywords):
+            calls.append(name)
+            if len(calls) == number:
+                if name == "write_bytes":
+                    original(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                action()
+            return original(*arguments, **keywords)
+
+        return call
+
+    for owner, name in STAGES:
+        monkeypatch.setattr(owner, name, wrap(name, getattr(owner, name)))
+    return calls
+
+
+def disk_full():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("step", [3, 2], ids=["new step", "step again"])
+def test_an_error_at_any_stage_leaves_an_earlier_checkpoint_whole(tmp_path, step):
+    number, stopped = 0, 0
+    while True:
+        number += 1
+        folder = tmp_path / str(number)
+        save(folder, 1)
+        save(folder, 2, best=True)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            calls = fail_at(monkeypatch, number, disk_full)
+            try:
+                save(folder, step, keep=2)
+            except UserError as error:
+                stopped += 1
+                message = str(error)
+                assert "\n" not in message
+                assert str(folder) in message
+                assert "No space left on device" in message
+                assert any(f"resume from step-{whole}, which is whole" in message for whole in (2, 3))
+        if len(calls) < number:
+            break
+        assert not list(folder.glob(".tmp-step-*"))
+        assert ck.latest(folder).name in ("step-2", "step-3")
+        assert all(ck.verify(folder / f"step-{kept}") is None for kept in ck.steps(folder))
+        assert ck.verify(folder / "best") is None
+        save(folder, 4)
+        assert ck.latest(folder).name == "step-4"
+    assert stopped >= 12, calls
+
+
+@pytest.mark.parametrize("step", [3, 2], ids=["new step", "step again"])
+def test_a_kill_at_any_stage_leaves_an_earlier_checkpoint_whole(tmp_path, step):
+    number = 0
+    while True:
+        number += 1
+        folder = tmp_path / str(number)
+        save(folder, 1)
+        save(folder, 2)
+        child = os.fork()
+        if child == 0:  # no `finally` and no `except` of `save` runs after this, as with kill -9
+            fail_at(pytest.MonkeyPatch(), number, lambda: os._exit(9))
+            save(folder, step, keep=2)
+            os._exit(0)
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
+            break
+        assert ck.latest(folder).name in ("step-2", "step-3")
+        assert all(ck.verify(folder / f"step-{kept}") is None for kept in ck.steps(folder))
+        save(folder, 4, keep=9)
+        assert ck.latest(folder).name == "step-4"
+        assert not list(folder.glob(".*"))
+    assert number > 15
+
+
+def test_a_full_disk_before_the_first_checkpoint(tmp_path, monkeypatch):
+    fail_at(monkeypatch, 2, disk_full)
+    with pytest.raises(UserError, match="no earlier one is whole"):
+        save(tmp_path / "checkpoints", 1)
+
+
+def test_a_state_that_is_no_json_is_a_bug_and_leaves_nothing_behind(tmp_path):
+    with pytest.raises(TypeError):
+        save(tmp_path, 1, score=object())
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------- damage
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x20
+    path.write_bytes(data)
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b'{"model.safetensors": [[[')
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", [truncate, empty, flip_a_byte, garbage, Path.unlink])
+def test_damage_is_seen_and_the_checkpoint_before_is_used(tmp_path, capsys, name, damage):
+    save(tmp_path, 200)
+    save(tmp_path, 300)
+    damage(tmp_path / "step-300" / name)
+    reason = ck.verify(tmp_path / "step-300")
+    assert name in reason
+    assert ck.latest(tmp_path) == tmp_path / "step-200"
+    assert capsys.readouterr().err == f"checkpoint step-300 is damaged ({reason}); using step-200\n"
+    for load in (ck.load_weights, ck.load_training_state, ck.resolve):
+        with pytest.raises(UserError, match=r"step-300 .*use .*step-200, which is whole"):
+            load(tmp_path / "step-300")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", '"x"', "null", "[" * 100_000, '{"state.json": 1}', '["optimizer.pt"]'])
+def test_checksums_that_are_no_table(tmp_path, text):
+    checkpoint = save(tmp_path, 1)
+    (checkpoint / "checksums.json").write_text(text, encoding="utf-8")
+    assert ck.verify(checkpoint) == "checksums.json is damaged"
+
+
+def test_a_space_that_became_a_tab_is_seen_too(tmp_path):
+    path = save(tmp_path, 1) / "checksums.json"
+    path.write_text(path.read_text(encoding="utf-8").replace("  ", "\t ", 1), encoding="utf-8")
+    assert json.loads(path.read_text(encoding="utf-8"))
+    assert ck.verify(tmp_path / "step-1") == "checksums.json is damaged"
+
+
+def test_an_empty_directory_is_passed_over_and_all_damaged_is_an_error(tmp_path, capsys):
+    save(tmp_path, 1)
+    (tmp_path / "step-2").mkdir()
+    assert ck.latest(tmp_path).name == "step-1"
+    assert "step-2 is damaged (checksums.json is missing)" in capsys.readouterr().err
+    (tmp_path / "step-1" / "state.json").unlink()
+    with pytest.raises(UserError, match=r"step-2 is damaged .*, step-1 is damaged \(state.json is missing\)"):
+        ck.latest(tmp_path)
+    with pytest.raises(UserError, match="there is none yet"):
+        ck.latest(tmp_path / "nothing")
+
+
+def test_other_ranks_do_not_repeat_the_line(tmp_path, capsys, monkeypatch):
+    save(tmp_path, 1)
+    (tmp_path / "step-2").mkdir()
+    monkeypatch.setenv("RANK", "1")
+    assert ck.latest(tmp_path).name == "step-1"
+    assert capsys.readouterr().err == ""
+
+
+@pytest.fixture(scope="module")
+def whole_checkpoint(tmp_path_factory) -> Path:
+    return save(tmp_path_factory.mktemp("whole"), 1)
+
+
+damaging = st.tuples(st.sampled_from(FILES), st.floats(0, 1, exclude_max=True), st.integers(0, 255))
+
+
+@settings(max_examples=150, deadline=None, database=None)
+@given(damaging)
+def test_any_changed_byte_or_truncation_is_seen(whole_checkpoint, damaging):
+    name, place, change = damaging  # change 0: truncate there instead
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(shutil.copytree(whole_checkpoint, Path(folder, "step-1")))
+        data = bytearray((checkpoint / name).read_bytes())
+        offset = int(place * len(data))
+        if change:
+            data[offset] ^= change
+        else:
+            del data[offset:]
+        (checkpoint / name).write_bytes(data)
+        assert ck.verify(checkpoint) is not None
+        for load in (ck.load_weights, ck.load_training_state):
+            with pytest.raises(UserError):
+                load(checkpoint)
+
+
+@settings(max_examples=150, deadline=None, database=None)
+@given(damaging)
+def test_damage_under_fitting_checksums_ends_in_a_user_error_or_in_plain_values(whole_checkpoint, damaging):
+    _, place, change = damaging
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("model.safetensors", "optimizer.pt"):
+            path = Path(shutil.copy(whole_checkpoint / name, folder))
+            data = bytearray(path.read_bytes())
+            offset = int(place * len(data))
+            data[offset : offset + 1 if change else None] = bytes([data[offset] ^ change]) if change else b""
+            path.write_bytes(data)
+            try:
+                weights = ck.load_weights(path)
+            except UserError as error:
+                assert "\n" not in str(error)
+            else:
+                assert all(isinstance(tensor, torch.Tensor) for tensor in weights.values())
+
+
+# ---------------------------------------------------------------- weights files, hostile ones among them
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's advice on the old formats made here
+def test_no_code_runs_when_a_hostile_file_is_opened(tmp_path):
+    trap = tmp_path / "trap"
+    checkpoint = save(tmp_path / "checkpoints", 1)
+    torch.save({"state": Hostile(trap)}, checkpoint / "optimizer.pt")
+    vouch_for(checkpoint)
+    assert ck.verify(checkpoint) is None
+    with pytest.raises(UserError, match="would run code when opened; refused"):
+        ck.load_training_state(checkpoint)
+    torch.save({"weight": Hostile(trap)}, tmp_path / "zip.pt")
+    torch.save({"weight": Hostile(trap)}, tmp_path / "legacy.bin", _use_new_zipfile_serialization=False)
+    torch.save(nn.Linear(1, 1), tmp_path / "module.pth")
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Hostile(trap)))
+    torch.jit.script(nn.Linear(1, 1)).save(str(tmp_path / "script.pt"))
+    for name in ("zip.pt", "legacy.bin", "module.pth", "plain.pt", "script.pt"):
+        with pytest.raises(UserError, match=f"{name} holds more than tensors and would run code when opened; refused"):
+            ck.load_weights(tmp_path / name)
+    assert not trap.exists()
+    pickle.loads(pickle.dumps(Hostile(trap)))  # the trap works: only so does this test mean anything
+    assert trap.exists()
+
+
+def torch_bytes(value) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+WEIGHTS = {"layer.weight": torch.arange(4.0), "steps": torch.tensor(3)}
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"hello world", b"{}", b"\x00" * 100, bytes(range(256)), torch_bytes(WEIGHTS)[:200], torch_bytes([1, 2])]
+    + [torch_bytes(value) for value in ({}, {"epoch": 3}, {"model": {"a": 1}}, torch.zeros(3), {1: torch.zeros(1)})],
+)
+def test_a_file_that_holds_no_weights_is_one_line(tmp_path, suffix, content):
+    path = tmp_path / f"weights{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=str(path)) as error:
+        ck.load_weights(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("wrap", [lambda w: w, lambda w: {"model": w, "epoch": 3}, lambda w: {"state_dict": w}])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_wrappings_and_prefixes_are_taken_off(tmp_path, wrap, prefix):
+    torch.save(wrap({prefix + name: tensor for name, tensor in WEIGHTS.items()}), tmp_path / "w.pt")
+    assert equal(ck.load_weights(tmp_path / "w.pt"), WEIGHTS)
+
+
+def test_prefixes_inside_a_name_stay(tmp_path):
+    torch.save({"encoder.module.weight": torch.zeros(1)}, tmp_path / "w.bin")
+    assert list(ck.load_weights(tmp_path / "w.bin")) == ["encoder.module.weight"]
+
+
+# ---------------------------------------------------------------- resolve
+
+
+def test_resolve_takes_runs_checkpoints_and_files(tmp_path, capsys):
+    folder = tmp_path / "run" / "checkpoints"
+    for step in (1, 2, 3):
+        save(folder, step, best=step == 2)
+    for path, name in {tmp_path / "run": "step-2", folder: "step-2", folder / "step-1": "step-1"}.items():
+        assert ck.resolve(str(path)) == folder / name
+    assert ck.resolve(folder / "best") == folder / "step-2"
+    assert ck.resolve(folder / "last") == folder / "step-3"
+    assert ck.resolve(folder / "step-3" / "model.safetensors") == folder / "step-3" / "model.safetensors"
+    assert capsys.readouterr().err == ""
+    flip_a_byte(folder / "step-2" / "model.safetensors")
+    assert ck.resolve(tmp_path / "run") == folder / "step-3"
+    assert "no whole best checkpoint (step-2: checksum of model.safetensors differs)" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"best is no whole checkpoint .*use .*step-3, which is whole"):
+        ck.resolve(folder / "best")
+    (folder / "best").unlink()
+    assert ck.resolve(tmp_path / "run") == folder / "step-3"
+    assert "using the latest" in capsys.readouterr().err
+
+
+def test_resolve_of_what_is_not_there(tmp_path):
+    (tmp_path / "notes.txt").write_text("x", encoding="utf-8")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    for name, reason in {
+        "absent": "does not exist",
+        "notes.txt": "no weights file",
+        "run": "no whole checkpoint in .*there is none yet",
+        "elsewhere": "no whole checkpoint .*give a run directory",
+    }.items():
+        with pytest.raises(UserError, match=reason):
+            ck.resolve(tmp_path / name)
+
+
+def test_resolve_knows_a_checkpoint_from_inside_it(tmp_path, monkeypatch):
+    checkpoint = save(tmp_path, 1)
+    monkeypatch.chdir(checkpoint)
+    assert ck.resolve(".") == checkpoint
+
+
+# ---------------------------------------------------------------- averaging
+
+
+def test_average_is_the_mean_in_float64(tmp_path):
+    paths = []
+    for step, value in enumerate([1.0, 2.0, 4.0], start=1):
+        weights = {
+            "single": torch.full((2, 2), value),
+            # bfloat16 has no number between 256 and 258: summed in it, 256 + 1 + 1 is 256, and the mean is wrong.
+            "half": torch.tensor([256.0 if step == 1 else 1.0]).bfloat16(),
+            "counter": torch.tensor(step * 10),
+        }
+        paths.append(ck.save(tmp_path, step, weights, {}, {}))
+    mean = ck.average(paths)
+    assert equal(mean["single"], torch.full((2, 2), 7 / 3))
+    assert equal(mean["half"], torch.tensor([258 / 3]).bfloat16())
+    assert equal(mean["counter"], torch.tensor(30))
+    assert equal(ck.average(paths[:1]), ck.load_weights(paths[0]))
+
+
+def test_average_refuses_what_does_not_fit(tmp_path):
+    zeros = torch.zeros(2)
+    first = ck.save(tmp_path, 1, {"a": zeros, "b": zeros}, {}, {})
+    others = [{"a": zeros}, {"a": zeros, "b": torch.zeros(3)}, {"a": zeros, "b": zeros.double()}]
+    for step, weights in enumerate(others, start=2):
+        other = ck.save(tmp_path, step, weights, {}, {})
+        for pair in ([first, other], [other, first]):
+            with pytest.raises(UserError, match="b is missing in one or differs"):
+                ck.average(pair)
+    with pytest.raises(UserError, match="no checkpoint to average"):
+        ck.average([])
+
+
+def test_last_checkpoints_counts_whole_ones_up_to_the_given_one(tmp_path):
+    for step in range(1, 6):
+        save(tmp_path, step)
+    truncate(tmp_path / "step-3" / "optimizer.pt")
+    assert [path.name for path in ck.last_checkpoints(tmp_path / "step-4", 3)] == ["step-1", "step-2", "step-4"]
+    assert ck.last_checkpoints(tmp_path / "last", 1) == [tmp_path / "step-5"]
+    for count, available in {4: 3, 0: 3}.items():
+        with pytest.raises(UserError, match=f"cannot take {count} .*: {available} whole there"):
+            ck.last_checkpoints(tmp_path / "step-4", count)
+    with pytest.raises(UserError, match="0 whole there"):
+        ck.last_checkpoints(tmp_path / "step-4" / "model.safetensors", 2)

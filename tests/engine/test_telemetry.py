@@ -1,0 +1,334 @@
+"""One curve without doubles after a kill and a resume; silence on other ranks; figures that are what they say."""
+
+import importlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PageAccumulator
+from tensorboard.util import tensor_util
+
+from engine import telemetry as tm
+
+
+def records(run) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def curve(run, tag: str) -> list[tuple[int, float]]:
+    """The points of a curve, which the library's reader and that of the TensorBoard page must show alike."""
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
+    points = [(event.step, event.value) for event in events.Scalars(tag)]
+    page = PageAccumulator(str(run), tensor_size_guidance={"scalars": 0}).Reload()
+    assert [(event.step, tensor_util.make_ndarray(event.tensor_proto).item()) for event in page.Tensors(tag)] == points
+    return points
+
+
+def write(run, steps, resume_step=None, value=1.0) -> tm.Telemetry:
+    telemetry = tm.Telemetry(run, resume_step=resume_step)
+    for step in steps:
+        telemetry.scalars(step, {"loss/train": value * step, "speed/tokens_per_second": 5})
+    return telemetry
+
+
+# ---------------------------------------------------------------- Telemetry
+
+
+def test_a_resumed_run_leaves_one_curve_in_both_files(tmp_path):
+    write(tmp_path, range(1, 11))  # killed: not closed
+    write(tmp_path, range(7, 11), resume_step=6, value=2.0).close()
+    expected = [(step, float(step)) for step in range(1, 7)] + [(step, 2.0 * step) for step in range(7, 11)]
+    assert curve(tmp_path, "loss/train") == expected
+    assert [(record["step"], record["loss/train"]) for record in records(tmp_path)] == expected
+    assert abs(records(tmp_path)[-1]["time"] - time.time()) < 60
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_resumed_twice_and_from_the_start(tmp_path):
+    write(tmp_path, range(1, 6))
+    write(tmp_path, range(4, 9), resume_step=3)
+    write(tmp_path, range(3, 6), resume_step=2).close()
+    assert [step for step, _ in curve(tmp_path, "loss/train")] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 5]
+    write(tmp_path, [1], resume_step=0).close()
+    assert [step for step, _ in curve(tmp_path, "loss/train")] == [1]
+    assert [record["step"] for record in records(tmp_path)] == [1]
+
+
+def test_torn_ends_of_both_files_are_dropped(tmp_path):
+    write(tmp_path, range(1, 6)).close()
+    with open(tmp_path / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('nonsense\n{"step": 6, "time": 1')
+    events = next(tmp_path.glob("events.*"))
+    events.write_bytes(events.read_bytes()[:-7])
+    write(tmp_path, [6, 7], resume_step=5).close()
+    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
+    # Of the torn event file the last record is lost (here a value of step 5), and the new file is read all the same.
+    assert [step for step, _ in curve(tmp_path, "loss/train")] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_last_line_that_is_whole_but_for_its_end_does_not_swallow_the_next(tmp_path):
+    write(tmp_path, [1, 2]).close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text(encoding="utf-8").rstrip("\n"), encoding="utf-8")
+    write(tmp_path, [3], resume_step=2).close()
+    assert [record["step"] for record in records(tmp_path)] == [1, 3]
+
+
+def test_scalars_are_on_disk_before_close(tmp_path):
+    telemetry = write(tmp_path, [1, 2])
+    assert [record["step"] for record in records(tmp_path)] == [1, 2]
+    assert [step for step, _ in curve(tmp_path, "loss/train")] == [1, 2]
+    telemetry.close()
+
+
+def test_disabled_is_silent_and_creates_nothing(tmp_path, capfd):
+    telemetry = tm.Telemetry(tmp_path / "run", resume_step=3, enabled=False)
+    telemetry.scalars(1, {"loss": 1.0})
+    telemetry.text("sample", 1, "text")
+    telemetry.figure("attention", 1, None)
+    telemetry.hyperparameters({"a": 1}, {"hparam/bleu": 1.0})
+    telemetry.close()
+    log = tm.Log(tmp_path / "run", enabled=False)
+    log("nothing")
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_text_figure_and_hyperparameters_make_no_folder(tmp_path):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("Agg")
+    telemetry = write(tmp_path, [5])
+    figure = pyplot.figure()
+    telemetry.text("samples", 5, "我 → I")
+    telemetry.figure("attention", 5, figure)
+    telemetry.hyperparameters(
+        {"lr": 0.1, "layers": 6, "tied": True, "sizes": [1, 2], "path": None}, {"hparam/bleu": 30.0}
+    )
+    telemetry.close()
+    telemetry.scalars(6, {"loss": 1.0})  # after close: nothing, no error
+    assert all(path.is_file() for path in tmp_path.iterdir())
+    assert len(list(tmp_path.glob("events.*"))) == 1
+    assert not pyplot.fignum_exists(figure.number)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert events.Tags()["images"] == ["attention"]
+    assert "samples/text_summary" in events.Tags()["tensors"]
+    assert curve(tmp_path, "hparam/bleu") == [(5, 30.0)]
+    hparams = importlib.import_module("tensorboard.plugins.hparams.plugin_data_pb2")
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    settings = hparams.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert settings["lr"].number_value == 0.1
+    assert settings["sizes"].string_value == "[1, 2]"
+
+
+# ---------------------------------------------------------------- Log and progress
+
+
+def test_log_prints_and_appends_with_the_time(tmp_path, capsys):
+    for message in ("first 训练", "second"):
+        tm.Log(tmp_path / "run")(message)
+    tm.Log()("to the terminal only")
+    assert capsys.readouterr().out == "first 训练\nsecond\nto the terminal only\n"
+    lines = (tmp_path / "run" / "train.log").read_text(encoding="utf-8").splitlines()
+    assert [line[20:] for line in lines] == ["first 训练", "second"]
+    assert time.strptime(lines[0][:19], "%Y-%m-%d %H:%M:%S")
+
+
+def test_log_and_progress_are_silent_on_other_ranks(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    tm.Log(tmp_path / "run")("nothing")
+    assert list(tm.progress(range(3))) == [0, 1, 2]
+    assert capsys.readouterr() == ("", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_shows_a_bar_on_a_terminal_only(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert list(tm.progress(range(3))) == [0, 1, 2]
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with tm.progress(total=2, desc="epoch") as bar:
+        bar.update(2)
+        tm.Log()("above the bar")
+    captured = capsys.readouterr()
+    assert "epoch" in captured.err
+    assert "above the bar" in captured.out
+
+
+# ---------------------------------------------------------------- GpuSampler
+
+
+class FakeNvml:
+    """Two cards in NVML's order; CUDA sees the second one only, as its device 0. The second card tells no power."""
+
+    NVML_TEMPERATURE_GPU = 0
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self):
+        self.utilisation = iter([50, 100, 20, 20, 20, 20, 20, 20])
+
+    def nvmlInit(self):
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        if uuid not in ("GPU-aaaa", "GPU-bbbb"):
+            raise self.NVMLError("Not Found")
+        return uuid[-1]
+
+    def nvmlDeviceGetHandleByPciBusId(self, place):
+        return {"00000000:0a:00.0": "a", "00000000:b1:00.0": "b"}[place]
+
+    def nvmlDeviceGetUtilizationRates(self, handle):
+        assert handle == "b"
+        return SimpleNamespace(gpu=next(self.utilisation))
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        return SimpleNamespace(used=3 * 2**30)
+
+    def nvmlDeviceGetPowerUsage(self, handle):
+        raise self.NVMLError("Not Supported")
+
+    def nvmlDeviceGetTemperature(self, handle, sensor):
+        return 61
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+
+    def see(uuid, bus=0xB1):
+        properties = SimpleNamespace(uuid=uuid, pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    return see
+
+
+@pytest.mark.parametrize("uuid", ["bbbb", "the uuid of a MIG slice"])
+def test_sampler_finds_its_card_and_averages(nvml, uuid):
+    nvml(uuid)
+    sampler = tm.GpuSampler("cuda:0")
+    sampler._sample()
+    sampler._sample()
+    assert sampler.read() == {
+        "gpu/utilisation_percent": 75.0,
+        "gpu/memory_gib": 3.0,
+        "gpu/temperature_celsius": 61.0,
+    }
+    assert sampler.read() == {}
+    sampler._sample()
+    assert sampler.read()["gpu/utilisation_percent"] == 20.0
+
+
+def test_sampler_runs_beside_the_training_and_ends(nvml):
+    nvml("bbbb")
+    sampler = tm.GpuSampler("cuda", interval=0.01)
+    sampler.start()
+    deadline = time.monotonic() + 5
+    while not (figures := sampler.read()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert figures["gpu/memory_gib"] == 3.0
+    assert sampler.daemon
+    sampler.stop()
+    sampler.join(timeout=5)
+    assert not sampler.is_alive()
+
+
+@pytest.mark.parametrize("case", ["no package", "no driver", "no GPU", "device cpu"])
+def test_sampler_without_a_gpu_says_one_line_and_gives_nothing(monkeypatch, case):
+    fake = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", None if case == "no package" else fake)
+    if case == "no driver":
+        monkeypatch.setattr(fake, "nvmlInit", lambda: fake.nvmlDeviceGetHandleByUUID("NVML Shared\nLibrary Not Found"))
+    said = []
+    sampler = tm.GpuSampler("cpu" if case == "device cpu" else "cuda", say=said.append)
+    sampler.start()
+    sampler.join(timeout=5)
+    assert not sampler.is_alive()
+    assert sampler.read() == {}
+    assert len(said) == 1 and said[0].startswith("no GPU figures will be recorded") and "\n" not in said[0]
+
+
+# ---------------------------------------------------------------- Meter
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_meter_arithmetic_over_a_sliding_window():
+    clock = Clock()
+    meter = tm.Meter(window=2, peak_flops=1000.0, clock=clock)
+    assert meter.read() == {}
+    clock.now += 500  # start-up and compilation
+    meter.update(1, 1, 2, 400.0, flops=7)
+    assert meter.read() == {}
+    clock.now += 100  # leaves the window below
+    meter.update(10, 10, 20, 50.0, flops=7)
+    assert meter.read()["speed/tokens_per_second"] == pytest.approx(0.2)
+    for seconds, source_tokens, target_tokens in ((1, 60, 40), (3, 120, 80)):
+        clock.now += seconds
+        meter.update(source_tokens, target_tokens, 200, data_wait_seconds=0.5, flops=600)
+    assert meter.read() == pytest.approx(
+        {
+            "speed/tokens_per_second": 300 / 4,
+            "speed/target_tokens_per_second": 120 / 4,
+            "data/padding_share": 1 - 300 / 400,
+            "data/wait_share": 1 / 4,
+            "speed/model_flops_utilisation": 1200 / 4 / 1000,
+        }
+    )
+
+
+def test_meter_leaves_out_pauses():
+    clock = Clock()
+    meter = tm.Meter(clock=clock)
+    meter.update(5, 5, 10)
+    clock.now += 1
+    meter.update(5, 5, 10)
+    meter.pause()
+    clock.now += 3600
+    meter.resume()
+    clock.now += 1
+    meter.update(5, 5, 10)
+    assert meter.read()["speed/tokens_per_second"] == pytest.approx(10)
+    assert "speed/model_flops_utilisation" not in meter.read()
+
+
+# ---------------------------------------------------------------- the device
+
+
+def test_measured_peak_is_plausible_quick_and_cached():
+    start = time.perf_counter()
+    peak = tm.measured_peak_flops("cpu", torch.float32)
+    assert 1e8 < peak < 1e15
+    middle = time.perf_counter()
+    assert tm.measured_peak_flops("cpu", torch.float32) == peak
+    assert time.perf_counter() - middle < 0.01
+    assert middle - start < 3
+
+
+def test_peak_memory_of_the_process_is_in_gib():
+    before = tm.peak_memory_gib("cpu")
+    assert 0.05 < before < 100
+    held = bytearray(200 * 2**20)
+    assert tm.peak_memory_gib("cpu") >= before
+    del held
+
+
+def test_importing_this_module_does_not_import_tensorboard():
+    code = "import sys, engine.telemetry; sys.exit('torch.utils.tensorboard' in sys.modules)"
+    root = Path(tm.__file__).parents[1]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0

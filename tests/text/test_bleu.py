@@ -1,0 +1,369 @@
+"""BLEU: one right number, and the wrong ones that look like it."""
+
+import json
+import random
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nltk.translate import bleu_score
+from sacrebleu.metrics import BLEU, CHRF
+
+from text.bleu import (
+    bleu_card,
+    bleu_from_counts,
+    bootstrap_interval,
+    corpus_bleu,
+    sacrebleu_metric,
+    sentence_counts,
+    tokens_of,
+)
+
+# Reference, translation: the kinds of error a small model makes, with numbers, quotes, hyphens and short sentences.
+PAIRS = [
+    ("The government will publish the report next week.", "The government will publish a report next week."),
+    ('He said: "I don\'t know what happened."', 'He said: "I do not know what happened."'),
+    ("In 2008, exports rose by 3.5% to $1,200 million.", "In 2008 exports rose 3.5% to $1,200 million."),
+    ("She lives in a small town near Beijing.", "She lives in a small town near Beijing."),
+    ("We must protect the environment.", "We have to protect the environment."),
+    ("The well-known writer died at the age of 87.", "The famous writer died at 87 years old."),
+    ("Could you tell me the way to the station?", "Can you tell me how to get to the station?"),
+    ("It has been raining for three days.", "It has rained for three days."),
+    ("The two sides agreed to continue the talks.", "Both sides agreed to continue the talks."),
+    ("Nobody was hurt in the accident.", "No one was injured in the accident."),
+    ("This is the best book I have ever read.", "This is the best book that I have ever read."),
+    ("Prices have fallen since last year.", "The price has fallen since last year."),
+    ("The bus leaves at 7:30 every morning.", "The bus leaves every morning at 7:30."),
+    ("They built a new bridge across the river.", "They built a new bridge over the river."),
+    ("I would like a cup of tea, please.", "I would like a cup of tea."),
+    ("The U.S. dollar fell against the yen.", "The US dollar fell against the yen."),
+    ("China's economy grew faster than expected.", "China's economy grew faster than expected last year."),
+    ("Students should hand in their homework on time.", "Students should hand in homework on time."),
+    ("The meeting was put off until Friday.", "The meeting was postponed to Friday."),
+    ("Children under six travel free of charge.", "Children under 6 years old travel free."),
+    ("He opened the window to let in some fresh air.", "He opened the window to let in fresh air."),
+    ("The experiment was repeated several times.", "The experiment was repeated many times."),
+    ("More and more people work from home.", "More and more people are working at home."),
+    ("There is no doubt that he will win.", "There is no doubt he will win."),
+    ("The old man sat down & said nothing.", "The old man sat and said nothing."),
+    ("Her answer surprised all of us.", "Her answer surprised us all."),
+    ("Take this medicine twice a day after meals.", "Take the medicine two times a day after meals."),
+    ("The museum is closed on Mondays.", "The museum is closed on Monday."),
+    ("What do you think of the new plan?", "What do you think about the new plan?"),
+    ("The company plans to hire 1,000 workers.", "The company plans to hire 1,000 workers ."),
+]
+REFERENCES, HYPOTHESES = [pair[0] for pair in PAIRS], [pair[1] for pair in PAIRS]
+
+
+def unsmoothed_sacrebleu(references, hypotheses, tokenize="13a"):
+    """sacreBLEU with the settings that mean the same as nltk's method0."""
+    metric = BLEU(tokenize=tokenize, smooth_method="none", force=True)
+    return metric.corpus_score(hypotheses, [references])
+
+
+def made_up_corpus(size, seed=0, shortest=6):
+    """Sentences of frequent and rare words, and "translations" with a third of the words replaced."""
+    generator = random.Random(seed)
+    words = ["".join(generator.choices("etaoinshrdlu", k=generator.randint(2, 9))) for _ in range(3000)]
+    weights = [1 / (rank + 2) for rank in range(len(words))]
+    references, hypotheses = [], []
+    for _ in range(size):
+        reference = generator.choices(words, weights, k=max(shortest, int(generator.gauss(20, 8))))
+        kept = [word if generator.random() > 0.3 else generator.choice(words) for word in reference]
+        references.append(" ".join(reference).capitalize() + ".")
+        hypotheses.append(" ".join(kept).capitalize() + ".")
+    return references, hypotheses
+
+
+# --- the right form, and the wrong ones -------------------------------------------------------------------------------
+
+
+def test_wrong_forms_give_wrong_numbers_in_nltk():
+    references = ["The cat sat on the mat .", "He likes green tea very much ."]
+    hypotheses = ["The cat sat on a mat .", "He likes tea very much ."]
+    reference_tokens, hypothesis_tokens = [r.split() for r in references], [h.split() for h in hypotheses]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        right = bleu_score.corpus_bleu([[tokens] for tokens in reference_tokens], hypothesis_tokens)
+        not_nested = bleu_score.corpus_bleu(reference_tokens, hypothesis_tokens)
+        raw_strings = bleu_score.corpus_bleu([[r] for r in references], hypotheses)
+    assert round(100 * right, 2) == 50.03
+    assert round(100 * not_nested, 2) == 0.00  # each word is taken for a reference, each letter for a token
+    assert round(100 * raw_strings, 2) == 77.36  # BLEU of letters: looks like a very good model
+    assert corpus_bleu(references=references, hypotheses=hypotheses) == pytest.approx(100 * right)
+
+
+@pytest.mark.parametrize(
+    ("references", "hypotheses", "complaint"),
+    [
+        ("abc", ["abc"], "references must be a list of sentences, not str"),
+        (["abc"], "abc", "hypotheses must be a list of sentences, not str"),
+        (None, ["abc"], "references must be a list of sentences, not NoneType"),
+        ([["a", "b"]], ["a b"], r"references\[0\] must be a plain sentence \(str\), not list"),
+        (["a b"], [["a", "b"]], r"hypotheses\[0\] must be a plain sentence \(str\), not list"),
+        (["a b", None], ["a b", "c"], r"references\[1\] must be a plain sentence \(str\), not NoneType"),
+        (["a b", "c"], ["a b", None], r"hypotheses\[1\] must be a plain sentence \(str\), not NoneType"),
+        (["a b", "c"], ["a b"], "2 references, 1 hypotheses"),
+        ([], [], "0 references, 0 hypotheses"),
+    ],
+)
+@pytest.mark.parametrize("function", [corpus_bleu, bleu_card])
+def test_wrong_shapes_are_refused_in_one_line(function, references, hypotheses, complaint):
+    with pytest.raises(ValueError, match=complaint) as caught:
+        function(references, hypotheses)
+    assert "\n" not in str(caught.value)
+
+
+def test_argument_order_matters():
+    references, hypotheses = ["the cat sat on the mat in the sun today"], ["the cat sat on the mat"]
+    too_short = corpus_bleu(references=references, hypotheses=hypotheses)
+    too_long = corpus_bleu(references=hypotheses, hypotheses=references)
+    assert too_short == pytest.approx(51.34, abs=0.01)  # all n-grams match, the brevity penalty remains
+    assert too_long == pytest.approx(51.70, abs=0.01)  # no penalty, but lower precisions
+
+
+def test_perfect_and_hopeless():
+    assert corpus_bleu(REFERENCES, REFERENCES) == pytest.approx(100)
+    assert corpus_bleu(REFERENCES, [""] * len(PAIRS)) == 0.0
+    assert corpus_bleu(["a b c d e"], ["v w x y z"]) == 0.0
+
+
+def test_zero_overlap_is_zero_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert corpus_bleu(["the cat sat on the mat"], ["the dog sat by the door"]) == 0.0
+
+
+# --- nltk and sacreBLEU agree -----------------------------------------------------------------------------------------
+
+
+def test_agreement_on_fixed_pairs():
+    graded = corpus_bleu(REFERENCES, HYPOTHESES)
+    assert graded == pytest.approx(unsmoothed_sacrebleu(REFERENCES, HYPOTHESES).score, abs=1e-6)
+    assert graded == pytest.approx(BLEU(force=True).corpus_score(HYPOTHESES, [REFERENCES]).score, abs=1e-6)
+    assert 30 < graded < 70
+
+
+WORDS = st.sampled_from(
+    ["the", "The", "cat", "sat", "on", "a", "mat", ".", ",", "can't", "3.5", "U.S.", "&amp;", "é", "-"]
+)
+
+
+def sentences(shortest):
+    return st.lists(WORDS, min_size=shortest, max_size=12).map(" ".join)
+
+
+def corpora(shortest_hypothesis):
+    return st.lists(st.tuples(sentences(0), sentences(shortest_hypothesis)), min_size=1, max_size=6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(corpora(shortest_hypothesis=4))
+def test_agreement_on_random_sentences(pairs):
+    references, hypotheses = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    graded = corpus_bleu(references, hypotheses)
+    assert graded == pytest.approx(unsmoothed_sacrebleu(references, hypotheses).score, abs=0.01)
+    assert 0 <= graded <= 100 + 1e-9
+
+
+@settings(max_examples=300, deadline=None)
+@given(corpora(shortest_hypothesis=0))
+def test_short_hypotheses_differ_only_by_the_guard_against_zero_totals(pairs):
+    """nltk adds one n-gram to the total of order n for each hypothesis of fewer than n tokens. Give sacreBLEU's formula
+    the same totals and the scores are equal; leave them out and nltk is never the higher one."""
+    references, hypotheses = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    graded, like_for_like = corpus_bleu(references, hypotheses), unsmoothed_sacrebleu(references, hypotheses)
+    lengths = [len(tokens) for tokens in tokens_of(hypotheses, sacrebleu_metric("en"))]
+    totals = [like_for_like.totals[n - 1] + sum(length < n for length in lengths) for n in (1, 2, 3, 4)]
+    guarded = BLEU.compute_bleu(
+        list(like_for_like.counts), totals, like_for_like.sys_len, like_for_like.ref_len, smooth_method="none"
+    )
+    assert graded == pytest.approx(guarded.score, abs=0.01)
+    assert graded <= like_for_like.score + 0.01
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.text(max_size=30), st.text(max_size=30)), min_size=1, max_size=4))
+def test_any_text_gets_a_score_and_sacrebleus_tokens(pairs):
+    references, hypotheses = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    for target in ("en", "zh", "ja"):
+        assert 0 <= corpus_bleu(references, hypotheses, target=target) <= 100 + 1e-9
+        metric = sacrebleu_metric(target)
+        counted = metric.corpus_score(hypotheses, [references])
+        assert counted.sys_len == sum(map(len, tokens_of(hypotheses, metric)))
+        assert counted.ref_len == sum(map(len, tokens_of(references, metric)))
+
+
+@pytest.mark.parametrize("references", [["", ""], ["a", ""], ["a b c d e", "f"]])
+@pytest.mark.parametrize("hypotheses", [["", ""], ["a", ""], ["a b c d e", "f"], ["   ", "."]])
+def test_empty_and_one_word_sentences_make_a_card(references, hypotheses):
+    card = bleu_card(references, hypotheses, resamples=20)
+    json.dumps(card.as_dict(), allow_nan=False)
+    assert 0 <= card.low <= card.high <= 100 + 1e-9
+    assert card.lines()
+
+
+def test_the_card_explains_a_gap_to_sacrebleu():
+    short = bleu_card(REFERENCES + ["Yes."] * 20, HYPOTHESES + ["Yes."] * 20)
+    assert short.short == 20
+    assert short.sacrebleu - short.nltk > 0.1
+    assert "nltk is stricter than sacreBLEU on the 20 hypotheses" in short.lines()[-1]
+    hopeless = bleu_card(["the cat sat on the mat"], ["the dog sat by the door"])
+    assert hopeless.nltk == 0.0 < hopeless.sacrebleu
+    assert "smooth:exp" in hopeless.lines()[-1]
+    assert not any("note" in line for line in bleu_card(REFERENCES, HYPOTHESES).lines())
+
+
+# --- smoothing, case, language ----------------------------------------------------------------------------------------
+
+
+def test_only_harmless_smoothing():
+    """method1 touches nothing unless a count is 0; method6 passes 100 and depends on which sentence comes last."""
+    assert corpus_bleu(REFERENCES, HYPOTHESES, smooth=True) == corpus_bleu(REFERENCES, HYPOTHESES)
+    early = {"references": ["the cat sat on the mat"], "hypotheses": ["the dog sat by the door"]}
+    assert 0 < corpus_bleu(**early, smooth=True) < 30
+    floor = BLEU(smooth_method="floor", smooth_value=0.1).corpus_score(early["hypotheses"], [early["references"]])
+    assert corpus_bleu(**early, smooth=True) == pytest.approx(floor.score)
+
+    references = ["the cat sat on the mat today .", "he likes green tea very much .", "it is raining ."]
+    hypotheses = ["the cat sat on a mat today .", "he likes tea very much .", "it rains ."]
+    references = [[reference.split()] for reference in references]
+    hypotheses = [hypothesis.split() for hypothesis in hypotheses]
+    method6 = bleu_score.SmoothingFunction().method6
+    assert bleu_score.corpus_bleu(references, hypotheses, smoothing_function=method6) > 1.04
+    assert bleu_score.corpus_bleu(references[::-1], hypotheses[::-1], smoothing_function=method6) < 0.61
+
+
+def test_case_counts():
+    shouted = [hypothesis.upper() for hypothesis in HYPOTHESES]
+    card = bleu_card(REFERENCES, shouted)
+    assert card.nltk < 5 < 30 < card.lowercase
+    assert card.lowercase == pytest.approx(bleu_card(REFERENCES, HYPOTHESES).lowercase)
+
+
+@pytest.mark.parametrize(
+    ("target", "name"), [("zh", "zh"), ("zh-CN", "zh"), ("ja", "char"), ("ko", "char"), ("de", "13a")]
+)
+def test_tokeniser_follows_the_language(target, name):
+    references = ["我们明天去北京参观博物馆。", "他喜欢喝绿茶,不喜欢喝咖啡。"]
+    hypotheses = ["我们明天到北京参观博物馆。", "他喜欢喝绿茶,不爱喝咖啡。"]
+    card = bleu_card(references, hypotheses, target=target)
+    assert f"tok:{name}|" in card.signature
+    assert f"{name} tokens" in card.lines()[0]
+    assert card.nltk == corpus_bleu(references, hypotheses, target=target)
+    assert card.nltk == pytest.approx(unsmoothed_sacrebleu(references, hypotheses, name).score, abs=0.01)
+    assert (card.nltk > 50) == (name != "13a")  # as words between spaces, nothing would match
+
+
+# --- the card ---------------------------------------------------------------------------------------------------------
+
+
+def test_card_holds_sacrebleus_own_numbers():
+    card = bleu_card(references=REFERENCES, hypotheses=HYPOTHESES)
+    standard = BLEU(force=True).corpus_score(HYPOTHESES, [REFERENCES])
+    assert card.sacrebleu == standard.score
+    assert card.precisions == pytest.approx(standard.precisions)
+    assert (card.hyp_length, card.ref_length) == (standard.sys_len, standard.ref_len)
+    assert card.ratio == pytest.approx(card.hyp_length / card.ref_length)
+    assert card.brevity_penalty == standard.bp < 1
+    assert card.chrf == CHRF().corpus_score(HYPOTHESES, [REFERENCES]).score
+    assert card.sentences == 30 and card.low < card.nltk < card.high
+    assert card.signature.startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.")
+    assert card.chrf_signature.startswith("nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|version:2.")
+
+
+def test_card_prints_and_saves():
+    card = bleu_card(REFERENCES, HYPOTHESES)
+    lines = card.lines()
+    assert len(lines) <= 12
+    assert "scale 0–100" in lines[0] and "no smoothing" in lines[0] and f"{card.nltk:.2f}" in lines[0]
+    assert len({line.index(".", 50) for line in lines[:4]}) == 1  # the scores stand in one column
+    assert json.loads(json.dumps(card.as_dict())) == card.as_dict()
+
+
+def test_no_output_beside_the_result(capsys, caplog):
+    tokenised = [hypothesis[:-1] + " ." for hypothesis in HYPOTHESES] * 5  # sacreBLEU would warn from 100 lines on
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bleu_card(REFERENCES * 5, tokenised)
+        bleu_card(["我们去北京。"], ["我们去北京。"], target="zh")
+        bleu_card(["a"], [""])
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err, caplog.text) == ("", "", "")
+
+
+# --- the interval -----------------------------------------------------------------------------------------------------
+
+
+def test_own_counts_give_nltks_score():
+    references, hypotheses = [*REFERENCES, "Yes.", "", "No"], [*HYPOTHESES, "Yes", "Oh", ""]
+    metric = sacrebleu_metric("en")
+    counts = sentence_counts(tokens_of(references, metric), tokens_of(hypotheses, metric))
+    assert bleu_from_counts(counts.sum(axis=0)) == pytest.approx(corpus_bleu(references, hypotheses), abs=1e-9)
+
+
+def test_interval_is_like_sacrebleus():
+    references, hypotheses = made_up_corpus(300)
+    card = bleu_card(references, hypotheses)
+    theirs = BLEU(force=True).corpus_score(hypotheses, [references], n_bootstrap=1000)
+    assert card.low < card.nltk < card.high
+    assert (card.high - card.low) / 2 == pytest.approx(theirs._ci, rel=0.15)
+    assert (card.high + card.low) / 2 == pytest.approx(theirs._mean, abs=0.2)
+
+
+def test_interval_covers_the_score_of_the_whole():
+    """Of 100 samples of a big test set about 95 have an interval that holds the score of the whole."""
+    metric = sacrebleu_metric("en")
+    references, hypotheses = made_up_corpus(4000, seed=1)
+    counts = sentence_counts(tokens_of(references, metric), tokens_of(hypotheses, metric))
+    whole = float(bleu_from_counts(counts.sum(axis=0)))
+    covered = 0
+    for sample in range(100):
+        rows = random.Random(sample).sample(range(len(counts)), 200)
+        low, high = bootstrap_interval(counts[rows], resamples=300, seed=sample)
+        covered += low <= whole <= high
+    assert 85 <= covered <= 100
+
+
+def test_interval_depends_on_the_seed_only():
+    first, second = bleu_card(REFERENCES, HYPOTHESES, seed=1), bleu_card(REFERENCES, HYPOTHESES, seed=1)
+    other = bleu_card(REFERENCES, HYPOTHESES, seed=2)
+    assert first == second
+    assert (first.low, first.high) != (other.low, other.high)
+    assert first.nltk == other.nltk
+
+
+def test_one_sentence_has_no_spread():
+    card = bleu_card(["the cat sat on the mat"], ["the cat sat on the rug"])
+    assert card.low == card.high == pytest.approx(card.nltk)
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+
+def test_fast_enough_for_four_thousand_sentences():
+    """Limits on processor time, several times what an idle machine needs."""
+    references, hypotheses = made_up_corpus(4000)
+    started = time.process_time()
+    corpus_bleu(references, hypotheses)
+    assert time.process_time() - started < 4
+    metric = sacrebleu_metric("en")
+    counts = sentence_counts(tokens_of(references, metric), tokens_of(hypotheses, metric))
+    started = time.process_time()
+    bootstrap_interval(counts, resamples=1000, seed=0)
+    assert time.process_time() - started < 1
+
+
+def test_import_is_light():
+    """Importing the module loads neither scorer; scoring loads no deep-learning package."""
+    code = (
+        "import sys; import text.bleu; loaded = {'nltk', 'sacrebleu', 'torch', 'transformers'} & set(sys.modules);"
+        "assert not loaded, loaded; text.bleu.bleu_card(['a'], ['a']);"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -1,0 +1,137 @@
+"""Raw rows → clean training pairs and untouched validation and test rows, with a count of everything dropped.
+
+    held_out = held_out_rows(text)                                 # {"validation": [...], "test": [...]}
+    for source, target in clean_pairs(text, held_out, 512, counts): ...
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from hashlib import blake2b
+
+from text.rows import ParallelText
+
+HELD_OUT_SHARE = 0.01  # of the distinct pairs, for each split that the data does not bring
+LONGEST_TOKEN = 16  # characters; our own tokenizers learn no longer token
+
+# Zero-width characters vanish, lone surrogates (broken UTF-16) become the replacement character, and every other control
+# character becomes a space. The joiners U+200C and U+200D stay: some scripts and emoji are spelled with them.
+_VANISH = [0x00AD, 0x200B, 0x200E, 0x200F, 0x2060, 0xFEFF, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_CLEANED = {code: " " for code in [*range(0x20), *range(0x7F, 0xA0)]}
+_CLEANED |= {code: None for code in _VANISH} | {code: "�" for code in range(0xD800, 0xE000)}
+
+REASONS = {
+    "empty": "an empty side",
+    "identical": "source = target",
+    "held out": "cut off for validation or test",
+    "in validation or test": "a side that stands in validation or test",
+    "duplicate": "exact duplicate",
+    "too long": "longer than --max_length",
+    "length ratio": "absurd length ratio",
+}
+
+
+def normalise(text: str) -> str:
+    """One line without control characters, single spaces inside and none outside. Case and punctuation stay."""
+    return " ".join(text.translate(_CLEANED).split())
+
+
+def fingerprint(source: str, target: str) -> int:
+    """64 bits that stand for a pair; the same in every process and on every machine."""
+    return int.from_bytes(blake2b(f"{source}\0{target}".encode(), digest_size=8).digest(), "little")
+
+
+def side_of(pair_hash: int, missing: list[str]) -> str:
+    """The split that a training pair belongs to when the splits `missing` must be cut from train.
+
+    Depends on the pair alone, so a pair stays on its side whatever the seed, the order or the rest of the data.
+    """
+    place = (pair_hash >> 20) / 2**44  # uniform in [0, 1)
+    if place < HELD_OUT_SHARE and "validation" in missing:
+        return "validation"
+    if HELD_OUT_SHARE <= place < 2 * HELD_OUT_SHARE and "test" in missing:
+        return "test"
+    return "train"
+
+
+def missing_splits(text: ParallelText) -> list[str]:
+    """The splits that have to be cut from train."""
+    return [split for split in ("validation", "test") if split not in text.files]
+
+
+def held_out_rows(text: ParallelText) -> dict[str, list[tuple[str, str]]]:
+    """The raw rows of validation and test, every one and in order; what is missing is cut from train (each pair once)."""
+    missing = missing_splits(text)
+    rows = {split: [row for chunk in text.rows(split) for row in chunk] for split in ("validation", "test")
+            if split not in missing}  # fmt: skip
+    if not missing or "train" not in text.files:
+        return rows | {split: [] for split in missing}
+    cut = {split: {} for split in missing}  # hash → pair: a dict keeps the order and drops repetitions
+    for chunk in text.rows("train"):
+        for source, target in chunk:
+            pair = normalise(source), normalise(target)
+            pair_hash = fingerprint(*pair)
+            side = side_of(pair_hash, missing)
+            if side != "train" and _flaw(*pair) is None:
+                cut[side].setdefault(pair_hash, (source, target))
+    return rows | {split: list(pairs.values()) for split, pairs in cut.items()}
+
+
+def clean_pairs(
+    text: ParallelText, held_out: dict[str, list[tuple[str, str]]], max_length: int, counts: Counter
+) -> Iterator[tuple[str, str]]:
+    """Stream the pairs worth training on; what is dropped is counted by reason in `counts`.
+
+    Only hashes are remembered (about 100 bytes a pair), so 26 million pairs need no more memory than that.
+    """
+    missing = missing_splits(text)
+    held = [normalise_pair(row) for rows in held_out.values() for row in rows]
+    held_sources, held_targets = {source for source, _ in held}, {target for _, target in held}
+    seen = set()
+    for chunk in text.rows("train"):
+        for row in chunk:
+            source, target = normalise_pair(row)
+            counts["read"] += 1
+            reason = _flaw(source, target)
+            if reason is None:
+                pair_hash = fingerprint(source, target)
+                if side_of(pair_hash, missing) != "train":
+                    reason = "held out"
+                elif source in held_sources or target in held_targets:
+                    reason = "in validation or test"
+                elif pair_hash in seen:
+                    reason = "duplicate"
+                # Surely over the limit, and slow to tokenise: no token covers more than LONGEST_TOKEN characters.
+                elif max(len(source), len(target)) > LONGEST_TOKEN * max_length:
+                    reason = "too long"
+            if reason:
+                counts[reason] += 1
+            else:
+                seen.add(pair_hash)
+                yield source, target
+
+
+def normalise_pair(row: tuple[str, str]) -> tuple[str, str]:
+    """Both sides normalised."""
+    return normalise(row[0]), normalise(row[1])
+
+
+def absurd_ratio(source_tokens: int, target_tokens: int) -> bool:
+    """True when one side is so much longer that the pair cannot be a translation."""
+    short, long = sorted((source_tokens, target_tokens))
+    return long > 4 * short + 10
+
+
+def report(counts: Counter) -> str:
+    """One line: rows read, dropped by reason, kept."""
+    dropped = ", ".join(f"{counts[key]:,} {words}" for key, words in REASONS.items() if counts[key])
+    return f"train: {counts['read']:,} rows read; dropped {dropped or 'none'}; {counts['kept']:,} kept"
+
+
+def _flaw(source: str, target: str) -> str | None:
+    if not source or not target:
+        return "empty"
+    # "1998" → "1998" is a translation; a sentence that was left untranslated is not.
+    if source == target and any(character.isalpha() for character in source):
+        return "identical"
+    return None
+

@@ -1,0 +1,354 @@
+"""Find parallel text on disk, whatever its form, and stream its rows in flat memory.
+
+    >>> from text.rows import default_path, find_text
+    >>> text = find_text(default_path())
+    >>> first_chunk = next(text.rows("train"))     # [("你好。", "Hello."), …], at most 10,000 pairs
+
+Accepted without a flag: a directory of parquet, arrow, json, csv or tsv shards as `datasets.load_dataset` would read
+it, a directory written by `save_to_disk`, one such file, or a hub id such as `wmt/wmt19`. A row holds the two texts as
+`{"translation": {"zh": …, "en": …}}` or flat as `{"zh": …, "en": …}` (csv and tsv: flat only); other columns are left
+alone, and a null becomes "". What the user can mend (a wrong path, a damaged file, …) raises a one-line `UserError`.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import UserError
+
+Rows = Iterator[list[tuple[str, str]]]
+
+CHUNK = 10_000
+KEYWORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+# The order counts: of a directory with several forms, the first is read.
+FORMS = {
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+}
+NOT_DATA = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+
+
+@dataclass(frozen=True)
+class ParallelText:
+    path: str  # as the user gave it
+    form: str  # "parquet", "arrow", "save_to_disk", "json", "csv", "tsv" or "hub"
+    source: str  # "zh"
+    target: str  # "en"
+    files: dict[str, list[Path]]  # split → its shards in order; only the splits that exist
+
+    def rows(self, split: str) -> Rows:
+        """All (source, target) pairs of a split, file by file, in chunks of at most 10,000; UserError on a bad row."""
+        readers = {"parquet": _read_parquet, "json": _read_json, "csv": _read_csv, "tsv": _read_csv}
+        read = readers.get(self.form, _read_arrow)
+        for file in self.files[split]:
+            try:
+                yield from read(file, self.source, self.target)
+            except UnicodeDecodeError as error:
+                line = _first_line_not_utf8(file)
+                raise UserError(f"{file}, line {line}: not UTF-8; convert it: iconv -f gb18030 -t utf-8") from error
+            except (OSError, ValueError, NotImplementedError) as error:  # what pyarrow raises for a damaged file
+                raise UserError(f"cannot read {file}: {_short(error)}; if it is damaged, get it again") from error
+
+    def fingerprint(self) -> str:
+        """Hex hash over the content of all files; a copy elsewhere has the same, one changed byte gives another."""
+        digest = hashlib.blake2b(digest_size=16)
+        for split, files in self.files.items():
+            for file in files:
+                digest.update(repr((self.form, self.source, self.target, split, file.name)).encode())
+                # The size keeps apart two files whose bytes, one after the other, are the same.
+                digest.update(str(file.stat().st_size).encode() + b"\n")
+                with file.open("rb") as stream:
+                    while block := stream.read(1 << 22):
+                        digest.update(block)
+        return digest.hexdigest()
+
+
+def default_path() -> str:
+    """The course's `/opt/minidataset` where it exists, else the repository's own `sample/`."""
+    if os.path.isdir("/opt/minidataset"):
+        return "/opt/minidataset"
+    return str(Path(__file__).resolve().parents[1] / "sample")
+
+
+def find_text(path: str, source: str = "zh", target: str = "en") -> ParallelText:
+    """Look at what is at `path`, sort its files into splits and check the first rows of each; UserError if unusable."""
+    path = os.fspath(path)
+    root = Path(path).expanduser()
+    if not path or not os.path.exists(root):
+        form, files = "hub", _hub_files(path, source, target)
+    elif root.is_file():
+        form, files = FORMS.get(root.suffix.lower()), _split_files([(root.name, root)])
+        if form is None:
+            raise UserError(f"{path} is of no known form; its name must end in one of {' '.join(FORMS)}")
+    elif os.path.exists(root / "dataset_dict.json") or os.path.exists(root / "state.json"):
+        form, files = "save_to_disk", _saved_files(root)
+    else:
+        form, files = _directory_files(root)
+    for file in (file for shards in files.values() for file in shards):
+        # os.path.exists, not Path.exists: in a closed folder it says no instead of raising PermissionError.
+        if not os.path.exists(file) or os.path.getsize(file) == 0:
+            state = "empty (0 bytes)" if os.path.exists(file) else "missing"
+            raise UserError(f"{file} is {state}; get it again or remove it")
+    text = ParallelText(path, form, source, target, files)
+    for split in files:
+        # Wrong columns in the last split are an error now, not after an hour of reading the first.
+        next(text.rows(split), None)
+    return text
+
+
+# Which files, and which split each belongs to.
+
+
+def _directory_files(root: Path) -> tuple[str, dict[str, list[Path]]]:
+    def stop(error: OSError):
+        raise UserError(f"cannot list {error.filename}: {error.strerror}; check its permissions")
+
+    by_form: dict[str, list[tuple[str, Path]]] = {}
+    for folder, subfolders, names in os.walk(root, onerror=stop, followlinks=True):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for file in (Path(folder, name) for name in names if not name.startswith(".") and name not in NOT_DATA):
+            if form := FORMS.get(file.suffix.lower()):
+                by_form.setdefault(form, []).append((str(file.relative_to(root)), file))
+    if not by_form:
+        raise UserError(f"{root} holds no parquet, arrow, json, csv or tsv file; point to the directory of the shards")
+    form = next(form for form in FORMS.values() if form in by_form)
+    if len(by_form) > 1:
+        print(f"{root} holds {', '.join(sorted(by_form))} files; only the {form} files are read")
+    return form, _split_files(sorted(by_form[form], key=lambda named: _natural(named[0])))
+
+
+def _natural(name: str) -> list:
+    # Odd places hold the numbers, so that an int never meets a str.
+    return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"(\d+)", name))]
+
+
+def _split_of(name: str) -> str | None:
+    words = re.findall(r"[^\W\d_]+", name.lower())
+    splits = [split for split, keywords in KEYWORDS.items() if any(word in keywords for word in words)]
+    return splits[0] if len(splits) == 1 else None  # "train-test-corpus" says nothing
+
+
+def _split_files(named: list[tuple[str, Path]]) -> dict[str, list[Path]]:
+    """Sort (name, file) into splits by the keyword in a folder's name, the nearest first, else in the file's."""
+    found: dict[str | None, list[Path]] = {split: [] for split in (*KEYWORDS, None)}
+    for name, file in named:
+        *folders, last = Path(name).parts
+        splits = [_split_of(part) for part in (*reversed(folders), last)]
+        found[next((split for split in splits if split), None)].append(file)
+    unnamed = found.pop(None)
+    if not found["train"]:
+        found["train"] = unnamed
+    elif unnamed:
+        # As load_dataset does: next to train.csv, a newstest2019.csv must not end up among the training pairs.
+        print(f"not read, for their names name no split: {_short(', '.join(str(file) for file in unnamed))}")
+    return {split: files for split, files in found.items() if files}
+
+
+def _saved_files(root: Path) -> dict[str, list[Path]]:
+    try:
+        named = []
+        if (root / "dataset_dict.json").exists():
+            folders = json.loads((root / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        else:
+            folders = [""]
+        for folder in folders:
+            state = json.loads((root / folder / "state.json").read_text(encoding="utf-8"))
+            name = folder or state.get("_split") or "data"
+            named += [(name, root / folder / shard["filename"]) for shard in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{root} was not fully written by save_to_disk: {_short(error)}; save it again") from error
+    return _split_files(named)
+
+
+def _hub_files(path: str, source: str, target: str) -> dict[str, list[Path]]:
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) or Path(path).suffix.lower() in FORMS:
+        raise UserError(f"{path or '(an empty path)'} does not exist; check the path to the parallel text")
+    import datasets
+    import huggingface_hub
+
+    failure = None
+    try:
+        huggingface_hub.HfApi().dataset_info(path, timeout=10)
+    except Exception as error:
+        failure = error
+        # Without a network load_dataset would retry for half a minute; told to stay offline, it looks into its cache.
+        datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
+    for config in (f"{source}-{target}", f"{target}-{source}", None):
+        try:
+            splits = datasets.load_dataset(path, config)
+            shards = [(split, shard) for split, rows in splits.items() for shard in rows.cache_files]
+            return _split_files([(split, Path(shard["filename"])) for split, shard in shards])
+        except Exception as error:
+            if config is None or not isinstance(error, ValueError):  # a ValueError: there is no such config
+                failure = failure or error
+                break
+    reason = f"{type(failure).__name__}: {_short(failure)}"
+    raise UserError(f"{path} does not exist on disk, and the hub cannot be reached or does not have it ({reason})")
+
+
+# The readers, one for each form: (file, source, target) → chunks of pairs.
+
+
+def _read_parquet(file: Path, source: str, target: str) -> Rows:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20) as parquet:
+        prefix = _column_prefix(parquet.schema_arrow, source, target, file)
+        batches = parquet.iter_batches(CHUNK, columns=[prefix + source, prefix + target])
+        yield from _pairs_of_batches(batches, prefix, source, target, file)
+
+
+def _read_arrow(file: Path, source: str, target: str) -> Rows:
+    import pyarrow
+
+    with pyarrow.memory_map(str(file)) as memory:
+        if memory.read(6) == b"ARROW1":
+            reader = pyarrow.ipc.open_file(memory)
+            batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+        else:
+            memory.seek(0)
+            batches = reader = pyarrow.ipc.open_stream(memory)
+        prefix = _column_prefix(reader.schema, source, target, file)
+        slices = (batch.slice(start, CHUNK) for batch in batches for start in range(0, batch.num_rows, CHUNK))
+        yield from _pairs_of_batches(slices, prefix, source, target, file)
+
+
+def _column_prefix(schema, source: str, target: str, file: Path) -> str:
+    """What stands before the texts' names: "translation." (a struct column) or "" (flat columns); else UserError."""
+    import pyarrow
+
+    types = {}
+    for field in schema:
+        types[field.name] = field.type
+        if field.name == "translation" and pyarrow.types.is_struct(field.type):
+            types |= {f"translation.{side.name}": side.type for side in field.type}
+    for prefix in ("translation.", ""):
+        if prefix + source in types and prefix + target in types:
+            for name in (source, target):
+                kind = types[prefix + name]
+                kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+                if str(kind) not in ("string", "large_string", "string_view", "null"):
+                    raise UserError(f"{file}, row 1: column {prefix + name} holds {kind}, not text")
+            return prefix
+    raise _wrong_columns(file, list(types), source, target)
+
+
+def _pairs_of_batches(batches, prefix: str, source: str, target: str, file: Path) -> Rows:
+    rows_before = 0
+    for batch in batches:
+        if prefix:
+            struct = batch.column("translation")
+            # flatten, unlike field, makes both texts null where the whole translation is null.
+            columns = dict(zip((side.name for side in struct.type), struct.flatten()))
+        else:
+            columns = {name: batch.column(name) for name in (source, target)}
+        try:
+            yield [(a or "", b or "") for a, b in zip(columns[source].to_pylist(), columns[target].to_pylist())]
+        except UnicodeDecodeError as error:
+            rows = f"rows {rows_before + 1} to {rows_before + batch.num_rows}"
+            raise UserError(f"{file}, {rows}: a text is not UTF-8; write the file again") from error
+        rows_before += batch.num_rows
+
+
+def _read_json(file: Path, source: str, target: str) -> Rows:
+    chunk = []
+    for where, row in _json_rows(file):
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: a {type(row).__name__}; write an object with {source} and {target}")
+        inner = row.get("translation", {})
+        if inner is None:
+            inner = {source: None, target: None}
+        row = row | inner if isinstance(inner, dict) else row
+        if source not in row or target not in row:
+            raise _wrong_columns(where, list(row), source, target)
+        for name in (source, target):
+            if not isinstance(row[name], str | None):
+                raise UserError(f"{where}: {name} is of type {type(row[name]).__name__}, not text; put it in quotes")
+        pair = (row[source] or "", row[target] or "")
+        try:
+            "".join(pair).encode()
+        except UnicodeEncodeError as error:  # "\ud800" is valid JSON but no text: no tokenizer takes it
+            raise UserError(f"{where}: a surrogate without its other half; remove the character") from error
+        chunk.append(pair)
+        if len(chunk) == CHUNK:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def _json_rows(file: Path) -> Iterator[tuple[str, object]]:
+    """(where, row) for one row a line (streamed), or for one array or {"data": array} (.json only; held in memory)."""
+    name, number = str(file), 1
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(4096).removeprefix(b"\xef\xbb\xbf")
+            stream.seek(0)
+            if file.suffix.lower() == ".json" and re.match(rb'\s*(\[|\{\s*"data"\s*:|\{\s*\n)', start):
+                rows = json.loads(stream.read().decode("utf-8-sig"))
+                rows = rows.get("data") if isinstance(rows, dict) else rows
+                if not isinstance(rows, list):
+                    raise UserError(f'{file} is one object without a list under "data"; write one row a line')
+                yield from ((f"{name}, row {index}", row) for index, row in enumerate(rows, 1))
+            else:
+                for number, line in enumerate(stream, 1):
+                    if text := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
+                        yield f"{name}, line {number}", json.loads(text)
+    except json.JSONDecodeError as error:
+        line = number + error.lineno - 1
+        raise UserError(f"{file}, line {line}: broken JSON ({error.msg}); mend it or get the file again") from error
+
+
+def _read_csv(file: Path, source: str, target: str) -> Rows:
+    import pandas
+
+    options = {"sep": "\t" if file.suffix.lower() == ".tsv" else ",", "encoding": "utf-8-sig", "chunksize": CHUNK}
+    try:
+        # na_filter=False: the words "NA" and "None" are words. All columns are read, else too many would go unseen.
+        with pandas.read_csv(file, dtype=object, na_filter=False, **options) as chunks:
+            for chunk in chunks:
+                if source not in chunk or target not in chunk:
+                    raise _wrong_columns(f"{file}, line 1", list(chunk.columns), source, target)
+                if not isinstance(chunk.index, pandas.RangeIndex):  # pandas takes what is too much for row names
+                    raise UserError(f"{file}, line 2: more fields than the header has; put such a field in quotes")
+                yield list(zip(chunk[source].tolist(), chunk[target].tolist()))
+    except pandas.errors.ParserError as error:
+        reason = _short(error).split("C error: ")[-1]
+        raise UserError(f"{file}: {reason}; put a field that holds a separator or a quote in quotes") from error
+    except pandas.errors.EmptyDataError as error:
+        raise UserError(f"{file} has no header line; its first line must name the columns") from error
+
+
+# Error messages.
+
+
+def _wrong_columns(where, found: list[str], source: str, target: str) -> UserError:
+    names = [str(name).removeprefix("translation.") for name in found]
+    spelled = {name.lower(): name for name in names}
+    hint = "name the two columns with --source and --target"
+    if source.lower() in spelled and target.lower() in spelled:
+        hint = f"use --source {spelled[source.lower()]} --target {spelled[target.lower()]}"
+    return UserError(f"{where}: wanted the columns {source} and {target}, found {_short(', '.join(names))}; {hint}")
+
+
+def _first_line_not_utf8(file: Path) -> int:
+    with file.open("rb") as stream:
+        return next((n for n, line in enumerate(stream, 1) if line.decode(errors="ignore").encode() != line), 0)
+
+
+def _short(reason) -> str:
+    line = " ".join(str(reason).split())
+    return line if len(line) <= 200 else line[:199] + "…"

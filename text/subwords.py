@@ -1,0 +1,98 @@
+"""Subword tokenizers: trained on the training text, saved where `AutoTokenizer.from_pretrained` finds them.
+
+Byte-pair encoding (Sennrich et al. 2016) over characters; a character too rare for the vocabulary is spelled in its UTF-8
+bytes, so nothing is ever unknown, and decoding gives the text back letter for letter.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from engine.errors import UserError
+from text.cleaning import LONGEST_TOKEN
+
+PAD, BOS, EOS = "<pad>", "<s>", "</s>"
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+# Chinese is written without spaces: a run of Han characters is one "word" that merges may divide as they like. Digits stand
+# alone, so that a number is copied figure by figure; so does every punctuation mark. U+2581 (▁) stands for a space.
+PIECES = r"▁?\p{Han}+|▁?\p{N}|▁?[^\p{L}\p{M}\p{N}▁]"
+
+
+def train_tokenizer(lines: Iterable[str], vocabulary: int):
+    """A `PreTrainedTokenizerFast` of at most `vocabulary` tokens, the 256 bytes and pad/bos/eos included."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    spaces = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([spaces, pre_tokenizers.Split(Regex(PIECES), "isolated")])
+    room = vocabulary - len(BYTES)
+    trainer = trainers.BpeTrainer(
+        vocab_size=room,
+        # At least half of the vocabulary is left for merges; rarer characters are spelled in bytes.
+        limit_alphabet=room // 2,
+        min_frequency=2,
+        max_token_length=LONGEST_TOKEN,
+        special_tokens=[PAD, BOS, EOS],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+
+    # The trainer knows no bytes: put them behind the special tokens and move the rest up.
+    learned = json.loads(tokenizer.to_str())["model"]
+    order = sorted(learned["vocab"], key=learned["vocab"].get)
+    order = order[:3] + BYTES + order[3:]
+    merges = [tuple(merge) for merge in learned["merges"]]
+    tokenizer.model = models.BPE(
+        vocab={token: index for index, token in enumerate(order)}, merges=merges, byte_fallback=True
+    )
+    # Bytes become characters first, then ▁ becomes a space again.
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS, clean_up_tokenization_spaces=False
+    )
+
+
+def load_tokenizer(name: str):
+    """Any tokenizer that `AutoTokenizer` knows, from a folder or by name; it must have pad, begin and end tokens."""
+    import huggingface_hub
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, TypeError, huggingface_hub.errors.HFValidationError) as error:
+        what = "no tokenizer can be read from this folder" if Path(name).is_dir() else "no such folder, and the hub does not give it"  # fmt: skip
+        raise UserError(f"tokenizer {name}: {what} ({str(error).splitlines()[0]})") from None
+    special_ids(tokenizer, name)
+    return tokenizer
+
+
+def special_ids(tokenizer, name: str = "") -> dict[str, int]:
+    """{"pad": …, "bos": …, "eos": …}. BERT's [CLS] and [SEP] count as begin and end. Raises `UserError` if one is missing."""
+    ids = {
+        "pad": tokenizer.pad_token_id,
+        "bos": tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.cls_token_id,
+        "eos": tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id,
+    }
+    missing = [key for key, value in ids.items() if value is None]
+    if missing:
+        raise UserError(f"tokenizer {name} has no {'/'.join(missing)} token; choose one that has pad, bos and eos")
+    return ids
+
+
+def encode(tokenizer, lines: Sequence[str]) -> list[list[int]]:
+    """Token ids of each line, without begin and end; the Rust library encodes the lines in parallel."""
+    if not lines:
+        return []
+    # No limit of the tokenizer's own: over-long sentences are counted and dropped in one place, never cut here.
+    if tokenizer.is_fast:
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+        encodings = tokenizer.backend_tokenizer.encode_batch_fast(list(lines), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+    return tokenizer(list(lines), add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+
+
+def decode(tokenizer, rows: Sequence[Sequence[int]]) -> list[str]:
+    """The text of each row of ids; special tokens are left out."""
+    return [" ".join(line.split()) for line in tokenizer.batch_decode(rows, skip_special_tokens=True)]

@@ -1,0 +1,75 @@
+"""A trained model with what belongs to it: `load_trained("runs/NAME")`."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine import checkpoint
+from engine.errors import UserError
+from model import ModelConfig, Translator
+from text.subwords import load_tokenizer
+
+MARKS = ("config.json", "model.json", "tokenizer")  # what a folder has if it is a run
+
+
+@dataclass
+class Trained:
+    """Weights, tokenizers and settings of one run."""
+
+    model: Translator
+    source_tokenizer: object
+    target_tokenizer: object
+    config: dict  # the run's own settings
+    run: Path
+    name: str  # which checkpoint
+
+
+def load_trained(path: str = "", average: int = 1, say=print, runs: Path = Path("runs")) -> Trained:
+    """What `--ckpt` names: a run, one of its checkpoints, a weights file; '' is the newest run.
+
+    `average` > 1: the mean of that many checkpoints up to this one. Raises `UserError` for all that cannot be read.
+    """
+    if not path:
+        path = newest_run(runs)
+        say(f"no --ckpt given, so the newest run: {path}")
+    chosen = checkpoint.resolve(path)
+    run = run_of(chosen)
+    try:
+        config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        sizes = ModelConfig(**json.loads((run / "model.json").read_text(encoding="utf-8")))
+        config["data"], config["source"], config["target"]  # noqa: B018 (a KeyError here is the check)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{run}: its config.json or model.json is damaged or of another script ({error})") from None
+    tokenizers = {side: load_tokenizer(str(run / "tokenizer" / side)) for side in ("source", "target")}
+    name = str(chosen)
+    if average > 1:
+        if not chosen.is_dir():
+            raise UserError(f"--average needs a run or a checkpoint folder, not the file {chosen}")
+        chosen = checkpoint.resolve(chosen.parent / f"step-{checkpoint.steps(chosen.parent)[-1]}")
+        members = checkpoint.last_checkpoints(chosen, average)
+        weights, name = checkpoint.average(members), f"mean of {', '.join(member.name for member in members)} of {run}"
+    else:
+        weights = checkpoint.load_weights(chosen)
+    model = Translator(sizes)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip()[:150]
+        raise UserError(f"{chosen} does not hold the weights of the model in {run}: {reason}") from None
+    return Trained(model.eval(), tokenizers["source"], tokenizers["target"], config, run, name)
+
+
+def run_of(path: Path) -> Path:
+    """The run that a checkpoint belongs to: the nearest folder above it that looks like one."""
+    for folder in (path, *path.absolute().parents):
+        if all((folder / mark).exists() for mark in MARKS):
+            return folder
+    raise UserError(f"{path} lies in no run of train.py (none of the folders above it has {', '.join(MARKS)})")
+
+
+def newest_run(runs: Path) -> str:
+    """The run whose last checkpoint is the youngest."""
+    found = [folder.parent for folder in runs.glob("*/checkpoints") if checkpoint.steps(folder)]
+    if not found:
+        raise UserError(f"no trained run in {runs.absolute()}; train one with `python train.py`, or name one with --ckpt")
+    return str(max(found, key=lambda run: (run / "checkpoints").stat().st_mtime))

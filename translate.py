@@ -1,0 +1,97 @@
+"""Translate text with a trained model.
+
+    python translate.py 今天天气怎么样？                        # the newest run
+    python translate.py --ckpt runs/NAME --beam 4 < zh.txt > en.txt
+    python translate.py                                       # on a terminal: a prompt
+"""
+
+from dataclasses import dataclass
+
+from engine.config import flag, parse_flags
+from engine.errors import UserError, run_script
+
+
+@dataclass
+class Config:
+    """Every setting of a translation."""
+
+    ckpt: str = flag("", "run, checkpoint folder or weights file; the newest run", "Options")
+    beam: int = flag(1, "hypotheses kept; 1: greedy", "Options")
+    length_penalty: float = flag(0.6, "favours long outputs; for beams only", "Options")
+    device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Options")
+
+    def __post_init__(self):
+        if self.beam < 1 or not self.length_penalty >= 0:
+            raise UserError(f"--beam {self.beam} must be at least 1, --length_penalty {self.length_penalty} at least 0")
+
+
+if __name__ == "__main__":  # before the heavy imports, so that --help and a wrong flag answer at once
+    config = parse_flags(Config, "sentences as arguments, or one a line on standard input", positional="text")
+
+import sys
+from collections.abc import Iterator
+
+from decoding import translate_lines
+from engine import distributed
+from engine.precision import choose_precision
+from trained import load_trained
+
+LINES_AT_ONCE = 2000  # of a file: enough to sort by length, few enough to see results soon
+
+
+def translate(config: Config) -> None:
+    """Translate the arguments, the lines of standard input, or what is typed at a prompt."""
+    device = distributed.choose_device(config.device, 0)
+    precision = choose_precision(device)
+    trained = load_trained(config.ckpt, say=note)
+    trained.model.to(device)
+    note(precision.describe())
+    for lines in groups_of_lines(config.text):
+        with precision.autocast():
+            found = translate_lines(
+                trained.model, trained.source_tokenizer, trained.target_tokenizer, lines,
+                beam=config.beam, length_penalty=config.length_penalty,
+            )  # fmt: skip
+        print("\n".join(found.texts), flush=True)
+        if found.cut:
+            note(f"note: {found.cut} sentences are longer than the {trained.model.config.max_length} tokens of the model, and were cut")  # fmt: skip
+
+
+def groups_of_lines(texts: list[str]) -> Iterator[list[str]]:
+    """What to translate, as much at once as is there."""
+    if texts:
+        yield texts
+    elif sys.stdin.isatty():
+        note("one sentence a line; an empty line ends")
+        while line := prompt():
+            yield [line]
+    else:
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+        group = []
+        try:
+            for line in sys.stdin:
+                group.append(line)
+                if len(group) == LINES_AT_ONCE:
+                    yield group
+                    group = []
+        except UnicodeDecodeError as error:
+            raise UserError(f"standard input is not UTF-8 ({error.reason}); convert it with iconv first") from None
+        if group:
+            yield group
+
+
+def prompt() -> str:
+    """A line typed at the terminal; '' at its end."""
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+def note(message: str) -> None:
+    """To standard error, so that standard output holds translations alone."""
+    print(message, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run_script(lambda: translate(config))

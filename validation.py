@@ -1,0 +1,110 @@
+"""What a run looks at between training steps: validation loss, greedy BLEU, sample translations, cross-attention."""
+
+import math
+
+import numpy as np
+import torch
+
+from data import Collate, Prepared, cut_batches
+from decoding import translate_lines
+from engine.distributed import World
+from engine.precision import Precision
+from model import Translator, cross_attention, summed_loss
+from text.bleu import corpus_bleu
+from text.subwords import encode
+
+BLEU_ROWS = 500  # of the validation split, translated each time; evaluate.py does them all
+SAMPLES = 3
+# matplotlib brings DejaVu alone, which has no Chinese; these are common and are used where installed.
+FONTS = ["DejaVu Sans", "Noto Sans CJK SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "Microsoft YaHei", "PingFang SC"]
+
+
+class Validation:
+    """The validation split, cut into batches once."""
+
+    def __init__(self, model: Translator, prepared: Prepared, collate: Collate, world: World, precision: Precision,
+                 target: str, tokens_per_batch: int):  # fmt: skip
+        self.model, self.prepared, self.collate, self.world = model, prepared, collate, world
+        self.precision, self.target = precision, target
+        lengths = prepared.validation.lengths
+        widths = np.maximum(lengths["source"], lengths["target"]) + 1
+        order = np.lexsort((lengths["source"], lengths["target"]))
+        # Without a backward pass twice the tokens fit.
+        bounds = cut_batches(widths[order], 2 * tokens_per_batch)
+        self.batches = [order[first:last].tolist() for first, last in zip(bounds, bounds[1:])]
+
+    def rehearse(self) -> None:
+        """Two batches and one translation before the first step, so that a fault here costs no hour of training."""
+        self.loss(self.batches[:2])
+        self.translate(self.prepared.validation_rows[:SAMPLES])
+
+    def run(self, step: int, log, telemetry) -> float:
+        """Write the figures and return the loss, the same on every rank."""
+        loss = self.loss(self.batches)
+        rows = self.prepared.validation_rows[:BLEU_ROWS]
+        found = self.translate(rows)
+        if found:
+            references = [target for _, target in rows]
+            # Smoothed, because a young model has no 4-gram right; evaluate.py's score is not.
+            bleu = corpus_bleu(references, found.texts, self.target, smooth=True)
+            perplexity = math.exp(min(loss, 50))
+            telemetry.scalars(step, {"valid/loss": loss, "valid/perplexity": perplexity, "valid/bleu": bleu})
+            samples = [(*row, text) for row, text in zip(rows[:SAMPLES], found.texts)]
+            table = "".join(f"| {cell(source)} | {cell(text)} | {cell(reference)} |\n" for source, reference, text in samples)
+            telemetry.text("samples", step, "| source | translation | reference |\n|---|---|---|\n" + table)
+            telemetry.figure("cross-attention", step, self.attention_picture(rows[0][0], found.texts[0]))
+            log(f"step {step:>6,}  validation loss {loss:.4f}  perplexity {perplexity:.1f}  "
+                f"BLEU {bleu:.2f} (greedy, {len(rows)} rows, smoothed)  e.g. {found.texts[0][:80]!r}")  # fmt: skip
+        return loss
+
+    @torch.inference_mode()
+    def loss(self, batches: list[list[int]]) -> float:
+        """Unsmoothed cross-entropy in nats a token; each rank does its share of the batches."""
+        self.model.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        for rows in batches[self.world.rank :: self.world.size]:
+            batch = self.collate([self.prepared.validation[row] for row in rows]).to(self.world.device)
+            with self.precision.autocast():
+                logits = self.model(batch.src, batch.src_pad, batch.tgt_in, batch.real)
+            totals[0] += summed_loss(logits, batch.tgt_out)
+            totals[1] += batch.target_tokens
+        loss, tokens = self.world.sum(totals).tolist()
+        return loss / tokens
+
+    def translate(self, rows: list[tuple[str, str]]):
+        """Greedy translations of the rows, on rank 0."""
+        tokenizers = self.prepared.source_tokenizer, self.prepared.target_tokenizer
+        with self.precision.autocast():
+            return translate_lines(self.model, *tokenizers, [source for source, _ in rows], world=self.world)
+
+    def attention_picture(self, source: str, translation: str):
+        """Which source tokens (columns) the last layer looked at for each target token (rows)."""
+        from matplotlib.figure import Figure
+
+        src_tokenizer, tgt_tokenizer = self.prepared.source_tokenizer, self.prepared.target_tokenizer
+        src_ids, tgt_ids = encode(src_tokenizer, [source])[0][:60], encode(tgt_tokenizer, [translation])[0][:60]
+        batch = self.collate([(src_ids, tgt_ids)]).to(self.world.device)
+        weights = cross_attention(self.model, batch.src, batch.src_pad, batch.tgt_in)[0].float().cpu()  # (T, S)
+        figure = Figure(figsize=(2 + 0.3 * weights.size(1), 2 + 0.25 * weights.size(0)), layout="constrained")
+        axes = figure.subplots()
+        axes.imshow(weights, cmap="Blues", vmin=0)
+        for ticks, tokenizer, ids in ((axes.set_xticks, src_tokenizer, src_ids), (axes.set_yticks, tgt_tokenizer, tgt_ids)):
+            words = [*tokenizer.convert_ids_to_tokens(ids), "end"]
+            ticks(range(len(words)), drawable(words), fontsize=8, family=FONTS)
+        axes.tick_params(axis="x", rotation=90)
+        return figure
+
+
+def drawable(words: list[str]) -> list[str]:
+    """The words, with their numbers instead where no installed font has Chinese."""
+    from matplotlib import font_manager
+
+    installed = {font.name for font in font_manager.fontManager.ttflist}
+    if installed & set(FONTS[1:]):
+        return words
+    return [word if max(word, default="") < "\u2e80" else str(number) for number, word in enumerate(words, 1)]
+
+
+def cell(text: str) -> str:
+    """Text that cannot break a Markdown table."""
+    return text.replace("|", "\\|")
