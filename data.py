@@ -125,7 +125,8 @@ def prepare(text: ParallelText, cache: Path, *, source_vocab=0, target_vocab=0, 
 def load_prepared(folder: Path) -> Prepared:
     """What `prepare` left in `folder`."""
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    rows = [tuple(json.loads(line)) for line in open(folder / "validation.jsonl", encoding="utf-8")]
+    lines = (folder / "validation.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [tuple(json.loads(line)) for line in lines]
     tokenizers = {side: load_tokenizer(str(folder / "tokenizer" / side)) for side in ("source", "target")}
     return Prepared(
         folder, tokenizers["source"], tokenizers["target"], TokenizedPairs(folder / "train"),

@@ -40,10 +40,12 @@ YOUR_KIN = [
 ]
 TITLED = [named("王教授", "Professor Wang", "his"), named("李医生", "Dr. Li", "her")]
 
-# Who may be the subject of what: nobody tells 你 what 你 did, grandfathers play no soccer, and "we" have no headache.
-ACTIVE_THIRD = [HE, SHE, *NAMES, *YOUNG_KIN, *PARENTS]
+# Who may be the subject of what: nobody tells 你 what 你 did, parents do no homework, grandparents play no
+# soccer, and "we" have no headache.
+STUDENT_THIRD = [HE, SHE, *NAMES, *YOUNG_KIN]
+ACTIVE_THIRD = [*STUDENT_THIRD, *PARENTS]
 THIRD = [*ACTIVE_THIRD, *GRANDPARENTS]
-ONE_STUDENT = [I, HE, SHE, *NAMES, *YOUNG_KIN]
+ONE_STUDENT = [I, *STUDENT_THIRD]
 STUDENTS = [*ONE_STUDENT, WE, THEY]
 ONE_PERSON = [I, *THIRD]
 ACTIVE = [I, *ACTIVE_THIRD, WE, THEY]
@@ -90,7 +92,6 @@ BREAD, CAKE = portion("面包", "块", "piece", "bread"), portion("蛋糕", "块
 RICE, NOODLES = portion("米饭", "碗", "bowl", "rice"), portion("面条", "碗", "bowl", "noodles")
 DUMPLINGS = portion("饺子", "盘", "plate", "dumplings")
 MEAL_FOODS = [RICE, NOODLES, DUMPLINGS]
-BREAKFAST_FOODS = [EGG, BREAD, *FRUITS, NOODLES, DUMPLINGS]
 FOODS = [*FRUITS, EGG, BREAD, CAKE, *MEAL_FOODS]
 COFFEE, MILK = portion("咖啡", "杯", "cup", "coffee"), portion("牛奶", "杯", "cup", "milk")
 DRINKS = [
@@ -108,7 +109,7 @@ CONTRASTS = [
 
 GPU, SERVER = noun("显卡", "块", "GPU"), noun("服务器", "台", "server")
 MODEL, PROGRAM = noun("模型", "个", "model"), noun("程序", "个", "program")
-EXPERIMENT, REPORT = noun("实验", "个", "experiment"), noun("报告", "份", "report")
+EXPERIMENT = noun("实验", "个", "experiment")
 STUDENT, TEACHER = noun("学生", "个", "student"), noun("老师", "个", "teacher")
 
 COLORS = words(("红色", "red"), ("蓝色", "blue"), ("黑色", "black"), ("白色", "white"), ("绿色", "green"))
@@ -120,13 +121,12 @@ BEAUTIFUL, NEW = adjective("漂亮", "beautiful"), adjective("新", "new", "newe
 BIG, SMALL = adjective("大", "big", "bigger"), adjective("小", "small", "smaller")
 HEAVY, LIGHT = adjective("重", "heavy", "heavier"), adjective("轻", "light", "lighter")
 INTERESTING, DIFFICULT = adjective("有意思", "interesting"), adjective("难", "difficult")
-LONG, FAST = adjective("长", "long", "longer"), adjective("快", "fast", "faster")
+LONG = adjective("长", "long", "longer")
 COLD, HOT = adjective("冷", "cold", "colder"), adjective("热", "hot", "hotter")
 DELICIOUS, SWEET = adjective("好吃", "delicious"), adjective("甜", "sweet", "sweeter")
 SALTY, SPICY = adjective("咸", "salty", "saltier"), adjective("辣", "spicy", "spicier")
 BITTER, BURNING = adjective("苦", "bitter"), adjective("烫", "hot", "hotter")  # 烫 is hot to the tongue, 热 is not
 WARM, COOL = adjective("暖和", "warm", "warmer"), adjective("凉快", "cool", "cooler")
-ACCURATE = adjective("准确", "accurate")
 TEMPERATURES = [COLD, HOT, WARM, COOL]
 PERSONAL_QUALITIES = [
     adjective("高", "tall", "taller"), adjective("忙", "busy", "busier"), adjective("聪明", "smart", "smarter"),
@@ -195,9 +195,10 @@ PLACES_TO_EAT = [place for place in PLACES + ROOMS if place.zh in ("饭馆", "�
 MEETING_PLACES = [place for place in PLACES if place.zh in ("图书馆", "公园", "咖啡馆", "饭馆", "体育馆", "电影院")]
 WORKPLACES = [place for place in PLACES if place.zh not in ("公园", "体育馆", "地铁站")]
 QUIET_PLACES = [
-    place for place in PLACES + ROOMS if place.zh in ("图书馆", "医院", "博物馆", "银行", "书店", "教室", "实验室")
+    place for place in PLACES + ROOMS if place.zh in ("图书馆", "电影院", "博物馆", "银行", "书店", "教室", "实验室")
 ]
 CHINESE_CITIES = CITIES[:6]
+SNOWY_CITIES = [city for city in CITIES if city.zh != "广州"]
 TRANSPORT = words(
     ("坐地铁", "by subway"), ("坐公共汽车", "by bus"), ("坐出租车", "by taxi"), ("骑自行车", "by bicycle"),
     ("走路", "on foot"), ("开车", "by car"),
@@ -250,17 +251,17 @@ DAY_PARTS = [
     ("早上", "morning", range(6, 9)), ("上午", "morning", range(9, 12)), ("下午", "afternoon", range(1, 6)),
     ("晚上", "evening", range(6, 11)),
 ]
-MINUTES = [("点", ""), ("点半", "half past "), ("点一刻", "a quarter past ")]
+QUARTERS = [("点", ""), ("点半", "half past "), ("点一刻", "a quarter past ")]
 
 CLOCK = [
     Clock(part_zh + chinese_number(hour) + minute_zh, f"at {minute_en}{english_number(hour)} in the {part}",
           minute_en + english_number(hour), part)
     for part_zh, part, hours in DAY_PARTS
     for hour in hours
-    for minute_zh, minute_en in MINUTES
+    for minute_zh, minute_en in QUARTERS
 ]
 MORNINGS, DAYTIME, EVENINGS, NIGHTS = CLOCK[:9], CLOCK[9:33], CLOCK[33:42], CLOCK[42:]  # the order of DAY_PARTS
-MINUTES_LONG = [Word(f"{n.zh}分钟", f"{n.en} minutes") for n in numbers(5, 10, 15, 20, 30, 40)]
+MINUTES = [Word(f"{n.zh}分钟", f"{n.en} minutes") for n in numbers(5, 10, 15, 20, 30, 40)]
 HOURS = [Word("一个小时", "an hour"), *[Word(f"{n.zh}个小时", f"{n.en} hours") for n in numbers(2, 3, 4, 5, 6)]]
 DAYS = [Word(f"{n.zh}天", f"{n.en} days") for n in numbers(2, 3, 4, 5, 6, 7, 8, 9, 10)]
 WEEKS = [Word("一个星期", "a week"), *[Word(f"{n.zh}个星期", f"{n.en} weeks") for n in numbers(2, 3, 4)]]
@@ -294,7 +295,7 @@ HOBBIES = activities(
 )
 SHARED_HOBBIES = [
     *[hobby for hobby in HOBBIES if hobby.zh != "看书"],  # one reads alone
-    *activities(("看电影", "watch a movie"), ("吃晚饭", "have dinner"), ("做实验", "do an experiment")),
+    *activities(("看电影", "watch a movie"), ("喝咖啡", "drink coffee"), ("做实验", "do an experiment")),
 ]
 EXERTIONS = [
     *HOBBIES[:5], *activities(("跳舞", "dance"), ("爬山", "go hiking"), ("去上课", "go to class")),
@@ -312,12 +313,12 @@ SKILLS = activities(
     ("弹钢琴", "play the piano"), ("写代码", "write code"),
     *[(f"说{word.zh}", f"speak {word.en}") for word in LANGUAGES],
 )
-SPORTS = [
+PRACTICES = [
     separable("打", "篮球", "play basketball"), separable("踢", "足球", "play soccer"),
     separable("打", "网球", "play tennis"), separable("弹", "钢琴", "play the piano"),
 ]
 STUDIES = [
-    *SPORTS, separable("写", "代码", "write code"),
+    *PRACTICES, separable("写", "代码", "write code"),
     *[separable("学", word.zh, f"study {word.en}") for word in LANGUAGES],
 ]
 EVENING_HABITS = activities(
@@ -354,7 +355,7 @@ ERRANDS = words(
     ("机场接朋友", "to the airport to pick up a friend"), ("火车站接朋友", "to the train station to pick up a friend"),
     ("体育馆打篮球", "to the gym to play basketball"), ("体育馆打网球", "to the gym to play tennis"),
     ("实验室做实验", "to the lab to do an experiment"), ("书店买书", "to the bookstore to buy a book"),
-    ("医院看病", "to the hospital to see a doctor"), ("饭馆吃晚饭", "to the restaurant to have dinner"),
+    ("医院看病", "to the hospital to see a doctor"), ("饭馆吃饭", "to the restaurant to eat"),
 )
 # What one finishes: 已经……了 / has already, 还没…… / not yet.
 ACHIEVEMENTS = activities(
@@ -369,6 +370,7 @@ ADVICE = activities(
     ("早点起床", "get up earlier"), ("多锻炼", "exercise more"), ("去看医生", "see a doctor"),
     ("好好休息", "get a good rest"), ("按时吃饭", "eat on time"), ("少看电视", "watch less TV"),
 )
+DOCTORS_ADVICE = [advice for advice in ADVICE if advice.zh != "去看医生"]
 ASSIGNMENTS = activities(
     ("交作业", "hand in the homework"), ("写完报告", "finish the report"), ("重做实验", "repeat the experiment"),
     ("复习第三章", "review chapter three"), ("读完这篇论文", "finish this paper"), ("改好程序", "fix the program"),

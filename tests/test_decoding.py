@@ -1,0 +1,171 @@
+"""Cached decoding gives, token for token, what re-running the stock model gives; beams are at least as good as greedy."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TINY
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import Collate
+from decoding import beam_search, default_rows, greedy, output_limit, plan_batches, search, start, step
+from model import ModelConfig, Translator
+
+PAD, BOS, EOS = 0, 1, 2
+IDS = {"pad": PAD, "bos": BOS, "eos": EOS}
+COLLATE = Collate(IDS, IDS)
+
+
+def make_model(norm_first=False, dtype=torch.float64, scale=3.0, seed=0) -> Translator:
+    """Random weights, blown up so that its choices are lively and sentences end now and then."""
+    torch.manual_seed(seed)
+    model = Translator(ModelConfig(40, 40, **TINY, dropout=0.1, norm_first=norm_first)).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+        model.output.bias[EOS] += 3.0
+    return model
+
+
+def make_sources(count=20, seed=0, longest=15) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
+    return [torch.randint(3, 40, (length,), generator=generator).tolist() for length in lengths]
+
+
+def greedy_by_the_stock_model(model, source: list[int]) -> list[int]:
+    """One sentence, no cache, no batch: the whole prefix again for every token."""
+    src, src_pad = COLLATE.pad_sources([source])
+    output = []
+    with torch.no_grad():
+        for _ in range(output_limit(torch.tensor(src.size(1)), model.config.max_length)):
+            logits = model(src, src_pad, torch.tensor([[BOS, *output]]))[0, -1]
+            token = logits.argmax().item()
+            if token == EOS:
+                break
+            output.append(token)
+    return output
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_cached_greedy_equals_the_stock_model_in_float64(norm_first, seed):
+    model = make_model(norm_first, seed=seed)
+    sources = make_sources(seed=seed)
+    found = search(model, sources, COLLATE, rows_per_batch=7)  # ragged batches; rows leave at different times
+    expected = [greedy_by_the_stock_model(model, source) for source in sources]
+    assert found.tokens == expected
+    assert len({len(row) for row in expected}) > 3  # a test of many lengths, not of one
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10**6), st.booleans(), st.integers(1, 9))
+def test_cached_greedy_equals_the_stock_model_for_any_weights(seed, norm_first, rows):
+    model = make_model(norm_first, seed=seed, scale=2.0 + seed % 3)
+    sources = make_sources(6, seed, longest=10)
+    assert search(model, sources, COLLATE, rows_per_batch=rows).tokens == [
+        greedy_by_the_stock_model(model, source) for source in sources
+    ]
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_in_float32_only_near_ties_differ(norm_first):
+    model, exact = make_model(norm_first, torch.float32), make_model(norm_first)
+    exact.load_state_dict(model.state_dict())
+    sources = make_sources(60)
+    for source, tokens in zip(sources, search(model, sources, COLLATE).tokens):
+        expected = greedy_by_the_stock_model(exact, source)
+        if tokens != expected:
+            place = next(i for i in range(len(expected) + 1) if tokens[i : i + 1] != expected[i : i + 1])
+            src, src_pad = COLLATE.pad_sources([source])
+            with torch.no_grad():
+                top = exact(src, src_pad, torch.tensor([[BOS, *expected[:place]]]))[0, -1].topk(2).values
+            assert top[0] - top[1] < 1e-3
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_each_step_gives_the_stock_model_s_logits(norm_first):
+    model = make_model(norm_first, scale=1.0)
+    src, src_pad = COLLATE.pad_sources(make_sources(5))
+    tgt_in = torch.randint(3, 40, (5, 12))
+    with torch.inference_mode():
+        cache = start(model, src, src_pad, 12)
+        cached = torch.stack([step(model, cache, tgt_in[:, i], i) for i in range(12)], 1)
+        assert torch.allclose(cached, model(src, src_pad, tgt_in), atol=1e-10)
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 0.6, 1.5])
+@pytest.mark.parametrize("seed", range(3))
+def test_beam_of_one_is_greedy(seed, length_penalty):
+    model = make_model(seed=seed)
+    src, src_pad = COLLATE.pad_sources(make_sources(12, seed))
+    limits = output_limit((~src_pad).sum(1), model.config.max_length)
+    expected = greedy(model, src, src_pad, limits, BOS, EOS)
+    found, _ = beam_search(model, src, src_pad, limits, BOS, EOS, beam=1, length_penalty=length_penalty)
+    for row, limit in enumerate(limits.tolist()):
+        ended = EOS in expected[row, :limit]
+        length = expected[row].tolist().index(EOS) if ended else limit
+        assert found[row, :length].tolist() == expected[row, :length].tolist()
+
+
+def model_score(model, source: list[int], tokens: list[int], ended: bool = True) -> float:
+    """Log-probability of an output by the stock model."""
+    src, src_pad = COLLATE.pad_sources([source])
+    with torch.no_grad():
+        log_probabilities = F.log_softmax(model(src, src_pad, torch.tensor([[BOS, *tokens]])), -1)[0]
+    wanted = [*tokens, EOS] if ended else tokens
+    return sum(log_probabilities[place, token].item() for place, token in enumerate(wanted))
+
+
+def test_beam_scores_are_the_model_s():
+    model = make_model(scale=2.0)
+    sources = make_sources(10)
+    src, src_pad = COLLATE.pad_sources(sources)
+    limits = output_limit((~src_pad).sum(1), model.config.max_length)
+    found, scores = beam_search(model, src, src_pad, limits, BOS, EOS, beam=3, length_penalty=0.8)
+    for source, row, score, limit in zip(sources, found.tolist(), scores.tolist(), limits.tolist()):
+        ended = EOS in row[:limit]
+        tokens = row[: row.index(EOS)] if ended else row[:limit]
+        expected = model_score(model, source, tokens, ended) / ((5 + len(tokens) + ended) / 6) ** 0.8
+        assert math.isclose(score, expected, rel_tol=1e-9)
+
+
+def test_beam_search_finds_the_best_of_a_tiny_space():
+    """With as many beams as there are prefixes, beam search is exhaustive."""
+    model = make_model(scale=2.0, seed=5)
+    source = [5, 6, 7]
+    src, src_pad = COLLATE.pad_sources([source])
+    found, scores = beam_search(model, src, src_pad, torch.tensor([2]), BOS, EOS, beam=20, length_penalty=0.0)
+    every = [([], True)] + [([a], True) for a in range(40) if a != EOS]
+    every += [([a, b], False) for a in range(40) for b in range(40) if EOS not in (a, b)]
+    best = max(model_score(model, source, tokens, ended) for tokens, ended in every)
+    assert math.isclose(scores.item(), best, rel_tol=1e-9)
+
+
+def test_order_empty_sources_and_the_cap():
+    model = make_model()
+    with torch.no_grad():
+        model.output.bias[EOS] = -1e9  # never ends
+    sources = [[], [5], [6] * 30, [], [7] * 3]
+    found = search(model, sources, COLLATE)
+    assert [len(row) for row in found.tokens] == [0, 13, 56, 0, 16]  # 1.5 × (source + end) + 10
+    assert found.capped == 3
+    model.output.bias.data[EOS] = 1e9  # ends at once
+    assert search(model, sources, COLLATE).tokens == [[]] * 5
+
+
+def test_output_limit_stays_within_the_positions():
+    assert output_limit(torch.tensor([2, 10, 500]), 512).tolist() == [13, 25, 512]
+
+
+@given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 10))
+def test_every_sentence_is_in_exactly_one_batch(lengths, rows):
+    batches = plan_batches(lengths, rows)
+    assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
+    assert all(len(batch) <= rows for batch in batches)
+
+
+def test_default_rows_shrink_with_the_beam():
+    assert default_rows(torch.device("cpu"), 4) * 4 == default_rows(torch.device("cpu"), 1)

@@ -1,0 +1,225 @@
+"""The model against a from-scratch float64 reference, and what masks and modes must not change."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TINY
+from torch.utils.flop_counter import FlopCounterMode
+
+from engine.errors import UserError
+from model import ModelConfig, Translator, cross_attention, sinusoids, summed_loss, training_flops
+
+SOURCE_VOCAB, TARGET_VOCAB = 50, 60
+
+
+def make_model(norm_first=False, dropout=0.0, dtype=torch.float64, **sizes) -> Translator:
+    torch.manual_seed(0)
+    config = ModelConfig(SOURCE_VOCAB, TARGET_VOCAB, **(TINY | dict(dropout=dropout, norm_first=norm_first) | sizes))
+    return Translator(config).to(dtype)
+
+
+def make_batch(batch=3, source=7, target=6, padding=2):
+    """Random ids; the last row's source ends in padding."""
+    torch.manual_seed(1)
+    src = torch.randint(3, SOURCE_VOCAB, (batch, source))
+    src_pad = torch.zeros(batch, source, dtype=torch.bool)
+    src_pad[-1, source - padding :] = True
+    return src, src_pad, torch.randint(3, TARGET_VOCAB, (batch, target))
+
+
+def attention_by_hand(module, query, memory, hidden):
+    """Multi-head attention from its definition; `hidden` (B, T, S) is True where one may not look."""
+    d, heads = module.embed_dim, module.num_heads
+    q, k, v = (
+        x @ module.in_proj_weight[i * d : (i + 1) * d].T + module.in_proj_bias[i * d : (i + 1) * d]
+        for i, x in enumerate((query, memory, memory))
+    )
+    outputs = []
+    for head in range(heads):
+        part = slice(head * d // heads, (head + 1) * d // heads)
+        scores = q[..., part] @ k[..., part].transpose(1, 2) / math.sqrt(d // heads)
+        weights = scores.masked_fill(hidden, -math.inf).exp()
+        outputs.append(weights / weights.sum(-1, keepdim=True) @ v[..., part])
+    return module.out_proj(torch.cat(outputs, -1))
+
+
+def logits_by_hand(model, src, src_pad, tgt_in):
+    """The whole model written out, post-norm or pre-norm."""
+    d = model.config.d_model
+
+    def positions(ids):
+        table = torch.zeros(ids.size(1), d, dtype=torch.float64)
+        for p in range(ids.size(1)):
+            for i in range(0, d, 2):
+                table[p, i], table[p, i + 1] = math.sin(p / 10000 ** (i / d)), math.cos(p / 10000 ** (i / d))
+        return table
+
+    def block(layer, x, sublayers):
+        for norm, sublayer in sublayers:
+            x = x + sublayer(norm(x)) if layer.norm_first else norm(x + sublayer(x))
+        return x
+
+    def feed_forward(layer):
+        return lambda x: layer.linear2(F.relu(layer.linear1(x)))
+
+    x = model.source_embedding.weight[src] * math.sqrt(d) + positions(src)
+    source_hidden = src_pad[:, None, :]
+    for layer in model.transformer.encoder.layers:
+        attend = lambda x, layer=layer: attention_by_hand(layer.self_attn, x, x, source_hidden)  # noqa: E731
+        x = block(layer, x, [(layer.norm1, attend), (layer.norm2, feed_forward(layer))])
+    memory = model.transformer.encoder.norm(x)
+    length = tgt_in.size(1)
+    future = torch.tensor([[j > i for j in range(length)] for i in range(length)])[None]
+    y = model.target_embedding.weight[tgt_in] * math.sqrt(d) + positions(tgt_in)
+    for layer in model.transformer.decoder.layers:
+        own = lambda y, layer=layer: attention_by_hand(layer.self_attn, y, y, future)  # noqa: E731
+        cross = lambda y, layer=layer: attention_by_hand(layer.multihead_attn, y, memory, source_hidden)  # noqa: E731
+        y = block(layer, y, [(layer.norm1, own), (layer.norm2, cross), (layer.norm3, feed_forward(layer))])
+    return model.transformer.decoder.norm(y) @ model.target_embedding.weight.T + model.output.bias
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_logits_equal_a_reference_from_scratch(norm_first, training):
+    model = make_model(norm_first).train(training)
+    torch.nn.init.normal_(model.output.bias)
+    src, src_pad, tgt_in = make_batch()
+    expected = logits_by_hand(model, src, src_pad, tgt_in)
+    assert torch.allclose(model(src, src_pad, tgt_in), expected, atol=1e-6)  # the table of sinusoids is float32
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_padding_changes_nothing(norm_first):
+    model = make_model(norm_first, dtype=torch.float32).eval()
+    src, src_pad, tgt_in = make_batch()
+    logits = model(src, src_pad, tgt_in)
+    other = src.masked_fill(src_pad, 9)
+    assert torch.allclose(model(other, src_pad, tgt_in), logits, atol=1e-5)
+    wider = F.pad(src, (0, 5), value=4), F.pad(src_pad, (0, 5), value=True), F.pad(tgt_in, (0, 3), value=7)
+    assert torch.allclose(model(*wider)[:, : tgt_in.size(1)], logits, atol=1e-5)
+
+
+def test_inverted_mask_changes_the_loss():
+    model = make_model().eval()
+    src, src_pad, tgt_in = make_batch()
+    inverted = ~src_pad
+    inverted[:, 0] = False  # a row must see something
+    assert not torch.allclose(model(src, src_pad, tgt_in), model(src, inverted, tgt_in), atol=1e-3)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_training_mode_without_dropout_equals_evaluation(norm_first):
+    model = make_model(norm_first, dtype=torch.float32)
+    src, src_pad, tgt_in = make_batch()
+    with torch.no_grad():
+        assert torch.allclose(model.train()(src, src_pad, tgt_in), model.eval()(src, src_pad, tgt_in), atol=1e-5)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_future_token_changes_no_earlier_logit(norm_first):
+    model = make_model(norm_first).train()
+    src, src_pad, tgt_in = make_batch()
+    logits = model(src, src_pad, tgt_in)
+    for position in range(1, tgt_in.size(1)):
+        changed = tgt_in.clone()
+        changed[:, position] = (changed[:, position] + 1) % TARGET_VOCAB
+        after = model(src, src_pad, changed)
+        assert torch.allclose(after[:, :position], logits[:, :position], atol=1e-12)
+        assert not torch.allclose(after[:, position], logits[:, position], atol=1e-6)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("vocabulary", [1000, 8000])
+def test_the_loss_begins_at_the_logarithm_of_the_vocabulary(norm_first, vocabulary):
+    torch.manual_seed(0)
+    model = Translator(ModelConfig(vocabulary, vocabulary, norm_first=norm_first)).eval()
+    src, tgt_in = torch.randint(3, vocabulary, (8, 20)), torch.randint(3, vocabulary, (8, 20))
+    tgt_out = torch.randint(3, vocabulary, (160,))
+    with torch.no_grad():
+        logits = model(src, torch.zeros(8, 20, dtype=torch.bool), tgt_in, torch.arange(160))
+    assert abs(summed_loss(logits, tgt_out).item() / 160 - math.log(vocabulary)) < 1
+
+
+def test_real_positions_only():
+    model = make_model()
+    src, src_pad, tgt_in = make_batch()
+    real = torch.tensor([0, 1, 5, 9])
+    picked = model(src, src_pad, tgt_in, real)
+    assert torch.equal(picked, model(src, src_pad, tgt_in).flatten(0, 1)[real])
+    assert picked.shape == (4, TARGET_VOCAB)
+
+
+def test_a_fully_padded_source_gives_no_nan():
+    model = make_model().train()
+    src, src_pad, tgt_in = make_batch()
+    src_pad[-1] = True
+    loss = model(src, src_pad, tgt_in).sum()
+    loss.backward()
+    assert torch.isfinite(loss) and all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def test_no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for norm_first in (False, True):
+            model = make_model(norm_first, dropout=0.1, dtype=torch.float32)
+            src, src_pad, tgt_in = make_batch()
+            model.train()(src, src_pad, tgt_in).sum().backward()
+            with torch.inference_mode():
+                model.eval()(src, src_pad, tgt_in)
+
+
+def test_smoothed_loss_is_its_definition():
+    torch.manual_seed(0)
+    logits, target = torch.randn(5, 11), torch.randint(0, 11, (5,))
+    log_probabilities = logits.log_softmax(-1)
+    expected = -sum(0.9 * row[t] + 0.1 * row.mean() for row, t in zip(log_probabilities, target))
+    assert torch.allclose(summed_loss(logits, target, 0.1), expected)
+
+
+def test_an_empty_share_has_loss_zero_and_gradient_zero():
+    model = make_model()
+    src, src_pad, tgt_in = make_batch()
+    loss = summed_loss(model(src, src_pad, tgt_in, torch.zeros(0, dtype=torch.long)), torch.zeros(0, dtype=torch.long))
+    loss.backward()
+    assert loss == 0 and all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_sinusoids():
+    table = sinusoids(100, 16)
+    assert table.shape == (100, 16)
+    assert torch.equal(table[0], torch.tensor([0.0, 1.0]).repeat(8))
+    assert math.isclose(table[7, 4], math.sin(7 / 10000 ** (4 / 16)), abs_tol=1e-6)
+
+
+def test_too_long_a_sentence_is_an_error():
+    model = make_model()
+    src = torch.full((1, TINY["max_length"] + 1), 3)
+    with pytest.raises(ValueError, match="65 tokens are more than the 64"):
+        model.encode(src, torch.zeros_like(src, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("wrong", [dict(nhead=5), dict(d_model=0), dict(num_encoder_layers=0), dict(dropout=1.5)])
+def test_wrong_sizes_are_named(wrong):
+    with pytest.raises(UserError, match=next(iter(wrong))):
+        ModelConfig(10, 10, **wrong)
+
+
+def test_counted_flops_are_those_of_the_products_with_weights():
+    model = make_model(dtype=torch.float32, dim_feedforward=256, d_model=128)
+    src, src_pad, tgt_in = make_batch(batch=4, source=2, target=2, padding=0)  # short: attention scores hardly count
+    real = torch.arange(tgt_in.numel())
+    with FlopCounterMode(display=False) as counter:
+        summed_loss(model(src, src_pad, tgt_in, real), tgt_in.flatten()).backward()
+    assert counter.get_total_flops() == pytest.approx(training_flops(model.config, src.numel(), tgt_in.numel()), rel=0.05)
+
+
+def test_cross_attention_rows_sum_to_one_and_skip_padding():
+    model = make_model(dtype=torch.float32).eval()
+    src, src_pad, tgt_in = make_batch()
+    weights = cross_attention(model, src, src_pad, tgt_in)
+    assert weights.shape == (3, 6, 7)
+    assert torch.allclose(weights.sum(-1), torch.ones(3, 6)) and not weights[-1, :, -2:].any()
