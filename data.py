@@ -101,13 +101,20 @@ class Prepared:
     summary: dict  # counts, sizes
 
 
-def prepare(text: ParallelText, cache: Path, *, source_vocab=0, target_vocab=0, tokenizer="", max_length=512, say=print):
+def prepare(
+    text: ParallelText, cache: Path, *, source_vocab=0, target_vocab=0, tokenizer="", max_length=512, say=print
+):
     """Tokenizers and token store of `text`, from the cache where it holds just these, else made now. → `Prepared`
 
     The cache key is a hash of the files' content and of every setting that changes the ids. Raises `UserError` when no
     pair is left.
     """
-    settings = {"format": FORMAT, "data": text.fingerprint(), "source_vocab": source_vocab, "target_vocab": target_vocab}
+    settings = {
+        "format": FORMAT,
+        "data": text.fingerprint(),
+        "source_vocab": source_vocab,
+        "target_vocab": target_vocab,
+    }
     settings |= {"tokenizer": _tokenizer_key(tokenizer), "max_length": max_length}
     key = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
     folder = cache / key
@@ -147,7 +154,9 @@ def _build(text, folder, source_vocab, target_vocab, tokenizer, max_length, say)
         counts = Counter()
         lines = building / "clean.txt"  # source and target of a pair on two lines; no clean text holds a line break
         with open(lines, "w", encoding="utf-8") as file:
-            for source, target in progress(clean_pairs(text, held_out, max_length, counts), desc="cleaning", unit=" pairs"):
+            for source, target in progress(
+                clean_pairs(text, held_out, max_length, counts), desc="cleaning", unit=" pairs"
+            ):
                 file.write(f"{source}\n{target}\n")
                 counts["kept"] += 1
         _require_pairs(text, counts, counts["kept"])
@@ -165,7 +174,9 @@ def _build(text, folder, source_vocab, target_vocab, tokenizer, max_length, say)
             )
         rows = held_out["validation"][:VALIDATION_ROWS]
         if not rows:
-            raise UserError(f"{text.path}: the validation split has no rows; add some, or remove the file to have it cut")
+            raise UserError(
+                f"{text.path}: the validation split has no rows; add some, or remove the file to have it cut"
+            )
         _write_validation(rows, building, tokenizers, max_length, say)
         lines.unlink()
         say(report(counts))
@@ -175,6 +186,9 @@ def _build(text, folder, source_vocab, target_vocab, tokenizer, max_length, say)
         summary = {"counts": dict(counts), "path": text.path, "key": folder.name, "unknown": unknown, "files": files}
         (building / "summary.json").write_text(json.dumps(summary, ensure_ascii=False, indent=1), encoding="utf-8")
         os.replace(building, folder)
+    except OSError as error:
+        error.filename = error.filename or str(building)  # a write, unlike an open, does not say where
+        raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
@@ -312,9 +326,8 @@ class BucketSampler(Sampler[list[int]]):
                 for micro_batch in range(self.accumulate):
                     yield pairs[micro_batch * self.world_size + self.rank :: self.parts].tolist()
 
-    def target_tokens(self) -> Iterator[int]:
-        """Real target tokens of each coming step over all ranks: what its loss is divided by, known without asking them."""
-        step = self.step
+    def target_tokens(self, step: int) -> Iterator[int]:
+        """Real target tokens, over all ranks, of the steps after `step`: what a loss is divided by, known without asking."""
         while True:
             epoch, done = divmod(step, self.steps_per_epoch)
             for pairs in islice(self.epoch_plan(epoch), done, None):
@@ -332,8 +345,10 @@ def cut_batches(widths: np.ndarray, budget: int, smallest: int = 1) -> list[int]
         window = np.maximum.accumulate(widths[bounds[-1] : bounds[-1] + max(budget, smallest)])
         fits = int(np.searchsorted(window * np.arange(1, len(window) + 1), budget, side="right"))
         bounds.append(min(len(widths), bounds[-1] + max(fits, smallest)))
-    if len(bounds) > 2 and bounds[-1] - bounds[-2] < smallest:
-        del bounds[-2]  # the rest is too small to stand alone
+    if len(bounds) > 2 and bounds[-1] - bounds[-2] < smallest:  # the rest is too small to stand alone
+        bounds[-2] = bounds[-1] - smallest
+        if bounds[-2] - bounds[-3] < smallest:
+            del bounds[-2]
     return bounds
 
 
@@ -354,7 +369,9 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`; from pinned memory the copy overlaps with computing."""
-        moved = {name: value.to(device, non_blocking=True) for name, value in vars(self).items() if torch.is_tensor(value)}
+        moved = {
+            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if torch.is_tensor(value)
+        }
         return Batch(**(vars(self) | moved))
 
     def pin_memory(self) -> "Batch":

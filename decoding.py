@@ -34,7 +34,9 @@ class Cache:
     own_values: list[Tensor]
     source_keys: list[Tensor]
     source_values: list[Tensor]
-    source_mask: Tensor  # (B, 1, 1, S) True = look here: `scaled_dot_product_attention` means the opposite of nn.Transformer
+    source_mask: (
+        Tensor  # (B, 1, 1, S) True = look here: `scaled_dot_product_attention` means the opposite of nn.Transformer
+    )
 
     def select(self, rows: Tensor, source_too: bool = True) -> None:
         """Keep these rows, in this order. Beams of one sentence share a source, so reordering them leaves it alone."""
@@ -140,27 +142,35 @@ def greedy(model: Translator, src: Tensor, src_pad: Tensor, limits: Tensor, bos:
 
 @torch.inference_mode()
 def beam_search(
-    model: Translator, src: Tensor, src_pad: Tensor, limits: Tensor, bos: int, eos: int, beam: int, length_penalty: float
+    model: Translator,
+    src: Tensor,
+    src_pad: Tensor,
+    limits: Tensor,
+    bos: int,
+    eos: int,
+    beam: int,
+    length_penalty: float,
 ) -> tuple[Tensor, Tensor]:
     """The best of `beam` hypotheses a sentence: (B, S) → ids (B, T) padded with eos, and their scores (B,).
 
     A hypothesis is scored by its log-probability divided by ((5 + length) / 6) ** length_penalty (Wu et al. 2016). One that
-    ends while among the `beam` best is finished; a sentence is done when `beam` have finished or the limit is reached.
-    With beam 1 this is greedy search.
+    ends while among the `beam` best is finished. A sentence is done when `beam` have finished and no unfinished one scores
+    better than the best of them: weak hypotheses that end early must not cut off a strong one. With beam 1 this is greedy.
     """
     batch, longest, device = len(src), int(limits.max()), src.device
     vocabulary = model.config.target_vocab
     cache = start(model, src, src_pad, longest, copies=beam)
     first_row = torch.arange(batch, device=device)[:, None] * beam  # (B, 1) of each sentence's rows in the cache
-    scores = torch.full((batch, beam), -math.inf, device=device, dtype=cache.own_keys[0].dtype)
+    scores = torch.full((batch, beam), -math.inf, device=device, dtype=model.output.bias.dtype)
     scores[:, 0] = 0  # the beams begin alike: let one live, or they would all stay alike
     alive = torch.full((batch, beam, longest), eos, device=device)
     finished, finished_scores = alive.clone(), torch.full_like(scores, -math.inf)  # the best `beam` so far
     count = torch.zeros(batch, dtype=torch.long, device=device)  # finished hypotheses of each sentence
+    done = torch.zeros(batch, dtype=torch.bool, device=device)
     tokens = torch.full((batch, beam), bos, device=device)
     for position in range(longest):
         logits = step(model, cache, tokens.flatten(), position).view(batch, beam, vocabulary)
-        total = scores[:, :, None] + F.log_softmax(logits, -1)  # (B, K, V)
+        total = scores[:, :, None] + F.log_softmax(logits.to(scores.dtype), -1)  # (B, K, V)
         # 2·K candidates hold at least K that do not end: each beam can end in one way only.
         best, index = total.flatten(1).topk(2 * beam)  # (B, 2K)
         parent, token = index // vocabulary, index % vocabulary
@@ -170,8 +180,9 @@ def beam_search(
         ends = token == eos
         in_beam = torch.arange(2 * beam, device=device) < beam
         at_limit = (limits == position + 1)[:, None]  # cut short: the beams count as they are
-        stops = ((ends | at_limit) & in_beam) & (count < beam)[:, None] & (limits > position)[:, None]
-        penalised = (best / ((5 + position + 1) / 6) ** length_penalty).masked_fill(~stops, -math.inf)
+        stops = (ends | at_limit) & in_beam & ~done[:, None]
+        penalty = ((5 + position + 1) / 6) ** length_penalty
+        penalised = (best / penalty).masked_fill(~stops, -math.inf)
         pool_scores = torch.cat([finished_scores, penalised], 1)  # (B, 3K)
         finished_scores, keep = pool_scores.topk(beam)
         pool = torch.cat([finished, candidates], 1)  # (B, 3K, T)
@@ -182,7 +193,7 @@ def beam_search(
         alive = candidates.gather(1, keep[:, :, None].expand(-1, -1, longest))
         tokens, parent = token.gather(1, keep), parent.gather(1, keep)
         cache.select((first_row + parent).flatten(), source_too=False)
-        done = (count >= beam) | (limits <= position + 1)
+        done |= (count >= beam) & (finished_scores[:, 0] >= scores[:, 0] / penalty) | (limits <= position + 1)
         if (device.type == "cpu" or position % CHECK_EVERY == CHECK_EVERY - 1) and bool(done.all()):
             break
     return finished[:, 0], finished_scores[:, 0]

@@ -104,7 +104,9 @@ def report(config: Config, trained: Trained, rows, found: Translations, seconds:
     say(f"decoding   {settings}; {len(rows) / seconds:,.1f} sentences/s, {found.tokens / seconds:,.0f} tokens/s; "
         f"{found.capped} outputs reached the length limit without ending")  # fmt: skip
     if found.cut:
-        say(f"note: {found.cut} sources are longer than the {trained.model.config.max_length} tokens of the model, and were cut")
+        say(
+            f"note: {found.cut} sources are longer than the {trained.model.config.max_length} tokens of the model, and were cut"
+        )
     for source, text, reference in list(zip((s for s, _ in rows), found.texts, references))[:3]:
         say(f"\n  source       {normalise(source)}\n  translation  {text}\n  reference    {normalise(reference)}")
     say()
@@ -150,7 +152,9 @@ def teacher_forced_match(trained: Trained, rows, world: distributed.World, preci
     model: Translator = trained.model.eval()
     longest = model.config.max_length - 1
     sides = (trained.source_tokenizer, 0), (trained.target_tokenizer, 1)
-    sources, targets = ([ids[:longest] for ids in encode(one, [normalise(row[side]) for row in rows])] for one, side in sides)
+    sources, targets = (
+        [ids[:longest] for ids in encode(one, [normalise(row[side]) for row in rows])] for one, side in sides
+    )
     pairs = sorted(zip(sources, targets), key=lambda pair: len(pair[1]))
     collate = Collate(special_ids(trained.source_tokenizer), special_ids(trained.target_tokenizer))
     widths = torch.tensor([max(map(len, pair)) + 1 for pair in pairs]).numpy()

@@ -1,11 +1,11 @@
 """Train a Chinese→English Transformer; everything about the run goes to runs/<name>/.
 
-    python train.py                                    # zero flags work, on a CPU and on one GPU
-    CUDA_VISIBLE_DEVICES=1 python train.py             # choose a card
-    torchrun --nproc_per_node 2 train.py               # data parallel
-    python train.py --data my_corpus/ --max_minutes 60 # other data; a run that ends in an hour
-    python train.py --resume runs/NAME                 # go on exactly where it stopped
-    tensorboard --logdir runs                          # watch
+python train.py                                    # zero flags work, on a CPU and on one GPU
+CUDA_VISIBLE_DEVICES=1 python train.py             # choose a card
+torchrun --nproc_per_node 2 train.py               # data parallel
+python train.py --data my_corpus/ --max_minutes 60 # other data; a run that ends in an hour
+python train.py --resume runs/NAME                 # go on exactly where it stopped
+tensorboard --logdir runs                          # watch
 """
 
 from dataclasses import asdict, dataclass, fields
@@ -58,17 +58,25 @@ class Config:
 
     def __post_init__(self):
         at_least = dict(source_vocab=0, target_vocab=0, max_length=8, workers=0, epochs=1, max_steps=0, max_minutes=0)
-        at_least |= dict(patience=0, tokens_per_batch=0, accumulate=1, warmup=0, clip=0, eval_every=0, log_every=1, seed=0)
+        at_least |= dict(
+            patience=0, tokens_per_batch=0, accumulate=1, warmup=0, clip=0, eval_every=0, log_every=1, seed=0
+        )
         for name, least in at_least.items():
             if not getattr(self, name) >= least:  # `not >=` catches nan too
                 raise UserError(f"--{name} {getattr(self, name)} must be at least {least}")
+            if getattr(self, name) >= 2**63:
+                raise UserError(
+                    f"--{name} {getattr(self, name)} is too large; 0 stands for no limit where there is one"
+                )
         if not 0 < self.lr < 10 or not 0 <= self.label_smoothing < 1:
             raise UserError(f"--lr {self.lr} must be in (0, 10), --label_smoothing {self.label_smoothing} in [0, 1)")
         if self.preset not in ("lab", "base", "big"):
             raise UserError(f"--preset {self.preset} is unknown; choose lab, base or big")
         for name in ("source_vocab", "target_vocab"):
             if 0 < getattr(self, name) < 300:
-                raise UserError(f"--{name} {getattr(self, name)} must be at least 300: 256 of them are the single bytes")
+                raise UserError(
+                    f"--{name} {getattr(self, name)} must be at least 300: 256 of them are the single bytes"
+                )
         if self.source == self.target:
             raise UserError(f"--source and --target are both {self.source!r}; choose two languages")
 
@@ -114,7 +122,7 @@ def train(config: Config) -> None:
         step = state["step"] + 1
         for group in t.optimizer.param_groups:
             group["lr"] = plan.learning_rate(step)
-        torch.manual_seed((config.seed << 40) + (step << 16) + world.rank)
+        torch.manual_seed(((config.seed << 40) + (step << 16) + world.rank) % 2**64)
 
         # The gradient of the loss over every pair of this step, in all micro-batches and on all ranks.
         tokens = next(t.tokens_of_steps)
@@ -140,7 +148,9 @@ def train(config: Config) -> None:
         # The slowest clock and anybody's signal count for all ranks, or they would part.
         stop_asked, state["minutes"] = world.maximum(interrupted(), (time.perf_counter() - begun) / 60)
         if plan.fit_time(step, state["minutes"], config.max_minutes):
-            t.log(f"step {step:,}: {1 - schedule.DECAY_SHARE:.0%} of the time is spent; the learning rate falls from here")
+            t.log(
+                f"step {step:,}: {state['minutes']:.1f} of {config.max_minutes:g} minutes; the learning rate falls from here on"
+            )
         why_stop = INTERRUPTED if stop_asked else reason_to_stop(step, plan, state, config)
         finished = why_stop and why_stop != INTERRUPTED
 
@@ -185,6 +195,7 @@ class Training:
 
 def set_up(config: Config) -> Training:
     """Everything before the first step: data, model, optimizer, and the checkpoint that a resumed run starts from."""
+    model_sizes(config, 1, 1)  # sizes that cannot be are refused now, not after an hour of tokenising
     world = distributed.start(config.device)
     run, config, resumed = open_run(config, world)
     log = Log(run, enabled=world.is_main)
@@ -195,8 +206,6 @@ def set_up(config: Config) -> Training:
         log(f"note: {hidden}")
     prepared = prepare_data(config, run, world, log)
     sizes = model_sizes(config, len(prepared.source_tokenizer), len(prepared.target_tokenizer))
-    if world.is_main:
-        save_run(run, config, sizes, prepared)
 
     torch.manual_seed(config.seed)
     model = Translator(sizes).to(world.device)
@@ -233,6 +242,8 @@ def set_up(config: Config) -> Training:
     )
     validation = Validation(model, prepared, collate, world, precision, config.target, tokens_per_batch)
     validation.rehearse()  # what would break after an hour breaks now
+    if world.is_main:
+        save_run(run, config, None if resumed else sizes, prepared)
     gpu = GpuSampler(world.device, say=log) if on_gpu and world.is_main else None
     if gpu:
         gpu.start()
@@ -240,7 +251,7 @@ def set_up(config: Config) -> Training:
     return Training(
         config, world, run, log, precision, prepared, model, runner, parameters, optimizer, plan,
         sampler.steps_per_epoch, config.eval_every or min(1000, max(250, sampler.steps_per_epoch)),
-        sampler.target_tokens(), iter(loader), validation,
+        sampler.target_tokens(state["step"]), iter(loader), validation,
         Telemetry(run, resume_step=state["step"] if config.resume else None, enabled=world.is_main), gpu,
         StepMeter(sizes, config.log_every, measured_peak_flops(world.device, precision.dtype)), window_loss, state,
     )  # fmt: skip
@@ -268,9 +279,9 @@ def open_run(config: Config, world: distributed.World) -> tuple[Path, Config, Pa
         return run, saved, world.from_main(checkpoint.latest(folder) if world.is_main else None)
     name = world.from_main(config.run or time.strftime(f"%Y-%m-%d_%H-%M-%S-{config.source}-{config.target}"))
     run = Path(name) if "/" in name else Path("runs") / name
-    if (run / "config.json").exists():
-        raise UserError(f"run {run} exists; choose another --run, or go on with --resume {run}")
     try:
+        if (run / "config.json").exists():
+            raise UserError(f"run {run} exists; choose another --run, or go on with --resume {run}")
         run.mkdir(parents=True, exist_ok=True)
         (run / ".writable").touch()
         (run / ".writable").unlink()
@@ -312,11 +323,15 @@ def model_sizes(config: Config, source_vocab: int, target_vocab: int) -> ModelCo
     return ModelConfig(source_vocab, target_vocab, **sizes, norm_first=config.norm_first, max_length=config.max_length)
 
 
-def save_run(run: Path, config: Config, sizes: ModelConfig, prepared: Prepared) -> None:
-    """What evaluate.py and --resume need beside the weights; config.json comes last and makes the folder a run."""
-    for side, tokenizer in (("source", prepared.source_tokenizer), ("target", prepared.target_tokenizer)):
-        tokenizer.save_pretrained(run / "tokenizer" / side)
-    (run / "model.json").write_text(json.dumps(asdict(sizes), indent=2) + "\n", encoding="utf-8")
+def save_run(run: Path, config: Config, sizes: ModelConfig | None, prepared: Prepared) -> None:
+    """What evaluate.py and --resume need beside the weights; config.json comes last and makes the folder a run.
+
+    Without `sizes` the settings alone: a run that goes on keeps its model and its tokenizers.
+    """
+    if sizes:
+        for side, tokenizer in (("source", prepared.source_tokenizer), ("target", prepared.target_tokenizer)):
+            tokenizer.save_pretrained(run / "tokenizer" / side)
+        (run / "model.json").write_text(json.dumps(asdict(sizes), indent=2) + "\n", encoding="utf-8")
     save_config(config, run / "config.json")
 
 
@@ -405,7 +420,11 @@ def log_step(t: Training, step: int, gradient_norm: torch.Tensor) -> None:
     speed = figures.get("speed/tokens_per_second", 0.0) * t.world.size  # ranks have equal shares
     figures |= {"speed/tokens_per_second": speed} if speed else {}
     values = {"train/loss": loss, "train/perplexity": math.exp(min(loss, 50)), "train/learning_rate": lr}
-    values |= {"train/gradient_norm": gradient_norm.item(), **figures, "memory/peak_gib": peak_memory_gib(t.world.device)}
+    values |= {
+        "train/gradient_norm": gradient_norm.item(),
+        **figures,
+        "memory/peak_gib": peak_memory_gib(t.world.device),
+    }
     if t.precision.scaler.is_enabled():
         values["train/loss_scale"] = t.precision.scaler.get_scale()
     t.telemetry.scalars(step, values | (t.gpu.read() if t.gpu else {}))
@@ -435,10 +454,16 @@ def save(t: Training, best: bool = False) -> None:
     t.precision.check_finite()
     # The losses since the last line of the log go along, so that the resumed run writes the very same line.
     t.state["window_loss"] = t.world.sum(t.window_loss.clone()).item()
-    extra = {"schedule": asdict(t.plan), "scaler": t.precision.scaler.state_dict(), "data_key": t.prepared.summary["key"]}
+    extra = {
+        "schedule": asdict(t.plan),
+        "scaler": t.precision.scaler.state_dict(),
+        "data_key": t.prepared.summary["key"],
+    }
     if t.world.is_main:
         folder = t.run / "checkpoints"
-        checkpoint.save(folder, t.state["step"], t.model.state_dict(), t.optimizer.state_dict(), t.state | extra, best=best)
+        checkpoint.save(
+            folder, t.state["step"], t.model.state_dict(), t.optimizer.state_dict(), t.state | extra, best=best
+        )
     t.meter.meter.resume()
 
 

@@ -45,7 +45,8 @@ def load_trained(path: str = "", average: int = 1, say=print, runs: Path = Path(
     if average > 1:
         if not chosen.is_dir():
             raise UserError(f"--average needs a run or a checkpoint folder, not the file {chosen}")
-        chosen = checkpoint.resolve(chosen.parent / f"step-{checkpoint.steps(chosen.parent)[-1]}")
+        if Path(path).resolve() != chosen:  # a run was named, not one of its checkpoints: the newest, best or not
+            chosen = checkpoint.latest(chosen.parent).resolve()
         members = checkpoint.last_checkpoints(chosen, average)
         weights, name = checkpoint.average(members), f"mean of {', '.join(member.name for member in members)} of {run}"
     else:
@@ -71,5 +72,7 @@ def newest_run(runs: Path) -> str:
     """The run whose last checkpoint is the youngest."""
     found = [folder.parent for folder in runs.glob("*/checkpoints") if checkpoint.steps(folder)]
     if not found:
-        raise UserError(f"no trained run in {runs.absolute()}; train one with `python train.py`, or name one with --ckpt")
+        raise UserError(
+            f"no trained run in {runs.absolute()}; train one with `python train.py`, or name one with --ckpt"
+        )
     return str(max(found, key=lambda run: (run / "checkpoints").stat().st_mtime))

@@ -1,8 +1,8 @@
 """Translate text with a trained model.
 
-    python translate.py 今天天气怎么样？                        # the newest run
-    python translate.py --ckpt runs/NAME --beam 4 < zh.txt > en.txt
-    python translate.py                                       # on a terminal: a prompt
+python translate.py 今天天气怎么样？                        # the newest run
+python translate.py --ckpt runs/NAME --beam 4 < zh.txt > en.txt
+python translate.py                                       # on a terminal: a prompt
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Config:
 
 
 if __name__ == "__main__":  # before the heavy imports, so that --help and a wrong flag answer at once
-    config = parse_flags(Config, "sentences as arguments, or one a line on standard input", positional="text")
+    config = parse_flags(Config, "sentences as arguments or lines of standard input", positional="text")
 
 import sys
 from collections.abc import Iterator

@@ -16,7 +16,14 @@ from text.subwords import encode
 BLEU_ROWS = 500  # of the validation split, translated each time; evaluate.py does them all
 SAMPLES = 3
 # matplotlib brings DejaVu alone, which has no Chinese; these are common and are used where installed.
-FONTS = ["DejaVu Sans", "Noto Sans CJK SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "Microsoft YaHei", "PingFang SC"]
+FONTS = [
+    "DejaVu Sans",
+    "Noto Sans CJK SC",
+    "Source Han Sans SC",
+    "WenQuanYi Micro Hei",
+    "Microsoft YaHei",
+    "PingFang SC",
+]
 
 
 class Validation:
@@ -50,7 +57,9 @@ class Validation:
             perplexity = math.exp(min(loss, 50))
             telemetry.scalars(step, {"valid/loss": loss, "valid/perplexity": perplexity, "valid/bleu": bleu})
             samples = [(*row, text) for row, text in zip(rows[:SAMPLES], found.texts)]
-            table = "".join(f"| {cell(source)} | {cell(text)} | {cell(reference)} |\n" for source, reference, text in samples)
+            table = "".join(
+                f"| {cell(source)} | {cell(text)} | {cell(reference)} |\n" for source, reference, text in samples
+            )
             telemetry.text("samples", step, "| source | translation | reference |\n|---|---|---|\n" + table)
             telemetry.figure("cross-attention", step, self.attention_picture(rows[0][0], found.texts[0]))
             log(f"step {step:>6,}  validation loss {loss:.4f}  perplexity {perplexity:.1f}  "
@@ -88,19 +97,27 @@ class Validation:
         figure = Figure(figsize=(2 + 0.3 * weights.size(1), 2 + 0.25 * weights.size(0)), layout="constrained")
         axes = figure.subplots()
         axes.imshow(weights, cmap="Blues", vmin=0)
-        for ticks, tokenizer, ids in ((axes.set_xticks, src_tokenizer, src_ids), (axes.set_yticks, tgt_tokenizer, tgt_ids)):
+        for ticks, tokenizer, ids in (
+            (axes.set_xticks, src_tokenizer, src_ids),
+            (axes.set_yticks, tgt_tokenizer, tgt_ids),
+        ):
             words = [*tokenizer.convert_ids_to_tokens(ids), "end"]
-            ticks(range(len(words)), drawable(words), fontsize=8, family=FONTS)
+            ticks(range(len(words)), drawable(words), fontsize=8, family=installed_fonts())
         axes.tick_params(axis="x", rotation=90)
         return figure
 
 
-def drawable(words: list[str]) -> list[str]:
-    """The words, with their numbers instead where no installed font has Chinese."""
+def installed_fonts() -> list[str]:
+    """Those of FONTS that are there: matplotlib complains of every other one, at every character."""
     from matplotlib import font_manager
 
     installed = {font.name for font in font_manager.fontManager.ttflist}
-    if installed & set(FONTS[1:]):
+    return [font for font in FONTS if font in installed]
+
+
+def drawable(words: list[str]) -> list[str]:
+    """The words, with their numbers instead where no installed font has Chinese."""
+    if set(installed_fonts()) & set(FONTS[1:]):
         return words
     return [word if max(word, default="") < "\u2e80" else str(number) for number, word in enumerate(words, 1)]
 

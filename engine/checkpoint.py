@@ -16,6 +16,7 @@ import pickle
 import re
 import shutil
 import sys
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -199,7 +200,9 @@ def _load_tensors(path: Path):
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of a pickle's version before it refuses the pickle
+            return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}; name another file") from error
     except Exception as error:  # given any other bytes, the readers may raise anything, even KeyError

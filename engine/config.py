@@ -1,15 +1,16 @@
 """Command-line flags from one dataclass: every field is a flag, and its help stands beside its default.
 
-    @dataclass
-    class Config:
-        lr: float = flag(1e-3, "peak learning rate", "Optimisation")
+@dataclass
+class Config:
+    lr: float = flag(1e-3, "peak learning rate", "Optimisation")
 
-    config = parse_flags(Config)              # script.py --lr 3e-4, or: script.py settings.yaml --lr 3e-4
+config = parse_flags(Config)              # script.py --lr 3e-4, or: script.py settings.yaml --lr 3e-4
 """
 
 import dataclasses
 import difflib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -26,7 +27,8 @@ def parse_flags(config_class, description: str = "", positional: str | None = No
     """Parse sys.argv into `config_class`; its attribute `given` names the flags that the user set.
 
     A first argument ending in .yaml or .json is read as the defaults. With `positional`, words that belong to no flag
-    are collected in `config.<positional>`; without it they are an error. Mistakes print one line and exit with 2.
+    and all words after `--` are collected in `config.<positional>`; without it they are an error. Mistakes print one
+    line and exit with 2.
     """
     try:
         return _parse(config_class, description, positional, sys.argv[1:])
@@ -46,24 +48,27 @@ def _parse(config_class, description: str, positional: str | None, arguments: li
 
     parser = Parser(config_class, allow_abbrev=False)
     names = [field.name for field in dataclasses.fields(config_class)]
-    given = set()
+    end = arguments.index("--") if positional and "--" in arguments else len(arguments)
+    arguments, words_after = arguments[:end], arguments[end + 1 :]
     if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
         values = read_settings(Path(arguments.pop(0)))
         for name in values:
             if name not in names:
-                raise UserError(f"unknown setting {name!r} in the settings file{nearest(name, names)}")
-        parser.set_defaults(**values)
-        given |= set(values)
+                raise UserError(f"unknown setting {name!r} in the settings file{nearest(str(name), names)}")
+        # As flags before the others: so a value is checked and converted in one way, wherever it comes from.
+        arguments = [f"--{name}={value}" for name, value in values.items() if value is not None] + arguments
     config, rest = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     for word in rest:
         if word.startswith("-") and len(word) > 1:
-            raise UserError(f"unknown flag {word.split('=')[0]}{nearest(word.lstrip('-').split('=')[0], names, '--')}")
+            advice = nearest(word.lstrip("-").split("=")[0], names, "--")
+            advice += f"; {positional} that begins with - goes after --" if positional else ""
+            raise UserError(f"unknown flag {word.split('=')[0]}{advice}")
     if rest and not positional:
         raise UserError(f"unexpected argument {rest[0]!r}; every setting is a flag (see --help)")
     if positional:
-        setattr(config, positional, rest)
+        setattr(config, positional, rest + words_after)
     words = {word[2:].split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")}
-    config.given = given | (words & set(names))
+    config.given = words & set(names)
     return config
 
 
@@ -97,15 +102,17 @@ def format_help(config_class, description: str, positional: str | None) -> str:
         group, help = field.metadata["help"].split("\t")
         if group != last_group:
             lines.append(f"{group}:")
-        default = "-" if field.default in ("", None, False) else field.default
+        default = "-" if field.default in ("", None) or field.default is False else field.default  # 0 is shown
         lines.append(f"  --{field.name:<19} {default!s:<6} {help}".rstrip())
         last_group = group
     return "\n".join(lines) + "\n"
 
 
 def save_config(config, path: Path) -> None:
-    """Write the dataclass as JSON: what `load_config` reads again."""
-    path.write_text(json.dumps(dataclasses.asdict(config), ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    """Write the dataclass as JSON, what `load_config` reads again; whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(dataclasses.asdict(config), ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def load_config(config_class, path: Path):

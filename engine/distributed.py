@@ -1,7 +1,7 @@
 """One process or many: who am I, on which device, and the few collectives that the scripts need.
 
-    world = start("auto")                  # reads what torchrun sets; alone when nothing is set
-    total = world.sum(torch.tensor([loss, count], dtype=torch.float64))
+world = start("auto")                  # reads what torchrun sets; alone when nothing is set
+total = world.sum(torch.tensor([loss, count], dtype=torch.float64))
 """
 
 import os
@@ -73,7 +73,12 @@ def start(device_name: str = "auto") -> World:
             f"the environment of a multi-process run is half set: {', '.join(missing)} missing; start with "
             "`torchrun --nproc_per_node N script.py`, or unset RANK and WORLD_SIZE"
         )
-    rank, size, local_rank = (int(os.environ[name]) for name in variables[:3])
+    words = [os.environ[name] for name in variables[:3]]
+    if not all(word.isdecimal() for word in words):
+        raise UserError(
+            f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers, not {', '.join(words)}; start with torchrun, or unset them"
+        )
+    rank, size, local_rank = map(int, words)
     device = choose_device(device_name, local_rank)
     if size == 1:
         return World(0, 1, device)

@@ -16,7 +16,10 @@ def run_script(main) -> None:
     except UserError as error:
         stop(str(error))
     except OSError as error:
-        hints = {errno.ENOSPC: "free some space", errno.EDQUOT: "free some space", errno.EROFS: "choose another place"}
+        if error.errno is None and "requested and" in str(error):  # numpy's word for a full disk
+            error.errno = errno.ENOSPC
+        space = "free some space (`df -h` shows on which disk)"
+        hints = {errno.ENOSPC: space, errno.EDQUOT: space, errno.EROFS: "choose another place"}
         if error.errno not in hints:
             raise
         where = error.filename or os.getcwd()
@@ -28,7 +31,7 @@ def run_script(main) -> None:
 def stop(message: str, code: int = 2) -> None:
     """Print the one line and leave."""
     rank = os.environ.get("RANK")
-    who = f" (rank {rank})" if rank and int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+    who = f" (rank {rank})" if rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
     sys.stdout.flush()
     print(f"error{who}: {' '.join(message.split())}", file=sys.stderr, flush=True)
     # os._exit, not sys.exit: a rank that leaves with an error must not wait for the others in a destructor.

@@ -45,7 +45,9 @@ class Precision:
         if not self.scaler.is_enabled():
             first = (self.bad_step == 0) & ~torch.isfinite(norm)
             self.bad_step = torch.where(first, float(step), self.bad_step)
-            optimizer.found_inf = (self.bad_step > 0).float()  # read by the fused optimizer, which then skips the update
+            optimizer.found_inf = (
+                self.bad_step > 0
+            ).float()  # read by the fused optimizer, which then skips the update
         self.scaler.step(optimizer)
         self.scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -91,7 +93,8 @@ def choose_precision(device: torch.device, name: str = "auto") -> Precision:
         torch.set_float32_matmul_precision("highest" if amx else "medium")
         if name == "fp16":
             raise UserError("--precision fp16 needs a GPU; use fp32 or bf16 on the CPU")
-        reason = "as asked" if name != "auto" else "the CPU's exact format; --precision bf16 is faster where it has bf16"
+        bf16 = "--precision bf16 is faster" if "bf16" in _cpu_flags() else "this CPU has no bf16 instructions"
+        reason = f"full precision; {bf16}" if name == "auto" else "as asked"
         name = "fp32" if name == "auto" else name
     return Precision(device, name, reason)
 

@@ -20,6 +20,7 @@ class Schedule:
     warmup: int
     total: int
     decay_start: int
+    first_minutes: float = 0.0  # of the first step; it compiles and fills caches, so it says nothing about the speed
 
     def learning_rate(self, step: int) -> float:
         """The rate of update `step`, counted from 1."""
@@ -31,7 +32,11 @@ class Schedule:
         """Fit the plan to a run of `max_minutes`, after `step` steps took `minutes`; true if the way down begins now."""
         if not max_minutes or not step or step >= self.decay_start:
             return False
-        estimate = math.ceil(step * max_minutes / max(minutes, 1e-9))
+        if step == 1:
+            self.first_minutes = minutes
+            return False
+        minutes_a_step = max(minutes - self.first_minutes, 1e-9) / (step - 1)
+        estimate = math.ceil(step + (max_minutes - minutes) / minutes_a_step)
         if step <= SPEED_KNOWN:  # the rate is still next to nothing, so a steeper rise makes no jump
             self.warmup = min(self.warmup, max(SPEED_KNOWN, estimate // 10))
         if minutes < (1 - DECAY_SHARE) * max_minutes:

@@ -16,7 +16,9 @@ TINY_FLAGS = ["--d_model", "32", "--nhead", "4", "--num_encoder_layers", "1", "-
               "--dim_feedforward", "64", "--source_vocab", "300", "--target_vocab", "300"]  # fmt: skip
 
 
-def run_script(*arguments, cwd: Path, timeout: float = 300, threads: int = 1, **environment) -> subprocess.CompletedProcess:
+def run_script(
+    *arguments, cwd: Path, timeout: float = 300, threads: int = 1, **environment
+) -> subprocess.CompletedProcess:
     """`python script.py …` in `cwd`, as a user types it."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **environment}
     words = [sys.executable, str(ROOT / arguments[0]), *map(str, arguments[1:])]
@@ -26,7 +28,8 @@ def run_script(*arguments, cwd: Path, timeout: float = 300, threads: int = 1, **
 def run_ranks(count: int, *arguments, cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess:
     """The same under torchrun with `count` processes."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
-    words += [str(ROOT / arguments[0]), *map(str, arguments[1:])]
+    # Without the "--", torchrun takes our --run for an abbreviation of its own --run-path.
+    words += ["--", str(ROOT / arguments[0]), *map(str, arguments[1:])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
 
@@ -56,6 +59,28 @@ def toy_data(tmp_path_factory) -> Path:
     """2,000 reversed numbers for training, 100 each to validate and test."""
     splits = {"train": slice(0, 2000), "validation": slice(2000, 2100), "test": slice(2100, 2200)}
     return write_pairs(tmp_path_factory.mktemp("toy"), reversed_digits(2200), splits)
+
+
+@pytest.fixture(scope="session")
+def toy_run(toy_data, tmp_path_factory) -> Path:
+    """A folder with runs/toy, a model that has learned to reverse."""
+    folder = tmp_path_factory.mktemp("learned")
+    flags = [
+        "--d_model",
+        128,
+        "--nhead",
+        4,
+        "--num_encoder_layers",
+        2,
+        "--num_decoder_layers",
+        2,
+        "--dim_feedforward",
+        256,
+    ]
+    flags += ["--source_vocab", 300, "--target_vocab", 300, "--max_steps", 500, "--eval_every", 100, "--lr", 0.002]
+    done = run_script("train.py", "--data", toy_data, *flags, "--dropout", 0, "--run", "toy", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 @pytest.fixture

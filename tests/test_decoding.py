@@ -144,6 +144,16 @@ def test_beam_search_finds_the_best_of_a_tiny_space():
     assert math.isclose(scores.item(), best, rel_tol=1e-9)
 
 
+@pytest.mark.parametrize("beam", [1, 3])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_decodes_under_autocast(beam, norm_first):
+    """bf16 products: the cache is bf16 then, the scores stay float32."""
+    model, sources = make_model(norm_first, torch.float32, scale=1.0), make_sources(8)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = search(model, sources, COLLATE, beam=beam)
+    assert len(found.tokens) == 8 and all(0 <= token < 40 for row in found.tokens for token in row)
+
+
 def test_order_empty_sources_and_the_cap():
     model = make_model()
     with torch.no_grad():

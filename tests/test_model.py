@@ -214,7 +214,9 @@ def test_counted_flops_are_those_of_the_products_with_weights():
     real = torch.arange(tgt_in.numel())
     with FlopCounterMode(display=False) as counter:
         summed_loss(model(src, src_pad, tgt_in, real), tgt_in.flatten()).backward()
-    assert counter.get_total_flops() == pytest.approx(training_flops(model.config, src.numel(), tgt_in.numel()), rel=0.05)
+    assert counter.get_total_flops() == pytest.approx(
+        training_flops(model.config, src.numel(), tgt_in.numel()), rel=0.05
+    )
 
 
 def test_cross_attention_rows_sum_to_one_and_skip_padding():

@@ -1,7 +1,7 @@
 """Raw rows → clean training pairs and untouched validation and test rows, with a count of everything dropped.
 
-    held_out = held_out_rows(text)                                 # {"validation": [...], "test": [...]}
-    for source, target in clean_pairs(text, held_out, 512, counts): ...
+held_out = held_out_rows(text)                                 # {"validation": [...], "test": [...]}
+for source, target in clean_pairs(text, held_out, 512, counts): ...
 """
 
 from collections import Counter
@@ -14,10 +14,11 @@ HELD_OUT_SHARE = 0.01  # of the distinct pairs, for each split that the data doe
 LONGEST_TOKEN = 16  # characters; our own tokenizers learn no longer token
 
 # Zero-width characters vanish, lone surrogates (broken UTF-16) become the replacement character, and every other control
-# character becomes a space. The joiners U+200C and U+200D stay: some scripts and emoji are spelled with them.
+# character becomes a space. The joiners U+200C and U+200D stay: some scripts and emoji are spelled with them. U+2581 (▁) is
+# what tokenizers write for a space and would come back as one, so it becomes the underscore that it looks like.
 _VANISH = [0x00AD, 0x200B, 0x200E, 0x200F, 0x2060, 0xFEFF, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
 _CLEANED = {code: " " for code in [*range(0x20), *range(0x7F, 0xA0)]}
-_CLEANED |= {code: None for code in _VANISH} | {code: "�" for code in range(0xD800, 0xE000)}
+_CLEANED |= {code: None for code in _VANISH} | {code: "�" for code in range(0xD800, 0xE000)} | {0x2581: "_"}
 
 REASONS = {
     "empty": "an empty side",
@@ -134,4 +135,3 @@ def _flaw(source: str, target: str) -> str | None:
     if source == target and any(character.isalpha() for character in source):
         return "identical"
     return None
-

@@ -51,6 +51,8 @@ class ParallelText:
 
     def rows(self, split: str) -> Rows:
         """All (source, target) pairs of a split, file by file, in chunks of at most 10,000; UserError on a bad row."""
+        if split not in self.files:
+            raise UserError(f"{self.path} has no {split} split; add a file with {split} in its name")
         readers = {"parquet": _read_parquet, "json": _read_json, "csv": _read_csv, "tsv": _read_csv}
         read = readers.get(self.form, _read_arrow)
         for file in self.files[split]:

@@ -31,6 +31,7 @@ def train_tokenizer(lines: Iterable[str], vocabulary: int):
         vocab_size=room,
         # At least half of the vocabulary is left for merges; rarer characters are spelled in bytes.
         limit_alphabet=room // 2,
+        initial_alphabet=["▁"],  # but never the space
         min_frequency=2,
         max_token_length=LONGEST_TOKEN,
         special_tokens=[PAD, BOS, EOS],
@@ -58,11 +59,18 @@ def load_tokenizer(name: str):
     import huggingface_hub
     from transformers import AutoTokenizer
 
+    failure = None
+    if not Path(name).is_dir():
+        try:
+            huggingface_hub.HfApi().model_info(name, timeout=5)
+        except Exception as error:
+            failure = error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        # Without a network it would try again for minutes; told to stay offline, it looks into its cache.
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=failure is not None)
     except (OSError, ValueError, KeyError, TypeError, huggingface_hub.errors.HFValidationError) as error:
         what = "no tokenizer can be read from this folder" if Path(name).is_dir() else "no such folder, and the hub does not give it"  # fmt: skip
-        raise UserError(f"tokenizer {name}: {what} ({str(error).splitlines()[0]})") from None
+        raise UserError(f"tokenizer {name}: {what} ({' '.join(str(failure or error).split())[:200]})") from None
     special_ids(tokenizer, name)
     return tokenizer
 
@@ -88,11 +96,14 @@ def encode(tokenizer, lines: Sequence[str]) -> list[list[int]]:
     if tokenizer.is_fast:
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
+        tokenizer.backend_tokenizer.encode_special_tokens = True  # "<s>" in a text is text
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(list(lines), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
-    return tokenizer(list(lines), add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+    return tokenizer(list(lines), add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
 def decode(tokenizer, rows: Sequence[Sequence[int]]) -> list[str]:
     """The text of each row of ids; special tokens are left out."""
+    if not rows:  # which transformers would take for one empty row
+        return []
     return [" ".join(line.split()) for line in tokenizer.batch_decode(rows, skip_special_tokens=True)]

@@ -1,0 +1,239 @@
+"""Alone nothing is waited for; together every rank gets the same; a wrong device is said before anything is loaded."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import distributed
+from engine.distributed import World, choose_device, hidden_gpus, start
+from engine.errors import UserError
+
+VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Exactly these of torchrun's variables are set."""
+
+    def environment(**values):
+        for name in VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    environment()
+    return environment
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """As if torch saw so many GPUs; the list names what is selected."""
+
+    def gpus(count: int) -> list:
+        selected = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", selected.append)
+        return selected
+
+    return gpus
+
+
+# ---------------------------------------------------------------- alone
+
+
+def check_alone(world):
+    assert world == World(0, 1, torch.device("cpu")) and world.is_main and not dist.is_initialized()
+    values = torch.tensor([1.0, -2.0])
+    assert world.sum(values) is values and values.tolist() == [1.0, -2.0]
+    assert world.maximum(0.25, -3) == [0.25, -3]
+    value = object()
+    assert world.from_main(value) is value and world.gather(value) == [value]
+    world.stop()
+
+
+def test_alone_without_environment(environment):
+    check_alone(start("cpu"))
+
+
+def test_alone_under_torchrun(environment):
+    environment(**VARIABLES)
+    check_alone(start("cpu"))
+
+
+def test_what_a_cluster_sets_besides_makes_no_peers(environment):
+    environment(MASTER_ADDR="node1", MASTER_PORT="29500", LOCAL_RANK="0")
+    check_alone(start("cpu"))
+
+
+PARTS = [set(names) for count in range(1, 5) for names in combinations(VARIABLES, count)]
+HALVES = [names for names in PARTS if names & {"RANK", "WORLD_SIZE"}]
+
+
+@pytest.mark.parametrize("present", HALVES, ids=lambda names: "+".join(sorted(names)))
+def test_a_half_set_environment_is_named(environment, present):
+    environment(**{name: VARIABLES[name] for name in present})
+    with pytest.raises(UserError, match="half set") as error:
+        start("cpu")
+    message = str(error.value)
+    named = message.split("half set: ")[1].split(" missing")[0].split(", ")
+    assert named == [name for name in VARIABLES if name not in present]
+    assert "torchrun" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+@pytest.mark.parametrize("value", ["", "two", "-1"])
+def test_an_environment_that_holds_no_numbers(environment, name, value):
+    environment(**{**VARIABLES, name: value})
+    with pytest.raises(UserError, match=f"must be numbers, not .*{value}.*; start with torchrun, or unset them"):
+        start("cpu")
+
+
+# ---------------------------------------------------------------- together
+
+PROGRAM = """
+import json, os, sys
+from multiprocessing import get_context
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from engine import distributed
+
+def work(rank):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    world = distributed.start("cpu")
+    tensor = torch.tensor([rank + 1.0, 10.0 * rank, 0.1], dtype=torch.float64)
+    returned = world.sum(tensor)
+    found = {
+        "world": [world.rank, world.size, str(world.device), world.is_main],
+        "backend": dist.get_backend(),
+        "sum": returned.tolist(),
+        "in place": returned is tensor,
+        "maximum": world.maximum(rank, -rank, rank == 1, 2.0 ** -40 * rank),
+        "from_main": str(world.from_main({"path": Path("/a") / str(rank), "none": None})),
+        "gather": world.gather(["r"] * rank),
+    }
+    world.stop()
+    found["left"] = not dist.is_initialized()
+    Path(f"{rank}.json").write_text(json.dumps(found))
+
+if __name__ == "__main__":
+    context = get_context("fork")  # one import of torch for all
+    ranks = [context.Process(target=work, args=(rank,)) for rank in range(int(os.environ["WORLD_SIZE"]))]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    sys.exit(any(rank.exitcode for rank in ranks))
+"""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_rank_gets_the_same(tmp_path, size):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(size)}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "program.py"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    for rank in range(size):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["world"] == [rank, size, "cpu", rank == 0]
+        assert "gloo" in found["backend"] and found["left"] and found["in place"]
+        assert found["sum"] == pytest.approx([size * (size + 1) / 2, 5.0 * size * (size - 1), 0.1 * size], rel=1e-15)
+        assert found["maximum"] == [size - 1, 0, 1, 2.0**-40 * (size - 1)]  # doubles, not floats
+        assert found["from_main"] == str({"path": Path("/a/0"), "none": None})
+        assert found["gather"] == ([["r"] * other for other in range(size)] if rank == 0 else None)
+
+
+# ---------------------------------------------------------------- devices
+
+
+def test_without_gpu(gpus):
+    gpus(0)
+    assert choose_device("auto", 3) == choose_device("cpu", 0) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_a_gpu_that_is_not_there(gpus, monkeypatch, name):
+    gpus(0)
+    monkeypatch.setattr(distributed, "hidden_gpus", lambda: None)
+    with pytest.raises(UserError, match=f"--device {name}: PyTorch sees no GPU on this machine; leave the flag out"):
+        choose_device(name, 0)
+    monkeypatch.setattr(distributed, "hidden_gpus", lambda: "they are hidden")
+    with pytest.raises(UserError, match=f"--device {name}: they are hidden; leave the flag out"):
+        choose_device(name, 0)
+
+
+@pytest.mark.parametrize("name", ["gpu", "cud", "cuda1", "mps", "", "CPU"])
+def test_an_unknown_device(name):
+    with pytest.raises(UserError, match=f"--device {name}: unknown device; choose auto, cpu, cuda or cuda:N"):
+        choose_device(name, 0)
+
+
+@pytest.mark.parametrize("name, local_rank, index", [
+    ("auto", 0, 0), ("auto", 1, 1), ("cuda", 1, 1), ("cuda:1", 0, 1), ("cuda:0", 1, 0),
+])  # fmt: skip
+def test_each_rank_has_its_gpu(gpus, name, local_rank, index):
+    selected = gpus(2)
+    device = torch.device("cuda", index)
+    assert choose_device(name, local_rank) == device and selected == [device]
+    assert choose_device("cpu", local_rank) == torch.device("cpu") and selected == [device]
+
+
+@pytest.mark.parametrize("name, local_rank, asked", [
+    ("auto", 2, "2"), ("cuda", 5, "5"), ("cuda:2", 0, "2"), ("cuda:x", 0, "x"), ("cuda:-1", 0, "-1"),
+])  # fmt: skip
+def test_more_gpus_asked_for_than_there_are(gpus, name, local_rank, asked):
+    selected = gpus(2)
+    with pytest.raises(UserError, match=f"GPU {asked} was asked for but 2 can be seen"):
+        choose_device(name, local_rank)
+    assert not selected
+
+
+@given(st.text(max_size=8), st.integers(0, 3))
+def test_any_name_is_a_device_or_a_mistake(name, local_rank):
+    try:
+        assert isinstance(choose_device(name, local_rank), torch.device)
+    except UserError:
+        assert name not in ("auto", "cpu")
+
+
+@pytest.fixture
+def three_cards(tmp_path):
+    for place in ("0000:01:00.0", "0000:41:00.0", "0000:81:00.0"):
+        (tmp_path / "gpus" / place).mkdir(parents=True)
+    return tmp_path / "gpus"
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "7"])
+def test_hidden_gpus_are_said(three_cards, gpus, monkeypatch, visible):
+    gpus(0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert hidden_gpus(three_cards) == f"CUDA_VISIBLE_DEVICES={visible!r} hides all 3 GPU(s) of this machine"
+
+
+def test_no_gpu_is_hidden(three_cards, tmp_path, gpus, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    gpus(0)
+    (tmp_path / "empty").mkdir()
+    assert hidden_gpus(tmp_path / "empty") is hidden_gpus(tmp_path / "none") is None  # no card
+    gpus(1)
+    assert hidden_gpus(three_cards) is None  # one is seen
+    gpus(0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert hidden_gpus(three_cards) is None  # not by this variable: another driver, a build of torch without CUDA

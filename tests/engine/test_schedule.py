@@ -1,0 +1,174 @@
+"""The learning rate's shape for any plan, and plans that end with the minutes."""
+
+import json
+from dataclasses import asdict, replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from engine.schedule import SPEED_KNOWN, Schedule, plan
+
+peaks = st.floats(1e-6, 1.0)
+plans = st.builds(plan, peaks, st.integers(0, 600), st.integers(1, 2000))
+
+
+def rates_of(schedule: Schedule) -> list[float]:
+    """Of every step, and of two after the last."""
+    return [schedule.learning_rate(step) for step in range(1, schedule.total + 3)]
+
+
+# ---------------------------------------------------------------- shape
+
+
+@given(peaks, st.integers(0, 3000), st.integers(1, 100_000))
+def test_the_plan(peak, warmup, total):
+    schedule = plan(peak, warmup, total)
+    assert (schedule.peak, schedule.total) == (peak, total)
+    assert schedule.warmup == min(total, warmup or max(1, min(1000, total // 10)))
+    assert schedule.decay_start == pytest.approx(0.7 * total, abs=1) and 1 <= schedule.decay_start <= total
+
+
+@settings(deadline=None)
+@given(plans)
+def test_never_negative_never_above_the_peak_and_positive_to_the_end(schedule):
+    rates = rates_of(schedule)
+    assert all(0 < rate <= schedule.peak for rate in rates[: schedule.total])
+    assert rates[schedule.total :] == [0, 0]
+
+
+@settings(deadline=None)
+@given(plans)
+def test_up_level_down(schedule):
+    peak, warmup, total, start = schedule.peak, schedule.warmup, schedule.total, schedule.decay_start
+    rates = rates_of(schedule)
+    for step, rate in enumerate(rates[:start], 1):
+        assert rate == pytest.approx(peak * step / warmup if step < warmup else peak, rel=1e-12)
+    if warmup <= start:
+        # From the peak at `start` in equal steps: the last is positive, the one that would follow is 0.
+        fall = peak / (total + 1 - start)
+        for step in range(start, total + 1):
+            assert rates[step - 1] == pytest.approx(peak - (step - start) * fall, rel=1e-9, abs=1e-12 * peak)
+        assert rates[total - 1] == pytest.approx(fall)
+
+
+@settings(deadline=None)
+@given(plans)
+def test_no_jumps(schedule):
+    steepest = schedule.peak * max(1 / schedule.warmup, 1 / (schedule.total + 1 - schedule.decay_start))
+    for before, after in pairwise([0.0, *rates_of(schedule)]):
+        assert abs(after - before) <= steepest * (1 + 1e-9)
+
+
+def test_by_hand():
+    schedule = plan(1.0, 4, 10)
+    assert rates_of(schedule) == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0, 0])
+    assert Schedule(2.0, 0, 4, 4).learning_rate(1) == 2.0  # no warm-up
+
+
+# ---------------------------------------------------------------- minutes
+
+
+def simulate(seconds_of, max_minutes: float, schedule: Schedule) -> tuple[float, list[float], int | None]:
+    """The training loop: minutes used, the rate of each step, the step at which the way down began."""
+    step, minutes, rates, down = 0, 0.0, [], None
+    while step < schedule.total and minutes < max_minutes:
+        step += 1
+        rates.append(schedule.learning_rate(step))
+        minutes += seconds_of(step, minutes / max_minutes) / 60
+        if schedule.fit_time(step, minutes, max_minutes):
+            assert down is None  # once only
+            down = step
+    return minutes, rates, down
+
+
+SPEEDS = {
+    "constant": lambda step, share: 0.2,
+    "slow first step": lambda step, share: 60.0 if step == 1 else 0.2,
+    "long and short batches": lambda step, share: (0.1, 0.3, 0.15, 0.25)[step % 4],
+    "validation every 100 steps": lambda step, share: 20.0 if step % 100 == 0 else 0.2,
+    "slower by and by": lambda step, share: 0.2 + 0.04 * share,
+    "faster by and by": lambda step, share: 0.2 - 0.04 * share,
+    "a halt": lambda step, share: 30.0 if step == 2000 else 0.2,
+}
+
+
+@pytest.mark.parametrize("speed", SPEEDS)
+@pytest.mark.parametrize("warmup", [0, 50])
+def test_a_run_ends_with_its_minutes_and_its_rate(speed, warmup):
+    minutes, rates, down = simulate(SPEEDS[speed], 20, plan(1.0, warmup, 1_000_000))
+    assert 0.9 * 20 <= minutes <= 1.1 * 20
+    assert rates[-1] < 0.1 and max(rates) == 1.0
+    assert rates[down - 1] == 1.0 and all(after < before for before, after in pairwise(rates[down:]))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.floats(0.05, 5), st.floats(1, 20), st.integers(0, 2000))
+def test_any_constant_speed(seconds, max_minutes, warmup):
+    steps = 60 * max_minutes / seconds
+    assume(60 <= steps <= 5000)
+    minutes, rates, down = simulate(lambda step, share: seconds, max_minutes, plan(1.0, warmup, 10_000_000))
+    assert 0.9 * max_minutes <= minutes <= 1.1 * max_minutes and len(rates) == pytest.approx(steps, abs=2)
+    assert down == pytest.approx(0.7 * steps, abs=2) and max(rates) == 1.0
+    assert rates[-1] <= 3 / (0.3 * steps)  # the time may be over two steps before the last
+
+
+def test_steps_that_end_first_are_not_stretched():
+    schedule = plan(1.0, 10, 500)
+    before = replace(schedule)
+    minutes, rates, down = simulate(lambda step, share: 0.2, 20, schedule)
+    assert len(rates) == 500 and down is None and minutes < 2
+    assert replace(schedule, first_minutes=0.0) == before
+
+
+def test_minutes_that_end_during_the_warm_up_of_the_steps():
+    # 3,000 of a million steps fit: a warm-up of 1,000 would take a third of the run.
+    schedule = plan(1.0, 0, 1_000_000)
+    assert schedule.warmup == 1000
+    _, rates, _ = simulate(lambda step, share: 0.2, 10, schedule)
+    assert schedule.warmup == pytest.approx(300, abs=2)
+    assert all(abs(after - before) <= 2 / SPEED_KNOWN for before, after in pairwise(rates[:-1]))
+
+
+@pytest.mark.parametrize("first", [0.2, 5.0, 60.0])
+def test_a_slow_first_step_does_not_shorten_the_warm_up(first):
+    schedule = plan(1.0, 0, 1_000_000)
+    simulate(lambda step, share: first if step == 1 else 0.2, 20, schedule)
+    assert schedule.warmup == pytest.approx(600, abs=35)
+
+
+def test_a_warm_up_is_never_lengthened_nor_shorter_than_the_steps_that_measure():
+    schedule = plan(1.0, 30, 1_000_000)
+    simulate(SPEEDS["constant"], 20, schedule)
+    assert schedule.warmup == 30
+    schedule = plan(1.0, 1000, 1_000_000)
+    simulate(lambda step, share: 10.0, 10, schedule)
+    assert schedule.warmup == SPEED_KNOWN
+
+
+def test_without_a_limit_nothing_is_fitted():
+    schedule = plan(1.0, 0, 1000)
+    before = replace(schedule)
+    assert not any(schedule.fit_time(step, 1e6 * step, 0) for step in range(1, 1001)) and schedule == before
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.floats(0.05, 1), st.lists(st.floats(0, 100), min_size=5, max_size=5))
+def test_on_the_way_down_the_rate_is_a_function_of_the_step_alone(seconds, later):
+    schedule, step = plan(1e-3, 0, 100_000), 0
+    while not schedule.fit_time(step, step * seconds / 60, 1):
+        step += 1
+    saved, rates = replace(schedule), rates_of(schedule)
+    for offset, minutes in enumerate(later, 1):  # whatever the clock says now
+        assert not schedule.fit_time(step + offset, minutes, 1)
+    assert schedule == saved and rates_of(schedule) == rates
+
+
+@settings(deadline=None)
+@given(plans, st.booleans())
+def test_a_saved_plan_comes_back(schedule, fitted):
+    if fitted:
+        simulate(lambda step, share: 1.0, 2, schedule)
+    again = Schedule(**json.loads(json.dumps(asdict(schedule))))
+    assert again == schedule and rates_of(again) == rates_of(schedule)

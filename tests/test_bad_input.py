@@ -1,0 +1,452 @@
+"""Every kind of bad input ends in exit code 2 and one line that says what is wrong, and leaves nothing half-written."""
+
+import json
+import os
+import pickle
+import runpy
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import safetensors.torch
+import torch
+from conftest import ROOT, TINY_FLAGS, reversed_digits, write_pairs
+
+from data import _is_whole
+from text.subwords import train_tokenizer
+
+PAIRS = reversed_digits(90)
+SPLITS = {"train": slice(0, 60), "validation": slice(60, 75), "test": slice(75, 90)}
+COMMANDS = {
+    "train": ["train.py", *TINY_FLAGS, "--max_length", "64", "--max_steps", "2", "--device", "cpu", "--run", "new"],
+    "resume": ["train.py", "--resume", "runs/good", "--max_steps", "4", "--device", "cpu"],
+    "evaluate": ["evaluate.py", "--device", "cpu"],
+    "translate": ["translate.py", "--device", "cpu"],
+}
+CHECKPOINT = Path("runs/good/checkpoints/step-2")
+SILENT = socket.create_server(("127.0.0.1", 0))  # takes connections and never answers, like a network that drops all
+NO_ANSWER = f"http://127.0.0.1:{SILENT.getsockname()[1]}"
+
+
+@dataclass
+class Case:
+    """What is typed in a folder that holds `pairs/` and the run `runs/good`, and words that the one line must hold."""
+
+    command: str
+    says: tuple
+    prepare: Callable = lambda: None
+    then: Callable = lambda: None
+    process: bool = False  # a process of its own, as a user starts it; else inside this one, which has torch loaded
+    environment: dict = field(default_factory=dict)
+    stdin: bytes = b""
+    goes_on: bool = False  # the run takes steps before the fault comes, so its files may change
+    seconds: float = 60
+
+
+# How the folder is spoiled.
+
+
+def lines(*rows, name="train.jsonl"):
+    """→ a function that writes rows (dict: as JSON; str: as they are) to bad/<name>."""
+    texts = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+    return content("".join(text + "\n" for text in texts), name)
+
+
+def content(text: str | bytes, name="train.jsonl"):
+    def write():
+        Path("bad").mkdir()
+        Path("bad", name).write_bytes(text.encode() if isinstance(text, str) else text)
+
+    return write
+
+
+def rows(*pairs):
+    return [{"zh": source, "en": target} for source, target in pairs]
+
+
+def damaged_parquet(spoil):
+    """→ a function that writes a good parquet file and spoils its bytes."""
+
+    def write():
+        Path("bad").mkdir()
+        table = pyarrow.table({"zh": [source for source, _ in PAIRS] * 20, "en": [target for _, target in PAIRS] * 20})
+        pyarrow.parquet.write_table(table, "bad/train.parquet", compression="none", use_dictionary=False)
+        data = Path("bad/train.parquet").read_bytes()
+        Path("bad/train.parquet").write_bytes(spoil(data))
+
+    return write
+
+
+def in_file(path, text: str | bytes):
+    """→ a function that writes `text` to `path`, folders included."""
+
+    def write():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(text.encode() if isinstance(text, str) else text)
+
+    return write
+
+
+def tensors(path, value):
+    def write():
+        save = safetensors.torch.save_file if path.endswith(".safetensors") else torch.save
+        save(value, path)
+
+    return write
+
+
+class Hostile:
+    """A pickle of it makes a folder named `hacked` when it is opened."""
+
+    def __reduce__(self):
+        return os.mkdir, ("hacked",)
+
+
+def hostile_optimizer():
+    """A pickle with code in a checkpoint whose checksums are right."""
+    torch.save({"state": Hostile()}, CHECKPOINT / "optimizer.pt")
+    recorded = json.loads((CHECKPOINT / "checksums.json").read_text())
+    recorded["optimizer.pt"] = sha256((CHECKPOINT / "optimizer.pt").read_bytes()).hexdigest()
+    (CHECKPOINT / "checksums.json").write_text(json.dumps(recorded, indent=2) + "\n")
+
+
+def flip_a_bit():
+    data = bytearray((CHECKPOINT / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (CHECKPOINT / "model.safetensors").write_bytes(data)
+
+
+def change_the_data():
+    with open("pairs/train.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps({"zh": "一", "en": "one"}) + "\n")
+
+
+def without_checkpoints():
+    shutil.rmtree("runs/good/checkpoints")
+
+
+def another_script_s_run():
+    shutil.copytree("runs/good/checkpoints", "runs/other/checkpoints", symlinks=True)
+    Path("runs/other/config.json").write_text('{"lr": 0.1}')
+
+
+def tokenizer_without_specials():
+    tokenizer = train_tokenizer((source for source, _ in PAIRS), 300)
+    tokenizer.pad_token = tokenizer.bos_token = None
+    tokenizer.save_pretrained("half")
+
+
+def small_disk(size: str, then=lambda: None):
+    """→ a function that mounts a disk of `size` at disk/."""
+
+    def mount():
+        Path("disk").mkdir()
+        words = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", os.path.abspath("disk")]
+        try:
+            mounted = subprocess.run(words, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip("no `mount` on this machine")
+        if mounted.returncode:
+            pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
+        then()
+
+    return mount
+
+
+def many_pairs():
+    write_pairs(Path("many"), reversed_digits(20_000, longest=20))
+
+
+def fill_disk(left: int) -> None:
+    """A file that leaves `left` bytes of the disk."""
+    free = shutil.disk_usage("disk").free
+    with open("disk/filler", "wb") as file:
+        file.write(bytes(free - left))
+
+
+def run_on_small_disk(left: int):
+    """→ a function that moves the run to a disk that has `left` bytes free after it."""
+
+    def move():
+        shutil.copytree("runs", "disk/runs", symlinks=True)
+        fill_disk(left)
+
+    return small_disk("4m", move)
+
+
+def resume_works():
+    """Once there is space again, the run goes on from its older checkpoint, which is whole."""
+    assert os.readlink("disk/runs/good/checkpoints/last") == "step-2"
+    os.remove("disk/filler")
+    outcome = in_this_process(["train.py", "--resume", "disk/runs/good", "--max_steps", "4", "--device", "cpu"])
+    assert outcome is None
+    assert os.readlink("disk/runs/good/checkpoints/last") == "step-4"
+
+
+def not_hacked():
+    assert not os.path.exists("hacked")
+
+
+NEGATIVE = {
+    flag: Case(f"train --data pairs --{flag} {value}", (f"--{flag} {value}", "at least"))
+    for flag, value in dict(
+        d_model=-8, nhead=-1, num_encoder_layers=-1, dim_feedforward=-64, tokens_per_batch=-1, epochs=-1, max_steps=-3,
+        max_minutes=-1.0, max_length=-1, workers=-1, accumulate=0, warmup=-1, patience=-1, seed=-1, log_every=0,
+    ).items()
+}  # fmt: skip
+
+CASES = {
+    # The data.
+    "missing path": Case("train --data nowhere", ("nowhere does not exist", "check the path"), process=True),
+    "empty directory": Case("train --data bad", ("bad holds no parquet", "point to"), lambda: os.mkdir("bad")),
+    "wrong columns": Case("train --data bad", ("bad/train.jsonl, line 1", "zh and en", "src, tgt", "--source"),
+                          lines({"src": "一", "tgt": "one"})),
+    "columns of another case": Case("train --data bad", ("--source ZH --target EN",), lines({"ZH": "一", "EN": "one"})),
+    "one column": Case("train --data bad", ("train.jsonl, line 2", "found zh"), lines(*rows(PAIRS[0]), {"zh": "一"})),
+    "only a test split": Case("train --data bad", ("bad", "no train split"), lines(*rows(*PAIRS), name="test.jsonl")),
+    "corrupted parquet": Case("train --data bad", ("bad/train.parquet", "get it again"),
+                              damaged_parquet(lambda data: data[:100] + b"?" * 300 + data[400:])),
+    "truncated parquet": Case("train --data bad", ("bad/train.parquet", "get it again"),
+                              damaged_parquet(lambda data: data[: len(data) // 2]), process=True),
+    "zero bytes": Case("train --data bad", ("bad/train.jsonl is empty",), content("")),
+    "truncated json": Case("train --data bad", ("bad/train.jsonl, line 3", "broken JSON"),
+                           lines(*rows(*PAIRS[:2]), '{"zh": "一", "en": "on')),
+    "a json row that is no object": Case("train --data bad", ("bad/train.jsonl, line 2: a list",),
+                                         lines(*rows(PAIRS[0]), ["一", "one"])),
+    "a number for a text": Case("train --data bad", ("bad/train.jsonl, line 1", "int"), lines({"zh": 1, "en": "one"})),
+    "not UTF-8": Case("train --data bad", ("bad/train.jsonl, line 2", "UTF-8", "iconv"),
+                      content(b'{"zh": "", "en": "none"}\n' + '{"zh": "二", "en": "two"}\n'.encode("gb18030"))),
+    "unbalanced quotes": Case("train --data bad", ("bad/train.csv", "quote"),
+                              lines("zh,en", '一,"one', *["二,two"] * 9, name="train.csv")),
+    "too many fields": Case("train --data bad", ("bad/train.csv", "quotes"),
+                            lines("zh,en", "一,one", "二,two, too", name="train.csv")),
+    "a header alone": Case("train --data bad", ("bad", "0 training pairs left"), lines("zh,en", name="train.csv")),
+    "rows all empty": Case("train --data bad", ("0 training pairs left", "9 an empty side"),
+                           lines(*rows(("", ""), ("  ", "\t"), ("\u3000", "one")) * 3)),
+    "control characters only": Case("train --data bad", ("0 training pairs left", "4 an empty side"),
+                                    lines(*rows(("\0\0", "\x01\x02"), ("\x1b", "\x7f")) * 2)),
+    "one line without end": Case("train --data bad", ("0 training pairs left", "1 longer than --max_length"),
+                                 lines(*rows(("一" * 100_000, "one " * 25_000)))),
+    "one row": Case("train --data bad", ("1 training pairs left", "two are the least"), lines(*rows(("一", "one")))),
+    "source is target": Case("train --data bad", ("0 training pairs left", "60 source = target"),
+                             lines(*rows(*[(target, target) for _, target in PAIRS[:60]]))),
+    "no validation rows": Case("train --data bad", ("bad", "validation"), lines(*rows(*PAIRS[:5]))),
+    # Flags.
+    "one language": Case("train --source zh --target zh", ("--source and --target are both 'zh'",)),
+    "flag of train.py": Case("train --epoch 3", ("unknown flag --epoch", "did you mean --epochs?"), process=True),
+    "flag of evaluate.py": Case("evaluate --beams=3", ("unknown flag --beams", "did you mean --beam?"), process=True),
+    "flag of translate.py": Case("translate --chpt x", ("unknown flag --chpt", "did you mean --ckpt?"), process=True),
+    "a word too many": Case("train pairs", ("unexpected argument 'pairs'", "flag")),
+    "wrong type": Case("train --lr abc", ("--lr", "'abc'")),
+    "a flag without its value": Case("train --lr", ("--lr", "expected one argument")),
+    "lr nan": Case("train --lr nan", ("--lr nan must be in",)),
+    "max_minutes without end": Case("train --data pairs --max_minutes inf", ("--max_minutes inf",)),
+    **{f"{flag} too small": case for flag, case in NEGATIVE.items()},
+    "limit too small": Case("evaluate --limit -1", ("--limit -1 must be at least 0",)),
+    "beam too small": Case("evaluate --beam 0", ("--beam 0 must be at least 1",)),
+    "beam too small to translate": Case("translate --beam -2 一", ("--beam -2 must be at least 1",)),
+    "average too small": Case("evaluate --average -1", ("--average -1 must be at least 1",)),
+    "heads that do not divide": Case("train --data pairs --nhead 5", ("--d_model 32", "a multiple of --nhead 5")),
+    "odd width": Case("train --data pairs --d_model 33 --nhead 3", ("--d_model 33 must be even",)),
+    "dropout of all": Case("train --data pairs --dropout 1", ("--dropout 1.0 must be in [0, 1)",)),
+    "vocabulary too small": Case("train --data pairs --source_vocab 5", ("--source_vocab 5 must be at least 300",)),
+    "more parts than pairs": Case("train --data pairs --accumulate 500", ("60 training pairs", "500 micro-batches")),
+    "unknown preset": Case("train --preset huge", ("--preset huge", "lab, base or big")),
+    "unknown precision": Case("train --data pairs --precision fp8", ("--precision fp8", "fp32, bf16, fp16")),
+    "unknown device": Case("train --data pairs --device tpu", ("--device tpu", "auto, cpu, cuda")),
+    "no GPU": Case("train --data pairs --device cuda", ("--device cuda", "leave the flag out"), process=True,
+                   environment={"CUDA_VISIBLE_DEVICES": ""}),
+    "fp16 on the CPU": Case("train --data pairs --precision fp16", ("--precision fp16 needs a GPU", "fp32")),
+    # Settings files.
+    "missing settings": Case("no.yaml", ("settings file no.yaml", "No such file")),
+    "settings that are no YAML": Case("s.yaml", ("s.yaml is not valid YAML",), in_file("s.yaml", "lr: [1\n")),
+    "settings that are no table": Case("s.yaml", ("settings file s.yaml", "name: value"), in_file("s.yaml", "- lr\n")),
+    "unknown setting": Case("s.yaml", ("unknown setting 'learning'",), in_file("s.yaml", "learning: 1\n")),
+    "a list for a number": Case("s.yaml", ("epochs", "[1, 2]"), in_file("s.yaml", "epochs: [1, 2]\n")),
+    "half a step": Case("s.yaml", ("max_steps", "2.5"), in_file("s.yaml", "max_steps: 2.5\n")),
+    # Going on.
+    "resume of nothing": Case("resume --resume runs/none", ("--resume runs/none: no such run", "ls runs")),
+    "resume with other data": Case("resume", ("runs/good", "not what the run began with", "put it back"),
+                                   change_the_data, process=True),
+    "resume with another model": Case("resume --d_model 64", ("another --d_model (64, the run has 32)",)),
+    "resume from damage": Case("resume", ("step-2 is damaged (checksum of model.safetensors differs)",), flip_a_bit),
+    "resume of a damaged config": Case("resume", ("runs/good/config.json is damaged",),
+                                       in_file("runs/good/config.json", "{")),
+    "a run that exists": Case("train --data pairs --run good", ("run runs/good exists", "--resume runs/good")),
+    "hostile optimizer": Case("resume", ("optimizer.pt", "would run code", "refused"), hostile_optimizer, not_hacked,
+                              process=True),
+    # What --ckpt names.
+    "no runs": Case("evaluate", ("no trained run in", "python train.py"), lambda: shutil.rmtree("runs"), process=True),
+    "no checkpoint": Case("evaluate --ckpt none", ("none does not exist", "give a run")),
+    "empty checkpoint": Case("translate --ckpt empty 一", ("empty is no whole checkpoint",), lambda: os.mkdir("empty")),
+    "a run without checkpoints": Case("evaluate --ckpt runs/good", ("runs/good is no whole checkpoint",),
+                                      without_checkpoints),
+    "damaged checkpoint": Case(f"evaluate --ckpt {CHECKPOINT}", ("checksum of model.safetensors differs",), flip_a_bit),
+    "a text named .pt": Case("evaluate --ckpt runs/good/notes.pt", ("notes.pt", "no file of weights"),
+                             in_file("runs/good/notes.pt", "to do: translate\n")),
+    "another model's weights": Case("evaluate --ckpt runs/good/o.safetensors", ("does not hold the weights of",),
+                                    tensors("runs/good/o.safetensors", {"a": torch.zeros(2)})),
+    "weights that are no dict": Case("evaluate --ckpt runs/good/list.pt", ("list.pt holds no state_dict",),
+                                     tensors("runs/good/list.pt", [1, 2])),
+    "weights outside a run": Case("evaluate --ckpt w.safetensors", ("w.safetensors lies in no run",),
+                                  tensors("w.safetensors", {"a": torch.zeros(2)})),
+    "hostile weights": Case("translate --ckpt runs/good/x.pt 一", ("x.pt", "would run code", "refused"),
+                            in_file("runs/good/x.pt", pickle.dumps(Hostile())), not_hacked, process=True),
+    "hostile weights of torch.save": Case("evaluate --ckpt runs/good/x.pt", ("x.pt", "would run code", "refused"),
+                                          tensors("runs/good/x.pt", {"model": Hostile()}), not_hacked),
+    "a run of another script": Case("evaluate --ckpt runs/other", ("runs/other", "lies in no run of train.py"),
+                                    another_script_s_run),
+    "a damaged model.json": Case("evaluate --ckpt runs/good", ("runs/good", "model.json is damaged"),
+                                 in_file("runs/good/model.json", "{}")),
+    "average of a file": Case("evaluate --average 2 --ckpt runs/good/checkpoints/step-2/model.safetensors",
+                              ("--average needs a run",)),
+    # Tokenizers.
+    "tokenizer without pad": Case("train --data pairs --tokenizer half", ("tokenizer half has no pad/bos token",),
+                                  tokenizer_without_specials),
+    "damaged tokenizer": Case("evaluate --ckpt runs/good", ("runs/good/tokenizer/source: no tokenizer can be read",),
+                              in_file("runs/good/tokenizer/source/tokenizer.json", "{")),
+    "empty tokenizer": Case("train --data pairs --tokenizer empty", ("tokenizer empty: no tokenizer can be read",),
+                            lambda: os.mkdir("empty")),
+    "tokenizer without a network": Case("train --data pairs --tokenizer no/such", ("no/such: no such folder",),
+                                        process=True, environment={"HF_ENDPOINT": NO_ANSWER}, seconds=15),
+    # Places to write.
+    "a run below a file": Case("train --data pairs --run file.txt/x", ("cannot write to file.txt/x", "another place"),
+                               in_file("file.txt", "")),
+    "a run in /proc": Case("train --data pairs --run /proc/x", ("cannot write to /proc/x", "choose another place")),
+    "a name too long": Case(f"train --data pairs --run {'x' * 300}", ("cannot write", "File name too long")),
+    "out in a missing folder": Case("evaluate --ckpt runs/good --out none/x", ("--out none/x cannot be written",)),
+    "disk full while tokenising": Case("train --data many --run disk/new", ("cannot write disk/.cache/", "free some space"),
+                                       small_disk("1m", many_pairs), process=True),
+    "disk full when saving": Case("resume --resume disk/runs/good",
+                                  ("cannot write step-4", "No space left", "resume from step-2, which is whole"),
+                                  run_on_small_disk(left=300_000), resume_works, process=True, goes_on=True),
+    "disk full when resuming": Case("resume --resume disk/runs/good", ("No space left on device", "free some space"),
+                                    run_on_small_disk(left=0), resume_works, goes_on=True),
+    # The rest.
+    "input that is not UTF-8": Case("translate --ckpt runs/good", ("standard input is not UTF-8", "iconv"),
+                                    process=True, stdin="一二三\n".encode("gb18030")),
+    "half an environment": Case("train --data pairs", ("WORLD_SIZE", "missing", "torchrun"), environment={"RANK": "0"}),
+    "an environment of words": Case("train --data pairs", ("RANK", "numbers"), process=True, environment=dict(
+        RANK="first", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="29511")),
+    "no such split": Case("evaluate --ckpt runs/good --split train --data bad", ("bad has no train split",),
+                          lines(*rows(*PAIRS), name="test.jsonl")),
+    "an empty split": Case("evaluate --ckpt runs/good --split validation --data bad", ("no rows in its validation",),
+                           lines(*rows(*PAIRS), name="test.jsonl")),
+    "an unknown split": Case("evaluate --split dev", ("--split dev is unknown", "validation")),
+    "columns of evaluate.py": Case("evaluate --ckpt runs/good --data bad", ("bad/test.jsonl, line 1", "found src, tgt"),
+                                   lines({"src": "一", "tgt": "one"}, name="test.jsonl")),
+}  # fmt: skip
+
+
+def in_this_process(words: list[str]) -> int | None:
+    """Run a script as __main__ here, where the heavy imports are done; → its exit code (None: it came to its end)."""
+    script, *flags = words
+    before = sys.argv
+    sys.argv = [script, *flags]
+    try:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    except SystemExit as leaving:
+        return leaving.code
+    finally:
+        sys.argv = before
+    return None
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    """Path → content; of a link, where it leads."""
+    links = {path: os.readlink(path).encode() for path in folder.rglob("*") if path.is_symlink()}
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {str(path.relative_to(folder)): content for path, content in (files | links).items()}
+
+
+def check_nothing_half_written(before: dict, after: dict, goes_on: bool) -> None:
+    """What was there is as it was; what is new is no run, no torn file, and a cache only if it is whole."""
+    for path in before:
+        if not goes_on and not path.endswith("train.log"):
+            assert after.get(path) == before[path], f"{path} has changed"
+    for path in after.keys() - before.keys():
+        assert os.path.basename(path) != "config.json", f"{path} makes a run that never began"
+        assert not any(mark in path for mark in (".building-", ".tmp-", ".replaced-", ".new-", ".writable")), path
+    for cache in (*Path("runs/.cache").glob("[!.]*"), *Path("disk/.cache").glob("[!.]*")):
+        assert _is_whole(cache), f"{cache} is half-written"
+
+
+@pytest.fixture(scope="module")
+def good_run(tmp_path_factory):
+    """A folder with data and a run of two steps."""
+    folder = tmp_path_factory.mktemp("good")
+    write_pairs(folder / "pairs", PAIRS, SPLITS)
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        assert in_this_process([*COMMANDS["train"], "--data", "pairs", "--run", "good"]) is None
+    finally:
+        os.chdir(before)
+    return folder
+
+
+@pytest.fixture
+def place(good_run, tmp_path, monkeypatch):
+    """A copy of the good run to spoil, as the working directory."""
+    shutil.copytree(good_run, tmp_path / "place", symlinks=True)
+    monkeypatch.chdir(tmp_path / "place")
+    yield tmp_path / "place"
+    if os.path.ismount("disk"):
+        subprocess.run(["umount", "-l", "disk"], check=True)
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before():
+    """Training takes SIGTERM and SIGINT for itself."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=[name.replace(" ", "-") for name in CASES])
+def test_bad_input(case, place, monkeypatch, capfd):
+    case.prepare()
+    name, *flags = shlex.split(case.command)
+    words = [*COMMANDS.get(name, ["train.py", name]), *flags]
+    before, begun = files_below(place), time.monotonic()
+    if case.process:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(place / "hub"), **case.environment}
+        command = [sys.executable, str(ROOT / words[0]), *words[1:]]
+        done = subprocess.run(command, env=environment, input=case.stdin, capture_output=True, timeout=300)
+        code, errors = done.returncode, done.stderr.decode()
+    else:
+        for variable, value in case.environment.items():
+            monkeypatch.setenv(variable, value)
+        capfd.readouterr()
+        code, errors = in_this_process(words), capfd.readouterr().err
+    seconds = time.monotonic() - begun
+    if name == "translate":  # it says its device on standard error, for standard output is for translations
+        errors = "".join(line for line in errors.splitlines(True) if not line.startswith("device: "))
+    assert code == 2, errors
+    assert len(errors.splitlines()) == 1 and errors.startswith("error"), errors
+    for word in case.says:
+        assert word in errors, errors
+    assert seconds < case.seconds
+    check_nothing_half_written(before, files_below(place), case.goes_on)
+    case.then()
+
+
+def test_a_line_without_end_among_good_ones_is_dropped_and_counted(place, capfd):
+    lines(*rows(*PAIRS[:60], ("一" * 100_000, "one " * 25_000)))()
+    shutil.copy("pairs/validation.jsonl", "bad")
+    assert in_this_process([*COMMANDS["train"], "--data", "bad"]) is None
+    said = capfd.readouterr().out
+    assert "61 rows read; dropped 1 longer than --max_length; 60 kept" in said
+    assert "stopped after step 2: all steps are done" in said

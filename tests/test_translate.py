@@ -1,0 +1,171 @@
+"""One line out for each line in, translations alone on standard output, everything else on standard error."""
+
+import io
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT
+from test_trained import train_tiny
+
+import translate as script
+from decoding import translate_lines
+from engine import checkpoint
+from engine.errors import UserError
+from trained import load_trained
+
+
+@pytest.fixture(scope="session")
+def tiny_run(toy_data, tmp_path_factory):
+    return train_tiny(toy_data, tmp_path_factory.getbasetemp() / "tiny")
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_run):
+    """What the model says to these lines when it is asked directly."""
+    trained = load_trained(tiny_run)
+    tools = trained.model, trained.source_tokenizer, trained.target_tokenizer
+    return lambda lines, **options: translate_lines(*tools, lines, **options).texts
+
+
+def typed(*arguments, cwd, stdin: str = "") -> subprocess.CompletedProcess:
+    """`python translate.py …` with this on standard input."""
+    command = [sys.executable, str(ROOT / "translate.py"), *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=cwd, env=environment, input=stdin.encode(), capture_output=True, timeout=120)
+    return SimpleNamespace(code=result.returncode, out=result.stdout.decode(), err=result.stderr.decode())
+
+
+class StandardInput(io.TextIOWrapper):
+    terminal = False
+
+    def isatty(self):
+        return self.terminal
+
+
+@pytest.fixture
+def called(tiny_run, monkeypatch, capsys):
+    """The same in this process, which is quicker: → standard output and standard error."""
+
+    def called(*text, stdin: bytes = b"", **settings) -> tuple[str, str]:
+        monkeypatch.setattr("sys.stdin", StandardInput(io.BytesIO(stdin), encoding="ascii", newline="\n"))
+        config = script.Config(**{"ckpt": str(tiny_run), "device": "cpu", **settings})
+        config.text = list(text)
+        script.translate(config)
+        printed = capsys.readouterr()
+        return printed.out, printed.err
+
+    return called
+
+
+# ---------------------------------------------------------------- as a user types it
+
+LINES = ["一二三", "", "九八七六", "   ", "  五\t四 ", "\u3000", "没见过的字 & English 😀", "一二三"]
+
+
+def test_lines_of_standard_input(tiny_run, reference):
+    result = typed(cwd=tiny_run.parent.parent, stdin="\n".join(LINES) + "\n")  # the newest run
+    assert result.code == 0, result.err
+    expected = reference(LINES)
+    assert result.out.split("\n") == [*expected, ""] and len(expected) == len(LINES)
+    assert expected[0] == expected[7] != "" and [expected[row] for row in (1, 3, 5)] == ["", "", ""]
+    assert "no --ckpt given, so the newest run: runs" in result.err and "device: " in result.err
+    assert "Traceback" not in result.err and "Warning" not in result.err
+
+
+def test_arguments(tiny_run, reference):
+    lines = ["一二三", "", "两 行\n一", "-5", "九八"]
+    words = [*lines[:3], "--device", "cpu", "--", *lines[3:]]
+    result = typed("--ckpt", tiny_run, *words, cwd=tiny_run, stdin="not read\n")
+    assert result.code == 0 and result.out.split("\n") == [*reference(lines), ""]
+
+
+def test_a_mistake_is_one_line_and_nothing_on_standard_output(tiny_run, called, capsys):
+    with pytest.raises(UserError, match=r"^runs/none does not exist"):
+        called("一", ckpt="runs/none")
+    assert capsys.readouterr().out == ""
+    result = typed("--beams", "2", "一", cwd=tiny_run)
+    assert result.code == 2 and result.out == ""
+    assert result.err.startswith("error: unknown flag --beams; did you mean --beam?") and result.err.count("\n") == 1
+
+
+# ---------------------------------------------------------------- in this process
+
+
+@pytest.mark.parametrize("stdin, lines", [
+    ("", []), ("\n", [""]), ("\n\n\n", ["", "", ""]), ("一", ["一"]), ("一\n\n", ["一", ""]), ("\n一", ["", "一"]),
+    ("一\r\n二\r\n", ["一", "二"]), ("一\r二\n三", ["一 二", "三"]),
+    ("一\x0b二\x0c三\u2028四\x85五\n六", ["一 二 三 四 五", "六"]),
+])  # fmt: skip
+def test_as_many_lines_out_as_in(called, reference, stdin, lines):
+    out, _ = called(stdin=stdin.encode())
+    assert out == "".join(text + "\n" for text in (reference(lines) if lines else []))
+
+
+def test_groups_of_lines_keep_their_order(called, reference, monkeypatch):
+    lines = ["一", "", "二三四五六", "七八", "", "九" * 7, "零"]
+    stdin = "\n".join(lines).encode()
+    monkeypatch.setattr(script, "LINES_AT_ONCE", 3)
+    out, err = called(stdin=stdin)
+    assert out.splitlines() == [text for group in (lines[:3], lines[3:6], lines[6:]) for text in reference(group)]
+    assert "note" not in err
+
+
+# A character never seen is spelled in three bytes; with the space before, ten of them and an end fill 32 tokens.
+@pytest.mark.parametrize("lines, cut", [(["鸞" * 40, "二"], 1), (["鸞" * 11, "鸞" * 10, "鸞" * 200, "三"], 2)])
+def test_long_input_is_cut_and_said(called, reference, lines, cut):
+    out, err = called(*lines)
+    assert f"note: {cut} sentences are longer than the 32 tokens of the model, and were cut" in err
+    assert out.splitlines() == reference(lines) and len(out.splitlines()) == len(lines)
+    assert "note" not in called("鸞" * 10)[1]
+
+
+def test_beams(called, reference, monkeypatch):
+    seen = []
+
+    def spy(*arguments, **options):
+        seen.append(options)
+        return translate_lines(*arguments, **options)
+
+    monkeypatch.setattr(script, "translate_lines", spy)
+    out, _ = called("一二三", "四五", beam=3, length_penalty=0.9)
+    assert seen == [{"beam": 3, "length_penalty": 0.9}]
+    assert out.splitlines() == reference(["一二三", "四五"], beam=3, length_penalty=0.9)
+
+
+def test_at_a_prompt(tiny_run, called, reference, monkeypatch):
+    typed_lines = iter(["一二 ", "三", "", "never read"])
+    monkeypatch.setattr("builtins.input", lambda shown: next(typed_lines))
+    monkeypatch.setattr(StandardInput, "terminal", True)
+    out, err = called()
+    assert out.splitlines() == [*reference(["一二"]), *reference(["三"])] and "an empty line ends" in err
+    assert next(typed_lines) == "never read"
+
+    def end(shown):
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", end)
+    assert called()[0] == ""
+
+
+def test_input_that_is_not_utf8(called):
+    with pytest.raises(UserError, match=r"standard input is not UTF-8 .*; convert it with iconv first"):
+        called(stdin="你好\n".encode("gb18030"))
+
+
+def test_wrong_weights_are_named(tiny_run, called):
+    weights = checkpoint.load_weights(tiny_run)
+    weights["output.bias"] = torch.zeros(7)
+    torch.save(weights, tiny_run / "wrong.pt")
+    with pytest.raises(UserError, match=r"wrong.pt does not hold the weights of the model in .*tiny: .*output.bias"):
+        called("一", ckpt=str(tiny_run / "wrong.pt"))
+    (tiny_run / "wrong.pt").unlink()
+
+
+@pytest.mark.parametrize("settings", [{"beam": 0}, {"length_penalty": -0.1}, {"length_penalty": float("nan")}])
+def test_settings_out_of_range(settings):
+    with pytest.raises(UserError, match=r"--beam .* must be at least 1, --length_penalty .* at least 0"):
+        script.Config(**settings)

@@ -1,0 +1,260 @@
+"""Text comes out as one clean line, held-out rows stay whole and apart, and every dropped row is counted once."""
+
+import unicodedata
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from conftest import write_pairs
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from text.cleaning import (
+    HELD_OUT_SHARE,
+    LONGEST_TOKEN,
+    REASONS,
+    absurd_ratio,
+    clean_pairs,
+    fingerprint,
+    held_out_rows,
+    normalise,
+    report,
+    side_of,
+)
+from text.rows import find_text
+
+INVISIBLE = "\u00ad\u200b\u200e\u200f\u2060\ufeff\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+SPACES = " \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2009\u2028\u2029\u202f\u205f\u3000"
+# Any character, lone surrogates too, and often those that need care.
+any_text = st.text(st.characters() | st.sampled_from(SPACES + INVISIBLE + "\0\x7f\ud800\udfff�\u200c\u200d▁_好"))
+GENERAL = ["你好", "Hello", " Hello ", "", " ", "一二", "two", "2", "A", "你\u200b好"]
+JOINED = "👨\u200d👩\u200d👧 \u0646\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"  # an emoji and a Persian word with joiners
+row_lists = st.lists(st.tuples(st.sampled_from(GENERAL), st.sampled_from(GENERAL)), max_size=30)
+
+
+def text_of(**splits) -> SimpleNamespace:
+    """A data set in memory, in chunks of three rows."""
+
+    def rows(split):
+        for start in range(0, len(splits[split]), 3):
+            yield splits[split][start : start + 3]
+
+    return SimpleNamespace(files=splits, rows=rows)
+
+
+def cleaned(text, max_length: int = 512) -> tuple[list[tuple[str, str]], Counter]:
+    counts = Counter()
+    return list(clean_pairs(text, held_out_rows(text), max_length, counts)), counts
+
+
+def numbers(count: int, start: int = 0) -> list[tuple[str, str]]:
+    return [(f"数 {number}", f"number {number}") for number in range(start, start + count)]
+
+
+# ---------------------------------------------------------------- normalise
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("  你好 ,  World!  ", "你好 , World!"), ("a\tb\nc\r\nd", "a b c d"), ("a\u3000b\xa0c\u2028d\u202fe", "a b c d e"),
+    ("a\0b", "a b"), ("a\x07b\x7fc\x9fd\x85e", "a b c d e"), ("zero\u200bwidth\ufeff", "zerowidth"),
+    ("\u202eright\u202c to left\u200f", "right to left"), ("soft\u00adhyphen", "softhyphen"),
+    ("a\ud800b\udfff", "a�b�"), ("\u200b \u200b", ""), ("", ""), ("▁x▁", "_x_"),
+    ("Ⅳ “Q”—…！ Ａ １ ﬁ É E\u0301", "Ⅳ “Q”—…！ Ａ １ ﬁ É E\u0301"),  # no character is replaced by a like one
+    (JOINED, JOINED),
+])  # fmt: skip
+def test_normalise(text, expected):
+    assert normalise(text) == expected
+
+
+@given(any_text)
+def test_normalised_text_is_one_clean_line(text):
+    clean = normalise(text)
+    assert clean == " ".join(clean.split()) and "\n" not in clean and len(clean.splitlines()) <= 1
+    assert not any(unicodedata.category(character) in ("Cc", "Cs") for character in clean)
+    assert not set(clean) & set(INVISIBLE)
+    clean.encode("utf-8")
+
+
+@given(any_text)
+def test_normalising_twice_changes_nothing(text):
+    assert normalise(normalise(text)) == normalise(text)
+
+
+@given(any_text)
+def test_every_other_character_stays_in_its_place(text):
+    def stays(character):
+        return not character.isspace() and unicodedata.category(character) not in ("Cc", "Cs")
+
+    changed = INVISIBLE + "�▁_"
+    expected = [character for character in text if stays(character) and character not in changed]
+    assert [character for character in normalise(text) if stays(character) and character not in changed] == expected
+
+
+# ---------------------------------------------------------------- held-out rows
+
+
+@settings(deadline=None)
+@given(row_lists, row_lists, row_lists)
+def test_given_splits_are_untouched(train, validation, test):
+    text = text_of(train=train, validation=validation, test=test)
+    assert held_out_rows(text) == {"validation": validation, "test": test}
+
+
+def test_given_splits_on_disk_are_untouched(tmp_path):
+    rows = [("b ", "B"), ("", ""), ("a", " a"), ("b ", "B"), ("", "x"), ("same", "same"), ("x" * 9000, "y\n\u200b")]
+    splits = {"train": slice(50), "validation": slice(50, 57), "test": slice(57, 64)}
+    write_pairs(tmp_path, numbers(50) + rows + rows, splits)
+    assert held_out_rows(find_text(str(tmp_path))) == {"validation": rows, "test": rows}
+
+
+def test_missing_splits_are_cut_from_train():
+    held_out = held_out_rows(text_of(train=numbers(20_000)))
+    for split in ("validation", "test"):
+        # 200 are expected, and 5 standard deviations are 70.
+        assert 130 < len(held_out[split]) < 270 and set(held_out[split]) < set(numbers(20_000))
+        assert held_out[split] == sorted(held_out[split], key=numbers(20_000).index)
+    assert not set(held_out["validation"]) & set(held_out["test"])
+
+
+def test_the_cut_depends_on_the_pair_alone():
+    rows = numbers(5000)
+    whole = held_out_rows(text_of(train=rows))
+    assert held_out_rows(text_of(train=rows)) == whole
+    for split, other in (("validation", "test"), ("test", "validation")):
+        assert set(held_out_rows(text_of(train=rows[::-1]))[split]) == set(whole[split])
+        assert set(held_out_rows(text_of(train=rows[::2]))[split]) == set(whole[split]) & set(rows[::2])
+        given_rows = [("甲", "a")]
+        only_one = held_out_rows(text_of(train=rows, **{other: given_rows}))
+        assert only_one == {split: whole[split], other: given_rows}
+    repeated = [(f" {source}\u200b", target) for source, target in rows]
+    assert held_out_rows(text_of(train=rows + repeated)) == whole  # a pair is cut once, as it first stood
+    assert all(map(whole.get, whole))
+
+
+def test_the_cut_is_disjoint_from_the_training_pairs():
+    rows = numbers(5000)
+    text = text_of(train=rows + rows)
+    held_out = held_out_rows(text)
+    kept, counts = cleaned(text)
+    cut = held_out["validation"] + held_out["test"]
+    assert sorted(kept + cut) == sorted(rows)  # nothing is lost, nothing stands on two sides
+    assert counts["held out"] == 2 * len(cut) and counts["duplicate"] == len(kept)
+
+
+def test_only_what_is_missing_is_held_back():
+    rows = numbers(5000)
+    both = held_out_rows(text_of(train=rows))
+    kept, _ = cleaned(text_of(train=rows, validation=[("甲", "a")]))
+    assert set(kept) == set(rows) - set(both["test"])
+    kept, counts = cleaned(text_of(train=rows, validation=[("甲", "a")], test=[]))
+    assert kept == rows and counts == {"read": 5000}
+
+
+def test_rows_that_are_no_translation_are_not_cut():
+    rows = [("", f"number {number}") for number in range(2000)] + [(f"word {n}", f"word {n}") for n in range(2000)]
+    assert held_out_rows(text_of(train=rows)) == {"validation": [], "test": []}
+    _, counts = cleaned(text_of(train=rows))
+    assert counts == {"read": 4000, "empty": 2000, "identical": 2000}
+
+
+def test_without_train_nothing_can_be_cut():
+    rows = numbers(3)
+    assert held_out_rows(text_of(test=rows)) == {"test": rows, "validation": []}
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_the_side_of_a_hash(pair_hash):
+    place = pair_hash / 2**64
+    expected = "validation" if place < HELD_OUT_SHARE else "test" if place < 2 * HELD_OUT_SHARE else "train"
+    assert side_of(pair_hash, ["validation", "test"]) == expected
+    assert side_of(pair_hash, ["test"]) == ("test" if expected == "test" else "train")
+    assert side_of(pair_hash, []) == "train"
+
+
+# ---------------------------------------------------------------- training pairs
+
+
+def test_each_row_is_dropped_for_its_reason():
+    train = [
+        ("你好", "Hello"), (" 你好\u200b", "Hello\n"),  # kept, duplicate
+        ("你好", "Hello!"),  # another pair, kept
+        ("", "x"), ("x", "\u3000"), ("\0", "\u200b"),  # empty
+        ("not translated", "not  translated"), ("Ｂ", "Ｂ"),  # identical
+        ("1998", "1998"), ("……", "……"),  # equal without a letter: kept
+        ("验证", "new"), ("new", "Valid."), ("测试 ", "new"), ("new", "Test"),  # a side stands in validation or test
+        ("验证", "验证"),  # counted once, for the first reason
+        ("长" * 33, "long"), ("short", "l" * 33),  # too long
+        ("长" * 32, "l" * 32), ("长" * 32 + " ", "two"),  # just fits
+    ]  # fmt: skip
+    text = text_of(train=train, validation=[("验证 ", "Valid.")], test=[("测试", " Test"), ("", "")])
+    kept, counts = cleaned(text, max_length=2)
+    assert kept == [
+        ("你好", "Hello"), ("你好", "Hello!"), ("1998", "1998"), ("……", "……"), ("长" * 32, "l" * 32), ("长" * 32, "two"),
+    ]  # fmt: skip
+    assert LONGEST_TOKEN == 16
+    expected = {"empty": 3, "identical": 3, "duplicate": 1, "in validation or test": 4, "too long": 2}
+    assert counts == {"read": len(train), **expected}
+
+
+def test_a_dropped_pair_does_not_make_the_next_a_duplicate():
+    train = [("长" * 17, "long")] * 2
+    _, counts = cleaned(text_of(train=train, validation=[], test=[]), max_length=1)
+    assert counts == {"read": 2, "too long": 2}
+
+
+@settings(deadline=None)
+@given(row_lists, row_lists, st.booleans())
+@example([("你好", "Hello"), ("你好", "Hello")], [], True)
+def test_the_counts_add_up(train, validation, with_test):
+    splits = dict(train=train, validation=validation) | (dict(test=[("二", "two")]) if with_test else {})
+    text = text_of(**splits)
+    kept, counts = cleaned(text)
+    dropped = {reason: number for reason, number in counts.items() if reason != "read"}
+    assert counts["read"] == len(train) == len(kept) + sum(dropped.values()) and dropped.keys() <= REASONS.keys()
+    assert len(set(kept)) == len(kept)
+    held = [(normalise(source), normalise(target)) for rows in held_out_rows(text).values() for source, target in rows]
+    sources, targets = {source for source, _ in held}, {target for _, target in held}
+    assert all(source not in sources and target not in targets for source, target in kept)
+    assert all((normalise(source), normalise(target)) == (source, target) for source, target in kept)
+    # In the order of the rows.
+    order = [(normalise(source), normalise(target)) for source, target in train]
+    assert [order.index(pair) for pair in kept] == sorted(map(order.index, kept))
+
+
+def test_nothing_is_counted_before_it_is_read():
+    counts = Counter()
+    pairs = clean_pairs(text_of(train=numbers(9), validation=[], test=[]), {}, 512, counts)
+    assert not counts
+    next(pairs)
+    assert counts["read"] == 1
+
+
+# ---------------------------------------------------------------- figures
+
+
+def test_the_report():
+    counts = Counter({"read": 26_000_000, "empty": 1200, "duplicate": 7, "length ratio": 3, "kept": 25_998_790})
+    dropped = "1,200 an empty side, 7 exact duplicate, 3 absurd length ratio"
+    assert report(counts) == f"train: 26,000,000 rows read; dropped {dropped}; 25,998,790 kept"
+    assert report(Counter(read=2, kept=2)) == "train: 2 rows read; dropped none; 2 kept"
+    everything = report(Counter({reason: 1 for reason in REASONS}))
+    assert all(f"1 {words}" in everything for words in REASONS.values()) and "\n" not in everything
+
+
+def test_fingerprints_are_the_same_everywhere():
+    # Another value would move pairs between train, validation and test, and make old scores incomparable.
+    assert fingerprint("今天天气怎么样？", "What's the weather like today?") == 14059339316595186768
+    assert len({fingerprint(*pair) for pair in [("", ""), ("a", "b"), ("ab", ""), ("", "ab"), ("b", "a")]}) == 5
+
+
+@given(st.lists(st.tuples(st.text(), st.text()), unique=True, max_size=20))
+def test_fingerprints_differ(pairs):
+    pairs = [(normalise(source), normalise(target)) for source, target in pairs]
+    found = {fingerprint(*pair) for pair in pairs}
+    assert len(found) == len(set(pairs)) and all(0 <= value < 2**64 for value in found)
+
+
+@pytest.mark.parametrize("short, longest", [(0, 10), (1, 14), (5, 30), (100, 410)])
+def test_the_length_ratio(short, longest):
+    assert not absurd_ratio(short, longest) and not absurd_ratio(longest, short)
+    assert absurd_ratio(short, longest + 1) and absurd_ratio(longest + 1, short)

@@ -1,0 +1,233 @@
+"""Any text comes back letter for letter, from tokenizers of any size, saved and loaded; nothing is cut or unknown."""
+
+import json
+import random
+from string import ascii_lowercase
+
+import pytest
+import regex
+from conftest import reversed_digits
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from engine.errors import UserError
+from text import subwords
+from text.cleaning import LONGEST_TOKEN, normalise
+from text.subwords import BOS, BYTES, EOS, PAD, decode, encode, load_tokenizer, special_ids, train_tokenizer
+
+LINES = [text for pair in reversed_digits(300) for text in pair]
+LINES += ["今天天气怎么样？", "价格是1998元，2024年涨到2024元。", "It's 2024, isn't it? <s> 50% of 1998…"] * 5
+LINES += ["internationalisationalism in internationalisationalism"] * 20
+# Every script and symbol, with what could be taken for a token of our own.
+TRAPS = "<s>|</s>|<pad>|<unk>|<0x41>|▁|▁▁| |1998|今天|it's|👨\u200d👩\u200d👧|\0|�".split("|")
+any_text = st.lists(st.text(st.characters(), max_size=8) | st.sampled_from(TRAPS)).map("".join)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(LINES, 600)
+
+
+def round_trip(tokenizer, texts: list[str]) -> list[str]:
+    return decode(tokenizer, encode(tokenizer, texts))
+
+
+# ---------------------------------------------------------------- our own tokenizers
+
+
+@settings(deadline=None, max_examples=300)
+@given(any_text)
+@example("a<s>b</s> <pad>")
+@example("▁▂▃ x ▁ y")
+@example("tokens such as <0xE4><0xBD> are letters")
+@example("क्षि e\u0301 ไทย 한국어 עברית 𝒳 \U0010ffff")
+def test_any_text_comes_back(tokenizer, text):
+    ids = encode(tokenizer, [normalise(text)])[0]
+    assert decode(tokenizer, [ids]) == [normalise(text)]
+    # No special token stands in a text, whatever its letters.
+    assert not set(ids) & set(special_ids(tokenizer).values()) and all(0 <= token < len(tokenizer) for token in ids)
+
+
+def test_lines_keep_their_order(tokenizer):
+    lines = ["", "一 二", "z", "", "二"]
+    assert [bool(ids) for ids in encode(tokenizer, lines)] == [False, True, True, False, True]
+    assert round_trip(tokenizer, lines) == lines and encode(tokenizer, []) == [] and decode(tokenizer, []) == []
+
+
+def test_nothing_is_unknown(tokenizer):
+    assert tokenizer.unk_token is None
+    unseen = "鸞𠮷"
+    assert not set(unseen) & set(tokenizer.get_vocab())
+    tokens = tokenizer.convert_ids_to_tokens(encode(tokenizer, [unseen])[0])
+    assert tokens == ["▁", *(f"<0x{byte:02X}>" for byte in unseen.encode())]
+
+
+@pytest.mark.parametrize("vocabulary", [300, 333, 500, 5000])
+def test_the_size_is_a_bound(vocabulary):
+    small = train_tokenizer(LINES, vocabulary)
+    assert 3 + 256 < len(small) <= vocabulary
+    assert len(small) == vocabulary or vocabulary == 5000  # so much text has no 5,000 pieces
+    assert sorted(small.get_vocab().values()) == list(range(len(small)))
+    assert round_trip(small, LINES) == LINES
+    # Half of what is free is left for merges.
+    single = [token for token in small.get_vocab() if len(token) == 1]
+    assert len(single) <= max((vocabulary - 256) // 2, 1)
+
+
+@pytest.mark.parametrize("lines", [[], [""], ["a"], [ascii_lowercase * 9 + " a"], ["好"], ["好" * 50], ["1"] * 3])
+@pytest.mark.parametrize("vocabulary", [300, 8000])
+def test_small_texts(lines, vocabulary):
+    small = train_tokenizer(lines, vocabulary)
+    assert 3 + 256 <= len(small) <= min(vocabulary, 320)
+    assert round_trip(small, ["", "好 a1", *lines]) == ["", "好 a1", *lines]
+
+
+def test_more_characters_than_the_vocabulary_has_room_for():
+    draw = random.Random(0)
+    lines = ["".join(chr(0x4E00 + draw.randrange(3000)) for _ in range(20)) for _ in range(300)]
+    small = train_tokenizer(lines, 400)
+    assert len(small) <= 400 and round_trip(small, lines) == lines
+
+
+def test_digits_stand_alone(tokenizer):
+    learned = [token for token in tokenizer.get_vocab() if token not in BYTES]
+    with_digit = [token for token in learned if regex.search(r"\p{N}", token)]
+    assert with_digit and all(len(token.removeprefix("▁")) == 1 for token in with_digit)
+    tokens = tokenizer.convert_ids_to_tokens(encode(tokenizer, ["价格是1998元 2024"])[0])
+    assert [token for token in tokens if token.strip("▁").isdigit()] == ["1", "9", "9", "8", "▁2", "0", "2", "4"]
+    # Punctuation likewise: "2024," and "2024" begin alike.
+    with_mark = [token for token in learned if regex.search(r"\p{P}", token) and token not in (PAD, BOS, EOS)]
+    assert with_mark and all(len(token.removeprefix("▁")) <= 1 for token in with_mark)
+
+
+def test_words_are_learned_and_none_is_too_long(tokenizer, monkeypatch):
+    learned = [token for token in tokenizer.get_vocab() if token not in BYTES]
+    assert max(map(len, learned)) <= LONGEST_TOKEN == 16  # cleaning counts on it
+    monkeypatch.setattr(subwords, "LONGEST_TOKEN", 100)
+    assert "▁internationalisationalism" in train_tokenizer(LINES, 600).get_vocab()  # which only the bound prevented
+    assert "▁three" in learned and "天气" in "".join(token for token in learned if len(token) > 1)
+    assert len(encode(tokenizer, ["three four five"])[0]) == 3
+
+
+def test_training_is_deterministic(tokenizer):
+    again = train_tokenizer(iter(LINES), 600)
+    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    assert train_tokenizer(LINES, 500).backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str()
+
+
+def test_saved_and_loaded_by_transformers(tokenizer, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer.save_pretrained(tmp_path)
+    texts = [*LINES, "鸞 <s> 👨\u200d👩\u200d👧 don't , 1998", ""]
+    for loaded in (AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))):
+        assert encode(loaded, texts) == encode(tokenizer, texts) and round_trip(loaded, texts) == texts
+        assert special_ids(loaded) == special_ids(tokenizer) and len(loaded) == len(tokenizer)
+    # As transformers itself would encode it, begin and end left out.
+    plain = AutoTokenizer.from_pretrained(tmp_path)(LINES[:50], add_special_tokens=False)["input_ids"]
+    assert plain == encode(tokenizer, LINES[:50])
+
+
+# ---------------------------------------------------------------- special tokens
+
+
+def test_special_ids(tokenizer):
+    assert special_ids(tokenizer) == {"pad": 0, "bos": 1, "eos": 2}
+    assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == [PAD, BOS, EOS]
+    ids = encode(tokenizer, ["three 今天"])[0]
+    assert decode(tokenizer, [[1, *ids, 2, 0, 0]]) == ["three 今天"]
+
+
+@pytest.mark.parametrize("kept, named", [
+    (("bos", "eos"), "pad"), (("pad", "eos"), "bos"), (("pad", "bos"), "eos"), (("eos",), "pad/bos"), ((), "pad/bos/eos"),
+])  # fmt: skip
+def test_missing_special_tokens_are_named(tokenizer, tmp_path, kept, named):
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = {f"{key}_token": token for key, token in (("pad", PAD), ("bos", BOS), ("eos", EOS)) if key in kept}
+    poor = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **tokens)
+    with pytest.raises(UserError, match=f"tokenizer poor has no {named} token; choose one that has"):
+        special_ids(poor, "poor")
+    poor.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"{tmp_path} has no {named} token"):
+        load_tokenizer(str(tmp_path))
+
+
+BERT = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "今", "天", "weather", "##s", "the"]
+
+
+@pytest.fixture
+def bert(tmp_path):
+    """A WordPiece tokenizer as BERT's, which calls begin and end [CLS] and [SEP]."""
+    from transformers import BertTokenizerFast
+
+    folder = tmp_path / "bert"
+    BertTokenizerFast(vocab={token: index for index, token in enumerate(BERT)}).save_pretrained(folder)
+    return load_tokenizer(str(folder))
+
+
+def test_bert_tokens_count_as_begin_and_end(bert):
+    assert bert.bos_token_id is None and bert.eos_token_id is None
+    assert special_ids(bert) == {"pad": 0, "bos": 2, "eos": 3}
+    assert encode(bert, ["今天 the weathers"]) == [[BERT.index(word) for word in ("今", "天", "the", "weather", "##s")]]
+    assert not {2, 3} & set(encode(bert, ["[CLS] the [SEP]"])[0])  # these letters begin and end nothing
+    assert decode(bert, [[2, 9, 7, 8, 3, 0]]) == ["the weathers"]
+
+
+def test_a_begin_token_of_its_own_comes_before_cls(bert):
+    bert.bos_token, bert.eos_token = "today", "the"
+    bert.add_special_tokens({"bos_token": "[MASK]", "eos_token": "the"})
+    assert special_ids(bert) == {"pad": 0, "bos": 4, "eos": 9}
+
+
+# ---------------------------------------------------------------- nothing is cut
+
+
+@pytest.mark.parametrize("which", ["own", "bert"])
+def test_nothing_is_truncated_or_padded(tmp_path, bert, capfd, which):
+    loaded = train_tokenizer(LINES, 300) if which == "own" else bert
+    text = "the " * 100
+    whole = encode(loaded, [text, "the"])
+    loaded.model_max_length = 8
+    loaded.backend_tokenizer.enable_truncation(4)
+    loaded.backend_tokenizer.enable_padding(length=16)
+    assert encode(loaded, [text, "the"]) == whole and len(whole[0]) >= 100 and len(whole[1]) < 16
+    loaded(["the the"], truncation=True, padding="max_length", max_length=5)  # which sets the same from outside
+    assert encode(loaded, [text, "the"]) == whole
+    loaded.save_pretrained(tmp_path / "small")
+    settings = json.loads((tmp_path / "small" / "tokenizer_config.json").read_text())
+    assert settings["model_max_length"] == 8
+    assert encode(load_tokenizer(str(tmp_path / "small")), [text, "the"]) == whole
+    assert "longer than" not in capfd.readouterr().err
+
+
+class Slow:
+    """A tokenizer without the Rust library: records how it is called."""
+
+    is_fast = False
+
+    def __call__(self, lines, **options):
+        self.options = options
+        return {"input_ids": [[len(line)] for line in lines]}
+
+
+def test_a_tokenizer_in_python_is_asked_for_the_same():
+    slow = Slow()
+    assert encode(slow, ("a", "bcd")) == [[1], [3]]
+    assert slow.options["add_special_tokens"] is False and not slow.options.get("truncation")
+    assert slow.options["split_special_tokens"] is True
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+def test_no_tokenizer_there(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"tokenizer .*empty: no tokenizer can be read from this folder") as error:
+        load_tokenizer(str(tmp_path / "empty"))
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=r"tokenizer .*none: no such folder, and the hub does not give it"):
+        load_tokenizer(str(tmp_path / "none"))
+    (tmp_path / "empty" / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="no tokenizer can be read from this folder"):
+        load_tokenizer(str(tmp_path / "empty"))
