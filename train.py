@@ -8,7 +8,7 @@ python train.py --resume runs/NAME                 # go on exactly where it stop
 tensorboard --logdir runs                          # watch
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 from engine.config import flag, load_config, parse_flags, save_config
 from engine.errors import UserError, run_script

@@ -37,7 +37,7 @@ def load_trained(path: str = "", average: int = 1, say=print, runs: Path = Path(
     try:
         config = json.loads((run / "config.json").read_text(encoding="utf-8"))
         sizes = ModelConfig(**json.loads((run / "model.json").read_text(encoding="utf-8")))
-        config["data"], config["source"], config["target"]  # noqa: B018 (a KeyError here is the check)
+        config["data"], config["source"], config["target"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{run}: its config.json or model.json is damaged or of another script ({error})") from None
     tokenizers = {side: load_tokenizer(str(run / "tokenizer" / side)) for side in ("source", "target")}

@@ -54,7 +54,8 @@ def translate(config: Config) -> None:
             )  # fmt: skip
         print("\n".join(found.texts), flush=True)
         if found.cut:
-            note(f"note: {found.cut} sentences are longer than the {trained.model.config.max_length} tokens of the model, and were cut")  # fmt: skip
+            longest = trained.model.config.max_length
+            note(f"note: {found.cut} sentences are longer than the {longest} tokens of the model, and were cut")
 
 
 def groups_of_lines(texts: list[str]) -> Iterator[list[str]]:

@@ -2,7 +2,9 @@
 
 import errno
 import os
+import re
 import sys
+import threading
 
 
 class UserError(Exception):
@@ -11,21 +13,31 @@ class UserError(Exception):
 
 def run_script(main) -> None:
     """Call `main()`; turn a `UserError`, or a disk that is full or read-only, into one line and exit code 2."""
+    # TensorBoard writes in a thread, whose error the next write raises here again: one traceback too many.
+    threading.excepthook = lambda args: None if _disk_error(args.exc_value) else threading.__excepthook__(args)
     try:
         main()
     except UserError as error:
         stop(str(error))
-    except OSError as error:
-        if error.errno is None and "requested and" in str(error):  # numpy's word for a full disk
-            error.errno = errno.ENOSPC
-        space = "free some space (`df -h` shows on which disk)"
-        hints = {errno.ENOSPC: space, errno.EDQUOT: space, errno.EROFS: "choose another place"}
-        if error.errno not in hints:
+    except Exception as error:
+        number = _disk_error(error)
+        if number is None:
             raise
-        where = error.filename or os.getcwd()
-        stop(f"cannot write {where}: {os.strerror(error.errno)}; {hints[error.errno]} and run the same command again")
+        where = getattr(error, "filename", None) or os.getcwd()
+        remedy = "choose another place" if number == errno.EROFS else "free some space (`df -h` shows on which disk)"
+        stop(f"cannot write {where}: {os.strerror(number)}; {remedy} and run the same command again")
     except KeyboardInterrupt:
         stop("interrupted", code=130)
+
+
+def _disk_error(error: BaseException | None) -> int | None:
+    """The number of the error if a disk is full or read-only, whatever library says so, else None."""
+    number = error.errno if isinstance(error, OSError) else None
+    if found := re.search(r"\(os error (\d+)\)", str(error)):  # a library in Rust
+        number = int(found[1])
+    elif number is None and re.search(r"\d+ requested and \d+ written", str(error)):  # numpy
+        number = errno.ENOSPC
+    return number if number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) else None
 
 
 def stop(message: str, code: int = 2) -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -407,8 +408,9 @@ def place(good_run, tmp_path, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def _signals_as_before():
-    """Training takes SIGTERM and SIGINT for itself."""
+def _signals_as_before(monkeypatch):
+    """Training takes SIGTERM and SIGINT for itself, and `run_script` the errors of threads."""
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in before.items():

@@ -137,7 +137,7 @@ def test_beam_search_finds_the_best_of_a_tiny_space():
     model = make_model(scale=2.0, seed=5)
     source = [5, 6, 7]
     src, src_pad = COLLATE.pad_sources([source])
-    found, scores = beam_search(model, src, src_pad, torch.tensor([2]), BOS, EOS, beam=20, length_penalty=0.0)
+    _, scores = beam_search(model, src, src_pad, torch.tensor([2]), BOS, EOS, beam=20, length_penalty=0.0)
     every = [([], True)] + [([a], True) for a in range(40) if a != EOS]
     every += [([a, b], False) for a in range(40) for b in range(40) if EOS not in (a, b)]
     best = max(model_score(model, source, tokens, ended) for tokens, ended in every)

@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY_FLAGS, reversed_digits, run_ranks, run_script, write_pairs
+from conftest import ROOT, TINY_FLAGS, run_ranks, run_script, write_pairs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train as training
@@ -248,7 +248,7 @@ def test_killed_at_random_moments_and_resumed_is_the_same(uninterrupted, toy_dat
         arguments = ["--resume", "runs/r"] if started else ["--data", toy_data, *TINY_FLAGS, *LONGER, "--run", "r"]
         process = start_training(tmp_path, *arguments)
         if killed == kills:
-            output, errors = process.communicate(timeout=120)
+            _, errors = process.communicate(timeout=120)
             assert process.returncode == 0, errors
             break
         if draw.random() < 0.5:  # somewhere between the start of Python and the first steps

@@ -69,7 +69,8 @@ def load_tokenizer(name: str):
         # Without a network it would try again for minutes; told to stay offline, it looks into its cache.
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=failure is not None)
     except (OSError, ValueError, KeyError, TypeError, huggingface_hub.errors.HFValidationError) as error:
-        what = "no tokenizer can be read from this folder" if Path(name).is_dir() else "no such folder, and the hub does not give it"  # fmt: skip
+        missing = "no such folder, and the hub does not give it"
+        what = "no tokenizer can be read from this folder" if Path(name).is_dir() else missing
         raise UserError(f"tokenizer {name}: {what} ({' '.join(str(failure or error).split())[:200]})") from None
     special_ids(tokenizer, name)
     return tokenizer
