@@ -148,9 +148,7 @@ def train(config: Config) -> None:
         # The slowest clock and anybody's signal count for all ranks, or they would part.
         stop_asked, state["minutes"] = world.maximum(interrupted(), (time.perf_counter() - begun) / 60)
         if plan.fit_time(step, state["minutes"], config.max_minutes):
-            t.log(
-                f"step {step:,}: {state['minutes']:.1f} of {config.max_minutes:g} minutes; the learning rate falls from here on"
-            )
+            t.log(f"step {step:,}: {state['minutes']:.1f} minutes are gone; the learning rate falls from here on")
         why_stop = INTERRUPTED if stop_asked else reason_to_stop(step, plan, state, config)
         finished = why_stop and why_stop != INTERRUPTED
 
@@ -211,50 +209,64 @@ def set_up(config: Config) -> Training:
     model = Translator(sizes).to(world.device)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    state = {"step": 0, "minutes": 0.0, "best_loss": math.inf, "stale": 0, "window_loss": 0.0, "window_steps": 0}
+    if resumed:
+        state = restore(resumed, run, prepared, model, optimizer, precision)
+        log(f"resumed after step {state['step']:,} from {resumed}")
+
     tokens_per_batch = config.tokens_per_batch or default_tokens_per_batch(prepared, world.device)
     sampler = BucketSampler(
         prepared.train.lengths, tokens_per_batch, seed=config.seed,
         rank=world.rank, world_size=world.size, accumulate=config.accumulate,
     )  # fmt: skip
+    sampler.load_state_dict({"step": state["step"]})
     plan = schedule.plan(config.lr, config.warmup, config.max_steps or config.epochs * sampler.steps_per_epoch)
-    state = {"step": 0, "minutes": 0.0, "best_loss": math.inf, "stale": 0, "window_loss": 0.0, "window_steps": 0}
-    if resumed:
-        optimizer_state, state = checkpoint.load_training_state(resumed)
-        check_same_data(state, prepared, run)
-        load_weights(model, resumed)
-        optimizer.load_state_dict(optimizer_state)
-        precision.scaler.load_state_dict(state["scaler"])
-        if not config.given & {"epochs", "max_steps", "max_minutes"}:
-            plan = schedule.Schedule(**state["schedule"])
-        sampler.load_state_dict({"step": state["step"]})
-        log(f"resumed after step {state['step']:,} from {resumed}")
+    if resumed and not config.given & {"epochs", "max_steps", "max_minutes"}:
+        plan = schedule.Schedule(**state["schedule"])
     log(f"model: {sum(p.numel() for p in parameters):,} parameters; {tokens_per_batch:,} tokens a step, "
         f"{sampler.steps_per_epoch:,} steps an epoch, {plan.total:,} steps in all"
         + (f" or {config.max_minutes:g} minutes" if config.max_minutes else ""))  # fmt: skip
 
-    runner = torch.compile(model, dynamic=True) if config.compile else model
-    on_gpu = world.device.type == "cuda"
-    if world.size > 1:
-        runner = DistributedDataParallel(runner, device_ids=[world.device] if on_gpu else None)
     collate = collate_for(prepared, pad_multiple=16 if config.compile else 1)
-    loader = DataLoader(
-        prepared.train, batch_sampler=sampler, collate_fn=collate, num_workers=config.workers, pin_memory=on_gpu
-    )
     validation = Validation(model, prepared, collate, world, precision, config.target, tokens_per_batch)
     validation.rehearse()  # what would break after an hour breaks now
     if world.is_main:
         save_run(run, config, None if resumed else sizes, prepared)
+    on_gpu = world.device.type == "cuda"
+    loader = DataLoader(
+        prepared.train, batch_sampler=sampler, collate_fn=collate, num_workers=config.workers, pin_memory=on_gpu
+    )
     gpu = GpuSampler(world.device, say=log) if on_gpu and world.is_main else None
     if gpu:
         gpu.start()
-    window_loss = torch.tensor(state["window_loss"] if world.is_main else 0.0, device=world.device)
     return Training(
-        config, world, run, log, precision, prepared, model, runner, parameters, optimizer, plan,
-        sampler.steps_per_epoch, config.eval_every or min(1000, max(250, sampler.steps_per_epoch)),
-        sampler.target_tokens(state["step"]), iter(loader), validation,
-        Telemetry(run, resume_step=state["step"] if config.resume else None, enabled=world.is_main), gpu,
-        StepMeter(sizes, config.log_every, measured_peak_flops(world.device, precision.dtype)), window_loss, state,
+        config=config, world=world, run=run, log=log, precision=precision, prepared=prepared, model=model,
+        runner=wrap(model, config, world), parameters=parameters, optimizer=optimizer, plan=plan,
+        steps_per_epoch=sampler.steps_per_epoch,
+        eval_every=config.eval_every or min(1000, max(250, sampler.steps_per_epoch)),
+        tokens_of_steps=sampler.target_tokens(state["step"]), micro_batches=iter(loader), validation=validation,
+        telemetry=Telemetry(run, resume_step=state["step"] if config.resume else None, enabled=world.is_main), gpu=gpu,
+        meter=StepMeter(sizes, config.log_every, measured_peak_flops(world.device, precision.dtype)),
+        window_loss=torch.tensor(state["window_loss"] if world.is_main else 0.0, device=world.device), state=state,
     )  # fmt: skip
+
+
+def restore(resumed: Path, run: Path, prepared: Prepared, model: Translator, optimizer, precision: Precision) -> dict:
+    """Weights, optimizer and scaler as the checkpoint has them; → its state."""
+    optimizer_state, state = checkpoint.load_training_state(resumed)
+    check_same_data(state, prepared, run)
+    load_weights(model, resumed)
+    optimizer.load_state_dict(optimizer_state)
+    precision.scaler.load_state_dict(state["scaler"])
+    return state
+
+
+def wrap(model: Translator, config: Config, world: distributed.World) -> torch.nn.Module:
+    """The model as the loop calls it: compiled if asked, and one of many under DDP."""
+    runner = torch.compile(model, dynamic=True) if config.compile else model
+    if world.size == 1:
+        return runner
+    return DistributedDataParallel(runner, device_ids=[world.device] if world.device.type == "cuda" else None)
 
 
 def open_run(config: Config, world: distributed.World) -> tuple[Path, Config, Path | None]:

@@ -46,6 +46,7 @@ def translate(config: Config) -> None:
     trained = load_trained(config.ckpt, say=note)
     trained.model.to(device)
     note(precision.describe())
+    sys.stdout.reconfigure(encoding="utf-8")  # as the input is, whatever the locale
     for lines in groups_of_lines(config.text):
         with precision.autocast():
             found = translate_lines(

@@ -19,6 +19,8 @@ def run_script(main) -> None:
         main()
     except UserError as error:
         stop(str(error))
+    except BrokenPipeError:  # `… | head` has seen enough
+        os._exit(0)
     except Exception as error:
         number = _disk_error(error)
         if number is None:

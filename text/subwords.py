@@ -62,7 +62,7 @@ def load_tokenizer(name: str):
     failure = None
     if not Path(name).is_dir():
         try:
-            huggingface_hub.HfApi().model_info(name, timeout=5)
+            huggingface_hub.HfApi().model_info(name, timeout=4)
         except Exception as error:
             failure = error
     try:

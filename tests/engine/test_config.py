@@ -77,7 +77,8 @@ def test_a_value_that_looks_like_a_flag_is_not_given(parse):
 
 
 @pytest.mark.parametrize("word, nearest", [
-    ("--max_step", "--max_steps"), ("--maxsteps", "--max_steps"), ("--norm-fist=1", "--norm_first"), ("--dat", "--data"),
+    ("--max_step", "--max_steps"), ("--maxsteps", "--max_steps"), ("--norm-fist=1", "--norm_first"),
+    ("--dat", "--data"),
 ])  # fmt: skip
 def test_an_unknown_flag_suggests_the_nearest(refused, word, nearest):
     line = refused(word, "5")
@@ -146,8 +147,8 @@ def test_a_setting_has_the_type_of_its_flag(parse, tmp_path, value, text):
 @pytest.mark.parametrize("content, said", [
     ("max_step: 7", "unknown setting 'max_step' in the settings file; did you mean max_steps?"),
     ("7: 7", "unknown setting 7"), ("- 7", "must hold `name: value` lines"), ("", "must hold `name: value` lines"),
-    ("lr: [", "is not valid YAML"), ("lr: fast", "invalid float value: 'fast'"), ("max_steps: 2.5", "invalid int value"),
-    ("max_steps: [1, 2]", "invalid int value"), ("max_steps: -3", "must be at least 0"),
+    ("lr: [", "is not valid YAML"), ("lr: fast", "invalid float value: 'fast'"),
+    ("max_steps: 2.5", "invalid int value"), ("max_steps: [1, 2]", "invalid int value"), ("max_steps: -3", "must be at least 0"),
 ])  # fmt: skip
 def test_mistakes_in_a_settings_file(refused, tmp_path, content, said):
     path = tmp_path / "settings.yaml"

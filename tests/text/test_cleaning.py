@@ -28,7 +28,8 @@ SPACES = " \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2009\u2028\u2029\
 # Any character, lone surrogates too, and often those that need care.
 any_text = st.text(st.characters() | st.sampled_from(SPACES + INVISIBLE + "\0\x7f\ud800\udfff�\u200c\u200d▁_好"))
 GENERAL = ["你好", "Hello", " Hello ", "", " ", "一二", "two", "2", "A", "你\u200b好"]
-JOINED = "👨\u200d👩\u200d👧 \u0646\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"  # an emoji and a Persian word with joiners
+# An emoji and a Persian word that are spelled with joiners.
+JOINED = "👨\u200d👩\u200d👧 \u0646\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"
 row_lists = st.lists(st.tuples(st.sampled_from(GENERAL), st.sampled_from(GENERAL)), max_size=30)
 
 

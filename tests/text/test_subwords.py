@@ -19,7 +19,7 @@ LINES = [text for pair in reversed_digits(300) for text in pair]
 LINES += ["今天天气怎么样？", "价格是1998元，2024年涨到2024元。", "It's 2024, isn't it? <s> 50% of 1998…"] * 5
 LINES += ["internationalisationalism in internationalisationalism"] * 20
 # Every script and symbol, with what could be taken for a token of our own.
-TRAPS = "<s>|</s>|<pad>|<unk>|<0x41>|▁|▁▁| |1998|今天|it's|👨\u200d👩\u200d👧|\0|�".split("|")
+TRAPS = ["<s>", "</s>", "<pad>", "<unk>", "<0x41>", "▁", "▁▁", " ", "1998", "it's", "👨\u200d👩\u200d👧", "\0", "�"]
 any_text = st.lists(st.text(st.characters(), max_size=8) | st.sampled_from(TRAPS)).map("".join)
 
 
