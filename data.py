@@ -2,8 +2,8 @@
 
     text = find_text("/opt/minidataset")
     prepared = prepare(text, Path("runs/.cache"))                   # tokenizers and token store; the second time in no time
-    sampler = BucketSampler(prepared.train, tokens_per_batch=4096)
-    loader = DataLoader(prepared.train, batch_sampler=sampler, collate_fn=Collate(prepared))
+    sampler = BucketSampler(prepared.train.lengths, tokens_per_batch=4096)
+    loader = DataLoader(prepared.train, batch_sampler=sampler, collate_fn=collate_for(prepared))
 
 Tokenised once, before training, into flat arrays that are memory-mapped: 26 million pairs train in the memory of one batch.
 """
@@ -185,7 +185,11 @@ def _build(text, folder, source_vocab, target_vocab, tokenizer, max_length, say)
         files = {str(path.relative_to(building)): path.stat().st_size for path in building.rglob("*") if path.is_file()}
         summary = {"counts": dict(counts), "path": text.path, "key": folder.name, "unknown": unknown, "files": files}
         (building / "summary.json").write_text(json.dumps(summary, ensure_ascii=False, indent=1), encoding="utf-8")
-        os.replace(building, folder)
+        try:
+            os.replace(building, folder)
+        except OSError:  # another run made the same in the meantime
+            if not _is_whole(folder):
+                raise
     except OSError as error:
         error.filename = error.filename or str(building)  # a write, unlike an open, does not say where
         raise
@@ -227,7 +231,9 @@ def _write_train(lines: Path, folder: Path, tokenizers: dict, max_length: int, c
                     counts["too long"] += 1
                 elif absurd_ratio(*map(len, pair)):
                     counts["length ratio"] += 1
-                elif min(map(len, pair)):
+                elif min(map(len, pair)) == 0:
+                    counts["empty"] += 1
+                else:
                     kept.append(pair)
             counts["kept"] += len(kept)
             for side, rows in zip(("source", "target"), zip(*kept) if kept else ([], [])):

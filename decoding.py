@@ -75,7 +75,9 @@ def step(model: Translator, cache: Cache, tokens: Tensor, position: int) -> Tens
             x = layer.norm1(x + attend_own(layer, x, cache, index, position))
             x = layer.norm2(x + attend_source(layer, x, cache, index))
             x = layer.norm3(x + feed_forward(layer, x))
-    return model.output(decoder.norm(x)[:, 0])  # (B, V)
+    # In full precision even under autocast: the logits of bf16, of 8 bits, would tie.
+    with torch.autocast(x.device.type, enabled=False):
+        return model.output(decoder.norm(x[:, 0].to(model.output.weight.dtype)))  # (B, V)
 
 
 def attend_own(layer: nn.TransformerDecoderLayer, x: Tensor, cache: Cache, index: int, position: int) -> Tensor:
@@ -170,7 +172,7 @@ def beam_search(
     tokens = torch.full((batch, beam), bos, device=device)
     for position in range(longest):
         logits = step(model, cache, tokens.flatten(), position).view(batch, beam, vocabulary)
-        total = scores[:, :, None] + F.log_softmax(logits.to(scores.dtype), -1)  # (B, K, V)
+        total = scores[:, :, None] + F.log_softmax(logits, -1)  # (B, K, V)
         # 2·K candidates hold at least K that do not end: each beam can end in one way only.
         best, index = total.flatten(1).topk(2 * beam)  # (B, 2K)
         parent, token = index // vocabulary, index % vocabulary
@@ -294,5 +296,5 @@ def translate_lines(
 
 def default_rows(device: torch.device, beam: int) -> int:
     """Sentences decoded at once."""
-    rows = ROWS_PER_BATCH if device.type == "cpu" else 8 * ROWS_PER_BATCH
+    rows = ROWS_PER_BATCH if device.type == "cpu" else 4 * ROWS_PER_BATCH
     return max(1, rows // beam)

@@ -60,7 +60,7 @@ from text.bleu import bleu_card
 from text.cleaning import held_out_rows, normalise
 from text.rows import find_text
 from text.subwords import encode, special_ids
-from trained import Trained, load_trained
+from trained import Trained, choose_checkpoint, load_trained
 
 
 def evaluate(config: Config) -> None:
@@ -68,14 +68,16 @@ def evaluate(config: Config) -> None:
     world = distributed.start(config.device)
     say = print if world.is_main else lambda *_: None
     precision = choose_precision(world.device, config.precision)
-    trained = load_trained(config.ckpt, config.average, say)
+    # Rank 0 chooses for all: a run that still trains may have a new best checkpoint a moment later.
+    chosen = world.on_main(lambda: choose_checkpoint(config.ckpt, config.average, say))
+    trained = load_trained(chosen, config.average, say)
     trained.model.to(world.device)
     rows, where = load_rows(config, trained)
     say(f"{trained.name}: {where}, {len(rows):,} rows; {precision.describe()}")
     if hidden := distributed.hidden_gpus():
         say(f"note: {hidden}")
-    if config.out and world.is_main:
-        check_writable(Path(config.out))
+    if config.out:
+        world.on_main(lambda: check_writable(Path(config.out)))
 
     begun = time.perf_counter()
     with precision.autocast():
@@ -104,27 +106,29 @@ def report(config: Config, trained: Trained, rows, found: Translations, seconds:
     say(f"decoding   {settings}; {len(rows) / seconds:,.1f} sentences/s, {found.tokens / seconds:,.0f} tokens/s; "
         f"{found.capped} outputs reached the length limit without ending")  # fmt: skip
     if found.cut:
-        say(
-            f"note: {found.cut} sources are longer than the {trained.model.config.max_length} tokens of the model, and were cut"
-        )
+        longest = trained.model.config.max_length
+        say(f"note: {found.cut} sources are longer than the {longest} tokens of the model, and were cut")
     for source, text, reference in list(zip((s for s, _ in rows), found.texts, references))[:3]:
         say(f"\n  source       {normalise(source)}\n  translation  {text}\n  reference    {normalise(reference)}")
     say()
 
-    out = Path(config.out) if config.out else None
-    if trained.run and not config.data:
-        name = f"{config.split}-{'greedy' if config.beam == 1 else f'beam{config.beam}-lp{config.length_penalty:g}'}"
-        name += f"-average{config.average}" * (config.average > 1) + f"-first{config.limit}" * bool(config.limit)
-        folder = trained.run / "eval"
+    if config.out:
+        write_lines(Path(config.out), found.texts)
+        say(f"hypotheses written to {config.out}, one a line")
+    if config.data:
+        return  # the run keeps the scores on its own data alone
+    name = f"{config.split}-{'greedy' if config.beam == 1 else f'beam{config.beam}-lp{config.length_penalty:g}'}"
+    name += f"-average{config.average}" * (config.average > 1) + f"-first{config.limit}" * bool(config.limit)
+    result = {"checkpoint": trained.name, "split": config.split, "decoding": settings, "average": config.average}
+    result |= card.as_dict() | {"capped": found.capped, "seconds": seconds, "tokens": found.tokens}
+    folder = trained.run / "eval"
+    try:
         folder.mkdir(exist_ok=True)
-        result = {"checkpoint": trained.name, "split": config.split, "decoding": settings, "average": config.average}
-        result |= card.as_dict() | {"capped": found.capped, "seconds": seconds, "tokens": found.tokens}
-        (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         write_lines(folder / f"{name}.txt", found.texts)
+        write_lines(folder / f"{name}.json", [json.dumps(result, indent=2)])
         say(f"written to {folder}/{name}.json and .txt")
-    if out:
-        write_lines(out, found.texts)
-        say(f"hypotheses written to {out}, one a line")
+    except PermissionError:  # somebody else's run
+        say(f"note: {folder} is not yours to write to, so the score is not kept there")
 
 
 def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], str]:

@@ -45,15 +45,23 @@ if [ "$verb" = test ]; then
 fi
 
 cd "$root"
-name="$(date +%Y-%m-%d_%H-%M-%S)"
-flags=(--run "$name")
-# On a CPU the run is kept short, so that there is a result to look at: the small sample in four minutes, real data in an hour.
-if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    [ -d /opt/minidataset ] && flags+=(--max_minutes 60) || flags+=(--max_minutes 4)
+# On a CPU the run is kept short, so that there is a result to look at: the small sample in minutes, real data in an hour.
+flags=()
+if [[ " $* " != *" --resume "* ]] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    [ -d /opt/minidataset ] && flags=(--max_minutes 60) || flags=(--max_minutes 3.5)
 fi
-"$python" train.py "${flags[@]}" "$@"
-# The caller may have named the run, or resumed one: evaluate the newest.
-"$python" evaluate.py
+"$python" train.py ${flags[@]+"${flags[@]}"} "$@"
+
+# Evaluate this very run: the one named in the flags, else the newest.
+ckpt=()
+while [ $# -gt 1 ]; do
+    case "$1" in
+        --resume) ckpt=(--ckpt "$2") ;;
+        --run) [[ "$2" == */* ]] && ckpt=(--ckpt "$2") || ckpt=(--ckpt "runs/$2") ;;
+    esac
+    shift
+done
+"$python" evaluate.py ${ckpt[@]+"${ckpt[@]}"}
 cat <<END
 
 Next 接下来:

@@ -3,7 +3,7 @@
 python train.py                                    # zero flags work, on a CPU and on one GPU
 CUDA_VISIBLE_DEVICES=1 python train.py             # choose a card
 torchrun --nproc_per_node 2 train.py               # data parallel
-python train.py --data my_corpus/ --max_minutes 60 # other data; a run that ends in an hour
+python train.py --data my_corpus/ --max_minutes 60 # other data; an hour of training
 python train.py --resume runs/NAME                 # go on exactly where it stopped
 tensorboard --logdir runs                          # watch
 """
@@ -85,6 +85,7 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a wro
     config = parse_flags(Config, "train a translation model; the result goes to runs/NAME")
 
 import contextlib
+import fcntl
 import json
 import math
 import signal
@@ -117,6 +118,8 @@ def train(config: Config) -> None:
     bar = progress(total=plan.total, initial=state["step"], unit="step", desc=t.run.name)
     why_stop = "all steps were done before" if state["step"] >= plan.total else None
     t.model.train()
+    if state["step"] and state["step"] % t.eval_every == 0 and state["validated"] != state["step"]:
+        save(t, best=validate(t, state["step"]))  # the run was interrupted when a validation was due
     while not why_stop:
         # Learning rate and randomness are functions of the step: a resumed run draws what it would have drawn anyway.
         step = state["step"] + 1
@@ -154,7 +157,7 @@ def train(config: Config) -> None:
 
         if step % config.log_every == 0 or finished:
             log_step(t, step, gradient_norm)
-        if step % t.eval_every == 0 or finished:
+        if finished or (step % t.eval_every == 0 and not why_stop):
             improved = validate(t, step)
             why_stop = why_stop or lost_patience(state, config)
             save(t, best=improved)
@@ -171,6 +174,7 @@ class Training:
     config: Config
     world: distributed.World
     run: Path
+    locked: object  # open for as long as the run is ours
     log: Log
     precision: Precision
     prepared: Prepared
@@ -188,14 +192,20 @@ class Training:
     gpu: GpuSampler | None
     meter: "StepMeter"
     window_loss: torch.Tensor  # this rank's part of the losses since the last line of the log
-    state: dict  # saved with each checkpoint: step, minutes, best_loss, stale, window_steps
+    state: dict  # what a checkpoint needs beside weights and optimizer; see `set_up` and `save`
 
 
 def set_up(config: Config) -> Training:
     """Everything before the first step: data, model, optimizer, and the checkpoint that a resumed run starts from."""
     model_sizes(config, 1, 1)  # sizes that cannot be are refused now, not after an hour of tokenising
+    if config.resume:
+        config = saved_settings(config)
     world = distributed.start(config.device)
-    run, config, resumed = open_run(config, world)
+    run = Path(config.resume) if config.resume else world.on_main(lambda: new_run(config))
+    locked = lock(run) if world.is_main else None
+    resumed = world.on_main(
+        lambda: checkpoint.latest(folder) if checkpoint.steps(folder := run / "checkpoints") else None
+    )
     log = Log(run, enabled=world.is_main)
     precision = choose_precision(world.device, config.precision)
     log(f"run: {run}" + (f", {world.size} processes" if world.size > 1 else ""))
@@ -209,38 +219,45 @@ def set_up(config: Config) -> Training:
     model = Translator(sizes).to(world.device)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    state = {"step": 0, "minutes": 0.0, "best_loss": math.inf, "stale": 0, "window_loss": 0.0, "window_steps": 0}
+    state = {"step": 0, "minutes": 0.0, "window_loss": 0.0, "window_steps": 0}
+    state |= {"best_loss": None, "stale": 0, "validated": 0}  # "validated": the step of the last validation
     if resumed:
         state = restore(resumed, run, prepared, model, optimizer, precision)
         log(f"resumed after step {state['step']:,} from {resumed}")
 
-    tokens_per_batch = config.tokens_per_batch or default_tokens_per_batch(prepared, world.device)
+    # Kept in the settings: a run resumed on another device goes on with the same batches.
+    config.tokens_per_batch = config.tokens_per_batch or default_tokens_per_batch(prepared, world.device)
     sampler = BucketSampler(
-        prepared.train.lengths, tokens_per_batch, seed=config.seed,
+        prepared.train.lengths, config.tokens_per_batch, seed=config.seed,
         rank=world.rank, world_size=world.size, accumulate=config.accumulate,
     )  # fmt: skip
     sampler.load_state_dict({"step": state["step"]})
     plan = schedule.plan(config.lr, config.warmup, config.max_steps or config.epochs * sampler.steps_per_epoch)
     if resumed and not config.given & {"epochs", "max_steps", "max_minutes"}:
         plan = schedule.Schedule(**state["schedule"])
-    log(f"model: {sum(p.numel() for p in parameters):,} parameters; {tokens_per_batch:,} tokens a step, "
+    log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens a step, "
         f"{sampler.steps_per_epoch:,} steps an epoch, {plan.total:,} steps in all"
         + (f" or {config.max_minutes:g} minutes" if config.max_minutes else ""))  # fmt: skip
 
     collate = collate_for(prepared, pad_multiple=16 if config.compile else 1)
-    validation = Validation(model, prepared, collate, world, precision, config.target, tokens_per_batch)
+    validation = Validation(model, prepared, collate, world, precision, config.target, config.tokens_per_batch)
     validation.rehearse()  # what would break after an hour breaks now
     if world.is_main:
         save_run(run, config, None if resumed else sizes, prepared)
     on_gpu = world.device.type == "cuda"
     loader = DataLoader(
-        prepared.train, batch_sampler=sampler, collate_fn=collate, num_workers=config.workers, pin_memory=on_gpu
+        prepared.train,
+        batch_sampler=sampler,
+        collate_fn=collate,
+        num_workers=config.workers,
+        pin_memory=on_gpu,
+        worker_init_fn=leave_signals_to_main,
     )
     gpu = GpuSampler(world.device, say=log) if on_gpu and world.is_main else None
     if gpu:
         gpu.start()
     return Training(
-        config=config, world=world, run=run, log=log, precision=precision, prepared=prepared, model=model,
+        config=config, world=world, run=run, locked=locked, log=log, precision=precision, prepared=prepared, model=model,
         runner=wrap(model, config, world), parameters=parameters, optimizer=optimizer, plan=plan,
         steps_per_epoch=sampler.steps_per_epoch,
         eval_every=config.eval_every or min(1000, max(250, sampler.steps_per_epoch)),
@@ -257,7 +274,8 @@ def restore(resumed: Path, run: Path, prepared: Prepared, model: Translator, opt
     check_same_data(state, prepared, run)
     load_weights(model, resumed)
     optimizer.load_state_dict(optimizer_state)
-    precision.scaler.load_state_dict(state["scaler"])
+    if state["scaler"]:  # empty if the run was not in fp16 until now
+        precision.scaler.load_state_dict(state["scaler"])
     return state
 
 
@@ -269,57 +287,77 @@ def wrap(model: Translator, config: Config, world: distributed.World) -> torch.n
     return DistributedDataParallel(runner, device_ids=[world.device] if world.device.type == "cuda" else None)
 
 
-def open_run(config: Config, world: distributed.World) -> tuple[Path, Config, Path | None]:
-    """The run's folder, its settings, and the checkpoint to go on from (None for a fresh start)."""
-    if config.resume:
-        run = Path(config.resume)
-        if not (run / "config.json").exists():
-            raise UserError(f"--resume {run}: no such run (no config.json in it); `ls runs` shows what there is")
-        saved = load_config(Config, run / "config.json")
-        changed = [name for name in sorted(config.given - MAY_CHANGE) if getattr(config, name) != getattr(saved, name)]
-        if changed:
-            raise UserError(
-                f"--resume {run} with another --{changed[0]} ({getattr(config, changed[0])!r}, the run has "
-                f"{getattr(saved, changed[0])!r}); leave the flag out, or start a new run"
-            )
-        for name in config.given & MAY_CHANGE:
-            setattr(saved, name, getattr(config, name))
-        saved.given = config.given
-        folder = run / "checkpoints"
-        if not checkpoint.steps(folder):
-            return run, saved, None  # it was killed before its first checkpoint: begin again
-        return run, saved, world.from_main(checkpoint.latest(folder) if world.is_main else None)
-    name = world.from_main(config.run or time.strftime(f"%Y-%m-%d_%H-%M-%S-{config.source}-{config.target}"))
+def saved_settings(config: Config) -> Config:
+    """The settings that the run to go on with was started with, changed by those flags that may change."""
+    run = Path(config.resume)
+    if not (run / "config.json").exists():
+        raise UserError(f"--resume {run}: no such run (no config.json in it); `ls runs` shows what there is")
+    saved = load_config(Config, run / "config.json")
+    changed = [name for name in sorted(config.given - MAY_CHANGE) if getattr(config, name) != getattr(saved, name)]
+    if changed:
+        raise UserError(
+            f"--resume {run} with another --{changed[0]} ({getattr(config, changed[0])!r}, the run has "
+            f"{getattr(saved, changed[0])!r}); leave the flag out, or start a new run"
+        )
+    for name in config.given & MAY_CHANGE:
+        setattr(saved, name, getattr(config, name))
+    saved.given, saved.resume = config.given, config.resume
+    return saved
+
+
+def new_run(config: Config) -> Path:
+    """The folder of a fresh run; one that is named must not be a run already."""
+    name = config.run or time.strftime(f"%Y-%m-%d_%H-%M-%S-{config.source}-{config.target}")
     run = Path(name) if "/" in name else Path("runs") / name
     try:
         if (run / "config.json").exists():
             raise UserError(f"run {run} exists; choose another --run, or go on with --resume {run}")
-        run.mkdir(parents=True, exist_ok=True)
-        (run / ".writable").touch()
-        (run / ".writable").unlink()
+        run.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                run.mkdir(exist_ok=bool(config.run))
+                return run
+            except FileExistsError:
+                if config.run:
+                    raise
+                run = run.with_name(run.name + "+")  # another run was started in the same second
     except OSError as error:
         raise UserError(f"cannot write to {run}: {error.strerror}; choose another place with --run PATH/NAME") from None
-    return run, config, None
+
+
+def lock(run: Path):
+    """Keep a second process from writing to the same run. The lock goes with this process, however it ends."""
+    try:
+        file = open(run / ".lock", "w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write to {run}: {error.strerror}; choose another place with --run PATH/NAME") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"run {run} is being written by another process; wait for it, or choose another --run"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    return file
 
 
 def prepare_data(config: Config, run: Path, world: distributed.World, log: Log) -> Prepared:
     """Tokenizers and token store, made by rank 0 in the cache beside the runs; the other ranks wait, then read them."""
-    folder, mistake = None, None
-    if world.is_main:
+
+    def make() -> tuple[Path, str]:
+        data = config.data or default_path()
         if not config.data:
-            config.data = str(Path(default_path()).resolve())
-            log(f"data: no --data given, so {config.data}")
-        try:
-            folder = prepare(
-                find_text(config.data, config.source, config.target), run.parent / ".cache",
-                source_vocab=config.source_vocab, target_vocab=config.target_vocab, tokenizer=config.tokenizer,
-                max_length=config.max_length, say=log,
-            ).folder  # fmt: skip
-        except UserError as error:
-            mistake = str(error)
-    folder, config.data, mistake = world.from_main((folder, config.data, mistake))
-    if mistake:
-        raise UserError(mistake)
+            log(f"data: no --data given, so {data}")
+        if Path(data).expanduser().exists():  # else a hub name, or a mistake
+            data = str(Path(data).expanduser().resolve())  # found again from anywhere
+        return prepare(
+            find_text(data, config.source, config.target), run.parent / ".cache",
+            source_vocab=config.source_vocab, target_vocab=config.target_vocab, tokenizer=config.tokenizer,
+            max_length=config.max_length, say=log,
+        ).folder, data  # fmt: skip
+
+    folder, config.data = world.on_main(make)
     return load_prepared(folder)
 
 
@@ -368,6 +406,12 @@ def default_tokens_per_batch(prepared: Prepared, device: torch.device) -> int:
     """4,096 tokens on a CPU, 16,384 on a GPU; less for little data, so that an epoch has about a hundred steps."""
     most = 4096 if device.type == "cpu" else 16384
     return int(min(most, max(1024, prepared.train.lengths["target"].sum() // 100)))
+
+
+def leave_signals_to_main(_worker: int) -> None:
+    """A worker ends when the loader says so; a signal sent to all processes must not end it in the middle of a step."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def catch_signals():
@@ -425,7 +469,7 @@ class StepMeter:
 
 
 def log_step(t: Training, step: int, gradient_norm: torch.Tensor) -> None:
-    """The figures since the last line, to the log, TensorBoard and metrics.jsonl. The only place that waits for the GPU."""
+    """The figures since the last line, to the log, TensorBoard and metrics.jsonl. No step in between waits for the GPU."""
     t.precision.check_finite()
     loss = t.world.sum(t.window_loss.clone()).item() / t.state["window_steps"]
     lr, figures = t.plan.learning_rate(step), t.meter.meter.read()
@@ -453,8 +497,10 @@ def validate(t: Training, step: int) -> bool:
     """Validation loss, BLEU and samples; true if the loss is the best so far."""
     t.meter.meter.pause()
     loss = t.validation.run(step, t.log, t.telemetry)
-    improved = loss < t.state["best_loss"]
-    t.state["best_loss"] = min(loss, t.state["best_loss"])
+    improved = t.state["best_loss"] is None or loss < t.state["best_loss"]
+    if improved:
+        t.state["best_loss"] = loss
+    t.state["validated"] = step
     t.state["stale"] = 0 if improved else t.state["stale"] + 1
     t.model.train()
     return improved
@@ -464,7 +510,7 @@ def save(t: Training, best: bool = False) -> None:
     """A checkpoint of this step, by rank 0."""
     t.meter.meter.pause()
     t.precision.check_finite()
-    # The losses since the last line of the log go along, so that the resumed run writes the very same line.
+    # The losses since the last line of the log go along, so that the resumed run writes the same line.
     t.state["window_loss"] = t.world.sum(t.window_loss.clone()).item()
     extra = {
         "schedule": asdict(t.plan),

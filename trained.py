@@ -24,15 +24,28 @@ class Trained:
     name: str  # which checkpoint
 
 
-def load_trained(path: str = "", average: int = 1, say=print, runs: Path = Path("runs")) -> Trained:
-    """What `--ckpt` names: a run, one of its checkpoints, a weights file; '' is the newest run.
+def choose_checkpoint(path: str = "", average: int = 1, say=print, runs: Path = Path("runs")) -> Path:
+    """What `--ckpt` names: a run (its best checkpoint), one of its checkpoints, a weights file; '' is the newest run.
 
-    `average` > 1: the mean of that many checkpoints up to this one. Raises `UserError` for all that cannot be read.
+    For an average a run stands for its newest checkpoint. Raises `UserError` for a path that leads to none.
     """
     if not path:
         path = newest_run(runs)
         say(f"no --ckpt given, so the newest run: {path}")
     chosen = checkpoint.resolve(path)
+    if average > 1 and not chosen.is_dir():
+        raise UserError(f"--average needs a run or a checkpoint folder, not the file {chosen}")
+    if average > 1 and Path(path).resolve() != chosen:
+        chosen = checkpoint.latest(chosen.parent).resolve()
+    return chosen
+
+
+def load_trained(path: str | Path = "", average: int = 1, say=print) -> Trained:
+    """The model that `choose_checkpoint` finds at `path`; with `average` > 1 the mean of that many up to it.
+
+    Raises `UserError` for all that cannot be read.
+    """
+    chosen = choose_checkpoint(str(path), average, say)
     run = run_of(chosen)
     try:
         config = json.loads((run / "config.json").read_text(encoding="utf-8"))
@@ -43,10 +56,6 @@ def load_trained(path: str = "", average: int = 1, say=print, runs: Path = Path(
     tokenizers = {side: load_tokenizer(str(run / "tokenizer" / side)) for side in ("source", "target")}
     name = str(chosen)
     if average > 1:
-        if not chosen.is_dir():
-            raise UserError(f"--average needs a run or a checkpoint folder, not the file {chosen}")
-        if Path(path).resolve() != chosen:  # a run was named, not one of its checkpoints: the newest, best or not
-            chosen = checkpoint.latest(chosen.parent).resolve()
         members = checkpoint.last_checkpoints(chosen, average)
         weights, name = checkpoint.average(members), f"mean of {', '.join(member.name for member in members)} of {run}"
     else:

@@ -11,6 +11,7 @@ from engine.distributed import World
 from engine.precision import Precision
 from model import Translator, cross_attention, summed_loss
 from text.bleu import corpus_bleu
+from text.cleaning import normalise
 from text.subwords import encode
 
 BLEU_ROWS = 500  # of the validation split, translated each time; evaluate.py does them all
@@ -41,8 +42,8 @@ class Validation:
         self.batches = [order[first:last].tolist() for first, last in zip(bounds, bounds[1:])]
 
     def rehearse(self) -> None:
-        """Two batches and one translation before the first step, so that a fault here costs no hour of training."""
-        self.loss(self.batches[:2])
+        """The shortest and the longest batch and a translation before the first step: a fault here costs no hour then."""
+        self.loss([self.batches[0], self.batches[-1]])
         self.translate(self.prepared.validation_rows[:SAMPLES])
 
     def run(self, step: int, log, telemetry) -> float:
@@ -91,7 +92,10 @@ class Validation:
         from matplotlib.figure import Figure
 
         src_tokenizer, tgt_tokenizer = self.prepared.source_tokenizer, self.prepared.target_tokenizer
-        src_ids, tgt_ids = encode(src_tokenizer, [source])[0][:60], encode(tgt_tokenizer, [translation])[0][:60]
+        src_ids, tgt_ids = (
+            encode(src_tokenizer, [normalise(source)])[0][:60],
+            encode(tgt_tokenizer, [translation])[0][:60],
+        )
         batch = self.collate([(src_ids, tgt_ids)]).to(self.world.device)
         weights = cross_attention(self.model, batch.src, batch.src_pad, batch.tgt_in)[0].float().cpu()  # (T, S)
         figure = Figure(figsize=(2 + 0.3 * weights.size(1), 2 + 0.25 * weights.size(0)), layout="constrained")

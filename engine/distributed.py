@@ -48,6 +48,19 @@ class World:
             dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
+    def on_main(self, work):
+        """Rank 0's result of `work()` on every rank; its `UserError` as well, so that all stop together."""
+        result = mistake = None
+        if self.is_main:
+            try:
+                result = work()
+            except UserError as error:
+                mistake = str(error)
+        result, mistake = self.from_main((result, mistake))
+        if mistake:
+            raise UserError(mistake)
+        return result
+
     def gather(self, value) -> list | None:
         """Every rank's value, in the order of ranks, on rank 0; None elsewhere."""
         if self.size == 1:
@@ -99,6 +112,10 @@ def choose_device(name: str, local_rank: int) -> torch.device:
         reason = hidden_gpus() or "PyTorch sees no GPU on this machine"
         raise UserError(f"--device {name}: {reason}; leave the flag out to train on the CPU")
     count = torch.cuda.device_count()
+    if ":" in name and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(
+            f"--device {name} names one GPU for all processes; use `CUDA_VISIBLE_DEVICES=… torchrun …` instead"
+        )
     index = name.partition(":")[2] or str(local_rank)
     if not index.isdigit() or int(index) >= count:
         raise UserError(f"GPU {index} was asked for but {count} can be seen; use fewer processes or another --device")
@@ -108,9 +125,14 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 
 
 def hidden_gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
-    """One line if the machine has NVIDIA cards and CUDA_VISIBLE_DEVICES hides them all, else None."""
+    """One line if the machine has NVIDIA cards and PyTorch can use none of them, with the reason; else None."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     cards = len(list(proc.iterdir())) if proc.is_dir() else 0
-    if visible is None or not cards or torch.cuda.is_available():
+    if not cards or torch.cuda.is_available():
         return None
+    if visible is None:
+        return (
+            f"PyTorch {torch.__version__} can use none of the {cards} GPU(s) of this machine: its driver is too old for "
+            f"CUDA {torch.version.cuda} (see `nvidia-smi`), or this is a build for CPUs"
+        )
     return f"CUDA_VISIBLE_DEVICES={visible!r} hides all {cards} GPU(s) of this machine"

@@ -22,6 +22,11 @@ def run_script(main) -> None:
     except BrokenPipeError:  # `… | head` has seen enough
         os._exit(0)
     except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+            stop("the GPU's memory is full; give --preset or the sizes smaller, to train.py also --accumulate 2 (the same "
+                 "step in two parts) or fewer --tokens_per_batch")  # fmt: skip
+        if os.environ.get("RANK", "0") != "0" and re.search("Connection (closed|reset) by peer", str(error)):
+            stop("another process of this run has ended; its own message says why")
         number = _disk_error(error)
         if number is None:
             raise

@@ -55,10 +55,15 @@ class Precision:
 
     def check_finite(self) -> None:
         """Stop the run if a step's gradient was not finite. Waits for the device: ask when logging, before saving."""
+        if self.scaler.is_enabled() and self.scaler.get_scale() < 2**-10:
+            raise UserError(
+                "the gradient overflows fp16 at every scale; start a new run with a lower --lr or --precision fp32"
+            )
         if self.bad_step.item():
+            other = "" if self.name == "fp32" else ", or --resume this one with --precision fp32"
             raise UserError(
                 f"step {int(self.bad_step.item())}: the loss or its gradient is not finite; the weights stay as they were "
-                "before that step. Lower --lr, lengthen --warmup, or use --precision fp32, and --resume the last checkpoint"
+                f"before that step. Start a new run with a lower --lr or a longer --warmup{other}"
             )
 
     def describe(self) -> str:

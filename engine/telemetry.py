@@ -4,11 +4,12 @@
     telemetry.scalars(step, {"loss/train": 3.2, **meter.read(), **gpu.read()})
     log(f"step {step}: loss 3.2"); telemetry.close()
 
-Nothing here waits for the GPU: everything takes numbers that are on the host already.
+Nothing here that a step calls waits for the GPU: it all takes numbers that are on the host already.
 """
 
 import functools
 import json
+import math
 import os
 import resource
 import sys
@@ -57,7 +58,9 @@ class Telemetry:
         # One add_scalar per tag: add_scalars makes a folder for every curve, which purge_step does not reach.
         for tag, value in values.items():
             self.writer.add_scalar(tag, value, step)
-        self.metrics_file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
+        # JSON knows no infinity (the gradient of an fp16 step that overflowed): null stands for it.
+        finite = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
+        self.metrics_file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
         # Out of this process at once, so that kill -9 loses the current line at most.
         self.metrics_file.flush()
         self.writer.flush()
@@ -125,8 +128,9 @@ class Log:
     def __call__(self, message: str) -> None:
         if not self.enabled:
             return
-        tqdm.write(message)
-        sys.stdout.flush()  # in a batch job standard output is a file, and would show nothing for a long time
+        with suppress(BrokenPipeError):  # `python train.py | head` goes on, and train.log has it all
+            tqdm.write(message)
+            sys.stdout.flush()  # in a batch job standard output is a file, and would show nothing for a long time
         if self.path:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")

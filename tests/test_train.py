@@ -209,12 +209,10 @@ def uninterrupted(toy_data, tmp_path_factory):
 LONGER = ["--max_steps", "300", "--eval_every", "25", "--log_every", "7", "--tokens_per_batch", "300"]
 
 
-def start_training(folder: Path, *arguments) -> subprocess.Popen:
+def start_training(folder: Path, *arguments, **options) -> subprocess.Popen:
     words = [sys.executable, str(ROOT / "train.py"), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    options |= dict(cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
@@ -272,6 +270,65 @@ def test_a_longer_run_goes_on_from_a_finished_one(toy_data, tmp_path):
     assert first.returncode == again.returncode == 0 and "all steps were done before" in again.stdout
     more = run_script("train.py", "--resume", "runs/r", "--max_steps", 30, cwd=tmp_path)
     assert more.returncode == 0 and max(records(tmp_path / "runs/r")) == 30
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_signal_to_every_process_still_saves(toy_data, tmp_path, workers):
+    """As torchrun, SLURM and Ctrl-C on a terminal send it: to the loader's workers too."""
+    words = [
+        "--data",
+        toy_data,
+        *TINY_FLAGS,
+        "--max_steps",
+        10**5,
+        "--log_every",
+        5,
+        "--workers",
+        workers,
+        "--run",
+        "r",
+    ]
+    process = start_training(tmp_path, *words, start_new_session=True)
+    wait_for_step(tmp_path / "runs/r", 10, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and "to go on: " in output, errors
+    assert (tmp_path / "runs/r/checkpoints/last/state.json").exists()
+
+
+def test_a_validation_cut_off_by_a_signal_is_made_up_for(toy_data, here, monkeypatch):
+    """Interrupted at the very step of a validation: saved first, validated when the run goes on."""
+    monkeypatch.setattr(training, "catch_signals", lambda: lambda: True)
+    training.train(config(data=str(toy_data), run="r", max_steps=4, eval_every=1))
+    assert records(here / "runs/r", "valid/loss") == {}
+    monkeypatch.setattr(training, "catch_signals", lambda: lambda: False)
+    again = training.Config(resume="runs/r")
+    again.given = {"resume"}
+    training.train(again)
+    assert list(records(here / "runs/r", "valid/loss")) == [1, 2, 3, 4]
+
+
+def test_two_processes_do_not_write_to_one_run(toy_data, here):
+    first = training.set_up(config(data=str(toy_data), run="r"))
+    again = training.Config(resume="runs/r")
+    again.given = {"resume"}
+    with pytest.raises(UserError, match="being written by another process"):
+        training.set_up(again)
+    first.locked.close()
+    assert training.set_up(again).run == first.run
+
+
+def test_runs_started_in_the_same_second_get_folders_of_their_own(here, monkeypatch):
+    monkeypatch.setattr(training.time, "strftime", lambda _: "now")
+    assert len({training.new_run(config()) for _ in range(3)}) == 3
+
+
+def test_batches_stay_when_a_run_goes_on_elsewhere(toy_data, here):
+    """The automatic size of a batch depends on the device, so the one chosen first is kept."""
+    t = training.set_up(config(data=str(toy_data), run="r", tokens_per_batch=0))
+    saved = json.loads((here / "runs/r/config.json").read_text())
+    assert saved["tokens_per_batch"] == t.config.tokens_per_batch > 0
+    assert Path(saved["data"]).is_absolute()
 
 
 # ---- what a run writes and when it stops ----

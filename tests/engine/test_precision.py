@@ -191,7 +191,7 @@ def test_a_broken_loss_in_the_first_step():
     precision.backward(loss_of(model, 1, scale=float("nan")))
     precision.step(optimizer, list(model.parameters()), 1.0, 1)
     assert same_bits(model.state_dict(), weights)
-    with pytest.raises(UserError, match=r"^step 1: .*--lr.*--resume"):
+    with pytest.raises(UserError, match=r"^step 1: .*--lr.*--warmup$"):
         precision.check_finite()
 
 
@@ -217,3 +217,13 @@ def test_fp16_skips_an_overflow_and_goes_on():
     precision.backward(loss_of(model, 3))
     precision.step(optimizer, parameters, 1.0, 3)
     assert not same_bits(everything(model, optimizer), before)
+
+
+def test_fp16_that_overflows_at_every_scale_is_named(monkeypatch):
+    precision = choose_precision(CPU)
+    monkeypatch.setattr(precision.scaler, "is_enabled", lambda: True)
+    monkeypatch.setattr(precision.scaler, "get_scale", lambda: 2.0**-11)
+    with pytest.raises(UserError, match="overflows fp16 at every scale"):
+        precision.check_finite()
+    monkeypatch.setattr(precision.scaler, "get_scale", lambda: 1024.0)
+    precision.check_finite()
