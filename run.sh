@@ -22,7 +22,7 @@ python="$venv/bin/python"
 install() {
     local stamp="$venv/.installed-$(basename "$1")"
     if [ ! -x "$python" ]; then
-        for candidate in python3.12 python3.11 python3.10 python3; do
+        for candidate in python3 python3.12 python3.11 python3.10; do
             command -v "$candidate" >/dev/null && "$candidate" -c 'import sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && break
             candidate=
         done

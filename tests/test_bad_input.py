@@ -129,6 +129,9 @@ def flip_a_bit():
 
 
 def change_the_data():
+    settings = json.loads(Path("runs/good/config.json").read_text())
+    settings["data"] = os.path.abspath("pairs")  # the run was copied here; its data is the copy's
+    Path("runs/good/config.json").write_text(json.dumps(settings))
     with open("pairs/train.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps({"zh": "一", "en": "one"}) + "\n")
 
