@@ -2,7 +2,7 @@
 # One command from a fresh machine to a BLEU card, another to the tests. Works from any directory; again is quick.
 #
 #   bash run.sh                        install, train, evaluate (data: /opt/minidataset if it is there, else sample/)
-#   bash run.sh -- --max_minutes 20    the same; what stands after -- goes to train.py
+#   bash run.sh -- --max_minutes 20    the same; what stands after -- goes to train.py (paths are seen from here)
 #   bash run.sh test                   install and run the tests; what stands after -- goes to pytest
 #   VENV=/path bash run.sh             keep the virtual environment elsewhere (default: .venv here)
 set -euo pipefail
@@ -47,8 +47,8 @@ fi
 cd "$root"
 # On a CPU the run is kept short, so that there is a result to look at: the small sample in minutes, real data in an hour.
 flags=()
-if [[ " $* " != *" --resume "* ]] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    [ -d /opt/minidataset ] && flags=(--max_minutes 60) || flags=(--max_minutes 3.5)
+if [[ " $* " != *" --resume"* ]] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    if [[ -d /opt/minidataset || " $* " == *" --data"* ]]; then flags=(--max_minutes 60); else flags=(--max_minutes 3.5); fi
 fi
 "$python" train.py ${flags[@]+"${flags[@]}"} "$@"
 

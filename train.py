@@ -203,9 +203,7 @@ def set_up(config: Config) -> Training:
     world = distributed.start(config.device)
     run = Path(config.resume) if config.resume else world.on_main(lambda: new_run(config))
     locked = lock(run) if world.is_main else None
-    resumed = world.on_main(
-        lambda: checkpoint.latest(folder) if checkpoint.steps(folder := run / "checkpoints") else None
-    )
+    resumed = world.on_main(lambda: last_checkpoint(run)) if config.resume else None
     log = Log(run, enabled=world.is_main)
     precision = choose_precision(world.device, config.precision)
     log(f"run: {run}" + (f", {world.size} processes" if world.size > 1 else ""))
@@ -303,6 +301,12 @@ def saved_settings(config: Config) -> Config:
         setattr(saved, name, getattr(config, name))
     saved.given, saved.resume = config.given, config.resume
     return saved
+
+
+def last_checkpoint(run: Path) -> Path | None:
+    """What a run goes on from; None if it was killed before its first checkpoint, and begins again."""
+    folder = run / "checkpoints"
+    return checkpoint.latest(folder) if checkpoint.steps(folder) else None
 
 
 def new_run(config: Config) -> Path:
