@@ -9,6 +9,7 @@ from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import decoding
 from data import Collate
 from decoding import beam_search, default_rows, greedy, output_limit, plan_batches, search, start, step
 from model import ModelConfig, Translator
@@ -152,6 +153,20 @@ def test_decodes_under_autocast(beam, norm_first):
     with torch.autocast("cpu", torch.bfloat16):
         found = search(model, sources, COLLATE, beam=beam)
     assert len(found.tokens) == 8 and all(0 <= token < 40 for row in found.tokens for token in row)
+
+
+def test_weak_hypotheses_that_end_early_do_not_cut_off_a_strong_one(monkeypatch):
+    """Ending has probability 0.1 at each of four steps and then 1: two poor ends come long before the good one."""
+
+    def scripted(model, cache, tokens, position):
+        probabilities = torch.full((len(tokens), 40), 1e-9, dtype=torch.float64)
+        probabilities[:, 5], probabilities[:, EOS] = (0.9, 0.1) if position < 4 else (1e-9, 1.0)
+        return probabilities.log()
+
+    monkeypatch.setattr(decoding, "step", scripted)
+    model, (src, src_pad) = make_model(), COLLATE.pad_sources([[7, 8, 9]])
+    found, scores = beam_search(model, src, src_pad, torch.tensor([10]), BOS, EOS, beam=2, length_penalty=0.0)
+    assert found[0, :5].tolist() == [5, 5, 5, 5, EOS] and math.isclose(scores.item(), 4 * math.log(0.9), rel_tol=1e-6)
 
 
 def test_order_empty_sources_and_the_cap():
