@@ -1,0 +1,154 @@
+"""One corpus for all contestants: the same token sequences, for the project as ids, for the toolkits as words.
+
+    corpus = load_corpus()              # MINIDATASET, /opt/minidataset or sample/
+    corpus.train[0]                     # (source ids, target ids), two numpy arrays without begin and end
+
+The texts are cleaned and cut into tokens by the project's own `data.prepare`; a seeded sample of the training pairs is the
+benchmark's corpus. Token 123 of the source is written as the word s123, token 45 of the target as t45, so that every toolkit,
+told to split at spaces, works on exactly the same sequences.
+
+    train.src  train.tgt  test.src  test.tgt       one sentence a line
+    joeynmt.src  opennmt.src  dict.src.txt  …      the vocabulary as JoeyNMT, OpenNMT-py and fairseq want it
+"""
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+Pair = tuple[np.ndarray, np.ndarray]
+
+ROOT = Path(__file__).resolve().parents[1]
+SEED = 1  # of the sample
+SIDES = ("src", "tgt")
+LETTERS = {"src": "s", "tgt": "t"}  # a word is the letter of its side and the number of its token
+
+
+@dataclass
+class Corpus:
+    """Token ids, without begin and end, and the folder where they stand as words."""
+
+    folder: Path
+    train: list[Pair]
+    test: list[Pair]
+    source_vocab: int
+    target_vocab: int
+    source_ids: dict[str, int] = field(
+        default_factory=dict
+    )  # {"pad": …, "bos": …, "eos": …}, as `data.Collate` takes them
+    target_ids: dict[str, int] = field(default_factory=dict)
+    data: str = ""  # where the texts came from
+
+    @property
+    def lengths(self) -> dict[str, np.ndarray]:
+        """Tokens of each training sentence, as `data.BucketSampler` takes them."""
+        sides = zip(("source", "target"), zip(*self.train))
+        return {side: np.array([len(row) for row in rows], np.int32) for side, rows in sides}
+
+    def describe(self) -> str:
+        """One line for the head of a table."""
+        source, target = (np.mean([len(row) + 1 for row in rows]) for rows in zip(*self.train))
+        return (f"{len(self.train):,} training pairs of {self.data}, mean {source:.1f} source and {target:.1f} target tokens "
+                f"(end token counted), {len(self.test)} test sentences, vocabularies of {self.source_vocab:,} and "
+                f"{self.target_vocab:,}")  # fmt: skip
+
+
+def load_corpus(
+    data: str = "", vocab: int = 16000, pairs: int = 20000, test_rows: int = 500, longest: int = 126
+) -> Corpus:
+    """A random sample of `pairs` training pairs of at most `longest` tokens a side, and the first such `test_rows` test rows.
+
+    `data` "" is the environment variable MINIDATASET, else /opt/minidataset, else sample/. Little text gives smaller
+    vocabularies and fewer pairs. Everything is kept in runs/.cache and found there the next time.
+    """
+    from data import prepare
+    from text.rows import default_path, find_text
+
+    text = find_text(str(data or os.environ.get("MINIDATASET") or default_path()))
+    prepared = prepare(text, ROOT / "runs" / ".cache", source_vocab=vocab, target_vocab=vocab, say=lambda line: None)
+    folder = prepared.folder.with_name(f"{prepared.folder.name}-benchmark-{pairs}-{test_rows}-{longest}")
+    if not (folder / "corpus.json").exists():
+        write_corpus(folder, prepared, text, pairs, test_rows, longest)
+    return read_corpus(folder)
+
+
+def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longest: int) -> None:
+    """Draw the sample and write all files; the folder gets its name when it is complete."""
+    from text.subwords import special_ids
+
+    building = folder.with_name(f".building-{folder.name}-{os.getpid()}")
+    building.mkdir(parents=True)
+    tokenizers = {"src": prepared.source_tokenizer, "tgt": prepared.target_tokenizer}
+    train = sample_pairs(prepared.train, pairs, longest)
+    test = encode_test(text, tokenizers, test_rows, longest)
+    for name, rows in (("train", train), ("test", test)):
+        for side, sentences in zip(SIDES, zip(*rows)):
+            (building / f"{name}.{side}").write_text(as_words(sentences, side), encoding="utf-8")
+    for index, (side, tokenizer) in enumerate(tokenizers.items()):
+        special = set(special_ids(tokenizer).values())
+        counts = Counter(token for pair in train for token in pair[index].tolist())
+        words = {f"{LETTERS[side]}{id}": counts[id] for id in range(len(tokenizer)) if id not in special}
+        write_vocabularies(building, side, words)
+    facts = {"data": str(text.path), "source_vocab": len(tokenizers["src"]), "target_vocab": len(tokenizers["tgt"])}
+    facts |= {"source_ids": special_ids(tokenizers["src"]), "target_ids": special_ids(tokenizers["tgt"])}
+    (building / "corpus.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(building, folder)
+
+
+def sample_pairs(store, pairs: int, longest: int) -> list[Pair]:
+    """At most `pairs` pairs that fit, drawn by a fixed seed from a `data.TokenizedPairs`."""
+    fits = np.flatnonzero(np.maximum(store.lengths["source"], store.lengths["target"]) <= longest)
+    chosen = np.random.default_rng(SEED).permutation(fits)[:pairs]
+    return [store[int(row)] for row in chosen]
+
+
+def encode_test(text, tokenizers: dict, test_rows: int, longest: int) -> list[Pair]:
+    """The first `test_rows` rows of the test split (validation where there is none) that have 1 to `longest` tokens."""
+    from text.cleaning import normalise
+    from text.subwords import encode
+
+    split = next((name for name in ("test", "validation") if name in text.files), "train")
+    found = []
+    for chunk in text.rows(split):
+        sides = [encode(tokenizers[side], [normalise(row[i]) for row in chunk]) for i, side in enumerate(SIDES)]
+        found += [pair for pair in zip(*sides) if all(1 <= len(ids) <= longest for ids in pair)]
+        if len(found) >= test_rows:
+            break
+    return [(np.array(source), np.array(target)) for source, target in found[:test_rows]]
+
+
+def write_vocabularies(folder: Path, side: str, words: dict[str, int]) -> None:
+    """One vocabulary in the form of each toolkit; `words` maps a word to how often it occurs."""
+    joeynmt = ["<unk>", "<pad>", "<s>", "</s>", *words]  # the special words first, in the order of its settings
+    (folder / f"joeynmt.{side}").write_text("\n".join(joeynmt) + "\n", encoding="utf-8")
+    opennmt = [f"{word}\t{max(count, 1)}" for word, count in words.items()]  # adds the special words itself
+    (folder / f"opennmt.{side}").write_text("\n".join(opennmt) + "\n", encoding="utf-8")
+    fairseq = [f"{word} {max(count, 1)}" for word, count in words.items()]  # so does fairseq
+    (folder / f"dict.{side}.txt").write_text("\n".join(fairseq) + "\n", encoding="utf-8")
+
+
+def as_words(sentences: Iterable[np.ndarray], side: str) -> str:
+    """[[1, 2]] → "s1 s2\\n" """
+    return "".join(" ".join(f"{LETTERS[side]}{token}" for token in ids) + "\n" for ids in sentences)
+
+
+def as_ids(lines: Iterable[str]) -> list[np.ndarray]:
+    """["s1 s2"] → [array([1, 2])]"""
+    return [np.array([int(word[1:]) for word in line.split()], np.int64) for line in lines]
+
+
+def read_corpus(folder: Path | str) -> Corpus:
+    """What `write_corpus` left in `folder`; needs numpy alone."""
+    folder = Path(folder)
+    facts = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
+    pairs = {}
+    for name in ("train", "test"):
+        sides = [as_ids((folder / f"{name}.{side}").read_text(encoding="utf-8").splitlines()) for side in SIDES]
+        pairs[name] = list(zip(*sides))
+    return Corpus(folder, pairs["train"], pairs["test"], **facts)

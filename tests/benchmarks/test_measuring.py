@@ -1,0 +1,109 @@
+"""Taking turns, counting, comparing, keeping."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.measuring import (
+    OthersWatch,
+    Run,
+    compare,
+    interleave,
+    machine,
+    peak_rss_gib,
+    pinned,
+    print_table,
+    read_json,
+    tokens_of,
+    write_json,
+)
+
+RUNS = [
+    Run("slow", 1, {"speed": 10.0, "gib": 1.0}, 1.0, 0.0),
+    Run("fast", 1, {"speed": 40.0}, 1.0, 0.0),
+    Run("slow", 2, {"speed": 20.0, "gib": 3.0}, 1.0, 0.5),
+    Run("fast", 2, {"speed": 50.0}, 1.0, 0.0),
+]
+
+
+def test_contestants_take_turns(capsys):
+    order = []
+    runs = interleave(["a", "b"], 2, lambda name: order.append(name) or {"speed": 1.0})
+    assert order == ["a", "b", "a", "b"]
+    assert [(run.contestant, run.round) for run in runs] == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+    assert capsys.readouterr().out.count("round") == 4
+
+
+def test_one_who_cannot_take_part_is_asked_once():
+    asked = []
+    runs = interleave(["a", "absent"], 3, lambda name: asked.append(name) or ({"speed": 1} if name == "a" else None))
+    assert asked.count("absent") == 1 and len(runs) == 3
+
+
+def test_medians_and_ratios():
+    slow, fast = compare(RUNS, "speed", baseline="slow", more=["gib"])
+    assert (slow.median, slow.least, slow.most, slow.runs, slow.disturbed) == (15, 10, 20, 2, 1)
+    assert fast.ratio == pytest.approx(3) and slow.ratio == 1
+    assert slow.more == {"gib": 2} and fast.more == {}
+
+
+def test_without_the_baseline_there_is_no_ratio():
+    assert [row.ratio for row in compare(RUNS, "speed", baseline="nobody")] == [None, None]
+
+
+def test_table(capsys):
+    print_table(compare(RUNS, "speed", baseline="slow", more=["gib"]), "tokens/s")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and len(set(map(len, lines))) == 1
+    assert "3.00" in lines[3] and "1 disturbed" in lines[2]
+
+
+def test_json_comes_back(tmp_path):
+    write_json(tmp_path / "new" / "file.json", RUNS, title="test")
+    assert read_json(tmp_path / "new" / "file.json") == RUNS
+    content = json.loads((tmp_path / "new" / "file.json").read_text())
+    assert content["title"] == "test" and content["machine"]["cores"] >= 1
+    assert read_json(tmp_path / "none.json") == []
+
+
+def test_machine_names_its_torch():
+    import torch
+
+    assert torch.__version__.startswith(machine()["packages"]["torch"].split("+")[0])
+
+
+def test_tokens_count_the_end_and_no_padding():
+    assert tokens_of([[5, 6], [], [7]]) == 3 + 1 + 2
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="no /proc")
+def test_own_work_is_not_the_others():
+    """A second of work in a child adds nothing; the same in a process that is not ours would."""
+    work = [sys.executable, "-c", "import time\nend = time.process_time() + 0.7\nwhile time.process_time() < end: pass"]
+    watch = OthersWatch()
+    subprocess.run(work)
+    seconds, with_child_ended = watch.stop()
+    watch = OthersWatch()
+    child = subprocess.Popen(work)
+    time.sleep(0.5)
+    _, with_child_running = watch.stop()  # not yet counted as ours, so it looks like a stranger
+    child.wait()
+    assert seconds > 0.6
+    assert with_child_running > with_child_ended or with_child_running > 0.3
+
+
+def test_memory_grows_with_what_is_held():
+    before = peak_rss_gib()
+    held = bytearray(int((before + 0.2) * 2**30))
+    held[:: 2**12] = b"x" * len(held[:: 2**12])  # touch every page
+    assert peak_rss_gib() > before + 0.1
+
+
+def test_threads_are_pinned_to_cores():
+    variables = pinned(1)
+    assert variables["OMP_NUM_THREADS"] == "1"
+    assert "GOMP_CPU_AFFINITY" not in pinned(1, pin=False)
