@@ -1,0 +1,143 @@
+"""What the processes of all contestants share: their arguments, their clock, the line of JSON they end with.
+
+Each contestant is a file of this folder, started as `python -m benchmarks.peers.NAME train|decode --corpus FOLDER …` in an
+environment of its own; so this file needs the standard library and numpy alone.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.corpus import Corpus, read_corpus
+from benchmarks.measuring import peak_rss_gib
+
+# The lab's model, for every contestant; the vocabularies come from the corpus.
+LAB = dict(d_model=256, nhead=8, num_encoder_layers=3, num_decoder_layers=3, dim_feedforward=1024)
+DROPOUT = LABEL_SMOOTHING = 0.1
+TOKENS_PER_BATCH = 4096  # target tokens, where the contestant counts tokens
+LEARNING_RATE = 1e-4
+WARM_STEPS = 3  # not counted: cold caches, first allocations
+
+
+def parse_task(words: list[str] | None = None) -> argparse.Namespace:
+    """The arguments that benchmarks/training.py and benchmarks/decoding.py start a contestant with."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("train", "decode"))
+    parser.add_argument("--corpus", required=True, help="folder made by benchmarks.corpus")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of measuring, after the warm-up")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--variant", default="", help="of this contestant: fp32, int8, …")
+    parser.add_argument("--weights", default="", help="folder of a trained run's export; without it, random weights")
+    parser.add_argument(
+        "--length", type=int, default=0, help="tokens of every output, end suppressed; 0: until the end"
+    )
+    parser.add_argument("--rows", type=int, default=0, help="decode only so many test sentences; 0: all")
+    parser.add_argument("--batch", type=int, default=64, help="sentences decoded at once")
+    parser.add_argument("--outputs", default="", help="file for the decoded ids, a sentence a line")
+    return parser.parse_args(words)
+
+
+def run_peer(train: Callable, decode: Callable) -> None:
+    """The main program of a contestant: do what the command line asks. Everything it prints meanwhile goes to stderr."""
+    task = parse_task()
+    corpus = read_corpus(task.corpus)
+    if task.rows:
+        corpus.test = corpus.test[: task.rows]
+    with contextlib.redirect_stdout(sys.stderr):
+        (train if task.what == "train" else decode)(task, corpus)
+
+
+def report(figures: dict) -> None:
+    """Print the figures for the process that started this one."""
+    figures["peak_gib"] = peak_rss_gib()
+    print(json.dumps(figures), file=sys.__stdout__, flush=True)
+
+
+class TrainingClock:
+    """Counts real tokens over the measured seconds.
+
+    `step(source_tokens, target_tokens)` is called at the start of every optimiser step and so counts everything from there to
+    the next one: loading, forward, backward, update, logging. Once `seconds` are over it reports and ends the process.
+    """
+
+    def __init__(self, seconds: float, now: Callable[[], float] = time.perf_counter):
+        self.seconds, self.now = seconds, now
+        self.steps = -WARM_STEPS
+        self.source = self.target = 0
+        self.begun = 0.0
+
+    def step(self, source_tokens: int, target_tokens: int) -> None:
+        """A step over so many real tokens (end tokens counted, padding not) begins now."""
+        now = self.now()
+        if self.steps == 0:
+            self.begun = now
+        if self.steps > 0 and now - self.begun >= self.seconds:
+            report(self.figures(now - self.begun))
+            sys.stderr.flush()
+            os._exit(0)  # some toolkits would now write checkpoints
+        self.steps += 1
+        if self.steps > 0:
+            self.source, self.target = self.source + int(source_tokens), self.target + int(target_tokens)
+
+    def figures(self, seconds: float) -> dict[str, float]:
+        """All steps but the one that begins now."""
+        return {
+            "target_tokens_per_second": self.target / seconds,
+            "tokens_per_second": (self.source + self.target) / seconds,
+            "seconds_per_step": seconds / self.steps,
+            "target_tokens_per_step": self.target / self.steps,
+            "steps": self.steps,
+        }
+
+
+def time_decoding(task: argparse.Namespace, corpus: Corpus, decode: Callable[[], list[list[int]]], warm=True) -> None:
+    """Decode the test sentences once to warm up, then again and again for `task.seconds`, and report the median.
+
+    `decode()` returns the output ids of every sentence without begin and end; or (seconds, ids) if it has measured itself.
+    Each sentence counts its tokens, and one more for its end where that was not suppressed.
+    """
+    if warm:
+        decode()
+    passes, begun = [], time.perf_counter()
+    while not passes or time.perf_counter() - begun < task.seconds:
+        start = time.perf_counter()
+        found = decode()
+        measured, outputs = found if isinstance(found, tuple) else (time.perf_counter() - start, found)
+        passes.append(measured)
+    lengths = [len(output) for output in outputs]
+    if len(lengths) != len(corpus.test) or (task.length and set(lengths) != {task.length}):
+        raise RuntimeError(f"{len(lengths)} outputs of {min(lengths)} to {max(lengths)} tokens")
+    if task.outputs:
+        lines = (" ".join(map(str, output)) + "\n" for output in outputs)
+        Path(task.outputs).write_text("".join(lines), encoding="utf-8")
+    seconds = statistics.median(passes)
+    tokens = sum(lengths) + (0 if task.length else len(lengths))
+    report({"tokens_per_second": tokens / seconds, "sentences_per_second": len(lengths) / seconds,
+            "seconds": seconds, "tokens": tokens, "sentences": len(lengths), "passes": len(passes)})  # fmt: skip
+
+
+def sorted_batches(corpus: Corpus, size: int) -> list[list[int]]:
+    """Numbers of the test sentences in batches of similar source length, longest first."""
+    order = sorted(range(len(corpus.test)), key=lambda row: -len(corpus.test[row][0]))
+    return [order[i : i + size] for i in range(0, len(order), size)]
+
+
+def work_folder(corpus: Corpus, name: str) -> Path:
+    """Where a toolkit keeps its own form of the corpus and its checkpoints."""
+    folder = corpus.folder / "peers" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def restore_torch_load() -> None:
+    """Toolkits older than torch 2.6 read their own checkpoints with pickles in them: `torch.load` as it was then."""
+    import torch
+
+    load = torch.load
+    torch.load = lambda *arguments, **options: load(*arguments, **({"weights_only": False} | options))
