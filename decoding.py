@@ -2,6 +2,8 @@
 
     hypotheses = search(model, sources, collate, beam=1)      # lists of token ids in, lists of token ids out
 
+`step` is the plain version of one step and reads like the stock decoder. Greedy search on a CPU takes the same step from
+`packed`, where the weights are laid out for it once.
 A decoder layer needs, for one new token, only that token's query and the keys and values of the tokens before it. The stock
 layers recompute those at every step; here they are kept: a step costs one token's work, whatever the length.
 Letters in shape comments: B rows of a batch, K beams, S source tokens, T target tokens, D model width, V vocabulary,
@@ -9,6 +11,9 @@ H heads, W = D / H.
 """
 
 import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +23,7 @@ from torch import Tensor, nn
 from data import Collate
 from engine.distributed import World
 from model import Translator
+from packed import PackedTranslator, small_products
 from text.cleaning import normalise
 from text.subwords import decode, encode, special_ids
 
@@ -119,16 +125,23 @@ def join_heads(attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def greedy(model: Translator, src: Tensor, src_pad: Tensor, limits: Tensor, bos: int, eos: int) -> Tensor:
+def greedy(
+    model: Translator, src: Tensor, src_pad: Tensor, limits: Tensor, bos: int, eos: int,
+    packed: PackedTranslator | None = None,
+) -> Tensor:  # fmt: skip
     """The likeliest token at every step: (B, S) → (B, T) ids, padded with eos. `limits` (B,) caps each row's tokens."""
     longest = int(limits.max())
-    cache = start(model, src, src_pad, longest)
+    if packed:
+        cache, next_tokens = packed.start(src, src_pad), packed.next_tokens
+    else:
+        cache = start(model, src, src_pad, longest)
+        next_tokens = lambda *arguments: step(model, *arguments).argmax(-1)  # noqa: E731
     output = torch.full((len(src), longest), eos, device=src.device)
     rows = torch.arange(len(src), device=src.device)  # where the rows still in the batch stand in `output`
     tokens = torch.full_like(rows, bos)
     done = torch.zeros_like(rows, dtype=torch.bool)
     for position in range(longest):
-        tokens = step(model, cache, tokens, position).argmax(-1)
+        tokens = next_tokens(cache, tokens, position)
         tokens = tokens.masked_fill(done, eos)
         output[rows, position] = tokens
         done |= (tokens == eos) | (limits[rows] <= position + 1)
@@ -220,13 +233,21 @@ def plan_batches(lengths: list[int], rows_per_batch: int) -> list[list[int]]:
     return [order[i : i + rows_per_batch] for i in range(0, len(order), rows_per_batch)]
 
 
+def pack(model: Translator, int8: bool = False) -> PackedTranslator | None:
+    """The model laid out for greedy decoding, or None where the plain step is the way: on a GPU and under autocast."""
+    cpu = next(model.parameters()).device.type == "cpu"
+    return PackedTranslator(model, int8) if cpu and not torch.is_autocast_enabled("cpu") else None
+
+
 def search(
     model: Translator, sources: list[list[int]], collate: Collate, *, beam: int = 1, length_penalty: float = 0.6,
     rows_per_batch: int = 0, progress=iter, batches: list[list[int]] | None = None,
+    packed: PackedTranslator | None = None,
 ) -> Hypotheses:  # fmt: skip
     """Translate token ids, without begin and end, into token ids. An empty source gives an empty output.
 
-    `batches` names the rows to do, in batches (all by default); rows not named come back empty.
+    `batches` names the rows to do, in batches (all by default); rows not named come back empty. `packed` is what `pack`
+    gives, for those who search with the same weights again and again.
     """
     device = next(model.parameters()).device
     model.eval()
@@ -234,22 +255,65 @@ def search(
     if batches is None:
         rows_per_batch = rows_per_batch or default_rows(device, beam)
         batches = plan_batches(list(map(len, sources)), rows_per_batch)
-    found = Hypotheses([[] for _ in sources], 0)
-    for rows in progress(batches):
-        rows = [row for row in rows if len(sources[row])]
-        if not rows:
-            continue
+    batches = [[row for row in rows if len(sources[row])] for rows in batches]
+    batches = [rows for rows in batches if rows]
+    packed = (packed or pack(model)) if beam == 1 else None
+
+    def search_batch(rows: list[int]) -> tuple[list[list[int]], list[int]]:
         src, src_pad = (tensor.to(device) for tensor in collate.pad_sources([sources[row] for row in rows]))
         limits = output_limit((~src_pad).sum(1), model.config.max_length)
         if beam == 1:
-            output = greedy(model, src, src_pad, limits, bos, eos)
+            output = greedy(model, src, src_pad, limits, bos, eos, packed)
         else:
             output, _ = beam_search(model, src, src_pad, limits, bos, eos, beam, length_penalty)
-        for row, tokens, limit in zip(rows, output.tolist(), limits.tolist()):
-            ended = eos in tokens[:limit]
-            found.tokens[row] = tokens[: tokens.index(eos)] if ended else tokens[:limit]
-            found.capped += not ended
+        return output.tolist(), limits.tolist()
+
+    found = Hypotheses([[] for _ in sources], 0)
+    workers = min(torch.get_num_threads(), len(batches)) if device.type == "cpu" else 1
+    with small_products() if packed else nullcontext():
+        for rows, (output, limits) in zip(
+            progress(batches), map_in_threads(search_batch, batches, workers), strict=True
+        ):
+            for row, tokens, limit in zip(rows, output, limits):
+                ended = eos in tokens[:limit]
+                found.tokens[row] = tokens[: tokens.index(eos)] if ended else tokens[:limit]
+                found.capped += not ended
     return found
+
+
+def map_in_threads(function: Callable, items: list, workers: int) -> Iterator:
+    """`function` of each item, in order, by so many Python threads, which share out PyTorch's threads.
+
+    Two batches with one thread each finish before one batch after the other with two: a decoding step is many small
+    operations, most too small to divide. Python is no hindrance, because PyTorch's operations run without its lock.
+    """
+    if workers <= 1:
+        yield from map(function, items)
+        return
+    # Autocast is a thread's own affair: the workers are to have the caller's.
+    autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+    def work(item):
+        with torch.autocast("cpu", dtype, enabled=autocast):
+            return function(item)
+
+    pool = ThreadPoolExecutor(workers)
+    try:
+        with threads_each(max(1, torch.get_num_threads() // workers)):
+            yield from pool.map(work, items)
+    finally:
+        pool.shutdown(cancel_futures=True)  # an error or Ctrl-C: the batches that wait are not begun
+
+
+@contextmanager
+def threads_each(count: int) -> Iterator[None]:
+    """So many of PyTorch's threads for every Python thread begun inside."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @dataclass
@@ -264,7 +328,7 @@ class Translations:
 
 def translate_lines(
     model: Translator, source_tokenizer, target_tokenizer, lines: list[str], *, beam: int = 1,
-    length_penalty: float = 0.6, world: World | None = None, progress=iter,
+    length_penalty: float = 0.6, world: World | None = None, progress=iter, packed: PackedTranslator | None = None,
 ) -> Translations | None:  # fmt: skip
     """Text → text, one output a line. With a `world` of many, the batches are shared out and rank 0 gets the whole.
 
@@ -279,8 +343,9 @@ def translate_lines(
     if world:
         batches = batches[world.rank :: world.size]
     found = search(
-        model, sources, collate, beam=beam, length_penalty=length_penalty, progress=progress, batches=batches
-    )
+        model, sources, collate, beam=beam, length_penalty=length_penalty, progress=progress, batches=batches,
+        packed=packed,
+    )  # fmt: skip
     mine = [row for batch in batches for row in batch]
     texts = dict(zip(mine, decode(target_tokenizer, [found.tokens[row] for row in mine])))
     tokens = sum(len(found.tokens[row]) + 1 for row in mine)

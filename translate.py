@@ -18,6 +18,7 @@ class Config:
     ckpt: str = flag("", "run, checkpoint folder or weights file; the newest run", "Options")
     beam: int = flag(1, "hypotheses kept; 1: greedy", "Options")
     length_penalty: float = flag(0.6, "favours long outputs; for beams only", "Options")
+    precision: str = flag("auto", "number format (auto|fp32|bf16|fp16; int8: faster on a CPU)", "Options")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Options")
 
     def __post_init__(self):
@@ -31,8 +32,8 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a wro
 import sys
 from collections.abc import Iterator
 
-from decoding import translate_lines
-from engine import distributed
+from decoding import pack, translate_lines
+from engine import distributed, quantized
 from engine.precision import choose_precision
 from trained import load_trained
 
@@ -42,16 +43,23 @@ LINES_AT_ONCE = 2000  # of a file: enough to sort by length, few enough to see r
 def translate(config: Config) -> None:
     """Translate the arguments, the lines of standard input, or what is typed at a prompt."""
     device = distributed.choose_device(config.device, 0)
-    precision = choose_precision(device)
+    int8 = config.precision == "int8"
+    if int8:
+        quantized.check_int8(device, config.beam)
+    precision = choose_precision(device, "fp32" if int8 else config.precision)
     trained = load_trained(config.ckpt, say=note)
     trained.model.to(device)
     note(precision.describe())
+    if int8:
+        note(quantized.DESCRIPTION)
+    with precision.autocast():
+        packed = pack(trained.model, int8) if config.beam == 1 else None  # once for all lines
     sys.stdout.reconfigure(encoding="utf-8")  # as the input is, whatever the locale
     for lines in groups_of_lines(config.text):
         with precision.autocast():
             found = translate_lines(
                 trained.model, trained.source_tokenizer, trained.target_tokenizer, lines,
-                beam=config.beam, length_penalty=config.length_penalty,
+                beam=config.beam, length_penalty=config.length_penalty, packed=packed,
             )  # fmt: skip
         print("\n".join(found.texts), flush=True)
         if found.cut:

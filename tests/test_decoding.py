@@ -1,18 +1,31 @@
 """Cached decoding gives, token for token, what re-running the stock model gives; beams are at least as good as greedy."""
 
+import json
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY
+from conftest import TINY, run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import decoding
 from data import Collate
-from decoding import beam_search, default_rows, greedy, output_limit, plan_batches, search, start, step
+from decoding import (
+    beam_search,
+    default_rows,
+    greedy,
+    map_in_threads,
+    output_limit,
+    pack,
+    plan_batches,
+    search,
+    start,
+    step,
+)  # fmt: skip
 from model import ModelConfig, Translator
+from packed import PackedTranslator
 
 PAD, BOS, EOS = 0, 1, 2
 IDS = {"pad": PAD, "bos": BOS, "eos": EOS}
@@ -95,6 +108,90 @@ def test_each_step_gives_the_stock_model_s_logits(norm_first):
         cache = start(model, src, src_pad, 12)
         cached = torch.stack([step(model, cache, tgt_in[:, i], i) for i in range(12)], 1)
         assert torch.allclose(cached, model(src, src_pad, tgt_in), atol=1e-10)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_packed_greedy_equals_the_plain_step_in_float64(norm_first, seed):
+    model = make_model(norm_first, seed=seed)
+    src, src_pad = COLLATE.pad_sources(make_sources(30, seed, longest=40))  # outputs of several blocks of the cache
+    limits = output_limit((~src_pad).sum(1), model.config.max_length)
+    plain = greedy(model, src, src_pad, limits, BOS, EOS)
+    assert torch.equal(greedy(model, src, src_pad, limits, BOS, EOS, PackedTranslator(model)), plain)
+
+
+def test_the_packed_weights_are_those_at_packing():
+    """A search after another training step must pack anew: `search` does unless it is handed the packed ones."""
+    model, sources = make_model(dtype=torch.float32), make_sources(8)
+    before, packed = search(model, sources, COLLATE).tokens, pack(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    after = search(model, sources, COLLATE).tokens
+    assert after != before and search(model, sources, COLLATE, packed=pack(model)).tokens == after
+    assert search(model, sources, COLLATE, packed=packed).tokens != after
+
+
+@pytest.mark.parametrize("vocabulary", [7, 64, 2048, 2049, 5000])
+def test_the_likeliest_token_is_the_first_of_equals_whatever_the_pieces(vocabulary):
+    torch.manual_seed(0)
+    model = Translator(ModelConfig(20, vocabulary, **TINY)).double()
+    with torch.no_grad():  # small integers: exact sums, and many ties
+        model.output.weight.copy_(torch.randint(-1, 2, model.output.weight.shape))
+        model.output.bias.copy_(torch.randint(-1, 2, model.output.bias.shape))
+    x = torch.randint(-1, 2, (50, TINY["d_model"])).double()
+    assert torch.equal(PackedTranslator(model).likeliest(x), model.output(x).argmax(-1))
+
+
+def test_no_packing_under_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert pack(make_model(dtype=torch.float32)) is None
+
+
+@pytest.mark.parametrize("beam", [1, 2])
+def test_threads_change_nothing(beam):
+    model, sources = make_model(), make_sources(30)
+    threads, products = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    found = {}
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found[count] = search(model, sources, COLLATE, beam=beam, rows_per_batch=7)
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(threads)
+    assert found[1] == found[2] == found[3]
+    assert torch.get_float32_matmul_precision() == products
+
+
+def test_threads_keep_the_order_the_autocast_and_the_errors():
+    def task(number):
+        if number == 13:
+            raise ValueError("thirteen")
+        return number, torch.is_autocast_enabled("cpu"), (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert list(map_in_threads(task, list(range(9)), 3)) == [(n, True, torch.bfloat16) for n in range(9)]
+    threads = torch.get_num_threads()
+    with pytest.raises(ValueError, match="thirteen"):
+        list(map_in_threads(task, list(range(20)), 2))
+    assert torch.get_num_threads() == threads
+
+
+def test_int8_from_the_command_line(toy_run):
+    done = run_script("evaluate.py", "--ckpt", "runs/toy", "--precision", "int8", cwd=toy_run)
+    assert done.returncode == 0, done.stderr
+    assert "int8 decoding: weights" in done.stdout and "greedy, int8" in done.stdout
+    scores = {}
+    for name in ("test-greedy-int8", "test-greedy"):
+        if name == "test-greedy":
+            assert run_script("evaluate.py", "--ckpt", "runs/toy", cwd=toy_run).returncode == 0
+        scores[name] = json.loads((toy_run / f"runs/toy/eval/{name}.json").read_text())["nltk"]
+    assert scores["test-greedy"] > 90 and abs(scores["test-greedy-int8"] - scores["test-greedy"]) < 3
+    done = run_script("translate.py", "--ckpt", "runs/toy", "--precision", "int8", "一二三四", cwd=toy_run)
+    assert done.stdout == "four three two one\n" and "int8 decoding" in done.stderr
+    done = run_script("translate.py", "--ckpt", "runs/toy", "--precision", "int8", "--beam", "4", "一", cwd=toy_run)
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and "--beam 4" in done.stderr
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 0.6, 1.5])
