@@ -20,72 +20,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 
 from engine.errors import UserError
 from engine.telemetry import progress
 from text.cleaning import absurd_ratio, clean_pairs, held_out_rows, missing_splits, normalise, report
 from text.rows import ParallelText
-from text.subwords import encode, load_tokenizer, special_ids, train_tokenizer
+from text.store import TokenizedPairs, TokenWriter
+from text.subwords import encode, encode_flat, load_tokenizer, special_ids, train_tokenizer
 
 FORMAT = 1  # of the token store; raise it when its content changes, and old caches are left alone
 TOKENIZER_LINES = 200_000  # sentences that a tokenizer is trained on; more change little
 CHUNK = 20_000  # sentences tokenised at once
 VALIDATION_ROWS = 4000  # rows of validation used while training; evaluate.py scores all
-
-
-class TokenizedPairs(Dataset):
-    """Sentence pairs as token ids, without begin and end: `pairs[i]` is (source ids, target ids), two numpy arrays.
-
-    A folder holds, for each side, the ids of all sentences one after another and the number of ids in each sentence.
-    """
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.lengths = {side: np.load(folder / f"{side}.lengths.npy") for side in ("source", "target")}
-        self._starts = {side: np.concatenate(([0], np.cumsum(n, dtype=np.int64))) for side, n in self.lengths.items()}
-        self._ids = {side: np.load(folder / f"{side}.ids.npy", mmap_mode="r") for side in ("source", "target")}
-
-    def __len__(self) -> int:
-        return len(self.lengths["source"])
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        source, target = (
-            self._ids[side][self._starts[side][index] : self._starts[side][index + 1]] for side in ("source", "target")
-        )
-        return source, target
-
-    def __getstate__(self):
-        return self.folder  # a worker process maps the files anew
-
-    def __setstate__(self, folder: Path):
-        self.__init__(folder)
-
-
-class TokenWriter:
-    """Writes what `TokenizedPairs` reads, as a stream: the memory holds one chunk."""
-
-    def __init__(self, folder: Path, vocabularies: dict[str, int]):
-        folder.mkdir(parents=True)
-        self.folder = folder
-        self.dtypes = {side: np.dtype(np.uint16 if size <= 2**16 else np.int32) for side, size in vocabularies.items()}
-        self.files = {side: open(folder / f"{side}.ids", "wb") for side in vocabularies}
-        self.lengths = {side: [] for side in vocabularies}
-
-    def write(self, side: str, rows: list[list[int]]) -> None:
-        """Append sentences to one side."""
-        self.lengths[side].append(np.fromiter(map(len, rows), np.int32, len(rows)))
-        np.array([token for row in rows for token in row], self.dtypes[side]).tofile(self.files[side])
-
-    def close(self) -> None:
-        """Finish the files."""
-        for side, file in self.files.items():
-            file.close()
-            lengths = np.concatenate([np.zeros(0, np.int32), *self.lengths[side]])
-            np.save(self.folder / f"{side}.lengths.npy", lengths)
-            raw = np.memmap(file.name, self.dtypes[side], "r") if lengths.sum() else np.zeros(0, self.dtypes[side])
-            np.save(self.folder / f"{side}.ids.npy", raw)
-            os.remove(file.name)
 
 
 @dataclass
@@ -224,26 +171,28 @@ def _write_train(lines: Path, folder: Path, tokenizers: dict, max_length: int, c
     counts["kept"] = 0
     with open(lines, encoding="utf-8") as file:
         while chunk := [line.rstrip("\n") for line in islice(file, 2 * CHUNK)]:
-            sources, targets = encode(tokenizers["source"], chunk[0::2]), encode(tokenizers["target"], chunk[1::2])
-            kept = []
-            for pair in zip(sources, targets):
-                if max(map(len, pair)) >= max_length:  # one place is left for begin or end
-                    counts["too long"] += 1
-                elif absurd_ratio(*map(len, pair)):
-                    counts["length ratio"] += 1
-                elif min(map(len, pair)) == 0:
-                    counts["empty"] += 1
-                else:
-                    kept.append(pair)
-            counts["kept"] += len(kept)
-            for side, rows in zip(("source", "target"), zip(*kept) if kept else ([], [])):
-                writer.write(side, rows)
-                unknown += sum(row.count(tokenizers[side].unk_token_id) for row in rows)
-                total += sum(map(len, rows))
-            bar.update(len(sources))
+            encoded = {side: encode_flat(tokenizers[side], chunk[first::2]) for first, side in enumerate(tokenizers)}
+            kept = _worth_keeping(*(lengths for _, lengths in encoded.values()), max_length, counts)
+            for side, (ids, lengths) in encoded.items():
+                ids = ids[np.repeat(kept, lengths)]
+                writer.write_flat(side, ids, lengths[kept])
+                unknown += int((ids == tokenizers[side].unk_token_id).sum()) if tokenizers[side].unk_token else 0
+                total += len(ids)
+            bar.update(len(kept))
     bar.close()
     writer.close()
     return unknown / max(total, 1)
+
+
+def _worth_keeping(source: np.ndarray, target: np.ndarray, max_length: int, counts: Counter) -> np.ndarray:
+    """Which pairs of these lengths to keep, (pairs,) bool; each of the others is counted under one reason."""
+    too_long = np.maximum(source, target) >= max_length  # one place is left for begin or end
+    lopsided = absurd_ratio(source, target) & ~too_long
+    empty = (np.minimum(source, target) == 0) & ~too_long & ~lopsided
+    kept = ~(too_long | lopsided | empty)
+    for reason, pairs in {"too long": too_long, "length ratio": lopsided, "empty": empty, "kept": kept}.items():
+        counts.update({reason: int(pairs.sum())} if pairs.any() else {})
+    return kept
 
 
 def _write_validation(rows, building: Path, tokenizers: dict, max_length: int, say) -> None:
@@ -290,7 +239,9 @@ class BucketSampler(Sampler[list[int]]):
     """
 
     def __init__(self, lengths, tokens_per_batch, *, seed=0, rank=0, world_size=1, accumulate=1):
-        self.source, self.target = lengths["source"] + 1, lengths["target"] + 1  # with the end token
+        # With the end token; in few bits, which halves the memory, and numpy sorts 16 bits at a time, in linear time.
+        bits = np.min_scalar_type(-2 - max(int(side.max(initial=0)) for side in lengths.values()))
+        self.source, self.target = (lengths[side].astype(bits) + bits.type(1) for side in ("source", "target"))
         self.parts = world_size * accumulate
         self.rank, self.world_size, self.accumulate, self.seed = rank, world_size, accumulate, seed
         if len(self.source) < self.parts:
@@ -298,29 +249,37 @@ class BucketSampler(Sampler[list[int]]):
                 f"{len(self.source)} training pairs cannot be dealt to {world_size} processes × {accumulate} "
                 "micro-batches; use fewer"
             )
-        order = np.lexsort((self.source, self.target))
-        self.bounds = cut_batches(np.maximum(self.source, self.target)[order], tokens_per_batch, self.parts)
+        widths = np.maximum(self.source, self.target)
+        self.bounds = cut_batches(np.sort(widths, kind="stable"), tokens_per_batch, self.parts)
+        self.planned = (None, None, None)  # epoch, its pairs in order of length, its batches in order
         self.step = 0  # optimiser steps handed out so far
 
-    def __len__(self) -> int:
+    def __len__(self) -> int:  # micro-batches of this rank in an epoch
         return self.steps_per_epoch * self.accumulate
 
     @property
     def steps_per_epoch(self) -> int:
+        """Optimiser steps, over all ranks, in which every pair comes once."""
         return len(self.bounds) - 1
 
     def state_dict(self) -> dict:
+        """The place in the endless row of batches: the optimiser steps handed out. The rest follows from lengths and seed."""
         return {"step": self.step}
 
     def load_state_dict(self, state: dict) -> None:
+        """Go on after `state["step"]` optimiser steps, in whatever epoch that is."""
         self.step = state["step"]
 
     def epoch_plan(self, epoch: int) -> Iterator[np.ndarray]:
         """The pairs of each step of an epoch, over all ranks."""
-        random = np.random.default_rng((self.seed, epoch))
-        # Equal lengths in random order, so batches are composed anew; the cuts stay, they depend on lengths alone.
-        order = np.lexsort((random.random(len(self.source), np.float32), self.source, self.target))
-        for batch in random.permutation(self.steps_per_epoch):
+        if self.planned[0] != epoch:
+            random = np.random.default_rng((self.seed, epoch))
+            # Equal lengths in random order, so batches are composed anew; the cuts stay, they depend on lengths alone.
+            pairs = random.permutation(np.arange(len(self.source), dtype=np.int32))
+            order = pairs[order_by_length(self.source[pairs], self.target[pairs])]
+            self.planned = epoch, order, random.permutation(self.steps_per_epoch)
+        _, order, batches = self.planned
+        for batch in batches:
             yield order[self.bounds[batch] : self.bounds[batch + 1]]
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -341,6 +300,16 @@ class BucketSampler(Sampler[list[int]]):
                 yield int(self.target[pairs].sum())
 
 
+def order_by_length(source: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """An order of the pairs in which neighbours are alike in both lengths; pairs of equal lengths keep theirs.
+
+    By the longer side; within it by how much the source is longer, rising and falling in turn. So where one length ends
+    and the next begins there is no leap on the other side, and a batch that holds both has little padding.
+    """
+    longer, difference = np.maximum(source, target), source - target
+    return np.lexsort((np.where(longer % 2, -difference, difference), longer))
+
+
 def cut_batches(widths: np.ndarray, budget: int, smallest: int = 1) -> list[int]:
     """Cut a row of sentence widths so that pairs × widest ≤ budget in each piece. → the bounds, len(pieces) + 1
 
@@ -348,7 +317,8 @@ def cut_batches(widths: np.ndarray, budget: int, smallest: int = 1) -> list[int]
     """
     bounds = [0]
     while bounds[-1] < len(widths):
-        window = np.maximum.accumulate(widths[bounds[-1] : bounds[-1] + max(budget, smallest)])
+        most = max(budget // int(widths[bounds[-1]]), smallest)  # if all were as narrow as the first
+        window = np.maximum.accumulate(widths[bounds[-1] : bounds[-1] + most])
         fits = int(np.searchsorted(window * np.arange(1, len(window) + 1), budget, side="right"))
         bounds.append(min(len(widths), bounds[-1] + max(fits, smallest)))
     if len(bounds) > 2 and bounds[-1] - bounds[-2] < smallest:  # the rest is too small to stand alone

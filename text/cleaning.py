@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from hashlib import blake2b
 
+import numpy as np
+
 from text.rows import ParallelText
 
 HELD_OUT_SHARE = 0.01  # of the distinct pairs, for each split that the data does not bring
@@ -116,10 +118,10 @@ def normalise_pair(row: tuple[str, str]) -> tuple[str, str]:
     return normalise(row[0]), normalise(row[1])
 
 
-def absurd_ratio(source_tokens: int, target_tokens: int) -> bool:
-    """True when one side is so much longer that the pair cannot be a translation."""
-    short, long = sorted((source_tokens, target_tokens))
-    return long > 4 * short + 10
+def absurd_ratio(source_tokens, target_tokens):
+    """True when one side is so much longer that the pair cannot be a translation; of two numbers or of two arrays."""
+    shorter, longer = np.minimum(source_tokens, target_tokens), np.maximum(source_tokens, target_tokens)
+    return longer > 4 * shorter + 10
 
 
 def report(counts: Counter) -> str:

@@ -5,12 +5,18 @@ bytes, so nothing is ever unknown, and decoding gives the text back letter for l
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from engine.errors import UserError
 from text.cleaning import LONGEST_TOKEN
+from text.store import flatten, starts_of
 
+SPACE = "▁"  # U+2581, which stands for a space at the head of a word
+WORDS_AT_ONCE = 100
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 # Chinese is written without spaces: a run of Han characters is one "word" that merges may divide as they like. Digits stand
@@ -20,18 +26,19 @@ PIECES = r"▁?\p{Han}+|▁?\p{N}|▁?[^\p{L}\p{M}\p{N}▁]"
 
 def train_tokenizer(lines: Iterable[str], vocabulary: int):
     """A `PreTrainedTokenizerFast` of at most `vocabulary` tokens, the 256 bytes and pad/bos/eos included."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
-    spaces = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([spaces, pre_tokenizers.Split(Regex(PIECES), "isolated")])
+    tokenizer.pre_tokenizer = own_pre_tokenizer()
     room = vocabulary - len(BYTES)
+    lines = list(lines)
+    # At least half of the vocabulary is left for merges; rarer characters are spelled in bytes.
+    alphabet = commonest_characters(lines, room // 2)
     trainer = trainers.BpeTrainer(
         vocab_size=room,
-        # At least half of the vocabulary is left for merges; rarer characters are spelled in bytes.
-        limit_alphabet=room // 2,
-        initial_alphabet=["▁"],  # but never the space
+        limit_alphabet=len(alphabet),
+        initial_alphabet=alphabet,
         min_frequency=2,
         max_token_length=LONGEST_TOKEN,
         special_tokens=[PAD, BOS, EOS],
@@ -52,6 +59,27 @@ def train_tokenizer(lines: Iterable[str], vocabulary: int):
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS, clean_up_tokenization_spaces=False
     )
+
+
+def commonest_characters(lines: list[str], most: int) -> list[str]:
+    """At most so many characters; the sign for the space is one of them.
+
+    Chosen here because the library would choose among equally rare ones by chance, and no two runs would be alike.
+    """
+    counts = Counter()
+    for line in lines:
+        counts.update(line)
+    counts.pop(" ", None)
+    counts[SPACE] = len(lines) * 10**6
+    return sorted(counts, key=lambda character: (-counts[character], character))[: max(most, 1)]
+
+
+def own_pre_tokenizer():
+    """Cuts a text first at its spaces, each of which becomes the ▁ of the word behind it, then into `PIECES`."""
+    from tokenizers import Regex, pre_tokenizers
+
+    spaces = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
+    return pre_tokenizers.Sequence([spaces, pre_tokenizers.Split(Regex(PIECES), "isolated")])
 
 
 def load_tokenizer(name: str):
@@ -101,6 +129,50 @@ def encode(tokenizer, lines: Sequence[str]) -> list[list[int]]:
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(list(lines), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
     return tokenizer(list(lines), add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+
+
+def encode_flat(tokenizer, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """What `encode` gives, as the ids of all lines one after another, (N,), and the number of ids in each, (lines,).
+
+    A tokenizer of ours cuts at spaces before all else, so a word has the same ids wherever it stands: each distinct word
+    is encoded once. A corpus of English has many times as many words as distinct ones.
+    """
+    joined = " ".join(lines)
+    words = joined.split(" ")
+    distinct = {word: number for number, word in enumerate(dict.fromkeys(words))}
+    # Of two spaces in a row the first is a word of its own, and so is a ▁ that was in the text: then each line as a whole.
+    if not lines or "" in distinct or SPACE in joined or not encodes_words_alone(tokenizer):
+        return flatten(encode(tokenizer, lines))
+    ids, starts = encode_words(tokenizer, list(distinct))
+    numbers = np.fromiter(map(distinct.__getitem__, words), np.int64, len(words))
+    lengths = np.diff(starts)[numbers]  # (words,) how many ids each word of the text has
+    # The ids of word w are those from starts[w] on: a running number, shifted to there word by word.
+    ends = starts_of(lengths)
+    places = np.arange(ends[-1]) + np.repeat(starts[numbers] - ends[:-1], lengths)
+    words_in_line = np.fromiter((line.count(" ") + 1 for line in lines), np.int64, len(lines))
+    return ids[places], np.add.reduceat(lengths, starts_of(words_in_line)[:-1])
+
+
+def encode_words(tokenizer, words: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of words one after another, (N,), and where each word begins, with the end, (words + 1,).
+
+    Many words go into one text, since every text costs the Rust library as much as five words.
+    """
+    texts = [" ".join(words[first : first + WORDS_AT_ONCE]) for first in range(0, len(words), WORDS_AT_ONCE)]
+    ids, _ = flatten(encode(tokenizer, texts))
+    begins = np.zeros(len(tokenizer), bool)
+    begins[[id for token, id in tokenizer.get_vocab().items() if token.startswith(SPACE)]] = True
+    return ids, np.append(np.flatnonzero(begins[ids]), len(ids))
+
+
+def encodes_words_alone(tokenizer) -> bool:
+    """Whether nothing this tokenizer does looks beyond a space: true of those that `train_tokenizer` makes."""
+    if not tokenizer.is_fast or tokenizer.backend_tokenizer.normalizer is not None:
+        return False
+    if not all(token.special for token in tokenizer.added_tokens_decoder.values()):
+        return False  # one that is no special token would be found in the text before anything is cut
+    cuts = tokenizer.backend_tokenizer.pre_tokenizer
+    return cuts is not None and cuts.__getstate__() == own_pre_tokenizer().__getstate__()
 
 
 def decode(tokenizer, rows: Sequence[Sequence[int]]) -> list[str]:

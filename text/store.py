@@ -1,0 +1,86 @@
+"""Token ids of sentence pairs on disk: written as a stream, read through a memory map.
+
+    writer = TokenWriter(folder, {"source": 8000, "target": 8000})
+    writer.write("source", [[5, 6], [8]]); writer.write("target", [[7], [9, 10]]); writer.close()
+    source, target = TokenizedPairs(folder)[1]                  # array([8]), array([9, 10])
+
+For each side a folder holds the ids of all sentences one after another and the number of ids in each sentence.
+"""
+
+import os
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from torch.utils.data import Dataset
+
+
+class TokenizedPairs(Dataset):
+    """Sentence pairs as token ids, without begin and end: `pairs[i]` is (source ids, target ids), two numpy arrays.
+
+    The ids stay on disk until they are asked for; the memory holds 12 bytes a sentence, its length and its place.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.lengths = {side: np.load(folder / f"{side}.lengths.npy") for side in ("source", "target")}
+        self._starts = {side: starts_of(lengths) for side, lengths in self.lengths.items()}
+        self._ids = {side: np.load(folder / f"{side}.ids.npy", mmap_mode="r") for side in ("source", "target")}
+
+    def __len__(self) -> int:
+        return len(self.lengths["source"])
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        source, target = (
+            self._ids[side][self._starts[side][index] : self._starts[side][index + 1]] for side in ("source", "target")
+        )
+        return source, target
+
+    def __getstate__(self):
+        return self.folder  # a worker process maps the files anew
+
+    def __setstate__(self, folder: Path):
+        self.__init__(folder)
+
+
+class TokenWriter:
+    """Writes what `TokenizedPairs` reads, as a stream: the memory holds one chunk."""
+
+    def __init__(self, folder: Path, vocabularies: dict[str, int]):
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self.dtypes = {side: np.dtype(np.uint16 if size <= 2**16 else np.int32) for side, size in vocabularies.items()}
+        self.files = {side: open(folder / f"{side}.ids", "wb") for side in vocabularies}
+        self.lengths = {side: [] for side in vocabularies}
+
+    def write(self, side: str, rows: list[list[int]]) -> None:
+        """Append sentences to one side."""
+        self.write_flat(side, *flatten(rows))
+
+    def write_flat(self, side: str, ids: np.ndarray, lengths: np.ndarray) -> None:
+        """Append sentences given as their ids one after another, (N,), and the number of ids in each, (sentences,)."""
+        self.lengths[side].append(lengths.astype(np.int32))
+        ids.astype(self.dtypes[side]).tofile(self.files[side])
+
+    def close(self) -> None:
+        """Finish the files."""
+        for side, file in self.files.items():
+            file.close()
+            lengths = np.concatenate([np.zeros(0, np.int32), *self.lengths[side]])
+            np.save(self.folder / f"{side}.lengths.npy", lengths)
+            raw = np.memmap(file.name, self.dtypes[side], "r") if lengths.sum() else np.zeros(0, self.dtypes[side])
+            np.save(self.folder / f"{side}.ids.npy", raw)
+            os.remove(file.name)
+
+
+def starts_of(lengths: np.ndarray) -> np.ndarray:
+    """Where each sentence begins in a row of all ids, and the end: (n,) → (n + 1,)"""
+    starts = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
+
+
+def flatten(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Lists of ids → their ids one after another, (N,), and the number of ids in each, (rows,)."""
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    return np.fromiter(chain.from_iterable(rows), np.int32, int(lengths.sum())), lengths
