@@ -71,6 +71,22 @@ def load_corpus(
 
     text = find_text(str(data or os.environ.get("MINIDATASET") or default_path()))
     prepared = prepare(text, ROOT / "runs" / ".cache", source_vocab=vocab, target_vocab=vocab, say=lambda line: None)
+    return _sample(prepared, text, pairs, test_rows, longest)
+
+
+def corpus_of_run(config: dict, pairs: int = 20000, test_rows: int = 500, longest: int = 126) -> Corpus:
+    """The same in the tokens of a trained run; `config` is the run's config.json."""
+    from data import prepare
+    from text.rows import find_text
+
+    text = find_text(config["data"], config["source"], config["target"])
+    names = ("source_vocab", "target_vocab", "tokenizer", "max_length")
+    prepared = prepare(text, ROOT / "runs" / ".cache", **{name: config[name] for name in names}, say=lambda line: None)
+    return _sample(prepared, text, pairs, test_rows, longest)
+
+
+def _sample(prepared, text, pairs: int, test_rows: int, longest: int) -> Corpus:
+    """From the cache, beside the token store it was drawn from, else made now."""
     folder = prepared.folder.with_name(f"{prepared.folder.name}-benchmark-{pairs}-{test_rows}-{longest}")
     if not (folder / "corpus.json").exists():
         write_corpus(folder, prepared, text, pairs, test_rows, longest)

@@ -33,7 +33,7 @@ def parse_task(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=20.0, help="of measuring, after the warm-up")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--variant", default="", help="of this contestant: fp32, int8, …")
-    parser.add_argument("--weights", default="", help="folder of a trained run's export; without it, random weights")
+    parser.add_argument("--weights", default="", help="folder with weights.pt, the project's; else random")
     parser.add_argument(
         "--length", type=int, default=0, help="tokens of every output, end suppressed; 0: until the end"
     )

@@ -7,13 +7,6 @@ from benchmarks import corpus
 from benchmarks.corpus import as_ids, as_words, load_corpus, read_corpus
 
 
-@pytest.fixture(scope="module")
-def small(toy_data, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "ROOT", tmp_path_factory.mktemp("root"))
-        yield load_corpus(str(toy_data), vocab=300, pairs=50, test_rows=20, longest=30)
-
-
 def test_sizes(small):
     assert len(small.train) == 50 and len(small.test) == 20
     assert max(len(row) for pair in small.train + small.test for row in pair) <= 30
