@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.attention import BatchedAttention
+from engine.cross_entropy import linear_cross_entropy
+from engine.dropout import ByteDropout
 from engine.errors import UserError
 
 PRESETS = {  # the handout's sizes; "base" and "big" of Vaswani et al. 2017
@@ -58,6 +61,7 @@ class Translator(nn.Module):
         self.transformer = build_transformer(config)
         self.output = nn.Linear(config.d_model, config.target_vocab)
         self.output.weight = self.target_embedding.weight  # tied (Press and Wolf 2017)
+        use_fast_layers(self)
 
         # With N(0, 1), the default, a tied output starts at a loss near 90 instead of ln V: logits would be √D too large.
         nn.init.normal_(self.source_embedding.weight, std=config.d_model**-0.5)
@@ -74,11 +78,13 @@ class Translator(nn.Module):
 
     def forward(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor | None = None) -> Tensor:
         """(B, S), (B, S), (B, T) → logits (B, T, V); with `real`, flat positions (N,), only theirs: (N, V)."""
+        return self.output(self.hidden(src, src_pad, tgt_in, real))
+
+    def hidden(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor | None = None) -> Tensor:
+        """What the output projection sees: (B, T, D); with `real` (N, D)."""
         hidden = self.decode(self.encode(src, src_pad), src_pad, tgt_in)  # (B, T, D)
-        if real is not None:
-            # The projection is the largest product of the model: spend it on real tokens only.
-            hidden = hidden.flatten(0, 1).index_select(0, real)  # (N, D)
-        return self.output(hidden)
+        # The projection is the largest product of the model: spend it on real tokens only.
+        return hidden if real is None else hidden.flatten(0, 1).index_select(0, real)
 
     def encode(self, src: Tensor, src_pad: Tensor) -> Tensor:
         """(B, S) → memory (B, S, D)"""
@@ -127,6 +133,15 @@ def build_transformer(config: ModelConfig) -> nn.Transformer:
     )
 
 
+def use_fast_layers(model: nn.Module) -> None:
+    """Give every stock dropout and attention the `forward` that is faster on a CPU; weights and names stay."""
+    for module in model.modules():
+        if type(module) is nn.Dropout:
+            module.__class__ = ByteDropout
+        elif type(module) is nn.MultiheadAttention:
+            module.__class__ = BatchedAttention
+
+
 def sinusoids(length: int, d_model: int) -> Tensor:
     """(length, D): position p has sin(p / 10000^(2i/D)) at 2i and the cosine at 2i + 1 (section 3.5 of the paper)."""
     position = torch.arange(length, dtype=torch.float64).unsqueeze(1)  # (length, 1)
@@ -138,6 +153,19 @@ def sinusoids(length: int, d_model: int) -> Tensor:
 def summed_loss(logits: Tensor, tgt_out: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Cross-entropy in nats, summed over N tokens: (N, V), (N,) → scalar. Divide by the real tokens of the whole step."""
     return F.cross_entropy(logits.float(), tgt_out, label_smoothing=label_smoothing, reduction="sum")
+
+
+class SummedLoss(nn.Module):
+    """A translator and its loss in one module: what DDP and `torch.compile` wrap, because its output is the loss."""
+
+    def __init__(self, model: Translator, label_smoothing: float):
+        super().__init__()
+        self.model, self.label_smoothing = model, label_smoothing
+
+    def forward(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor, tgt_out: Tensor) -> Tensor:
+        """(B, S), (B, S), (B, T), (N,), (N,) → scalar: `summed_loss` of the logits, which are never all in memory."""
+        hidden, output = self.model.hidden(src, src_pad, tgt_in, real), self.model.output
+        return linear_cross_entropy(hidden, output.weight, output.bias, tgt_out, self.label_smoothing)
 
 
 def training_flops(config: ModelConfig, source_tokens: int, target_tokens: int) -> float:

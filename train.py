@@ -98,9 +98,10 @@ from torch.utils.data import DataLoader
 
 from data import BucketSampler, Prepared, collate_for, load_prepared, prepare
 from engine import checkpoint, distributed, schedule
+from engine.allocator import keep_freed_memory
 from engine.precision import Precision, choose_precision
 from engine.telemetry import GpuSampler, Log, Meter, Telemetry, measured_peak_flops, peak_memory_gib, progress
-from model import PRESETS, ModelConfig, Translator, summed_loss, training_flops
+from model import PRESETS, ModelConfig, SummedLoss, Translator, training_flops
 from text.rows import default_path, find_text
 from validation import Validation
 
@@ -112,6 +113,14 @@ INTERRUPTED = "interrupted"
 def train(config: Config) -> None:
     """One training run, from the data to the last checkpoint."""
     t = set_up(config)
+    try:
+        run_steps(t)
+    finally:
+        t.micro_batches = None  # ends the loader's processes, however the run ended: they do not listen to signals
+
+
+def run_steps(t: "Training") -> None:
+    """The loop."""
     config, world, plan, state = t.config, t.world, t.plan, t.state
     interrupted = catch_signals()
     begun = time.perf_counter() - 60 * state["minutes"]
@@ -137,8 +146,7 @@ def train(config: Config) -> None:
             is_last = micro_batch == config.accumulate - 1
             with contextlib.nullcontext() if is_last or world.size == 1 else t.runner.no_sync():
                 with t.precision.autocast():
-                    logits = t.runner(batch.src, batch.src_pad, batch.tgt_in, batch.real)
-                    loss = summed_loss(logits, batch.tgt_out, config.label_smoothing) / tokens
+                    loss = t.runner(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out) / tokens
                 # × size undoes DDP's average: the step's loss is one sum over all ranks, divided by all tokens.
                 t.precision.backward(loss * world.size)
             t.window_loss += loss.detach()
@@ -179,7 +187,7 @@ class Training:
     precision: Precision
     prepared: Prepared
     model: Translator
-    runner: torch.nn.Module  # the model, wrapped by DDP and torch.compile where they are used
+    runner: torch.nn.Module  # the model with its loss, wrapped by DDP and torch.compile where they are used
     parameters: list
     optimizer: torch.optim.Optimizer
     plan: schedule.Schedule
@@ -205,7 +213,9 @@ def set_up(config: Config) -> Training:
     locked = lock(run) if world.is_main else None
     resumed = world.on_main(lambda: last_checkpoint(run)) if config.resume else None
     log = Log(run, enabled=world.is_main)
-    precision = choose_precision(world.device, config.precision)
+    if world.device.type == "cpu":
+        keep_freed_memory()
+    precision = choose_precision(world.device, config.precision, training=True)
     log(f"run: {run}" + (f", {world.size} processes" if world.size > 1 else ""))
     log(precision.describe())
     if hidden := distributed.hidden_gpus():
@@ -256,7 +266,7 @@ def set_up(config: Config) -> Training:
         gpu.start()
     return Training(
         config=config, world=world, run=run, locked=locked, log=log, precision=precision, prepared=prepared, model=model,
-        runner=wrap(model, config, world), parameters=parameters, optimizer=optimizer, plan=plan,
+        runner=wrap(SummedLoss(model, config.label_smoothing), config, world), parameters=parameters, optimizer=optimizer, plan=plan,
         steps_per_epoch=sampler.steps_per_epoch,
         eval_every=config.eval_every or min(1000, max(250, sampler.steps_per_epoch)),
         tokens_of_steps=sampler.target_tokens(state["step"]), micro_batches=iter(loader), validation=validation,

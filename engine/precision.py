@@ -76,8 +76,11 @@ class Precision:
         return f"device: {where}; {self.name} ({self.reason})"
 
 
-def choose_precision(device: torch.device, name: str = "auto") -> Precision:
-    """The fastest format the device computes well in, or the one named. Raises `UserError` if it cannot."""
+def choose_precision(device: torch.device, name: str = "auto", training: bool = False) -> Precision:
+    """The fastest format the device computes well in, or the one named. Raises `UserError` if it cannot.
+
+    A CPU trains in bf16 where it has the instructions, and evaluates in fp32: scores are then the same on every machine.
+    """
     if name not in CHOICES:
         raise UserError(f"--precision {name}: unknown; choose one of {', '.join(CHOICES)}")
     if device.type == "cuda":
@@ -94,13 +97,16 @@ def choose_precision(device: torch.device, name: str = "auto") -> Precision:
     else:
         # 'medium' sends fp32 products to oneDNN instead of MKL: the same rounding, and faster on AMD. On a CPU with
         # AMX it would compute them in bf16, so there the default stays.
-        amx = "amx_bf16" in _cpu_flags()
+        amx, has_bf16 = "amx_bf16" in _cpu_flags(), "bf16" in _cpu_flags()
         torch.set_float32_matmul_precision("highest" if amx else "medium")
         if name == "fp16":
             raise UserError("--precision fp16 needs a GPU; use fp32 or bf16 on the CPU")
-        bf16 = "--precision bf16 is faster" if "bf16" in _cpu_flags() else "this CPU has no bf16 instructions"
-        reason = f"full precision; {bf16}" if name == "auto" else "as asked"
-        name = "fp32" if name == "auto" else name
+        if name == "auto" and training and has_bf16:
+            name, reason = "bf16", "this CPU has bf16 instructions, and the loss is that of fp32 to a percent"
+        elif name == "auto":
+            name, reason = "fp32", "full precision" if has_bf16 else "this CPU has no bf16 instructions"
+        else:
+            reason = "as asked"
     return Precision(device, name, reason)
 
 

@@ -24,17 +24,18 @@ def products_as_before():
 # ---------------------------------------------------------------- which format
 
 
-@pytest.mark.parametrize("flags, said", [
-    ("avx2", "this CPU has no bf16 instructions"), ("avx512_bf16", "--precision bf16 is faster"),
+@pytest.mark.parametrize("flags, training, name, said", [
+    ("avx2", True, "fp32", "this CPU has no bf16 instructions"), ("avx2", False, "fp32", "no bf16 instructions"),
+    ("avx512_bf16", True, "bf16", "this CPU has bf16 instructions"), ("amx_bf16", True, "bf16", "bf16 instructions"),
+    ("avx512_bf16", False, "fp32", "full precision"),
 ])  # fmt: skip
-def test_auto_on_a_cpu(monkeypatch, flags, said):
+def test_auto_on_a_cpu(monkeypatch, flags, training, name, said):
     monkeypatch.setattr(under_test, "_cpu_flags", lambda: flags)
-    chosen = choose_precision(CPU)
-    assert chosen.name == "fp32" and chosen.dtype is torch.float32
-    line = f"device: cpu, {torch.get_num_threads()} threads; fp32 (full precision; {said})"
-    assert chosen.describe() == line
+    chosen = choose_precision(CPU, training=training)
+    assert chosen.name == name and said in chosen.reason
+    assert chosen.describe() == f"device: cpu, {torch.get_num_threads()} threads; {name} ({chosen.reason})"
     with chosen.autocast():
-        assert nn.Linear(4, 4)(torch.ones(1, 4)).dtype is torch.float32
+        assert nn.Linear(4, 4)(torch.ones(1, 4)).dtype is chosen.dtype
 
 
 def test_bf16_on_a_cpu():

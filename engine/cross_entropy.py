@@ -1,0 +1,74 @@
+"""The output projection and its cross-entropy in one, some rows at a time: all logits at once are never in memory.
+
+N tokens, D model width, V vocabulary, R rows of one slice.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LOGITS_AT_ONCE = 2**23  # numbers in one slice of logits: 32 MiB in fp32
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor, label_smoothing=0.0) -> Tensor:
+    """Cross-entropy in nats of the logits `hidden @ weight.T + bias`, summed: (N, D), (V, D), (V,), (N,) → scalar.
+
+    The same as `F.cross_entropy` of `F.linear`, with `reduction="sum"`; a token's loss is at most 87 nats. PyTorch's own
+    `F.linear_cross_entropy` (since 2.13) holds all logits as soon as there is label smoothing.
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    # A compiler fuses these two itself; the gradients of fp16, made here before the loss is scaled up, would vanish.
+    if not SlicedCrossEntropy.enabled or torch.compiler.is_compiling() or dtype == torch.float16:
+        logits = F.linear(hidden, weight, bias)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return F.cross_entropy(logits.to(wide), target, label_smoothing=label_smoothing, reduction="sum")
+    with torch.autocast(device, enabled=False):
+        return SlicedCrossEntropy.apply(hidden, weight, bias, target, label_smoothing, dtype)
+
+
+class SlicedCrossEntropy(torch.autograd.Function):
+    """The gradient of a slice of logits follows from their softmax, so it is made, used and dropped in the forward pass.
+
+    With smoothing s a token's loss is −log p(truth) + s · (logit of the truth − mean logit), so the gradient of its logits is
+    p − (1 − s) · [truth] − s / V. The mean logit is the logit of the mean weight: it needs no pass over the logits.
+    """
+
+    enabled = True  # False: all logits at once, to compare with
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, target, smoothing, dtype):
+        """Matrix products in `dtype`, sums in the format of the weights."""
+        narrow, narrow_weight = hidden.to(dtype), weight.to(dtype)
+        share, mean_weight = smoothing / len(weight), weight.mean(0)  # (D,)
+        hidden_sum = hidden.sum(0, dtype=weight.dtype)  # (D,)
+        loss = -smoothing * (hidden_sum @ mean_weight + len(hidden) * bias.mean())
+        hidden_grad = torch.empty_like(narrow)  # (N, D)
+        weight_grad = (-share * hidden_sum).repeat(len(weight), 1)  # (V, D)
+        bias_grad = torch.full_like(bias, -share * len(hidden))  # (V,)
+        rows = max(1, LOGITS_AT_ONCE // len(weight))
+        for first in range(0, len(hidden), rows):
+            some, truth = narrow[first : first + rows], target[first : first + rows, None]  # (R, D), (R, 1)
+            logits = F.linear(some, narrow_weight, bias.to(dtype))  # (R, V)
+            loss += smoothing * logits.gather(1, truth).sum(dtype=loss.dtype)
+            p = logits.softmax(-1)  # (R, V)
+            loss -= p.gather(1, truth).clamp_min(torch.finfo(dtype).tiny).to(loss.dtype).log().sum()
+            torch.mm(p, narrow_weight, out=hidden_grad[first : first + rows])
+            weight_grad = add_product(weight_grad, p.t(), some)
+            bias_grad += p.sum(0, dtype=bias.dtype)
+        # The truth's part apart, in the format of the weights: bf16 would round 0.9 by 0.2 % in every token alike.
+        hidden_grad = hidden_grad - (1 - smoothing) * weight[target] - smoothing * mean_weight
+        weight_grad.index_add_(0, target, hidden.to(weight.dtype), alpha=smoothing - 1)
+        bias_grad.index_add_(0, target, torch.ones_like(target, dtype=bias.dtype), alpha=smoothing - 1)
+        ctx.save_for_backward(hidden_grad.to(hidden.dtype), weight_grad, bias_grad)
+        return loss
+
+    @staticmethod
+    def backward(ctx, upstream):
+        """The gradients wait; a loss is a scalar, so they only need its own gradient as a factor."""
+        return *(gradient * upstream for gradient in ctx.saved_tensors), None, None, None
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """total + left @ right, in place where the formats are the same."""
+    return total.addmm_(left, right) if total.dtype == left.dtype else total.add_(left @ right)
