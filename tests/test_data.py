@@ -11,7 +11,7 @@ from conftest import reversed_digits, write_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import BucketSampler, Collate, TokenizedPairs, TokenWriter, collate_for, cut_batches, prepare
+from data import BucketSampler, Collate, TokenizedPairs, TokenWriter, collate_for, cut_batches, order_by_length, prepare
 from engine.errors import UserError
 from text.cleaning import held_out_rows
 from text.rows import find_text
@@ -83,15 +83,74 @@ def test_cut_batches(widths, budget, smallest):
         assert size * widths[first : first + size].max() <= budget or size < 2 * smallest
 
 
-def test_similar_lengths_share_a_batch():
-    random = np.random.default_rng(0)
-    lengths = as_lengths(np.stack([random.integers(3, 60, 5000)] * 2, 1) + random.integers(0, 3, (5000, 2)))
+def plainly_cut(widths, budget, smallest):
+    """Pair by pair: as many as fit, but at least `smallest`."""
+    bounds = [0]
+    while bounds[-1] < len(widths):
+        last = bounds[-1] + 1
+        while last < len(widths) and (last + 1 - bounds[-1]) * max(widths[bounds[-1] : last + 1]) <= budget:
+            last += 1
+        bounds.append(min(len(widths), max(last, bounds[-1] + smallest)))
+    return bounds
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=100), st.integers(1, 300), st.integers(1, 4))
+def test_batches_are_cut_as_if_pair_by_pair(widths, budget, smallest):
+    plain, cut = plainly_cut(widths, budget, smallest), cut_batches(np.array(widths), budget, smallest)
+    assert cut[:-2] == plain[: len(cut) - 2]  # the last bounds move where the rest is too small to stand alone
+
+
+def padding_share(lengths, sampler):
     real = places = 0
-    for rows in BucketSampler(lengths, 2000).epoch_plan(0):
+    for rows in sampler.epoch_plan(0):
         for side in ("source", "target"):
             widths = lengths[side][rows] + 1
             real, places = real + widths.sum(), places + len(rows) * widths.max()
-    assert 1 - real / places < 0.05
+    return 1 - real / places
+
+
+@pytest.mark.parametrize("pairs, budget", [(100_000, 4096), (400_000, 16384)])
+def test_similar_lengths_share_a_batch(pairs, budget):
+    random = np.random.default_rng(0)
+    meaning = random.normal(3.1, 0.7, (pairs, 1)) + random.normal(0, 0.2, (pairs, 2))  # as in text: the sides differ
+    lengths = as_lengths(np.exp(meaning).clip(1, 200).astype(np.int32))
+    assert padding_share(lengths, BucketSampler(lengths, budget)) < 0.05
+
+
+@given(lengths_of_pairs)
+def test_neighbours_are_alike_and_equal_pairs_keep_their_order(pairs):
+    source, target = np.array(pairs, np.int16).T
+    order = order_by_length(source, target)
+    longer = np.maximum(source, target)[order]
+    assert (np.diff(longer) >= 0).all()
+    for length in np.unique(longer):
+        step = np.diff((source - target)[order][longer == length])
+        assert (step <= 0).all() if length % 2 else (step >= 0).all()
+    same = np.diff(order)[(np.diff(source[order]) == 0) & (np.diff(target[order]) == 0)]
+    assert (same > 0).all()
+
+
+@pytest.mark.parametrize("longest", [126, 127, 32766, 32767])
+def test_lengths_at_the_edge_of_their_bits(longest):
+    lengths = as_lengths([(longest, 1), (1, longest), (longest, longest), (5, 5)])
+    sampler = BucketSampler(lengths, longest + 1)
+    rows = [row for batch in sampler.epoch_plan(0) for row in batch.tolist()]
+    assert sorted(rows) == [0, 1, 2, 3]
+    tokens = sampler.target_tokens(0)
+    assert sum(next(tokens) for _ in range(sampler.steps_per_epoch)) == 2 * (longest + 1) + 2 + 6
+
+
+def test_an_epoch_is_planned_once_and_in_16_bits(monkeypatch):
+    """What makes ten million pairs start in seconds: radix-sorted lengths, one plan for batches and token counts."""
+    lengths, calls = as_lengths([(n % 50 + 1, n % 41 + 1) for n in range(2000)]), []
+    sampler = BucketSampler(lengths, 200)
+    assert sampler.source.itemsize <= 2 and sampler.target.itemsize <= 2
+    monkeypatch.setattr("data.order_by_length", lambda *sides: calls.append(1) or order_by_length(*sides))
+    batches, tokens = iter(sampler), sampler.target_tokens(0)
+    for _ in range(sampler.steps_per_epoch + 1):
+        rows = next(batches)
+        assert next(tokens) == (lengths["target"][rows] + 1).sum()
+    assert len(calls) == 2  # two epochs were begun
 
 
 def test_more_micro_batches_than_pairs_is_an_error():
@@ -131,6 +190,16 @@ def test_token_store_round_trip(tmp_path):
     assert [(source.tolist(), target.tolist()) for source, target in map(store.__getitem__, range(len(store)))] == pairs
     assert store[0][0].dtype == np.uint16 and store[0][1].dtype == np.int32  # as small as the vocabulary allows
     assert pickle.loads(pickle.dumps(store))[1][1].tolist() == [9, 10, 11]  # as a DataLoader worker gets it
+
+
+def test_flat_and_nested_sentences_are_written_alike(tmp_path):
+    nested, flat = (TokenWriter(tmp_path / name, {"source": 400}) for name in ("nested", "flat"))
+    nested.write("source", [[5, 6], [], [300]])
+    flat.write_flat("source", np.array([5, 6, 300]), np.array([2, 0, 1]))
+    for writer in (nested, flat):
+        writer.close()
+    for name in ("source.ids.npy", "source.lengths.npy"):
+        assert (tmp_path / "nested" / name).read_bytes() == (tmp_path / "flat" / name).read_bytes()
 
 
 @pytest.fixture
@@ -212,3 +281,5 @@ def test_real_data(real_data, tmp_path):
     batch = collate_for(prepared)([prepared.train[row] for row in next(iter(sampler))])
     places = batch.src.numel() + batch.tgt_in.numel()
     assert 1 - (batch.source_tokens + batch.target_tokens) / places < 0.1
+    for budget in (4096, 16384):
+        assert padding_share(prepared.train.lengths, BucketSampler(prepared.train.lengths, budget)) < 0.05

@@ -7,13 +7,26 @@ from string import ascii_lowercase
 import pytest
 import regex
 from conftest import reversed_digits
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import UserError
 from text import subwords
 from text.cleaning import LONGEST_TOKEN, normalise
-from text.subwords import BOS, BYTES, EOS, PAD, decode, encode, load_tokenizer, special_ids, train_tokenizer
+from text.subwords import (
+    BOS,
+    BYTES,
+    EOS,
+    PAD,
+    commonest_characters,
+    decode,
+    encode,
+    encode_flat,
+    encodes_words_alone,
+    load_tokenizer,
+    special_ids,
+    train_tokenizer,
+)
 
 LINES = [text for pair in reversed_digits(300) for text in pair]
 LINES += ["今天天气怎么样？", "价格是1998元，2024年涨到2024元。", "It's 2024, isn't it? <s> 50% of 1998…"] * 5
@@ -231,3 +244,46 @@ def test_no_tokenizer_there(tmp_path):
     (tmp_path / "empty" / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="no tokenizer can be read from this folder"):
         load_tokenizer(str(tmp_path / "empty"))
+
+
+# ---------------------------------------------------------------- fast and the same
+
+
+def plainly(tokenizer, lines):
+    rows = encode(tokenizer, lines)
+    return [token for row in rows for token in row], [len(row) for row in rows]
+
+
+UNTIDY = ["", " ", "a  b", " a", "a ", "▁", "a▁b", "x ▁a", "<s> </s>", "two\tthree", "鸞 <0x41>", "three three"]
+
+
+@pytest.mark.parametrize("lines", [[], LINES, LINES[:1], *[[line] for line in UNTIDY], [*UNTIDY, *LINES]])
+def test_words_apart_give_the_ids_of_whole_lines(tokenizer, lines):
+    ids, lengths = encode_flat(tokenizer, lines)
+    assert (ids.tolist(), lengths.tolist()) == plainly(tokenizer, lines)
+
+
+@given(st.lists(st.text(alphabet="ab今天鸞1,'<s>/ ▁é\u0301", max_size=20), max_size=8))
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_words_apart_give_the_ids_of_any_lines(tokenizer, lines):
+    ids, lengths = encode_flat(tokenizer, lines)
+    assert (ids.tolist(), lengths.tolist()) == plainly(tokenizer, lines)
+
+
+def test_only_our_own_cut_makes_words_stand_alone(tokenizer, bert, tmp_path):
+    assert encodes_words_alone(tokenizer) and not encodes_words_alone(bert)
+    tokenizer.save_pretrained(tmp_path / "own")
+    loaded = load_tokenizer(str(tmp_path / "own"))
+    assert encodes_words_alone(loaded)
+    loaded.add_tokens(["three four"])  # found across the space, before anything is cut
+    assert not encodes_words_alone(loaded)
+    for one in (bert, loaded):
+        ids, lengths = encode_flat(one, ["the weathers", "three four five"])
+        assert (ids.tolist(), lengths.tolist()) == plainly(one, ["the weathers", "three four five"])
+
+
+def test_equally_rare_characters_are_chosen_alike_every_time():
+    lines = [chr(0x4E00 + number) + "a" for number in range(3000)]  # each once: the library would draw lots
+    first, second = (train_tokenizer(lines, 600).backend_tokenizer.to_str() for _ in range(2))
+    assert first == second
+    assert commonest_characters(["bca a", "b"], 3) == ["▁", "a", "b"] and commonest_characters([], 5) == ["▁"]
