@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LOGITS_AT_ONCE = 2**23  # numbers in one slice of logits: 32 MiB in fp32
+# Numbers in one slice of logits: on a CPU what its cache holds (32 MiB in fp32), on a GPU enough to keep it busy.
+LOGITS_AT_ONCE = {"cpu": 2**23, "cuda": 2**26}
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor, label_smoothing=0.0) -> Tensor:
@@ -46,7 +47,7 @@ class SlicedCrossEntropy(torch.autograd.Function):
         hidden_grad = torch.empty_like(narrow)  # (N, D)
         weight_grad = (-share * hidden_sum).repeat(len(weight), 1)  # (V, D)
         bias_grad = torch.full_like(bias, -share * len(hidden))  # (V,)
-        rows = max(1, LOGITS_AT_ONCE // len(weight))
+        rows = max(1, LOGITS_AT_ONCE[hidden.device.type] // len(weight))
         for first in range(0, len(hidden), rows):
             some, truth = narrow[first : first + rows], target[first : first + rows, None]  # (R, D), (R, 1)
             logits = F.linear(some, narrow_weight, bias.to(dtype))  # (R, V)

@@ -1,5 +1,7 @@
 """The sliced cross-entropy gives what the plain one gives, and holds a fraction of the memory."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,11 +34,8 @@ def plain(hidden, weight, bias, target, smoothing):
 def test_as_the_plain_one_in_float64(tokens, width, vocabulary, smoothing, at_once):
     tensors, target = problem(tokens, width, vocabulary)
     expected = loss_and_gradients(plain, tensors, target, smoothing)
-    before, under_test.LOGITS_AT_ONCE = under_test.LOGITS_AT_ONCE, at_once  # a slice may be one row
-    try:
+    with mock.patch.dict(under_test.LOGITS_AT_ONCE, cpu=at_once):  # a slice may be one row
         found = loss_and_gradients(linear_cross_entropy, tensors, target, smoothing)
-    finally:
-        under_test.LOGITS_AT_ONCE = before
     for one, other in zip(expected, found):
         assert torch.allclose(one, other, rtol=1e-11, atol=1e-11)
 
@@ -96,10 +95,6 @@ def test_the_logits_are_never_all_in_memory():
             largest = max([largest, *(t.numel() for t in torch.utils._pytree.tree_leaves(out) if torch.is_tensor(t))])
             return out
 
-    before, under_test.LOGITS_AT_ONCE = under_test.LOGITS_AT_ONCE, 2**20
-    try:
-        with Watch():
-            linear_cross_entropy(*tensors, target, 0.1).backward()
-    finally:
-        under_test.LOGITS_AT_ONCE = before
+    with mock.patch.dict(under_test.LOGITS_AT_ONCE, cpu=2**20), Watch():
+        linear_cross_entropy(*tensors, target, 0.1).backward()
     assert 0 < largest <= 2**20
