@@ -96,7 +96,7 @@ def decode(task, corpus) -> None:
     words = fairseq_task.target_dictionary
 
     def once():
-        outputs = [[]] * len(corpus.test)
+        outputs = [[]] * len(fairseq_task.dataset("test"))  # always all of them, whatever --rows says
         batches = fairseq_task.get_batch_iterator(
             fairseq_task.dataset("test"), max_sentences=task.batch, required_batch_size_multiple=1
         ).next_epoch_itr(shuffle=False)

@@ -39,7 +39,7 @@ def settings(task, corpus, updates: int) -> Path:
 
     special = {"unk_token": "<unk>", "unk_id": 0, "pad_token": "<pad>", "pad_id": 1, "bos_token": "<s>", "bos_id": 2,
                "eos_token": "</s>", "eos_id": 3}  # fmt: skip
-    data = {"train": str(corpus.folder / "train"), "dev": str(folder / "test"), "test": str(folder / "test"),
+    data = {"train": str(corpus.folder / "train"), "dev": str(folder / "dev"), "test": str(folder / "test"),
             "dataset_type": "plain", "src": language("src"), "trg": language("tgt"), "special_symbols": special}  # fmt: skip
     testing = {"n_best": 1, "beam_size": 1, "batch_size": task.batch, "batch_type": "sentence", "eval_metrics": [],
                "max_output_length": task.length or 100, "min_output_length": task.length or 1, "generate_unk": False}  # fmt: skip
@@ -47,14 +47,15 @@ def settings(task, corpus, updates: int) -> Path:
                 "scheduling": "noam", "learning_rate_factor": 0.5, "learning_rate_warmup": 4000,
                 "normalization": "tokens", "loss": "crossentropy", "label_smoothing": LABEL_SMOOTHING,
                 "batch_size": TOKENS_PER_BATCH, "batch_type": "token", "epochs": 1000, "updates": updates,
-                "validation_freq": updates, "logging_freq": 20, "overwrite": True, "shuffle": True,
+                "validation_freq": updates, "logging_freq": min(20, updates - 1), "overwrite": True, "shuffle": True,
                 "print_valid_sents": [], "keep_best_ckpts": 1}  # fmt: skip
     model = {"initializer": "xavier_uniform", "embed_initializer": "xavier_uniform", "tied_embeddings": False,
              "tied_softmax": False, "encoder": stack(LAB["num_encoder_layers"]),
              "decoder": stack(LAB["num_decoder_layers"])}  # fmt: skip
-    for side in ("src", "tgt"):  # its development set, which it wants even where it is not looked at
+    for side in ("src", "tgt"):
         lines = (corpus.folder / f"test.{side}").read_text(encoding="utf-8").splitlines(keepends=True)
-        (folder / f"test.{side}").write_text("".join(lines[: len(corpus.test)]), encoding="utf-8")
+        for name, count in (("test", len(corpus.test)), ("dev", 2)):  # it always wants to validate once
+            (folder / f"{name}.{side}").write_text("".join(lines[:count]), encoding="utf-8")
     everything = {"name": "benchmark", "joeynmt_version": "2.3.0", "model_dir": str(folder / "model"), "use_cuda": False,
                   "fp16": False, "data": data, "testing": testing, "training": training, "model": model}  # fmt: skip
     path = folder / f"settings-{task.what}-{updates}.yaml"
