@@ -21,7 +21,8 @@ class ByteDropout(nn.Dropout):
 def drop_by_bytes(x: Tensor, p: float) -> Tensor:
     """x with each number set to 0 with probability p, rounded to 256ths, and the others scaled to keep the mean."""
     zeros = round(p * 256)  # of the 256 values of a byte
-    if not ByteDropout.enabled or x.device.type != "cpu" or not 0 < zeros < 256:
+    for_bytes = ByteDropout.enabled and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not for_bytes or not 0 < zeros < 256:
         return nn.functional.dropout(x, p)
     draws = torch.empty(-(-x.numel() // 8), dtype=torch.int64).random_(-(2**63), None)  # all 64 bits
     keep = draws.view(torch.uint8)[: x.numel()].view(x.shape)
