@@ -22,8 +22,8 @@ class BatchedAttention(nn.MultiheadAttention):
     def forward(self, query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None,
                 average_attn_weights=True, is_causal=False):  # fmt: skip
         """As the stock one: (B, T, D), (B, S, D), (B, S, D) → (B, T, D), and None for the weights."""
-        plain = not self.enabled or query.device.type != "cpu" or need_weights or not self.batch_first or key is not value
-        if plain or attn_mask is not None and attn_mask.dim() != 2:
+        takes_masks = not is_causal if attn_mask is None else attn_mask.dim() == 2
+        if need_weights or key is not value or not takes_masks or not self._is_for(query):
             return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights,
                                    is_causal)  # fmt: skip
         if query is key:
@@ -37,6 +37,12 @@ class BatchedAttention(nn.MultiheadAttention):
             weights = drop_by_bytes(weights, self.dropout)
         seen = torch.bmm(weights, v).unflatten(0, (-1, self.num_heads)).transpose(1, 2).flatten(2)  # (B, T, D)
         return self.out_proj(seen), None
+
+    def _is_for(self, query: Tensor) -> bool:
+        """Whether this is the common case; for all others there is the stock attention."""
+        usual = self.batch_first and self._qkv_same_embed_dim and self.in_proj_bias is not None
+        extras = self.bias_k is not None or self.add_zero_attn
+        return self.enabled and query.device.type == "cpu" and query.dim() == 3 and usual and not extras
 
     def _heads(self, x: Tensor, first: int, last: int) -> Tensor:
         """(B, T, D) → those of query 0, key 1, value 2 from first to last: (last − first, B·H, T, W)"""

@@ -41,7 +41,9 @@ def results(attention, query, memory, **masks):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 9), st.sampled_from([(4, 1), (12, 3), (8, 8)]), st.booleans())
+@given(
+    st.integers(1, 4), st.integers(1, 9), st.integers(1, 9), st.sampled_from([(4, 1), (12, 3), (8, 8)]), st.booleans()
+)
 def test_as_the_stock_attention_in_float64(rows, queries, keys, sizes, mask_is_float):
     stock, fast = twins(*sizes)
     query, memory = torch.randn(rows, queries, sizes[0]).double(), torch.randn(rows, keys, sizes[0]).double()
@@ -95,6 +97,26 @@ def test_what_it_is_not_for_goes_the_stock_way(call):
     x = torch.randn(2, 3, 8)
     for plain, ours in zip(stock(x, x, x, **call), fast(x, x, x, **call)):
         assert torch.equal(plain, ours)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(bias=False), dict(add_bias_kv=True), dict(add_zero_attn=True), dict(kdim=8, vdim=8)]
+)
+def test_uncommon_attentions_go_the_stock_way(options):
+    torch.manual_seed(0)
+    stock = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+    x = torch.randn(2, 3, 8)
+    plain = stock(x, x, x, need_weights=False)[0]
+    stock.__class__ = BatchedAttention
+    assert torch.equal(stock(x, x, x, need_weights=False)[0], plain)
+    assert torch.allclose(stock(x[0], x[0], x[0], need_weights=False)[0], plain[0])  # no batch dimension
+
+
+def test_a_causal_hint_without_its_mask_is_refused_as_ever():
+    _, fast = twins(8, 2, torch.float32)
+    x = torch.randn(2, 3, 8)
+    with pytest.raises(RuntimeError, match="attn_mask"):
+        fast(x, x, x, need_weights=False, is_causal=True)
 
 
 def test_bfloat16_autocast_is_close():
