@@ -53,6 +53,7 @@ import torch
 from data import Collate, cut_batches
 from decoding import Translations, pack, translate_lines
 from engine import distributed, quantized
+from engine.allocator import keep_freed_memory
 from engine.precision import Precision, choose_precision
 from engine.telemetry import progress
 from model import Translator
@@ -66,6 +67,8 @@ from trained import Trained, choose_checkpoint, load_trained
 def evaluate(config: Config) -> None:
     """Load, translate, score, print; rank 0 alone prints."""
     world = distributed.start(config.device)
+    if world.device.type == "cpu":
+        keep_freed_memory()
     say = print if world.is_main else lambda *_: None
     int8 = config.precision == "int8"
     if int8:

@@ -1,4 +1,4 @@
-"""Greedy decoding on a CPU with weights laid out for it once: what `decoding.step` computes, about twice as fast.
+"""Greedy decoding on a CPU with weights laid out for it once: what `decoding.step` computes, in less time.
 
     packed = PackedTranslator(model)                    # or int8=True
     cache = packed.start(src, src_pad)
@@ -200,7 +200,7 @@ def feed_forward(layer: dict, x: Tensor) -> Tensor:
 
 @contextmanager
 def small_products() -> Iterator[None]:
-    """The many small products of attention go to MKL, which is twice as fast at them as oneDNN; packed weights do not care."""
+    """The many small products of attention go to MKL instead of oneDNN; packed weights do not care."""
     chosen = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

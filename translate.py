@@ -34,6 +34,7 @@ from collections.abc import Iterator
 
 from decoding import pack, translate_lines
 from engine import distributed, quantized
+from engine.allocator import keep_freed_memory
 from engine.precision import choose_precision
 from trained import load_trained
 
@@ -43,6 +44,8 @@ LINES_AT_ONCE = 2000  # of a file: enough to sort by length, few enough to see r
 def translate(config: Config) -> None:
     """Translate the arguments, the lines of standard input, or what is typed at a prompt."""
     device = distributed.choose_device(config.device, 0)
+    if device.type == "cpu":
+        keep_freed_memory()
     int8 = config.precision == "int8"
     if int8:
         quantized.check_int8(device, config.beam)

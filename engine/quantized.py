@@ -35,7 +35,7 @@ def pack_int8(weight: Tensor, bias: Tensor) -> Callable[[Tensor], Tensor]:
         warnings.filterwarnings("ignore", message=".*quantize_per_channel", category=UserWarning)
         rounded = torch.quantize_per_channel(weight, scale, torch.zeros_like(scale, dtype=torch.long), 0, torch.qint8)
     chosen = torch.backends.quantized.engine
-    torch.backends.quantized.engine = "fbgemm"  # oneDNN's is as fast, but keeps one shape and is not made for threads
+    torch.backends.quantized.engine = "fbgemm"  # the one whose use from several threads is tested
     try:
         packed = torch.ops.quantized.linear_prepack(rounded, bias)
     finally:
