@@ -29,7 +29,7 @@ from text.rows import ParallelText
 from text.store import TokenizedPairs, TokenWriter
 from text.subwords import encode, encode_flat, load_tokenizer, special_ids, train_tokenizer
 
-FORMAT = 1  # of the token store; raise it when its content changes, and old caches are left alone
+FORMAT = 2  # of the token store; raise it when its content changes, and old caches are left alone
 TOKENIZER_LINES = 200_000  # sentences that a tokenizer is trained on; more change little
 CHUNK = 20_000  # sentences tokenised at once
 VALIDATION_ROWS = 4000  # rows of validation used while training; evaluate.py scores all
