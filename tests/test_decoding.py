@@ -114,7 +114,7 @@ def test_each_step_gives_the_stock_model_s_logits(norm_first):
 @pytest.mark.parametrize("seed", range(3))
 def test_packed_greedy_equals_the_plain_step_in_float64(norm_first, seed):
     model = make_model(norm_first, seed=seed)
-    src, src_pad = COLLATE.pad_sources(make_sources(30, seed, longest=40))  # outputs of several blocks of the cache
+    src, src_pad = COLLATE.pad_sources(make_sources(70, seed, longest=40))  # encoded in parts; several blocks of cache
     limits = output_limit((~src_pad).sum(1), model.config.max_length)
     plain = greedy(model, src, src_pad, limits, BOS, EOS)
     assert torch.equal(greedy(model, src, src_pad, limits, BOS, EOS, PackedTranslator(model)), plain)

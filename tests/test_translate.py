@@ -132,7 +132,7 @@ def test_beams(called, reference, monkeypatch):
 
     monkeypatch.setattr(script, "translate_lines", spy)
     out, _ = called("一二三", "四五", beam=3, length_penalty=0.9)
-    assert seen == [{"beam": 3, "length_penalty": 0.9}]
+    assert seen == [{"beam": 3, "length_penalty": 0.9, "packed": None}]
     assert out.splitlines() == reference(["一二三", "四五"], beam=3, length_penalty=0.9)
 
 
