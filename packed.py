@@ -9,8 +9,9 @@
  - query, key and value of a head stand side by side, so that one product gives all three without a copy;
  - the 1/√W of attention and the √D of the embedding are folded into the weights;
  - one query a row is too little work for a fused attention kernel: two batched products and a softmax are faster;
+ - the source is encoded a few sentences at a time, each part padded to its own longest only;
  - the cache grows by blocks of 16 tokens, one vector of 16 floats in a softmax, and only what is filled is ever copied;
- - the likeliest token is found piece by piece, while a piece of the logits is still in the core's cache.
+ - the likeliest token is found piece by piece, while a piece of the logits is still in a cache.
 Letters in shape comments as in `decoding`; R = B·H rows and heads, L tokens of cache in use.
 """
 
@@ -23,12 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.quantized import pack_int8
+from engine.quantized import pack_int8, pack_int8_wide, round_input, wide_is_possible
 from model import Translator
 
 TOKENS_PER_BLOCK = 16
-VOCABULARY_PIECE = 2048  # logits computed at once: 128 rows of them are 1 MiB, a core's second-level cache
+VOCABULARY_PIECE = 4096  # logits computed at once: 128 rows of them are 2 MiB
 SEARCH_BLOCK = 64  # `argmax` takes one number at a time, `amax` 16: find the block first, then the place in it
+ROWS_ENCODED = 32  # sentences encoded at once: neighbours in length, so that they need little padding
 TYPICAL_ROWS = 128  # a layout good for this many rows is good for others
 
 
@@ -68,6 +70,7 @@ class PackedTranslator:
     def __init__(self, model: Translator, int8: bool = False):
         self.model = model
         self.pack = pack_int8 if int8 else pack_linear
+        self.wide_int8 = int8 and wide_is_possible()
         self.encoder = [self.pack_layer(layer) for layer in model.transformer.encoder.layers]
         self.decoder = [self.pack_layer(layer) for layer in model.transformer.decoder.layers]
         self.target_embedding = model.target_embedding.weight * math.sqrt(model.config.d_model)
@@ -99,19 +102,27 @@ class PackedTranslator:
         for number, (weight, bias) in enumerate(pieces):
             missing = -len(weight) % SEARCH_BLOCK
             weight, bias = F.pad(weight, (0, 0, 0, missing)), F.pad(bias, (0, missing), value=-math.inf)
-            yield number * VOCABULARY_PIECE, self.pack(weight, bias)
+            packed = pack_int8_wide(weight, bias, TYPICAL_ROWS) if self.wide_int8 else self.pack(weight, bias)
+            yield number * VOCABULARY_PIECE, packed
 
     def start(self, src: Tensor, src_pad: Tensor) -> PackedCache:
-        """Encode (B, S)."""
+        """Encode (B, S), padded behind; of what is in order of length the least padding is computed."""
         config = self.model.config
         heads, (batch, length) = config.nhead, src.shape
-        memory = self.encode(src, src_pad)  # (B·S, D)
-        mask = memory.new_zeros(src.shape).masked_fill_(src_pad, -math.inf)
+        mask = self.target_embedding.new_zeros(src.shape).masked_fill_(src_pad, -math.inf)
         mask = mask[:, None].repeat_interleave(heads, 0)  # (R, 1, S)
-        cache = PackedCache(heads, memory.new_full((config.max_length + TOKENS_PER_BLOCK,), -math.inf), mask)
-        for layer in self.decoder:
-            both = layer["source"](memory).view(batch, length, heads, 2, -1)
-            keys, values = both.permute(3, 0, 2, 1, 4).flatten(1, 2)  # (R, S, W) each
+        cache = PackedCache(heads, mask.new_full((config.max_length + TOKENS_PER_BLOCK,), -math.inf), mask)
+        # Zeros, because what is masked is multiplied all the same.
+        sources = [mask.new_zeros(2, batch, heads, length, config.d_model // heads) for _ in self.decoder]
+        for first in range(0, batch, ROWS_ENCODED):
+            rows = slice(first, first + ROWS_ENCODED)
+            longest = int((~src_pad[rows]).sum(1).max())
+            memory = self.encode(src[rows, :longest], src_pad[rows, :longest])  # (rows·longest, D)
+            for layer, source in zip(self.decoder, sources):
+                both = layer["source"](memory).view(-1, longest, heads, 2, source.size(-1))
+                source[:, rows, :, :longest] = both.permute(3, 0, 2, 1, 4)
+        for source in sources:
+            keys, values = source.flatten(1, 2)  # (R, S, W) each
             cache.source_keys.append(keys)
             cache.source_values.append(values)
             cache.own_keys.append(keys[:, :0])
@@ -121,11 +132,11 @@ class PackedTranslator:
     def encode(self, src: Tensor, src_pad: Tensor) -> Tensor:
         """(B, S) → (B·S, D)"""
         model = self.model
-        look = ~src_pad[:, None, None, :]  # (B, 1, 1, S)
-
         x = model.embed(model.source_embedding, src).flatten(0, 1)  # (B·S, D)
+        mask = x.new_zeros(src.shape).masked_fill_(src_pad, -math.inf)[:, None]  # (B, 1, S)
+        mask = mask.repeat_interleave(model.config.nhead, 0)  # (R, 1, S)
         for layer in self.encoder:
-            x = add_and_norm(layer, "norm1", x, attend_each_other, look)
+            x = add_and_norm(layer, "norm1", x, attend_each_other, mask)
             x = add_and_norm(layer, "norm2", x, feed_forward)
         return model.transformer.encoder.norm(x)
 
@@ -144,8 +155,9 @@ class PackedTranslator:
     def likeliest(self, x: Tensor) -> Tensor:
         """(B, D) → (B,) the token with the largest logit; of equal ones the first, as `argmax` has it."""
         rows, best, token = torch.arange(len(x)), None, None
+        x = round_input(x) if self.wide_int8 else x  # once for all pieces
         for first, linear in self.output:
-            blocks = linear(x).view(len(x), -1, SEARCH_BLOCK)
+            blocks = linear(x).view(len(rows), -1, SEARCH_BLOCK)
             largest, block = blocks.amax(-1).max(-1)  # (B,) each
             found = blocks[rows, block].argmax(-1).add_(block, alpha=SEARCH_BLOCK).add_(first)
             if best is None:
@@ -164,11 +176,12 @@ def add_and_norm(layer: dict, norm: str, x: Tensor, sublayer: Callable, *argumen
     return norm(x + sublayer(layer, x, *arguments))
 
 
-def attend_each_other(layer: dict, x: Tensor, look: Tensor) -> Tensor:
-    """Self-attention of the encoder, `look` (B, 1, 1, S) True = here: (B·S, D) → (B·S, D)"""
-    heads = layer["own"](x).view(len(look), look.size(-1), layer["layer"].self_attn.num_heads, 3, -1)
-    query, key, value = heads.permute(3, 0, 2, 1, 4)  # (B, H, S, W) each
-    seen = F.scaled_dot_product_attention(query, key, value, attn_mask=look, scale=1.0)
+def attend_each_other(layer: dict, x: Tensor, mask: Tensor) -> Tensor:
+    """Self-attention of the encoder: (B·S, D), added mask (R, 1, S) → (B·S, D)"""
+    heads, length = layer["layer"].self_attn.num_heads, mask.size(-1)
+    split = layer["own"](x).view(-1, length, heads, 3, x.size(-1) // heads)  # (B, S, H, 3, W)
+    query, key, value = split.permute(3, 0, 2, 1, 4).flatten(1, 2)  # (R, S, W) each
+    seen = attend(query, key, value, mask).unflatten(0, (-1, heads))  # (B, H, S, W)
     return layer["own_out"](seen.transpose(1, 2).reshape(x.shape))
 
 
@@ -188,8 +201,8 @@ def attend_source(layer: dict, x: Tensor, cache: PackedCache, index: int) -> Ten
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """(R, 1, W), (R, L, W), (R, L, W), added mask → (R, 1, W)"""
-    scores = torch.baddbmm(mask, query, keys.transpose(1, 2))  # (R, 1, L)
+    """(R, T, W), (R, L, W), (R, L, W), added mask → (R, T, W); T is 1 in the decoder"""
+    scores = torch.baddbmm(mask, query, keys.transpose(1, 2))  # (R, T, L)
     return torch.bmm(scores.softmax(-1), values)
 
 
