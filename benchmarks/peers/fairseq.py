@@ -20,7 +20,7 @@ from benchmarks.peers.contest import (
     run_peer,
     time_decoding,
     work_folder,
-)  # fmt: skip
+)
 
 
 def binarise(corpus):

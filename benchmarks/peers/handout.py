@@ -18,7 +18,7 @@ from benchmarks.peers.contest import (
     TrainingClock,
     run_peer,
     time_decoding,
-)  # fmt: skip
+)
 
 LENGTH = 128
 SENTENCES = 32

@@ -16,10 +16,11 @@ from benchmarks.peers.contest import (
     LEARNING_RATE,
     TOKENS_PER_BATCH,
     TrainingClock,
+    restore_torch_load,
     run_peer,
     time_decoding,
     work_folder,
-)  # fmt: skip
+)
 
 
 def settings(task, corpus, updates: int) -> Path:
@@ -92,8 +93,6 @@ def decode(task, corpus) -> None:
     """`joeynmt test` with the weights of two training steps."""
     from joeynmt import prediction
     from joeynmt.config import load_config
-
-    from benchmarks.peers.contest import restore_torch_load
 
     restore_torch_load()
     folder = work_folder(corpus, "joeynmt")

@@ -22,7 +22,7 @@ from benchmarks.peers.contest import (
     run_peer,
     sorted_batches,
     time_decoding,
-)  # fmt: skip
+)
 from benchmarks.peers.handout import cut, padded
 from data import BucketSampler
 

@@ -22,14 +22,19 @@ from benchmarks.peers.contest import (
     run_peer,
     time_decoding,
     work_folder,
-)  # fmt: skip
+)
+
+
+def stub_absent() -> None:
+    """Empty modules in the place of those that only text transforms use."""
+    for absent in ("spacy", "fasttext"):
+        sys.modules[absent] = types.ModuleType(absent)
 
 
 def command(name: str, settings: dict) -> None:
     """`onmt_train` or `onmt_translate` with these options."""
     restore_torch_load()
-    for absent in ("spacy", "fasttext"):
-        sys.modules[absent] = types.ModuleType(absent)
+    stub_absent()
     words = [f"onmt_{name}"]
     for option, value in settings.items():
         words += [f"-{option}"] if value is True else [f"-{option}", str(value)]
@@ -67,8 +72,7 @@ def train(task, corpus) -> None:
     import torch
 
     torch.set_num_threads(task.threads)
-    for absent in ("spacy", "fasttext"):
-        sys.modules[absent] = types.ModuleType(absent)
+    stub_absent()
     from onmt.trainer import Trainer
 
     clock, accumulate = TrainingClock(task.seconds), Trainer._gradient_accumulation
@@ -91,8 +95,7 @@ def decode(task, corpus) -> None:
     folder = work_folder(corpus, "opennmt")
     if not (folder / "model_step_3.pt").exists():
         command("train", training_settings(corpus, steps=3))
-    for absent in ("spacy", "fasttext"):
-        sys.modules[absent] = types.ModuleType(absent)
+    stub_absent()
     from onmt.inference_engine import InferenceEnginePY
 
     translate = InferenceEnginePY._translate

@@ -17,7 +17,7 @@ from benchmarks.peers.contest import (
     TrainingClock,
     run_peer,
     time_decoding,
-)  # fmt: skip
+)
 from data import BucketSampler, Collate
 from engine.allocator import keep_freed_memory
 from engine.precision import choose_precision
@@ -55,6 +55,7 @@ def train(task, corpus) -> None:
 def decode(task, corpus) -> None:
     """Greedy `decoding.search`, as evaluate.py calls it; the weights are laid out beforehand, as the others' are loaded."""
     precision = choose_precision(torch.device("cpu"), "bf16" if task.variant == "bf16" else "fp32")
+    keep_freed_memory()
     model = build(corpus).eval()
     if task.weights:
         model.load_state_dict(torch.load(f"{task.weights}/weights.pt"))
