@@ -27,7 +27,7 @@ class Config:
     beam: int = flag(1, "hypotheses kept; 1: greedy, which is what counts", "How")
     length_penalty: float = flag(0.6, "favours long outputs; for beams only", "How")
     teacher_forced: bool = flag(False, "also print the teacher-forced token match, NOT a BLEU", "How")
-    precision: str = flag("auto", "number format (auto|fp32|bf16|fp16; int8: faster greedy decoding on a CPU)", "How")
+    precision: str = flag("auto", "auto, fp32, bf16, fp16; int8: faster greedy decoding on a CPU", "How")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
     out: str = flag("", "write the hypotheses here, one a line", "How")
 

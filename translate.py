@@ -18,7 +18,7 @@ class Config:
     ckpt: str = flag("", "run, checkpoint folder or weights file; the newest run", "Options")
     beam: int = flag(1, "hypotheses kept; 1: greedy", "Options")
     length_penalty: float = flag(0.6, "favours long outputs; for beams only", "Options")
-    precision: str = flag("auto", "number format (auto|fp32|bf16|fp16; int8: faster on a CPU)", "Options")
+    precision: str = flag("auto", "auto, fp32, bf16, fp16; int8: faster on a CPU", "Options")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Options")
 
     def __post_init__(self):
