@@ -40,7 +40,8 @@ install "$root/requirements.txt"
 if [ "$verb" = test ]; then
     install "$root/requirements-dev.txt"
     cd "$root"
-    "$python" -m ruff check . && "$python" -m ruff format --check .
+    "$python" -m ruff check .
+    "$python" -m ruff format --check .
     exec "$python" -m pytest "$@"
 fi
 

@@ -266,8 +266,8 @@ def set_up(config: Config) -> Training:
         gpu.start()
     return Training(
         config=config, world=world, run=run, locked=locked, log=log, precision=precision, prepared=prepared, model=model,
-        runner=wrap(SummedLoss(model, config.label_smoothing), config, world), parameters=parameters, optimizer=optimizer, plan=plan,
-        steps_per_epoch=sampler.steps_per_epoch,
+        runner=wrap(SummedLoss(model, config.label_smoothing), config, world), parameters=parameters,
+        optimizer=optimizer, plan=plan, steps_per_epoch=sampler.steps_per_epoch,
         eval_every=config.eval_every or min(1000, max(250, sampler.steps_per_epoch)),
         tokens_of_steps=sampler.target_tokens(state["step"]), micro_batches=iter(loader), validation=validation,
         telemetry=Telemetry(run, resume_step=state["step"] if config.resume else None, enabled=world.is_main), gpu=gpu,
@@ -287,9 +287,9 @@ def restore(resumed: Path, run: Path, prepared: Prepared, model: Translator, opt
     return state
 
 
-def wrap(model: Translator, config: Config, world: distributed.World) -> torch.nn.Module:
-    """The model as the loop calls it: compiled if asked, and one of many under DDP."""
-    runner = torch.compile(model, dynamic=True) if config.compile else model
+def wrap(loss: SummedLoss, config: Config, world: distributed.World) -> torch.nn.Module:
+    """The model's loss as the loop calls it: compiled if asked, and one of many under DDP."""
+    runner = torch.compile(loss, dynamic=True) if config.compile else loss
     if world.size == 1:
         return runner
     return DistributedDataParallel(runner, device_ids=[world.device] if world.device.type == "cuda" else None)
