@@ -10,7 +10,7 @@ tensorboard --logdir runs                          # watch
 
 from dataclasses import asdict, dataclass
 
-from engine.config import flag, load_config, parse_flags, save_config
+from engine.config import flag, parse_flags, save_config
 from engine.errors import UserError, run_script
 
 
@@ -85,10 +85,8 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a wro
     config = parse_flags(Config, "train a translation model; the result goes to runs/NAME")
 
 import contextlib
-import fcntl
 import json
 import math
-import signal
 import time
 from pathlib import Path
 
@@ -100,14 +98,23 @@ from data import BucketSampler, Prepared, collate_for, load_prepared, prepare
 from engine import checkpoint, distributed, schedule
 from engine.allocator import keep_freed_memory
 from engine.precision import Precision, choose_precision
+from engine.run import (
+    INTERRUPTED,
+    catch_signals,
+    last_checkpoint,
+    leave_signals_to_main,
+    load_weights,
+    lock,
+    new_folder,
+    saved_settings,
+)
 from engine.telemetry import GpuSampler, Log, Meter, Telemetry, measured_peak_flops, peak_memory_gib, progress
 from model import PRESETS, ModelConfig, SummedLoss, Translator, training_flops
 from text.rows import default_path, find_text
 from validation import Validation
 
-MAY_CHANGE = {"resume", "epochs", "max_steps", "max_minutes", "patience", "workers", "device", "precision", "compile",
+MAY_CHANGE = {"epochs", "max_steps", "max_minutes", "patience", "workers", "device", "precision", "compile",
               "eval_every", "log_every"}  # on --resume; anything else would make it another run  # fmt: skip
-INTERRUPTED = "interrupted"
 
 
 def train(config: Config) -> None:
@@ -207,9 +214,10 @@ def set_up(config: Config) -> Training:
     """Everything before the first step: data, model, optimizer, and the checkpoint that a resumed run starts from."""
     model_sizes(config, 1, 1)  # sizes that cannot be are refused now, not after an hour of tokenising
     if config.resume:
-        config = saved_settings(config)
+        config = saved_settings(config, MAY_CHANGE)
     world = distributed.start(config.device)
-    run = Path(config.resume) if config.resume else world.on_main(lambda: new_run(config))
+    languages = f"{config.source}-{config.target}"
+    run = Path(config.resume) if config.resume else world.on_main(lambda: new_folder(config.run, languages))
     locked = lock(run) if world.is_main else None
     resumed = world.on_main(lambda: last_checkpoint(run)) if config.resume else None
     log = Log(run, enabled=world.is_main)
@@ -295,67 +303,6 @@ def wrap(loss: SummedLoss, config: Config, world: distributed.World) -> torch.nn
     return DistributedDataParallel(runner, device_ids=[world.device] if world.device.type == "cuda" else None)
 
 
-def saved_settings(config: Config) -> Config:
-    """The settings that the run to go on with was started with, changed by those flags that may change."""
-    run = Path(config.resume)
-    if not (run / "config.json").exists():
-        raise UserError(f"--resume {run}: no such run (no config.json in it); `ls runs` shows what there is")
-    saved = load_config(Config, run / "config.json")
-    changed = [name for name in sorted(config.given - MAY_CHANGE) if getattr(config, name) != getattr(saved, name)]
-    if changed:
-        raise UserError(
-            f"--resume {run} with another --{changed[0]} ({getattr(config, changed[0])!r}, the run has "
-            f"{getattr(saved, changed[0])!r}); leave the flag out, or start a new run"
-        )
-    for name in config.given & MAY_CHANGE:
-        setattr(saved, name, getattr(config, name))
-    saved.given, saved.resume = config.given, config.resume
-    return saved
-
-
-def last_checkpoint(run: Path) -> Path | None:
-    """What a run goes on from; None if it was killed before its first checkpoint, and begins again."""
-    folder = run / "checkpoints"
-    return checkpoint.latest(folder) if checkpoint.steps(folder) else None
-
-
-def new_run(config: Config) -> Path:
-    """The folder of a fresh run; one that is named must not be a run already."""
-    name = config.run or time.strftime(f"%Y-%m-%d_%H-%M-%S-{config.source}-{config.target}")
-    run = Path(name) if "/" in name else Path("runs") / name
-    try:
-        if (run / "config.json").exists():
-            raise UserError(f"run {run} exists; choose another --run, or go on with --resume {run}")
-        run.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            try:
-                run.mkdir(exist_ok=bool(config.run))
-                return run
-            except FileExistsError:
-                if config.run:
-                    raise
-                run = run.with_name(run.name + "+")  # another run was started in the same second
-    except OSError as error:
-        raise UserError(f"cannot write to {run}: {error.strerror}; choose another place with --run PATH/NAME") from None
-
-
-def lock(run: Path):
-    """Keep a second process from writing to the same run. The lock goes with this process, however it ends."""
-    try:
-        file = open(run / ".lock", "w", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write to {run}: {error.strerror}; choose another place with --run PATH/NAME") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(
-            f"run {run} is being written by another process; wait for it, or choose another --run"
-        ) from None
-    except OSError:
-        pass  # a file system without locks
-    return file
-
-
 def prepare_data(config: Config, run: Path, world: distributed.World, log: Log) -> Prepared:
     """Tokenizers and token store, made by rank 0 in the cache beside the runs; the other ranks wait, then read them."""
 
@@ -408,37 +355,10 @@ def check_same_data(state: dict, prepared: Prepared, run: Path) -> None:
         )
 
 
-def load_weights(model: Translator, path: Path) -> None:
-    """The checkpoint's weights into the model; `UserError` if they are another model's."""
-    try:
-        model.load_state_dict(checkpoint.load_weights(path))
-    except RuntimeError as error:
-        raise UserError(f"{path} does not fit this model: {str(error).splitlines()[1].strip()}") from None
-
-
 def default_tokens_per_batch(prepared: Prepared, device: torch.device) -> int:
     """4,096 tokens on a CPU, 16,384 on a GPU; less for little data, so that an epoch has about a hundred steps."""
     most = 4096 if device.type == "cpu" else 16384
     return int(min(most, max(1024, prepared.train.lengths["target"].sum() // 100)))
-
-
-def leave_signals_to_main(_worker: int) -> None:
-    """A worker ends when the loader says so; a signal sent to all processes must not end it in the middle of a step."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def catch_signals():
-    """From now on SIGTERM and SIGINT are asked for, not obeyed at once: → a function that tells whether one came."""
-    came = []
-
-    def remember(number, _frame):
-        came.append(number)
-        signal.signal(number, signal.SIG_DFL)  # the second one ends the process at once
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, remember)
-    return lambda: bool(came)
 
 
 def reason_to_stop(step: int, plan: schedule.Schedule, state: dict, config: Config) -> str | None:

@@ -96,7 +96,7 @@ def nearest(word: str, names: list[str], prefix: str = "") -> str:
 def format_help(config_class, description: str, positional: str | None) -> str:
     """One line a flag, by groups: name, default, help."""
     words = f" [{positional.upper()} …]" if positional else ""
-    lines = [f"python {Path(sys.argv[0]).name} [--flag value …]{words}    {description}".rstrip()]
+    lines = [f"{command()} [--flag value …]{words}    {description}".rstrip()]
     last_group = None
     for field in dataclasses.fields(config_class):
         group, help = field.metadata["help"].split("\t")
@@ -106,6 +106,12 @@ def format_help(config_class, description: str, positional: str | None) -> str:
         lines.append(f"  --{field.name:<19} {default!s:<6} {help}".rstrip())
         last_group = group
     return "\n".join(lines) + "\n"
+
+
+def command() -> str:
+    """What the user typed to start this script: `python train.py`, or `python -m labs.lenet`."""
+    module = getattr(sys.modules["__main__"], "__spec__", None)  # None for a script that is named by its file
+    return f"python -m {module.name.removesuffix('.__main__')}" if module else f"python {Path(sys.argv[0]).name}"
 
 
 def save_config(config, path: Path) -> None:

@@ -322,11 +322,6 @@ def test_two_processes_do_not_write_to_one_run(toy_data, here):
     assert training.set_up(again).run == first.run
 
 
-def test_runs_started_in_the_same_second_get_folders_of_their_own(here, monkeypatch):
-    monkeypatch.setattr(training.time, "strftime", lambda _: "now")
-    assert len({training.new_run(config()) for _ in range(3)}) == 3
-
-
 def test_batches_stay_when_a_run_goes_on_elsewhere(toy_data, here):
     """The automatic size of a batch depends on the device, so the one chosen first is kept."""
     t = training.set_up(config(data=str(toy_data), run="r", tokens_per_batch=0))

@@ -1,0 +1,179 @@
+"""The folder of a run, and what every training script does with it: begin or go on, lock, save, stop when asked.
+
+run = Run.start(config, "lenet", world, may_change={"epochs"})   # config has the fields `run` and `resume`
+state = run.restore(model, optimizer) or {"step": 0}
+while not run.stop_asked():
+    run.telemetry.scalars(step, {"train/loss": 0.3}); run.log("…"); run.save(step, model, optimizer, state)
+run.close("all epochs are done")
+
+runs/<name>/config.json  metrics.jsonl  events.out.tfevents.*  train.log  checkpoints/{step-N/, best, last}
+"""
+
+import fcntl
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine import checkpoint
+from engine.config import command, load_config, save_config
+from engine.distributed import World
+from engine.errors import UserError
+from engine.telemetry import Log, Telemetry
+
+INTERRUPTED = "interrupted"
+
+
+@dataclass
+class Run:
+    """One run of a training script, fresh or gone on with."""
+
+    config: object  # the settings; those of the run's beginning where it goes on
+    folder: Path
+    world: World
+    log: Log
+    telemetry: Telemetry
+    checkpoint: Path | None  # what it goes on from
+    interrupted: object  # → whether a signal came to this process
+    locked: object  # open for as long as the run is ours
+
+    @classmethod
+    def start(cls, config, kind: str, world: World, may_change: set[str] = frozenset()) -> "Run":
+        """Make runs/<time>-<kind> or runs/<config.run>, or go on with `config.resume`.
+
+        A run that goes on takes its settings from its folder; a flag outside `may_change` would make it another run.
+        """
+        if config.resume:
+            config = saved_settings(config, may_change)
+        folder = Path(config.resume) if config.resume else world.on_main(lambda: new_folder(config.run, kind))
+        locked = []  # rank 0's alone: an open file does not travel
+        world.on_main(lambda: locked.append(lock(folder)))
+        found = world.on_main(lambda: last_checkpoint(folder)) if config.resume else None
+        step = int(found.name.removeprefix("step-")) if found else 0
+        log = Log(folder, enabled=world.is_main)
+        log(f"run: {folder}" + (f", {world.size} processes" if world.size > 1 else ""))
+        if world.is_main:
+            save_config(config, folder / "config.json")
+        telemetry = Telemetry(folder, resume_step=step if config.resume else None, enabled=world.is_main)
+        return cls(config, folder, world, log, telemetry, found, catch_signals(), locked)
+
+    def restore(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict | None:
+        """The last checkpoint's weights and optimizer state put in place; → the state saved with them, None if fresh."""
+        if not self.checkpoint:
+            return None
+        optimizer_state, state = checkpoint.load_training_state(self.checkpoint)
+        load_weights(model, self.checkpoint)
+        if optimizer:
+            optimizer.load_state_dict(optimizer_state)
+        self.log(f"resumed after step {state['step']:,} from {self.checkpoint}")
+        return state
+
+    def save(
+        self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict, best=False
+    ) -> None:
+        """A checkpoint of this step, by rank 0; `state` is any JSON."""
+        if self.world.is_main:
+            folder = self.folder / "checkpoints"
+            checkpoint.save(folder, step, model.state_dict(), optimizer.state_dict(), state, best=best)
+
+    def stop_asked(self) -> bool:
+        """Whether SIGTERM or SIGINT came to any rank. All ranks ask together, so that all stop at the same step."""
+        return bool(self.world.maximum(self.interrupted())[0])
+
+    def close(self, why: str) -> None:
+        """The last words, and the way to go on if the run was interrupted."""
+        self.log(f"stopped: {why}")
+        if why == INTERRUPTED:
+            self.log(f"to go on: {command()} --resume {self.folder}")
+        self.telemetry.close()
+        self.world.stop()
+
+
+def new_folder(name: str, kind: str) -> Path:
+    """The folder of a fresh run: runs/<name>, or <name> if it is a path; one that is named must not be a run already."""
+    given, name = name, name or time.strftime(f"%Y-%m-%d_%H-%M-%S-{kind}")
+    run = Path(name) if "/" in name else Path("runs") / name
+    try:
+        if (run / "config.json").exists():
+            raise UserError(f"run {run} exists; choose another --run, or go on with --resume {run}")
+        run.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                run.mkdir(exist_ok=bool(given))
+                return run
+            except FileExistsError:
+                if given:
+                    raise
+                run = run.with_name(run.name + "+")  # another run was started in the same second
+    except OSError as error:
+        raise UserError(f"cannot write to {run}: {error.strerror}; choose another place with --run PATH/NAME") from None
+
+
+def lock(run: Path):
+    """Keep a second process from writing to the same run. The lock goes with this process, however it ends."""
+    try:
+        file = open(run / ".lock", "w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write to {run}: {error.strerror}; choose another place with --run PATH/NAME") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"run {run} is being written by another process; wait for it, or choose another --run"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    return file
+
+
+def saved_settings(config, may_change: set[str]):
+    """The settings that the run to go on with was started with, changed by those flags that may change."""
+    run = Path(config.resume)
+    if not (run / "config.json").exists():
+        raise UserError(f"--resume {run}: no such run (no config.json in it); `ls runs` shows what there is")
+    saved, may_change = load_config(type(config), run / "config.json"), {*may_change, "resume"}
+    changed = [name for name in sorted(config.given - may_change) if getattr(config, name) != getattr(saved, name)]
+    if changed:
+        raise UserError(
+            f"--resume {run} with another --{changed[0]} ({getattr(config, changed[0])!r}, the run has "
+            f"{getattr(saved, changed[0])!r}); leave the flag out, or start a new run"
+        )
+    for name in config.given & may_change:
+        setattr(saved, name, getattr(config, name))
+    saved.given, saved.resume = config.given, config.resume
+    return saved
+
+
+def last_checkpoint(run: Path) -> Path | None:
+    """What a run goes on from; None if it was killed before its first checkpoint, and begins again."""
+    folder = run / "checkpoints"
+    return checkpoint.latest(folder) if checkpoint.steps(folder) else None
+
+
+def load_weights(model: torch.nn.Module, path: Path) -> None:
+    """The checkpoint's weights into the model; `UserError` if they are another model's."""
+    try:
+        model.load_state_dict(checkpoint.load_weights(path))
+    except RuntimeError as error:
+        raise UserError(f"{path} does not fit this model: {str(error).splitlines()[1].strip()}") from None
+
+
+def catch_signals():
+    """From now on SIGTERM and SIGINT are asked for, not obeyed at once: → a function that tells whether one came."""
+    came = []
+
+    def remember(number, _frame):
+        came.append(number)
+        signal.signal(number, signal.SIG_DFL)  # the second one ends the process at once
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, remember)
+    return lambda: bool(came)
+
+
+def leave_signals_to_main(_worker: int) -> None:
+    """For a loader's processes: a worker ends when the loader says so, never in the middle of a step."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
