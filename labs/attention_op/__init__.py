@@ -1,0 +1,25 @@
+"""Attention and GELU written by hand, forward and backward: in Python, in C++, in Triton.
+
+    python -m labs.attention_op                       # check every operator against PyTorch, then a short timing
+
+    from labs.attention_op import attention, gelu, MultiHeadAttention, use_in
+    out = attention(q, k, v, mask=padding, causal=True, backend="cpp")    # (B, H, S, D) each
+    y = gelu(x, approximate="tanh", backend="cpp")
+    use_in(model, "cpp")                              # every nn.MultiheadAttention of a model, weights as they are
+
+attention_python.py and gelu_python.py are the place to begin: the derivations stand there.
+"""
+
+__all__ = ["ATTENTION_BACKENDS", "GELU_BACKENDS", "MultiHeadAttention", "attention", "gelu", "use_in"]
+
+
+def __getattr__(name: str):
+    # Python asks here for a name that the package does not have yet (PEP 562): so PyTorch is not imported before an operator
+    # is used, and `python -m labs.attention_op --help` answers at once.
+    if name in ("MultiHeadAttention", "use_in"):
+        from labs.attention_op import module as home
+    elif name in __all__:
+        from labs.attention_op import operators as home
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(home, name)
