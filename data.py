@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -261,6 +262,11 @@ class BucketSampler(Sampler[list[int]]):
     def steps_per_epoch(self) -> int:
         """Optimiser steps, over all ranks, in which every pair comes once."""
         return len(self.bounds) - 1
+
+    @property
+    def plan_id(self) -> int:
+        """A number that two samplers share if each of their steps has the same pairs, whoever gets which."""
+        return zlib.crc32(np.asarray([self.seed, *self.bounds]).tobytes())
 
     def state_dict(self) -> dict:
         """The place in the endless row of batches: the optimiser steps handed out. The rest follows from lengths and seed."""

@@ -100,6 +100,7 @@ from engine.allocator import keep_freed_memory
 from engine.precision import Precision, choose_precision
 from engine.run import (
     INTERRUPTED,
+    after_restart,
     catch_signals,
     last_checkpoint,
     leave_signals_to_main,
@@ -141,7 +142,7 @@ def run_steps(t: "Training") -> None:
         step = state["step"] + 1
         for group in t.optimizer.param_groups:
             group["lr"] = plan.learning_rate(step)
-        torch.manual_seed(((config.seed << 40) + (step << 16) + world.rank) % 2**64)
+        torch.manual_seed(world.seed(config.seed, step))
 
         # The gradient of the loss over every pair of this step, in all micro-batches and on all ranks.
         tokens = next(t.tokens_of_steps)
@@ -216,6 +217,7 @@ def set_up(config: Config) -> Training:
     if config.resume:
         config = saved_settings(config, MAY_CHANGE)
     world = distributed.start(config.device)
+    config = after_restart(config, world)
     languages = f"{config.source}-{config.target}"
     run = Path(config.resume) if config.resume else world.on_main(lambda: new_folder(config.run, languages))
     locked = lock(run) if world.is_main else None
@@ -248,6 +250,9 @@ def set_up(config: Config) -> Training:
         rank=world.rank, world_size=world.size, accumulate=config.accumulate,
     )  # fmt: skip
     sampler.load_state_dict({"step": state["step"]})
+    if resumed and state.get("world_size", world.size) != world.size:
+        log(describe_change(state, sampler))
+    state |= {"world_size": world.size, "plan": sampler.plan_id}
     plan = schedule.plan(config.lr, config.warmup, config.max_steps or config.epochs * sampler.steps_per_epoch)
     if resumed and not config.given & {"epochs", "max_steps", "max_minutes"}:
         plan = schedule.Schedule(**state["schedule"])
@@ -300,7 +305,13 @@ def wrap(loss: SummedLoss, config: Config, world: distributed.World) -> torch.nn
     runner = torch.compile(loss, dynamic=True) if config.compile else loss
     if world.size == 1:
         return runner
-    return DistributedDataParallel(runner, device_ids=[world.device] if world.device.type == "cuda" else None)
+    # Gradients live in the buckets that travel, and buffers are constants (positions, the causal mask) that need not.
+    return DistributedDataParallel(
+        runner,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
+    )
 
 
 def prepare_data(config: Config, run: Path, world: distributed.World, log: Log) -> Prepared:
@@ -344,6 +355,15 @@ def save_run(run: Path, config: Config, sizes: ModelConfig | None, prepared: Pre
             tokenizer.save_pretrained(run / "tokenizer" / side)
         (run / "model.json").write_text(json.dumps(asdict(sizes), indent=2) + "\n", encoding="utf-8")
     save_config(config, run / "config.json")
+
+
+def describe_change(state: dict, sampler: BucketSampler) -> str:
+    """What becomes of the order of the pairs when a run goes on with more or fewer processes."""
+    change = f"note: {state['world_size']} processes before, {sampler.world_size} from here on"
+    if state["plan"] == sampler.plan_id:
+        return f"{change}; every step has the pairs it would have had, dealt out anew"
+    # A step needs a pair for every process, so the smallest ones were cut in another place.
+    return f"{change}; small batches are cut anew: the order goes on at step {state['step']:,} of the new plan"
 
 
 def check_same_data(state: dict, prepared: Prepared, run: Path) -> None:

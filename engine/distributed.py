@@ -1,18 +1,29 @@
 """One process or many: who am I, on which device, and the few collectives that the scripts need.
 
-world = start("auto")                  # reads what torchrun sets; alone when nothing is set
+world = start("auto")                  # reads what torchrun or srun sets; alone when nothing is set
 total = world.sum(torch.tensor([loss, count], dtype=torch.float64))
+mesh = world.mesh(data=2, pipe=4)      # eight ranks as a grid with named sides
 """
 
+import itertools
+import math
 import os
-from dataclasses import dataclass
+import re
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as MeetingTimeout  # the built-in one only from Python 3.11 on
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from engine.errors import UserError
+
+JOIN = timedelta(minutes=5)  # for all processes of a run to be started, on all machines
+ANSWER = timedelta(minutes=15)  # for the slowest rank to come to a collective; then the others end with an error
+WORK = timedelta(days=2)  # for what rank 0 does alone, such as tokenising a large data set
 
 
 @dataclass(frozen=True)
@@ -22,6 +33,8 @@ class World:
     rank: int
     size: int
     device: torch.device
+    store: dist.Store | None = field(default=None, compare=False)  # the ranks' common notice board
+    turns: itertools.count = field(default_factory=itertools.count, compare=False)  # how often rank 0 worked alone
 
     @property
     def is_main(self) -> bool:
@@ -56,6 +69,10 @@ class World:
                 result = work()
             except UserError as error:
                 mistake = str(error)
+        if self.size > 1:
+            # The others wait at the notice board: in a collective they would give up on a rank 0 that works for long.
+            done = f"on_main/{next(self.turns)}"
+            self.store.set(done, "") if self.is_main else self.store.wait([done], WORK)
         result, mistake = self.from_main((result, mistake))
         if mistake:
             raise UserError(mistake)
@@ -69,14 +86,37 @@ class World:
         dist.gather_object(value, boxes, dst=0)
         return boxes
 
+    def mesh(self, **sizes: int):
+        """The ranks as a grid, torch's `DeviceMesh`: mesh(data=2, pipe=4) has two rows of four, and rank 5 is in row 1, column 1.
+
+        `mesh["pipe"].get_group()` is the process group of this rank's row. Raises `UserError` if the sizes do not fit.
+        """
+        from torch.distributed.device_mesh import init_device_mesh  # here, because few scripts pay for the import
+
+        if math.prod(sizes.values()) != self.size or min(sizes.values()) < 1:
+            grid = " × ".join(f"{name} {size}" for name, size in sizes.items())
+            raise UserError(f"{self.size} processes are no grid of {grid}; start as many as the product of the sizes")
+        if not dist.is_initialized():  # alone: a group of one, so that the same code runs
+            dist.init_process_group(backend_for(self.device), store=dist.HashStore(), rank=0, world_size=1)
+        return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    def seed(self, seed: int, step: int) -> int:
+        """A seed for `torch.manual_seed` that no other rank, step or run has: what a resumed step draws, it draws again."""
+        return ((seed << 40) + (step << 16) + self.rank) % 2**64
+
     def stop(self) -> None:
         """Leave the process group."""
-        if self.size > 1:
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def start(device_name: str = "auto") -> World:
-    """Join the process group that torchrun describes, if any, and choose this rank's device."""
+    """Join the process group that torchrun or srun describes, if any, and choose this rank's device.
+
+    Raises `UserError`: an environment that is half set or wrong, more ranks than GPUs, processes that do not find each
+    other within `JOIN`.
+    """
+    adopt_srun()
     variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in variables if name not in os.environ]
     if len(missing) == len(variables) or ("RANK" in missing and "WORLD_SIZE" in missing):
@@ -86,20 +126,70 @@ def start(device_name: str = "auto") -> World:
             f"the environment of a multi-process run is half set: {', '.join(missing)} missing; start with "
             "`torchrun --nproc_per_node N script.py`, or unset RANK and WORLD_SIZE"
         )
-    words = [os.environ[name] for name in variables[:3]]
+    words = [os.environ[name] for name in (*variables[:3], "MASTER_PORT")]
     if not all(word.isdecimal() for word in words):
         raise UserError(
-            f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers, not {', '.join(words)}; start with torchrun, or unset them"
+            f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be numbers, not {', '.join(words)}; start with torchrun, "
+            "or unset them"
         )
-    rank, size, local_rank = map(int, words)
+    rank, size, local_rank, _ = map(int, words)
+    if rank >= size:
+        raise UserError(f"RANK {rank} must be below WORLD_SIZE {size}; start with torchrun, or unset both")
     device = choose_device(device_name, local_rank)
     if size == 1:
         return World(0, 1, device)
-    # gloo carries CPU tensors (flags, Python objects), NCCL the gradients of GPUs. The long timeout covers rank 0
-    # preparing a large data set while the others wait.
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(hours=2))
-    return World(rank, size, device)
+    return World(rank, size, device, join(rank, size, device))
+
+
+def join(rank: int, size: int, device: torch.device) -> dist.Store:
+    """Meet the other processes at MASTER_ADDR:MASTER_PORT; → their common store."""
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        # By hand what init_process_group would do, because it has one timeout for this and for the collectives. In a
+        # thread, because a foreign program that listens at the port and says nothing would be waited for without end.
+        meeting = ThreadPoolExecutor(1).submit(lambda: next(rendezvous("env://", rank, size, timeout=JOIN)))
+        store, _, _ = meeting.result(timeout=JOIN.total_seconds() + 5)
+        dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=size, timeout=ANSWER)
+    except (MeetingTimeout, dist.DistError, RuntimeError, ValueError, OSError) as error:
+        reason = (str(error).strip() or f"no answer for {JOIN}").splitlines()[0]
+        if "EADDRINUSE" in str(error):
+            reason = "the port is in use by another program; choose another with torchrun's --master_port"
+        raise UserError(f"rank {rank} cannot meet the others at {place}: {reason}") from None
+    return store
+
+
+def backend_for(device: torch.device) -> str:
+    """gloo carries CPU tensors (flags, Python objects), NCCL the gradients of GPUs."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def adopt_srun(environment=os.environ) -> None:
+    """Where SLURM's srun started several tasks, set the variables that torchrun would have set.
+
+    In a batch script outside srun there is one process, whatever the job asked for: SLURM_STEP_* are srun's own.
+    """
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks == "1" or "RANK" in environment or "WORLD_SIZE" in environment:  # alone, or torchrun under srun
+        return
+    names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID")
+    if missing := [name for name in names if name not in environment]:
+        raise UserError(
+            f"srun started {tasks} tasks, but {', '.join(missing)} missing in the environment; use torchrun"
+        )
+    rank, local_rank, nodes, tasks_per_node, job = (environment[name] for name in names)
+    environment.update(RANK=rank, WORLD_SIZE=tasks, LOCAL_RANK=local_rank)
+    # "2(x3),1": three machines with 2 tasks, one with 1. Of all machines the largest number does.
+    environment["LOCAL_WORLD_SIZE"] = str(max(map(int, re.findall(r"(\d+)(?:\(x\d+\))?", tasks_per_node))))
+    environment.setdefault("MASTER_ADDR", first_host(nodes))
+    # Every job and every step of it has a port of its own, and all its tasks reckon the same one.
+    step = int(environment.get("SLURM_STEP_ID", 0))
+    environment.setdefault("MASTER_PORT", str(20_000 + (int(job) * 7 + step) % 20_000))
+
+
+def first_host(nodes: str) -> str:
+    """The first machine of SLURM's list: 'gpu[03-05,9],cpu1' → 'gpu03'."""
+    prefix, numbers, suffix = re.match(r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\])?([^,\[]*)", nodes).groups()
+    return prefix + (numbers or "") + suffix
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -116,7 +206,14 @@ def choose_device(name: str, local_rank: int) -> torch.device:
         raise UserError(
             f"--device {name} names one GPU for all processes; use `CUDA_VISIBLE_DEVICES=… torchrun …` instead"
         )
-    index = name.partition(":")[2] or str(local_rank)
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    own_card = "SLURM_LOCALID" in os.environ and count == 1  # srun --gpus-per-task: each task sees one card, its own
+    if ":" not in name and local_size > count and not own_card:  # said by every rank, so that none waits for the others
+        raise UserError(
+            f"{local_size} processes on this machine but {count} GPU(s) can be seen; start at most {count} here, or use "
+            "--device cpu"
+        )
+    index = name.partition(":")[2] or str(0 if own_card else local_rank)
     if not index.isdigit() or int(index) >= count:
         raise UserError(f"GPU {index} was asked for but {count} can be seen; use fewer processes or another --device")
     device = torch.device("cuda", int(index))

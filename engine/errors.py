@@ -6,6 +6,12 @@ import re
 import sys
 import threading
 
+# What gloo, NCCL and the store say when the process at the other end is gone or silent.
+_PEER_LOST = (
+    r"[Cc]onnection (was )?(closed|reset)|Connection refused|Broken pipe|Timed out waiting|[Tt]imed out after|wait timeout"
+    r"|ncclRemoteError|NCCL communicator was aborted|failed to recv|recvValue failed"
+)
+
 
 class UserError(Exception):
     """Something the user can mend. The message is one line: what is wrong, where, what to do."""
@@ -25,8 +31,8 @@ def run_script(main) -> None:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
             stop("the GPU's memory is full; give --preset or the sizes smaller, to train.py also --accumulate 2 (the same "
                  "step in two parts) or fewer --tokens_per_batch")  # fmt: skip
-        if os.environ.get("RANK", "0") != "0" and re.search("Connection (closed|reset) by peer", str(error)):
-            stop("another process of this run has ended; its own message says why")
+        if os.environ.get("WORLD_SIZE", "1") != "1" and re.search(_PEER_LOST, str(error)):
+            stop("another process of this run has ended, or has not answered for long; its own message says why")
         number = _disk_error(error)
         if number is None:
             raise

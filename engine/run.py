@@ -10,7 +10,9 @@ runs/<name>/config.json  metrics.jsonl  events.out.tfevents.*  train.log  checkp
 """
 
 import fcntl
+import os
 import signal
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +49,7 @@ class Run:
         """
         if config.resume:
             config = saved_settings(config, may_change)
+        config = after_restart(config, world)
         folder = Path(config.resume) if config.resume else world.on_main(lambda: new_folder(config.run, kind))
         locked = []  # rank 0's alone: an open file does not travel
         world.on_main(lambda: locked.append(lock(folder)))
@@ -102,6 +105,7 @@ def new_folder(name: str, kind: str) -> Path:
         while True:
             try:
                 run.mkdir(exist_ok=bool(given))
+                (run / ".job").write_text(job_name(), encoding="utf-8")
                 return run
             except FileExistsError:
                 if given:
@@ -109,6 +113,35 @@ def new_folder(name: str, kind: str) -> Path:
                 run = run.with_name(run.name + "+")  # another run was started in the same second
     except OSError as error:
         raise UserError(f"cannot write to {run}: {error.strerror}; choose another place with --run PATH/NAME") from None
+
+
+def job_name() -> str:
+    """What the processes have in common that one torchrun starts again and again; '' without torchrun."""
+    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
+        return ""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return (
+        name if name != "none" else f"{socket.gethostname()}-{os.getppid()}"
+    )  # named neither by the user nor by torchrun
+
+
+def after_restart(config, world: World):
+    """The settings; if torchrun --max-restarts has started the script anew, those of the run it began, to go on with."""
+    if config.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return config
+    folder = world.on_main(lambda: run_of_this_job(config.run))
+    if not folder:  # it did not get so far
+        return config
+    config.resume, config.given = str(folder), set()  # the flags are those it was begun with
+    return saved_settings(config, set())
+
+
+def run_of_this_job(name: str) -> Path | None:
+    """The newest run that this torchrun began: among runs/, or the one of this name."""
+    folders = [Path(name) if "/" in name else Path("runs") / name] if name else list(Path("runs").glob("*"))
+    marks = [folder / ".job" for folder in folders if (folder / "config.json").exists() and (folder / ".job").exists()]
+    ours = [mark for mark in marks if mark.read_text(encoding="utf-8") == job_name()]
+    return max(ours, key=lambda mark: mark.stat().st_mtime).parent if ours else None
 
 
 def lock(run: Path):

@@ -19,6 +19,8 @@ from engine import distributed
 from engine.distributed import World, choose_device, hidden_gpus, start
 from engine.errors import UserError
 
+SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[07-08]",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "1"}  # fmt: skip
 VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
@@ -27,7 +29,7 @@ def environment(monkeypatch):
     """Exactly these of torchrun's variables are set."""
 
     def environment(**values):
-        for name in VARIABLES:
+        for name in (*VARIABLES, *SRUN, "LOCAL_WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
         for name, value in values.items():
             monkeypatch.setenv(name, value)
@@ -92,12 +94,93 @@ def test_a_half_set_environment_is_named(environment, present):
     assert "torchrun" in message and "\n" not in message
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
 @pytest.mark.parametrize("value", ["", "two", "-1"])
 def test_an_environment_that_holds_no_numbers(environment, name, value):
     environment(**{**VARIABLES, name: value})
     with pytest.raises(UserError, match=f"must be numbers, not .*{value}.*; start with torchrun, or unset them"):
         start("cpu")
+
+
+def test_a_rank_beyond_the_world(environment):
+    environment(**{**VARIABLES, "RANK": "2", "WORLD_SIZE": "2"})
+    with pytest.raises(UserError, match="RANK 2 must be below WORLD_SIZE 2"):
+        start("cpu")
+
+
+# ---------------------------------------------------------------- SLURM
+
+
+def test_srun_tells_what_torchrun_would():
+    found = dict(SRUN)
+    distributed.adopt_srun(found)
+    assert {name: found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")} == {
+        "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu07",
+    }  # fmt: skip
+    assert 20_000 <= int(found["MASTER_PORT"]) < 40_000
+    # Another task of the same step reckons the same meeting place; another step, another port.
+    other, later = dict(SRUN, SLURM_PROCID="0", SLURM_LOCALID="0"), dict(SRUN, SLURM_STEP_ID="2")
+    distributed.adopt_srun(other)
+    distributed.adopt_srun(later)
+    assert other["MASTER_PORT"] == found["MASTER_PORT"] != later["MASTER_PORT"]
+
+
+def test_a_meeting_place_that_the_user_set_stays():
+    found = dict(SRUN, MASTER_ADDR="10.0.0.1", MASTER_PORT="29500")
+    distributed.adopt_srun(found)
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("10.0.0.1", "29500")
+
+
+@pytest.mark.parametrize("change", [
+    {"SLURM_STEP_NUM_TASKS": "1"},                      # srun with one task
+    {"RANK": "0", "WORLD_SIZE": "2"},                   # torchrun, itself started by srun
+    {"SLURM_STEP_NUM_TASKS": None, "SLURM_NTASKS": "4"},  # the batch script itself, outside srun
+])  # fmt: skip
+def test_srun_is_left_alone(change):
+    found = {name: value for name, value in {**SRUN, **change}.items() if value is not None}
+    before = dict(found)
+    distributed.adopt_srun(found)
+    assert found == before
+
+
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"])
+def test_half_of_what_srun_sets(name):
+    with pytest.raises(UserError, match=f"srun started 4 tasks, but {name} missing"):
+        distributed.adopt_srun({other: value for other, value in SRUN.items() if other != name})
+
+
+@pytest.mark.parametrize("nodes, first", [
+    ("gpu01", "gpu01"), ("a,b", "a"), ("gpu[03-05,9],cpu1", "gpu03"), ("n[7,9]", "n7"),
+    ("rack-2-node[010-011]", "rack-2-node010"),
+    ("a[1-2]b,c", "a1b"), ("node-1,node-2", "node-1"),
+])  # fmt: skip
+def test_the_first_host_of_a_list(nodes, first):
+    assert distributed.first_host(nodes) == first
+
+
+# ---------------------------------------------------------------- grids
+
+
+def test_a_grid_of_one():
+    world = World(0, 1, torch.device("cpu"))
+    mesh = world.mesh(data=1, pipe=1)
+    try:
+        assert mesh.mesh_dim_names == ("data", "pipe") and dist.get_world_size(mesh["data"].get_group()) == 1
+    finally:
+        world.stop()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 3, "pipe": 2}, {"data": -1, "pipe": -4}, {"data": 0}])
+def test_a_grid_that_does_not_fit(sizes):
+    with pytest.raises(UserError, match="4 processes are no grid of data"):
+        World(0, 4, torch.device("cpu")).mesh(**sizes)
+
+
+def test_seeds_differ_between_ranks_steps_and_runs():
+    worlds = [World(rank, 8, torch.device("cpu")) for rank in range(8)]
+    seeds = {world.seed(seed, step) for world in worlds for seed in (0, 1, 2**20) for step in (1, 2, 10**6)}
+    assert len(seeds) == 8 * 3 * 3 and all(0 <= seed < 2**64 for seed in seeds)
 
 
 # ---------------------------------------------------------------- together
@@ -109,6 +192,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from engine import distributed
+from engine.errors import UserError
+
+def refuse():
+    raise UserError("no")
 
 def work(rank):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -123,7 +210,15 @@ def work(rank):
         "maximum": world.maximum(rank, -rank, rank == 1, 0.1 * rank),
         "from_main": str(world.from_main({"path": Path("/a") / str(rank), "none": None})),
         "gather": world.gather(["r"] * rank),
+        "on_main": [world.on_main(lambda: f"made by {world.rank}"), world.on_main(lambda: 2)],
+        "seed": world.seed(1, 2),
     }
+    try:
+        world.on_main(refuse)
+    except UserError as error:
+        found["refused"] = str(error)
+    mesh = world.mesh(data=1, pipe=world.size)
+    found["columns"] = [dist.get_rank(mesh["data"].get_group()), dist.get_rank(mesh["pipe"].get_group())]
     world.stop()
     found["left"] = not dist.is_initialized()
     Path(f"{rank}.json").write_text(json.dumps(found))
@@ -157,7 +252,50 @@ def test_every_rank_gets_the_same(tmp_path, size):
         assert found["sum"] == pytest.approx([size * (size + 1) / 2, 5.0 * size * (size - 1), 0.1 * size], rel=1e-15)
         assert found["maximum"] == [size - 1, 0, 1, 0.1 * (size - 1)]  # doubles, not floats
         assert found["from_main"] == str({"path": Path("/a/0"), "none": None})
+        assert found["on_main"] == ["made by 0", 2] and found["refused"] == "no"
+        assert found["columns"] == [0, rank] and found["seed"] == (1 << 40) + (2 << 16) + rank
         assert found["gather"] == ([["r"] * other for other in range(size)] if rank == 0 else None)
+
+
+MEETING = """
+import sys
+from datetime import timedelta
+from engine import distributed
+from engine.errors import run_script
+distributed.JOIN = timedelta(seconds=float(sys.argv[1]))
+run_script(lambda: distributed.start("cpu"))
+"""
+
+
+def meet(rank: int, port: int, seconds: float, tmp_path) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    (tmp_path / "meeting.py").write_text(MEETING)
+    command = [sys.executable, str(tmp_path / "meeting.py"), str(seconds)]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_port_in_use_ends_every_rank_with_one_line(tmp_path, rank):
+    """Rank 0 cannot open it; rank 1 finds a program there that does not answer."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        process = meet(rank, taken.getsockname()[1], 5, tmp_path)
+        _, error = process.communicate(timeout=90)
+    assert process.returncode == 2 and error.count("error") == 1 and "Traceback" not in error
+    assert f"rank {rank} cannot meet the others at 127.0.0.1:" in error
+    assert rank == 1 or "the port is in use by another program" in error
+
+
+def test_a_process_that_never_comes_is_not_waited_for_without_end(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = meet(0, port, 5, tmp_path)
+    _, error = process.communicate(timeout=90)
+    assert process.returncode == 2 and "cannot meet the others" in error and "Traceback" not in error
 
 
 # ---------------------------------------------------------------- devices
@@ -196,13 +334,31 @@ def test_each_rank_has_its_gpu(gpus, name, local_rank, index):
 
 
 @pytest.mark.parametrize("name, local_rank, asked", [
-    ("auto", 2, "2"), ("cuda", 5, "5"), ("cuda:2", 0, "2"), ("cuda:x", 0, "x"), ("cuda:-1", 0, "-1"),
+    ("cuda:2", 0, "2"), ("cuda:x", 0, "x"), ("cuda:-1", 0, "-1"),
 ])  # fmt: skip
 def test_more_gpus_asked_for_than_there_are(gpus, name, local_rank, asked):
     selected = gpus(2)
     with pytest.raises(UserError, match=f"GPU {asked} was asked for but 2 can be seen"):
         choose_device(name, local_rank)
     assert not selected
+
+
+@pytest.mark.parametrize("local_rank", [0, 1, 2])
+def test_more_ranks_than_cards_is_said_by_every_rank(gpus, monkeypatch, local_rank):
+    selected = gpus(2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(
+        UserError, match=r"3 processes on this machine but 2 GPU\(s\) can be seen; start at most 2 here"
+    ):
+        choose_device("auto", local_rank)
+    assert not selected
+
+
+def test_a_task_of_srun_that_sees_its_own_card_alone(gpus, monkeypatch):
+    selected = gpus(1)
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert choose_device("auto", 1) == torch.device("cuda", 0) and len(selected) == 1
 
 
 @given(st.text(max_size=8), st.integers(0, 3))
