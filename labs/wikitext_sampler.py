@@ -1,0 +1,108 @@
+"""Which segments of the training text an epoch visits: each once, or the hard ones more often."""
+
+import torch
+from torch import Tensor
+
+from engine.distributed import World
+from engine.schedule import DECAY_SHARE
+
+
+class SegmentSampler:
+    """M segments of `segment` consecutive tokens (the last may be shorter); every epoch visits M of them.
+
+    static: each segment once. dynamic: segment i is drawn with probability
+
+        p_i = (1 − w) / M + w · exp(β ℓ_i) / Σ_j exp(β ℓ_j)
+        w = 0 in the first epoch, else max(0, 1 − e / (0.7 · E))
+
+    ℓ_i: the mean unsmoothed loss of its tokens, in nats, when it was last visited (before: the mean of the others);
+    β: `sharpness`; e: epochs done; E: epochs in all. With β = 1 a segment's extra share is proportional to its perplexity.
+    w falls from nearly 1 to 0 where the learning rate begins to fall, so the last 30 % of the epochs are static again.
+
+    An epoch draws M times by systematic resampling: i comes ⌊M p_i⌋ or ⌈M p_i⌉ times and M p_i times in expectation, so at
+    w = 0 each comes exactly once. The draw is a function of (losses, seed, epoch), the same on all ranks.
+    """
+
+    def __init__(self, tokens: int, segment: int, sampling: str, sharpness: float, epochs: int, seed: int):
+        self.starts = torch.arange(0, tokens, segment)  # (M,)
+        self.lengths = (tokens - self.starts).clamp_max(segment)  # (M,)
+        self.sampling, self.sharpness, self.epochs, self.seed = sampling, sharpness, epochs, seed
+        count = len(self.starts)
+        self.losses = torch.full((count,), float("nan"), dtype=torch.float64)  # ℓ; nan: never visited
+        self.sums = torch.zeros(count, dtype=torch.float64)  # nats of this epoch's visits, on this rank
+        self.visits = torch.zeros(count, dtype=torch.float64)
+
+    def spans(self, segments: Tensor) -> list[tuple[int, int, int]]:
+        """(B,) → for each the first token, the first whose loss counts (the same), and the end."""
+        firsts, ends = self.starts[segments].tolist(), (self.starts + self.lengths)[segments].tolist()
+        return list(zip(firsts, firsts, ends))
+
+    def weight(self, epoch: int) -> float:
+        """w, before epoch `epoch` (from 0)."""
+        if self.sampling == "static" or epoch == 0:
+            return 0.0
+        return max(0.0, 1 - epoch / ((1 - DECAY_SHARE) * self.epochs))
+
+    def probabilities(self, epoch: int) -> Tensor:
+        """p, (M,)"""
+        uniform = torch.full_like(self.losses, 1 / len(self.losses))
+        weight = self.weight(epoch)
+        if weight == 0 or self.losses.isnan().all():
+            return uniform
+        losses = self.losses.nan_to_num(self.losses.nanmean().item())
+        return (1 - weight) * uniform + weight * (self.sharpness * losses).softmax(0)
+
+    def plan(self, epoch: int) -> Tensor:
+        """The segments of this epoch in order, (M,)"""
+        generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
+        segments = torch.arange(len(self.losses))
+        if self.weight(epoch) > 0:
+            segments = systematic(self.probabilities(epoch), torch.rand((), generator=generator, dtype=torch.float64))
+        return segments[torch.randperm(len(segments), generator=generator)]
+
+    def record(self, segments: Tensor, sums: Tensor) -> None:
+        """These segments (B,) were visited by this rank, and their tokens' losses add up to `sums` (B,)."""
+        self.sums.index_add_(0, segments, sums.double())
+        self.visits.index_add_(0, segments, torch.ones(len(segments), dtype=torch.float64))
+
+    def end_epoch(self, world: World) -> None:
+        """The losses of this epoch's visits, on all ranks, become the recent ones."""
+        sums, visits = self._over_ranks(world)
+        self.losses = torch.where(visits > 0, sums / (visits * self.lengths), self.losses)
+        self.sums.zero_()
+        self.visits.zero_()
+
+    def figures(self, epoch: int) -> dict[str, float]:
+        """How far from uniform the next draw is: entropy in nats (uniform: ln M) and effective sample size (uniform: M)."""
+        p = self.probabilities(epoch)
+        return {
+            "sampler/entropy": torch.special.entr(p).sum().item(),
+            "sampler/effective_sample_size": 1 / p.square().sum().item(),
+            "sampler/weight": self.weight(epoch),
+        }
+
+    def state_dict(self, world: World) -> dict:
+        """As JSON; to be called by all ranks."""
+        sums, visits = self._over_ranks(world)
+        losses = [None if loss != loss else loss for loss in self.losses.tolist()]  # JSON knows no nan
+        return {"losses": losses, "sums": sums.tolist(), "visits": visits.tolist()}
+
+    def load_state_dict(self, state: dict, world: World) -> None:
+        """The sums of all ranks go to rank 0, for they are added up again."""
+        losses = [float("nan") if loss is None else loss for loss in state["losses"]]
+        self.losses = torch.tensor(losses, dtype=torch.float64)
+        self.sums = torch.tensor(state["sums"], dtype=torch.float64) * world.is_main
+        self.visits = torch.tensor(state["visits"], dtype=torch.float64) * world.is_main
+
+    def _over_ranks(self, world: World) -> tuple[Tensor, Tensor]:
+        both = torch.stack([self.sums, self.visits])
+        if world.size > 1:
+            both = world.sum(both.to(world.device)).cpu()
+        return both[0], both[1]
+
+
+def systematic(p: Tensor, shift: Tensor) -> Tensor:
+    """M draws from p (M,) at the points shift, shift + 1, … of M times its distribution function; shift in [0, 1)."""
+    points = torch.arange(len(p), dtype=torch.float64) + shift
+    edges = (p / p.sum()).cumsum(0) * len(p)
+    return torch.searchsorted(edges, points, right=True).clamp_max(len(p) - 1)
