@@ -36,7 +36,6 @@ from itertools import product
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from labs.attention_op.gelu_python import in_wide
 
@@ -52,6 +51,21 @@ def without_autocast(method):
     def wrapped(ctx, tensor: Tensor, *rest):
         with torch.autocast(tensor.device.type, enabled=False):
             return method(ctx, tensor, *rest)
+
+    return wrapped
+
+
+def once(backward):
+    """A `backward` that refuses to be differentiated itself.
+
+    PyTorch's own `once_differentiable` lets a second derivative be 0 in silence where ∂O is a constant.
+    """
+
+    @functools.wraps(backward)
+    def wrapped(ctx, *grads: Tensor):
+        if torch.is_grad_enabled():  # only with create_graph=True
+            raise RuntimeError("this attention can be differentiated once; take F.scaled_dot_product_attention for more")
+        return backward(ctx, *grads)
 
     return wrapped
 
@@ -74,7 +88,7 @@ class Attention(torch.autograd.Function):
         return (dropped(weights, factors) @ in_wide(v)).to(q.dtype)
 
     @staticmethod
-    @once_differentiable
+    @once
     @without_autocast
     def backward(ctx, grad: Tensor):
         """∂O → ∂Q, ∂K, ∂V, and nothing for the other arguments of `forward`"""
@@ -114,7 +128,7 @@ class RecomputedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @once
     @without_autocast
     def backward(ctx, grad: Tensor):
         """As `Attention.backward`."""

@@ -11,13 +11,14 @@ The tanh approximation of the same paper (its section 2) replaces Φ(x) by (1 + 
     t = tanh(u)       u = √(2/π) (x + 0.044715 x³)      t' = (1 − t²) u'      u' = √(2/π) (1 + 3 · 0.044715 x²)
 
 so that dy/dx = (1 + t)/2 + x t'/2.
+
+Both backward passes are made of differentiable operations on x, so PyTorch can differentiate them once more.
 """
 
 import math
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 CUBIC = 0.044715
 ROOT_2_OVER_PI = math.sqrt(2 / math.pi)
@@ -33,7 +34,6 @@ class Gelu(torch.autograd.Function):
         return (x * below(x)).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor) -> Tensor:
         """∂L/∂y → ∂L/∂x"""
         (x,) = ctx.saved_tensors
@@ -53,7 +53,6 @@ class GeluTanh(torch.autograd.Function):
         return (0.5 * wide * (1 + torch.tanh(inner(wide)))).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor) -> Tensor:
         """∂L/∂y → ∂L/∂x"""
         (x,) = ctx.saved_tensors

@@ -62,7 +62,7 @@ def implementation(backend: str):
 def gelu(x: Tensor, approximate: str = "none", backend: str = "python") -> Tensor:
     """GELU of every number, as `F.gelu`: the exact one, or with `approximate="tanh"` the approximation.
 
-    Half precision is computed in fp32 and rounded once. It can be differentiated once. Raises `UserError`.
+    Half precision is computed in fp32 and rounded once. Raises `UserError`.
     """
     if approximate not in ("none", "tanh"):
         raise UserError(f"gelu: approximate={approximate!r} is unknown; choose 'none' or 'tanh'")

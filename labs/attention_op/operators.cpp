@@ -1,0 +1,329 @@
+// Attention and GELU for a CPU, forward and backward. The formulas are derived in attention_python.py and gelu_python.py; here
+// is how to get them fast: large products by PyTorch, everything between two products in one pass over a row that is still in
+// the core's cache.
+//
+// N rows times heads, S queries, T keys, D width of queries and keys, W width of values.
+
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/cpu/vec/vec.h>
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/ops/baddbmm.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <tuple>
+
+namespace {
+
+using at::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+template <typename scalar_t>
+using Vec = at::vec::Vectorized<scalar_t>;  // as many numbers as the processor computes with at once
+
+// Half precision as fp32: computed there and rounded once, at the end.
+Tensor in_wide(const Tensor& x) {
+  return x.scalar_type() == at::kDouble ? x.contiguous() : x.to(at::kFloat).contiguous();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------- GELU
+
+constexpr double kRootHalf = 0.70710678118654752440;        // √(1/2)
+constexpr double kOneOverRoot2Pi = 0.39894228040143267794;  // 1/√(2π)
+constexpr double kRoot2OverPi = 0.79788456080286535588;     // √(2/π)
+constexpr double kCubic = 0.044715;
+constexpr int64_t kNumbersPerTask = 1 << 14;  // fewer are not worth waking another core for
+
+// Φ(x)
+template <typename scalar_t>
+Vec<scalar_t> below(Vec<scalar_t> x) {
+  return Vec<scalar_t>(0.5) * (x * Vec<scalar_t>(-kRootHalf)).erfc();
+}
+
+// tanh u(x)
+template <typename scalar_t>
+Vec<scalar_t> tanh_inner(Vec<scalar_t> x) {
+  using V = Vec<scalar_t>;
+  return (V(kRoot2OverPi) * x * (V(1) + V(kCubic) * x * x)).tanh();
+}
+
+template <typename scalar_t>
+Vec<scalar_t> gelu_of(Vec<scalar_t> x, bool tanh) {
+  using V = Vec<scalar_t>;
+  return tanh ? V(0.5) * x * (V(1) + tanh_inner(x)) : x * below(x);
+}
+
+template <typename scalar_t>
+Vec<scalar_t> gelu_slope(Vec<scalar_t> x, bool tanh) {
+  using V = Vec<scalar_t>;
+  if (!tanh) {
+    return below(x) + x * V(kOneOverRoot2Pi) * (V(-0.5) * x * x).exp();
+  }
+  V t = tanh_inner(x);
+  V inner_slope = V(kRoot2OverPi) * (V(1) + V(3 * kCubic) * x * x);
+  return V(0.5) * (V(1) + t) + V(0.5) * x * (V(1) - t * t) * inner_slope;
+}
+
+// One pass: every number is read once and written once, whatever is computed in between.
+Tensor gelu(const Tensor& x, bool tanh) {
+  Tensor in = in_wide(x), out = at::empty_like(in);
+  AT_DISPATCH_FLOATING_TYPES(in.scalar_type(), "gelu", [&] {
+    const scalar_t* from = in.const_data_ptr<scalar_t>();
+    scalar_t* to = out.mutable_data_ptr<scalar_t>();
+    at::parallel_for(0, in.numel(), kNumbersPerTask, [&](int64_t begin, int64_t end) {
+      at::vec::map<scalar_t>([&](Vec<scalar_t> x) { return gelu_of(x, tanh); }, to + begin, from + begin, end - begin);
+    });
+  });
+  return out.to(x.scalar_type());
+}
+
+Tensor gelu_backward(const Tensor& grad, const Tensor& x, bool tanh) {
+  Tensor in = in_wide(x), grad_out = in_wide(grad), grad_in = at::empty_like(in);
+  AT_DISPATCH_FLOATING_TYPES(in.scalar_type(), "gelu_backward", [&] {
+    const scalar_t* from = in.const_data_ptr<scalar_t>();
+    const scalar_t* above = grad_out.const_data_ptr<scalar_t>();
+    scalar_t* to = grad_in.mutable_data_ptr<scalar_t>();
+    at::parallel_for(0, in.numel(), kNumbersPerTask, [&](int64_t begin, int64_t end) {
+      at::vec::map2<scalar_t>([&](Vec<scalar_t> g, Vec<scalar_t> x) { return g * gelu_slope(x, tanh); },
+                              to + begin, above + begin, from + begin, end - begin);
+    });
+  });
+  return grad_in.to(x.scalar_type());
+}
+
+// ----------------------------------------------------------------------------------------------------------------- Attention
+
+constexpr int64_t kScoresAtOnce = 1 << 17;  // half a MiB of scores in fp32: a block and its gradient fit a core's cache
+constexpr int64_t kFewestQueries = 32;      // at a time, however many keys there are: a product with fewer rows is slow
+
+// "lowbias32" of Chris Wellons's hash prospector
+inline uint32_t mix(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7feb352dU;
+  x = (x ^ (x >> 15)) * 0x846ca68bU;
+  return x ^ (x >> 16);
+}
+
+// What the softmax of each row needs beside the products.
+template <typename scalar_t>
+struct Rows {
+  int64_t heads, queries, keys;  // H, S, T
+  bool causal;
+  scalar_t scale;
+  const scalar_t* bias = nullptr;  // B, H, S by the strides, T numbers side by side; null: there is none
+  int64_t bias_strides[3] = {0, 0, 0};
+  double dropout;
+  uint32_t seed[2] = {0, 0};
+
+  // Keys that a query may see by its position: the first ones.
+  int64_t seen(int64_t query) const { return causal ? std::min(keys, query + 1) : keys; }
+
+  // Of row and head n = b·H + h
+  const scalar_t* bias_of(int64_t n, int64_t query) const {
+    const int64_t* strides = bias_strides;
+    return bias ? bias + n / heads * strides[0] + n % heads * strides[1] + query * strides[2] : nullptr;
+  }
+
+  // Z: see `dropout_factors` in attention_python.py, which draws the same.
+  void dropout_factors(scalar_t* z, int64_t n, int64_t query, int64_t count) const {
+    const uint32_t row_key = mix(mix(uint32_t(n * queries + query) + seed[0]) ^ seed[1]);
+    const int32_t threshold = int32_t(std::llround(dropout * 4294967296.0) - 2147483648LL);
+    const scalar_t kept = 1 / (1 - dropout);
+    for (int64_t j = 0; j < count; ++j) {
+      z[j] = int32_t(mix(row_key ^ uint32_t(j))) >= threshold ? kept : scalar_t(0);
+    }
+  }
+};
+
+// A row of Q Kᵀ → s Q Kᵀ + M
+template <typename scalar_t>
+void finish_scores(scalar_t* row, const scalar_t* bias, scalar_t scale, int64_t count) {
+  using V = Vec<scalar_t>;
+  if (bias) {
+    at::vec::map2<scalar_t>([=](V x, V m) { return x * V(scale) + m; }, row, row, bias, count);
+  } else {
+    at::vec::map<scalar_t>([=](V x) { return x * V(scale); }, row, row, count);
+  }
+}
+
+// A row of scores → weights P; returns ℓ = log Σ exp(score)
+template <typename scalar_t>
+scalar_t softmax(scalar_t* row, int64_t count) {
+  using V = Vec<scalar_t>;
+  const scalar_t lowest = std::numeric_limits<scalar_t>::lowest();  // of a row that sees nothing: -inf − -inf is nan
+  const scalar_t largest = at::vec::reduce_all<scalar_t>([](V a, V b) { return at::vec::maximum(a, b); }, row, count);
+  const scalar_t peak = std::max(largest, lowest);
+  at::vec::map<scalar_t>([=](V x) { return (x - V(peak)).exp(); }, row, row, count);
+  const scalar_t sum = at::vec::reduce_all<scalar_t>([](V a, V b) { return a + b; }, row, count);
+  const scalar_t total = std::max(sum, scalar_t(1));  // a row that sees anything has a term exp(0) = 1
+  at::vec::map<scalar_t>([=](V x) { return x * V(1 / total); }, row, row, count);
+  return peak + std::log(total);
+}
+
+// A row of scores → P ∘ Z, and a row of ∂O Vᵀ → s ∂A. z is room for a row, null without dropout.
+template <typename scalar_t>
+void softmax_backward(scalar_t* row, scalar_t* grad, scalar_t* z, scalar_t log_sum, scalar_t delta, scalar_t scale,
+                      int64_t count) {
+  using V = Vec<scalar_t>;
+  at::vec::map<scalar_t>([=](V x) { return (x - V(log_sum)).exp(); }, row, row, count);
+  if (!z) {
+    at::vec::map2<scalar_t>([=](V p, V g) { return p * (g - V(delta)) * V(scale); }, grad, row, grad, count);
+    return;
+  }
+  at::vec::map3<scalar_t>([=](V p, V g, V f) { return p * (g * f - V(delta)) * V(scale); }, grad, row, grad, z, count);
+  at::vec::map2<scalar_t>([](V p, V f) { return p * f; }, row, row, z, count);
+}
+
+// Calls block(first head, heads, first query, queries, keys) for blocks that cover everything, each head by one thread alone:
+// the gradients of its keys and values are then nobody else's.
+template <typename Block>
+void for_blocks(int64_t all_heads, int64_t queries, int64_t keys, bool causal, const Block& block) {
+  const int64_t share = std::max<int64_t>(1, all_heads / at::get_num_threads());
+  const int64_t heads_at_once = std::clamp<int64_t>(kScoresAtOnce / std::max<int64_t>(1, queries * keys), 1, share);
+  const int64_t queries_at_once = std::max(kFewestQueries, kScoresAtOnce / keys);
+  const int64_t groups = (all_heads + heads_at_once - 1) / heads_at_once;
+  at::parallel_for(0, groups, 1, [&](int64_t begin, int64_t end) {
+    // These apply to a thread, so each sets them: no graph is recorded in here, and autocast changes no product.
+    at::AutoDispatchBelowAutograd no_graph;
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    for (int64_t group = begin; group < end; ++group) {
+      const int64_t head = group * heads_at_once, heads = std::min(heads_at_once, all_heads - head);
+      for (int64_t query = 0; query < queries; query += queries_at_once) {
+        const int64_t last = std::min(queries, query + queries_at_once);
+        block(head, heads, query, last - query, causal ? std::min(keys, last) : keys);
+      }
+    }
+  });
+}
+
+template <typename scalar_t>
+Rows<scalar_t> rows_of(const Tensor& q, const Tensor& k, const MaybeTensor& bias, bool causal, double scale,
+                       double dropout, const MaybeTensor& seed) {
+  Rows<scalar_t> rows{q.size(1), q.size(2), k.size(2), causal, scalar_t(scale)};
+  rows.dropout = dropout;
+  if (bias) {
+    TORCH_CHECK(bias->dim() == 4 && bias->scalar_type() == c10::CppTypeToScalarType<scalar_t>::value &&
+                    (bias->size(3) == 1 || bias->stride(3) == 1),
+                "bias: four axes, the type that is computed in, keys side by side");
+    rows.bias = bias->const_data_ptr<scalar_t>();
+    for (int axis = 0; axis < 3; ++axis) {
+      rows.bias_strides[axis] = bias->size(axis) == 1 ? 0 : bias->stride(axis);
+    }
+  }
+  if (dropout > 0) {
+    const int32_t* numbers = seed->const_data_ptr<int32_t>();
+    rows.seed[0] = uint32_t(numbers[0]), rows.seed[1] = uint32_t(numbers[1]);
+  }
+  return rows;
+}
+
+// A bias that is the same for all keys, spread: the loops above read it key by key.
+MaybeTensor spread(const MaybeTensor& bias, int64_t keys) {
+  return bias && bias->size(3) != keys ? bias->expand({-1, -1, -1, keys}).contiguous() : bias;
+}
+
+// (B, H, S, D) → (N, S, D)
+Tensor by_heads(const Tensor& x) { return in_wide(x).flatten(0, 1); }
+
+// Some heads, and of these some queries or keys
+Tensor part(const Tensor& x, int64_t head, int64_t heads, int64_t first, int64_t count) {
+  return x.narrow(0, head, heads).narrow(1, first, count);
+}
+
+// (B, H, S, D), (B, H, T, D), (B, H, T, W) → the output (B, H, S, W) and ℓ (B, H, S)
+std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& some_bias,
+                                     bool causal, double scale, double dropout, const MaybeTensor& seed) {
+  const Tensor queries = by_heads(q), keys = by_heads(k), values = by_heads(v);
+  const MaybeTensor bias = spread(some_bias, k.size(2));
+  Tensor out = at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, queries.options());
+  Tensor log_sum = at::empty({q.size(0), q.size(1), q.size(2)}, queries.options());
+  Tensor out_by_heads = out.flatten(0, 1);
+  AT_DISPATCH_FLOATING_TYPES(queries.scalar_type(), "attention", [&] {
+    const Rows<scalar_t> rows = rows_of<scalar_t>(q, k, bias, causal, scale, dropout, seed);
+    scalar_t* log_sums = log_sum.mutable_data_ptr<scalar_t>();
+    for_blocks(queries.size(0), q.size(2), k.size(2), causal, [&](int64_t head, int64_t n, int64_t first, int64_t s, int64_t t) {
+      Tensor weights = at::bmm(part(queries, head, n, first, s), part(keys, head, n, 0, t).transpose(1, 2));  // (n, s, t)
+      Tensor z = at::empty({dropout > 0 ? t : 0}, weights.options());
+      scalar_t *row = weights.mutable_data_ptr<scalar_t>(), *factors = z.mutable_data_ptr<scalar_t>();
+      for (int64_t i = 0; i < n * s; ++i, row += t) {
+        const int64_t in_head = head + i / s, query = first + i % s, seen = rows.seen(query);
+        finish_scores(row, rows.bias_of(in_head, query), rows.scale, seen);
+        log_sums[in_head * rows.queries + query] = softmax(row, seen);
+        if (dropout > 0) {
+          rows.dropout_factors(factors, in_head, query, seen);
+          at::vec::map2<scalar_t>([](Vec<scalar_t> p, Vec<scalar_t> f) { return p * f; }, row, row, factors, seen);
+        }
+        std::fill(row + seen, row + t, scalar_t(0));
+      }
+      Tensor block = part(out_by_heads, head, n, first, s);
+      at::bmm_out(block, weights, part(values, head, n, 0, t));
+    });
+  });
+  return {out.to(q.scalar_type()), log_sum};
+}
+
+// ∂O → ∂Q, ∂K, ∂V
+std::tuple<Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& some_bias, const Tensor& out,
+    const Tensor& log_sum, bool causal, double scale, double dropout, const MaybeTensor& seed) {
+  const Tensor grads = by_heads(grad), queries = by_heads(q), keys = by_heads(k), values = by_heads(v);
+  const MaybeTensor bias = spread(some_bias, k.size(2));
+  const Tensor delta = grads.mul(by_heads(out)).sum(-1);  // (N, S)
+  Tensor grad_q = at::empty_like(queries), grad_k = at::zeros_like(keys), grad_v = at::zeros_like(values);
+  AT_DISPATCH_FLOATING_TYPES(queries.scalar_type(), "attention_backward", [&] {
+    const Rows<scalar_t> rows = rows_of<scalar_t>(q, k, bias, causal, scale, dropout, seed);
+    const scalar_t *log_sums = log_sum.const_data_ptr<scalar_t>(), *deltas = delta.const_data_ptr<scalar_t>();
+    for_blocks(queries.size(0), q.size(2), k.size(2), causal, [&](int64_t head, int64_t n, int64_t first, int64_t s, int64_t t) {
+      const Tensor block_q = part(queries, head, n, first, s), block_k = part(keys, head, n, 0, t);
+      const Tensor block_grad = part(grads, head, n, first, s);
+      Tensor weights = at::bmm(block_q, block_k.transpose(1, 2));                              // (n, s, t)
+      Tensor grad_a = at::bmm(block_grad, part(values, head, n, 0, t).transpose(1, 2));        // (n, s, t)
+      Tensor z = at::empty({dropout > 0 ? t : 0}, weights.options());
+      scalar_t *row = weights.mutable_data_ptr<scalar_t>(), *grad_row = grad_a.mutable_data_ptr<scalar_t>();
+      scalar_t* factors = dropout > 0 ? z.mutable_data_ptr<scalar_t>() : nullptr;
+      for (int64_t i = 0; i < n * s; ++i, row += t, grad_row += t) {
+        const int64_t in_head = head + i / s, query = first + i % s, seen = rows.seen(query);
+        const int64_t number = in_head * rows.queries + query;
+        finish_scores(row, rows.bias_of(in_head, query), rows.scale, seen);
+        if (factors) {
+          rows.dropout_factors(factors, in_head, query, seen);
+        }
+        softmax_backward(row, grad_row, factors, log_sums[number], deltas[number], rows.scale, seen);
+        std::fill(row + seen, row + t, scalar_t(0));
+        std::fill(grad_row + seen, grad_row + t, scalar_t(0));
+      }
+      Tensor into_q = part(grad_q, head, n, first, s), into_k = part(grad_k, head, n, 0, t), into_v = part(grad_v, head, n, 0, t);
+      at::bmm_out(into_q, grad_a, block_k);
+      into_k.baddbmm_(grad_a.transpose(1, 2), block_q);  // adds to what earlier queries gave
+      into_v.baddbmm_(weights.transpose(1, 2), block_grad);
+    });
+  });
+  return {grad_q.view(q.sizes()).to(q.scalar_type()), grad_k.view(k.sizes()).to(k.scalar_type()),
+          grad_v.view(v.sizes()).to(v.scalar_type())};
+}
+
+}  // namespace
+
+TORCH_LIBRARY(attention_op, m) {
+  m.def("gelu(Tensor x, bool tanh) -> Tensor");
+  m.def("gelu_backward(Tensor grad, Tensor x, bool tanh) -> Tensor");
+  m.def("attention(Tensor q, Tensor k, Tensor v, Tensor? bias, bool causal, float scale, float dropout, Tensor? seed) "
+        "-> (Tensor, Tensor)");
+  m.def("attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor out, Tensor log_sum, "
+        "bool causal, float scale, float dropout, Tensor? seed) -> (Tensor, Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(attention_op, CPU, m) {
+  m.impl("gelu", &gelu);
+  m.impl("gelu_backward", &gelu_backward);
+  m.impl("attention", &attention);
+  m.impl("attention_backward", &attention_backward);
+}
