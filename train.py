@@ -305,12 +305,11 @@ def wrap(loss: SummedLoss, config: Config, world: distributed.World) -> torch.nn
     runner = torch.compile(loss, dynamic=True) if config.compile else loss
     if world.size == 1:
         return runner
-    # Gradients live in the buckets that travel, and buffers are constants (positions, the causal mask) that need not.
+    # Gradients live in the buckets that travel, instead of being copied into them.
     return DistributedDataParallel(
         runner,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,
     )
 
 

@@ -42,7 +42,7 @@ def test_the_card_is_the_score_of_the_written_hypotheses(toy_run, toy_data):
     assert output.count("  reference  ") == 3 and "teacher" not in output
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_many_processes_write_the_same_file(toy_run, ranks):
     evaluate(toy_run, "--out", "one.txt")
     done = run_ranks(ranks, "evaluate.py", "--out", "many.txt", cwd=toy_run)
