@@ -1,0 +1,354 @@
+"""The lessons on collectives: run once on 2 and once on 3 processes, and what they found compared here."""
+
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labs import collectives as lab
+from labs import collectives_report as report
+from labs import collectives_training as training
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run_lab(*arguments, cwd: Path, program=(sys.executable,), **environment) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    words = [*program, "-m", "labs.collectives", *map(str, arguments)]
+    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+
+# ---------------------------------------------------------------- without processes
+
+
+def test_the_handouts_split_of_ten_rows_over_three_ranks():
+    assert [lab.sampled_rows(10, rank, 3) for rank in range(3)] == [[0, 3, 6, 9], [1, 4, 7, 0], [2, 5, 8, 1]]
+    assert [lab.sampled_rows(10, rank, 3, drop_last=True) for rank in range(3)] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+
+
+@given(rows=st.integers(0, 50), size=st.integers(1, 9))
+def test_strided_rows_are_each_row_once_and_even(rows, size):
+    shares = [lab.strided_rows(rows, rank, size) for rank in range(size)]
+    assert sorted(row for share in shares for row in share) == list(range(rows))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_without_set_epoch_all_epochs_have_one_order():
+    told, untold = lab.epoch_orders(3, set_epoch=True), lab.epoch_orders(3, set_epoch=False)
+    assert told[0] == untold[0] == untold[1] == untold[2]
+    assert told[0] != told[1] != told[2]
+
+
+def test_a_device_is_not_a_rank():
+    assert lab.rank_of(1, [1, 2]) == 0 and lab.rank_of(2, [1, 2]) == 1 and lab.rank_of(0, [3, 0]) == 1
+
+
+def test_learning_rate_rules():
+    assert training.scaled_lr(5e-5, 768, 192, "none") == 5e-5
+    assert training.scaled_lr(5e-5, 768, 192, "sqrt") == pytest.approx(1e-4)
+    assert training.scaled_lr(5e-5, 768, 192, "linear") == pytest.approx(2e-4)
+    assert {training.scaled_lr(0.1, 64, 64, rule) for rule in ("none", "sqrt", "linear")} == {0.1}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 6])
+def test_scaling_settings_see_equally_many_rows_and_only_the_last_leaves_the_stable_range(size):
+    features, runs = training.scaling_settings(size)
+    assert len({batch * steps for _, batch, _, steps in runs}) == 1
+    assert all(batch % size == 0 for _, batch, _, _ in runs)
+    assert [lr < 2 / (1 + (features + 1) / batch) for _, batch, lr, _ in runs] == [True, True, False]
+
+
+@settings(max_examples=50, deadline=None)
+@given(overflows=st.lists(st.booleans(), max_size=30), interval=st.integers(1, 5), power=st.integers(-5, 20))
+def test_the_scaler_by_hand_keeps_torchs_scales(overflows, interval, power):
+    ours = training.LossScaler(2.0**power, interval)
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**power, growth_interval=interval)
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for overflow in overflows:
+        before = weight.item()
+        theirs.scale(weight.sum()).backward()
+        if overflow:
+            weight.grad.fill_(float("inf"))
+        theirs.step(optimizer)
+        theirs.update()
+        optimizer.zero_grad()
+        assert ours.update(overflow) == (weight.item() != before)
+        assert ours.scale == theirs.get_scale()
+
+
+def test_fp16_gradients_underflow_without_a_scale_and_not_with_one():
+    exact, zeros = training.train_half(torch.float32, None)
+    assert exact < 1e-10 and zeros == 0
+    plain, zeros = training.train_half(torch.float16, None)
+    assert plain > 1e-3 and zeros > 0.5
+    scaled, zeros = training.train_half(torch.float16, training.LossScaler())
+    assert scaled < 1e-6 and zeros < 0.01
+
+
+def test_the_scale_comes_down_from_an_overflow():
+    scaler = training.LossScaler(scale=2.0**40)
+    error, _ = training.train_half(torch.float16, scaler)
+    assert error < 1e-6 and scaler.scale < 2.0**36
+
+
+def test_tables_are_aligned_and_valid_markdown():
+    table = report.Table("caption", "a|long name", [(1, torch.tensor([1, 2])), (None, [torch.tensor([3])])])
+    assert table.plain() == "caption:\n  a  long name\n  1  [1, 2]\n  -  [3]"
+    assert table.markdown().splitlines()[2:] == ["| a | long name |", "|---|---|", "| 1 | [1, 2] |", "| - | [3] |"]
+    assert report.Table("c", "x", [("a|b",)]).markdown().endswith("| a\\|b |")
+
+
+# ---------------------------------------------------------------- on 2 and 3 processes
+
+
+def uneven_cases(size: int) -> list[tuple[list[int], tuple[int, ...], str]]:
+    """Seeded: (length of each rank, from 0; the other dimensions; the number format)."""
+    draw = random.Random(size)
+    formats, shapes = ("int64", "float32", "float64", "int32", "uint8", "float16"), ((), (3,), (2, 2))
+    cases = [([0] * size, (), "int64"), ([0] * (size - 1) + [5], (2,), "float32"), ([1] * size, (), "float32")]
+    return cases + [
+        ([draw.randrange(9) for _ in range(size)], draw.choice(shapes), draw.choice(formats)) for _ in range(60)
+    ]
+
+
+def uneven_tensor(case: int, rank: int, length: int, shape: tuple[int, ...], number_format: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * case + rank)
+    return torch.randint(0, 200, (length, *shape), generator=generator).to(getattr(torch, number_format))
+
+
+def right_uneven_gathers(size: int, rank: int) -> int:
+    """How many of the cases come out as they should on this rank."""
+    right = 0
+    for i, (lengths, shape, number_format) in enumerate(uneven_cases(size)):
+        wanted = [uneven_tensor(i, r, length, shape, number_format) for r, length in enumerate(lengths)]
+        got = lab.all_gather_uneven(wanted[rank])
+        right += len(got) == size and all(torch.equal(g, w) and g.dtype == w.dtype for g, w in zip(got, wanted))
+    return right
+
+
+def a_rank(folder: str) -> None:
+    """Everything that takes several processes."""
+    world = report.join_world()
+    figures = {"lessons": {}, "pictures": {}}
+    for name, lesson in lab.LESSONS.items():
+        for block in lesson(world):
+            if isinstance(block, report.Table):
+                figures["lessons"].setdefault(name, []).append(block.cells())
+            elif isinstance(block, report.Picture):
+                figures["pictures"][name] = block.curves
+    x, y, mine = lab.uneven_share(world.rank, world.size)
+    reference = lab.single_gradient(x, y)
+    for how in ("own mean", "mean of means", "own sum · N / rows of all"):
+        gradient = lab.ddp_gradient(x[mine], y[mine], how)
+        figures[f"gradient, {how}"] = report.everyone((gradient - reference).abs().max().item())
+    own = lab.ddp_gradient(x[mine], y[mine], "own mean")
+    figures["too small"] = (own / lab.ddp_gradient(x[mine], y[mine], "mean of means")).tolist()
+    figures["mean"] = lab.global_mean(*[(16, 32), (17, 32), (4, 4)][world.rank])
+    figures["mean of means"] = lab.mean_of_means(*[(16, 32), (17, 32), (4, 4)][world.rank])
+    gathered = lab.gather_to(2, torch.tensor([world.rank]), list(range(1, world.size + 1)))
+    figures["gathered"] = report.everyone(None if gathered is None else torch.cat(gathered).tolist())
+    figures["right uneven"] = report.everyone(right_uneven_gathers(world.size, world.rank))
+    ddp, alone = training.train_classifier(20, world), training.train_classifier(20)
+    figures["ddp weights"] = report.everyone((ddp[1] - alone[1]).abs().max().item())
+    figures["ddp losses"] = max(abs(a - b) for a, b in zip(ddp[0], alone[0]))
+    figures["moved"] = (alone[1] - training.train_classifier(0)[1]).abs().max().item()
+    figures["alone"] = report.everyone(training.scaled_steps(world, together=False))
+    figures["together"] = report.everyone(training.scaled_steps(world, together=True))
+    inf = torch.tensor(float("inf") if world.rank else 1.0)  # under DDP the average carries it to all
+    dist.all_reduce(inf)
+    figures["inf spreads"] = report.everyone(not inf.isfinite().item())
+    if world.is_main:
+        Path(folder, "figures.json").write_text(json.dumps(figures), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def launched(request, tmp_path_factory) -> tuple[int, dict]:
+    """(number of processes, what they found)."""
+    folder = tmp_path_factory.mktemp("ranks")
+    context, _store = report.launch(a_rank, request.param, str(folder))
+    while not context.join():
+        pass
+    return request.param, json.loads((folder / "figures.json").read_text(encoding="utf-8"))
+
+
+def outcomes(figures: dict, lesson: str, table: int, call: str) -> list[str]:
+    """The last column of a lesson's table in the rows that begin with `call`: one for each rank."""
+    return [row[-1] for row in figures["lessons"][lesson][table][1:] if row[0].startswith(call)]
+
+
+def test_gather_reaches_the_rank_of_the_device_only(launched):
+    size, figures = launched
+    assert figures["gathered"] == [None, list(range(size)), *[None] * (size - 2)]
+
+
+def test_wrong_gathers_fail_with_torchs_own_words(launched):
+    size, figures = launched
+    on_dst, elsewhere = "must be specified on destination rank", "must NOT be specified on non-destination ranks"
+    device = outcomes(figures, "gather", 1, "dst=1")
+    assert elsewhere in device[0] and on_dst in device[1]
+    everywhere = outcomes(figures, "gather", 1, "gather_list on every rank")
+    assert "Timed out" in everywhere[0] and all(elsewhere in text for text in everywhere[1:])
+    nowhere = outcomes(figures, "gather", 1, "gather_list on no rank")
+    assert on_dst in nowhere[0] and all("Timed out" in text for text in nowhere[1:])
+    assert len(device) == len(everywhere) == len(nowhere) == size
+
+
+def test_a_subgroup_counts_its_own_ranks(launched):
+    size, figures = launched
+    if size < 3:
+        assert len(figures["lessons"]["gather"]) == 2
+        return
+    gathered = ["not in the group", "[5, 6] [7, 8]", "-"]
+    assert outcomes(figures, "gather", 2, "dst=1") == outcomes(figures, "gather", 2, "group_dst=0") == gathered
+    wrong = outcomes(figures, "gather", 2, "wrong: dst=0")
+    assert all("Global rank 0 is not part of group" in text for text in wrong[1:])
+
+
+def test_unequal_lengths_gathered_as_if_equal_are_lost(launched):
+    size, figures = launched
+    right = outcomes(figures, "all_gather", 0, "right: lengths")
+    assert right == [" ".join(str([rank + 1] * (size - rank)) for rank in range(size))] * size
+    assert right == outcomes(figures, "all_gather", 0, "right, but pickled")
+    dead = outcomes(figures, "all_gather", 0, "wrong: all_gather into N tensors like")
+    assert len(dead) == size and not set(dead) & set(right)
+    assert any("killed by signal 6" in text for text in dead), dead
+    refused = outcomes(figures, "all_gather", 0, "wrong: all_gather into the true shapes")
+    assert all("invalid tensor size" in text for text in refused)
+    silent = outcomes(figures, "all_gather", 0, "wrong: gather into N tensors like rank 0's")[0]
+    parts = re.findall(r"\[.*?\]", silent)
+    assert [len(json.loads(part)) for part in parts] == [size] * size  # no error, and more numbers than were sent
+
+
+def test_uneven_gather_of_any_lengths(launched):
+    size, figures = launched
+    assert figures["right uneven"] == [len(uneven_cases(size))] * size
+
+
+def test_gradients_stop_at_all_gather(launched):
+    size, figures = launched
+    none, own, whole = (row[1:] for row in figures["lessons"]["all_gather"][1][1:])
+    assert none == ["-"] * size
+    assert own == [str(float(rank + 1)) for rank in range(size)]
+    assert whole == [str(size * (size + 1) / 2)] * size
+
+
+def test_mean_over_ranks(launched):
+    size, figures = launched
+    shares = [(16, 32), (17, 32), (4, 4)][:size]
+    assert figures["mean"] == sum(right for right, _ in shares) / sum(rows for _, rows in shares)
+    assert figures["mean of means"] == pytest.approx(sum(right / rows for right, rows in shares) / size)
+    assert size == 2 or abs(figures["mean"] - figures["mean of means"]) > 0.1
+    right, wrong, one = (float(row[1]) for row in figures["lessons"]["mean"][2][1:])
+    assert right == one != wrong
+
+
+def test_ddp_needs_the_global_count_for_the_right_gradient(launched):
+    size, figures = launched
+    assert max(figures["gradient, own sum · N / rows of all"]) < 1e-6
+    assert min(figures["gradient, own mean"]) > 1e-2
+    assert min(figures["gradient, mean of means"]) > 1e-2
+    assert figures["too small"] == pytest.approx([size] * 6)
+
+
+def test_the_handouts_accuracies(launched):
+    _, figures = launched
+    handout, short = figures["lessons"]["mean"][0][1:]
+    assert handout[2:] == ["0.5156", "0.5156"] and short[2:] == ["0.5200", "0.6250"]
+
+
+def test_a_score_over_a_padded_sampler_counts_rows_twice(launched):
+    size, figures = launched
+    rows = 3 * size + 1
+    true, padded, dropped, strided = ((int(row[1]), float(row[2])) for row in figures["lessons"]["sampler"][1][1:])
+    assert true == strided == (rows, round((rows - 1) / rows, 4))
+    assert padded == (4 * size, round((4 * size - 2) / (4 * size), 4))  # row 0, the wrong one, counts twice
+    assert dropped == (3 * size, round((3 * size - 1) / (3 * size), 4))
+
+
+def test_each_scaling_rule_is_right_and_both_together_diverge(launched):
+    _, figures = launched
+    rule_1, rule_2, both = figures["lessons"]["scaling"][1][1:]
+    assert float(rule_1[6]) < 1e-3 and float(rule_2[6]) < 1e-3 and float(both[6]) > 10
+    assert float(rule_1[7]) <= 1e-6 and float(rule_2[7]) <= 1e-6  # relative, to one process
+    for curve in figures["pictures"]["scaling"].values():
+        assert curve[-1][0] == figures["pictures"]["scaling"]["rule 1: batch / N, lr"][-1][0]
+
+
+def test_ddp_equals_one_process_after_20_steps(launched):
+    _, figures = launched
+    assert max(figures["ddp weights"]) < 1e-6 and figures["ddp losses"] < 1e-6
+    assert figures["moved"] > 0.1
+
+
+def test_an_overflow_on_one_rank_skips_on_all_or_the_ranks_part(launched):
+    size, figures = launched
+    assert figures["alone"] == [[6, 2.0**14]] * (size - 1) + [[5, 2.0**13]]
+    assert figures["together"] == [[5, 2.0**13]] * size
+    assert figures["inf spreads"] == [True] * size
+
+
+# ---------------------------------------------------------------- as a user runs it
+
+
+def test_it_starts_its_own_processes_and_writes_markdown(tmp_path):
+    done = run_lab("--lesson", "scaling", "--processes", 2, "--out", "report/a.md", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "=== scaling: " in done.stdout and "wrong, both" in done.stdout and not done.stderr
+    written = (tmp_path / "report/a.md").read_text(encoding="utf-8")
+    assert written.startswith("# Collectives: 2 process") and "](a-scaling.png)" in written
+    assert (tmp_path / "report/a-scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_runs_under_torchrun(tmp_path):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    done = run_lab("--lesson", "sampler", cwd=tmp_path, program=torchrun)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("=== sampler") == 1
+    assert (tmp_path / "runs/collectives/sampler.md").exists()
+
+
+@pytest.mark.parametrize("size", [1])
+def test_one_process_says_what_it_cannot_show(size, tmp_path):
+    done = run_lab("--lesson", "mean", "--processes", size, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "With one process all means agree" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, environment, message",
+    [
+        (["--lesson", "gathr"], {}, "did you mean gather?"),
+        (["--processes", "0"], {}, "--processes 0 must be in 1 to 64"),
+        (["--port", "70000"], {}, "--port 70000 must be in 0 to 65535"),
+        (["--port", "TAKEN"], {}, "Address already in use; give another"),
+        (["--out", "/proc/none/a.md"], {}, "--out /proc/none/a.md: No such file or directory"),
+        (["--processes", "2"], {"RANK": "0", "WORLD_SIZE": "2"}, "give it --nproc_per_node"),
+        ([], {"RANK": "0", "WORLD_SIZE": "2"}, "half set"),
+    ],
+)
+def test_mistakes_end_in_one_line(arguments, environment, message, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        arguments = [word.replace("TAKEN", str(taken.getsockname()[1])) for word in arguments]
+        done = run_lab(*arguments, cwd=tmp_path, **environment)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and not done.stdout
+
+
+def test_a_wrong_lesson_ends_every_rank_under_torchrun(tmp_path):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    done = run_lab("--lesson", "sampling", cwd=tmp_path, program=torchrun)
+    assert done.returncode != 0
+    assert len(re.findall(r"^error \(rank [01]\): --lesson sampling", done.stderr, re.M)) >= 1
+    assert 'Traceback (most recent call last):\n  File "' + str(ROOT / "labs") not in done.stderr
