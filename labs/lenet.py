@@ -67,6 +67,7 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a wro
 import json
 import time
 import zlib
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -75,8 +76,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engine import distributed, schedule
 from engine.allocator import keep_freed_memory
+from engine.checkpoint import load_training_state
 from engine.precision import Precision, choose_precision
-from engine.run import INTERRUPTED, Run, saved_settings
+from engine.run import INTERRUPTED, Run, last_checkpoint, saved_settings
 from engine.telemetry import GpuSampler, progress
 from labs import lenet_pictures as pictures
 from labs.mnist import DIGITS, Digits, batches, find_folder, rows_of_epoch
@@ -306,10 +308,6 @@ def set_up(config: Config) -> Training:
     run.log(precision.describe())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=True)
     state = run.restore(model, optimizer) or {"step": 0, "window": [0.0, 0.0, 0.0], "check_sum": check_sum}
-    if state["check_sum"] != check_sum:
-        raise UserError(
-            f"--resume {run.folder}: the training images in {config.data} are others than the run began with"
-        )
     total = config.epochs * steps_per_epoch
     run.log(f"LeNet-5 {config.variant}: {sum(p.numel() for p in model.parameters()):,} parameters; {len(digits):,} training "
             f"and {len(tests):,} test images, {steps_per_epoch:,} steps an epoch, {config.epochs} epochs")  # fmt: skip
@@ -328,9 +326,14 @@ def set_up(config: Config) -> Training:
 def read_data(config: Config) -> tuple[Digits, Digits, int]:
     """Training and test split, and a number that tells one set of training images from another."""
     folder = find_folder(config.data)
+    digits, tests = Digits(folder, "train"), Digits(folder, "test")
+    check_sum = zlib.crc32(digits.images.numpy())
+    found = last_checkpoint(Path(config.resume)) if config.resume else None
+    if found and load_training_state(found)[1]["check_sum"] != check_sum:
+        raise UserError(f"--resume {config.resume}: the training images in {folder} are others than the run began with; "
+                        "name their folder with --data, or start a new run")  # fmt: skip
     config.data = str(folder)  # found again from anywhere
-    digits = Digits(folder, "train")
-    return digits, Digits(folder, "test"), zlib.crc32(digits.images.numpy())
+    return digits, tests, check_sum
 
 
 def wrap(loss: LossAndHits, config: Config, world: distributed.World) -> nn.Module:
@@ -347,12 +350,8 @@ def log_window(t: Training, gradient_norm: Tensor) -> None:
     loss, hits, images = t.world.sum(t.window).tolist()
     t.window.zero_()
     step = t.state["step"]
-    figures = {
-        "train/loss": loss / images,
-        "train/accuracy": hits / images,
-        "train/gradient_norm": gradient_norm.item(),
-    }
-    figures["train/learning_rate"] = t.plan.learning_rate(step)
+    figures = {"train/loss": loss / images, "train/accuracy": hits / images}
+    figures |= {"train/gradient_norm": gradient_norm.item(), "train/learning_rate": t.plan.learning_rate(step)}
     t.run.telemetry.scalars(step, {**figures, **(t.gpu.read() if t.gpu else {})})
     t.run.log(f"step {step:>6,}  loss {loss / images:.4f}  accuracy {hits / images:7.2%}")
 

@@ -4,14 +4,16 @@ import json
 from pathlib import Path
 
 import torch
+from matplotlib import colormaps
 from matplotlib.figure import Figure  # without pyplot: needs no screen, and nothing has to be closed
+from matplotlib.ticker import PercentFormatter
 from torch import Tensor
 
 SHOWN_MISTAKES = 40
 
 
 def tiles(maps: Tensor, columns: int) -> Tensor:
-    """(N, H, W) pictures as one, side by side with a gap of NaN, which is drawn white."""
+    """(N, H, W) pictures as one, side by side with a gap of NaN, which `strip` draws in a colour of its own."""
     count, height, width = maps.shape
     rows = -(-count // columns)
     framed = maps.new_full((rows * columns, height + 1, width + 1), float("nan"))
@@ -20,9 +22,9 @@ def tiles(maps: Tensor, columns: int) -> Tensor:
     return framed.reshape(rows * (height + 1), columns * (width + 1))[:-1, :-1]
 
 
-def strip(axes, picture: Tensor, title: str, **settings) -> None:
+def strip(axes, picture: Tensor, title: str, cmap: str = "Greys", gap: str = "white", **settings) -> None:
     """One picture without ticks."""
-    axes.imshow(picture, interpolation="nearest", **settings)
+    axes.imshow(picture.numpy(), interpolation="nearest", cmap=colormaps[cmap].with_extremes(bad=gap), **settings)
     axes.set_title(title, fontsize=9, loc="left")
     axes.axis("off")
 
@@ -32,8 +34,8 @@ def filters(model) -> Figure:
     """The 5 × 5 weights of C1 and of C3: red is positive, blue negative, white zero or (C3 of the paper) not connected."""
     c1, c3 = model.c1[0].weight.cpu(), model.c3[0]
     c3 = (c3.full_weight() if hasattr(c3, "full_weight") else c3.weight).cpu()
-    figure = Figure(figsize=(7, 4.6), layout="constrained")
-    first, second = figure.subplots(2, 1, height_ratios=[1, 5])
+    figure = Figure(figsize=(7, 4.1), layout="constrained")
+    first, second = figure.subplots(2, 1, height_ratios=[1, 3.2])
     for axes, maps, columns, title in (
         (first, c1.flatten(0, 1), 6, "C1: 6 filters of the image"),
         (
@@ -61,7 +63,7 @@ def feature_maps(model, image: Tensor) -> Figure:
     heights = [4, 3, 2.4, 3, 2.4, 0.6, 0.6, 0.8]
     for axes, (title, maps, columns) in zip(figure.subplots(len(pictures), 1, height_ratios=heights), pictures):
         flat = maps.size(1) == 1
-        strip(axes, tiles(maps, columns), title, cmap="Greys", aspect="auto" if flat else "equal")
+        strip(axes, tiles(maps, columns), title, gap="lightsteelblue", aspect="auto" if flat else "equal")
     return figure
 
 
@@ -70,7 +72,7 @@ def confusion(counts: Tensor) -> Figure:
     mistakes = counts.clone().fill_diagonal_(0)
     figure = Figure(figsize=(6, 5.4), layout="constrained")
     axes = figure.subplots()
-    axes.imshow(mistakes, cmap="Oranges", vmin=0, vmax=max(1, 1.5 * mistakes.max().item()))
+    axes.imshow(mistakes.numpy(), cmap="Oranges", vmin=0, vmax=max(1, 1.5 * mistakes.max().item()))
     for digit, row in enumerate(counts.tolist()):
         for answer, count in enumerate(row):
             axes.text(
@@ -88,8 +90,8 @@ def mistakes(images: Tensor, found: list[dict]) -> Figure:
     for axes in figure.subplots(5, SHOWN_MISTAKES // 5).flat:
         axes.axis("off")
     for axes, mistake in zip(figure.axes, found):
-        title = f"{mistake['digit']} → {mistake['answer']}  {mistake['probability']:.0%}"
-        strip(axes, images[mistake["image"]], title, cmap="Greys")
+        title = f"{mistake['digit']} → {mistake['answer']}  {mistake['probability']:.1%}"
+        strip(axes, images[mistake["image"]], title)
     figure.suptitle(
         f"digit → answer, probability: the {min(len(found), SHOWN_MISTAKES)} surest of {len(found)} mistakes"
     )
@@ -107,6 +109,9 @@ def curves(metrics: Path) -> Figure:
             values = [1 - value for value in values] if name == "accuracy" else values
             axes.plot(steps, values, style, label=split, markersize=4)
         axes.set(xlabel="step", ylabel="loss, nats an image" if name == "loss" else "error rate", yscale="log")
+        if name == "accuracy":
+            axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
+            axes.yaxis.set_minor_formatter(PercentFormatter(1, decimals=1))
         axes.grid(alpha=0.3, which="both")
         axes.legend()
     return figure

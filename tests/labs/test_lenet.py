@@ -1,0 +1,440 @@
+"""LeNet-5 and its data set: the paper's sizes, every way to a batch, learning, exact resumption, refused mistakes."""
+
+import gzip
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from engine import distributed
+from engine.config import parse_flags
+from engine.errors import UserError
+from labs import lenet_pictures as pictures
+from labs.lenet import CONNECTIONS, Config, LeNet5, PaperConvolution, PaperPooling, main, xavier
+from labs.mnist import Digits, batches, find_folder, rows_of_epoch
+
+SEGMENTS = [
+    "abcdef",
+    "bc",
+    "abged",
+    "abgcd",
+    "fgbc",
+    "afgcd",
+    "afgedc",
+    "abc",
+    "abcdefg",
+    "abgfcd",
+]  # of a clock's digits
+PLACES = dict(
+    a=(0, 0, 0, 1), b=(0, 1, 1, 1), c=(1, 1, 2, 1), d=(2, 0, 2, 1), e=(1, 0, 2, 0), f=(0, 0, 1, 0), g=(1, 0, 1, 1)
+)
+
+
+def drawn_digits(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Digits as a clock shows them, of any size, slant and place, with noise: (N, 28, 28) bytes and (N,) labels."""
+    draw = np.random.default_rng(seed)
+    labels = draw.integers(0, 10, count).astype(np.uint8)
+    images = draw.integers(0, 60, (count, 28, 28)).astype(np.uint8)
+    for image, label in zip(images, labels):
+        height, width, slant = draw.integers(6, 9), draw.integers(6, 11), draw.uniform(-3, 3)
+        top, left = draw.integers(3, 25 - 2 * height + 2), draw.integers(5, 22 - width + 1)
+        for segment in SEGMENTS[label]:
+            row, column, last_row, last_column = PLACES[segment]
+            for t in np.linspace(0, 1, 12):
+                y = top + height * (row + t * (last_row - row))
+                x = left + width * (column + t * (last_column - column)) + slant * (1 - y / 14)
+                image[int(y) : int(y) + 2, int(x) : int(x) + 2] = draw.integers(180, 256)
+    return images, labels
+
+
+def write_idx(path: Path, values: np.ndarray) -> None:
+    content = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape) + values.tobytes()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+def write_mnist(folder: Path, train: int, test: int, ending: str = "") -> Path:
+    folder.mkdir(parents=True)
+    for name, count, seed in (("train", train, 1), ("t10k", test, 2)):
+        images, labels = drawn_digits(count, seed)
+        write_idx(folder / f"{name}-images-idx3-ubyte{ending}", images)
+        write_idx(folder / f"{name}-labels-idx1-ubyte{ending}", labels)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """3,001 training images (no multiple of any batch) and 501 test images."""
+    return write_mnist(tmp_path_factory.mktemp("mnist") / "files", 3001, 501)
+
+
+def lenet(*flags, cwd: Path, ranks: int = 1, wait: bool = True):
+    """`python -m labs.lenet …` in `cwd`, or the same under torchrun."""
+    words = ["-m", "labs.lenet", *map(str, flags)]
+    if ranks > 1:
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "--", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen([sys.executable, *words], cwd=cwd, env=environment, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    if not wait:
+        return process
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def records(run: Path, tag: str) -> dict[int, float]:
+    """Step → value, from metrics.jsonl."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    found = [(line["step"], line[tag]) for line in lines if tag in line]
+    assert len(dict(found)) == len(found)  # no step twice
+    return dict(found)
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(run / "checkpoints" / "last" / "model.safetensors")
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Bit for bit."""
+    for tag in ("train/loss", "train/accuracy", "train/gradient_norm", "test/loss", "test/accuracy"):
+        assert records(one, tag) == records(other, tag) and records(one, tag)
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+# ---- the data set
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+@pytest.mark.parametrize("inside", [".", "MNIST/raw"])
+def test_reads_what_was_written(tmp_path, ending, inside):
+    write_mnist(tmp_path / "root" / inside, 30, 20, ending)
+    digits = Digits(find_folder(str(tmp_path / "root")), "test")
+    images, labels = drawn_digits(20, 2)
+    assert len(digits) == 20
+    for i in range(20):
+        image, label = digits[i]
+        assert image.shape == (1, 28, 28) and label == labels[i]
+        assert torch.equal(image[0], torch.from_numpy(images[i]) / 255)
+
+
+def test_every_image_once_an_epoch_and_anew_each_time():
+    epochs = [rows_of_epoch(1003, 100, seed, epoch) for seed, epoch in ((1, 0), (1, 1), (2, 0), (1, 0))]
+    for rows in epochs:
+        assert len(rows) == 11 and {len(some) for some in rows} == {91, 92}
+        assert torch.equal(torch.cat(rows).sort().values, torch.arange(1003))
+    first, next_epoch, other_seed, again = (torch.cat(rows) for rows in epochs)
+    assert torch.equal(first, again) and not torch.equal(first, next_epoch) and not torch.equal(first, other_seed)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_dataloader_gives_the_same_batches(data, workers):
+    digits = Digits(data, "train")
+    rows = rows_of_epoch(len(digits), 100, 1, 0)[25:]
+    pairs = list(zip(*(batches(digits, rows, torch.device("cpu"), way) for way in (None, workers))))
+    assert len(pairs) == len(rows) == 6
+    for (images, labels), (loaded_images, loaded_labels) in pairs:
+        assert images.shape == (len(labels), 1, 28, 28) and images.dtype == torch.float32
+        assert torch.equal(images, loaded_images) and torch.equal(labels, loaded_labels)
+
+
+# ---- the model
+
+
+def test_the_paper_s_sizes():
+    """Every number of section II-B."""
+    model = LeNet5("paper")
+    counts = {name: sum(p.numel() for p in layer.parameters()) for name, layer in model.named_children()}
+    assert counts.pop("output") == 850
+    assert counts == dict(c1=156, s2=12, c3=1516, s4=32, c5=48120, f6=10164) and sum(counts.values()) == 60_000
+    shapes = {name: tuple(output.shape[1:]) for name, output in model.layers(torch.rand(2, 1, 28, 28)).items()}
+    assert shapes == dict(
+        c1=(6, 28, 28), s2=(6, 14, 14), c3=(16, 10, 10), s4=(16, 5, 5), c5=(120,), f6=(84,), output=(10,)
+    )
+
+
+def test_c3_sees_the_connected_maps_only():
+    layer, x = PaperConvolution(), torch.rand(2, 6, 14, 14)
+    torch.nn.init.normal_(layer.weight)
+    kernels = iter(layer.weight)
+    for to, origins in enumerate(CONNECTIONS):
+        own = sum(F.conv2d(x[:, [origin]], next(kernels)[None, None]) for origin in origins)[:, 0] + layer.bias[to]
+        torch.testing.assert_close(layer(x)[:, to], own)
+    # The paper's words: six maps see three neighbours, six see four, three see four in pairs, one sees all; every map of S2
+    # is seen by ten.
+    assert (
+        sorted(map(len, CONNECTIONS)) == [3] * 6 + [4] * 9 + [6] and len({tuple(sorted(c)) for c in CONNECTIONS}) == 16
+    )
+    assert [sum(origin in origins for origins in CONNECTIONS) for origin in range(6)] == [10] * 6
+
+
+def test_paper_pooling_is_a_weighted_sum():
+    layer, x = PaperPooling(3), torch.rand(2, 3, 4, 6)
+    layer.weight.data, layer.bias.data = torch.randn(3, 1, 1), torch.randn(3, 1, 1)
+    for b, c, i, j in ((0, 0, 0, 0), (1, 2, 1, 2), (0, 1, 1, 0)):
+        total = x[b, c, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2].sum() * layer.weight[c, 0, 0] + layer.bias[c, 0, 0]
+        torch.testing.assert_close(layer(x)[b, c, i, j], 1.7159 * torch.tanh(total * 2 / 3))
+
+
+@pytest.mark.parametrize("variant", ["relu", "sigmoid"])
+def test_equals_the_same_layers_in_a_row(variant):
+    """torch's own layers, with padding by paper (which normalising makes −0.42) done by hand."""
+    nn, sigmoid = torch.nn, variant == "sigmoid"
+    activation, pool = (nn.Sigmoid, nn.AvgPool2d) if sigmoid else (nn.ReLU, nn.MaxPool2d)
+    torch.manual_seed(3)
+    layers = [nn.Conv2d(1, 6, 5), activation(), pool(2), nn.Conv2d(6, 16, 5), activation(), pool(2), nn.Flatten(),
+              nn.Linear(400, 120), activation(), nn.Linear(120, 84), activation(), nn.Linear(84, 10)]  # fmt: skip
+    plain = nn.Sequential(*layers)
+    if sigmoid:
+        plain.apply(xavier)
+    torch.manual_seed(3)
+    model = LeNet5(variant)
+    images = torch.rand(5, 1, 28, 28)
+    padded = torch.full((5, 1, 32, 32), -0.1307 / 0.3081)
+    padded[:, :, 2:-2, 2:-2] = (images - 0.1307) / 0.3081
+    torch.testing.assert_close(model(images), plain(padded))
+
+
+def test_begins_near_chance():
+    for variant in ("relu", "sigmoid", "paper"):
+        torch.manual_seed(1)
+        images, labels = map(torch.from_numpy, drawn_digits(200, 1))
+        loss = F.cross_entropy(LeNet5(variant)(images[:, None] / 255), labels.long())
+        assert abs(loss - np.log(10)) < 0.5
+
+
+def test_activations():
+    torch.manual_seed(1)
+    relu, images = LeNet5(), torch.rand(3, 1, 28, 28)
+    gelu = LeNet5(activation="gelu")
+    gelu.load_state_dict(relu.state_dict())
+    found = gelu.layers(images)["c1"]
+    linear = relu.c1[0]((F.pad(images, [2] * 4) - 0.1307) / 0.3081)
+    torch.testing.assert_close(found, F.gelu(linear))
+    assert not torch.equal(gelu(images), relu(images))
+
+
+def test_own_gelu_equals_torch_s():
+    pytest.importorskip("labs.attention_op")
+    torch.manual_seed(1)
+    images, theirs, ours = torch.rand(3, 1, 28, 28), LeNet5(activation="gelu"), LeNet5(activation="own-gelu")
+    ours.load_state_dict(theirs.state_dict())
+    torch.testing.assert_close(ours(images), theirs(images), rtol=1e-4, atol=1e-5)
+    gradients = [
+        torch.autograd.grad(model(images).logsumexp(1).sum(), list(model.parameters())) for model in (theirs, ours)
+    ]
+    for first, second in zip(*gradients):
+        torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-5)
+
+
+# ---- pictures
+
+
+def test_tiles_and_filters_show_every_weight():
+    maps = torch.arange(5 * 2 * 3.0).view(5, 2, 3)
+    picture = pictures.tiles(maps, 3)
+    assert picture.shape == (5, 11)
+    for i in range(5):
+        row, column = divmod(i, 3)
+        assert torch.equal(picture[3 * row : 3 * row + 2, 4 * column : 4 * column + 3], maps[i])
+    assert picture[2].isnan().all() and picture[:, 3].isnan().all()
+    model = LeNet5("paper")
+    shown = pictures.filters(model).axes[1].images[0].get_array()  # rows: maps of S2, columns: maps of C3
+    for to, origins in enumerate(CONNECTIONS):
+        for origin in range(6):
+            tile = shown[6 * origin : 6 * origin + 5, 6 * to : 6 * to + 5]
+            assert bool((tile != 0).any()) == (origin in origins)
+
+
+# ---- training
+
+
+@pytest.fixture(scope="module")
+def whole_run(data, tmp_path_factory) -> Path:
+    """A folder with runs/whole: two epochs without interruption."""
+    folder = tmp_path_factory.mktemp("lenet")
+    done = lenet("--data", data, "--epochs", 2, "--batch", 25, "--log_every", 40, "--run", "whole", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (folder / "out").write_text(done.stdout, encoding="utf-8")
+    return folder
+
+
+def test_learns_drawn_digits_and_writes_all_down(whole_run):
+    run = whole_run / "runs" / "whole"
+    result = json.loads((run / "eval" / "test.json").read_text(encoding="utf-8"))
+    assert result["accuracy"] > 0.95 and result["images"] == 501
+    assert result["errors"] == len(result["mistakes"]) == round((1 - result["accuracy"]) * 501)
+    counts = np.array(result["confusion"])
+    assert counts.sum() == 501 and counts.sum() - counts.trace() == result["errors"]
+    assert (counts.sum(1) == np.bincount(drawn_digits(501, 2)[1], minlength=10)).all()
+    out = (whole_run / "out").read_text(encoding="utf-8")
+    assert f"test accuracy {result['accuracy']:.2%}: {result['errors']} errors in 501 images" in out
+    assert list(records(run, "train/loss")) == [40, 80, 120, 121, 160, 200, 240, 242]
+    assert list(records(run, "test/accuracy")) == [121, 242]
+    assert records(run, "test/accuracy")[242] == result["accuracy"]
+    events = EventAccumulator(str(run), size_guidance={"images": 0}).Reload()
+    assert {"train/loss", "train/accuracy", "test/loss", "test/accuracy"} <= set(events.Tags()["scalars"])
+    steps = {tag: [event.step for event in events.Images(tag)] for tag in events.Tags()["images"]}
+    assert steps == {"filters": [0, 121, 242], "feature maps": [0, 121, 242], "confusion": [242], "mistakes": [242]}
+    assert {path.name for path in (run / "eval").glob("*.png")} == {
+        "filters.png", "feature-maps.png", "confusion.png", "mistakes.png", "curves.png"}  # fmt: skip
+
+
+def test_a_killed_and_a_stopped_run_end_as_the_whole_one(data, whole_run):
+    flags = ["--data", data, "--epochs", 2, "--batch", 25, "--log_every", 40, "--run", "parts"]
+    run = whole_run / "runs" / "parts"
+    for number, at in ((signal.SIGTERM, "step     40"), (signal.SIGKILL, "step    160")):
+        process = lenet(*flags, cwd=whole_run, wait=False)
+        for line in process.stdout:
+            if line.startswith(at):
+                process.send_signal(number)
+                break
+        out, err = process.communicate(timeout=60)
+        if number == signal.SIGTERM:
+            assert process.returncode == 0 and f"-m labs.lenet --resume {Path('runs') / 'parts'}" in out, (out, err)
+            assert 40 <= json.loads((run / "checkpoints/last/state.json").read_text())["step"] < 121
+        flags = ["--resume", run]
+    done = lenet(*flags, "--dataloader", "true", cwd=whole_run)
+    assert done.returncode == 0, done.stderr
+    assert "resumed after step 121" in done.stdout
+    assert_same_run(whole_run / "runs" / "whole", run)
+
+
+def test_two_processes_train_alike(data, whole_run):
+    done = lenet(
+        "--data", data, "--epochs", 2, "--batch", 25, "--log_every", 40, "--run", "two", cwd=whole_run, ranks=2
+    )
+    assert done.returncode == 0, done.stderr
+    one, two = (whole_run / "runs" / name for name in ("whole", "two"))
+    for tag in ("train/loss", "test/loss"):
+        for step, value in records(one, tag).items():
+            assert abs(records(two, tag)[step] - value) < 0.02 * value + 1e-3, (tag, step)
+    assert abs(records(two, "train/loss")[40] - records(one, "train/loss")[40]) < 1e-5  # before rounding has grown
+    assert json.loads((two / "eval/test.json").read_text())["images"] == 501
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["relu", "sigmoid", "paper"])
+def test_compiled_equals_plain(data, tmp_path, variant):
+    for name in ("false", "true"):
+        flags = ["--variant", variant, "--epochs", 1, "--log_every", 10, "--compile", name, "--run", name]
+        assert lenet("--data", data, *flags, cwd=tmp_path).returncode == 0
+    plain, compiled = (records(tmp_path / "runs" / name, "train/loss") for name in ("false", "true"))
+    assert plain.keys() == compiled.keys() and abs(plain[10] - compiled[10]) < 1e-4
+    assert abs(plain[31] - compiled[31]) < 0.02 * plain[31] + 1e-3
+
+
+@pytest.mark.slow
+def test_real_digits(tmp_path):
+    """One epoch is enough for 97.5 %."""
+    if not os.environ.get("MNIST"):
+        pytest.skip("MNIST names no folder")
+    done = lenet("--data", os.environ["MNIST"], "--epochs", 1, "--run", "real", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "runs/real/eval/test.json").read_text())["accuracy"] > 0.975
+
+
+# ---- mistakes
+
+
+def damaged(folder: Path, how: str) -> Path:
+    """A folder of files with one thing wrong."""
+    ending = ".gz" if how in ("cut gz", "no gz", "broken gz") else ""
+    write_mnist(folder, 30, 20, ending)
+    images, labels = folder / f"train-images-idx3-ubyte{ending}", folder / f"train-labels-idx1-ubyte{ending}"
+    content = images.read_bytes()
+    if how == "missing":
+        labels.unlink()
+    elif how == "magic":
+        images.write_bytes(labels.read_bytes())
+    elif how == "web page":
+        images.write_bytes(b"<!DOCTYPE html>" + content)
+    elif how == "empty":
+        images.write_bytes(b"")
+    elif how == "short":
+        images.write_bytes(content[:-1])
+    elif how == "long":
+        images.write_bytes(content + b"\0")
+    elif how == "cut gz":
+        images.write_bytes(content[: len(content) // 2])
+    elif how == "no gz":
+        images.write_bytes(b"not compressed")
+    elif how == "broken gz":
+        images.write_bytes(content[:500] + bytes(100) + content[600:])
+    elif how == "count":
+        write_idx(labels, np.zeros(29, np.uint8))
+    elif how == "label":
+        write_idx(labels, np.full(30, 10, np.uint8))
+    elif how == "size":
+        write_idx(images, np.zeros((30, 32, 32), np.uint8))
+    elif how == "none":
+        write_idx(images, np.zeros((0, 28, 28), np.uint8))
+        write_idx(labels, np.zeros(0, np.uint8))
+    return folder
+
+
+@pytest.mark.parametrize("how, words", [
+    ("missing", "no train-labels-idx1-ubyte(.gz) in"), ("magic", "begins with 00 00 08 01, not with 00 00 08 03"),
+    ("web page", "begins with 3c 21 44 4f"), ("empty", "begins with nothing"), ("short", "23,519 values instead of 30 × 28"),
+    ("long", "23,521 values instead of 30 × 28 × 28"), ("cut gz", "Compressed file ended"), ("no gz", "Not a gzipped file"),
+    ("broken gz", "cannot read"), ("count", "30 images but 29 labels of the train split"), ("label", "a label is 10"),
+    ("size", "not 28 × 28"), ("none", "0 images but 0 labels"),
+])  # fmt: skip
+def test_damaged_files_are_refused(tmp_path, how, words):
+    with pytest.raises(UserError) as error:
+        Digits(find_folder(str(damaged(tmp_path / "files", how))), "train")
+    assert words in str(error.value) and "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_says_where_the_data_is_to_be_had(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"no MNIST files in .*nowhere; download the four \.gz files of https://"):
+        find_folder("nowhere")
+
+
+@pytest.mark.parametrize("settings, words", [
+    (dict(variant="lenet"), "--variant lenet is unknown"), (dict(activation="elu"), "--activation elu is unknown"),
+    (dict(variant="paper", activation="gelu"), "belongs to --variant relu"), (dict(lr=float("nan")), "--lr nan"),
+    (dict(lr=-1.0), "--lr -1.0"), (dict(epochs=0), "--epochs 0"), (dict(batch=0), "--batch 0"),
+    (dict(workers=-1), "--workers -1"), (dict(threads=0), "--threads 0"), (dict(seed=2**31), "--seed"),
+])  # fmt: skip
+def test_bad_flags_are_refused(settings, words):
+    with pytest.raises(UserError) as error:
+        Config(**settings)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--data nowhere", "no MNIST files in nowhere"), ("--batch 1 --data {data}", "for each of 2 processes"),
+    ("--resume runs/whole --variant paper", "with another --variant ('paper', the run has 'relu')"),
+    ("--resume runs/whole --data {other}", "are others than the run began with"), ("--resume runs/none", "no such run"),
+])  # fmt: skip
+def test_mistakes_leave_all_as_it_was(data, tmp_path, whole_run, monkeypatch, flags, words):
+    other = write_mnist(tmp_path / "other", 10, 10)
+    monkeypatch.chdir(whole_run)
+    monkeypatch.setattr(sys, "argv", ["lenet", *flags.format(data=data, other=other).split()])
+    if "processes" in words:
+        two = distributed.World(0, 2, torch.device("cpu"))
+        monkeypatch.setattr(distributed, "start", lambda device: two)
+        monkeypatch.setattr(distributed.World, "on_main", lambda world, work: work())
+    before = {path: path.read_bytes() for path in whole_run.rglob("*") if path.is_file()}
+    with pytest.raises(UserError) as error:
+        main(parse_flags(Config))
+    assert words in str(error.value)
+    assert {path: path.read_bytes() for path in whole_run.rglob("*") if path.is_file()} == before
+
+
+def test_a_mistake_is_one_line(tmp_path):
+    done = lenet("--data", "nowhere", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("error: no MNIST files in nowhere")
+    assert len(done.stderr.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
