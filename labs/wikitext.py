@@ -39,7 +39,7 @@ class Config:
     positions: str = flag("learned", "positional encoding (learned|sinusoidal)", "Model")
     glove: str = flag("", "text file of vectors that the embedding begins with", "Model")
 
-    epochs: int = flag(0, "passes over the text; 0: 2.4 million tokens' worth, 1 to 30", "Training")
+    epochs: int = flag(0, "passes over the text; 0: 1.6 million tokens' worth, 1 to 30", "Training")
     embedding_epochs: int = flag(1, "the first of them train embedding and positions only", "Training")
     batch: int = flag(32, "segments in a step, of all processes together", "Training")
     lr: float = flag(2e-3, "peak learning rate", "Training")
@@ -111,7 +111,7 @@ from labs.wikitext_sampler import SegmentSampler
 from labs.wikitext_text import Text, coverage, load_glove, prepare
 
 MAY_CHANGE = {"generate", "log_every", "precision", "device"}
-TOKENS_IN_ALL = 2_400_000  # three minutes of one CPU core at the default sizes and six thousand words
+TOKENS_IN_ALL = 1_600_000  # a few minutes of one CPU core at the default sizes and six thousand words
 CONFUSED = 12  # tokens in the confusion table
 
 

@@ -11,7 +11,7 @@ WikiText's own form is the default: words stand between spaces, rare ones are `<
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -39,12 +39,28 @@ class Vocabulary:
     """The events that a model gives probabilities to: a token's id is its place in `tokens`. There is no padding token."""
 
     tokens: list[str]
-    encode: Callable[[list[str]], list[list[int]]]  # lines → ids, without <eos>
-    decode: Callable[[Sequence[int]], str]
+    marks: bool = False  # words and marks are taken apart; else words stand between spaces
+    tokenizer: object = None  # of subwords; None: tokens are words
 
-    @property
-    def eos(self) -> int:
-        return self.tokens.index(EOS)
+    def __post_init__(self):
+        self.index = {token: id for id, token in enumerate(self.tokens)}
+        self.eos = self.index[EOS]
+
+    def encode(self, lines: list[str]) -> list[list[int]]:
+        """Ids of each line, without <eos>."""
+        if self.tokenizer:
+            return encode(self.tokenizer, lines)
+        unk = self.index[UNK]
+        return [[self.index.get(word, unk) for word in cut_words(line, self.marks)] for line in lines]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids, with a line end for <eos>."""
+        if not self.tokenizer:
+            return " ".join("\n" if id == self.eos else self.tokens[id] for id in ids)
+        rows = [[]]
+        for id in ids:
+            rows.append([]) if id == self.eos else rows[-1].append(id)
+        return "\n".join(decode(self.tokenizer, [row])[0] if row else "" for row in rows)
 
 
 @dataclass
@@ -66,10 +82,10 @@ def prepare(path: str, ratios: tuple[float, ...], tokens: str, vocab: int, min_c
     """Read, split and tokenise. `tokens`: "words" or "subwords"; `vocab` 0: every word seen `min_count` times."""
     notes = []
     splits = read_splits(path, ratios, notes)
-    cut = word_cutter(splits["train"], notes)
-    words = {split: [cut(line) for line in lines] for split, lines in splits.items()}
+    marks = has_marks_on_words(splits["train"], notes)
+    words = {split: [cut_words(line, marks) for line in lines] for split, lines in splits.items()}
     if tokens == "words":
-        vocabulary = word_vocabulary(words["train"], vocab, min_count, cut)
+        vocabulary = Vocabulary(choose_words(words["train"], vocab, min_count), marks)
     else:
         vocabulary = subword_vocabulary(splits["train"], vocab or SUBWORDS)
     ids = {split: stream(vocabulary, lines) for split, lines in splits.items()}
@@ -198,47 +214,37 @@ def boundaries(lines: list[str], parts: int) -> tuple[list[int], str]:
 # Tokens and vocabulary
 
 
-def word_cutter(lines: list[str], notes: list[str]) -> Callable[[str], list[str]]:
-    """`str.split` for text that is tokenised already, as WikiText is; else a rule that takes marks off the words."""
+def has_marks_on_words(lines: list[str], notes: list[str]) -> bool:
+    """Whether marks stand right behind words, as in any plain text; WikiText has a space before them."""
     words = [word for line in lines for word in line.split() if len(word) > 1]
-    glued = sum(word[-1] in ".,;:!?。，；：！？" for word in words) / max(len(words), 1)
-    if glued < 0.02:  # "H." and "U.S." are 0.6 % of WikiText; in plain text every tenth word has a mark behind it
-        return str.split
-    notes.append(f"words: {glued:.0%} end with a mark, so this text is cut into words and marks here")
-    return WORDS.findall
+    share = sum(word[-1] in ".,;:!?。，；：！？" for word in words) / max(len(words), 1)
+    if share < 0.02:  # "H." and "U.S." are under 1 % of WikiText; in plain text every tenth word has a mark behind it
+        return False
+    notes.append(f"words: {share:.0%} end with a mark, so this text is cut into words and marks here")
+    return True
 
 
-def word_vocabulary(rows: list[list[str]], size: int, min_count: int, cut: Callable[[str], list[str]]) -> Vocabulary:
+def cut_words(line: str, marks: bool) -> list[str]:
+    return WORDS.findall(line) if marks else line.split()
+
+
+def choose_words(rows: list[list[str]], size: int, min_count: int) -> list[str]:
     """<eos>, <unk> and the words seen `min_count` times, or the `size` most frequent tokens; the most frequent first."""
     counts = Counter(word for row in rows for word in row)
-    counts[EOS] = len(rows)
-    kept = {word: count for word, count in counts.items() if size or count >= min_count or word == EOS}
-    order = sorted(kept, key=lambda word: (word not in (UNK, EOS), -counts[word], word))[: size or None]
-    counts[UNK] += sum(count for word, count in counts.items() if word not in set(order))
-    tokens = sorted({*order, UNK, EOS}, key=lambda word: (-counts[word], word))
-    index = {word: id for id, word in enumerate(tokens)}
-    unk = index[UNK]
-    return Vocabulary(
-        tokens,
-        encode=lambda lines: [[index.get(word, unk) for word in cut(line)] for line in lines],
-        decode=lambda ids: " ".join(tokens[id] for id in ids).replace(EOS, "\n"),
-    )
+    counts.update({EOS: len(rows), UNK: 0})
+    always = (EOS, UNK)
+    kept = [word for word, count in counts.items() if size or count >= min_count or word in always]
+    kept = set(sorted(kept, key=lambda word: (word not in always, -counts[word], word))[: size or None])
+    counts[UNK] += sum(count for word, count in counts.items() if word not in kept)
+    return sorted(kept, key=lambda word: (-counts[word], word))
 
 
 def subword_vocabulary(lines: list[str], size: int) -> Vocabulary:
     """Byte-pair pieces (see text/subwords.py) and <eos>; nothing is unknown."""
     tokenizer = train_tokenizer(lines, size)
-    order = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    eos = tokenizer.eos_token_id
-    tokens = [EOS if id == eos else token for id, token in enumerate(order)]
-
-    def to_text(ids: Sequence[int]) -> str:
-        rows = [[]]
-        for id in ids:
-            rows.append([]) if id == eos else rows[-1].append(id)
-        return "\n".join(decode(tokenizer, [row])[0] if row else "" for row in rows)
-
-    return Vocabulary(tokens, encode=lambda lines: encode(tokenizer, lines), decode=to_text)
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    tokens[tokenizer.eos_token_id] = EOS
+    return Vocabulary(tokens, tokenizer=tokenizer)
 
 
 # GloVe

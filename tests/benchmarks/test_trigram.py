@@ -1,0 +1,92 @@
+"""benchmarks/trigram.py: the same formula as nltk's, normalised, on the same tokens as the language model."""
+
+import json
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+
+from benchmarks import trigram as benchmark
+from benchmarks.trigram import Config, Trigram, main, nltk_model
+from engine.errors import UserError
+
+
+def text(count: int, seed: int) -> np.ndarray:
+    """Ids 0 to 6 with some structure; 6 only at the end, so that most contexts with it are unseen."""
+    draw = np.random.default_rng(seed)
+    ids = [0]
+    while len(ids) < count:
+        ids.append(int((ids[-1] * 2 + draw.integers(3)) % 6))
+    return np.array([*ids[:-1], 6])
+
+
+@pytest.mark.parametrize("discount", [0.1, 0.75, 1.0])
+def test_every_probability_is_nltks_and_they_add_up_to_one(discount):
+    ids = text(60, 1)
+    ours, nltks = Trigram(ids, 7), nltk_model(ids, discount)
+    unseen = 0
+    for a, b in product(range(7), repeat=2):
+        p = ours.probabilities(*(np.array(column) for column in zip(*((a, b, w) for w in range(7)))), discount)
+        assert p == pytest.approx([nltks.score(str(w), (str(a), str(b))) for w in range(7)], abs=1e-14)
+        assert ours.sum_of(a, b, discount) == pytest.approx(1, abs=1e-12)
+        unseen += not nltks.counts[(str(a), str(b))].N()
+    assert 0 < unseen < 49
+
+
+def test_the_loss_is_that_of_a_plain_loop_over_nltk():
+    train, test = text(200, 1), text(50, 2)
+    nltks, history, total = nltk_model(train, 0.6), ["3", "3"], 0.0
+    for id in map(str, test):
+        total -= math.log(nltks.score(id, tuple(history[-2:])))
+        history.append(id)
+    assert Trigram(train, 7).loss(test, eos=3, discount=0.6) == pytest.approx(total / 50)
+
+
+def test_a_word_that_training_never_has_makes_the_loss_infinite():
+    assert Trigram(text(60, 1), 9).loss(np.array([1, 8]), eos=0, discount=0.7) == math.inf
+
+
+def test_a_text_of_its_own_words_is_scored_beside_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        f"the ship {'sailed' if n % 3 else 'sank'} in {'may' if n % 2 else 'june'} {n if n % 10 == 0 else n // 3}"
+        for n in range(150)
+    ]
+    (tmp_path / "a.txt").write_text("\n".join(lines) + "\n")
+    settings = dict(data="a.txt", ratios="0.6,0.2,0.2", vocab=0, min_count=2, tokens="words")
+    main(Config(**{name: value for name, value in settings.items() if name != "tokens"}, compare=20))
+    alone = json.loads((tmp_path / "runs/benchmarks/trigram.json").read_text())
+    assert alone["tokens"] == 210 and 1 < alone["perplexity"] <= alone["perplexity_at_default"]
+    assert "add up to 1 within" in capsys.readouterr().out
+
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps(settings))
+    (run / "vocabulary.txt").write_text(
+        "\n".join(benchmark.read_text(Config(data="a.txt", ratios="0.6,0.2,0.2", min_count=2)).vocabulary.tokens) + "\n"
+    )
+    (run / "test.json").write_text(json.dumps({"perplexity": 3.5, "tokens": 210}))
+    main(Config(run=str(run), compare=0))
+    both = json.loads((tmp_path / "runs/benchmarks/trigram.json").read_text())
+    assert both == alone | {"model": 3.5}
+    (run / "test.json").write_text(json.dumps({"perplexity": 3.5, "tokens": 90}))
+    with pytest.raises(UserError, match="tested on 90 tokens, not on these 210"):
+        main(Config(run=str(run), compare=0))
+    (run / "vocabulary.txt").write_text("other\n")
+    with pytest.raises(UserError, match="another vocabulary"):
+        main(Config(run=str(run), compare=0))
+
+
+@pytest.mark.parametrize("settings, message", [
+    (dict(run="nowhere"), "no readable config.json"),
+    (dict(data="nowhere"), "no such file"),
+    (dict(data="a.txt", ratios="a,b"), "--ratios a,b"),
+    (dict(data="a.txt", min_count=1), "probability 0"),
+])  # fmt: skip
+def test_mistakes_are_named_in_one_line(tmp_path, monkeypatch, settings, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("".join(f"a b c word{number}\n" for number in range(50)))
+    with pytest.raises(UserError, match=message) as error:
+        main(Config(**settings, compare=0))
+    assert "\n" not in str(error.value)

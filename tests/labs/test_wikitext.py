@@ -1,0 +1,529 @@
+"""labs/wikitext.py: the text, the model under its mask, the sampler, and whole runs."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine import checkpoint
+from engine.distributed import World
+from engine.errors import UserError
+from labs import wikitext
+from labs.wikitext import Config
+from labs.wikitext_model import LanguageModel, SmoothedLoss, evaluate, gather_segments, generate, windows
+from labs.wikitext_sampler import SegmentSampler, systematic
+from labs.wikitext_text import EOS, UNK, coverage, load_glove, prepare, read_splits
+
+ROOT = Path(__file__).parent.parent.parent
+ALONE = World(0, 1, torch.device("cpu"))
+RATIOS = (0.8, 0.1, 0.1)
+TINY = dict(d_model=16, nhead=2, layers=1, dim_feedforward=32, segment=8, precision="fp32", device="cpu", min_count=1)
+
+
+def wiki(documents: int = 20, first: int = 0) -> str:
+    """Text of WikiText's form: titles, a section, blank lines, <unk>."""
+    body = " \n = Title {0} = \n \n The ship no.1 {0} sailed <unk> . \n \n = = Crew = = \n \n The crew of {0} was small . \n"
+    return "".join(body.format(number) for number in range(first, first + documents))
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def tiny_model(vocabulary: int = 11, **sizes) -> LanguageModel:
+    torch.manual_seed(0)
+    model = LanguageModel(vocabulary, Config(**(TINY | dict(dropout=0.0) | sizes)))
+    return model.double().eval()
+
+
+# Text
+
+
+def test_a_folder_without_train_cuts_it_from_validation_and_leaves_test_alone(tmp_path):
+    write(tmp_path / "wiki.valid.tokens", wiki(20))
+    write(tmp_path / "wiki.test.tokens", wiki(5, first=20))
+    write(tmp_path / "README.txt", "not a text")
+    notes = []
+    splits = read_splits(str(tmp_path), RATIOS, notes)
+    assert splits["train"] + splits["validation"] == wiki(20).splitlines()
+    assert splits["test"] == wiki(5, first=20).splitlines()
+    assert splits["validation"][0] == " = Title 18 = "  # 8/9 of 20 documents, to the nearest
+    assert "validation is cut at documents: 88.9% train, 11.1% validation; test as it is" in notes[1]
+
+
+@pytest.mark.parametrize(
+    "text, kind", [(wiki(), "documents"), ("a b\nc d\n\n" * 20, "paragraphs"), ("a b c\n" * 20, "lines")]
+)
+def test_one_file_is_cut_by_ratio_and_nothing_is_lost(tmp_path, text, kind):
+    notes = []
+    splits = read_splits(str(write(tmp_path / "novel.txt", text)), (0.5, 0.25, 0.25), notes)
+    assert [*splits["train"], *splits["validation"], *splits["test"]] == text.splitlines()
+    sizes = [sum(len(line.split()) for line in lines) for lines in splits.values()]
+    assert sizes == pytest.approx([0.5 * sum(sizes), 0.25 * sum(sizes), 0.25 * sum(sizes)], rel=0.15)
+    assert f"cut at {kind}" in notes[1]
+
+
+def test_words_of_wikitext_stay_as_they_are_and_plain_text_is_cut_into_words_and_marks(tmp_path):
+    text = prepare(str(write(tmp_path / "wiki.txt", wiki())), RATIOS, "words", 0, 1)
+    assert {"no.1", "<unk>", "=", "."} <= set(text.vocabulary.tokens)
+    plain = prepare(
+        str(write(tmp_path / "plain.txt", "The crew's ship (no. 5) sailed.\n你好。\n" * 40)), RATIOS, "words", 0, 1
+    )
+    assert {"crew's", "(", "5", ")", "sailed", ".", "你", "好", "。"} <= set(plain.vocabulary.tokens)
+    assert plain.vocabulary.decode(plain.vocabulary.encode(["The ship sailed."])[0]) == "The ship sailed ."
+
+
+def test_every_line_ends_with_eos_and_the_rare_are_unknown(tmp_path):
+    path = write(tmp_path / "a.txt", "a a b\n" * 16 + "a c x\n" * 2 + "a d x\n" * 2)
+    text = prepare(str(path), RATIOS, "words", 0, 3)
+    assert text.vocabulary.tokens == ["a", EOS, "b", UNK]  # the most frequent first; c, d and x are in no training line
+    assert text.vocabulary.decode(text.ids["validation"].tolist()) == "a <unk> <unk> \n a <unk> <unk> \n"
+    assert text.words == {split: len(ids) for split, ids in text.ids.items()}
+    most_frequent = prepare(str(path), RATIOS, "words", 3, 1)
+    assert sorted(most_frequent.vocabulary.tokens) == sorted([UNK, EOS, "a"])
+
+
+def test_subwords_know_everything_and_count_words_for_perplexity(tmp_path):
+    text = prepare(str(write(tmp_path / "a.txt", wiki(60))), RATIOS, "subwords", 400, 1)
+    line = "The ship no.1 7 sailed ."
+    assert text.vocabulary.decode(text.vocabulary.encode([line])[0]) == line
+    words = prepare(str(tmp_path / "a.txt"), RATIOS, "words", 0, 1)
+    assert text.words == words.words
+    assert text.vocabulary.tokens[text.vocabulary.eos] == EOS and UNK not in text.vocabulary.tokens
+    lines = read_splits(str(tmp_path / "a.txt"), RATIOS, [])["test"]
+    assert text.vocabulary.decode(text.ids["test"].tolist()).split() == " ".join(lines).split()
+
+
+def test_glove_coverage_lower_case_and_scale(tmp_path):
+    path = write(tmp_path / "g.txt", "the 1 2 3\nship -3 0 1\nShip 9 9 9\nother 5 5 5\n")
+    tokens = ["The", "ship", UNK, EOS, "zebra"]
+    vectors, found = load_glove(path, tokens)
+    assert found.tolist() == [True, True, False, False, False]
+    raw = torch.tensor([[1.0, 2, 3], [-3, 0, 1]])
+    torch.testing.assert_close(vectors[:2], raw / raw.std(correction=0) / math.sqrt(3))
+    assert vectors.shape == (5, 3) and vectors[2:].norm(dim=1).min() > 0
+    assert coverage(found, torch.tensor([0, 0, 1, 3])) == (0.4, 0.75)
+
+
+# Model
+
+
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_future_token_changes_no_earlier_logit(positions, training):
+    model = tiny_model(positions=positions).train(training)
+    tokens, real = torch.randint(11, (2, 8)), torch.ones(2, 8, dtype=torch.bool)
+    before = model(tokens, real)
+    for place in range(8):
+        changed = tokens.clone()
+        changed[:, place] = (changed[:, place] + 1) % 11
+        after = model(changed, real)
+        assert torch.equal(before[:, :place], after[:, :place])
+        assert not torch.allclose(before[:, place], after[:, place])
+
+
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
+@pytest.mark.parametrize("training", [False, True])
+def test_padding_on_either_side_changes_neither_loss_nor_gradient(positions, training):
+    model, ids = tiny_model(positions=positions).train(training), torch.randint(11, (40,))
+    spans = [(0, 0, 8), (8, 8, 13), (30, 30, 31)]
+    found = []
+    for length, pad in [(8, "right"), (8, "left")]:
+        tokens, targets, real = gather_segments(ids, spans, eos=3, length=length, pad=pad)
+        assert real.sum(1).tolist() == [8, 5, 1] and real[1, 0] == (pad == "right")
+        tokens[~real] = torch.randint(11, (10,))  # whatever stands in the padding
+        smoothed, losses = SmoothedLoss(model, 0.1)(tokens, targets, real, real)
+        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(smoothed, list(model.parameters()))])
+        assert gradient.isfinite().all()
+        found.append((losses, gradient))
+    alone = []
+    for first, _, end in spans:  # each without any padding
+        row = gather_segments(ids, [(first, first, end)], 3, end - first, "right")
+        alone.append(SmoothedLoss(model, 0.1)(row[0], row[1], row[2], row[2])[1])
+    torch.testing.assert_close(found[0][0].double(), torch.cat(alone).double())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)  # the losses are in fp32
+
+
+def test_smoothed_and_unsmoothed_loss_are_those_of_torch():
+    model = tiny_model()
+    tokens, targets, real = gather_segments(torch.randint(11, (40,)), [(0, 0, 8), (8, 8, 13)], 3, 8, "right")
+    smoothed, losses = SmoothedLoss(model, 0.2)(tokens, targets, real, real)
+    logits = model(tokens, real)[real].float()
+    torch.testing.assert_close(smoothed, F.cross_entropy(logits, targets[real], label_smoothing=0.2, reduction="sum"))
+    torch.testing.assert_close(losses, F.cross_entropy(logits, targets[real], reduction="none"))
+
+
+@pytest.mark.parametrize("tokens, length", [(1, 8), (8, 8), (29, 8), (30, 7)])
+def test_windows_count_every_token_once_after_half_a_window(tokens, length):
+    spans = windows(tokens, length)
+    assert [place for _, first, end in spans for place in range(first, end)] == list(range(tokens))
+    assert all(end - first <= length for first, _, end in spans)
+    assert all(counted - first >= length // 2 or first == 0 for first, counted, _ in spans)
+
+
+@pytest.mark.parametrize("pad", ["left", "right"])
+def test_perplexity_is_that_of_a_plain_loop(pad):
+    model, ids = tiny_model(), torch.randint(11, (61,))
+    total = correct = 0.0
+    for place in range(61):  # one token at a time, with the context that its window gives
+        first = next(first for first, counted, end in windows(61, 8) if counted <= place < end)
+        context = torch.cat([torch.tensor([3]), ids])[first : place + 1]
+        p = model(context[None], torch.ones(1, len(context), dtype=torch.bool))[0, -1].softmax(0)
+        total -= math.log(p[ids[place]].item())
+        correct += float(p.argmax() == ids[place])
+    confused = ids.bincount(minlength=11).topk(3).indices
+    sums, table = evaluate(model, ids, 3, 8, pad, ALONE, confused)
+    assert math.exp(sums["loss"] / 61) == pytest.approx(math.exp(total / 61), rel=1e-6)
+    assert sums["correct"] == correct
+    assert table.shape == (3, 4) and table.sum(1).tolist() == ids.bincount(minlength=11)[confused].tolist()
+
+
+def test_ranks_share_the_windows(monkeypatch):
+    class Half(World):
+        def sum(self, values):
+            return values
+
+    monkeypatch.setattr("labs.wikitext_model.WINDOWS_AT_ONCE", 2)
+    model, ids = tiny_model(), torch.randint(11, (61,))
+    whole, _ = evaluate(model, ids, 3, 8, "right", ALONE)
+    halves = [evaluate(model, ids, 3, 8, "right", Half(rank, 2, torch.device("cpu")))[0] for rank in (0, 1)]
+    assert sum(half["loss"] for half in halves) == pytest.approx(whole["loss"])
+    assert min(half["loss"] for half in halves) > 0
+
+
+def test_embeddings_are_projected_and_the_first_stage_trains_only_them():
+    model = tiny_model(d_embedding=6)
+    assert (
+        model.embedding.weight.shape == (11, 6)
+        and model.up.weight.shape == (16, 6)
+        and model.down.weight.shape == (6, 16)
+    )
+    names = {name for name, p in model.named_parameters() if any(p is first for first in model.embedding_parameters())}
+    assert names == {"embedding.weight", "up.weight", "up.bias", "positions"}
+    assert isinstance(tiny_model().up, torch.nn.Identity)
+    sinusoidal = tiny_model(positions="sinusoidal")
+    assert [p.shape for p in sinusoidal.embedding_parameters()] == [(11, 16)]
+
+
+def test_the_loss_begins_near_the_unigram_entropy():
+    ids = torch.tensor([0] * 900 + [1] * 90 + [2] * 10)[torch.randperm(1000)]
+    model = tiny_model(3, d_embedding=6)
+    model.start_from_counts(ids)
+    shares = ids.bincount().double() / 1000
+    sums, _ = evaluate(model, ids, 1, 8, "right", ALONE)
+    assert sums["loss"] / 1000 == pytest.approx(-(shares * shares.log()).sum().item(), abs=0.2)
+
+
+def test_samples_are_seeded_and_have_no_unknown_word(tmp_path):
+    vocabulary = prepare(str(write(tmp_path / "a.txt", wiki(30))), RATIOS, "words", 0, 2).vocabulary
+    model = tiny_model(len(vocabulary.tokens))
+    prompts = [torch.tensor([0, 1, 2]), torch.arange(12) % 5]  # the second is longer than a segment
+    first, again, other = (generate(model, prompts, vocabulary, 20, seed) for seed in (1, 1, 2))
+    assert first == again != other
+    assert all(len(row) == 20 and vocabulary.tokens.index(UNK) not in row for row in first)
+
+
+# Sampler
+
+
+def sampler(count: int = 7, sampling: str = "dynamic", sharpness: float = 1.0, epochs: int = 10) -> SegmentSampler:
+    made = SegmentSampler(count * 8 - 3, 8, sampling, sharpness, epochs, seed=5)
+    made.record(torch.arange(count), torch.arange(count) * 8.0 / 2 * (made.lengths / 8))
+    made.end_epoch(ALONE)
+    return made
+
+
+def test_probabilities_follow_the_formula():
+    made = sampler(sharpness=0.7)
+    assert made.losses.tolist() == pytest.approx([number / 2 for number in range(7)])
+    for epoch in range(10):
+        weight = 0.0 if epoch == 0 else max(0.0, 1 - epoch / 7)
+        powers = [math.exp(0.7 * number / 2) for number in range(7)]
+        expected = [(1 - weight) / 7 + weight * power / sum(powers) for power in powers]
+        assert made.probabilities(epoch).tolist() == pytest.approx(expected)
+
+
+def test_systematic_draws_have_exactly_the_expected_counts():
+    p = torch.tensor([0.5, 0.03, 0.0, 0.17, 0.3], dtype=torch.float64)
+    counts = torch.stack(
+        [systematic(p, torch.tensor((n + 0.5) / 1000)).bincount(minlength=5) for n in range(1000)]
+    ).double()
+    assert ((counts == (5 * p).floor()) | (counts == (5 * p).ceil())).all()
+    torch.testing.assert_close(counts.mean(0), 5 * p, atol=2e-3, rtol=0)
+
+
+def test_plans_are_static_at_the_beginning_and_again_at_the_end():
+    made, static = sampler(500), sampler(500, "static")
+    everything = list(range(500))
+    for epoch in range(10):
+        assert sorted(static.plan(epoch).tolist()) == everything
+        assert (sorted(made.plan(epoch).tolist()) == everything) == (epoch == 0 or epoch >= 7)
+        assert torch.equal(made.plan(epoch), made.plan(epoch))
+    assert not torch.equal(static.plan(0), static.plan(1))
+    sizes = [made.figures(epoch)["sampler/effective_sample_size"] for epoch in range(1, 8)]
+    assert sizes == sorted(sizes) and sizes[-1] == pytest.approx(500)
+    assert made.figures(7)["sampler/entropy"] == pytest.approx(math.log(500))
+
+
+def test_the_dynamic_draw_prefers_the_hard_segments_as_much_as_it_says():
+    made = sampler(40, sharpness=0.1)
+    counts = torch.zeros(40, dtype=torch.float64)
+    for seed in range(400):
+        made.seed = seed
+        counts += made.plan(1).bincount(minlength=40)
+    expected = 400 * 40 * made.probabilities(1)
+    assert (counts - expected).square().div(expected).sum() < 62  # chi-square, 39 degrees of freedom: 1 % beyond
+
+
+def test_the_sampler_goes_on_from_its_state_in_the_middle_of_an_epoch():
+    made, fresh = sampler(), SegmentSampler(7 * 8 - 3, 8, "dynamic", 1.0, 10, seed=5)
+    made.record(torch.tensor([2, 2, 6]), torch.tensor([8.0, 24.0, 10.0]))
+    fresh.load_state_dict(json.loads(json.dumps(made.state_dict(ALONE))), ALONE)
+    for one in (made, fresh):
+        one.end_epoch(ALONE)
+    assert fresh.losses.tolist() == made.losses.tolist() == pytest.approx([0, 0.5, 2, 1.5, 2, 2.5, 2])
+    assert torch.equal(fresh.plan(3), made.plan(3))
+    unseen = SegmentSampler(60, 8, "dynamic", 1.0, 10, seed=5)
+    unseen.load_state_dict(json.loads(json.dumps(unseen.state_dict(ALONE))), ALONE)
+    assert unseen.losses.isnan().all() and unseen.probabilities(1).tolist() == pytest.approx([1 / 8] * 8)
+
+
+# Whole runs
+
+
+@pytest.fixture
+def lab(tmp_path, monkeypatch):
+    """Runs the lab in this process; `stop_after` steps it is asked to stop, as by a signal."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("engine.run.catch_signals", lambda: lambda: False)
+    monkeypatch.setattr(wikitext, "keep_freed_memory", lambda: True)
+
+    def run(stop_after: int = 10**9, **settings) -> Path:
+        steps = iter(range(1, 10**9))
+        monkeypatch.setattr(wikitext.Run, "stop_asked", lambda _: next(steps) >= stop_after)
+        config = Config(**settings) if "resume" in settings else Config(**(TINY | dict(epochs=2) | settings))
+        config.given = set(settings)
+        wikitext.main(config)
+        return Path(settings.get("resume") or f"runs/{settings['run']}")
+
+    return run
+
+
+def figures(run: Path) -> list[dict]:
+    """metrics.jsonl without what depends on the clock."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {k: v for k, v in line.items() if k not in ("time", "memory/peak_gib") and "speed" not in k} for line in lines
+    ]
+
+
+@pytest.mark.parametrize("stop_after", [2, 5, 11])
+def test_a_run_that_was_interrupted_ends_as_one_that_was_not(lab, tmp_path, stop_after):
+    write(tmp_path / "text/a.txt", wiki(12))
+    settings = dict(data="text", sampling="dynamic", epochs=4, batch=8, log_every=1, embedding_epochs=1)
+    whole = lab(run="whole", **settings)
+    assert max(line["step"] for line in figures(whole)) == 20  # 5 an epoch
+    broken = lab(run="broken", stop_after=stop_after, **settings)
+    assert not (broken / "test.json").exists()
+    assert "--resume runs/broken" in (broken / "train.log").read_text()
+    lab(resume=str(broken))
+    assert figures(broken) == figures(whole)
+    assert (broken / "test.json").read_text() == (whole / "test.json").read_text()
+    ours, theirs = (checkpoint.load_weights(run / "checkpoints" / "last") for run in (broken, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_finished_run_is_resumed_for_its_samples(lab, tmp_path):
+    write(tmp_path / "a.txt", wiki(12))
+    run = lab(run="x", data="a.txt", epochs=1)
+    before = checkpoint.load_weights(run / "checkpoints" / "last")
+    lab(resume="runs/x", generate="The ship")
+    assert "sample: **The ship**" in (run / "train.log").read_text()
+    assert all(torch.equal(before[name], tensor) for name, tensor in checkpoint.load_weights(run).items())
+
+
+def test_resume_with_another_vocabulary_is_refused(lab, tmp_path):
+    write(tmp_path / "a.txt", wiki(12))
+    lab(run="x", data="a.txt", stop_after=2)
+    write(tmp_path / "a.txt", wiki(12).replace("ship", "boat"))
+    with pytest.raises(UserError, match="not what the run began with"):
+        lab(resume="runs/x")
+
+
+def test_learns_a_markov_text_to_its_entropy(lab, tmp_path):
+    """Five words and <eos>; the next depends on the last only, so no model can do better than the chain's entropy rate."""
+    torch.manual_seed(1)
+    words = [EOS, "a", "b", "c", "d", "e"]
+    chain = (2.5 * torch.randn(6, 6)).softmax(1).double()
+    chain[0, 0] = 0  # no empty lines
+    chain /= chain.sum(1, keepdim=True)
+    state, states = 0, []
+    for _ in range(24_000):
+        state = int(chain[state].multinomial(1))
+        states.append(state)
+    text = " ".join("\n" if state == 0 else words[state] for state in states)
+    write(tmp_path / "markov.txt", "\n".join(line.strip() for line in text.split("\n")[:-1]) + "\n")
+    run = lab(run="m", data="markov.txt", epochs=4, d_model=32, segment=16, dropout=0.0, lr=0.01, label_smoothing=0.0,
+              embedding_epochs=0)  # fmt: skip
+    stationary = torch.linalg.matrix_power(chain, 200)[0]
+    entropy = -(stationary[:, None] * torch.special.xlogy(chain, chain)).sum().item()
+    scores = json.loads((run / "test.json").read_text())
+    text = prepare("markov.txt", RATIOS, "words", 0, 1)
+    frequencies = text.ids["train"].bincount() / len(text.ids["train"])
+    unigram = torch.special.entr(frequencies).sum().item()
+    assert unigram > entropy + 0.2  # else there would be nothing to learn
+    assert entropy - 0.06 < scores["loss"] < entropy + 0.06
+
+
+def command(*arguments, ranks: int = 1) -> list[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    # Without the "--", torchrun takes our --run for an abbreviation of its own --run-path.
+    dashes = ["--"] if torchrun else []
+    return [sys.executable, *torchrun, "-m", *dashes, "labs.wikitext", *map(str, arguments)]
+
+
+def start(words: list[str], cwd: Path) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(words, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+FLAGS = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
+
+
+def test_the_command_stops_at_sigterm_and_goes_on(tmp_path):
+    write(tmp_path / "text/train.txt", wiki(100))
+    glove = write(tmp_path / "g.txt", "the 1 2 3 4\nship -3 0 1 4\n")
+    flags = ["--data", "text", "--run", "x", "--epochs", 3, "--glove", glove, "--log_every", 1, "--sampling", "dynamic"]
+    process = start(command(*flags, *FLAGS), tmp_path)
+    for line in process.stdout:
+        if line.startswith("step      3"):
+            process.send_signal(signal.SIGTERM)
+            break
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "to go on: python -m labs.wikitext --resume runs/x" in rest
+    process = start(command("--resume", "runs/x", "--generate", "The ship"), tmp_path)
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "resumed after step" in rest and "stopped: all epochs are done" in rest
+    assert re.search(
+        r"GloVe: 4 numbers a word, projected to 16; [\d.]+% of the vocabulary has a vector",
+        (tmp_path / "runs/x/train.log").read_text(),
+    )
+    scores = json.loads((tmp_path / "runs/x/test.json").read_text())
+    assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "runs/x"))
+    events.Reload()
+    tags = events.Tags()
+    assert "test/confusion" in tags["images"]
+    assert {"test/confusion/text_summary", "samples/text_summary"} <= set(tags["tensors"])
+    wanted = {"train/smoothed_loss", "train/loss", "train/learning_rate", "train/gradient_norm", "validation/perplexity",
+              "validation/accuracy", "sampler/entropy", "sampler/effective_sample_size", "speed/tokens_per_second"}  # fmt: skip
+    assert wanted <= set(tags["scalars"])
+
+
+def test_two_processes_have_the_losses_of_one(lab, tmp_path):
+    write(tmp_path / "a.txt", wiki(60))
+    settings = dict(data="a.txt", epochs=4, batch=7, dropout=0.0, sampling="dynamic", log_every=1)
+    one = lab(run="one", **settings)
+    flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    process = start(command("--run", "two", *flags, *FLAGS, ranks=2), tmp_path)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    expected, found = figures(one), figures(Path("runs/two"))
+    assert len(expected) == len(found) > 40
+    for ours, theirs in zip(found, expected):
+        assert ours == pytest.approx(theirs, rel=2e-3, abs=1e-4)
+
+
+def test_help_fits_one_screen(tmp_path):
+    words = [sys.executable, "-m", "labs.wikitext", "--help"]
+    done = subprocess.run(
+        words, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
+    )
+    assert len(done.stdout.splitlines()) <= 40 and max(map(len, done.stdout.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("settings, message", [
+    (dict(ratios="0.8,0.3,0.1"), "three numbers above 0 that add up to 1"),
+    (dict(ratios="0.8,0.2"), "three numbers"),
+    (dict(ratios="1,0,0"), "three numbers"),
+    (dict(ratios="a,b,c"), "three numbers"),
+    (dict(tokens="letters"), "--tokens letters is unknown; choose words or subwords"),
+    (dict(pad="both"), "--pad both is unknown"),
+    (dict(sampling="random"), "--sampling random"),
+    (dict(positions="none"), "--positions none"),
+    (dict(d_model=10, nhead=4), "multiple of --nhead"),
+    (dict(tokens="subwords", vocab=100), "at least 300"),
+    (dict(lr=0.0), "--lr 0.0"),
+    (dict(dropout=1.0), "--dropout 1.0"),
+    (dict(clip=float("nan")), "--clip nan"),
+    (dict(batch=0), "--batch 0"),
+    (dict(data="nowhere"), "no such file or folder"),
+    (dict(data="empty"), "no text file there"),
+    (dict(data="blank.txt"), "is empty"),
+    (dict(data="latin.txt"), "is not UTF-8"),
+    (dict(data="line.txt"), "too few to cut 3 splits"),
+    (dict(data="short.txt", segment=64), "less than one --segment"),
+    (dict(glove="nowhere.txt"), "No such file"),
+    (dict(glove="broken.txt"), "no file of vectors (line 2 has 2 numbers instead of 3)"),
+    (dict(glove="words.txt"), "no file of vectors"),
+    (dict(glove="foreign.txt"), "none of its words is in the vocabulary"),
+    (dict(glove="good.txt", d_embedding=7), "these GloVe vectors have 3 numbers"),
+    (dict(resume="runs/none"), "no such run"),
+])  # fmt: skip
+def test_mistakes_are_named_in_one_line(lab, tmp_path, settings, message):
+    (tmp_path / "empty").mkdir()
+    for name, text in {"blank.txt": " \n\n", "line.txt": "a b c", "short.txt": "a b\n" * 10, "good.txt": "the 1 2 3\n",
+                       "broken.txt": "the 1 2 3\nship 1 2\n", "words.txt": "the one two\n", "foreign.txt": "le 1 2\n",
+                       "wiki.txt": wiki()}.items():  # fmt: skip
+        write(tmp_path / name, text)
+    (tmp_path / "latin.txt").write_bytes("caf\xe9 \n".encode("latin-1"))
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        lab(**({"data": "wiki.txt", "run": "x"} | settings if "resume" not in settings else settings))
+    assert "\n" not in str(error.value)
+    assert not Path("runs/x").exists()
+
+
+def test_a_mistake_ends_with_exit_code_2(tmp_path):
+    process = start(command("--data", "nowhere"), tmp_path)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and errors.startswith("error: --data") and len(errors.splitlines()) == 1
+
+
+# Real data
+
+
+def test_wikitext_has_the_tokens_that_everybody_counts():
+    folder = os.environ.get("WIKITEXT")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("WIKITEXT names no directory")
+    if (Path(folder) / "train.txt").exists():
+        pytest.skip("this copy has a train split")
+    text = prepare(folder, RATIOS, "words", 0, 3)
+    assert len(text.ids["train"]) + len(text.ids["validation"]) == 217_646 and len(text.ids["test"]) == 245_569
+    glove = sorted(Path(os.environ.get("GLOVE", "/nowhere")).glob("*.txt"))
+    if glove:
+        types, running = coverage(load_glove(glove[0], text.vocabulary.tokens)[1], text.ids["train"])
+        assert 0.9 < types < 1 and 0.8 < running < 0.9  # <unk> and <eos> have no vector
+
+
+def test_the_bundled_sample_needs_no_flag(monkeypatch, tmp_path):
+    monkeypatch.setattr("labs.wikitext_text.DEFAULT", tmp_path / "none")
+    text = prepare("", RATIOS, "words", 0, 3)
+    assert "the English side of the bundled sample" in text.notes[0]
+    assert len(text.ids["train"]) > 50_000
+    assert replace(text, ids=text.ids).key() == text.key()
