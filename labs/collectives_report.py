@@ -29,7 +29,8 @@ def launch(work, size: int, *arguments, port: int = 0):
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     variables = dict(WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE=True)
     rest = (variables, work, arguments)
-    return mp.start_processes(_rank, rest, size, join=False, start_method="spawn"), store
+    mp.set_forkserver_preload(["labs.collectives_training"])  # one process imports torch, the others are its copies
+    return mp.start_processes(_rank, rest, size, join=False, start_method="forkserver"), store
 
 
 def _rank(rank: int, variables: dict, work, arguments: tuple) -> None:
