@@ -4,6 +4,7 @@
 #   bash run.sh                        install, train, evaluate (data: /opt/minidataset if it is there, else sample/)
 #   bash run.sh -- --max_minutes 20    the same; what stands after -- goes to train.py (paths are seen from here)
 #   bash run.sh test                   install and run the tests; what stands after -- goes to pytest
+#   bash run.sh lenet|wikitext|attention|pipeline|collectives    another lab; what stands after -- goes to it
 #   VENV=/path bash run.sh             keep the virtual environment elsewhere (default: .venv here)
 set -euo pipefail
 
@@ -11,7 +12,10 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 verb="${1:-train}"
 [ "$verb" = "--" ] && verb=train || shift || true
 [ "${1:-}" = "--" ] && shift
-case "$verb" in train | test) ;; *) echo "error: unknown verb '$verb'; use: bash run.sh [test] [-- FLAGS]" >&2; exit 2 ;; esac
+labs="lenet wikitext attention pipeline collectives"
+case " train test $labs " in *" $verb "*) ;; *)
+    echo "error: unknown verb '$verb'; use: bash run.sh [test|${labs// /|}] [-- FLAGS]" >&2; exit 2 ;;
+esac
 
 # Waiting threads sleep instead of spinning: on a machine that others use too, spinning costs a multiple of the time.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}" PYTHONUNBUFFERED=1
@@ -46,6 +50,13 @@ if [ "$verb" = test ]; then
 fi
 
 cd "$root"
+case "$verb" in
+    pipeline) exec "$python" -m torch.distributed.run --standalone --nproc_per_node "${PROCESSES:-2}" -m labs.pipeline "$@" ;;
+    attention) exec "$python" -m labs.attention_op "$@" ;;
+    train) ;;
+    *) exec "$python" -m "labs.$verb" "$@" ;;
+esac
+
 # On a CPU the run is kept short, so that there is a result to look at: the small sample in minutes, real data in an hour.
 flags=()
 if [[ " $* " != *" --resume"* ]] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
