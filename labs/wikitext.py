@@ -40,7 +40,9 @@ class Config:
     glove: str = flag("", "text file of vectors that the embedding begins with", "Model")
 
     epochs: int = flag(0, "passes over the text; 0: 1.6 million tokens' worth, 1 to 30", "Training")
-    embedding_epochs: int = flag(1, "the first of them train embedding and positions only", "Training")
+    embedding_share: float = flag(
+        0.125, "share of the steps, the first, that train embedding and positions only", "Training"
+    )
     batch: int = flag(32, "segments in a step, of all processes together", "Training")
     lr: float = flag(2e-3, "peak learning rate", "Training")
     warmup: int = flag(0, "steps of rising learning rate; 0: a tenth, at most 1000", "Training")
@@ -60,23 +62,24 @@ class Config:
 
     def __post_init__(self):
         at_least = dict(vocab=0, min_count=1, segment=2, d_model=1, d_embedding=0, nhead=1, layers=1, dim_feedforward=1)
-        at_least |= dict(epochs=0, embedding_epochs=0, batch=1, warmup=0, weight_decay=0, clip=0, sharpness=0)
+        at_least |= dict(epochs=0, batch=1, warmup=0, weight_decay=0, clip=0, sharpness=0)
         for name, least in (at_least | dict(log_every=1, seed=0)).items():
             if not least <= getattr(self, name) < 2**31:  # which catches nan too
                 raise UserError(f"--{name} {getattr(self, name)} must be a number from {least} on")
-        if not 0 < self.lr < 10 or not 0 <= self.label_smoothing < 1 or not 0 <= self.dropout < 1:
-            raise UserError(
-                f"--lr {self.lr} must be in (0, 10), --label_smoothing {self.label_smoothing} and --dropout "
-                f"{self.dropout} in [0, 1)"
-            )
+        for name in ("label_smoothing", "dropout", "embedding_share"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"--{name} {getattr(self, name)} must be in [0, 1)")
+        if not 0 < self.lr < 10:
+            raise UserError(f"--lr {self.lr} must be in (0, 10)")
         choices = dict(tokens=("words", "subwords"), pad=("left", "right"), positions=("learned", "sinusoidal"))
         for name, allowed in (choices | dict(sampling=("static", "dynamic"))).items():
             if getattr(self, name) not in allowed:
                 raise UserError(f"--{name} {getattr(self, name)} is unknown; choose {' or '.join(allowed)}")
         if self.d_model % self.nhead or self.d_model % 2:
             raise UserError(f"--d_model {self.d_model} must be even and a multiple of --nhead {self.nhead}")
-        if self.tokens == "subwords" and 0 < self.vocab < 300:
-            raise UserError(f"--vocab {self.vocab}: subwords need at least 300, for 256 of them are single bytes")
+        least = 3 if self.tokens == "words" else 300  # a subword vocabulary holds the 256 single bytes
+        if 0 < self.vocab < least:
+            raise UserError(f"--vocab {self.vocab}: a vocabulary of {self.tokens} needs at least {least}")
         self.split_ratios()
 
     def split_ratios(self) -> tuple[float, ...]:
@@ -135,7 +138,7 @@ class Training:
     run: Run
     text: Text
     precision: Precision
-    exact: Precision  # fp32 wherever it can be: scores are the same on every machine
+    exact: Precision  # for scores: fp32 on a CPU, so that they are the same on every machine
     model: LanguageModel
     optimizer: torch.optim.Optimizer
     sampler: SegmentSampler
@@ -147,12 +150,15 @@ class Training:
 def run_epochs(t: Training) -> bool:
     """The loop; false if a signal ended it."""
     config, world, state = t.run.config, t.run.world, t.state
+    embedding_steps, runner = round(config.embedding_share * t.plan.total), None
     for epoch in range(state["epoch"], config.epochs):
-        runner = start_stage(t, embedding_only=epoch < config.embedding_epochs)
         batches = t.sampler.plan(epoch).split(config.batch)
         t.meter.pause()
+        t.model.train()
         for number in range(state["batch"], len(batches)):
             step = epoch * len(batches) + number + 1
+            if runner is None or step == embedding_steps + 1:
+                runner = start_stage(t, embedding_only=step <= embedding_steps)
             # Learning rate and randomness are functions of the step: a resumed run draws what it would have drawn.
             torch.manual_seed(((config.seed << 40) + (step << 16) + world.rank) % 2**64)
             train_step(t, runner, batches[number], step)
@@ -200,10 +206,8 @@ def log_step(t: Training, step: int, norm: Tensor, losses: Tensor, total: int) -
     speed = figures.get("speed/tokens_per_second", 0.0)
     values = {"train/smoothed_loss": smoothed, "train/loss": loss, "train/perplexity": math.exp(min(loss, 50))}
     values |= {"train/learning_rate": lr, "train/gradient_norm": norm.item()}
-    values |= {"memory/peak_gib": peak_memory_gib(t.run.world.device)} | (
-        {"speed/tokens_per_second": speed} if speed else {}
-    )
-    t.run.telemetry.scalars(step, values)
+    values |= {"speed/tokens_per_second": speed} if speed else {}
+    t.run.telemetry.scalars(step, values | {"memory/peak_gib": peak_memory_gib(t.run.world.device)})
     epoch = step / t.plan.total * t.run.config.epochs
     t.run.log(f"step {step:>6,}  epoch {epoch:5.2f}  loss {smoothed:.3f} smoothed, {loss:.3f} not  lr {lr:.2e}  "
               f"|gradient| {norm.item():.2f}  {speed:,.0f} tokens/s")  # fmt: skip
@@ -214,13 +218,11 @@ def start_stage(t: Training, embedding_only: bool) -> torch.nn.Module:
     first = {id(parameter) for parameter in t.model.embedding_parameters()}
     for parameter in t.model.parameters():
         parameter.requires_grad_(not embedding_only or id(parameter) in first)
-    t.model.train()
-    runner = SmoothedLoss(t.model, t.run.config.label_smoothing)
+    t.run.log("stage: " + ("embedding and positions are trained" if embedding_only else "all weights are trained"))
+    runner, device = SmoothedLoss(t.model, t.run.config.label_smoothing), t.run.world.device
     if t.run.world.size == 1:
         return runner
-    return DistributedDataParallel(
-        runner, device_ids=[t.run.world.device] if t.run.world.device.type == "cuda" else None
-    )
+    return DistributedDataParallel(runner, device_ids=[device] if device.type == "cuda" else None)
 
 
 def validate(t: Training, epoch: int, step: int) -> bool:
@@ -256,9 +258,8 @@ def sample(t: Training) -> list[str]:
     if not t.run.world.is_main:
         return []
     vocabulary, validation = t.text.vocabulary, t.text.ids["validation"]
-    prompts = [validation[first : first + 8] for first in range(0, len(validation) - 8, max(8, len(validation) // 3))][
-        :3
-    ]
+    starts = range(0, len(validation), max(8, len(validation) // 3))
+    prompts = [validation[first : first + 8] for first in starts][:3]
     if t.run.config.generate:
         prompts.insert(0, torch.tensor(vocabulary.encode([t.run.config.generate])[0], dtype=torch.int64))
     continued = generate(t.model, prompts, vocabulary, length=40, seed=t.run.config.seed)

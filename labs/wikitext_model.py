@@ -97,13 +97,13 @@ def gather_segments(
 
     Before the first token of a text stands <eos>. Padding, on the `pad` side, holds token 0, which nothing looks at.
     """
-    before = torch.cat([torch.tensor([eos]), ids])  # (T + 1,): the token before each
     tokens, targets = (torch.zeros(len(spans), length, dtype=torch.int64) for _ in range(2))
     real = torch.zeros(len(spans), length, dtype=torch.bool)
     for row, (first, _, end) in enumerate(spans):
         size = end - first
         places = slice(length - size, length) if pad == "left" else slice(0, size)
-        tokens[row, places], targets[row, places], real[row, places] = before[first:end], ids[first:end], True
+        before = ids[first - 1 : end - 1] if first else torch.cat([torch.tensor([eos]), ids[: end - 1]])
+        tokens[row, places], targets[row, places], real[row, places] = before, ids[first:end], True
     return tokens, targets, real
 
 

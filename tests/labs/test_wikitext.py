@@ -331,7 +331,7 @@ def figures(run: Path) -> list[dict]:
 @pytest.mark.parametrize("stop_after", [2, 5, 11])
 def test_a_run_that_was_interrupted_ends_as_one_that_was_not(lab, tmp_path, stop_after):
     write(tmp_path / "text/a.txt", wiki(12))
-    settings = dict(data="text", sampling="dynamic", epochs=4, batch=8, log_every=1, embedding_epochs=1)
+    settings = dict(data="text", sampling="dynamic", epochs=4, batch=8, log_every=1, embedding_share=0.3)
     whole = lab(run="whole", **settings)
     assert max(line["step"] for line in figures(whole)) == 20  # 5 an epoch
     broken = lab(run="broken", stop_after=stop_after, **settings)
@@ -342,6 +342,19 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(lab, tmp_path, stop
     assert (broken / "test.json").read_text() == (whole / "test.json").read_text()
     ours, theirs = (checkpoint.load_weights(run / "checkpoints" / "last") for run in (broken, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_the_first_stage_changes_nothing_but_embedding_and_positions(lab, tmp_path):
+    write(tmp_path / "a.txt", wiki(12))
+    settings = dict(data="a.txt", epochs=2, batch=8, d_embedding=6, embedding_share=0.5)
+    weights = [
+        checkpoint.load_weights(lab(run=f"{steps}", stop_after=steps, **settings) / "checkpoints" / "last")
+        for steps in (1, 3, 8)  # 5 steps an epoch: the second stage begins with step 6
+    ]
+    changed = [
+        {name for name in one if not torch.equal(one[name], other[name])} for one, other in zip(weights, weights[1:])
+    ]
+    assert changed == [{"embedding.weight", "up.weight", "up.bias", "positions"}, set(weights[0])]
 
 
 def test_a_finished_run_is_resumed_for_its_samples(lab, tmp_path):
@@ -375,7 +388,7 @@ def test_learns_a_markov_text_to_its_entropy(lab, tmp_path):
     text = " ".join("\n" if state == 0 else words[state] for state in states)
     write(tmp_path / "markov.txt", "\n".join(line.strip() for line in text.split("\n")[:-1]) + "\n")
     run = lab(run="m", data="markov.txt", epochs=4, d_model=32, segment=16, dropout=0.0, lr=0.01, label_smoothing=0.0,
-              embedding_epochs=0)  # fmt: skip
+              embedding_share=0.0)  # fmt: skip
     stationary = torch.linalg.matrix_power(chain, 200)[0]
     entropy = -(stationary[:, None] * torch.special.xlogy(chain, chain)).sum().item()
     scores = json.loads((run / "test.json").read_text())
@@ -467,9 +480,11 @@ def test_help_fits_one_screen(tmp_path):
     (dict(sampling="random"), "--sampling random"),
     (dict(positions="none"), "--positions none"),
     (dict(d_model=10, nhead=4), "multiple of --nhead"),
-    (dict(tokens="subwords", vocab=100), "at least 300"),
+    (dict(tokens="subwords", vocab=100), "needs at least 300"),
     (dict(lr=0.0), "--lr 0.0"),
     (dict(dropout=1.0), "--dropout 1.0"),
+    (dict(embedding_share=-0.1), "--embedding_share -0.1 must be in [0, 1)"),
+    (dict(vocab=2), "needs at least 3"),
     (dict(clip=float("nan")), "--clip nan"),
     (dict(batch=0), "--batch 0"),
     (dict(data="nowhere"), "no such file or folder"),
