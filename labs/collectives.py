@@ -319,7 +319,7 @@ def lesson_mean(world: World) -> list:
         gradients.append((how, f"{gradient.norm():.4f}", f"{reference.norm():.4f}", error))
     return [
         Table("accuracy of 4 ranks, on paper", "batch|right/rows of each rank|sum / sum|mean of means", paper),
-        Table(f"here, {world.size} ranks with unequal shares", "rank|rows|own loss", here),
+        Table(f"here: N = {world.size}, unequal shares", "rank|rows|own loss", here),
         Table("and what rank 0 prints", "way|loss", printed),
         Table("gradient under DDP", "loss of each rank|norm|norm on one process|relative error", gradients),
         "own mean: rows of a short share weigh more. mean of means: all_reduce is no part of the graph, so the gradient is\n"
@@ -375,7 +375,7 @@ def lesson_sampler(world: World) -> list:
     orders = [(f"{'with' if told else 'without'} set_epoch(epoch)", *epoch_orders(3, told)) for told in (True, False)]
     return [
         Table("10 rows over 3 ranks", "way|rank 0|rank 1|rank 2", splits),
-        Table(f"accuracy over {world.size} ranks and {rows} rows, only row 0 being wrong", "way|rows|accuracy", scores),
+        Table(f"accuracy with N = {world.size} and {rows} rows, only row 0 being wrong", "way|rows|accuracy", scores),
         *one_process(world, "nothing is repeated or dropped"),
         Table("8 rows, shuffled: rank 0 of 2", "loop|epoch 0|epoch 1|epoch 2", orders),
     ]

@@ -98,11 +98,11 @@ def lesson_scaling(world: World) -> list:
     return [
         Table("--batch_size 192 --lr 5e-5 on N processes (1: rule 1, 2: rule 2)",
               "N|1: per rank|global|lr|2: per rank|global|lr none|lr sqrt|lr linear|wrong, both: global|lr", rules),
-        Table(f"SGD, least squares, {features} features, {world.size} processes",
+        Table(f"SGD, least squares, {features} features, N = {world.size}",
               "setting|per rank|global batch|lr|steps|first loss|last loss|w against one process", rows),
         "The last column is the relative difference of the weights to one process with that global batch and lr.",
         *one_process(world, "all three are the same"),
-        Picture(f"{world.size} processes: loss of the batch", "rows seen", "loss", curves),
+        Picture(f"SGD, N = {world.size}: loss of the batch", "rows seen", "loss", curves),
     ]  # fmt: skip
 
 
@@ -162,7 +162,9 @@ def lesson_ddp(world: World) -> list:
               ("outputs and loss", "collected on the first GPU", "stay where they are"),
               ("--batch_size means", "the global batch", "what the script makes of it: see `scaling`")]  # fmt: skip
     return [
-        Table(f"loss of {world.size} processes and of one, same global batch", "step|DDP|one process", rows),
+        Table(
+            f"loss under DDP with N = {world.size} and of one process, same global batch", "step|DDP|one process", rows
+        ),
         f"Weights after {steps} steps: largest difference {gap:.1e} to one process, {apart:.1e} between ranks.",
         Table("the two", "what|DataParallel|DistributedDataParallel", differ),
         f"DataParallel without a GPU only calls the model (same output here: {same}). On {gpus} GPUs: {timing}.",
