@@ -94,7 +94,8 @@ def real_data() -> Path:
 
 @pytest.fixture(autouse=True)
 def _few_threads():
-    torch.set_num_threads(min(2, torch.get_num_threads()))
+    most = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # with a file of tests on each core, one core for each
+    torch.set_num_threads(min(most, torch.get_num_threads()))
 
 
 @pytest.fixture(scope="session")
