@@ -1,0 +1,486 @@
+"""The pipeline against one process that sees the whole batch.
+
+This very file, run as a script (see the end), is four processes that run all cases for 2, 3 and 4 ranks and write down
+what they got.
+"""
+
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT))  # for the processes
+
+from engine import checkpoint  # noqa: E402
+from engine.distributed import World  # noqa: E402
+from engine.errors import UserError  # noqa: E402
+from labs import pipeline as lab  # noqa: E402
+from labs import pipeline_schedule as schedules  # noqa: E402
+
+STEPS = 20
+SMALL = dict(d_model=16, nhead=2, dim_feedforward=32, num_layers=8, batch_size=8, micro_batches=4, build="by_hand")
+# 13 sequences in batches of 8: the second batch has 5, so that one micro-batch is short and one is empty.
+TOY = dict(sequences=13, optimizer="sgd", lr=0.1)
+CASES = {  # by name: the ranks, and the settings
+    f"{schedule}{turns}-{ranks}": (
+        ranks,
+        {**SMALL, **TOY, "schedule": schedule, "stages_per_rank": turns, "num_layers": layers},
+    )
+    for ranks, layers in ((2, 8), (3, 7), (4, 9))  # 7 and 9 layers do not divide
+    for schedule, turns in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb", 1), ("zb", 2), ("zbv", 2))
+}
+CASES |= {
+    "adamw-zbv-4": (4, {**SMALL, **TOY, "schedule": "zbv", "stages_per_rank": 2, "optimizer": "adamw", "lr": 1e-3}),
+    "adamw-1f1b-2": (2, {**SMALL, **TOY, "schedule": "1f1b", "optimizer": "adamw", "lr": 1e-3}),
+    "traced-gpipe-4": (4, {**SMALL, **TOY, "build": "traced", "num_layers": 5}),
+    "traced-zbv-2": (2, {**SMALL, **TOY, "build": "traced", "schedule": "zbv", "stages_per_rank": 2, "num_layers": 5}),
+    "text-zb-3": (3, {**SMALL, **TOY, "schedule": "zb", "stages_per_rank": 2, "data": "odd.txt", "length": 7}),
+    "three-parts-2": (2, {**SMALL, **TOY, "schedule": "interleaved", "stages_per_rank": 2, "batch_size": 6, "micro_batches": 3}),
+    "gpipe-more-2": (2, {**SMALL, **TOY, "batch_size": 16, "micro_batches": 8}),
+    "1f1b-more-2": (2, {**SMALL, **TOY, "schedule": "1f1b", "batch_size": 16, "micro_batches": 8}),
+    "zbv-more-2": (2, {**SMALL, **TOY, "schedule": "zbv", "stages_per_rank": 2, "batch_size": 16, "micro_batches": 8}),
+}  # fmt: skip
+LEARNING = {2: dict(schedule="1f1b"), 4: dict(schedule="zbv", stages_per_rank=2)}  # the handout's toy run, by ranks
+
+
+def begin(config: lab.Config):
+    """The data and the whole model, the same in every process."""
+    sequences, vocab = lab.load(config)
+    torch.manual_seed(config.seed)
+    return sequences, lab.LanguageModel(vocab, sequences.shape[1] - 1, config)
+
+
+def alone(config: lab.Config):
+    """One process, the whole batch at once, nothing but autograd: → the losses and the weights in the end."""
+    sequences, model = begin(config)
+    optimizer, losses = lab.make_optimizer(config, model.parameters()), []
+    for step in range(STEPS):
+        tokens, target = lab.batch_of_step(sequences, step, config.batch_size, config.seed)
+        real = (target >= 0).any(1)  # the rows that fill up a short batch are left out here
+        loss = F.cross_entropy(model(tokens[real]).flatten(0, 1), target[real].flatten(), ignore_index=-1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+# ---- what the processes do -------------------------------------------------------------------------------------------
+
+
+def run_case(config: lab.Config, world: World) -> dict:
+    """The same in a pipeline; what it was, on rank 0."""
+    sequences, model = begin(config)
+    example = torch.zeros(config.batch_size // config.micro_batches, sequences.shape[1] - 1, dtype=torch.long)
+    pipeline = lab.Pipeline(model, example, config, world)
+    optimizer, losses = lab.make_optimizer(config, pipeline.parameters.values()), []
+    measured = lab.Measured(world, pipeline)
+    for step in range(STEPS):
+        tokens, target = lab.batch_of_step(sequences, step, config.batch_size, config.seed)
+        optimizer.zero_grad()
+        with measured.counting():
+            loss = pipeline.forward_backward(tokens, target)
+        losses.append(loss / int((target >= 0).sum()))
+        optimizer.step()
+        measured.add_step()
+    measured.add_memory()
+    weights, _ = lab.whole(pipeline, optimizer) or (None, None)
+    all_losses = world.gather(losses)
+    return dict(losses=all_losses, weights=weights, events=measured.steps, memory=measured.memory)
+
+
+def learn(config: lab.Config, world: World) -> list[float]:
+    """The losses of the whole toy run."""
+    sequences, model = begin(config)
+    pipeline = lab.Pipeline(model, None, config, world)
+    optimizer, losses = lab.make_optimizer(config, pipeline.parameters.values()), []
+    for step in range(config.epochs * 3):
+        tokens, target = lab.batch_of_step(sequences, step, config.batch_size, config.seed)
+        optimizer.zero_grad()
+        losses.append(pipeline.forward_backward(tokens, target) / target.numel())
+        optimizer.step()
+    return losses
+
+
+def as_in_the_handout(world: World) -> list[str] | None:
+    """`if rank == 0: … else: …` with three stages: what each rank gets, on rank 0."""
+    config = lab.Config(**SMALL)
+    sequences, model = begin(config)
+    pipeline = lab.Pipeline(model, None, config, world)
+    tokens, target = lab.batch_of_step(sequences, 0, config.batch_size, config.seed)
+    options = {"loss_kwargs": {"targets": target.numel()}}
+    outcome = "none"
+    if world.rank == 0:
+        pipeline.schedule.step(tokens, **options)
+    else:
+        losses = []
+        pipeline.schedule.step(target=target, losses=losses, **options)
+        try:
+            outcome = f"loss {torch.stack(losses).mean():.4f}"
+        except RuntimeError as error:
+            outcome = str(error)
+    return world.gather(outcome)
+
+
+def run_trainings(world_rank: int, folder: Path) -> None:
+    """Whole runs by `train`: ten steps at once, and five and then five more, also on another number of processes."""
+    os.chdir(folder)
+    common = dict(SMALL, sequences=13, log_every=3, save_every=4, schedule="1f1b")
+    runs = [
+        (2, lab.Config(**common, max_steps=10, run="at-once")),
+        (2, lab.Config(**common, max_steps=5, run="in-two")),
+        (2, lab.Config(max_steps=10, resume="runs/in-two")),
+        (2, lab.Config(**common, max_steps=5, run="wider")),
+        (4, lab.Config(max_steps=10, resume="runs/wider")),
+    ]
+    for number, (ranks, config) in enumerate(runs):
+        if world_rank < ranks:
+            os.environ |= dict(RANK=str(world_rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(world_rank))
+            config.given = {"max_steps"}
+            with_group(number, world_rank, ranks, folder, lambda _, config=config: lab.train(config))
+
+
+def with_group(name, rank: int, ranks: int, folder: Path, work):
+    """Call `work(world)` in a process group of the first `ranks` processes; the others go on."""
+    if rank >= ranks:
+        return None
+    store = dist.FileStore(f"{folder}/group-{name}", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=2))
+    world = World(rank, ranks, torch.device("cpu"), store)
+    lab.distributed.start = lambda _: world  # for `train`, which leaves the group itself
+    result = work(world)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return result
+
+
+def process(rank: int, folder: Path) -> None:
+    """One of the four: everything below runs in the same order everywhere."""
+    torch.set_num_threads(1)
+    results = {}
+    for ranks in (2, 3, 4):
+
+        def work(world, ranks=ranks):
+            found = {name: run_case(lab.Config(**settings), world)
+                     for name, (wanted, settings) in CASES.items() if wanted == ranks}  # fmt: skip
+            if ranks in LEARNING:
+                found["learn"] = learn(lab.Config(**LEARNING[ranks], build="by_hand"), world)
+            if ranks == 3:
+                found["handout"] = as_in_the_handout(world)
+            return found
+
+        results[ranks] = with_group(f"of-{ranks}", rank, ranks, folder, work)
+    run_trainings(rank, folder)
+    if rank == 0:
+        torch.save(results, folder / "results.pt")
+
+
+# ---- the tests -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    """What the four processes found, by ranks and case; "folder" is where they ran."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "odd.txt").write_bytes(b"A text of 51 bytes: not a multiple of anything...\n!")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, __file__, str(folder)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return {**torch.load(folder / "results.pt", weights_only=False), "folder": folder}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pipeline_equals_one_process(found, name, monkeypatch):
+    monkeypatch.chdir(found["folder"])
+    ranks, settings = CASES[name]
+    losses, weights = alone(lab.Config(**settings))
+    result = found[ranks][name]
+    for of_rank in result["losses"]:  # the loss of the whole batch is known to every rank
+        assert of_rank == pytest.approx(losses, rel=1e-5)
+    assert losses[-1] < 0.9 * losses[0]
+    assert result["weights"].keys() == weights.keys()
+    for key, weight in weights.items():
+        assert (result["weights"][key] - weight).norm() <= 1e-5 * weight.norm(), key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_everything_is_computed_once(found, name):
+    ranks, settings = CASES[name]
+    config = lab.Config(**settings)
+    wanted = {(stage, part) for stage in range(ranks * config.stages_per_rank) for part in range(config.micro_batches)}
+    for events in found[ranks][name]["events"][1:]:
+        done = {kind: [(e.stage, e.micro_batch) for e in events if e.kind == kind] for kind in "FBIW"}
+        assert sorted(done["F"]) == sorted(wanted)
+        assert sorted(done["I"]) == sorted(done["W"])
+        assert sorted(done["B"] + done["I"]) == sorted(wanted)
+        assert all(e.stage in lab.stages_of_rank(e.rank, ranks, config) for e in events)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("zbv2-4", "zbv2-3", "adamw-zbv"))])
+def test_the_order_has_the_bubble_of_the_papers(found, name):
+    ranks, settings = CASES[name]
+    config = lab.Config(**settings)
+    order = schedules.order_of(found[ranks][name]["events"][-1])
+    simulated = schedules.bubble_share(schedules.simulate(order, lambda kind, _: 2.0 if kind == "B" else 1.0), ranks)
+    theory = schedules.bubble_in_theory(config.schedule, ranks, config.stages_per_rank, config.micro_batches)
+    assert simulated == pytest.approx(theory)
+
+
+def test_zb_v_is_never_idle_between_its_first_and_last_work(found):
+    order = schedules.order_of(found[2]["zbv-more-2"]["events"][-1])
+    assert schedules.own_bubble_share(schedules.simulate(order, lambda *_: 1.0), 2) == pytest.approx(0)
+
+
+def test_1f1b_holds_the_activations_of_as_many_micro_batches_as_stages_gpipe_of_all(found):
+    gpipe, one_forward_one_backward = (
+        [peak for peak, _ in found[2][name]["memory"]] for name in ("gpipe-more-2", "1f1b-more-2")
+    )
+    assert one_forward_one_backward[0] == pytest.approx(gpipe[0] * 2 / 8, rel=0.02)
+    assert one_forward_one_backward[1] == pytest.approx(gpipe[1] * 1 / 8, rel=0.05)
+
+
+@pytest.mark.parametrize("ranks", LEARNING)
+def test_the_toy_sequences_are_learned(found, ranks):
+    losses = found[ranks]["learn"]
+    assert 4.5 < losses[0] < 4.8  # ln 100 = 4.605
+    assert max(losses[-3:]) < 0.1
+
+
+def test_a_run_in_two_parts_equals_a_run_at_once(found):
+    parts = {}
+    for name in ("at-once", "in-two", "wider"):
+        folder = checkpoint.latest(found["folder"] / "runs" / name / "checkpoints")
+        assert folder.name == "step-10"
+        parts[name] = checkpoint.load_weights(folder), *checkpoint.load_training_state(folder)
+    for name, same in (("in-two", torch.equal), ("wider", lambda a, b: (a - b).norm() <= 1e-4 * b.norm())):
+        for key, weight in parts["at-once"][0].items():
+            assert same(parts[name][0][key], weight), (name, key)
+        for key, states in parts["at-once"][1].items():
+            if name == "in-two":
+                assert all(torch.equal(parts[name][1][key][which], states[which]) for which in states)
+        assert parts[name][2]["loss"] == pytest.approx(parts["at-once"][2]["loss"], rel=1e-5)
+
+
+def test_a_run_leaves_picture_curves_and_memory(found):
+    folder = found["folder"] / "runs" / "at-once"
+    assert (folder / "schedule.png").stat().st_size > 5000
+    log = (folder / "train.log").read_text()
+    assert "rank 1 (stage 1)" in log and "MiB" in log and "in theory 20.0%" in log
+    assert "pipeline/bubble_share" in (folder / "metrics.jsonl").read_text()
+
+
+# ---- the handout's mistakes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_without_the_mask_a_later_token_changes_earlier_logits(causal):
+    torch.manual_seed(0)
+    model = lab.LanguageModel(50, 9, lab.Config(**SMALL, causal=causal))
+    tokens = torch.randint(50, (2, 9))
+    changed = tokens.clone()
+    changed[:, 6] = (changed[:, 6] + 1) % 50
+    before, after = model(tokens)[:, :6], model(changed)[:, :6]
+    assert torch.equal(before, after) == causal
+
+
+def test_rank_0_or_else_fails_on_the_middle_of_three_stages(found):
+    first, middle, last = found[3]["handout"]
+    assert first == "none" and last.startswith("loss")
+    assert "non-empty" in middle
+
+
+def test_the_mean_of_micro_batch_means_is_not_the_loss_of_a_short_batch():
+    torch.manual_seed(0)
+    sequences = torch.randint(50, (5, 10))
+    tokens, target = lab.batch_of_step(sequences, 0, 8, seed=0)  # 5 rows of 8: 2, 2, 1 and 0 in micro-batches of 2
+    model = lab.LanguageModel(50, 9, lab.Config(**SMALL))
+    real = (target >= 0).any(1)
+    logits = model(tokens)
+    right = F.cross_entropy(logits[real].flatten(0, 1), target[real].flatten())
+    parts = list(zip(logits.split(2), target.split(2)))
+    ours = sum(lab.share_of_mean_loss(*part, targets=45) for part in parts)
+    assert ours.item() == pytest.approx(right.item(), rel=1e-6)
+    means = torch.stack([lab.summed_loss(*part) / (part[1] >= 0).sum() for part in parts])
+    assert means.isnan().any()  # the empty one
+    assert abs(means[:3].mean() - right) > 1e-4
+
+
+def test_the_handouts_stages_take_no_short_batch():
+    model = lab.LanguageModel(50, 9, lab.Config(**{**SMALL, "num_layers": 2}))
+    cuts = {"layers.1": lab.pipelining.SplitPoint.BEGINNING}
+    pipe = lab.pipelining.pipeline(model, mb_args=(torch.zeros(2, 9, dtype=torch.long),), split_spec=cuts)
+    assert pipe(torch.zeros(2, 9, dtype=torch.long))
+    with pytest.raises(Exception, match=r"shape|size|Guard|Expected"):
+        pipe(torch.zeros(1, 9, dtype=torch.long))
+
+
+# ---- the parts -------------------------------------------------------------------------------------------------------
+
+
+def test_held_bytes_count_what_autograd_keeps_once():
+    weight = torch.nn.Parameter(torch.ones(10))
+    held = schedules.HeldBytes([weight])
+    with held.counting():
+        x = torch.ones(10, requires_grad=True)
+        y = (x * weight).exp()  # keeps x, and the weight which is not counted; exp keeps its result
+        z = y * y  # keeps y, which is counted already
+    assert held.now == held.peak == 2 * 10 * 4
+    z.sum().backward()
+    del y, z
+    assert held.now == 0 and held.peak == 80
+
+
+def test_simulation_refuses_an_order_that_waits_for_itself():
+    with pytest.raises(ValueError, match="waits"):
+        schedules.simulate({0: [("B", 0, 0), ("F", 0, 0)]}, lambda *_: 1.0)
+
+
+def test_text_becomes_sequences_that_lose_nothing(tmp_path):
+    (tmp_path / "b.txt").write_bytes(bytes(range(100, 117)))
+    (tmp_path / "a.txt").write_bytes(bytes(range(90, 100)))
+    sequences, vocab = lab.load(lab.Config(data=str(tmp_path), length=8))
+    assert vocab == 256 and sequences.shape == (4, 9)
+    assert sequences[:, 1:][sequences[:, 1:] >= 0].tolist() == list(range(91, 117))  # each but the first once
+    assert sequences[:, 0].tolist() == [90, 98, 106, 114]
+
+
+def test_words_are_numbered_by_frequency(tmp_path):
+    (tmp_path / "a.txt").write_text("b a a c a b d")
+    sequences, vocab = lab.load(lab.Config(data=str(tmp_path / "a.txt"), tokens="words", vocab=2, length=6))
+    assert vocab == 3 and sequences.tolist() == [[2, 1, 1, 0, 1, 2, 0]]
+
+
+def test_an_epoch_shows_every_sequence_once():
+    sequences = torch.arange(1, 14).unsqueeze(1).expand(-1, 4)
+    for epoch in (0, 1):
+        rows = torch.cat([lab.batch_of_step(sequences, 2 * epoch + step, 8, seed=3)[1] for step in (0, 1)])
+        assert sorted(rows[:, 0].tolist()) == [-1, -1, -1, *range(1, 14)]
+    assert not torch.equal(lab.batch_of_step(sequences, 0, 8, 3)[1], lab.batch_of_step(sequences, 2, 8, 3)[1])
+
+
+@pytest.mark.parametrize("layers, stages", [(8, 3), (7, 4), (4, 4), (5, 1)])
+def test_layers_are_shared_out_evenly(layers, stages):
+    parts = lab.layers_of_stages(layers, stages)
+    assert [layer for part in parts for layer in part] == list(range(layers)) and len(parts) == stages
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings, ranks, words",
+    [
+        (dict(stages_per_rank=0), 2, "--stages_per_rank 0"),
+        (dict(micro_batches=0), 2, "--micro_batches 0"),
+        (dict(batch_size=6), 2, "does not divide"),
+        (dict(schedule="fifo"), 2, "choose gpipe, 1f1b"),
+        (dict(schedule="interleaved"), 2, "--stages_per_rank 2"),
+        (dict(schedule="zbv"), 2, "--stages_per_rank 2"),
+        (dict(schedule="zbv", stages_per_rank=3), 2, "two stages a rank"),
+        (dict(schedule="1f1b", stages_per_rank=2), 2, "one stage a rank"),
+        (dict(num_layers=3), 4, "more than --num_layers 3"),
+        (dict(num_layers=3, schedule="zbv", stages_per_rank=2), 2, "more than --num_layers 3"),
+        (dict(schedule="1f1b", micro_batches=2), 4, "as many micro-batches as stages, 4"),
+        (dict(schedule="zb", batch_size=9, micro_batches=9), 4, "give --micro_batches 8 or 10"),
+        (dict(build="cut"), 2, "choose traced or by_hand"),
+        (dict(nhead=5), 2, "multiple of --nhead 5"),
+        (dict(data="nowhere.txt"), 2, "No such file"),
+        (dict(data="."), 2, "no .txt file"),
+        (dict(length=-1), 2, "must not be negative"),
+    ],
+)
+def test_mistakes_are_one_line(settings, ranks, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        config = lab.Config(**settings)
+        config.check_ranks(ranks)
+        lab.load(config)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def command(*words, cwd: Path, **environment) -> subprocess.Popen:
+    """`python -m …` in a folder of its own."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+    return subprocess.Popen([sys.executable, "-m", *map(str, words)], cwd=cwd, env=environment, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+
+
+def test_every_rank_leaves_with_2(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [command("labs.pipeline", "--num_layers", 1, cwd=tmp_path, RANK=str(rank), LOCAL_RANK=str(rank),
+                     WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)) for rank in range(2)]  # fmt: skip
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=60)
+        assert rank.returncode == 2
+        assert len(errors.strip().splitlines()) == 1 and "2 stages, more than --num_layers 1" in errors
+    assert not (tmp_path / "runs").exists()
+
+
+def test_torchrun_as_typed(tmp_path):
+    run = command("torch.distributed.run", "--standalone", "--nproc_per_node", 2, "-m", "labs.pipeline", cwd=tmp_path)
+    out, errors = run.communicate(timeout=120)
+    assert run.returncode == 0, errors
+    losses = [float(line.split("loss ")[1].split()[0]) for line in out.splitlines() if line.startswith("step")]
+    assert len(losses) == 30 and losses[-1] < 0.1
+    # The loss that is printed is the global one: a mean over all targets of the three batches since the last line.
+    config = lab.Config()
+    sequences, model = begin(config)
+    optimizer, total = lab.make_optimizer(config, model.parameters()), 0.0
+    for step in range(3):
+        tokens, target = lab.batch_of_step(sequences, step, 4, config.seed)
+        loss = lab.summed_loss(model(tokens), target)
+        optimizer.zero_grad()
+        (loss / 36).backward()
+        optimizer.step()
+        total += loss.item()
+    assert losses[0] == pytest.approx(total / 108, abs=1e-4)
+
+
+def test_one_process_alone_and_a_pipeline_of_one_under_torchrun(tmp_path):
+    run = command("labs.pipeline", "--epochs", 2, "--schedule", "zbv", "--stages_per_rank", 2, "--build", "by_hand",
+                  cwd=tmp_path)  # fmt: skip
+    out, errors = run.communicate(timeout=60)
+    assert run.returncode == 0, errors
+    assert "step      6" in out
+    run = command("labs.pipeline", cwd=tmp_path, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost",
+                  MASTER_PORT="1")  # fmt: skip
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 2 and "torchrun --nproc_per_node 2 -m labs.pipeline" in errors
+
+
+if __name__ == "__main__":
+    # Copies of this process, which has imported torch already: four imports would take longer than all cases.
+    ranks = [
+        multiprocessing.get_context("fork").Process(target=process, args=(rank, Path(sys.argv[1]))) for rank in range(4)
+    ]
+    for rank in ranks:
+        rank.start()
+    while any(rank.is_alive() for rank in ranks):
+        if any(rank.exitcode for rank in ranks):  # the others would wait for this one
+            for rank in ranks:
+                rank.kill()
+        time.sleep(0.1)
+    sys.exit(max(abs(rank.exitcode) for rank in ranks))
