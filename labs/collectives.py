@@ -215,7 +215,7 @@ def fates(lengths: list[int]) -> list[str]:
         found = []
         for rank, process in enumerate(context.processes):
             out, err = Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")
-            last = re.search(r"what\(\): +(?:\[.*?\] )?(.*)", err.read_text() if err.exists() else "")
+            last = re.search(r"what\(\): +(?:\[.*?\] )?(.*)", err.read_text(encoding="utf-8") if err.exists() else "")
             death = f"killed by signal {-(process.exitcode or 0)}: {last[1].split(' Is there')[0] if last else ''}"
             found.append(out.read_text(encoding="utf-8") if out.exists() else death)
         return found
