@@ -78,8 +78,9 @@ def run_of(path: Path) -> Path:
 
 
 def newest_run(runs: Path) -> str:
-    """The run whose last checkpoint is the youngest."""
+    """The run of train.py whose last checkpoint is the youngest; the other labs' runs lie beside them."""
     found = [folder.parent for folder in runs.glob("*/checkpoints") if checkpoint.steps(folder)]
+    found = [run for run in found if all((run / mark).exists() for mark in MARKS)]
     if not found:
         raise UserError(
             f"no trained run in {runs.absolute()}; train one with `python train.py`, or name one with --ckpt"

@@ -36,21 +36,23 @@ from decoding import pack, translate_lines
 from engine import distributed, quantized
 from engine.allocator import keep_freed_memory
 from engine.precision import choose_precision
-from trained import load_trained
+from trained import choose_checkpoint, load_trained
 
 LINES_AT_ONCE = 2000  # of a file: enough to sort by length, few enough to see results soon
 
 
 def translate(config: Config) -> None:
     """Translate the arguments, the lines of standard input, or what is typed at a prompt."""
-    device = distributed.choose_device(config.device, 0)
+    world = distributed.start(config.device)
+    device = world.device
     if device.type == "cpu":
         keep_freed_memory()
     int8 = config.precision == "int8"
     if int8:
         quantized.check_int8(device, config.beam)
     precision = choose_precision(device, "fp32" if int8 else config.precision)
-    trained = load_trained(config.ckpt, say=note)
+    note = say_on_stderr if world.is_main else lambda _: None
+    trained = load_trained(world.on_main(lambda: choose_checkpoint(config.ckpt, 1, note)), say=note)
     trained.model.to(device)
     note(precision.describe())
     if int8:
@@ -58,16 +60,19 @@ def translate(config: Config) -> None:
     with precision.autocast():
         packed = pack(trained.model, int8) if config.beam == 1 else None  # once for all lines
     sys.stdout.reconfigure(encoding="utf-8")  # as the input is, whatever the locale
-    for lines in groups_of_lines(config.text):
+    groups = groups_of_lines(config.text) if world.is_main else None  # of many processes one reads
+    while lines := world.from_main(next(groups, None) if groups else None):
         with precision.autocast():
             found = translate_lines(
                 trained.model, trained.source_tokenizer, trained.target_tokenizer, lines,
-                beam=config.beam, length_penalty=config.length_penalty, packed=packed,
+                beam=config.beam, length_penalty=config.length_penalty, packed=packed, world=world,
             )  # fmt: skip
-        print("\n".join(found.texts), flush=True)
-        if found.cut:
+        if found:
+            print("\n".join(found.texts), flush=True)
+        if found and found.cut:
             longest = trained.model.config.max_length
             note(f"note: {found.cut} sentences are longer than the {longest} tokens of the model, and were cut")
+    world.stop()
 
 
 def groups_of_lines(texts: list[str]) -> Iterator[list[str]]:
@@ -75,7 +80,7 @@ def groups_of_lines(texts: list[str]) -> Iterator[list[str]]:
     if texts:
         yield texts
     elif sys.stdin.isatty():
-        note("one sentence a line; an empty line ends")
+        say_on_stderr("one sentence a line; an empty line ends")
         while line := prompt():
             yield [line]
     else:
@@ -101,8 +106,8 @@ def prompt() -> str:
         return ""
 
 
-def note(message: str) -> None:
-    """To standard error, so that standard output holds translations alone."""
+def say_on_stderr(message: str) -> None:
+    """Not to standard output, which holds translations alone."""
     print(message, file=sys.stderr)
 
 

@@ -84,6 +84,9 @@ def test_a_relative_name(run, monkeypatch):
 def test_the_newest_run(run, monkeypatch):
     older = shutil.copytree(run, run.parent / "z-older", symlinks=True)
     (run.parent / "not-begun" / "checkpoints").mkdir(parents=True)
+    other_lab = run.parent / "lenet"  # the youngest, but it translates nothing
+    (other_lab / "checkpoints" / "step-9").mkdir(parents=True)
+    (other_lab / "config.json").write_text("{}")
     os.utime(older / "checkpoints", (1e9, 1e9))
     monkeypatch.chdir(run.parent.parent)
     said = []
