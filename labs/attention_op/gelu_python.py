@@ -63,8 +63,8 @@ class GeluTanh(torch.autograd.Function):
 
 
 def below(x: Tensor) -> Tensor:
-    """Φ(x). erfc(−x/√2) is 1 + erf(x/√2), but exact where that is the small difference of two numbers near 1 (x ≪ 0)."""
-    return 0.5 * torch.erfc(in_wide(x) * -math.sqrt(0.5))
+    """Φ(x)"""
+    return 0.5 * (1 + torch.erf(in_wide(x) * math.sqrt(0.5)))
 
 
 def inner(x: Tensor) -> Tensor:

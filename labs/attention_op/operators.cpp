@@ -13,7 +13,6 @@
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -46,7 +45,7 @@ constexpr int64_t kNumbersPerTask = 1 << 14;  // fewer are not worth waking anot
 // Φ(x)
 template <typename scalar_t>
 Vec<scalar_t> below(Vec<scalar_t> x) {
-  return Vec<scalar_t>(0.5) * (x * Vec<scalar_t>(-kRootHalf)).erfc();
+  return Vec<scalar_t>(0.5) + Vec<scalar_t>(0.5) * (x * Vec<scalar_t>(kRootHalf)).erf();
 }
 
 // tanh u(x)
@@ -182,23 +181,25 @@ void softmax_backward(scalar_t* row, scalar_t* grad, scalar_t* z, scalar_t log_s
   at::vec::map2<scalar_t>([](V p, V f) { return p * f; }, row, row, z, count);
 }
 
-// Calls block(first head, heads, first query, queries, keys) for blocks that cover everything, each head by one thread alone:
-// the gradients of its keys and values are then nobody else's.
+// Calls block(room, first head, heads, first query, queries, keys) for blocks that cover everything, each head by one thread
+// alone: the gradients of its keys and values are then nobody else's. The room has two numbers for each score of a block.
 template <typename Block>
-void for_blocks(int64_t all_heads, int64_t queries, int64_t keys, bool causal, const Block& block) {
+void for_blocks(const Tensor& q, int64_t keys, bool causal, const Block& block) {
+  const int64_t all_heads = q.size(0), queries = q.size(1);
   const int64_t share = std::max<int64_t>(1, all_heads / at::get_num_threads());
   const int64_t heads_at_once = std::clamp<int64_t>(kScoresAtOnce / std::max<int64_t>(1, queries * keys), 1, share);
-  const int64_t queries_at_once = std::max(kFewestQueries, kScoresAtOnce / keys);
+  const int64_t queries_at_once = std::min(queries, std::max(kFewestQueries, kScoresAtOnce / keys));
   const int64_t groups = (all_heads + heads_at_once - 1) / heads_at_once;
   at::parallel_for(0, groups, 1, [&](int64_t begin, int64_t end) {
     // These apply to a thread, so each sets them: no graph is recorded in here, and autocast changes no product.
     at::AutoDispatchBelowAutograd no_graph;
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const Tensor room = at::empty({2, heads_at_once * queries_at_once * keys}, q.options());
     for (int64_t group = begin; group < end; ++group) {
       const int64_t head = group * heads_at_once, heads = std::min(heads_at_once, all_heads - head);
       for (int64_t query = 0; query < queries; query += queries_at_once) {
         const int64_t last = std::min(queries, query + queries_at_once);
-        block(head, heads, query, last - query, causal ? std::min(keys, last) : keys);
+        block(room, head, heads, query, last - query, causal ? std::min(keys, last) : keys);
       }
     }
   });
@@ -238,6 +239,9 @@ Tensor part(const Tensor& x, int64_t head, int64_t heads, int64_t first, int64_t
   return x.narrow(0, head, heads).narrow(1, first, count);
 }
 
+// A block of scores (n, s, t) in the room for one
+Tensor scores_in(const Tensor& room, int64_t n, int64_t s, int64_t t) { return room.narrow(0, 0, n * s * t).view({n, s, t}); }
+
 // (B, H, S, D), (B, H, T, D), (B, H, T, W) → the output (B, H, S, W) and ℓ (B, H, S)
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& some_bias,
                                      bool causal, double scale, double dropout, const MaybeTensor& seed) {
@@ -247,21 +251,25 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
   Tensor log_sum = at::empty({q.size(0), q.size(1), q.size(2)}, queries.options());
   Tensor out_by_heads = out.flatten(0, 1);
   AT_DISPATCH_FLOATING_TYPES(queries.scalar_type(), "attention", [&] {
+    using V = Vec<scalar_t>;
     const Rows<scalar_t> rows = rows_of<scalar_t>(q, k, bias, causal, scale, dropout, seed);
     scalar_t* log_sums = log_sum.mutable_data_ptr<scalar_t>();
-    for_blocks(queries.size(0), q.size(2), k.size(2), causal, [&](int64_t head, int64_t n, int64_t first, int64_t s, int64_t t) {
-      Tensor weights = at::bmm(part(queries, head, n, first, s), part(keys, head, n, 0, t).transpose(1, 2));  // (n, s, t)
+    for_blocks(queries, k.size(2), causal, [&](const Tensor& room, int64_t head, int64_t n, int64_t first, int64_t s, int64_t t) {
+      Tensor weights = scores_in(room[0], n, s, t);
+      at::bmm_out(weights, part(queries, head, n, first, s), part(keys, head, n, 0, t).transpose(1, 2));
       Tensor z = at::empty({dropout > 0 ? t : 0}, weights.options());
       scalar_t *row = weights.mutable_data_ptr<scalar_t>(), *factors = z.mutable_data_ptr<scalar_t>();
-      for (int64_t i = 0; i < n * s; ++i, row += t) {
-        const int64_t in_head = head + i / s, query = first + i % s, seen = rows.seen(query);
-        finish_scores(row, rows.bias_of(in_head, query), rows.scale, seen);
-        log_sums[in_head * rows.queries + query] = softmax(row, seen);
-        if (dropout > 0) {
-          rows.dropout_factors(factors, in_head, query, seen);
-          at::vec::map2<scalar_t>([](Vec<scalar_t> p, Vec<scalar_t> f) { return p * f; }, row, row, factors, seen);
+      for (int64_t in_head = head; in_head < head + n; ++in_head) {
+        for (int64_t query = first; query < first + s; ++query, row += t) {
+          const int64_t seen = rows.seen(query);
+          finish_scores(row, rows.bias_of(in_head, query), rows.scale, seen);
+          log_sums[in_head * rows.queries + query] = softmax(row, seen);
+          if (dropout > 0) {
+            rows.dropout_factors(factors, in_head, query, seen);
+            at::vec::map2<scalar_t>([](V p, V f) { return p * f; }, row, row, factors, seen);
+          }
+          std::fill(row + seen, row + t, scalar_t(0));
         }
-        std::fill(row + seen, row + t, scalar_t(0));
       }
       Tensor block = part(out_by_heads, head, n, first, s);
       at::bmm_out(block, weights, part(values, head, n, 0, t));
@@ -274,36 +282,52 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
 std::tuple<Tensor, Tensor, Tensor> attention_backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& some_bias, const Tensor& out,
     const Tensor& log_sum, bool causal, double scale, double dropout, const MaybeTensor& seed) {
-  const Tensor grads = by_heads(grad), queries = by_heads(q), keys = by_heads(k), values = by_heads(v);
+  const Tensor grads = by_heads(grad), queries = by_heads(q), keys = by_heads(k), values = by_heads(v), outs = by_heads(out);
   const MaybeTensor bias = spread(some_bias, k.size(2));
-  const Tensor delta = grads.mul(by_heads(out)).sum(-1);  // (N, S)
-  Tensor grad_q = at::empty_like(queries), grad_k = at::zeros_like(keys), grad_v = at::zeros_like(values);
+  Tensor grad_q = at::empty_like(queries), grad_k = at::empty_like(keys), grad_v = at::empty_like(values);
+  if (q.size(2) == 0) {  // then there is no block
+    grad_k.zero_(), grad_v.zero_();
+  }
   AT_DISPATCH_FLOATING_TYPES(queries.scalar_type(), "attention_backward", [&] {
+    using V = Vec<scalar_t>;
     const Rows<scalar_t> rows = rows_of<scalar_t>(q, k, bias, causal, scale, dropout, seed);
-    const scalar_t *log_sums = log_sum.const_data_ptr<scalar_t>(), *deltas = delta.const_data_ptr<scalar_t>();
-    for_blocks(queries.size(0), q.size(2), k.size(2), causal, [&](int64_t head, int64_t n, int64_t first, int64_t s, int64_t t) {
+    const scalar_t* log_sums = log_sum.const_data_ptr<scalar_t>();
+    const scalar_t *all_grads = grads.const_data_ptr<scalar_t>(), *all_outs = outs.const_data_ptr<scalar_t>();
+    const int64_t width = v.size(3);
+    for_blocks(queries, k.size(2), causal, [&](const Tensor& room, int64_t head, int64_t n, int64_t first, int64_t s, int64_t t) {
       const Tensor block_q = part(queries, head, n, first, s), block_k = part(keys, head, n, 0, t);
       const Tensor block_grad = part(grads, head, n, first, s);
-      Tensor weights = at::bmm(block_q, block_k.transpose(1, 2));                              // (n, s, t)
-      Tensor grad_a = at::bmm(block_grad, part(values, head, n, 0, t).transpose(1, 2));        // (n, s, t)
+      Tensor weights = scores_in(room[0], n, s, t), grad_a = scores_in(room[1], n, s, t);
+      at::bmm_out(weights, block_q, block_k.transpose(1, 2));
+      at::bmm_out(grad_a, block_grad, part(values, head, n, 0, t).transpose(1, 2));
       Tensor z = at::empty({dropout > 0 ? t : 0}, weights.options());
       scalar_t *row = weights.mutable_data_ptr<scalar_t>(), *grad_row = grad_a.mutable_data_ptr<scalar_t>();
       scalar_t* factors = dropout > 0 ? z.mutable_data_ptr<scalar_t>() : nullptr;
-      for (int64_t i = 0; i < n * s; ++i, row += t, grad_row += t) {
-        const int64_t in_head = head + i / s, query = first + i % s, seen = rows.seen(query);
-        const int64_t number = in_head * rows.queries + query;
-        finish_scores(row, rows.bias_of(in_head, query), rows.scale, seen);
-        if (factors) {
-          rows.dropout_factors(factors, in_head, query, seen);
+      for (int64_t in_head = head; in_head < head + n; ++in_head) {
+        for (int64_t query = first; query < first + s; ++query, row += t, grad_row += t) {
+          const int64_t number = in_head * rows.queries + query, seen = rows.seen(query);
+          const scalar_t delta = at::vec::map2_reduce_all<scalar_t>(
+              [](V a, V b) { return a * b; }, [](V a, V b) { return a + b; }, all_grads + number * width,
+              all_outs + number * width, width);
+          finish_scores(row, rows.bias_of(in_head, query), rows.scale, seen);
+          if (factors) {
+            rows.dropout_factors(factors, in_head, query, seen);
+          }
+          softmax_backward(row, grad_row, factors, log_sums[number], delta, rows.scale, seen);
+          std::fill(row + seen, row + t, scalar_t(0));
+          std::fill(grad_row + seen, grad_row + t, scalar_t(0));
         }
-        softmax_backward(row, grad_row, factors, log_sums[number], deltas[number], rows.scale, seen);
-        std::fill(row + seen, row + t, scalar_t(0));
-        std::fill(grad_row + seen, grad_row + t, scalar_t(0));
       }
       Tensor into_q = part(grad_q, head, n, first, s), into_k = part(grad_k, head, n, 0, t), into_v = part(grad_v, head, n, 0, t);
       at::bmm_out(into_q, grad_a, block_k);
-      into_k.baddbmm_(grad_a.transpose(1, 2), block_q);  // adds to what earlier queries gave
-      into_v.baddbmm_(weights.transpose(1, 2), block_grad);
+      // Adds to what earlier queries gave; the first block finds memory that has not been written yet.
+      const int before = first > 0;
+      into_k.baddbmm_(grad_a.transpose(1, 2), block_q, before);
+      into_v.baddbmm_(weights.transpose(1, 2), block_grad, before);
+      if (first == 0 && t < k.size(2)) {
+        part(grad_k, head, n, t, k.size(2) - t).zero_();
+        part(grad_v, head, n, t, k.size(2) - t).zero_();
+      }
     });
   });
   return {grad_q.view(q.sizes()).to(q.scalar_type()), grad_k.view(k.sizes()).to(k.scalar_type()),
