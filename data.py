@@ -297,6 +297,14 @@ class BucketSampler(Sampler[list[int]]):
                 for micro_batch in range(self.accumulate):
                     yield pairs[micro_batch * self.world_size + self.rank :: self.parts].tolist()
 
+    def widest_step(self) -> np.ndarray:
+        """The pairs of the step that asks most of the memory: attention grows with pairs × length²."""
+        widths = np.maximum(self.source, self.target)
+        order = np.argsort(widths, kind="stable")
+        longest = widths[order[np.asarray(self.bounds[1:]) - 1]].astype(float)
+        step = int(np.argmax(np.diff(self.bounds) * longest**2))
+        return order[self.bounds[step] : self.bounds[step + 1]]
+
     def target_tokens(self, step: int) -> Iterator[int]:
         """Real target tokens, over all ranks, of the steps after `step`: what a loss is divided by, known without asking."""
         while True:

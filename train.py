@@ -41,7 +41,7 @@ class Config:
     max_minutes: float = flag(0.0, "stop after so many minutes; 0: no limit", "Training")
     patience: int = flag(0, "stop after so many validations without a better loss; 0: never", "Training")
     tokens_per_batch: int = flag(0, "padded tokens a side in one optimiser step; 0: automatic", "Training")
-    accumulate: int = flag(1, "micro-batches that an optimiser step is split into", "Training")
+    accumulate: int = flag(0, "micro-batches that a step is split into; 0: as few as the GPU holds", "Training")
     lr: float = flag(1e-3, "peak learning rate", "Training")
     warmup: int = flag(0, "steps of rising learning rate; 0: a tenth, at most 1000", "Training")
     label_smoothing: float = flag(0.1, "share of the probability spread over all tokens", "Training")
@@ -59,7 +59,7 @@ class Config:
     def __post_init__(self):
         at_least = dict(source_vocab=0, target_vocab=0, max_length=8, workers=0, epochs=1, max_steps=0, max_minutes=0)
         at_least |= dict(
-            patience=0, tokens_per_batch=0, accumulate=1, warmup=0, clip=0, eval_every=0, log_every=1, seed=0
+            patience=0, tokens_per_batch=0, accumulate=0, warmup=0, clip=0, eval_every=0, log_every=1, seed=0
         )
         for name, least in at_least.items():
             if not getattr(self, name) >= least:  # `not >=` catches nan too
@@ -97,6 +97,7 @@ from torch.utils.data import DataLoader
 from data import BucketSampler, Prepared, collate_for, load_prepared, prepare
 from engine import checkpoint, distributed, schedule
 from engine.allocator import keep_freed_memory
+from engine.memory import fewest_parts
 from engine.precision import Precision, choose_precision
 from engine.run import (
     INTERRUPTED,
@@ -245,10 +246,10 @@ def set_up(config: Config) -> Training:
 
     # Kept in the settings: a run resumed on another device goes on with the same batches.
     config.tokens_per_batch = config.tokens_per_batch or default_tokens_per_batch(prepared, world.device)
-    sampler = BucketSampler(
-        prepared.train.lengths, config.tokens_per_batch, seed=config.seed,
-        rank=world.rank, world_size=world.size, accumulate=config.accumulate,
-    )  # fmt: skip
+    collate = collate_for(prepared, pad_multiple=16 if config.compile else 1)
+    if not config.accumulate:
+        config.accumulate = micro_batches_that_fit(config, prepared, collate, model, precision, world)
+    sampler = make_sampler(config, prepared, world)
     sampler.load_state_dict({"step": state["step"]})
     if resumed and state.get("world_size", world.size) != world.size:
         log(describe_change(state, sampler))
@@ -258,9 +259,9 @@ def set_up(config: Config) -> Training:
         plan = schedule.Schedule(**state["schedule"])
     log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens a step, "
         f"{sampler.steps_per_epoch:,} steps an epoch, {plan.total:,} steps in all"
-        + (f" or {config.max_minutes:g} minutes" if config.max_minutes else ""))  # fmt: skip
+        + (f" or {config.max_minutes:g} minutes" if config.max_minutes else "")
+        + (f"; each step in {config.accumulate} micro-batches" if config.accumulate > 1 else ""))  # fmt: skip
 
-    collate = collate_for(prepared, pad_multiple=16 if config.compile else 1)
     validation = Validation(model, prepared, collate, world, precision, config.target, config.tokens_per_batch)
     validation.rehearse()  # what would break after an hour breaks now
     if world.is_main:
@@ -378,6 +379,34 @@ def default_tokens_per_batch(prepared: Prepared, device: torch.device) -> int:
     """4,096 tokens on a CPU, 16,384 on a GPU; less for little data, so that an epoch has about a hundred steps."""
     most = 4096 if device.type == "cpu" else 16384
     return int(min(most, max(1024, prepared.train.lengths["target"].sum() // 100)))
+
+
+def make_sampler(config: Config, prepared: Prepared, world: distributed.World) -> BucketSampler:
+    """This rank's share of every step's pairs."""
+    return BucketSampler(
+        prepared.train.lengths, config.tokens_per_batch, seed=config.seed,
+        rank=world.rank, world_size=world.size, accumulate=config.accumulate or 1,
+    )  # fmt: skip
+
+
+def micro_batches_that_fit(config, prepared, collate, model, precision: Precision, world: distributed.World) -> int:
+    """As few as the fullest GPU has memory for, tried on the longest pairs; 1 on a CPU, where the system would swap."""
+    if world.device.type == "cpu":
+        return 1
+    widest, summed = make_sampler(config, prepared, world).widest_step(), SummedLoss(model, config.label_smoothing)
+
+    def trial(parts: int) -> None:
+        # What will be there beside the gradients: the optimizer's two averages, and the buckets that DDP sends.
+        held = [torch.empty_like(weight) for weight in model.parameters() for _ in range(3)]
+        batch = collate([prepared.train[int(row)] for row in widest[:: parts * world.size]]).to(world.device)
+        with precision.autocast():
+            loss = summed(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
+        loss.backward()
+        del held
+
+    parts = world.maximum(fewest_parts(trial, most=len(widest)))[0]
+    model.zero_grad(set_to_none=True)
+    return int(parts)
 
 
 def reason_to_stop(step: int, plan: schedule.Schedule, state: dict, config: Config) -> str | None:

@@ -206,7 +206,7 @@ NEGATIVE = {
     flag: Case(f"train --data pairs --{flag} {value}", (f"--{flag} {value}", "at least"))
     for flag, value in dict(
         d_model=-8, nhead=-1, num_encoder_layers=-1, dim_feedforward=-64, tokens_per_batch=-1, epochs=-1, max_steps=-3,
-        max_minutes=-1.0, max_length=-1, workers=-1, accumulate=0, warmup=-1, patience=-1, seed=-1, log_every=0,
+        max_minutes=-1.0, max_length=-1, workers=-1, accumulate=-1, warmup=-1, patience=-1, seed=-1, log_every=0,
     ).items()
 }  # fmt: skip
 

@@ -49,6 +49,14 @@ def test_every_epoch_deals_every_pair_once(pairs, budget, world_size, accumulate
         assert Counter(seen) == Counter(range(len(pairs)))
 
 
+def test_the_step_that_asks_most_of_the_memory():
+    sampler = BucketSampler(as_lengths([(9, 3)] * 40 + [(19, 3)] * 10 + [(39, 39)]), 200)
+    # 40 × 10 places in two steps, 10 × 20 in one, and one long pair: 20·10², 10·20², 1·40².
+    assert sorted(sampler.widest_step()) == list(range(40, 50))
+    longer = BucketSampler(as_lengths([(9, 3)] * 40 + [(39, 3)] * 5), 200)
+    assert sorted(longer.widest_step()) == list(range(40, 45))
+
+
 @given(lengths_of_pairs, st.integers(20, 200), st.integers(0, 30), st.integers(1, 3))
 def test_a_restored_sampler_goes_on_where_the_other_was(pairs, budget, step, accumulate):
     lengths = as_lengths(pairs)

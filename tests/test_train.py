@@ -1,5 +1,6 @@
 """Training as a user runs it: it learns, it is the same on one process or many, and it survives being killed."""
 
+import dataclasses
 import json
 import math
 import os
@@ -175,6 +176,28 @@ def test_accumulation_of_four_equals_one_batch(whole_run, toy_data, tmp_path):
     done = run_script("train.py", "--data", toy_data, *TINY_FLAGS, *SAME, "--accumulate", 4, "--run", "a", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert_close_run(whole_run, tmp_path / "runs/a")
+
+
+def test_a_step_that_does_not_fit_the_memory_is_split(toy_data, here, monkeypatch):
+    """With a loss that pretends to run out of memory above 100 target tokens."""
+    t = training.set_up(config(data=str(toy_data), run="r"))
+    assert t.config.accumulate == 1  # on a CPU nothing is tried
+
+    class Small(training.SummedLoss):
+        def forward(self, src, src_pad, tgt_in, real, tgt_out):
+            if len(tgt_out) > 100:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(src, src_pad, tgt_in, real, tgt_out)
+
+    monkeypatch.setattr(training, "SummedLoss", Small)
+    gpu = dataclasses.replace(t.world, device=torch.device("meta"))
+    monkeypatch.setattr("data.Batch.to", lambda batch, _device: batch)
+    collate = training.collate_for(t.prepared)
+    parts = training.micro_batches_that_fit(t.config, t.prepared, collate, t.model, t.precision, gpu)
+    widest = training.make_sampler(t.config, t.prepared, t.world).widest_step()
+    tokens = t.prepared.train.lengths["target"][widest] + 1
+    assert parts > 1 and tokens[::parts].sum() <= 100 < tokens[:: parts // 2].sum()
+    assert all(weight.grad is None for weight in t.model.parameters())
 
 
 @pytest.mark.parametrize("ranks, more", [(2, []), (3, ["--accumulate", "2"])])

@@ -1,0 +1,37 @@
+"""As few parts as fit, and the error itself where none do."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.memory import fewest_parts
+
+
+def device_of(size: int, work: int, seen: list):
+    def trial(parts: int) -> None:
+        seen.append(parts)
+        if -(-work // parts) > size:
+            raise torch.OutOfMemoryError("full")
+
+    return trial
+
+
+@given(st.integers(1, 1000), st.integers(1, 5000))
+def test_the_fewest_powers_of_two(size, work):
+    seen = []
+    parts = fewest_parts(device_of(size, work, seen), most=8192)
+    assert -(-work // parts) <= size and (parts == 1 or -(-work // (parts // 2)) > size)
+    assert seen == [2**i for i in range(len(seen))] and seen[-1] == parts
+
+
+def test_what_never_fits_is_an_error():
+    seen = []
+    with pytest.raises(torch.OutOfMemoryError):
+        fewest_parts(device_of(0, 10, seen), most=8)
+    assert seen == [1, 2, 4, 8]
+
+
+def test_other_errors_are_not_taken_for_it():
+    with pytest.raises(ZeroDivisionError):
+        fewest_parts(lambda parts: 1 / 0)
