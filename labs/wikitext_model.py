@@ -57,6 +57,10 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor, real: Tensor, counted: Tensor | None = None) -> Tensor:
         """(B, S) ids, (B, S) False at padding → logits (B, S, V); or, with `counted` (B, S), only of those places: (N, V)."""
+        return F.linear(self.hidden(tokens, real, counted), self.embedding.weight, self.bias)
+
+    def hidden(self, tokens: Tensor, real: Tensor, counted: Tensor | None = None) -> Tensor:
+        """What the output projection sees: (B, S, E) or (N, E)."""
         length = tokens.size(1)
         # Counted from the first real token, so that padding on the left moves nothing.
         place = (real.cumsum(1) - 1).clamp_min(0)  # (B, S)
@@ -71,7 +75,7 @@ class LanguageModel(nn.Module):
             hidden = (self.later[:length, :length] | ~real.unsqueeze(1)) & ~itself  # (B, S, S)
             x = self.encoder(x, mask=hidden.repeat_interleave(self.nhead, 0))
         x = x if counted is None else x[counted]  # (N, D): the largest product is made for them only
-        return F.linear(self.down(self.dropout(x)), self.embedding.weight, self.bias)
+        return self.down(self.dropout(x))
 
 
 class SmoothedLoss(nn.Module):
@@ -83,11 +87,13 @@ class SmoothedLoss(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor, real: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
         """All (B, S) → the smoothed loss, summed, to be minimised; and the unsmoothed one of each token, (N,), to be shown."""
-        logits = self.model(tokens, real, counted).float()  # (N, V)
-        normaliser = logits.logsumexp(-1)  # (N,)
-        loss = normaliser - logits.gather(1, targets[counted].unsqueeze(1)).squeeze(1)  # −log p(target)
-        uniform = normaliser - logits.mean(-1)  # −log p, averaged over the vocabulary
-        return ((1 - self.smoothing) * loss + self.smoothing * uniform).sum(), loss.detach()
+        hidden, truth = self.model.hidden(tokens, real, counted), targets[counted]  # (N, E), (N,)
+        weight, bias = self.model.embedding.weight, self.model.bias
+        loss = F.cross_entropy(F.linear(hidden, weight, bias).float(), truth, reduction="none")  # (N,): −log p(truth)
+        # Smoothed: (1 − s) · loss + s · (−log p, averaged over the vocabulary) = loss + s · (logit of truth − mean logit).
+        # Both logits are products with one vector, so that the (N, V) logits are passed over once only.
+        ahead = (hidden * (weight[truth] - weight.mean(0))).sum(-1) + bias[truth] - bias.mean()
+        return (loss + self.smoothing * ahead).sum(), loss.detach()
 
 
 def gather_segments(

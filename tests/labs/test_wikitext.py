@@ -160,7 +160,9 @@ def test_smoothed_and_unsmoothed_loss_are_those_of_torch():
     tokens, targets, real = gather_segments(torch.randint(11, (40,)), [(0, 0, 8), (8, 8, 13)], 3, 8, "right")
     smoothed, losses = SmoothedLoss(model, 0.2)(tokens, targets, real, real)
     logits = model(tokens, real)[real].float()
-    torch.testing.assert_close(smoothed, F.cross_entropy(logits, targets[real], label_smoothing=0.2, reduction="sum"))
+    torch.testing.assert_close(
+        smoothed.float(), F.cross_entropy(logits, targets[real], label_smoothing=0.2, reduction="sum")
+    )
     torch.testing.assert_close(losses, F.cross_entropy(logits, targets[real], reduction="none"))
 
 
@@ -364,6 +366,14 @@ def test_a_finished_run_is_resumed_for_its_samples(lab, tmp_path):
     lab(resume="runs/x", generate="The ship")
     assert "sample: **The ship**" in (run / "train.log").read_text()
     assert all(torch.equal(before[name], tensor) for name, tensor in checkpoint.load_weights(run).items())
+
+
+def test_subwords_are_scored_per_word_as_well(lab, tmp_path):
+    write(tmp_path / "a.txt", wiki(30))
+    scores = json.loads((lab(run="x", data="a.txt", tokens="subwords", vocab=300, epochs=1) / "test.json").read_text())
+    words = sum(len(line.split()) + 1 for line in read_splits("a.txt", RATIOS, [])["test"])  # <eos> counts as one
+    assert scores["tokens"] > words
+    assert scores["perplexity_per_word"] == pytest.approx(math.exp(scores["loss"] * scores["tokens"] / words))
 
 
 def test_resume_with_another_vocabulary_is_refused(lab, tmp_path):
