@@ -236,7 +236,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     plan: schedule.Schedule
     steps_per_epoch: int
-    gpu: GpuSampler
+    gpu: GpuSampler | None
     window: Tensor  # (3,) this rank's losses, hits and images since the last point of the curves
     state: dict  # of a checkpoint: step, window (of all ranks), and a check sum of the data
 
@@ -304,7 +304,7 @@ def set_up(config: Config) -> Training:
 
     run = Run.start(config, "lenet", world, MAY_CHANGE)
     config = run.config
-    precision = choose_precision(world.device, "fp32")  # the layers are too small for a shorter format to pay
+    precision = choose_precision(world.device, "fp32")  # bf16 makes layers this small no faster on a CPU
     run.log(precision.describe())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=True)
     state = run.restore(model, optimizer) or {"step": 0, "window": [0.0, 0.0, 0.0], "check_sum": check_sum}
@@ -315,8 +315,10 @@ def set_up(config: Config) -> Training:
     gpu = GpuSampler(world.device, interval=1.0, say=run.log) if on_gpu and world.is_main else None
     if gpu:
         gpu.start()
+    if not config.dataloader:  # whose processes and pinned memory want them on the CPU
+        digits.to(world.device)
     return Training(
-        config=config, world=world, run=run, digits=digits.to(world.device), tests=tests.to(world.device), model=model,
+        config=config, world=world, run=run, digits=digits, tests=tests.to(world.device), model=model,
         runner=wrap(LossAndHits(model), config, world), precision=precision, optimizer=optimizer,
         plan=schedule.plan(config.lr or LEARNING_RATE[config.variant], 0, total), steps_per_epoch=steps_per_epoch, gpu=gpu,
         window=torch.tensor(state["window"], device=world.device) * world.is_main, state=state,

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from matplotlib import colormaps
 from matplotlib.figure import Figure  # without pyplot: needs no screen, and nothing has to be closed
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
 SHOWN_MISTAKES = 40
@@ -109,9 +109,10 @@ def curves(metrics: Path) -> Figure:
             values = [1 - value for value in values] if name == "accuracy" else values
             axes.plot(steps, values, style, label=split, markersize=4)
         axes.set(xlabel="step", ylabel="loss, nats an image" if name == "loss" else "error rate", yscale="log")
-        if name == "accuracy":
-            axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
-            axes.yaxis.set_minor_formatter(PercentFormatter(1, decimals=1))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        unit = (lambda loss, _: f"{loss:g}") if name == "loss" else (lambda rate, _: f"{100 * rate:g} %")
+        axes.yaxis.set_major_formatter(unit)
         axes.grid(alpha=0.3, which="both")
         axes.legend()
     return figure

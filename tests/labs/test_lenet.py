@@ -88,7 +88,7 @@ def lenet(*flags, cwd: Path, ranks: int = 1, wait: bool = True):
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
     if not wait:
         return process
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
