@@ -64,7 +64,9 @@ def once(backward):
     @functools.wraps(backward)
     def wrapped(ctx, *grads: Tensor):
         if torch.is_grad_enabled():  # only with create_graph=True
-            raise RuntimeError("this attention can be differentiated once; take F.scaled_dot_product_attention for more")
+            raise RuntimeError(
+                "this attention can be differentiated once; take F.scaled_dot_product_attention for more"
+            )
         return backward(ctx, *grads)
 
     return wrapped

@@ -38,7 +38,9 @@ def cpp_attention(q, k, v, bias, causal: bool, scale: float, dropout: float, see
 def check_device(operator: str, x: Tensor) -> None:
     """Raises `UserError` off the CPU."""
     if x.device.type not in ("cpu", "meta"):
-        raise UserError(f"{operator}: backend='cpp' is for the CPU, the input is on {x.device}; choose 'python' or 'triton'")
+        raise UserError(
+            f"{operator}: backend='cpp' is for the CPU, the input is on {x.device}; choose 'python' or 'triton'"
+        )
 
 
 @torch.compiler.assume_constant_result
@@ -105,8 +107,12 @@ def build(file: Path, flags: list[str]) -> None:
                                is_python_module=False)  # fmt: skip
         except RuntimeError as error:
             lines = str(error).splitlines()
-            reason = next((line for line in lines if re.search("error", line, re.I) and "Error building" not in line), lines[0])
-            raise UserError(f"{BUILD} with {compiler}: {reason.strip()}; g++ 11 or later is needed, {WITHOUT}") from None
+            reason = next(
+                (line for line in lines if re.search("error", line, re.I) and "Error building" not in line), lines[0]
+            )
+            raise UserError(
+                f"{BUILD} with {compiler}: {reason.strip()}; g++ 11 or later is needed, {WITHOUT}"
+            ) from None
 
 
 def register() -> None:
