@@ -264,7 +264,7 @@ class Pipeline:
         else:
             modules = [Stage(model, parts[number]) for number in mine]
         # Not pipe.build_stage: with ZB-V its two neighbouring stages on one rank would send themselves a message and wait.
-        self.stages = [pipelining.PipelineStage(module.to(world.device), number, len(parts), world.device)
+        self.stages = [self._stage(module, number, len(parts), example.shape, model)
                        for number, module in zip(mine, modules)]  # fmt: skip
         self.parameters = {name: weight for module in modules for name, weight in module.named_parameters()}
         # Which rank has the first stage and which the last is asked of the stages: with ZB-V rank 0 has both.
@@ -279,6 +279,16 @@ class Pipeline:
             loss_fn=self.recorder.watch_loss(share_of_mean_loss, len(parts) - 1),
             scale_grads=False,  # True would divide by the number of micro-batches; the loss is a share already
         )
+
+    def _stage(self, module: nn.Module, number: int, stages: int, shape, model: LanguageModel):
+        """Told what it receives and sends, a stage need not find out in the first step, by a pass of its own."""
+        tokens, width = torch.empty(shape, dtype=torch.long, device="meta"), model.head[1].in_features
+        hidden = torch.empty(*shape, width, device="meta", requires_grad=True)  # (B, S, D)
+        logits = torch.empty(*shape, model.head[1].out_features, device="meta", requires_grad=True)  # (B, S, V)
+        return pipelining.PipelineStage(
+            module.to(self.world.device), number, stages, self.world.device,
+            input_args=hidden if number else tokens, output_args=hidden if number < stages - 1 else logits,
+        )  # fmt: skip
 
     def forward_backward(self, tokens: Tensor, target: Tensor) -> float:
         """Gradients of the mean loss of the whole batch; → the loss summed over its targets, the same on all ranks."""
@@ -458,7 +468,7 @@ def train(config: Config) -> None:
         restore_optimizer(optimizer_state, pipeline, optimizer)
     del model, example
     run.log(f"data: {len(sequences):,} sequences of {sequences.shape[1] - 1} tokens, vocabulary {vocab:,}; model: "
-            f"{config.num_layers} layers in {world.size * config.stages_per_rank} stages")  # fmt: skip
+            f"{config.num_layers} layers, stages: {world.size * config.stages_per_rank}")  # fmt: skip
     loop(run, config, sequences, pipeline, optimizer, state)
 
 
