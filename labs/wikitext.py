@@ -39,7 +39,7 @@ class Config:
     positions: str = flag("learned", "positional encoding (learned|sinusoidal)", "Model")
     glove: str = flag("", "text file of vectors that the embedding begins with", "Model")
 
-    epochs: int = flag(0, "passes over the text; 0: 1.2 million tokens' worth, 1 to 30", "Training")
+    epochs: int = flag(0, "passes over the text; 0: 2.4 million tokens' worth, 1 to 30", "Training")
     embedding_share: float = flag(
         0.125, "share of the steps, the first, that train embedding and positions only", "Training"
     )
@@ -114,7 +114,7 @@ from labs.wikitext_sampler import SegmentSampler
 from labs.wikitext_text import Text, coverage, load_glove, prepare
 
 MAY_CHANGE = {"generate", "log_every", "precision", "device"}
-TOKENS_IN_ALL = 1_200_000  # a few minutes of one CPU core at the default sizes and six thousand words
+TOKENS_IN_ALL = 2_400_000  # some minutes of a CPU core at the default sizes and six thousand words
 CONFUSED = 12  # tokens in the confusion table
 
 
