@@ -92,7 +92,7 @@ def bubble_in_theory(schedule: str, ranks: int, stages_per_rank: int, micro_batc
 
     Huang et al. 2019 (GPipe), section 2.3: (R-1)/(M+R-1). Narayanan et al. 2021, section 2.2: 1F1B idles as long, and
     interleaved stages a V-th of that; they divide by the time without bubble, here it is the share of the whole time.
-    Qi et al. 2023 (zero bubble), section 4, schedule ZB-H1: (R-1)(F+I-W) idle instead of 1F1B's (R-1)(F+I+W). Their ZB-V
+    Qi et al. 2023 (zero bubble), section 2, schedule ZB-H1: (R-1)(F+I-W) idle instead of 1F1B's (R-1)(F+I+W). Their ZB-V
     (section 6) idles only before a rank's first and after its last event, (R-1)F of one stage, if there are at least
     2R-1 micro-batches; None for fewer.
     """
@@ -197,27 +197,20 @@ def draw(events: list[Event], ranks: int, title: str):
     zero = min(event.start for event in events)
     span = max(event.end for event in events) - zero
     stages = {rank: sorted({event.stage for event in events if event.rank == rank}) for rank in range(ranks)}
-    figure = Figure(figsize=(12, 1.5 + 0.62 * ranks), layout="constrained")
+    figure = Figure(figsize=(12, 1.4 + 0.62 * ranks), layout="constrained")
     axes = figure.subplots()
     for event in events:
-        shade = 1 - 0.32 * stages[event.rank].index(event.stage) / max(1, len(stages[event.rank]) - 1)
+        shade = 1 - 0.25 * stages[event.rank].index(event.stage) / max(1, len(stages[event.rank]) - 1)
         colour = [shade * part for part in to_rgb(COLOURS[event.kind])]
         width = event.end - event.start
-        axes.barh(
-            event.rank,
-            1000 * width,
-            left=1000 * (event.start - zero),
-            height=0.86,
-            color=colour,
-            edgecolor="white",
-            linewidth=0.6,
-        )
+        axes.barh(event.rank, 1000 * width, left=1000 * (event.start - zero), height=0.86, color=colour, edgecolor="white",
+                  linewidth=0.6)  # fmt: skip
         if width > 0.011 * span:
             axes.text(1000 * (event.start - zero + width / 2), event.rank, str(event.micro_batch + 1),
                       ha="center", va="center", color="white", fontsize=8, clip_on=True)  # fmt: skip
     kinds = [kind for kind in COLOURS if any(event.kind == kind for event in events)]
-    axes.legend(handles=[Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds], ncols=len(kinds),
-                loc="upper center", bbox_to_anchor=(0.5, -0.28 - 0.5 / (ranks + 1)), frameon=False)  # fmt: skip
+    figure.legend(handles=[Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds], ncols=len(kinds),
+                  loc="outside lower center", frameon=False)  # fmt: skip
     axes.set_yticks(range(ranks), [f"rank {r}\nstage {', '.join(map(str, stages[r]))}" for r in range(ranks)])
     axes.set_ylim(ranks - 0.45, -0.55)
     axes.set_xlim(0, 1000 * span)

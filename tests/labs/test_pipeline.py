@@ -27,6 +27,7 @@ from engine.distributed import World  # noqa: E402
 from engine.errors import UserError  # noqa: E402
 from labs import pipeline as lab  # noqa: E402
 from labs import pipeline_schedule as schedules  # noqa: E402
+from labs import pipeline_stages as cut  # noqa: E402
 
 STEPS = 20
 SMALL = dict(d_model=16, nhead=2, dim_feedforward=32, num_layers=8, batch_size=8, micro_batches=4, build="by_hand")
@@ -62,7 +63,7 @@ def begin(config: lab.Config):
     sequences, vocab = lab.load(config)
     torch.manual_seed(config.seed)
     example = torch.zeros(config.batch_size // config.micro_batches, sequences.shape[1] - 1, dtype=torch.long)
-    return sequences, lab.LanguageModel(vocab, sequences.shape[1] - 1, config), example
+    return sequences, cut.LanguageModel(vocab, sequences.shape[1] - 1, config), example
 
 
 def alone(config: lab.Config):
@@ -86,7 +87,7 @@ def alone(config: lab.Config):
 def run_case(config: lab.Config, world: World) -> dict:
     """The same in a pipeline; what it was, on rank 0."""
     sequences, model, example = begin(config)
-    pipeline = lab.Pipeline(model, example, config, world)
+    pipeline = cut.Pipeline(model, example, config, world)
     optimizer, losses = lab.make_optimizer(config, pipeline.parameters.values()), []
     measured = lab.Measured(world, pipeline)
     for step in range(STEPS):
@@ -107,7 +108,7 @@ def run_case(config: lab.Config, world: World) -> dict:
 def learn(config: lab.Config, world: World) -> list[float]:
     """The losses of the whole toy run."""
     sequences, model, example = begin(config)
-    pipeline = lab.Pipeline(model, example, config, world)
+    pipeline = cut.Pipeline(model, example, config, world)
     optimizer, losses = lab.make_optimizer(config, pipeline.parameters.values()), []
     for step in range(3 * 22):
         tokens, target = lab.batch_of_step(sequences, step, config.batch_size, config.seed)
@@ -121,7 +122,7 @@ def as_in_the_handout(world: World) -> list[str] | None:
     """`if rank == 0: … else: …` with three stages: what each rank gets, on rank 0."""
     config = lab.Config(**SMALL)
     sequences, model, example = begin(config)
-    pipeline = lab.Pipeline(model, example, config, world)
+    pipeline = cut.Pipeline(model, example, config, world)
     tokens, target = lab.batch_of_step(sequences, 0, config.batch_size, config.seed)
     options = {"loss_kwargs": {"targets": target.numel()}}
     outcome = "none"
@@ -141,7 +142,7 @@ def a_short_batch_as_it_is(world: World) -> str | None:
     """The last of 13 sequences in batches of 8, not filled up, cut into 4 micro-batches: the message on rank 0."""
     config = lab.Config(**SMALL, sequences=13)
     sequences, model, example = begin(config)
-    pipeline = lab.Pipeline(model, example, config, world)
+    pipeline = cut.Pipeline(model, example, config, world)
     if world.is_main:  # the others would wait for what rank 0 never sends
         with pytest.raises(ValueError) as error:
             pipeline.schedule.step(sequences[12:, :-1], loss_kwargs={"targets": 9})
@@ -257,7 +258,7 @@ def test_everything_is_computed_once(found, name):
     assert sorted(done["F"]) == sorted(wanted)
     assert sorted(done["I"]) == sorted(done["W"])
     assert sorted(done["B"] + done["I"]) == sorted(wanted)
-    assert all(e.stage in lab.stages_of_rank(e.rank, ranks, config) for e in events)
+    assert all(e.stage in cut.stages_of_rank(e.rank, ranks, config) for e in events)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("zbv2-4", "zbv2-3", "adamw-zbv"))])
@@ -318,7 +319,7 @@ def test_a_run_leaves_picture_curves_and_memory(found):
 @pytest.mark.parametrize("causal", [True, False])
 def test_without_the_mask_a_later_token_changes_earlier_logits(causal):
     torch.manual_seed(0)
-    model = lab.LanguageModel(50, 9, lab.Config(**SMALL, causal=causal))
+    model = cut.LanguageModel(50, 9, lab.Config(**SMALL, causal=causal))
     tokens = torch.randint(50, (2, 9))
     changed = tokens.clone()
     changed[:, 6] = (changed[:, 6] + 1) % 50
@@ -336,14 +337,14 @@ def test_the_mean_of_micro_batch_means_is_not_the_loss_of_a_short_batch():
     torch.manual_seed(0)
     sequences = torch.randint(50, (5, 10))
     tokens, target = lab.batch_of_step(sequences, 0, 8, seed=0)  # 5 rows of 8: 2, 2, 1 and 0 in micro-batches of 2
-    model = lab.LanguageModel(50, 9, lab.Config(**SMALL))
+    model = cut.LanguageModel(50, 9, lab.Config(**SMALL))
     real = (target >= 0).any(1)
     logits = model(tokens)
     right = F.cross_entropy(logits[real].flatten(0, 1), target[real].flatten())
     parts = list(zip(logits.split(2), target.split(2)))
-    ours = sum(lab.share_of_mean_loss(*part, targets=45) for part in parts)
+    ours = sum(cut.share_of_mean_loss(*part, targets=45) for part in parts)
     assert ours.item() == pytest.approx(right.item(), rel=1e-6)
-    means = torch.stack([lab.summed_loss(*part) / (part[1] >= 0).sum() for part in parts])
+    means = torch.stack([cut.summed_loss(*part) / (part[1] >= 0).sum() for part in parts])
     assert means.isnan().any()  # the empty one
     assert abs(means[:3].mean() - right) > 1e-4
 
@@ -398,7 +399,7 @@ def test_an_epoch_shows_every_sequence_once():
 
 @pytest.mark.parametrize("layers, stages", [(8, 3), (7, 4), (4, 4), (5, 1)])
 def test_layers_are_shared_out_evenly(layers, stages):
-    parts = lab.layers_of_stages(layers, stages)
+    parts = cut.layers_of_stages(layers, stages)
     assert [layer for part in parts for layer in part] == list(range(layers)) and len(parts) == stages
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
@@ -468,11 +469,11 @@ def test_torchrun_as_typed(tmp_path):
     config = lab.Config()
     sequences, vocab = lab.load(config)
     torch.manual_seed(config.seed)
-    model = lab.LanguageModel(vocab, sequences.shape[1] - 1, config)
+    model = cut.LanguageModel(vocab, sequences.shape[1] - 1, config)
     optimizer, total = lab.make_optimizer(config, model.parameters()), 0.0
     for step in range(3):
         tokens, target = lab.batch_of_step(sequences, step, 4, config.seed)
-        loss = lab.summed_loss(model(tokens), target)
+        loss = cut.summed_loss(model(tokens), target)
         optimizer.zero_grad()
         (loss / 36).backward()
         optimizer.step()
@@ -489,7 +490,7 @@ def test_one_process_alone(tmp_path):
 
 def test_one_process_under_torchrun_is_a_mistake(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(UserError, match="torchrun --nproc_per_node 2 -m labs.pipeline"):
+    with pytest.raises(UserError, match="needs two processes"):
         lab.train(lab.Config())
 
 
