@@ -53,7 +53,11 @@ def implementation(backend: str):
 
         return cpp_attention
     if backend == "triton":
-        from labs.attention_op.triton_kernels import triton_attention
+        try:
+            from labs.attention_op.triton_kernels import triton_attention
+        except ImportError:
+            raise UserError("attention: backend='triton' needs the package triton, which PyTorch for CUDA brings along; choose "
+                            "'recompute', or 'cpp' on a CPU") from None  # fmt: skip
 
         return triton_attention
     return {"python": Attention.apply, "recompute": RecomputedAttention.apply}[backend]

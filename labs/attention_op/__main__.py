@@ -1,0 +1,154 @@
+"""Check attention and GELU written by hand against PyTorch's, then time them.
+
+python -m labs.attention_op                              # all that this machine can run
+python -m labs.attention_op --backend cpp                # one implementation; the C++ one is built at first use
+python -m labs.attention_op --seq 1024 --batch 1         # other sizes
+python -m benchmarks.attention_op                        # the full measurement, with memory
+"""
+
+from dataclasses import dataclass
+
+from engine.config import flag, parse_flags
+from engine.errors import UserError, run_script
+
+BACKENDS = ("python", "recompute", "cpp", "triton")
+
+
+@dataclass
+class Config:
+    """Every setting of this lab."""
+
+    backend: str = flag("", f"check this one only ({'|'.join(BACKENDS)}); all that run here", "Operators")
+    batch: int = flag(8, "rows", "Sizes")
+    heads: int = flag(8, "attention heads", "Sizes")
+    seq: int = flag(256, "queries, and keys, of a row", "Sizes")
+    width: int = flag(64, "width of a head", "Sizes")
+    turns: int = flag(5, "times everybody is timed", "Timing")
+    seed: int = flag(1, "of the random inputs", "Timing")
+
+    def __post_init__(self):
+        if self.backend and self.backend not in BACKENDS:
+            raise UserError(f"--backend {self.backend} is unknown; choose {', '.join(BACKENDS)}")
+        for name in ("batch", "heads", "seq", "width", "turns"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name} {getattr(self, name)} must be at least 1")
+
+
+if __name__ == "__main__":  # before the heavy imports, so that --help and a wrong flag answer at once
+    config = parse_flags(Config, "attention and GELU by hand, checked against PyTorch")
+
+import statistics
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+from engine.allocator import keep_freed_memory
+from labs.attention_op import checks
+from labs.attention_op.operators import GELU_BACKENDS, attention, gelu
+
+
+def main(config: Config) -> None:
+    """Checks, then times; exit code 1 if a check fails."""
+    keep_freed_memory()  # as the training scripts do
+    torch.manual_seed(config.seed)
+    backends = usable(config)
+    right = check(backends)
+    print(f"\nforward and backward, ms, median of {config.turns}; {torch.get_num_threads()} threads")
+    time_attention(config, backends)
+    time_gelu(config, backends)
+    if not right:
+        print("a check has failed", file=sys.stderr)
+        sys.exit(1)
+
+
+def usable(config: Config) -> list[str]:
+    """The backends that run here. Without --backend, one that does not is named with its reason; with it, that is an error."""
+    found = []
+    for backend in [config.backend] if config.backend else BACKENDS:
+        x = torch.zeros(1, 1, 1, 16, device=device_of(backend))
+        try:
+            attention(x, x, x, backend=backend)
+        except UserError as error:
+            if config.backend:
+                raise
+            print(f"{backend}: left out, {error}")
+        else:
+            found.append(backend)
+    return found
+
+
+def device_of(backend: str) -> str:
+    """Triton's is the GPU; the others are compared on the CPU."""
+    return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+
+
+def check(backends: list[str]) -> bool:
+    """One line for each operator; → whether all are right."""
+    print(
+        f"\n{'largest error against PyTorch':<28}{'fp32 out':>10}{'gradient':>10}{'fp64 out':>10}{'gradient':>10}  gradcheck"
+    )
+    lines = [check_line("attention", backend, lambda dtype, b=backend: checks.check_attention(b, (3, 2, 37, 41, 16, 24), dtype,
+             device_of(b)), lambda b=backend: checks.gradcheck_attention(b)) for backend in backends]  # fmt: skip
+    for backend in (b for b in backends if b in GELU_BACKENDS):
+        for kind in ("none", "tanh"):
+            lines.append(check_line(f"gelu {kind}", backend, lambda dtype, b=backend, k=kind: checks.check_gelu(b, k, dtype),
+                                    lambda b=backend, k=kind: checks.gradcheck_gelu(b, k)))  # fmt: skip
+    return all(lines)
+
+
+def check_line(operator: str, backend: str, compare, gradcheck) -> bool:
+    """Print the errors of one operator; → whether they are small enough."""
+    dtypes = [torch.float32] if backend == "triton" else [torch.float32, torch.float64]
+    errors = {dtype: compare(dtype) for dtype in dtypes}
+    derivative = None if backend == "triton" else gradcheck()
+    right = all(max(errors[dtype]) <= checks.ALLOWED[dtype] for dtype in dtypes) and derivative is not False
+    cells = "".join(f"{value:>10.1e}" for pair in errors.values() for value in pair)
+    said = {True: "passes", False: "FAILS", None: "needs fp64"}[derivative]
+    print(f"{operator + ', ' + backend:<28}{cells}{'' if len(dtypes) == 2 else ' ' * 20}  {said}"
+          + ("" if right else "  WRONG"), flush=True)  # fmt: skip
+    return right
+
+
+def time_attention(config: Config, backends: list[str]) -> None:
+    """Ours beside PyTorch's, no mask."""
+    contestants = {"F.scaled_dot_product_attention": ("cpu", F.scaled_dot_product_attention)}
+    for backend in backends:
+        contestants[backend] = device_of(backend), lambda *x, b=backend: attention(*x, backend=b)
+    sizes = (config.batch, config.heads, config.seq, config.seq, config.width, config.width)
+    print(f"attention (B, H, S, D) = {(config.batch, config.heads, config.seq, config.width)}")
+    race(contestants, lambda device: checks.random_inputs(sizes, torch.float32, device), config.turns)
+
+
+def time_gelu(config: Config, backends: list[str]) -> None:
+    """Ours beside PyTorch's, the exact one."""
+    contestants = {"F.gelu": ("cpu", F.gelu)}
+    for backend in (b for b in backends if b in GELU_BACKENDS):
+        contestants[backend] = "cpu", lambda x, b=backend: gelu(x, backend=b)
+    shape = (
+        config.batch * config.seq,
+        4 * config.heads * config.width,
+    )  # the hidden layer of a Transformer of this width
+    print(f"gelu of {shape}")
+    race(contestants, lambda device: [torch.randn(shape, device=device)], config.turns)
+
+
+def race(contestants: dict, make_inputs, turns: int) -> None:
+    """In turns, so that a slow moment of the machine hits all alike; the first turn is not counted."""
+    times = {name: [] for name in contestants}
+    inputs = {name: [x.requires_grad_() for x in make_inputs(device)] for name, (device, _) in contestants.items()}
+    for _ in range(turns + 1):
+        for name, (_, operator) in contestants.items():
+            begun = time.perf_counter()
+            out = operator(*inputs[name])
+            torch.autograd.grad(out, inputs[name], out.detach())
+            if out.is_cuda:
+                torch.cuda.synchronize()
+            times[name].append(1e3 * (time.perf_counter() - begun))
+    for name, values in times.items():
+        print(f"  {name:<32}{statistics.median(values[1:]):>10.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    run_script(lambda: main(config))
