@@ -181,7 +181,8 @@ class _Kept:
     """A saved tensor; autograd drops it with the node of the graph that saved it."""
 
     def __init__(self, tensor, counter):
-        self.tensor, self.counter = tensor, counter
+        # Detached: an operation that saves its own result would otherwise hold itself, through what holds that result.
+        self.tensor, self.counter = tensor.detach(), counter
         counter._change(tensor.untyped_storage(), +1)
 
     def __del__(self):
@@ -214,7 +215,8 @@ def draw(events: list[Event], ranks: int, title: str):
     axes.set_yticks(range(ranks), [f"rank {r}\nstage {', '.join(map(str, stages[r]))}" for r in range(ranks)])
     axes.set_ylim(ranks - 0.45, -0.55)
     axes.set_xlim(0, 1000 * span)
-    axes.set_xlabel("milliseconds; numbers are micro-batches, white is the bubble")
+    darker = ", darker: a rank's later stage" if max(map(len, stages.values())) > 1 else ""
+    axes.set_xlabel(f"milliseconds; numbers: micro-batches, white: bubble{darker}")
     axes.set_title(title, loc="left", fontsize=11)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)

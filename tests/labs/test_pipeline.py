@@ -284,6 +284,12 @@ def test_1f1b_holds_the_activations_of_as_many_micro_batches_as_stages_gpipe_of_
     assert one_forward_one_backward[1] == pytest.approx(gpipe[1] * 1 / 8, rel=0.05)
 
 
+def test_zero_bubble_lets_go_of_everything_after_a_step(found):
+    for name in ("zb1-2", "zbv2-2"):
+        peaks = [peak for peak, _ in found[2][name]["memory"]]
+        assert max(peaks) < max(peak for peak, _ in found[2]["gpipe1-2"]["memory"])
+
+
 def test_four_stages_learn_the_toy_sequences(found):
     losses = found[4]["learn"]
     assert 4.5 < losses[0] < 4.8  # ln 100 = 4.605
@@ -367,6 +373,10 @@ def test_held_bytes_count_what_autograd_keeps_once():
     z.sum().backward()
     del y, z
     assert held.now == 0 and held.peak == 80
+    with held.counting():
+        y = (x * weight).exp()
+    del y  # without a backward pass: the graph goes, and what it kept
+    assert held.now == 0
 
 
 def test_simulation_refuses_an_order_that_waits_for_itself():
