@@ -15,7 +15,7 @@ SHOWN_MISTAKES = 40
 def tiles(maps: Tensor, columns: int) -> Tensor:
     """(N, H, W) pictures as one, side by side with a gap of NaN, which `strip` draws in a colour of its own."""
     count, height, width = maps.shape
-    rows = -(-count // columns)
+    rows = max(1, -(-count // columns))
     framed = maps.new_full((rows * columns, height + 1, width + 1), float("nan"))
     framed[:count, :height, :width] = maps
     framed = framed.view(rows, columns, height + 1, width + 1).transpose(1, 2)  # (rows, H + 1, columns, W + 1)
@@ -86,15 +86,17 @@ def confusion(counts: Tensor) -> Figure:
 
 def mistakes(images: Tensor, found: list[dict]) -> Figure:
     """The surest mistakes: (N, 28, 28) images, and of each mistake its image, digit, answer and probability."""
-    figure = Figure(figsize=(8, 6.2), layout="constrained")
-    for axes in figure.subplots(5, SHOWN_MISTAKES // 5).flat:
-        axes.axis("off")
-    for axes, mistake in zip(figure.axes, found):
-        title = f"{mistake['digit']} → {mistake['answer']}  {mistake['probability']:.1%}"
-        strip(axes, images[mistake["image"]], title)
-    figure.suptitle(
-        f"digit → answer, probability: the {min(len(found), SHOWN_MISTAKES)} surest of {len(found)} mistakes"
-    )
+    columns, height, width, room = 8, images.size(1), images.size(2), 9  # room: pixels above each image, for its words
+    shown = images[[mistake["image"] for mistake in found[:SHOWN_MISTAKES]]].float()
+    shown = torch.cat([torch.full((len(shown), room, width), float("nan")), shown], dim=1)  # (N, room + 28, 28)
+    figure = Figure(figsize=(8, 6.6), layout="constrained")
+    axes = figure.subplots()
+    title = f"digit → answer, probability: the {len(shown)} surest of {len(found)} mistakes"
+    strip(axes, tiles(shown, columns), title)
+    for place, mistake in enumerate(found[:SHOWN_MISTAKES]):
+        row, column = divmod(place, columns)
+        words = f"{mistake['digit']} → {mistake['answer']}  {mistake['probability']:.1%}"
+        axes.text(column * (width + 1), row * (room + height + 1) + room - 2, words, fontsize=8)
     return figure
 
 

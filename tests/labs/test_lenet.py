@@ -224,10 +224,11 @@ def test_activations():
     assert not torch.equal(gelu(images), relu(images))
 
 
-def test_own_gelu_equals_torch_s():
+@pytest.mark.parametrize("name", ["own-gelu", pytest.param("own-gelu-cpp", marks=pytest.mark.slow)])
+def test_own_gelu_equals_torch_s(name):
     pytest.importorskip("labs.attention_op")
     torch.manual_seed(1)
-    images, theirs, ours = torch.rand(3, 1, 28, 28), LeNet5(activation="gelu"), LeNet5(activation="own-gelu")
+    images, theirs, ours = torch.rand(3, 1, 28, 28), LeNet5(activation="gelu"), LeNet5(activation=name)
     ours.load_state_dict(theirs.state_dict())
     torch.testing.assert_close(ours(images), theirs(images), rtol=1e-4, atol=1e-5)
     gradients = [
@@ -254,6 +255,13 @@ def test_tiles_and_filters_show_every_weight():
         for origin in range(6):
             tile = shown[6 * origin : 6 * origin + 5, 6 * to : 6 * to + 5]
             assert bool((tile != 0).any()) == (origin in origins)
+
+
+@pytest.mark.parametrize("count", [0, 1, 60])
+def test_any_number_of_mistakes_is_drawn(count):
+    found = [dict(image=i, digit=i % 10, answer=1, probability=0.9) for i in range(count)]
+    axes = pictures.mistakes(torch.zeros(100, 28, 28, dtype=torch.uint8), found).axes[0]
+    assert len(axes.texts) == min(count, 40) and f"{count} mistakes" in axes.get_title(loc="left")
 
 
 # ---- training
