@@ -85,22 +85,23 @@ class Attention(torch.autograd.Function):
         if bias is not None:  # exp(-inf) / Σ exp(-inf) is nan; without a bias every query sees the first key
             weights.masked_fill_(a.amax(-1, keepdim=True) == -torch.inf, 0.0)
         factors = dropout_factors(weights, slices_of_all(weights), dropout, seed) if dropout else None
-        ctx.save_for_backward(q, k, v, weights, factors)
+        out = (dropped(weights, factors) @ in_wide(v)).to(q.dtype)  # (B, H, S, W)
+        ctx.save_for_backward(q, k, v, weights, factors, out)
         ctx.scale = scale
-        return (dropped(weights, factors) @ in_wide(v)).to(q.dtype)
+        return out
 
     @staticmethod
     @once
     @without_autocast
     def backward(ctx, grad: Tensor):
         """∂O → ∂Q, ∂K, ∂V, and nothing for the other arguments of `forward`"""
-        q, k, v, weights, factors = ctx.saved_tensors
+        q, k, v, weights, factors, out = ctx.saved_tensors
         grad = in_wide(grad)
         grad_v = dropped(weights, factors).mT @ grad  # (B, H, T, W)
         grad_p = dropped(grad @ in_wide(v).mT, factors)  # (B, H, S, T)
-        delta = (weights * grad_p).sum(-1, keepdim=True)  # (B, H, S, 1)
-        grad_a = grad_p.sub_(delta).mul_(weights).mul_(ctx.scale)  # times s here, once for ∂Q and ∂K
-        grad_q, grad_k = grad_a @ in_wide(k), grad_a.mT @ in_wide(q)
+        delta = (grad * in_wide(out)).sum(-1, keepdim=True)  # (B, H, S, 1)
+        grad_a = grad_p.sub_(delta).mul_(weights)
+        grad_q, grad_k = grad_a @ (in_wide(k) * ctx.scale), grad_a.mT @ (in_wide(q) * ctx.scale)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None, None
 
 
@@ -148,9 +149,10 @@ class RecomputedAttention(torch.autograd.Function):
                 grad_p *= factors
             else:
                 grad_v[keys] += weights.mT @ block_grad
-            grad_a = grad_p.sub_(delta[queries]).mul_(weights).mul_(ctx.scale)
+            grad_a = grad_p.sub_(delta[queries]).mul_(weights)
             grad_q[queries] = grad_a @ in_wide(k[keys])
             grad_k[keys] += grad_a.mT @ in_wide(q[queries])
+        grad_q, grad_k = grad_q.mul_(ctx.scale), grad_k.mul_(ctx.scale)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None, None
 
 

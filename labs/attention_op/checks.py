@@ -48,7 +48,7 @@ def random_inputs(sizes: tuple[int, ...], dtype=torch.float64, device="cpu") -> 
 
 def random_padding(rows: int, keys: int, device="cpu") -> Tensor:
     """(B, 1, 1, T) True = padding at the end; the first row is nothing else."""
-    real = torch.randint(1, keys + 1, (rows, 1), device=device)
+    real = torch.randint(1, max(2, keys + 1), (rows, 1), device=device)
     real[:1] = 0
     return (torch.arange(keys, device=device) >= real)[:, None, None]
 

@@ -528,7 +528,7 @@ triton_is_here = importlib.util.find_spec("triton")
 TRITON_CHECK = """
 import torch
 from labs.attention_op import attention, checks
-for sizes in [(2, 3, 5, 7, 4, 6), (1, 1, 1, 1, 1, 1), (1, 2, 130, 70, 20, 8), (1, 1, 40, 40, 80, 80), (0, 1, 2, 2, 4, 4),
+for sizes in [(2, 3, 5, 7, 4, 6), (1, 1, 1, 1, 1, 1), (1, 1, 70, 66, 20, 8), (1, 1, 40, 40, 80, 80), (0, 1, 2, 2, 4, 4),
               (2, 1, 3, 0, 4, 4)]:
     errors = checks.check_attention("triton", sizes, torch.float32, DEVICE)
     assert max(errors) <= ALLOWED, (sizes, errors)
