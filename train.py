@@ -35,6 +35,7 @@ class Config:
     dim_feedforward: int = flag(0, "", "Model")
     dropout: float = flag(-1.0, "share of activations dropped; -1: as in the preset", "Model")
     norm_first: bool = flag(False, "layer norm before each sub-layer, not after it", "Model")
+    attention: str = flag("", "own operator (python|recompute|cpp|triton); PyTorch's", "Model")
 
     epochs: int = flag(20, "passes over the data", "Training")
     max_steps: int = flag(0, "stop after so many optimiser steps; 0: by epochs", "Training")
@@ -70,6 +71,8 @@ class Config:
                 )
         if not 0 < self.lr < 10 or not 0 <= self.label_smoothing < 1:
             raise UserError(f"--lr {self.lr} must be in (0, 10), --label_smoothing {self.label_smoothing} in [0, 1)")
+        if self.attention not in ("", "python", "recompute", "cpp", "triton"):
+            raise UserError(f"--attention {self.attention} is unknown; choose python, recompute, cpp or triton")
         if self.preset not in ("lab", "base", "big"):
             raise UserError(f"--preset {self.preset} is unknown; choose lab, base or big")
         for name in ("source_vocab", "target_vocab"):
@@ -116,7 +119,7 @@ from text.rows import default_path, find_text
 from validation import Validation
 
 MAY_CHANGE = {"epochs", "max_steps", "max_minutes", "patience", "workers", "device", "precision", "compile",
-              "eval_every", "log_every"}  # on --resume; anything else would make it another run  # fmt: skip
+              "attention", "eval_every", "log_every"}  # on --resume; anything else would make it another run  # fmt: skip
 
 
 def train(config: Config) -> None:
@@ -236,6 +239,10 @@ def set_up(config: Config) -> Training:
 
     torch.manual_seed(config.seed)
     model = Translator(sizes).to(world.device)
+    if config.attention:  # the same weights, computed by hand
+        from labs.attention_op import use_in
+
+        use_in(model, config.attention)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     state = {"step": 0, "minutes": 0.0, "window_loss": 0.0, "window_steps": 0}

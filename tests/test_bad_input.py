@@ -265,6 +265,7 @@ CASES = {
     "odd width": Case("train --data pairs --d_model 33 --nhead 3", ("--d_model 33 must be even",)),
     "dropout of all": Case("train --data pairs --dropout 1", ("--dropout 1.0 must be in [0, 1)",)),
     "vocabulary too small": Case("train --data pairs --source_vocab 5", ("--source_vocab 5 must be at least 300",)),
+    "no such attention": Case("train --attention fast", ("--attention fast", "choose python, recompute")),
     "more parts than pairs": Case("train --data pairs --accumulate 500", ("60 training pairs", "500 micro-batches")),
     "unknown preset": Case("train --preset huge", ("--preset huge", "lab, base or big")),
     "unknown precision": Case("train --data pairs --precision fp8", ("--precision fp8", "fp32, bf16, fp16")),

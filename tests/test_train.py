@@ -200,6 +200,13 @@ def test_a_step_that_does_not_fit_the_memory_is_split(toy_data, here, monkeypatc
     assert all(weight.grad is None for weight in t.model.parameters())
 
 
+def test_the_attention_lab_trains_the_same_model(whole_run, toy_data, tmp_path):
+    words = ["--data", toy_data, *TINY_FLAGS, *SAME, "--attention", "python", "--run", "a"]
+    done = run_script("train.py", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert_close_run(whole_run, tmp_path / "runs/a")
+
+
 @pytest.mark.parametrize("ranks, more", [(2, []), (3, ["--accumulate", "2"])])
 def test_many_processes_equal_one(whole_run, toy_data, tmp_path, ranks, more):
     done = run_ranks(ranks, "train.py", "--data", toy_data, *TINY_FLAGS, *SAME, *more, "--run", "ddp", cwd=tmp_path)
