@@ -65,6 +65,11 @@ class Config:
                 raise UserError(f"--{name} {getattr(self, name)}: choose {', '.join(choices[:-1])} or {choices[-1]}")
         if self.d_model % self.nhead or self.d_model % 2:
             raise UserError(f"--d_model {self.d_model} must be even and a multiple of --nhead {self.nhead}")
+        if not self.resume:  # else these flags join the saved ones first
+            self.check_together()
+
+    def check_together(self) -> None:
+        """What makes sense only in the light of another setting."""
         if self.batch_size % self.micro_batches:
             raise UserError(
                 f"--micro_batches {self.micro_batches} does not divide --batch_size {self.batch_size}; a batch is cut "
@@ -102,11 +107,14 @@ class Config:
 if __name__ == "__main__":
     config = parse_flags(Config, "A Transformer trained in pipeline stages.")
 
+import math
 import os
 import time
+import zlib
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 
@@ -172,6 +180,12 @@ def words(content: bytes, vocab: int) -> tuple[Tensor, int]:
     return torch.tensor([numbers.get(word, 0) for word in text], dtype=torch.int32), len(numbers) + 1
 
 
+@lru_cache(maxsize=1)
+def order_of_epoch(rows: int, seed: int, epoch: int) -> Tensor:
+    """All rows once, shuffled."""
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(1_000_003 * seed + epoch))
+
+
 def batch_of_step(sequences: Tensor, step: int, batch_size: int, seed: int) -> tuple[Tensor, Tensor]:
     """Token ids and targets, (batch_size, S) each; every epoch in another order, a function of seed and step alone.
 
@@ -180,7 +194,7 @@ def batch_of_step(sequences: Tensor, step: int, batch_size: int, seed: int) -> t
     """
     steps_per_epoch = -(-len(sequences) // batch_size)
     epoch, number = divmod(step, steps_per_epoch)
-    order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(1_000_003 * seed + epoch))
+    order = order_of_epoch(len(sequences), seed, epoch)
     rows = sequences[order[number * batch_size : (number + 1) * batch_size]].long()
     rows = F.pad(rows, (0, 0, 0, batch_size - len(rows)), value=NOTHING)  # (batch_size, S+1)
     return rows[:, :-1].clamp(min=0), rows[:, 1:]
@@ -196,7 +210,8 @@ def make_optimizer(config: Config, parameters) -> torch.optim.Optimizer:
 def whole(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> tuple[dict, dict] | None:
     """On rank 0: the weights of all stages and the optimizer's state of each, by the whole model's names."""
     weights = {name: weight.detach().cpu() for name, weight in pipeline.parameters.items()}
-    states = {name: optimizer.state[weight] for name, weight in pipeline.parameters.items()}
+    states = {name: {key: value.cpu() for key, value in optimizer.state[weight].items() if value is not None}
+              for name, weight in pipeline.parameters.items()}  # fmt: skip
     gathered = pipeline.world.gather((weights, states))
     return tuple({k: v for part in parts for k, v in part.items()} for parts in zip(*gathered)) if gathered else None
 
@@ -273,16 +288,25 @@ def report(measured: Measured, config: Config, run: Run, step: int) -> None:
 def train(config: Config) -> None:
     """The whole run."""
     config = saved_settings(config, MAY_CHANGE) if config.resume else config
-    if os.environ.get("WORLD_SIZE") == "1":
+    # Everything is checked before the processes meet: who leaves while others are still joining leaves them with errors.
+    distributed.adopt_srun()
+    ranks = os.environ.get("WORLD_SIZE", "")
+    if ranks == "1":
         raise UserError("a pipeline under torchrun needs two processes: torchrun --nproc_per_node 2 -m labs.pipeline; "
                         "one stage alone is `python -m labs.pipeline`")  # fmt: skip
-    world = distributed.start(config.device)
-    config.check_ranks(world.size)
+    config.check_together()
+    config.check_ranks(int(ranks) if ranks.isdecimal() else 1)
     sequences, vocab = load(config)
+    world = distributed.start(config.device)
     run = Run.start(config, "pipeline", world, MAY_CHANGE)
     torch.manual_seed(config.seed)  # every rank makes the same whole model on the CPU, and keeps its stages
     model = LanguageModel(vocab, sequences.shape[1] - 1, config)
-    state = {"step": 0, "loss": 0.0, "targets": 0, "data": [*sequences.shape, vocab]}
+    state = {
+        "step": 0,
+        "loss": 0.0,
+        "targets": 0,
+        "data": [*sequences.shape, zlib.crc32(sequences.contiguous().numpy())],
+    }
     if run.checkpoint:
         optimizer_state, saved = checkpoint.load_training_state(run.checkpoint)
         if saved["data"] != state["data"]:
@@ -297,6 +321,8 @@ def train(config: Config) -> None:
     del model, example
     run.log(f"data: {len(sequences):,} sequences of {sequences.shape[1] - 1} tokens, vocabulary {vocab:,}; model: "
             f"{config.num_layers} layers, stages: {world.size * config.stages_per_rank}")  # fmt: skip
+    if config.data and config.tokens == "words":
+        run.log(f"words outside the vocabulary: {(sequences == 0).sum() / (sequences >= 0).sum():.1%}")
     loop(run, config, sequences, pipeline, optimizer, state)
 
 
@@ -306,25 +332,29 @@ def loop(run: Run, config: Config, sequences: Tensor, pipeline: Pipeline, optimi
     last = config.max_steps or config.epochs * steps_per_epoch
     log_every = config.log_every or min(steps_per_epoch, 50)
     begun, why, measured = state["step"], "all steps are done", Measured(run.world, pipeline)
-    since, loss = time.perf_counter(), None
+    since = time.perf_counter()
     while state["step"] < last:
         tokens, target = batch_of_step(sequences, state["step"], config.batch_size, config.seed)
-        counted = state["step"] == min(begun + 1, last - 1)  # not the first: it also exchanges the shapes
+        counted = state["step"] == min(begun + 1, last - 1)  # by then the optimizer's state is there
         optimizer.zero_grad()
         with measured.counting() if counted else nullcontext():
-            state["loss"] += pipeline.forward_backward(tokens, target)
+            loss = pipeline.forward_backward(tokens, target)
+        if not math.isfinite(loss):  # on all ranks alike
+            raise UserError(f"the loss is {loss} at step {state['step'] + 1}; go on from the last checkpoint, or give "
+                            f"a smaller --lr than {config.lr:g}")  # fmt: skip
+        state["loss"] += loss
         state["targets"] += int((target != NOTHING).sum())
         optimizer.step()
         state["step"] = step = state["step"] + 1
         if counted:
             measured.add_memory()
         if step % log_every == 0 or step == last:
-            loss = state["loss"] / state["targets"]
+            mean = state["loss"] / state["targets"]
             bubble = measured.add_step() if step > begun + 2 else None
             speed = state["targets"] / (time.perf_counter() - since)
-            run.log(f"step {step:>6,}  epoch {step / steps_per_epoch:6.2f}  loss {loss:.4f}  {speed:,.0f} tokens/s"
+            run.log(f"step {step:>6,}  epoch {step / steps_per_epoch:6.2f}  loss {mean:.4f}  {speed:,.0f} tokens/s"
                     + (f"  bubble {bubble:.1%}" if bubble is not None else ""))  # fmt: skip
-            values = {"train/loss": loss, "speed/tokens_per_second": speed}
+            values = {"train/loss": mean, "speed/tokens_per_second": speed}
             run.telemetry.scalars(step, values | ({} if bubble is None else {"pipeline/bubble_share": bubble}))
             state |= {"loss": 0.0, "targets": 0}
             since = time.perf_counter()

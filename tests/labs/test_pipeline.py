@@ -450,6 +450,25 @@ def test_mistakes_are_one_line(settings, ranks, words, tmp_path, monkeypatch):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_run_that_goes_on_is_checked_as_a_whole(found, monkeypatch):
+    monkeypatch.chdir(found["folder"])
+    config = lab.Config(resume="runs/at-once", micro_batches=3)  # the run has --batch_size 8
+    config.given = {"micro_batches"}
+    with pytest.raises(UserError, match="--micro_batches 3 does not divide --batch_size 8"):
+        lab.train(config)
+    (Path("runs/at-once/config.json").rename("config.json"))
+    with pytest.raises(UserError, match="no such run"):
+        lab.train(config)
+    Path("config.json").rename("runs/at-once/config.json")
+
+
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = lab.Config(**SMALL, optimizer="sgd", lr=1e30, max_steps=5)
+    with pytest.raises(UserError, match="smaller --lr"):
+        lab.train(config)
+
+
 def command(*words, cwd: Path, **environment) -> subprocess.Popen:
     """`python -m …` in a folder of its own."""
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
