@@ -51,7 +51,7 @@ fi
 
 cd "$root"
 case "$verb" in
-    pipeline) exec "$python" -m torch.distributed.run --standalone --nproc_per_node "${PROCESSES:-2}" -m labs.pipeline "$@" ;;
+    pipeline) exec "$python" -m torch.distributed.run --standalone --nproc_per_node "${PROCESSES:-2}" -m -- labs.pipeline "$@" ;;
     attention) exec "$python" -m labs.attention_op "$@" ;;
     train) ;;
     *) exec "$python" -m "labs.$verb" "$@" ;;

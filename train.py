@@ -10,7 +10,7 @@ tensorboard --logdir runs                          # watch
 
 from dataclasses import asdict, dataclass
 
-from engine.config import flag, parse_flags, save_config
+from engine.config import command, flag, parse_flags, save_config
 from engine.errors import UserError, run_script
 
 
@@ -518,7 +518,7 @@ def close(t: Training, why_stop: str) -> None:
     """The last words: what to type next."""
     t.log(f"stopped after step {t.state['step']:,}: {why_stop}")
     if why_stop == INTERRUPTED:
-        t.log(f"to go on: python train.py --resume {t.run}")
+        t.log(f"to go on: {command()} --resume {t.run}")
     else:
         t.telemetry.hyperparameters(asdict(t.config), {"result/best_validation_loss": t.state["best_loss"]})
         t.log(f"next: python evaluate.py --ckpt {t.run}")

@@ -109,9 +109,13 @@ def format_help(config_class, description: str, positional: str | None) -> str:
 
 
 def command() -> str:
-    """What the user typed to start this script: `python train.py`, or `python -m labs.lenet`."""
+    """What the user typed to start this script: `python train.py`, `python -m labs.lenet`, or torchrun with either."""
     module = getattr(sys.modules["__main__"], "__spec__", None)  # None for a script that is named by its file
-    return f"python -m {module.name.removesuffix('.__main__')}" if module else f"python {Path(sys.argv[0]).name}"
+    name = module.name.removesuffix(".__main__") if module else Path(sys.argv[0]).name
+    if os.environ.get("WORLD_SIZE", "1") == "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return f"python -m {name}" if module else f"python {name}"
+    # With the "--", or torchrun takes our --run and --resume for its own.
+    return f"torchrun --nproc_per_node {os.environ['LOCAL_WORLD_SIZE']} {'-m -- ' if module else '-- '}{name}"
 
 
 def save_config(config, path: Path) -> None:

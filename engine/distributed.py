@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -101,8 +102,11 @@ class World:
         return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def seed(self, seed: int, step: int) -> int:
-        """A seed for `torch.manual_seed` that no other rank, step or run has: what a resumed step draws, it draws again."""
-        return ((seed << 40) + (step << 16) + self.rank) % 2**64
+        """A seed for `torch.manual_seed`, another for every run, step and rank: what a resumed step draws, it draws again.
+
+        Mixed, not just shifted into place: of 64 bits torch's generator on the CPU looks at the lower 32 only.
+        """
+        return int(np.random.SeedSequence((seed, step, self.rank)).generate_state(1, np.uint64)[0])
 
     def stop(self) -> None:
         """Leave the process group."""

@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -178,9 +178,13 @@ def test_a_grid_that_does_not_fit(sizes):
 
 
 def test_seeds_differ_between_ranks_steps_and_runs():
+    """In what is drawn from them, and not in the number alone."""
     worlds = [World(rank, 8, torch.device("cpu")) for rank in range(8)]
-    seeds = {world.seed(seed, step) for world in worlds for seed in (0, 1, 2**20) for step in (1, 2, 10**6)}
-    assert len(seeds) == 8 * 3 * 3 and all(0 <= seed < 2**64 for seed in seeds)
+    drawn = set()
+    for world, seed, step in product(worlds, (0, 1, 2**40), (1, 2, 65_537, 10**6)):
+        torch.manual_seed(world.seed(seed, step))
+        drawn.add(torch.rand(4).numpy().tobytes())
+    assert len(drawn) == 8 * 3 * 4
 
 
 # ---------------------------------------------------------------- together
@@ -253,7 +257,7 @@ def test_every_rank_gets_the_same(tmp_path, size):
         assert found["maximum"] == [size - 1, 0, 1, 0.1 * (size - 1)]  # doubles, not floats
         assert found["from_main"] == str({"path": Path("/a/0"), "none": None})
         assert found["on_main"] == ["made by 0", 2] and found["refused"] == "no"
-        assert found["columns"] == [0, rank] and found["seed"] == (1 << 40) + (2 << 16) + rank
+        assert found["columns"] == [0, rank] and found["seed"] == World(rank, size, torch.device("cpu")).seed(1, 2)
         assert found["gather"] == ([["r"] * other for other in range(size)] if rank == 0 else None)
 
 

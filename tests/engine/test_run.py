@@ -6,13 +6,14 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
 
 from engine import run as run_module
-from engine.config import flag
+from engine.config import command, flag
 from engine.distributed import World
 from engine.errors import UserError
 from engine.run import INTERRUPTED, Run
@@ -147,3 +148,23 @@ def test_a_signal_ends_the_step_and_names_the_way_back(tmp_path):
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and "to go on:" in output and "--resume runs/s" in output
+
+
+@pytest.mark.parametrize("environment, typed", [
+    ({}, "python script.py"),
+    ({"WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}, "python script.py"),
+    ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "7"}, "torchrun --nproc_per_node 2 -- script.py"),
+    ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "python script.py"),  # srun
+])  # fmt: skip
+def test_the_way_back_is_what_was_typed(monkeypatch, environment, typed):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/script.py"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    assert command() == typed
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="labs.toy.__main__"))
+    assert command() == typed.replace("-- script.py", "-m -- labs.toy").replace(
+        "python script.py", "python -m labs.toy"
+    )
