@@ -160,7 +160,7 @@ def run_epochs(t: Training) -> bool:
             if runner is None or step == embedding_steps + 1:
                 runner = start_stage(t, embedding_only=step <= embedding_steps)
             # Learning rate and randomness are functions of the step: a resumed run draws what it would have drawn.
-            torch.manual_seed(((config.seed << 40) + (step << 16) + world.rank) % 2**64)
+            torch.manual_seed(world.seed(config.seed, step))
             train_step(t, runner, batches[number], step)
             state["batch"] = number + 1
             if t.run.stop_asked():
