@@ -4,7 +4,7 @@
     python -m labs.wikitext --data novel.txt --glove glove.6B.50d.txt  # any text; GloVe vectors as the embedding
     python -m labs.wikitext --sampling dynamic                         # hard segments more often, see SegmentSampler
     python -m labs.wikitext --tokens subwords                          # byte-pair pieces instead of words
-    torchrun --nproc_per_node 2 -m labs.wikitext                       # data parallel: the same batches and losses
+    torchrun --nproc_per_node 2 -m -- labs.wikitext                    # data parallel: the same batches and losses
     python -m labs.wikitext --resume runs/NAME --generate "The ship"   # goes on where it stopped; continues a text
     tensorboard --logdir runs                                          # curves, samples, confusion
 
@@ -107,7 +107,7 @@ from torch.nn.parallel import DistributedDataParallel
 from engine import checkpoint, distributed, schedule
 from engine.allocator import keep_freed_memory
 from engine.precision import Precision, choose_precision
-from engine.run import INTERRUPTED, Run
+from engine.run import INTERRUPTED, Run, saved_settings
 from engine.telemetry import Meter, peak_memory_gib
 from labs.wikitext_model import LanguageModel, SmoothedLoss, confusion_page, evaluate, gather_segments, generate
 from labs.wikitext_sampler import SegmentSampler
@@ -120,8 +120,13 @@ CONFUSED = 12  # tokens in the confusion table
 
 def main(config: Config) -> None:
     """One run, from the text to the test."""
+    if config.resume:
+        config = saved_settings(config, MAY_CHANGE)  # the device is one of them
     world = distributed.start(config.device)
-    text = None if config.resume else world.on_main(lambda: prepare_text(config))  # a mistake leaves no folder
+    text = None
+    if not config.resume:  # before there is a folder, so that a mistake leaves none
+        # The settings, too: what depends on the text is settled on rank 0.
+        text, config = world.on_main(lambda: (prepare_text(config), config))
     run = Run.start(config, "wikitext", world, MAY_CHANGE)
     t = set_up(run, text or world.on_main(lambda: prepare_text(run.config)))
     if run_epochs(t):
@@ -138,7 +143,7 @@ class Training:
     run: Run
     text: Text
     precision: Precision
-    exact: Precision  # for scores: fp32 on a CPU, so that they are the same on every machine
+    exact: Precision  # for scores: fp32, whatever is trained in (products of a recent GPU are TF32)
     model: LanguageModel
     optimizer: torch.optim.Optimizer
     sampler: SegmentSampler
@@ -322,7 +327,8 @@ def set_up(run: Run, text: Text) -> Training:
         run.log(line)
     if world.is_main:
         (run.folder / "vocabulary.txt").write_text("\n".join(text.vocabulary.tokens) + "\n", encoding="utf-8")
-    precision, exact = choose_precision(world.device, config.precision, training=True), choose_precision(world.device)
+    precision = choose_precision(world.device, config.precision, training=True)
+    exact = choose_precision(world.device, "fp32")
     run.log(precision.describe())
     torch.manual_seed(config.seed)
     model = LanguageModel(len(text.vocabulary.tokens), config)

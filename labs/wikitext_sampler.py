@@ -54,7 +54,8 @@ class SegmentSampler:
 
     def plan(self, epoch: int) -> Tensor:
         """The segments of this epoch in order, (M,)"""
-        generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
+        # Not shifted into place: of 64 bits the CPU's generator looks at the lower 32 only.
+        generator = torch.Generator().manual_seed((1_000_003 * self.seed + epoch) % 2**32)
         segments = torch.arange(len(self.losses))
         if self.weight(epoch) > 0:
             segments = systematic(self.probabilities(epoch), torch.rand((), generator=generator, dtype=torch.float64))

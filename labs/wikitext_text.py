@@ -73,9 +73,11 @@ class Text:
     notes: list[str] = field(default_factory=list)  # what was found and cut, for the log
 
     def key(self) -> str:
-        """A hash of vocabulary and training text: a run goes on with just these."""
-        content = "\n".join(self.vocabulary.tokens).encode() + self.ids["train"].numpy().tobytes()
-        return hashlib.sha256(content).hexdigest()[:16]
+        """A hash of the vocabulary and all three splits: a run goes on with just these."""
+        digest = hashlib.sha256("\n".join(self.vocabulary.tokens).encode())
+        for split in SPLITS:
+            digest.update(f"\n{split} {len(self.ids[split])}\n".encode() + self.ids[split].numpy().tobytes())
+        return digest.hexdigest()[:16]
 
 
 def prepare(path: str, ratios: tuple[float, ...], tokens: str, vocab: int, min_count: int) -> Text:
