@@ -1,10 +1,11 @@
-"""What the language model of `labs/wikitext.py` has to beat: nltk's interpolated Kneser–Ney trigram on the same tokens.
+"""What the language model of `labs/wikitext.py` has to beat: interpolated Kneser–Ney trigrams on the same tokens.
 
     python -m benchmarks.trigram --data wikitext-2             # the trigram alone
     python -m benchmarks.trigram --run runs/NAME               # on the text and vocabulary of a finished run, beside its score
 
 Same vocabulary, same <unk>, same <eos> behind every line, same test tokens; every probability is normalised over the whole
-vocabulary, which is checked. The discount is chosen on the validation text: nltk's default, 0.1, is far from the best.
+vocabulary, which is checked. nltk's trigram has one discount, which is chosen on the validation text: nltk's default, 0.1,
+is far from the best. The modified one (Chen and Goodman 1999) has six, by a formula from the counts, and nothing is chosen.
 
 nltk computes a probability by walking through all contexts of the training text: hours for a test set. `Trigram` holds the
 same counts in sorted arrays; a sample of its probabilities is compared with nltk's own.
@@ -44,7 +45,10 @@ class Config:
 
 
 class Trigram:
-    """Counts of a text of ids below `vocabulary`, and nltk's `KneserNeyInterpolated(3, discount)` from them.
+    """Counts of a text of ids below `vocabulary`, and from them Kneser–Ney's probabilities, plain or modified.
+
+    `discount`, in all methods: one number d, for nltk's `KneserNeyInterpolated(3, d)`; or (2, 3), what is taken off bigrams
+    and trigrams that are counted once, twice, more often, see `chen_goodman`.
 
     The text is counted as a ring, its last two tokens before its first. So every bigram has a predecessor, without which
     nltk's sum over the words that follow a token would be a little over 1.
@@ -56,44 +60,64 @@ class Trigram:
         self.trigrams, self.times = np.unique(self._key(self._key(a, b), w), return_counts=True)
         contexts, last = np.divmod(self.trigrams, vocabulary)  # one entry a distinct trigram
         middle = contexts % vocabulary
-        self.contexts, place, self.followers = np.unique(contexts, return_inverse=True, return_counts=True)
-        self.context_times = np.bincount(place, self.times)
+        self.contexts, self.place = np.unique(contexts, return_inverse=True)  # place: a trigram's context
+        self.context_times = np.bincount(self.place, self.times)
         # Continuation counts: how many different tokens stand before a bigram, and before a token.
         self.bigrams, self.predecessors = np.unique(self._key(middle, last), return_counts=True)
-        first, second = np.divmod(self.bigrams, vocabulary)
+        self.first, second = np.divmod(self.bigrams, vocabulary)
         self.middles = np.bincount(middle, minlength=vocabulary)  # distinct trigrams with this token in the middle
-        self.bigram_followers = np.bincount(first, minlength=vocabulary)
         self.unigram = np.bincount(second, minlength=vocabulary) / len(self.bigrams)
 
-    def probabilities(self, a: np.ndarray, b: np.ndarray, w: np.ndarray, discount: float) -> np.ndarray:
+    def probabilities(self, a: np.ndarray, b: np.ndarray, w: np.ndarray, discount) -> np.ndarray:
         """p(w | a b) for three arrays of one length; a context that the text does not have leaves it to the shorter one."""
-        middles = np.maximum(self.middles[b], 1)
-        seen = self.middles[b] > 0
-        p = (
-            np.maximum(lookup(self.bigrams, self.predecessors, self._key(b, w)) - discount, 0) / middles
-            + np.where(seen, discount * self.bigram_followers[b] / middles, 1) * self.unigram[w]
-        )
+        of_bigrams, of_trigrams = np.broadcast_to(discount, (2, 3))
+        counts = lookup(self.bigrams, self.predecessors, self._key(b, w))
+        freed = np.bincount(self.first, taken_off(self.predecessors, of_bigrams), minlength=self.vocabulary)
+        p = interpolate(counts, of_bigrams, self.middles[b], freed[b], self.unigram[w])
         context = self._key(a, b)
-        times = lookup(self.contexts, self.context_times, context)
-        followers = lookup(self.contexts, self.followers, context)
-        alpha = np.maximum(lookup(self.trigrams, self.times, self._key(context, w)) - discount, 0) / np.maximum(
-            times, 1
-        )
-        gamma = np.where(times > 0, discount * followers / np.maximum(times, 1), 1)
-        return alpha + gamma * p
+        counts = lookup(self.trigrams, self.times, self._key(context, w))
+        total = lookup(self.contexts, self.context_times, context)
+        freed = np.bincount(self.place, taken_off(self.times, of_trigrams))
+        return interpolate(counts, of_trigrams, total, lookup(self.contexts, freed, context), p)
 
-    def loss(self, ids: np.ndarray, eos: int, discount: float) -> float:
+    def chen_goodman(self) -> np.ndarray | None:
+        """The six discounts of modified Kneser–Ney, (2, 3); None if too few n-grams are rare to tell.
+
+        D_k = k − (k + 1) · Y · n_{k+1} / n_k,  Y = n_1 / (n_1 + 2 n_2),  n_k: how many n-grams are counted k times
+        (Chen and Goodman 1999, equation 26).
+        """
+        discounts = np.empty((2, 3))
+        for row, counts in enumerate((self.predecessors, self.times)):
+            n = np.bincount(counts, minlength=5)[:5].astype(float)
+            if not n[1:4].all():
+                return None
+            y = n[1] / (n[1] + 2 * n[2])
+            discounts[row] = [k - (k + 1) * y * n[k + 1] / n[k] for k in (1, 2, 3)]
+        return discounts.clip(min=0)
+
+    def loss(self, ids: np.ndarray, eos: int, discount) -> float:
         """Nats a token of another text; infinite if a token has no probability."""
         p = self.probabilities(*triples(np.concatenate([[eos, eos], ids])), discount)
         return -np.log(p).mean() if (p > 0).all() else math.inf
 
-    def sum_of(self, a: int, b: int, discount: float) -> float:
+    def sum_of(self, a: int, b: int, discount) -> float:
         """Σ_w p(w | a b): 1 if all is right."""
         words = np.arange(self.vocabulary)
         return self.probabilities(np.full_like(words, a), np.full_like(words, b), words, discount).sum()
 
     def _key(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
         return left * np.int64(self.vocabulary) + right  # three ids of up to two million fit into 63 bits
+
+
+def taken_off(counts: np.ndarray, discounts: np.ndarray) -> np.ndarray:
+    """What each count is lowered by: nothing from 0, else discounts[0] from 1, [1] from 2, [2] from more."""
+    return np.concatenate([[0.0], discounts])[np.minimum(counts, 3)]
+
+
+def interpolate(counts, discounts, total, freed, shorter) -> np.ndarray:
+    """The lowered counts as shares of their context's `total`; what that freed goes to `shorter`, p in the shorter context."""
+    at_least_1 = np.maximum(total, 1)  # a context that the text does not have
+    return (counts - taken_off(counts, discounts)) / at_least_1 + np.where(total > 0, freed / at_least_1, 1) * shorter
 
 
 def ring(ids: np.ndarray) -> np.ndarray:
@@ -148,27 +172,32 @@ def main(config: Config) -> None:
     for discount, loss in validation.items():
         print(f"discount {discount:<4}  validation perplexity {math.exp(loss):.2f}")
     best = min(validation, key=validation.get)
-    losses = {discount: trigram.loss(ids["test"], vocabulary.eos, discount) for discount in (NLTK_DEFAULT, best)}
+    models = {f"Kneser–Ney trigram, discount {NLTK_DEFAULT} (nltk's default)": NLTK_DEFAULT,
+              f"Kneser–Ney trigram, discount {best} (best on validation)": best}  # fmt: skip
+    if (modified := trigram.chen_goodman()) is not None:
+        models["modified Kneser–Ney trigram"] = modified
+        print("modified discounts: " + "; ".join(" ".join(f"{d:.3f}" for d in row) for row in modified))
+    losses = {name: trigram.loss(ids["test"], vocabulary.eos, discount) for name, discount in models.items()}
     if math.inf in losses.values():
         raise UserError("some test tokens have probability 0, for the training text does not have them (<unk> is one if "
                         "no word is rare); give a larger --min_count")  # fmt: skip
 
     a, b, _ = triples(ids["test"])
     places = random.Random(0).sample(range(len(a)), min(SUMMED, len(a)))
-    off = max(abs(trigram.sum_of(a[place], b[place], best) - 1) for place in places)
+    off = max(abs(trigram.sum_of(a[place], b[place], d) - 1) for d in models.values() for place in places)
     apart = largest_difference(trigram, ids["train"], ids["test"], best, config.compare)
     unseen = (lookup(trigram.contexts, trigram.context_times, a * len(vocabulary.tokens) + b) == 0).mean()
     print(f"check: probabilities of all words add up to 1 within {off:.1e} in {len(places)} test contexts, "
           f"{unseen:.0%} of which training never had; log p is nltk's within {apart:.1e} ({config.compare} tokens)")  # fmt: skip
-    for discount, loss in losses.items():
-        name = "nltk's default" if discount == NLTK_DEFAULT else "best on validation"
-        print(f"Kneser–Ney trigram, discount {discount} ({name}): test perplexity {math.exp(loss):.2f}")
+    names = ("perplexity_at_default", "perplexity", "perplexity_modified")
     figures = {"tokens": len(ids["test"]), "vocabulary": len(vocabulary.tokens), "discount": best}
-    figures |= {"perplexity": math.exp(losses[best]), "perplexity_at_default": math.exp(losses[NLTK_DEFAULT])}
+    figures |= {short: math.exp(loss) for short, loss in zip(names, losses.values())}
     if config.run:
         figures["model"] = score_of(Path(config.run), len(ids["test"]))
-        print(f"{config.run}: test perplexity {figures['model']:.2f}, {figures['model'] / figures['perplexity']:.1%} "
-              "of the trigram's")  # fmt: skip
+        print(f"{config.run}: test perplexity {figures['model']:.2f}")
+    for name, loss in losses.items():
+        ratio = f"; the model's is {figures['model'] / math.exp(loss):.1%} of it" if config.run else ""
+        print(f"{name}: test perplexity {math.exp(loss):.2f}{ratio}")
     Path(config.out).parent.mkdir(parents=True, exist_ok=True)
     Path(config.out).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
@@ -216,4 +245,4 @@ def score_of(run: Path, tokens: int) -> float:
 
 
 if __name__ == "__main__":
-    run_script(lambda: main(parse_flags(Config, "a Kneser–Ney trigram on the text of the language model")))
+    run_script(lambda: main(parse_flags(Config, "Kneser–Ney trigrams on the text of the language model")))

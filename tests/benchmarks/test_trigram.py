@@ -2,13 +2,14 @@
 
 import json
 import math
+from collections import Counter
 from itertools import product
 
 import numpy as np
 import pytest
 
 from benchmarks import trigram as benchmark
-from benchmarks.trigram import Config, Trigram, main, nltk_model
+from benchmarks.trigram import Config, Trigram, main, nltk_model, ring
 from engine.errors import UserError
 
 
@@ -32,6 +33,38 @@ def test_every_probability_is_nltks_and_they_add_up_to_one(discount):
         assert ours.sum_of(a, b, discount) == pytest.approx(1, abs=1e-12)
         unseen += not nltks.counts[(str(a), str(b))].N()
     assert 0 < unseen < 49
+
+
+def modified_kneser_ney(ids: np.ndarray):
+    """p(w, a, b) by walking through all the counts; what `Trigram` does with sorted arrays."""
+    words = [int(id) for id in ring(ids)]
+    trigrams = Counter(zip(words, words[1:], words[2:]))
+    bigrams = Counter((b, w) for _, b, w in trigrams)  # by how many different tokens stand before them
+    unigrams = Counter(w for _, w in bigrams)
+
+    def level(counts: Counter, gram: tuple, shorter: float) -> float:
+        n = Counter(counts.values())
+        y = n[1] / (n[1] + 2 * n[2])
+        discount = {k: max(0.0, k - (k + 1) * y * n[k + 1] / n[k]) for k in (1, 2, 3)}
+        same = [count for other, count in counts.items() if other[:-1] == gram[:-1]]
+        if not same:
+            return shorter
+        kept = counts[gram] - discount[min(counts[gram], 3)] if counts[gram] else 0
+        return (kept + sum(discount[min(count, 3)] for count in same) * shorter) / sum(same)
+
+    return lambda w, a, b: level(trigrams, (a, b, w), level(bigrams, (b, w), unigrams[w] / len(bigrams)))
+
+
+def test_modified_kneser_ney_is_that_of_a_plain_loop_and_adds_up_to_one():
+    ids = text(60, 1)
+    ours, plain = Trigram(ids, 7), modified_kneser_ney(ids)
+    discounts = ours.chen_goodman()
+    assert len(set(discounts.flatten())) == 6
+    for a, b in product(range(7), repeat=2):
+        p = ours.probabilities(*(np.array(column) for column in zip(*((a, b, w) for w in range(7)))), discounts)
+        assert p == pytest.approx([plain(w, a, b) for w in range(7)], abs=1e-14)
+        assert p.sum() == pytest.approx(1, abs=1e-12)
+    assert Trigram(np.array([0, 1, 2, 3]), 4).chen_goodman() is None  # no trigram is counted twice
 
 
 def test_the_loss_is_that_of_a_plain_loop_over_nltk():
