@@ -20,6 +20,7 @@ from engine.errors import UserError
 
 SOURCE = Path(__file__).with_name("operators.cpp")
 BUILD = "the C++ operators cannot be built"
+LOAD = "the C++ operators cannot be loaded"
 WITHOUT = "or choose backend='python'"
 
 
@@ -58,18 +59,26 @@ def library():
 @functools.cache
 def load() -> Path:
     """Build the library unless it is there, load and register it; → its file."""
-    from torch.utils import cpp_extension  # slow to import
-
     flags = compiler_flags()
-    version = hashlib.sha256(repr((SOURCE.read_bytes(), torch.__version__, flags)).encode()).hexdigest()[:12]
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-    folder = root / f"attention_op_{version}"
-    file = folder / f"attention_op_{version}.so"
-    if not file.exists():
-        build(file, flags)
-    torch.ops.load_library(file)
+    file = library_file(flags)
+    try:
+        if not file.exists():
+            build(file, flags)
+        torch.ops.load_library(file)
+    except OSError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{LOAD}: {reason}; remove {file.parent} to have them built anew, {WITHOUT}") from None
     register()
     return file
+
+
+def library_file(flags: list[str]) -> Path:
+    """Where the library of this source, this PyTorch and these flags is, or will be."""
+    from torch.utils import cpp_extension  # slow to import
+
+    version = hashlib.sha256(repr((SOURCE.read_bytes(), torch.__version__, flags)).encode()).hexdigest()[:12]
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+    return root / f"attention_op_{version}" / f"attention_op_{version}.so"
 
 
 def compiler_flags() -> list[str]:
@@ -85,7 +94,10 @@ def compiler_flags() -> list[str]:
 
 
 def build(file: Path, flags: list[str]) -> None:
-    """Compile and link; one process builds while the others that were started with it wait. Raises `UserError`."""
+    """Compile and link; one process builds while the others that were started with it wait. Raises `UserError`.
+
+    The file appears when it is whole: a build that is killed leaves nothing that the next process takes for a library.
+    """
     from torch.utils import cpp_extension
 
     compiler = os.environ.get("CXX", "c++")
@@ -98,12 +110,14 @@ def build(file: Path, flags: list[str]) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)  # let go of by the kernel, however the process ends
         if file.exists():  # another process has built it meanwhile
             return
-        # PyTorch waits for its own lock file for ever, also after one who was killed.
-        (file.parent / "lock").unlink(missing_ok=True)
+        scratch = file.parent / "scratch"
+        # What a killed build has left, PyTorch's own lock file too, for which it would wait for ever.
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
         print("building the C++ operators; this takes a minute, once", file=sys.stderr, flush=True)
         try:
             # A library, not a module of Python: it registers itself with PyTorch when it is loaded.
-            cpp_extension.load(file.stem, [str(SOURCE)], extra_cflags=flags, build_directory=str(file.parent),
+            cpp_extension.load(file.stem, [str(SOURCE)], extra_cflags=flags, build_directory=str(scratch),
                                is_python_module=False)  # fmt: skip
         except RuntimeError as error:
             lines = str(error).splitlines()
@@ -113,6 +127,8 @@ def build(file: Path, flags: list[str]) -> None:
             raise UserError(
                 f"{BUILD} with {compiler}: {reason.strip()}; g++ 11 or later is needed, {WITHOUT}"
             ) from None
+        os.replace(scratch / file.name, file)  # loaded already, and the same file to the system: it is not loaded twice
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def register() -> None:
@@ -154,6 +170,7 @@ def gelu_backward(ctx, grad: Tensor):
 def keep_for_attention(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     q, k, v, bias, ctx.causal, ctx.scale, ctx.dropout, seed = inputs
     ctx.save_for_backward(q, k, v, bias, *output, seed)
+    ctx.mark_non_differentiable(output[1])  # ℓ is for the backward pass
 
 
 def attention_backward(ctx, grad: Tensor, _):

@@ -83,7 +83,8 @@ def combine(padding: Tensor | None, mask: Tensor | None, heads: int) -> Tensor |
 def use_in(model: nn.Module, backend: str) -> int:
     """Switch every `nn.MultiheadAttention` of a model, subclasses too, to the operator of this backend; → how many.
 
-    Weights, names and checkpoints stay as they are. Compiled operators are built here, not in the first step. Raises
+    Weights, names and checkpoints stay as they are. One default differs: a call that does not say `need_weights` gets None for
+    the weights, where the stock attention computes them. Compiled operators are built here, not in the first step. Raises
     `UserError`.
     """
     check_backend("use_in", backend, ATTENTION_BACKENDS)

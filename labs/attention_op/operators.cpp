@@ -29,7 +29,7 @@ using MaybeTensor = std::optional<Tensor>;
 template <typename scalar_t>
 using Vec = at::vec::Vectorized<scalar_t>;  // as many numbers as the processor computes with at once
 
-// Half precision as fp32: computed there and rounded once, at the end.
+// Half precision as fp32: computed there and rounded at the end of each pass.
 Tensor in_wide(const Tensor& x) {
   return x.scalar_type() == at::kDouble ? x.contiguous() : x.to(at::kFloat).contiguous();
 }
@@ -211,9 +211,8 @@ Rows<scalar_t> rows_of(const Tensor& q, const Tensor& k, const MaybeTensor& bias
   Rows<scalar_t> rows{q.size(1), q.size(2), k.size(2), causal, scalar_t(scale)};
   rows.dropout = dropout;
   if (bias) {
-    TORCH_CHECK(bias->dim() == 4 && bias->scalar_type() == c10::CppTypeToScalarType<scalar_t>::value &&
-                    (bias->size(3) == 1 || bias->stride(3) == 1),
-                "bias: four axes, the type that is computed in, keys side by side");
+    TORCH_CHECK(bias->scalar_type() == c10::CppTypeToScalarType<scalar_t>::value && (k.size(2) == 1 || bias->stride(3) == 1),
+                "attention: the bias needs the type that is computed in, its keys side by side");
     rows.bias = bias->const_data_ptr<scalar_t>();
     for (int axis = 0; axis < 3; ++axis) {
       rows.bias_strides[axis] = bias->size(axis) == 1 ? 0 : bias->stride(axis);
@@ -242,9 +241,34 @@ Tensor part(const Tensor& x, int64_t head, int64_t heads, int64_t first, int64_t
 // A block of scores (n, s, t) in the room for one
 Tensor scores_in(const Tensor& room, int64_t n, int64_t s, int64_t t) { return room.narrow(0, 0, n * s * t).view({n, s, t}); }
 
+// Whoever calls through torch.ops.attention_op meets no Python that checks: a wrong shape would read foreign memory.
+void check_arguments(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& bias, double dropout,
+                     const MaybeTensor& seed) {
+  TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "attention: q, k and v have four axes");
+  TORCH_CHECK(q.is_floating_point() && q.scalar_type() == k.scalar_type() && q.scalar_type() == v.scalar_type(),
+              "attention: q, k and v need one floating-point type");
+  const int64_t sizes[4] = {q.size(0), q.size(1), q.size(2), k.size(2)};  // B, H, S, T
+  for (int axis = 0; axis < 2; ++axis) {
+    TORCH_CHECK(k.size(axis) == sizes[axis] && v.size(axis) == sizes[axis], "attention: batch and heads differ");
+  }
+  TORCH_CHECK(q.size(3) == k.size(3), "attention: queries and keys differ in width");
+  TORCH_CHECK(k.size(2) == v.size(2), "attention: as many values as keys");
+  TORCH_CHECK(k.size(2) > 0, "attention: no keys");
+  if (bias) {
+    TORCH_CHECK(bias->dim() == 4, "attention: the bias has four axes");
+    for (int axis = 0; axis < 4; ++axis) {
+      TORCH_CHECK(bias->size(axis) == 1 || bias->size(axis) == sizes[axis], "attention: the bias does not fit the scores");
+    }
+  }
+  TORCH_CHECK(dropout >= 0 && dropout < 1, "attention: dropout is in [0, 1)");
+  TORCH_CHECK(dropout == 0 || (seed && seed->scalar_type() == at::kInt && seed->numel() == 2 && seed->is_contiguous()),
+              "attention: dropout needs a seed of two int32");
+}
+
 // (B, H, S, D), (B, H, T, D), (B, H, T, W) → the output (B, H, S, W) and ℓ (B, H, S)
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& some_bias,
                                      bool causal, double scale, double dropout, const MaybeTensor& seed) {
+  check_arguments(q, k, v, some_bias, dropout, seed);
   const Tensor queries = by_heads(q), keys = by_heads(k), values = by_heads(v);
   const MaybeTensor bias = spread(some_bias, k.size(2));
   Tensor out = at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, queries.options());
@@ -281,8 +305,16 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
 // ∂O → ∂Q, ∂K, ∂V
 std::tuple<Tensor, Tensor, Tensor> attention_backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& some_bias, const Tensor& out,
-    const Tensor& log_sum, bool causal, double scale, double dropout, const MaybeTensor& seed) {
+    const Tensor& some_log_sum, bool causal, double scale, double dropout, const MaybeTensor& seed) {
+  check_arguments(q, k, v, some_bias, dropout, seed);
+  const int64_t shape[4] = {q.size(0), q.size(1), q.size(2), v.size(3)};  // B, H, S, W
+  TORCH_CHECK(grad.sizes() == shape && out.sizes() == shape && some_log_sum.sizes() == at::IntArrayRef(shape, 3),
+              "attention: the gradient and what the forward pass gave do not fit q and v");
+  const Tensor log_sum = in_wide(some_log_sum);
   const Tensor grads = by_heads(grad), queries = by_heads(q), keys = by_heads(k), values = by_heads(v), outs = by_heads(out);
+  TORCH_CHECK(grads.scalar_type() == queries.scalar_type() && outs.scalar_type() == queries.scalar_type() &&
+                  log_sum.scalar_type() == queries.scalar_type(),
+              "attention: the gradient and what the forward pass gave need the type of q");
   const MaybeTensor bias = spread(some_bias, k.size(2));
   Tensor grad_q = at::empty_like(queries), grad_k = at::empty_like(keys), grad_v = at::empty_like(values);
   if (q.size(2) == 0) {  // then there is no block

@@ -29,8 +29,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causa
     backend: "python" keeps all weights for the backward pass; "recompute" makes them again, block by block; "cpp" (CPU) and
              "triton" (NVIDIA GPU) do the same compiled. All drop the same weights after the same `torch.manual_seed`.
 
-    A query that may see nothing gets zeros. Half precision is computed in fp32 and rounded at the end (Triton multiplies in
-    half precision and sums in fp32); autocast applies as to PyTorch's own. It can be differentiated once. Raises `UserError`.
+    A query that may see nothing gets zeros. Half precision is computed in fp32 and rounded at the end of the forward pass, and
+    again at the end of the backward pass, which starts from the rounded output (Triton multiplies in half precision and sums in
+    fp32); autocast applies as to PyTorch's own. It can be differentiated once. Raises `UserError`.
     """
     check_backend("attention", backend, ATTENTION_BACKENDS)
     check_inputs(q, k, v, mask, dropout)
@@ -116,11 +117,13 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: 
     if not 0 <= dropout < 1:
         raise UserError(f"attention: dropout={dropout} must be in [0, 1)")
     if mask is not None:
-        check_mask(mask, (*q.shape[:3], k.size(2)))
+        check_mask(mask, (*q.shape[:3], k.size(2)), q.device)
 
 
-def check_mask(mask: Tensor, shape: tuple[int, ...]) -> None:
-    """Raises `UserError` unless the mask is of a usable type and broadcastable to (B, H, S, T)."""
+def check_mask(mask: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raises `UserError` unless the mask is here, of a usable type and broadcastable to (B, H, S, T)."""
+    if mask.device != device:
+        raise UserError(f"attention: the mask is on {mask.device}, the queries are on {device}; move it there")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise UserError(f"attention: the mask is {mask.dtype}; give torch.bool with True = ignore, or numbers to add")
     if mask.requires_grad:

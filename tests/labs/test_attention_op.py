@@ -299,6 +299,58 @@ def test_operators_are_registered_in_full(dtype):
         torch.library.opcheck(operators.gelu_backward, (x, x, tanh))
 
 
+def raw(name: str, *changed):
+    """Calls an operator of torch.ops with right arguments, but for those (position, value) that are changed."""
+    q, k, v = checks.random_inputs((2, 3, 4, 5, 6, 7), torch.float32)
+    out, log_sum = torch.zeros(2, 3, 4, 7), torch.zeros(2, 3, 4)
+    arguments = [out, q, k, v, None, out, log_sum, False, 0.5, 0.0, None]
+    for position, value in changed:
+        arguments[position] = value
+    if name == "attention":
+        arguments = arguments[1:5] + arguments[7:]
+    return getattr(cpp.library(), name)(*arguments)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["attention", "attention_backward"])
+@pytest.mark.parametrize("changed, says", [
+    ([(1, torch.zeros(3, 4, 6))], "four axes"),
+    ([(1, torch.zeros(1, 3, 4, 6))], "batch and heads differ"),
+    ([(2, torch.zeros(2, 3, 5, 5))], "differ in width"),
+    ([(2, torch.zeros(2, 3, 5, 6).double())], "one floating-point type"),
+    ([(3, torch.zeros(2, 3, 6, 7))], "as many values as keys"),
+    ([(2, torch.zeros(2, 3, 0, 6)), (3, torch.zeros(2, 3, 0, 7))], "no keys"),
+    ([(4, torch.zeros(4, 5))], "bias has four axes"),
+    ([(4, torch.zeros(2, 3, 4, 4))], "bias does not fit"),
+    ([(4, torch.zeros(2, 3, 4, 5).double())], "bias needs the type"),
+    ([(9, 0.5)], "seed of two int32"),
+    ([(9, 0.5), (10, torch.zeros(1, dtype=torch.int32))], "seed of two int32"),
+    ([(9, 0.5), (10, torch.zeros(2, dtype=torch.int64))], "seed of two int32"),
+    ([(9, 1.0), (10, torch.zeros(2, dtype=torch.int32))], "dropout is in"),
+])  # fmt: skip
+def test_operators_refuse_what_would_read_foreign_memory(name, changed, says):
+    raw(name)  # right as it is
+    with pytest.raises(RuntimeError, match=says):
+        raw(name, *changed)
+
+
+@needs_compiler
+@pytest.mark.parametrize("position, value", [
+    (0, torch.zeros(2, 3, 4, 6)), (5, torch.zeros(2, 3, 3, 7)), (6, torch.zeros(2, 3, 5)), (6, torch.zeros(2, 3, 4).double())
+])  # fmt: skip
+def test_the_backward_operator_refuses_another_forward_pass(position, value):
+    with pytest.raises(RuntimeError, match="what the forward pass gave"):
+        raw("attention_backward", (position, value))
+
+
+@needs_compiler
+def test_log_sums_take_no_gradient():
+    q, k, v = qkv(1, 2, 3, 4, 5, 6)
+    out, log_sum = cpp.library().attention(q, k, v, None, False, 0.5, 0.0, None)
+    assert out.requires_grad and not log_sum.requires_grad
+    assert checks.error(log_sum, (q @ k.mT * 0.5).logsumexp(-1).detach()) <= 1e-12
+
+
 def compiled_is_plain(backend: str, compiler: str) -> None:
     mask = checks.random_padding(2, 5)
 
@@ -435,6 +487,7 @@ def mistake(call):
     (mistake(lambda q, k, v: attention(q, k, v, torch.zeros(4, 5).int())), "mask is torch.int32; give torch.bool"),
     (mistake(lambda q, k, v: attention(q, k, v, torch.zeros(2, 5).bool())), "mask of shape \\(2, 5\\) does not fit"),
     (mistake(lambda q, k, v: attention(q, k, v, torch.zeros(5, requires_grad=True))), "requires a gradient"),
+    (mistake(lambda q, k, v: attention(q, k, v, torch.zeros(5, device="meta"))), "mask is on meta, the queries are on cpu"),
     (mistake(lambda q, k, v: attention(q, k, v, dropout=1.0)), "dropout=1.0 must be in"),
     (mistake(lambda q, k, v: attention(q, k, v, backend="cuda")), "backend='cuda' is unknown; choose python, recompute"),
     (mistake(lambda q, k, v: attention(q, k, v, backend="triton")), "triton"),
@@ -474,6 +527,36 @@ def test_a_compiler_that_fails_is_named(tmp_path):
     assert "no such thing" in done.stderr and "Traceback" not in done.stderr
 
 
+@needs_compiler
+def test_a_library_that_does_not_load_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    file = cpp.library_file(cpp.compiler_flags())
+    file.parent.mkdir()
+    file.write_text("no library")
+    done = command("--backend", "cpp")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "cannot be loaded" in done.stderr and f"remove {file.parent}" in done.stderr
+
+
+@needs_compiler
+def test_a_build_killed_while_it_links_leaves_no_library(tmp_path):
+    compiler = tmp_path / "c++"  # makes empty objects, and links for ever
+    compiler.write_text("""#!/bin/bash
+case $1 in -v|--version) echo g++; exit;; esac
+while [ "$1" ]; do [ "$1" = -o ] && out=$2; [ "$1" = -shared ] && links=1; shift; done
+echo half > "$out"
+[ -z "$links" ] || sleep 100
+""")
+    compiler.chmod(0o755)
+    build = start_build(tmp_path / "built", CXX=str(compiler))
+    while not list(tmp_path.glob("built/*/scratch/*.so")):
+        assert build.poll() is None, build.communicate()
+        time.sleep(0.05)
+    os.killpg(build.pid, signal.SIGKILL)
+    build.wait()
+    assert not list(tmp_path.glob("built/*/*.so"))
+
+
 # The command
 
 
@@ -490,6 +573,15 @@ def test_the_command_checks_and_times(tmp_path):
     assert len(lines) == (7 if can_build else 4) and "F.gelu" in done.stdout and "FAILS" not in done.stdout
 
 
+def test_pytorchs_own_is_timed_on_every_device_of_ours(monkeypatch):
+    from labs.attention_op import __main__ as script
+
+    monkeypatch.setattr(script, "device_of", lambda backend: "cuda" if backend == "triton" else "cpu")
+    devices = {name: device for name, (device, _) in script.attention_contestants(["python", "cpp", "triton"]).items()}
+    assert devices == {"F.scaled_dot_product_attention, cpu": "cpu", "F.scaled_dot_product_attention, cuda": "cuda",
+                       "python": "cpu", "cpp": "cpu", "triton": "cuda"}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "flags, says", [(["--backend", "x"], "--backend x"), (["--seq", 0], "--seq 0"), (["--turn", 1], "--turns")]
 )
@@ -498,8 +590,8 @@ def test_wrong_flags(flags, says):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and says in done.stderr
 
 
-def start_build(folder) -> subprocess.Popen:
-    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+def start_build(folder, **environment) -> subprocess.Popen:
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder), "OMP_NUM_THREADS": "1", **environment}
     code = "from labs.attention_op import cpp; print(cpp.load())"
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)  # fmt: skip
@@ -509,7 +601,7 @@ def start_build(folder) -> subprocess.Popen:
 @needs_compiler
 def test_processes_that_start_at_once_build_once_even_after_a_killed_one(tmp_path):
     killed = start_build(tmp_path)
-    while not list(tmp_path.glob("*/lock")):  # PyTorch's own lock: the compiler is at work
+    while not list(tmp_path.glob("*/scratch/lock")):  # PyTorch's own lock: the compiler is at work
         assert killed.poll() is None
         time.sleep(0.1)
     os.killpg(killed.pid, signal.SIGKILL)
@@ -531,14 +623,14 @@ from labs.attention_op import attention, checks
 for sizes in [(2, 3, 5, 7, 4, 6), (1, 1, 1, 1, 1, 1), (1, 1, 70, 66, 20, 8), (1, 1, 40, 40, 80, 80), (0, 1, 2, 2, 4, 4),
               (2, 1, 3, 0, 4, 4)]:
     errors = checks.check_attention("triton", sizes, torch.float32, DEVICE)
-    assert max(errors) <= ALLOWED, (sizes, errors)
+    assert max(errors) <= checks.allowed("triton", torch.float32), (sizes, errors)
 results = []
 for backend in ("python", "triton"):
     torch.manual_seed(3)
     q, k, v = (x.requires_grad_() for x in checks.random_inputs((2, 2, 70, 80, 16, 16), torch.float32, DEVICE))
     out = attention(q, k, v, torch.randn(2, 1, 70, 80, device=DEVICE), dropout=0.3, backend=backend)
     results.append([out, *torch.autograd.grad(out.sin().sum(), (q, k, v))])
-assert all(checks.error(ours, plain) <= 3 * ALLOWED for ours, plain in zip(*results))
+assert all(checks.error(ours, plain) <= 3 * checks.allowed("triton", torch.float32) for ours, plain in zip(*results))
 for dtype in [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"):  # the interpreter multiplies no bf16
     inputs = [x.to(dtype) for x in checks.random_inputs((2, 2, 70, 80, 32, 32), torch.float32, DEVICE)]
     exact = attention(*(x.float() for x in inputs), backend="python")
@@ -550,13 +642,13 @@ print("right")
 @pytest.mark.skipif(not triton_is_here, reason="triton is not installed")
 def test_triton_arithmetic_in_its_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    code = "DEVICE, ALLOWED = 'cpu', 3e-6\n" + TRITON_CHECK
+    code = "DEVICE = 'cpu'\n" + TRITON_CHECK
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "right", done.stderr
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_triton_on_the_gpu():
-    code = "DEVICE, ALLOWED = 'cuda', 3e-6\n" + TRITON_CHECK
+    code = "DEVICE = 'cuda'\n" + TRITON_CHECK
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "right", done.stderr
