@@ -5,14 +5,16 @@ python -m labs.lenet --variant sigmoid             # sigmoid and average pooling
 python -m labs.lenet --variant paper               # the paper's own: see `PaperPooling` and `PaperConvolution`
 python -m labs.lenet --data DIR                    # the four MNIST files, plain or .gz, or the folder torchvision made
 python -m labs.lenet --activation own-gelu         # with the GELU operator of labs/attention_op
-python -m labs.lenet --resume runs/NAME            # go on exactly where it stopped; a finished run is tested once more
-torchrun --nproc_per_node 2 -m labs.lenet          # data parallel: the same batches and losses
+python -m labs.lenet --held_out 10000              # to try settings: tested on the last 10,000 training images instead
+python -m labs.lenet --resume runs/NAME            # go on where it stopped; a finished run is tested once more
+torchrun --nproc_per_node 2 -m -- labs.lenet --run NAME   # data parallel: the same batches and losses
 for seed in 1 2 3 4 5; do python -m labs.lenet --seed $seed --run lenet-$seed; done; grep accuracy runs/lenet-?/eval/test.json
 tensorboard --logdir runs                          # curves, filters, feature maps, confusion matrix, mistakes, GPU use
 
 All three variants end in a linear layer, whose softmax gives the probabilities. The paper compares F6 with drawings of the
 digits instead (radial basis functions), an output that only makes sense with its drawings and its own loss.
-The test images are never looked at to choose anything: the result is that of the last epoch.
+The test images are never looked at to choose anything: the result is that of the last epoch. A run that was stopped ends
+as one that was not, on a CPU bit for bit (on a GPU, sums in cuDNN may come in another order each time).
 """
 
 from dataclasses import asdict, dataclass
@@ -20,7 +22,7 @@ from dataclasses import asdict, dataclass
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
 
-LEARNING_RATE = {"relu": 2e-3, "sigmoid": 5e-3, "paper": 2e-3}  # peak; checked on 10,000 training images held out
+LEARNING_RATE = {"relu": 2e-3, "sigmoid": 5e-3, "paper": 2e-3}  # peak; chosen with --held_out 10000
 OWN_GELU = {"own-gelu": "python", "own-gelu-cpp": "cpp"}  # --activation → backend of labs.attention_op.gelu
 
 
@@ -29,6 +31,7 @@ class Config:
     """Every setting of a run."""
 
     data: str = flag("", "folder with MNIST's four files; /opt/mnist, else ./data", "Data")
+    held_out: int = flag(0, "test on so many of the last training images, train on the others", "Data")
     dataloader: bool = flag(False, "batches through torch's DataLoader: the same ones, slower", "Data")
     workers: int = flag(0, "processes of the DataLoader; 0: the training process itself", "Data")
 
@@ -48,7 +51,7 @@ class Config:
     seed: int = flag(1, "of weights and the order of images", "Run")
 
     def __post_init__(self):
-        for name, least in dict(workers=0, epochs=1, batch=1, log_every=1, threads=1, seed=0).items():
+        for name, least in dict(held_out=0, workers=0, epochs=1, batch=1, log_every=1, threads=1, seed=0).items():
             if not least <= getattr(self, name) < 2**31:
                 raise UserError(f"--{name} {getattr(self, name)} must be at least {least}, and less than 2**31")
         if not 0 <= self.lr < 10:
@@ -81,7 +84,7 @@ from engine.precision import Precision, choose_precision
 from engine.run import INTERRUPTED, Run, last_checkpoint, saved_settings
 from engine.telemetry import GpuSampler, progress
 from labs import lenet_pictures as pictures
-from labs.mnist import DIGITS, Digits, batches, find_folder, rows_of_epoch
+from labs.mnist import DIGITS, SIZE, Digits, batches, find_folder, rows_of_epoch
 
 # B images, C maps of H × W pixels.
 MEAN, DEVIATION = 0.1307, 0.3081  # of MNIST's training pixels, where 0 is paper and 1 is ink
@@ -192,9 +195,7 @@ def own_activation(name: str) -> nn.Module:
         from labs.attention_op import gelu
     except ImportError as error:
         raise UserError(f"--activation {name} needs labs/attention_op: {error}; use --activation gelu") from None
-    layer = Function(gelu, approximate="none", backend=OWN_GELU[name])
-    layer(torch.zeros(1))  # the C++ operator is compiled here, once, and what may fail fails before the run begins
-    return layer
+    return Function(gelu, approximate="none", backend=OWN_GELU[name])
 
 
 class Function(nn.Module):
@@ -289,20 +290,19 @@ def run_epoch(t: Training) -> bool:
 
 def set_up(config: Config) -> Training:
     """Everything before the first step: data, model, optimizer, and the checkpoint that a resumed run starts from."""
+    if config.resume:
+        config = saved_settings(config, MAY_CHANGE)
     world = distributed.start(config.device)
     if world.device.type == "cpu":
         torch.set_num_threads(config.threads)
         keep_freed_memory()
-    if config.resume:
-        config = saved_settings(config, MAY_CHANGE)
     read = []  # rank 0 reads first and speaks for all if the files are damaged
     world.on_main(lambda: read.extend(read_data(config)))
     digits, tests, check_sum = read or read_data(config)
     steps_per_epoch = -(-len(digits) // config.batch)
     if len(digits) // steps_per_epoch < world.size:
         raise UserError(f"--batch {config.batch} is less than an image for each of {world.size} processes; give more")
-    torch.manual_seed(config.seed)
-    model = LeNet5(config.variant, config.activation).to(world.device)
+    model = fresh_model(config, world.device)
 
     run = Run.start(config, "lenet", world, MAY_CHANGE)
     config = run.config
@@ -312,7 +312,7 @@ def set_up(config: Config) -> Training:
     state = run.restore(model, optimizer) or {"step": 0, "window": [0.0, 0.0, 0.0], "check_sum": check_sum}
     total = config.epochs * steps_per_epoch
     run.log(f"LeNet-5 {config.variant}: {sum(p.numel() for p in model.parameters()):,} parameters; {len(digits):,} training "
-            f"and {len(tests):,} test images, {steps_per_epoch:,} steps an epoch, {config.epochs} epochs")  # fmt: skip
+            f"and {len(tests):,} {tests_of(config)}, {steps_per_epoch:,} steps an epoch, {config.epochs} epochs")  # fmt: skip
     on_gpu = world.device.type == "cuda"
     gpu = GpuSampler(world.device, interval=1.0, say=run.log) if on_gpu and world.is_main else None
     if gpu:
@@ -328,16 +328,33 @@ def set_up(config: Config) -> Training:
 
 
 def read_data(config: Config) -> tuple[Digits, Digits, int]:
-    """Training and test split, and a number that tells one set of training images from another."""
+    """What to train on, what to test on, and a number that tells them from other data."""
     folder = find_folder(config.data)
-    digits, tests = Digits(folder, "train"), Digits(folder, "test")
-    check_sum = zlib.crc32(digits.images.numpy())
+    digits = Digits(folder, "train")
+    digits, tests = digits.hold_out(config.held_out) if config.held_out else (digits, Digits(folder, "test"))
+    check_sum = 0
+    for values in (digits.images, digits.labels, tests.images, tests.labels):
+        check_sum = zlib.crc32(values.numpy(), check_sum)
     found = last_checkpoint(Path(config.resume)) if config.resume else None
     if found and load_training_state(found)[1]["check_sum"] != check_sum:
-        raise UserError(f"--resume {config.resume}: the training images in {folder} are others than the run began with; "
+        raise UserError(f"--resume {config.resume}: the images in {folder} are others than the run began with; "
                         "name their folder with --data, or start a new run")  # fmt: skip
     config.data = str(folder)  # found again from anywhere
     return digits, tests, check_sum
+
+
+def fresh_model(config: Config, device: torch.device) -> LeNet5:
+    """Untrained, but tried once: an operator that cannot be built or run on the device says so before there is a folder."""
+    torch.manual_seed(config.seed)
+    model = LeNet5(config.variant, config.activation).to(device)
+    with torch.no_grad():
+        model(torch.zeros(1, 1, SIZE, SIZE, device=device))
+    return model
+
+
+def tests_of(config: Config) -> str:
+    """What the log calls the images of the result."""
+    return "training images held out" if config.held_out else "test images"
 
 
 def wrap(loss: LossAndHits, config: Config, world: distributed.World) -> nn.Module:
@@ -419,8 +436,8 @@ def finish(t: Training) -> None:
         for name in ("confusion", "mistakes"):
             t.run.telemetry.figure(name, t.state["step"], figures[name])
         t.run.telemetry.hyperparameters(asdict(t.config), {"result/accuracy": result["accuracy"]})
-        t.run.log(f"test accuracy {result['accuracy']:.2%}: {result['errors']:,} errors in {result['images']:,} images; "
-                  f"which ones: {folder}")  # fmt: skip
+        t.run.log(f"test accuracy {result['accuracy']:.2%}: {result['errors']:,} errors in {result['images']:,} "
+                  f"{tests_of(t.config)}; which ones: {folder}")  # fmt: skip
     t.run.close("all epochs are done")
 
 
@@ -434,7 +451,7 @@ def result_of(t: Training, scores: Tensor) -> dict:
         {"image": i, "digit": int(labels[i]), "answer": int(answers[i]), "probability": round(scores[i].max().exp().item(), 4)}
         for i in wrong.tolist()
     ]  # fmt: skip
-    names = ("variant", "activation", "epochs", "batch", "seed", "data")
+    names = ("variant", "activation", "held_out", "epochs", "batch", "seed", "data")
     return {
         "accuracy": 1 - len(wrong) / len(labels), "errors": len(wrong), "images": len(labels),
         "loss": F.nll_loss(scores, labels).item(), "parameters": sum(p.numel() for p in t.model.parameters()),

@@ -80,7 +80,7 @@ def confusion(counts: Tensor) -> Figure:
             )
     axes.set(xticks=range(10), yticks=range(10), xlabel="answer", ylabel="digit")
     errors, total = mistakes.sum().item(), counts.sum().item()
-    axes.set_title(f"{errors:,} errors in {total:,} test images: {1 - errors / total:.2%} right", fontsize=10)
+    axes.set_title(f"{errors:,} errors in {total:,} images: {1 - errors / total:.2%} right", fontsize=10)
     return figure
 
 

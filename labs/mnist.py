@@ -4,6 +4,7 @@ digits = Digits(find_folder("/opt/mnist"), "train").to(device)
 for images, labels in batches(digits, rows_of_epoch(len(digits), batch=100, seed=1, epoch=0), device): …
 """
 
+import copy
 import gzip
 import math
 import zlib
@@ -45,6 +46,15 @@ class Digits(Dataset):
     def __getitem__(self, index):
         """One image and its label; or, for a tensor of B indices, all of them at once: (B, 1, 28, 28) and (B,)."""
         return self.images[index].unsqueeze(-3) / 255, self.labels[index]
+
+    def hold_out(self, count: int) -> tuple["Digits", "Digits"]:
+        """All but the last `count` images, and those. Raises `UserError` if nothing is left to train on."""
+        if not 0 < count < len(self):
+            raise UserError(f"--held_out {count:,}: there are {len(self):,} training images; hold out fewer")
+        first, last = copy.copy(self), copy.copy(self)
+        first.images, last.images = self.images[:-count], self.images[-count:]
+        first.labels, last.labels = self.labels[:-count], self.labels[-count:]
+        return first, last
 
     def to(self, device: torch.device) -> "Digits":
         self.images, self.labels = self.images.to(device), self.labels.to(device)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -18,7 +19,7 @@ from conftest import ROOT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine import distributed
-from engine.config import parse_flags
+from engine.config import parse_flags, save_config
 from engine.errors import UserError
 from labs import lenet_pictures as pictures
 from labs.lenet import CONNECTIONS, Config, LeNet5, PaperConvolution, PaperPooling, main, xavier
@@ -126,6 +127,16 @@ def test_reads_what_was_written(tmp_path, ending, inside):
         image, label = digits[i]
         assert image.shape == (1, 28, 28) and label == labels[i]
         assert torch.equal(image[0], torch.from_numpy(images[i]) / 255)
+
+
+def test_the_last_images_are_held_out(data):
+    digits = Digits(data, "train")
+    first, last = digits.hold_out(1000)
+    assert len(first) == 2001 and len(last) == 1000 and len(digits) == 3001
+    assert torch.equal(torch.cat([first.images, last.images]), digits.images)
+    assert torch.equal(torch.cat([first.labels, last.labels]), digits.labels)
+    with pytest.raises(UserError, match="--held_out 3,001: there are 3,001 training images"):
+        digits.hold_out(3001)
 
 
 def test_every_image_once_an_epoch_and_anew_each_time():
@@ -286,7 +297,7 @@ def test_learns_drawn_digits_and_writes_all_down(whole_run):
     assert counts.sum() == 501 and counts.sum() - counts.trace() == result["errors"]
     assert (counts.sum(1) == np.bincount(drawn_digits(501, 2)[1], minlength=10)).all()
     out = (whole_run / "out").read_text(encoding="utf-8")
-    assert f"test accuracy {result['accuracy']:.2%}: {result['errors']} errors in 501 images" in out
+    assert f"test accuracy {result['accuracy']:.2%}: {result['errors']} errors in 501 test images" in out
     assert list(records(run, "train/loss")) == [40, 80, 120, 121, 160, 200, 240, 242]
     assert list(records(run, "test/accuracy")) == [121, 242]
     assert records(run, "test/accuracy")[242] == result["accuracy"]
@@ -329,6 +340,43 @@ def test_two_processes_train_alike(data, whole_run):
             assert abs(records(two, tag)[step] - value) < 0.02 * value + 1e-3, (tag, step)
     assert abs(records(two, "train/loss")[40] - records(one, "train/loss")[40]) < 1e-5  # before rounding has grown
     assert json.loads((two / "eval/test.json").read_text())["images"] == 501
+
+
+def test_trains_with_the_own_gelu(data, whole_run):
+    """Tested on training images that were held out, and the result says so."""
+    flags = ["--epochs", 1, "--batch", 25, "--log_every", 40, "--held_out", 501, "--run", "own-gelu"]
+    done = lenet("--data", data, "--activation", "own-gelu", *flags, cwd=whole_run)
+    assert done.returncode == 0, done.stderr
+    assert "2,500 training and 501 training images held out, 100 steps an epoch" in done.stdout
+    result = json.loads((whole_run / "runs/own-gelu/eval/test.json").read_text(encoding="utf-8"))
+    assert result["accuracy"] > 0.75 and result["images"] == result["held_out"] == 501
+    held_out = drawn_digits(3001, 1)[1][-501:]
+    assert np.sum(result["confusion"], 1).tolist() == np.bincount(held_out, minlength=10).tolist()
+
+
+def test_a_resumed_run_keeps_its_device_and_threads(tmp_path, monkeypatch):
+    seen = []
+    alone = distributed.World(0, 1, torch.device("cpu"))
+    monkeypatch.setattr(distributed, "start", lambda device: seen.append(device) or alone)
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    save_config(Config(data="nowhere", device="cuda:1", threads=3), tmp_path / "config.json")
+    monkeypatch.setattr(sys, "argv", ["lenet", "--resume", str(tmp_path)])
+    with pytest.raises(UserError, match="no MNIST files in nowhere"):
+        main(parse_flags(Config))
+    assert seen == ["cuda:1", 3]
+
+
+def test_an_operator_that_cannot_run_here_leaves_no_folder(data, tmp_path, monkeypatch):
+    def refuse(x, **settings):  # only what the model gives it
+        if x.dim() > 1:
+            raise UserError("gelu: backend='cpp' is for the CPU")
+        return x
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("labs.attention_op.gelu", refuse)
+    with pytest.raises(UserError, match="is for the CPU"):
+        main(Config(data=str(data), activation="own-gelu-cpp"))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -414,7 +462,8 @@ def test_says_where_the_data_is_to_be_had(tmp_path, monkeypatch):
     (dict(variant="lenet"), "--variant lenet is unknown"), (dict(activation="elu"), "--activation elu is unknown"),
     (dict(variant="paper", activation="gelu"), "belongs to --variant relu"), (dict(lr=float("nan")), "--lr nan"),
     (dict(lr=-1.0), "--lr -1.0"), (dict(epochs=0), "--epochs 0"), (dict(batch=0), "--batch 0"),
-    (dict(workers=-1), "--workers -1"), (dict(threads=0), "--threads 0"), (dict(seed=2**31), "--seed"),
+    (dict(workers=-1), "--workers -1"), (dict(held_out=-1), "--held_out -1"),
+    (dict(threads=0), "--threads 0"), (dict(seed=2**31), "--seed"),
 ])  # fmt: skip
 def test_bad_flags_are_refused(settings, words):
     with pytest.raises(UserError) as error:
@@ -426,11 +475,15 @@ def test_bad_flags_are_refused(settings, words):
     ("--data nowhere", "no MNIST files in nowhere"), ("--batch 1 --data {data}", "for each of 2 processes"),
     ("--resume runs/whole --variant paper", "with another --variant ('paper', the run has 'relu')"),
     ("--resume runs/whole --data {other}", "are others than the run began with"), ("--resume runs/none", "no such run"),
+    ("--resume runs/whole --data {relabelled}", "are others than the run began with"),
+    ("--held_out 3001 --data {data}", "--held_out 3,001"), ("--resume runs/whole --held_out 5", "with another --held_out"),
 ])  # fmt: skip
 def test_mistakes_leave_all_as_it_was(data, tmp_path, whole_run, monkeypatch, flags, words):
     other = write_mnist(tmp_path / "other", 10, 10)
+    relabelled = Path(shutil.copytree(data, tmp_path / "relabelled"))  # one label of a test image is changed
+    write_idx(relabelled / "t10k-labels-idx1-ubyte", (drawn_digits(501, 2)[1] + (np.arange(501) == 7)) % 10)
     monkeypatch.chdir(whole_run)
-    monkeypatch.setattr(sys, "argv", ["lenet", *flags.format(data=data, other=other).split()])
+    monkeypatch.setattr(sys, "argv", ["lenet", *flags.format(data=data, other=other, relabelled=relabelled).split()])
     if "processes" in words:
         two = distributed.World(0, 2, torch.device("cpu"))
         monkeypatch.setattr(distributed, "start", lambda device: two)
