@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from engine import checkpoint
 from engine.distributed import World
 from engine.errors import UserError
+from engine.precision import choose_precision
 from labs import wikitext
 from labs.wikitext import Config
 from labs.wikitext_model import LanguageModel, SmoothedLoss, evaluate, gather_segments, generate, windows
 from labs.wikitext_sampler import SegmentSampler, systematic
-from labs.wikitext_text import EOS, UNK, coverage, load_glove, prepare, read_splits
+from labs.wikitext_text import EOS, UNK, Vocabulary, coverage, load_glove, prepare, read_splits
 
 ROOT = Path(__file__).parent.parent.parent
 ALONE = World(0, 1, torch.device("cpu"))
@@ -273,6 +274,8 @@ def test_plans_are_static_at_the_beginning_and_again_at_the_end():
         assert (sorted(made.plan(epoch).tolist()) == everything) == (epoch == 0 or epoch >= 7)
         assert torch.equal(made.plan(epoch), made.plan(epoch))
     assert not torch.equal(static.plan(0), static.plan(1))
+    far = SegmentSampler(500 * 8 - 3, 8, "static", 1.0, 10, seed=5 + 4096)
+    assert not torch.equal(static.plan(0), far.plan(0))
     sizes = [made.figures(epoch)["sampler/effective_sample_size"] for epoch in range(1, 8)]
     assert sizes == sorted(sizes) and sizes[-1] == pytest.approx(500)
     assert made.figures(7)["sampler/entropy"] == pytest.approx(math.log(500))
@@ -344,6 +347,43 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(lab, tmp_path, stop
     assert (broken / "test.json").read_text() == (whole / "test.json").read_text()
     ours, theirs = (checkpoint.load_weights(run / "checkpoints" / "last") for run in (broken, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_another_seed_drops_other_activations(lab, tmp_path, monkeypatch):
+    def same_weights(*sizes):
+        torch.manual_seed(0)
+        return LanguageModel(*sizes)
+
+    monkeypatch.setattr(wikitext, "LanguageModel", same_weights)
+    monkeypatch.setattr(SegmentSampler, "plan", lambda self, _: torch.arange(len(self.starts)))
+    write(tmp_path / "a.txt", wiki(12))
+    losses = []
+    for name, seed, dropout in [("a", 1, 0.3), ("b", 2, 0.3), ("again", 1, 0.3), ("c", 1, 0.0), ("d", 2, 0.0)]:
+        run = lab(run=name, data="a.txt", seed=seed, dropout=dropout, epochs=1, log_every=1, stop_after=1)
+        losses.append(figures(run)[0]["train/loss"])
+    assert losses[0] == losses[2] != losses[1] and losses[3] == losses[4]
+
+
+def test_scores_are_in_fp32_where_training_chooses_a_shorter_format(lab, tmp_path, monkeypatch):
+    write(tmp_path / "a.txt", wiki(12))
+    settings = dict(data="a.txt", epochs=1, precision="fp32")
+    expected = (lab(run="here", **settings) / "test.json").read_text()
+
+    def as_on_a_gpu(device, name="auto", training=False):
+        return choose_precision(device, "bf16" if name == "auto" else name, training)
+
+    monkeypatch.setattr(wikitext, "choose_precision", as_on_a_gpu)
+    assert (lab(run="there", **settings) / "test.json").read_text() == expected
+
+
+def test_a_run_goes_on_on_its_own_device(lab, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(wikitext.distributed, "start", lambda device: asked.append(device) or ALONE)
+    write(tmp_path / "a.txt", wiki(12))
+    lab(run="x", data="a.txt", device="cpu", stop_after=1)
+    lab(resume="runs/x", stop_after=1)
+    lab(resume="runs/x", stop_after=1, device="cuda")
+    assert asked == ["cpu", "cpu", "cuda"]
 
 
 def test_the_first_stage_changes_nothing_but_embedding_and_positions(lab, tmp_path):
@@ -459,8 +499,10 @@ def test_the_command_stops_at_sigterm_and_goes_on(tmp_path):
 
 
 def test_two_processes_have_the_losses_of_one(lab, tmp_path):
-    write(tmp_path / "a.txt", wiki(60))
-    settings = dict(data="a.txt", epochs=4, batch=7, dropout=0.0, sampling="dynamic", log_every=1)
+    write(tmp_path / "a.txt", wiki(12))
+    glove = write(tmp_path / "g.txt", "the 1 2 3 4\nship -3 0 1 4\n")
+    # epochs 0 and the width of GloVe's vectors are settled by the text, which rank 0 alone reads.
+    settings = dict(data="a.txt", epochs=0, glove=str(glove), batch=7, dropout=0.0, sampling="dynamic", log_every=1)
     one = lab(run="one", **settings)
     flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
     process = start(command("--run", "two", *flags, *FLAGS, ranks=2), tmp_path)
@@ -551,4 +593,14 @@ def test_the_bundled_sample_needs_no_flag(monkeypatch, tmp_path):
     text = prepare("", RATIOS, "words", 0, 3)
     assert "the English side of the bundled sample" in text.notes[0]
     assert len(text.ids["train"]) > 50_000
-    assert replace(text, ids=text.ids).key() == text.key()
+
+
+def test_the_key_tells_every_change_of_vocabulary_and_splits(tmp_path):
+    text = prepare(str(write(tmp_path / "a.txt", wiki())), RATIOS, "words", 0, 1)
+    assert prepare(str(tmp_path / "a.txt"), RATIOS, "words", 0, 1).key() == text.key()
+    others = [replace(text, vocabulary=Vocabulary([*text.vocabulary.tokens[:-1], "other"]))]
+    for split, ids in text.ids.items():
+        others.append(replace(text, ids=text.ids | {split: torch.cat([ids[:-1], ids[-1:] + 1])}))
+    moved = {"train": text.ids["train"][:-1], "validation": torch.cat([text.ids["train"][-1:], text.ids["validation"]])}
+    others.append(replace(text, ids=text.ids | moved))
+    assert len({text.key(), *(other.key() for other in others)}) == 6
