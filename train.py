@@ -118,8 +118,9 @@ from model import PRESETS, ModelConfig, SummedLoss, Translator, training_flops
 from text.rows import default_path, find_text
 from validation import Validation
 
+# On --resume; anything else would make it another run.
 MAY_CHANGE = {"epochs", "max_steps", "max_minutes", "patience", "workers", "device", "precision", "compile",
-              "attention", "eval_every", "log_every"}  # on --resume; anything else would make it another run  # fmt: skip
+              "accumulate", "attention", "eval_every", "log_every"}  # fmt: skip
 
 
 def train(config: Config) -> None:
@@ -150,12 +151,12 @@ def run_steps(t: "Training") -> None:
 
         # The gradient of the loss over every pair of this step, in all micro-batches and on all ranks.
         tokens = next(t.tokens_of_steps)
-        for micro_batch in range(config.accumulate):
+        for micro_batch in range(state["accumulate"]):
             waiting = time.perf_counter()
             batch = next(t.micro_batches).to(world.device)
             t.meter.add(batch, wait_seconds=time.perf_counter() - waiting)
             # DDP averages gradients over the ranks at the end of a backward pass; only the last one needs it.
-            is_last = micro_batch == config.accumulate - 1
+            is_last = micro_batch == state["accumulate"] - 1
             with contextlib.nullcontext() if is_last or world.size == 1 else t.runner.no_sync():
                 with t.precision.autocast():
                     loss = t.runner(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out) / tokens
@@ -194,7 +195,7 @@ class Training:
     config: Config
     world: distributed.World
     run: Path
-    locked: object  # open for as long as the run is ours
+    locked: list  # the lock's file, open for as long as the run is ours
     log: Log
     precision: Precision
     prepared: Prepared
@@ -224,7 +225,8 @@ def set_up(config: Config) -> Training:
     config = after_restart(config, world)
     languages = f"{config.source}-{config.target}"
     run = Path(config.resume) if config.resume else world.on_main(lambda: new_folder(config.run, languages))
-    locked = lock(run) if world.is_main else None
+    locked = []  # rank 0's alone: an open file does not travel
+    world.on_main(lambda: locked.append(lock(run)))
     resumed = world.on_main(lambda: last_checkpoint(run)) if config.resume else None
     log = Log(run, enabled=world.is_main)
     if world.device.type == "cpu":
@@ -245,29 +247,32 @@ def set_up(config: Config) -> Training:
         use_in(model, config.attention)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    state = {"step": 0, "minutes": 0.0, "window_loss": 0.0, "window_steps": 0}
+    state = {"step": 0, "minutes": 0.0, "window_loss": [0.0], "window_steps": 0}
     state |= {"best_loss": None, "stale": 0, "validated": 0}  # "validated": the step of the last validation
+    state |= {"world_size": 0, "accumulate": 0, "plan": 0}  # how the pairs of a step were dealt
     if resumed:
-        state = restore(resumed, run, prepared, model, optimizer, precision)
+        state |= restore(resumed, run, prepared, model, optimizer, precision)
         log(f"resumed after step {state['step']:,} from {resumed}")
 
     # Kept in the settings: a run resumed on another device goes on with the same batches.
     config.tokens_per_batch = config.tokens_per_batch or default_tokens_per_batch(prepared, world.device)
     collate = collate_for(prepared, pad_multiple=16 if config.compile else 1)
-    if not config.accumulate:
-        config.accumulate = micro_batches_that_fit(config, prepared, collate, model, precision, world)
-    sampler = make_sampler(config, prepared, world)
+    accumulate = config.accumulate or (state["accumulate"] if state["world_size"] == world.size else 0)
+    accumulate = accumulate or micro_batches_that_fit(config, prepared, collate, model, precision, world)
+    sampler = make_sampler(config, prepared, world, accumulate)
     sampler.load_state_dict({"step": state["step"]})
-    if resumed and state.get("world_size", world.size) != world.size:
+    if resumed and (state["world_size"], state["plan"]) != (world.size, sampler.plan_id):
         log(describe_change(state, sampler))
-    state |= {"world_size": world.size, "plan": sampler.plan_id}
+    losses = state["window_loss"]  # of each rank; of rank 0, if there were more or fewer ranks
+    window_loss = losses[world.rank] if len(losses) == world.size else sum(losses) * world.is_main
+    state |= {"world_size": world.size, "accumulate": accumulate, "plan": sampler.plan_id}
     plan = schedule.plan(config.lr, config.warmup, config.max_steps or config.epochs * sampler.steps_per_epoch)
     if resumed and not config.given & {"epochs", "max_steps", "max_minutes"}:
         plan = schedule.Schedule(**state["schedule"])
     log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens a step, "
         f"{sampler.steps_per_epoch:,} steps an epoch, {plan.total:,} steps in all"
         + (f" or {config.max_minutes:g} minutes" if config.max_minutes else "")
-        + (f"; each step in {config.accumulate} micro-batches" if config.accumulate > 1 else ""))  # fmt: skip
+        + (f"; each step in {accumulate} micro-batches" if accumulate > 1 else ""))  # fmt: skip
 
     validation = Validation(model, prepared, collate, world, precision, config.target, config.tokens_per_batch)
     validation.rehearse()  # what would break after an hour breaks now
@@ -293,7 +298,7 @@ def set_up(config: Config) -> Training:
         tokens_of_steps=sampler.target_tokens(state["step"]), micro_batches=iter(loader), validation=validation,
         telemetry=Telemetry(run, resume_step=state["step"] if config.resume else None, enabled=world.is_main), gpu=gpu,
         meter=StepMeter(sizes, config.log_every, measured_peak_flops(world.device, precision.dtype)),
-        window_loss=torch.tensor(state["window_loss"] if world.is_main else 0.0, device=world.device), state=state,
+        window_loss=torch.tensor(window_loss, device=world.device), state=state,
     )  # fmt: skip
 
 
@@ -388,11 +393,11 @@ def default_tokens_per_batch(prepared: Prepared, device: torch.device) -> int:
     return int(min(most, max(1024, prepared.train.lengths["target"].sum() // 100)))
 
 
-def make_sampler(config: Config, prepared: Prepared, world: distributed.World) -> BucketSampler:
+def make_sampler(config: Config, prepared: Prepared, world: distributed.World, accumulate: int) -> BucketSampler:
     """This rank's share of every step's pairs."""
     return BucketSampler(
         prepared.train.lengths, config.tokens_per_batch, seed=config.seed,
-        rank=world.rank, world_size=world.size, accumulate=config.accumulate or 1,
+        rank=world.rank, world_size=world.size, accumulate=accumulate,
     )  # fmt: skip
 
 
@@ -400,7 +405,8 @@ def micro_batches_that_fit(config, prepared, collate, model, precision: Precisio
     """As few as the fullest GPU has memory for, tried on the longest pairs; 1 on a CPU, where the system would swap."""
     if world.device.type == "cpu":
         return 1
-    widest, summed = make_sampler(config, prepared, world).widest_step(), SummedLoss(model, config.label_smoothing)
+    widest = make_sampler(config, prepared, world, accumulate=1).widest_step()
+    summed = SummedLoss(model, config.label_smoothing)
 
     def trial(parts: int) -> None:
         # What will be there beside the gradients: the optimizer's two averages, and the buckets that DDP sends.
@@ -500,7 +506,7 @@ def save(t: Training, best: bool = False) -> None:
     t.meter.meter.pause()
     t.precision.check_finite()
     # The losses since the last line of the log go along, so that the resumed run writes the same line.
-    t.state["window_loss"] = t.world.sum(t.window_loss.clone()).item()
+    t.state["window_loss"] = t.world.gather(t.window_loss.item())
     extra = {
         "schedule": asdict(t.plan),
         "scaler": t.precision.scaler.state_dict(),

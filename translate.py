@@ -60,8 +60,8 @@ def translate(config: Config) -> None:
     with precision.autocast():
         packed = pack(trained.model, int8) if config.beam == 1 else None  # once for all lines
     sys.stdout.reconfigure(encoding="utf-8")  # as the input is, whatever the locale
-    groups = groups_of_lines(config.text) if world.is_main else None  # of many processes one reads
-    while lines := world.from_main(next(groups, None) if groups else None):
+    groups = groups_of_lines(config.text)
+    while lines := world.on_main(lambda: next(groups, None)):  # of many processes one reads
         with precision.autocast():
             found = translate_lines(
                 trained.model, trained.source_tokenizer, trained.target_tokenizer, lines,

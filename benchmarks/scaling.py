@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling                   # 1 process, 2 that talk, 2 that do not; three rounds
     python -m benchmarks.scaling --processes 4     # on a machine with four cores
-    python -m benchmarks.scaling --profile         # also a picture of one step of rank 0: docs of what overlaps what
+    python -m benchmarks.scaling --profile         # also a picture of one step of rank 0: what overlaps what
 
 Each process has one thread on a core of its own and 4,096 target tokens a step of the lab's model, so a perfect machine would
 train N times as many tokens a second with N processes. "apart" are N processes that never talk: what they lose is the
@@ -91,7 +91,10 @@ def start(size: int, first_core: int, corpus: Path, config: Config, profile: str
     def wait() -> dict:
         output, errors = process.communicate()
         if process.returncode:
-            raise UserError(f"a worker ended with {process.returncode}: {errors.strip().splitlines()[-1:]}")
+            said = [line for line in errors.splitlines() if line.startswith("error")] or errors.strip().splitlines()[
+                -1:
+            ]
+            raise UserError(f"a worker ended with {process.returncode}: {said[0] if said else 'without a word'}")
         return json.loads([line for line in output.splitlines() if line.startswith("{")][-1])
 
     return wait
@@ -169,6 +172,8 @@ def profile_step(steps, world, picture: Path) -> dict:
     spans = [(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6) for event in profiler.events()]
     backward = merge((start, end) for name, start, end in spans if name.startswith("autograd::engine::evaluate"))
     communication = merge((start, end) for name, start, end in spans if name.startswith("gloo:all_reduce"))
+    if not communication:
+        raise UserError("the profile holds no gloo:all_reduce; does this torch call it otherwise?")
     if world.is_main:
         begun = min(start for _, start, _ in spans)
         draw(backward, communication, begun, max(end for _, _, end in spans), picture)

@@ -153,11 +153,16 @@ def join(rank: int, size: int, device: torch.device) -> dist.Store:
         # thread, because a foreign program that listens at the port and says nothing would be waited for without end.
         meeting = ThreadPoolExecutor(1).submit(lambda: next(rendezvous("env://", rank, size, timeout=JOIN)))
         store, _, _ = meeting.result(timeout=JOIN.total_seconds() + 5)
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # on one machine all processes know which attempt this is
+            # torchrun keeps its store when it restarts the processes: what the dead ones wrote there is not for these.
+            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=size, timeout=ANSWER)
     except (MeetingTimeout, dist.DistError, RuntimeError, ValueError, OSError) as error:
         reason = (str(error).strip() or f"no answer for {JOIN}").splitlines()[0]
         if "EADDRINUSE" in str(error):
-            reason = "the port is in use by another program; choose another with torchrun's --master_port"
+            reason = (
+                "the port is in use by another program; choose another with torchrun's --master_port, or MASTER_PORT"
+            )
         raise UserError(f"rank {rank} cannot meet the others at {place}: {reason}") from None
     return store
 
@@ -187,7 +192,7 @@ def adopt_srun(environment=os.environ) -> None:
     environment.setdefault("MASTER_ADDR", first_host(nodes))
     # Every job and every step of it has a port of its own, and all its tasks reckon the same one.
     step = int(environment.get("SLURM_STEP_ID", 0))
-    environment.setdefault("MASTER_PORT", str(20_000 + (int(job) * 7 + step) % 20_000))
+    environment.setdefault("MASTER_PORT", str(10_000 + (int(job) * 7 + step) % 20_000))
 
 
 def first_host(nodes: str) -> str:
@@ -211,7 +216,9 @@ def choose_device(name: str, local_rank: int) -> torch.device:
             f"--device {name} names one GPU for all processes; use `CUDA_VISIBLE_DEVICES=… torchrun …` instead"
         )
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
-    own_card = "SLURM_LOCALID" in os.environ and count == 1  # srun --gpus-per-task: each task sees one card, its own
+    # With srun --gpus-per-task each task sees one card, its own; torchrun under SLURM shares out what it sees.
+    by_srun = "SLURM_LOCALID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+    own_card = by_srun and count == 1 and int(os.environ.get("SLURM_GPUS_ON_NODE", local_size)) >= local_size
     if ":" not in name and local_size > count and not own_card:  # said by every rank, so that none waits for the others
         raise UserError(
             f"{local_size} processes on this machine but {count} GPU(s) can be seen; start at most {count} here, or use "

@@ -31,7 +31,8 @@ def run_script(main) -> None:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
             stop("the GPU's memory is full; give --preset or the sizes smaller, to train.py also --accumulate 2 (the same "
                  "step in two parts) or fewer --tokens_per_batch")  # fmt: skip
-        if os.environ.get("WORLD_SIZE", "1") != "1" and re.search(_PEER_LOST, str(error)):
+        many = os.environ.get("WORLD_SIZE", "1") != "1"
+        if many and not isinstance(error, OSError) and re.search(_PEER_LOST, str(error)):  # a download's is an OSError
             stop("another process of this run has ended, or has not answered for long; its own message says why")
         number = _disk_error(error)
         if number is None:

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,14 +121,15 @@ def job_name() -> str:
     if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
         return ""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return (
-        name if name != "none" else f"{socket.gethostname()}-{os.getppid()}"
-    )  # named neither by the user nor by torchrun
+    if name == "none":  # without --standalone and --rdzv_id
+        name = f"{socket.gethostname()}-{os.getppid()}"
+    return name
 
 
 def after_restart(config, world: World):
     """The settings; if torchrun --max-restarts has started the script anew, those of the run it began, to go on with."""
-    if config.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    # On several machines torchrun counts for each, so the largest count is asked for.
+    if config.resume or not world.maximum(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))[0]:
         return config
     folder = world.on_main(lambda: run_of_this_job(config.run))
     if not folder:  # it did not get so far
@@ -158,6 +160,9 @@ def lock(run: Path):
         ) from None
     except OSError:
         pass  # a file system without locks
+    # A loader's process is a copy of this one, with the file open: it would keep the lock when this one is killed.
+    held = weakref.ref(file)
+    os.register_at_fork(after_in_child=lambda: held() and held().close())
     return file
 
 

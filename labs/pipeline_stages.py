@@ -6,7 +6,6 @@ B sequences in a micro-batch, S tokens, D model width, H heads, W = D / H, V voc
 import warnings
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import pipelining
@@ -129,9 +128,8 @@ class Pipeline:
     """This rank's stages of the model and the schedule that runs them. `example`: token ids of one micro-batch."""
 
     def __init__(self, model: LanguageModel, example: Tensor, config, world: distributed.World):
-        if not dist.is_initialized():  # one process alone: torch's stages want a group nevertheless
-            dist.init_process_group(distributed.backend_for(world.device), store=dist.HashStore(), rank=0, world_size=1)
         self.world = world
+        self.group = world.mesh(pipe=world.size).get_group("pipe")  # also where one process is alone: stages want one
         parts = layers_of_stages(len(model.layers), world.size * config.stages_per_rank)
         mine = stages_of_rank(world.rank, world.size, config)
         if config.build == "traced":
@@ -168,6 +166,7 @@ class Pipeline:
         return pipelining.PipelineStage(
             module.to(self.world.device), number, stages, self.world.device,
             input_args=hidden if number else tokens, output_args=hidden if number < stages - 1 else logits,
+            group=self.group,
         )  # fmt: skip
 
     def forward_backward(self, tokens: Tensor, target: Tensor) -> float:

@@ -30,7 +30,8 @@ def run_ranks(count: int, *arguments, cwd: Path, timeout: float = 300) -> subpro
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
     # Without the "--", torchrun takes our --run for an abbreviation of its own --run-path.
     words += ["--", str(ROOT / arguments[0]), *map(str, arguments[1:])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # On the CPU wherever the tests run: a GPU for each is seldom there, and TF32 would round otherwise.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
@@ -96,6 +97,13 @@ def real_data() -> Path:
 def _few_threads():
     most = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # with a file of tests on each core, one core for each
     torch.set_num_threads(min(most, torch.get_num_threads()))
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_is_left():
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

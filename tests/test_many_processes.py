@@ -13,18 +13,7 @@ import pytest
 from conftest import ROOT, TINY_FLAGS, run_ranks, run_script, write_pairs
 from test_train import SAME, assert_close_run, assert_same_run, records, start_training, wait_for_step
 
-LONGER = [
-    "--max_steps",
-    "60",
-    "--eval_every",
-    "10",
-    "--log_every",
-    "5",
-    "--tokens_per_batch",
-    "300",
-    "--precision",
-    "fp32",
-]
+LONGER = "--max_steps 60 --eval_every 10 --log_every 7 --tokens_per_batch 300 --precision fp32".split()
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +37,7 @@ def together(toy_data, tmp_path_factory):
 def start_ranks(count: int, *arguments, cwd: Path, torchrun=("--standalone",)) -> subprocess.Popen:
     words = [sys.executable, "-m", "torch.distributed.run", *torchrun, "--nproc_per_node", str(count), "--"]
     words += [str(ROOT / "train.py"), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(words, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -86,11 +75,11 @@ def test_restarted_by_torchrun_it_goes_on_from_the_last_checkpoint(together, toy
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     run = found[0].parent
-    wait_for_step(run, 25, process)
+    wait_for_step(run, 28, process)
     os.kill(pid_of_rank(process, 1), signal.SIGKILL)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert re.search(r"resumed after step [23]0 from", output)
+    assert re.search(r"resumed after step [2345]0 from", output)
     assert len([folder for folder in tmp_path.glob("runs/*") if not folder.name.startswith(".")]) == 1
     assert_same_run(together, run)
 
@@ -129,6 +118,7 @@ def test_started_by_srun(alone, toy_data, tmp_path):
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_STEP_NODELIST": "localhost",
     }
@@ -153,7 +143,8 @@ def test_a_mistake_is_said_by_every_rank_and_nobody_waits(tmp_path, count):
     _, errors = process.communicate(timeout=60)
     assert time.monotonic() - begun < 40 and process.returncode != 0
     lines = [line for line in errors.splitlines() if line.startswith("error (rank")]
-    assert lines and all("nowhere" in line or "another process of this run has ended" in line for line in lines)
+    assert any("nowhere" in line for line in lines)
+    assert all("nowhere" in line or "another process of this run has ended" in line for line in lines)
     assert "exitcode  : 2" in errors and "rank0]: Traceback" not in errors
 
 

@@ -57,5 +57,6 @@ def test_training_without_flags(ranks, tmp_path):
         time.sleep(0.2)
     os.killpg(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
-    assert "to go on: python train.py --resume runs/" in output
+    typed = "python train.py" if ranks == 1 else "torchrun --nproc_per_node 2 -- train.py"
+    assert f"to go on: {typed} --resume runs/" in output
     assert output.count("no --data given") == output.count("device: ") == 1

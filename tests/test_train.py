@@ -181,7 +181,7 @@ def test_accumulation_of_four_equals_one_batch(whole_run, toy_data, tmp_path):
 def test_a_step_that_does_not_fit_the_memory_is_split(toy_data, here, monkeypatch):
     """With a loss that pretends to run out of memory above 100 target tokens."""
     t = training.set_up(config(data=str(toy_data), run="r"))
-    assert t.config.accumulate == 1  # on a CPU nothing is tried
+    assert t.state["accumulate"] == 1  # on a CPU nothing is tried
 
     class Small(training.SummedLoss):
         def forward(self, src, src_pad, tgt_in, real, tgt_out):
@@ -194,7 +194,7 @@ def test_a_step_that_does_not_fit_the_memory_is_split(toy_data, here, monkeypatc
     monkeypatch.setattr("data.Batch.to", lambda batch, _device: batch)
     collate = training.collate_for(t.prepared)
     parts = training.micro_batches_that_fit(t.config, t.prepared, collate, t.model, t.precision, gpu)
-    widest = training.make_sampler(t.config, t.prepared, t.world).widest_step()
+    widest = training.make_sampler(t.config, t.prepared, t.world, 1).widest_step()
     tokens = t.prepared.train.lengths["target"][widest] + 1
     assert parts > 1 and tokens[::parts].sum() <= 100 < tokens[:: parts // 2].sum()
     assert all(weight.grad is None for weight in t.model.parameters())
@@ -348,7 +348,7 @@ def test_two_processes_do_not_write_to_one_run(toy_data, here):
     again.given = {"resume"}
     with pytest.raises(UserError, match="being written by another process"):
         training.set_up(again)
-    first.locked.close()
+    first.locked[0].close()
     assert training.set_up(again).run == first.run
 
 

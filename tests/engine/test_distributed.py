@@ -29,7 +29,7 @@ def environment(monkeypatch):
     """Exactly these of torchrun's variables are set."""
 
     def environment(**values):
-        for name in (*VARIABLES, *SRUN, "LOCAL_WORLD_SIZE"):
+        for name in (*VARIABLES, *SRUN, "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
             monkeypatch.delenv(name, raising=False)
         for name, value in values.items():
             monkeypatch.setenv(name, value)
@@ -117,7 +117,7 @@ def test_srun_tells_what_torchrun_would():
     assert {name: found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")} == {
         "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu07",
     }  # fmt: skip
-    assert 20_000 <= int(found["MASTER_PORT"]) < 40_000
+    assert 10_000 <= int(found["MASTER_PORT"]) < 30_000
     # Another task of the same step reckons the same meeting place; another step, another port.
     other, later = dict(SRUN, SLURM_PROCID="0", SLURM_LOCALID="0"), dict(SRUN, SLURM_STEP_ID="2")
     distributed.adopt_srun(other)
@@ -363,6 +363,13 @@ def test_a_task_of_srun_that_sees_its_own_card_alone(gpus, monkeypatch):
     monkeypatch.setenv("SLURM_LOCALID", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert choose_device("auto", 1) == torch.device("cuda", 0) and len(selected) == 1
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")  # two tasks that were given one card together
+    with pytest.raises(UserError, match="2 processes on this machine but 1 GPU"):
+        choose_device("auto", 1)
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun in a batch script
+    with pytest.raises(UserError, match="2 processes on this machine but 1 GPU"):
+        choose_device("auto", 1)
 
 
 @given(st.text(max_size=8), st.integers(0, 3))

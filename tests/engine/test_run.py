@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,6 +110,60 @@ def test_two_processes_do_not_write_to_one_run():
     assert first.folder.is_dir()
     with pytest.raises(UserError, match="being written"):
         Run.start(config(resume="runs/a"), "toy", ALONE)
+
+
+def test_a_killed_process_leaves_no_lock_with_its_copies(tmp_path):
+    """As the processes of a loader are, who live on for some seconds."""
+    reading, writing = os.pipe()
+    locker = os.fork()
+    if not locker:
+        (tmp_path / "run").mkdir()
+        held = run_module.lock(tmp_path / "run")
+        if not os.fork():
+            os.write(writing, b"x")
+            time.sleep(30)
+            os._exit(0)
+        time.sleep(30)
+        os._exit(held is None)
+    os.read(reading, 1)
+    with pytest.raises(UserError, match="being written"):
+        run_module.lock(tmp_path / "run")
+    os.kill(locker, signal.SIGKILL)
+    os.waitpid(locker, 0)
+    assert run_module.lock(tmp_path / "run")  # though the copy is still there
+
+
+RESTART = """
+import sys
+sys.path[:0] = [{root!r}, {here!r}]
+from engine import distributed
+from engine.run import after_restart
+from test_run import config
+world = distributed.start("cpu")
+found = after_restart(config(run="r"), world)
+print(world.from_main("said"), found.resume, flush=True)
+world.stop()
+"""
+
+
+@pytest.mark.parametrize("counts, resumed", [((0, 0), ""), ((1, 1), "runs/r"), ((1, 0), "runs/r"), ((0, 1), "runs/r")])
+def test_all_ranks_know_of_a_restart(tmp_path, monkeypatch, counts, resumed):
+    """On several machines each torchrun counts for itself."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
+    Run.start(config(run="r"), "toy", ALONE).locked[0].close()
+    code = RESTART.format(root=str(ROOT), here=str(Path(__file__).parent))
+    common = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2",
+              "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+                         env=common | {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(count)})
+        for rank, count in enumerate(counts)
+    ]  # fmt: skip
+    assert [rank.communicate(timeout=90)[0].split() for rank in ranks] == [["said", *resumed.split()]] * 2
 
 
 @pytest.mark.parametrize(
