@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
 
-LEARNING_RATE = {"relu": 2e-3, "sigmoid": 5e-3, "paper": 2e-3}  # peak; chosen with --held_out 10000
+LEARNING_RATE = {"relu": 2e-3, "sigmoid": 5e-3, "paper": 2e-3}  # peak; checked with --held_out 10000
 OWN_GELU = {"own-gelu": "python", "own-gelu-cpp": "cpp"}  # --activation → backend of labs.attention_op.gelu
 
 
