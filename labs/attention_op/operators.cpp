@@ -16,6 +16,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -101,8 +102,8 @@ Tensor gelu_backward(const Tensor& grad, const Tensor& x, bool tanh) {
 
 // ----------------------------------------------------------------------------------------------------------------- Attention
 
-constexpr int64_t kScoresAtOnce = 1 << 17;  // half a MiB of scores in fp32: a block and its gradient fit a core's cache
-constexpr int64_t kFewestQueries = 32;      // at a time, however many keys there are: a product with fewer rows is slow
+constexpr int64_t kScoresAtOnce = 1 << 17;  // half a MiB of scores in fp32: a block and its gradient fit a core's cache,
+constexpr int64_t kFewestQueries = 256;     // unless there are many keys: a product with fewer rows is slow
 
 // "lowbias32" of Chris Wellons's hash prospector
 inline uint32_t mix(uint32_t x) {
@@ -142,43 +143,57 @@ struct Rows {
   }
 };
 
-// A row of Q Kᵀ → s Q Kᵀ + M
-template <typename scalar_t>
-void finish_scores(scalar_t* row, const scalar_t* bias, scalar_t scale, int64_t count) {
-  using V = Vec<scalar_t>;
-  if (bias) {
-    at::vec::map2<scalar_t>([=](V x, V m) { return x * V(scale) + m; }, row, row, bias, count);
-  } else {
-    at::vec::map<scalar_t>([=](V x) { return x * V(scale); }, row, row, count);
+// exp_u20 below is the exponential of PyTorch's own attention on a CPU: a few units of the last place for speed, fp32 only.
+
+// Calls step(j, n) for the n numbers from j on, a whole vector or the rest of a row.
+template <typename scalar_t, typename Step>
+void by_vectors(int64_t count, const Step& step) {
+  for (int64_t j = 0; j < count; j += Vec<scalar_t>::size()) {
+    step(j, std::min<int64_t>(Vec<scalar_t>::size(), count - j));
   }
 }
 
-// A row of scores → weights P; returns ℓ = log Σ exp(score)
+// s x + m for n numbers of a row of Q Kᵀ; bias is null where there is none.
 template <typename scalar_t>
-scalar_t softmax(scalar_t* row, int64_t count) {
+Vec<scalar_t> score(const scalar_t* row, const scalar_t* bias, scalar_t scale, int64_t j, int64_t n) {
+  using V = Vec<scalar_t>;
+  const V x = V::loadu(row + j, n) * V(scale);
+  return bias ? x + V::loadu(bias + j, n) : x;
+}
+
+// A row of Q Kᵀ → exp(a − largest a) of its scores a; returns the largest and the sum, in two passes.
+template <typename scalar_t>
+std::tuple<scalar_t, scalar_t> softmax(scalar_t* row, const scalar_t* bias, scalar_t scale, int64_t count) {
   using V = Vec<scalar_t>;
   const scalar_t lowest = std::numeric_limits<scalar_t>::lowest();  // of a row that sees nothing: -inf − -inf is nan
-  const scalar_t largest = at::vec::reduce_all<scalar_t>([](V a, V b) { return at::vec::maximum(a, b); }, row, count);
-  const scalar_t peak = std::max(largest, lowest);
-  at::vec::map<scalar_t>([=](V x) { return (x - V(peak)).exp(); }, row, row, count);
-  const scalar_t sum = at::vec::reduce_all<scalar_t>([](V a, V b) { return a + b; }, row, count);
-  const scalar_t total = std::max(sum, scalar_t(1));  // a row that sees anything has a term exp(0) = 1
-  at::vec::map<scalar_t>([=](V x) { return x * V(1 / total); }, row, row, count);
-  return peak + std::log(total);
+  V largest(lowest), sum(0);
+  by_vectors<scalar_t>(count, [&](int64_t j, int64_t n) {
+    const V a = score(row, bias, scale, j, n);
+    a.store(row + j, n);
+    largest = at::vec::maximum(largest, V::set(largest, a, n));
+  });
+  const scalar_t peak = at::vec::vec_reduce_all<scalar_t>([](V a, V b) { return at::vec::maximum(a, b); }, largest);
+  by_vectors<scalar_t>(count, [&](int64_t j, int64_t n) {
+    const V weight = (V::loadu(row + j, n) - V(peak)).exp_u20();
+    weight.store(row + j, n);
+    sum = sum + V::set(V(0), weight, n);
+  });
+  const scalar_t total = at::vec::vec_reduce_all<scalar_t>([](V a, V b) { return a + b; }, sum);
+  return {peak, std::max(total, scalar_t(1))};  // a row that sees anything has a term exp(0) = 1
 }
 
-// A row of scores → P ∘ Z, and a row of ∂O Vᵀ → s ∂A. z is room for a row, null without dropout.
+// A row of Q Kᵀ → P ∘ Z, and a row of ∂O Vᵀ → s ∂A, in one pass. z is null without dropout.
 template <typename scalar_t>
-void softmax_backward(scalar_t* row, scalar_t* grad, scalar_t* z, scalar_t log_sum, scalar_t delta, scalar_t scale,
-                      int64_t count) {
+void softmax_backward(scalar_t* row, scalar_t* grad, const scalar_t* bias, const scalar_t* z, scalar_t log_sum,
+                      scalar_t delta, scalar_t scale, int64_t count) {
   using V = Vec<scalar_t>;
-  at::vec::map<scalar_t>([=](V x) { return (x - V(log_sum)).exp(); }, row, row, count);
-  if (!z) {
-    at::vec::map2<scalar_t>([=](V p, V g) { return p * (g - V(delta)) * V(scale); }, grad, row, grad, count);
-    return;
-  }
-  at::vec::map3<scalar_t>([=](V p, V g, V f) { return p * (g * f - V(delta)) * V(scale); }, grad, row, grad, z, count);
-  at::vec::map2<scalar_t>([](V p, V f) { return p * f; }, row, row, z, count);
+  by_vectors<scalar_t>(count, [&](int64_t j, int64_t n) {
+    const V p = (score(row, bias, scale, j, n) - V(log_sum)).exp_u20();
+    const V kept = z ? V::loadu(z + j, n) : V(1);
+    const V grad_p = V::loadu(grad + j, n) * kept;
+    (p * kept).store(row + j, n);
+    (p * (grad_p - V(delta)) * V(scale)).store(grad + j, n);
+  });
 }
 
 // Calls block(room, first head, heads, first query, queries, keys) for blocks that cover everything, each head by one thread
@@ -190,12 +205,13 @@ void for_blocks(const Tensor& q, int64_t keys, bool causal, const Block& block) 
   const int64_t heads_at_once = std::clamp<int64_t>(kScoresAtOnce / std::max<int64_t>(1, queries * keys), 1, share);
   const int64_t queries_at_once = std::min(queries, std::max(kFewestQueries, kScoresAtOnce / keys));
   const int64_t groups = (all_heads + heads_at_once - 1) / heads_at_once;
-  at::parallel_for(0, groups, 1, [&](int64_t begin, int64_t end) {
+  std::atomic<int64_t> next{0};  // whoever is free takes the next group: a core that other programs disturb takes fewer
+  at::parallel_for(0, std::min<int64_t>(groups, at::get_num_threads()), 1, [&](int64_t, int64_t) {
     // These apply to a thread, so each sets them: no graph is recorded in here, and autocast changes no product.
     at::AutoDispatchBelowAutograd no_graph;
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const Tensor room = at::empty({2, heads_at_once * queries_at_once * keys}, q.options());
-    for (int64_t group = begin; group < end; ++group) {
+    for (int64_t group = next++; group < groups; group = next++) {
       const int64_t head = group * heads_at_once, heads = std::min(heads_at_once, all_heads - head);
       for (int64_t query = 0; query < queries; query += queries_at_once) {
         const int64_t last = std::min(queries, query + queries_at_once);
@@ -281,13 +297,15 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
     for_blocks(queries, k.size(2), causal, [&](const Tensor& room, int64_t head, int64_t n, int64_t first, int64_t s, int64_t t) {
       Tensor weights = scores_in(room[0], n, s, t);
       at::bmm_out(weights, part(queries, head, n, first, s), part(keys, head, n, 0, t).transpose(1, 2));
-      Tensor z = at::empty({dropout > 0 ? t : 0}, weights.options());
+      Tensor z = at::empty({dropout > 0 ? t : 0}, weights.options()), totals = at::empty({n, s, 1}, weights.options());
       scalar_t *row = weights.mutable_data_ptr<scalar_t>(), *factors = z.mutable_data_ptr<scalar_t>();
+      scalar_t* total = totals.mutable_data_ptr<scalar_t>();
       for (int64_t in_head = head; in_head < head + n; ++in_head) {
-        for (int64_t query = first; query < first + s; ++query, row += t) {
+        for (int64_t query = first; query < first + s; ++query, row += t, ++total) {
           const int64_t seen = rows.seen(query);
-          finish_scores(row, rows.bias_of(in_head, query), rows.scale, seen);
-          log_sums[in_head * rows.queries + query] = softmax(row, seen);
+          scalar_t peak;
+          std::tie(peak, *total) = softmax(row, rows.bias_of(in_head, query), rows.scale, seen);
+          log_sums[in_head * rows.queries + query] = peak + std::log(*total);
           if (dropout > 0) {
             rows.dropout_factors(factors, in_head, query, seen);
             at::vec::map2<scalar_t>([](V p, V f) { return p * f; }, row, row, factors, seen);
@@ -297,9 +315,19 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
       }
       Tensor block = part(out_by_heads, head, n, first, s);
       at::bmm_out(block, weights, part(values, head, n, 0, t));
+      block.div_(totals);  // S·W divisions instead of S·T
     });
   });
   return {out.to(q.scalar_type()), log_sum};
+}
+
+// sum (n, t, d) becomes Xᵀ Y, or has it added: x (n, s, t), y (n, s, d). A sum that lies transposed in memory gets Yᵀ X.
+void add_product(const Tensor& sum, const Tensor& x, const Tensor& y, bool add) {
+  if (sum.stride(1) == 1) {
+    sum.transpose(1, 2).baddbmm_(y.transpose(1, 2), x, add);
+  } else {
+    sum.baddbmm_(x.transpose(1, 2), y, add);
+  }
 }
 
 // ∂O → ∂Q, ∂K, ∂V
@@ -317,6 +345,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
               "attention: the gradient and what the forward pass gave need the type of q");
   const MaybeTensor bias = spread(some_bias, k.size(2));
   Tensor grad_q = at::empty_like(queries), grad_k = at::empty_like(keys), grad_v = at::empty_like(values);
+  const int64_t threads = at::get_num_threads();
+  const Tensor sums_k = at::empty({threads, 1, k.size(3), k.size(2)}, keys.options());  // ∂K of the head a thread is at
+  const Tensor sums_v = at::empty({threads, 1, v.size(3), v.size(2)}, values.options());
   if (q.size(2) == 0) {  // then there is no block
     grad_k.zero_(), grad_v.zero_();
   }
@@ -341,24 +372,29 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
           const scalar_t delta = at::vec::map2_reduce_all<scalar_t>(
               [](V a, V b) { return a * b; }, [](V a, V b) { return a + b; }, all_grads + number * width,
               all_outs + number * width, width);
-          finish_scores(row, rows.bias_of(in_head, query), rows.scale, seen);
           if (factors) {
             rows.dropout_factors(factors, in_head, query, seen);
           }
-          softmax_backward(row, grad_row, factors, log_sums[number], delta, rows.scale, seen);
+          const scalar_t* biases = rows.bias_of(in_head, query);
+          softmax_backward(row, grad_row, biases, factors, log_sums[number], delta, rows.scale, seen);
           std::fill(row + seen, row + t, scalar_t(0));
           std::fill(grad_row + seen, grad_row + t, scalar_t(0));
         }
       }
-      Tensor into_q = part(grad_q, head, n, first, s), into_k = part(grad_k, head, n, 0, t), into_v = part(grad_v, head, n, 0, t);
+      Tensor into_q = part(grad_q, head, n, first, s);
       at::bmm_out(into_q, grad_a, block_k);
-      // Adds to what earlier queries gave; the first block finds memory that has not been written yet.
-      const int before = first > 0;
-      into_k.baddbmm_(grad_a.transpose(1, 2), block_q, before);
-      into_v.baddbmm_(weights.transpose(1, 2), block_grad, before);
-      if (first == 0 && t < k.size(2)) {
-        part(grad_k, head, n, t, k.size(2) - t).zero_();
-        part(grad_v, head, n, t, k.size(2) - t).zero_();
+      // A head in one block, or several such heads: no other block adds to these gradients. Else sums over the blocks, which
+      // are kept transposed: the product is faster so by a third.
+      const bool alone = s == rows.queries;
+      Tensor into_k = alone ? grad_k.narrow(0, head, n) : sums_k[at::get_thread_num()].transpose(1, 2);
+      Tensor into_v = alone ? grad_v.narrow(0, head, n) : sums_v[at::get_thread_num()].transpose(1, 2);
+      if (first == 0 && t < k.size(2)) {  // keys that the first queries do not see
+        into_k.zero_(), into_v.zero_();
+      }
+      add_product(into_k.narrow(1, 0, t), grad_a, block_q, first > 0);
+      add_product(into_v.narrow(1, 0, t), weights, block_grad, first > 0);
+      if (!alone && first + s == rows.queries) {
+        grad_k[head].copy_(into_k[0]), grad_v[head].copy_(into_v[0]);  // one head: two axes are copied faster than three
       }
     });
   });
