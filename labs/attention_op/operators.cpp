@@ -143,7 +143,7 @@ struct Rows {
   }
 };
 
-// exp_u20 below is the exponential of PyTorch's own attention on a CPU: a few units of the last place for speed, fp32 only.
+// exp_u20 below is the quicker one of PyTorch's two exponentials in fp32, at most 20 units of the last place off.
 
 // Calls step(j, n) for the n numbers from j on, a whole vector or the rest of a row.
 template <typename scalar_t, typename Step>
