@@ -40,8 +40,12 @@ def config(**settings) -> Config:
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    opened, telemetry = [], run_module.Telemetry
+    monkeypatch.setattr(run_module, "Telemetry", lambda *a, **k: opened.append(telemetry(*a, **k)) or opened[-1])
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
+    for writer in opened:  # or its thread goes on writing to a folder that is gone
+        writer.close()
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
