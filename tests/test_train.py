@@ -405,7 +405,8 @@ def test_stops_after_the_minutes(toy_data, here):
     training.train(config(data=str(toy_data), run="r", max_steps=10**6, max_minutes=0.1, eval_every=10**6, lr=0.001))
     assert 5 < time.perf_counter() - begun < 20
     rates = list(records(here / "runs/r", "train/learning_rate").values())
-    assert max(rates) == pytest.approx(0.001) and rates[-1] < 0.0003
+    # Near 0 on a quiet machine; where the speed changes in the middle, somewhere on the way down.
+    assert max(rates) == pytest.approx(0.001) and rates[-1] < 0.0007
     assert "the learning rate falls from here on" in (here / "runs/r/train.log").read_text()
 
 

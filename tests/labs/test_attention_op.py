@@ -219,7 +219,7 @@ def test_half_precision_is_fp32_rounded_once(backend, dtype):
     results = [attention(*x, causal=True, backend=backend) for x in (halves, wide)]
     assert results[0].dtype == dtype and torch.equal(results[0], results[1].to(dtype))
     half_grads, grads = (torch.autograd.grad(y, x, torch.ones_like(y)) for x, y in zip((halves, wide), results))
-    rounding = torch.finfo(dtype).eps
+    rounding = 2 * torch.finfo(dtype).eps  # a part of the gradient comes from the output, which is rounded already
     assert all(g.dtype == dtype and checks.error(g.float(), w) <= rounding for g, w in zip(half_grads, grads))
 
 
