@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fused
 from engine.attention import BatchedAttention
 from engine.cross_entropy import linear_cross_entropy
 from engine.dropout import ByteDropout
@@ -52,6 +53,8 @@ class ModelConfig:
 class Translator(nn.Module):
     """Source and target token ids → logits over the target vocabulary."""
 
+    fused = True  # False: layer by layer on a CPU too, to compare with
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
@@ -82,7 +85,13 @@ class Translator(nn.Module):
 
     def hidden(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor | None = None) -> Tensor:
         """What the output projection sees: (B, T, D); with `real` (N, D)."""
-        hidden = self.decode(self.encode(src, src_pad), src_pad, tgt_in)  # (B, T, D)
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+        if fused.is_for(self, dtype):
+            with torch.autocast("cpu", enabled=False):
+                memory = fused.encode(self, src, src_pad, dtype)
+                hidden = fused.decode(self, memory, src_pad, tgt_in, dtype).view(*tgt_in.shape, -1)
+        else:
+            hidden = self.decode(self.encode(src, src_pad), src_pad, tgt_in)  # (B, T, D)
         # The projection is the largest product of the model: spend it on real tokens only.
         return hidden if real is None else hidden.flatten(0, 1).index_select(0, real)
 
@@ -104,11 +113,16 @@ class Translator(nn.Module):
 
     def embed(self, embedding: nn.Embedding, ids: Tensor, first: int = 0) -> Tensor:
         """(B, T) ids standing at positions first, first + 1, … → (B, T, D)"""
+        length = self.check_length(ids, first)
+        # √D brings the embeddings, N(0, 1/D), to the scale of the sinusoids (section 3.4 of the paper).
+        return self.dropout(embedding(ids) * math.sqrt(self.config.d_model) + self.positions[first:length])
+
+    def check_length(self, ids: Tensor, first: int = 0) -> int:
+        """Where (B, T) ids from position `first` on end. Raises `ValueError` if the model has no such positions."""
         length = first + ids.size(1)
         if length > self.config.max_length:
             raise ValueError(f"{length} tokens are more than the {self.config.max_length} this model has positions for")
-        # √D brings the embeddings, N(0, 1/D), to the scale of the sinusoids (section 3.4 of the paper).
-        return self.dropout(embedding(ids) * math.sqrt(self.config.d_model) + self.positions[first:length])
+        return length
 
 
 def build_transformer(config: ModelConfig) -> nn.Transformer:

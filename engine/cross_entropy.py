@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.native import training as native
+
 # Numbers in one slice of logits: on a CPU what its cache holds (32 MiB in fp32), on a GPU enough to keep it busy.
 LOGITS_AT_ONCE = {"cpu": 2**23, "cuda": 2**26}
 
@@ -36,6 +38,7 @@ class SlicedCrossEntropy(torch.autograd.Function):
     """
 
     enabled = True  # False: all logits at once, to compare with
+    fused = True  # False: on a CPU too the softmax as PyTorch has it
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, smoothing, dtype):
@@ -50,13 +53,11 @@ class SlicedCrossEntropy(torch.autograd.Function):
         rows = max(1, LOGITS_AT_ONCE[hidden.device.type] // len(weight))
         for first in range(0, len(hidden), rows):
             some, truth = narrow[first : first + rows], target[first : first + rows, None]  # (R, D), (R, 1)
-            logits = F.linear(some, narrow_weight, bias.to(dtype))  # (R, V)
-            loss += smoothing * logits.gather(1, truth).sum(dtype=loss.dtype)
-            p = logits.softmax(-1)  # (R, V)
-            loss -= p.gather(1, truth).clamp_min(torch.finfo(dtype).tiny).to(loss.dtype).log().sum()
+            p, p_sum, some_loss = softmax_loss(some, narrow_weight, bias, truth, smoothing)
+            loss += some_loss
             torch.mm(p, narrow_weight, out=hidden_grad[first : first + rows])
             weight_grad = add_product(weight_grad, p.t(), some)
-            bias_grad += p.sum(0, dtype=bias.dtype)
+            bias_grad += p_sum
         # The truth's part apart, in the format of the weights: bf16 would round 0.9 by 0.2 % in every token alike.
         hidden_grad = hidden_grad - (1 - smoothing) * weight[target] - smoothing * mean_weight
         weight_grad.index_add_(0, target, hidden.to(weight.dtype), alpha=smoothing - 1)
@@ -68,6 +69,19 @@ class SlicedCrossEntropy(torch.autograd.Function):
     def backward(ctx, upstream):
         """The gradients wait; a loss is a scalar, so they only need its own gradient as a factor."""
         return *(gradient * upstream for gradient in ctx.saved_tensors), None, None, None
+
+
+def softmax_loss(some: Tensor, weight: Tensor, bias: Tensor, truth: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(R, D), (V, D), (V,), (R, 1) → softmax (R, V), its sum over the rows (V,), and Σ −log p(truth) + smoothing · logit."""
+    if some.device.type == "cpu" and SlicedCrossEntropy.fused and native.kernels(some.dtype):
+        logits = F.linear(some, weight)
+        losses, p_sum = native.softmax_loss(logits, bias, truth, smoothing)
+        return logits, p_sum, losses.sum()
+    logits = F.linear(some, weight, bias.to(some.dtype))  # (R, V)
+    loss = smoothing * logits.gather(1, truth).sum(dtype=bias.dtype)
+    p = logits.softmax(-1)  # (R, V)
+    loss -= p.gather(1, truth).clamp_min(torch.finfo(p.dtype).tiny).to(bias.dtype).log().sum()
+    return p, p.sum(0, dtype=bias.dtype), loss
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -1,0 +1,458 @@
+// Greedy decoding on a CPU: the encoder for a few sentences, or one step of the decoder for all rows of a batch, in one call.
+// What it computes is decoding.py's `step`; how it is fast:
+//  - every matrix product takes 6 rows by 64 outputs at a time, which fill the processor's registers, from weights that were
+//    laid out for it once; the largest logit is found while the logits are in registers, and they are never stored;
+//  - attention reads keys 16 tokens at a time, one vector, and values as they are: no mask and no padding anywhere;
+//  - compiled with -DINT8, an input row is rounded to 8 bits with a scale of its own, and one instruction does 64
+//    multiplications; keys and values are kept in bf16.
+//
+// D model width, F width of the feed-forward layer, H heads, W = D / H, V vocabulary, N rows. D, F and W are multiples of 16.
+
+#include "vectors.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+#ifdef INT8
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#ifdef INT8
+using Number = uint8_t;  // of a product's input
+using Cached = bf16;
+#else
+using Number = float;
+using Cached = float;
+#endif
+
+#ifdef __AVX512F__
+constexpr int kVectors = 4;  // 6 · 4 sums, 4 vectors of weights and an input are 29 of 32 registers
+#else
+constexpr int kVectors = 1;  // 6 · 2 sums, 2 and 1 are 15 of AVX2's 16
+#endif
+constexpr int kTileRows = 6;
+constexpr int64_t kPanel = kVectors * kLanes;  // outputs
+constexpr int64_t kTokens = kLanes;            // of a cache's block
+constexpr int64_t kSourceTokens = 256;         // encoded at once, about: what lies between two products stays near the core
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+
+// --------------------------------------------------------------------------------------------- what Python hands over, see
+//                                                                                               the same names in decoding.py
+// y = x Wᵀ + b. In int8, W ≈ scale · w, and an input is x ≈ row's scale · (number − zero).
+struct Linear {
+  const void* weight;    // (panels, in, kPanel), or in int8 (panels, in / 4, kPanel, 4)
+  const float* bias;     // (panels · kPanel,), -inf for outputs there are not
+  const float* scale;    // int8: (panels · kPanel,)
+  const int32_t* start;  // int8: (panels · kPanel,), −zero · the sum of a row of w
+  int64_t in, out, zero;
+};
+
+struct Norm {
+  const float *weight, *bias;
+  double epsilon;
+};
+
+struct Layer {  // an encoder's has no source
+  Linear own, own_out, source_query, source, source_out, widen, narrow;
+  Norm norms[3];
+};
+
+struct Translator {
+  const float *source_embedding, *target_embedding;  // times √D
+  const float* positions;
+  const Layer *encoder, *decoder;
+  int64_t encoder_layers, decoder_layers, heads, width, norm_first;
+  Norm encoder_norm, decoder_norm;
+  Linear output;
+};
+
+// Keys and values in blocks of 16 tokens: for every layer and head keys (W, 16), then values (16, W).
+struct Cache {
+  const void* const* own;         // block number → (slots, layers, H, 2, 16 · W)
+  void* source;                   // (all rows' blocks, layers, H, 2, 16 · W)
+  const int64_t* source_first;    // (slots,) a row's first block
+  const int64_t* source_length;   // (slots,) tokens
+};
+
+// ------------------------------------------------------------------------------------------------------------------ products
+
+// kRows rows x times one panel of weights, from the row's first number on; `use(r, v, sums)` gets every vector of results.
+#ifndef INT8
+template <int kRows, typename Use>
+void multiply(const Linear& linear, int64_t panel, const float* x, const float*, Use use) {
+  Floats sums[kRows][kVectors] = {};
+  const float* weight = static_cast<const float*>(linear.weight) + panel * kPanel * linear.in;
+  for (int64_t i = 0; i < linear.in; ++i, weight += kPanel) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) sums[r][v] += x[r * linear.in + i] * load(weight + v * kLanes);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) use(r, v, sums[r][v] + load(linear.bias + panel * kPanel + v * kLanes));
+  }
+}
+
+#else
+// The same in integers: four neighbouring inputs times their weights are added to each of 16 sums at once.
+template <int kRows, typename Use>
+void multiply(const Linear& linear, int64_t panel, const uint8_t* x, const float* scale, Use use) {
+  Ints sums[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) std::memcpy(&sums[r][v], linear.start + panel * kPanel + v * kLanes, sizeof(Ints));
+  }
+  const int8_t* weight = static_cast<const int8_t*>(linear.weight) + panel * kPanel * linear.in;
+  for (int64_t i = 0; i < linear.in; i += 4, weight += 4 * kPanel) {
+    __m512i weights[kVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) weights[v] = _mm512_loadu_si512(weight + v * 64);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      int32_t four;
+      std::memcpy(&four, x + r * linear.in + i, 4);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        sums[r][v] = (Ints)_mm512_dpbusd_epi32((__m512i)sums[r][v], _mm512_set1_epi32(four), weights[v]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t first = panel * kPanel + v * kLanes;
+      const Floats sum = __builtin_convertvector(sums[r][v], Floats);
+      use(r, v, sum * (scale[r] * load(linear.scale + first)) + load(linear.bias + first));
+    }
+  }
+}
+#endif
+
+// At most kRows rows by one panel.
+template <int kRows, typename Use>
+void tile(const Linear& linear, int64_t panel, const Number* x, const float* scale, int64_t rows, Use use) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return tile<kRows - 1>(linear, panel, x, scale, rows, use);
+  }
+  multiply<kRows>(linear, panel, x, scale, use);
+}
+
+// (rows, in) → `use(row, first output, 16 outputs)` for all of (rows, out). A panel's weights stay in the core's cache.
+template <typename Use>
+void product(const Linear& linear, const Number* x, const float* scale, int64_t rows, Use use) {
+  for (int64_t panel = 0; panel * kPanel < linear.out; ++panel) {
+    for (int64_t row = 0; row < rows; row += kTileRows) {
+      tile<kTileRows>(linear, panel, x + row * linear.in, scale + row, rows - row, [&](int r, int v, Floats y) {
+        const int64_t first = panel * kPanel + v * kLanes;
+        if (first < linear.out) use(row + r, first, y);
+      });
+    }
+  }
+}
+
+// Inputs of a product: the floats as they are, or rounded.
+struct Inputs {
+  std::vector<Number> numbers;  // (N, in)
+  std::vector<float> scale;     // (N,)
+};
+
+#ifndef INT8
+const float* round_rows(const Linear&, const float* x, int64_t, Inputs&) { return x; }
+#else
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+
+const uint8_t* round_rows(const Linear& linear, const float* x, int64_t rows, Inputs& into) {
+  into.numbers.resize(std::max(into.numbers.size(), size_t(rows * linear.in)));
+  into.scale.resize(std::max(into.scale.size(), size_t(rows)));
+  const float steps = float(255 - linear.zero);  // 127 to either side of 128; 255 where nothing is negative
+  uint8_t* numbers = into.numbers.data();
+  for (int64_t row = 0; row < rows; ++row, x += linear.in, numbers += linear.in) {
+    Floats most = {};
+    for (int64_t i = 0; i < linear.in; i += kLanes) most = larger(most, larger(load(x + i), -load(x + i)));
+    const float bound = std::max(largest_of(most), 1e-30f);  // a row of zeros needs a scale as well
+    into.scale[row] = bound / steps;
+    for (int64_t i = 0; i < linear.in; i += kLanes) {
+      // Adding 1.5 · 2^23 rounds to the nearest whole number and leaves it in the lowest bits.
+      const Floats shifted = load(x + i) * (steps / bound) + 12582912.0f;
+      const Bytes whole = __builtin_convertvector((Words)shifted + uint32_t(linear.zero), Bytes);
+      std::memcpy(numbers + i, &whole, sizeof whole);
+    }
+  }
+  return into.numbers.data();
+}
+#endif
+
+// y = x Wᵀ + b, (rows, in) → (rows, out)
+void apply(const Linear& linear, const float* x, int64_t rows, Inputs& inputs, float* y, bool relu = false) {
+  const Number* numbers = round_rows(linear, x, rows, inputs);
+  product(linear, numbers, inputs.scale.data(), rows, [&](int64_t row, int64_t first, Floats sums) {
+    store(y + row * linear.out + first, relu ? larger(sums, Floats{}) : sums);
+  });
+}
+
+// (rows, D) → (rows,) the output with the largest logit, of equal ones the first.
+void likeliest(const Linear& linear, const float* x, int64_t rows, Inputs& inputs, int64_t* chosen) {
+  const Number* numbers = round_rows(linear, x, rows, inputs);
+  struct Best {
+    Floats logit;
+    Ints output;
+  };
+  std::vector<Best> best(rows, Best{all(kNever), Ints{}});  // of outputs 0, 16, 32, …; of outputs 1, 17, 33, …
+  const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  product(linear, numbers, inputs.scale.data(), rows, [&](int64_t row, int64_t first, Floats logit) {
+    const auto better = logit > best[row].logit;
+    best[row].logit = better ? logit : best[row].logit;
+    best[row].output = better ? lanes + int32_t(first) : best[row].output;
+  });
+  for (int64_t row = 0; row < rows; ++row) {
+    const float most = largest_of(best[row].logit);
+    chosen[row] = std::numeric_limits<int32_t>::max();
+    for (int64_t i = 0; i < kLanes; ++i) {
+      if (best[row].logit[i] == most) chosen[row] = std::min(chosen[row], int64_t(best[row].output[i]));
+    }
+    if (chosen[row] >= linear.out) chosen[row] = 0;  // nothing but NaN
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------- norms
+
+void add(float* x, const float* y, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes) store(x + i, load(x + i) + load(y + i));
+}
+
+// (rows, D) → (rows, D), also in place
+void normalise(const Norm& norm, const float* x, float* y, int64_t rows, int64_t width) {
+  for (int64_t row = 0; row < rows; ++row, x += width, y += width) {
+    Floats total = {}, squares = {};
+    for (int64_t i = 0; i < width; i += kLanes) total += load(x + i);
+    const float mean = sum_of(total) / width;
+    for (int64_t i = 0; i < width; i += kLanes) squares += (load(x + i) - mean) * (load(x + i) - mean);
+    const float inverse = 1 / std::sqrt(sum_of(squares) / width + float(norm.epsilon));
+    for (int64_t i = 0; i < width; i += kLanes) {
+      store(y + i, (load(x + i) - mean) * inverse * load(norm.weight + i) + load(norm.bias + i));
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------------------ attention
+
+// Write the key and value of one head (W,) as token number `lane` of a block. A fresh block is all zeros: what lies behind the
+// last token is multiplied by 0, and must not be NaN.
+void append(Cached* block, int64_t lane, const float* key, const float* value, int64_t width) {
+  if (lane == 0) std::memset(block, 0, 2 * kTokens * width * sizeof(Cached));
+  Cached part[kLanes];
+  for (int64_t i = 0; i < width; i += kLanes) {
+    store(part, load(key + i));
+    for (int64_t j = 0; j < kLanes; ++j) block[(i + j) * kTokens + lane] = part[j];
+    store(block + (kTokens + lane) * width + i, load(value + i));
+  }
+}
+
+// softmax(query · keys) · values: one head's query (W,), already times 1/√W, over `length` tokens → (W,). `block(b)` is where
+// block b is.
+template <typename Block>
+void attend(const float* query, int64_t length, int64_t width, Block block, std::vector<float>& scores, float* seen) {
+  const Floats lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int64_t blocks = (length + kTokens - 1) / kTokens;
+  scores.resize(std::max(scores.size(), size_t(blocks * kTokens)));
+  Floats most = all(kNever), total = {};
+  for (int64_t b = 0; b < blocks; ++b) {
+    const Cached* keys = block(b);
+    Floats part[4] = {};  // four sums at a time, because each addition waits for the one before
+    for (int64_t i = 0; i < width; i += 4) {
+      for (int64_t j = 0; j < 4; ++j) part[j] += query[i + j] * load(keys + (i + j) * kTokens);
+    }
+    const Floats score = (part[0] + part[1]) + (part[2] + part[3]);
+    const Floats real = lanes < float(length - b * kTokens) ? score : all(kNever);
+    most = larger(most, real);
+    store(scores.data() + b * kTokens, real);
+  }
+  const float bound = largest_of(most);
+  for (int64_t b = 0; b < blocks; ++b) {
+    const Floats weight = exp(load(scores.data() + b * kTokens) - bound);
+    total += weight;
+    store(scores.data() + b * kTokens, weight);
+  }
+  const float inverse = 1 / sum_of(total);
+  for (int64_t i = 0; i < width; i += kLanes) {
+    Floats part[4] = {};
+    for (int64_t b = 0; b < blocks; ++b) {
+      const Cached* values = block(b) + kTokens * width + i;
+      for (int64_t t = 0; t < kTokens; t += 4) {
+        for (int64_t j = 0; j < 4; ++j) part[j] += scores[b * kTokens + t + j] * load(values + (t + j) * width);
+      }
+    }
+    store(seen + i, ((part[0] + part[1]) + (part[2] + part[3])) * inverse);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------- encoder and decoder
+
+// What a batch needs between its products; a thread keeps it from call to call.
+struct Rows {
+  std::vector<float> x, normed, projected, seen, wide, y, scores;
+  Inputs inputs;
+
+  void fit(int64_t rows, int64_t width, int64_t wide_width) {
+    const auto grow = [](std::vector<float>& numbers, int64_t size) {
+      if (int64_t(numbers.size()) < size) numbers.resize(size);
+    };
+    for (auto* numbers : {&x, &normed, &seen, &y}) grow(*numbers, rows * width);
+    grow(projected, 3 * rows * width);
+    grow(wide, rows * wide_width);
+  }
+};
+
+// x ← x + sublayer(norm(x)), or x ← norm(x + sublayer(x))
+template <typename Sublayer>
+void add_and_norm(const Translator& model, const Norm& norm, Rows& s, int64_t rows, Sublayer sublayer) {
+  float *x = s.x.data(), *y = s.y.data();
+  if (model.norm_first) {
+    normalise(norm, x, s.normed.data(), rows, model.width);
+    sublayer(s.normed.data(), y);
+    add(x, y, rows * model.width);
+  } else {
+    sublayer(x, y);
+    add(x, y, rows * model.width);
+    normalise(norm, x, x, rows, model.width);
+  }
+}
+
+void feed_forward(const Layer& layer, const float* x, float* y, int64_t rows, Rows& s) {
+  apply(layer.widen, x, rows, s.inputs, s.wide.data(), true);
+  apply(layer.narrow, s.wide.data(), rows, s.inputs, y);
+}
+
+void embed(const float* embedding, const float* position, int64_t width, float* x) {
+  for (int64_t i = 0; i < width; i += kLanes) store(x + i, load(embedding + i) + load(position + i));
+}
+
+void decode(const Translator& model, const Cache& cache, const int64_t* tokens, const int64_t* slots, int64_t rows,
+            int64_t position, int64_t* next) {
+  thread_local Rows s;
+  const int64_t D = model.width, H = model.heads, W = D / H, size = 2 * kTokens * W, layers = model.decoder_layers;
+  s.fit(rows, D, model.decoder[0].widen.out);
+  for (int64_t row = 0; row < rows; ++row) {
+    embed(model.target_embedding + tokens[row] * D, model.positions + position * D, D, &s.x[row * D]);
+  }
+  for (int64_t l = 0; l < layers; ++l) {
+    const Layer& layer = model.decoder[l];
+    add_and_norm(model, layer.norms[0], s, rows, [&](const float* x, float* y) {
+      apply(layer.own, x, rows, s.inputs, s.projected.data());  // (N, 3, H, W)
+      for (int64_t row = 0; row < rows; ++row) {
+        for (int64_t h = 0; h < H; ++h) {
+          const float* query = &s.projected[3 * row * D + h * W];
+          const auto block = [&](int64_t b) {
+            return (Cached*)cache.own[b] + ((slots[row] * layers + l) * H + h) * size;
+          };
+          append(block(position / kTokens), position % kTokens, query + D, query + 2 * D, W);
+          attend(query, position + 1, W, block, s.scores, &s.seen[row * D + h * W]);
+        }
+      }
+      apply(layer.own_out, s.seen.data(), rows, s.inputs, y);
+    });
+    add_and_norm(model, layer.norms[1], s, rows, [&](const float* x, float* y) {
+      apply(layer.source_query, x, rows, s.inputs, s.projected.data());  // (N, H, W)
+      for (int64_t row = 0; row < rows; ++row) {
+        const int64_t first = cache.source_first[slots[row]], length = cache.source_length[slots[row]];
+        for (int64_t h = 0; h < H; ++h) {
+          const auto block = [&](int64_t b) { return (Cached*)cache.source + (((first + b) * layers + l) * H + h) * size; };
+          attend(&s.projected[row * D + h * W], length, W, block, s.scores, &s.seen[row * D + h * W]);
+        }
+      }
+      apply(layer.source_out, s.seen.data(), rows, s.inputs, y);
+    });
+    add_and_norm(model, layer.norms[2], s, rows, [&](const float* x, float* y) { feed_forward(layer, x, y, rows, s); });
+  }
+  normalise(model.decoder_norm, s.x.data(), s.x.data(), rows, D);
+  likeliest(model.output, s.x.data(), rows, s.inputs, next);
+}
+
+// `rows` sentences from number `first` on, their tokens (N,) one sentence after the other, → their keys and values in the cache.
+void encode_some(const Translator& model, const Cache& cache, const int64_t* tokens, int64_t first, int64_t rows, int64_t N) {
+  thread_local Rows s;
+  thread_local std::vector<Cached> blocks;  // one sentence's keys and values of one head
+  const int64_t D = model.width, H = model.heads, W = D / H, size = 2 * kTokens * W, layers = model.decoder_layers;
+  const int64_t* lengths = cache.source_length + first;
+  s.fit(N, D, model.encoder[0].widen.out);
+  for (int64_t row = 0, place = 0; row < rows; ++row) {
+    for (int64_t t = 0; t < lengths[row]; ++t, ++place) {
+      embed(model.source_embedding + tokens[place] * D, model.positions + t * D, D, &s.x[place * D]);
+    }
+  }
+  for (int64_t l = 0; l < model.encoder_layers; ++l) {
+    const Layer& layer = model.encoder[l];
+    add_and_norm(model, layer.norms[0], s, N, [&](const float* x, float* y) {
+      apply(layer.own, x, N, s.inputs, s.projected.data());  // (N, 3, H, W)
+      for (int64_t row = 0, place = 0; row < rows; place += lengths[row++]) {
+        blocks.resize(std::max(blocks.size(), size_t((lengths[row] + kTokens - 1) / kTokens * size)));
+        for (int64_t h = 0; h < H; ++h) {
+          const float* query = &s.projected[3 * place * D + h * W];
+          const auto block = [&](int64_t b) { return blocks.data() + b * size; };
+          for (int64_t t = 0; t < lengths[row]; ++t) {
+            append(block(t / kTokens), t % kTokens, query + (3 * t + 1) * D, query + (3 * t + 2) * D, W);
+          }
+          for (int64_t t = 0; t < lengths[row]; ++t) {
+            attend(query + 3 * t * D, lengths[row], W, block, s.scores, &s.seen[(place + t) * D + h * W]);
+          }
+        }
+      }
+      apply(layer.own_out, s.seen.data(), N, s.inputs, y);
+    });
+    add_and_norm(model, layer.norms[1], s, N, [&](const float* x, float* y) { feed_forward(layer, x, y, N, s); });
+  }
+  normalise(model.encoder_norm, s.x.data(), s.x.data(), N, D);
+  for (int64_t l = 0; l < layers; ++l) {
+    apply(model.decoder[l].source, s.x.data(), N, s.inputs, s.projected.data());  // (N, 2, H, W)
+    for (int64_t row = 0, place = 0; row < rows; ++row) {
+      for (int64_t t = 0; t < lengths[row]; ++t, ++place) {
+        const int64_t b = cache.source_first[first + row] + t / kTokens;
+        for (int64_t h = 0; h < H; ++h) {
+          const float* key = &s.projected[2 * place * D + h * W];
+          append((Cached*)cache.source + ((b * layers + l) * H + h) * size, t % kTokens, key, key + D, W);
+        }
+      }
+    }
+  }
+}
+
+void encode(const Translator& model, const Cache& cache, const int64_t* tokens, int64_t rows) {
+  for (int64_t first = 0, some = 0; first < rows; first += some) {
+    int64_t N = 0;
+    for (some = 0; first + some < rows && (some == 0 || N + cache.source_length[first + some] <= kSourceTokens); ++some) {
+      N += cache.source_length[first + some];
+    }
+    encode_some(model, cache, tokens, first, some, N);
+    tokens += N;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t outputs_in_a_panel() { return kPanel; }
+
+// One product, (rows, in) → (rows, out): for the tests.
+void multiply_rows(const Linear* linear, const float* x, int64_t rows, float* y) {
+  Inputs inputs;
+  apply(*linear, x, rows, inputs, y);
+}
+
+// All sentences of a batch, their tokens one sentence after the other, into the cache.
+void encode_sources(const Translator* model, const Cache* cache, const int64_t* tokens, int64_t rows) {
+  encode(*model, *cache, tokens, rows);
+}
+
+// tokens (rows,) at `position` of the rows in these slots → the likeliest next ones (rows,)
+void decode_tokens(const Translator* model, const Cache* cache, const int64_t* tokens, const int64_t* slots, int64_t rows,
+                   int64_t position, int64_t* next) {
+  decode(*model, *cache, tokens, slots, rows, position, next);
+}
+}

@@ -1,0 +1,97 @@
+"""The training pass on a CPU: what `Translator.hidden` computes, with fewer passes over memory between the products.
+
+    memory = fused.encode(model, src, src_pad, torch.bfloat16)          # the weights are those of the stock `nn.Transformer`
+    hidden = fused.decode(model, memory, src_pad, tgt_in, torch.bfloat16)
+
+At a model width of 256 a product over a few thousand tokens takes about as long as reading and writing its result a dozen
+times, and that is what biases, dropout, residuals, norms, softmax and casts do one after another. Here everything between two
+products is one kernel (`engine/native/training.py`), with its gradient.
+N = B·S or B·T tokens, D model width. "Wide" is fp32, "narrow" the format of the products.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.attention import BatchedAttention, additive
+from engine.native import training as native
+
+
+def is_for(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether the kernels compute this model: post-norm, ReLU, heads of whole vectors, on a CPU with a compiler."""
+    layers = [*model.transformer.encoder.layers, *model.transformer.decoder.layers]
+    return (
+        model.fused
+        and model.output.weight.device.type == "cpu"
+        and model.output.weight.dtype == torch.float32
+        and not model.config.norm_first
+        and model.config.d_model // model.config.nhead % 16 == 0
+        and all(type(layer.self_attn) is BatchedAttention for layer in layers)
+        and not torch.compiler.is_compiling()
+        and native.kernels(dtype) is not None
+    )
+
+
+def encode(model: nn.Module, src: Tensor, src_pad: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, S) → narrow memory (N, D)"""
+    x, narrow = embed(model, model.source_embedding, src, dtype)
+    mask = additive(src_pad, torch.float32)  # (B, S)
+    encoder = model.transformer.encoder
+    for layer in encoder.layers:
+        own = layer.self_attn
+        seen = native.self_attention(
+            linear(narrow, own.in_proj_weight), own.in_proj_bias, mask, len(src), own.num_heads, False, drop(own)
+        )
+        x, narrow = add_norm(x, seen, own.out_proj, layer.dropout1, layer.norm1)
+        x, narrow = add_norm(x, widen(layer, narrow), layer.linear2, layer.dropout2, layer.norm2)
+    return native.add_norm(x, None, None, encoder.norm, 0.0, dtype)[1]
+
+
+def decode(model: nn.Module, memory: Tensor, src_pad: Tensor, tgt_in: Tensor, dtype: torch.dtype) -> Tensor:
+    """Narrow (B·S, D), (B, S), (B, T) → wide hidden (B·T, D)"""
+    x, narrow = embed(model, model.target_embedding, tgt_in, dtype)
+    mask = additive(src_pad, torch.float32)  # (B, S)
+    decoder, batch = model.transformer.decoder, len(tgt_in)
+    for layer in decoder.layers:
+        own, other = layer.self_attn, layer.multihead_attn
+        seen = native.self_attention(
+            linear(narrow, own.in_proj_weight), own.in_proj_bias, None, batch, own.num_heads, True, drop(own)
+        )
+        x, narrow = add_norm(x, seen, own.out_proj, layer.dropout1, layer.norm1)
+        for_query, for_source = other.in_proj_weight.split([other.embed_dim, 2 * other.embed_dim])
+        seen = native.cross_attention(
+            linear(narrow, for_query), linear(memory, for_source), other.in_proj_bias, mask, batch, other.num_heads, drop(other)
+        )
+        x, narrow = add_norm(x, seen, other.out_proj, layer.dropout2, layer.norm2)
+        x, narrow = add_norm(x, widen(layer, narrow), layer.linear2, layer.dropout3, layer.norm3)
+    return native.add_norm(x, None, None, decoder.norm, 0.0, dtype)[0]
+
+
+def embed(model: nn.Module, embedding: nn.Embedding, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(B, T) → wide and narrow (N, D), as `Translator.embed`."""
+    positions = model.positions[: model.check_length(ids)]
+    return native.embed(embedding(ids), positions, math.sqrt(model.config.d_model), drop(model), dtype)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """(N, in), (out, in) → (N, out) in the format of x, without a bias: the kernel that follows adds it."""
+    return F.linear(x, weight.to(x.dtype))
+
+
+def widen(layer: nn.Module, x: Tensor) -> Tensor:
+    """The inner half of the feed-forward part: (N, D) → (N, feed-forward)"""
+    return native.relu_dropout(linear(x, layer.linear1.weight), layer.linear1.bias, drop(layer))
+
+
+def add_norm(x: Tensor, inner: Tensor, out: nn.Linear, dropout: nn.Dropout, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    """The end of a sub-layer: its last product, dropout, residual and norm; → wide and narrow (N, D)"""
+    p = dropout.p if dropout.training else 0.0
+    return native.add_norm(x, linear(inner, out.weight), out.bias, norm, p, inner.dtype)
+
+
+def drop(module: nn.Module) -> float:
+    """The dropout of an attention, of a feed-forward part or of the embeddings, as things are."""
+    p = module.dropout if isinstance(module.dropout, float) else module.dropout.p
+    return p if module.training else 0.0
