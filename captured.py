@@ -18,8 +18,10 @@ needed inside a step. Letters in shape comments as in `decoding`, L places in th
 import copy
 import math
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +35,7 @@ LOOK_EVERY = 4  # steps between looks at how many rows go on
 SHRINK_AT = 0.25  # share of rows left at which the others leave
 ROWS_ENCODED = 256  # sentences encoded at once: neighbours in length, so that they need little padding
 SHARE_OF_MEMORY = 0.5  # of what is free, for a batch
+MOST_SHAPES = 32  # of batches, a few graphs each
 # Either can do with a mask and a single query, whatever the sizes; cuDNN would make a plan for every shape.
 KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -93,11 +96,14 @@ class CapturedTranslator:
 
     enabled = True  # False: the plain way everywhere; so it is once this one has failed
 
-    @classmethod
-    def suits(cls, model: Translator) -> bool:
-        """On a GPU, unless the weights are being trained: nothing that fails here is to cost a training run."""
+    @staticmethod
+    def suits(model: Translator) -> bool:
+        """On a GPU, unless the weights are being trained: nothing that fails here is to cost a training run.
+
+        The same on every rank, for they all plan the same batches.
+        """
         weights = list(model.parameters())
-        return cls.enabled and weights[0].is_cuda and not any(weight.requires_grad for weight in weights)
+        return weights[0].is_cuda and not any(weight.requires_grad for weight in weights)
 
     @torch.no_grad()
     def __init__(self, model: Translator):
@@ -110,6 +116,7 @@ class CapturedTranslator:
         self.graphs = Graphs(self.device) if self.device.type == "cuda" else None
         self.room = torch.empty(0, dtype=self.dtype, device=self.device)  # for the caches of all shapes, one at a time
         self.buffers: dict[tuple[int, int, int], Buffers] = {}  # by shape
+        self.lock = threading.Lock()  # one batch at a time
 
     def wanted_dtype(self) -> torch.dtype:
         """Of matrix products: autocast's or the weights'."""
@@ -122,14 +129,9 @@ class CapturedTranslator:
         if not self.enabled or self.dtype != self.wanted_dtype():
             return None
         try:
-            with self.graphs.stream_of_its_own() if self.graphs else nullcontext():
-                longest = int(limits.max())
-                rows = min(len(src), self.most_rows(src.size(1), longest))
-                found = [
-                    self.decode(*piece, bos, eos)
-                    for piece in zip(src.split(rows), src_pad.split(rows), limits.split(rows))
-                ]
-                return torch.cat([F.pad(output, (0, longest - output.size(1)), value=eos) for output in found])
+            with self.lock, self.graphs.stream_of_its_own() if self.graphs else nullcontext():
+                rows = self.most_rows(src.size(1), int(limits.max()))
+                return in_parts(partial(self.decode, bos=bos, eos=eos), rows, src, src_pad, limits, eos)
         except Exception as error:  # whatever it is, the plain way may do
             CapturedTranslator.enabled = False
             self.buffers, self.room = {}, None
@@ -175,9 +177,11 @@ class CapturedTranslator:
     def buffers_for(self, rows: int, source: int, length: int) -> Buffers:
         """Those of this shape, made if there are none. The caches of all shapes lie in the same room."""
         config, numbers = self.model.config, self.numbers(rows, source, length)
+        if len(self.buffers) >= MOST_SHAPES:
+            self.buffers = {}
         if numbers > len(self.room):
             self.buffers, self.room = {}, self.room[:0].clone()  # the graphs know the old addresses; free them first
-            self.room = torch.zeros(numbers, dtype=self.dtype, device=self.device)
+            self.room = torch.empty(numbers, dtype=self.dtype, device=self.device)
         if (rows, source, length) not in self.buffers:
             cache = (config.num_decoder_layers, 2, rows, config.nhead, 1, config.d_model // config.nhead)
             self.buffers[rows, source, length] = Buffers(self.room, cache, source, length)
@@ -234,6 +238,13 @@ class CapturedTranslator:
         buffers.output.index_put_((buffers.places[:rows], buffers.position), tokens)
         buffers.position.add_(1)
         done.logical_or_((tokens == buffers.eos) | (buffers.limits[:rows] <= buffers.position))
+
+
+def in_parts(decode: Callable, rows: int, src: Tensor, src_pad: Tensor, limits: Tensor, eos: int) -> Tensor:
+    """`decode` of at most so many rows at once: (B, S) → (B, T)"""
+    longest, rows = int(limits.max()), min(rows, len(src))
+    found = [decode(*part) for part in zip(src.split(rows), src_pad.split(rows), limits.split(rows))]
+    return torch.cat([F.pad(output, (0, longest - output.size(1)), value=eos) for output in found])
 
 
 def add_and_norm(layer: nn.Module, norm: nn.LayerNorm, x: Tensor, sublayer: Callable, *arguments) -> Tensor:

@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from captured import CapturedTranslator, in_parts
 from data import Collate
 from engine.distributed import World
 from model import Translator
@@ -28,6 +30,7 @@ from text.cleaning import normalise
 from text.subwords import decode, encode, special_ids
 
 ROWS_PER_BATCH = 128  # sentences decoded at once on a CPU; a GPU takes more
+TOKENS_PER_BATCH = 2**18  # source tokens, padding included, that a GPU decodes at once
 CHECK_EVERY = 8  # steps between looks at which rows are done on a GPU: each look waits for it
 SHRINK_AT = 0.25  # finished rows leave the batch when they are a quarter of it
 
@@ -130,6 +133,10 @@ def greedy(
     packed: PackedTranslator | None = None,
 ) -> Tensor:  # fmt: skip
     """The likeliest token at every step: (B, S) → (B, T) ids, padded with eos. `limits` (B,) caps each row's tokens."""
+    if isinstance(packed, CapturedTranslator):
+        output = packed.greedy(src, src_pad, limits, bos, eos)
+        plain = partial(greedy, model, bos=bos, eos=eos)
+        return in_parts(plain, default_rows(src.device, 1), src, src_pad, limits, eos) if output is None else output
     longest = int(limits.max())
     if packed:
         cache, next_tokens = packed.start(src, src_pad), packed.next_tokens
@@ -229,12 +236,18 @@ class Hypotheses:
 
 def plan_batches(lengths: list[int], rows_per_batch: int) -> list[list[int]]:
     """Sentence numbers in batches of similar length, longest first: what does not fit in memory fails at once."""
-    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    return [order[i : i + rows_per_batch] for i in range(0, len(order), rows_per_batch)]
+    order, batches, first = sorted(range(len(lengths)), key=lambda row: -lengths[row]), [], 0
+    while first < len(order):
+        rows = min(rows_per_batch, max(1, TOKENS_PER_BATCH // (lengths[order[first]] + 1)))
+        batches.append(order[first : first + rows])
+        first += rows
+    return batches
 
 
 def pack(model: Translator, int8: bool = False) -> PackedTranslator | None:
-    """The model laid out for greedy decoding, or None where the plain step is the way: on a GPU and under autocast."""
+    """The model laid out for greedy decoding, or None for the plain step: under autocast on a CPU, in training on a GPU."""
+    if CapturedTranslator.suits(model):
+        return CapturedTranslator(model)
     cpu = next(model.parameters()).device.type == "cpu"
     return PackedTranslator(model, int8) if cpu and not torch.is_autocast_enabled("cpu") else None
 
@@ -253,7 +266,7 @@ def search(
     model.eval()
     bos, eos = collate.target_ids["bos"], collate.target_ids["eos"]
     if batches is None:
-        rows_per_batch = rows_per_batch or default_rows(device, beam)
+        rows_per_batch = rows_per_batch or default_rows(device, beam, CapturedTranslator.suits(model))
         batches = plan_batches(list(map(len, sources)), rows_per_batch)
     batches = [[row for row in rows if len(sources[row])] for rows in batches]
     batches = [rows for rows in batches if rows]
@@ -270,7 +283,7 @@ def search(
 
     found = Hypotheses([[] for _ in sources], 0)
     workers = min(torch.get_num_threads(), len(batches)) if device.type == "cpu" else 1
-    with small_products() if packed else nullcontext():
+    with small_products() if packed and device.type == "cpu" else nullcontext():
         for rows, (output, limits) in zip(
             progress(batches), map_in_threads(search_batch, batches, workers), strict=True
         ):
@@ -339,7 +352,8 @@ def translate_lines(
     cut = sum(len(source) > longest for source in sources)
     sources = [source[:longest] for source in sources]
     collate = Collate(special_ids(source_tokenizer), special_ids(target_tokenizer))
-    batches = plan_batches(list(map(len, sources)), default_rows(next(model.parameters()).device, beam))
+    rows = default_rows(next(model.parameters()).device, beam, CapturedTranslator.suits(model))
+    batches = plan_batches(list(map(len, sources)), rows)
     if world:
         batches = batches[world.rank :: world.size]
     found = search(
@@ -359,7 +373,9 @@ def translate_lines(
     return Translations(texts, sum(share[1] for share in shares), sum(share[2] for share in shares), cut)
 
 
-def default_rows(device: torch.device, beam: int) -> int:
-    """Sentences decoded at once."""
+def default_rows(device: torch.device, beam: int, captured: bool = False) -> int:
+    """Sentences decoded at once. Captured steps take fewer where the free memory says so."""
+    if captured and beam == 1:
+        return 16 * ROWS_PER_BATCH
     rows = ROWS_PER_BATCH if device.type == "cpu" else 4 * ROWS_PER_BATCH
     return max(1, rows // beam)

@@ -7,7 +7,8 @@
 
 parity    loss and gradients in every number format against float64 on the CPU (benchmarks/gpu_parity.py); exit code 1 on a FAIL
 training  benchmarks/gpu_speed.py: the loop of train.py without its log: real source and target tokens a second, end token counted
-decoding  greedy search over the test split: random weights and exactly 40 tokens a sentence, with --ckpt its own lengths
+decoding  greedy search over the test split: random weights and exactly 40 tokens a sentence, with --ckpt its own lengths;
+          plain, captured (the graphs made in every pass, as evaluate.py does), and with the graphs kept from pass to pass
 What fails, for want of memory for instance, is reported and left out; the rest goes on. With fp32, products are TF32 as in
 train.py, and so is the peak that model FLOPs utilisation is a share of. On a CPU, peak_gib is the process's and never falls.
 """
@@ -23,8 +24,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.corpus import ROOT
-from benchmarks.gpu_parity import Check, check_greedy, check_losses
-from benchmarks.gpu_speed import FIXED_LENGTH, Bench, decode_random, decode_run, sources_of, train
+from benchmarks.gpu_parity import Check, check_captured, check_greedy, check_losses
+from benchmarks.gpu_speed import FIXED_LENGTH, WAYS, Bench, decode_random, decode_run, sources_of, train
 from benchmarks.measuring import Run, describe_machine, write_json
 from data import collate_for, prepare
 from engine.allocator import keep_freed_memory
@@ -100,6 +101,8 @@ def parity(bench: Bench) -> None:
         bench.attempt(f"{preset} parity of losses", partial(keep, preset, checks))
         checks = check_greedy(model, bench.device, bench.sources, collate)
         bench.attempt(f"{preset} parity of greedy search", partial(keep, preset, checks))
+        checks = check_captured(model, bench.device, bench.sources, collate)
+        bench.attempt(f"{preset} parity of captured steps", partial(keep, preset, checks))
 
 
 def precisions(bench: Bench, training: bool) -> list[str]:
@@ -121,19 +124,17 @@ def training(bench: Bench) -> None:
 def decode(bench: Bench) -> None:
     """Random weights of every preset, then the trained run."""
     print(f"\ngreedy decoding of {len(bench.sources):,} sentences")
-    presets, ways = (
-        words(bench.config.presets),
-        [*product(precisions(bench, False), map(int, words(bench.config.rows)))],
-    )
-    bench.measure({f"{preset} {precision} {rows} rows, {FIXED_LENGTH} tokens":
-                   partial(decode_random, bench, preset, precision, rows)
-                   for preset in presets for precision, rows in ways})  # fmt: skip
+    ways = [*product(precisions(bench, False), map(int, words(bench.config.rows)), WAYS)]
+    bench.measure({f"{preset} {precision} {rows} rows, {FIXED_LENGTH} tokens, {way}":
+                   partial(decode_random, bench, preset, precision, rows, way)
+                   for preset in words(bench.config.presets) for precision, rows, way in ways})  # fmt: skip
     if bench.config.ckpt:
         trained = load_trained(bench.config.ckpt)
         sizes = asdict(trained.model.config)
         preset = next((name for name in PRESETS if PRESETS[name].items() <= sizes.items()), "run")
-        bench.measure({f"{preset} {precision} {rows} rows, real lengths": partial(decode_run, bench, trained, precision, rows)
-                       for precision, rows in ways})  # fmt: skip
+        bench.measure({f"{preset} {precision} {rows} rows, real lengths, {way}":
+                       partial(decode_run, bench, trained, precision, rows, way)
+                       for precision, rows, way in ways})  # fmt: skip
 
 
 def targets(runs: list[Run]) -> list[str]:

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from captured import CapturedTranslator
 from data import BucketSampler, Collate, TokenizedPairs
 from decoding import greedy, output_limit, pack
 from engine.cross_entropy import LOGITS_AT_ONCE, SlicedCrossEntropy
@@ -27,6 +28,14 @@ TOKENS, BATCHES = 1024, 3  # of a side in a batch, and how many batches
 SLICE_ROWS = 100  # so that the sliced cross-entropy has many slices, the last one smaller
 SENTENCES, LONGEST = 64, 40  # of greedy search; tokens
 NEAR_TIE = 1e-3  # logits this near may swap places when rounded otherwise
+NEAR_TIES = {
+    "float64": 0.0,
+    "fp32": NEAR_TIE,
+    "fp32 as TF32": 0.05,
+    "bf16": 0.5,
+    "fp16": 0.05,
+}  # captured against plain
+CAPTURED_SENTENCES = 300  # of captured steps: enough for rows to leave
 WORST = 10  # times the limit: what the worst parameter may differ
 FORMATS = {  # name: (weights, precision, fp32 products, limit)
     "float64": (torch.float64, "fp32", "highest", 1e-9),
@@ -158,6 +167,31 @@ def check_greedy(
     gap = widest_gap(copy.deepcopy(model).double(), src, src_pad, there, here, bos)
     note = f"{(there == here).all(1).double().mean():.1%} of {len(src)} sentences equal; the difference is of logits"
     yield Check("greedy in fp32, against the CPU", {"near tie": gap}, NEAR_TIE, note)
+
+
+def check_captured(
+    model: Translator, device: torch.device, sources: list[list[int]], collate: Collate
+) -> Iterator[Check]:
+    """Captured steps against plain ones on the device, in every format of decoding; twice, so that graphs are used again.
+
+    Outputs are as long as the limits allow, so that several graphs take turns and rows leave.
+    """
+    bos, eos = collate.target_ids["bos"], collate.target_ids["eos"]
+    src, src_pad = collate.pad_sources(sorted(sources[:CAPTURED_SENTENCES], key=len, reverse=True))
+    limits = output_limit((~src_pad).sum(1), model.config.max_length)
+    inputs, wide = tuple(tensor.to(device) for tensor in (src, src_pad, limits)), copy.deepcopy(model).double().eval()
+    for name in [name for name in FORMATS if device.type == "cuda" or name not in ONLY_CUDA]:
+        weights, precision, products, _ = FORMATS[name]
+        there = copy.deepcopy(model).to(device, weights).eval()
+        with fp32_products(products), Precision(device, precision, "").autocast():
+            plain, captured = greedy(there, *inputs, bos, eos).cpu(), CapturedTranslator(there)
+            for turn in ("first", "second"):
+                found = captured.greedy(*inputs, bos, eos)
+                if found is None:
+                    raise RuntimeError("the captured step failed: see the note")
+                note = f"{(found.cpu() == plain).all(1).double().mean():.1%} of {len(src)} sentences equal"
+                gap = widest_gap(wide, src, src_pad, found.cpu(), plain, bos)
+                yield Check(f"captured steps in {name}, {turn} time", {"near tie": gap}, NEAR_TIES[name], note)
 
 
 @torch.inference_mode()

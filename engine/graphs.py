@@ -16,12 +16,14 @@ from torch import Tensor
 
 
 class Graphs:
-    """A stream and memory for graphs that are never replayed at the same time and keep no result in memory of their own."""
+    """A stream and memory for graphs that are never replayed at the same time and keep no result in memory of their own.
+
+    Throw them away all at once: they share the work space of the stream's matrix products, which PyTorch frees with any.
+    """
 
     failed: list = []  # noqa: RUF012  graphs whose capture failed: the allocator may still ask them
 
     def __init__(self, device: torch.device):
-        # Graphs of one stream share the work space of its matrix products, which goes with the first of them.
         self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     @contextmanager

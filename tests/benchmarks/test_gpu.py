@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 
+import captured
 import decoding
-from benchmarks import gpu, gpu_parity
+from benchmarks import gpu, gpu_parity, gpu_speed
 from benchmarks.gpu import Config
+from captured import CapturedTranslator
 from data import collate_for, prepare
 from engine import cross_entropy
 from engine.errors import UserError
@@ -45,14 +47,17 @@ def test_all_parts_run(here, toy_data, toy_run, capsys, monkeypatch):
     figures = {run["contestant"]: run["figures"] for run in report["runs"]}
     assert list(figures) == [
         *(f"lab {name} {mode} 256" for name in ("fp32", "bf16") for mode in ("eager", "compiled")),
-        *(f"lab {name} 8 rows, 40 tokens" for name in ("fp32", "bf16")),
-        *(f"run {name} 8 rows, real lengths" for name in ("fp32", "bf16")),
+        *(f"lab {name} 8 rows, 40 tokens, {way}" for name in ("fp32", "bf16") for way in gpu.WAYS),
+        *(f"run {name} 8 rows, real lengths, {way}" for name in ("fp32", "bf16") for way in gpu.WAYS),
     ]
     speed = figures["lab fp32 eager 256"]
     assert speed["tokens_per_second"] > 0 and 0 < speed["data_wait_share"] < 1
     assert speed["seconds_432k_pairs"] == pytest.approx(speed["epoch_seconds"] * 432_000 / 2000)
-    assert figures["lab fp32 8 rows, 40 tokens"]["tokens"] == 20 * 40
-    assert 20 < figures["run fp32 8 rows, real lengths"]["tokens"] < 20 * 20  # what a trained model says is short
+    for way in gpu.WAYS:
+        assert figures[f"lab fp32 8 rows, 40 tokens, {way}"]["tokens"] == 20 * 40
+        tokens = figures[f"run fp32 8 rows, real lengths, {way}"]["tokens"]
+        assert tokens == figures["run fp32 8 rows, real lengths, plain"]["tokens"]
+        assert 20 < tokens < 20 * 20  # what a trained model says is short
     assert report["targets"] == [] and "nothing failed" in capsys.readouterr().out  # a tiny model has no targets
 
 
@@ -70,17 +75,51 @@ def test_a_lost_slice_fails(bench, monkeypatch):
     assert [check.passed for check in checks] == [True, False] * 3
 
 
-def test_wrong_greedy_search_fails(bench, monkeypatch):
-    one, model, collate = bench
-    torch.manual_seed(2)
-    with torch.no_grad():  # outputs that vary more than those of a fresh model
-        model = Translator(model.config)
-        for parameter in model.parameters():
-            parameter.normal_(std=0.5)
+def test_wrong_greedy_search_fails(lively, monkeypatch):
+    one, model, collate = lively
     assert all(check.passed for check in gpu_parity.check_greedy(model, CPU, one.sources, collate))
     right = decoding.attend_source
     monkeypatch.setattr(decoding, "attend_source", lambda *arguments: -right(*arguments))
     assert not any(check.passed for check in gpu_parity.check_greedy(model, CPU, one.sources, collate))
+
+
+@pytest.fixture
+def lively(bench):
+    """Outputs that vary more than those of a fresh model."""
+    one, model, collate = bench
+    torch.manual_seed(2)
+    with torch.no_grad():
+        model = Translator(model.config)
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+    yield one, model, collate
+    CapturedTranslator.enabled = True
+
+
+def test_captured_steps_agree_in_every_format(lively):
+    one, model, collate = lively
+    checks = list(gpu_parity.check_captured(model, CPU, one.sources, collate))
+    assert [check.name.split(",")[0].split()[-1] for check in checks] == [
+        n for n in ("float64", "fp32", "bf16") for _ in range(2)
+    ]
+    assert all(check.passed for check in checks), checks
+
+
+def test_wrong_captured_steps_fail(lively, monkeypatch):
+    one, model, collate = lively
+    right = captured.attend_source
+    monkeypatch.setattr(captured, "attend_source", lambda *arguments: -right(*arguments))
+    assert not any(check.passed for check in gpu_parity.check_captured(model, CPU, one.sources, collate))
+
+
+def test_captured_steps_that_cannot_be_are_a_failure(lively, monkeypatch, capsys):
+    one, model, collate = lively
+    monkeypatch.setattr(captured.CapturedTranslator, "step", None)
+    with pytest.raises(RuntimeError, match="captured"):
+        list(gpu_parity.check_captured(model, CPU, one.sources, collate))
+    assert not CapturedTranslator.enabled and capsys.readouterr().err.startswith("note: ")
+    with pytest.raises(RuntimeError, match="captured"):
+        gpu_speed.time_search(one, model, one.sources, collate, "fp32", 8, "captured")
 
 
 def test_targets_go_by_the_best_turn():
