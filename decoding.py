@@ -3,7 +3,7 @@
     hypotheses = search(model, sources, collate, beam=1)      # lists of token ids in, lists of token ids out
 
 `step` is the plain version of one step and reads like the stock decoder. Greedy search on a CPU takes the same step from
-`packed`, where the weights are laid out for it once.
+`engine.native.decoding`, in C++, or where that is not possible from `packed`; both lay out the weights for it once.
 A decoder layer needs, for one new token, only that token's query and the keys and values of the tokens before it. The stock
 layers recompute those at every step; here they are kept: a step costs one token's work, whatever the length.
 Letters in shape comments: B rows of a batch, K beams, S source tokens, T target tokens, D model width, V vocabulary,
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from captured import CapturedTranslator, in_parts
 from data import Collate
 from engine.distributed import World
+from engine.native.decoding import NativeTranslator, is_possible
 from model import Translator
 from packed import PackedTranslator, small_products
 from text.cleaning import normalise
@@ -32,6 +33,7 @@ from text.subwords import decode, encode, special_ids
 ROWS_PER_BATCH = 128  # sentences decoded at once on a CPU; a GPU takes more
 TOKENS_PER_BATCH = 2**18  # source tokens, padding included, that a GPU decodes at once
 CHECK_EVERY = 8  # steps between looks at which rows are done on a GPU: each look waits for it
+Packed = NativeTranslator | PackedTranslator  # the weights laid out in C++, or for PyTorch's operations
 SHRINK_AT = 0.25  # finished rows leave the batch when they are a quarter of it
 
 
@@ -130,7 +132,7 @@ def join_heads(attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
 @torch.inference_mode()
 def greedy(
     model: Translator, src: Tensor, src_pad: Tensor, limits: Tensor, bos: int, eos: int,
-    packed: PackedTranslator | None = None,
+    packed: Packed | None = None,
 ) -> Tensor:  # fmt: skip
     """The likeliest token at every step: (B, S) → (B, T) ids, padded with eos. `limits` (B,) caps each row's tokens."""
     if isinstance(packed, CapturedTranslator):
@@ -244,18 +246,19 @@ def plan_batches(lengths: list[int], rows_per_batch: int) -> list[list[int]]:
     return batches
 
 
-def pack(model: Translator, int8: bool = False) -> PackedTranslator | None:
+def pack(model: Translator, int8: bool = False) -> Packed | None:
     """The model laid out for greedy decoding, or None for the plain step: under autocast on a CPU, in training on a GPU."""
     if CapturedTranslator.suits(model):
         return CapturedTranslator(model)
-    cpu = next(model.parameters()).device.type == "cpu"
-    return PackedTranslator(model, int8) if cpu and not torch.is_autocast_enabled("cpu") else None
+    if next(model.parameters()).device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return None
+    return NativeTranslator(model, int8) if is_possible(model, int8) else PackedTranslator(model, int8)
 
 
 def search(
     model: Translator, sources: list[list[int]], collate: Collate, *, beam: int = 1, length_penalty: float = 0.6,
     rows_per_batch: int = 0, progress=iter, batches: list[list[int]] | None = None,
-    packed: PackedTranslator | None = None,
+    packed: Packed | None = None,
 ) -> Hypotheses:  # fmt: skip
     """Translate token ids, without begin and end, into token ids. An empty source gives an empty output.
 
@@ -341,7 +344,7 @@ class Translations:
 
 def translate_lines(
     model: Translator, source_tokenizer, target_tokenizer, lines: list[str], *, beam: int = 1,
-    length_penalty: float = 0.6, world: World | None = None, progress=iter, packed: PackedTranslator | None = None,
+    length_penalty: float = 0.6, world: World | None = None, progress=iter, packed: Packed | None = None,
 ) -> Translations | None:  # fmt: skip
     """Text → text, one output a line. With a `world` of many, the batches are shared out and rank 0 gets the whole.
 

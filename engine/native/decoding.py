@@ -130,7 +130,9 @@ class NativeTranslator:
             own_out=self.pack_linear(own.out_proj.weight, own.out_proj.bias),
             widen=self.pack_linear(layer.linear1.weight, layer.linear1.bias),
             narrow=self.pack_linear(layer.linear2.weight, layer.linear2.bias, zero=0),  # after ReLU
-            norms=(Norm * 3)(*(self.pack_norm(getattr(layer, name)) for name in ("norm1", "norm2", "norm3")[: 2 + bool(source)])),
+            norms=(Norm * 3)(
+                *(self.pack_norm(getattr(layer, name)) for name in ("norm1", "norm2", "norm3")[: 2 + bool(source)])
+            ),
         )
         if source:
             packed.source_query = self.pack_projection(source, "q")
@@ -171,7 +173,10 @@ class NativeTranslator:
             raise ValueError(f"{src.size(1)} tokens are more than the {config.max_length} this model has positions for")
         lengths = (~src_pad).sum(1)
         blocks = (lengths + TOKENS_PER_BLOCK - 1) // TOKENS_PER_BLOCK
-        layers, size = config.num_decoder_layers, 2 * TOKENS_PER_BLOCK * config.d_model  # of keys and values of all heads
+        layers, size = (
+            config.num_decoder_layers,
+            2 * TOKENS_PER_BLOCK * config.d_model,
+        )  # of keys and values of all heads
         source = torch.empty(int(blocks.sum()), layers, size, dtype=torch.bfloat16 if self.int8 else torch.float32)
         cache = NativeCache(torch.arange(rows), source, blocks.cumsum(0) - blocks, lengths, (rows, layers, size))
         tokens = src[~src_pad]  # (N,)
