@@ -215,7 +215,8 @@ FORBIDDEN = (
 def test_two_steps_ask_for_the_same_operations_on_the_same_addresses(rows, length, dtype):
     """All that a capture requires: no number from Python that changes, no question to the device, no new buffer."""
     model, (src, src_pad, limits) = make_model(dtype=torch.float32), make_batch(16)
-    with torch.inference_mode(), torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+    # Not in inference mode, where attention and the like would be seen as one operation.
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
         translator = CapturedTranslator(model)
         buffers = translator.buffers_for(16, 128, 192)
         buffers.begin(src_pad, limits, BOS, EOS)
@@ -223,7 +224,7 @@ def test_two_steps_ask_for_the_same_operations_on_the_same_addresses(rows, lengt
         first, *others = (Recording(lambda: translator.step(buffers, rows, length)) for _ in range(3))
     assert all(other.described() == first.described() for other in others) and buffers.position.item() == 3
     names = [str(operation) for operation, *_ in first.operations]
-    assert len(names) > 50 and not [name for name in names if any(word in name for word in FORBIDDEN)]
+    assert len(names) > 150 and not [name for name in names if any(word in name for word in FORBIDDEN)]
 
 
 def test_a_step_needs_nothing_from_another_device(monkeypatch):
@@ -231,11 +232,11 @@ def test_a_step_needs_nothing_from_another_device(monkeypatch):
     model = make_model(dtype=torch.float32).to("meta")
     monkeypatch.setattr(CapturedTranslator, "wanted_dtype", lambda self: torch.float32)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # it does not know such a device
-    with torch.inference_mode():
+    with torch.no_grad():
         translator = CapturedTranslator(model)
         buffers = translator.buffers_for(16, 32, 64)
         recording = Recording(lambda: translator.step(buffers, 8, 64))
-    assert len(recording.operations) > 50
+    assert len(recording.operations) > 150
     assert {one.device.type for one in tree_leaves(recording.operations) if torch.is_tensor(one)} == {"meta"}
 
 
