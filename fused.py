@@ -17,20 +17,28 @@ from torch import Tensor, nn
 
 from engine.attention import BatchedAttention, additive
 from engine.native import training as native
+from engine.native.build import why_not
 
 
 def is_for(model: nn.Module, dtype: torch.dtype) -> bool:
     """Whether the kernels compute this model: post-norm, ReLU, heads of whole vectors, on a CPU with a compiler."""
+    weight, sizes = model.output.weight, model.config
     layers = [*model.transformer.encoder.layers, *model.transformer.decoder.layers]
     return (
-        model.fused
-        and model.output.weight.device.type == "cpu"
-        and model.output.weight.dtype == torch.float32
-        and not model.config.norm_first
-        and model.config.d_model // model.config.nhead % 16 == 0
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and not sizes.norm_first
+        and sizes.d_model // sizes.nhead % 16 == 0
         and all(type(layer.self_attn) is BatchedAttention for layer in layers)
         and not torch.compiler.is_compiling()
         and native.kernels(dtype) is not None
+    )
+
+
+def hint(device: torch.device) -> str:
+    """What a user could do to train faster on this device; empty if nothing."""
+    return (
+        f"training on a CPU is faster with compiled kernels: {why_not()}" if device.type == "cpu" and why_not() else ""
     )
 
 
@@ -41,9 +49,7 @@ def encode(model: nn.Module, src: Tensor, src_pad: Tensor, dtype: torch.dtype) -
     encoder = model.transformer.encoder
     for layer in encoder.layers:
         own = layer.self_attn
-        seen = native.self_attention(
-            linear(narrow, own.in_proj_weight), own.in_proj_bias, mask, len(src), own.num_heads, False, drop(own)
-        )
+        seen = attend_own(own, narrow, mask, len(src), causal=False)
         x, narrow = add_norm(x, seen, own.out_proj, layer.dropout1, layer.norm1)
         x, narrow = add_norm(x, widen(layer, narrow), layer.linear2, layer.dropout2, layer.norm2)
     return native.add_norm(x, None, None, encoder.norm, 0.0, dtype)[1]
@@ -56,14 +62,9 @@ def decode(model: nn.Module, memory: Tensor, src_pad: Tensor, tgt_in: Tensor, dt
     decoder, batch = model.transformer.decoder, len(tgt_in)
     for layer in decoder.layers:
         own, other = layer.self_attn, layer.multihead_attn
-        seen = native.self_attention(
-            linear(narrow, own.in_proj_weight), own.in_proj_bias, None, batch, own.num_heads, True, drop(own)
-        )
+        seen = attend_own(own, narrow, None, batch, causal=True)
         x, narrow = add_norm(x, seen, own.out_proj, layer.dropout1, layer.norm1)
-        for_query, for_source = other.in_proj_weight.split([other.embed_dim, 2 * other.embed_dim])
-        seen = native.cross_attention(
-            linear(narrow, for_query), linear(memory, for_source), other.in_proj_bias, mask, batch, other.num_heads, drop(other)
-        )
+        seen = attend_source(other, narrow, memory, mask, batch)
         x, narrow = add_norm(x, seen, other.out_proj, layer.dropout2, layer.norm2)
         x, narrow = add_norm(x, widen(layer, narrow), layer.linear2, layer.dropout3, layer.norm3)
     return native.add_norm(x, None, None, decoder.norm, 0.0, dtype)[0]
@@ -80,12 +81,27 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.to(x.dtype))
 
 
+def attend_own(attention: nn.MultiheadAttention, x: Tensor, mask: Tensor | None, batch: int, causal: bool) -> Tensor:
+    """Self-attention without its last product: (N, D) → (N, D)"""
+    qkv = linear(x, attention.in_proj_weight)  # (N, 3·D)
+    return native.self_attention(qkv, attention.in_proj_bias, mask, batch, attention.num_heads, causal, drop(attention))
+
+
+def attend_source(attention: nn.MultiheadAttention, x: Tensor, memory: Tensor, mask: Tensor, batch: int) -> Tensor:
+    """Attention over the source without its last product: (B·T, D), (B·S, D), added mask (B, S) → (B·T, D)"""
+    for_query, for_source = attention.in_proj_weight.split([attention.embed_dim, 2 * attention.embed_dim])
+    q, kv = linear(x, for_query), linear(memory, for_source)
+    return native.cross_attention(q, kv, attention.in_proj_bias, mask, batch, attention.num_heads, drop(attention))
+
+
 def widen(layer: nn.Module, x: Tensor) -> Tensor:
     """The inner half of the feed-forward part: (N, D) → (N, feed-forward)"""
     return native.relu_dropout(linear(x, layer.linear1.weight), layer.linear1.bias, drop(layer))
 
 
-def add_norm(x: Tensor, inner: Tensor, out: nn.Linear, dropout: nn.Dropout, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, inner: Tensor, out: nn.Linear, dropout: nn.Dropout, norm: nn.LayerNorm
+) -> tuple[Tensor, Tensor]:
     """The end of a sub-layer: its last product, dropout, residual and norm; → wide and narrow (N, D)"""
     p = dropout.p if dropout.training else 0.0
     return native.add_norm(x, linear(inner, out.weight), out.bias, norm, p, inner.dtype)

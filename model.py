@@ -53,8 +53,6 @@ class ModelConfig:
 class Translator(nn.Module):
     """Source and target token ids → logits over the target vocabulary."""
 
-    fused = True  # False: layer by layer on a CPU too, to compare with
-
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config

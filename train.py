@@ -97,6 +97,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+import fused
 from data import BucketSampler, Prepared, collate_for, load_prepared, prepare
 from engine import checkpoint, distributed, schedule
 from engine.allocator import keep_freed_memory
@@ -236,6 +237,8 @@ def set_up(config: Config) -> Training:
     log(precision.describe())
     if hidden := distributed.hidden_gpus():
         log(f"note: {hidden}")
+    if faster := fused.hint(world.device):
+        log(f"note: {faster}")
     prepared = prepare_data(config, run, world, log)
     sizes = model_sizes(config, len(prepared.source_tokenizer), len(prepared.target_tokenizer))
 

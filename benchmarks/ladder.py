@@ -32,6 +32,7 @@ from engine.config import flag, parse_flags
 from engine.cross_entropy import SlicedCrossEntropy
 from engine.dropout import ByteDropout
 from engine.errors import run_script
+from engine.native.training import Kernels
 from engine.precision import Precision
 from model import ModelConfig, SummedLoss, Translator
 
@@ -43,6 +44,7 @@ RUNGS = (
     "dropout by bytes",
     "batched attention",
     "sliced cross-entropy",
+    "kernels in C++",  # which do what dropout by bytes and batched attention do, and more
     "bf16",
 )
 PARITY_STEPS = 5
@@ -70,6 +72,7 @@ def climb(rung: int, corpus, seconds: float) -> dict[str, float]:
     ByteDropout.enabled = "dropout by bytes" in tricks
     BatchedAttention.enabled = "batched attention" in tricks
     SlicedCrossEntropy.enabled = "sliced cross-entropy" in tricks
+    Kernels.enabled = "kernels in C++" in tricks
     precision = Precision(torch.device("cpu"), "bf16" if "bf16" in tricks else "fp32", "")
 
     collate = Collate(corpus.source_ids, corpus.target_ids)

@@ -25,6 +25,7 @@ from engine.config import flag, parse_flags
 from engine.cross_entropy import SlicedCrossEntropy
 from engine.dropout import ByteDropout
 from engine.errors import UserError, run_script
+from engine.native.training import Kernels
 from engine.precision import Precision
 from model import ModelConfig, SummedLoss, Translator
 
@@ -53,7 +54,7 @@ class Config:
 def measure(config: Config) -> dict[str, float]:
     """Three steps of one variant; → GiB."""
     fast, sliced, kept, name = VARIANTS[config.variant]
-    ByteDropout.enabled = BatchedAttention.enabled = fast
+    ByteDropout.enabled = BatchedAttention.enabled = Kernels.enabled = fast
     SlicedCrossEntropy.enabled = sliced
     torch.set_float32_matmul_precision("medium")
     if kept:

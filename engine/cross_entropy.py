@@ -40,7 +40,6 @@ class SlicedCrossEntropy(torch.autograd.Function):
     """
 
     enabled = True  # False: all logits at once, to compare with
-    fused = True  # False: on a CPU too the softmax as PyTorch has it
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, smoothing, dtype):
@@ -73,9 +72,11 @@ class SlicedCrossEntropy(torch.autograd.Function):
         return *(gradient * upstream for gradient in ctx.saved_tensors), None, None, None
 
 
-def softmax_loss(some: Tensor, weight: Tensor, bias: Tensor, truth: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
+def softmax_loss(
+    some: Tensor, weight: Tensor, bias: Tensor, truth: Tensor, smoothing: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """(R, D), (V, D), (V,), (R, 1) → softmax (R, V), its sum over rows (V,), Σ −log p(truth) + smoothing · logit of the truth."""
-    if some.device.type == "cpu" and SlicedCrossEntropy.fused and native.kernels(some.dtype):
+    if some.device.type == "cpu" and native.kernels(some.dtype):
         logits = torch.mm(some, weight.t(), out=workspace(len(some), len(weight), some.dtype))
         losses, p_sum = native.softmax_loss(logits, bias, truth, smoothing)
         return logits, p_sum, losses.sum()
@@ -87,7 +88,7 @@ def softmax_loss(some: Tensor, weight: Tensor, bias: Tensor, truth: Tensor, smoo
 
 
 def workspace(rows: int, vocabulary: int, dtype: torch.dtype) -> Tensor:
-    """(R, V) of a memory that is used again and again: of a new one the kernel first clears every page, half the product's time."""
+    """(R, V) of memory that is used again and again; new memory the system would clear first, page by page."""
     numbers = max(LOGITS_AT_ONCE["cpu"], vocabulary)
     return kept_memory(numbers, dtype, get_ident())[: rows * vocabulary].view(rows, vocabulary)
 

@@ -211,24 +211,26 @@ constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+#define UNROLLED _Pragma("GCC unroll 8")  // so that an array of vectors can be registers
+
 // c (kRows, 16·C) ← or += a (kRows, inner) · b (inner, 16·C). Any strides for a, so it may be read transposed.
 template <int C, bool kAdd>
 inline void tile(float* c, int64_t c_stride, const float* a, int64_t a_row, int64_t a_column, const float* b,
                  int64_t b_stride, int64_t inner) {
   Floats total[kRows][C];
-  for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < C; ++v) total[r][v] = kAdd ? load(c + r * c_stride + v * kLanes) : Floats{};
+  UNROLLED for (int r = 0; r < kRows; ++r)
+    UNROLLED for (int v = 0; v < C; ++v) total[r][v] = kAdd ? load(c + r * c_stride + v * kLanes) : Floats{};
   for (int64_t k = 0; k < inner; ++k) {
     Floats right[C];
     for (int v = 0; v < C; ++v) right[v] = load(b + k * b_stride + v * kLanes);
 #ifdef __AVX512F__  // keeps GCC from reading each vector again for every row
     for (int v = 0; v < C; ++v) asm("" : "+v"(right[v]));
 #endif
-    for (int r = 0; r < kRows; ++r)
-      for (int v = 0; v < C; ++v) total[r][v] += a[r * a_row + k * a_column] * right[v];
+    UNROLLED for (int r = 0; r < kRows; ++r)
+      UNROLLED for (int v = 0; v < C; ++v) total[r][v] += a[r * a_row + k * a_column] * right[v];
   }
-  for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < C; ++v) store(c + r * c_stride + v * kLanes, total[r][v]);
+  UNROLLED for (int r = 0; r < kRows; ++r)
+    UNROLLED for (int v = 0; v < C; ++v) store(c + r * c_stride + v * kLanes, total[r][v]);
 }
 
 // c (rows, columns) ← or += a · b; rows a multiple of 4, columns of 16.
@@ -264,9 +266,11 @@ struct Rows {
   // → (padded, W) in float plus bias, zeros after the last row
   void read(int64_t rows, int64_t padded, int64_t width, const float* bias, float* to) const {
     for (int64_t r = 0; r < rows; ++r) {
-      __builtin_prefetch(first + r * stride + width);  // the next head's, read next: too far apart for the processor to guess
-      for (int64_t j = 0; j < width; j += kLanes)
-        store(to + r * width + j, load(first + r * stride + j) + (bias ? load(bias + j) : Floats{}));
+      const T* row = first + r * stride;
+      for (int64_t j = 0; j < width; j += kLanes) {
+        __builtin_prefetch(row + width + j);  // the next head's, read next: too far apart for the processor to guess
+        store(to + r * width + j, load(row + j) + (bias ? load(bias + j) : Floats{}));
+      }
     }
     std::fill(to + rows * width, to + padded * width, 0.0f);
   }

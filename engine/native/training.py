@@ -19,9 +19,15 @@ from engine.native.build import call, library
 NUMBERS = {torch.float32: "float", torch.bfloat16: "bf16"}  # formats of matrix products, and their names in C++
 
 
+class Kernels:
+    """The switch of all functions here."""
+
+    enabled = True  # False: callers take their plain way, to compare with
+
+
 def kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The compiled functions for products in this format; None if there are none."""
-    return library("training", NARROW=NUMBERS[dtype]) if dtype in NUMBERS else None
+    """The compiled functions for products in this format; None if there are none, or none are wanted."""
+    return library("training", NARROW=NUMBERS[dtype]) if Kernels.enabled and dtype in NUMBERS else None
 
 
 def embed(rows: Tensor, positions: Tensor, factor: float, p: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -40,7 +46,9 @@ def relu_dropout(x: Tensor, bias: Tensor, p: float) -> Tensor:
     return ReluDropout.apply(x, bias, p)
 
 
-def self_attention(qkv: Tensor, bias: Tensor, mask: Tensor | None, batch: int, heads: int, causal: bool, p: float) -> Tensor:
+def self_attention(
+    qkv: Tensor, bias: Tensor, mask: Tensor | None, batch: int, heads: int, causal: bool, p: float
+) -> Tensor:
     """Narrow (B·T, 3·D), query, key and value without their bias (3·D,); added mask (B, T) or None → narrow (B·T, D).
 
     `scaled_dot_product_attention` of the heads, put side by side again.
@@ -48,7 +56,9 @@ def self_attention(qkv: Tensor, bias: Tensor, mask: Tensor | None, batch: int, h
     return Attention.apply(qkv, None, bias, mask, batch, heads, causal, p)
 
 
-def cross_attention(q: Tensor, kv: Tensor, bias: Tensor, mask: Tensor | None, batch: int, heads: int, p: float) -> Tensor:
+def cross_attention(
+    q: Tensor, kv: Tensor, bias: Tensor, mask: Tensor | None, batch: int, heads: int, p: float
+) -> Tensor:
     """Narrow (B·T, D), narrow (B·S, 2·D), (3·D,), added mask (B, S) or None → narrow (B·T, D), as `self_attention`."""
     return Attention.apply(q, kv, bias, mask, batch, heads, False, p)
 
@@ -176,7 +186,7 @@ class Attention(Function):
 
     @staticmethod
     def forward(ctx, first, second, bias, mask, batch, heads, causal, p):
-        """The weights themselves are not kept: the backward pass makes them again from the logarithms of their sums."""
+        """The weights themselves are not kept: the backward pass makes them again from the largest scores and the sums."""
         queries, keys = len(first) // batch, len(first if second is None else second) // batch
         ctx.settings = (batch, heads, queries, keys, len(bias) // 3 // heads, causal, p, new_seed(p))
         out = first.new_empty(len(first), len(bias) // 3)
@@ -212,4 +222,3 @@ class Attention(Function):
 def contiguous(x: Tensor | None) -> Tensor | None:
     """As `Tensor.contiguous`, for what may be missing."""
     return None if x is None else x.contiguous()
-

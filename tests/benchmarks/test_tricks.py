@@ -9,9 +9,12 @@ from benchmarks import ladder, limits, memory
 from engine.attention import BatchedAttention
 from engine.cross_entropy import SlicedCrossEntropy
 from engine.dropout import ByteDropout
+from engine.native.training import Kernels
 from model import ModelConfig, training_flops
 
 SIZES = ModelConfig(3000, 2000, d_model=64, nhead=4, num_encoder_layers=2, num_decoder_layers=3, dim_feedforward=96)
+
+SWITCHES = (ByteDropout, BatchedAttention, SlicedCrossEntropy, Kernels)
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +22,8 @@ def switches():
     """As they were, afterwards."""
     precision = torch.get_float32_matmul_precision()
     yield
-    ByteDropout.enabled = BatchedAttention.enabled = SlicedCrossEntropy.enabled = True
+    for switch in SWITCHES:
+        switch.enabled = True
     torch.set_float32_matmul_precision(precision)
 
 
@@ -31,7 +35,7 @@ def test_the_products_are_the_flops_that_are_counted():
 def test_every_rung_learns_the_same(small, tiny_lab, monkeypatch):
     monkeypatch.setattr(ladder, "TOKENS_PER_BATCH", 100)
     figures = [ladder.climb(rung, small, seconds=0.01) for rung in range(len(ladder.RUNGS))]
-    assert ByteDropout.enabled and BatchedAttention.enabled and SlicedCrossEntropy.enabled
+    assert all(switch.enabled for switch in SWITCHES)
     losses = [figure["loss"] for figure in figures]
     assert losses[:-1] == pytest.approx([losses[0]] * (len(losses) - 1), rel=1e-5)
     assert losses[-1] == pytest.approx(losses[0], rel=0.01) and losses[-1] != losses[0]  # bf16
