@@ -1,4 +1,5 @@
-"""Greedy decoding on a CPU with weights laid out for it once: what `decoding.step` computes, in less time.
+"""Greedy decoding on a CPU by PyTorch's own operations, with weights laid out for it once: what `decoding.step` computes, in
+less time. engine/native/decoding.py is faster still; this one is for where there is no C++ compiler, and for other formats.
 
     packed = PackedTranslator(model)                    # or int8=True
     cache = packed.start(src, src_pad)
@@ -24,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.quantized import pack_int8, pack_int8_wide, round_input, wide_is_possible
+from engine.quantized import pack_int8
 from model import Translator
 
 TOKENS_PER_BLOCK = 16
@@ -70,7 +71,6 @@ class PackedTranslator:
     def __init__(self, model: Translator, int8: bool = False):
         self.model = model
         self.pack = pack_int8 if int8 else pack_linear
-        self.wide_int8 = int8 and wide_is_possible()
         self.encoder = [self.pack_layer(layer) for layer in model.transformer.encoder.layers]
         self.decoder = [self.pack_layer(layer) for layer in model.transformer.decoder.layers]
         self.target_embedding = model.target_embedding.weight * math.sqrt(model.config.d_model)
@@ -102,8 +102,7 @@ class PackedTranslator:
         for number, (weight, bias) in enumerate(pieces):
             missing = -len(weight) % SEARCH_BLOCK
             weight, bias = F.pad(weight, (0, 0, 0, missing)), F.pad(bias, (0, missing), value=-math.inf)
-            packed = pack_int8_wide(weight, bias, TYPICAL_ROWS) if self.wide_int8 else self.pack(weight, bias)
-            yield number * VOCABULARY_PIECE, packed
+            yield number * VOCABULARY_PIECE, self.pack(weight, bias)
 
     def start(self, src: Tensor, src_pad: Tensor) -> PackedCache:
         """Encode (B, S), padded behind; of what is in order of length the least padding is computed."""
@@ -155,7 +154,6 @@ class PackedTranslator:
     def likeliest(self, x: Tensor) -> Tensor:
         """(B, D) → (B,) the token with the largest logit; of equal ones the first, as `argmax` has it."""
         rows, best, token = torch.arange(len(x)), None, None
-        x = round_input(x) if self.wide_int8 else x  # once for all pieces
         for first, linear in self.output:
             blocks = linear(x).view(len(rows), -1, SEARCH_BLOCK)
             largest, block = blocks.amax(-1).max(-1)  # (B,) each

@@ -43,31 +43,3 @@ def pack_int8(weight: Tensor, bias: Tensor) -> Callable[[Tensor], Tensor]:
     # Without VNNI two products of full 8-bit inputs overflow their 16-bit sum: round the inputs to 7 bits there.
     reduce_range = not torch.cpu._is_vnni_supported()
     return lambda x: torch.ops.quantized.linear_dynamic(x, packed, reduce_range)
-
-
-def wide_is_possible() -> bool:
-    """Whether `pack_int8_wide` works here: without VNNI its 16-bit sums could overflow."""
-    return torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
-
-
-def round_input(x: Tensor) -> tuple[Tensor, float, int]:
-    """(rows, in) → the same rounded to 8 bits, its scale and its zero: x ≈ scale · (rounded − zero)."""
-    least, most = (bound.item() for bound in torch.aminmax(x))
-    least, most = min(least, 0.0), max(most, 0.0)
-    scale = max((most - least) / 255, 1e-12)
-    zero = round(-least / scale)
-    return torch.quantize_per_tensor(x, scale, zero, torch.quint8).int_repr(), scale, zero
-
-
-def pack_int8_wide(weight: Tensor, bias: Tensor, rows: int) -> Callable[[tuple[Tensor, float, int]], Tensor]:
-    """As `pack_int8`, by oneDNN's product, of inputs that `round_input` has rounded: the same numbers.
-
-    The faster of the two where there are thousands of outputs, and several of them can share one rounding of their inputs.
-    `rows` is how many there will be, about.
-    """
-    scale = (weight.abs().amax(1) / 127).clamp(min=1e-12)  # (out,)
-    rounded = (weight / scale[:, None]).round().to(torch.int8)
-    packed = torch.ops.onednn.qlinear_prepack(rounded, [rows, weight.size(1)])
-    zeros = torch.zeros(len(weight), dtype=torch.long)
-    into = (1.0, 0, torch.float32)  # scale, zero and type of the result
-    return lambda x: torch.ops.onednn.qlinear_pointwise(*x, packed, scale, zeros, bias, *into, "none", [], "")

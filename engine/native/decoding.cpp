@@ -71,11 +71,21 @@ struct Translator {
 
 // Keys and values in blocks of 16 tokens: for every layer and head keys (W, 16), then values (16, W).
 struct Cache {
-  const void* const* own;         // block number → (slots, layers, H, 2, 16 · W)
+  void* const* own;               // block number → (slots, layers, H, 2, 16 · W)
   void* source;                   // (all rows' blocks, layers, H, 2, 16 · W)
   const int64_t* source_first;    // (slots,) a row's first block
   const int64_t* source_length;   // (slots,) tokens
 };
+
+Cached* own_block(const Translator& model, const Cache& cache, int64_t slot, int64_t block, int64_t layer, int64_t head) {
+  const int64_t place = (slot * model.decoder_layers + layer) * model.heads + head;
+  return static_cast<Cached*>(cache.own[block]) + place * 2 * kTokens * (model.width / model.heads);
+}
+
+Cached* source_block(const Translator& model, const Cache& cache, int64_t slot, int64_t block, int64_t layer, int64_t head) {
+  const int64_t place = ((cache.source_first[slot] + block) * model.decoder_layers + layer) * model.heads + head;
+  return static_cast<Cached*>(cache.source) + place * 2 * kTokens * (model.width / model.heads);
+}
 
 // ------------------------------------------------------------------------------------------------------------------ products
 
@@ -220,7 +230,14 @@ void likeliest(const Linear& linear, const float* x, int64_t rows, Inputs& input
   }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------- norms
+// ------------------------------------------------------------------------------------------------------- embedding and norms
+
+void embed(const Translator& model, const float* embedding, int64_t token, int64_t position, float* x) {
+  embedding += token * model.width;
+  for (int64_t i = 0; i < model.width; i += kLanes) {
+    store(x + i, load(embedding + i) + load(model.positions + position * model.width + i));
+  }
+}
 
 void add(float* x, const float* y, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes) store(x + i, load(x + i) + load(y + i));
@@ -292,144 +309,93 @@ void attend(const float* query, int64_t length, int64_t width, Block block, std:
   }
 }
 
+// All heads (H, W) of one token's queries over `length` tokens → (H, W). `block(b, h)` is where head h's block b is.
+template <typename Block>
+void attend_heads(const Translator& model, const float* queries, int64_t length, Block block, float* seen) {
+  thread_local std::vector<float> scores;
+  const int64_t W = model.width / model.heads;
+  for (int64_t h = 0; h < model.heads; ++h) {
+    attend(queries + h * W, length, W, [&](int64_t b) { return block(b, h); }, scores, seen + h * W);
+  }
+}
+
 // ------------------------------------------------------------------------------------------------------- encoder and decoder
 
-// What a batch needs between its products; a thread keeps it from call to call.
+// What N rows need between their products; a thread keeps it from call to call.
 struct Rows {
-  std::vector<float> x, normed, projected, seen, wide, y, scores;
+  std::vector<float> x, normed, projected, seen, wide, y;
   Inputs inputs;
 
-  void fit(int64_t rows, int64_t width, int64_t wide_width) {
-    const auto grow = [](std::vector<float>& numbers, int64_t size) {
-      if (int64_t(numbers.size()) < size) numbers.resize(size);
-    };
-    for (auto* numbers : {&x, &normed, &seen, &y}) grow(*numbers, rows * width);
-    grow(projected, 3 * rows * width);
-    grow(wide, rows * wide_width);
+  void fit(int64_t N, const Translator& model, const Layer& layer) {
+    const auto grow = [](auto& numbers, int64_t size) { numbers.resize(std::max(numbers.size(), size_t(size))); };
+    for (auto* numbers : {&x, &normed, &seen, &y}) grow(*numbers, N * model.width);
+    grow(projected, 3 * N * model.width);
+    grow(wide, N * layer.widen.out);
   }
 };
 
 // x ← x + sublayer(norm(x)), or x ← norm(x + sublayer(x))
 template <typename Sublayer>
-void add_and_norm(const Translator& model, const Norm& norm, Rows& s, int64_t rows, Sublayer sublayer) {
+void add_and_norm(const Translator& model, const Norm& norm, Rows& s, int64_t N, Sublayer sublayer) {
   float *x = s.x.data(), *y = s.y.data();
   if (model.norm_first) {
-    normalise(norm, x, s.normed.data(), rows, model.width);
+    normalise(norm, x, s.normed.data(), N, model.width);
     sublayer(s.normed.data(), y);
-    add(x, y, rows * model.width);
+    add(x, y, N * model.width);
   } else {
     sublayer(x, y);
-    add(x, y, rows * model.width);
-    normalise(norm, x, x, rows, model.width);
+    add(x, y, N * model.width);
+    normalise(norm, x, x, N, model.width);
   }
 }
 
-void feed_forward(const Layer& layer, const float* x, float* y, int64_t rows, Rows& s) {
-  apply(layer.widen, x, rows, s.inputs, s.wide.data(), true);
-  apply(layer.narrow, s.wide.data(), rows, s.inputs, y);
+void feed_forward(const Layer& layer, const float* x, float* y, int64_t N, Rows& s) {
+  apply(layer.widen, x, N, s.inputs, s.wide.data(), true);
+  apply(layer.narrow, s.wide.data(), N, s.inputs, y);
 }
 
-void embed(const float* embedding, const float* position, int64_t width, float* x) {
-  for (int64_t i = 0; i < width; i += kLanes) store(x + i, load(embedding + i) + load(position + i));
-}
-
-void decode(const Translator& model, const Cache& cache, const int64_t* tokens, const int64_t* slots, int64_t rows,
-            int64_t position, int64_t* next) {
+// `rows` sentences from number `first` on, together N tokens one sentence after the other, → their keys and values in the cache.
+void encode(const Translator& model, const Cache& cache, const int64_t* tokens, int64_t first, int64_t rows, int64_t N) {
   thread_local Rows s;
-  const int64_t D = model.width, H = model.heads, W = D / H, size = 2 * kTokens * W, layers = model.decoder_layers;
-  s.fit(rows, D, model.decoder[0].widen.out);
-  for (int64_t row = 0; row < rows; ++row) {
-    embed(model.target_embedding + tokens[row] * D, model.positions + position * D, D, &s.x[row * D]);
-  }
-  for (int64_t l = 0; l < layers; ++l) {
-    const Layer& layer = model.decoder[l];
-    add_and_norm(model, layer.norms[0], s, rows, [&](const float* x, float* y) {
-      apply(layer.own, x, rows, s.inputs, s.projected.data());  // (N, 3, H, W)
-      for (int64_t row = 0; row < rows; ++row) {
-        for (int64_t h = 0; h < H; ++h) {
-          const float* query = &s.projected[3 * row * D + h * W];
-          const auto block = [&](int64_t b) {
-            return (Cached*)cache.own[b] + ((slots[row] * layers + l) * H + h) * size;
-          };
-          append(block(position / kTokens), position % kTokens, query + D, query + 2 * D, W);
-          attend(query, position + 1, W, block, s.scores, &s.seen[row * D + h * W]);
-        }
-      }
-      apply(layer.own_out, s.seen.data(), rows, s.inputs, y);
-    });
-    add_and_norm(model, layer.norms[1], s, rows, [&](const float* x, float* y) {
-      apply(layer.source_query, x, rows, s.inputs, s.projected.data());  // (N, H, W)
-      for (int64_t row = 0; row < rows; ++row) {
-        const int64_t first = cache.source_first[slots[row]], length = cache.source_length[slots[row]];
-        for (int64_t h = 0; h < H; ++h) {
-          const auto block = [&](int64_t b) { return (Cached*)cache.source + (((first + b) * layers + l) * H + h) * size; };
-          attend(&s.projected[row * D + h * W], length, W, block, s.scores, &s.seen[row * D + h * W]);
-        }
-      }
-      apply(layer.source_out, s.seen.data(), rows, s.inputs, y);
-    });
-    add_and_norm(model, layer.norms[2], s, rows, [&](const float* x, float* y) { feed_forward(layer, x, y, rows, s); });
-  }
-  normalise(model.decoder_norm, s.x.data(), s.x.data(), rows, D);
-  likeliest(model.output, s.x.data(), rows, s.inputs, next);
-}
-
-// `rows` sentences from number `first` on, their tokens (N,) one sentence after the other, → their keys and values in the cache.
-void encode_some(const Translator& model, const Cache& cache, const int64_t* tokens, int64_t first, int64_t rows, int64_t N) {
-  thread_local Rows s;
-  thread_local std::vector<Cached> blocks;  // one sentence's keys and values of one head
+  thread_local std::vector<Cached> blocks;  // one sentence's keys and values: (blocks, H, 2, 16 · W)
   const int64_t D = model.width, H = model.heads, W = D / H, size = 2 * kTokens * W, layers = model.decoder_layers;
   const int64_t* lengths = cache.source_length + first;
-  s.fit(N, D, model.encoder[0].widen.out);
-  for (int64_t row = 0, place = 0; row < rows; ++row) {
-    for (int64_t t = 0; t < lengths[row]; ++t, ++place) {
-      embed(model.source_embedding + tokens[place] * D, model.positions + t * D, D, &s.x[place * D]);
-    }
+  s.fit(N, model, model.encoder[0]);
+  for (int64_t row = 0, n = 0; row < rows; ++row) {
+    for (int64_t t = 0; t < lengths[row]; ++t, ++n) embed(model, model.source_embedding, tokens[n], t, &s.x[n * D]);
   }
-  for (int64_t l = 0; l < model.encoder_layers; ++l) {
-    const Layer& layer = model.encoder[l];
-    add_and_norm(model, layer.norms[0], s, N, [&](const float* x, float* y) {
-      apply(layer.own, x, N, s.inputs, s.projected.data());  // (N, 3, H, W)
-      for (int64_t row = 0, place = 0; row < rows; place += lengths[row++]) {
-        blocks.resize(std::max(blocks.size(), size_t((lengths[row] + kTokens - 1) / kTokens * size)));
-        for (int64_t h = 0; h < H; ++h) {
-          const float* query = &s.projected[3 * place * D + h * W];
-          const auto block = [&](int64_t b) { return blocks.data() + b * size; };
-          for (int64_t t = 0; t < lengths[row]; ++t) {
-            append(block(t / kTokens), t % kTokens, query + (3 * t + 1) * D, query + (3 * t + 2) * D, W);
-          }
-          for (int64_t t = 0; t < lengths[row]; ++t) {
-            attend(query + 3 * t * D, lengths[row], W, block, s.scores, &s.seen[(place + t) * D + h * W]);
+  for (const Layer* layer = model.encoder; layer < model.encoder + model.encoder_layers; ++layer) {
+    add_and_norm(model, layer->norms[0], s, N, [&](const float* x, float* y) {
+      apply(layer->own, x, N, s.inputs, s.projected.data());  // (N, 3, H, W)
+      for (int64_t row = 0, n = 0; row < rows; n += lengths[row++]) {
+        blocks.resize(std::max(blocks.size(), size_t((lengths[row] + kTokens - 1) / kTokens * H * size)));
+        const auto block = [&](int64_t b, int64_t h) { return blocks.data() + (b * H + h) * size; };
+        const float* query = &s.projected[3 * n * D];
+        for (int64_t t = 0; t < lengths[row]; ++t) {
+          for (int64_t h = 0; h < H; ++h) {
+            const float* key = query + (3 * t + 1) * D + h * W;
+            append(block(t / kTokens, h), t % kTokens, key, key + D, W);
           }
         }
+        for (int64_t t = 0; t < lengths[row]; ++t) {
+          attend_heads(model, query + 3 * t * D, lengths[row], block, &s.seen[(n + t) * D]);
+        }
       }
-      apply(layer.own_out, s.seen.data(), N, s.inputs, y);
+      apply(layer->own_out, s.seen.data(), N, s.inputs, y);
     });
-    add_and_norm(model, layer.norms[1], s, N, [&](const float* x, float* y) { feed_forward(layer, x, y, N, s); });
+    add_and_norm(model, layer->norms[1], s, N, [&](const float* x, float* y) { feed_forward(*layer, x, y, N, s); });
   }
   normalise(model.encoder_norm, s.x.data(), s.x.data(), N, D);
   for (int64_t l = 0; l < layers; ++l) {
     apply(model.decoder[l].source, s.x.data(), N, s.inputs, s.projected.data());  // (N, 2, H, W)
-    for (int64_t row = 0, place = 0; row < rows; ++row) {
-      for (int64_t t = 0; t < lengths[row]; ++t, ++place) {
-        const int64_t b = cache.source_first[first + row] + t / kTokens;
+    for (int64_t row = 0, n = 0; row < rows; ++row) {
+      for (int64_t t = 0; t < lengths[row]; ++t, ++n) {
         for (int64_t h = 0; h < H; ++h) {
-          const float* key = &s.projected[2 * place * D + h * W];
-          append((Cached*)cache.source + ((b * layers + l) * H + h) * size, t % kTokens, key, key + D, W);
+          const float* key = &s.projected[2 * n * D + h * W];
+          append(source_block(model, cache, first + row, t / kTokens, l, h), t % kTokens, key, key + D, W);
         }
       }
     }
-  }
-}
-
-void encode(const Translator& model, const Cache& cache, const int64_t* tokens, int64_t rows) {
-  for (int64_t first = 0, some = 0; first < rows; first += some) {
-    int64_t N = 0;
-    for (some = 0; first + some < rows && (some == 0 || N + cache.source_length[first + some] <= kSourceTokens); ++some) {
-      N += cache.source_length[first + some];
-    }
-    encode_some(model, cache, tokens, first, some, N);
-    tokens += N;
   }
 }
 
@@ -445,14 +411,52 @@ void multiply_rows(const Linear* linear, const float* x, int64_t rows, float* y)
   apply(*linear, x, rows, inputs, y);
 }
 
-// All sentences of a batch, their tokens one sentence after the other, into the cache.
+// All sentences of a batch, their tokens one sentence after the other, → keys and values in the cache.
 void encode_sources(const Translator* model, const Cache* cache, const int64_t* tokens, int64_t rows) {
-  encode(*model, *cache, tokens, rows);
+  for (int64_t first = 0, some = 0; first < rows; first += some) {
+    int64_t N = cache->source_length[first];
+    for (some = 1; first + some < rows && N + cache->source_length[first + some] <= kSourceTokens; ++some) {
+      N += cache->source_length[first + some];
+    }
+    encode(*model, *cache, tokens, first, some, N);
+    tokens += N;
+  }
 }
 
-// tokens (rows,) at `position` of the rows in these slots → the likeliest next ones (rows,)
-void decode_tokens(const Translator* model, const Cache* cache, const int64_t* tokens, const int64_t* slots, int64_t rows,
+// tokens (N,) at `position` of the rows in these slots → the likeliest next ones (N,)
+void decode_tokens(const Translator* translator, const Cache* cache, const int64_t* tokens, const int64_t* slots, int64_t N,
                    int64_t position, int64_t* next) {
-  decode(*model, *cache, tokens, slots, rows, position, next);
+  thread_local Rows s;
+  const Translator& model = *translator;
+  const int64_t D = model.width, H = model.heads, W = D / H;
+  s.fit(N, model, model.decoder[0]);
+  for (int64_t n = 0; n < N; ++n) embed(model, model.target_embedding, tokens[n], position, &s.x[n * D]);
+  for (int64_t l = 0; l < model.decoder_layers; ++l) {
+    const Layer& layer = model.decoder[l];
+    add_and_norm(model, layer.norms[0], s, N, [&](const float* x, float* y) {
+      apply(layer.own, x, N, s.inputs, s.projected.data());  // (N, 3, H, W)
+      for (int64_t n = 0; n < N; ++n) {
+        const float* query = &s.projected[3 * n * D];
+        const auto block = [&](int64_t b, int64_t h) { return own_block(model, *cache, slots[n], b, l, h); };
+        for (int64_t h = 0; h < H; ++h) {
+          const float* key = query + D + h * W;
+          append(block(position / kTokens, h), position % kTokens, key, key + D, W);
+        }
+        attend_heads(model, query, position + 1, block, &s.seen[n * D]);
+      }
+      apply(layer.own_out, s.seen.data(), N, s.inputs, y);
+    });
+    add_and_norm(model, layer.norms[1], s, N, [&](const float* x, float* y) {
+      apply(layer.source_query, x, N, s.inputs, s.projected.data());  // (N, H, W)
+      for (int64_t n = 0; n < N; ++n) {
+        const auto block = [&](int64_t b, int64_t h) { return source_block(model, *cache, slots[n], b, l, h); };
+        attend_heads(model, &s.projected[n * D], cache->source_length[slots[n]], block, &s.seen[n * D]);
+      }
+      apply(layer.source_out, s.seen.data(), N, s.inputs, y);
+    });
+    add_and_norm(model, layer.norms[2], s, N, [&](const float* x, float* y) { feed_forward(layer, x, y, N, s); });
+  }
+  normalise(model.decoder_norm, s.x.data(), s.x.data(), N, D);
+  likeliest(model.output, s.x.data(), N, s.inputs, next);
 }
 }

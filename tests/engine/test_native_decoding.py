@@ -170,8 +170,11 @@ def test_int8_products_are_those_of_the_emulation(seed, rows, inputs, outputs, z
     x[0] = 0
     native, y = NativeTranslator(make_model(), int8=True), torch.full((rows, outputs * 16), math.nan)
     call(native.kernels.multiply_rows, native.pack_linear(weight, bias, zero), x, rows, y)
-    expected = emulate_int8(weight, bias, zero)(x)
-    assert torch.allclose(y, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+    error = (y - emulate_int8(weight, bias, zero)(x)).abs()
+    step = x.abs().amax(1, keepdim=True) / 127 * weight.abs().amax(1)  # of one input, times the largest weight
+    assert (error <= 1.01 * step + 1e-5).all()
+    # Half-way between two numbers the last bit of a product decides which it is: seldom in so few rows.
+    assert (error > 1e-4 * step * inputs + 1e-5).any(1).sum() <= 1
     assert (y - x @ weight.T - bias).norm() < 0.04 * (x @ weight.T).norm() + 1e-3
 
 

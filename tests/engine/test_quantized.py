@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.errors import UserError
-from engine.quantized import check_int8, pack_int8, pack_int8_wide, round_input, wide_is_possible
+from engine.quantized import check_int8, pack_int8
 
 
 def make_linear(inputs: int, outputs: int, seed: int = 0):
@@ -50,18 +50,6 @@ def test_threads_share_one_packed_weight():
     with ThreadPoolExecutor(4) as pool:
         for _ in range(10):
             assert all(map(torch.equal, pool.map(packed, inputs), expected))
-
-
-@pytest.mark.parametrize("rows", [1, 5, 128])
-def test_the_wide_product_is_the_same(rows):
-    """Rounded apart from the product, for all kinds of inputs; the last outputs are filled up as the vocabulary's are."""
-    if not wide_is_possible():
-        pytest.skip("this CPU has no 8-bit products of its own")
-    weight, bias = make_linear(64, 96)
-    weight[90:], bias[90:] = 0, -torch.inf
-    for x in (torch.randn(rows, 64), torch.rand(rows, 64) + 1, -torch.rand(rows, 64) - 1, torch.zeros(rows, 64)):
-        expected, found = pack_int8(weight, bias)(x), pack_int8_wide(weight, bias, 128)(round_input(x))
-        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_packing_leaves_the_chosen_engine_alone():
