@@ -94,16 +94,17 @@ class Buffers:
 class CapturedTranslator:
     """A model's weights as they are now, for greedy decoding on a GPU; later changes of the model do not reach it."""
 
-    enabled = True  # False: the plain way everywhere; so it is once this one has failed
+    wanted = False  # True: greedy search on a GPU takes it; the scripts' --captured
+    enabled = True  # False: every step in the plain way; so it is once this one has failed
 
     @staticmethod
     def suits(model: Translator) -> bool:
-        """On a GPU, unless the weights are being trained: nothing that fails here is to cost a training run.
+        """On a GPU if wanted, unless the weights are being trained: nothing that fails here is to cost a training run.
 
         The same on every rank, for they all plan the same batches.
         """
         weights = list(model.parameters())
-        return weights[0].is_cuda and not any(weight.requires_grad for weight in weights)
+        return CapturedTranslator.wanted and weights[0].is_cuda and not any(weight.requires_grad for weight in weights)
 
     @torch.no_grad()
     def __init__(self, model: Translator):

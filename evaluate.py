@@ -29,6 +29,7 @@ class Config:
     teacher_forced: bool = flag(False, "also print the teacher-forced token match, NOT a BLEU", "How")
     precision: str = flag("auto", "auto, fp32, bf16, fp16; int8: faster greedy decoding on a CPU", "How")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
+    captured: bool = flag(False, "greedy decoding on a GPU by CUDA graphs: faster, but new", "How")
     out: str = flag("", "write the hypotheses here, one a line", "How")
 
     def __post_init__(self):
@@ -50,6 +51,7 @@ from pathlib import Path
 
 import torch
 
+from captured import CapturedTranslator
 from data import Collate, cut_batches
 from decoding import Translations, pack, translate_lines
 from engine import distributed, quantized
@@ -70,6 +72,7 @@ def evaluate(config: Config) -> None:
     if world.device.type == "cpu":
         keep_freed_memory()
     say = print if world.is_main else lambda *_: None
+    CapturedTranslator.wanted = config.captured
     int8 = config.precision == "int8"
     if int8:
         quantized.check_int8(world.device, config.beam)

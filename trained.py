@@ -66,7 +66,7 @@ def load_trained(path: str | Path = "", average: int = 1, say=print) -> Trained:
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()[:150]
         raise UserError(f"{chosen} does not hold the weights of the model in {run}: {reason}") from None
-    return Trained(model.eval(), tokenizers["source"], tokenizers["target"], config, run, name)
+    return Trained(model.eval().requires_grad_(False), tokenizers["source"], tokenizers["target"], config, run, name)
 
 
 def run_of(path: Path) -> Path:

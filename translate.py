@@ -20,6 +20,7 @@ class Config:
     length_penalty: float = flag(0.6, "favours long outputs; for beams only", "Options")
     precision: str = flag("auto", "auto, fp32, bf16, fp16; int8: faster on a CPU", "Options")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Options")
+    captured: bool = flag(False, "greedy decoding on a GPU by CUDA graphs: faster, but new", "Options")
 
     def __post_init__(self):
         if self.beam < 1 or not self.length_penalty >= 0:
@@ -32,6 +33,7 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a wro
 import sys
 from collections.abc import Iterator
 
+from captured import CapturedTranslator
 from decoding import pack, translate_lines
 from engine import distributed, quantized
 from engine.allocator import keep_freed_memory
@@ -47,6 +49,7 @@ def translate(config: Config) -> None:
     device = world.device
     if device.type == "cpu":
         keep_freed_memory()
+    CapturedTranslator.wanted = config.captured
     int8 = config.precision == "int8"
     if int8:
         quantized.check_int8(device, config.beam)

@@ -296,9 +296,11 @@ def test_search_takes_it_where_it_suits(monkeypatch):
     assert decode.call_count == 3
 
 
-def test_weights_in_training_keep_the_plain_way():
+def test_taken_if_wanted_and_not_for_weights_in_training(monkeypatch):
     weights = [SimpleNamespace(is_cuda=True, requires_grad=False) for _ in range(3)]
     model = SimpleNamespace(parameters=lambda: weights)
+    assert not CapturedTranslator.suits(model)
+    monkeypatch.setattr(CapturedTranslator, "wanted", True)
     assert CapturedTranslator.suits(model)
     weights[2].requires_grad = True
     assert not CapturedTranslator.suits(model)
