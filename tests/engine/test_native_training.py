@@ -35,10 +35,12 @@ def results(function, *inputs, dtype=torch.float32):
 
 
 def agree(kernel, plain, *inputs, within=2e-6):
-    """Outputs and gradients of a kernel in float32 are those of plain PyTorch in float64, by norm."""
-    for found, wanted in zip(results(kernel, *inputs), results(plain, *inputs, dtype=torch.float64), strict=True):
+    """Outputs and gradients of a kernel in float32 are those of plain PyTorch in float64, by norm; rounding to the largest."""
+    exact = results(plain, *inputs, dtype=torch.float64)
+    largest = max(wanted.norm() for wanted in exact)  # a gradient that is 0 in truth has the rounding of the others
+    for found, wanted in zip(results(kernel, *inputs), exact, strict=True):
         assert found.shape == wanted.shape
-        assert (found - wanted).norm() <= within * wanted.norm() + 1e-12
+        assert (found - wanted).norm() <= within * max(wanted.norm(), 0.1 * largest)
 
 
 @needs_compiler
