@@ -31,7 +31,6 @@ from text.cleaning import normalise
 from text.subwords import decode, encode, special_ids
 
 ROWS_PER_BATCH = 128  # sentences decoded at once on a CPU; a GPU takes more
-NATIVE_ROWS = 64  # of them in one C++ call: as fast as 128, and the last batches end closer together
 TOKENS_PER_BATCH = 2**18  # source tokens, padding included, that a GPU decodes at once
 CHECK_EVERY = 8  # steps between looks at which rows are done on a GPU: each look waits for it
 Packed = NativeTranslator | PackedTranslator  # the weights laid out in C++, or for PyTorch's operations
@@ -248,10 +247,12 @@ def plan_batches(lengths: list[int], rows_per_batch: int) -> list[list[int]]:
     return batches
 
 
-def split(batches: list[list[int]], threads: int) -> list[list[int]]:
-    """Batches of at most `NATIVE_ROWS`, so small that there is one for every thread: a step in C++ takes one thread."""
-    rows = max(1, min(NATIVE_ROWS, -(-sum(map(len, batches)) // threads)))
-    return [batch[first : first + rows] for batch in batches for first in range(0, len(batch), rows)]
+def share_out(batches: list[list[int]], threads: int) -> list[list[int]]:
+    """The same rows in the same order, as many in each batch and as many batches for each thread: a C++ step takes one."""
+    rows = [row for batch in batches for row in batch]
+    each = -(-len(rows) // threads)  # of a thread
+    size = max(1, -(-each // max(1, round(each / ROWS_PER_BATCH))))
+    return [rows[first : first + size] for first in range(0, len(rows), size)]
 
 
 def pack(model: Translator, int8: bool = False) -> Packed | None:
@@ -283,7 +284,7 @@ def search(
     batches = [rows for rows in batches if rows]
     packed = (packed or pack(model)) if beam == 1 else None
     if isinstance(packed, NativeTranslator):
-        batches = split(batches, torch.get_num_threads())
+        batches = share_out(batches, torch.get_num_threads())
 
     def search_batch(rows: list[int]) -> tuple[list[list[int]], list[int]]:
         src, src_pad = (tensor.to(device) for tensor in collate.pad_sources([sources[row] for row in rows]))

@@ -39,8 +39,8 @@ constexpr int64_t kTokens = kLanes;            // of a cache's block
 constexpr int64_t kSourceTokens = 256;         // encoded at once, about: what lies between two products stays near the core
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
-// --------------------------------------------------------------------------------------------- what Python hands over, see
-//                                                                                               the same names in decoding.py
+// ----------------------------------------------------------------- what Python hands over: the same structures in decoding.py
+
 // y = x Wᵀ + b. In int8, W ≈ scale · w, and an input is x ≈ row's scale · (number − zero).
 struct Linear {
   const void* weight;    // (panels, in, kPanel), or in int8 (panels, in / 4, kPanel, 4)
@@ -77,19 +77,15 @@ struct Cache {
   const int64_t* source_length;   // (slots,) tokens
 };
 
-Cached* own_block(const Translator& model, const Cache& cache, int64_t slot, int64_t block, int64_t layer, int64_t head) {
-  const int64_t place = (slot * model.decoder_layers + layer) * model.heads + head;
-  return static_cast<Cached*>(cache.own[block]) + place * 2 * kTokens * (model.width / model.heads);
-}
-
-Cached* source_block(const Translator& model, const Cache& cache, int64_t slot, int64_t block, int64_t layer, int64_t head) {
-  const int64_t place = ((cache.source_first[slot] + block) * model.decoder_layers + layer) * model.heads + head;
-  return static_cast<Cached*>(cache.source) + place * 2 * kTokens * (model.width / model.heads);
+// Where the keys and values of one head begin, in an array that begins at `first`.
+Cached* find(const Translator& model, void* first, int64_t block_or_slot, int64_t layer, int64_t head) {
+  const int64_t place = (block_or_slot * model.decoder_layers + layer) * model.heads + head;
+  return static_cast<Cached*>(first) + place * 2 * kTokens * (model.width / model.heads);
 }
 
 // ------------------------------------------------------------------------------------------------------------------ products
 
-// kRows rows x times one panel of weights, from the row's first number on; `use(r, v, sums)` gets every vector of results.
+// kRows rows x (kRows, in) times one panel of weights; `use(r, v, 16 outputs)` gets every vector of the results.
 #ifndef INT8
 template <int kRows, typename Use>
 void multiply(const Linear& linear, int64_t panel, const float* x, const float*, Use use) {
@@ -144,26 +140,22 @@ void multiply(const Linear& linear, int64_t panel, const uint8_t* x, const float
 }
 #endif
 
-// At most kRows rows by one panel.
+// (rows, in) → `use(row, first output, 16 outputs)` for all of (rows, out). A panel's weights stay in the core's cache while
+// all rows pass; the last rows, fewer than kRows, pass by a smaller tile.
 template <int kRows, typename Use>
-void tile(const Linear& linear, int64_t panel, const Number* x, const float* scale, int64_t rows, Use use) {
-  if constexpr (kRows > 1) {
-    if (rows < kRows) return tile<kRows - 1>(linear, panel, x, scale, rows, use);
+void pass(const Linear& linear, int64_t panel, const Number* x, const float* scale, int64_t row, int64_t rows, Use use) {
+  for (; row + kRows <= rows; row += kRows) {
+    multiply<kRows>(linear, panel, x + row * linear.in, scale + row, [&](int r, int v, Floats y) {
+      const int64_t first = panel * kPanel + v * kLanes;
+      if (first < linear.out) use(row + r, first, y);
+    });
   }
-  multiply<kRows>(linear, panel, x, scale, use);
+  if constexpr (kRows > 1) pass<kRows - 1>(linear, panel, x, scale, row, rows, use);
 }
 
-// (rows, in) → `use(row, first output, 16 outputs)` for all of (rows, out). A panel's weights stay in the core's cache.
 template <typename Use>
 void product(const Linear& linear, const Number* x, const float* scale, int64_t rows, Use use) {
-  for (int64_t panel = 0; panel * kPanel < linear.out; ++panel) {
-    for (int64_t row = 0; row < rows; row += kTileRows) {
-      tile<kTileRows>(linear, panel, x + row * linear.in, scale + row, rows - row, [&](int r, int v, Floats y) {
-        const int64_t first = panel * kPanel + v * kLanes;
-        if (first < linear.out) use(row + r, first, y);
-      });
-    }
-  }
+  for (int64_t panel = 0; panel * kPanel < linear.out; ++panel) pass<kTileRows>(linear, panel, x, scale, 0, rows, use);
 }
 
 // Inputs of a product: the floats as they are, or rounded.
@@ -271,8 +263,8 @@ void append(Cached* block, int64_t lane, const float* key, const float* value, i
   }
 }
 
-// softmax(query · keys) · values: one head's query (W,), already times 1/√W, over `length` tokens → (W,). `block(b)` is where
-// block b is.
+// softmax(query · keys) · values: one head's query (W,), already times 1/√W, over `length` tokens → (W,). Block b is at
+// `block(b)`.
 template <typename Block>
 void attend(const float* query, int64_t length, int64_t width, Block block, std::vector<float>& scores, float* seen) {
   const Floats lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -354,7 +346,7 @@ void feed_forward(const Layer& layer, const float* x, float* y, int64_t N, Rows&
   apply(layer.narrow, s.wide.data(), N, s.inputs, y);
 }
 
-// `rows` sentences from number `first` on, together N tokens one sentence after the other, → their keys and values in the cache.
+// `rows` sentences from number `first` on, together N tokens one after the other → their keys and values in the cache.
 void encode(const Translator& model, const Cache& cache, const int64_t* tokens, int64_t first, int64_t rows, int64_t N) {
   thread_local Rows s;
   thread_local std::vector<Cached> blocks;  // one sentence's keys and values: (blocks, H, 2, 16 · W)
@@ -390,9 +382,10 @@ void encode(const Translator& model, const Cache& cache, const int64_t* tokens, 
     apply(model.decoder[l].source, s.x.data(), N, s.inputs, s.projected.data());  // (N, 2, H, W)
     for (int64_t row = 0, n = 0; row < rows; ++row) {
       for (int64_t t = 0; t < lengths[row]; ++t, ++n) {
+        const int64_t b = cache.source_first[first + row] + t / kTokens;
         for (int64_t h = 0; h < H; ++h) {
           const float* key = &s.projected[2 * n * D + h * W];
-          append(source_block(model, cache, first + row, t / kTokens, l, h), t % kTokens, key, key + D, W);
+          append(find(model, cache.source, b, l, h), t % kTokens, key, key + D, W);
         }
       }
     }
@@ -437,7 +430,7 @@ void decode_tokens(const Translator* translator, const Cache* cache, const int64
       apply(layer.own, x, N, s.inputs, s.projected.data());  // (N, 3, H, W)
       for (int64_t n = 0; n < N; ++n) {
         const float* query = &s.projected[3 * n * D];
-        const auto block = [&](int64_t b, int64_t h) { return own_block(model, *cache, slots[n], b, l, h); };
+        const auto block = [&](int64_t b, int64_t h) { return find(model, cache->own[b], slots[n], l, h); };
         for (int64_t h = 0; h < H; ++h) {
           const float* key = query + D + h * W;
           append(block(position / kTokens, h), position % kTokens, key, key + D, W);
@@ -449,7 +442,8 @@ void decode_tokens(const Translator* translator, const Cache* cache, const int64
     add_and_norm(model, layer.norms[1], s, N, [&](const float* x, float* y) {
       apply(layer.source_query, x, N, s.inputs, s.projected.data());  // (N, H, W)
       for (int64_t n = 0; n < N; ++n) {
-        const auto block = [&](int64_t b, int64_t h) { return source_block(model, *cache, slots[n], b, l, h); };
+        const int64_t first = cache->source_first[slots[n]];
+        const auto block = [&](int64_t b, int64_t h) { return find(model, cache->source, first + b, l, h); };
         attend_heads(model, &s.projected[n * D], cache->source_length[slots[n]], block, &s.seen[n * D]);
       }
       apply(layer.source_out, s.seen.data(), N, s.inputs, y);
