@@ -85,7 +85,8 @@ Cached* find(const Translator& model, void* first, int64_t block_or_slot, int64_
 
 // ------------------------------------------------------------------------------------------------------------------ products
 
-// kRows rows x (kRows, in) times one panel of weights; `use(r, v, 16 outputs)` gets every vector of the results.
+// kRows rows x (kRows, in) times one panel of weights; `use(r, v, 16 outputs)` gets every vector of the results. Meanwhile the
+// next panel is fetched from memory; behind the last one there is none, and a prefetch of nothing does nothing.
 #ifndef INT8
 template <int kRows, typename Use>
 void multiply(const Linear& linear, int64_t panel, const float* x, const float*, Use use) {
@@ -96,6 +97,7 @@ void multiply(const Linear& linear, int64_t panel, const float* x, const float*,
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) sums[r][v] += x[r * linear.in + i] * load(weight + v * kLanes);
+      if (r < kVectors) __builtin_prefetch(weight + kPanel * linear.in + r * kLanes, 0, 2);
     }
   }
   for (int r = 0; r < kRows; ++r) {
@@ -117,7 +119,10 @@ void multiply(const Linear& linear, int64_t panel, const uint8_t* x, const float
   for (int64_t i = 0; i < linear.in; i += 4, weight += 4 * kPanel) {
     __m512i weights[kVectors];
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) weights[v] = _mm512_loadu_si512(weight + v * 64);
+    for (int v = 0; v < kVectors; ++v) {
+      weights[v] = _mm512_loadu_si512(weight + v * 64);
+      __builtin_prefetch(weight + kPanel * linear.in + v * 64, 0, 2);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       int32_t four;
