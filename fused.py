@@ -14,14 +14,24 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from engine.attention import BatchedAttention, additive
+from engine.dropout import ByteDropout
 from engine.native import training as native
-from engine.native.build import why_not
+
+# A layer made of other parts, or with hooks, is computed as it says itself.
+PARTS = {nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Linear, NonDynamicallyQuantizableLinear, nn.LayerNorm,
+         BatchedAttention, ByteDropout}  # fmt: skip
 
 
 def is_for(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether the kernels compute this model: post-norm, ReLU, heads of whole vectors, on a CPU with a compiler."""
+    """Whether the kernels compute this model in this format: the stock post-norm layers with ReLU, on a CPU with a compiler."""
+    return is_stock(model) and not torch.compiler.is_compiling() and native.kernels(dtype) is not None
+
+
+def is_stock(model: nn.Module) -> bool:
+    """Whether the layers are the stock ones in fp32, post-norm with ReLU, with heads of whole vectors, on a CPU."""
     weight, sizes = model.output.weight, model.config
     layers = [*model.transformer.encoder.layers, *model.transformer.decoder.layers]
     return (
@@ -29,16 +39,13 @@ def is_for(model: nn.Module, dtype: torch.dtype) -> bool:
         and weight.dtype == torch.float32
         and not sizes.norm_first
         and sizes.d_model // sizes.nhead % 16 == 0
-        and all(type(layer.self_attn) is BatchedAttention for layer in layers)
-        and not torch.compiler.is_compiling()
-        and native.kernels(dtype) is not None
-    )
-
-
-def hint(device: torch.device) -> str:
-    """What a user could do to train faster on this device; empty if nothing."""
-    return (
-        f"training on a CPU is faster with compiled kernels: {why_not()}" if device.type == "cpu" and why_not() else ""
+        and BatchedAttention.enabled
+        and all(layer.activation is F.relu for layer in layers)
+        and all(
+            type(part) in PARTS and not part._forward_hooks and not part._forward_pre_hooks
+            for layer in layers
+            for part in layer.modules()
+        )
     )
 
 
@@ -109,5 +116,5 @@ def add_norm(
 
 def drop(module: nn.Module) -> float:
     """The dropout of an attention, of a feed-forward part or of the embeddings, as things are."""
-    p = module.dropout if isinstance(module.dropout, float) else module.dropout.p
+    p = module.dropout.p if isinstance(module.dropout, nn.Module) else module.dropout
     return p if module.training else 0.0

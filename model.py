@@ -84,7 +84,7 @@ class Translator(nn.Module):
     def hidden(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor | None = None) -> Tensor:
         """What the output projection sees: (B, T, D); with `real` (N, D)."""
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
-        if fused.is_for(self, dtype):
+        if src.numel() and tgt_in.numel() and fused.is_for(self, dtype):
             with torch.autocast("cpu", enabled=False):
                 memory = fused.encode(self, src, src_pad, dtype)
                 hidden = fused.decode(self, memory, src_pad, tgt_in, dtype).view(*tgt_in.shape, -1)

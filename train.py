@@ -102,6 +102,7 @@ from data import BucketSampler, Prepared, collate_for, load_prepared, prepare
 from engine import checkpoint, distributed, schedule
 from engine.allocator import keep_freed_memory
 from engine.memory import fewest_parts
+from engine.native import build
 from engine.precision import Precision, choose_precision
 from engine.run import (
     INTERRUPTED,
@@ -237,8 +238,6 @@ def set_up(config: Config) -> Training:
     log(precision.describe())
     if hidden := distributed.hidden_gpus():
         log(f"note: {hidden}")
-    if faster := fused.hint(world.device):
-        log(f"note: {faster}")
     prepared = prepare_data(config, run, world, log)
     sizes = model_sizes(config, len(prepared.source_tokenizer), len(prepared.target_tokenizer))
 
@@ -248,6 +247,8 @@ def set_up(config: Config) -> Training:
         from labs.attention_op import use_in
 
         use_in(model, config.attention)
+    if fused.is_stock(model) and build.advice():
+        log(f"note: {build.advice()}")
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     state = {"step": 0, "minutes": 0.0, "window_loss": [0.0], "window_steps": 0}

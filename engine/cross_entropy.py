@@ -9,6 +9,7 @@ from threading import get_ident
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from engine.native import training as native
 
@@ -18,8 +19,8 @@ LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**26}  # numbers in one slice: 128 MiB,
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor, label_smoothing=0.0) -> Tensor:
     """Cross-entropy in nats of the logits `hidden @ weight.T + bias`, summed: (N, D), (V, D), (V,), (N,) → scalar.
 
-    The same as `F.cross_entropy` of `F.linear`, with `reduction="sum"`; a token's loss is at most 87 nats. PyTorch's own
-    `F.linear_cross_entropy` (since 2.13) holds all logits as soon as there is label smoothing.
+    The same as `F.cross_entropy` of `F.linear`, with `reduction="sum"`. PyTorch's own `F.linear_cross_entropy` (since 2.13)
+    holds all logits as soon as there is label smoothing.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -44,6 +45,8 @@ class SlicedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, smoothing, dtype):
         """Matrix products in `dtype`, sums in the format of the weights."""
+        target = target.long()
+        of_truth = F.embedding(target, weight)  # (N, D); raises if there is no such token
         narrow, narrow_weight = hidden.to(dtype), weight.to(dtype)
         share, mean_weight = smoothing / len(weight), weight.mean(0)  # (D,)
         hidden_sum = hidden.sum(0, dtype=weight.dtype)  # (D,)
@@ -60,13 +63,14 @@ class SlicedCrossEntropy(torch.autograd.Function):
             weight_grad = add_product(weight_grad, p.t(), some)
             bias_grad += p_sum
         # The truth's part apart, in the format of the weights: bf16 would round 0.9 by 0.2 % in every token alike.
-        hidden_grad = hidden_grad - (1 - smoothing) * weight[target] - smoothing * mean_weight
+        hidden_grad = hidden_grad - (1 - smoothing) * of_truth - smoothing * mean_weight
         weight_grad.index_add_(0, target, hidden.to(weight.dtype), alpha=smoothing - 1)
         bias_grad.index_add_(0, target, torch.ones_like(target, dtype=bias.dtype), alpha=smoothing - 1)
         ctx.save_for_backward(hidden_grad.to(hidden.dtype), weight_grad, bias_grad)
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, upstream):
         """The gradients wait; a loss is a scalar, so they only need its own gradient as a factor."""
         return *(gradient * upstream for gradient in ctx.saved_tensors), None, None, None
@@ -76,7 +80,7 @@ def softmax_loss(
     some: Tensor, weight: Tensor, bias: Tensor, truth: Tensor, smoothing: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(R, D), (V, D), (V,), (R, 1) → softmax (R, V), its sum over rows (V,), Σ −log p(truth) + smoothing · logit of the truth."""
-    if some.device.type == "cpu" and native.kernels(some.dtype):
+    if some.device.type == "cpu" and bias.dtype == torch.float32 and native.kernels(some.dtype):
         logits = torch.mm(some, weight.t(), out=workspace(len(some), len(weight), some.dtype))
         losses, p_sum = native.softmax_loss(logits, bias, truth, smoothing)
         return logits, p_sum, losses.sum()
@@ -90,12 +94,13 @@ def softmax_loss(
 def workspace(rows: int, vocabulary: int, dtype: torch.dtype) -> Tensor:
     """(R, V) of memory that is used again and again; new memory the system would clear first, page by page."""
     numbers = max(LOGITS_AT_ONCE["cpu"], vocabulary)
-    return kept_memory(numbers, dtype, get_ident())[: rows * vocabulary].view(rows, vocabulary)
+    with torch.inference_mode(False):  # what is made inside could not be written to outside
+        return kept_memory(numbers, dtype, get_ident())[: rows * vocabulary].view(rows, vocabulary)
 
 
 @lru_cache(maxsize=1)
 def kept_memory(numbers: int, dtype: torch.dtype, thread: int) -> Tensor:
-    """The memory of the thread that asks; another size, format or thread gets a new one, and the old one goes."""
+    """The memory of the thread that asked last; another size, format or thread gets a new one, and the old one goes."""
     return torch.empty(numbers, dtype=dtype)
 
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fused
+from engine.attention import BatchedAttention
 from engine.native import build
 from engine.native.training import Kernels
 from model import ModelConfig, SummedLoss, Translator
@@ -93,7 +94,19 @@ def test_dropout_is_drawn_from_the_seed_and_unbiased():
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "reason", ["norm_first", "narrow heads", "switched off", "float64", "own attention", "fp16", "compiling"]
+    "reason",
+    [
+        "norm_first",
+        "narrow heads",
+        "switched off",
+        "float64",
+        "own attention",
+        "fp16",
+        "compiling",
+        "hook",
+        "gelu",
+        "plain attention",
+    ],
 )
 def test_the_plain_way_where_it_must(reason, monkeypatch):
     model, dtype = make_model(), torch.float32
@@ -111,12 +124,25 @@ def test_the_plain_way_where_it_must(reason, monkeypatch):
         use_in(model, "python")
     elif reason == "fp16":
         dtype = torch.float16
+    elif reason == "hook":
+        model.transformer.encoder.layers[1].linear1.register_forward_hook(lambda *_: None)
+    elif reason == "gelu":
+        model.transformer.decoder.layers[0].activation = torch.nn.functional.gelu
+    elif reason == "plain attention":
+        monkeypatch.setattr(BatchedAttention, "enabled", False)
     else:
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not fused.is_for(model, dtype)
     if reason not in ("fp16", "compiling"):
         batch = make_batch(2, 5, 7)
         assert torch.isfinite(SummedLoss(model, 0.1)(*batch))
+
+
+@needs_compiler
+def test_no_dropout_as_a_whole_number():
+    assert loss_and_gradients(make_model(dropout=0), make_batch(2, 5, 7), enabled=True)[0] == pytest.approx(
+        loss_and_gradients(make_model(), make_batch(2, 5, 7), enabled=True)[0]
+    )
 
 
 @needs_compiler

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -27,15 +28,21 @@ FLAGS = ["-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-
 
 @functools.cache
 def library(name: str, **defined: str) -> ctypes.CDLL | None:
-    """The functions of NAME.cpp with these macros defined, or None where they cannot be had; `why_not` then says why."""
+    """The functions of NAME.cpp with these macros defined, or None where they cannot be had."""
     if why_not():
         return None
+    macros = [f"-D{macro}={value}" for macro, value in defined.items()]
     try:
-        return ctypes.CDLL(str(compiled(name, [f"-D{macro}={value}" for macro, value in defined.items()])))
-    except (OSError, subprocess.CalledProcessError) as error:
-        detail = getattr(error, "stderr", "") or str(error)
-        print(f"note: {name}.cpp does not compile here, so PyTorch's own operations are used: "
-              f"{detail.strip().splitlines()[0]}", file=sys.stderr)  # fmt: skip
+        file = compiled(name, macros)
+        try:
+            return ctypes.CDLL(str(file))
+        except OSError:  # cut short, or of another C library: once more
+            file.unlink()
+            return ctypes.CDLL(str(compiled(name, macros)))
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: there is no home folder
+        lines = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
+        reason = next((line for line in lines if "error" in line), lines[0] if lines else "no reason given")
+        print(f"note: PyTorch's own operations do what {name}.cpp would do faster: {reason}", file=sys.stderr)
         return None
 
 
@@ -43,17 +50,25 @@ def why_not() -> str:
     """Why there can be no compiled functions here; empty if there can."""
     if sys.platform != "linux":
         return "they are for Linux"
-    return "" if shutil.which(compiler()) else f"no compiler {compiler()!r}; install g++"
+    if compiler() == ["none"]:
+        return "CXX=none"
+    return "" if shutil.which(compiler()[0]) else f"no compiler {compiler()[0]!r}"
 
 
-def compiler() -> str:
+def advice() -> str:
+    """What a user could do to have compiled functions; empty if nothing, or if they were switched off."""
+    reason = why_not()
+    return f"{reason}; install g++ and steps on this CPU are faster" if reason.startswith("no compiler") else ""
+
+
+def compiler() -> list[str]:
     """The C++ compiler's command."""
-    return os.environ.get("CXX", "g++")
+    return shlex.split(os.environ.get("CXX", "")) or ["g++"]
 
 
 def compiled(name: str, macros: list[str]) -> Path:
     """The shared object of NAME.cpp, built unless it is there. Raises `CalledProcessError` or `OSError`."""
-    command = [compiler(), *FLAGS, *macros, str(FOLDER / f"{name}.cpp")]
+    command = [*compiler(), *FLAGS, *macros, str(FOLDER / f"{name}.cpp")]
     sources = [path.read_bytes() for path in (FOLDER / f"{name}.cpp", *sorted(FOLDER.glob("*.h")))]
     version = hashlib.sha256(repr((sources, command[:-1], processor())).encode()).hexdigest()[:12]
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")

@@ -9,7 +9,6 @@
 #include <cmath>
 #include <limits>
 #include <memory>
-#include <type_traits>
 #include <utility>
 
 #include <omp.h>
@@ -56,7 +55,7 @@ extern "C" {
 
 // --------------------------------------------------------------------------------------------------------------- Embed and drop
 
-// x ← drop(factor · rows + positions), and a copy in T. The row of positions is n mod length.
+// x ← drop(factor · rows + positions), and a narrow copy. The row of positions is n mod length.
 void embed(const float* rows, const float* positions, float* x, Narrow* narrow, int64_t tokens, int64_t length, int64_t width,
            double factor, double p, int64_t seed, int64_t threads) {
   const Dropout dropout(p, seed);
@@ -89,7 +88,7 @@ void embed_backward(const float* grad, const Narrow* narrow_grad, float* rows_gr
 
 // ----------------------------------------------------------------------------------------------------- Residual, dropout and norm
 
-// sum ← residual + drop(branch + bias); y ← norm(sum) · gain + shift, and a copy in T. Without a branch the norm alone.
+// sum ← residual + drop(branch + bias); y ← norm(sum) · gain + shift, and a narrow copy. Without a branch the norm alone.
 void add_norm(const float* residual, const Narrow* branch, const float* bias, const float* gain, const float* shift, float* sum,
               float* moments, float* y, Narrow* narrow, int64_t tokens, int64_t width, double epsilon, double p, int64_t seed,
               int64_t threads) {
@@ -175,7 +174,7 @@ void relu_dropout(Narrow* x, const float* bias, int64_t tokens, int64_t width, d
     const uint32_t key = dropout.row_key(n);
     by_vectors(width, [&](int64_t j, auto part) {
       const Floats sum = load(x + n * width + j, part) + load(bias + j, part);
-      store(x + n * width + j, larger(sum, Floats{}) * dropout.factors(key, j), part);
+      store(x + n * width + j, (sum < 0 ? Floats{} : sum) * dropout.factors(key, j), part);  // NaN stays
     });
   }
 }
@@ -442,10 +441,9 @@ void attention_backward(const Attention& a, const Narrow* grad, const float* sta
             store(p + s * kBlock + i, larger(signed_weight, Floats{}) * dropout.kept);
           }
         }
-        const int64_t lanes = round_up(count, kLanes);  // of p and dp; beyond `count` they meet rows of zeros
         multiply<true>(dv, width, p, kBlock, 1, dout, width, rows, count, width);
         multiply<true>(dk, width, dp, kBlock, 1, q, width, rows, count, width);
-        multiply<false>(dq, width, dp, 1, kBlock, k, width, std::min(lanes, round_up(count, kRows)), seen_keys, width);
+        multiply<false>(dq, width, dp, 1, kBlock, k, width, round_up(count, kRows), seen_keys, width);
         Rows<Narrow>{q_grad + offset, a.q_stride}.write(count, width, dq, q_sum + h * width);
       }
       Rows<Narrow>{k_grad + a.of_keys(b, h), a.kv_stride}.write(a.keys, width, dk, k_sum + h * width);
@@ -471,8 +469,7 @@ void softmax_loss(Narrow* logits, const float* bias, const int64_t* target, floa
       by_vectors(vocabulary, [&](int64_t j, auto part) {
         const Floats x = load(row + j, part) + load(bias + j, part);
         store(wide + j, x, part);
-        // Zeros beyond the row would count as logits; its first number again does no harm.
-        most = larger(most, std::is_same_v<decltype(part), Whole> ? x : only(x - wide[0], part) + wide[0]);
+        most = larger(most, only(x, part, std::numeric_limits<float>::lowest()));
       });
       const float peak = largest_of(most);
       losses[n] = peak - float(1 - smoothing) * wide[target[n]];

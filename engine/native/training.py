@@ -32,18 +32,18 @@ def kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 def embed(rows: Tensor, positions: Tensor, factor: float, p: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(B, T, D) rows of an embedding, (T, D) → wide and narrow (B·T, D): `dropout(rows * factor + positions, p)`."""
-    return Embed.apply(rows, positions, factor, p, dtype)
+    return Embed.apply(rows, positions, float(factor), float(p), dtype)
 
 
 def add_norm(residual: Tensor, branch: Tensor | None, bias: Tensor | None, norm: torch.nn.LayerNorm, p: float,
              dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Wide (N, D), narrow (N, D) → wide and narrow (N, D): `norm(residual + dropout(branch + bias, p))`."""
-    return AddNorm.apply(residual, branch, bias, norm.weight, norm.bias, norm.eps, p, dtype)
+    return AddNorm.apply(residual, branch, bias, norm.weight, norm.bias, norm.eps, float(p), dtype)
 
 
 def relu_dropout(x: Tensor, bias: Tensor, p: float) -> Tensor:
     """Narrow (N, D), which is overwritten → narrow (N, D): `dropout(relu(x + bias), p)`."""
-    return ReluDropout.apply(x, bias, p)
+    return ReluDropout.apply(x, bias, float(p))
 
 
 def self_attention(
@@ -53,14 +53,14 @@ def self_attention(
 
     `scaled_dot_product_attention` of the heads, put side by side again.
     """
-    return Attention.apply(qkv, None, bias, mask, batch, heads, causal, p)
+    return Attention.apply(qkv, None, bias, mask, batch, heads, causal, float(p))
 
 
 def cross_attention(
     q: Tensor, kv: Tensor, bias: Tensor, mask: Tensor | None, batch: int, heads: int, p: float
 ) -> Tensor:
     """Narrow (B·T, D), narrow (B·S, 2·D), (3·D,), added mask (B, S) or None → narrow (B·T, D), as `self_attention`."""
-    return Attention.apply(q, kv, bias, mask, batch, heads, False, p)
+    return Attention.apply(q, kv, bias, mask, batch, heads, False, float(p))
 
 
 def softmax_loss(logits: Tensor, bias: Tensor, target: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ def softmax_loss(logits: Tensor, bias: Tensor, target: Tensor, smoothing: float)
     threads, (tokens, vocabulary) = torch.get_num_threads(), logits.shape
     losses, sums = bias.new_empty(tokens), bias.new_zeros(threads, vocabulary)
     call(kernels(logits.dtype).softmax_loss, logits, bias, target.contiguous(), losses, sums, tokens, vocabulary,
-         smoothing, threads)  # fmt: skip
+         float(smoothing), threads)  # fmt: skip
     return losses, sums.sum(0)
 
 
@@ -95,8 +95,8 @@ class Embed(Function):
         wide = rows.new_empty(rows.numel() // width, width)
         narrow, written = both(wide, dtype)
         ctx.settings = (factor, p, new_seed(p))
-        ctx.shape, ctx.dtype = rows.shape, dtype
-        call(kernels(dtype).embed, rows.contiguous(), positions.contiguous(), wide, written, len(wide), len(positions), width,
+        ctx.shape, ctx.kernels = rows.shape, kernels(dtype)
+        call(ctx.kernels.embed, rows.contiguous(), positions.contiguous(), wide, written, len(wide), len(positions), width,
              *ctx.settings, torch.get_num_threads())  # fmt: skip
         ctx.set_materialize_grads(False)
         return wide, narrow
@@ -105,9 +105,9 @@ class Embed(Function):
     @once_differentiable
     def backward(ctx, grad, narrow_grad):
         """Of the rows."""
-        rows_grad = torch.empty(ctx.shape)
+        rows_grad = torch.empty(ctx.shape, dtype=torch.float32)
         width = ctx.shape[-1]
-        call(kernels(ctx.dtype).embed_backward, contiguous(grad), contiguous(narrow_grad), rows_grad,
+        call(ctx.kernels.embed_backward, contiguous(grad), contiguous(narrow_grad), rows_grad,
              rows_grad.numel() // width, width, *ctx.settings, torch.get_num_threads())  # fmt: skip
         return rows_grad, None, None, None, None
 
@@ -118,11 +118,13 @@ class AddNorm(Function):
     @staticmethod
     def forward(ctx, residual, branch, bias, gain, shift, epsilon, p, dtype):
         """Both formats of the result."""
+        residual, branch = residual.contiguous(), contiguous(branch)
         total, wide = torch.empty_like(residual), torch.empty_like(residual)
         moments = residual.new_empty(len(residual), 2)  # mean and 1 / standard deviation of each row
         narrow, written = both(wide, dtype)
-        ctx.settings, ctx.dtype, ctx.alone = (p, new_seed(p)), dtype, branch is None
-        call(kernels(dtype).add_norm, residual.contiguous(), contiguous(branch), bias, gain, shift, total, moments, wide,
+        ctx.settings, ctx.alone = (p, new_seed(p)), branch is None
+        ctx.dtype, ctx.kernels = dtype, kernels(dtype)
+        call(ctx.kernels.add_norm, residual, branch, bias, gain, shift, total, moments, wide,
              written, *residual.shape, epsilon, *ctx.settings, torch.get_num_threads())  # fmt: skip
         ctx.save_for_backward(total, moments, gain)
         ctx.set_materialize_grads(False)
@@ -137,7 +139,7 @@ class AddNorm(Function):
         residual_grad = torch.empty_like(total)
         branch_grad = None if ctx.alone else torch.empty_like(total, dtype=ctx.dtype)
         sums = total.new_zeros(threads, 3, total.size(1))
-        call(kernels(ctx.dtype).add_norm_backward, contiguous(grad), contiguous(narrow_grad), total, moments, gain,
+        call(ctx.kernels.add_norm_backward, contiguous(grad), contiguous(narrow_grad), total, moments, gain,
              residual_grad, branch_grad, sums, *total.shape, *ctx.settings, threads)  # fmt: skip
         bias_grad, gain_grad, shift_grad = sums.sum(0)
         return residual_grad, branch_grad, None if ctx.alone else bias_grad, gain_grad, shift_grad, None, None, None
@@ -149,7 +151,10 @@ class ReluDropout(Function):
     @staticmethod
     def forward(ctx, x, bias, p):
         """In place."""
-        call(kernels(x.dtype).relu_dropout, x, bias, *x.shape, p, new_seed(p), torch.get_num_threads())
+        if not x.is_contiguous():
+            raise ValueError("relu_dropout overwrites its input, which must be contiguous")
+        ctx.kernels = kernels(x.dtype)
+        call(ctx.kernels.relu_dropout, x, bias, *x.shape, p, new_seed(p), torch.get_num_threads())
         ctx.mark_dirty(x)
         ctx.save_for_backward(x)
         ctx.p = p
@@ -161,8 +166,8 @@ class ReluDropout(Function):
         """Of x and its bias."""
         (y,) = ctx.saved_tensors
         threads = torch.get_num_threads()
-        x_grad, sums = torch.empty_like(y), torch.zeros(threads, y.size(1))
-        call(kernels(y.dtype).relu_dropout_backward, grad.contiguous(), y, x_grad, sums, *y.shape, ctx.p, threads)
+        x_grad, sums = torch.empty_like(y), torch.zeros(threads, y.size(1), dtype=torch.float32)
+        call(ctx.kernels.relu_dropout_backward, grad.contiguous(), y, x_grad, sums, *y.shape, ctx.p, threads)
         return x_grad, sums.sum(0), None
 
 
@@ -193,7 +198,8 @@ class Attention(Function):
         stats = bias.new_empty(batch, heads, 2, queries)
         first, second, mask = first.contiguous(), contiguous(second), contiguous(mask)
         task = Attention.task(ctx, first, second, bias, mask)
-        call(kernels(first.dtype).attention, task, out, stats, torch.get_num_threads())
+        ctx.kernels = kernels(first.dtype)
+        call(ctx.kernels.attention, task, out, stats, torch.get_num_threads())
         ctx.save_for_backward(first, second, bias, mask, stats)
         return out
 
@@ -214,7 +220,7 @@ class Attention(Function):
         threads = torch.get_num_threads()
         first_grad, second_grad = torch.empty_like(first), None if second is None else torch.empty_like(second)
         sums = bias.new_zeros(threads, len(bias))
-        call(kernels(first.dtype).attention_backward, Attention.task(ctx, first, second, bias, mask), grad.contiguous(),
+        call(ctx.kernels.attention_backward, Attention.task(ctx, first, second, bias, mask), grad.contiguous(),
              stats, *split(first_grad, second_grad), sums, threads)  # fmt: skip
         return first_grad, second_grad, sums.sum(0), None, None, None, None, None
 

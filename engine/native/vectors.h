@@ -8,10 +8,6 @@
 #include <immintrin.h>  // for the three functions where GCC does not find the one instruction itself
 #endif
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
 constexpr int64_t kLanes = 16;
 
 typedef float Floats __attribute__((vector_size(64)));
@@ -83,12 +79,13 @@ inline void store(T* to, Floats x, Whole) {
   store(to, x);
 }
 
-// x, or its first n numbers and zeros
-inline Floats only(Floats x, Whole) { return x; }
-inline Floats only(Floats x, int64_t n) {
+// x, or its first n numbers and something else beyond
+inline Floats only(Floats x, Whole, float = 0) { return x; }
+inline Floats only(Floats x, int64_t n, float beyond = 0) {
   float numbers[kLanes];
   store(numbers, x);
-  return load(numbers, n);
+  for (int64_t i = n; i < kLanes; ++i) numbers[i] = beyond;
+  return load(numbers);
 }
 
 // Runs f(j, Whole) for every full vector of a row of n numbers, then f(j, rest) for what is left of it.
@@ -121,7 +118,7 @@ inline float largest_of(Floats x) {
 #endif
 }
 
-// e^x to 2 units of the last place; 0 below e^-87, the smallest normal float.
+// e^x for x ≤ 88, to 2 units of the last place; 0 below e^-87, the smallest normal float.
 inline Floats exp(Floats x) {
   constexpr float kRound = 12582912.0f;  // 1.5 · 2^23: adding it leaves the nearest whole number in the last bits
   const Floats bounded = larger(x, all(-87.0f));
@@ -135,5 +132,5 @@ inline Floats exp(Floats x) {
   y = y * rest + 5.0000001201e-1f;
   y = y * rest * rest + rest + 1.0f;
   const Floats power = (Floats)((Ints)y + ((Ints)shifted << 23));
-  return x < -87.0f ? Floats{} : power;
+  return x >= -87.0f ? power : (x < -87.0f ? Floats{} : x);  // NaN stays
 }

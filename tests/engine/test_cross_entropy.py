@@ -98,3 +98,27 @@ def test_the_logits_are_never_all_in_memory():
     with mock.patch.dict(under_test.LOGITS_AT_ONCE, cpu=2**20), Watch():
         linear_cross_entropy(*tensors, target, 0.1).backward()
     assert 0 < largest <= 2**20
+
+
+def test_targets_that_are_no_tokens_are_refused():
+    tensors, target = problem(3, 16, 7, torch.float32)
+    for wrong in (7, -1, 10**12):
+        target[1] = wrong
+        with pytest.raises(IndexError):
+            linear_cross_entropy(*tensors, target, 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_weights_of_another_format(dtype):
+    """Only weights in fp32 go to the kernels, under autocast too."""
+    tensors, target = problem(30, 16, 70, dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(*tensors, target, 0.1)
+    assert loss.item() == pytest.approx(plain(*(x.double() for x in tensors), target, 0.1).item(), rel=0.02)
+
+
+def test_after_inference_mode():
+    tensors, target = problem(30, 16, 70, torch.float32)
+    with torch.inference_mode():
+        first = linear_cross_entropy(*tensors, target, 0.1)
+    assert linear_cross_entropy(*tensors, target, 0.1).item() == first.item()

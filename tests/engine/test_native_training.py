@@ -232,6 +232,25 @@ def test_softmax_loss(tokens, vocabulary, scale):
 
 
 @needs_compiler
+def test_a_row_of_logits_that_begins_far_below_its_end():
+    bias = torch.zeros(20)
+    bias[0] = -1e10
+    logits = torch.full((1, 20), -10.0)
+    logits[0, 17] = 150
+    losses, _ = native.softmax_loss(logits, bias, torch.tensor([17]), 0.0)
+    assert losses.item() == 0 and logits[0, 17] == 1
+
+
+@needs_compiler
+def test_what_is_no_number_stays_none():
+    x = torch.tensor([[1.0, torch.nan, -torch.inf, torch.inf]])
+    assert native.relu_dropout(x, torch.zeros(4), 0.0).isnan().tolist() == [[False, True, False, False]]
+    qkv = torch.randn(5, 48)
+    qkv[0, 3] = torch.nan
+    assert native.self_attention(qkv, torch.zeros(48), None, 1, 1, False, 0.0).isnan().any()
+
+
+@needs_compiler
 def test_bfloat16_rounds_and_nothing_else():
     """Every narrow result is the wide one, rounded to the nearest."""
     torch.manual_seed(0)
@@ -291,11 +310,23 @@ def test_a_compiler_that_fails_is_named_in_a_line(tmp_path):
 
 @needs_compiler
 def test_compiled_once_and_kept(tmp_path):
-    assert in_a_process(ASK, tmp_path).strip() == "False"
+    assert in_a_process(ASK, tmp_path, CXX="env g++").strip() == "False"
     (file,) = tmp_path.iterdir()  # nothing half-made is left
     written = file.stat().st_mtime_ns
-    assert in_a_process(ASK, tmp_path).strip() == "False"
+    assert in_a_process(ASK, tmp_path, CXX="env g++").strip() == "False"
     assert [file] == list(tmp_path.iterdir()) and file.stat().st_mtime_ns == written
+    file.write_text("of another machine")
+    assert in_a_process(ASK, tmp_path, CXX="env g++").strip() == "False"
+
+
+def test_advice_only_where_there_is_something_to_do(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build.advice().startswith("no compiler 'no-such-compiler'; install g++")
+    monkeypatch.setenv("CXX", "none")
+    assert build.why_not() and not build.advice()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert build.why_not() and not build.advice()
 
 
 @needs_compiler
