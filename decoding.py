@@ -3,7 +3,7 @@
     hypotheses = search(model, sources, collate, beam=1)      # lists of token ids in, lists of token ids out
 
 `step` is the plain version of one step and reads like the stock decoder. Greedy search on a CPU takes the same step from
-`engine.native.decoding`, in C++, or where that is not possible from `packed`; both lay out the weights for it once.
+`fast.compiled`, in C++, or where that is not possible from `fast.packed`; both lay out the weights for it once.
 A decoder layer needs, for one new token, only that token's query and the keys and values of the tokens before it. The stock
 layers recompute those at every step; here they are kept: a step costs one token's work, whatever the length.
 Letters in shape comments: B rows of a batch, K beams, S source tokens, T target tokens, D model width, V vocabulary,
@@ -21,19 +21,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from captured import CapturedTranslator, in_parts
 from data import Collate
 from engine.distributed import World
-from engine.native.decoding import NativeTranslator, is_possible
+from fast.captured import CapturedTranslator, in_parts
+from fast.compiled import CompiledTranslator, is_possible
+from fast.packed import PackedTranslator, small_products
 from model import Translator
-from packed import PackedTranslator, small_products
 from text.cleaning import normalise
 from text.subwords import decode, encode, special_ids
 
 ROWS_PER_BATCH = 128  # sentences decoded at once on a CPU; a GPU takes more
 TOKENS_PER_BATCH = 2**18  # source tokens, padding included, that a GPU decodes at once
 CHECK_EVERY = 8  # steps between looks at which rows are done on a GPU: each look waits for it
-Packed = NativeTranslator | PackedTranslator  # the weights laid out in C++, or for PyTorch's operations
+Packed = CompiledTranslator | PackedTranslator  # the weights laid out in C++, or for PyTorch's operations
 SHRINK_AT = 0.25  # finished rows leave the batch when they are a quarter of it
 
 
@@ -140,7 +140,7 @@ def greedy(
         plain = partial(greedy, model, bos=bos, eos=eos)
         return in_parts(plain, default_rows(src.device, 1), src, src_pad, limits, eos) if output is None else output
     longest = int(limits.max())
-    shrink_at = 0 if isinstance(packed, NativeTranslator) else SHRINK_AT  # its caches stay where they are
+    shrink_at = 0 if isinstance(packed, CompiledTranslator) else SHRINK_AT  # its caches stay where they are
     if packed:
         cache, next_tokens = packed.start(src, src_pad), packed.next_tokens
     else:
@@ -261,7 +261,7 @@ def pack(model: Translator, int8: bool = False) -> Packed | None:
         return CapturedTranslator(model)
     if next(model.parameters()).device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return None
-    return NativeTranslator(model, int8) if is_possible(model, int8) else PackedTranslator(model, int8)
+    return CompiledTranslator(model, int8) if is_possible(model, int8) else PackedTranslator(model, int8)
 
 
 def search(
@@ -283,7 +283,7 @@ def search(
     batches = [[row for row in rows if len(sources[row])] for rows in batches]
     batches = [rows for rows in batches if rows]
     packed = (packed or pack(model)) if beam == 1 else None
-    if isinstance(packed, NativeTranslator):
+    if isinstance(packed, CompiledTranslator):
         batches = share_out(batches, torch.get_num_threads())
 
     def search_batch(rows: list[int]) -> tuple[list[list[int]], list[int]]:

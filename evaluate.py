@@ -51,13 +51,13 @@ from pathlib import Path
 
 import torch
 
-from captured import CapturedTranslator
 from data import Collate, cut_batches
 from decoding import Translations, pack, translate_lines
 from engine import distributed, quantized
 from engine.allocator import keep_freed_memory
 from engine.precision import Precision, choose_precision
 from engine.telemetry import progress
+from fast.captured import CapturedTranslator
 from model import Translator
 from text.bleu import bleu_card
 from text.cleaning import held_out_rows, normalise

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fused
 from engine.attention import BatchedAttention
 from engine.cross_entropy import linear_cross_entropy
 from engine.dropout import ByteDropout
 from engine.errors import UserError
+from fast import fused
 
 PRESETS = {  # the handout's sizes; "base" and "big" of Vaswani et al. 2017
     "lab": dict(d_model=256, nhead=8, num_encoder_layers=3, num_decoder_layers=3, dim_feedforward=1024, dropout=0.1),

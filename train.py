@@ -97,7 +97,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-import fused
 from data import BucketSampler, Prepared, collate_for, load_prepared, prepare
 from engine import checkpoint, distributed, schedule
 from engine.allocator import keep_freed_memory
@@ -116,6 +115,7 @@ from engine.run import (
     saved_settings,
 )
 from engine.telemetry import GpuSampler, Log, Meter, Telemetry, measured_peak_flops, peak_memory_gib, progress
+from fast import fused
 from model import PRESETS, ModelConfig, SummedLoss, Translator, training_flops
 from text.rows import default_path, find_text
 from validation import Validation

@@ -33,11 +33,11 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a wro
 import sys
 from collections.abc import Iterator
 
-from captured import CapturedTranslator
 from decoding import pack, translate_lines
 from engine import distributed, quantized
 from engine.allocator import keep_freed_memory
 from engine.precision import choose_precision
+from fast.captured import CapturedTranslator
 from trained import choose_checkpoint, load_trained
 
 LINES_AT_ONCE = 2000  # of a file: enough to sort by length, few enough to see results soon

@@ -17,11 +17,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from captured import CapturedTranslator
 from data import BucketSampler, Collate, TokenizedPairs
 from decoding import greedy, output_limit, pack
 from engine.cross_entropy import LOGITS_AT_ONCE, SlicedCrossEntropy
 from engine.precision import Precision
+from fast.captured import CapturedTranslator
 from model import SummedLoss, Translator
 
 TOKENS, BATCHES = 1024, 3  # of a side in a batch, and how many batches

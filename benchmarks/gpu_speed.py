@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 import decoding
 from benchmarks.corpus import encode_test
 from benchmarks.measuring import Run, interleave
-from captured import CapturedTranslator
 from data import BucketSampler, Collate, Prepared, collate_for
 from engine.precision import Precision, choose_precision
 from engine.telemetry import measured_peak_flops, peak_memory_gib
+from fast.captured import CapturedTranslator
 from model import PRESETS, ModelConfig, SummedLoss, Translator, training_flops
 from text.rows import find_text
 from text.subwords import special_ids

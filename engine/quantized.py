@@ -1,7 +1,7 @@
 """Linear layers in 8-bit integers, for a CPU that decodes with weights that stay as they are.
 
 Weights are rounded once, with a scale for every output: w ≈ scale · q, q in −127…127. Inputs are rounded at every call
-("dynamic" quantisation): in engine/native/decoding.cpp with a scale for every row; here, by PyTorch's product for where that
+("dynamic" quantisation): in fast/compiled.cpp with a scale for every row; here, by PyTorch's product for where that
 does not compile, with one for the whole batch. They are multiplied as integers, and the product is scaled back to fp32. An
 integer product does up to four times the multiplications of an fp32 one in the same time, and a weight is a byte to read
 instead of four. What it costs is measured, not assumed: score the same checkpoint with and without.

@@ -24,8 +24,8 @@ from decoding import (
     start,
     step,
 )  # fmt: skip
+from fast.packed import PackedTranslator
 from model import ModelConfig, Translator
-from packed import PackedTranslator
 
 PAD, BOS, EOS = 0, 1, 2
 IDS = {"pad": PAD, "bos": BOS, "eos": EOS}

@@ -1,7 +1,7 @@
-"""C++ files of this folder, compiled at first use and called through ctypes: no Python headers, no build system, two seconds.
+"""C++ files, compiled at first use and called through ctypes: no Python headers, no build system, two seconds.
 
-    kernels = library("training", NARROW="float")     # None without a compiler: callers then have a plain way
-    call(kernels.embed, x, 16, 0.5)                   # tensors, ints and floats; the caller answers for shapes and formats
+    kernels = library(FOLDER / "training.cpp", NARROW="float")     # None without a compiler: callers then have a plain way
+    call(kernels.embed, x, 16, 0.5)  # tensors, ints and floats; the caller answers for shapes and formats
 
 The compiled file stays in TORCH_EXTENSIONS_DIR (~/.cache/torch_extensions unless set), one for each version of the source, of the
 compiler's command and of the processor. `CXX` names the compiler; `CXX=none` does without.
@@ -27,22 +27,22 @@ FLAGS = ["-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-
 
 
 @functools.cache
-def library(name: str, **defined: str) -> ctypes.CDLL | None:
-    """The functions of NAME.cpp with these macros defined, or None where they cannot be had."""
+def library(source: Path, **defined: str) -> ctypes.CDLL | None:
+    """The functions of this file with these macros defined, or None where they cannot be had."""
     if why_not():
         return None
     macros = [f"-D{macro}={value}" for macro, value in defined.items()]
     try:
-        file = compiled(name, macros)
+        file = compiled(source, macros)
         try:
             return ctypes.CDLL(str(file))
         except OSError:  # cut short, or of another C library: once more
             file.unlink()
-            return ctypes.CDLL(str(compiled(name, macros)))
+            return ctypes.CDLL(str(compiled(source, macros)))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: there is no home folder
         lines = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
         reason = next((line for line in lines if "error" in line), lines[0] if lines else "no reason given")
-        print(f"note: PyTorch's own operations do what {name}.cpp would do faster: {reason}", file=sys.stderr)
+        print(f"note: PyTorch's own operations do what {source.name} would do faster: {reason}", file=sys.stderr)
         return None
 
 
@@ -66,13 +66,13 @@ def compiler() -> list[str]:
     return shlex.split(os.environ.get("CXX", "")) or ["g++"]
 
 
-def compiled(name: str, macros: list[str]) -> Path:
-    """The shared object of NAME.cpp, built unless it is there. Raises `CalledProcessError` or `OSError`."""
-    command = [*compiler(), *FLAGS, *macros, str(FOLDER / f"{name}.cpp")]
-    sources = [path.read_bytes() for path in (FOLDER / f"{name}.cpp", *sorted(FOLDER.glob("*.h")))]
-    version = hashlib.sha256(repr((sources, command[:-1], processor())).encode()).hexdigest()[:12]
+def compiled(source: Path, macros: list[str]) -> Path:
+    """The shared object of this file, built unless it is there. Raises `CalledProcessError`, `RuntimeError` or `OSError`."""
+    command = [*compiler(), *FLAGS, *macros, f"-I{FOLDER}", str(source)]
+    texts = [path.read_bytes() for path in (source, *sorted(FOLDER.glob("*.h")))]
+    version = hashlib.sha256(repr((texts, command[:-2], processor())).encode()).hexdigest()[:12]
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    file = cache / f"{name}_{version}.so"
+    file = cache / f"{source.stem}_{version}.so"
     if not file.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as scratch:

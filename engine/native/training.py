@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from engine.native.build import call, library
+from engine.native.build import FOLDER, call, library
 
 NUMBERS = {torch.float32: "float", torch.bfloat16: "bf16"}  # formats of matrix products, and their names in C++
 
@@ -27,7 +27,7 @@ class Kernels:
 
 def kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
     """The compiled functions for products in this format; None if there are none, or none are wanted."""
-    return library("training", NARROW=NUMBERS[dtype]) if Kernels.enabled and dtype in NUMBERS else None
+    return library(FOLDER / "training.cpp", NARROW=NUMBERS[dtype]) if Kernels.enabled and dtype in NUMBERS else None
 
 
 def embed(rows: Tensor, positions: Tensor, factor: float, p: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

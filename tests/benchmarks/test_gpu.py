@@ -5,14 +5,14 @@ import json
 import pytest
 import torch
 
-import captured
 import decoding
 from benchmarks import gpu, gpu_parity, gpu_speed
 from benchmarks.gpu import Config
-from captured import CapturedTranslator
 from data import collate_for, prepare
 from engine import cross_entropy
 from engine.errors import UserError
+from fast import captured
+from fast.captured import CapturedTranslator
 from model import Translator
 from text.rows import find_text
 

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fused
 from engine.attention import BatchedAttention
 from engine.native import build
 from engine.native.training import Kernels
+from fast import fused
 from model import ModelConfig, SummedLoss, Translator
 
 needs_compiler = pytest.mark.skipif(bool(build.why_not()), reason=f"no compiled functions here: {build.why_not()}")

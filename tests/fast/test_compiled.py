@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import packed
 from data import Collate
 from decoding import pack, search, start, step
 from engine.native.build import call, library
-from engine.native.decoding import NativeTranslator, is_possible
+from fast import packed
+from fast.compiled import CompiledTranslator, is_possible
+from fast.packed import PackedTranslator
 from model import ModelConfig, Translator
-from packed import PackedTranslator
 
 PAD, BOS, EOS = 0, 1, 2
 IDS = {"pad": PAD, "bos": BOS, "eos": EOS}
@@ -55,7 +55,7 @@ def far_choices(chosen: Tensor, logits: Tensor, gap: float) -> int:
 
 
 @torch.inference_mode()
-def forced_steps(model: Translator, native: NativeTranslator, src: Tensor, src_pad: Tensor, leave: bool = False):
+def forced_steps(model: Translator, native: CompiledTranslator, src: Tensor, src_pad: Tensor, leave: bool = False):
     """Feed both the same tokens for 40 steps; → (chosen (B,), float64 logits (B, V)) of each step."""
     exact = Translator(model.config).double().eval()
     exact.load_state_dict(model.state_dict())
@@ -77,7 +77,7 @@ def forced_steps(model: Translator, native: NativeTranslator, src: Tensor, src_p
 @pytest.mark.parametrize("sizes", SIZES)
 def test_every_step_chooses_the_largest_logit(sizes, rows, norm_first):
     model = make_model(sizes, norm_first)
-    for chosen, logits in forced_steps(model, NativeTranslator(model), *make_batch(rows, 50), leave=True):
+    for chosen, logits in forced_steps(model, CompiledTranslator(model), *make_batch(rows, 50), leave=True):
         assert far_choices(chosen, logits, 1e-3) == 0
 
 
@@ -89,7 +89,7 @@ def test_search_chooses_the_tokens_of_the_other_ways(seed, norm_first, rows):
     model = make_model(norm_first=norm_first, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     sources = [torch.randint(3, 40, (1 + i % 9,), generator=generator).tolist() for i in range(12)]
-    ours = search(model, sources, COLLATE, rows_per_batch=rows, packed=NativeTranslator(model))
+    ours = search(model, sources, COLLATE, rows_per_batch=rows, packed=CompiledTranslator(model))
     other = search(model, sources, COLLATE, rows_per_batch=rows, packed=PackedTranslator(model))
     assert sum(map(list.__ne__, ours.tokens, other.tokens)) <= 1
 
@@ -99,7 +99,7 @@ def test_search_chooses_the_tokens_of_the_other_ways(seed, norm_first, rows):
 def test_threads_and_batches_change_nothing(int8):
     """Every row is computed alone: neither its neighbours nor other threads matter, to the last bit."""
     model, sources = make_model(SIZES[1]), [[3 + i % 50] * (1 + i * 7 % 30) for i in range(40)]
-    native, threads, found = NativeTranslator(model, int8), torch.get_num_threads(), {}
+    native, threads, found = CompiledTranslator(model, int8), torch.get_num_threads(), {}
     try:
         for count, rows in ((1, 40), (2, 7), (3, 1), (2, 20)):
             torch.set_num_threads(count)
@@ -118,12 +118,12 @@ def test_the_first_of_equals(vocabulary):
         model.output.weight.zero_()
         model.output.bias.zero_()
         model.output.bias[5:] = 1
-    native = NativeTranslator(model)
+    native = CompiledTranslator(model)
     cache = native.start(*make_batch(9, 5))
     assert native.next_tokens(cache, torch.zeros(9, dtype=torch.long), 0).tolist() == [5] * 9
     with torch.no_grad():
         model.output.bias.fill_(-1e9)  # a token that is forbidden so is still a token
-    native = NativeTranslator(model)
+    native = CompiledTranslator(model)
     assert native.next_tokens(native.start(*make_batch(9, 5)), torch.zeros(9, dtype=torch.long), 0).tolist() == [0] * 9
 
 
@@ -134,7 +134,7 @@ def test_never_a_token_that_is_not_there():
             parameter.fill_(math.nan)
     for int8 in (False, True):
         if is_possible(model, int8):
-            native = NativeTranslator(model, int8)
+            native = CompiledTranslator(model, int8)
             chosen = native.next_tokens(native.start(*make_batch(9, 5)), torch.zeros(9, dtype=torch.long), 0)
             assert ((chosen >= 0) & (chosen < 40)).all()
 
@@ -168,7 +168,7 @@ def test_int8_products_are_those_of_the_emulation(seed, rows, inputs, outputs, z
     x = torch.randn(rows, inputs * 16) * torch.logspace(-2, 3, rows)[:, None]
     x = x.relu() if zero == 0 else x
     x[0] = 0
-    native, y = NativeTranslator(make_model(), int8=True), torch.full((rows, outputs * 16), math.nan)
+    native, y = CompiledTranslator(make_model(), int8=True), torch.full((rows, outputs * 16), math.nan)
     call(native.kernels.multiply_rows, native.pack_linear(weight, bias, zero), x, rows, y)
     error = (y - emulate_int8(weight, bias, zero)(x)).abs()
     step = x.abs().amax(1, keepdim=True) / 127 * weight.abs().amax(1)  # of one input, times the largest weight
@@ -191,7 +191,7 @@ def test_int8_steps_are_those_of_the_emulation(sizes, norm_first, monkeypatch):
     monkeypatch.setattr(packed, "attend", attend)
     monkeypatch.setattr(packed, "pack_linear", emulate_int8)
     model, (src, src_pad) = make_model(sizes, norm_first), make_batch(17, 50)
-    emulated, native = PackedTranslator(model), NativeTranslator(model, int8=True)
+    emulated, native = PackedTranslator(model), CompiledTranslator(model, int8=True)
     differ = 0
     with torch.inference_mode():
         theirs, ours = emulated.start(src, src_pad), native.start(src, src_pad)
@@ -206,7 +206,7 @@ def test_int8_steps_are_those_of_the_emulation(sizes, norm_first, monkeypatch):
 @needs_int8
 def test_int8_chooses_nearly_what_fp32_does():
     model = make_model(SIZES[3], scale=1.0)
-    for chosen, logits in forced_steps(model, NativeTranslator(model, int8=True), *make_batch(17, 30)):
+    for chosen, logits in forced_steps(model, CompiledTranslator(model, int8=True), *make_batch(17, 30)):
         assert far_choices(chosen, logits, 0.05 * logits.std().item()) == 0
 
 

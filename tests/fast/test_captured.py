@@ -16,12 +16,12 @@ from test_decoding import BOS, COLLATE, EOS, make_sources
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-import captured
 from benchmarks.gpu_parity import widest_gap
-from captured import Buffers, CapturedTranslator, round_rows, stretch
 from decoding import default_rows, greedy, output_limit, plan_batches, search
 from engine import graphs
 from engine.graphs import LateCount
+from fast import captured
+from fast.captured import Buffers, CapturedTranslator, round_rows, stretch
 from model import ModelConfig, Translator
 
 SIZES = TINY | dict(max_length=256)

@@ -1,5 +1,5 @@
 """Greedy decoding on a CPU by PyTorch's own operations, with weights laid out for it once: what `decoding.step` computes, in
-less time. engine/native/decoding.py is faster still; this one is for where there is no C++ compiler, and for other formats.
+less time. fast/compiled.py is faster still; this one is for where there is no C++ compiler, and for other formats.
 
     packed = PackedTranslator(model)                    # or int8=True
     cache = packed.start(src, src_pad)

@@ -39,7 +39,7 @@ constexpr int64_t kTokens = kLanes;            // of a cache's block
 constexpr int64_t kSourceTokens = 256;         // encoded at once, about: what lies between two products stays near the core
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
-// ----------------------------------------------------------------- what Python hands over: the same structures in decoding.py
+// ----------------------------------------------------------------- what Python hands over: the same structures in compiled.py
 
 // y = x Wᵀ + b. In int8, W ≈ scale · w, and an input is x ≈ row's scale · (number − zero).
 struct Linear {

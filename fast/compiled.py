@@ -1,18 +1,19 @@
-"""A translator's weights laid out for decoding.cpp, and greedy decoding with them: the whole step in one call.
+"""A translator's weights laid out for compiled.cpp, and greedy decoding with them: the whole step in one call.
 
     if is_possible(model):
-        packed = NativeTranslator(model)                # or int8=True
+        packed = CompiledTranslator(model)                # or int8=True
         cache = packed.start(src, src_pad)
         tokens = packed.next_tokens(cache, tokens, position)
 
-`decoding.step` is the plain version of the same, and `packed.PackedTranslator` what is used where this is not possible.
-Python's lock is free during a call, so threads with a batch each do not wait for one another. Letters as in decoding.cpp.
+`decoding.step` is the plain version of the same, and `fast.packed.PackedTranslator` what is used where this is not possible.
+Python's lock is free during a call, so threads with a batch each do not wait for one another. Letters as in compiled.cpp.
 """
 
 import ctypes
 import math
 from ctypes import POINTER, c_double, c_int64, c_void_p
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -66,11 +67,11 @@ def is_possible(model: nn.Module, int8: bool = False) -> bool:
 
 def kernels(int8: bool) -> ctypes.CDLL | None:
     """The compiled functions, if they can be had."""
-    return library("decoding", **({"INT8": "1"} if int8 else {}))
+    return library(Path(__file__).with_suffix(".cpp"), **({"INT8": "1"} if int8 else {}))
 
 
 @dataclass
-class NativeCache:
+class CompiledCache:
     """Keys and values in blocks of 16 tokens. A row that leaves the batch leaves its slot empty: nothing is moved."""
 
     slots: Tensor  # (B,) where each row's keys and values are
@@ -94,7 +95,7 @@ class NativeCache:
         return CacheAddresses(ctypes.cast(own, c_void_p), *map(Tensor.data_ptr, tensors))
 
 
-class NativeTranslator:
+class CompiledTranslator:
     """A model's weights as they are now, for greedy decoding on a CPU; later changes of the model do not reach it."""
 
     @torch.inference_mode()
@@ -166,7 +167,7 @@ class NativeTranslator:
         panels = weight.view(-1, self.panel, inputs // group, group).transpose(1, 2)  # (panels, in / 4, panel, 4)
         return Linear(self.keep(panels), self.keep(bias), scale, start, inputs, -(-outputs // LANES) * LANES, zero)
 
-    def start(self, src: Tensor, src_pad: Tensor) -> NativeCache:
+    def start(self, src: Tensor, src_pad: Tensor) -> CompiledCache:
         """Encode (B, S), padded behind."""
         config, rows = self.config, len(src)
         if src.size(1) > config.max_length:
@@ -178,12 +179,12 @@ class NativeTranslator:
             2 * TOKENS_PER_BLOCK * config.d_model,
         )  # of keys and values of all heads
         source = torch.empty(int(blocks.sum()), layers, size, dtype=torch.bfloat16 if self.int8 else torch.float32)
-        cache = NativeCache(torch.arange(rows), source, blocks.cumsum(0) - blocks, lengths, (rows, layers, size))
+        cache = CompiledCache(torch.arange(rows), source, blocks.cumsum(0) - blocks, lengths, (rows, layers, size))
         tokens = src[~src_pad]  # (N,)
         call(self.kernels.encode_sources, self.weights, cache.addresses(), tokens, rows)
         return cache
 
-    def next_tokens(self, cache: NativeCache, tokens: Tensor, position: int) -> Tensor:
+    def next_tokens(self, cache: CompiledCache, tokens: Tensor, position: int) -> Tensor:
         """Feed (B,) tokens at one position; → (B,) the likeliest next ones. The cache grows by one token."""
         if position % TOKENS_PER_BLOCK == 0:
             cache.grow()
