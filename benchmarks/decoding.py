@@ -65,6 +65,7 @@ class Config:
     ckpt: str = flag("", "trained run to decode with, at real lengths", "Benchmark")
     baseline: str = flag(REFERENCE, "whose median the ratios are over", "Benchmark")
     length: int = flag(40, "tokens of each output without --ckpt", "Benchmark")
+    sentences: int = flag(500, "of the test split, the first so many", "Benchmark")
     rounds: int = flag(2, "turns of each", "Benchmark")
     seconds: float = flag(5.0, "measured in each turn; one pass at least", "Benchmark")
     threads: int = flag(2, "compute threads of each", "Benchmark")
@@ -140,11 +141,11 @@ def main(config: Config) -> None:
         from trained import load_trained
 
         trained = load_trained(config.ckpt)
-        corpus, length = corpus_of_run(trained.config), 0
+        corpus, length = corpus_of_run(trained.config, test_rows=config.sentences), 0
         weights, title = export_run(corpus, trained), f"greedy decoding at real lengths, {trained.name}"
         names = [name for name in names if name not in OWN_WEIGHTS]
     else:
-        corpus, length = load_corpus(config.data), config.length
+        corpus, length = load_corpus(config.data, test_rows=config.sentences), config.length
         weights, title = export_random(corpus), f"greedy decoding, {length} tokens a sentence, random weights"
     print(corpus.describe())
     outputs = weights / "outputs"

@@ -118,9 +118,8 @@ def rehearse(model: Translator) -> CapturedTranslator:
 
 @pytest.mark.parametrize("make", [CapturedTranslator, rehearse])
 @pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("seed", range(2))
-def test_equals_the_plain_step_in_float64(make, norm_first, seed):
-    model, batch = make_model(norm_first, seed=seed), make_batch(70, seed)
+def test_equals_the_plain_step_in_float64(make, norm_first):
+    model, batch = make_model(norm_first), make_batch(70)
     with patch.object(Buffers, "shrink", autospec=True, side_effect=Buffers.shrink) as shrink:
         found = make(model).greedy(*batch, BOS, EOS)
     assert torch.equal(found, greedy(model, *batch, BOS, EOS))
@@ -129,7 +128,7 @@ def test_equals_the_plain_step_in_float64(make, norm_first, seed):
     assert len(set(lengths.tolist())) > 10 and lengths.max() > 64
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 33, 257, 300])
+@pytest.mark.parametrize("rows", [1, 8, 9, 300])
 def test_any_number_of_rows(rows):
     model, batch = make_model(end=6.0), make_batch(rows, longest=12)
     translator = rehearse(model)

@@ -157,7 +157,7 @@ def emulate_int8(weight: Tensor, bias: Tensor, zero: int | None = None):
 
 
 @needs_int8
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 20), st.integers(1, 20), st.integers(1, 20), st.sampled_from([0, 128]))
 def test_int8_products_are_those_of_the_emulation(seed, rows, inputs, outputs, zero):
     torch.manual_seed(seed)
@@ -175,7 +175,8 @@ def test_int8_products_are_those_of_the_emulation(seed, rows, inputs, outputs, z
     assert (error <= 1.01 * step + 1e-5).all()
     # Half-way between two numbers the last bit of a product decides which it is: seldom in so few rows.
     assert (error > 1e-4 * step * inputs + 1e-5).any(1).sum() <= 1
-    assert (y - x @ weight.T - bias).norm() < 0.04 * (x @ weight.T).norm() + 1e-3
+    lengths = x.norm(dim=1)[:, None] * weight.norm(dim=1)  # the products themselves may be near 0
+    assert (y - x @ weight.T - bias).norm() < 0.04 * lengths.norm() + 1e-3
 
 
 @needs_int8
