@@ -46,7 +46,7 @@ if [ "$verb" = test ]; then
     cd "$root"
     "$python" -m ruff check .
     "$python" -m ruff format --check .
-    exec "$python" -m pytest -n auto --maxprocesses 4 --dist loadfile "$@"  # a file at a time on each core
+    exec "$python" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"  # a file at a time on each core
 fi
 
 cd "$root"
