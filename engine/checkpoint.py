@@ -4,7 +4,7 @@ runs/x/checkpoints/step-200/     model.safetensors  optimizer.pt  state.json  ch
 runs/x/checkpoints/best, last    symbolic links, each to one of the step-N folders
 
 save(folder, step, model.state_dict(), optimizer.state_dict(), {"best_score": 31.2}, best=True)
-optimizer_state, state = load_training_state(latest(folder))       # to resume
+newest = latest(folder); load_optimizer(newest); load_state(newest)   # to resume
 model.load_state_dict(load_weights(resolve("runs/x")))             # to translate
 """
 
@@ -159,10 +159,14 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): tensor for name, tensor in entries}
 
 
-def load_training_state(checkpoint: Path) -> tuple[dict, dict]:
-    """(optimizer_state, state) of a whole checkpoint, as they were given to `save`; tensors on the CPU."""
-    checkpoint = resolve(checkpoint)
-    return _load_tensors(checkpoint / "optimizer.pt"), json.loads((checkpoint / "state.json").read_bytes())
+def load_optimizer(checkpoint: Path) -> dict:
+    """The optimizer's state of a whole checkpoint; tensors on the CPU."""
+    return _load_tensors(resolve(checkpoint) / "optimizer.pt")
+
+
+def load_state(checkpoint: Path) -> dict:
+    """The state of a whole checkpoint, as it was given to `save`, and its step."""
+    return json.loads((resolve(checkpoint) / "state.json").read_bytes())
 
 
 def average(checkpoints: list[Path]) -> dict[str, Tensor]:

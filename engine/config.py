@@ -1,26 +1,37 @@
-"""Command-line flags from one dataclass: every field is a flag, and its help stands beside its default.
+"""Command-line flags from one dataclass: every field is a flag; its help, bounds and choices stand beside its default.
 
 @dataclass
 class Config:
-    lr: float = flag(1e-3, "peak learning rate", "Optimisation")
+    lr: float = flag(1e-3, "peak learning rate", "Training", above=0, below=10)
+    preset: str = flag("lab", "model size (lab|base|big)", "Model")     # the words in (a|b) are the choices
 
 config = parse_flags(Config)              # script.py --lr 3e-4, or: script.py settings.yaml --lr 3e-4
 """
 
+import argparse
 import dataclasses
 import difflib
 import json
+import math
 import os
+import re
 import sys
 from pathlib import Path
 
 from engine.errors import UserError, stop
 
+SAYS_TRUE, SAYS_FALSE = ("true", "yes", "1"), ("false", "no", "0")
 
-def flag(default, help: str, group: str):
-    """A dataclass field that is a command-line flag, listed under `group` in --help."""
-    # HfArgumentParser hands the metadata to argparse, which knows "help" and nothing of ours: both travel in it.
-    return dataclasses.field(default=default, metadata={"help": f"{group}\t{help}"})
+
+def flag(default, help: str, group: str, *, least=None, above=None, most=None, below=None):
+    """A dataclass field that is a command-line flag, listed under `group` in --help.
+
+    Its values: least ≤ value ≤ most, above < value < below; and where the help names choices as (a|b), one of them.
+    """
+    if isinstance(default, int) and most is None and below is None:
+        most = 2**31 - 1  # a slip of some zeros too many is said at once, not by an allocator in an hour
+    bounds = {"least": least, "above": above, "most": most, "below": below}
+    return dataclasses.field(default=default, metadata={"help": help, "group": group, **bounds})
 
 
 def parse_flags(config_class, description: str = "", positional: str | None = None):
@@ -37,19 +48,19 @@ def parse_flags(config_class, description: str = "", positional: str | None = No
 
 
 def _parse(config_class, description: str, positional: str | None, arguments: list[str]):
-    from transformers import HfArgumentParser
-
-    class Parser(HfArgumentParser):
-        def error(self, message):  # argparse would print the whole usage first
-            raise UserError(f"{message} (see --help)")
-
-        def format_help(self):
-            return format_help(config_class, description, positional)
-
-    parser = Parser(config_class, allow_abbrev=False)
+    parser = _Parser(add_help=False, allow_abbrev=False)
     names = [field.name for field in dataclasses.fields(config_class)]
+    for field in dataclasses.fields(config_class):
+        spellings = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
+        if field.type is bool:  # --norm_first, --norm_first=false
+            parser.add_argument(*spellings, type=_boolean, default=field.default, nargs="?", const=True)
+        else:
+            parser.add_argument(*spellings, type=field.type, default=field.default)
     end = arguments.index("--") if positional and "--" in arguments else len(arguments)
     arguments, words_after = arguments[:end], arguments[end + 1 :]
+    if {"--help", "-h"} & set(arguments):
+        print(format_help(config_class, description, positional), end="")
+        sys.exit(0)
     if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
         values = read_settings(Path(arguments.pop(0)))
         for name in values:
@@ -57,7 +68,7 @@ def _parse(config_class, description: str, positional: str | None, arguments: li
                 raise UserError(f"unknown setting {name!r} in the settings file{nearest(str(name), names)}")
         # As flags before the others: so a value is checked and converted in one way, wherever it comes from.
         arguments = [f"--{name}={value}" for name, value in values.items() if value is not None] + arguments
-    config, rest = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
+    parsed, rest = parser.parse_known_args(arguments)
     for word in rest:
         if word.startswith("-") and len(word) > 1:
             advice = nearest(word.lstrip("-").split("=")[0], names, "--")
@@ -65,11 +76,62 @@ def _parse(config_class, description: str, positional: str | None, arguments: li
             raise UserError(f"unknown flag {word.split('=')[0]}{advice}")
     if rest and not positional:
         raise UserError(f"unexpected argument {rest[0]!r}; every setting is a flag (see --help)")
+    config = checked(config_class(**vars(parsed)))
     if positional:
         setattr(config, positional, rest + words_after)
     words = {word[2:].split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")}
     config.given = words & set(names)
     return config
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):  # argparse would print the whole usage first
+        raise UserError(f"{message} (see --help)")
+
+
+def _boolean(word: str) -> bool:
+    if word.lower() not in SAYS_TRUE + SAYS_FALSE:
+        raise argparse.ArgumentTypeError(f"{word!r} is neither true nor false")
+    return word.lower() in SAYS_TRUE
+
+
+def checked(config):
+    """The same settings. Raises `UserError` for the first one outside the bounds or choices of its flag."""
+    for field in dataclasses.fields(config):
+        value, bounds = getattr(config, field.name), field.metadata
+        if not isinstance(value, (int, float) if field.type is float else field.type):
+            raise UserError(f"--{field.name} {value!r} must be of type {field.type.__name__}")
+        if isinstance(value, int | float) and not _is_within(value, bounds):
+            raise UserError(f"--{field.name} {value} must be {bounds_in_words(bounds) or 'a finite number'}")
+        choices = choices_of(field)
+        if choices and value not in (*choices, field.default):
+            names = f"{', '.join(choices[:-1])} or {choices[-1]}"
+            raise UserError(f"--{field.name} {value} is unknown; choose {names}{nearest(value, choices, hint='')}")
+    return config
+
+
+def _is_within(value: int | float, bounds) -> bool:
+    inside = math.isfinite(value)  # False for nan too
+    inside &= (bounds["least"] is None or value >= bounds["least"]) and (
+        bounds["above"] is None or value > bounds["above"]
+    )
+    return (
+        inside
+        and (bounds["most"] is None or value <= bounds["most"])
+        and (bounds["below"] is None or value < bounds["below"])
+    )
+
+
+def bounds_in_words(bounds) -> str:
+    """'at least 1 and below 10'; '' without bounds. The limit of every whole number goes without saying until it is hit."""
+    words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
+    return " and ".join(f"{words[name]} {bounds[name]:g}" for name in words if bounds[name] is not None)
+
+
+def choices_of(field: dataclasses.Field) -> list[str]:
+    """The words in (a|b) of a flag's help."""
+    found = re.search(r"\(([\w.-]+(?:\|[\w.-]+)+)\)", field.metadata["help"])
+    return found[1].split("|") if found and field.type is str else []
 
 
 def read_settings(path: Path) -> dict:
@@ -87,25 +149,33 @@ def read_settings(path: Path) -> dict:
     return values
 
 
-def nearest(word: str, names: list[str], prefix: str = "") -> str:
-    """'; did you mean --lr?' for the name closest to `word`, or '' when none is close."""
+def nearest(word: str, names: list[str], prefix: str = "", hint: str = "see --help") -> str:
+    """'; did you mean --lr?' for the name closest to `word`, or the hint when none is close."""
     close = difflib.get_close_matches(word.replace("-", "_"), names, n=1)
-    return f"; did you mean {prefix}{close[0]}?" if close else f"; {prefix and 'see --help'}".rstrip("; ")
+    return f"; did you mean {prefix}{close[0]}?" if close else f"; {hint}" if prefix and hint else ""
 
 
 def format_help(config_class, description: str, positional: str | None) -> str:
-    """One line a flag, by groups: name, default, help."""
+    """One line a flag, by groups: name, default, help, bounds."""
     words = f" [{positional.upper()} …]" if positional else ""
     lines = [f"{command()} [--flag value …]{words}    {description}".rstrip()]
     last_group = None
     for field in dataclasses.fields(config_class):
-        group, help = field.metadata["help"].split("\t")
-        if group != last_group:
-            lines.append(f"{group}:")
+        if field.metadata["group"] != last_group:
+            lines.append(f"{field.metadata['group']}:")
         default = "-" if field.default in ("", None) or field.default is False else field.default  # 0 is shown
-        lines.append(f"  --{field.name:<19} {default!s:<6} {help}".rstrip())
-        last_group = group
+        lines.append(
+            f"  --{field.name:<19} {default!s:<6} {field.metadata['help']}{_bounds_in_help(field.metadata)}".rstrip()
+        )
+        last_group = field.metadata["group"]
     return "\n".join(lines) + "\n"
+
+
+def _bounds_in_help(bounds) -> str:
+    """' [>= 0, < 1]'"""
+    signs = {"least": ">=", "above": ">", "most": "<=", "below": "<"}
+    shown = [f"{sign} {bounds[name]:g}" for name, sign in signs.items() if bounds[name] not in (None, 2**31 - 1)]
+    return f" [{', '.join(shown)}]" if shown else ""
 
 
 def command() -> str:
@@ -129,8 +199,9 @@ def load_config(config_class, path: Path):
     """The dataclass saved at `path`; unknown or missing settings are the user's affair, said in one line."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return config_class(**values)
+        config = config_class(**values)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; is {path.parent} a run of this script?") from None
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged or of another script: {error}") from None
+    return checked(config)

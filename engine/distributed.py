@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from engine.errors import UserError
+from engine.memory import keep_freed_memory
 
 JOIN = timedelta(minutes=5)  # for all processes of a run to be started, on all machines
 ANSWER = timedelta(minutes=15)  # for the slowest rank to come to a collective; then the others end with an error
@@ -206,6 +207,7 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     if name not in ("auto", "cpu", "cuda") and not name.startswith("cuda:"):
         raise UserError(f"--device {name}: unknown device; choose auto, cpu, cuda or cuda:N")
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        keep_freed_memory()
         return torch.device("cpu")
     if not torch.cuda.is_available():
         reason = hidden_gpus() or "PyTorch sees no GPU on this machine"

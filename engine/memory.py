@@ -1,6 +1,24 @@
-"""Work that is too large for the device's memory, done in parts."""
+"""Memory: freed memory is kept for the next step, and work that is too large for a GPU is done in parts."""
+
+import ctypes
 
 import torch
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # numbers of malloc.h, see mallopt(3)
+
+
+def keep_freed_memory() -> bool:
+    """From now on `free` keeps what `malloc` once got; true if the C library is glibc and took the settings.
+
+    By default every tensor above 32 MiB is a mapping of its own: the kernel clears its pages when they are first touched and
+    takes them back when the tensor dies, a thousand times a step. The price: the process never shrinks below its peak.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # another C library
+        return False
+    # No mappings of their own, no giving back (-1: never), and the heap grows by 256 MiB at a time.
+    return all([mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1), mallopt(M_TOP_PAD, 256 * 2**20)])
 
 
 def fewest_parts(trial, most: int = 256) -> int:

@@ -1,21 +1,23 @@
 """The folder of a run, and what every training script does with it: begin or go on, lock, save, stop when asked.
 
-run = Run.start(config, "lenet", world, may_change={"epochs"})   # config has the fields `run` and `resume`
-state = run.restore(model, optimizer) or {"step": 0}
-while not run.stop_asked():
-    run.telemetry.scalars(step, {"train/loss": 0.3}); run.log("…"); run.save(step, model, optimizer, state)
-run.close("all epochs are done")
+with Run.start(config, "lenet", world, may_change={"epochs"}) as run:     # config has the fields `run` and `resume`
+    run.log("…")                                                          # data, model, optimiser: mistakes end here
+    state = run.restore(model, optimizer, precision) or {"step": 0}
+    run.begin()                                                           # from here on the folder is a run
+    while not run.stop_asked():
+        run.scalars(step, {"train/loss": 0.3}); run.save(step, model, optimizer, state, precision)
+    run.close("all epochs are done")
 
 runs/<name>/config.json  metrics.jsonl  events.out.tfevents.*  train.log  checkpoints/{step-N/, best, last}
 """
 
+import contextlib
 import fcntl
 import os
 import signal
 import socket
 import time
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,23 +26,20 @@ from engine import checkpoint
 from engine.config import command, load_config, save_config
 from engine.distributed import World
 from engine.errors import UserError
-from engine.telemetry import Log, Telemetry
+from engine.precision import Precision
+from engine.telemetry import GpuSampler, Log, Telemetry
 
 INTERRUPTED = "interrupted"
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]  # asked to stop, Ctrl-C, the terminal was closed
 
 
-@dataclass
 class Run:
-    """One run of a training script, fresh or gone on with."""
+    """One run of a training script, fresh or gone on with; a context manager that puts everything away at its end.
 
-    config: object  # the settings; those of the run's beginning where it goes on
-    folder: Path
-    world: World
-    log: Log
-    telemetry: Telemetry
-    checkpoint: Path | None  # what it goes on from
-    interrupted: object  # → whether a signal came to this process
-    locked: object  # open for as long as the run is ours
+    config      the settings; those of the run's beginning, with the flags that may change, where it goes on
+    folder      runs/<name>
+    state       what was saved with the last checkpoint; None if there is none
+    """
 
     @classmethod
     def start(cls, config, kind: str, world: World, may_change: set[str] = frozenset()) -> "Run":
@@ -48,42 +47,67 @@ class Run:
 
         A run that goes on takes its settings from its folder; a flag outside `may_change` would make it another run.
         """
-        if config.resume:
-            config = saved_settings(config, may_change)
-        config = after_restart(config, world)
-        folder = Path(config.resume) if config.resume else world.on_main(lambda: new_folder(config.run, kind))
-        locked = []  # rank 0's alone: an open file does not travel
-        world.on_main(lambda: locked.append(lock(folder)))
-        found = world.on_main(lambda: last_checkpoint(folder)) if config.resume else None
-        step = int(found.name.removeprefix("step-")) if found else 0
-        log = Log(folder, enabled=world.is_main)
-        log(f"run: {folder}" + (f", {world.size} processes" if world.size > 1 else ""))
-        if world.is_main:
-            save_config(config, folder / "config.json")
-        telemetry = Telemetry(folder, resume_step=step if config.resume else None, enabled=world.is_main)
-        return cls(config, folder, world, log, telemetry, found, catch_signals(), locked)
+        run = cls()
+        run.world, run.at_end, run.begun = world, contextlib.ExitStack(), False
+        run.config = after_restart(saved_settings(config, may_change) if config.resume else config, world)
+        resume = run.config.resume
+        run.folder = Path(resume) if resume else world.on_main(lambda: new_folder(config.run, kind))
+        # The lock is rank 0's alone: an open file does not travel.
+        world.on_main(lambda: run.at_end.enter_context(lock(run.folder)) and None)
+        run.checkpoint = world.on_main(lambda: last_checkpoint(run.folder)) if resume else None
+        run.state = checkpoint.load_state(run.checkpoint) if run.checkpoint else None
+        run.log = Log(run.folder, enabled=world.is_main)
+        run.log(f"run: {run.folder}" + (f", {world.size} processes" if world.size > 1 else ""))
+        return run
 
-    def restore(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict | None:
-        """The last checkpoint's weights and optimizer state put in place; → the state saved with them, None if fresh."""
+    def restore(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, precision: Precision | None = None
+    ) -> dict | None:
+        """The last checkpoint put in place: weights, optimizer, loss scaler; → the state saved with them, None if fresh."""
         if not self.checkpoint:
             return None
-        optimizer_state, state = checkpoint.load_training_state(self.checkpoint)
         load_weights(model, self.checkpoint)
         if optimizer:
-            optimizer.load_state_dict(optimizer_state)
-        self.log(f"resumed after step {state['step']:,} from {self.checkpoint}")
-        return state
+            optimizer.load_state_dict(checkpoint.load_optimizer(self.checkpoint))
+        if precision and self.state.get("scaler"):  # empty if the run was not in fp16 until now
+            precision.scaler.load_state_dict(self.state["scaler"])
+        self.log(f"resumed after step {self.state['step']:,} from {self.checkpoint}")
+        return self.state
 
-    def save(
-        self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict, best=False
-    ) -> None:
-        """A checkpoint of this step, by rank 0; `state` is any JSON."""
+    def begin(self, gpu_seconds: float = 5.0) -> None:
+        """Everything is ready: write the settings, which make the folder a run, open the curves, catch signals.
+
+        The GPU, if there is one, is asked how busy it is every `gpu_seconds`.
+        """
+        if self.world.is_main:
+            save_config(self.config, self.folder / "config.json")
+        resume_step = (self.state["step"] if self.state else 0) if self.config.resume else None
+        self.telemetry = Telemetry(self.folder, resume_step, enabled=self.world.is_main)
+        self.at_end.callback(self.telemetry.close)
+        self.gpu = None
+        if self.world.is_main and self.world.device.type == "cuda":
+            self.gpu = GpuSampler(self.world.device, gpu_seconds, say=self.log)
+            self.gpu.start()
+            self.at_end.callback(self.gpu.stop)
+        self.interrupted = self.at_end.enter_context(caught_signals())
+        self.begun = True
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Curves, and the GPU's figures since the last call with them."""
+        self.telemetry.scalars(step, values | (self.gpu.read() if self.gpu else {}))
+
+    def save(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict,
+             precision: Precision | None = None, best: bool = False) -> None:  # fmt: skip
+        """A checkpoint of this step, by rank 0; `state` is any JSON. Never of weights after a step that was not finite."""
+        if precision:
+            precision.check_finite()
+            state = state | {"scaler": precision.scaler.state_dict()}
         if self.world.is_main:
             folder = self.folder / "checkpoints"
             checkpoint.save(folder, step, model.state_dict(), optimizer.state_dict(), state, best=best)
 
     def stop_asked(self) -> bool:
-        """Whether SIGTERM or SIGINT came to any rank. All ranks ask together, so that all stop at the same step."""
+        """Whether a signal came to any rank. All ranks ask together, so that all stop at the same step."""
         return bool(self.world.maximum(self.interrupted())[0])
 
     def close(self, why: str) -> None:
@@ -91,8 +115,19 @@ class Run:
         self.log(f"stopped: {why}")
         if why == INTERRUPTED:
             self.log(f"to go on: {command()} --resume {self.folder}")
-        self.telemetry.close()
-        self.world.stop()
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.at_end.close()
+        if not self.begun and not self.config.resume and self.world.is_main:  # a mistake: leave no folder behind
+            with contextlib.suppress(OSError):  # a folder that was there before may hold other things
+                for name in (".job", ".lock", "train.log"):
+                    (self.folder / name).unlink(missing_ok=True)
+                self.folder.rmdir()
+        if error is None:  # else other ranks may wait at another place, and a goodbye would wait for them
+            self.world.stop()
 
 
 def new_folder(name: str, kind: str) -> Path:
@@ -147,7 +182,7 @@ def run_of_this_job(name: str) -> Path | None:
 
 
 def lock(run: Path):
-    """Keep a second process from writing to the same run. The lock goes with this process, however it ends."""
+    """Keep a second process from writing to the same run: an open file. The lock goes with this process, however it ends."""
     try:
         file = open(run / ".lock", "w", encoding="utf-8")
     except OSError as error:
@@ -198,20 +233,24 @@ def load_weights(model: torch.nn.Module, path: Path) -> None:
         raise UserError(f"{path} does not fit this model: {str(error).splitlines()[1].strip()}") from None
 
 
-def catch_signals():
-    """From now on SIGTERM and SIGINT are asked for, not obeyed at once: → a function that tells whether one came."""
+@contextlib.contextmanager
+def caught_signals():
+    """Inside, a signal is asked for, not obeyed at once: gives a function that tells whether one came."""
     came = []
 
     def remember(number, _frame):
         came.append(number)
         signal.signal(number, signal.SIG_DFL)  # the second one ends the process at once
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, remember)
-    return lambda: bool(came)
+    before = {number: signal.signal(number, remember) for number in SIGNALS}
+    try:
+        yield lambda: bool(came)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def leave_signals_to_main(_worker: int) -> None:
     """For a loader's processes: a worker ends when the loader says so, never in the middle of a step."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

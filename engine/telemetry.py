@@ -207,37 +207,37 @@ def _nvml_handle(nvml, device: torch.device):
 
 
 class Meter:
-    """Speed over the last `window` updates only, so that warm-up, validation and saving do not dilute it.
+    """Speed over the last `window` steps only, so that warm-up, validation and saving do not dilute it.
 
-    The clock starts at the first `update`, which is itself not counted: it holds compilation and cold caches.
+    The clock starts at the end of the first step, which is itself not counted: it holds compilation and cold caches.
     """
 
     def __init__(self, window: int = 50, peak_flops: float | None = None, clock=time.perf_counter):
-        self.updates = deque(maxlen=window)
-        self.peak_flops = peak_flops  # FLOP/s; of all GPUs together if tokens and flops are those of all ranks
+        self.steps = deque(maxlen=window)
+        self.peak_flops = peak_flops  # FLOP/s of this device
         self.clock = clock
         self.last_time = None  # seconds; None: the clock stands still
+        self.source_tokens = self.target_tokens = self.places = 0  # of the step that is under way
+        self.wait_seconds = 0.0
 
-    def update(
-        self,
-        source_tokens: int,
-        target_tokens: int,
-        padded_tokens: int,
-        data_wait_seconds: float = 0.0,
-        flops: float = 0.0,
-    ) -> None:
-        """Count one optimiser update: real tokens of each side, and `padded_tokens`, the places of both padded batches.
+    def add(self, source_tokens: int, target_tokens: int, places: int, wait_seconds: float = 0.0) -> None:
+        """One micro-batch: real tokens of each side, `places` of the padded batches, and how long the loop waited for it."""
+        self.source_tokens += source_tokens
+        self.target_tokens += target_tokens
+        self.places += places
+        self.wait_seconds += wait_seconds
 
-        With padding, source.numel() + target.numel(). `data_wait_seconds`: time spent waiting for the batches.
-        """
-        now = self.clock()
+    def end_step(self, flops_of=lambda source_tokens, target_tokens: 0.0) -> None:
+        """The optimizer has stepped. `flops_of` tells the model's operations for so many tokens."""
+        now, counts = self.clock(), (self.source_tokens, self.target_tokens, self.places, self.wait_seconds)
         if self.last_time is not None:
-            seconds = now - self.last_time
-            self.updates.append((seconds, source_tokens, target_tokens, padded_tokens, data_wait_seconds, flops))
+            self.steps.append((now - self.last_time, *counts, flops_of(*counts[:2])))
         self.last_time = now
+        self.source_tokens = self.target_tokens = self.places = 0
+        self.wait_seconds = 0.0
 
     def pause(self) -> None:
-        """Stop the clock, right after an `update` and before validating or saving."""
+        """Stop the clock, right after `end_step` and before validating or saving."""
         self.last_time = None
 
     def resume(self) -> None:
@@ -245,15 +245,15 @@ class Meter:
         self.last_time = self.clock()
 
     def read(self) -> dict[str, float]:
-        """The figures of the window; {} before the second update."""
-        if not self.updates:
+        """The figures of the window; {} before the end of the second step."""
+        if not self.steps:
             return {}
-        seconds, source_tokens, target_tokens, padded_tokens, wait_seconds, flops = map(sum, zip(*self.updates))
-        seconds, padded_tokens = max(seconds, 1e-9), max(padded_tokens, 1)
+        seconds, source_tokens, target_tokens, places, wait_seconds, flops = map(sum, zip(*self.steps))
+        seconds, places = max(seconds, 1e-9), max(places, 1)
         figures = {
             "speed/tokens_per_second": (source_tokens + target_tokens) / seconds,
             "speed/target_tokens_per_second": target_tokens / seconds,
-            "data/padding_share": 1 - (source_tokens + target_tokens) / padded_tokens,
+            "data/padding_share": 1 - (source_tokens + target_tokens) / places,
             "data/wait_share": wait_seconds / seconds,
         }
         if flops and self.peak_flops:

@@ -7,7 +7,7 @@ import pytest
 
 SCRIPT = """
 import resource, sys, torch
-from engine.allocator import keep_freed_memory
+from engine.memory import keep_freed_memory
 if sys.argv[1] == "keep" and not keep_freed_memory():
     print("no glibc"); raise SystemExit
 def faults():
