@@ -2,8 +2,6 @@
 
     hypotheses = search(model, sources, collate, beam=1)      # lists of token ids in, lists of token ids out
 
-`step` is the plain version of one step and reads like the stock decoder. Greedy search on a CPU takes the same step from
-`fast.compiled`, in C++, or where that is not possible from `fast.packed`; both lay out the weights for it once.
 A decoder layer needs, for one new token, only that token's query and the keys and values of the tokens before it. The stock
 layers recompute those at every step; here they are kept: a step costs one token's work, whatever the length.
 Letters in shape comments: B rows of a batch, K beams, S source tokens, T target tokens, D model width, V vocabulary,
@@ -13,9 +11,10 @@ H heads, W = D / H.
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,31 +22,32 @@ from torch import Tensor, nn
 
 from data import Collate
 from engine.distributed import World
-from fast.captured import CapturedTranslator, in_parts
-from fast.compiled import CompiledTranslator, is_possible
-from fast.packed import PackedTranslator, small_products
 from model import Translator
 from text.cleaning import normalise
 from text.subwords import decode, encode, special_ids
 
-ROWS_PER_BATCH = 128  # sentences decoded at once on a CPU; a GPU takes more
+ROWS_PER_BATCH = 128  # sentences decoded at once on a CPU; a GPU takes four times as many
 TOKENS_PER_BATCH = 2**18  # source tokens, padding included, that a GPU decodes at once
 CHECK_EVERY = 8  # steps between looks at which rows are done on a GPU: each look waits for it
-Packed = CompiledTranslator | PackedTranslator  # the weights laid out in C++, or for PyTorch's operations
-SHRINK_AT = 0.25  # finished rows leave the batch when they are a quarter of it
 
 
 @dataclass
 class Cache:
     """Keys and values of every decoder layer, each (B, H, tokens, W). The tokens' own grow, the source's stay."""
 
+    model: Translator
     own_keys: list[Tensor]
     own_values: list[Tensor]
     source_keys: list[Tensor]
     source_values: list[Tensor]
-    source_mask: (
-        Tensor  # (B, 1, 1, S) True = look here: `scaled_dot_product_attention` means the opposite of nn.Transformer
-    )
+    # (B, 1, 1, S) True = look here: `scaled_dot_product_attention` means the opposite of nn.Transformer
+    source_mask: Tensor
+    # Finished rows leave the batch when they are this share of it: earlier, moving the others would cost more.
+    shrink_at: ClassVar[float] = 0.25
+
+    def next_tokens(self, tokens: Tensor, position: int) -> Tensor:
+        """Feed (B,) tokens at one position; → (B,) the likeliest next ones."""
+        return step(self.model, self, tokens, position).argmax(-1)
 
     def select(self, rows: Tensor, source_too: bool = True) -> None:
         """Keep these rows, in this order. Beams of one sentence share a source, so reordering them leaves it alone."""
@@ -62,7 +62,7 @@ class Cache:
 def start(model: Translator, src: Tensor, src_pad: Tensor, length: int, copies: int = 1) -> Cache:
     """Encode (B, S) and make room for `length` tokens; every row `copies` times."""
     memory = model.encode(src, src_pad)  # (B, S, D)
-    cache = Cache([], [], [], [], ~src_pad[:, None, None, :].repeat_interleave(copies, 0))
+    cache = Cache(model, [], [], [], [], ~src_pad[:, None, None, :].repeat_interleave(copies, 0))
     for layer in model.transformer.decoder.layers:
         keys, values = project(layer.multihead_attn, memory, "kv")
         cache.source_keys.append(keys.repeat_interleave(copies, 0))
@@ -131,35 +131,27 @@ def join_heads(attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def greedy(
-    model: Translator, src: Tensor, src_pad: Tensor, limits: Tensor, bos: int, eos: int,
-    packed: Packed | None = None,
-) -> Tensor:  # fmt: skip
-    """The likeliest token at every step: (B, S) → (B, T) ids, padded with eos. `limits` (B,) caps each row's tokens."""
-    if isinstance(packed, CapturedTranslator):
-        output = packed.greedy(src, src_pad, limits, bos, eos)
-        plain = partial(greedy, model, bos=bos, eos=eos)
-        return in_parts(plain, default_rows(src.device, 1), src, src_pad, limits, eos) if output is None else output
+    model: Translator, src: Tensor, src_pad: Tensor, limits: Tensor, bos: int, eos: int, steps: Callable | None = None
+) -> Tensor:
+    """The likeliest token at every step: (B, S) → (B, T) ids, padded with eos. `limits` (B,) caps each row's tokens.
+
+    `steps(src, src_pad, length)` gives a cache, as `start` does, which is what is used without it.
+    """
     longest = int(limits.max())
-    shrink_at = 0 if isinstance(packed, CompiledTranslator) else SHRINK_AT  # its caches stay where they are
-    if packed:
-        cache, next_tokens = packed.start(src, src_pad), packed.next_tokens
-    else:
-        cache = start(model, src, src_pad, longest)
-        next_tokens = lambda *arguments: step(model, *arguments).argmax(-1)  # noqa: E731
+    cache = (steps or partial(start, model))(src, src_pad, longest)
     output = torch.full((len(src), longest), eos, device=src.device)
     rows = torch.arange(len(src), device=src.device)  # where the rows still in the batch stand in `output`
     tokens = torch.full_like(rows, bos)
     done = torch.zeros_like(rows, dtype=torch.bool)
     for position in range(longest):
-        tokens = next_tokens(cache, tokens, position)
-        tokens = tokens.masked_fill(done, eos)
+        tokens = cache.next_tokens(tokens, position).masked_fill(done, eos)
         output[rows, position] = tokens
         done |= (tokens == eos) | (limits[rows] <= position + 1)
         if src.device.type == "cpu" or position % CHECK_EVERY == CHECK_EVERY - 1:
             going = torch.nonzero(~done).squeeze(1)
             if not len(going):
                 break
-            if len(going) < (1 - shrink_at) * len(done):
+            if len(going) < (1 - cache.shrink_at) * len(done):
                 cache.select(going)
                 rows, tokens, done = rows[going], tokens[going], done[going]
     return output
@@ -237,75 +229,61 @@ class Hypotheses:
     capped: int  # outputs that reached the limit without ending
 
 
-def plan_batches(lengths: list[int], rows_per_batch: int) -> list[list[int]]:
-    """Sentence numbers in batches of similar length, longest first: what does not fit in memory fails at once."""
-    order, batches, first = sorted(range(len(lengths)), key=lambda row: -lengths[row]), [], 0
+def plan_batches(lengths: list[int], rows: int, workers: int = 1) -> list[list[int]]:
+    """Sentence numbers in batches of similar length, longest first: what does not fit in memory fails at once.
+
+    At most about `rows` in a batch, and as many batches for each worker, with as many sentences in each.
+    """
+    order = sorted((row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row])
+    each = -(-len(order) // workers)
+    rows = max(1, -(-each // max(1, round(each / rows))))
+    batches, first = [], 0
     while first < len(order):
-        rows = min(rows_per_batch, max(1, TOKENS_PER_BATCH // (lengths[order[first]] + 1)))
-        batches.append(order[first : first + rows])
-        first += rows
+        fitting = max(1, TOKENS_PER_BATCH // (lengths[order[first]] + 1))
+        batches.append(order[first : first + min(rows, fitting)])
+        first += len(batches[-1])
     return batches
 
 
-def share_out(batches: list[list[int]], threads: int) -> list[list[int]]:
-    """The same rows in the same order, as many in each batch and as many batches for each thread: a C++ step takes one."""
-    rows = [row for batch in batches for row in batch]
-    each = -(-len(rows) // threads)  # of a thread
-    size = max(1, -(-each // max(1, round(each / ROWS_PER_BATCH))))
-    return [rows[first : first + size] for first in range(0, len(rows), size)]
-
-
-def pack(model: Translator, int8: bool = False) -> Packed | None:
-    """The model laid out for greedy decoding, or None for the plain step: under autocast on a CPU, in training on a GPU."""
-    if CapturedTranslator.suits(model):
-        return CapturedTranslator(model)
-    if next(model.parameters()).device.type != "cpu" or torch.is_autocast_enabled("cpu"):
-        return None
-    return CompiledTranslator(model, int8) if is_possible(model, int8) else PackedTranslator(model, int8)
+def plan_for(model: Translator, lengths: list[int], beam: int = 1) -> list[list[int]]:
+    """Batches for the model's device: on a CPU every thread decodes some of its own."""
+    if next(model.parameters()).device.type == "cpu":
+        return plan_batches(lengths, max(1, ROWS_PER_BATCH // beam), torch.get_num_threads())
+    return plan_batches(lengths, max(1, 4 * ROWS_PER_BATCH // beam))
 
 
 def search(
     model: Translator, sources: list[list[int]], collate: Collate, *, beam: int = 1, length_penalty: float = 0.6,
-    rows_per_batch: int = 0, progress=iter, batches: list[list[int]] | None = None,
-    packed: Packed | None = None,
+    batches: list[list[int]] | None = None, steps: Callable | None = None, progress: Callable = iter,
 ) -> Hypotheses:  # fmt: skip
     """Translate token ids, without begin and end, into token ids. An empty source gives an empty output.
 
-    `batches` names the rows to do, in batches (all by default); rows not named come back empty. `packed` is what `pack`
-    gives, for those who search with the same weights again and again.
+    `batches` names the rows to do, in batches (all by default); rows not named come back empty. `steps`: see `greedy`.
     """
     device = next(model.parameters()).device
     model.eval()
     bos, eos = collate.target_ids["bos"], collate.target_ids["eos"]
     if batches is None:
-        rows_per_batch = rows_per_batch or default_rows(device, beam, CapturedTranslator.suits(model))
-        batches = plan_batches(list(map(len, sources)), rows_per_batch)
-    batches = [[row for row in rows if len(sources[row])] for rows in batches]
-    batches = [rows for rows in batches if rows]
-    packed = (packed or pack(model)) if beam == 1 else None
-    if isinstance(packed, CompiledTranslator):
-        batches = share_out(batches, torch.get_num_threads())
+        batches = plan_for(model, list(map(len, sources)), beam)
 
     def search_batch(rows: list[int]) -> tuple[list[list[int]], list[int]]:
         src, src_pad = (tensor.to(device) for tensor in collate.pad_sources([sources[row] for row in rows]))
         limits = output_limit((~src_pad).sum(1), model.config.max_length)
         if beam == 1:
-            output = greedy(model, src, src_pad, limits, bos, eos, packed)
+            output = greedy(model, src, src_pad, limits, bos, eos, steps)
         else:
             output, _ = beam_search(model, src, src_pad, limits, bos, eos, beam, length_penalty)
         return output.tolist(), limits.tolist()
 
-    found = Hypotheses([[] for _ in sources], 0)
+    hypotheses = Hypotheses([[] for _ in sources], 0)
     workers = min(torch.get_num_threads(), len(batches)) if device.type == "cpu" else 1
-    with small_products() if packed and device.type == "cpu" else nullcontext():
-        for rows, (output, limits) in zip(
-            progress(batches), map_in_threads(search_batch, batches, workers), strict=True
-        ):
-            for row, tokens, limit in zip(rows, output, limits):
-                ended = eos in tokens[:limit]
-                found.tokens[row] = tokens[: tokens.index(eos)] if ended else tokens[:limit]
-                found.capped += not ended
-    return found
+    outputs = map_in_threads(search_batch, batches, workers)
+    for rows, (output, limits) in zip(progress(batches), outputs, strict=True):
+        for row, tokens, limit in zip(rows, output, limits):
+            ended = eos in tokens[:limit]
+            hypotheses.tokens[row] = tokens[: tokens.index(eos)] if ended else tokens[:limit]
+            hypotheses.capped += not ended
+    return hypotheses
 
 
 def map_in_threads(function: Callable, items: list, workers: int) -> Iterator:
@@ -355,41 +333,27 @@ class Translations:
 
 def translate_lines(
     model: Translator, source_tokenizer, target_tokenizer, lines: list[str], *, beam: int = 1,
-    length_penalty: float = 0.6, world: World | None = None, progress=iter, packed: Packed | None = None,
+    length_penalty: float = 0.6, world: World | None = None, steps: Callable | None = None, progress: Callable = iter,
 ) -> Translations | None:  # fmt: skip
-    """Text → text, one output a line. With a `world` of many, the batches are shared out and rank 0 gets the whole.
-
-    The batches are the same whatever the number of ranks, so the texts are too. Other ranks get None.
-    """
+    """Text → text, one output a line. With a `world` of many, the batches are shared out and rank 0 gets the whole."""
     longest = model.config.max_length - 1  # one place is left for the end token
     sources = encode(source_tokenizer, [normalise(line) for line in lines])
     cut = sum(len(source) > longest for source in sources)
     sources = [source[:longest] for source in sources]
     collate = Collate(special_ids(source_tokenizer), special_ids(target_tokenizer))
-    rows = default_rows(next(model.parameters()).device, beam, CapturedTranslator.suits(model))
-    batches = plan_batches(list(map(len, sources)), rows)
+    batches = plan_for(model, list(map(len, sources)), beam)
     if world:
         batches = batches[world.rank :: world.size]
-    found = search(
-        model, sources, collate, beam=beam, length_penalty=length_penalty, progress=progress, batches=batches,
-        packed=packed,
+    hypotheses = search(
+        model, sources, collate, beam=beam, length_penalty=length_penalty, batches=batches, steps=steps,
+        progress=progress,
     )  # fmt: skip
     mine = [row for batch in batches for row in batch]
-    texts = dict(zip(mine, decode(target_tokenizer, [found.tokens[row] for row in mine])))
-    tokens = sum(len(found.tokens[row]) + 1 for row in mine)
-    shares = world.gather((texts, tokens, found.capped)) if world else [(texts, tokens, found.capped)]
+    texts = dict(zip(mine, decode(target_tokenizer, [hypotheses.tokens[row] for row in mine])))
+    tokens = sum(len(hypotheses.tokens[row]) + 1 for row in mine)
+    shares = world.gather((texts, tokens, hypotheses.capped)) if world else [(texts, tokens, hypotheses.capped)]
     if shares is None:
         return None
     everything = {row: text for texts, _, _ in shares for row, text in texts.items()}
-    if sorted(everything) != list(range(len(lines))):
-        raise RuntimeError(f"{len(everything)} hypotheses for {len(lines)} lines")
-    texts = [everything[row] for row in range(len(lines))]
+    texts = [everything[row] if source else "" for row, source in enumerate(sources)]
     return Translations(texts, sum(share[1] for share in shares), sum(share[2] for share in shares), cut)
-
-
-def default_rows(device: torch.device, beam: int, captured: bool = False) -> int:
-    """Sentences decoded at once. Captured steps take fewer where the free memory says so."""
-    if captured and beam == 1:
-        return 16 * ROWS_PER_BATCH
-    rows = ROWS_PER_BATCH if device.type == "cpu" else 4 * ROWS_PER_BATCH
-    return max(1, rows // beam)

@@ -20,24 +20,21 @@ class Config:
 
     ckpt: str = flag("", "run, checkpoint folder or weights file; the newest run", "What")
     data: str = flag("", "other data than the run's own", "What")
-    split: str = flag("test", "test, validation or train", "What")
-    limit: int = flag(0, "score the first so many rows; 0: all", "What")
-    average: int = flag(1, "average the weights of the last so many checkpoints", "What")
+    split: str = flag("test", "which rows are scored (test|validation|train)", "What")
+    limit: int = flag(0, "score the first rows only, so many; 0: all", "What", least=0)
+    average: int = flag(1, "average the weights of the last checkpoints, so many", "What", least=1)
 
-    beam: int = flag(1, "hypotheses kept; 1: greedy, which is what counts", "How")
-    length_penalty: float = flag(0.6, "favours long outputs; for beams only", "How")
+    beam: int = flag(1, "hypotheses kept; 1: greedy, which is what counts", "How", least=1, most=1000)
+    length_penalty: float = flag(0.6, "favours long outputs; for beams only", "How", least=0, most=100)
     teacher_forced: bool = flag(False, "also print the teacher-forced token match, NOT a BLEU", "How")
-    precision: str = flag("auto", "auto, fp32, bf16, fp16; int8: faster greedy decoding on a CPU", "How")
+    precision: str = flag("auto", "(auto|fp32|bf16|fp16|int8); int8: faster greedy decoding on a CPU", "How")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
     captured: bool = flag(False, "greedy decoding on a GPU by CUDA graphs: faster, but new", "How")
     out: str = flag("", "write the hypotheses here, one a line", "How")
 
     def __post_init__(self):
-        for name, least in dict(limit=0, average=1, beam=1, length_penalty=0).items():
-            if not getattr(self, name) >= least:
-                raise UserError(f"--{name} {getattr(self, name)} must be at least {least}")
-        if self.split not in ("train", "validation", "test"):
-            raise UserError(f"--split {self.split} is unknown; choose test, validation or train")
+        if self.precision == "int8" and self.beam > 1:
+            raise UserError(f"--precision int8 decodes greedily; --beam {self.beam} needs another --precision")
 
 
 if __name__ == "__main__":  # before the heavy imports, so that --help and a wrong flag answer at once
@@ -52,39 +49,25 @@ from pathlib import Path
 import torch
 
 from data import Collate, cut_batches
-from decoding import Translations, pack, translate_lines
-from engine import distributed, quantized
-from engine.allocator import keep_freed_memory
-from engine.precision import Precision, choose_precision
+from decoding import Translations, translate_lines
+from engine import distributed
+from engine.precision import Precision
 from engine.telemetry import progress
-from fast.captured import CapturedTranslator
+from loading import Trained, load_for_decoding
 from model import Translator
 from text.bleu import bleu_card
 from text.cleaning import held_out_rows, normalise
 from text.rows import find_text
 from text.subwords import encode, special_ids
-from trained import Trained, choose_checkpoint, load_trained
 
 
 def evaluate(config: Config) -> None:
     """Load, translate, score, print; rank 0 alone prints."""
     world = distributed.start(config.device)
-    if world.device.type == "cpu":
-        keep_freed_memory()
     say = print if world.is_main else lambda *_: None
-    CapturedTranslator.wanted = config.captured
-    int8 = config.precision == "int8"
-    if int8:
-        quantized.check_int8(world.device, config.beam)
-    precision = choose_precision(world.device, "fp32" if int8 else config.precision)
-    # Rank 0 chooses for all: a run that still trains may have a new best checkpoint a moment later.
-    chosen = world.on_main(lambda: choose_checkpoint(config.ckpt, config.average, say))
-    trained = load_trained(chosen, config.average, say)
-    trained.model.to(world.device)
+    trained, precision, steps = load_for_decoding(config, config.average, world, say)
     rows, where = load_rows(config, trained)
-    say(f"{trained.name}: {where}, {len(rows):,} rows; {precision.describe()}")
-    if int8:
-        say(quantized.DESCRIPTION)
+    say(f"{trained.name}: {where}, {len(rows):,} rows")
     if hidden := distributed.hidden_gpus():
         say(f"note: {hidden}")
     if config.out:
@@ -92,14 +75,13 @@ def evaluate(config: Config) -> None:
 
     begun = time.perf_counter()
     with precision.autocast():
-        found = translate_lines(
+        translations = translate_lines(
             trained.model, trained.source_tokenizer, trained.target_tokenizer, [source for source, _ in rows],
-            beam=config.beam, length_penalty=config.length_penalty, world=world,
-            packed=pack(trained.model, int8=True) if int8 else None,
+            beam=config.beam, length_penalty=config.length_penalty, world=world, steps=steps,
             progress=lambda batches: progress(batches, desc="translating", unit="batch"),
         )  # fmt: skip
-    if found:
-        report(config, trained, rows, found, time.perf_counter() - begun, say)
+    if translations:
+        report(config, trained, rows, translations, time.perf_counter() - begun, say)
     if config.teacher_forced:
         match = teacher_forced_match(trained, rows, world, precision)
         say(f"teacher-forced token match {match:.2f} % — NOT a BLEU and not comparable with one: at every position the "
@@ -107,26 +89,26 @@ def evaluate(config: Config) -> None:
     world.stop()
 
 
-def report(config: Config, trained: Trained, rows, found: Translations, seconds: float, say) -> None:
+def report(config: Config, trained: Trained, rows, translations: Translations, seconds: float, say) -> None:
     """The BLEU card, sample translations, and the files."""
     references = [target for _, target in rows]
-    card = bleu_card(references, found.texts, trained.config["target"])
+    card = bleu_card(references, translations.texts, trained.config["target"])
     settings = "greedy" if config.beam == 1 else f"beam {config.beam}, length penalty {config.length_penalty:g}"
     settings += ", int8" * (config.precision == "int8")
     say()
     for line in card.lines():
         say(line)
-    say(f"decoding   {settings}; {len(rows) / seconds:,.1f} sentences/s, {found.tokens / seconds:,.0f} tokens/s; "
-        f"{found.capped} outputs reached the length limit without ending")  # fmt: skip
-    if found.cut:
+    say(f"decoding   {settings}; {len(rows) / seconds:,.1f} sentences/s, {translations.tokens / seconds:,.0f} tokens/s; "
+        f"{translations.capped} outputs reached the length limit without ending")  # fmt: skip
+    if translations.cut:
         longest = trained.model.config.max_length
-        say(f"note: {found.cut} sources are longer than the {longest} tokens of the model, and were cut")
-    for source, text, reference in list(zip((s for s, _ in rows), found.texts, references))[:3]:
+        say(f"note: {translations.cut} sources are longer than the {longest} tokens of the model, and were cut")
+    for source, text, reference in list(zip((s for s, _ in rows), translations.texts, references))[:3]:
         say(f"\n  source       {normalise(source)}\n  translation  {text}\n  reference    {normalise(reference)}")
     say()
 
     if config.out:
-        write_lines(Path(config.out), found.texts)
+        write_lines(Path(config.out), translations.texts)
         say(f"hypotheses written to {config.out}, one a line")
     if config.data:
         return  # the run keeps the scores on its own data alone
@@ -134,11 +116,11 @@ def report(config: Config, trained: Trained, rows, found: Translations, seconds:
     name += f"-average{config.average}" * (config.average > 1) + f"-first{config.limit}" * bool(config.limit)
     name += "-int8" * (config.precision == "int8")
     result = {"checkpoint": trained.name, "split": config.split, "decoding": settings, "average": config.average}
-    result |= card.as_dict() | {"capped": found.capped, "seconds": seconds, "tokens": found.tokens}
+    result |= card.as_dict() | {"capped": translations.capped, "seconds": seconds, "tokens": translations.tokens}
     folder = trained.run / "eval"
     try:
         folder.mkdir(exist_ok=True)
-        write_lines(folder / f"{name}.txt", found.texts)
+        write_lines(folder / f"{name}.txt", translations.texts)
         write_lines(folder / f"{name}.json", [json.dumps(result, indent=2)])
         say(f"written to {folder}/{name}.json and .txt")
     except PermissionError:  # somebody else's run
@@ -171,7 +153,7 @@ def teacher_forced_match(trained: Trained, rows, world: distributed.World, preci
     longest = model.config.max_length - 1
     sides = (trained.source_tokenizer, 0), (trained.target_tokenizer, 1)
     sources, targets = (
-        [ids[:longest] for ids in encode(one, [normalise(row[side]) for row in rows])] for one, side in sides
+        [ids[:longest] for ids in encode(tokenizer, [normalise(row[side]) for row in rows])] for tokenizer, side in sides
     )
     pairs = sorted(zip(sources, targets), key=lambda pair: len(pair[1]))
     collate = Collate(special_ids(trained.source_tokenizer), special_ids(trained.target_tokenizer))

@@ -11,11 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention import BatchedAttention
-from engine.cross_entropy import linear_cross_entropy
-from engine.dropout import ByteDropout
 from engine.errors import UserError
-from fast import fused
 
 PRESETS = {  # the handout's sizes; "base" and "big" of Vaswani et al. 2017
     "lab": dict(d_model=256, nhead=8, num_encoder_layers=3, num_decoder_layers=3, dim_feedforward=1024, dropout=0.1),
@@ -50,6 +46,14 @@ class ModelConfig:
             raise UserError(f"--d_model {self.d_model} must be even and a multiple of --nhead {self.nhead}")
 
 
+def sizes_of(config, source_vocab: int, target_vocab: int) -> ModelConfig:
+    """The preset's sizes, changed by those of the settings that were given: not 0, and for dropout not -1."""
+    given = {name: getattr(config, name) for name in PRESETS[config.preset]}
+    given = {name: value for name, value in given.items() if value != (-1 if name == "dropout" else 0)}
+    sizes = PRESETS[config.preset] | given
+    return ModelConfig(source_vocab, target_vocab, **sizes, norm_first=config.norm_first, max_length=config.max_length)
+
+
 class Translator(nn.Module):
     """Source and target token ids → logits over the target vocabulary."""
 
@@ -62,7 +66,6 @@ class Translator(nn.Module):
         self.transformer = build_transformer(config)
         self.output = nn.Linear(config.d_model, config.target_vocab)
         self.output.weight = self.target_embedding.weight  # tied (Press and Wolf 2017)
-        use_fast_layers(self)
 
         # With N(0, 1), the default, a tied output starts at a loss near 90 instead of ln V: logits would be √D too large.
         nn.init.normal_(self.source_embedding.weight, std=config.d_model**-0.5)
@@ -83,13 +86,7 @@ class Translator(nn.Module):
 
     def hidden(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor | None = None) -> Tensor:
         """What the output projection sees: (B, T, D); with `real` (N, D)."""
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
-        if src.numel() and tgt_in.numel() and fused.is_for(self, dtype):
-            with torch.autocast("cpu", enabled=False):
-                memory = fused.encode(self, src, src_pad, dtype)
-                hidden = fused.decode(self, memory, src_pad, tgt_in, dtype).view(*tgt_in.shape, -1)
-        else:
-            hidden = self.decode(self.encode(src, src_pad), src_pad, tgt_in)  # (B, T, D)
+        hidden = self.decode(self.encode(src, src_pad), src_pad, tgt_in)  # (B, T, D)
         # The projection is the largest product of the model: spend it on real tokens only.
         return hidden if real is None else hidden.flatten(0, 1).index_select(0, real)
 
@@ -145,26 +142,12 @@ def build_transformer(config: ModelConfig) -> nn.Transformer:
     )
 
 
-def use_fast_layers(model: nn.Module) -> None:
-    """Give every stock dropout and attention the `forward` that is faster on a CPU; weights and names stay."""
-    for module in model.modules():
-        if type(module) is nn.Dropout:
-            module.__class__ = ByteDropout
-        elif type(module) is nn.MultiheadAttention:
-            module.__class__ = BatchedAttention
-
-
 def sinusoids(length: int, d_model: int) -> Tensor:
     """(length, D): position p has sin(p / 10000^(2i/D)) at 2i and the cosine at 2i + 1 (section 3.5 of the paper)."""
     position = torch.arange(length, dtype=torch.float64).unsqueeze(1)  # (length, 1)
     frequency = torch.exp(torch.arange(0, d_model, 2, dtype=torch.float64) * (-math.log(10000.0) / d_model))  # (D/2,)
     angle = position * frequency  # (length, D/2)
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1).float()  # (length, D)
-
-
-def summed_loss(logits: Tensor, tgt_out: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy in nats, summed over N tokens: (N, V), (N,) → scalar. Divide by the real tokens of the whole step."""
-    return F.cross_entropy(logits.float(), tgt_out, label_smoothing=label_smoothing, reduction="sum")
 
 
 class SummedLoss(nn.Module):
@@ -174,10 +157,16 @@ class SummedLoss(nn.Module):
         super().__init__()
         self.model, self.label_smoothing = model, label_smoothing
 
-    def forward(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor, tgt_out: Tensor) -> Tensor:
-        """(B, S), (B, S), (B, T), (N,), (N,) → scalar: `summed_loss` of the logits, which are never all in memory."""
-        hidden, output = self.model.hidden(src, src_pad, tgt_in, real), self.model.output
-        return linear_cross_entropy(hidden, output.weight, output.bias, tgt_out, self.label_smoothing)
+    def forward(
+        self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor, tgt_out: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(B, S), (B, S), (B, T), (N,), (N,) → cross-entropy in nats summed over N tokens: to minimise, and to report.
+
+        The first has label smoothing and a gradient; exp of the second, divided by N, is a perplexity.
+        """
+        logits = self.model(src, src_pad, tgt_in, real).float()  # (N, V)
+        smoothed = F.cross_entropy(logits, tgt_out, label_smoothing=self.label_smoothing, reduction="sum")
+        return smoothed, F.cross_entropy(logits.detach(), tgt_out, reduction="sum")
 
 
 def training_flops(config: ModelConfig, source_tokens: int, target_tokens: int) -> float:
@@ -188,9 +177,7 @@ def training_flops(config: ModelConfig, source_tokens: int, target_tokens: int) 
     """
     d, ff = config.d_model, config.dim_feedforward
     encoder = config.num_encoder_layers * (4 * d * d + 2 * d * ff)
-    decoder = config.num_decoder_layers * (
-        6 * d * d + 2 * d * ff
-    )  # self-attention 4·d², query and output of cross 2·d²
+    decoder = config.num_decoder_layers * (6 * d * d + 2 * d * ff)  # self-attention 4·d², query and output of cross 2·d²
     cross_keys_and_values = config.num_decoder_layers * 2 * d * d  # once for every source token
     output = d * config.target_vocab
     return 6.0 * (source_tokens * (encoder + cross_keys_and_values) + target_tokens * (decoder + output))

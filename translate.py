@@ -16,15 +16,15 @@ class Config:
     """Every setting of a translation."""
 
     ckpt: str = flag("", "run, checkpoint folder or weights file; the newest run", "Options")
-    beam: int = flag(1, "hypotheses kept; 1: greedy", "Options")
-    length_penalty: float = flag(0.6, "favours long outputs; for beams only", "Options")
-    precision: str = flag("auto", "auto, fp32, bf16, fp16; int8: faster on a CPU", "Options")
+    beam: int = flag(1, "hypotheses kept; 1: greedy", "Options", least=1, most=1000)
+    length_penalty: float = flag(0.6, "favours long outputs; for beams only", "Options", least=0, most=100)
+    precision: str = flag("auto", "(auto|fp32|bf16|fp16|int8); int8: faster on a CPU", "Options")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Options")
     captured: bool = flag(False, "greedy decoding on a GPU by CUDA graphs: faster, but new", "Options")
 
     def __post_init__(self):
-        if self.beam < 1 or not self.length_penalty >= 0:
-            raise UserError(f"--beam {self.beam} must be at least 1, --length_penalty {self.length_penalty} at least 0")
+        if self.precision == "int8" and self.beam > 1:
+            raise UserError(f"--precision int8 decodes greedily; --beam {self.beam} needs another --precision")
 
 
 if __name__ == "__main__":  # before the heavy imports, so that --help and a wrong flag answer at once
@@ -33,12 +33,9 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a wro
 import sys
 from collections.abc import Iterator
 
-from decoding import pack, translate_lines
-from engine import distributed, quantized
-from engine.allocator import keep_freed_memory
-from engine.precision import choose_precision
-from fast.captured import CapturedTranslator
-from trained import choose_checkpoint, load_trained
+from decoding import translate_lines
+from engine import distributed
+from loading import load_for_decoding
 
 LINES_AT_ONCE = 2000  # of a file: enough to sort by length, few enough to see results soon
 
@@ -46,35 +43,21 @@ LINES_AT_ONCE = 2000  # of a file: enough to sort by length, few enough to see r
 def translate(config: Config) -> None:
     """Translate the arguments, the lines of standard input, or what is typed at a prompt."""
     world = distributed.start(config.device)
-    device = world.device
-    if device.type == "cpu":
-        keep_freed_memory()
-    CapturedTranslator.wanted = config.captured
-    int8 = config.precision == "int8"
-    if int8:
-        quantized.check_int8(device, config.beam)
-    precision = choose_precision(device, "fp32" if int8 else config.precision)
     note = say_on_stderr if world.is_main else lambda _: None
-    trained = load_trained(world.on_main(lambda: choose_checkpoint(config.ckpt, 1, note)), say=note)
-    trained.model.to(device)
-    note(precision.describe())
-    if int8:
-        note(quantized.DESCRIPTION)
-    with precision.autocast():
-        packed = pack(trained.model, int8) if config.beam == 1 else None  # once for all lines
+    trained, precision, steps = load_for_decoding(config, 1, world, note)
     sys.stdout.reconfigure(encoding="utf-8")  # as the input is, whatever the locale
     groups = groups_of_lines(config.text)
     while lines := world.on_main(lambda: next(groups, None)):  # of many processes one reads
         with precision.autocast():
-            found = translate_lines(
+            translations = translate_lines(
                 trained.model, trained.source_tokenizer, trained.target_tokenizer, lines,
-                beam=config.beam, length_penalty=config.length_penalty, packed=packed, world=world,
+                beam=config.beam, length_penalty=config.length_penalty, steps=steps, world=world,
             )  # fmt: skip
-        if found:
-            print("\n".join(found.texts), flush=True)
-        if found and found.cut:
+        if translations:
+            print("\n".join(translations.texts), flush=True)
+        if translations and translations.cut:
             longest = trained.model.config.max_length
-            note(f"note: {found.cut} sentences are longer than the {longest} tokens of the model, and were cut")
+            note(f"note: {translations.cut} sentences are longer than the {longest} tokens of the model, and were cut")
     world.stop()
 
 

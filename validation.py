@@ -1,15 +1,17 @@
 """What a run looks at between training steps: validation loss, greedy BLEU, sample translations, cross-attention."""
 
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import torch
 
+import fast
 from data import Collate, Prepared, cut_batches
-from decoding import translate_lines
-from engine.distributed import World
+from decoding import Translations, translate_lines
 from engine.precision import Precision
-from model import Translator, cross_attention, summed_loss
+from engine.run import Run
+from model import SummedLoss, Translator, cross_attention
 from text.bleu import corpus_bleu
 from text.cleaning import normalise
 from text.subwords import encode
@@ -28,17 +30,17 @@ FONTS = [
 
 
 class Validation:
-    """The validation split, cut into batches once."""
+    """The validation split, cut into batches of at most `tokens_per_batch` padded tokens a side."""
 
-    def __init__(self, model: Translator, prepared: Prepared, collate: Collate, world: World, precision: Precision,
-                 target: str, tokens_per_batch: int):  # fmt: skip
-        self.model, self.prepared, self.collate, self.world = model, prepared, collate, world
-        self.precision, self.target = precision, target
+    def __init__(self, model: Translator, prepared: Prepared, collate: Collate, run: Run, precision: Precision,
+                 tokens_per_batch: int):  # fmt: skip
+        self.model, self.prepared, self.collate = model, prepared, collate
+        self.run, self.world, self.precision = run, run.world, precision
+        self.loss_of = fast.loss(model, 0.0, precision.dtype) or SummedLoss(model, 0.0)
         lengths = prepared.validation.lengths
         widths = np.maximum(lengths["source"], lengths["target"]) + 1
         order = np.lexsort((lengths["source"], lengths["target"]))
-        # Without a backward pass twice the tokens fit.
-        bounds = cut_batches(widths[order], 2 * tokens_per_batch)
+        bounds = cut_batches(widths[order], tokens_per_batch)
         self.batches = [order[first:last].tolist() for first, last in zip(bounds, bounds[1:])]
 
     def rehearse(self) -> None:
@@ -46,25 +48,25 @@ class Validation:
         self.loss([self.batches[0], self.batches[-1]])
         self.translate(self.prepared.validation_rows[:SAMPLES])
 
-    def run(self, step: int, log, telemetry) -> float:
+    def __call__(self, step: int) -> float:
         """Write the figures and return the loss, the same on every rank."""
         loss = self.loss(self.batches)
         rows = self.prepared.validation_rows[:BLEU_ROWS]
-        found = self.translate(rows)
-        if found:
-            references = [target for _, target in rows]
+        translations = self.translate(rows)
+        if translations:
+            texts, references = translations.texts, [target for _, target in rows]
             # Smoothed, because a young model has no 4-gram right; evaluate.py's score is not.
-            bleu = corpus_bleu(references, found.texts, self.target, smooth=True)
+            bleu = corpus_bleu(references, texts, self.run.config.target, smooth=True)
             perplexity = math.exp(min(loss, 50))
-            telemetry.scalars(step, {"valid/loss": loss, "valid/perplexity": perplexity, "valid/bleu": bleu})
-            samples = [(*row, text) for row, text in zip(rows[:SAMPLES], found.texts)]
+            self.run.scalars(step, {"valid/loss": loss, "valid/perplexity": perplexity, "valid/bleu": bleu})
             table = "".join(
-                f"| {cell(source)} | {cell(text)} | {cell(reference)} |\n" for source, reference, text in samples
+                f"| {cell(source)} | {cell(text)} | {cell(reference)} |\n"
+                for (source, reference), text in zip(rows[:SAMPLES], texts)
             )
-            telemetry.text("samples", step, "| source | translation | reference |\n|---|---|---|\n" + table)
-            telemetry.figure("cross-attention", step, self.attention_picture(rows[0][0], found.texts[0]))
-            log(f"step {step:>6,}  validation loss {loss:.4f}  perplexity {perplexity:.1f}  "
-                f"BLEU {bleu:.2f} (greedy, {len(rows)} rows, smoothed)  e.g. {found.texts[0][:80]!r}")  # fmt: skip
+            self.run.telemetry.text("samples", step, "| source | translation | reference |\n|---|---|---|\n" + table)
+            self.run.telemetry.figure("cross-attention", step, self.attention_picture(rows[0][0], texts[0]))
+            self.run.log(f"step {step:>6,}  validation loss {loss:.4f}  perplexity {perplexity:.1f}  "
+                         f"BLEU {bleu:.2f} (greedy, {len(rows)} rows, smoothed)  e.g. {texts[0][:80]!r}")  # fmt: skip
         return loss
 
     @torch.inference_mode()
@@ -75,17 +77,20 @@ class Validation:
         for rows in batches[self.world.rank :: self.world.size]:
             batch = self.collate([self.prepared.validation[row] for row in rows]).to(self.world.device)
             with self.precision.autocast():
-                logits = self.model(batch.src, batch.src_pad, batch.tgt_in, batch.real)
-            totals[0] += summed_loss(logits, batch.tgt_out)
+                loss, _ = self.loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
+            totals[0] += loss
             totals[1] += batch.target_tokens
         loss, tokens = self.world.sum(totals).tolist()
         return loss / tokens
 
-    def translate(self, rows: list[tuple[str, str]]):
-        """Greedy translations of the rows, on rank 0."""
+    def translate(self, rows: list[tuple[str, str]]) -> Translations | None:
+        """Greedy translations of the rows, on rank 0; on a CPU in fp32, as evaluate.py does."""
         tokenizers = self.prepared.source_tokenizer, self.prepared.target_tokenizer
-        with self.precision.autocast():
-            return translate_lines(self.model, *tokenizers, [source for source, _ in rows], world=self.world)
+        steps = fast.steps(self.model)  # of the weights as they are now
+        with self.precision.autocast() if self.world.device.type == "cuda" else nullcontext():
+            return translate_lines(
+                self.model, *tokenizers, [source for source, _ in rows], world=self.world, steps=steps
+            )
 
     def attention_picture(self, source: str, translation: str):
         """Which source tokens (columns) the last layer looked at for each target token (rows)."""

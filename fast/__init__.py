@@ -1,4 +1,47 @@
-"""What model.py and decoding.py compute, in less time. Read those first; the tests hold these files to them.
+"""What is only speed: the same results as the plain code, in less time. Read model.py and decoding.py first.
 
-fused.py: training on a CPU. compiled.py: greedy decoding on a CPU; packed.py: where there is no compiler. captured.py: on a GPU.
+    loss_of = fast.loss(model, 0.1, torch.bfloat16, log) or SummedLoss(model, 0.1)      # training
+    steps = fast.steps(model) or partial(decoding.start, model)                         # greedy decoding
+
+Two doors; behind them, on a CPU, C++ compiled at the first use (build.py): training.py and cross_entropy.py over kernels.cpp,
+decoding.py over decoding.cpp. On a GPU: cross_entropy.py, and captured.py if it is asked for. Where there is no faster way, a
+door gives None, and the plain code runs.
 """
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from engine.errors import UserError
+from fast import build
+from fast.captured import CapturedSteps
+from fast.decoding import CompiledSteps, is_possible
+from fast.training import KernelLoss, SlicedLoss, why_not
+
+
+def loss(model: nn.Module, label_smoothing: float, dtype: torch.dtype, log: Callable = lambda line: None) -> nn.Module | None:
+    """A faster `SummedLoss(model, label_smoothing)` for matrix products in `dtype`, or None; `log` is told why."""
+    if model.output.weight.device.type == "cuda":
+        # The gradients of fp16, made before the loss is scaled up, would vanish: there the plain loss it is.
+        return None if dtype == torch.float16 else SlicedLoss(model, label_smoothing, dtype)
+    reason = why_not(model, dtype)
+    if reason:
+        log(f"note: steps take longer than they could, for the kernels in fast/ are not used: {build.why_not() or reason}")
+        return None
+    return KernelLoss(model, label_smoothing, dtype)
+
+
+def steps(model: nn.Module, int8: bool = False, captured: bool = False) -> Callable | None:
+    """A faster `decoding.start` for greedy search with the weights as they are now, or None.
+
+    `int8`: weights and inputs of linear layers rounded to 8 bits; `captured`: CUDA graphs. Raises `UserError` where int8 is
+    asked for and cannot be.
+    """
+    device = next(model.parameters()).device
+    if device.type == "cpu" and not torch.is_autocast_enabled("cpu") and is_possible(model, int8):
+        return CompiledSteps(model, int8).start
+    if int8:
+        raise UserError(f"--precision int8 needs a CPU with AVX-512 VNNI or AVX-VNNI, g++, and sizes that are multiples of 16 "
+                        f"({device}{', ' * bool(build.why_not())}{build.why_not()}); use --precision fp32")  # fmt: skip
+    return CapturedSteps(model).start if captured and device.type == "cuda" else None

@@ -1,5 +1,5 @@
 // What a training step of a Transformer does between two matrix products with weights, each in one pass over memory: biases,
-// dropout, residuals, norms, the inner part of attention, and the softmax over the vocabulary. training.py says what each
+// dropout, residuals, norms, the inner part of attention, and the softmax over the vocabulary. kernels.py says what each
 // function computes; here is how. `Narrow`, the format of the matrix products, is float or bf16
 // (compiled with -DNARROW=…); sums are always made in float.
 //

@@ -11,26 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine.native import training as native
+from fast import kernels
 
 LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**26}  # numbers in one slice: 128 MiB, 256 MiB in fp32
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor, label_smoothing=0.0) -> Tensor:
-    """Cross-entropy in nats of the logits `hidden @ weight.T + bias`, summed: (N, D), (V, D), (V,), (N,) → scalar.
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor, smoothing: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy in nats of the logits `hidden @ weight.T + bias`, summed: (N, D), (V, D), (V,), (N,) → scalars.
 
-    The same as `F.cross_entropy` of `F.linear`, with `reduction="sum"`. PyTorch's own `F.linear_cross_entropy` (since 2.13)
-    holds all logits as soon as there is label smoothing.
+    → the loss with label smoothing, and without (which has no gradient). The same as `F.cross_entropy` of `F.linear` with
+    `reduction="sum"`; matrix products are in `dtype`. PyTorch's own `F.linear_cross_entropy` (since 2.13) holds all logits as
+    soon as there is label smoothing.
     """
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    # A compiler fuses these two itself; the gradients of fp16, made here before the loss is scaled up, would vanish.
-    if not SlicedCrossEntropy.enabled or torch.compiler.is_compiling() or dtype == torch.float16:
-        logits = F.linear(hidden, weight, bias)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        return F.cross_entropy(logits.to(wide), target, label_smoothing=label_smoothing, reduction="sum")
-    with torch.autocast(device, enabled=False):
-        return SlicedCrossEntropy.apply(hidden, weight, bias, target, label_smoothing, dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return SlicedCrossEntropy.apply(hidden, weight, bias, target, smoothing, dtype, torch.is_grad_enabled())
 
 
 class SlicedCrossEntropy(torch.autograd.Function):
@@ -40,10 +36,8 @@ class SlicedCrossEntropy(torch.autograd.Function):
     p − (1 − s) · [truth] − s / V. The mean logit is the logit of the mean weight: it needs no pass over the logits.
     """
 
-    enabled = True  # False: all logits at once, to compare with
-
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target, smoothing, dtype):
+    def forward(ctx, hidden, weight, bias, target, smoothing, dtype, wants_gradient):
         """Matrix products in `dtype`, sums in the format of the weights."""
         target = target.long()
         of_truth = F.embedding(target, weight)  # (N, D); raises if there is no such token
@@ -51,40 +45,47 @@ class SlicedCrossEntropy(torch.autograd.Function):
         share, mean_weight = smoothing / len(weight), weight.mean(0)  # (D,)
         hidden_sum = hidden.sum(0, dtype=weight.dtype)  # (D,)
         loss = -smoothing * (hidden_sum @ mean_weight + len(hidden) * bias.mean())
-        hidden_grad = torch.empty_like(narrow)  # (N, D)
-        weight_grad = (-share * hidden_sum).repeat(len(weight), 1)  # (V, D)
-        bias_grad = torch.full_like(bias, -share * len(hidden))  # (V,)
+        if wants_gradient:
+            hidden_grad = torch.empty_like(narrow)  # (N, D)
+            weight_grad = (-share * hidden_sum).repeat(len(weight), 1)  # (V, D)
+            bias_grad = torch.full_like(bias, -share * len(hidden))  # (V,)
         rows = max(1, LOGITS_AT_ONCE[hidden.device.type] // len(weight))
         for first in range(0, len(hidden), rows):
-            some, truth = narrow[first : first + rows], target[first : first + rows, None]  # (R, D), (R, 1)
-            p, p_sum, some_loss = softmax_loss(some, narrow_weight, bias, truth, smoothing)
-            loss += some_loss
-            torch.mm(p, narrow_weight, out=hidden_grad[first : first + rows])
-            weight_grad = add_product(weight_grad, p.t(), some)
-            bias_grad += p_sum
-        # The truth's part apart, in the format of the weights: bf16 would round 0.9 by 0.2 % in every token alike.
-        hidden_grad = hidden_grad - (1 - smoothing) * of_truth - smoothing * mean_weight
-        weight_grad.index_add_(0, target, hidden.to(weight.dtype), alpha=smoothing - 1)
-        bias_grad.index_add_(0, target, torch.ones_like(target, dtype=bias.dtype), alpha=smoothing - 1)
-        ctx.save_for_backward(hidden_grad.to(hidden.dtype), weight_grad, bias_grad)
-        return loss
+            slice_hidden, truth = narrow[first : first + rows], target[first : first + rows, None]  # (R, D), (R, 1)
+            p, p_sum, slice_loss = softmax_loss(slice_hidden, narrow_weight, bias, truth, smoothing)
+            loss += slice_loss
+            if wants_gradient:
+                torch.mm(p, narrow_weight, out=hidden_grad[first : first + rows])
+                weight_grad = add_product(weight_grad, p.t(), slice_hidden)
+                bias_grad += p_sum
+        # What smoothing took from the truth, and gave to all tokens alike.
+        truth_logits = (of_truth * hidden).sum(dtype=weight.dtype) + bias[target].sum()
+        unsmoothed = loss - smoothing * (truth_logits - hidden_sum @ mean_weight - len(hidden) * bias.mean())
+        ctx.mark_non_differentiable(unsmoothed)
+        if wants_gradient:
+            # The truth's part apart, in the format of the weights: bf16 would round 0.9 by 0.2 % in every token alike.
+            hidden_grad = hidden_grad - (1 - smoothing) * of_truth - smoothing * mean_weight
+            weight_grad.index_add_(0, target, hidden.to(weight.dtype), alpha=smoothing - 1)
+            bias_grad.index_add_(0, target, torch.ones_like(target, dtype=bias.dtype), alpha=smoothing - 1)
+            ctx.save_for_backward(hidden_grad.to(hidden.dtype), weight_grad, bias_grad)
+        return loss, unsmoothed
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream):
+    def backward(ctx, upstream, _):
         """The gradients wait; a loss is a scalar, so they only need its own gradient as a factor."""
-        return *(gradient * upstream for gradient in ctx.saved_tensors), None, None, None
+        return *(gradient * upstream for gradient in ctx.saved_tensors), None, None, None, None
 
 
 def softmax_loss(
-    some: Tensor, weight: Tensor, bias: Tensor, truth: Tensor, smoothing: float
+    hidden: Tensor, weight: Tensor, bias: Tensor, truth: Tensor, smoothing: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(R, D), (V, D), (V,), (R, 1) → softmax (R, V), its sum over rows (V,), Σ −log p(truth) + smoothing · logit of the truth."""
-    if some.device.type == "cpu" and bias.dtype == torch.float32 and native.kernels(some.dtype):
-        logits = torch.mm(some, weight.t(), out=workspace(len(some), len(weight), some.dtype))
-        losses, p_sum = native.softmax_loss(logits, bias, truth, smoothing)
+    if hidden.device.type == "cpu" and bias.dtype == torch.float32 and kernels.kernels(hidden.dtype):
+        logits = torch.mm(hidden, weight.t(), out=workspace(len(hidden), len(weight), hidden.dtype))
+        losses, p_sum = kernels.softmax_loss(logits, bias, truth, smoothing)
         return logits, p_sum, losses.sum()
-    logits = F.linear(some, weight, bias.to(some.dtype))  # (R, V)
+    logits = F.linear(hidden, weight, bias.to(hidden.dtype))  # (R, V)
     loss = smoothing * logits.gather(1, truth).sum(dtype=bias.dtype)
     p = logits.softmax(-1)  # (R, V)
     loss -= p.gather(1, truth).clamp_min(torch.finfo(p.dtype).tiny).to(bias.dtype).log().sum()

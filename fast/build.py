@@ -1,6 +1,6 @@
 """C++ files, compiled at first use and called through ctypes: no Python headers, no build system, two seconds.
 
-    kernels = library(FOLDER / "training.cpp", NARROW="float")     # None without a compiler: callers then have a plain way
+    kernels = library(FOLDER / "kernels.cpp", NARROW="float")     # None without a compiler: callers then take the plain way
     call(kernels.embed, x, 16, 0.5)  # tensors, ints and floats; the caller answers for shapes and formats
 
 The compiled file stays in TORCH_EXTENSIONS_DIR (~/.cache/torch_extensions unless set), one for each version of the source, of the

@@ -1,11 +1,15 @@
 """A trained model with what belongs to it: `load_trained("runs/NAME")`."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import fast
 from engine import checkpoint
+from engine.distributed import World
 from engine.errors import UserError
+from engine.precision import Precision, choose_precision
 from model import ModelConfig, Translator
 from text.subwords import load_tokenizer
 
@@ -67,6 +71,20 @@ def load_trained(path: str | Path = "", average: int = 1, say=print) -> Trained:
         reason = str(error).splitlines()[1].strip()[:150]
         raise UserError(f"{chosen} does not hold the weights of the model in {run}: {reason}") from None
     return Trained(model.eval().requires_grad_(False), tokenizers["source"], tokenizers["target"], config, run, name)
+
+
+def load_for_decoding(config, average: int, world: World, say) -> tuple[Trained, Precision, Callable | None]:
+    """What evaluate.py's and translate.py's flags name: the model on its device, its precision, and faster steps if any."""
+    int8 = config.precision == "int8"
+    precision = choose_precision(world.device, "fp32" if int8 else config.precision)
+    # Rank 0 chooses for all: a run that still trains may have a new best checkpoint a moment later.
+    chosen = world.on_main(lambda: choose_checkpoint(config.ckpt, average, say))
+    trained = load_trained(chosen, average, say)
+    trained.model.to(world.device)
+    with precision.autocast():
+        steps = fast.steps(trained.model, int8, config.captured) if config.beam == 1 else None
+    say(precision.describe() + ", weights and inputs of linear layers rounded to 8 bits" * int8)
+    return trained, precision, steps
 
 
 def run_of(path: Path) -> Path:

@@ -1,5 +1,5 @@
 // Greedy decoding on a CPU: the encoder for a few sentences, or one step of the decoder for all rows of a batch, in one call.
-// What it computes is decoding.py's `step`; how it is fast:
+// What it computes is `step` of the decoding.py in the root; how it is fast:
 //  - every matrix product takes 6 rows by 64 outputs at a time, which fill the processor's registers, from weights that were
 //    laid out for it once; the largest logit is found while the logits are in registers, and they are never stored;
 //  - attention reads keys 16 tokens at a time, one vector, and values as they are: no mask and no padding anywhere;
@@ -39,7 +39,7 @@ constexpr int64_t kTokens = kLanes;            // of a cache's block
 constexpr int64_t kSourceTokens = 256;         // encoded at once, about: what lies between two products stays near the core
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
-// ----------------------------------------------------------------- what Python hands over: the same structures in compiled.py
+// ----------------------------------------------------------------- what Python hands over: the same structures in decoding.py
 
 // y = x Wᵀ + b. In int8, W ≈ scale · w, and an input is x ≈ row's scale · (number − zero).
 struct Linear {

@@ -14,20 +14,14 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from engine.native.build import FOLDER, call, library
+from fast.build import FOLDER, call, library
 
 NUMBERS = {torch.float32: "float", torch.bfloat16: "bf16"}  # formats of matrix products, and their names in C++
 
 
-class Kernels:
-    """The switch of all functions here."""
-
-    enabled = True  # False: callers take their plain way, to compare with
-
-
 def kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The compiled functions for products in this format; None if there are none, or none are wanted."""
-    return library(FOLDER / "training.cpp", NARROW=NUMBERS[dtype]) if Kernels.enabled and dtype in NUMBERS else None
+    """The compiled functions for products in this format; None without a compiler, and for other formats."""
+    return library(FOLDER / "kernels.cpp", NARROW=NUMBERS[dtype]) if dtype in NUMBERS else None
 
 
 def embed(rows: Tensor, positions: Tensor, factor: float, p: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -172,7 +166,7 @@ class ReluDropout(Function):
 
 
 class AttentionTask(ctypes.Structure):
-    """`Attention` in training.cpp."""
+    """`Attention` in kernels.cpp."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("q", "k", "v")]
     _fields_ += [(name, ctypes.c_int64) for name in ("q_stride", "kv_stride")]

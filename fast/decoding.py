@@ -1,12 +1,15 @@
-"""A translator's weights laid out for compiled.cpp, and greedy decoding with them: the whole step in one call.
+"""A translator's weights laid out for decoding.cpp, and greedy decoding with them: the whole step in one call.
 
     if is_possible(model):
-        packed = CompiledTranslator(model)                # or int8=True
-        cache = packed.start(src, src_pad)
-        tokens = packed.next_tokens(cache, tokens, position)
+        cache = CompiledSteps(model).start(src, src_pad, longest)                # or int8=True
+        tokens = cache.next_tokens(tokens, position)
 
-`decoding.step` is the plain version of the same, and `fast.packed.PackedTranslator` what is used where this is not possible.
-Python's lock is free during a call, so threads with a batch each do not wait for one another. Letters as in compiled.cpp.
+`step` of the decoding.py in the root is the plain version of the same. Python's lock is free during a call, so threads with a
+batch each do not wait for one another. Letters as in decoding.cpp.
+In int8 a weight is w ≈ scale · q with q in −127…127 and a scale for every output; inputs are rounded at every call with a scale
+for every row, multiplied as integers, and the product is scaled back to fp32. An integer product does up to four times the
+multiplications of an fp32 one in the same time, and a weight is a byte to read instead of four. What it costs is measured, not
+assumed: score the same checkpoint with and without.
 """
 
 import ctypes
@@ -14,12 +17,13 @@ import math
 from ctypes import POINTER, c_double, c_int64, c_void_p
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.native.build import call, library
+from fast.build import call, library
 
 TOKENS_PER_BLOCK = LANES = 16  # kTokens and kLanes
 
@@ -66,7 +70,7 @@ def is_possible(model: nn.Module, int8: bool = False) -> bool:
 
 
 def kernels(int8: bool) -> ctypes.CDLL | None:
-    """The compiled functions, if they can be had."""
+    """The compiled functions, or None."""
     return library(Path(__file__).with_suffix(".cpp"), **({"INT8": "1"} if int8 else {}))
 
 
@@ -74,16 +78,23 @@ def kernels(int8: bool) -> ctypes.CDLL | None:
 class CompiledCache:
     """Keys and values in blocks of 16 tokens. A row that leaves the batch leaves its slot empty: nothing is moved."""
 
+    steps: "CompiledSteps"
     slots: Tensor  # (B,) where each row's keys and values are
     source: Tensor
     source_first: Tensor  # (slots,) a row's first block in `source`
     source_length: Tensor  # (slots,)
     block_shape: tuple[int, ...]
     own: list[Tensor] = field(default_factory=list)
+    shrink_at: ClassVar[float] = 0.0  # as in `decoding.Cache`: rows may leave one by one
 
-    def grow(self) -> None:
-        """Room for another block of tokens."""
-        self.own.append(self.source.new_empty(self.block_shape))
+    def next_tokens(self, tokens: Tensor, position: int) -> Tensor:
+        """Feed (B,) tokens at one position; → (B,) the likeliest next ones. The cache grows by one token."""
+        if position % TOKENS_PER_BLOCK == 0:
+            self.own.append(self.source.new_empty(self.block_shape))
+        chosen = torch.empty_like(tokens)
+        call(self.steps.kernels.decode_tokens, self.steps.weights, self.addresses(), tokens, self.slots, len(tokens), position,
+             chosen)  # fmt: skip
+        return chosen
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order."""
@@ -95,7 +106,7 @@ class CompiledCache:
         return CacheAddresses(ctypes.cast(own, c_void_p), *map(Tensor.data_ptr, tensors))
 
 
-class CompiledTranslator:
+class CompiledSteps:
     """A model's weights as they are now, for greedy decoding on a CPU; later changes of the model do not reach it."""
 
     @torch.inference_mode()
@@ -167,28 +178,17 @@ class CompiledTranslator:
         panels = weight.view(-1, self.panel, inputs // group, group).transpose(1, 2)  # (panels, in / 4, panel, 4)
         return Linear(self.keep(panels), self.keep(bias), scale, start, inputs, -(-outputs // LANES) * LANES, zero)
 
-    def start(self, src: Tensor, src_pad: Tensor) -> CompiledCache:
-        """Encode (B, S), padded behind."""
+    def start(self, src: Tensor, src_pad: Tensor, length: int) -> CompiledCache:
+        """Encode (B, S), padded behind; `length` is not asked for, the cache grows with the tokens."""
         config, rows = self.config, len(src)
         if src.size(1) > config.max_length:
             raise ValueError(f"{src.size(1)} tokens are more than the {config.max_length} this model has positions for")
         lengths = (~src_pad).sum(1)
         blocks = (lengths + TOKENS_PER_BLOCK - 1) // TOKENS_PER_BLOCK
-        layers, size = (
-            config.num_decoder_layers,
-            2 * TOKENS_PER_BLOCK * config.d_model,
-        )  # of keys and values of all heads
-        source = torch.empty(int(blocks.sum()), layers, size, dtype=torch.bfloat16 if self.int8 else torch.float32)
-        cache = CompiledCache(torch.arange(rows), source, blocks.cumsum(0) - blocks, lengths, (rows, layers, size))
+        # Of keys and values of all heads, in all layers.
+        block_shape = (rows, config.num_decoder_layers, 2 * TOKENS_PER_BLOCK * config.d_model)
+        source = torch.empty(int(blocks.sum()), *block_shape[1:], dtype=torch.bfloat16 if self.int8 else torch.float32)
+        cache = CompiledCache(self, torch.arange(rows), source, blocks.cumsum(0) - blocks, lengths, block_shape)
         tokens = src[~src_pad]  # (N,)
         call(self.kernels.encode_sources, self.weights, cache.addresses(), tokens, rows)
         return cache
-
-    def next_tokens(self, cache: CompiledCache, tokens: Tensor, position: int) -> Tensor:
-        """Feed (B,) tokens at one position; → (B,) the likeliest next ones. The cache grows by one token."""
-        if position % TOKENS_PER_BLOCK == 0:
-            cache.grow()
-        chosen = torch.empty_like(tokens)
-        rows = len(tokens)
-        call(self.kernels.decode_tokens, self.weights, cache.addresses(), tokens, cache.slots, rows, position, chosen)
-        return chosen

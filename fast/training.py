@@ -1,0 +1,144 @@
+"""The training pass on a CPU: the loss of `model.SummedLoss` with fewer passes over memory between the products.
+
+At a model width of 256 a product over a few thousand tokens takes about as long as reading and writing its result a dozen
+times, and that is what biases, dropout, residuals, norms, softmax and casts do one after another. Here everything between two
+products is one kernel (`fast/kernels.py`), with its gradient.
+N = B·S or B·T tokens, D model width. "Wide" is fp32, "narrow" the format of the products.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from fast import kernels
+from fast.cross_entropy import linear_cross_entropy
+
+# A layer made of other parts, or with hooks, is computed as it says itself.
+PARTS = {nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Linear, NonDynamicallyQuantizableLinear, nn.LayerNorm,
+         nn.MultiheadAttention, nn.Dropout}  # fmt: skip
+
+
+class KernelLoss(nn.Module):
+    """`SummedLoss` of a model for which `why_not` has no objection."""
+
+    def __init__(self, model: nn.Module, label_smoothing: float, dtype: torch.dtype):
+        super().__init__()
+        self.model, self.label_smoothing, self.dtype = model, label_smoothing, dtype
+
+    def forward(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor, tgt_out: Tensor):
+        """(B, S), (B, S), (B, T), (N,), (N,) → the loss to minimise and the unsmoothed one, scalars."""
+        with torch.autocast("cpu", enabled=False):  # the kernels know what is wide and what is narrow
+            memory = encode(self.model, src, src_pad, self.dtype)
+            hidden = decode(self.model, memory, src_pad, tgt_in, self.dtype).index_select(0, real)  # (N, D)
+        output = self.model.output
+        return linear_cross_entropy(hidden, output.weight, output.bias, tgt_out, self.label_smoothing, self.dtype)
+
+
+class SlicedLoss(nn.Module):
+    """`SummedLoss` whose logits are never all in memory, on a GPU; the layers are those of PyTorch."""
+
+    def __init__(self, model: nn.Module, label_smoothing: float, dtype: torch.dtype):
+        super().__init__()
+        self.model, self.label_smoothing, self.dtype = model, label_smoothing, dtype
+
+    def forward(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor, tgt_out: Tensor):
+        """As `KernelLoss`."""
+        hidden, output = self.model.hidden(src, src_pad, tgt_in, real), self.model.output  # (N, D)
+        return linear_cross_entropy(hidden, output.weight, output.bias, tgt_out, self.label_smoothing, self.dtype)
+
+
+def why_not(model: nn.Module, dtype: torch.dtype) -> str:
+    """Why the kernels do not compute this model; '' if they do: stock post-norm layers with ReLU, in fp32, on a CPU."""
+    sizes, layers = model.config, [*model.transformer.encoder.layers, *model.transformer.decoder.layers]
+    parts = [part for layer in layers for part in layer.modules()]
+    if any(type(part) not in PARTS or part._forward_hooks or part._forward_pre_hooks for part in parts):
+        return "the layers are not the stock ones"
+    if sizes.norm_first or any(layer.activation is not F.relu for layer in layers):
+        return "they are for post-norm layers with ReLU"
+    if sizes.d_model // sizes.nhead % 16:
+        return "the width of a head is no multiple of 16"
+    if model.output.weight.dtype != torch.float32:
+        return "the weights are not fp32"
+    return "" if kernels.kernels(dtype) else "they are not compiled"
+
+
+def encode(model: nn.Module, src: Tensor, src_pad: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, S) → narrow memory (N, D)"""
+    x, narrow = embed(model, model.source_embedding, src, dtype)
+    mask = added_mask(src_pad)  # (B, S)
+    encoder = model.transformer.encoder
+    for layer in encoder.layers:
+        own = layer.self_attn
+        seen = attend_own(own, narrow, mask, len(src), causal=False)
+        x, narrow = add_norm(x, seen, own.out_proj, layer.dropout1, layer.norm1)
+        x, narrow = add_norm(x, widen(layer, narrow), layer.linear2, layer.dropout2, layer.norm2)
+    return kernels.add_norm(x, None, None, encoder.norm, 0.0, dtype)[1]
+
+
+def decode(model: nn.Module, memory: Tensor, src_pad: Tensor, tgt_in: Tensor, dtype: torch.dtype) -> Tensor:
+    """Narrow (B·S, D), (B, S), (B, T) → wide hidden (B·T, D)"""
+    x, narrow = embed(model, model.target_embedding, tgt_in, dtype)
+    mask = added_mask(src_pad)  # (B, S)
+    decoder, batch = model.transformer.decoder, len(tgt_in)
+    for layer in decoder.layers:
+        own, other = layer.self_attn, layer.multihead_attn
+        seen = attend_own(own, narrow, None, batch, causal=True)
+        x, narrow = add_norm(x, seen, own.out_proj, layer.dropout1, layer.norm1)
+        seen = attend_source(other, narrow, memory, mask, batch)
+        x, narrow = add_norm(x, seen, other.out_proj, layer.dropout2, layer.norm2)
+        x, narrow = add_norm(x, widen(layer, narrow), layer.linear2, layer.dropout3, layer.norm3)
+    return kernels.add_norm(x, None, None, decoder.norm, 0.0, dtype)[0]
+
+
+def embed(model: nn.Module, embedding: nn.Embedding, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(B, T) → wide and narrow (N, D), as `Translator.embed`."""
+    positions = model.positions[: model.check_length(ids)]
+    return kernels.embed(embedding(ids), positions, math.sqrt(model.config.d_model), drop(model), dtype)
+
+
+def added_mask(pad: Tensor) -> Tensor:
+    """True = padding → a number to add to the scores: 0, or far below all others.
+
+    Half of the lowest number instead of -inf: a row that may see nothing then sees all alike, and is no row of nan.
+    """
+    return torch.zeros_like(pad, dtype=torch.float32).masked_fill(pad, torch.finfo(torch.float32).min / 2)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """(N, in), (out, in) → (N, out) in the format of x, without a bias: the kernel that follows adds it."""
+    return F.linear(x, weight.to(x.dtype))
+
+
+def attend_own(attention: nn.MultiheadAttention, x: Tensor, mask: Tensor | None, batch: int, causal: bool) -> Tensor:
+    """Self-attention without its last product: (N, D) → (N, D)"""
+    qkv = linear(x, attention.in_proj_weight)  # (N, 3·D)
+    return kernels.self_attention(qkv, attention.in_proj_bias, mask, batch, attention.num_heads, causal, drop(attention))
+
+
+def attend_source(attention: nn.MultiheadAttention, x: Tensor, memory: Tensor, mask: Tensor, batch: int) -> Tensor:
+    """Attention over the source without its last product: (B·T, D), (B·S, D), added mask (B, S) → (B·T, D)"""
+    for_query, for_source = attention.in_proj_weight.split([attention.embed_dim, 2 * attention.embed_dim])
+    q, kv = linear(x, for_query), linear(memory, for_source)
+    return kernels.cross_attention(q, kv, attention.in_proj_bias, mask, batch, attention.num_heads, drop(attention))
+
+
+def widen(layer: nn.Module, x: Tensor) -> Tensor:
+    """The inner half of the feed-forward part: (N, D) → (N, feed-forward)"""
+    return kernels.relu_dropout(linear(x, layer.linear1.weight), layer.linear1.bias, drop(layer))
+
+
+def add_norm(
+    x: Tensor, inner: Tensor, out: nn.Linear, dropout: nn.Dropout, norm: nn.LayerNorm
+) -> tuple[Tensor, Tensor]:
+    """The end of a sub-layer: its last product, dropout, residual and norm; → wide and narrow (N, D)"""
+    p = dropout.p if dropout.training else 0.0
+    return kernels.add_norm(x, linear(inner, out.weight), out.bias, norm, p, inner.dtype)
+
+
+def drop(module: nn.Module) -> float:
+    """The dropout of an attention, of a feed-forward part or of the embeddings, as things are."""
+    p = module.dropout.p if isinstance(module.dropout, nn.Module) else module.dropout
+    return p if module.training else 0.0
