@@ -110,9 +110,9 @@ class Run:
         """Whether a signal came to any rank. All ranks ask together, so that all stop at the same step."""
         return bool(self.world.maximum(self.interrupted())[0])
 
-    def close(self, why: str) -> None:
+    def close(self, why: str, step: int | None = None) -> None:
         """The last words, and the way to go on if the run was interrupted."""
-        self.log(f"stopped: {why}")
+        self.log(f"stopped{'' if step is None else f' after step {step:,}'}: {why}")
         if why == INTERRUPTED:
             self.log(f"to go on: {command()} --resume {self.folder}")
 
