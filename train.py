@@ -69,7 +69,6 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a wro
     config = parse_flags(Config, "train a translation model; the result goes to runs/NAME")
 
 import contextlib
-import json
 import math
 import time
 from functools import partial
@@ -86,6 +85,7 @@ from engine.memory import fewest_parts
 from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, leave_signals_to_main, saved_settings
 from engine.telemetry import Meter, measured_peak_flops, peak_memory_gib, progress
+from loading import save_description
 from model import SummedLoss, Translator, sizes_of, training_flops
 from text.prepare import find_and_prepare, load_prepared
 from validation import Validation
@@ -105,8 +105,6 @@ def train(config: Config) -> Path:
         config, log = run.config, run.log
         precision = choose_precision(world.device, config.precision, training=True)
         log(precision.describe())
-        if hidden := distributed.hidden_gpus():
-            log(f"note: {hidden}")
 
         # -------- data: made by rank 0 in the cache beside the runs; the other ranks wait, then read it
         folder, config.data = world.on_main(lambda: find_and_prepare(config, run.folder.parent / ".cache", log))
@@ -127,7 +125,7 @@ def train(config: Config) -> Path:
         loss_of = loss_of or SummedLoss(model, config.label_smoothing)
         parameters = list(model.parameters())
         optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-        state = {"step": 0, "minutes": 0.0, "window_steps": 0, "window_loss": [[0.0, 0.0]]}
+        state = {"step": 0, "minutes": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}  # since the log's last line
         state |= {"best_loss": None, "stale": 0, "validated": 0}  # "validated": the step of the last validation
         state |= {"world_size": world.size, "accumulate": 0, "plan": 0}  # how the pairs of a step were dealt
         state |= run.restore(model, optimizer, precision) or {}
@@ -177,12 +175,10 @@ def train(config: Config) -> Path:
             + (f"; each step in {accumulate} micro-batches" if accumulate > 1 else ""))  # fmt: skip
 
         # -------- what would break after an hour breaks now; from here on the folder is a run
-        validation = Validation(model, prepared, collate, run, precision, config.tokens_per_batch // accumulate)
+        validation = Validation(model, prepared, collate, run, precision, config.tokens_per_batch // sampler.parts)
         validation.rehearse()
         if world.is_main and not run.state:
-            for side, tokenizer in (("source", prepared.source_tokenizer), ("target", prepared.target_tokenizer)):
-                tokenizer.save_pretrained(run.folder / "tokenizer" / side)
-            (run.folder / "model.json").write_text(json.dumps(asdict(sizes), indent=2) + "\n", encoding="utf-8")
+            save_description(run.folder, sizes, prepared.source_tokenizer, prepared.target_tokenizer)
         run.begin()
 
         # -------- the loop
@@ -193,14 +189,16 @@ def train(config: Config) -> Path:
                                              gradient_as_bucket_view=True, broadcast_buffers=False)  # fmt: skip
         meter = Meter(config.log_every, measured_peak_flops(world.device, precision.dtype))
         eval_every = config.eval_every or min(1000, max(250, steps_per_epoch))
-        # This rank's part of the losses, to minimise and to report, since the last line of the log.
-        window_loss = torch.tensor(share_of_losses(state, world), device=world.device)  # (2,)
+        # The losses, to minimise and to report, since the log's last line: this rank's part, and the steps they are of.
+        losses, window_steps = state["window"]["losses"], state["window"]["steps"]
+        mine = losses[world.rank] if len(losses) == world.size else [sum(pair) * world.is_main for pair in zip(*losses)]
+        window_loss = torch.tensor(mine, device=world.device)  # (2,)
         state |= {"world_size": world.size, "accumulate": accumulate, "plan": sampler.plan_id}
 
         def log_step(step: int, gradient_norm: torch.Tensor) -> None:
             """The figures since the last line. No step in between waits for the GPU."""
             precision.check_finite()
-            smoothed, loss = (world.sum(window_loss.clone()) / state["window_steps"]).tolist()
+            smoothed, loss = (world.sum(window_loss.clone()) / window_steps).tolist()
             figures = meter.read()
             speed = figures.get("speed/tokens_per_second", 0.0) * world.size  # ranks have equal shares
             figures |= {"speed/tokens_per_second": speed} if speed else {}
@@ -211,8 +209,6 @@ def train(config: Config) -> Path:
             left = plan.minutes_left(step, state["minutes"], config.max_minutes)
             log(f"step {step:>6,}  epoch {step / steps_per_epoch:5.2f}  loss {loss:.4f}  lr {plan.learning_rate(step):.2e}  "
                 f"|gradient| {values['train/gradient_norm']:.2f}  {speed:,.0f} tokens/s  {left:,.1f} min left")  # fmt: skip
-            window_loss.zero_()
-            state["window_steps"] = 0
 
         def validate(step: int) -> bool:
             """Validation loss, BLEU and samples; true if the loss is the best so far."""
@@ -227,8 +223,8 @@ def train(config: Config) -> Path:
         def save(best: bool = False) -> None:
             """A checkpoint of this step, with all that a resumed run needs to write the same lines."""
             meter.pause()
-            state["window_loss"] = world.gather(window_loss.tolist())
             extra = {"schedule": asdict(plan), "data_key": prepared.summary["key"]}
+            extra["window"] = {"steps": window_steps, "losses": world.gather(window_loss.tolist())}
             run.save(state["step"], model, optimizer, state | extra, precision, best=best)
             meter.resume()
 
@@ -263,7 +259,7 @@ def train(config: Config) -> Path:
 
             # Clip, update, clear the gradients.
             gradient_norm = precision.step(optimizer, parameters, config.clip, step)
-            state["step"], state["window_steps"] = step, state["window_steps"] + 1
+            state["step"], window_steps = step, window_steps + 1
             meter.end_step(partial(training_flops, sizes))
             bar.update()
 
@@ -281,6 +277,7 @@ def train(config: Config) -> Path:
 
             if step % config.log_every == 0 or finished:
                 log_step(step, gradient_norm)
+                window_loss, window_steps = torch.zeros_like(window_loss), 0
             if finished or (step % eval_every == 0 and not why_stop):
                 improved = validate(step)
                 if not why_stop and config.patience and state["stale"] >= config.patience:
@@ -296,17 +293,6 @@ def train(config: Config) -> Path:
             run.telemetry.hyperparameters(asdict(config), {"result/best_validation_loss": state["best_loss"]})
             log(f"next: python evaluate.py --ckpt {run.folder}")
         return run.folder
-
-
-def share_of_losses(state: dict, world: distributed.World) -> list[float]:
-    """This rank's part of the losses that a checkpoint holds; rank 0's, if there were more or fewer ranks then."""
-    losses = state["window_loss"]
-    if not all(isinstance(pair, list) for pair in losses):  # a run of an older version: its next line begins anew
-        state["window_steps"] = 0
-        return [0.0, 0.0]
-    if len(losses) == world.size:
-        return losses[world.rank]
-    return [sum(column) * world.is_main for column in zip(*losses)]
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 
 from engine import checkpoint
 from engine.config import command, load_config, save_config
-from engine.distributed import World
+from engine.distributed import World, hidden_gpus
 from engine.errors import UserError
 from engine.precision import Precision
 from engine.telemetry import GpuSampler, Log, Telemetry
@@ -58,6 +58,8 @@ class Run:
         run.state = checkpoint.load_state(run.checkpoint) if run.checkpoint else None
         run.log = Log(run.folder, enabled=world.is_main)
         run.log(f"run: {run.folder}" + (f", {world.size} processes" if world.size > 1 else ""))
+        if hidden := hidden_gpus():
+            run.log(f"note: {hidden}")
         return run
 
     def restore(
