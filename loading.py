@@ -1,8 +1,8 @@
-"""A trained model with what belongs to it: `load_trained("runs/NAME")`."""
+"""A trained model with what belongs to it, written and read: `load_trained("runs/NAME")`."""
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import fast
@@ -71,6 +71,13 @@ def load_trained(path: str | Path = "", average: int = 1, say=print) -> Trained:
         reason = str(error).splitlines()[1].strip()[:150]
         raise UserError(f"{chosen} does not hold the weights of the model in {run}: {reason}") from None
     return Trained(model.eval().requires_grad_(False), tokenizers["source"], tokenizers["target"], config, run, name)
+
+
+def save_description(run: Path, sizes: ModelConfig, source_tokenizer, target_tokenizer) -> None:
+    """What `load_trained` needs beside the weights and config.json."""
+    for side, tokenizer in (("source", source_tokenizer), ("target", target_tokenizer)):
+        tokenizer.save_pretrained(run / "tokenizer" / side)
+    (run / "model.json").write_text(json.dumps(asdict(sizes), indent=2) + "\n", encoding="utf-8")
 
 
 def load_for_decoding(config, average: int, world: World, say) -> tuple[Trained, Precision, Callable | None]:

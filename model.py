@@ -177,7 +177,9 @@ def training_flops(config: ModelConfig, source_tokens: int, target_tokens: int) 
     """
     d, ff = config.d_model, config.dim_feedforward
     encoder = config.num_encoder_layers * (4 * d * d + 2 * d * ff)
-    decoder = config.num_decoder_layers * (6 * d * d + 2 * d * ff)  # self-attention 4·d², query and output of cross 2·d²
+    decoder = config.num_decoder_layers * (
+        6 * d * d + 2 * d * ff
+    )  # self-attention 4·d², query and output of cross 2·d²
     cross_keys_and_values = config.num_decoder_layers * 2 * d * d  # once for every source token
     output = d * config.target_vocab
     return 6.0 * (source_tokens * (encoder + cross_keys_and_values) + target_tokens * (decoder + output))

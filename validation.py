@@ -7,13 +7,14 @@ import numpy as np
 import torch
 
 import fast
-from data import Collate, Prepared, cut_batches
+from data import Collate, cut_batches
 from decoding import Translations, translate_lines
 from engine.precision import Precision
 from engine.run import Run
 from model import SummedLoss, Translator, cross_attention
 from text.bleu import corpus_bleu
 from text.cleaning import normalise
+from text.prepare import Prepared
 from text.subwords import encode
 
 BLEU_ROWS = 500  # of the validation split, translated each time; evaluate.py does them all

@@ -24,7 +24,7 @@ import torch
 
 from engine import checkpoint
 from engine.config import command, load_config, save_config
-from engine.distributed import World
+from engine.distributed import World, hidden_gpus
 from engine.errors import UserError
 from engine.precision import Precision
 from engine.telemetry import GpuSampler, Log, Telemetry
@@ -58,6 +58,8 @@ class Run:
         run.state = checkpoint.load_state(run.checkpoint) if run.checkpoint else None
         run.log = Log(run.folder, enabled=world.is_main)
         run.log(f"run: {run.folder}" + (f", {world.size} processes" if world.size > 1 else ""))
+        if hidden := hidden_gpus():
+            run.log(f"note: {hidden}")
         return run
 
     def restore(
@@ -110,9 +112,9 @@ class Run:
         """Whether a signal came to any rank. All ranks ask together, so that all stop at the same step."""
         return bool(self.world.maximum(self.interrupted())[0])
 
-    def close(self, why: str) -> None:
+    def close(self, why: str, step: int | None = None) -> None:
         """The last words, and the way to go on if the run was interrupted."""
-        self.log(f"stopped: {why}")
+        self.log(f"stopped{'' if step is None else f' after step {step:,}'}: {why}")
         if why == INTERRUPTED:
             self.log(f"to go on: {command()} --resume {self.folder}")
 

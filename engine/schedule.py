@@ -44,6 +44,11 @@ class Schedule:
         self.total, self.decay_start = min(self.total, max(step + 1, estimate)), step
         return True
 
+    def minutes_left(self, step: int, minutes: float, max_minutes: float) -> float:
+        """An estimate, after `step` steps took `minutes`: what the steps need, or what is left of the time."""
+        by_steps = (self.total - step) * minutes / step
+        return min(by_steps, max_minutes - minutes) if max_minutes else by_steps
+
 
 def plan(peak: float, warmup: int, total: int) -> Schedule:
     """A schedule of `total` steps; `warmup` 0 means a tenth of them, at most 1,000."""

@@ -115,7 +115,9 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 def attend_own(attention: nn.MultiheadAttention, x: Tensor, mask: Tensor | None, batch: int, causal: bool) -> Tensor:
     """Self-attention without its last product: (N, D) → (N, D)"""
     qkv = linear(x, attention.in_proj_weight)  # (N, 3·D)
-    return kernels.self_attention(qkv, attention.in_proj_bias, mask, batch, attention.num_heads, causal, drop(attention))
+    return kernels.self_attention(
+        qkv, attention.in_proj_bias, mask, batch, attention.num_heads, causal, drop(attention)
+    )
 
 
 def attend_source(attention: nn.MultiheadAttention, x: Tensor, memory: Tensor, mask: Tensor, batch: int) -> Tensor:
