@@ -242,7 +242,7 @@ CASES = {
                                     lines(*rows(("\0\0", "\x01\x02"), ("\x1b", "\x7f")) * 2)),
     "one line without end": Case("train --data bad", ("0 training pairs left", "1 longer than --max_length"),
                                  lines(*rows(("一" * 100_000, "one " * 25_000)))),
-    "one row": Case("train --data bad", ("1 training pairs left", "two are the least"), lines(*rows(("一", "one")))),
+    "one row": Case("train --data bad", ("1 training pairs left", "at least 2 are needed"), lines(*rows(("一", "one")))),
     "source is target": Case("train --data bad", ("0 training pairs left", "60 with source = target"),
                              lines(*rows(*[(target, target) for _, target in PAIRS[:60]]))),
     "no validation rows": Case("train --data bad", ("bad", "validation"), lines(*rows(*PAIRS[:5]))),
