@@ -24,7 +24,7 @@ from text.rows import KEYWORDS, find_text
 from text.subwords import decode, encode, train_tokenizer
 
 DEFAULT = Path("/opt/wikitext-2")
-SAMPLE = Path(__file__).parent.parent / "sample"
+SAMPLE = Path(__file__).parent.parent.parent / "sample"
 SPLITS = ("train", "validation", "test")
 SUFFIXES = (".txt", ".tokens", ".raw", ".md")
 UNK, EOS = "<unk>", "<eos>"
