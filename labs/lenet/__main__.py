@@ -92,9 +92,7 @@ def main(config: Config) -> None:
         check_sum = check_sum_of(digits, tests)
         steps_per_epoch = -(-len(digits) // config.batch)
         if len(digits) // steps_per_epoch < world.size:
-            raise UserError(
-                f"--batch {config.batch} is less than an image for each of {world.size} processes; give more"
-            )
+            raise UserError(f"--batch {config.batch} leaves no image for some of {world.size} processes; give more")
         if not config.dataloader:  # whose processes and pinned memory want them on the CPU
             digits.to(device)
         tests.to(device)
@@ -109,11 +107,8 @@ def main(config: Config) -> None:
         precision = choose_precision(device, "fp32")  # bf16 makes layers this small no faster on a CPU
         optimizer = torch.optim.AdamW(parameters, lr=1.0, fused=True)  # its rate is set at every step
         rates = schedule.plan(config.lr or LEARNING_RATE[config.variant], 0, config.epochs * steps_per_epoch)
-        state = run.restore(model, optimizer, precision) or {
-            "step": 0,
-            "window": [0.0, 0.0, 0.0],
-            "check_sum": check_sum,
-        }
+        fresh = {"step": 0, "window": [0.0, 0.0, 0.0], "check_sum": check_sum}
+        state = run.restore(model, optimizer, precision) or fresh
         if state["check_sum"] != check_sum:
             raise UserError(f"--resume {config.resume}: the images in {config.data} are others than the run began with; "
                             "name their folder with --data, or start a new run")  # fmt: skip
@@ -121,9 +116,8 @@ def main(config: Config) -> None:
         if config.compile:
             loss_and_hits = torch.compile(loss_and_hits)
         if world.size > 1:
-            loss_and_hits = DistributedDataParallel(
-                loss_and_hits, device_ids=[device] if device.type == "cuda" else None
-            )
+            device_ids = [device] if device.type == "cuda" else None
+            loss_and_hits = DistributedDataParallel(loss_and_hits, device_ids=device_ids)
         step = state["step"]
         # (3,): this rank's losses, hits and images since the last point of the curves; what was saved is rank 0's.
         window = torch.tensor(state["window"], device=device) * world.is_main
@@ -162,10 +156,12 @@ def main(config: Config) -> None:
                 step += 1
                 for group in optimizer.param_groups:
                     group["lr"] = rates.learning_rate(step)
+
+                # Forward; loss.backward(); optimizer.step() if the gradient is finite, then optimizer.zero_grad() for the
+                # next step: the last two are in precision.step, see engine/precision.py.
                 loss, hits = loss_and_hits(images, labels)
-                # loss.backward(). The mean over the images of all ranks; × size undoes that DDP averages their gradients.
+                # The mean over the images of all ranks; × size undoes that DDP averages their gradients.
                 precision.backward(loss * world.size / len(all_rows))
-                # optimizer.step() if the gradient is finite, then optimizer.zero_grad(): see engine/precision.py.
                 norm = precision.step(optimizer, parameters, clip=0, step=step)
 
                 window += torch.stack([loss.detach(), hits.float(), loss.new_full((), len(labels))])

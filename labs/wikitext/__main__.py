@@ -60,7 +60,7 @@ class Config:
     seed: int = flag(1, "of weights, dropout and the order of segments", "Run", least=0)
 
     def __post_init__(self):
-        if self.d_model % self.nhead or self.d_model % 2:
+        if self.d_model % max(self.nhead, 1) or self.d_model % 2:
             raise UserError(f"--d_model {self.d_model} must be even and a multiple of --nhead {self.nhead}")
         least = 3 if self.tokens == "words" else 300  # a subword vocabulary holds the 256 single bytes
         if 0 < self.vocab < least:
@@ -122,9 +122,7 @@ def main(config: Config) -> None:
             model.embedding.weight.data.copy_(vectors)
         model.to(device)
         precision = choose_precision(device, config.precision, training=True)
-        exact = choose_precision(
-            device, "fp32"
-        )  # for scores, whatever is trained in; on a recent GPU its products are TF32
+        exact = choose_precision(device, "fp32")  # for scores; on a recent GPU its products are TF32
         decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
         rest = [parameter for parameter in model.parameters() if parameter.dim() < 2]  # biases and norms
         groups = [dict(params=decayed, weight_decay=config.weight_decay), dict(params=rest, weight_decay=0.0)]
@@ -140,10 +138,10 @@ def main(config: Config) -> None:
 
         # ---- where the last checkpoint left off: epoch, batch of it, best validation loss
         progress = {"epoch": 0, "batch": 0, "best_loss": None}
+        if run.state and run.state["key"] != text.key():
+            raise UserError(f"--resume {run.folder}: vocabulary or text at {config.data} is not what the run began with; "
+                            "put it back, or start a new run")  # fmt: skip
         if state := run.restore(model, optimizer, precision):
-            if state["key"] != text.key():
-                raise UserError(f"--resume {run.folder}: vocabulary or text at {config.data} is not what the run began "
-                                "with; put it back, or start a new run")  # fmt: skip
             sampler.load_state_dict(state["sampler"], world)
             progress = {name: state[name] for name in progress}
 
@@ -207,13 +205,13 @@ def main(config: Config) -> None:
                 tokens, targets, real = (x.to(device) for x in batch)
                 counted = real & (len(mine) > 0)  # DDP wants a forward pass of a rank without a segment, too
 
+                # Forward; loss.backward(); gradients clipped, optimizer.step() if they are finite, then
+                # optimizer.zero_grad() for the next step: the last three are in precision.step, see engine/precision.py.
                 with precision.autocast():
                     smoothed, losses = smoothed_loss(tokens, targets, real, counted)  # scalar, (N,)
-                # loss.backward(). × size undoes DDP's average: the gradient is that of one sum over all ranks, divided by
-                # all tokens.
+                # × size undoes DDP's average: the gradient is that of one sum over all ranks, divided by all tokens.
                 precision.backward(smoothed * world.size / tokens_of_step)
                 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-                # Gradients clipped, optimizer.step() if they are finite, optimizer.zero_grad(): see engine/precision.py.
                 norm = precision.step(optimizer, trained, config.clip, step)
 
                 rows = counted.nonzero()[:, 0].cpu()
@@ -268,9 +266,7 @@ def main(config: Config) -> None:
 def read_text(config: Config) -> tuple[Text, Tensor | None, Config]:
     """The tokenised text, GloVe's vectors of its vocabulary if they are asked for, and the settings that hang on both."""
     if config.data:
-        config.data = str(
-            Path(config.data).expanduser().resolve()
-        )  # absolute, so that --resume works from any directory
+        config.data = str(Path(config.data).expanduser().resolve())  # --resume finds it from any directory
     text = prepare(config.data, config.split_ratios(), config.tokens, config.vocab, config.min_count)
     for split, ids in text.ids.items():
         if len(ids) < config.segment:

@@ -163,12 +163,12 @@ def generate(
 ) -> list[list[int]]:
     """`length` sampled tokens behind each prompt; <unk> is never sampled. Prompts of different lengths are padded left."""
     model.eval()
-    device, most = model.bias.device, model.later.size(0)
+    device, context = model.bias.device, model.later.size(0)  # tokens that are seen at most
     generator = torch.Generator().manual_seed(seed)
     rows = [[vocabulary.eos, *prompt.tolist()] for prompt in prompts]
     unknown = [id for id, token in enumerate(vocabulary.tokens) if token == UNK]
     for _ in range(length):
-        seen = [row[-most:] for row in rows]
+        seen = [row[-context:] for row in rows]
         longest = max(map(len, seen))
         tokens = torch.tensor([[0] * (longest - len(row)) + row for row in seen])
         real = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in seen])

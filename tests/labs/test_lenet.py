@@ -445,7 +445,7 @@ def test_bad_flags_are_refused(settings, words):
 
 
 @pytest.mark.parametrize("flags, words", [
-    ("--data nowhere", "no MNIST files in nowhere"), ("--batch 1 --data {data}", "for each of 2 processes"),
+    ("--data nowhere", "no MNIST files in nowhere"), ("--batch 1 --data {data}", "no image for some of 2 processes"),
     ("--resume runs/whole --variant paper", "with another --variant ('paper', the run has 'relu')"),
     ("--resume runs/whole --data {other}", "are others than the run began with"), ("--resume runs/none", "no such run"),
     ("--resume runs/whole --data {relabelled}", "are others than the run began with"),
