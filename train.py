@@ -167,7 +167,7 @@ def train(config: Config) -> Path:
         micro_batches = run.at_end.enter_context(contextlib.closing(batches))
         tokens_of_steps = sampler.target_tokens(state["step"])  # real ones, over all ranks
 
-        # -------- the learning rate's plan
+        # -------- the plan of the learning rate
         total = config.max_steps or config.epochs * sampler.steps_per_epoch
         plan = schedule.Schedule(**state["schedule"]) if run.state else schedule.plan(config.lr, config.warmup, total)
         if run.state and config.given & {"epochs", "max_steps", "max_minutes"}:
@@ -214,9 +214,8 @@ def train(config: Config) -> Path:
             meter.pause()
             loss = validation(step)
             improved = state["best_loss"] is None or loss < state["best_loss"]
-            state |= {"validated": step, "stale": 0} | (
-                {"best_loss": loss} if improved else {"stale": state["stale"] + 1}
-            )
+            state.update(validated=step, stale=0 if improved else state["stale"] + 1)
+            state["best_loss"] = loss if improved else state["best_loss"]
             model.train()
             return improved
 

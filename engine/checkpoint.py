@@ -163,7 +163,8 @@ def resolve(path: str | Path) -> Path:
             f"{path} is not a weights file ({' '.join(WEIGHT_SUFFIXES)})" if path.exists() else f"{path} does not exist"
         )
         raise UserError(f"{what}; give a run directory, a checkpoint directory or a weights file")
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    is_folder_of_run = (path / "checkpoints").is_dir() or (path / "config.json").exists()
+    folder = path / "checkpoints" if is_folder_of_run else path
     is_run = folder != path or bool(steps(folder))
     if not is_run and (damage := verify(path.resolve())):
         whole = next((other for other in _newest_first(path.resolve().parent) if verify(other) is None), None)
