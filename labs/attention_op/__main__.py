@@ -44,7 +44,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from engine.allocator import keep_freed_memory
+from engine.memory import keep_freed_memory
 from labs.attention_op import checks
 from labs.attention_op.operators import GELU_BACKENDS, attention, gelu
 
