@@ -35,13 +35,14 @@ if __name__ == "__main__":
     config = parse_flags(Config, "collectives by hand, right and wrong")
 
 import os
+from functools import partial
 from pathlib import Path
 
 import torch.multiprocessing as mp
 
 from labs.collectives.averaging import lesson_mean, lesson_sampler
 from labs.collectives.gathering import lesson_all_gather, lesson_gather
-from labs.collectives.report import launch, make_writable, teach, teach_rank
+from labs.collectives.report import launch, make_writable, teach
 from labs.collectives.training import lesson_ddp, lesson_fp16, lesson_scaling
 
 LESSONS = {"gather": lesson_gather, "all_gather": lesson_all_gather, "mean": lesson_mean, "sampler": lesson_sampler,
@@ -57,7 +58,7 @@ def main(config: Config) -> None:
         if config.given & {"processes", "port"}:
             raise UserError("--processes and --port are torchrun's here; give it --nproc_per_node and --master_port")
         return teach(lessons, out)
-    context, _store = launch(teach_rank, config.processes, lessons, out, port=config.port)
+    context, _store = launch(run_script, config.processes, partial(teach, lessons, out), port=config.port)
     try:
         while not context.join():
             pass

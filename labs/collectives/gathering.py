@@ -148,13 +148,13 @@ def fates(lengths: list[int]) -> list[str]:
         for process in context.processes:
             process.join(60)
             process.kill()
-        found = []
+        outcomes = []
         for rank, process in enumerate(context.processes):
             out, err = Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")
             last = re.search(r"what\(\): +(?:\[.*?\] )?(.*)", err.read_text(encoding="utf-8") if err.exists() else "")
             death = f"killed by signal {-(process.exitcode or 0)}: {last[1].split(' Is there')[0] if last else ''}"
-            found.append(out.read_text(encoding="utf-8") if out.exists() else death)
-        return found
+            outcomes.append(out.read_text(encoding="utf-8") if out.exists() else death)
+        return outcomes
 
 
 def lesson_all_gather(world: World) -> list:

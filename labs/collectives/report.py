@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from engine.distributed import World, start
-from engine.errors import UserError, run_script
+from engine.errors import UserError
 
 
 def launch(work, size: int, *arguments, port: int = 0):
@@ -123,18 +123,15 @@ class Picture:
 
     def save(self, path: Path) -> None:
         """Write a PNG."""
-        import matplotlib
+        from matplotlib.figure import Figure  # here, because few lessons have a picture
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
+        figure = Figure(figsize=(6, 3.5), layout="constrained")
+        axes = figure.subplots()
         for name, points in self.curves.items():
             axes.plot(*zip(*points), label=name)
         axes.set(xlabel=self.x, ylabel=self.y, yscale="log", title=self.caption)
         axes.legend()
         figure.savefig(path, dpi=110)
-        pyplot.close(figure)
 
 
 def plain(blocks: list) -> str:
@@ -179,8 +176,3 @@ def teach(lessons: dict, out: Path) -> None:
         out.write_text("\n\n".join(chapters) + "\n", encoding="utf-8")
         print(f"written as Markdown: {out}")
     world.stop()
-
-
-def teach_rank(lessons: dict, out: Path) -> None:
-    """`teach` in a process that was started here."""
-    run_script(lambda: teach(lessons, out))

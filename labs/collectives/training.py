@@ -201,9 +201,9 @@ class LossScaler:
 
 def on_any_rank(overflow: bool) -> bool:
     """Whether any rank overflowed: all ranks make the step, or none."""
-    found = torch.tensor(float(overflow))
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found)
+    largest = torch.tensor(float(overflow))
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return bool(largest)
 
 
 def train_half(number_format: torch.dtype, scaler: LossScaler | None, steps: int = 300) -> tuple[float, float]:

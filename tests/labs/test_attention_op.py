@@ -536,26 +536,6 @@ def test_a_library_that_does_not_load_is_named(tmp_path, monkeypatch):
     assert "cannot be loaded" in error and f"remove {file.parent}" in error
 
 
-@pytest.mark.slow
-@needs_compiler
-def test_a_build_killed_while_it_links_leaves_no_library(tmp_path):
-    compiler = tmp_path / "c++"  # makes empty objects, and links for ever
-    compiler.write_text("""#!/bin/bash
-case $1 in -v|--version) echo g++; exit;; esac
-while [ "$1" ]; do [ "$1" = -o ] && out=$2; [ "$1" = -shared ] && links=1; shift; done
-echo half > "$out"
-[ -z "$links" ] || sleep 100
-""")
-    compiler.chmod(0o755)
-    build = start_build(tmp_path / "built", CXX=str(compiler))
-    while not list(tmp_path.glob("built/*/scratch/*.so")):
-        assert build.poll() is None, build.communicate()
-        time.sleep(0.05)
-    os.killpg(build.pid, signal.SIGKILL)
-    build.wait()
-    assert not list(tmp_path.glob("built/*/*.so"))
-
-
 # The command
 
 

@@ -147,8 +147,8 @@ def right_uneven_gathers(size: int, rank: int) -> int:
 
 def a_rank(folder: str) -> None:
     """Everything that takes several processes."""
-    # 5 seconds until a wrong call gives up, not 2: right calls among them must come through on a busy machine.
-    gathering.attempt = functools.partial(report.attempt, seconds=5)
+    # 4 seconds until a wrong call gives up, not 2: right calls among them must come through on a busy machine.
+    gathering.attempt = functools.partial(report.attempt, seconds=4)
     world = report.join_world()
     figures = {"lessons": {}, "pictures": {}}
     for name, lesson in lab.LESSONS.items():
