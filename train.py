@@ -288,7 +288,6 @@ def train(config: Config) -> Path:
             elif why_stop or state["minutes"] >= state["saved"] + config.save_minutes:
                 save()
 
-        # -------- the last words
         bar.close()
         run.close(why_stop, state["step"])
         if why_stop != INTERRUPTED:
