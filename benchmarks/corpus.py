@@ -8,7 +8,7 @@ benchmark's corpus. Token 123 of the source is written as the word s123, token 4
 told to split at spaces, works on exactly the same sequences.
 
     train.src  train.tgt  test.src  test.tgt       one sentence a line
-    joeynmt.src  opennmt.src  dict.src.txt  …      the vocabulary as JoeyNMT, OpenNMT-py and fairseq want it
+    opennmt.src  dict.src.txt  …                   the vocabulary as OpenNMT-py and fairseq want it
 """
 
 import json
@@ -16,14 +16,15 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.measuring import ROOT
+
 Pair = tuple[np.ndarray, np.ndarray]
 
-ROOT = Path(__file__).resolve().parents[1]
 SEED = 1  # of the sample
 SIDES = ("src", "tgt")
 LETTERS = {"src": "s", "tgt": "t"}  # a word is the letter of its side and the number of its token
@@ -38,11 +39,9 @@ class Corpus:
     test: list[Pair]
     source_vocab: int
     target_vocab: int
-    source_ids: dict[str, int] = field(
-        default_factory=dict
-    )  # {"pad": …, "bos": …, "eos": …}, as `data.Collate` takes them
-    target_ids: dict[str, int] = field(default_factory=dict)
-    data: str = ""  # where the texts came from
+    source_ids: dict[str, int]  # {"pad": …, "bos": …, "eos": …}, as `data.Collate` takes them
+    target_ids: dict[str, int]
+    data: str  # where the texts came from
 
     @property
     def lengths(self) -> dict[str, np.ndarray]:
@@ -58,18 +57,23 @@ class Corpus:
                 f"{self.target_vocab:,}")  # fmt: skip
 
 
+def text_at(data: str = ""):
+    """The parallel text of --data, else of the environment variable MINIDATASET, else /opt/minidataset or sample/."""
+    from text.rows import default_path, find_text
+
+    return find_text(str(data or os.environ.get("MINIDATASET") or default_path()))
+
+
 def load_corpus(
     data: str = "", vocab: int = 16000, pairs: int = 20000, test_rows: int = 500, longest: int = 126
 ) -> Corpus:
     """A random sample of `pairs` training pairs of at most `longest` tokens a side, and the first such `test_rows` test rows.
 
-    `data` "" is the environment variable MINIDATASET, else /opt/minidataset, else sample/. Little text gives smaller
-    vocabularies and fewer pairs. Everything is kept in runs/.cache and found there the next time.
+    Little text gives smaller vocabularies and fewer pairs. Everything is kept in runs/.cache for the next time.
     """
     from data import prepare
-    from text.rows import default_path, find_text
 
-    text = find_text(str(data or os.environ.get("MINIDATASET") or default_path()))
+    text = text_at(data)
     prepared = prepare(text, ROOT / "runs" / ".cache", source_vocab=vocab, target_vocab=vocab, say=lambda line: None)
     return _sample(prepared, text, pairs, test_rows, longest)
 
@@ -130,23 +134,20 @@ def encode_test(text, tokenizers: dict, test_rows: int, longest: int) -> list[Pa
     from text.subwords import encode
 
     split = next((name for name in ("test", "validation") if name in text.files), "train")
-    found = []
+    pairs = []
     for chunk in text.rows(split):
         sides = [encode(tokenizers[side], [normalise(row[i]) for row in chunk]) for i, side in enumerate(SIDES)]
-        found += [pair for pair in zip(*sides) if all(1 <= len(ids) <= longest for ids in pair)]
-        if len(found) >= test_rows:
+        pairs += [pair for pair in zip(*sides) if all(1 <= len(ids) <= longest for ids in pair)]
+        if len(pairs) >= test_rows:
             break
-    return [(np.array(source), np.array(target)) for source, target in found[:test_rows]]
+    return [(np.array(source), np.array(target)) for source, target in pairs[:test_rows]]
 
 
 def write_vocabularies(folder: Path, side: str, words: dict[str, int]) -> None:
     """One vocabulary in the form of each toolkit; `words` maps a word to how often it occurs."""
-    joeynmt = ["<unk>", "<pad>", "<s>", "</s>", *words]  # the special words first, in the order of its settings
-    (folder / f"joeynmt.{side}").write_text("\n".join(joeynmt) + "\n", encoding="utf-8")
-    opennmt = [f"{word}\t{max(count, 1)}" for word, count in words.items()]  # adds the special words itself
-    (folder / f"opennmt.{side}").write_text("\n".join(opennmt) + "\n", encoding="utf-8")
-    fairseq = [f"{word} {max(count, 1)}" for word, count in words.items()]  # so does fairseq
-    (folder / f"dict.{side}.txt").write_text("\n".join(fairseq) + "\n", encoding="utf-8")
+    for name, gap in ((f"opennmt.{side}", "\t"), (f"dict.{side}.txt", " ")):  # both add the special words themselves
+        lines = (f"{word}{gap}{max(count, 1)}\n" for word, count in words.items())
+        (folder / name).write_text("".join(lines), encoding="utf-8")
 
 
 def as_words(sentences: Iterable[np.ndarray], side: str) -> str:
