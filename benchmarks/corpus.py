@@ -64,33 +64,28 @@ def text_at(data: str = ""):
     return find_text(str(data or os.environ.get("MINIDATASET") or default_path()))
 
 
-def load_corpus(
-    data: str = "", vocab: int = 16000, pairs: int = 20000, test_rows: int = 500, longest: int = 126
-) -> Corpus:
+def load_corpus(data="", vocab=16000, pairs=20000, test_rows=500, longest=126) -> Corpus:
     """A random sample of `pairs` training pairs of at most `longest` tokens a side, and the first such `test_rows` test rows.
 
     Little text gives smaller vocabularies and fewer pairs. Everything is kept in runs/.cache for the next time.
     """
-    from data import prepare
-
-    text = text_at(data)
-    prepared = prepare(text, ROOT / "runs" / ".cache", source_vocab=vocab, target_vocab=vocab, say=lambda line: None)
-    return _sample(prepared, text, pairs, test_rows, longest)
+    return corpus_of(text_at(data), pairs, test_rows, longest, source_vocab=vocab, target_vocab=vocab)
 
 
-def corpus_of_run(config: dict, pairs: int = 20000, test_rows: int = 500, longest: int = 126) -> Corpus:
+def corpus_of_run(config: dict, pairs=20000, test_rows=500, longest=126) -> Corpus:
     """The same in the tokens of a trained run; `config` is the run's config.json."""
-    from data import prepare
     from text.rows import find_text
 
     text = find_text(config["data"], config["source"], config["target"])
     names = ("source_vocab", "target_vocab", "tokenizer", "max_length")
-    prepared = prepare(text, ROOT / "runs" / ".cache", **{name: config[name] for name in names}, say=lambda line: None)
-    return _sample(prepared, text, pairs, test_rows, longest)
+    return corpus_of(text, pairs, test_rows, longest, **{name: config[name] for name in names})
 
 
-def _sample(prepared, text, pairs: int, test_rows: int, longest: int) -> Corpus:
+def corpus_of(text, pairs: int, test_rows: int, longest: int, **settings) -> Corpus:
     """From the cache, beside the token store it was drawn from, else made now."""
+    from data import prepare
+
+    prepared = prepare(text, ROOT / "runs" / ".cache", **settings, say=lambda line: None)
     folder = prepared.folder.with_name(f"{prepared.folder.name}-benchmark-{pairs}-{test_rows}-{longest}")
     if not (folder / "corpus.json").exists():
         write_corpus(folder, prepared, text, pairs, test_rows, longest)
@@ -105,15 +100,21 @@ def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longe
     building.mkdir(parents=True)
     tokenizers = {"src": prepared.source_tokenizer, "tgt": prepared.target_tokenizer}
     train = sample_pairs(prepared.train, pairs, longest)
-    test = encode_test(text, tokenizers, test_rows, longest)
-    for name, rows in (("train", train), ("test", test)):
+    for name, rows in (("train", train), ("test", test_pairs(text, tokenizers, test_rows, longest))):
         for side, sentences in zip(SIDES, zip(*rows)):
             (building / f"{name}.{side}").write_text(as_words(sentences, side), encoding="utf-8")
     for index, (side, tokenizer) in enumerate(tokenizers.items()):
-        special = set(special_ids(tokenizer).values())
-        counts = Counter(token for pair in train for token in pair[index].tolist())
-        words = {f"{LETTERS[side]}{id}": counts[id] for id in range(len(tokenizer)) if id not in special}
-        write_vocabularies(building, side, words)
+        counts, special = (
+            Counter(token for pair in train for token in pair[index].tolist()),
+            special_ids(tokenizer).values(),
+        )
+        words = {f"{LETTERS[side]}{id}": max(counts[id], 1) for id in range(len(tokenizer)) if id not in special}
+        for vocabulary, gap in (
+            (f"opennmt.{side}", "\t"),
+            (f"dict.{side}.txt", " "),
+        ):  # both add the special words themselves
+            lines = (f"{word}{gap}{count}\n" for word, count in words.items())
+            (building / vocabulary).write_text("".join(lines), encoding="utf-8")
     facts = {"data": str(text.path), "source_vocab": len(tokenizers["src"]), "target_vocab": len(tokenizers["tgt"])}
     facts |= {"source_ids": special_ids(tokenizers["src"]), "target_ids": special_ids(tokenizers["tgt"])}
     (building / "corpus.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -128,7 +129,7 @@ def sample_pairs(store, pairs: int, longest: int) -> list[Pair]:
     return [store[int(row)] for row in chosen]
 
 
-def encode_test(text, tokenizers: dict, test_rows: int, longest: int) -> list[Pair]:
+def test_pairs(text, tokenizers: dict, test_rows: int, longest: int) -> list[Pair]:
     """The first `test_rows` rows of the test split (validation where there is none) that have 1 to `longest` tokens."""
     from text.cleaning import normalise
     from text.subwords import encode
@@ -141,13 +142,6 @@ def encode_test(text, tokenizers: dict, test_rows: int, longest: int) -> list[Pa
         if len(pairs) >= test_rows:
             break
     return [(np.array(source), np.array(target)) for source, target in pairs[:test_rows]]
-
-
-def write_vocabularies(folder: Path, side: str, words: dict[str, int]) -> None:
-    """One vocabulary in the form of each toolkit; `words` maps a word to how often it occurs."""
-    for name, gap in ((f"opennmt.{side}", "\t"), (f"dict.{side}.txt", " ")):  # both add the special words themselves
-        lines = (f"{word}{gap}{max(count, 1)}\n" for word, count in words.items())
-        (folder / name).write_text("".join(lines), encoding="utf-8")
 
 
 def as_words(sentences: Iterable[np.ndarray], side: str) -> str:

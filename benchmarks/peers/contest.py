@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from benchmarks.corpus import Corpus, read_corpus
 from benchmarks.measuring import GIB, held_gib
 from model import PRESETS
@@ -59,16 +61,13 @@ def run_peer(train: Callable | None = None, decode: Callable | None = None) -> N
 
 def wait_for_gpu() -> None:
     """Until the GPU has done what it was given, if this process has one."""
-    torch = sys.modules.get("torch")
-    if torch and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def report(figures: dict) -> None:
     """Print the figures for the process that started this one."""
-    torch = sys.modules.get("torch")
-    on_gpu = torch and torch.cuda.is_initialized()
-    figures["peak_gib"] = torch.cuda.max_memory_allocated() / GIB if on_gpu else held_gib()
+    figures["peak_gib"] = torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_initialized() else held_gib()
     print(json.dumps(figures), file=sys.__stdout__, flush=True)
 
 
@@ -153,7 +152,5 @@ def work_folder(corpus: Corpus, name: str) -> Path:
 
 def restore_torch_load() -> None:
     """Toolkits older than torch 2.6 read their own checkpoints with pickles in them: `torch.load` as it was then."""
-    import torch
-
     load = torch.load
     torch.load = lambda *arguments, **options: load(*arguments, **({"weights_only": False} | options))
