@@ -1,237 +1,33 @@
-"""Clean pairs → token ids on disk → batches.
+"""Token ids → batches.
 
-    text = find_text("/opt/minidataset")
-    prepared = prepare(text, Path("runs/.cache"))                   # tokenizers and token store; the second time in no time
-    sampler = BucketSampler(prepared.train.lengths, tokens_per_batch=4096)
-    loader = DataLoader(prepared.train, batch_sampler=sampler, collate_fn=collate_for(prepared))
-
-Tokenised once, before training, into flat arrays that are memory-mapped: 26 million pairs train in the memory of one batch.
+prepared = prepare(find_text("/opt/minidataset"), Path("runs/.cache"))     # text/prepare.py: rows → token ids
+sampler = BucketSampler(prepared.train.lengths, tokens_per_batch=4096)
+loader = DataLoader(prepared.train, batch_sampler=sampler, collate_fn=collate_for(prepared))
 """
 
-import hashlib
-import json
-import os
-import shutil
 import zlib
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from engine.errors import UserError
-from engine.telemetry import progress
-from text.cleaning import absurd_ratio, clean_pairs, held_out_rows, missing_splits, normalise, report
-from text.rows import ParallelText
-from text.store import TokenizedPairs, TokenWriter
-from text.subwords import encode, encode_flat, load_tokenizer, special_ids, train_tokenizer
-
-FORMAT = 2  # of the token store; raise it when its content changes, and old caches are left alone
-TOKENIZER_LINES = 200_000  # sentences that a tokenizer is trained on; more change little
-CHUNK = 20_000  # sentences tokenised at once
-VALIDATION_ROWS = 4000  # rows of validation used while training; evaluate.py scores all
+from engine.run import leave_signals_to_main
+from text.prepare import Prepared
+from text.store import Rows, flatten, places_of, starts_of
+from text.subwords import special_ids
 
 
-@dataclass
-class Prepared:
-    """Everything that training needs of the data."""
-
-    folder: Path
-    source_tokenizer: object
-    target_tokenizer: object
-    train: TokenizedPairs
-    validation: TokenizedPairs
-    validation_rows: list[tuple[str, str]]  # raw, in the order of `validation`
-    summary: dict  # counts, sizes
+def default_tokens_per_batch(prepared: Prepared, device: torch.device) -> int:
+    """4,096 tokens on a CPU, 16,384 on a GPU; less for little data, so that an epoch has about a hundred steps."""
+    most = 4096 if device.type == "cpu" else 16384
+    return int(min(most, max(1024, prepared.train.lengths["target"].sum() // 100)))
 
 
-def prepare(
-    text: ParallelText, cache: Path, *, source_vocab=0, target_vocab=0, tokenizer="", max_length=512, say=print
-):
-    """Tokenizers and token store of `text`, from the cache where it holds just these, else made now. → `Prepared`
-
-    The cache key is a hash of the files' content and of every setting that changes the ids. Raises `UserError` when no
-    pair is left.
-    """
-    settings = {
-        "format": FORMAT,
-        "data": text.fingerprint(),
-        "source_vocab": source_vocab,
-        "target_vocab": target_vocab,
-    }
-    settings |= {"tokenizer": _tokenizer_key(tokenizer), "max_length": max_length}
-    key = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
-    folder = cache / key
-    if (folder / "summary.json").exists() and _is_whole(folder):
-        say(f"data: {text.path} ({text.form}), tokenised earlier in {folder}")
-    else:
-        if folder.exists():
-            say(f"data: {folder} is damaged and is made again")
-            shutil.rmtree(folder)
-        say(f"data: {text.path} ({text.form}), {text.source}→{text.target}; tokenising into {folder}")
-        _build(text, folder, source_vocab, target_vocab, tokenizer, max_length, say)
-    return load_prepared(folder)
-
-
-def load_prepared(folder: Path) -> Prepared:
-    """What `prepare` left in `folder`."""
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    lines = (folder / "validation.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [tuple(json.loads(line)) for line in lines]
-    tokenizers = {side: load_tokenizer(str(folder / "tokenizer" / side)) for side in ("source", "target")}
-    return Prepared(
-        folder, tokenizers["source"], tokenizers["target"], TokenizedPairs(folder / "train"),
-        TokenizedPairs(folder / "validation"), rows, summary,
-    )  # fmt: skip
-
-
-def _build(text, folder, source_vocab, target_vocab, tokenizer, max_length, say) -> None:
-    """Clean, train tokenizers, tokenise; in a temporary folder that gets its name when it is complete."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    building = folder.with_name(f".building-{folder.name}-{os.getpid()}")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir()
-    try:
-        held_out = held_out_rows(text)
-        for split in missing_splits(text):
-            say(f"data: no {split} split; {len(held_out[split]):,} pairs are cut from train by a hash of the pair")
-        counts = Counter()
-        lines = building / "clean.txt"  # source and target of a pair on two lines; no clean text holds a line break
-        with open(lines, "w", encoding="utf-8") as file:
-            for source, target in progress(
-                clean_pairs(text, held_out, max_length, counts), desc="cleaning", unit=" pairs"
-            ):
-                file.write(f"{source}\n{target}\n")
-                counts["kept"] += 1
-        _require_pairs(text, counts, counts["kept"])
-        sizes = [size or default_vocabulary(counts["kept"]) for size in (source_vocab, target_vocab)]
-        tokenizers = _make_tokenizers(lines, counts["kept"], tokenizer, sizes, say)
-        for side, one in tokenizers.items():
-            one.save_pretrained(building / "tokenizer" / side)
-
-        unknown = _write_train(lines, building / "train", tokenizers, max_length, counts)
-        _require_pairs(text, counts, counts["kept"])
-        if unknown > 0.01:
-            raise UserError(
-                f"tokenizer {tokenizer} does not know {unknown:.1%} of the tokens of {text.path}; choose one made for "
-                f"{text.source} and {text.target}, or leave --tokenizer out"
-            )
-        rows = held_out["validation"][:VALIDATION_ROWS]
-        if not rows:
-            raise UserError(
-                f"{text.path}: the validation split has no rows; add some, or remove the file to have it cut"
-            )
-        _write_validation(rows, building, tokenizers, max_length, say)
-        lines.unlink()
-        say(report(counts))
-        say(f"tokens: source vocabulary {len(tokenizers['source']):,}, target vocabulary {len(tokenizers['target']):,}, "
-            f"unknown {unknown:.2%}")  # fmt: skip
-        files = {str(path.relative_to(building)): path.stat().st_size for path in building.rglob("*") if path.is_file()}
-        summary = {"counts": dict(counts), "path": text.path, "key": folder.name, "unknown": unknown, "files": files}
-        (building / "summary.json").write_text(json.dumps(summary, ensure_ascii=False, indent=1), encoding="utf-8")
-        try:
-            os.replace(building, folder)
-        except OSError:  # another run made the same in the meantime
-            if not _is_whole(folder):
-                raise
-    except OSError as error:
-        error.filename = error.filename or str(building)  # a write, unlike an open, does not say where
-        raise
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-
-
-def default_vocabulary(pairs: int) -> int:
-    """8,000 tokens, and fewer for little text, so that each is seen often enough to be learned."""
-    return min(8000, max(1000, pairs // 5))
-
-
-def _make_tokenizers(lines: Path, pairs: int, name: str, sizes: list[int], say) -> dict:
-    if name:
-        both = load_tokenizer(name)
-        return {"source": both, "target": both}
-    every = -(-pairs // TOKENIZER_LINES)
-    tokenizers = {}
-    for first, side, size in ((0, "source", sizes[0]), (1, "target", sizes[1])):
-        say(f"tokens: training the {side} tokenizer on {-(-pairs // every):,} sentences")
-        with open(lines, encoding="utf-8") as file:
-            sample = (line.rstrip("\n") for line in islice(file, first, None, 2 * every))
-            tokenizers[side] = train_tokenizer(sample, size)
-    return tokenizers
-
-
-def _write_train(lines: Path, folder: Path, tokenizers: dict, max_length: int, counts: Counter) -> float:
-    """Tokenise the clean pairs, dropping the over-long and the lopsided. Returns the share of unknown tokens."""
-    writer = TokenWriter(folder, {side: len(one) for side, one in tokenizers.items()})
-    unknown = total = 0
-    bar = progress(total=counts["kept"], desc="tokenising", unit=" pairs")
-    counts["kept"] = 0
-    with open(lines, encoding="utf-8") as file:
-        while chunk := [line.rstrip("\n") for line in islice(file, 2 * CHUNK)]:
-            encoded = {side: encode_flat(tokenizers[side], chunk[first::2]) for first, side in enumerate(tokenizers)}
-            kept = _worth_keeping(*(lengths for _, lengths in encoded.values()), max_length, counts)
-            for side, (ids, lengths) in encoded.items():
-                ids = ids[np.repeat(kept, lengths)]
-                writer.write_flat(side, ids, lengths[kept])
-                unknown += int((ids == tokenizers[side].unk_token_id).sum()) if tokenizers[side].unk_token else 0
-                total += len(ids)
-            bar.update(len(kept))
-    bar.close()
-    writer.close()
-    return unknown / max(total, 1)
-
-
-def _worth_keeping(source: np.ndarray, target: np.ndarray, max_length: int, counts: Counter) -> np.ndarray:
-    """Which pairs of these lengths to keep, (pairs,) bool; each of the others is counted under one reason."""
-    too_long = np.maximum(source, target) >= max_length  # one place is left for begin or end
-    lopsided = absurd_ratio(source, target) & ~too_long
-    empty = (np.minimum(source, target) == 0) & ~too_long & ~lopsided
-    kept = ~(too_long | lopsided | empty)
-    for reason, pairs in {"too long": too_long, "length ratio": lopsided, "empty": empty, "kept": kept}.items():
-        counts.update({reason: int(pairs.sum())} if pairs.any() else {})
-    return kept
-
-
-def _write_validation(rows, building: Path, tokenizers: dict, max_length: int, say) -> None:
-    writer = TokenWriter(building / "validation", {side: len(one) for side, one in tokenizers.items()})
-    for index, side in enumerate(("source", "target")):
-        encoded = encode(tokenizers[side], [normalise(row[index]) for row in rows])
-        long = sum(len(row) >= max_length for row in encoded)
-        if long:
-            say(f"validation: {long} {side} sentences are cut to {max_length - 1} tokens for the validation loss")
-        writer.write(side, [row[: max_length - 1] for row in encoded])
-    writer.close()
-    with open(building / "validation.jsonl", "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def _require_pairs(text: ParallelText, counts: Counter, kept: int) -> None:
-    if kept < 2:
-        raise UserError(f"{text.path}: {kept} training pairs left, two are the least; {report(counts)}")
-
-
-def _tokenizer_key(name: str) -> str:
-    """A hub name stands for itself, a folder for its content."""
-    if not name or not Path(name).is_dir():
-        return name
-    files = sorted(path for path in Path(name).iterdir() if path.is_file())
-    return hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=8).hexdigest()
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether every file still has the size it was written with."""
-    try:
-        files = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["files"]
-        return all((folder / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError, KeyError):
-        return False
-
-
-class BucketSampler(Sampler[list[int]]):
+class BucketSampler(Sampler[np.ndarray]):
     """Endless batches of pairs of similar length, under a budget of tokens, the same plan on every rank.
 
     `tokens_per_batch` bounds the padded tokens of either side in one optimiser step, over all ranks and micro-batches.
@@ -247,7 +43,7 @@ class BucketSampler(Sampler[list[int]]):
         self.rank, self.world_size, self.accumulate, self.seed = rank, world_size, accumulate, seed
         if len(self.source) < self.parts:
             raise UserError(
-                f"{len(self.source)} training pairs cannot be dealt to {world_size} processes × {accumulate} "
+                f"{len(self.source)} training pairs are too few for {world_size} processes × {accumulate} "
                 "micro-batches; use fewer"
             )
         widths = np.maximum(self.source, self.target)
@@ -267,6 +63,14 @@ class BucketSampler(Sampler[list[int]]):
     def plan_id(self) -> int:
         """A number that two samplers share if each of their steps has the same pairs, whoever gets which."""
         return zlib.crc32(np.asarray([self.seed, *self.bounds]).tobytes())
+
+    def describe_change(self, state: dict) -> str:
+        """What becomes of the order of the pairs when a run goes on with more or fewer processes."""
+        change = f"note: {state['world_size']} processes before, {self.world_size} from now on"
+        if state["plan"] == self.plan_id:
+            return f"{change}; every step keeps its pairs, shared between the processes anew"
+        # A step needs a pair for every process, so the smallest ones were cut in another place.
+        return f"{change}; small batches are cut again: the order continues at step {state['step']:,} of the new plan"
 
     def state_dict(self) -> dict:
         """The place in the endless row of batches: the optimiser steps handed out. The rest follows from lengths and seed."""
@@ -288,14 +92,14 @@ class BucketSampler(Sampler[list[int]]):
         for batch in batches:
             yield order[self.bounds[batch] : self.bounds[batch + 1]]
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[np.ndarray]:
         """This rank's micro-batches, from the current step on, without end."""
         while True:
             epoch, done = divmod(self.step, self.steps_per_epoch)
             for pairs in islice(self.epoch_plan(epoch), done, None):
                 self.step += 1
                 for micro_batch in range(self.accumulate):
-                    yield pairs[micro_batch * self.world_size + self.rank :: self.parts].tolist()
+                    yield pairs[micro_batch * self.world_size + self.rank :: self.parts]
 
     def widest_step(self) -> np.ndarray:
         """The pairs of the step that asks most of the memory: attention grows with pairs × length²."""
@@ -312,6 +116,18 @@ class BucketSampler(Sampler[list[int]]):
             for pairs in islice(self.epoch_plan(epoch), done, None):
                 step += 1
                 yield int(self.target[pairs].sum())
+
+
+def batches_of(
+    pairs, sampler: BucketSampler, collate: Callable, workers: int, device: torch.device
+) -> Iterator["Batch"]:
+    """The sampler's micro-batches on the device, without end. To be closed: the loader's processes do not listen to signals."""
+    loader = DataLoader(
+        pairs, batch_sampler=sampler, collate_fn=collate, num_workers=workers, pin_memory=device.type == "cuda",
+        worker_init_fn=leave_signals_to_main,
+    )  # fmt: skip
+    for batch in loader:
+        yield batch.to(device)
 
 
 def order_by_length(source: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -377,35 +193,38 @@ class Collate:
     target_ids: dict[str, int]
     pad_multiple: int = 1
 
-    def __call__(self, pairs: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
-        sources, targets = zip(*pairs)
-        src, src_pad = self.pad_sources(sources)
-        width = self._round_up(max(map(len, targets)) + 1)
-        tgt_in = np.full((len(targets), width), self.target_ids["pad"], np.int64)
-        tgt_out = tgt_in.copy()
-        is_real = np.zeros(tgt_in.shape, bool)
-        for row, target in enumerate(targets):
-            length = len(target)
-            tgt_in[row, 0], tgt_in[row, 1 : length + 1] = self.target_ids["bos"], target
-            tgt_out[row, :length], tgt_out[row, length] = target, self.target_ids["eos"]
-            is_real[row, : length + 1] = True
-        real = np.flatnonzero(is_real)
-        tensors = (src, src_pad, *map(torch.from_numpy, (tgt_in, tgt_out.ravel()[real], real)))
-        return Batch(*tensors, int((~src_pad).sum()), len(real))
+    def __call__(self, pairs: tuple[Rows, Rows] | list[tuple[Sequence[int], Sequence[int]]]) -> Batch:
+        source, target = pairs if isinstance(pairs, tuple) else map(flatten, zip(*pairs))
+        src, src_pad = self.pad_sources(source)
+        lengths = target.lengths + 1  # with begin or end
+        width = self._round_up(lengths.max())
+        real = places_of(lengths, np.arange(len(lengths)) * width)  # (N,)
+        tgt_in = np.full((len(lengths), width), self.target_ids["pad"], np.int64)
+        tgt_in.ravel()[real] = insert(target, self.target_ids["bos"], before=True)
+        tgt_out = insert(target, self.target_ids["eos"])
+        tensors = (torch.from_numpy(array) for array in (tgt_in, tgt_out, real))
+        return Batch(src, src_pad, *tensors, int(source.lengths.sum()) + len(source.lengths), len(real))
 
-    def pad_sources(self, sources) -> tuple[torch.Tensor, torch.Tensor]:
+    def pad_sources(self, sources: Rows | list[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Source ids, end token added → (src, src_pad), each (B, S)."""
-        width = self._round_up(max(map(len, sources)) + 1)
-        src = np.full((len(sources), width), self.source_ids["pad"], np.int64)
+        rows = sources if isinstance(sources, Rows) else flatten(sources)
+        lengths = rows.lengths + 1
+        width = self._round_up(lengths.max())
+        real = places_of(lengths, np.arange(len(lengths)) * width)
+        src = np.full((len(lengths), width), self.source_ids["pad"], np.int64)
         src_pad = np.ones(src.shape, bool)
-        for row, source in enumerate(sources):
-            length = len(source)
-            src[row, :length], src[row, length] = source, self.source_ids["eos"]
-            src_pad[row, : length + 1] = False
+        src.ravel()[real], src_pad.ravel()[real] = insert(rows, self.source_ids["eos"]), False
         return torch.from_numpy(src), torch.from_numpy(src_pad)
 
-    def _round_up(self, width: int) -> int:
-        return -(-width // self.pad_multiple) * self.pad_multiple
+    def _round_up(self, width: np.int64) -> int:
+        return -(-int(width) // self.pad_multiple) * self.pad_multiple
+
+
+def insert(rows: Rows, token: int, before: bool = False) -> np.ndarray:
+    """The ids with one more token at the end of each row, or at its beginning: (N,) → (N + rows,)"""
+    result = np.full(len(rows.ids) + len(rows.lengths), token, np.int64)
+    result[places_of(rows.lengths, starts_of(rows.lengths + 1)[:-1] + before)] = rows.ids
+    return result
 
 
 def collate_for(prepared: Prepared, pad_multiple: int = 1) -> Collate:

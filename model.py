@@ -41,7 +41,7 @@ class ModelConfig:
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} {getattr(self, name)} must be at least 1")
         if not 0 <= self.dropout < 1:
-            raise UserError(f"--dropout {self.dropout} must be in [0, 1)")
+            raise UserError(f"--dropout {self.dropout} must be at least 0 and below 1")
         if self.d_model % self.nhead or self.d_model % 2:
             raise UserError(f"--d_model {self.d_model} must be even and a multiple of --nhead {self.nhead}")
 
@@ -177,7 +177,9 @@ def training_flops(config: ModelConfig, source_tokens: int, target_tokens: int) 
     """
     d, ff = config.d_model, config.dim_feedforward
     encoder = config.num_encoder_layers * (4 * d * d + 2 * d * ff)
-    decoder = config.num_decoder_layers * (6 * d * d + 2 * d * ff)  # self-attention 4·d², query and output of cross 2·d²
+    decoder = config.num_decoder_layers * (
+        6 * d * d + 2 * d * ff
+    )  # self-attention 4·d², query and output of cross 2·d²
     cross_keys_and_values = config.num_decoder_layers * 2 * d * d  # once for every source token
     output = d * config.target_vocab
     return 6.0 * (source_tokens * (encoder + cross_keys_and_values) + target_tokens * (decoder + output))

@@ -1,16 +1,16 @@
 """Train a Chinese→English Transformer; everything about the run goes to runs/<name>/.
 
-python train.py                                    # zero flags work, on a CPU and on one GPU
+python train.py                                    # works without flags, on a CPU or one GPU
 CUDA_VISIBLE_DEVICES=1 python train.py             # choose a card
 torchrun --nproc_per_node 2 train.py               # data parallel
 python train.py --data my_corpus/ --max_minutes 60 # other data; an hour of training
-python train.py --resume runs/NAME                 # go on exactly where it stopped
+python train.py --resume runs/NAME                 # continue exactly where it stopped
 tensorboard --logdir runs                          # watch
 """
 
 from dataclasses import asdict, dataclass
 
-from engine.config import command, flag, parse_flags, save_config
+from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
 
 
@@ -18,67 +18,52 @@ from engine.errors import UserError, run_script
 class Config:
     """Every setting of a training run."""
 
-    data: str = flag("", "directory, file or hub id; /opt/minidataset, else sample/", "Data")
-    source: str = flag("zh", "language translated from", "Data")
-    target: str = flag("en", "language translated to", "Data")
-    tokenizer: str = flag("", "pretrained tokenizer for both sides; own ones are trained", "Data")
-    source_vocab: int = flag(0, "tokens in the source vocabulary; 0: 8000, less for little text", "Data")
-    target_vocab: int = flag(0, "tokens in the target vocabulary; 0: likewise", "Data")
-    max_length: int = flag(512, "longest sentence, in tokens; longer pairs are dropped", "Data")
-    workers: int = flag(0, "processes that load batches; 0: the training process itself", "Data")
+    data: str = flag("", "directory, file or hub id; default: /opt/minidataset or sample/", "Data")
+    source: str = flag("zh", "source language", "Data")
+    target: str = flag("en", "target language", "Data")
+    tokenizer: str = flag("", "pretrained tokenizer for both sides; default: train two", "Data")
+    source_vocab: int = flag(0, "source vocabulary size; 0: 8000, fewer for little text", "Data", least=0)
+    target_vocab: int = flag(0, "target vocabulary size; 0: the same rule", "Data", least=0)
+    max_length: int = flag(512, "longest sentence in tokens; longer pairs are dropped", "Data", least=8)
+    workers: int = flag(0, "processes that load batches; 0: none extra", "Data", least=0, most=1000)
 
-    preset: str = flag("lab", "model size; the flags below change single sizes (lab|base|big)", "Model")
-    d_model: int = flag(0, "model width; 0, here and below: as in the preset", "Model")
-    nhead: int = flag(0, "attention heads", "Model")
-    num_encoder_layers: int = flag(0, "", "Model")
-    num_decoder_layers: int = flag(0, "", "Model")
-    dim_feedforward: int = flag(0, "", "Model")
-    dropout: float = flag(-1.0, "share of activations dropped; -1: as in the preset", "Model")
-    norm_first: bool = flag(False, "layer norm before each sub-layer, not after it", "Model")
-    attention: str = flag("", "own operator (python|recompute|cpp|triton); PyTorch's", "Model")
+    preset: str = flag("lab", "model size (lab|base|big); the flags below change it", "Model")
+    d_model: int = flag(0, "model width; 0 here and below: from the preset", "Model", least=0)
+    nhead: int = flag(0, "attention heads", "Model", least=0)
+    num_encoder_layers: int = flag(0, "encoder layers", "Model", least=0, most=1000)
+    num_decoder_layers: int = flag(0, "decoder layers", "Model", least=0, most=1000)
+    dim_feedforward: int = flag(0, "width of the feed-forward layers", "Model", least=0)
+    dropout: float = flag(-1.0, "dropout rate; -1: from the preset", "Model", least=-1, below=1)
+    norm_first: bool = flag(False, "layer norm before each sub-layer (pre-norm)", "Model")
+    attention: str = flag("", "attention by hand (python|recompute|cpp|triton)", "Model")
 
-    epochs: int = flag(20, "passes over the data", "Training")
-    max_steps: int = flag(0, "stop after so many optimiser steps; 0: by epochs", "Training")
-    max_minutes: float = flag(0.0, "stop after so many minutes; 0: no limit", "Training")
-    patience: int = flag(0, "stop after so many validations without a better loss; 0: never", "Training")
-    tokens_per_batch: int = flag(0, "padded tokens a side in one optimiser step; 0: automatic", "Training")
-    accumulate: int = flag(0, "micro-batches that a step is split into; 0: as few as the GPU holds", "Training")
-    lr: float = flag(1e-3, "peak learning rate", "Training")
-    warmup: int = flag(0, "steps of rising learning rate; 0: a tenth, at most 1000", "Training")
-    label_smoothing: float = flag(0.1, "share of the probability spread over all tokens", "Training")
-    clip: float = flag(1.0, "largest norm of the gradient; 0: not clipped", "Training")
+    epochs: int = flag(20, "passes over the data", "Training", least=1)
+    max_steps: int = flag(0, "stop after this many steps; 0: use --epochs", "Training", least=0)
+    max_minutes: float = flag(0.0, "stop after this many minutes; 0: no limit", "Training", least=0)
+    patience: int = flag(0, "early stopping: validations without a better loss; 0: off", "Training", least=0)
+    tokens_per_batch: int = flag(0, "tokens per step on each side, with padding; 0: automatic", "Training", least=0)
+    accumulate: int = flag(0, "micro-batches per step; 0: as few as fit in GPU memory", "Training", least=0)
+    lr: float = flag(1e-3, "peak learning rate", "Training", above=0, below=10)
+    warmup: int = flag(0, "warm-up steps; 0: a tenth of all, at most 1000", "Training", least=0)
+    label_smoothing: float = flag(0.1, "label smoothing", "Training", least=0, below=1)
+    clip: float = flag(1.0, "gradient clipping: largest norm; 0: off", "Training", least=0)
 
-    run: str = flag("", "name of the run (folder runs/NAME); the date and time", "Run")
-    resume: str = flag("", "run folder to go on with", "Run")
-    eval_every: int = flag(0, "steps between validations; 0: an epoch, within 250 to 1000", "Run")
-    log_every: int = flag(20, "steps between lines of the log", "Run")
+    run: str = flag("", "name of the run (folder runs/NAME); default: the time", "Run")
+    resume: str = flag("", "run folder to continue", "Run")
+    eval_every: int = flag(0, "steps between validations; 0: an epoch, 250 to 1000", "Run", least=0)
+    log_every: int = flag(20, "steps between log lines", "Run", least=1)
+    save_minutes: float = flag(10.0, "minutes between checkpoints, besides those of validations", "Run", above=0)
+    keep: int = flag(5, "newest checkpoints that are kept, besides the best", "Run", least=1)
     precision: str = flag("auto", "number format (auto|fp32|bf16|fp16)", "Run")
     compile: bool = flag(False, "torch.compile the model", "Run")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Run")
-    seed: int = flag(1, "of weights, dropout and the order of pairs", "Run")
+    seed: int = flag(1, "seed of weights, dropout and data order", "Run", least=0)
 
     def __post_init__(self):
-        at_least = dict(source_vocab=0, target_vocab=0, max_length=8, workers=0, epochs=1, max_steps=0, max_minutes=0)
-        at_least |= dict(
-            patience=0, tokens_per_batch=0, accumulate=0, warmup=0, clip=0, eval_every=0, log_every=1, seed=0
-        )
-        for name, least in at_least.items():
-            if not getattr(self, name) >= least:  # `not >=` catches nan too
-                raise UserError(f"--{name} {getattr(self, name)} must be at least {least}")
-            if getattr(self, name) >= 2**63:
-                raise UserError(
-                    f"--{name} {getattr(self, name)} is too large; 0 stands for no limit where there is one"
-                )
-        if not 0 < self.lr < 10 or not 0 <= self.label_smoothing < 1:
-            raise UserError(f"--lr {self.lr} must be in (0, 10), --label_smoothing {self.label_smoothing} in [0, 1)")
-        if self.attention not in ("", "python", "recompute", "cpp", "triton"):
-            raise UserError(f"--attention {self.attention} is unknown; choose python, recompute, cpp or triton")
-        if self.preset not in ("lab", "base", "big"):
-            raise UserError(f"--preset {self.preset} is unknown; choose lab, base or big")
         for name in ("source_vocab", "target_vocab"):
             if 0 < getattr(self, name) < 300:
                 raise UserError(
-                    f"--{name} {getattr(self, name)} must be at least 300: 256 of them are the single bytes"
+                    f"--{name} {getattr(self, name)} must be at least 300, because 256 tokens are single bytes"
                 )
         if self.source == self.target:
             raise UserError(f"--source and --target are both {self.source!r}; choose two languages")
@@ -88,452 +73,228 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a wro
     config = parse_flags(Config, "train a translation model; the result goes to runs/NAME")
 
 import contextlib
-import json
 import math
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
-from data import BucketSampler, Prepared, collate_for, load_prepared, prepare
-from engine import checkpoint, distributed, schedule
-from engine.allocator import keep_freed_memory
+import fast
+from data import BucketSampler, batches_of, collate_for, default_tokens_per_batch
+from engine import distributed, schedule
 from engine.memory import fewest_parts
-from engine.native import build
-from engine.precision import Precision, choose_precision
-from engine.run import (
-    INTERRUPTED,
-    after_restart,
-    catch_signals,
-    last_checkpoint,
-    leave_signals_to_main,
-    load_weights,
-    lock,
-    new_folder,
-    saved_settings,
-)
-from engine.telemetry import GpuSampler, Log, Meter, Telemetry, measured_peak_flops, peak_memory_gib, progress
-from fast import fused
-from model import PRESETS, ModelConfig, SummedLoss, Translator, training_flops
-from text.rows import default_path, find_text
+from engine.precision import choose_precision
+from engine.run import INTERRUPTED, Run, saved_settings
+from engine.telemetry import Meter, measured_peak_flops, peak_memory_gib, progress
+from loading import save_description
+from model import SummedLoss, Translator, sizes_of, training_flops
+from text.prepare import find_and_prepare, load_prepared
 from validation import Validation
 
 # On --resume; anything else would make it another run.
 MAY_CHANGE = {"epochs", "max_steps", "max_minutes", "patience", "workers", "device", "precision", "compile",
-              "accumulate", "attention", "eval_every", "log_every"}  # fmt: skip
+              "accumulate", "attention", "eval_every", "log_every", "save_minutes", "keep", "data"}  # fmt: skip
 
 
-def train(config: Config) -> None:
-    """One training run, from the data to the last checkpoint."""
-    t = set_up(config)
-    try:
-        run_steps(t)
-    finally:
-        t.micro_batches = None  # ends the loader's processes, however the run ended: they do not listen to signals
-
-
-def run_steps(t: "Training") -> None:
-    """The loop."""
-    config, world, plan, state = t.config, t.world, t.plan, t.state
-    interrupted = catch_signals()
-    begun = time.perf_counter() - 60 * state["minutes"]
-    bar = progress(total=plan.total, initial=state["step"], unit="step", desc=t.run.name)
-    why_stop = "all steps were done before" if state["step"] >= plan.total else None
-    t.model.train()
-    if state["step"] and state["step"] % t.eval_every == 0 and state["validated"] != state["step"]:
-        save(t, best=validate(t, state["step"]))  # the run was interrupted when a validation was due
-    while not why_stop:
-        # Learning rate and randomness are functions of the step: a resumed run draws what it would have drawn anyway.
-        step = state["step"] + 1
-        for group in t.optimizer.param_groups:
-            group["lr"] = plan.learning_rate(step)
-        torch.manual_seed(world.seed(config.seed, step))
-
-        # The gradient of the loss over every pair of this step, in all micro-batches and on all ranks.
-        tokens = next(t.tokens_of_steps)
-        for micro_batch in range(state["accumulate"]):
-            waiting = time.perf_counter()
-            batch = next(t.micro_batches).to(world.device)
-            t.meter.add(batch, wait_seconds=time.perf_counter() - waiting)
-            # DDP averages gradients over the ranks at the end of a backward pass; only the last one needs it.
-            is_last = micro_batch == state["accumulate"] - 1
-            with contextlib.nullcontext() if is_last or world.size == 1 else t.runner.no_sync():
-                with t.precision.autocast():
-                    loss = t.runner(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out) / tokens
-                # × size undoes DDP's average: the step's loss is one sum over all ranks, divided by all tokens.
-                t.precision.backward(loss * world.size)
-            t.window_loss += loss.detach()
-
-        gradient_norm = t.precision.step(t.optimizer, t.parameters, config.clip, step)
-        state["step"], state["window_steps"] = step, state["window_steps"] + 1
-        t.meter.end_step()
-        bar.update()
-
-        # The slowest clock and anybody's signal count for all ranks, or they would part.
-        stop_asked, state["minutes"] = world.maximum(interrupted(), (time.perf_counter() - begun) / 60)
-        if plan.fit_time(step, state["minutes"], config.max_minutes):
-            t.log(f"step {step:,}: {state['minutes']:.1f} minutes are gone; the learning rate falls from here on")
-        why_stop = INTERRUPTED if stop_asked else reason_to_stop(step, plan, state, config)
-        finished = why_stop and why_stop != INTERRUPTED
-
-        if step % config.log_every == 0 or finished:
-            log_step(t, step, gradient_norm)
-        if finished or (step % t.eval_every == 0 and not why_stop):
-            improved = validate(t, step)
-            why_stop = why_stop or lost_patience(state, config)
-            save(t, best=improved)
-        elif why_stop:
-            save(t)
-    bar.close()
-    close(t, why_stop)
-
-
-@dataclass
-class Training:
-    """What the loop works with."""
-
-    config: Config
-    world: distributed.World
-    run: Path
-    locked: list  # the lock's file, open for as long as the run is ours
-    log: Log
-    precision: Precision
-    prepared: Prepared
-    model: Translator
-    runner: torch.nn.Module  # the model with its loss, wrapped by DDP and torch.compile where they are used
-    parameters: list
-    optimizer: torch.optim.Optimizer
-    plan: schedule.Schedule
-    steps_per_epoch: int
-    eval_every: int
-    tokens_of_steps: object  # endless: the real target tokens of each step, over all ranks
-    micro_batches: object  # endless: this rank's batches
-    validation: Validation
-    telemetry: Telemetry
-    gpu: GpuSampler | None
-    meter: "StepMeter"
-    window_loss: torch.Tensor  # this rank's part of the losses since the last line of the log
-    state: dict  # what a checkpoint needs beside weights and optimizer; see `set_up` and `save`
-
-
-def set_up(config: Config) -> Training:
-    """Everything before the first step: data, model, optimizer, and the checkpoint that a resumed run starts from."""
-    model_sizes(config, 1, 1)  # sizes that cannot be are refused now, not after an hour of tokenising
-    if config.resume:
-        config = saved_settings(config, MAY_CHANGE)
+def train(config: Config) -> Path:
+    """One training run, from the data to the last checkpoint; → its folder."""
+    config = saved_settings(config, MAY_CHANGE) if config.resume else config
+    sizes_of(config, 1, 1)  # reject wrong sizes now, not after an hour of tokenising
     world = distributed.start(config.device)
-    config = after_restart(config, world)
-    languages = f"{config.source}-{config.target}"
-    run = Path(config.resume) if config.resume else world.on_main(lambda: new_folder(config.run, languages))
-    locked = []  # rank 0's alone: an open file does not travel
-    world.on_main(lambda: locked.append(lock(run)))
-    resumed = world.on_main(lambda: last_checkpoint(run)) if config.resume else None
-    log = Log(run, enabled=world.is_main)
-    if world.device.type == "cpu":
-        keep_freed_memory()
-    precision = choose_precision(world.device, config.precision, training=True)
-    log(f"run: {run}" + (f", {world.size} processes" if world.size > 1 else ""))
-    log(precision.describe())
-    if hidden := distributed.hidden_gpus():
-        log(f"note: {hidden}")
-    prepared = prepare_data(config, run, world, log)
-    sizes = model_sizes(config, len(prepared.source_tokenizer), len(prepared.target_tokenizer))
+    with Run.start(config, f"{config.source}-{config.target}", world, MAY_CHANGE) as run:
+        config, log = run.config, run.log
+        precision = choose_precision(world.device, config.precision, training=True)
+        log(precision.describe())
 
-    torch.manual_seed(config.seed)
-    model = Translator(sizes).to(world.device)
-    if config.attention:  # the same weights, computed by hand
-        from labs.attention_op import use_in
+        # -------- data: made by rank 0 in the cache beside the runs; the other ranks wait, then read it
+        folder, config.data = world.on_main(lambda: find_and_prepare(config, run.folder.parent / ".cache", log))
+        prepared = load_prepared(folder)
+        if run.state and run.state["data_key"] != prepared.summary["key"]:
+            raise UserError(
+                f"--resume {run.folder}: the data at {config.data} is not what the run began with; put it back"
+            )
 
-        use_in(model, config.attention)
-    if fused.is_stock(model) and build.advice():
-        log(f"note: {build.advice()}")
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    state = {"step": 0, "minutes": 0.0, "window_loss": [0.0], "window_steps": 0}
-    state |= {"best_loss": None, "stale": 0, "validated": 0}  # "validated": the step of the last validation
-    state |= {"world_size": 0, "accumulate": 0, "plan": 0}  # how the pairs of a step were dealt
-    if resumed:
-        state |= restore(resumed, run, prepared, model, optimizer, precision)
-        log(f"resumed after step {state['step']:,} from {resumed}")
+        # -------- model, loss, optimiser; a resumed run restores them
+        sizes = sizes_of(config, len(prepared.source_tokenizer), len(prepared.target_tokenizer))
+        torch.manual_seed(config.seed)
+        model = Translator(sizes).to(world.device)
+        if config.attention:  # the same weights, computed by hand
+            from labs.attention_op import use_in
 
-    # Kept in the settings: a run resumed on another device goes on with the same batches.
-    config.tokens_per_batch = config.tokens_per_batch or default_tokens_per_batch(prepared, world.device)
-    collate = collate_for(prepared, pad_multiple=16 if config.compile else 1)
-    accumulate = config.accumulate or (state["accumulate"] if state["world_size"] == world.size else 0)
-    accumulate = accumulate or micro_batches_that_fit(config, prepared, collate, model, precision, world)
-    sampler = make_sampler(config, prepared, world, accumulate)
-    sampler.load_state_dict({"step": state["step"]})
-    if resumed and (state["world_size"], state["plan"]) != (world.size, sampler.plan_id):
-        log(describe_change(state, sampler))
-    losses = state["window_loss"]  # of each rank; of rank 0, if there were more or fewer ranks
-    window_loss = losses[world.rank] if len(losses) == world.size else sum(losses) * world.is_main
-    state |= {"world_size": world.size, "accumulate": accumulate, "plan": sampler.plan_id}
-    plan = schedule.plan(config.lr, config.warmup, config.max_steps or config.epochs * sampler.steps_per_epoch)
-    if resumed and not config.given & {"epochs", "max_steps", "max_minutes"}:
-        plan = schedule.Schedule(**state["schedule"])
-    log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens a step, "
-        f"{sampler.steps_per_epoch:,} steps an epoch, {plan.total:,} steps in all"
-        + (f" or {config.max_minutes:g} minutes" if config.max_minutes else "")
-        + (f"; each step in {accumulate} micro-batches" if accumulate > 1 else ""))  # fmt: skip
+            use_in(model, config.attention)
+        loss_of = None if config.compile else fast.loss(model, config.label_smoothing, precision.dtype, log)
+        loss_of = loss_of or SummedLoss(model, config.label_smoothing)
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+        state = {
+            "step": 0,
+            "minutes": 0.0,
+            "best_loss": None,
+            "stale": 0,
+            "validated": 0,
+        }  # step of the last validation
+        state |= {"saved": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}  # minutes at the last checkpoint
+        state |= {"world_size": world.size, "accumulate": 0, "plan": 0}  # how the pairs of a step were dealt
+        state |= run.restore(model, optimizer, precision) or {}
 
-    validation = Validation(model, prepared, collate, world, precision, config.target, config.tokens_per_batch)
-    validation.rehearse()  # what would break after an hour breaks now
-    if world.is_main:
-        save_run(run, config, None if resumed else sizes, prepared)
-    on_gpu = world.device.type == "cuda"
-    loader = DataLoader(
-        prepared.train,
-        batch_sampler=sampler,
-        collate_fn=collate,
-        num_workers=config.workers,
-        pin_memory=on_gpu,
-        worker_init_fn=leave_signals_to_main,
-    )
-    gpu = GpuSampler(world.device, say=log) if on_gpu and world.is_main else None
-    if gpu:
-        gpu.start()
-    return Training(
-        config=config, world=world, run=run, locked=locked, log=log, precision=precision, prepared=prepared, model=model,
-        runner=wrap(SummedLoss(model, config.label_smoothing), config, world), parameters=parameters,
-        optimizer=optimizer, plan=plan, steps_per_epoch=sampler.steps_per_epoch,
-        eval_every=config.eval_every or min(1000, max(250, sampler.steps_per_epoch)),
-        tokens_of_steps=sampler.target_tokens(state["step"]), micro_batches=iter(loader), validation=validation,
-        telemetry=Telemetry(run, resume_step=state["step"] if config.resume else None, enabled=world.is_main), gpu=gpu,
-        meter=StepMeter(sizes, config.log_every, measured_peak_flops(world.device, precision.dtype)),
-        window_loss=torch.tensor(window_loss, device=world.device), state=state,
-    )  # fmt: skip
+        # -------- the pairs of each step, in this rank's micro-batches; a resumed run goes on with the same ones
+        config.tokens_per_batch = config.tokens_per_batch or default_tokens_per_batch(prepared, world.device)
+        collate = collate_for(prepared, pad_multiple=16 if config.compile else 1)
+        deal = partial(BucketSampler, prepared.train.lengths, config.tokens_per_batch, seed=config.seed,
+                       rank=world.rank, world_size=world.size)  # fmt: skip
 
+        def try_widest_step(parts: int) -> None:
+            """Run out of memory now, if ever. Beside the gradients: AdamW's two averages and the buckets that DDP sends."""
+            held = [torch.empty_like(weight) for weight in parameters for _ in range(3)]
+            pairs = deal(accumulate=1).widest_step()[:: parts * world.size]
+            batch = collate(prepared.train.__getitems__(pairs)).to(world.device)
+            with precision.autocast():
+                loss, _ = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
+            loss.backward()
+            del held
 
-def restore(resumed: Path, run: Path, prepared: Prepared, model: Translator, optimizer, precision: Precision) -> dict:
-    """Weights, optimizer and scaler as the checkpoint has them; → its state."""
-    optimizer_state, state = checkpoint.load_training_state(resumed)
-    check_same_data(state, prepared, run)
-    load_weights(model, resumed)
-    optimizer.load_state_dict(optimizer_state)
-    if state["scaler"]:  # empty if the run was not in fp16 until now
-        precision.scaler.load_state_dict(state["scaler"])
-    return state
+        accumulate = config.accumulate or (state["accumulate"] if state["world_size"] == world.size else 0)
+        if not accumulate and world.device.type == "cuda":  # on a CPU the system would swap: one part
+            accumulate = int(world.maximum(fewest_parts(try_widest_step))[0])
+            model.zero_grad(set_to_none=True)
+        accumulate = accumulate or 1
+        sampler = deal(accumulate=accumulate)
+        sampler.load_state_dict({"step": state["step"]})
+        if run.state and (state["world_size"], state["plan"]) != (world.size, sampler.plan_id):
+            log(sampler.describe_change(state))
+        batches = batches_of(prepared.train, sampler, collate, config.workers, world.device)
+        micro_batches = run.at_end.enter_context(contextlib.closing(batches))
+        tokens_of_steps = sampler.target_tokens(state["step"])  # real ones, over all ranks
 
+        # -------- the plan of the learning rate
+        total = config.max_steps or config.epochs * sampler.steps_per_epoch
+        plan = schedule.Schedule(**state["schedule"]) if run.state else schedule.plan(config.lr, config.warmup, total)
+        if run.state and config.given & {"epochs", "max_steps", "max_minutes"}:
+            plan = plan.extended(state["step"], total)
+        log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens per step, "
+            f"{sampler.steps_per_epoch:,} steps per epoch, {plan.total:,} steps in total"
+            + (f" or {config.max_minutes:g} minutes" if config.max_minutes else "")
+            + (f"; each step in {accumulate} micro-batches" if accumulate > 1 else ""))  # fmt: skip
 
-def wrap(loss: SummedLoss, config: Config, world: distributed.World) -> torch.nn.Module:
-    """The model's loss as the loop calls it: compiled if asked, and one of many under DDP."""
-    runner = torch.compile(loss, dynamic=True) if config.compile else loss
-    if world.size == 1:
-        return runner
-    # Gradients live in the buckets that travel, instead of being copied into them.
-    return DistributedDataParallel(
-        runner,
-        device_ids=[world.device] if world.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-    )
+        # -------- what would break after an hour breaks now; from here on the folder is a run
+        validation = Validation(model, prepared, collate, run, precision, config.tokens_per_batch // sampler.parts)
+        if world.is_main and not run.state:
+            save_description(run.folder, sizes, prepared.source_tokenizer, prepared.target_tokenizer)
+        run.begin()
 
+        # -------- the loop
+        runner = world.data_parallel(torch.compile(loss_of, dynamic=True) if config.compile else loss_of)
+        meter = Meter(config.log_every, measured_peak_flops(world.device, precision.dtype))
+        eval_every = config.eval_every or min(1000, max(250, sampler.steps_per_epoch))
+        # The losses, to minimise and to report, since the log's last line: this rank's part, and the steps they are of.
+        losses, window_steps = state["window"]["losses"], state["window"]["steps"]
+        mine = losses[world.rank] if len(losses) == world.size else [sum(pair) * world.is_main for pair in zip(*losses)]
+        window_loss = torch.tensor(mine, device=world.device)  # (2,)
+        state |= {"world_size": world.size, "accumulate": accumulate, "plan": sampler.plan_id}
 
-def prepare_data(config: Config, run: Path, world: distributed.World, log: Log) -> Prepared:
-    """Tokenizers and token store, made by rank 0 in the cache beside the runs; the other ranks wait, then read them."""
+        def log_step(step: int, gradient_norm: torch.Tensor) -> None:
+            """The figures since the last line. No step in between waits for the GPU."""
+            precision.check_finite()
+            smoothed, loss = (world.sum(window_loss.clone()) / window_steps).tolist()
+            figures = meter.read(ranks=world.size)
+            speed = figures.get("speed/tokens_per_second", 0.0)
+            lr, norm = plan.learning_rate(step), gradient_norm.item()
+            values = {"train/loss": loss, "train/perplexity": math.exp(min(loss, 50)), "train/smoothed_loss": smoothed}
+            values |= {"train/learning_rate": lr, "train/gradient_norm": norm}
+            values |= {"train/loss_scale": precision.scaler.get_scale()} if precision.scaler.is_enabled() else {}
+            run.scalars(step, values | figures | {"memory/peak_gib": peak_memory_gib(world.device)})
+            left = plan.minutes_left(step, state["minutes"], config.max_minutes)
+            bar.total = round(step * (1 + left / state["minutes"]))  # the bar's estimate is this one
+            log(f"step {step:>6,}  epoch {step / sampler.steps_per_epoch:5.2f}  loss {loss:.4f}  lr {lr:.2e}  "
+                f"|gradient| {norm:.2f}  {speed:,.0f} tokens/s  {left:,.1f} min left")  # fmt: skip
 
-    def make() -> tuple[Path, str]:
-        data = config.data or default_path()
-        if not config.data:
-            log(f"data: no --data given, so {data}")
-        if Path(data).expanduser().exists():  # else a hub name, or a mistake
-            data = str(Path(data).expanduser().resolve())  # found again from anywhere
-        return prepare(
-            find_text(data, config.source, config.target), run.parent / ".cache",
-            source_vocab=config.source_vocab, target_vocab=config.target_vocab, tokenizer=config.tokenizer,
-            max_length=config.max_length, say=log,
-        ).folder, data  # fmt: skip
+        def validate(step: int) -> bool:
+            """Validation loss, BLEU and samples; true if the loss is the best so far."""
+            meter.pause()
+            loss = validation(step)
+            improved = state["best_loss"] is None or loss < state["best_loss"]
+            state.update(validated=step, stale=0 if improved else state["stale"] + 1)
+            state["best_loss"] = loss if improved else state["best_loss"]
+            model.train()
+            return improved
 
-    folder, config.data = world.on_main(make)
-    return load_prepared(folder)
+        def save(best: bool = False) -> None:
+            """A checkpoint of this step, with all that a resumed run needs to write the same lines."""
+            meter.pause()
+            state["saved"] = state["minutes"]
+            extra = {"schedule": asdict(plan), "data_key": prepared.summary["key"]}
+            extra["window"] = {"steps": window_steps, "losses": world.gather(window_loss.tolist())}
+            run.save(state["step"], model, optimizer, state | extra, precision, best=best, keep=config.keep)
+            meter.resume()
 
+        def time_to_stop() -> str | None:
+            """Why this step was the last, if it was."""
+            last, minutes = step >= plan.total, config.max_minutes
+            if minutes and (state["minutes"] >= minutes or (last and plan.by_time)):
+                return f"the {minutes:g} minutes are over"
+            return "all steps are done" if last else None
 
-def model_sizes(config: Config, source_vocab: int, target_vocab: int) -> ModelConfig:
-    """The preset's sizes, changed by the flags that were given."""
-    sizes = dict(PRESETS[config.preset])
-    for name in sizes:
-        value = getattr(config, name)
-        if value < 0 and name != "dropout":
-            raise UserError(f"--{name} {value} must be at least 1")
-        if value > 0 or (name == "dropout" and value != -1):
-            sizes[name] = value
-    return ModelConfig(source_vocab, target_vocab, **sizes, norm_first=config.norm_first, max_length=config.max_length)
+        begun, step = time.perf_counter() - 60 * state["minutes"], state["step"]
+        bar = progress(total=plan.total, initial=state["step"], unit="step", desc=run.folder.name)
+        why_stop = time_to_stop()
+        if step and state["validated"] != step and (why_stop or step % eval_every == 0):
+            save(best=validate(step))  # the run was interrupted when a validation was due
+        model.train()
+        while not why_stop:
+            # Learning rate and randomness are functions of the step: a resumed run draws what it would have drawn anyway.
+            step = state["step"] + 1
+            for group in optimizer.param_groups:
+                group["lr"] = plan.learning_rate(step)
+            torch.manual_seed(world.seed(config.seed, step))
 
+            # The gradient of the loss over every pair of this step, in all micro-batches and on all ranks.
+            tokens = next(tokens_of_steps)
+            for micro_batch in range(accumulate):
+                waiting = time.perf_counter()
+                batch = next(micro_batches)
+                places = batch.src.numel() + batch.tgt_in.numel()
+                meter.add(batch.source_tokens, batch.target_tokens, places, time.perf_counter() - waiting)
+                # DDP averages gradients over the ranks at the end of a backward pass; only the last one needs it.
+                is_last = micro_batch == accumulate - 1
+                with contextlib.nullcontext() if is_last or world.size == 1 else runner.no_sync():
+                    with precision.autocast():
+                        losses = runner(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
+                    # × size undoes DDP's average: the step's loss is one sum over all ranks, divided by all tokens.
+                    precision.backward(losses[0] / tokens * world.size)
+                window_loss += torch.stack(losses).detach() / tokens
 
-def save_run(run: Path, config: Config, sizes: ModelConfig | None, prepared: Prepared) -> None:
-    """What evaluate.py and --resume need beside the weights; config.json comes last and makes the folder a run.
+            # Clip, update, clear the gradients.
+            gradient_norm = precision.step(optimizer, parameters, config.clip, step)
+            state["step"], window_steps = step, window_steps + 1
+            meter.end_step(partial(training_flops, sizes))
+            bar.update()
 
-    Without `sizes` the settings alone: a run that goes on keeps its model and its tokenizers.
-    """
-    if sizes:
-        for side, tokenizer in (("source", prepared.source_tokenizer), ("target", prepared.target_tokenizer)):
-            tokenizer.save_pretrained(run / "tokenizer" / side)
-        (run / "model.json").write_text(json.dumps(asdict(sizes), indent=2) + "\n", encoding="utf-8")
-    save_config(config, run / "config.json")
+            # The slowest clock and anybody's signal count for all ranks, or they would part.
+            stop_asked, state["minutes"] = world.maximum(run.interrupted(), (time.perf_counter() - begun) / 60)
+            if plan.fit_time(step, state["minutes"], config.max_minutes):
+                log(f"step {step:,}: {state['minutes']:.1f} minutes used; the learning rate falls from now on")
+            finished = time_to_stop()
+            why_stop = finished or (INTERRUPTED if stop_asked else None)
 
+            if step % config.log_every == 0 or finished:
+                log_step(step, gradient_norm)
+                window_loss, window_steps = torch.zeros_like(window_loss), 0
+            if finished or (step % eval_every == 0 and not why_stop):
+                improved = validate(step)
+                if not why_stop and config.patience and state["stale"] >= config.patience:
+                    why_stop = f"{state['stale']} validations without a better loss"
+                save(best=improved)
+            elif why_stop or state["minutes"] >= state["saved"] + config.save_minutes:
+                save()
 
-def describe_change(state: dict, sampler: BucketSampler) -> str:
-    """What becomes of the order of the pairs when a run goes on with more or fewer processes."""
-    change = f"note: {state['world_size']} processes before, {sampler.world_size} from here on"
-    if state["plan"] == sampler.plan_id:
-        return f"{change}; every step has the pairs it would have had, dealt out anew"
-    # A step needs a pair for every process, so the smallest ones were cut in another place.
-    return f"{change}; small batches are cut anew: the order goes on at step {state['step']:,} of the new plan"
-
-
-def check_same_data(state: dict, prepared: Prepared, run: Path) -> None:
-    """A run goes on with the very data and tokenizers it began with."""
-    if state["data_key"] != prepared.summary["key"]:
-        raise UserError(
-            f"--resume {run}: the data at {prepared.summary['path']} is not what the run began with; put it back, or "
-            "start a new run"
-        )
-
-
-def default_tokens_per_batch(prepared: Prepared, device: torch.device) -> int:
-    """4,096 tokens on a CPU, 16,384 on a GPU; less for little data, so that an epoch has about a hundred steps."""
-    most = 4096 if device.type == "cpu" else 16384
-    return int(min(most, max(1024, prepared.train.lengths["target"].sum() // 100)))
-
-
-def make_sampler(config: Config, prepared: Prepared, world: distributed.World, accumulate: int) -> BucketSampler:
-    """This rank's share of every step's pairs."""
-    return BucketSampler(
-        prepared.train.lengths, config.tokens_per_batch, seed=config.seed,
-        rank=world.rank, world_size=world.size, accumulate=accumulate,
-    )  # fmt: skip
-
-
-def micro_batches_that_fit(config, prepared, collate, model, precision: Precision, world: distributed.World) -> int:
-    """As few as the fullest GPU has memory for, tried on the longest pairs; 1 on a CPU, where the system would swap."""
-    if world.device.type == "cpu":
-        return 1
-    widest = make_sampler(config, prepared, world, accumulate=1).widest_step()
-    summed = SummedLoss(model, config.label_smoothing)
-
-    def trial(parts: int) -> None:
-        # What will be there beside the gradients: the optimizer's two averages, and the buckets that DDP sends.
-        held = [torch.empty_like(weight) for weight in model.parameters() for _ in range(3)]
-        batch = collate([prepared.train[int(row)] for row in widest[:: parts * world.size]]).to(world.device)
-        with precision.autocast():
-            loss = summed(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
-        loss.backward()
-        del held
-
-    parts = world.maximum(fewest_parts(trial, most=len(widest)))[0]
-    model.zero_grad(set_to_none=True)
-    return int(parts)
-
-
-def reason_to_stop(step: int, plan: schedule.Schedule, state: dict, config: Config) -> str | None:
-    """Why this step was the last, if it was."""
-    if step >= plan.total:
-        return "all steps are done"
-    if config.max_minutes and state["minutes"] >= config.max_minutes:
-        return f"the {config.max_minutes:g} minutes are over"
-    return None
-
-
-def lost_patience(state: dict, config: Config) -> str | None:
-    """Early stopping: why, if it is time."""
-    if config.patience and state["stale"] >= config.patience:
-        return f"{state['stale']} validations without a better loss"
-    return None
-
-
-class StepMeter:
-    """Adds up the micro-batches of a step for `Meter`."""
-
-    def __init__(self, sizes: ModelConfig, window: int, peak_flops: float):
-        self.sizes, self.meter = sizes, Meter(window, peak_flops)
-        self._clear()
-
-    def _clear(self) -> None:
-        self.source = self.target = self.places = 0
-        self.wait = 0.0
-
-    def add(self, batch, wait_seconds: float) -> None:
-        """One micro-batch of this rank, and how long the loop waited for it."""
-        self.source += batch.source_tokens
-        self.target += batch.target_tokens
-        self.places += batch.src.numel() + batch.tgt_in.numel()
-        self.wait += wait_seconds
-
-    def end_step(self) -> None:
-        """The optimizer has stepped."""
-        flops = training_flops(self.sizes, self.source, self.target)
-        self.meter.update(self.source, self.target, self.places, self.wait, flops)
-        self._clear()
-
-
-def log_step(t: Training, step: int, gradient_norm: torch.Tensor) -> None:
-    """The figures since the last line, to the log, TensorBoard and metrics.jsonl. No step in between waits for the GPU."""
-    t.precision.check_finite()
-    loss = t.world.sum(t.window_loss.clone()).item() / t.state["window_steps"]
-    lr, figures = t.plan.learning_rate(step), t.meter.meter.read()
-    speed = figures.get("speed/tokens_per_second", 0.0) * t.world.size  # ranks have equal shares
-    figures |= {"speed/tokens_per_second": speed} if speed else {}
-    values = {"train/loss": loss, "train/perplexity": math.exp(min(loss, 50)), "train/learning_rate": lr}
-    values |= {
-        "train/gradient_norm": gradient_norm.item(),
-        **figures,
-        "memory/peak_gib": peak_memory_gib(t.world.device),
-    }
-    if t.precision.scaler.is_enabled():
-        values["train/loss_scale"] = t.precision.scaler.get_scale()
-    t.telemetry.scalars(step, values | (t.gpu.read() if t.gpu else {}))
-    left = (t.plan.total - step) * t.state["minutes"] / step
-    if t.config.max_minutes:
-        left = min(left, t.config.max_minutes - t.state["minutes"])
-    t.log(f"step {step:>6,}  epoch {step / t.steps_per_epoch:5.2f}  loss {loss:.4f}  lr {lr:.2e}  "
-          f"|gradient| {values['train/gradient_norm']:.2f}  {speed:,.0f} tokens/s  {left:,.1f} min left")  # fmt: skip
-    t.window_loss.zero_()
-    t.state["window_steps"] = 0
-
-
-def validate(t: Training, step: int) -> bool:
-    """Validation loss, BLEU and samples; true if the loss is the best so far."""
-    t.meter.meter.pause()
-    loss = t.validation.run(step, t.log, t.telemetry)
-    improved = t.state["best_loss"] is None or loss < t.state["best_loss"]
-    if improved:
-        t.state["best_loss"] = loss
-    t.state["validated"] = step
-    t.state["stale"] = 0 if improved else t.state["stale"] + 1
-    t.model.train()
-    return improved
-
-
-def save(t: Training, best: bool = False) -> None:
-    """A checkpoint of this step, by rank 0."""
-    t.meter.meter.pause()
-    t.precision.check_finite()
-    # The losses since the last line of the log go along, so that the resumed run writes the same line.
-    t.state["window_loss"] = t.world.gather(t.window_loss.item())
-    extra = {
-        "schedule": asdict(t.plan),
-        "scaler": t.precision.scaler.state_dict(),
-        "data_key": t.prepared.summary["key"],
-    }
-    if t.world.is_main:
-        folder = t.run / "checkpoints"
-        checkpoint.save(
-            folder, t.state["step"], t.model.state_dict(), t.optimizer.state_dict(), t.state | extra, best=best
-        )
-    t.meter.meter.resume()
-
-
-def close(t: Training, why_stop: str) -> None:
-    """The last words: what to type next."""
-    t.log(f"stopped after step {t.state['step']:,}: {why_stop}")
-    if why_stop == INTERRUPTED:
-        t.log(f"to go on: {command()} --resume {t.run}")
-    else:
-        t.telemetry.hyperparameters(asdict(t.config), {"result/best_validation_loss": t.state["best_loss"]})
-        t.log(f"next: python evaluate.py --ckpt {t.run}")
-    t.telemetry.close()
-    t.world.stop()
+        # -------- the last words
+        bar.close()
+        run.close(why_stop, state["step"])
+        if why_stop != INTERRUPTED:
+            run.telemetry.hyperparameters(asdict(config), {"result/best_validation_loss": state["best_loss"]})
+            log(f"next: python evaluate.py --ckpt {run.folder}")
+        return run.folder
 
 
 if __name__ == "__main__":

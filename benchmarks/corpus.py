@@ -3,7 +3,7 @@
     corpus = load_corpus()              # MINIDATASET, /opt/minidataset or sample/
     corpus.train[0]                     # (source ids, target ids), two numpy arrays without begin and end
 
-The texts are cleaned and cut into tokens by the project's own `data.prepare`; a seeded sample of the training pairs is the
+The texts are cleaned and cut into tokens by the project's own `text.prepare`; a seeded sample of the training pairs is the
 benchmark's corpus. Token 123 of the source is written as the word s123, token 45 of the target as t45, so that every toolkit,
 told to split at spaces, works on exactly the same sequences.
 
@@ -83,7 +83,7 @@ def corpus_of_run(config: dict, pairs=20000, test_rows=500, longest=126) -> Corp
 
 def corpus_of(text, pairs: int, test_rows: int, longest: int, **settings) -> Corpus:
     """From the cache, beside the token store it was drawn from, else made now."""
-    from data import prepare
+    from text.prepare import prepare
 
     prepared = prepare(text, ROOT / "runs" / ".cache", **settings, say=lambda line: None)
     folder = prepared.folder.with_name(f"{prepared.folder.name}-benchmark-{pairs}-{test_rows}-{longest}")
@@ -123,7 +123,7 @@ def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longe
 
 
 def sample_pairs(store, pairs: int, longest: int) -> list[Pair]:
-    """At most `pairs` pairs that fit, drawn by a fixed seed from a `data.TokenizedPairs`."""
+    """At most `pairs` pairs that fit, drawn by a fixed seed from a `text.store.TokenizedPairs`."""
     fits = np.flatnonzero(np.maximum(store.lengths["source"], store.lengths["target"]) <= longest)
     chosen = np.random.default_rng(SEED).permutation(fits)[:pairs]
     return [store[int(row)] for row in chosen]

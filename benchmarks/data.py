@@ -30,17 +30,18 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import DataLoader
 
-import data
 from benchmarks.corpus import text_at
 from benchmarks.measuring import ROOT, Run, compare, held_gib, in_new_process, interleave, print_table, write_json
 from benchmarks.peers.contest import SIZES, WARM_STEPS, wait_for_gpu
-from data import Batch, BucketSampler, Collate, TokenizedPairs, TokenWriter, collate_for, prepare
+from data import Batch, BucketSampler, Collate, collate_for
 from engine.config import flag, parse_flags
 from engine.distributed import choose_device
 from engine.errors import UserError, run_script
 from engine.precision import choose_precision
 from model import ModelConfig, training_flops
 from text.cleaning import clean_pairs, held_out_rows
+from text.prepare import TOKENIZER_LINES, _make_tokenizers, _write_train, prepare
+from text.store import TokenizedPairs, TokenWriter
 
 IDS = {"pad": 0, "bos": 1, "eos": 2}
 STARTS = {"epoch 1": 0.0, "epoch 3": 2.0, "middle of epoch 3": 2.5}  # epochs that are already done
@@ -87,7 +88,7 @@ def main(config: Config) -> None:
 
 
 def time_stages(config: Config, folder: Path) -> list[Run]:
-    """The stages of `data.prepare`."""
+    """The stages of `text.prepare`."""
     runs = interleave(
         stages := stages_of(text_at(config.data), config.vocab, folder / "stages"), 1, lambda name: stages[name]()
     )
@@ -111,12 +112,12 @@ def stages_of(text, vocab: int, folder: Path) -> dict:
         return counts["read"]
 
     def train_tokenizers() -> int:
-        tokenizers.update(data._make_tokenizers(lines, counts["kept"], "", [vocab, vocab], lambda line: None))
-        return -(-counts["kept"] // -(-counts["kept"] // data.TOKENIZER_LINES))
+        tokenizers.update(_make_tokenizers(lines, counts["kept"], "", [vocab, vocab], lambda line: None))
+        return -(-counts["kept"] // -(-counts["kept"] // TOKENIZER_LINES))
 
     def tokenise() -> int:
         pairs = counts["kept"]
-        data._write_train(lines, folder / "train", tokenizers, 512, counts)
+        _write_train(lines, folder / "train", tokenizers, 512, counts)
         return pairs
 
     def timed(stage):

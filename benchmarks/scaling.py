@@ -16,11 +16,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
@@ -130,8 +128,7 @@ def training_steps(task: dict, world: distributed.World) -> Iterator[int]:
     corpus = read_corpus(task["corpus"])
     precision = choose_precision(world.device, task["precision"], training=True)
     sizes = ModelConfig(corpus.source_vocab, corpus.target_vocab, **SIZES[task["preset"]])
-    wrap = partial(DistributedDataParallel, gradient_as_bucket_view=True) if world.size > 1 else lambda loss: loss
-    take_step = make_trainer(sizes, precision, wrap=wrap)
+    take_step = make_trainer(sizes, precision, wrap=world.data_parallel)
     sampler = BucketSampler(corpus.lengths, task["tokens"] * world.size, rank=world.rank, world_size=world.size)
     collate, tokens_of_steps = Collate(corpus.source_ids, corpus.target_ids), sampler.target_tokens(0)
     for batch in DataLoader(corpus.train, batch_sampler=sampler, collate_fn=collate):

@@ -1,4 +1,4 @@
-"""What the language model of `labs/wikitext.py` has to beat: interpolated Kneser–Ney trigrams on the same tokens.
+"""What the language model of `labs/wikitext/` has to beat: interpolated Kneser–Ney trigrams on the same tokens.
 
     python -m benchmarks.trigram --data wikitext-2             # the trigram alone
     python -m benchmarks.trigram --run runs/NAME               # on the text and vocabulary of a finished run, beside its score
@@ -21,7 +21,7 @@ import numpy as np
 
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
-from labs.wikitext_text import prepare
+from labs.wikitext.text import prepare
 
 DISCOUNTS = (0.1, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 NLTK_DEFAULT = 0.1

@@ -20,14 +20,20 @@ from fast.decoding import CompiledSteps, is_possible
 from fast.training import KernelLoss, SlicedLoss, why_not
 
 
-def loss(model: nn.Module, label_smoothing: float, dtype: torch.dtype, log: Callable = lambda line: None) -> nn.Module | None:
+def loss(
+    model: nn.Module, label_smoothing: float, dtype: torch.dtype, log: Callable = lambda line: None
+) -> nn.Module | None:
     """A faster `SummedLoss(model, label_smoothing)` for matrix products in `dtype`, or None; `log` is told why."""
     if model.output.weight.device.type == "cuda":
         # The gradients of fp16, made before the loss is scaled up, would vanish: there the plain loss it is.
         return None if dtype == torch.float16 else SlicedLoss(model, label_smoothing, dtype)
     reason = why_not(model, dtype)
     if reason:
-        log(f"note: steps take longer than they could, for the kernels in fast/ are not used: {build.why_not() or reason}")
+        missing = build.why_not()
+        advice = "; install g++" if missing.startswith("no compiler") else ""
+        log(
+            f"note: training is slower than it could be: the kernels in fast/ are not used ({missing or reason}{advice})"
+        )
         return None
     return KernelLoss(model, label_smoothing, dtype)
 

@@ -95,7 +95,9 @@ class CapturedSteps:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self.device = model.output.weight.device
         device = self.device.type
-        self.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.output.weight.dtype
+        self.dtype = (
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.output.weight.dtype
+        )
         for part in self.model.transformer.decoder.modules():
             if isinstance(part, nn.Linear | nn.MultiheadAttention):
                 part.to(self.dtype)  # once; autocast would do it at every step
@@ -141,7 +143,7 @@ class CapturedSteps:
                 buffers.chosen[:rows] = chosen
                 self.graphs = None
                 reason = " ".join(str(error).split())[:200]
-                print(f"note: decoding goes on without CUDA graphs, more slowly, because a capture failed ({reason})",
+                print(f"note: CUDA graphs failed ({reason}); decoding continues without them, more slowly",
                       file=sys.stderr)  # fmt: skip
 
     def step(self, buffers: Buffers, rows: int, length: int) -> None:
@@ -150,7 +152,9 @@ class CapturedSteps:
         buffers.own_mask.index_fill_(0, buffers.position, 0)
         own_mask, source_mask = buffers.own_mask[:length].view(1, 1, 1, length), buffers.source_mask[:rows]
         with torch.autocast(self.device.type, enabled=False), sdpa_kernel(ATTENTION):
-            x = model.target_embedding(buffers.tokens[:rows]) * math.sqrt(model.config.d_model)  # (N, D), full precision
+            x = model.target_embedding(buffers.tokens[:rows]) * math.sqrt(
+                model.config.d_model
+            )  # (N, D), full precision
             x = x + model.positions.index_select(0, buffers.position)
             for layer, own, source in zip(decoder.layers, buffers.own, buffers.source):
                 own, source = own[:, :rows, :, :length], source[:, :rows]  # (2, N, H, L or S, W)

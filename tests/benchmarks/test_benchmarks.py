@@ -19,9 +19,10 @@ from benchmarks.corpus import as_ids, load_corpus, read_corpus
 from benchmarks.measuring import tokens_of
 from benchmarks.peers import contest, ct2, install
 from benchmarks.peers.contestants import Contestant, choose, start
-from data import BucketSampler, Collate, TokenizedPairs
+from data import BucketSampler, Collate
 from engine.errors import UserError
 from model import ModelConfig, Translator, sinusoids, training_flops
+from text.store import TokenizedPairs
 
 
 class Ended(Exception):

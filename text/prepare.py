@@ -1,0 +1,237 @@
+"""Rows on disk → clean pairs → tokenizers and token ids, in a cache folder.
+
+    prepared = prepare(find_text("/opt/minidataset"), Path("runs/.cache"))     # the second time in no time
+
+Tokenised once, before training, into flat arrays that are memory-mapped: 26 million pairs train in the memory of one batch.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from engine.errors import UserError
+from engine.telemetry import progress
+from text.cleaning import absurd_ratio, clean_pairs, held_out_rows, missing_splits, normalise, report
+from text.rows import ParallelText, default_path, find_text
+from text.store import TokenizedPairs, TokenWriter
+from text.subwords import encode, encode_flat, load_tokenizer, train_tokenizer
+
+FORMAT = 2  # of the token store; raise it when its content changes, and old caches are left alone
+TOKENIZER_LINES = 200_000  # sentences that a tokenizer is trained on; more change little
+CHUNK = 20_000  # sentences tokenised at once
+VALIDATION_ROWS = 4000  # rows of validation used while training; evaluate.py scores all
+
+
+@dataclass
+class Prepared:
+    """Everything that training needs of the data."""
+
+    folder: Path
+    source_tokenizer: object
+    target_tokenizer: object
+    train: TokenizedPairs
+    validation: TokenizedPairs
+    validation_rows: list[tuple[str, str]]  # raw, in the order of `validation`
+    summary: dict  # counts, sizes
+
+
+def prepare(
+    text: ParallelText, cache: Path, *, source_vocab=0, target_vocab=0, tokenizer="", max_length=512, say=print
+):
+    """Tokenizers and token store of `text`, from the cache where it holds just these, else made now. → `Prepared`
+
+    The cache key is a hash of the files' content and of every setting that changes the ids. Raises `UserError` when no
+    pair is left.
+    """
+    settings = {
+        "format": FORMAT,
+        "data": text.fingerprint(),
+        "source_vocab": source_vocab,
+        "target_vocab": target_vocab,
+    }
+    settings |= {"tokenizer": _tokenizer_key(tokenizer), "max_length": max_length}
+    key = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
+    folder = cache / key
+    if (folder / "summary.json").exists() and _is_whole(folder):
+        say(f"data: {text.path} ({text.form}), tokenised earlier in {folder}")
+    else:
+        if folder.exists():
+            say(f"data: {folder} is damaged and will be made again")
+            shutil.rmtree(folder)
+        say(f"data: {text.path} ({text.form}), {text.source}→{text.target}; tokenising into {folder}")
+        _build(text, folder, source_vocab, target_vocab, tokenizer, max_length, say)
+    return load_prepared(folder)
+
+
+def find_and_prepare(config, cache: Path, say) -> tuple[Path, str]:
+    """What train.py's flags name, prepared: → its folder, and the data as a path that is found from anywhere."""
+    data = config.data or default_path()
+    if not config.data:
+        say(f"data: no --data given, using {data}")
+    if Path(data).expanduser().exists():  # else a hub name, or a mistake
+        data = str(Path(data).expanduser().resolve())
+    text = find_text(data, config.source, config.target)
+    prepared = prepare(text, cache, source_vocab=config.source_vocab, target_vocab=config.target_vocab,
+                       tokenizer=config.tokenizer, max_length=config.max_length, say=say)  # fmt: skip
+    return prepared.folder, data
+
+
+def load_prepared(folder: Path) -> Prepared:
+    """What `prepare` left in `folder`."""
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    lines = (folder / "validation.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [tuple(json.loads(line)) for line in lines]
+    tokenizers = {side: load_tokenizer(str(folder / "tokenizer" / side)) for side in ("source", "target")}
+    return Prepared(
+        folder, tokenizers["source"], tokenizers["target"], TokenizedPairs(folder / "train"),
+        TokenizedPairs(folder / "validation"), rows, summary,
+    )  # fmt: skip
+
+
+def _build(text, folder, source_vocab, target_vocab, tokenizer, max_length, say) -> None:
+    """Clean, train tokenizers, tokenise; in a temporary folder that gets its name when it is complete."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    building = folder.with_name(f".building-{folder.name}-{os.getpid()}")
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
+    try:
+        held_out = held_out_rows(text)
+        for split in missing_splits(text):
+            say(f"data: no {split} split; {len(held_out[split]):,} pairs are cut from train by a hash of the pair")
+        counts = Counter()
+        lines = building / "clean.txt"  # source and target of a pair on two lines; no clean text holds a line break
+        with open(lines, "w", encoding="utf-8") as file:
+            for source, target in progress(
+                clean_pairs(text, held_out, max_length, counts), desc="cleaning", unit=" pairs"
+            ):
+                file.write(f"{source}\n{target}\n")
+                counts["kept"] += 1
+        _require_pairs(text, counts, counts["kept"])
+        sizes = [size or default_vocabulary(counts["kept"]) for size in (source_vocab, target_vocab)]
+        tokenizers = _make_tokenizers(lines, counts["kept"], tokenizer, sizes, say)
+        for side, tokenizer_of_side in tokenizers.items():
+            tokenizer_of_side.save_pretrained(building / "tokenizer" / side)
+
+        unknown = _write_train(lines, building / "train", tokenizers, max_length, counts)
+        _require_pairs(text, counts, counts["kept"])
+        if unknown > 0.01:
+            raise UserError(
+                f"tokenizer {tokenizer} does not know {unknown:.1%} of the tokens of {text.path}; choose a tokenizer "
+                f"made for {text.source} and {text.target}, or leave --tokenizer out"
+            )
+        rows = held_out["validation"][:VALIDATION_ROWS]
+        if not rows:
+            raise UserError(
+                f"{text.path}: the validation split has no rows; add rows, or remove the file: then it is cut from train"
+            )
+        _write_validation(rows, building, tokenizers, max_length, say)
+        lines.unlink()
+        say(report(counts))
+        say(f"tokens: source vocabulary {len(tokenizers['source']):,}, target vocabulary {len(tokenizers['target']):,}, "
+            f"unknown {unknown:.2%}")  # fmt: skip
+        files = {str(path.relative_to(building)): path.stat().st_size for path in building.rglob("*") if path.is_file()}
+        summary = {"counts": dict(counts), "path": text.path, "key": folder.name, "unknown": unknown, "files": files}
+        (building / "summary.json").write_text(json.dumps(summary, ensure_ascii=False, indent=1), encoding="utf-8")
+        try:
+            os.replace(building, folder)
+        except OSError:  # another run made the same in the meantime
+            if not _is_whole(folder):
+                raise
+    except OSError as error:
+        error.filename = error.filename or str(building)  # a write, unlike an open, does not say where
+        raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def default_vocabulary(pairs: int) -> int:
+    """8,000 tokens, and fewer for little text, so that each is seen often enough to be learned."""
+    return min(8000, max(1000, pairs // 5))
+
+
+def _make_tokenizers(lines: Path, pairs: int, name: str, sizes: list[int], say) -> dict:
+    if name:
+        both = load_tokenizer(name)
+        return {"source": both, "target": both}
+    every = -(-pairs // TOKENIZER_LINES)
+    tokenizers = {}
+    for first, side, size in ((0, "source", sizes[0]), (1, "target", sizes[1])):
+        say(f"tokens: training the {side} tokenizer on {-(-pairs // every):,} sentences")
+        with open(lines, encoding="utf-8") as file:
+            sample = (line.rstrip("\n") for line in islice(file, first, None, 2 * every))
+            tokenizers[side] = train_tokenizer(sample, size)
+    return tokenizers
+
+
+def _write_train(lines: Path, folder: Path, tokenizers: dict, max_length: int, counts: Counter) -> float:
+    """Tokenise the clean pairs, dropping the over-long and the lopsided. Returns the share of unknown tokens."""
+    writer = TokenWriter(folder, {side: len(tokenizer) for side, tokenizer in tokenizers.items()})
+    unknown = total = 0
+    bar = progress(total=counts["kept"], desc="tokenising", unit=" pairs")
+    counts["kept"] = 0
+    with open(lines, encoding="utf-8") as file:
+        while chunk := [line.rstrip("\n") for line in islice(file, 2 * CHUNK)]:
+            encoded = {side: encode_flat(tokenizers[side], chunk[first::2]) for first, side in enumerate(tokenizers)}
+            kept = _worth_keeping(*(lengths for _, lengths in encoded.values()), max_length, counts)
+            for side, (ids, lengths) in encoded.items():
+                ids = ids[np.repeat(kept, lengths)]
+                writer.write_flat(side, ids, lengths[kept])
+                unknown += int((ids == tokenizers[side].unk_token_id).sum()) if tokenizers[side].unk_token else 0
+                total += len(ids)
+            bar.update(len(kept))
+    bar.close()
+    writer.close()
+    return unknown / max(total, 1)
+
+
+def _worth_keeping(source: np.ndarray, target: np.ndarray, max_length: int, counts: Counter) -> np.ndarray:
+    """Which pairs of these lengths to keep, (pairs,) bool; each of the others is counted under one reason."""
+    too_long = np.maximum(source, target) >= max_length  # one place is left for begin or end
+    lopsided = absurd_ratio(source, target) & ~too_long
+    empty = (np.minimum(source, target) == 0) & ~too_long & ~lopsided
+    kept = ~(too_long | lopsided | empty)
+    for reason, pairs in {"too long": too_long, "length ratio": lopsided, "empty": empty, "kept": kept}.items():
+        counts.update({reason: int(pairs.sum())} if pairs.any() else {})
+    return kept
+
+
+def _write_validation(rows, building: Path, tokenizers: dict, max_length: int, say) -> None:
+    writer = TokenWriter(building / "validation", {side: len(tokenizer) for side, tokenizer in tokenizers.items()})
+    for index, side in enumerate(("source", "target")):
+        encoded = encode(tokenizers[side], [normalise(row[index]) for row in rows])
+        long = sum(len(row) >= max_length for row in encoded)
+        if long:
+            say(f"validation: {long} {side} sentences are cut to {max_length - 1} tokens for the validation loss")
+        writer.write(side, [row[: max_length - 1] for row in encoded])
+    writer.close()
+    with open(building / "validation.jsonl", "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def _require_pairs(text: ParallelText, counts: Counter, kept: int) -> None:
+    if kept < 2:
+        raise UserError(f"{text.path}: {kept} training pairs left, at least 2 are needed; {report(counts)}")
+
+
+def _tokenizer_key(name: str) -> str:
+    """A hub name stands for itself, a folder for its content."""
+    if not name or not Path(name).is_dir():
+        return name
+    files = sorted(path for path in Path(name).iterdir() if path.is_file())
+    return hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=8).hexdigest()
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether every file still has the size it was written with."""
+    try:
+        files = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["files"]
+        return all((folder / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError):
+        return False
