@@ -104,23 +104,3 @@ def _no_process_group_is_left():
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(scope="session")
-def small(toy_data, tmp_path_factory):
-    """A corpus for the benchmarks: 50 training pairs and 20 test sentences."""
-    from benchmarks import corpus as corpus_module
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus_module, "ROOT", tmp_path_factory.mktemp("root"))
-        yield corpus_module.load_corpus(str(toy_data), vocab=300, pairs=50, test_rows=20, longest=30)
-
-
-@pytest.fixture
-def tiny_lab(monkeypatch):
-    """The contestants of this process with a model of 32 places instead of 256."""
-    from benchmarks.peers import contest
-
-    sizes = dict(d_model=32, nhead=4, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=64)
-    for name, value in sizes.items():
-        monkeypatch.setitem(contest.LAB, name, value)
