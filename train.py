@@ -190,7 +190,7 @@ def train(config: Config) -> Path:
         if world.size > 1:
             # Gradients live in the buckets that travel, instead of being copied into them. The model's buffers are constant.
             runner = DistributedDataParallel(runner, device_ids=[world.device] if on_gpu else None,
-                                             gradient_as_bucket_view=True, broadcast_buffers=False)  # fmt: skip
+                                             gradient_as_bucket_view=True, forward_sync_buffers=False)  # fmt: skip
         meter = Meter(config.log_every, measured_peak_flops(world.device, precision.dtype))
         eval_every = config.eval_every or min(1000, max(250, steps_per_epoch))
         # This rank's part of the losses, to minimise and to report, since the last line of the log.
