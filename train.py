@@ -52,6 +52,8 @@ class Config:
     resume: str = flag("", "run folder to go on with", "Run")
     eval_every: int = flag(0, "steps between validations; 0: an epoch, within 250 to 1000", "Run", least=0)
     log_every: int = flag(20, "steps between lines of the log", "Run", least=1)
+    save_minutes: float = flag(10.0, "minutes between checkpoints, besides those of validations", "Run", above=0)
+    keep: int = flag(5, "newest checkpoints that are kept, besides the best", "Run", least=1)
     precision: str = flag("auto", "number format (auto|fp32|bf16|fp16)", "Run")
     compile: bool = flag(False, "torch.compile the model", "Run")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Run")
@@ -69,7 +71,6 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a wro
     config = parse_flags(Config, "train a translation model; the result goes to runs/NAME")
 
 import contextlib
-import json
 import math
 import time
 from functools import partial
@@ -86,13 +87,14 @@ from engine.memory import fewest_parts
 from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, leave_signals_to_main, saved_settings
 from engine.telemetry import Meter, measured_peak_flops, peak_memory_gib, progress
+from loading import save_description
 from model import SummedLoss, Translator, sizes_of, training_flops
 from text.prepare import find_and_prepare, load_prepared
 from validation import Validation
 
 # On --resume; anything else would make it another run.
 MAY_CHANGE = {"epochs", "max_steps", "max_minutes", "patience", "workers", "device", "precision", "compile",
-              "accumulate", "attention", "eval_every", "log_every"}  # fmt: skip
+              "accumulate", "attention", "eval_every", "log_every", "save_minutes", "keep", "data"}  # fmt: skip
 
 
 def train(config: Config) -> Path:
@@ -105,8 +107,6 @@ def train(config: Config) -> Path:
         config, log = run.config, run.log
         precision = choose_precision(world.device, config.precision, training=True)
         log(precision.describe())
-        if hidden := distributed.hidden_gpus():
-            log(f"note: {hidden}")
 
         # -------- data: made by rank 0 in the cache beside the runs; the other ranks wait, then read it
         folder, config.data = world.on_main(lambda: find_and_prepare(config, run.folder.parent / ".cache", log))
@@ -127,7 +127,7 @@ def train(config: Config) -> Path:
         loss_of = loss_of or SummedLoss(model, config.label_smoothing)
         parameters = list(model.parameters())
         optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-        state = {"step": 0, "minutes": 0.0, "window_steps": 0, "window_loss": [[0.0, 0.0]]}
+        state = {"step": 0, "minutes": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}  # since the log's last line
         state |= {"best_loss": None, "stale": 0, "validated": 0}  # "validated": the step of the last validation
         state |= {"world_size": world.size, "accumulate": 0, "plan": 0}  # how the pairs of a step were dealt
         state |= run.restore(model, optimizer, precision) or {}
@@ -142,7 +142,7 @@ def train(config: Config) -> Path:
             """Run out of memory now, if ever. Beside the gradients: AdamW's two averages and the buckets that DDP sends."""
             held = [torch.empty_like(weight) for weight in parameters for _ in range(3)]
             pairs = deal(accumulate=1).widest_step()[:: parts * world.size]
-            batch = collate([prepared.train[int(pair)] for pair in pairs]).to(world.device)
+            batch = collate(prepared.train.__getitems__(pairs)).to(world.device)
             with precision.autocast():
                 loss, _ = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
             loss.backward()
@@ -168,21 +168,20 @@ def train(config: Config) -> Path:
         steps_per_epoch = sampler.steps_per_epoch
 
         # -------- the learning rate's plan
-        plan = schedule.plan(config.lr, config.warmup, config.max_steps or config.epochs * steps_per_epoch)
-        if run.state and not config.given & {"epochs", "max_steps", "max_minutes"}:
-            plan = schedule.Schedule(**state["schedule"])
+        total = config.max_steps or config.epochs * steps_per_epoch
+        plan = schedule.Schedule(**state["schedule"]) if run.state else schedule.plan(config.lr, config.warmup, total)
+        if run.state and config.given & {"epochs", "max_steps", "max_minutes"}:
+            plan = plan.extended(state["step"], total)
         log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens a step, "
             f"{steps_per_epoch:,} steps an epoch, {plan.total:,} steps in all"
             + (f" or {config.max_minutes:g} minutes" if config.max_minutes else "")
             + (f"; each step in {accumulate} micro-batches" if accumulate > 1 else ""))  # fmt: skip
 
         # -------- what would break after an hour breaks now; from here on the folder is a run
-        validation = Validation(model, prepared, collate, run, precision, config.tokens_per_batch // accumulate)
+        validation = Validation(model, prepared, collate, run, precision, config.tokens_per_batch // sampler.parts)
         validation.rehearse()
         if world.is_main and not run.state:
-            for side, tokenizer in (("source", prepared.source_tokenizer), ("target", prepared.target_tokenizer)):
-                tokenizer.save_pretrained(run.folder / "tokenizer" / side)
-            (run.folder / "model.json").write_text(json.dumps(asdict(sizes), indent=2) + "\n", encoding="utf-8")
+            save_description(run.folder, sizes, prepared.source_tokenizer, prepared.target_tokenizer)
         run.begin()
 
         # -------- the loop
@@ -193,14 +192,16 @@ def train(config: Config) -> Path:
                                              gradient_as_bucket_view=True, forward_sync_buffers=False)  # fmt: skip
         meter = Meter(config.log_every, measured_peak_flops(world.device, precision.dtype))
         eval_every = config.eval_every or min(1000, max(250, steps_per_epoch))
-        # This rank's part of the losses, to minimise and to report, since the last line of the log.
-        window_loss = torch.tensor(share_of_losses(state, world), device=world.device)  # (2,)
+        # The losses, to minimise and to report, since the log's last line: this rank's part, and the steps they are of.
+        losses, window_steps = state["window"]["losses"], state["window"]["steps"]
+        mine = losses[world.rank] if len(losses) == world.size else [sum(pair) * world.is_main for pair in zip(*losses)]
+        window_loss = torch.tensor(mine, device=world.device)  # (2,)
         state |= {"world_size": world.size, "accumulate": accumulate, "plan": sampler.plan_id}
 
         def log_step(step: int, gradient_norm: torch.Tensor) -> None:
             """The figures since the last line. No step in between waits for the GPU."""
             precision.check_finite()
-            smoothed, loss = (world.sum(window_loss.clone()) / state["window_steps"]).tolist()
+            smoothed, loss = (world.sum(window_loss.clone()) / window_steps).tolist()
             figures = meter.read()
             speed = figures.get("speed/tokens_per_second", 0.0) * world.size  # ranks have equal shares
             figures |= {"speed/tokens_per_second": speed} if speed else {}
@@ -209,10 +210,9 @@ def train(config: Config) -> Path:
             values |= {"train/loss_scale": precision.scaler.get_scale()} if precision.scaler.is_enabled() else {}
             run.scalars(step, values | figures | {"memory/peak_gib": peak_memory_gib(world.device)})
             left = plan.minutes_left(step, state["minutes"], config.max_minutes)
+            bar.total = round(step * (1 + left / state["minutes"]))  # the bar's estimate is this one
             log(f"step {step:>6,}  epoch {step / steps_per_epoch:5.2f}  loss {loss:.4f}  lr {plan.learning_rate(step):.2e}  "
                 f"|gradient| {values['train/gradient_norm']:.2f}  {speed:,.0f} tokens/s  {left:,.1f} min left")  # fmt: skip
-            window_loss.zero_()
-            state["window_steps"] = 0
 
         def validate(step: int) -> bool:
             """Validation loss, BLEU and samples; true if the loss is the best so far."""
@@ -227,17 +227,27 @@ def train(config: Config) -> Path:
         def save(best: bool = False) -> None:
             """A checkpoint of this step, with all that a resumed run needs to write the same lines."""
             meter.pause()
-            state["window_loss"] = world.gather(window_loss.tolist())
             extra = {"schedule": asdict(plan), "data_key": prepared.summary["key"]}
-            run.save(state["step"], model, optimizer, state | extra, precision, best=best)
+            extra["window"] = {"steps": window_steps, "losses": world.gather(window_loss.tolist())}
+            run.save(state["step"], model, optimizer, state | extra, precision, best=best, keep=config.keep)
+            nonlocal saved_minutes
+            saved_minutes = state["minutes"]
             meter.resume()
 
-        begun = time.perf_counter() - 60 * state["minutes"]
+        def time_to_stop() -> str | None:
+            """Why this step was the last, if it was."""
+            if config.max_minutes and (state["minutes"] >= config.max_minutes or (plan.by_time and step >= plan.total)):
+                return f"the {config.max_minutes:g} minutes are over"
+            return "all steps are done" if step >= plan.total else None
+
+        begun, saved_minutes = time.perf_counter() - 60 * state["minutes"], state["minutes"]
         bar = progress(total=plan.total, initial=state["step"], unit="step", desc=run.folder.name)
-        why_stop = "all steps were done before" if state["step"] >= plan.total else None
+        step, why_stop = state["step"], None
+        if step:
+            why_stop = time_to_stop()
+        if step and state["validated"] != step and (why_stop or step % eval_every == 0):
+            save(best=validate(step))  # the run was interrupted when a validation was due
         model.train()
-        if state["step"] and state["step"] % eval_every == 0 and state["validated"] != state["step"]:
-            save(best=validate(state["step"]))  # the run was interrupted when a validation was due
         while not why_stop:
             # Learning rate and randomness are functions of the step: a resumed run draws what it would have drawn anyway.
             step = state["step"] + 1
@@ -263,7 +273,7 @@ def train(config: Config) -> Path:
 
             # Clip, update, clear the gradients.
             gradient_norm = precision.step(optimizer, parameters, config.clip, step)
-            state["step"], state["window_steps"] = step, state["window_steps"] + 1
+            state["step"], window_steps = step, window_steps + 1
             meter.end_step(partial(training_flops, sizes))
             bar.update()
 
@@ -271,22 +281,18 @@ def train(config: Config) -> Path:
             stop_asked, state["minutes"] = world.maximum(run.interrupted(), (time.perf_counter() - begun) / 60)
             if plan.fit_time(step, state["minutes"], config.max_minutes):
                 log(f"step {step:,}: {state['minutes']:.1f} minutes are gone; the learning rate falls from here on")
-            if stop_asked:
-                why_stop = INTERRUPTED
-            elif config.max_minutes and state["minutes"] >= config.max_minutes:
-                why_stop = f"the {config.max_minutes:g} minutes are over"
-            elif step >= plan.total:
-                why_stop = "all steps are done"
-            finished = why_stop and why_stop != INTERRUPTED
+            finished = time_to_stop()
+            why_stop = finished or (INTERRUPTED if stop_asked else None)
 
             if step % config.log_every == 0 or finished:
                 log_step(step, gradient_norm)
+                window_loss, window_steps = torch.zeros_like(window_loss), 0
             if finished or (step % eval_every == 0 and not why_stop):
                 improved = validate(step)
                 if not why_stop and config.patience and state["stale"] >= config.patience:
                     why_stop = f"{state['stale']} validations without a better loss"
                 save(best=improved)
-            elif why_stop:
+            elif why_stop or state["minutes"] >= saved_minutes + config.save_minutes:
                 save()
 
         # -------- the last words
@@ -296,17 +302,6 @@ def train(config: Config) -> Path:
             run.telemetry.hyperparameters(asdict(config), {"result/best_validation_loss": state["best_loss"]})
             log(f"next: python evaluate.py --ckpt {run.folder}")
         return run.folder
-
-
-def share_of_losses(state: dict, world: distributed.World) -> list[float]:
-    """This rank's part of the losses that a checkpoint holds; rank 0's, if there were more or fewer ranks then."""
-    losses = state["window_loss"]
-    if not all(isinstance(pair, list) for pair in losses):  # a run of an older version: its next line begins anew
-        state["window_steps"] = 0
-        return [0.0, 0.0]
-    if len(losses) == world.size:
-        return losses[world.rank]
-    return [sum(column) * world.is_main for column in zip(*losses)]
 
 
 if __name__ == "__main__":
