@@ -179,6 +179,26 @@ def tiny_run(toy_data, tmp_path_factory) -> Path:
     return folder / "runs" / "tiny"
 
 
+@pytest.fixture(scope="session")
+def place(tmp_path_factory) -> Path:
+    """Where the runs of a session lie beside each other, so that their data is tokenised once."""
+    return tmp_path_factory.mktemp("place") / "runs"
+
+
+@pytest.fixture
+def here(place, tmp_path) -> Path:
+    """The name of a run that was not there before."""
+    return place / tmp_path.name
+
+
+@pytest.fixture(scope="session")
+def whole_run(toy_data, place) -> Path:
+    """24 steps of one process, whole batches, no dropout."""
+    from test_train import PLAIN, config, training
+
+    return training.train(config(data=str(toy_data), run=str(place / "whole"), **PLAIN))
+
+
 @pytest.fixture
 def real_data() -> Path:
     """The course's data, where the environment says it is."""

@@ -102,18 +102,6 @@ def resumed(run: Path, **values) -> training.Config:
     return made
 
 
-@pytest.fixture(scope="session")
-def place(tmp_path_factory) -> Path:
-    """Where the runs of a session lie beside each other, so that their data is tokenised once."""
-    return tmp_path_factory.mktemp("place") / "runs"
-
-
-@pytest.fixture
-def here(place, tmp_path) -> Path:
-    """The name of a run that was not there before."""
-    return place / tmp_path.name
-
-
 # ---- it learns ----
 
 
@@ -149,7 +137,7 @@ def trained_by_hand(prepared, c: training.Config, ranks: int = 1, parts: int = 1
     → the model, and of each step the loss to minimise, the plain loss and the gradient's norm.
     """
     sizes = ModelConfig(len(prepared.source_tokenizer), len(prepared.target_tokenizer), c.d_model, c.nhead,
-                        c.num_encoder_layers, c.num_decoder_layers, c.dim_feedforward, 0.1, c.norm_first, c.max_length)  # fmt: skip
+                        c.num_encoder_layers, c.num_decoder_layers, c.dim_feedforward, 0.1, c.norm_first)  # fmt: skip
     torch.manual_seed(c.seed)
     model = Translator(sizes).train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), eps=1e-8, weight_decay=0.01)
@@ -199,11 +187,8 @@ def test_the_run_of_one_process_is_the_loop_by_hand(toy_data, here, norm_first):
     c = config(data=str(toy_data), run=str(here), norm_first=norm_first, **BY_HAND)
     training.train(c)
     assert_run_is(here, *trained_by_hand(prepared_of(here), c))
-    rates = list(records(here, "train/learning_rate").values())
-    assert (
-        rates == pytest.approx([0.01 / 3, 0.02 / 3, 0.01, 0.01, 0.02 / 3 * 1.0, 0.01 / 3], rel=0.5)
-        and max(rates) == 0.01
-    )
+    rates = list(records(here, "train/learning_rate").values())  # up in three steps, level for two, down in one
+    assert rates == pytest.approx([0.01 / 3, 0.02 / 3, 0.01, 0.01, 0.01, 0.005], rel=1e-9)
 
 
 def test_the_run_of_two_processes_is_the_loop_by_hand(toy_data, here, tmp_path):
@@ -265,12 +250,6 @@ def test_gradients_of_parts_add_up_to_those_of_the_whole_batch(whole_run):
 
 PLAIN = dict(max_steps=24, eval_every=8, log_every=3, warmup=4, dropout=0.0, lr=0.0003)
 SAME = [word for name, value in (SMALL | PLAIN).items() for word in (f"--{name}", str(value))]
-
-
-@pytest.fixture(scope="session")
-def whole_run(toy_data, place) -> Path:
-    """One process, whole batches, no dropout."""
-    return training.train(config(data=str(toy_data), run=str(place / "whole"), **PLAIN))
 
 
 @pytest.mark.parametrize("change", [dict(accumulate=4), dict(attention="python")], ids=str)
@@ -429,8 +408,11 @@ def test_what_a_run_leaves(toy_data, here, tmp_path, monkeypatch):
         assert (here / name).exists()
     assert sorted(path.name for path in (here / "checkpoints").iterdir()) == ["best", "last", "step-3", "step-6"]
     tags = EventAccumulator(str(here)).Reload().Tags()
-    assert {*CURVES, "train/perplexity", "speed/tokens_per_second", "data/padding_share", "data/wait_share",
-            "speed/model_flops_utilisation", "memory/peak_gib", "valid/perplexity", "valid/bleu"} <= set(tags["scalars"])  # fmt: skip
+    others = (
+        "train/perplexity speed/tokens_per_second speed/model_flops_utilisation data/padding_share data/wait_share "
+    )
+    others += "memory/peak_gib valid/perplexity valid/bleu"
+    assert {*CURVES, *others.split()} <= set(tags["scalars"])
     assert tags["images"] == ["cross-attention"] and "samples/text_summary" in tags["tensors"]
     assert "_hparams_/experiment" in EventAccumulator(str(here)).Reload().summary_metadata
     assert all(0 <= share < 0.5 for share in records(here, "data/padding_share").values())
