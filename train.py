@@ -206,8 +206,9 @@ def train(config: Config) -> Path:
             precision.check_finite()
             smoothed, loss = (world.sum(window_loss.clone()) / window_steps).tolist()
             figures = meter.read()
-            speed = figures.get("speed/tokens_per_second", 0.0) * world.size  # ranks have equal shares
-            figures |= {"speed/tokens_per_second": speed} if speed else {}
+            for tag in figures.keys() & {"speed/tokens_per_second", "speed/target_tokens_per_second"}:
+                figures[tag] *= world.size  # ranks have equal shares
+            speed = figures.get("speed/tokens_per_second", 0.0)
             values = {"train/loss": loss, "train/perplexity": math.exp(min(loss, 50)), "train/smoothed_loss": smoothed}
             values |= {"train/learning_rate": plan.learning_rate(step), "train/gradient_norm": gradient_norm.item()}
             values |= {"train/loss_scale": precision.scaler.get_scale()} if precision.scaler.is_enabled() else {}

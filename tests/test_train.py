@@ -199,13 +199,16 @@ def test_the_run_of_two_processes_is_the_loop_by_hand(toy_data, here, tmp_path):
     assert_run_is(here, *trained_by_hand(prepared_of(here), c, ranks=2, parts=2))
     # Of the last window, one step: the tokens of all ranks, though rank 0 has counted its own alone.
     prepared = prepared_of(here)
-    rows = islice(BucketSampler(prepared.train.lengths, 300, seed=7, world_size=2, accumulate=2), 6 * 2)
-    own = [
-        sum(int(prepared.train.lengths[side][row]) + 1 for row in batch for side in ("source", "target"))
-        for batch in rows
-    ]
-    speeds = records(here, "speed/tokens_per_second")
-    assert speeds == {step: 2 * sum(own[2 * step - 2 : 2 * step]) for step in range(2, 7)}
+    lengths = {side: prepared.train.lengths[side] + 1 for side in ("source", "target")}
+    sampler = BucketSampler(prepared.train.lengths, 300, seed=7, world_size=2, accumulate=2)
+    target = [int(lengths["target"][rows].sum()) for rows in islice(sampler, 12)]  # of each micro-batch
+    sampler.load_state_dict({"step": 0})
+    source = [int(lengths["source"][rows].sum()) for rows in islice(sampler, 12)]
+    steps = {step: slice(2 * step - 2, 2 * step) for step in range(2, 7)}
+    speeds = {step: 2 * sum(target[part]) for step, part in steps.items()}
+    assert records(here, "speed/target_tokens_per_second") == speeds
+    speeds = {step: 2 * sum(target[part] + source[part]) for step, part in steps.items()}
+    assert records(here, "speed/tokens_per_second") == speeds
 
 
 def make_a_step_last_a_second() -> None:
