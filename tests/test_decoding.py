@@ -250,4 +250,4 @@ def test_output_limit_stays_within_the_positions():
 def test_every_sentence_is_in_exactly_one_batch(lengths, rows):
     batches = plan_batches(lengths, rows)
     assert sorted(row for batch in batches for row in batch) == [row for row, length in enumerate(lengths) if length]
-    assert all(len(batch) <= rows for batch in batches)
+    assert all(len(batch) <= math.ceil(1.5 * rows) for batch in batches)  # rather one larger batch than a tiny last one
