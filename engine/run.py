@@ -57,6 +57,8 @@ class Run:
         run.checkpoint = world.on_main(lambda: last_checkpoint(run.folder)) if resume else None
         run.state = checkpoint.load_state(run.checkpoint) if run.checkpoint else None
         run.best_step = run.state.get("best_step") if run.state else None
+        if run.state and run.best_step is None and (best := run.checkpoint.parent / "best").exists():
+            run.best_step = int(best.resolve().name.removeprefix("step-"))  # an older version had the link alone
         run.log = Log(run.folder, enabled=world.is_main)
         run.log(f"run: {run.folder}" + (f", {world.size} processes" if world.size > 1 else ""))
         if hidden := hidden_gpus():

@@ -1,6 +1,5 @@
 """Whatever way a trained model is named, its weights, tokenizers and settings are found, or it is said why not."""
 
-import functools
 import json
 import os
 import shutil
@@ -8,28 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY_FLAGS, run_script
 
 from engine import checkpoint
 from engine.errors import UserError
+from loading import load_trained, newest_run
 from text.subwords import encode, special_ids
-from trained import load_trained, newest_run
-
-
-@functools.cache
-def train_tiny(data: Path, folder: Path) -> Path:
-    """A run with checkpoints 15, 30 and 45; once, whichever module asks first."""
-    folder.mkdir()
-    flags = [*TINY_FLAGS, "--max_length", 32, "--max_steps", 45, "--eval_every", 15, "--lr", 0.01, "--run", "tiny"]
-    result = run_script("train.py", "--data", data, *flags, cwd=folder)
-    assert result.returncode == 0, result.stderr
-    assert "findfont" not in result.stderr  # no complaints about fonts that are not installed
-    return folder / "runs" / "tiny"
-
-
-@pytest.fixture(scope="session")
-def tiny_run(toy_data, tmp_path_factory) -> Path:
-    return train_tiny(toy_data, tmp_path_factory.getbasetemp() / "tiny")
 
 
 @pytest.fixture
@@ -38,6 +20,9 @@ def run(tiny_run, tmp_path) -> Path:
     copy = shutil.copytree(tiny_run, tmp_path / "runs" / "tiny", symlinks=True)
     (copy / "checkpoints" / "best").unlink()
     (copy / "checkpoints" / "best").symlink_to("step-30")
+    newest = copy / "checkpoints" / "step-45"
+    (newest / "state.json").write_text(json.dumps(checkpoint.load_state(newest) | {"best_step": 30}))
+    checkpoint.write_checksums(newest, [name for name in checkpoint.CONTENT if (newest / name).exists()])
     return copy
 
 
@@ -166,19 +151,20 @@ def test_weights_that_lie_in_no_run(tmp_path, run):
         load_trained(tmp_path / "lost.pt")
 
 
-@pytest.mark.parametrize("file, content", [
-    ("config.json", "{"), ("config.json", "{}"), ("config.json", "[]"), ("model.json", ""),
-    ("model.json", '{"layers": 3}'), ("model.json", '{"source_vocab": 300}'),
-])  # fmt: skip
+DAMAGES = [("config.json", "{"), ("config.json", "{}"), ("config.json", "[]"), ("model.json", ""),
+           ("model.json", '{"layers": 3}'), ("model.json", '{"source_vocab": 300}')]  # fmt: skip
+
+
+@pytest.mark.parametrize("file, content", [*DAMAGES, ("tokenizer/target/tokenizer.json", "{")])
 def test_damaged_settings(run, file, content):
     (run / file).write_text(content)
-    with pytest.raises(UserError, match=r"tiny: its config.json or model.json is damaged or of another script"):
+    with pytest.raises(UserError, match=f"tiny: checksum of {file} differs; put the file back"):
         load_trained(run)
-
-
-def test_a_damaged_tokenizer(run):
-    (run / "tokenizer" / "target" / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match=r"tokenizer .*target: no tokenizer can be read from this folder"):
+    (run / "checksums.json").unlink()  # as in a run of the version before
+    reason = "its config.json or model.json is damaged or of another script"
+    with pytest.raises(
+        UserError, match=reason if file in ("config.json", "model.json") else "no tokenizer can be read"
+    ):
         load_trained(run)
 
 
