@@ -55,12 +55,6 @@ def why_not() -> str:
     return "" if shutil.which(compiler()[0]) else f"no compiler {compiler()[0]!r}"
 
 
-def advice() -> str:
-    """What a user could do to have compiled functions; empty if nothing, or if they were switched off."""
-    reason = why_not()
-    return f"{reason}; install g++ and steps on this CPU are faster" if reason.startswith("no compiler") else ""
-
-
 def compiler() -> list[str]:
     """The C++ compiler's command."""
     return shlex.split(os.environ.get("CXX", "")) or ["g++"]

@@ -55,6 +55,8 @@ class Buffers:
     def begin(self, src_pad: Tensor) -> None:
         """A new batch; its keys and values come after this."""
         rows, width = src_pad.shape
+        for numbers in (self.own, self.source):  # a masked place counts times 0, but 0 times NaN is NaN
+            numbers.zero_()
         self.own_mask.fill_(-math.inf)
         self.source_mask.fill_(-math.inf)
         self.source_mask[rows:] = 0
