@@ -25,7 +25,7 @@ class Config:
     source_vocab: int = flag(0, "tokens in the source vocabulary; 0: 8000, less for little text", "Data", least=0)
     target_vocab: int = flag(0, "tokens in the target vocabulary; 0: likewise", "Data", least=0)
     max_length: int = flag(512, "longest sentence, in tokens; longer pairs are dropped", "Data", least=8)
-    workers: int = flag(0, "processes that load batches; 0: the training process itself", "Data", least=0, most=1000)
+    workers: int = flag(0, "processes that load batches; 0: the training process", "Data", least=0, most=1000)
 
     preset: str = flag("lab", "model size; the flags below change single sizes (lab|base|big)", "Model")
     d_model: int = flag(0, "model width; 0, here and below: as in the preset", "Model", least=0)
