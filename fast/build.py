@@ -22,6 +22,7 @@ from pathlib import Path
 from torch import Tensor
 
 FOLDER = Path(__file__).parent
+WHOLE = b"whole"  # the last bytes of a compiled file: one that is cut short would end the process when it is loaded
 # No -ffast-math: it would also let the whole process round small numbers to 0.
 FLAGS = ["-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
 
@@ -36,7 +37,7 @@ def library(source: Path, **defined: str) -> ctypes.CDLL | None:
         file = compiled(source, macros)
         try:
             return ctypes.CDLL(str(file))
-        except OSError:  # cut short, or of another C library: once more
+        except OSError:  # of another C library, or damaged: once more
             file.unlink()
             return ctypes.CDLL(str(compiled(source, macros)))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: there is no home folder
@@ -67,11 +68,13 @@ def compiled(source: Path, macros: list[str]) -> Path:
     version = hashlib.sha256(repr((texts, command[:-2], processor())).encode()).hexdigest()[:12]
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     file = cache / f"{source.stem}_{version}.so"
-    if not file.exists():
+    if not file.exists() or not file.read_bytes().endswith(WHOLE):
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             new = f"{scratch}/new.so"
             subprocess.run([*command, "-o", new], check=True, capture_output=True, text=True)
+            with open(new, "ab") as end:
+                end.write(WHOLE)
             os.replace(new, file)  # whole at once: processes that build it together do not meet half of it
     return file
 
