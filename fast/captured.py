@@ -142,8 +142,8 @@ class CapturedSteps:
                     raise RuntimeError("a captured step chose other tokens than the step itself")
                 buffers.graphs[rows, length] = graph
             except RuntimeError as error:
-                buffers.chosen[:rows] = chosen
                 self.graphs = None
+                self.step(buffers, rows, length)  # once more: a wrong graph may have left wrong keys and values
                 reason = " ".join(str(error).split())[:200]
                 print(f"note: decoding goes on without CUDA graphs, more slowly, because a capture failed ({reason})",
                       file=sys.stderr)  # fmt: skip
