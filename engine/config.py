@@ -20,7 +20,8 @@ from pathlib import Path
 
 from engine.errors import UserError, stop
 
-LARGEST = 2**31 - 1  # of whole numbers
+SETTINGS_BYTES = 2**16
+LARGEST = 2**31 - 1  # whole number, where a flag names no other limit
 SAYS_TRUE, SAYS_FALSE = ("true", "yes", "1"), ("false", "no", "0")
 
 
@@ -92,7 +93,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _boolean(word: str) -> bool:
     if word.lower() not in SAYS_TRUE + SAYS_FALSE:
-        raise argparse.ArgumentTypeError(f"{word!r} is neither true nor false")
+        raise argparse.ArgumentTypeError(f"{word!r} is not true or false")
     return word.lower() in SAYS_TRUE
 
 
@@ -103,7 +104,7 @@ def checked(config):
         if not isinstance(value, (int, float) if field.type is float else field.type):
             raise UserError(f"--{field.name} {value!r} must be of type {field.type.__name__}")
         if isinstance(value, int | float) and not _is_within(value, bounds):
-            raise UserError(f"--{field.name} {value} must be {bounds_in_words(bounds, value)}")
+            raise UserError(f"--{field.name} {value} must be {bounds_in_words(bounds, value) or 'a finite number'}")
         choices = choices_of(field)
         if choices and value not in (*choices, field.default):
             names = f"{', '.join(choices[:-1])} or {choices[-1]}"
@@ -123,12 +124,10 @@ def _is_within(value: int | float, bounds) -> bool:
 
 
 def bounds_in_words(bounds, value: int | float) -> str:
-    """'at least 1 and below 10', 'a finite number'. The limit of every whole number goes without saying until it is hit."""
+    """'at least 1 and below 10'; '' without bounds. The limit of every whole number goes without saying until it is hit."""
     words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
-    said = [name for name in words if bounds[name] is not None]
-    if bounds["most"] == LARGEST and value <= LARGEST:
-        said.remove("most")
-    return " and ".join(f"{words[name]} {bounds[name]}" for name in said) or "a finite number"
+    shown = [name for name in words if bounds[name] is not None and (bounds[name] != LARGEST or value > LARGEST)]
+    return " and ".join(f"{words[name]} {bounds[name]:,}" for name in shown)
 
 
 def choices_of(field: dataclasses.Field) -> list[str]:
@@ -142,12 +141,15 @@ def read_settings(path: Path) -> dict:
     import yaml
 
     try:
+        if path.stat().st_size > SETTINGS_BYTES:
+            raise UserError(f"settings file {path} is larger than {SETTINGS_BYTES:,} bytes; is it another file?")
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read settings file {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, a date that is none
         raise UserError(f"settings file {path} is not valid YAML: {error}") from None
-    if not isinstance(values, dict):
+    # Nested values would have no flag, and written out they can be a billion times the size of the file.
+    if not isinstance(values, dict) or any(isinstance(value, dict | list | set) for value in values.values()):
         raise UserError(f"settings file {path} must hold `name: value` lines")
     return values
 
@@ -177,7 +179,7 @@ def format_help(config_class, description: str, positional: str | None) -> str:
 def _bounds_in_help(bounds) -> str:
     """' [>= 0, < 1]'"""
     signs = {"least": ">=", "above": ">", "most": "<=", "below": "<"}
-    shown = [f"{sign} {bounds[name]}" for name, sign in signs.items() if bounds[name] not in (None, LARGEST)]
+    shown = [f"{sign} {bounds[name]:g}" for name, sign in signs.items() if bounds[name] not in (None, LARGEST)]
     return f" [{', '.join(shown)}]" if shown else ""
 
 
@@ -206,5 +208,5 @@ def load_config(config_class, path: Path):
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; is {path.parent} a run of this script?") from None
     except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged or of another script: {error}") from None
+        raise UserError(f"{path} is damaged, or belongs to another script: {error}") from None
     return checked(config)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
 
 from engine.errors import UserError
 from engine.memory import keep_freed_memory
@@ -88,6 +89,16 @@ class World:
         dist.gather_object(value, boxes, dst=0)
         return boxes
 
+    def data_parallel(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The module as one of many, whose gradients are averaged in the backward pass; alone, the module itself."""
+        if self.size == 1:
+            return module
+        # Gradients live in the buckets that travel, instead of being copied into them. Buffers are constants here.
+        return DistributedDataParallel(
+            module, device_ids=[self.device] if self.device.type == "cuda" else None, gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+        )  # fmt: skip
+
     def mesh(self, **sizes: int):
         """The ranks as a grid, torch's `DeviceMesh`: mesh(data=2, pipe=4) has two rows of four, and rank 5 is in row 1, column 1.
 
@@ -97,7 +108,9 @@ class World:
 
         if math.prod(sizes.values()) != self.size or min(sizes.values()) < 1:
             grid = " × ".join(f"{name} {size}" for name, size in sizes.items())
-            raise UserError(f"{self.size} processes are no grid of {grid}; start as many as the product of the sizes")
+            raise UserError(
+                f"{self.size} processes do not form a grid of {grid}; start as many processes as the product of the sizes"
+            )
         if not dist.is_initialized():  # alone: a group of one, so that the same code runs
             dist.init_process_group(backend_for(self.device), store=dist.HashStore(), rank=0, world_size=1)
         return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -215,7 +228,7 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if ":" in name and os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
-            f"--device {name} names one GPU for all processes; use `CUDA_VISIBLE_DEVICES=… torchrun …` instead"
+            f"--device {name} gives all processes the same GPU; use `CUDA_VISIBLE_DEVICES=… torchrun …` instead"
         )
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     # With srun --gpus-per-task each task sees one card, its own; torchrun under SLURM shares out what it sees.

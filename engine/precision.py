@@ -102,7 +102,7 @@ def choose_precision(device: torch.device, name: str = "auto", training: bool = 
         if name == "fp16":
             raise UserError("--precision fp16 needs a GPU; use fp32 or bf16 on the CPU")
         if name == "auto" and training and has_bf16:
-            name, reason = "bf16", "this CPU has bf16 instructions, and the loss is that of fp32 to a percent"
+            name, reason = "bf16", "this CPU has bf16 instructions; the loss agrees with fp32 to 1 %"
         elif name == "auto":
             name, reason = "fp32", "full precision" if has_bf16 else "this CPU has no bf16 instructions"
         else:

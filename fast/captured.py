@@ -145,7 +145,7 @@ class CapturedSteps:
                 self.graphs = None
                 self.step(buffers, rows, length)  # once more: a wrong graph may have left wrong keys and values
                 reason = " ".join(str(error).split())[:200]
-                print(f"note: decoding goes on without CUDA graphs, more slowly, because a capture failed ({reason})",
+                print(f"note: CUDA graphs failed ({reason}); decoding continues without them, more slowly",
                       file=sys.stderr)  # fmt: skip
 
     def step(self, buffers: Buffers, rows: int, length: int) -> None:

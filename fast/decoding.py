@@ -67,6 +67,8 @@ def is_possible(model: nn.Module, int8: bool = False) -> bool:
         return False
     if any(layer.activation is not F.relu for layer in layers):
         return False
+    if not all(x.isfinite().all() for x in model.parameters()):  # the largest of logits with nan is another question
+        return False
     if int8 and not torch.cpu._is_vnni_supported():
         return False
     return bool(kernels(int8))
