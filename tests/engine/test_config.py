@@ -81,7 +81,7 @@ def test_an_unknown_flag_suggests_the_nearest(refused, word, nearest):
 
 @pytest.mark.parametrize("words, said", [
     (["--qqq"], "unknown flag --qqq; see --help"), (["--lr", "fast"], "invalid float value: 'fast'"),
-    (["--lr"], "expected one argument"), (["--norm_first=maybe"], "'maybe' is neither true nor false"),
+    (["--lr"], "expected one argument"), (["--norm_first=maybe"], "'maybe' is not true or false"),
     (["hello"], "unexpected argument 'hello'"), (["--max_steps", "2.5"], "invalid int value: '2.5'"),
 ])  # fmt: skip
 def test_other_mistakes(refused, words, said):
@@ -105,7 +105,7 @@ def test_positional_words(parse, refused):
     ("lr", "20.0", "above 0 and below 10"), ("lr", "10.0", "above 0 and below 10"), ("lr", "0.0", "above 0 and below 10"),
     ("lr", "nan", "above 0 and below 10"), ("lr", "inf", "above 0 and below 10"),
     ("share", "1.01", "at least 0 and at most 1"), ("share", "-0.5", "at least 0 and at most 1"),
-    ("max_steps", "-1", "at least 0"), ("max_steps", "2147483648", "at least 0 and at most 2147483647"),
+    ("max_steps", "-1", "at least 0"), ("max_steps", "2147483648", "at least 0 and at most 2,147,483,647"),
     ("anything", "nan", "a finite number"), ("anything", "-inf", "a finite number"),
 ])  # fmt: skip
 def test_a_number_out_of_bounds(refused, name, value, must_be):
@@ -202,7 +202,7 @@ def test_saved_settings_are_readable(tmp_path):
 
 
 @pytest.mark.parametrize("content, said", [
-    ("{", "config.json is damaged or of another script"), ("[1]", "config.json is damaged or of another script"),
+    ("{", "config.json is damaged, or belongs to another script"), ("[1]", "config.json is damaged, or belongs to another script"),
     ('{"no_such": 1}', "no_such"), ('{"max_steps": "many"}', "--max_steps 'many' must be of type int"),
     ('{"max_steps": -1}', "must be at least 0"), ('{"lr": NaN}', "must be above 0"), ('{"preset": "x"}', "choose lab"),
 ])  # fmt: skip

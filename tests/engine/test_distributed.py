@@ -173,7 +173,7 @@ def test_a_grid_of_one():
 
 @pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 3, "pipe": 2}, {"data": -1, "pipe": -4}, {"data": 0}])
 def test_a_grid_that_does_not_fit(sizes):
-    with pytest.raises(UserError, match="4 processes are no grid of data"):
+    with pytest.raises(UserError, match="4 processes do not form a grid of data"):
         World(0, 4, torch.device("cpu")).mesh(**sizes)
 
 
