@@ -126,8 +126,8 @@ def batches_of(
         pairs, batch_sampler=sampler, collate_fn=collate, num_workers=workers, pin_memory=device.type == "cuda",
         worker_init_fn=leave_signals_to_main,
     )  # fmt: skip
-    for batch in loader:
-        yield batch.to(device)
+    # The loader starts here, not at the first batch: it draws a random number, which would be missing in a step.
+    return (batch.to(device) for batch in loader)
 
 
 def order_by_length(source: np.ndarray, target: np.ndarray) -> np.ndarray:

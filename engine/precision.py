@@ -45,9 +45,7 @@ class Precision:
         if not self.scaler.is_enabled():
             first = (self.bad_step == 0) & ~torch.isfinite(norm)
             self.bad_step = torch.where(first, float(step), self.bad_step)
-            optimizer.found_inf = (
-                self.bad_step > 0
-            ).float()  # read by the fused optimizer, which then skips the update
+            optimizer.found_inf = (self.bad_step > 0).float()  # the fused optimizer reads it and skips the update
         self.scaler.step(optimizer)
         self.scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -57,7 +55,7 @@ class Precision:
         """Stop the run if a step's gradient was not finite. Waits for the device: ask when logging, before saving."""
         if self.scaler.is_enabled() and self.scaler.get_scale() < 2**-10:
             raise UserError(
-                "the gradient overflows fp16 at every scale; start a new run with a lower --lr or --precision fp32"
+                "the gradient overflows fp16 at every scale; start anew with a lower --lr or --precision fp32"
             )
         if self.bad_step.item():
             other = "" if self.name == "fp32" else ", or --resume this one with --precision fp32"

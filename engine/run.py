@@ -172,9 +172,7 @@ def new_folder(name: str, kind: str) -> tuple[Path, set[str]]:
                     raise
                 run = run.with_name(run.name + "+")  # another run was started in the same second
     except OSError as error:
-        raise UserError(
-            f"cannot write to {run}: {error.strerror}; choose another folder with --run PATH/NAME"
-        ) from None
+        raise UserError(f"cannot write to {run}: {error.strerror}; choose another --run PATH/NAME") from None
 
 
 def job_name() -> str:
@@ -215,9 +213,7 @@ def lock(run: Path):
             run / ".lock", "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)
         )
     except OSError as error:
-        raise UserError(
-            f"cannot write to {run}: {error.strerror}; choose another folder with --run PATH/NAME"
-        ) from None
+        raise UserError(f"cannot write to {run}: {error.strerror}; choose another --run PATH/NAME") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
