@@ -180,7 +180,7 @@ def test_runs_started_in_the_same_second_get_folders_of_their_own(monkeypatch):
 def test_two_processes_do_not_write_to_one_run():
     with start(run="a") as run:
         run.begin()
-        with pytest.raises(UserError, match="being written"):
+        with pytest.raises(UserError, match="in use by another process"):
             start(resume="runs/a")
     with start(resume="runs/a"):  # the end of the block unlocks it
         pass
@@ -200,7 +200,7 @@ def test_a_killed_process_leaves_no_lock_with_its_copies(tmp_path):
         time.sleep(30)
         os._exit(held is None)
     os.read(reading, 1)
-    with pytest.raises(UserError, match="being written"):
+    with pytest.raises(UserError, match="in use by another process"):
         run_module.lock(tmp_path / "run")
     os.kill(locker, signal.SIGKILL)
     os.waitpid(locker, 0)

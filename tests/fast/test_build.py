@@ -28,13 +28,16 @@ def source(tmp_path, monkeypatch):
 
 
 def kept(source) -> list:
-    return sorted((source.parent / "cache").glob("*"))
+    """The compiled files; each has its hash beside it, and nothing half-made is left."""
+    files = sorted((source.parent / "cache" / "fast").glob("*"))
+    assert sorted(file.with_suffix(".sha256") for file in files[1::2]) == files[::2]
+    return files[1::2]
 
 
 @needs_compiler
 def test_compiled_once_and_kept_one_file_for_each_version(source, monkeypatch):
     assert library(source, NUMBER="7").number() == 7
-    (file,) = kept(source)  # nothing half-made is left
+    (file,) = kept(source)
     written = file.stat().st_mtime_ns
     assert library(source, NUMBER="7").number() == 7
     assert kept(source) == [file] and file.stat().st_mtime_ns == written
@@ -55,16 +58,37 @@ def test_a_tensor_goes_as_its_address_and_none_as_null(source):
     assert x.tolist() == [1.5] * 4 + [0]
 
 
+def cut_short(file) -> None:
+    """To load it would end the process by a bus error."""
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 3])
+
+
+def planted(file) -> None:
+    """A link to a file of somebody else's."""
+    other = file.parents[2] / "other.so"
+    other.write_bytes(file.read_bytes())
+    file.unlink()
+    file.symlink_to(other)
+
+
 @needs_compiler
 @pytest.mark.parametrize(
-    "broken", [lambda whole: b"of another machine" + build.WHOLE, lambda whole: whole[: len(whole) // 3]]
+    "change", [cut_short, planted, lambda file: file.chmod(0o777), lambda file: file.write_text("x")]
 )
-def test_a_broken_file_is_built_anew(source, broken):
-    """Loading one that is cut short would end the process by a bus error."""
+def test_a_file_that_is_not_as_it_was_made_is_built_anew(source, change):
     build.compiled(source, ["-DNUMBER=7"])
     (file,) = kept(source)
-    file.write_bytes(broken(file.read_bytes()))
+    change(file)
     assert library(source, NUMBER="7").number() == 7 and kept(source) == [file]
+    assert build.is_ours(file) and build.hash_of(file) == file.with_suffix(".sha256").read_text()
+
+
+@needs_compiler
+def test_a_folder_that_others_can_write_to_is_not_used(source, capsys):
+    (source.parent / "cache" / "fast").mkdir(parents=True)
+    (source.parent / "cache" / "fast").chmod(0o777)
+    assert library(source, NUMBER="7").number() == 7 and not kept(source)
+    assert capsys.readouterr().err.count("others can write to") == 1
 
 
 def test_without_a_compiler_nothing_is_written(source, monkeypatch, capsys):
@@ -73,7 +97,7 @@ def test_without_a_compiler_nothing_is_written(source, monkeypatch, capsys):
         monkeypatch.setenv("CXX", compiler)
         assert library(source, NUMBER="7") is None and build.why_not() == reason
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert library(source, NUMBER="7") is None and build.why_not() == "they are for Linux"
+    assert library(source, NUMBER="7") is None and build.why_not() == "the C++ functions need Linux"
     assert not kept(source) and capsys.readouterr() == ("", "")  # whoever asked says so, in a line of its own
 
 
