@@ -293,7 +293,7 @@ def garbage(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", [truncate, empty, flip_a_byte, garbage, Path.unlink])
+@pytest.mark.parametrize("damage", [truncate, flip_a_byte, Path.unlink])
 def test_damage_is_seen_and_the_checkpoint_before_is_used(tmp_path, capsys, name, damage):
     save(tmp_path, 200)
     save(tmp_path, 300)
@@ -314,13 +314,6 @@ def test_checksums_that_are_no_table(tmp_path, text):
     assert ck.verify(checkpoint) == "checksums.json is damaged"
 
 
-def test_a_space_that_became_a_tab_is_seen_too(tmp_path):
-    path = save(tmp_path, 1) / "checksums.json"
-    path.write_text(path.read_text(encoding="utf-8").replace("  ", "\t ", 1), encoding="utf-8")
-    assert json.loads(path.read_text(encoding="utf-8"))
-    assert ck.verify(tmp_path / "step-1") == "checksums.json is damaged"
-
-
 def test_an_empty_directory_is_passed_over_and_all_damaged_is_an_error(tmp_path, capsys):
     save(tmp_path, 1)
     (tmp_path / "step-2").mkdir()
@@ -331,14 +324,6 @@ def test_an_empty_directory_is_passed_over_and_all_damaged_is_an_error(tmp_path,
         ck.latest(tmp_path)
     with pytest.raises(UserError, match="nothing is saved yet"):
         ck.latest(tmp_path / "nothing")
-
-
-def test_other_ranks_do_not_repeat_the_line(tmp_path, capsys, monkeypatch):
-    save(tmp_path, 1)
-    (tmp_path / "step-2").mkdir()
-    monkeypatch.setenv("RANK", "1")
-    assert ck.latest(tmp_path).name == "step-1"
-    assert capsys.readouterr().err == ""
 
 
 @pytest.fixture(scope="module")

@@ -112,6 +112,14 @@ def test_another_models_checkpoint_is_refused():
     assert Path("runs/a/checkpoints/step-2").is_dir()  # a mistake on the way back takes nothing away
 
 
+def test_settings_that_were_changed_by_hand_are_refused():
+    train(run="a", kill_after=2)
+    path = Path("runs/a/config.json")
+    path.write_text(path.read_text().replace("0.1", "0.2"))
+    with pytest.raises(UserError, match="checksum of config.json differs"):
+        start(resume="runs/a")
+
+
 def test_weights_of_a_step_that_was_not_finite_are_not_saved():
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -72,21 +72,6 @@ def test_torn_ends_of_both_files_are_dropped(tmp_path):
     assert [step for step, _ in curve(tmp_path, "loss/train")] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_last_line_that_is_whole_but_for_its_end_does_not_swallow_the_next(tmp_path):
-    write(tmp_path, [1, 2]).close()
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(path.read_text(encoding="utf-8").rstrip("\n"), encoding="utf-8")
-    write(tmp_path, [3], resume_step=2).close()
-    assert [record["step"] for record in records(tmp_path)] == [1, 3]
-
-
-def test_scalars_are_on_disk_before_close(tmp_path):
-    telemetry = write(tmp_path, [1, 2])
-    assert [record["step"] for record in records(tmp_path)] == [1, 2]
-    assert [step for step, _ in curve(tmp_path, "loss/train")] == [1, 2]
-    telemetry.close()
-
-
 def test_disabled_is_silent_and_creates_nothing(tmp_path, capfd):
     telemetry = tm.Telemetry(tmp_path / "run", resume_step=3, enabled=False)
     telemetry.scalars(1, {"loss": 1.0})
@@ -124,6 +109,20 @@ def test_text_figure_and_hyperparameters_make_no_folder(tmp_path):
     settings = hparams.HParamsPluginData.FromString(content).session_start_info.hparams
     assert settings["lr"].number_value == 0.1
     assert settings["sizes"].string_value == "[1, 2]"
+
+
+def test_a_curve_that_cannot_be_written_ends_no_training(tmp_path, monkeypatch, capsys):
+    telemetry = write(tmp_path / "run", [1])
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(telemetry.writer, "add_scalar", full)
+    for step in (2, 3):
+        telemetry.scalars(step, {"loss": 1.0})
+    telemetry.close()
+    note = capsys.readouterr().err
+    assert note.count("\n") == 1 and "No space left on device" in note and len(records(tmp_path / "run")) == 1
 
 
 # ---------------------------------------------------------------- Log and progress

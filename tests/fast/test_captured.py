@@ -132,13 +132,6 @@ def test_under_autocast_as_the_plain_step():
     assert (tokens[:, :width] == plain[:, :width]).double().mean() > 0.8
 
 
-@pytest.mark.parametrize("end, count", [(1e9, 0), (-1e9, 256)])
-def test_all_end_at_once_and_none_ends(end, count):
-    model, batch = lively_model(end=end), make_batch(0, 20, 250)
-    tokens = outputs(model, batch, rehearse(model))
-    assert torch.equal(tokens, outputs(model, batch)) and (tokens != EOS).sum(1).max() == count
-
-
 def test_batches_of_any_shape_one_after_the_other():
     model = lively_model()
     steps = rehearse(model)
