@@ -116,7 +116,7 @@ def test_settings_that_were_changed_by_hand_are_refused():
     train(run="a", kill_after=2)
     path = Path("runs/a/config.json")
     path.write_text(path.read_text().replace("0.1", "0.2"))
-    with pytest.raises(UserError, match="checksum of config.json differs"):
+    with pytest.raises(UserError, match=r"checksum of config\.json differs"):
         start(resume="runs/a")
 
 

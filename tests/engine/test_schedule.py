@@ -162,6 +162,6 @@ def test_a_run_that_goes_on_to_another_end_has_no_jump_in_its_rate(schedule, ste
     longer = schedule.extended(step, total)
     assert longer.total == max(total, step) and longer.learning_rate(step + 1) <= schedule.peak
     if longer.total > step:
-        before, after, steepest = schedule.learning_rate(step), longer.learning_rate(step + 1), 0.0
+        before, after = schedule.learning_rate(step), longer.learning_rate(step + 1)
         steepest = schedule.peak * max(1 / schedule.warmup, 1 / (longer.total + 1 - longer.decay_start))
         assert abs(after - before) <= steepest * (1 + 1e-9)
