@@ -1,0 +1,233 @@
+"""The files of a run, as far as they are there: what is missing or damaged is said, and the rest is read.
+
+run = read_run("runs/NAME")
+run.records                         # the lines of metrics.jsonl
+run.figure("valid/loss", "min")     # Fact: a value with the place it is from
+"""
+
+import fcntl
+import json
+import math
+import re
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.errors import UserError
+from text.cleaning import held_out_rows
+from text.rows import find_text
+
+SUMMARIES = {"min": min, "max": max, "mean": statistics.fmean, "median": statistics.median, "last": lambda v: v[-1]}
+STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", re.MULTILINE)  # before every message of train.log
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A value on the page, as it is written there, and the place in the run's files that it is from."""
+
+    value: object
+    text: str
+    source: str  # "FILE", "FILE#key.key" or "metrics.jsonl#tag#min"
+
+
+@dataclass
+class RunFiles:
+    """One run. What a file does not tell is empty, and `missing` says so in words."""
+
+    folder: Path
+    config: dict = field(default_factory=dict)
+    model: dict = field(default_factory=dict)  # of train.py's runs: the sizes
+    data: dict = field(default_factory=dict)  # of train.py's runs: what text.prepare.describe wrote
+    environment: list[dict] = field(default_factory=list)  # one a start of the script
+    records: list[dict] = field(default_factory=list)
+    log: str = ""
+    results: dict[str, dict] = field(default_factory=dict)  # "test-greedy" → eval/test-greedy.json
+    hypotheses: dict[str, list[str]] = field(default_factory=dict)  # likewise, of the .txt
+    pictures: list[Path] = field(default_factory=list)  # that the script itself left
+    missing: list[str] = field(default_factory=list)
+    running: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def series(self, tag: str) -> tuple[list[int], list[float]]:
+        """Steps and values of a curve."""
+        points = [(record["step"], record[tag]) for record in self.records if is_number(record.get(tag))]
+        return [step for step, _ in points], [value for _, value in points]
+
+    def minutes(self, tag: str) -> list[float]:
+        """When the points of `series` were written, in minutes since the first line; hours between two starts count."""
+        times = [record["time"] for record in self.records if is_number(record.get(tag))]
+        return [(time - self.records[0]["time"]) / 60 for time in times]
+
+    def tags(self) -> list[str]:
+        """Every curve of the run, in the order of its first point."""
+        tags = dict.fromkeys(tag for record in self.records for tag in record)
+        return [tag for tag in tags if tag not in ("step", "time") and self.series(tag)[1]]
+
+    def figure(self, tag: str, summary: str, form: str = ",.4g") -> Fact | None:
+        """One number of a curve: its min, max, mean, median or last."""
+        values = self.series(tag)[1]
+        if not values:
+            return None
+        value = SUMMARIES[summary](values)
+        return Fact(value, format(value, form), f"metrics.jsonl#{tag}#{summary}")
+
+    def fact(self, file: str, *keys, form: str = "") -> Fact | None:
+        """One value of a JSON file, e.g. `fact("environment.json", -1, "torch")`."""
+        value = {"config.json": self.config, "model.json": self.model, "data.json": self.data,
+                 "environment.json": self.environment}.get(file)  # fmt: skip
+        value = self.results.get(Path(file).stem) if value is None else value
+        try:
+            for key in keys:
+                value = value[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+        if value is None or value == "":
+            return None
+        is_plain = is_number(value) and not isinstance(value, str)
+        return Fact(value, format(value, form) if is_plain else str(value), f"{file}#{'.'.join(map(str, keys))}")
+
+    def seconds(self) -> Fact | None:
+        """How long the run took, over all its starts; of a run that was killed, or is under way, up to its last line."""
+        if self.environment and all(is_number(session.get("seconds")) for session in self.environment):
+            total = sum(session["seconds"] for session in self.environment)
+            return Fact(total, in_minutes(total), "environment.json#seconds#sum")
+        if len(self.records) > 1:
+            total = self.records[-1]["time"] - self.records[0]["time"]
+            return Fact(total, f"≥ {in_minutes(total)}", "metrics.jsonl#time#span")
+        return None
+
+    def last_words(self) -> str:
+        """Why it stopped, as the log says it; '' if it does not."""
+        after = self.log.rpartition("resumed after step")[2]
+        words = [line for line in messages(after) if line.startswith("stopped")]
+        return words[-1] if words else ""
+
+    def printed_model(self) -> str:
+        """The layers as a lab's script printed them into its log; ''."""
+        printed = [text for text in messages(self.log) if re.match(r"\w+\(\n", text)]
+        return printed[-1] if printed else ""
+
+
+def messages(log: str) -> list[str]:
+    """The messages of a log; one may have several lines."""
+    return [text.rstrip("\n") for text in STAMP.split(log)]
+
+
+def is_number(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def in_minutes(seconds: float) -> str:
+    return f"{seconds / 60:,.1f} min"
+
+
+def read_run(folder: str | Path) -> RunFiles:
+    """Everything in runs/NAME. Raises `UserError` only for what is no run at all."""
+    run = RunFiles(Path(folder))
+    if not run.folder.is_dir():
+        raise UserError(f"{folder}: no such run; `ls runs` shows what there is")
+    if not any((run.folder / name).exists() for name in ("config.json", "metrics.jsonl", "train.log")):
+        raise UserError(f"{folder} is no run: it has no config.json, metrics.jsonl or train.log")
+    run.config = read_json(run, "config.json", dict, "the settings are unknown")
+    if "target" in run.config:  # a run of train.py
+        run.model = read_json(run, "model.json", dict, "the sizes of the model are unknown")
+        run.data = read_json(run, "data.json", dict, "a run of an older version: counts and lengths of the data are unknown")
+    run.environment = read_json(run, "environment.json", list, "a run of an older version: its machine is unknown")
+    run.environment = [session for session in run.environment if isinstance(session, dict)]
+    run.records = read_records(run)
+    run.log = read_text(run, "train.log", "what it said is unknown")
+    for path in sorted((run.folder / "eval").glob("*.json")):
+        name = f"eval/{path.name}"
+        run.results[path.stem] = read_json(run, name, dict, "that result is left out")
+        if not run.results[path.stem]:
+            del run.results[path.stem]
+        elif path.with_suffix(".txt").exists():
+            run.hypotheses[path.stem] = read_text(run, f"eval/{path.stem}.txt", "").split("\n")[:-1]
+    if not run.results:
+        run.missing.append(f"eval/: no result yet; python evaluate.py --ckpt {folder} makes one" if run.model
+                           else "eval/: no result yet")  # fmt: skip
+    run.pictures = sorted([*run.folder.glob("*.png"), *run.folder.glob("eval/*.png")])
+    run.running = is_locked(run.folder / ".lock")
+    if run.running:
+        run.missing.append("the run is still under way: these are its figures so far")
+    elif run.log and not run.last_words():
+        run.missing.append("train.log has no last words: the run was killed, or ended with an error")
+    return run
+
+
+def read_json(run: RunFiles, name: str, kind: type, lost: str):
+    """What the file holds; an empty `kind` if it is missing or damaged, and a word about it."""
+    try:
+        value = json.loads((run.folder / name).read_text(encoding="utf-8"))
+        if isinstance(value, kind):
+            return value
+        run.missing.append(f"{name}: damaged; {lost}")
+    except FileNotFoundError:
+        run.missing.append(f"{name}: not there; {lost}")
+    except (OSError, ValueError, RecursionError):
+        run.missing.append(f"{name}: damaged; {lost}")
+    return kind()
+
+
+def read_text(run: RunFiles, name: str, lost: str) -> str:
+    try:
+        return (run.folder / name).read_bytes().decode("utf-8", errors="replace")
+    except OSError:
+        run.missing.append(f"{name}: not there; {lost}")
+        return ""
+
+
+def read_records(run: RunFiles) -> list[dict]:
+    """The lines of metrics.jsonl that can be read; of a killed run the last one may be torn."""
+    records, damaged = [], 0
+    for line in read_text(run, "metrics.jsonl", "there are no curves").splitlines():
+        try:
+            record = json.loads(line)
+            if is_number(record["step"]) and is_number(record["time"]):
+                records.append(record)
+                continue
+        except (ValueError, TypeError, KeyError, RecursionError):
+            pass
+        damaged += bool(line.strip())
+    if damaged:
+        run.missing.append(f"metrics.jsonl: {damaged} damaged lines are left out")
+    return records
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a run, that is, writes to it now."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except BlockingIOError:
+        return True
+    except OSError:  # an old run, or a file system without locks
+        return False
+
+
+def rows_of(run: RunFiles, name: str) -> list[tuple[str, str]]:
+    """The raw (source, target) rows of a result, from the data set; [] if it is not there as it was, which is noted."""
+    hypotheses, split = run.hypotheses[name], run.results[name].get("split", "test")
+    try:
+        text = find_text(run.config["data"], run.config["source"], run.config["target"])
+        rows = next(text.rows("train"), []) if split == "train" else held_out_rows(text)[split]
+    except (UserError, OSError, KeyError) as error:
+        run.missing.append(f"the data set: {error}; so the translations stand without sources and references")
+        return []
+    complete = len(hypotheses) <= len(rows) if "first" in name or split == "train" else len(hypotheses) == len(rows)
+    if not complete:
+        run.missing.append(f"eval/{name}.txt: {len(hypotheses)} lines, the data set has {len(rows)} rows; not shown")
+        return []
+    return rows[: len(hypotheses)]
+
+
+def newest_run(runs: Path = Path("runs")) -> Path:
+    """The run, of any script, that was written to last."""
+    folders = [path.parent for path in runs.glob("*/metrics.jsonl")]
+    if not folders:
+        raise UserError(f"no run in {runs.absolute()}; name one: python report.py PATH/NAME")
+    return max(folders, key=lambda folder: (folder / "metrics.jsonl").stat().st_mtime)
