@@ -36,7 +36,7 @@ def choose_checkpoint(path: str = "", average: int = 1, say=print, runs: Path = 
     if not path:
         path = newest_run(runs)
         say(f"no --ckpt given, so the newest run: {path}")
-    chosen = checkpoint.resolve(path)
+    chosen = checkpoint.resolve(path if Path(path).exists() else runs / path)
     if average > 1 and not chosen.is_dir():
         raise UserError(f"--average needs a run or a checkpoint folder, not the file {chosen}")
     if average > 1 and Path(path).resolve() != chosen:
@@ -51,6 +51,8 @@ def load_trained(path: str | Path = "", average: int = 1, say=print) -> Trained:
     """
     chosen = choose_checkpoint(str(path), average, say)
     run = run_of(chosen)
+    if (run / "checksums.json").exists() and (damage := checkpoint.verify_files(run)):  # older versions wrote none
+        raise UserError(f"{run}: {damage}; put the file back as it was, or train anew")
     try:
         config = json.loads((run / "config.json").read_text(encoding="utf-8"))
         sizes = ModelConfig(**json.loads((run / "model.json").read_text(encoding="utf-8")))
@@ -70,6 +72,12 @@ def load_trained(path: str | Path = "", average: int = 1, say=print) -> Trained:
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()[:150]
         raise UserError(f"{chosen} does not hold the weights of the model in {run}: {reason}") from None
+    if not all(weight.isfinite().all() for weight in weights.values()):
+        raise UserError(f"{chosen} has weights that are not finite numbers; use an earlier checkpoint")
+    for side, size in (("source", sizes.source_vocab), ("target", sizes.target_vocab)):
+        if len(tokenizers[side]) > size:
+            raise UserError(f"{run}: its {side} tokenizer has {len(tokenizers[side])} tokens, but the model {size}; "
+                            "put back the one that the run was trained with")  # fmt: skip
     return Trained(model.eval().requires_grad_(False), tokenizers["source"], tokenizers["target"], config, run, name)
 
 

@@ -52,6 +52,8 @@ class Config:
     resume: str = flag("", "run folder to go on with", "Run")
     eval_every: int = flag(0, "steps between validations; 0: an epoch, within 250 to 1000", "Run", least=0)
     log_every: int = flag(20, "steps between lines of the log", "Run", least=1)
+    save_minutes: float = flag(10.0, "minutes between checkpoints, besides those of validations", "Run", above=0)
+    keep: int = flag(5, "newest checkpoints that are kept, besides the best", "Run", least=1)
     precision: str = flag("auto", "number format (auto|fp32|bf16|fp16)", "Run")
     compile: bool = flag(False, "torch.compile the model", "Run")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Run")
@@ -92,7 +94,7 @@ from validation import Validation
 
 # On --resume; anything else would make it another run.
 MAY_CHANGE = {"epochs", "max_steps", "max_minutes", "patience", "workers", "device", "precision", "compile",
-              "accumulate", "attention", "eval_every", "log_every"}  # fmt: skip
+              "accumulate", "attention", "eval_every", "log_every", "save_minutes", "keep", "data"}  # fmt: skip
 
 
 def train(config: Config) -> Path:
@@ -166,9 +168,10 @@ def train(config: Config) -> Path:
         steps_per_epoch = sampler.steps_per_epoch
 
         # -------- the learning rate's plan
-        plan = schedule.plan(config.lr, config.warmup, config.max_steps or config.epochs * steps_per_epoch)
-        if run.state and not config.given & {"epochs", "max_steps", "max_minutes"}:
-            plan = schedule.Schedule(**state["schedule"])
+        total = config.max_steps or config.epochs * steps_per_epoch
+        plan = schedule.Schedule(**state["schedule"]) if run.state else schedule.plan(config.lr, config.warmup, total)
+        if run.state and config.given & {"epochs", "max_steps", "max_minutes"}:
+            plan = plan.extended(state["step"], total)
         log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens a step, "
             f"{steps_per_epoch:,} steps an epoch, {plan.total:,} steps in all"
             + (f" or {config.max_minutes:g} minutes" if config.max_minutes else "")
@@ -207,6 +210,7 @@ def train(config: Config) -> Path:
             values |= {"train/loss_scale": precision.scaler.get_scale()} if precision.scaler.is_enabled() else {}
             run.scalars(step, values | figures | {"memory/peak_gib": peak_memory_gib(world.device)})
             left = plan.minutes_left(step, state["minutes"], config.max_minutes)
+            bar.total = round(step * (1 + left / state["minutes"]))  # the bar's estimate is this one
             log(f"step {step:>6,}  epoch {step / steps_per_epoch:5.2f}  loss {loss:.4f}  lr {plan.learning_rate(step):.2e}  "
                 f"|gradient| {values['train/gradient_norm']:.2f}  {speed:,.0f} tokens/s  {left:,.1f} min left")  # fmt: skip
 
@@ -225,15 +229,25 @@ def train(config: Config) -> Path:
             meter.pause()
             extra = {"schedule": asdict(plan), "data_key": prepared.summary["key"]}
             extra["window"] = {"steps": window_steps, "losses": world.gather(window_loss.tolist())}
-            run.save(state["step"], model, optimizer, state | extra, precision, best=best)
+            run.save(state["step"], model, optimizer, state | extra, precision, best=best, keep=config.keep)
+            nonlocal saved_minutes
+            saved_minutes = state["minutes"]
             meter.resume()
 
-        begun = time.perf_counter() - 60 * state["minutes"]
+        def time_to_stop() -> str | None:
+            """Why this step was the last, if it was."""
+            if config.max_minutes and (state["minutes"] >= config.max_minutes or (plan.by_time and step >= plan.total)):
+                return f"the {config.max_minutes:g} minutes are over"
+            return "all steps are done" if step >= plan.total else None
+
+        begun, saved_minutes = time.perf_counter() - 60 * state["minutes"], state["minutes"]
         bar = progress(total=plan.total, initial=state["step"], unit="step", desc=run.folder.name)
-        why_stop = "all steps were done before" if state["step"] >= plan.total else None
+        step, why_stop = state["step"], None
+        if step:
+            why_stop = time_to_stop()
+        if step and state["validated"] != step and (why_stop or step % eval_every == 0):
+            save(best=validate(step))  # the run was interrupted when a validation was due
         model.train()
-        if state["step"] and state["step"] % eval_every == 0 and state["validated"] != state["step"]:
-            save(best=validate(state["step"]))  # the run was interrupted when a validation was due
         while not why_stop:
             # Learning rate and randomness are functions of the step: a resumed run draws what it would have drawn anyway.
             step = state["step"] + 1
@@ -267,13 +281,8 @@ def train(config: Config) -> Path:
             stop_asked, state["minutes"] = world.maximum(run.interrupted(), (time.perf_counter() - begun) / 60)
             if plan.fit_time(step, state["minutes"], config.max_minutes):
                 log(f"step {step:,}: {state['minutes']:.1f} minutes are gone; the learning rate falls from here on")
-            if stop_asked:
-                why_stop = INTERRUPTED
-            elif config.max_minutes and state["minutes"] >= config.max_minutes:
-                why_stop = f"the {config.max_minutes:g} minutes are over"
-            elif step >= plan.total:
-                why_stop = "all steps are done"
-            finished = why_stop and why_stop != INTERRUPTED
+            finished = time_to_stop()
+            why_stop = finished or (INTERRUPTED if stop_asked else None)
 
             if step % config.log_every == 0 or finished:
                 log_step(step, gradient_norm)
@@ -283,7 +292,7 @@ def train(config: Config) -> Path:
                 if not why_stop and config.patience and state["stale"] >= config.patience:
                     why_stop = f"{state['stale']} validations without a better loss"
                 save(best=improved)
-            elif why_stop:
+            elif why_stop or state["minutes"] >= saved_minutes + config.save_minutes:
                 save()
 
         # -------- the last words

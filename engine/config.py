@@ -20,6 +20,7 @@ from pathlib import Path
 
 from engine.errors import UserError, stop
 
+SETTINGS_BYTES = 2**16
 SAYS_TRUE, SAYS_FALSE = ("true", "yes", "1"), ("false", "no", "0")
 
 
@@ -139,12 +140,15 @@ def read_settings(path: Path) -> dict:
     import yaml
 
     try:
+        if path.stat().st_size > SETTINGS_BYTES:
+            raise UserError(f"settings file {path} is larger than {SETTINGS_BYTES:,} bytes; is it another file?")
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read settings file {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, a date that is none
         raise UserError(f"settings file {path} is not valid YAML: {error}") from None
-    if not isinstance(values, dict):
+    # Nested values would have no flag, and written out they can be a billion times the size of the file.
+    if not isinstance(values, dict) or any(isinstance(value, dict | list | set) for value in values.values()):
         raise UserError(f"settings file {path} must hold `name: value` lines")
     return values
 

@@ -58,6 +58,7 @@ class Run:
         world.on_main(lambda: run.at_end.enter_context(lock(run.folder)) and None)
         run.checkpoint = world.on_main(lambda: last_checkpoint(run.folder)) if resume else None
         run.state = checkpoint.load_state(run.checkpoint) if run.checkpoint else None
+        run.best_step = run.state.get("best_step") if run.state else None
         run.log = Log(run.folder, enabled=world.is_main)
         run.log(f"run: {run.folder}" + (f", {world.size} processes" if world.size > 1 else ""))
         if hidden := hidden_gpus():
@@ -86,6 +87,7 @@ class Run:
         if self.world.is_main:
             save_config(self.config, self.folder / "config.json")
             self.note_environment()
+            checkpoint.write_checksums(self.folder, described(self.folder))
         resume_step = (self.state["step"] if self.state else 0) if self.config.resume else None
         self.telemetry = Telemetry(self.folder, resume_step, enabled=self.world.is_main)
         self.at_end.callback(self.telemetry.close)
@@ -104,27 +106,29 @@ class Run:
             sessions = [*json.loads(path.read_text(encoding="utf-8"))] if self.config.resume else []
         sessions.append(environment(self.world))
         self.log(describe(sessions[-1]))
-        write_whole(path, json.dumps(sessions, ensure_ascii=False, indent=1) + "\n")
 
-        def write_seconds() -> None:
-            sessions[-1]["seconds"] = round(time.perf_counter() - self.started, 1)
-            write_whole(path, json.dumps(sessions, ensure_ascii=False, indent=1) + "\n")
+        def write(seconds: float | None) -> None:
+            sessions[-1]["seconds"] = seconds
+            with contextlib.suppress(OSError):  # a full disk ends no training
+                write_whole(path, json.dumps(sessions, ensure_ascii=False, indent=1) + "\n")
 
-        self.at_end.callback(write_seconds)
+        write(None)
+        self.at_end.callback(lambda: write(round(time.perf_counter() - self.started, 1)))
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Curves, and with them the figures of the CPU and the GPU since the last call."""
         self.telemetry.scalars(step, values | self.process.read() | (self.gpu.read() if self.gpu else {}))
 
     def save(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict,
-             precision: Precision | None = None, best: bool = False) -> None:  # fmt: skip
+             precision: Precision | None = None, best: bool = False, keep: int = 5) -> None:  # fmt: skip
         """A checkpoint of this step, by rank 0; `state` is any JSON. Never of weights after a step that was not finite."""
         if precision:
             precision.check_finite()
             state = state | {"scaler": precision.scaler.state_dict()}
+        self.best_step = step if best else self.best_step
         if self.world.is_main:
-            folder = self.folder / "checkpoints"
-            checkpoint.save(folder, step, model.state_dict(), optimizer.state_dict(), state, best=best)
+            weights, moments = model.state_dict(), optimizer.state_dict()
+            checkpoint.save(self.folder / "checkpoints", step, weights, moments, state, keep, self.best_step)
 
     def stop_asked(self) -> bool:
         """Whether a signal came to any rank. All ranks ask together, so that all stop at the same step."""
@@ -151,10 +155,23 @@ class Run:
             self.world.stop()
 
 
+def described(folder: Path) -> list[str]:
+    """The files that say what a run is: checksums.json vouches for them."""
+    files = [folder / "config.json", folder / "model.json", *sorted((folder / "tokenizer").rglob("*"))]
+    return [str(path.relative_to(folder)) for path in files if path.is_file()]
+
+
+def folder_of(name: str) -> Path:
+    """What --run NAME made: runs/NAME, or a path as it is."""
+    return Path(name) if "/" in name or name in (".", "..") or Path(name).is_dir() else Path("runs") / name
+
+
 def new_folder(name: str, kind: str) -> Path:
     """The folder of a fresh run: runs/<name>, or <name> if it is a path; one that is named must not be a run already."""
     given, name = name, name or time.strftime(f"%Y-%m-%d_%H-%M-%S-{kind}")
     run = Path(name) if "/" in name else Path("runs") / name
+    if run.name in (".", "..", "") or "\n" in name:
+        raise UserError(f"--run {name!r} is no name for a run; choose letters, digits, - and _")
     try:
         if (run / "config.json").exists():
             raise UserError(f"run {run} exists; choose another --run, or go on with --resume {run}")
@@ -205,7 +222,10 @@ def run_of_this_job(name: str) -> Path | None:
 def lock(run: Path):
     """Keep a second process from writing to the same run: an open file. The lock goes with this process, however it ends."""
     try:
-        file = open(run / ".lock", "w", encoding="utf-8")
+        # Not through a link that somebody put there: it would empty the file that it leads to.
+        file = open(
+            run / ".lock", "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)
+        )
     except OSError as error:
         raise UserError(f"cannot write to {run}: {error.strerror}; choose another place with --run PATH/NAME") from None
     try:
@@ -224,26 +244,29 @@ def lock(run: Path):
 
 def saved_settings(config, may_change: set[str]):
     """The settings that the run to go on with was started with, changed by those flags that may change."""
-    run = Path(config.resume)
+    run, given = folder_of(config.resume), getattr(config, "given", set())
     if not (run / "config.json").exists():
         raise UserError(f"--resume {run}: no such run (no config.json in it); `ls runs` shows what there is")
+    if (run / "checksums.json").exists() and (damage := checkpoint.verify_files(run)):
+        raise UserError(f"--resume {run}: {damage}; put the file back as it was, or start a new run")
     saved, may_change = load_config(type(config), run / "config.json"), {*may_change, "resume"}
-    changed = [name for name in sorted(config.given - may_change) if getattr(config, name) != getattr(saved, name)]
+    given = {name for name in given if getattr(config, name) != getattr(saved, name)}
+    changed = sorted(given - may_change)
     if changed:
         raise UserError(
             f"--resume {run} with another --{changed[0]} ({getattr(config, changed[0])!r}, the run has "
             f"{getattr(saved, changed[0])!r}); leave the flag out, or start a new run"
         )
-    for name in config.given & may_change:
+    for name in given & may_change:
         setattr(saved, name, getattr(config, name))
-    saved.given, saved.resume = config.given, config.resume
+    saved.given, saved.resume = given, str(run)  # `given`: what was asked for and is new
     return saved
 
 
 def last_checkpoint(run: Path) -> Path | None:
     """What a run goes on from; None if it was killed before its first checkpoint, and begins again."""
     folder = run / "checkpoints"
-    return checkpoint.latest(folder) if checkpoint.steps(folder) else None
+    return checkpoint.mend(folder) if checkpoint.steps(folder) else None
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:

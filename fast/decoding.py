@@ -64,6 +64,8 @@ def is_possible(model: nn.Module, int8: bool = False) -> bool:
     widths = (sizes.d_model, sizes.dim_feedforward, sizes.d_model // sizes.nhead)
     if any(width % LANES for width in widths) or any(x.dtype != torch.float32 for x in model.parameters()):
         return False
+    if not all(x.isfinite().all() for x in model.parameters()):  # the largest of logits with nan is another question
+        return False
     if int8 and not torch.cpu._is_vnni_supported():
         return False
     return bool(kernels(int8))

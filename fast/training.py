@@ -55,14 +55,14 @@ def why_not(model: nn.Module, dtype: torch.dtype) -> str:
     sizes, layers = model.config, [*model.transformer.encoder.layers, *model.transformer.decoder.layers]
     parts = [part for layer in layers for part in layer.modules()]
     if any(type(part) not in PARTS or part._forward_hooks or part._forward_pre_hooks for part in parts):
-        return "the layers are not the stock ones"
+        return "the layers are not those of PyTorch"
     if sizes.norm_first or any(layer.activation is not F.relu for layer in layers):
-        return "they are for post-norm layers with ReLU"
+        return "the kernels need post-norm layers with ReLU"
     if sizes.d_model // sizes.nhead % 16:
-        return "the width of a head is no multiple of 16"
+        return "the width of a head is not a multiple of 16"
     if model.output.weight.dtype != torch.float32:
         return "the weights are not fp32"
-    return "" if kernels.kernels(dtype) else "they are not compiled"
+    return "" if kernels.kernels(dtype) else "the kernels are not compiled"
 
 
 def encode(model: nn.Module, src: Tensor, src_pad: Tensor, dtype: torch.dtype) -> Tensor:
