@@ -69,4 +69,4 @@ def embedded(text: str) -> str:
     file = io.BytesIO()
     font.save(file)
     encoded = base64.b64encode(file.getvalue()).decode()
-    return f"@font-face {{ font-family: own; src: url(data:font/otf;base64,{encoded}) }}"
+    return f"@font-face {{ font-family: own; font-display: block; src: url(data:font/otf;base64,{encoded}) }}"

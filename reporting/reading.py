@@ -44,7 +44,7 @@ class RunFiles:
     results: dict[str, dict] = field(default_factory=dict)  # "test-greedy" → eval/test-greedy.json
     hypotheses: dict[str, list[str]] = field(default_factory=dict)  # likewise, of the .txt
     pictures: list[Path] = field(default_factory=list)  # that the script itself left
-    missing: list[str] = field(default_factory=list)
+    missing: list[tuple[str, ...]] = field(default_factory=list)  # the place, then words that a page can translate
     running: bool = False
 
     @property
@@ -72,10 +72,10 @@ class RunFiles:
         if not values:
             return None
         value = SUMMARIES[summary](values)
-        return Fact(value, format(value, form), f"metrics.jsonl#{tag}#{summary}")
+        return Fact(value, format(value, form), f"{self.name}/metrics.jsonl#{tag}#{summary}")
 
-    def fact(self, file: str, *keys, form: str = "") -> Fact | None:
-        """One value of a JSON file, e.g. `fact("environment.json", -1, "torch")`."""
+    def fact(self, file: str, keys: tuple, form: str = "") -> Fact | None:
+        """One value of a JSON file, e.g. `fact("environment.json", (-1, "torch"))`."""
         value = {"config.json": self.config, "model.json": self.model, "data.json": self.data,
                  "environment.json": self.environment}.get(file)  # fmt: skip
         value = self.results.get(Path(file).stem) if value is None else value
@@ -87,16 +87,18 @@ class RunFiles:
         if value is None or value == "":
             return None
         is_plain = is_number(value) and not isinstance(value, str)
-        return Fact(value, format(value, form) if is_plain else str(value), f"{file}#{'.'.join(map(str, keys))}")
+        return Fact(
+            value, format(value, form) if is_plain else str(value), f"{self.name}/{file}#{'.'.join(map(str, keys))}"
+        )
 
     def seconds(self) -> Fact | None:
         """How long the run took, over all its starts; of a run that was killed, or is under way, up to its last line."""
         if self.environment and all(is_number(session.get("seconds")) for session in self.environment):
             total = sum(session["seconds"] for session in self.environment)
-            return Fact(total, in_minutes(total), "environment.json#seconds#sum")
+            return Fact(total, in_minutes(total), f"{self.name}/environment.json#seconds#sum")
         if len(self.records) > 1:
             total = self.records[-1]["time"] - self.records[0]["time"]
-            return Fact(total, f"≥ {in_minutes(total)}", "metrics.jsonl#time#span")
+            return Fact(total, f"≥ {in_minutes(total)}", f"{self.name}/metrics.jsonl#time#span")
         return None
 
     def last_words(self) -> str:
@@ -104,6 +106,15 @@ class RunFiles:
         after = self.log.rpartition("resumed after step")[2]
         words = [line for line in messages(after) if line.startswith("stopped")]
         return words[-1] if words else ""
+
+    def said(self, beginnings: tuple[str, ...]) -> list[str]:
+        """Messages of the log that begin so."""
+        return [text for text in messages(self.log) if text.startswith(beginnings)]
+
+    def logged(self, pattern: str) -> Fact | None:
+        """The last number that the log tells in these words."""
+        told = re.findall(pattern, self.log)
+        return Fact(int(told[-1].replace(",", "")), told[-1], f"{self.name}/train.log") if told else None
 
     def printed_model(self) -> str:
         """The layers as a lab's script printed them into its log; ''."""
@@ -134,8 +145,8 @@ def read_run(folder: str | Path) -> RunFiles:
     run.config = read_json(run, "config.json", dict, "the settings are unknown")
     if "target" in run.config:  # a run of train.py
         run.model = read_json(run, "model.json", dict, "the sizes of the model are unknown")
-        run.data = read_json(run, "data.json", dict, "a run of an older version: counts and lengths of the data are unknown")
-    run.environment = read_json(run, "environment.json", list, "a run of an older version: its machine is unknown")
+        run.data = read_json(run, "data.json", dict, "counts and lengths of the data are unknown")
+    run.environment = read_json(run, "environment.json", list, "the machine is unknown")
     run.environment = [session for session in run.environment if isinstance(session, dict)]
     run.records = read_records(run)
     run.log = read_text(run, "train.log", "what it said is unknown")
@@ -147,14 +158,14 @@ def read_run(folder: str | Path) -> RunFiles:
         elif path.with_suffix(".txt").exists():
             run.hypotheses[path.stem] = read_text(run, f"eval/{path.stem}.txt", "").split("\n")[:-1]
     if not run.results:
-        run.missing.append(f"eval/: no result yet; python evaluate.py --ckpt {folder} makes one" if run.model
-                           else "eval/: no result yet")  # fmt: skip
+        way = ("this makes one:", f"python evaluate.py --ckpt {folder}") if run.model else ()
+        run.missing.append(("eval/", "no result yet", *way))
     run.pictures = sorted([*run.folder.glob("*.png"), *run.folder.glob("eval/*.png")])
     run.running = is_locked(run.folder / ".lock")
     if run.running:
-        run.missing.append("the run is still under way: these are its figures so far")
+        run.missing.append((".lock", "the run is still under way: these are its figures so far"))
     elif run.log and not run.last_words():
-        run.missing.append("train.log has no last words: the run was killed, or ended with an error")
+        run.missing.append(("train.log", "no last words: the run was killed, or ended with an error"))
     return run
 
 
@@ -164,11 +175,11 @@ def read_json(run: RunFiles, name: str, kind: type, lost: str):
         value = json.loads((run.folder / name).read_text(encoding="utf-8"))
         if isinstance(value, kind):
             return value
-        run.missing.append(f"{name}: damaged; {lost}")
+        run.missing.append((name, "damaged", lost))
     except FileNotFoundError:
-        run.missing.append(f"{name}: not there; {lost}")
+        run.missing.append((name, "not there", lost))
     except (OSError, ValueError, RecursionError):
-        run.missing.append(f"{name}: damaged; {lost}")
+        run.missing.append((name, "damaged", lost))
     return kind()
 
 
@@ -176,7 +187,7 @@ def read_text(run: RunFiles, name: str, lost: str) -> str:
     try:
         return (run.folder / name).read_bytes().decode("utf-8", errors="replace")
     except OSError:
-        run.missing.append(f"{name}: not there; {lost}")
+        run.missing.append((name, "not there", lost))
         return ""
 
 
@@ -193,7 +204,7 @@ def read_records(run: RunFiles) -> list[dict]:
             pass
         damaged += bool(line.strip())
     if damaged:
-        run.missing.append(f"metrics.jsonl: {damaged} damaged lines are left out")
+        run.missing.append(("metrics.jsonl", str(damaged), "damaged lines are left out"))
     return records
 
 
@@ -213,14 +224,18 @@ def rows_of(run: RunFiles, name: str) -> list[tuple[str, str]]:
     """The raw (source, target) rows of a result, from the data set; [] if it is not there as it was, which is noted."""
     hypotheses, split = run.hypotheses[name], run.results[name].get("split", "test")
     try:
+        if Path(run.config["data"]).is_absolute() and not Path(run.config["data"]).exists():  # nor asked for at a hub
+            raise UserError(f"{run.config['data']} is not there")
         text = find_text(run.config["data"], run.config["source"], run.config["target"])
         rows = next(text.rows("train"), []) if split == "train" else held_out_rows(text)[split]
     except (UserError, OSError, KeyError) as error:
-        run.missing.append(f"the data set: {error}; so the translations stand without sources and references")
+        run.missing.append(("data set", str(error), "so the translations are not shown"))
         return []
     complete = len(hypotheses) <= len(rows) if "first" in name or split == "train" else len(hypotheses) == len(rows)
     if not complete:
-        run.missing.append(f"eval/{name}.txt: {len(hypotheses)} lines, the data set has {len(rows)} rows; not shown")
+        run.missing.append(
+            (f"eval/{name}.txt", f"{len(hypotheses)} ≠ {len(rows)}", "not as many lines as the data set has rows")
+        )
         return []
     return rows[: len(hypotheses)]
 

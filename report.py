@@ -1,0 +1,89 @@
+"""Make the report of a run, from the files that it left: a page that opens without network, Markdown, PNG pictures.
+
+python report.py                                   # the newest run of any script → runs/NAME/report/report.html
+python report.py runs/NAME --language en --out DIR # this one, in English, somewhere else
+python report.py runs/A runs/B                     # several runs on one page
+python report.py runs/A runs/B --compare           # only print whether B translates better than A: paired bootstrap
+"""
+
+from dataclasses import dataclass
+
+from engine.config import flag, parse_flags
+from engine.errors import UserError, run_script
+
+
+@dataclass
+class Config:
+    """Every setting of a report."""
+
+    out: str = flag("", "folder of the report; report/ in the (first) run", "Options")
+    language: str = flag("zh", "language of the page (zh|en)", "Options")
+    compare: bool = flag(False, "only print the paired bootstrap of the runs", "Options")
+
+
+if __name__ == "__main__":  # before the heavy imports, so that --help and a wrong flag answer at once
+    config = parse_flags(Config, "the report of one run or more", positional="runs")
+
+from pathlib import Path
+
+import torch
+
+from loading import load_trained
+from model import ModelConfig, Translator, training_flops
+from reporting import sections
+from reporting.attention import Attention
+from reporting.page import Page
+from reporting.reading import RunFiles, newest_run, read_run, rows_of
+from validation import attention_of
+
+
+def report(config: Config) -> None:
+    """Read the runs; add the sections in the order they are read in; write the page."""
+    runs = [read_run(folder) for folder in config.runs or [newest_run()]]
+    if config.compare:
+        print(sections.in_lines(*sections.compare(runs)))
+        return
+    described = {run.name: description for run in runs if (description := describe(run))}
+    page = Page("Training report", config.language, Path(config.out or runs[0].folder / "report"))
+    with page.later():  # the summary says what is missing, which the sections behind it find out
+        sections.environment(page, runs)
+        sections.data(page, runs)
+        sections.model(page, runs, described)
+        sections.curves(page, runs)
+        sections.hardware(page, runs)
+        sections.speed(page, runs)
+        sections.results(page, runs)
+        sections.comparison(page, runs)
+        chosen = sections.translations(page, runs)
+        sections.attention(page, runs, look, chosen)
+        sections.own_pictures(page, runs)
+        sections.settings(page, runs)
+    sections.summary(page, runs, described)
+    print(f"written to {page.write()}; report.md and {len(page.pictures)} pictures lie beside it")
+
+
+def describe(run: RunFiles) -> sections.Described | None:
+    """The model of a run of train.py; None for a lab's, whose script prints its own into the log."""
+    try:
+        sizes = ModelConfig(**run.model)
+    except (TypeError, UserError):
+        return None
+    with torch.device("meta"):  # shapes without numbers
+        model = Translator(sizes)
+    tokens, pairs = run.data.get("tokens"), run.data.get("counts", {}).get("kept")
+    flops = (
+        training_flops(sizes, *(tokens[side] / pairs for side in ("source", "target"))) if tokens and pairs else None
+    )
+    return sections.Described(str(model), sum(weights.numel() for weights in model.parameters()), flops)
+
+
+def look(run: RunFiles, chosen: list[int]) -> list[Attention]:
+    """Where the best checkpoint looks for the translations of these rows."""
+    trained = load_trained(run.folder, say=lambda _: None)
+    name = next(iter(run.hypotheses))
+    tokenizers, rows = (trained.source_tokenizer, trained.target_tokenizer), rows_of(run, name)
+    return [attention_of(trained.model, tokenizers, rows[row][0], run.hypotheses[name][row]) for row in chosen]
+
+
+if __name__ == "__main__":
+    run_script(lambda: report(config))
