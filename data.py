@@ -6,7 +6,7 @@ loader = DataLoader(prepared.train, batch_sampler=sampler, collate_fn=collate_fo
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -16,6 +16,7 @@ from torch.utils.data import Sampler
 
 from engine.errors import UserError
 from text.prepare import Prepared
+from text.store import Rows, flatten, places_of, starts_of
 from text.subwords import special_ids
 
 
@@ -25,7 +26,7 @@ def default_tokens_per_batch(prepared: Prepared, device: torch.device) -> int:
     return int(min(most, max(1024, prepared.train.lengths["target"].sum() // 100)))
 
 
-class BucketSampler(Sampler[list[int]]):
+class BucketSampler(Sampler[np.ndarray]):
     """Endless batches of pairs of similar length, under a budget of tokens, the same plan on every rank.
 
     `tokens_per_batch` bounds the padded tokens of either side in one optimiser step, over all ranks and micro-batches.
@@ -90,14 +91,14 @@ class BucketSampler(Sampler[list[int]]):
         for batch in batches:
             yield order[self.bounds[batch] : self.bounds[batch + 1]]
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[np.ndarray]:
         """This rank's micro-batches, from the current step on, without end."""
         while True:
             epoch, done = divmod(self.step, self.steps_per_epoch)
             for pairs in islice(self.epoch_plan(epoch), done, None):
                 self.step += 1
                 for micro_batch in range(self.accumulate):
-                    yield pairs[micro_batch * self.world_size + self.rank :: self.parts].tolist()
+                    yield pairs[micro_batch * self.world_size + self.rank :: self.parts]
 
     def widest_step(self) -> np.ndarray:
         """The pairs of the step that asks most of the memory: attention grows with pairs × length²."""
@@ -179,35 +180,38 @@ class Collate:
     target_ids: dict[str, int]
     pad_multiple: int = 1
 
-    def __call__(self, pairs: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
-        sources, targets = zip(*pairs)
-        src, src_pad = self.pad_sources(sources)
-        width = self._round_up(max(map(len, targets)) + 1)
-        tgt_in = np.full((len(targets), width), self.target_ids["pad"], np.int64)
-        tgt_out = tgt_in.copy()
-        is_real = np.zeros(tgt_in.shape, bool)
-        for row, target in enumerate(targets):
-            length = len(target)
-            tgt_in[row, 0], tgt_in[row, 1 : length + 1] = self.target_ids["bos"], target
-            tgt_out[row, :length], tgt_out[row, length] = target, self.target_ids["eos"]
-            is_real[row, : length + 1] = True
-        real = np.flatnonzero(is_real)
-        tensors = (src, src_pad, *map(torch.from_numpy, (tgt_in, tgt_out.ravel()[real], real)))
-        return Batch(*tensors, int((~src_pad).sum()), len(real))
+    def __call__(self, pairs: tuple[Rows, Rows] | list[tuple[Sequence[int], Sequence[int]]]) -> Batch:
+        source, target = pairs if isinstance(pairs, tuple) else map(flatten, zip(*pairs))
+        src, src_pad = self.pad_sources(source)
+        lengths = target.lengths + 1  # with begin or end
+        width = self._round_up(lengths.max())
+        real = places_of(lengths, np.arange(len(lengths)) * width)  # (N,)
+        tgt_in = np.full((len(lengths), width), self.target_ids["pad"], np.int64)
+        tgt_in.ravel()[real] = insert(target, self.target_ids["bos"], before=True)
+        tgt_out = insert(target, self.target_ids["eos"])
+        tensors = (torch.from_numpy(array) for array in (tgt_in, tgt_out, real))
+        return Batch(src, src_pad, *tensors, int(source.lengths.sum()) + len(source.lengths), len(real))
 
-    def pad_sources(self, sources) -> tuple[torch.Tensor, torch.Tensor]:
+    def pad_sources(self, sources: Rows | list[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Source ids, end token added → (src, src_pad), each (B, S)."""
-        width = self._round_up(max(map(len, sources)) + 1)
-        src = np.full((len(sources), width), self.source_ids["pad"], np.int64)
+        rows = sources if isinstance(sources, Rows) else flatten(sources)
+        lengths = rows.lengths + 1
+        width = self._round_up(lengths.max())
+        real = places_of(lengths, np.arange(len(lengths)) * width)
+        src = np.full((len(lengths), width), self.source_ids["pad"], np.int64)
         src_pad = np.ones(src.shape, bool)
-        for row, source in enumerate(sources):
-            length = len(source)
-            src[row, :length], src[row, length] = source, self.source_ids["eos"]
-            src_pad[row, : length + 1] = False
+        src.ravel()[real], src_pad.ravel()[real] = insert(rows, self.source_ids["eos"]), False
         return torch.from_numpy(src), torch.from_numpy(src_pad)
 
-    def _round_up(self, width: int) -> int:
-        return -(-width // self.pad_multiple) * self.pad_multiple
+    def _round_up(self, width: np.int64) -> int:
+        return -(-int(width) // self.pad_multiple) * self.pad_multiple
+
+
+def insert(rows: Rows, token: int, before: bool = False) -> np.ndarray:
+    """The ids with one more token at the end of each row, or at its beginning: (N,) → (N + rows,)"""
+    result = np.full(len(rows.ids) + len(rows.lengths), token, np.int64)
+    result[places_of(rows.lengths, starts_of(rows.lengths + 1)[:-1] + before)] = rows.ids
+    return result
 
 
 def collate_for(prepared: Prepared, pad_multiple: int = 1) -> Collate:

@@ -142,7 +142,7 @@ def train(config: Config) -> Path:
             """Run out of memory now, if ever. Beside the gradients: AdamW's two averages and the buckets that DDP sends."""
             held = [torch.empty_like(weight) for weight in parameters for _ in range(3)]
             pairs = deal(accumulate=1).widest_step()[:: parts * world.size]
-            batch = collate([prepared.train[int(pair)] for pair in pairs]).to(world.device)
+            batch = collate(prepared.train.__getitems__(pairs)).to(world.device)
             with precision.autocast():
                 loss, _ = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
             loss.backward()

@@ -35,7 +35,7 @@ class Validation:
         widths = np.maximum(lengths["source"], lengths["target"]) + 1
         order = np.lexsort((lengths["source"], lengths["target"]))
         bounds = cut_batches(widths[order], tokens_per_batch)
-        self.batches = [order[first:last].tolist() for first, last in zip(bounds, bounds[1:])]
+        self.batches = [order[first:last] for first, last in zip(bounds, bounds[1:])]
 
     def rehearse(self) -> None:
         """The shortest and the longest batch and a translation before the first step: a fault here costs no hour then."""
@@ -66,12 +66,12 @@ class Validation:
         return loss
 
     @torch.inference_mode()
-    def loss(self, batches: list[list[int]]) -> float:
+    def loss(self, batches: list[np.ndarray]) -> float:
         """Unsmoothed cross-entropy in nats a token; each rank does its share of the batches."""
         self.model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         for rows in batches[self.world.rank :: self.world.size]:
-            batch = self.collate([self.prepared.validation[row] for row in rows]).to(self.world.device)
+            batch = self.collate(self.prepared.validation.__getitems__(rows)).to(self.world.device)
             with self.precision.autocast():
                 loss, _ = self.loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
             totals[0] += loss

@@ -1,4 +1,4 @@
-"""What the language model of `labs/wikitext.py` has to beat: interpolated Kneser–Ney trigrams on the same tokens.
+"""What the language model of `labs/wikitext/` has to beat: interpolated Kneser–Ney trigrams on the same tokens.
 
     python -m benchmarks.trigram --data wikitext-2             # the trigram alone
     python -m benchmarks.trigram --run runs/NAME               # on the text and vocabulary of a finished run, beside its score
@@ -204,7 +204,7 @@ def main(config: Config) -> None:
 
 def read_text(config: Config):
     """The tokenised text, by the flags or as a run has it."""
-    from labs.wikitext_text import prepare
+    from labs.wikitext.text import prepare
 
     settings = {name: getattr(config, name) for name in ("data", "ratios", "vocab", "min_count")} | {"tokens": "words"}
     if config.run:

@@ -21,6 +21,7 @@ from pathlib import Path
 from engine.errors import UserError, stop
 
 SETTINGS_BYTES = 2**16
+LARGEST = 2**31 - 1  # whole number, where a flag names no other limit
 SAYS_TRUE, SAYS_FALSE = ("true", "yes", "1"), ("false", "no", "0")
 
 
@@ -30,7 +31,7 @@ def flag(default, help: str, group: str, *, least=None, above=None, most=None, b
     Its values: least ≤ value ≤ most, above < value < below; and where the help names choices as (a|b), one of them.
     """
     if isinstance(default, int) and most is None and below is None:
-        most = 2**31 - 1  # a slip of some zeros too many is said at once, not by an allocator in an hour
+        most = LARGEST  # a slip of some zeros too many is said at once, not by an allocator in an hour
     bounds = {"least": least, "above": above, "most": most, "below": below}
     return dataclasses.field(default=default, metadata={"help": help, "group": group, **bounds})
 
@@ -103,7 +104,7 @@ def checked(config):
         if not isinstance(value, (int, float) if field.type is float else field.type):
             raise UserError(f"--{field.name} {value!r} must be of type {field.type.__name__}")
         if isinstance(value, int | float) and not _is_within(value, bounds):
-            raise UserError(f"--{field.name} {value} must be {bounds_in_words(bounds) or 'a finite number'}")
+            raise UserError(f"--{field.name} {value} must be {bounds_in_words(bounds, value) or 'a finite number'}")
         choices = choices_of(field)
         if choices and value not in (*choices, field.default):
             names = f"{', '.join(choices[:-1])} or {choices[-1]}"
@@ -123,10 +124,11 @@ def _is_within(value: int | float, bounds) -> bool:
     )
 
 
-def bounds_in_words(bounds) -> str:
+def bounds_in_words(bounds, value: int | float) -> str:
     """'at least 1 and below 10'; '' without bounds. The limit of every whole number goes without saying until it is hit."""
     words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
-    return " and ".join(f"{words[name]} {bounds[name]:g}" for name in words if bounds[name] is not None)
+    shown = [name for name in words if bounds[name] is not None and (bounds[name] != LARGEST or value > LARGEST)]
+    return " and ".join(f"{words[name]} {bounds[name]:,}" for name in shown)
 
 
 def choices_of(field: dataclasses.Field) -> list[str]:
@@ -178,7 +180,7 @@ def format_help(config_class, description: str, positional: str | None) -> str:
 def _bounds_in_help(bounds) -> str:
     """' [>= 0, < 1]'"""
     signs = {"least": ">=", "above": ">", "most": "<=", "below": "<"}
-    shown = [f"{sign} {bounds[name]:g}" for name, sign in signs.items() if bounds[name] not in (None, 2**31 - 1)]
+    shown = [f"{sign} {bounds[name]:g}" for name, sign in signs.items() if bounds[name] not in (None, LARGEST)]
     return f" [{', '.join(shown)}]" if shown else ""
 
 

@@ -118,10 +118,10 @@ def batches(digits: Digits, rows: list[Tensor], device: torch.device, workers: i
     the results and copies them to the device: the usual way, and the one for sets that do not fit into memory.
     """
     if workers is None:
-        for some in torch.cat(rows).to(device).split([len(some) for some in rows]) if rows else ():
-            yield digits[some]
+        for chosen in torch.cat(rows).to(device).split([len(chosen) for chosen in rows]) if rows else ():
+            yield digits[chosen]
         return
-    loader = DataLoader(digits, batch_sampler=[some.tolist() for some in rows], num_workers=workers,
+    loader = DataLoader(digits, batch_sampler=[chosen.tolist() for chosen in rows], num_workers=workers,
                         pin_memory=device.type == "cuda", worker_init_fn=leave_signals_to_main)  # fmt: skip
     for images, labels in loader:
         yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)

@@ -36,14 +36,10 @@ def filters(model) -> Figure:
     c3 = (c3.full_weight() if hasattr(c3, "full_weight") else c3.weight).cpu()
     figure = Figure(figsize=(7, 4.1), layout="constrained")
     first, second = figure.subplots(2, 1, height_ratios=[1, 3.2])
+    c3_title = "C3: a column for each of 16 maps, a row for each map of S2 it sees"
     for axes, maps, columns, title in (
         (first, c1.flatten(0, 1), 6, "C1: 6 filters of the image"),
-        (
-            second,
-            c3.transpose(0, 1).flatten(0, 1),
-            16,
-            "C3: a column for each of 16 maps, a row for each map of S2 it sees",
-        ),
+        (second, c3.transpose(0, 1).flatten(0, 1), 16, c3_title),
     ):
         limit = maps.abs().max().item()
         strip(axes, tiles(maps, columns), title, cmap="RdBu_r", vmin=-limit, vmax=limit)
@@ -54,9 +50,9 @@ def filters(model) -> Figure:
 def feature_maps(model, image: Tensor) -> Figure:
     """What each layer makes of one (1, 28, 28) image; every layer has a grey scale of its own, dark is high."""
     model.eval()
-    found = {name: output[0].float().cpu() for name, output in model.layers(image[None]).items()}
     pictures = [("input", image.float().cpu(), 1)]
-    for name, output in found.items():
+    for name, outputs in model.layers(image[None]).items():
+        output = outputs[0].float().cpu()
         maps = output if output.dim() == 3 else output.view(1, 1, -1)  # a layer without pixels: one line
         pictures.append((name.upper() if name != "output" else "output: logits of 0 to 9", maps, min(len(maps), 8)))
     figure = Figure(figsize=(7, 9), layout="constrained")
@@ -75,25 +71,24 @@ def confusion(counts: Tensor) -> Figure:
     axes.imshow(mistakes.numpy(), cmap="Oranges", vmin=0, vmax=max(1, 1.5 * mistakes.max().item()))
     for digit, row in enumerate(counts.tolist()):
         for answer, count in enumerate(row):
-            axes.text(
-                answer, digit, count or "", ha="center", va="center", color="grey" if digit == answer else "black"
-            )
+            color = "grey" if digit == answer else "black"
+            axes.text(answer, digit, count or "", ha="center", va="center", color=color)
     axes.set(xticks=range(10), yticks=range(10), xlabel="answer", ylabel="digit")
     errors, total = mistakes.sum().item(), counts.sum().item()
     axes.set_title(f"{errors:,} errors in {total:,} images: {1 - errors / total:.2%} right", fontsize=10)
     return figure
 
 
-def mistakes(images: Tensor, found: list[dict]) -> Figure:
+def mistakes(images: Tensor, wrong: list[dict]) -> Figure:
     """The surest mistakes: (N, 28, 28) images, and of each mistake its image, digit, answer and probability."""
     columns, height, width, room = 8, images.size(1), images.size(2), 9  # room: pixels above each image, for its words
-    shown = images[[mistake["image"] for mistake in found[:SHOWN_MISTAKES]]].float()
+    shown = images[[mistake["image"] for mistake in wrong[:SHOWN_MISTAKES]]].float()
     shown = torch.cat([torch.full((len(shown), room, width), float("nan")), shown], dim=1)  # (N, room + 28, 28)
     figure = Figure(figsize=(8, 6.6), layout="constrained")
     axes = figure.subplots()
-    title = f"digit → answer, probability: the {len(shown)} surest of {len(found)} mistakes"
+    title = f"digit → answer, probability: the {len(shown)} surest of {len(wrong)} mistakes"
     strip(axes, tiles(shown, columns), title)
-    for place, mistake in enumerate(found[:SHOWN_MISTAKES]):
+    for place, mistake in enumerate(wrong[:SHOWN_MISTAKES]):
         row, column = divmod(place, columns)
         words = f"{mistake['digit']} → {mistake['answer']}  {mistake['probability']:.1%}"
         axes.text(column * (width + 1), row * (room + height + 1) + room - 2, words, fontsize=8)

@@ -1,4 +1,4 @@
-"""The language model of `labs/wikitext.py`: an encoder under a causal mask; its loss, its scores and its samples.
+"""The language model: an encoder under a causal mask; its loss, its scores and its samples.
 
 B rows, S places, D model width, E embedding width, V vocabulary, H heads, N places whose loss counts, T tokens of a text.
 """
@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.distributed import World
-from labs.wikitext_text import UNK, Vocabulary
-from model import sinusoids, use_fast_layers
+from labs.wikitext.text import UNK, Vocabulary
+from model import sinusoids
 
 WINDOWS_AT_ONCE = 64  # rows of a batch that is scored
 
@@ -42,7 +42,6 @@ class LanguageModel(nn.Module):
         # Not part of the checkpoint. Triangle: True = may not be seen.
         triangle = torch.ones(sizes.segment, sizes.segment, dtype=torch.bool).triu(1)
         self.register_buffer("later", triangle, persistent=False)
-        use_fast_layers(self)
 
     @torch.no_grad()
     def start_from_counts(self, ids: Tensor) -> None:
@@ -138,11 +137,11 @@ def evaluate(
     number, sums = number.to(device), torch.zeros(2, dtype=torch.float64, device=device)
     table = torch.zeros(len(known) + 1, len(known) + 1, dtype=torch.int64, device=device)
     batches = [spans[first : first + WINDOWS_AT_ONCE] for first in range(0, len(spans), WINDOWS_AT_ONCE)]
-    for some in batches[world.rank :: world.size]:
-        tokens, targets, real = (x.to(device) for x in gather_segments(ids, some, eos, length, pad))
+    for batch in batches[world.rank :: world.size]:
+        tokens, targets, real = (x.to(device) for x in gather_segments(ids, batch, eos, length, pad))
         # Of its real tokens a window counts the last ones.
         left = real.flip(1).cumsum(1).flip(1)  # (B, S) real tokens from here on
-        counts = torch.tensor([end - first for _, first, end in some], device=device)
+        counts = torch.tensor([end - first for _, first, end in batch], device=device)
         counted = real & (left <= counts.unsqueeze(1))
         logits, truth = model(tokens, real, counted).float(), targets[counted]  # (N, V), (N,)
         guess = logits.argmax(-1)
@@ -164,12 +163,12 @@ def generate(
 ) -> list[list[int]]:
     """`length` sampled tokens behind each prompt; <unk> is never sampled. Prompts of different lengths are padded left."""
     model.eval()
-    device, most = model.bias.device, model.later.size(0)
+    device, context = model.bias.device, model.later.size(0)  # tokens that are seen at most
     generator = torch.Generator().manual_seed(seed)
     rows = [[vocabulary.eos, *prompt.tolist()] for prompt in prompts]
     unknown = [id for id, token in enumerate(vocabulary.tokens) if token == UNK]
     for _ in range(length):
-        seen = [row[-most:] for row in rows]
+        seen = [row[-context:] for row in rows]
         longest = max(map(len, seen))
         tokens = torch.tensor([[0] * (longest - len(row)) + row for row in seen])
         real = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in seen])

@@ -2,7 +2,7 @@
 
     text = prepare("/opt/wikitext-2", ratios=(0.8, 0.1, 0.1), tokens="words", vocab=0, min_count=3)
     text.ids["train"]            # (T,) int64; every line ends with <eos>
-    vectors, found = load_glove(Path("glove.6B.50d.txt"), text.vocabulary.tokens)
+    vectors, known = load_glove(Path("glove.6B.50d.txt"), text.vocabulary.tokens)
 
 WikiText's own form is the default: words stand between spaces, rare ones are `<unk>`, a document begins with a line
 ` = title = `, and every line, an empty one too, ends with the token `<eos>`.
@@ -24,7 +24,7 @@ from text.rows import KEYWORDS, find_text
 from text.subwords import decode, encode, train_tokenizer
 
 DEFAULT = Path("/opt/wikitext-2")
-SAMPLE = Path(__file__).parent.parent / "sample"
+SAMPLE = Path(__file__).parent.parent.parent / "sample"
 SPLITS = ("train", "validation", "test")
 SUFFIXES = (".txt", ".tokens", ".raw", ".md")
 UNK, EOS = "<unk>", "<eos>"
@@ -70,7 +70,7 @@ class Text:
     vocabulary: Vocabulary
     ids: dict[str, Tensor]  # split → (T,) int64
     words: dict[str, int]  # split → its words, one <eos> a line among them: what perplexity per word divides by
-    notes: list[str] = field(default_factory=list)  # what was found and cut, for the log
+    notes: list[str] = field(default_factory=list)  # what was read and cut, for the log
 
     def key(self) -> str:
         """A hash of the vocabulary and all three splits: a run goes on with just these."""
@@ -120,9 +120,9 @@ def read_splits(path: str, ratios: tuple[float, ...], notes: list[str]) -> dict[
     if not path and not DEFAULT.exists():
         notes.append(f"data: no --data and no {DEFAULT}, so the English side of the bundled sample")
         return sample_splits()
-    found = find_files(Path(path).expanduser() if path else DEFAULT)
-    splits = {split: [line for file in files for line in read_lines(file)] for split, files in found.items()}
-    notes.append(f"data: {path or DEFAULT}: " + ", ".join(f.name for files in found.values() for f in files))
+    files_of = find_files(Path(path).expanduser() if path else DEFAULT)
+    splits = {split: [line for file in files for line in read_lines(file)] for split, files in files_of.items()}
+    notes.append(f"data: {path or DEFAULT}: " + ", ".join(file.name for files in files_of.values() for file in files))
     for split, lines in splits.items():
         if not any(line.strip() for line in lines):
             raise UserError(f"{path or DEFAULT}: the text of {split or 'these files'} is empty; give a file with text")
@@ -144,11 +144,11 @@ def find_files(path: Path) -> dict[str, list[Path]]:
     files = sorted(file for file in path.iterdir() if file.is_file() and file.suffix in SUFFIXES)
     if not files:
         raise UserError(f"--data {path}: no text file there ({' '.join(SUFFIXES)}); give a text file, or its folder")
-    found = {}
+    files_of = {}
     for file in files:
-        found.setdefault(split_of(file), []).append(file)
-    named = [split for split in SPLITS if split in found]
-    return {split: found[split] for split in named} or found  # a README beside train.txt is no training text
+        files_of.setdefault(split_of(file), []).append(file)
+    named = {split: files_of[split] for split in SPLITS if split in files_of}
+    return named or files_of  # a README beside train.txt is no training text
 
 
 def split_of(file: Path) -> str:
@@ -179,9 +179,9 @@ def cut_missing(splits: dict[str, list[str]], ratios: tuple[float, ...], notes: 
     parts = [split for split in SPLITS if split in missing or split == source]
     weights = [ratios[SPLITS.index(split)] for split in parts]
     cut, kind = cut_text(splits.pop(source), [weight / sum(weights) for weight in weights], source or "the text")
-    made = ", ".join(f"{weight / sum(weights):.1%} {split}" for split, weight in zip(parts, weights))
+    shares = ", ".join(f"{weight / sum(weights):.1%} {split}" for split, weight in zip(parts, weights))
     kept = ", ".join(f"{split} as it is" for split in splits)
-    notes.append(f"splits: {source or 'the text'} is cut at {kind}: {made}" + (f"; {kept}" if kept else ""))
+    notes.append(f"splits: {source or 'the text'} is cut at {kind}: {shares}" + (f"; {kept}" if kept else ""))
     return {**dict(zip(parts, cut)), **splits}
 
 
@@ -191,9 +191,8 @@ def cut_text(lines: list[str], shares: list[float], name: str) -> tuple[list[lis
     if len(starts) < len(shares):
         raise UserError(f"{name} has {len(lines)} lines, too few to cut {len(shares)} splits from; give more text")
     words_before = [0, *accumulate(len(line.split()) for line in lines)]
-    cuts, share = [0], 0.0
-    for number, one in enumerate(shares[:-1]):
-        share += one
+    cuts = [0]
+    for number, share in enumerate(accumulate(shares[:-1])):
         later = len(shares) - 1 - number  # splits that still need a document of their own
         choice = [start for start in starts if start > cuts[-1]]
         choice = choice[: len(choice) - later + 1] if later > 1 else choice
@@ -209,7 +208,7 @@ def boundaries(lines: list[str], parts: int) -> tuple[list[int], str]:
     paragraphs = [n for n in range(len(lines)) if not blank[n] and (n == 0 or blank[n - 1])]
     for starts, kind in ((titles, "documents"), (paragraphs, "paragraphs")):
         if len(starts) > parts:
-            return [0, *(start for start in starts[1:])], kind
+            return [0, *starts[1:]], kind
     return list(range(len(lines))), "lines"
 
 
@@ -261,13 +260,13 @@ def load_glove(path: Path, tokens: list[str]) -> tuple[Tensor, Tensor]:
     wanted = {form for token in tokens for form in (token, token.lower())} - {UNK, EOS}
     table, size = read_vectors(path, wanted)
     rows = [table.get(token, table.get(token.lower())) if token not in (UNK, EOS) else None for token in tokens]
-    found = torch.tensor([row is not None for row in rows])
-    if not found.any():
+    known = torch.tensor([row is not None for row in rows])
+    if not known.any():
         raise UserError(f"--glove {path}: none of its words is in the vocabulary; is it of this language?")
     vectors = torch.randn(len(tokens), size, generator=torch.Generator().manual_seed(0)) * size**-0.5
-    known = torch.tensor([row for row in rows if row is not None])  # (found, G)
-    vectors[found] = known / known.std(correction=0).clamp_min(1e-8) * size**-0.5
-    return vectors, found
+    read = torch.tensor([row for row in rows if row is not None])  # (of the known, G)
+    vectors[known] = read / read.std(correction=0).clamp_min(1e-8) * size**-0.5
+    return vectors, known
 
 
 def read_vectors(path: Path, wanted: set[str]) -> tuple[dict[str, list[float]], int]:
@@ -292,6 +291,6 @@ def read_vectors(path: Path, wanted: set[str]) -> tuple[dict[str, list[float]], 
     return table, size
 
 
-def coverage(found: Tensor, ids: Tensor) -> tuple[float, float]:
+def coverage(known: Tensor, ids: Tensor) -> tuple[float, float]:
     """Shares of the vocabulary (types) and of the text (running tokens) that have a vector."""
-    return found.double().mean().item(), found[ids].double().mean().item()
+    return known.double().mean().item(), known[ids].double().mean().item()
