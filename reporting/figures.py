@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from reporting.fonts import families
 from reporting.reading import RunFiles
 
-SIZE, DPI = (4.8, 2.9), 150
+SIZE, COLUMNS = (4.8, 2.9), 3  # inches; of the overview
 COLOURS = [
     "#1f5fa8",
     "#d1495b",
@@ -25,10 +25,10 @@ STYLES = {  # of one run's curves in a panel: colour where the run is alone, lin
     "other": ("#1f5fa8", "-", 1.2, ""),
 }
 # Panels in the order they are read in; a curve is in the panel of the last part of its tag.
-PANELS = ["loss", "perplexity", "bleu", "accuracy", "errors", "learning_rate", "gradient_norm", "tokens_per_second",
+PANELS = ["loss", "perplexity", "bleu", "accuracy", "learning_rate", "gradient_norm", "tokens_per_second",
           "images_per_second", "model_flops_utilisation", "padding_share", "wait_share"]  # fmt: skip
 TOGETHER = {"smoothed_loss": "loss"}
-NOT_SHOWN = ("cpu/", "gpu/", "memory/", "result/", "speed/target")  # hardware has a figure of its own
+NOT_SHOWN = ("cpu/", "gpu/", "memory/", "result/", "speed/target", "test/errors")  # hardware: a figure of its own
 WIDE_RANGE = 30  # largest / smallest value from which a scale is logarithmic
 
 
@@ -43,14 +43,35 @@ def panels_of(runs: list[RunFiles]) -> dict[str, list[str]]:
 
 
 def curves(runs: list[RunFiles], name: str, tags: list[str], say) -> Figure:
-    """One panel: all runs and all tags over the steps."""
-    figure, axes = new_figure(say(name), say("step"))
+    """One panel as a figure."""
+    figure = Figure(figsize=SIZE, layout="constrained")
+    draw_curves(figure.subplots(), runs, name, tags, say)
+    return figure
+
+
+def overview(runs: list[RunFiles], panels: dict[str, list[str]], say) -> Figure:
+    """All panels in one picture, for a slide or a page of the docs."""
+    rows = -(-len(panels) // COLUMNS)
+    figure = Figure(figsize=(COLUMNS * SIZE[0], rows * SIZE[1]), layout="constrained")
+    places = figure.subplots(rows, COLUMNS, squeeze=False).flatten()
+    for axes, (name, tags) in zip(places, panels.items()):
+        draw_curves(axes, runs, name, tags, say)
+    for axes in places[len(panels) :]:
+        axes.set_axis_off()
+    return figure
+
+
+def draw_curves(axes, runs: list[RunFiles], name: str, tags: list[str], say) -> None:
+    """All runs and all tags of a panel over the steps."""
+    name_axes(axes, say("error rate" if name == "accuracy" else name), say("step"))
+    if len(runs) > 1:
+        tags = [tag for tag in tags if "smoothed" not in tag]  # enough lines without
     low, high = float("inf"), float("-inf")
     for number, run in enumerate(runs):
         for tag in tags:
             steps, values = run.series(tag)
-            if not values:
-                continue
+            if name == "accuracy":  # 99.1 and 99.3 % look alike, 0.9 and 0.7 % do not
+                values = [1 - value for value in values]
             split = "smoothed" if "smoothed" in tag else tag.partition("/")[0]
             colour, line, width, marker = STYLES.get(split, STYLES["other"])
             colour = STYLES["other"][0] if len(tags) == 1 else colour
@@ -58,16 +79,16 @@ def curves(runs: list[RunFiles], name: str, tags: list[str], say) -> Figure:
                 {"train": "training", "valid": "validation", "smoothed": "training, smoothed"}.get(split, split)
             )
             if len(runs) > 1:
-                colour, label = COLOURS[number % len(COLOURS)], f"{run.name}, {label}"
-                line = {"train": ":", "smoothed": ":", "test": "--"}.get(split, "-")
+                colour, label = COLOURS[number % len(COLOURS)], f"{run.name}, {label}" if len(tags) > 1 else run.name
+                line = ":" if split == "train" and len(tags) > 1 else "--" if split == "test" else "-"
             marker = marker or ("." if len(values) == 1 else "")
             axes.plot(steps, values, line, color=colour, linewidth=width, marker=marker, markersize=3, label=label)
-            low, high = min(low, *values, float("inf")), max(high, *values, float("-inf"))
+            low, high = min([low, *values]), max([high, *values])
     if low > 0 and high / low > WIDE_RANGE and name != "learning_rate":
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
     if len(tags) > 1 or len(runs) > 1:
         legend(axes, [run.name for run in runs], say)
-    return figure
 
 
 def hardware(run: RunFiles, say) -> Figure | None:
@@ -77,7 +98,7 @@ def hardware(run: RunFiles, say) -> Figure | None:
     tags = [tag for tag in tags if run.series(tag)[1]]
     if not tags:
         return None
-    figure = Figure(figsize=(7.2, 1.4 * len(tags) + 0.5), layout="constrained")
+    figure = Figure(figsize=(SIZE[0], 1.3 * len(tags) + 0.4), layout="constrained")
     for axes, tag in zip(figure.subplots(len(tags), sharex=True, squeeze=False)[:, 0], tags):
         device, name = tag.split("/")
         minutes, values = run.minutes(tag), run.series(tag)[1]
@@ -95,7 +116,9 @@ def hardware(run: RunFiles, say) -> Figure | None:
 
 def lengths(runs: list[RunFiles], say) -> Figure | None:
     """How many training sentences have how many tokens."""
-    figure, axes = new_figure(say("sentence lengths"), say("tokens"))
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.subplots()
+    name_axes(axes, say("sentence lengths"), say("tokens"))
     for number, run in enumerate(run for run in runs if run.data.get("lengths")):
         for side, line in (("source", "-"), ("target", "--")):
             counts = run.data["lengths"].get(side, [])
@@ -111,14 +134,11 @@ def lengths(runs: list[RunFiles], say) -> Figure | None:
     return figure
 
 
-def new_figure(title: str, x: str):
-    figure = Figure(figsize=SIZE, layout="constrained")
-    axes = figure.subplots()
+def name_axes(axes, title: str, x: str) -> None:
     axes.set_title(title, fontsize=11, family=families(title), parse_math=False)
     axes.set_xlabel(x, family=families(x))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
 
 
 def legend(axes, names: list[str], say) -> None:

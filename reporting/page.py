@@ -11,13 +11,15 @@ import html
 import io
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 from engine.errors import UserError
 from reporting.attention import END, Attention
 from reporting.fonts import embedded
 from reporting.reading import Fact
-from reporting.words import CHINESE
+from reporting.words import CHINESE, ENGLISH
 
+DOTS_PER_INCH = 130
 STYLE = """
 body { font: 15px/1.55 own, system-ui, sans-serif; color: #1c2530; max-width: 1180px; margin: 0 auto; padding: 0 16px 48px }
 h1 { font-size: 1.6em } h2 { font-size: 1.2em; margin: 2em 0 .5em; border-bottom: 2px solid #1f5fa8 } h3 { font-size: 1em }
@@ -46,7 +48,8 @@ class Page:
 
     def say(self, words: str) -> str:
         """A label in the language of the page."""
-        return CHINESE.get(words, words) if self.language == "zh" else words.replace("_", " ")
+        words_of_page = CHINESE if self.language == "zh" else ENGLISH
+        return words_of_page.get(words, words if words.startswith("-") else words.replace("_", " "))
 
     def add(self, as_html: str, as_markdown: str) -> None:
         self.html.append(as_html)
@@ -104,19 +107,23 @@ class Page:
         text = cell.text if isinstance(cell, Fact) else "—" if cell is None else self.say(cell)
         return " ".join(text.split()).replace("|", "\\|")
 
+    def keep(self, name: str, figure) -> bytes:
+        """A matplotlib figure, or the bytes of a PNG file, to lie beside the page; → its bytes."""
+        if not isinstance(figure, bytes):
+            file = io.BytesIO()
+            figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
+            figure = file.getvalue()
+        self.pictures[f"{name}.png"] = figure
+        return figure
+
     def figures(self, figures: dict[str, object]) -> None:
-        """Matplotlib figures, or the bytes of PNG files, by the names of their files."""
+        """Pictures by the names of their files: on the page and beside it."""
         tags, lines = [], []
         for name, figure in figures.items():
-            if not isinstance(figure, bytes):
-                file = io.BytesIO()
-                figure.savefig(file, format="png", dpi=150)
-                figure = file.getvalue()
-            self.pictures[f"{name}.png"] = figure
+            encoded = base64.b64encode(self.keep(name, figure)).decode()
             alternative = html.escape(self.say(name), quote=True)
-            encoded = base64.b64encode(figure).decode()
             tags.append(f'<figure><img alt="{alternative}" src="data:image/png;base64,{encoded}"></figure>')
-            lines.append(f"![{self.say(name)}]({name.replace(' ', '%20')}.png)")
+            lines.append(f"![{self.say(name)}]({quote(name)}.png)")
         self.add(f'<div class="figures">{"".join(tags)}</div>', "\n".join(lines))
 
     def attention(self, attention: Attention, name: str, figure) -> None:
@@ -130,13 +137,9 @@ class Page:
                 for weight in weights
             )
             lines.append(f"<tr><th>{html.escape(label.get(word, word))}</th>{cells}</tr>")
-        file = io.BytesIO()
-        figure.savefig(file, format="png", dpi=110)
-        self.pictures[f"{name}.png"] = file.getvalue()
-        self.add(
-            f'<div class="wide"><table class="attention">{"".join(lines)}</table></div>',
-            f"![{name}]({name.replace(' ', '%20')}.png)",
-        )
+        self.keep(name, figure)
+        table = f'<div class="wide"><table class="attention">{"".join(lines)}</table></div>'
+        self.add(table, f"![{name}]({quote(name)}.png)")
 
     def write(self) -> Path:
         """report.html, report.md and the pictures in the folder; → the page."""

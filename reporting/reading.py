@@ -11,6 +11,7 @@ import math
 import re
 import statistics
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 from engine.errors import UserError
@@ -41,7 +42,7 @@ class RunFiles:
     environment: list[dict] = field(default_factory=list)  # one a start of the script
     records: list[dict] = field(default_factory=list)
     log: str = ""
-    results: dict[str, dict] = field(default_factory=dict)  # "test-greedy" → eval/test-greedy.json
+    results: dict[str, dict] = field(default_factory=dict)  # "eval/test-greedy" → what that .json holds
     hypotheses: dict[str, list[str]] = field(default_factory=dict)  # likewise, of the .txt
     pictures: list[Path] = field(default_factory=list)  # that the script itself left
     missing: list[tuple[str, ...]] = field(default_factory=list)  # the place, then words that a page can translate
@@ -78,7 +79,7 @@ class RunFiles:
         """One value of a JSON file, e.g. `fact("environment.json", (-1, "torch"))`."""
         value = {"config.json": self.config, "model.json": self.model, "data.json": self.data,
                  "environment.json": self.environment}.get(file)  # fmt: skip
-        value = self.results.get(Path(file).stem) if value is None else value
+        value = self.results.get(file.removesuffix(".json")) if value is None else value
         try:
             for key in keys:
                 value = value[key]
@@ -107,9 +108,10 @@ class RunFiles:
         words = [line for line in messages(after) if line.startswith("stopped")]
         return words[-1] if words else ""
 
-    def said(self, beginnings: tuple[str, ...]) -> list[str]:
-        """Messages of the log that begin so."""
-        return [text for text in messages(self.log) if text.startswith(beginnings)]
+    def opening(self) -> str:
+        """What the script said before its first step, without the model it printed."""
+        lines = takewhile(lambda text: not text.startswith(("step", "epoch", "stopped")), messages(self.log))
+        return "\n".join(text for text in lines if text and text != self.printed_model())
 
     def logged(self, pattern: str) -> Fact | None:
         """The last number that the log tells in these words."""
@@ -145,18 +147,20 @@ def read_run(folder: str | Path) -> RunFiles:
     run.config = read_json(run, "config.json", dict, "the settings are unknown")
     if "target" in run.config:  # a run of train.py
         run.model = read_json(run, "model.json", dict, "the sizes of the model are unknown")
-        run.data = read_json(run, "data.json", dict, "counts and lengths of the data are unknown")
+        lost = "counts and lengths of the data are unknown"
+        run.data = read_json(run, "data.json", dict, lost)
+        if run.data and not all(isinstance(run.data.get(name), dict) for name in ("counts", "tokens", "lengths")):
+            run.data = run.missing.append(("data.json", "damaged", lost)) or {}
     run.environment = read_json(run, "environment.json", list, "the machine is unknown")
     run.environment = [session for session in run.environment if isinstance(session, dict)]
     run.records = read_records(run)
     run.log = read_text(run, "train.log", "what it said is unknown")
-    for path in sorted((run.folder / "eval").glob("*.json")):
-        name = f"eval/{path.name}"
-        run.results[path.stem] = read_json(run, name, dict, "that result is left out")
-        if not run.results[path.stem]:
-            del run.results[path.stem]
-        elif path.with_suffix(".txt").exists():
-            run.hypotheses[path.stem] = read_text(run, f"eval/{path.stem}.txt", "").split("\n")[:-1]
+    for path in sorted([*run.folder.glob("test.json"), *run.folder.glob("eval/*.json")]):
+        name = path.relative_to(run.folder).with_suffix("").as_posix()
+        if result := read_json(run, f"{name}.json", dict, "that result is left out"):
+            run.results[name] = result
+            if path.with_suffix(".txt").exists():
+                run.hypotheses[name] = read_text(run, f"{name}.txt", "").split("\n")[:-1]
     if not run.results:
         way = ("this makes one:", f"python evaluate.py --ckpt {folder}") if run.model else ()
         run.missing.append(("eval/", "no result yet", *way))
@@ -234,7 +238,7 @@ def rows_of(run: RunFiles, name: str) -> list[tuple[str, str]]:
     complete = len(hypotheses) <= len(rows) if "first" in name or split == "train" else len(hypotheses) == len(rows)
     if not complete:
         run.missing.append(
-            (f"eval/{name}.txt", f"{len(hypotheses)} ≠ {len(rows)}", "not as many lines as the data set has rows")
+            (f"{name}.txt", f"{len(hypotheses)} ≠ {len(rows)}", "not as many lines as the data set has rows")
         )
         return []
     return rows[: len(hypotheses)]

@@ -50,7 +50,7 @@ def summary(page: Page, runs: list[RunFiles], described: dict[str, Described]) -
         "fewest test errors": partial(RunFiles.figure, tag="test/errors", summary="min", form=",.0f"),
     }
     for name in dict.fromkeys(name for run in runs for name in run.results):
-        rows[f"BLEU {name}"] = partial(RunFiles.fact, file=f"eval/{name}.json", keys=("nltk",), form=".2f")
+        rows[f"BLEU {name}"] = partial(RunFiles.fact, file=f"{name}.json", keys=("nltk",), form=".2f")
     table(page, runs, rows)
     for run in runs:
         if run.missing:
@@ -107,8 +107,8 @@ def data(page: Page, runs: list[RunFiles]) -> None:
         rows |= {f"{page.say('tokens')} ({page.say(side)})": of("tokens", side)}
     table(page, runs, rows)
     for run in runs:
-        if not run.data and (lines := run.said(("data:", "train:", "tokens: source"))):
-            page.verbatim(Fact(None, "\n".join(lines), f"{run.name}/train.log"))
+        if opening := run.opening():
+            page.verbatim(Fact(None, opening, f"{run.name}/train.log"))
     if figure := figures.lengths(runs, page.say):
         page.figures({"sentence lengths": figure})
 
@@ -118,7 +118,7 @@ def model(page: Page, runs: list[RunFiles], described: dict[str, Described]) -> 
 
     def flops(run: RunFiles) -> Fact | None:
         value = described[run.name].pair_flops if run.name in described else None
-        return value and Fact(value, f"{value:.3g}", f"computed from {run.name}/model.json and data.json")
+        return value and Fact(value, f"{value / 1e9:,.3g} G", f"computed from {run.name}/model.json and data.json")
 
     table(page, runs, {"parameters": lambda run: parameters(run, described), "FLOPs of a training pair": flops})
     layers = {run.name: described[run.name].layers if run.name in described else run.printed_model() for run in runs}
@@ -136,6 +136,7 @@ def curves(page: Page, runs: list[RunFiles]) -> None:
     page.note("Losses are in nats a token, without label smoothing unless it says so; validation BLEU is smoothed and "
               "of the first rows only.") if "bleu" in panels else None  # fmt: skip
     page.figures({name: figures.curves(runs, name, tags, page.say) for name, tags in panels.items()})
+    page.keep("curves", figures.overview(runs, panels, page.say))
 
 
 def hardware(page: Page, runs: list[RunFiles]) -> None:
@@ -176,10 +177,10 @@ def results(page: Page, runs: list[RunFiles]) -> None:
     names = dict.fromkeys(name for run in runs for name in run.results)
     page.heading("Results") if names else None
     for name in names:
-        page.heading(f"eval/{name}", 3)
+        page.heading(name, 3)
 
         def of(*keys, form: str = ".2f", name=name) -> Callable:
-            return partial(RunFiles.fact, file=f"eval/{name}.json", keys=keys, form=form)
+            return partial(RunFiles.fact, file=f"{name}.json", keys=keys, form=form)
 
         if any("nltk" in run.results.get(name, {}) for run in runs):
             rows = {"BLEU (nltk, graded)": of("nltk"), "lower end of the interval": of("low"),
@@ -228,7 +229,7 @@ def translations(page: Page, runs: list[RunFiles]) -> list[int]:
                 data_set = f"{runs[0].config['data']}#{row}"
                 line = [part, Fact(row, rows[row][0], data_set), Fact(row, rows[row][1], data_set)]
                 for run in runs:
-                    source, score = f"{run.name}/eval/{name}.txt#{row}", scores[run.name][row]
+                    source, score = f"{run.name}/{name}.txt#{row}", scores[run.name][row]
                     line += [
                         Fact(row, run.hypotheses[name][row], source),
                         Fact(score, f"{score:.1f}", f"computed from {source}"),
@@ -284,7 +285,7 @@ def comparison(page: Page, runs: list[RunFiles]) -> None:
     page.note(
         "As sacreBLEU does it: both systems on the same resampled rows. p under 0.05: the difference is hardly chance."
     )
-    source = f"computed from eval/{name}.txt of {', '.join(run.name for run in runs)}"
+    source = f"computed from {name}.txt of {', '.join(run.name for run in runs)}"
 
     def number(value: float | None, form: str) -> Fact | None:
         return None if value is None else Fact(value, format(value, form), source)
@@ -323,7 +324,7 @@ def own_pictures(page: Page, runs: list[RunFiles]) -> None:
 
 def in_lines(name: str, systems: list[Compared]) -> str:
     """The paired bootstrap for the terminal: one line a metric and system."""
-    lines = [f"eval/{name}.txt, paired bootstrap of 1,000 resamples; p: how often chance alone gives such a difference"]
+    lines = [f"{name}.txt, paired bootstrap of 1,000 resamples; p: how often chance alone gives such a difference"]
     for system in systems:
         p_value = "compared with" if system.p_value is None else f"p = {system.p_value:.4f}"
         interval = f"95 % [{system.low:.2f}, {system.high:.2f}]"

@@ -1,4 +1,13 @@
-"""The words of the report in Chinese; their English is the key."""
+"""The words of the report in Chinese; their English is the key. Curves are called as in metrics.jsonl."""
+
+ENGLISH = {
+    "bleu": "validation BLEU (smoothed)",
+    "utilisation_percent": "utilisation",
+    "memory_gib": "memory",
+    "power_watt": "power",
+    "temperature_celsius": "temperature",
+    "model_flops_utilisation": "model FLOPs utilisation",
+}
 
 CHINESE = {
     # headings
@@ -30,7 +39,7 @@ CHINESE = {
     "score": "句子得分", "reference": "参考译文", "translation": "译文", "best": "最好", "middle": "居中", "worst": "最差",
     "difference": "差", "p-value": "p 值", "metric": "指标", "rows": "行数",
     # figures
-    "loss": "损失", "perplexity": "困惑度", "bleu": "验证 BLEU（平滑）", "accuracy": "准确率", "errors": "错误数", "learning_rate": "学习率",
+    "loss": "损失", "perplexity": "困惑度", "bleu": "验证 BLEU（平滑）", "error rate": "错误率", "accuracy": "准确率", "learning_rate": "学习率",
     "gradient_norm": "梯度范数", "tokens_per_second": "每秒词元数", "target_tokens_per_second": "每秒目标词元数", "images_per_second": "每秒图片数",
     "model_flops_utilisation": "模型算力利用率（MFU）", "padding_share": "填充比例", "wait_share": "等待数据的时间比例",
     "step": "步", "training": "训练", "validation": "验证", "test": "测试", "training, smoothed": "训练（标签平滑）", "minutes": "分钟",

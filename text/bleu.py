@@ -207,7 +207,7 @@ class Compared:
 
 
 def paired_bootstrap(references: list[str], systems: dict[str, list[str]], target: str = "en") -> list[Compared]:
-    """sacreBLEU's paired bootstrap (Koehn 2004): is another system better than the first, or are these rows to its liking?
+    """sacreBLEU's paired bootstrap (Koehn 2004): do the others translate otherwise than the first, or is it these rows?
 
     All systems are scored on the same 1,000 resamples of the rows. p: how often chance alone would give such a difference.
     """
