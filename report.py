@@ -24,8 +24,6 @@ class Config:
 if __name__ == "__main__":  # before the heavy imports, so that --help and a wrong flag answer at once
     config = parse_flags(Config, "the report of one run or more", positional="runs")
 
-from pathlib import Path
-
 import torch
 
 from loading import load_trained
@@ -33,18 +31,18 @@ from model import ModelConfig, Translator, training_flops
 from reporting import sections
 from reporting.attention import Attention
 from reporting.page import Page
-from reporting.reading import RunFiles, newest_run, read_run, rows_of
+from reporting.reading import RunFiles, newest_run, read_runs, rows_of
 from validation import attention_of
 
 
 def report(config: Config) -> None:
     """Read the runs; add the sections in the order they are read in; write the page."""
-    runs = [read_run(folder) for folder in config.runs or [newest_run()]]
+    runs = read_runs(config.runs or [newest_run()])
     if config.compare:
         print(sections.in_lines(*sections.compare(runs)))
         return
     described = {run.name: description for run in runs if (description := describe(run))}
-    page = Page("Training report", config.language, Path(config.out or runs[0].folder / "report"))
+    page = Page("Training report", config.language, config.out or runs[0].folder / "report")
     with page.later():  # the summary says what is missing, which the sections behind it find out
         sections.environment(page, runs)
         sections.data(page, runs)
@@ -54,8 +52,8 @@ def report(config: Config) -> None:
         sections.speed(page, runs)
         sections.results(page, runs)
         sections.comparison(page, runs)
-        chosen = sections.translations(page, runs)
-        sections.attention(page, runs, look, chosen)
+        shown = sections.translations(page, runs)
+        sections.attention(page, runs, look, *shown)
         sections.own_pictures(page, runs)
         sections.settings(page, runs)
     sections.summary(page, runs, described)
@@ -77,10 +75,9 @@ def describe(run: RunFiles) -> sections.Described | None:
     return sections.Described(str(model), sum(weights.numel() for weights in model.parameters()), flops)
 
 
-def look(run: RunFiles, chosen: list[int]) -> list[Attention]:
-    """Where the best checkpoint looks for the translations of these rows."""
+def look(run: RunFiles, name: str, chosen: list[int]) -> list[Attention]:
+    """Where the best checkpoint looks for its translations of these rows."""
     trained = load_trained(run.folder, say=lambda _: None)
-    name = next(iter(run.hypotheses))
     tokenizers, rows = (trained.source_tokenizer, trained.target_tokenizer), rows_of(run, name)
     return [attention_of(trained.model, tokenizers, rows[row][0], run.hypotheses[name][row]) for row in chosen]
 

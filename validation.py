@@ -29,6 +29,7 @@ class Validation:
     def __init__(self, model: Translator, prepared: Prepared, collate: Collate, run: Run, precision: Precision,
                  tokens_per_batch: int):  # fmt: skip
         self.model, self.prepared, self.collate = model, prepared, collate
+        self.tokenizers = prepared.source_tokenizer, prepared.target_tokenizer
         self.run, self.world, self.precision = run, run.world, precision
         self.loss_of = fast.loss(model, 0.0, precision.dtype) or SummedLoss(model, 0.0)
         lengths = prepared.validation.lengths
@@ -36,9 +37,7 @@ class Validation:
         order = np.lexsort((lengths["source"], lengths["target"]))
         bounds = cut_batches(widths[order], tokens_per_batch)
         self.batches = [order[first:last] for first, last in zip(bounds, bounds[1:])]
-
-    def rehearse(self) -> None:
-        """The shortest and the longest batch and a translation before the first step: a fault here costs no hour then."""
+        # A rehearsal, the shortest and the longest batch and a translation: a fault here costs no hour now.
         self.loss([self.batches[0], self.batches[-1]])
         self.translate(self.prepared.validation_rows[:SAMPLES])
 
@@ -58,8 +57,7 @@ class Validation:
                 for (source, reference), text in zip(rows[:SAMPLES], texts)
             )
             self.run.telemetry.text("samples", step, "| source | translation | reference |\n|---|---|---|\n" + table)
-            tokenizers = self.prepared.source_tokenizer, self.prepared.target_tokenizer
-            attention = attention_of(self.model, tokenizers, rows[0][0], texts[0])
+            attention = attention_of(self.model, self.tokenizers, rows[0][0], texts[0])
             self.run.telemetry.figure("cross-attention", step, picture(attention))
             self.run.log(f"step {step:>6,}  validation loss {loss:.4f}  perplexity {perplexity:.1f}  "
                          f"BLEU {bleu:.2f} (greedy, {len(rows)} rows, smoothed)  e.g. {texts[0][:80]!r}")  # fmt: skip
@@ -81,11 +79,10 @@ class Validation:
 
     def translate(self, rows: list[tuple[str, str]]) -> Translations | None:
         """Greedy translations of the rows, on rank 0; on a CPU in fp32, as evaluate.py does."""
-        tokenizers = self.prepared.source_tokenizer, self.prepared.target_tokenizer
         steps = fast.steps(self.model)  # of the weights as they are now
         with self.precision.autocast() if self.world.device.type == "cuda" else nullcontext():
             return translate_lines(
-                self.model, *tokenizers, [source for source, _ in rows], world=self.world, steps=steps
+                self.model, *self.tokenizers, [source for source, _ in rows], world=self.world, steps=steps
             )
 
 

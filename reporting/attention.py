@@ -55,13 +55,13 @@ def picture(attention: Attention):
     rows, columns = attention.weights.shape
     title = "\n".join(textwrap.fill(text, 60) for text in (attention.source, attention.translation))
     family = families(title + "".join(attention.source_words + attention.target_words))
-    figure = Figure(figsize=(max(5, 2.5 + 0.3 * columns), 2 + 0.25 * rows), layout="constrained")
+    figure = Figure(figsize=(2.5 + 0.3 * columns, 2 + 0.25 * rows), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(attention.weights, cmap="Blues", vmin=0, vmax=1)
     axes.set_title(title, fontsize=9, family=family, parse_math=False)
     axes.set_xticks(range(columns), attention.source_words, fontsize=8, family=family, parse_math=False)
     axes.set_yticks(range(rows), attention.target_words, fontsize=8, family=family, parse_math=False)
-    if max(map(len, attention.source_words)) > 2:  # Chinese words are short enough to stand upright
+    if max(map(len, attention.source_words[:-1]), default=0) > 2:  # most Chinese words can stand upright
         axes.tick_params(axis="x", rotation=90)
     figure.colorbar(image, shrink=0.6)
     return figure

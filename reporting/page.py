@@ -39,8 +39,8 @@ figure { margin: 0 } img { max-width: 100%; height: auto }
 class Page:
     """Blocks in the order they are added, in HTML and in Markdown."""
 
-    def __init__(self, title: str, language: str, folder: Path):
-        self.language, self.folder, self.html, self.markdown = language, folder, [], []
+    def __init__(self, title: str, language: str, folder: str | Path):
+        self.language, self.folder, self.html, self.markdown = language, Path(folder), [], []
         self.pictures: dict[str, bytes] = {}
         self.last: tuple[list, list] = ([], [])  # see `later`
         self.title = self.say(title)

@@ -36,6 +36,7 @@ class RunFiles:
     """One run. What a file does not tell is empty, and `missing` says so in words."""
 
     folder: Path
+    name: str
     config: dict = field(default_factory=dict)
     model: dict = field(default_factory=dict)  # of train.py's runs: the sizes
     data: dict = field(default_factory=dict)  # of train.py's runs: what text.prepare.describe wrote
@@ -47,10 +48,7 @@ class RunFiles:
     pictures: list[Path] = field(default_factory=list)  # that the script itself left
     missing: list[tuple[str, ...]] = field(default_factory=list)  # the place, then words that a page can translate
     running: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
+    rows: dict[str, list] = field(default_factory=dict)  # see `rows_of`
 
     def series(self, tag: str) -> tuple[list[int], list[float]]:
         """Steps and values of a curve."""
@@ -137,10 +135,20 @@ def in_minutes(seconds: float) -> str:
     return f"{seconds / 60:,.1f} min"
 
 
+def read_runs(folders: list) -> list[RunFiles]:
+    """Several runs; those of the same name go by their path."""
+    runs = [read_run(folder) for folder in folders]
+    names = [run.name for run in runs]
+    for run in runs:
+        run.name = run.name if names.count(run.name) == 1 else str(run.folder)
+    return runs
+
+
 def read_run(folder: str | Path) -> RunFiles:
     """Everything in runs/NAME. Raises `UserError` only for what is no run at all."""
-    run = RunFiles(Path(folder))
-    if not run.folder.is_dir():
+    folder = Path(folder) if Path(folder).exists() else Path("runs") / folder
+    run = RunFiles(folder, folder.resolve().name)
+    if not folder.is_dir():
         raise UserError(f"{folder}: no such run; `ls runs` shows what there is")
     if not any((run.folder / name).exists() for name in ("config.json", "metrics.jsonl", "train.log")):
         raise UserError(f"{folder} is no run: it has no config.json, metrics.jsonl or train.log")
@@ -226,22 +234,25 @@ def is_locked(path: Path) -> bool:
 
 def rows_of(run: RunFiles, name: str) -> list[tuple[str, str]]:
     """The raw (source, target) rows of a result, from the data set; [] if it is not there as it was, which is noted."""
-    hypotheses, split = run.hypotheses[name], run.results[name].get("split", "test")
-    try:
-        if Path(run.config["data"]).is_absolute() and not Path(run.config["data"]).exists():  # nor asked for at a hub
-            raise UserError(f"{run.config['data']} is not there")
-        text = find_text(run.config["data"], run.config["source"], run.config["target"])
-        rows = next(text.rows("train"), []) if split == "train" else held_out_rows(text)[split]
-    except (UserError, OSError, KeyError) as error:
-        run.missing.append(("data set", str(error), "so the translations are not shown"))
-        return []
-    complete = len(hypotheses) <= len(rows) if "first" in name or split == "train" else len(hypotheses) == len(rows)
-    if not complete:
-        run.missing.append(
-            (f"{name}.txt", f"{len(hypotheses)} ≠ {len(rows)}", "not as many lines as the data set has rows")
-        )
-        return []
-    return rows[: len(hypotheses)]
+    if name not in run.rows:
+        try:
+            run.rows[name] = read_rows(run, name)
+        except (UserError, OSError, KeyError) as error:
+            run.missing.append(("data set", str(error), "so the translations are not shown"))
+            run.rows[name] = []
+    return run.rows[name]
+
+
+def read_rows(run: RunFiles, name: str) -> list[tuple[str, str]]:
+    data, split, lines = run.config["data"], run.results[name].get("split", "test"), len(run.hypotheses[name])
+    if Path(data).is_absolute() and not Path(data).exists():  # else a hub would be asked for it
+        raise UserError(f"{data} is not there")
+    text = find_text(data, run.config["source"], run.config["target"])
+    rows = next(text.rows("train"), []) if split == "train" else held_out_rows(text)[split]
+    is_first_part = split == "train" or "first" in name  # evaluate.py --limit
+    if lines > len(rows) or (lines < len(rows) and not is_first_part):
+        raise UserError(f"{name}.txt has {lines:,} lines, the data set {len(rows):,} rows")
+    return rows[:lines]
 
 
 def newest_run(runs: Path = Path("runs")) -> Path:

@@ -206,48 +206,42 @@ def shared_results(runs: list[RunFiles]) -> list[str]:
     return [name for name in runs[0].hypotheses if all(name in run.hypotheses for run in runs)]
 
 
-def translations(page: Page, runs: list[RunFiles]) -> list[int]:
-    """The best, middle and worst of the first run, all runs side by side; → the rows of one each, of the first result."""
-    chosen = []
-    for name in shared_results(runs)[:1]:
-        rows = rows_of(runs[0], name)
-        if not rows or any(len(run.hypotheses[name]) < len(rows) for run in runs):
-            continue
-        references = [reference for _, reference in rows]
-        scores = {run.name: sentence_scores(references, run.hypotheses[name], run.config["target"]) for run in runs}
-        first = scores[runs[0].name]
-        # Of equal scores the longer ones: "Yes." is soon right.
-        order = sorted(range(len(rows)), key=lambda row: (-first[row], -len(references[row]), row))
-        middle = max(0, len(order) // 2 - SHOWN // 2)
-        parts = {"best": order[:SHOWN], "middle": order[middle : middle + SHOWN], "worst": order[-SHOWN:][::-1]}
-        page.heading("Translations")
-        page.note("Scores of single sentences are sacreBLEU's sentence BLEU, for reading only: the mean of them is not "
-                  "the corpus BLEU.")  # fmt: skip
-        lines = []
-        for part, numbers in parts.items():
-            for row in numbers:
-                data_set = f"{runs[0].config['data']}#{row}"
-                line = [part, Fact(row, rows[row][0], data_set), Fact(row, rows[row][1], data_set)]
-                for run in runs:
-                    source, score = f"{run.name}/{name}.txt#{row}", scores[run.name][row]
-                    line += [
-                        Fact(row, run.hypotheses[name][row], source),
-                        Fact(score, f"{score:.1f}", f"computed from {source}"),
-                    ]
-                lines.append(line)
-        systems = [cell for run in runs for cell in (Fact(run.name, run.name, run.name), "score")]
-        page.table(["", "source", "reference", *systems], lines)
-        chosen = [numbers[0] for numbers in parts.values()]
-    return chosen
+def translations(page: Page, runs: list[RunFiles]) -> tuple[str, list[int]]:
+    """The best, middle and worst of the first run, all runs side by side; → the result, and the first row of each part."""
+    name = next(iter(shared_results(runs)), "")
+    rows = rows_of(runs[0], name) if name else []
+    runs = [run for run in runs if rows and rows_of(run, name) == rows]  # the same data set
+    if not runs:
+        return name, []
+    references = [reference for _, reference in rows]
+    scores = [sentence_scores(references, run.hypotheses[name], run.config["target"]) for run in runs]
+    # Of equal scores the longer ones: "Yes." is soon right.
+    order = sorted(range(len(rows)), key=lambda row: (-scores[0][row], -len(references[row]), row))
+    middle = max(0, len(order) // 2 - SHOWN // 2)
+    parts = {"best": order[:SHOWN], "middle": order[middle : middle + SHOWN], "worst": order[-SHOWN:][::-1]}
+    page.heading("Translations")
+    page.note("Scores of single sentences are sacreBLEU's sentence BLEU, for reading only: the mean of them is not the "
+              "corpus BLEU.")  # fmt: skip
+    lines = []
+    for part, row in ((part, row) for part, numbers in parts.items() for row in numbers):
+        line = [part, *(Fact(row, text, f"{runs[0].config['data']}#{row}") for text in rows[row])]
+        for run, score in zip(runs, scores):
+            source = f"{run.name}/{name}.txt#{row}"
+            line.append(Fact(row, run.hypotheses[name][row], source))
+            line.append(Fact(score[row], f"{score[row]:.1f}", f"computed from {source}"))
+        lines.append(line)
+    systems = [cell for run in runs for cell in (Fact(run.name, run.name, run.name), "score")]
+    page.table(["", "source", "reference", *systems], lines)
+    return name, [numbers[0] for numbers in parts.values()]
 
 
-def attention(page: Page, runs: list[RunFiles], look: Callable, chosen: list[int]) -> None:
-    """Tables for the chosen rows; `look(run, chosen)` gives the weights."""
+def attention(page: Page, runs: list[RunFiles], look: Callable, name: str, rows: list[int]) -> None:
+    """Tables for these rows of a result; `look(run, name, rows)` gives the weights."""
     for run in runs:
-        if not chosen or not run.model:
+        if not rows or not run.model or rows_of(run, name) != rows_of(runs[0], name):
             continue
         try:
-            sentences = look(run, chosen)
+            sentences = look(run, name, rows)
         except UserError as error:
             run.missing.append(("Cross-attention", str(error)))
             continue
@@ -266,8 +260,6 @@ def compare(runs: list[RunFiles]) -> tuple[str, list[Compared]]:
         if rows and all(rows_of(run, name) == rows for run in runs[1:]):
             references = [reference for _, reference in rows]
             systems = {run.name: run.hypotheses[name] for run in runs}
-            if len(systems) < len(runs):
-                raise UserError("two of the runs have the same name; rename a folder")
             return name, paired_bootstrap(references, systems, runs[0].config["target"])
     raise UserError("the runs have no translations of the same rows; run evaluate.py with the same flags on each")
 

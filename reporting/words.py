@@ -64,5 +64,4 @@ CHINESE = {
     "the run is still under way: these are its figures so far": "实验仍在运行，以下是到目前为止的数字",
     "no last words: the run was killed, or ended with an error": "没有结束语：实验被强行终止，或因错误结束",
     "damaged lines are left out": "行损坏，已略去", "so the translations are not shown": "所以不显示译文",
-    "not as many lines as the data set has rows": "行数与数据集不符，不显示译文",
 }  # fmt: skip
