@@ -38,10 +38,3 @@ def environment(world: World) -> dict:
             pynvml.nvmlInit()
             facts["driver"] = pynvml.nvmlSystemGetDriverVersion()
     return facts
-
-
-def describe(facts: dict) -> str:
-    """One line for the log."""
-    gpu = "{gpu}, {gpu_memory_gib} GiB, driver {driver}, CUDA {cuda}; " if facts["gpu"] else ""
-    line = f"environment: {gpu}{{cpu}}, {{cores}} cores; torch {{torch}}, Python {{python}}, commit {{commit}}; {{command}}"
-    return line.format(**facts)

@@ -26,7 +26,7 @@ import torch
 from engine import checkpoint
 from engine.config import command, load_config, save_config, write_whole
 from engine.distributed import World, hidden_gpus
-from engine.environment import describe, environment
+from engine.environment import environment
 from engine.errors import UserError
 from engine.precision import Precision
 from engine.telemetry import GpuSampler, Log, ProcessMeter, Telemetry
@@ -105,7 +105,8 @@ class Run:
         with contextlib.suppress(OSError, ValueError, TypeError):  # of an older version, or damaged: it begins anew
             sessions = [*json.loads(path.read_text(encoding="utf-8"))] if self.config.resume else []
         sessions.append(environment(self.world))
-        self.log(describe(sessions[-1]))
+        told = {name: value for name, value in sessions[-1].items() if value is not None}
+        self.log("environment: " + ", ".join(f"{name} {value}" for name, value in told.items()))
 
         def write(seconds: float | None) -> None:
             sessions[-1]["seconds"] = seconds

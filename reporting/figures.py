@@ -4,6 +4,7 @@ Every panel is a figure of its own, 4.8 inches wide: on a telephone they stand o
 """
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from reporting.fonts import families
 from reporting.reading import RunFiles
@@ -87,6 +88,8 @@ def draw_curves(axes, runs: list[RunFiles], name: str, tags: list[str], say) -> 
     if low > 0 and high / low > WIDE_RANGE and name != "learning_rate":
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 1000 else (1,)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
     if len(tags) > 1 or len(runs) > 1:
         legend(axes, [run.name for run in runs], say)
 

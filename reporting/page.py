@@ -109,11 +109,12 @@ class Page:
 
     def keep(self, name: str, figure) -> bytes:
         """A matplotlib figure, or the bytes of a PNG file, to lie beside the page; → its bytes."""
+        name = file_name(name)
         if not isinstance(figure, bytes):
             file = io.BytesIO()
             figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
             figure = file.getvalue()
-        self.pictures[f"{name}.png"] = figure
+        self.pictures[name] = figure
         return figure
 
     def figures(self, figures: dict[str, object]) -> None:
@@ -123,7 +124,7 @@ class Page:
             encoded = base64.b64encode(self.keep(name, figure)).decode()
             alternative = html.escape(self.say(name), quote=True)
             tags.append(f'<figure><img alt="{alternative}" src="data:image/png;base64,{encoded}"></figure>')
-            lines.append(f"![{self.say(name)}]({quote(name)}.png)")
+            lines.append(f"![{self.say(name)}]({quote(file_name(name))})")
         self.add(f'<div class="figures">{"".join(tags)}</div>', "\n".join(lines))
 
     def attention(self, attention: Attention, name: str, figure) -> None:
@@ -139,7 +140,7 @@ class Page:
             lines.append(f"<tr><th>{html.escape(label.get(word, word))}</th>{cells}</tr>")
         self.keep(name, figure)
         table = f'<div class="wide"><table class="attention">{"".join(lines)}</table></div>'
-        self.add(table, f"![{name}]({quote(name)}.png)")
+        self.add(table, f"![{name}]({quote(file_name(name))})")
 
     def write(self) -> Path:
         """report.html, report.md and the pictures in the folder; → the page."""
@@ -157,3 +158,8 @@ class Page:
             place = f"cannot write to {self.folder}: {error.strerror}"
             raise UserError(f"{place}; choose another place with --out DIR") from None
         return self.folder / "report.html"
+
+
+def file_name(name: str) -> str:
+    """Of a picture; runs of the same name go by their path."""
+    return name.replace("/", "-") + ".png"

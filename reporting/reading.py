@@ -91,14 +91,14 @@ class RunFiles:
         )
 
     def seconds(self) -> Fact | None:
-        """How long the run took, over all its starts; of a run that was killed, or is under way, up to its last line."""
-        if self.environment and all(is_number(session.get("seconds")) for session in self.environment):
-            total = sum(session["seconds"] for session in self.environment)
-            return Fact(total, in_minutes(total), f"{self.name}/environment.json#seconds#sum")
-        if len(self.records) > 1:
-            total = self.records[-1]["time"] - self.records[0]["time"]
-            return Fact(total, f"≥ {in_minutes(total)}", f"{self.name}/metrics.jsonl#time#span")
-        return None
+        """How long the run took, over all its starts; at least so long if it was killed, or is under way."""
+        known = [session["seconds"] for session in self.environment if is_number(session.get("seconds"))]
+        total, source = sum(known), f"{self.name}/environment.json#seconds#sum"
+        if known and len(known) == len(self.environment):
+            return Fact(total, in_minutes(total), source)
+        if len(self.records) > 1 and "resumed after step" not in self.log:  # the hours between two starts do not count
+            total, source = self.records[-1]["time"] - self.records[0]["time"], f"{self.name}/metrics.jsonl#time#span"
+        return Fact(total, f"≥ {in_minutes(total)}", source) if total else None
 
     def last_words(self) -> str:
         """Why it stopped, as the log says it; '' if it does not."""

@@ -242,6 +242,12 @@ def test_a_report_of_two_runs(run, without_drawing):
     assert "Paired bootstrap" in page and ">b</data>" in page
 
 
+def test_runs_of_the_same_name(run, without_drawing):
+    other = shutil.copytree(run, run.parent / "c" / "a", symlinks=True)
+    page = make(run, other)
+    assert f">{run}</data>" in page and f">{other}</data>" in page and Page("", "en", "x").keep("a/b", b"") == b""
+
+
 def test_the_paired_bootstrap_is_sacrebleus(run, toy_data, tmp_path, capsys):
     other = shutil.copytree(run, run.with_name("b"), symlinks=True)
     references = [json.loads(line)["en"] for line in (toy_data / "test.jsonl").read_text().splitlines()]
@@ -365,7 +371,7 @@ def test_what_a_run_writes_for_it(trained):
     assert session["command"].startswith("python train.py --data ") and session["torch"] and session["cpu"]
     assert session["seconds"] > 0 and session["gpu"] is None
     log = (trained / "train.log").read_text()
-    assert f"environment: {session['cpu']}" in log and re.search(r"stopped after step 30: .*; \d+\.\d minutes", log)
+    assert f"cpu {session['cpu']}, cores" in log and re.search(r"stopped after step 30: .*; \d+\.\d minutes", log)
     data = json.loads((trained / "data.json").read_text())
     for side in ("source", "target"):
         assert sum(n * count for n, count in enumerate(data["lengths"][side])) == data["tokens"][side]

@@ -302,7 +302,7 @@ def test_learns_drawn_digits_and_writes_all_down(whole_run):
     steps = {tag: [event.step for event in events.Images(tag)] for tag in events.Tags()["images"]}
     assert steps == {"filters": [0, 121, 242], "feature maps": [0, 121, 242], "confusion": [242], "mistakes": [242]}
     assert {path.name for path in (run / "eval").glob("*.png")} == {
-        "filters.png", "feature-maps.png", "confusion.png", "mistakes.png", "curves.png"}  # fmt: skip
+        "filters.png", "feature-maps.png", "confusion.png", "mistakes.png"}  # fmt: skip
 
 
 def test_a_stopped_and_a_killed_run_ends_as_the_whole_one(data, whole_run, monkeypatch):
