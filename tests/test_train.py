@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import train as training
 from engine.errors import UserError
+from engine.telemetry import shown_as
 from model import ModelConfig, Translator, summed_loss
 from text.rows import default_path, find_text
 
@@ -40,7 +41,7 @@ def records(run: Path, key: str = "train/loss") -> dict[int, float]:
 
 def curve(run: Path, tag: str = "train/loss") -> dict[int, float]:
     """The same from TensorBoard's files."""
-    events = EventAccumulator(str(run)).Reload().Scalars(tag)
+    events = EventAccumulator(str(run)).Reload().Scalars(shown_as(tag))
     assert len({event.step for event in events}) == len(events)
     return {event.step: event.value for event in events}
 
@@ -371,9 +372,10 @@ def test_what_a_run_leaves(toy_data, here):
         assert (run / name).exists()
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best", "last", "step-3", "step-6"]
     tags = EventAccumulator(str(run)).Reload().Tags()
-    assert {"train/loss", "train/perplexity", "train/learning_rate", "train/gradient_norm", "speed/tokens_per_second",
-            "data/padding_share", "data/wait_share", "speed/model_flops_utilisation", "memory/peak_gib", "valid/loss",
-            "valid/perplexity", "valid/bleu"} <= set(tags["scalars"])  # fmt: skip
+    names = {"train/loss", "train/perplexity", "train/learning_rate", "train/gradient_norm", "speed/tokens_per_second",
+             "data/padding_share", "data/wait_share", "speed/model_flops_utilisation", "memory/peak_gib", "valid/loss",
+             "valid/perplexity", "valid/bleu"}  # fmt: skip
+    assert {shown_as(name) for name in names} <= set(tags["scalars"])
     assert tags["images"] == ["cross-attention"] and "samples/text_summary" in tags["tensors"]
     assert "_hparams_/experiment" in EventAccumulator(str(run)).Reload().summary_metadata
     figures = next(json.loads(line) for line in (run / "metrics.jsonl").open() if '"data/padding_share"' in line)
