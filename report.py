@@ -63,15 +63,12 @@ def report(config: Config) -> None:
 def describe(run: RunFiles) -> sections.Described | None:
     """The model of a run of train.py; None for a lab's, whose script prints its own into the log."""
     try:
-        sizes = ModelConfig(**run.model)
-    except (TypeError, UserError):
+        with torch.device("meta"):  # shapes without numbers
+            model = Translator(ModelConfig(**run.model))
+        pairs, tokens = run.data.get("counts", {}).get("kept"), run.data.get("tokens")
+        flops = pairs and training_flops(model.config, tokens["source"] / pairs, tokens["target"] / pairs)
+    except (TypeError, KeyError, UserError):
         return None
-    with torch.device("meta"):  # shapes without numbers
-        model = Translator(sizes)
-    tokens, pairs = run.data.get("tokens"), run.data.get("counts", {}).get("kept")
-    flops = (
-        training_flops(sizes, *(tokens[side] / pairs for side in ("source", "target"))) if tokens and pairs else None
-    )
     return sections.Described(str(model), sum(weights.numel() for weights in model.parameters()), flops)
 
 

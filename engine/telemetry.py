@@ -25,8 +25,8 @@ from tqdm import tqdm
 GIB = 2**30
 # TensorBoard sorts its charts by name. These are what a run is watched by: they come first, in this order.
 FIRST = [
-    *("train/loss", "valid/loss", "test/loss", "valid/perplexity", "valid/bleu", "test/accuracy"),
-    *("train/learning_rate", "gpu/utilisation_percent", "gpu/memory_gib", "cpu/utilisation_percent"),
+    *("train/loss", "valid/loss", "validation/loss", "test/loss", "valid/perplexity", "validation/perplexity"),
+    *("valid/bleu", "test/accuracy", "train/learning_rate", "gpu/utilisation_percent", "cpu/utilisation_percent"),
 ]
 
 
@@ -115,8 +115,8 @@ class Telemetry:
 
 
 def shown_as(tag: str) -> str:
-    """The name of a curve in TensorBoard: train/loss → "1 first/0 train loss"; most keep theirs."""
-    return f"1 first/{FIRST.index(tag)} {tag.replace('/', ' ')}" if tag in FIRST else tag
+    """The name of a curve in TensorBoard: train/loss → "1 first/00 train loss"; most keep theirs."""
+    return f"1 first/{FIRST.index(tag):02} {tag.replace('/', ' ')}" if tag in FIRST else tag
 
 
 def _keep_records(path: Path, last_step: int) -> str:

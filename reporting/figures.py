@@ -73,7 +73,7 @@ def draw_curves(axes, runs: list[RunFiles], name: str, tags: list[str], say) -> 
             steps, values = run.series(tag)
             if name == "accuracy":  # 99.1 and 99.3 % look alike, 0.9 and 0.7 % do not
                 values = [1 - value for value in values]
-            split = "smoothed" if "smoothed" in tag else tag.partition("/")[0]
+            split = "smoothed" if "smoothed" in tag else tag.partition("/")[0].replace("validation", "valid")
             colour, line, width, marker = STYLES.get(split, STYLES["other"])
             colour = STYLES["other"][0] if len(tags) == 1 else colour
             label = say(

@@ -68,6 +68,8 @@ class RunFiles:
     def figure(self, tag: str, summary: str, form: str = ",.4g") -> Fact | None:
         """One number of a curve: its min, max, mean, median or last."""
         values = self.series(tag)[1]
+        if not values and tag.startswith("valid/"):  # as some labs call it
+            return self.figure(tag.replace("valid/", "validation/"), summary, form)
         if not values:
             return None
         value = SUMMARIES[summary](values)

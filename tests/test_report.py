@@ -354,9 +354,13 @@ def test_a_labs_run(tmp_path):
     log = [f"{network}", "LeNet-5 relu: 61,706 parameters", "step 1 loss 2", "stopped: all epochs are done"]
     (run / "train.log").write_text("".join(times[n > 1] + line + "\n" for n, line in enumerate(log)))
     gpu = {"gpu/utilisation_percent": 90, "gpu/memory_gib": 3, "gpu/power_watt": 250, "gpu/temperature_celsius": 61}
-    records = [{"step": n, "time": 60 * n, "train/accuracy": 0.9, "train/loss": 1 / n} | gpu for n in range(1, 5)]
+    records = [
+        {"step": n, "time": 60 * n, "train/accuracy": 0.9, "train/loss": 1 / n, "validation/loss": 2 / n} | gpu
+        for n in range(1, 5)
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     page = make(run)
+    assert ("0.5", "lenet/metrics.jsonl#validation/loss#min", "0.5") in Reader(page).facts
     for words in ("61,706", "Conv2d(1, 6)", "0.99", "<h2>Pictures of the run</h2>", "GPU power (W), mean"):
         assert words in page
     assert "confusion" not in page and (run / "report" / "lenet filters.png").exists()
@@ -377,8 +381,8 @@ def test_what_a_run_writes_for_it(trained):
         assert sum(n * count for n, count in enumerate(data["lengths"][side])) == data["tokens"][side]
         assert sum(data["lengths"][side]) == data["counts"]["kept"]
     tags = sorted(EventAccumulator(str(trained)).Reload().Tags()["scalars"])  # TensorBoard's order
-    assert [tag.partition(" ")[2] for tag in tags[:2]] == ["first/0 train loss", "first/1 valid loss"]
-    assert "1 first/4 valid bleu" in tags[:5] and not any(tag in tags for tag in ("train/loss", "valid/bleu"))
+    assert [tag.partition(" ")[2] for tag in tags[:2]] == ["first/00 train loss", "first/01 valid loss"]
+    assert "1 first/06 valid bleu" in tags[:5] and not any(tag in tags for tag in ("train/loss", "valid/bleu"))
 
 
 def test_the_process_meter_counts_and_costs_nothing():
