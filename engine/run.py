@@ -141,8 +141,8 @@ class Run:
 
     def close(self, why: str, step: int | None = None) -> None:
         """The last words, and the way to go on if the run was interrupted."""
-        minutes = (time.perf_counter() - self.started) / 60
-        self.log(f"stopped{'' if step is None else f' after step {step:,}'}: {why}; {minutes:,.1f} minutes")
+        self.log(f"time: {(time.perf_counter() - self.started) / 60:,.1f} minutes")
+        self.log(f"stopped{'' if step is None else f' after step {step:,}'}: {why}")
         if why == INTERRUPTED:
             self.log(f"to go on: {command()} --resume {self.folder}")
 

@@ -375,7 +375,7 @@ def test_what_a_run_writes_for_it(trained):
     assert session["command"].startswith("python train.py --data ") and session["torch"] and session["cpu"]
     assert session["seconds"] > 0 and session["gpu"] is None
     log = (trained / "train.log").read_text()
-    assert f"cpu {session['cpu']}, cores" in log and re.search(r"stopped after step 30: .*; \d+\.\d minutes", log)
+    assert f"cpu {session['cpu']}, cores" in log and re.search(r"time: \d+\.\d minutes\n.*stopped after step 30: ", log)
     data = json.loads((trained / "data.json").read_text())
     for side in ("source", "target"):
         assert sum(n * count for n, count in enumerate(data["lengths"][side])) == data["tokens"][side]
