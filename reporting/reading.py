@@ -134,7 +134,7 @@ def is_number(value) -> bool:
 
 
 def in_minutes(seconds: float) -> str:
-    return f"{seconds / 60:,.1f} min"
+    return f"{seconds / 60:,.1f} min" if seconds >= 100 else f"{seconds:.0f} s"
 
 
 def read_runs(folders: list) -> list[RunFiles]:
@@ -164,6 +164,8 @@ def read_run(folder: str | Path) -> RunFiles:
     run.environment = read_json(run, "environment.json", list, "the machine is unknown")
     run.environment = [session for session in run.environment if isinstance(session, dict)]
     run.records = read_records(run)
+    if run.model and run.records and run.config.get("label_smoothing") and "train/smoothed_loss" not in run.tags():
+        run.missing.append(("train/loss, train/perplexity", "of an older version: these are of the smoothed loss"))
     run.log = read_text(run, "train.log", "what it said is unknown")
     for path in sorted([*run.folder.glob("test.json"), *run.folder.glob("eval/*.json")]):
         name = path.relative_to(run.folder).with_suffix("").as_posix()
