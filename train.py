@@ -181,7 +181,7 @@ def train(config: Config) -> Path:
         # -------- what would break after an hour breaks now; from here on the folder is a run
         validation = Validation(model, prepared, collate, run, precision, config.tokens_per_batch // sampler.parts)
         if world.is_main and not run.state:
-            save_description(run.folder, sizes, prepared.source_tokenizer, prepared.target_tokenizer)
+            save_description(run.folder, sizes, prepared)
         run.begin()
 
         # -------- the loop
