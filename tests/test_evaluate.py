@@ -74,7 +74,7 @@ def test_every_row_gets_a_hypothesis_whatever_is_in_it(toy_run, tmp_path):
     lines = (tmp_path / "out.txt").read_text(encoding="utf-8").split("\n")
     assert len(lines) == len(rows) + 1 and lines[-1] == ""
     assert lines[1] == lines[3] == "" and lines[0] == lines[4] != ""
-    assert "1 sources are longer than the 512 tokens" in output
+    assert "1 sources were cut to the model's limit of 512 tokens" in output
     assert not list((toy_run / "runs/toy/eval").glob("*odd*"))  # the run's own results are those on its own data
 
 
