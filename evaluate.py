@@ -153,7 +153,7 @@ def teacher_forced_match(trained: Trained, rows, world: distributed.World, preci
     longest = model.config.max_length - 1
     sides = (trained.source_tokenizer, 0), (trained.target_tokenizer, 1)
     sources, targets = (
-        [ids[:longest] for ids in encode(tokenizer, [normalise(row[side]) for row in rows])]
+        encode(tokenizer, [normalise(row[side]) for row in rows], longest)
         for tokenizer, side in sides
     )
     pairs = sorted(zip(sources, targets), key=lambda pair: len(pair[1]))

@@ -24,7 +24,7 @@ import safetensors.torch
 import torch
 from conftest import ROOT, TINY_FLAGS, reversed_digits, write_pairs
 
-from data import _is_whole
+from engine.checkpoint import verify_files
 from text.subwords import train_tokenizer
 
 PAIRS = reversed_digits(90)
@@ -384,7 +384,7 @@ def check_nothing_half_written(before: dict, after: dict, goes_on: bool) -> None
         assert os.path.basename(path) != "config.json", f"{path} makes a run that never began"
         assert not any(mark in path for mark in (".building-", ".tmp-", ".replaced-", ".new-", ".writable")), path
     for cache in (*Path("runs/.cache").glob("[!.]*"), *Path("disk/.cache").glob("[!.]*")):
-        assert _is_whole(cache), f"{cache} is half-written"
+        assert verify_files(cache) is None, f"{cache} is half-written"
 
 
 @pytest.fixture(scope="module")
