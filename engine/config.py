@@ -18,7 +18,7 @@ import re
 import sys
 from pathlib import Path
 
-from engine.errors import UserError, stop
+from engine.errors import UserError, prepare_process, stop
 
 SETTINGS_BYTES = 2**16
 LARGEST = 2**31 - 1  # whole number, where a flag names no other limit
@@ -43,6 +43,7 @@ def parse_flags(config_class, description: str = "", positional: str | None = No
     and all words after `--` are collected in `config.<positional>`; without it they are an error. Mistakes print one
     line and exit with 2.
     """
+    prepare_process()
     try:
         return _parse(config_class, description, positional, sys.argv[1:])
     except UserError as error:
@@ -93,7 +94,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _boolean(word: str) -> bool:
     if word.lower() not in SAYS_TRUE + SAYS_FALSE:
-        raise argparse.ArgumentTypeError(f"{word!r} is neither true nor false")
+        raise argparse.ArgumentTypeError(f"{word!r} is not true or false")
     return word.lower() in SAYS_TRUE
 
 
@@ -209,5 +210,5 @@ def load_config(config_class, path: Path):
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; is {path.parent} a run of this script?") from None
     except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged or of another script: {error}") from None
+        raise UserError(f"{path} is damaged, or belongs to another script: {error}") from None
     return checked(config)
