@@ -1,6 +1,7 @@
 """A user's mistake ends in one line on stderr — what, where, what to do — and exit code 2; a bug keeps its traceback."""
 
 import errno
+import io
 import os
 import re
 import signal
@@ -26,7 +27,8 @@ def prepare_process() -> None:
         if getattr(sys, name) is None:  # closed (`>&-`): the next file that is opened would take its place
             setattr(sys, name, open(os.devnull, mode))
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # a terminal in ASCII or Latin-1
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal in ASCII or Latin-1
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `run_script`
 

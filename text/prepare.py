@@ -126,7 +126,8 @@ def _made_whole(folder: Path) -> Iterator[Path]:
             if damage := verify_files(folder):
                 raise UserError(f"{folder}: {damage} just after it was written; check the disk")
     except OSError as error:
-        error.filename = error.filename or str(building)  # a write, unlike an open, does not say where
+        if error.errno:  # numpy's have none, but words that `run_script` knows
+            error.filename = error.filename or str(building)  # a write, unlike an open, does not say where
         raise
     finally:
         shutil.rmtree(building, ignore_errors=True)

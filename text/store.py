@@ -83,7 +83,7 @@ class TokenWriter:
             raise UserError(f"the {side} tokenizer gives the id {ids.max()}, but has {self.vocabularies[side]} tokens; "
                             "choose another --tokenizer")  # fmt: skip
         self.lengths[side].append(lengths.astype(np.int32))
-        ids.astype(self.dtypes[side]).tofile(self.files[side])
+        self.files[side].write(ids.astype(self.dtypes[side]))
 
     def close(self) -> None:
         """Finish the files."""
