@@ -51,12 +51,15 @@ def sweep(data: Path, folder: Path, fault: str, step: int) -> None:
             os.utime(building, (0, 0))
         library.arm(ctypes.c_long(-1), 0)
         tokenise(data, cache)
-        assert verify_files(next(cache.glob("[!.]*"))) is None and len(list(cache.iterdir())) == 1, (nth, list(cache.iterdir()))
+        assert verify_files(next(cache.glob("[!.]*"))) is None and len(list(cache.iterdir())) == 1, (
+            nth,
+            list(cache.iterdir()),
+        )
     print(f"{calls} calls")
 
 
 @pytest.mark.parametrize("fault, step", [
-    ("full disk", 9), ("I/O error", 9), ("kill", 15),
+    ("full disk", 31), ("I/O error", 31), ("kill", 31),
     *[pytest.param(fault, 1, marks=pytest.mark.slow) for fault in FAULTS],
 ])  # fmt: skip
 def test_the_disk_fails_while_the_cache_is_made(fault, step, tmp_path):
