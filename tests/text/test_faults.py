@@ -1,5 +1,6 @@
 """Text that is damaged, hostile or of an odd size: never other rows or ids than those on the disk, never foreign code."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -111,7 +112,7 @@ def test_long_lines_come_in_small_chunks(tmp_path, monkeypatch):
     for name in ("x.jsonl", "x.tsv", "x.parquet", "x.arrow"):
         write(tmp_path / name, pairs)
         chunks = list(find_text(str(tmp_path / name)).rows("train"))
-        assert sum(chunks, []) == pairs and max(map(len, chunks)) <= 2, name
+        assert [pair for chunk in chunks for pair in chunk] == pairs and max(map(len, chunks)) <= 2, name
 
 
 def write(path: Path, pairs) -> None:
@@ -159,10 +160,8 @@ def test_any_damage_to_a_tokenizer_is_one_line(tmp_path):
         spoiled = bytearray(whole)
         spoiled[random.integers(len(whole))] ^= 1 << random.integers(8)
         (tmp_path / "tokenizer.json").write_bytes(spoiled)
-        try:
+        with contextlib.suppress(UserError):
             load_tokenizer(str(tmp_path))
-        except UserError:
-            pass
 
 
 def test_ids_beyond_the_vocabulary_do_not_wrap(tmp_path):
