@@ -85,7 +85,11 @@ def evaluate(config: Config) -> None:
             progress=lambda batches: progress(batches, desc="translating", unit="batch"),
         )  # fmt: skip
     if translations:
-        report(config, trained, scored, rows, translations, time.perf_counter() - begun, say)
+        result = report(config, trained, scored, rows, translations, time.perf_counter() - begun, say)
+        if config.out:
+            write_lines(Path(config.out), translations.texts)
+            say(f"hypotheses written to {config.out}, one a line")
+        keep_score(trained.run / "eval", name_of_score(config, trained, scored), result, translations.texts, say)
     if config.teacher_forced:
         match = teacher_forced_match(trained, rows, world, precision)
         say(f"teacher-forced token match {match:.2f} % — NOT a BLEU and not comparable with one: at every position the "
@@ -95,8 +99,8 @@ def evaluate(config: Config) -> None:
 
 def report(
     config: Config, trained: Trained, scored: dict, rows, translations: Translations, seconds: float, say
-) -> None:
-    """The BLEU card, sample translations, and the files."""
+) -> dict:
+    """Print the BLEU card and sample translations; → all figures."""
     references = [target for _, target in rows]
     card = bleu_card(references, translations.texts, trained.config["target"])
     settings = "greedy" if config.beam == 1 else f"beam {config.beam}, length penalty {config.length_penalty:g}"
@@ -113,13 +117,8 @@ def report(
     for source, text, reference in list(zip((s for s, _ in rows), translations.texts, references))[:3]:
         say(f"\n  source       {normalise(source)}\n  translation  {text}\n  reference    {normalise(reference)}")
     say()
-
-    if config.out:
-        write_lines(Path(config.out), translations.texts)
-        say(f"hypotheses written to {config.out}, one a line")
     result = scored | {"checkpoint": trained.name, "decoding": settings, "average": config.average}
-    result |= card.as_dict() | {"capped": translations.capped, "seconds": seconds, "tokens": translations.tokens}
-    keep_score(trained.run / "eval", name_of_score(config, trained, scored), result, translations.texts, say)
+    return result | card.as_dict() | {"capped": translations.capped, "seconds": seconds, "tokens": translations.tokens}
 
 
 def name_of_score(config: Config, trained: Trained, scored: dict) -> str:
