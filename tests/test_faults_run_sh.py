@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import HANGS, ROOT
 
 # Of the virtual environment and of the system alike; it makes environments by copying itself.
 FAKE_PYTHON = """#!/usr/bin/env bash
@@ -46,7 +46,7 @@ def place(tmp_path, monkeypatch):
 def run_sh(place: Path, *words, **environment) -> tuple[int, str, str]:
     """→ exit code, what was printed, and what Python was asked, a call a line."""
     done = subprocess.run(["bash", "../repo/run.sh", *words], cwd=place / "home", env={**os.environ, **environment},
-                          capture_output=True, text=True, timeout=60)  # fmt: skip
+                          capture_output=True, text=True, timeout=HANGS)  # fmt: skip
     log = (place / "log").read_text() if (place / "log").exists() else ""
     (place / "log").unlink(missing_ok=True)
     return done.returncode, done.stdout + done.stderr, log
@@ -94,12 +94,12 @@ def test_an_index_for_a_build_without_cuda(place):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_and_nothing_is_evaluated(place, number):
     process = subprocess.Popen(["bash", "../repo/run.sh"], cwd=place / "home", env={**os.environ, "TRAINS_FOR": "300"})
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANGS
     while not (place / "home/started").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(number)
-    assert process.wait(timeout=30) == 128 + number
+    assert process.wait(timeout=HANGS) == 128 + number
     assert "evaluate.py" not in (place / "log").read_text()
 
 
