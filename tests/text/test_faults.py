@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, reversed_digits, write_pairs
+from conftest import HANGS, ROOT, reversed_digits, write_pairs
 
 from engine.errors import UserError
 from text import prepare as under_test
@@ -88,7 +88,7 @@ for place in range(8, len(content), 29):
         print(error)
 """
     words = [sys.executable, "-c", script, tmp_path / "good.arrow", tmp_path / "bad.arrow"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(done.stdout.splitlines()) > 10 and "get it again" in done.stdout and len(content) > 5000
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, reversed_digits, write_pairs
+from conftest import HANGS, ROOT, reversed_digits, write_pairs
 
 from engine.checkpoint import verify_files
 
@@ -71,7 +71,7 @@ def test_the_disk_fails_while_the_cache_is_made(fault, step, tmp_path):
     environment = {**os.environ, "LD_PRELOAD": str(library), "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
                    "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}  # fmt: skip
     words = [sys.executable, __file__, data, tmp_path, fault, str(step)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-2]) > 50
 
