@@ -46,9 +46,10 @@ def run_script(main) -> None:
     except BrokenPipeError:  # `… | head` has seen enough
         os._exit(0)
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
-            stop("the GPU's memory is full; give --preset or the sizes smaller, to train.py also --accumulate 2 (the same "
-                 "step in two parts) or fewer --tokens_per_batch")  # fmt: skip
+        on_gpu = type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported here
+        if on_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            stop(f"the {'GPU' if on_gpu else 'machine'}'s memory is full; give --preset or the sizes smaller, to train.py "
+                 "also --accumulate 2 (the same step in two parts) or fewer --tokens_per_batch")  # fmt: skip
         many = os.environ.get("WORLD_SIZE", "1") != "1"
         if many and not isinstance(error, OSError) and re.search(_PEER_LOST, str(error)):  # a download's is an OSError
             stop("another process of this run has ended or does not answer; its own message says why")

@@ -8,11 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from conftest import HANGS, ROOT, TINY_FLAGS, in_this_process, reversed_digits, write_pairs
 
 from engine import config as under_test
-from engine.errors import UserError
+from engine.errors import UserError, run_script
 from evaluate import Config, write_lines
 
 PAIRS = reversed_digits(300)
@@ -157,6 +159,14 @@ def test_flags_by_their_names_elsewhere(typed_name, meant):
 def test_a_nul_in_a_name():
     with pytest.raises(UserError, match=r"--out 'a.x00b' holds a NUL"):
         under_test.checked(Config(out="a\0b"))
+
+
+@pytest.mark.parametrize("work", [lambda: torch.empty(2**50), lambda: np.ones(2**50)])
+def test_out_of_memory(work, capsys):
+    with pytest.raises(SystemExit):
+        run_script(work)
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: the machine's memory is full; ") and errors.count("\n") == 1
 
 
 # Streams and signals.

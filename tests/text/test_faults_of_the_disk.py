@@ -59,7 +59,7 @@ def sweep(data: Path, folder: Path, fault: str, step: int) -> None:
 
 
 @pytest.mark.parametrize("fault, step", [
-    ("full disk", 31), ("I/O error", 31), ("kill", 31),
+    ("full disk", 61), ("I/O error", 61), ("kill", 61),
     *[pytest.param(fault, 1, marks=pytest.mark.slow) for fault in FAULTS],
 ])  # fmt: skip
 def test_the_disk_fails_while_the_cache_is_made(fault, step, tmp_path):
