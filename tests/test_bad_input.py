@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 from conftest import HANGS, ROOT, TINY_FLAGS, in_this_process, reversed_digits, write_pairs
 
-from text.prepare import _is_whole
+from engine.checkpoint import verify_files
 from text.subwords import train_tokenizer
 
 PAIRS = reversed_digits(90)
@@ -288,7 +288,7 @@ CASES = {
     "no runs": Case("evaluate", ("no trained run in", "python train.py"), lambda: shutil.rmtree("runs")),
     "no checkpoint": Case("evaluate --ckpt none", ("none does not exist", "give a run")),
     "empty checkpoint": Case("translate --ckpt empty 一", ("empty is not a whole checkpoint",), lambda: os.mkdir("empty")),
-    "a run without checkpoints": Case("evaluate --ckpt runs/good", ("no whole checkpoint in runs/good/checkpoints: nothing is saved yet",),
+    "a run without checkpoints": Case("evaluate --ckpt runs/good", ("no whole checkpoint in runs/good/checkpoints",),
                                       without_checkpoints),
     "damaged checkpoint": Case(f"evaluate --ckpt {CHECKPOINT}", ("checksum of model.safetensors differs",), flip_a_bit),
     "a text named .pt": Case("evaluate --ckpt runs/good/notes.pt", ("notes.pt", "not a weights file"),
@@ -337,7 +337,8 @@ CASES = {
         RANK="first", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="29511")),
     "no such split": Case("evaluate --ckpt runs/good --split train --data bad", ("bad has no train split",),
                           lines(*rows(*PAIRS), name="test.jsonl")),
-    "an empty split": Case("evaluate --ckpt runs/good --split validation --data bad", ("no rows in its validation",),
+    "an empty split": Case("evaluate --ckpt runs/good --split validation --data bad",
+                           ("bad has no validation split", "leave --split out"),
                            lines(*rows(*PAIRS), name="test.jsonl")),
     "an unknown split": Case("evaluate --split dev", ("--split dev is unknown", "validation")),
     "columns of evaluate.py": Case("evaluate --ckpt runs/good --data bad", ("bad/test.jsonl, line 1", "found src, tgt"),
@@ -361,7 +362,7 @@ def check_nothing_half_written(before: dict, after: dict, goes_on: bool) -> None
         assert os.path.basename(path) != "config.json", f"{path} makes a run that never began"
         assert not any(mark in path for mark in (".building-", ".tmp-", ".replaced-", ".new-", ".writable")), path
     for cache in (*Path("runs/.cache").glob("[!.]*"), *Path("disk/.cache").glob("[!.]*")):
-        assert _is_whole(cache), f"{cache} is half-written"
+        assert verify_files(cache) is None, f"{cache} is half-written"
 
 
 @pytest.fixture(scope="module")
