@@ -6,7 +6,8 @@ loader = DataLoader(prepared.train, batch_sampler=sampler, collate_fn=collate_fo
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 
@@ -205,6 +206,20 @@ class Collate:
 
     def _round_up(self, width: np.int64) -> int:
         return -(-int(width) // self.pad_multiple) * self.pad_multiple
+
+
+def one_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """The batches, on the device. On a GPU a thread makes the next one while this one is computed with."""
+    if device.type == "cpu":
+        yield from batches
+        return
+    batches = iter(batches)
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(lambda: next(batches).to(device))
+        while True:
+            batch = coming.result()
+            coming = thread.submit(lambda: next(batches).to(device))
+            yield batch
 
 
 def insert(rows: Rows, token: int, before: bool = False) -> np.ndarray:

@@ -253,7 +253,7 @@ def train(config: Config) -> Path:
             step = state["step"] + 1
             for group in optimizer.param_groups:
                 group["lr"] = plan.learning_rate(step)
-            torch.manual_seed(world.seed(config.seed, step))
+            world.set_seed(config.seed, step)
 
             # The gradient of the loss over every pair of this step, in all micro-batches and on all ranks.
             tokens = next(tokens_of_steps)

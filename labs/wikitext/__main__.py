@@ -194,7 +194,7 @@ def main(config: Config) -> None:
                 # Learning rate and randomness are functions of the step: a resumed run draws what it would have drawn.
                 for group in optimizer.param_groups:
                     group["lr"] = rates.learning_rate(step)
-                torch.manual_seed(world.seed(config.seed, step))
+                world.set_seed(config.seed, step)
 
                 # The batch: segments of the text, (B,), of which this rank computes every `size`th.
                 segments = batches[number]
