@@ -6,16 +6,17 @@ loader = DataLoader(prepared.train, batch_sampler=sampler, collate_fn=collate_fo
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from engine.errors import UserError
+from engine.run import leave_signals_to_main
 from text.prepare import Prepared
 from text.store import Rows, flatten, places_of, starts_of
 from text.subwords import special_ids
@@ -43,7 +44,7 @@ class BucketSampler(Sampler[np.ndarray]):
         self.rank, self.world_size, self.accumulate, self.seed = rank, world_size, accumulate, seed
         if len(self.source) < self.parts:
             raise UserError(
-                f"{len(self.source)} training pairs cannot be dealt to {world_size} processes × {accumulate} "
+                f"{len(self.source)} training pairs are too few for {world_size} processes × {accumulate} "
                 "micro-batches; use fewer"
             )
         widths = np.maximum(self.source, self.target)
@@ -66,11 +67,11 @@ class BucketSampler(Sampler[np.ndarray]):
 
     def describe_change(self, state: dict) -> str:
         """What becomes of the order of the pairs when a run goes on with more or fewer processes."""
-        change = f"note: {state['world_size']} processes before, {self.world_size} from here on"
+        change = f"note: {state['world_size']} processes before, {self.world_size} from now on"
         if state["plan"] == self.plan_id:
-            return f"{change}; every step has the pairs it would have had, dealt out anew"
+            return f"{change}; every step keeps its pairs, shared between the processes anew"
         # A step needs a pair for every process, so the smallest ones were cut in another place.
-        return f"{change}; small batches are cut anew: the order goes on at step {state['step']:,} of the new plan"
+        return f"{change}; small batches are cut again: the order continues at step {state['step']:,} of the new plan"
 
     def state_dict(self) -> dict:
         """The place in the endless row of batches: the optimiser steps handed out. The rest follows from lengths and seed."""
@@ -116,6 +117,18 @@ class BucketSampler(Sampler[np.ndarray]):
             for pairs in islice(self.epoch_plan(epoch), done, None):
                 step += 1
                 yield int(self.target[pairs].sum())
+
+
+def batches_of(
+    pairs, sampler: BucketSampler, collate: Callable, workers: int, device: torch.device
+) -> Iterator["Batch"]:
+    """The sampler's micro-batches on the device, without end. To be closed: the loader's processes do not listen to signals."""
+    loader = DataLoader(
+        pairs, batch_sampler=sampler, collate_fn=collate, num_workers=workers, pin_memory=device.type == "cuda",
+        worker_init_fn=leave_signals_to_main,
+    )  # fmt: skip
+    # The loader starts here, not at the first batch: it draws a random number, which would be missing in a step.
+    return (batch.to(device) for batch in loader)
 
 
 def order_by_length(source: np.ndarray, target: np.ndarray) -> np.ndarray:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 import fast
 from engine import checkpoint
 from engine.distributed import World
@@ -31,11 +33,11 @@ class Trained:
 def choose_checkpoint(path: str = "", average: int = 1, say=print, runs: Path = Path("runs")) -> Path:
     """What `--ckpt` names: a run (its best checkpoint), one of its checkpoints, a weights file; '' is the newest run.
 
-    For an average a run stands for its newest checkpoint. Raises `UserError` for a path that leads to none.
+    With an average, a run means its newest checkpoint. Raises `UserError` for a path that leads to none.
     """
     if not path:
         path = newest_run(runs)
-        say(f"no --ckpt given, so the newest run: {path}")
+        say(f"no --ckpt given, using the newest run: {path}")
     chosen = checkpoint.resolve(path if Path(path).exists() else runs / path)
     if average > 1 and not chosen.is_dir():
         raise UserError(f"--average needs a run or a checkpoint folder, not the file {chosen}")
@@ -58,12 +60,14 @@ def load_trained(path: str | Path = "", average: int = 1, say=print) -> Trained:
         sizes = ModelConfig(**json.loads((run / "model.json").read_text(encoding="utf-8")))
         config["data"], config["source"], config["target"]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{run}: its config.json or model.json is damaged or of another script ({error})") from None
+        raise UserError(
+            f"{run}: its config.json or model.json is damaged, or belongs to another script ({error})"
+        ) from None
     tokenizers = {side: load_tokenizer(str(run / "tokenizer" / side)) for side in ("source", "target")}
     name = str(chosen)
     if average > 1:
-        members = checkpoint.last_checkpoints(chosen, average)
-        weights, name = checkpoint.average(members), f"mean of {', '.join(member.name for member in members)} of {run}"
+        members = checkpoint.last_whole(chosen, average)
+        weights, name = mean_of(members), f"mean of {', '.join(member.name for member in members)} of {run}"
     else:
         weights = checkpoint.load_weights(chosen)
     model = Translator(sizes)
@@ -71,7 +75,7 @@ def load_trained(path: str | Path = "", average: int = 1, say=print) -> Trained:
         model.load_state_dict(weights)
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()[:150]
-        raise UserError(f"{chosen} does not hold the weights of the model in {run}: {reason}") from None
+        raise UserError(f"{chosen} does not contain the weights of the model in {run}: {reason}") from None
     if not all(weight.isfinite().all() for weight in weights.values()):
         raise UserError(f"{chosen} has weights that are not finite numbers; use an earlier checkpoint")
     for side, size in (("source", sizes.source_vocab), ("target", sizes.target_vocab)):
@@ -79,6 +83,24 @@ def load_trained(path: str | Path = "", average: int = 1, say=print) -> Trained:
             raise UserError(f"{run}: its {side} tokenizer has {len(tokenizers[side])} tokens, but the model {size}; "
                             "put back the one that the run was trained with")  # fmt: skip
     return Trained(model.eval().requires_grad_(False), tokenizers["source"], tokenizers["target"], config, run, name)
+
+
+def mean_of(members: list[Path]) -> dict[str, Tensor]:
+    """The mean of each parameter, summed in float64 and returned in its own type; integer buffers from the last one."""
+    sums, expected, weights = {}, {}, {}
+    for member in members:
+        weights = checkpoint.load_weights(member)
+        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
+        expected = expected or shapes
+        differing = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
+        if differing:
+            reason = f"{differing[0]} is missing in one or differs in shape or type"
+            raise UserError(f"cannot average {member} with {members[0]}: {reason}; average one run only")
+        for name, tensor in weights.items():
+            if tensor.is_floating_point():
+                sums[name] = sums.get(name, 0) + tensor.double()
+    means = {name: (total / len(members)).to(weights[name].dtype) for name, total in sums.items()}
+    return {**weights, **means}
 
 
 def save_description(run: Path, sizes: ModelConfig, source_tokenizer, target_tokenizer) -> None:
@@ -107,7 +129,7 @@ def run_of(path: Path) -> Path:
     for folder in (path, *path.absolute().parents):
         if all((folder / mark).exists() for mark in MARKS):
             return folder
-    raise UserError(f"{path} lies in no run of train.py (none of the folders above it has {', '.join(MARKS)})")
+    raise UserError(f"{path} is not inside a run of train.py (no folder above it has {', '.join(MARKS)})")
 
 
 def newest_run(runs: Path) -> str:
@@ -116,6 +138,6 @@ def newest_run(runs: Path) -> str:
     found = [run for run in found if all((run / mark).exists() for mark in MARKS)]
     if not found:
         raise UserError(
-            f"no trained run in {runs.absolute()}; train one with `python train.py`, or name one with --ckpt"
+            f"no trained run in {runs.absolute()}; train a model with `python train.py`, or name a run with --ckpt"
         )
     return str(max(found, key=lambda run: (run / "checkpoints").stat().st_mtime))

@@ -1,10 +1,10 @@
 """Train a Chinese→English Transformer; everything about the run goes to runs/<name>/.
 
-python train.py                                    # zero flags work, on a CPU and on one GPU
+python train.py                                    # works without flags, on a CPU or one GPU
 CUDA_VISIBLE_DEVICES=1 python train.py             # choose a card
 torchrun --nproc_per_node 2 train.py               # data parallel
 python train.py --data my_corpus/ --max_minutes 60 # other data; an hour of training
-python train.py --resume runs/NAME                 # go on exactly where it stopped
+python train.py --resume runs/NAME                 # continue exactly where it stopped
 tensorboard --logdir runs                          # watch
 """
 
@@ -18,51 +18,53 @@ from engine.errors import UserError, run_script
 class Config:
     """Every setting of a training run."""
 
-    data: str = flag("", "directory, file or hub id; /opt/minidataset, else sample/", "Data")
-    source: str = flag("zh", "language translated from", "Data")
-    target: str = flag("en", "language translated to", "Data")
-    tokenizer: str = flag("", "pretrained tokenizer for both sides; own ones are trained", "Data")
-    source_vocab: int = flag(0, "tokens in the source vocabulary; 0: 8000, less for little text", "Data", least=0)
-    target_vocab: int = flag(0, "tokens in the target vocabulary; 0: likewise", "Data", least=0)
-    max_length: int = flag(512, "longest sentence, in tokens; longer pairs are dropped", "Data", least=8)
-    workers: int = flag(0, "processes that load batches; 0: the training process itself", "Data", least=0, most=1000)
+    data: str = flag("", "directory, file or hub id; default: /opt/minidataset or sample/", "Data")
+    source: str = flag("zh", "source language", "Data")
+    target: str = flag("en", "target language", "Data")
+    tokenizer: str = flag("", "pretrained tokenizer for both sides; default: train two", "Data")
+    source_vocab: int = flag(0, "source vocabulary size; 0: 8000, fewer for little text", "Data", least=0)
+    target_vocab: int = flag(0, "target vocabulary size; 0: the same rule", "Data", least=0)
+    max_length: int = flag(512, "longest sentence in tokens; longer pairs are dropped", "Data", least=8)
+    workers: int = flag(0, "processes that load batches; 0: none extra", "Data", least=0, most=1000)
 
-    preset: str = flag("lab", "model size; the flags below change single sizes (lab|base|big)", "Model")
-    d_model: int = flag(0, "model width; 0, here and below: as in the preset", "Model", least=0)
+    preset: str = flag("lab", "model size (lab|base|big); the flags below change it", "Model")
+    d_model: int = flag(0, "model width; 0 here and below: from the preset", "Model", least=0)
     nhead: int = flag(0, "attention heads", "Model", least=0)
-    num_encoder_layers: int = flag(0, "", "Model", least=0, most=1000)
-    num_decoder_layers: int = flag(0, "", "Model", least=0, most=1000)
-    dim_feedforward: int = flag(0, "", "Model", least=0)
-    dropout: float = flag(-1.0, "share of activations dropped; -1: as in the preset", "Model", least=-1, below=1)
-    norm_first: bool = flag(False, "layer norm before each sub-layer, not after it", "Model")
-    attention: str = flag("", "own operator (python|recompute|cpp|triton); PyTorch's", "Model")
+    num_encoder_layers: int = flag(0, "encoder layers", "Model", least=0, most=1000)
+    num_decoder_layers: int = flag(0, "decoder layers", "Model", least=0, most=1000)
+    dim_feedforward: int = flag(0, "width of the feed-forward layers", "Model", least=0)
+    dropout: float = flag(-1.0, "dropout rate; -1: from the preset", "Model", least=-1, below=1)
+    norm_first: bool = flag(False, "layer norm before each sub-layer (pre-norm)", "Model")
+    attention: str = flag("", "attention by hand (python|recompute|cpp|triton)", "Model")
 
     epochs: int = flag(20, "passes over the data", "Training", least=1)
-    max_steps: int = flag(0, "stop after so many optimiser steps; 0: by epochs", "Training", least=0)
-    max_minutes: float = flag(0.0, "stop after so many minutes; 0: no limit", "Training", least=0)
-    patience: int = flag(0, "stop after so many validations without a better loss; 0: never", "Training", least=0)
-    tokens_per_batch: int = flag(0, "padded tokens a side in one step; 0: automatic", "Training", least=0)
-    accumulate: int = flag(0, "micro-batches of a step; 0: as few as the GPU holds", "Training", least=0)
+    max_steps: int = flag(0, "stop after this many steps; 0: use --epochs", "Training", least=0)
+    max_minutes: float = flag(0.0, "stop after this many minutes; 0: no limit", "Training", least=0)
+    patience: int = flag(0, "early stopping: validations without a better loss; 0: off", "Training", least=0)
+    tokens_per_batch: int = flag(0, "tokens per step on each side, with padding; 0: automatic", "Training", least=0)
+    accumulate: int = flag(0, "micro-batches per step; 0: as few as fit in GPU memory", "Training", least=0)
     lr: float = flag(1e-3, "peak learning rate", "Training", above=0, below=10)
-    warmup: int = flag(0, "steps of rising learning rate; 0: a tenth, at most 1000", "Training", least=0)
-    label_smoothing: float = flag(0.1, "probability spread over all tokens", "Training", least=0, below=1)
-    clip: float = flag(1.0, "largest norm of the gradient; 0: not clipped", "Training", least=0)
+    warmup: int = flag(0, "warm-up steps; 0: a tenth of all, at most 1000", "Training", least=0)
+    label_smoothing: float = flag(0.1, "label smoothing", "Training", least=0, below=1)
+    clip: float = flag(1.0, "gradient clipping: largest norm; 0: off", "Training", least=0)
 
-    run: str = flag("", "name of the run (folder runs/NAME); the date and time", "Run")
-    resume: str = flag("", "run folder to go on with", "Run")
-    eval_every: int = flag(0, "steps between validations; 0: an epoch, within 250 to 1000", "Run", least=0)
-    log_every: int = flag(20, "steps between lines of the log", "Run", least=1)
+    run: str = flag("", "name of the run (folder runs/NAME); default: the time", "Run")
+    resume: str = flag("", "run folder to continue", "Run")
+    eval_every: int = flag(0, "steps between validations; 0: an epoch, 250 to 1000", "Run", least=0)
+    log_every: int = flag(20, "steps between log lines", "Run", least=1)
     save_minutes: float = flag(10.0, "minutes between checkpoints, besides those of validations", "Run", above=0)
     keep: int = flag(5, "newest checkpoints that are kept, besides the best", "Run", least=1)
     precision: str = flag("auto", "number format (auto|fp32|bf16|fp16)", "Run")
     compile: bool = flag(False, "torch.compile the model", "Run")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Run")
-    seed: int = flag(1, "of weights, dropout and the order of pairs", "Run", least=0)
+    seed: int = flag(1, "seed of weights, dropout and data order", "Run", least=0)
 
     def __post_init__(self):
         for name in ("source_vocab", "target_vocab"):
             if 0 < getattr(self, name) < 300:
-                raise UserError(f"--{name} {getattr(self, name)} must be at least 300: 256 tokens are the single bytes")
+                raise UserError(
+                    f"--{name} {getattr(self, name)} must be at least 300, because 256 tokens are single bytes"
+                )
         if self.source == self.target:
             raise UserError(f"--source and --target are both {self.source!r}; choose two languages")
 
@@ -77,15 +79,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 import fast
-from data import BucketSampler, collate_for, default_tokens_per_batch
+from data import BucketSampler, batches_of, collate_for, default_tokens_per_batch
 from engine import distributed, schedule
 from engine.memory import fewest_parts
 from engine.precision import choose_precision
-from engine.run import INTERRUPTED, Run, leave_signals_to_main, saved_settings
+from engine.run import INTERRUPTED, Run, saved_settings
 from engine.telemetry import Meter, measured_peak_flops, peak_memory_gib, progress
 from loading import save_description
 from model import SummedLoss, Translator, sizes_of, training_flops
@@ -99,9 +99,8 @@ MAY_CHANGE = {"epochs", "max_steps", "max_minutes", "patience", "workers", "devi
 
 def train(config: Config) -> Path:
     """One training run, from the data to the last checkpoint; → its folder."""
-    if config.resume:
-        config = saved_settings(config, MAY_CHANGE)
-    sizes_of(config, 1, 1)  # sizes that cannot be are refused now, not after an hour of tokenising
+    config = saved_settings(config, MAY_CHANGE) if config.resume else config
+    sizes_of(config, 1, 1)  # reject wrong sizes now, not after an hour of tokenising
     world = distributed.start(config.device)
     with Run.start(config, f"{config.source}-{config.target}", world, MAY_CHANGE) as run:
         config, log = run.config, run.log
@@ -112,10 +111,11 @@ def train(config: Config) -> Path:
         folder, config.data = world.on_main(lambda: find_and_prepare(config, run.folder.parent / ".cache", log))
         prepared = load_prepared(folder)
         if run.state and run.state["data_key"] != prepared.summary["key"]:
-            raise UserError(f"--resume {run.folder}: the data at {prepared.summary['path']} is not what the run began with; "
-                            "put it back, or start a new run")  # fmt: skip
+            raise UserError(
+                f"--resume {run.folder}: the data at {config.data} is not what the run began with; put it back"
+            )
 
-        # -------- model, loss, optimiser; and all of them as they were, where a run goes on
+        # -------- model, loss, optimiser; a resumed run restores them
         sizes = sizes_of(config, len(prepared.source_tokenizer), len(prepared.target_tokenizer))
         torch.manual_seed(config.seed)
         model = Translator(sizes).to(world.device)
@@ -127,8 +127,14 @@ def train(config: Config) -> Path:
         loss_of = loss_of or SummedLoss(model, config.label_smoothing)
         parameters = list(model.parameters())
         optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-        state = {"step": 0, "minutes": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}  # since the log's last line
-        state |= {"best_loss": None, "stale": 0, "validated": 0}  # "validated": the step of the last validation
+        state = {
+            "step": 0,
+            "minutes": 0.0,
+            "best_loss": None,
+            "stale": 0,
+            "validated": 0,
+        }  # step of the last validation
+        state |= {"saved": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}  # minutes at the last checkpoint
         state |= {"world_size": world.size, "accumulate": 0, "plan": 0}  # how the pairs of a step were dealt
         state |= run.restore(model, optimizer, precision) or {}
 
@@ -157,41 +163,30 @@ def train(config: Config) -> Path:
         sampler.load_state_dict({"step": state["step"]})
         if run.state and (state["world_size"], state["plan"]) != (world.size, sampler.plan_id):
             log(sampler.describe_change(state))
-        on_gpu = world.device.type == "cuda"
-        loader = DataLoader(
-            prepared.train, batch_sampler=sampler, collate_fn=collate, num_workers=config.workers, pin_memory=on_gpu,
-            worker_init_fn=leave_signals_to_main,
-        )  # fmt: skip
-        # Closed at the end, however it comes: the loader's processes do not listen to signals.
-        micro_batches = run.at_end.enter_context(contextlib.closing(batch for batch in loader))
+        batches = batches_of(prepared.train, sampler, collate, config.workers, world.device)
+        micro_batches = run.at_end.enter_context(contextlib.closing(batches))
         tokens_of_steps = sampler.target_tokens(state["step"])  # real ones, over all ranks
-        steps_per_epoch = sampler.steps_per_epoch
 
-        # -------- the learning rate's plan
-        total = config.max_steps or config.epochs * steps_per_epoch
+        # -------- the plan of the learning rate
+        total = config.max_steps or config.epochs * sampler.steps_per_epoch
         plan = schedule.Schedule(**state["schedule"]) if run.state else schedule.plan(config.lr, config.warmup, total)
         if run.state and config.given & {"epochs", "max_steps", "max_minutes"}:
             plan = plan.extended(state["step"], total)
-        log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens a step, "
-            f"{steps_per_epoch:,} steps an epoch, {plan.total:,} steps in all"
+        log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens per step, "
+            f"{sampler.steps_per_epoch:,} steps per epoch, {plan.total:,} steps in total"
             + (f" or {config.max_minutes:g} minutes" if config.max_minutes else "")
             + (f"; each step in {accumulate} micro-batches" if accumulate > 1 else ""))  # fmt: skip
 
         # -------- what would break after an hour breaks now; from here on the folder is a run
         validation = Validation(model, prepared, collate, run, precision, config.tokens_per_batch // sampler.parts)
-        validation.rehearse()
         if world.is_main and not run.state:
             save_description(run.folder, sizes, prepared.source_tokenizer, prepared.target_tokenizer)
         run.begin()
 
         # -------- the loop
-        runner = torch.compile(loss_of, dynamic=True) if config.compile else loss_of
-        if world.size > 1:
-            # Gradients live in the buckets that travel, instead of being copied into them. The model's buffers are constant.
-            runner = DistributedDataParallel(runner, device_ids=[world.device] if on_gpu else None,
-                                             gradient_as_bucket_view=True, broadcast_buffers=False)  # fmt: skip
+        runner = world.data_parallel(torch.compile(loss_of, dynamic=True) if config.compile else loss_of)
         meter = Meter(config.log_every, measured_peak_flops(world.device, precision.dtype))
-        eval_every = config.eval_every or min(1000, max(250, steps_per_epoch))
+        eval_every = config.eval_every or min(1000, max(250, sampler.steps_per_epoch))
         # The losses, to minimise and to report, since the log's last line: this rank's part, and the steps they are of.
         losses, window_steps = state["window"]["losses"], state["window"]["steps"]
         mine = losses[world.rank] if len(losses) == world.size else [sum(pair) * world.is_main for pair in zip(*losses)]
@@ -202,49 +197,47 @@ def train(config: Config) -> Path:
             """The figures since the last line. No step in between waits for the GPU."""
             precision.check_finite()
             smoothed, loss = (world.sum(window_loss.clone()) / window_steps).tolist()
-            figures = meter.read()
-            speed = figures.get("speed/tokens_per_second", 0.0) * world.size  # ranks have equal shares
-            figures |= {"speed/tokens_per_second": speed} if speed else {}
+            figures = meter.read(ranks=world.size)
+            speed = figures.get("speed/tokens_per_second", 0.0)
+            lr, norm = plan.learning_rate(step), gradient_norm.item()
             values = {"train/loss": loss, "train/perplexity": math.exp(min(loss, 50)), "train/smoothed_loss": smoothed}
-            values |= {"train/learning_rate": plan.learning_rate(step), "train/gradient_norm": gradient_norm.item()}
+            values |= {"train/learning_rate": lr, "train/gradient_norm": norm}
             values |= {"train/loss_scale": precision.scaler.get_scale()} if precision.scaler.is_enabled() else {}
             run.scalars(step, values | figures | {"memory/peak_gib": peak_memory_gib(world.device)})
             left = plan.minutes_left(step, state["minutes"], config.max_minutes)
             bar.total = round(step * (1 + left / state["minutes"]))  # the bar's estimate is this one
-            log(f"step {step:>6,}  epoch {step / steps_per_epoch:5.2f}  loss {loss:.4f}  lr {plan.learning_rate(step):.2e}  "
-                f"|gradient| {values['train/gradient_norm']:.2f}  {speed:,.0f} tokens/s  {left:,.1f} min left")  # fmt: skip
+            log(f"step {step:>6,}  epoch {step / sampler.steps_per_epoch:5.2f}  loss {loss:.4f}  lr {lr:.2e}  "
+                f"|gradient| {norm:.2f}  {speed:,.0f} tokens/s  {left:,.1f} min left")  # fmt: skip
 
         def validate(step: int) -> bool:
             """Validation loss, BLEU and samples; true if the loss is the best so far."""
             meter.pause()
             loss = validation(step)
             improved = state["best_loss"] is None or loss < state["best_loss"]
+            state.update(validated=step, stale=0 if improved else state["stale"] + 1)
             state["best_loss"] = loss if improved else state["best_loss"]
-            state["validated"], state["stale"] = step, 0 if improved else state["stale"] + 1
             model.train()
             return improved
 
         def save(best: bool = False) -> None:
             """A checkpoint of this step, with all that a resumed run needs to write the same lines."""
             meter.pause()
+            state["saved"] = state["minutes"]
             extra = {"schedule": asdict(plan), "data_key": prepared.summary["key"]}
             extra["window"] = {"steps": window_steps, "losses": world.gather(window_loss.tolist())}
             run.save(state["step"], model, optimizer, state | extra, precision, best=best, keep=config.keep)
-            nonlocal saved_minutes
-            saved_minutes = state["minutes"]
             meter.resume()
 
         def time_to_stop() -> str | None:
             """Why this step was the last, if it was."""
-            if config.max_minutes and (state["minutes"] >= config.max_minutes or (plan.by_time and step >= plan.total)):
-                return f"the {config.max_minutes:g} minutes are over"
-            return "all steps are done" if step >= plan.total else None
+            last, minutes = step >= plan.total, config.max_minutes
+            if minutes and (state["minutes"] >= minutes or (last and plan.by_time)):
+                return f"the {minutes:g} minutes are over"
+            return "all steps are done" if last else None
 
-        begun, saved_minutes = time.perf_counter() - 60 * state["minutes"], state["minutes"]
+        begun, step = time.perf_counter() - 60 * state["minutes"], state["step"]
         bar = progress(total=plan.total, initial=state["step"], unit="step", desc=run.folder.name)
-        step, why_stop = state["step"], None
-        if step:
-            why_stop = time_to_stop()
+        why_stop = time_to_stop()
         if step and state["validated"] != step and (why_stop or step % eval_every == 0):
             save(best=validate(step))  # the run was interrupted when a validation was due
         model.train()
@@ -259,7 +252,7 @@ def train(config: Config) -> Path:
             tokens = next(tokens_of_steps)
             for micro_batch in range(accumulate):
                 waiting = time.perf_counter()
-                batch = next(micro_batches).to(world.device)
+                batch = next(micro_batches)
                 places = batch.src.numel() + batch.tgt_in.numel()
                 meter.add(batch.source_tokens, batch.target_tokens, places, time.perf_counter() - waiting)
                 # DDP averages gradients over the ranks at the end of a backward pass; only the last one needs it.
@@ -280,7 +273,7 @@ def train(config: Config) -> Path:
             # The slowest clock and anybody's signal count for all ranks, or they would part.
             stop_asked, state["minutes"] = world.maximum(run.interrupted(), (time.perf_counter() - begun) / 60)
             if plan.fit_time(step, state["minutes"], config.max_minutes):
-                log(f"step {step:,}: {state['minutes']:.1f} minutes are gone; the learning rate falls from here on")
+                log(f"step {step:,}: {state['minutes']:.1f} minutes used; the learning rate falls from now on")
             finished = time_to_stop()
             why_stop = finished or (INTERRUPTED if stop_asked else None)
 
@@ -292,10 +285,9 @@ def train(config: Config) -> Path:
                 if not why_stop and config.patience and state["stale"] >= config.patience:
                     why_stop = f"{state['stale']} validations without a better loss"
                 save(best=improved)
-            elif why_stop or state["minutes"] >= saved_minutes + config.save_minutes:
+            elif why_stop or state["minutes"] >= state["saved"] + config.save_minutes:
                 save()
 
-        # -------- the last words
         bar.close()
         run.close(why_stop, state["step"])
         if why_stop != INTERRUPTED:

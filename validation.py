@@ -43,9 +43,7 @@ class Validation:
         order = np.lexsort((lengths["source"], lengths["target"]))
         bounds = cut_batches(widths[order], tokens_per_batch)
         self.batches = [order[first:last] for first, last in zip(bounds, bounds[1:])]
-
-    def rehearse(self) -> None:
-        """The shortest and the longest batch and a translation before the first step: a fault here costs no hour then."""
+        # A rehearsal, the shortest and the longest batch and a translation: a fault here costs no hour now.
         self.loss([self.batches[0], self.batches[-1]])
         self.translate(self.prepared.validation_rows[:SAMPLES])
 

@@ -73,7 +73,9 @@ def save(
     except OSError as error:
         _settle_replaced(folder)
         whole = next((path for path in _newest_first(folder) if verify(path) is None), None)
-        remedy = f"mend this and resume from {whole.name}, which is whole" if whole else "no earlier one is whole"
+        remedy = (
+            f"fix this, then resume from {whole.name}, which is whole" if whole else "no earlier checkpoint is whole"
+        )
         raise UserError(f"cannot write step-{step} in {folder}: {error.strerror or error}; {remedy}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # after success it has its final name, and nothing is left here
@@ -136,8 +138,8 @@ def latest(folder: Path, to_resume: bool = False) -> Path:
                 _say(f"checkpoint {passed_over}; using {checkpoint.name}")
             return checkpoint
         damaged.append(f"{checkpoint.name} is damaged ({damage})")
-    reason = ", ".join(damaged) or "there is none yet"
-    raise UserError(f"no whole checkpoint in {folder}: {reason}; train first, or name another directory")
+    reason = ", ".join(damaged) or "nothing is saved yet"
+    raise UserError(f"no whole checkpoint in {folder}: {reason}; train first, or give another folder")
 
 
 def mend(folder: Path) -> Path:
@@ -157,14 +159,17 @@ def resolve(path: str | Path) -> Path:
             raise UserError(f"{path} belongs to a checkpoint that is not whole ({damage}); use another one")
         return path
     if not path.is_dir():
-        what = f"{path} is no weights file ({' '.join(WEIGHT_SUFFIXES)})" if path.exists() else f"{path} does not exist"
+        what = (
+            f"{path} is not a weights file ({' '.join(WEIGHT_SUFFIXES)})" if path.exists() else f"{path} does not exist"
+        )
         raise UserError(f"{what}; give a run directory, a checkpoint directory or a weights file")
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    is_folder_of_run = (path / "checkpoints").is_dir() or (path / "config.json").exists()
+    folder = path / "checkpoints" if is_folder_of_run else path
     is_run = folder != path or bool(steps(folder))
     if not is_run and (damage := verify(path.resolve())):
         whole = next((other for other in _newest_first(path.resolve().parent) if verify(other) is None), None)
         advice = f"use {whole}, which is whole" if whole else "give a run directory or another checkpoint"
-        raise UserError(f"{path} is no whole checkpoint ({damage}); {advice}")
+        raise UserError(f"{path} is not a whole checkpoint ({damage}); {advice}")
     return _best_of(folder).resolve() if is_run else path.resolve()  # from a link such as `best` to its step-N
 
 
@@ -190,7 +195,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
             weights = weights[key]
     entries = weights.items() if isinstance(weights, dict) else []
     if not entries or not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in entries):
-        raise UserError(f"{path} holds no state_dict (names and their tensors); give a file of weights")
+        raise UserError(f"{path} contains no state_dict (names and tensors); give a weights file")
     # DistributedDataParallel puts "module." before each name and torch.compile "_orig_mod.", in either order.
     return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): tensor for name, tensor in entries}
 
@@ -205,33 +210,12 @@ def load_state(checkpoint: Path) -> dict:
     return json.loads((Path(checkpoint) / "state.json").read_bytes())
 
 
-def average(checkpoints: list[Path]) -> dict[str, Tensor]:
-    """The mean of each parameter, summed in float64 and returned in its own type; integer buffers from the last one."""
-    if not checkpoints:
-        raise UserError("no checkpoint to average; name at least one")
-    sums, expected, weights = {}, {}, {}
-    for checkpoint in checkpoints:
-        weights = load_weights(checkpoint)
-        found = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
-        expected = expected or found
-        differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-        if differing:
-            reason = f"{differing[0]} is missing in one or differs in shape or type"
-            raise UserError(f"cannot average {checkpoint} with {checkpoints[0]}: {reason}; average one run only")
-        for name, tensor in weights.items():
-            if tensor.is_floating_point():
-                sums[name] = sums.get(name, 0) + tensor.double()
-    means = {name: (total / len(checkpoints)).to(weights[name].dtype) for name, total in sums.items()}
-    return {**weights, **means}
-
-
-def last_checkpoints(checkpoint: Path, count: int) -> list[Path]:
+def last_whole(checkpoint: Path, count: int) -> list[Path]:
     """The `count` whole checkpoints up to and including this one in its folder, oldest first."""
-    checkpoint = resolve(checkpoint)
     whole = [path for path in _newest_first(checkpoint.parent) if verify(path) is None]
     whole = whole[whole.index(checkpoint) :] if checkpoint in whole else []  # a weights file has nothing before it
     if not 1 <= count <= len(whole):
-        raise UserError(f"cannot take {count} checkpoints up to {checkpoint}: {len(whole)} whole there; ask for fewer")
+        raise UserError(f"cannot average {count} checkpoints up to {checkpoint}: {len(whole)} are whole; ask for fewer")
     return whole[:count][::-1]
 
 
@@ -249,9 +233,11 @@ def _load_tensors(path: Path):
         # A function or class that is not on torch's list of harmless ones, TorchScript, or a pickle not of torch.save:
         plain_pickle = isinstance(error, pickle.UnpicklingError) and path.read_bytes()[:1] == b"\x80"
         if plain_pickle or "GLOBAL" in str(error) or "TorchScript" in str(error):
-            reason = "holds more than tensors and would run code when opened; refused: use a .safetensors file"
+            reason = (
+                "contains more than tensors and would run code when opened, so it is refused; use a .safetensors file"
+            )
         else:
-            reason = "is empty, truncated or no file of weights; copy it again or use another one"
+            reason = "is empty, truncated or not a weights file; copy it again or use another file"
         raise UserError(f"{path} {reason}") from error
 
 

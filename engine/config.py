@@ -93,7 +93,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _boolean(word: str) -> bool:
     if word.lower() not in SAYS_TRUE + SAYS_FALSE:
-        raise argparse.ArgumentTypeError(f"{word!r} is neither true nor false")
+        raise argparse.ArgumentTypeError(f"{word!r} is not true or false")
     return word.lower() in SAYS_TRUE
 
 
@@ -209,5 +209,5 @@ def load_config(config_class, path: Path):
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; is {path.parent} a run of this script?") from None
     except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged or of another script: {error}") from None
+        raise UserError(f"{path} is damaged, or belongs to another script: {error}") from None
     return checked(config)

@@ -33,7 +33,7 @@ def run_script(main) -> None:
                  "step in two parts) or fewer --tokens_per_batch")  # fmt: skip
         many = os.environ.get("WORLD_SIZE", "1") != "1"
         if many and not isinstance(error, OSError) and re.search(_PEER_LOST, str(error)):  # a download's is an OSError
-            stop("another process of this run has ended, or has not answered for long; its own message says why")
+            stop("another process of this run has ended or does not answer; its own message says why")
         number = _disk_error(error)
         if number is None:
             raise

@@ -154,7 +154,7 @@ def new_folder(name: str, kind: str) -> Path:
         raise UserError(f"--run {name!r} is no name for a run; choose letters, digits, - and _")
     try:
         if (run / "config.json").exists():
-            raise UserError(f"run {run} exists; choose another --run, or go on with --resume {run}")
+            raise UserError(f"run {run} exists; choose another --run, or continue it with --resume {run}")
         run.parent.mkdir(parents=True, exist_ok=True)
         while True:
             try:
@@ -166,7 +166,7 @@ def new_folder(name: str, kind: str) -> Path:
                     raise
                 run = run.with_name(run.name + "+")  # another run was started in the same second
     except OSError as error:
-        raise UserError(f"cannot write to {run}: {error.strerror}; choose another place with --run PATH/NAME") from None
+        raise UserError(f"cannot write to {run}: {error.strerror}; choose another --run PATH/NAME") from None
 
 
 def job_name() -> str:
@@ -207,13 +207,11 @@ def lock(run: Path):
             run / ".lock", "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)
         )
     except OSError as error:
-        raise UserError(f"cannot write to {run}: {error.strerror}; choose another place with --run PATH/NAME") from None
+        raise UserError(f"cannot write to {run}: {error.strerror}; choose another --run PATH/NAME") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(
-            f"run {run} is being written by another process; wait for it, or choose another --run"
-        ) from None
+        raise UserError(f"run {run} is in use by another process; wait for it, or choose another --run") from None
     except OSError:
         pass  # a file system without locks
     # A loader's process is a copy of this one, with the file open: it would keep the lock when this one is killed.
@@ -226,7 +224,7 @@ def saved_settings(config, may_change: set[str]):
     """The settings that the run to go on with was started with, changed by those flags that may change."""
     run, given = folder_of(config.resume), getattr(config, "given", set())
     if not (run / "config.json").exists():
-        raise UserError(f"--resume {run}: no such run (no config.json in it); `ls runs` shows what there is")
+        raise UserError(f"--resume {run}: no such run (it has no config.json); `ls runs` lists the runs")
     if (run / "checksums.json").exists() and (damage := checkpoint.verify_files(run)):
         raise UserError(f"--resume {run}: {damage}; put the file back as it was, or start a new run")
     saved, may_change = load_config(type(config), run / "config.json"), {*may_change, "resume"}

@@ -260,15 +260,15 @@ class Meter:
         """Start the clock again, before the next batch is fetched."""
         self.last_time = self.clock()
 
-    def read(self) -> dict[str, float]:
-        """The figures of the window; {} before the end of the second step."""
+    def read(self, ranks: int = 1) -> dict[str, float]:
+        """The figures of the window; {} before the end of the second step. All ranks have equal shares of the tokens."""
         if not self.steps:
             return {}
         seconds, source_tokens, target_tokens, places, wait_seconds, flops = map(sum, zip(*self.steps))
         seconds, places = max(seconds, 1e-9), max(places, 1)
         figures = {
-            "speed/tokens_per_second": (source_tokens + target_tokens) / seconds,
-            "speed/target_tokens_per_second": target_tokens / seconds,
+            "speed/tokens_per_second": ranks * (source_tokens + target_tokens) / seconds,
+            "speed/target_tokens_per_second": ranks * target_tokens / seconds,
             "data/padding_share": 1 - (source_tokens + target_tokens) / places,
             "data/wait_share": wait_seconds / seconds,
         }

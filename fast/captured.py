@@ -143,7 +143,7 @@ class CapturedSteps:
                 buffers.chosen[:rows] = chosen
                 self.graphs = None
                 reason = " ".join(str(error).split())[:200]
-                print(f"note: decoding goes on without CUDA graphs, more slowly, because a capture failed ({reason})",
+                print(f"note: CUDA graphs failed ({reason}); decoding continues without them, more slowly",
                       file=sys.stderr)  # fmt: skip
 
     def step(self, buffers: Buffers, rows: int, length: int) -> None:

@@ -62,7 +62,6 @@ import zlib
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from engine import distributed, schedule
 from engine.precision import choose_precision
@@ -113,11 +112,7 @@ def main(config: Config) -> None:
             raise UserError(f"--resume {config.resume}: the images in {config.data} are others than the run began with; "
                             "name their folder with --data, or start a new run")  # fmt: skip
         loss_and_hits = LossAndHits(model)
-        if config.compile:
-            loss_and_hits = torch.compile(loss_and_hits)
-        if world.size > 1:
-            device_ids = [device] if device.type == "cuda" else None
-            loss_and_hits = DistributedDataParallel(loss_and_hits, device_ids=device_ids)
+        loss_and_hits = world.data_parallel(torch.compile(loss_and_hits) if config.compile else loss_and_hits)
         step = state["step"]
         # (3,): this rank's losses, hits and images since the last point of the curves; what was saved is rank 0's.
         window = torch.tensor(state["window"], device=device) * world.is_main

@@ -87,7 +87,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from engine import checkpoint, distributed, schedule
 from engine.precision import choose_precision
@@ -295,10 +294,7 @@ def start_stage(model: LanguageModel, config: Config, run: Run, embedding_only: 
     for parameter in model.parameters():
         parameter.requires_grad_(not embedding_only or id(parameter) in first)
     run.log("stage: " + ("embedding and positions are trained" if embedding_only else "all weights are trained"))
-    loss, device = SmoothedLoss(model, config.label_smoothing), run.world.device
-    if run.world.size == 1:
-        return loss
-    return DistributedDataParallel(loss, device_ids=[device] if device.type == "cuda" else None)
+    return run.world.data_parallel(SmoothedLoss(model, config.label_smoothing))
 
 
 def samples(model: LanguageModel, text: Text, config: Config) -> list[str]:

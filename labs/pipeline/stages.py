@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from engine import distributed
-from labs.pipeline_schedule import Recorder
+from labs.pipeline.schedule import Recorder
 
 NOTHING = -1  # where a sequence has no token; as a target it counts neither in the loss nor in the number of targets
 SCHEDULES = {
@@ -107,11 +107,6 @@ def summed_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=NOTHING, reduction="sum")
 
 
-def share_of_mean_loss(logits: Tensor, target: Tensor, targets: int) -> Tensor:
-    """What a micro-batch adds to the mean loss of the whole batch, which has `targets` targets."""
-    return summed_loss(logits, target) / targets
-
-
 def layers_of_stages(num_layers: int, stages: int) -> list[list[int]]:
     """The layers' numbers, shared out in order; where they do not divide, the first stages have one more."""
     return [part.tolist() for part in torch.arange(num_layers).tensor_split(stages)]
@@ -125,11 +120,15 @@ def stages_of_rank(rank: int, ranks: int, config) -> list[int]:
 
 
 class Pipeline:
-    """This rank's stages of the model and the schedule that runs them. `example`: token ids of one micro-batch."""
+    """This rank's stages of the model, and the schedule that runs them."""
 
-    def __init__(self, model: LanguageModel, example: Tensor, config, world: distributed.World):
+    def __init__(self, model: LanguageModel, config, world: distributed.World):
         self.world = world
-        self.group = world.mesh(pipe=world.size).get_group("pipe")  # also where one process is alone: stages want one
+        self.group = world.mesh(pipe=world.size).get_group("pipe")  # stages want one, also of one process alone
+        self.targets = 0  # of the batch that is being worked on
+        example = torch.zeros(
+            config.batch_size // config.micro_batches, len(model.embedding.positions), dtype=torch.long
+        )
         parts = layers_of_stages(len(model.layers), world.size * config.stages_per_rank)
         mine = stages_of_rank(world.rank, world.size, config)
         if config.build == "traced":
@@ -150,11 +149,14 @@ class Pipeline:
         self.recorder = Recorder(world.rank, world.device)
         for stage in self.stages:
             self.recorder.watch(stage)
+            if world.device.type == "cpu":
+                # A greeting of neighbours that NCCL wants. In torch 2.11 a ZB-V rank would greet itself, which gloo refuses.
+                stage._get_init_p2p_neighbors_ops = list
         schedule = SCHEDULES[config.schedule]
         self.schedule = schedule(
             self.stages[0] if issubclass(schedule, pipelining.schedules.PipelineScheduleSingle) else self.stages,
             config.micro_batches,
-            loss_fn=self.recorder.watch_loss(share_of_mean_loss, len(parts) - 1),
+            loss_fn=self.recorder.watch_loss(self.share_of_mean_loss, len(parts) - 1),
             scale_grads=False,  # True would divide by the number of micro-batches; the loss is a share already
         )
 
@@ -169,16 +171,21 @@ class Pipeline:
             group=self.group,
         )  # fmt: skip
 
+    def share_of_mean_loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        """What a micro-batch adds to the mean loss of the whole batch."""
+        return summed_loss(logits, target) / self.targets
+
     def forward_backward(self, tokens: Tensor, target: Tensor) -> float:
         """Gradients of the mean loss of the whole batch; → the loss summed over its targets, the same on all ranks."""
-        targets, losses = int((target != NOTHING).sum()), []
+        # An attribute, because the schedules of torch 2.11 hand no further argument on to the loss.
+        self.targets = int((target != NOTHING).sum())
+        losses = []
         self.schedule.step(
             *([tokens.to(self.world.device)] if self.has_first else []),
             target=target.to(self.world.device) if self.has_last else None,
             losses=losses if self.has_last else None,
             return_outputs=False,
-            loss_kwargs={"targets": targets},
         )
         # Only the last stage knows the loss; all others add 0.
         loss = torch.stack(losses).sum().detach().double() if losses else torch.zeros((), dtype=torch.float64)
-        return self.world.sum(loss.to(self.world.device)).item() * targets
+        return self.world.sum(loss.to(self.world.device)).item() * self.targets

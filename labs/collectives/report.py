@@ -1,5 +1,6 @@
 """What the lessons of `labs.collectives` stand on: processes, calls that may fail, and tables for a report."""
 
+import inspect
 import os
 import re
 import socket
@@ -29,7 +30,7 @@ def launch(work, size: int, *arguments, port: int = 0):
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     variables = dict(WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE=True)
     rest = (variables, work, arguments)
-    mp.set_forkserver_preload(["labs.collectives_training"])  # one process imports torch, the others are its copies
+    mp.set_forkserver_preload(["labs.collectives.training"])  # one process imports torch, the others are its copies
     return mp.start_processes(_rank, rest, size, join=False, start_method="forkserver"), store
 
 
@@ -45,6 +46,11 @@ def join_world() -> World:
     if world.size == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return world
+
+
+def one_process(world: World, consequence: str) -> list[str]:
+    """What a single process cannot show."""
+    return [f"With one process {consequence}; start more to see the difference."] if world.size == 1 else []
 
 
 def everyone(value) -> list:
@@ -117,18 +123,15 @@ class Picture:
 
     def save(self, path: Path) -> None:
         """Write a PNG."""
-        import matplotlib
+        from matplotlib.figure import Figure  # here, because few lessons have a picture
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
+        figure = Figure(figsize=(6, 3.5), layout="constrained")
+        axes = figure.subplots()
         for name, points in self.curves.items():
             axes.plot(*zip(*points), label=name)
         axes.set(xlabel=self.x, ylabel=self.y, yscale="log", title=self.caption)
         axes.legend()
         figure.savefig(path, dpi=110)
-        pyplot.close(figure)
 
 
 def plain(blocks: list) -> str:
@@ -156,3 +159,20 @@ def make_writable(file: Path) -> None:
         file.open("a").close()
     except OSError as error:
         raise UserError(f"--out {file}: {error.strerror}; choose another file") from None
+
+
+def teach(lessons: dict, out: Path) -> None:
+    """The lessons (by name) on this rank; rank 0 prints them and writes them to `out`."""
+    world = join_world()
+    chapters = [f"# Collectives: {world.size} process(es), gloo, CPU, torch {torch.__version__}"]
+    for name, lesson in lessons.items():
+        blocks = lesson(world)
+        title, _, text = inspect.getdoc(lesson).partition("\n\n")
+        if world.is_main:
+            print("\n\n".join([f"=== {name}: {title}", *([text] if text else []), plain(blocks)]), "\n\n", flush=True)
+            picture = out.with_name(f"{out.stem}-{name}.png")
+            chapters.append(f"## {name}: {title}\n\n{text}\n\n{markdown(blocks, picture)}")
+    if world.is_main:
+        out.write_text("\n\n".join(chapters) + "\n", encoding="utf-8")
+        print(f"written as Markdown: {out}")
+    world.stop()

@@ -1,4 +1,4 @@
-"""Who computes what when in a pipeline: recorded with a clock, foretold by simulation and formula, and drawn.
+"""Who computes what when in a pipeline: recorded with a clock, foretold by simulation and formula.
 
 R ranks, V stages a rank, M micro-batches. An event is (rank, kind, stage, micro-batch, start, end) in seconds; kinds:
 F forward, B backward, or its two halves: I gradients of the inputs, W gradients of the weights.
@@ -6,13 +6,9 @@ F forward, B backward, or its two halves: I gradients of the inputs, W gradients
 
 import time
 from collections import defaultdict
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-
-COLOURS = {"F": "#4C78A8", "B": "#54A24B", "I": "#72B7B2", "W": "#F2A541"}
-NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 
 
 class Event(NamedTuple):
@@ -146,79 +142,3 @@ def mean_seconds(events: list[Event]):
     for event in events:
         taken[event.kind, event.stage].append(event.end - event.start)
     return lambda kind, stage: sum(taken[kind, stage]) / len(taken[kind, stage])
-
-
-class HeldBytes:
-    """Counts the bytes of the tensors that autograd keeps for the backward pass; `peak` is the most at one time.
-
-    with held.counting():  forward and backward passes
-    Weights are not counted (they are there anyway), and a tensor that several operations keep counts once.
-    """
-
-    def __init__(self, parameters):
-        self.parameters = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-        self.now = self.peak = 0
-        self.uses = defaultdict(int)  # by storage
-
-    @contextmanager
-    def counting(self):
-        """Whatever is computed here is counted, until the graph lets go of it."""
-        self.peak = self.now
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(tensor, self), lambda kept: kept.tensor):
-            yield
-
-    def _change(self, storage: torch.UntypedStorage, by: int) -> None:
-        address = storage.data_ptr()
-        if address in self.parameters:
-            return
-        self.uses[address] += by
-        if self.uses[address] == (1 if by > 0 else 0):  # the first use, or the last
-            self.now += by * storage.nbytes()
-            self.peak = max(self.peak, self.now)
-
-
-class _Kept:
-    """A saved tensor; autograd drops it with the node of the graph that saved it."""
-
-    def __init__(self, tensor, counter):
-        # Detached: an operation that saves its own result would otherwise hold itself, through what holds that result.
-        self.tensor, self.counter = tensor.detach(), counter
-        counter._change(tensor.untyped_storage(), +1)
-
-    def __del__(self):
-        self.counter._change(self.tensor.untyped_storage(), -1)
-
-
-def draw(events: list[Event], ranks: int, title: str):
-    """One row a rank, time in milliseconds, micro-batches numbered from 1; a rank's later stages are darker. → figure"""
-    from matplotlib.colors import to_rgb
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    zero = min(event.start for event in events)
-    span = max(event.end for event in events) - zero
-    stages = {rank: sorted({event.stage for event in events if event.rank == rank}) for rank in range(ranks)}
-    figure = Figure(figsize=(12, 1.4 + 0.62 * ranks), layout="constrained")
-    axes = figure.subplots()
-    for event in events:
-        shade = 1 - 0.25 * stages[event.rank].index(event.stage) / max(1, len(stages[event.rank]) - 1)
-        colour = [shade * part for part in to_rgb(COLOURS[event.kind])]
-        width = event.end - event.start
-        axes.barh(event.rank, 1000 * width, left=1000 * (event.start - zero), height=0.86, color=colour, edgecolor="white",
-                  linewidth=0.6)  # fmt: skip
-        if width > 0.011 * span:
-            axes.text(1000 * (event.start - zero + width / 2), event.rank, str(event.micro_batch + 1),
-                      ha="center", va="center", color="white", fontsize=8, clip_on=True)  # fmt: skip
-    kinds = [kind for kind in COLOURS if any(event.kind == kind for event in events)]
-    figure.legend(handles=[Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds], ncols=len(kinds),
-                  loc="outside lower center", frameon=False)  # fmt: skip
-    axes.set_yticks(range(ranks), [f"rank {r}\nstage {', '.join(map(str, stages[r]))}" for r in range(ranks)])
-    axes.set_ylim(ranks - 0.45, -0.55)
-    axes.set_xlim(0, 1000 * span)
-    darker = ", darker: a rank's later stage" if max(map(len, stages.values())) > 1 else ""
-    axes.set_xlabel(f"milliseconds; numbers: micro-batches, white: bubble{darker}")
-    axes.set_title(title, loc="left", fontsize=11)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    return figure
