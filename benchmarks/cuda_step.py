@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
 import fast
-from data import BucketSampler, Collate, one_ahead
+from data import BucketSampler, Collate, batches_of
 from engine.config import flag, parse_flags
 from engine.distributed import World, choose_device
 from engine.errors import UserError, run_script
 from engine.precision import choose_precision
 from model import PRESETS, ModelConfig, SummedLoss, Translator
+from text.store import Rows
 
 IDS = {"pad": 0, "bos": 1, "eos": 2}
 PAIRS, WARM = 40_000, 5
@@ -52,8 +52,8 @@ class Pairs:
         sides = (common * random.lognormal(0, 0.2, PAIRS) for _ in range(2))
         self.lengths = dict(zip(("source", "target"), (np.clip(side, 1, 200).astype(int) for side in sides)))
 
-    def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        return tuple(np.full(side[row], 7) for side in self.lengths.values())
+    def __getitems__(self, rows: np.ndarray) -> tuple[Rows, Rows]:
+        return tuple(Rows(np.full(side[rows].sum(), 7), side[rows]) for side in self.lengths.values())
 
 
 def counts() -> dict[str, int]:
@@ -77,10 +77,9 @@ def main(config: Config) -> None:
     loss_of = fast.loss(model, 0.1, precision.dtype) or SummedLoss(model, 0.1)
     sampler = BucketSampler(pairs.lengths, config.tokens, seed=1)
     if config.captured:
-        loss_of = fast.captured_loss(model, 0.1, precision.dtype, sampler.shapes(), print) or loss_of
+        loss_of = fast.captured_loss(SummedLoss(model, 0.1), precision.dtype, sampler.shapes(), print) or loss_of
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    loader = DataLoader(pairs, batch_sampler=sampler, collate_fn=Collate(IDS, IDS), pin_memory=True)
-    batches, waited = one_ahead(loader, device), 0.0
+    batches, waited = batches_of(pairs, sampler, Collate(IDS, IDS), 0, device), 0.0
 
     def step(number: int) -> None:
         nonlocal waited
@@ -93,17 +92,17 @@ def main(config: Config) -> None:
         precision.backward(losses[0] / batch.target_tokens)
         precision.step(optimizer, parameters, 1.0, number)
 
-    first_epoch = sampler.steps_per_epoch if config.captured else WARM
+    first_epoch = 2 * sampler.steps_per_epoch if config.captured else WARM  # each shape once as it is, then captured
     for number in range(first_epoch):
         step(number)
     torch.cuda.set_sync_debug_mode("error")  # a wait that PyTorch knows of is an error from here on
     torch.cuda.reset_peak_memory_stats()
-    before, waited, begun, cpu = counts(), 0.0, time.perf_counter(), time.thread_time()
+    before, waited, begun, cpu = counts(), 0.0, time.perf_counter(), time.process_time()
     for number in range(config.steps):
         step(first_epoch + number)
-    cpu, seconds, after = time.thread_time() - cpu, time.perf_counter() - begun, counts()
+    cpu, seconds, after = time.process_time() - cpu, time.perf_counter() - begun, counts()
     torch.cuda.set_sync_debug_mode("default")
-    print(f"a step: {1e3 * cpu / config.steps:.2f} ms of the training thread, of {1e3 * seconds / config.steps:.2f} ms in all; "
+    print(f"a step: {1e3 * cpu / config.steps:.2f} ms of this CPU in all threads, in {1e3 * seconds / config.steps:.2f} ms; "
           f"{1e3 * waited / config.steps:.2f} ms waiting for data")  # fmt: skip
     if before:
         print(", ".join(f"{name} {(after[name] - before[name]) / config.steps:.1f}" for name in COUNTED))
