@@ -93,11 +93,9 @@ class World:
         """The module as one of many, whose gradients are averaged in the backward pass; alone, the module itself."""
         if self.size == 1:
             return module
-        # Gradients live in the buckets that travel, instead of being copied into them. Buffers are constants here.
-        return DistributedDataParallel(
-            module, device_ids=[self.device] if self.device.type == "cuda" else None, gradient_as_bucket_view=True,
-            broadcast_buffers=False,
-        )  # fmt: skip
+        # Gradients live in the buckets that travel, instead of being copied into them. Buffers are constants here. Without
+        # `device_ids` inputs stay where they are.
+        return DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
 
     def mesh(self, **sizes: int):
         """The ranks as a grid, torch's `DeviceMesh`: mesh(data=2, pipe=4) has two rows of four, and rank 5 is in row 1, column 1.
@@ -121,7 +119,7 @@ class World:
         return int(np.random.SeedSequence((seed, step, self.rank)).generate_state(1, np.uint64)[0])
 
     def set_seed(self, seed: int, step: int) -> None:
-        """`torch.manual_seed` with `self.seed`, in a sixth of its time: that one keeps the call stack for devices that are absent."""
+        """`torch.manual_seed` with `self.seed`, in a sixth of its time: it skips devices that are absent."""
         mixed = self.seed(seed, step)
         torch.default_generator.manual_seed(mixed)
         if self.device.type == "cuda":
