@@ -38,7 +38,8 @@ def choose_checkpoint(path: str = "", average: int = 1, say=print, runs: Path = 
     if not path:
         path = newest_run(runs)
         say(f"no --ckpt given, using the newest run: {path}")
-    chosen = checkpoint.resolve(path if Path(path).exists() else runs / path)
+    by_name = not Path(path).exists() and (runs / path).exists()  # NAME for runs/NAME
+    chosen = checkpoint.resolve(runs / path if by_name else path)
     if average > 1 and not chosen.is_dir():
         raise UserError(f"--average needs a run or a checkpoint folder, not the file {chosen}")
     if average > 1 and Path(path).resolve() != chosen:

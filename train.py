@@ -169,8 +169,11 @@ def train(config: Config) -> Path:
         # -------- the plan of the learning rate
         total = config.max_steps or config.epochs * sampler.steps_per_epoch
         plan = schedule.Schedule(**state["schedule"]) if run.state else schedule.plan(config.lr, config.warmup, total)
-        if run.state and config.given & {"epochs", "max_steps", "max_minutes"}:
+        ends = {name: getattr(config, name) for name in ("epochs", "max_steps", "max_minutes")}
+        # Not `given` alone: a run that was sent to another end may have been killed before its next checkpoint.
+        if run.state and (config.given & set(ends) or state.get("ends", ends) != ends):
             plan = plan.extended(state["step"], total)
+        state["ends"] = ends
         log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens per step, "
             f"{sampler.steps_per_epoch:,} steps per epoch, {plan.total:,} steps in total"
             + (f" or {config.max_minutes:g} minutes" if config.max_minutes else "")

@@ -28,7 +28,7 @@ class Config:
 
 
 if __name__ == "__main__":  # before the heavy imports, so that --help and a wrong flag answer at once
-    config = parse_flags(Config, "translate sentences: arguments, or lines of standard input", positional="text")
+    config = parse_flags(Config, "translate arguments, or lines of standard input", positional="text")
 
 import sys
 from collections.abc import Iterator

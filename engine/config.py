@@ -113,14 +113,13 @@ def checked(config):
 
 
 def _is_within(value: int | float, bounds) -> bool:
-    inside = math.isfinite(value)  # False for nan too
-    inside &= (bounds["least"] is None or value >= bounds["least"]) and (
-        bounds["above"] is None or value > bounds["above"]
-    )
+    least, above, most, below = (bounds[name] for name in ("least", "above", "most", "below"))
     return (
-        inside
-        and (bounds["most"] is None or value <= bounds["most"])
-        and (bounds["below"] is None or value < bounds["below"])
+        -math.inf < value < math.inf  # false for nan too, and right for whole numbers that no float can hold
+        and (least is None or value >= least)
+        and (above is None or value > above)
+        and (most is None or value <= most)
+        and (below is None or value < below)
     )
 
 

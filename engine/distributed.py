@@ -5,6 +5,7 @@ total = world.sum(torch.tensor([loss, count], dtype=torch.float64))
 mesh = world.mesh(data=2, pipe=4)      # eight ranks as a grid with named sides
 """
 
+import inspect
 import itertools
 import math
 import os
@@ -93,9 +94,12 @@ class World:
         """The module as one of many, whose gradients are averaged in the backward pass; alone, the module itself."""
         if self.size == 1:
             return module
-        # Gradients live in the buckets that travel, instead of being copied into them. Buffers are constants here. Without
-        # `device_ids` inputs stay where they are.
-        return DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
+        # Gradients live in the buckets that travel, instead of being copied into them. Buffers are constants here, and not
+        # sent at every step; the flag for it has a new name since torch 2.13.
+        names = inspect.signature(DistributedDataParallel).parameters
+        sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+        # Without `device_ids` inputs stay where they are: some are to stay on the CPU.
+        return DistributedDataParallel(module, gradient_as_bucket_view=True, **{sync_buffers: False})
 
     def mesh(self, **sizes: int):
         """The ranks as a grid, torch's `DeviceMesh`: mesh(data=2, pipe=4) has two rows of four, and rank 5 is in row 1, column 1.

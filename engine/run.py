@@ -51,12 +51,16 @@ class Run:
         run.world, run.at_end, run.begun = world, contextlib.ExitStack(), False
         run.config = after_restart(saved_settings(config, may_change) if config.resume else config, world)
         resume = run.config.resume
-        run.folder = Path(resume) if resume else world.on_main(lambda: new_folder(config.run, kind))
+        # `found_there`: the names of the files that lay in a fresh run's folder before.
+        made = (Path(resume), set()) if resume else world.on_main(lambda: new_folder(config.run, kind))
+        run.folder, run.found_there = made
         # The lock is rank 0's alone: an open file does not travel.
         world.on_main(lambda: run.at_end.enter_context(lock(run.folder)) and None)
         run.checkpoint = world.on_main(lambda: last_checkpoint(run.folder)) if resume else None
         run.state = checkpoint.load_state(run.checkpoint) if run.checkpoint else None
         run.best_step = run.state.get("best_step") if run.state else None
+        if run.state and run.best_step is None and (best := run.checkpoint.parent / "best").exists():
+            run.best_step = int(best.resolve().name.removeprefix("step-"))  # an older version had the link alone
         run.log = Log(run.folder, enabled=world.is_main)
         run.log(f"run: {run.folder}" + (f", {world.size} processes" if world.size > 1 else ""))
         if hidden := hidden_gpus():
@@ -128,7 +132,7 @@ class Run:
         self.at_end.close()
         if not self.begun and not self.config.resume and self.world.is_main:  # a mistake: leave no folder behind
             with contextlib.suppress(OSError):  # a folder that was there before may hold other things
-                for name in (".job", ".lock", "train.log"):
+                for name in {".job", ".lock", "train.log"} - self.found_there:
                     (self.folder / name).unlink(missing_ok=True)
                 self.folder.rmdir()
         if error is None:  # else other ranks may wait at another place, and a goodbye would wait for them
@@ -146,8 +150,11 @@ def folder_of(name: str) -> Path:
     return Path(name) if "/" in name or name in (".", "..") or Path(name).is_dir() else Path("runs") / name
 
 
-def new_folder(name: str, kind: str) -> Path:
-    """The folder of a fresh run: runs/<name>, or <name> if it is a path; one that is named must not be a run already."""
+def new_folder(name: str, kind: str) -> tuple[Path, set[str]]:
+    """The folder of a fresh run, runs/<name>, or <name> if it is a path; and the names of the files that are in it.
+
+    One that is named may be there, but must not be a run already.
+    """
     given, name = name, name or time.strftime(f"%Y-%m-%d_%H-%M-%S-{kind}")
     run = Path(name) if "/" in name else Path("runs") / name
     if run.name in (".", "..", "") or "\n" in name:
@@ -159,8 +166,9 @@ def new_folder(name: str, kind: str) -> Path:
         while True:
             try:
                 run.mkdir(exist_ok=bool(given))
+                found_there = {file.name for file in run.iterdir()}
                 (run / ".job").write_text(job_name(), encoding="utf-8")
-                return run
+                return run, found_there
             except FileExistsError:
                 if given:
                     raise
@@ -264,7 +272,9 @@ def caught_signals():
         came.append(number)
         signal.signal(number, signal.SIG_DFL)  # the second one ends the process at once
 
-    before = {number: signal.signal(number, remember) for number in SIGNALS}
+    # `nohup python train.py` ignores SIGHUP, so that the run outlives the terminal: leave it so.
+    numbers = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, remember) for number in numbers}
     try:
         yield lambda: bool(came)
     finally:

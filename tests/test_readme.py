@@ -178,12 +178,11 @@ def test_training_without_flags(ranks, tmp_path):
         [*launcher, str(ROOT / "train.py")], cwd=tmp_path, env=environment, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 240
     while not any("train/loss" in file.read_text() for file in tmp_path.glob("runs/*/metrics.jsonl")):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        assert process.poll() is None, process.communicate()
         time.sleep(0.2)
     os.killpg(process.pid, signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate()
     typed = "python train.py" if ranks == 1 else "torchrun --nproc_per_node 2 -- train.py"
     assert f"to go on: {typed} --resume runs/" in output
     assert output.count("no --data given") == output.count("device: ") == 1
