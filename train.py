@@ -124,13 +124,12 @@ def train(config: Config) -> Path:
             from labs.attention_op import use_in
 
             use_in(model, config.attention)
-        stock = config.compile or (config.captured and world.device.type == "cuda")
-        loss_of = None if stock else fast.loss(model, config.label_smoothing, precision.dtype, log)
+        captured = config.captured and not config.compile and world.device.type == "cuda"
+        loss_of = None if config.compile or captured else fast.loss(model, config.label_smoothing, precision.dtype, log)
         loss_of = loss_of or SummedLoss(model, config.label_smoothing)
         parameters = list(model.parameters())
         optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-        state = {"step": 0, "minutes": 0.0, "best_loss": None, "stale": 0}
-        state |= {"validated": 0}  # step of the last validation
+        state = {"step": 0, "minutes": 0.0, "best_loss": None, "stale": 0, "validated": 0}  # validated: at which step
         state |= {"saved": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}  # minutes at the last checkpoint
         state |= {"world_size": world.size, "accumulate": 0, "plan": 0}  # how the pairs of a step were dealt
         state |= run.restore(model, optimizer, precision) or {}
@@ -160,8 +159,7 @@ def train(config: Config) -> Path:
         sampler.load_state_dict({"step": state["step"]})
         if run.state and (state["world_size"], state["plan"]) != (world.size, sampler.plan_id):
             log(sampler.describe_change(state))
-        if config.captured:
-            loss_of = fast.captured_loss(loss_of, precision.dtype, sampler.shapes(), log) or loss_of
+        loss_of = (captured and fast.captured_loss(loss_of, precision.dtype, sampler.shapes(), log)) or loss_of
         batches = batches_of(prepared.train, sampler, collate, config.workers, world.device)
         micro_batches = run.at_end.enter_context(contextlib.closing(batches))
         tokens_of_steps = sampler.target_tokens(state["step"])  # real ones, over all ranks
