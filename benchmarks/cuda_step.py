@@ -11,10 +11,13 @@ docs/cuda.md has the figures of such a library that does nothing else, so host t
 
 import ctypes
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 import fast
 from data import BucketSampler, Collate, batches_of
@@ -66,11 +69,16 @@ def counts() -> dict[str, int]:
 
 def main(config: Config) -> None:
     """Measure and print."""
+    for name, value in measure(config).items():
+        print(f"{name:<16}{value:10.2f}")
+
+
+def measure(config: Config) -> dict[str, float]:
+    """Times in ms, of one step; calls of the CUDA runtime in a step where they are counted; `gpu_busy`, where it can be known."""
     device = choose_device("auto", 0)
     if device.type != "cuda":
         raise UserError("benchmarks.cuda_step needs a GPU")
     world, precision = World(0, 1, device), choose_precision(device, config.precision, training=True)
-    print(precision.describe())
     pairs = Pairs()
     model = Translator(ModelConfig(config.vocab, config.vocab, **PRESETS[config.preset])).to(device).train()
     parameters = list(model.parameters())
@@ -92,21 +100,38 @@ def main(config: Config) -> None:
         precision.backward(losses[0] / batch.target_tokens)
         precision.step(optimizer, parameters, 1.0, number)
 
-    first_epoch = 2 * sampler.steps_per_epoch if config.captured else WARM  # each shape once as it is, then captured
-    for number in range(first_epoch):
+    warm = 2 * sampler.steps_per_epoch if config.captured else WARM  # each shape once as it is, then captured
+    for number in range(warm):
         step(number)
+    torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")  # a wait that PyTorch knows of is an error from here on
     torch.cuda.reset_peak_memory_stats()
     before, waited, begun, cpu = counts(), 0.0, time.perf_counter(), time.process_time()
     for number in range(config.steps):
-        step(first_epoch + number)
-    cpu, seconds, after = time.process_time() - cpu, time.perf_counter() - begun, counts()
+        step(warm + number)
+    cpu, waiting = time.process_time() - cpu, waited
     torch.cuda.set_sync_debug_mode("default")
-    print(f"a step: {1e3 * cpu / config.steps:.2f} ms of this CPU in all threads, in {1e3 * seconds / config.steps:.2f} ms; "
-          f"{1e3 * waited / config.steps:.2f} ms waiting for data")  # fmt: skip
-    if before:
-        print(", ".join(f"{name} {(after[name] - before[name]) / config.steps:.1f}" for name in COUNTED))
-    print(f"most memory: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB in use")
+    after = counts()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - begun
+    figures = {"ms": seconds, "cpu_ms": cpu, "wait_ms": waiting}
+    figures = {name: 1e3 * value / config.steps for name, value in figures.items()}
+    figures |= {name: (after[name] - before[name]) / config.steps for name in before}
+    figures |= gpu_share(lambda: step(warm + config.steps)) | {"peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+    return figures
+
+
+def gpu_share(step: Callable[[], None], steps: int = 5) -> dict[str, float]:
+    """Kernels of a step, and the share of the time in which one ran; {} where the profiler sees none."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    spans = [event.time_range for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    if not spans:
+        return {}
+    whole = max(span.end for span in spans) - min(span.start for span in spans)
+    return {"kernels": len(spans) / steps, "gpu_busy": sum(span.elapsed_us() for span in spans) / whole}
 
 
 if __name__ == "__main__":
