@@ -13,6 +13,7 @@ from engine.distributed import World
 from engine.errors import UserError
 from engine.precision import Precision, choose_precision
 from model import ModelConfig, Translator
+from text.prepare import Prepared
 from text.subwords import load_tokenizer
 
 MARKS = ("config.json", "model.json", "tokenizer")  # what a folder has if it is a run
@@ -104,11 +105,12 @@ def mean_of(members: list[Path]) -> dict[str, Tensor]:
     return {**weights, **means}
 
 
-def save_description(run: Path, sizes: ModelConfig, source_tokenizer, target_tokenizer) -> None:
-    """What `load_trained` needs beside the weights and config.json."""
-    for side, tokenizer in (("source", source_tokenizer), ("target", target_tokenizer)):
-        tokenizer.save_pretrained(run / "tokenizer" / side)
+def save_description(run: Path, sizes: ModelConfig, prepared: Prepared) -> None:
+    """What `load_trained` needs beside the weights and config.json, and what report.py tells of the data."""
+    prepared.source_tokenizer.save_pretrained(run / "tokenizer" / "source")
+    prepared.target_tokenizer.save_pretrained(run / "tokenizer" / "target")
     (run / "model.json").write_text(json.dumps(asdict(sizes), indent=2) + "\n", encoding="utf-8")
+    (run / "data.json").write_text(json.dumps(prepared.describe(), ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def load_for_decoding(config, average: int, world: World, say) -> tuple[Trained, Precision, Callable | None]:

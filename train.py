@@ -151,11 +151,10 @@ def train(config: Config) -> Path:
             del held
 
         accumulate = config.accumulate or (state["accumulate"] if state["world_size"] == world.size else 0)
-        if not accumulate and world.device.type == "cuda":  # on a CPU the system would swap: one part
+        if not accumulate and world.device.type == "cuda":  # a CPU's system would swap, and nothing would tell
             accumulate = int(world.maximum(fewest_parts(try_widest_step))[0])
             model.zero_grad(set_to_none=True)
-        accumulate = accumulate or 1
-        sampler = deal(accumulate=accumulate)
+        sampler = deal(accumulate=accumulate or 1)
         sampler.load_state_dict({"step": state["step"]})
         if run.state and (state["world_size"], state["plan"]) != (world.size, sampler.plan_id):
             log(sampler.describe_change(state))
@@ -167,20 +166,19 @@ def train(config: Config) -> Path:
         # -------- the plan of the learning rate
         total = config.max_steps or config.epochs * sampler.steps_per_epoch
         plan = schedule.Schedule(**state["schedule"]) if run.state else schedule.plan(config.lr, config.warmup, total)
-        ends = {name: getattr(config, name) for name in ("epochs", "max_steps", "max_minutes")}
-        # Not `given` alone: a run that was sent to another end may have been killed before its next checkpoint.
-        if run.state and (config.given & set(ends) or state.get("ends", ends) != ends):
+        ends = [config.epochs, config.max_steps, config.max_minutes]
+        moved = config.given & {"epochs", "max_steps", "max_minutes"} or state.get("ends", ends) != ends
+        if run.state and moved:  # now, or by a run that was killed before its next checkpoint
             plan = plan.extended(state["step"], total)
-        state["ends"] = ends
+        state |= {"ends": ends, "world_size": world.size, "accumulate": sampler.accumulate, "plan": sampler.plan_id}
         log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens per step, "
-            f"{sampler.steps_per_epoch:,} steps per epoch, {plan.total:,} steps in total"
-            + (f" or {config.max_minutes:g} minutes" if config.max_minutes else "")
-            + (f"; each step in {accumulate} micro-batches" if accumulate > 1 else ""))  # fmt: skip
+            f"in {sampler.parts} parts, {sampler.steps_per_epoch:,} steps per epoch, {plan.total:,} steps in total"
+            + (f" or {config.max_minutes:g} minutes" if config.max_minutes else ""))  # fmt: skip
 
         # -------- what would break after an hour breaks now; from here on the folder is a run
         validation = Validation(model, prepared, collate, run, precision, config.tokens_per_batch // sampler.parts)
         if world.is_main and not run.state:
-            save_description(run.folder, sizes, prepared.source_tokenizer, prepared.target_tokenizer)
+            save_description(run.folder, sizes, prepared)
         run.begin()
 
         # -------- the loop
@@ -191,7 +189,6 @@ def train(config: Config) -> Path:
         losses, window_steps = state["window"]["losses"], state["window"]["steps"]
         mine = losses[world.rank] if len(losses) == world.size else [sum(pair) * world.is_main for pair in zip(*losses)]
         window_loss = torch.tensor(mine, device=world.device)  # (2,)
-        state |= {"world_size": world.size, "accumulate": accumulate, "plan": sampler.plan_id}
 
         def log_step(step: int, gradient_norm: torch.Tensor) -> None:
             """The figures since the last line. No step in between waits for the GPU."""
@@ -230,10 +227,9 @@ def train(config: Config) -> Path:
 
         def time_to_stop() -> str | None:
             """Why this step was the last, if it was."""
-            last, minutes = step >= plan.total, config.max_minutes
-            if minutes and (state["minutes"] >= minutes or (last and plan.by_time)):
-                return f"the {minutes:g} minutes are over"
-            return "all steps are done" if last else None
+            last, limit = step >= plan.total, config.max_minutes
+            by_time = limit and (state["minutes"] >= limit or (last and plan.by_time))
+            return f"the {limit:g} minutes are over" if by_time else "all steps are done" if last else None
 
         begun, step = time.perf_counter() - 60 * state["minutes"], state["step"]
         bar = progress(total=plan.total, initial=state["step"], unit="step", desc=run.folder.name)
@@ -250,13 +246,13 @@ def train(config: Config) -> Path:
 
             # The gradient of the loss over every pair of this step, in all micro-batches and on all ranks.
             tokens = next(tokens_of_steps)
-            for micro_batch in range(accumulate):
+            for micro_batch in range(sampler.accumulate):
                 waiting = time.perf_counter()
                 batch = next(micro_batches)
                 places = batch.src.numel() + batch.tgt_in.numel()
                 meter.add(batch.source_tokens, batch.target_tokens, places, time.perf_counter() - waiting)
                 # DDP averages gradients over the ranks at the end of a backward pass; only the last one needs it.
-                is_last = micro_batch == accumulate - 1
+                is_last = micro_batch == sampler.accumulate - 1
                 with contextlib.nullcontext() if is_last or world.size == 1 else runner.no_sync():
                     with precision.autocast():
                         losses = runner(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)

@@ -194,9 +194,14 @@ def command() -> str:
 
 
 def save_config(config, path: Path) -> None:
-    """Write the dataclass as JSON, what `load_config` reads again; whole or not at all."""
+    """Write the dataclass as JSON, what `load_config` reads again."""
+    write_whole(path, json.dumps(dataclasses.asdict(config), ensure_ascii=False, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A file that is there whole or not at all, whenever this process is killed."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(dataclasses.asdict(config), ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 

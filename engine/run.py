@@ -8,11 +8,12 @@ with Run.start(config, "lenet", world, may_change={"epochs"}) as run:     # conf
         run.scalars(step, {"train/loss": 0.3}); run.save(step, model, optimizer, state, precision)
     run.close("all epochs are done")
 
-runs/<name>/config.json  metrics.jsonl  events.out.tfevents.*  train.log  checkpoints/{step-N/, best, last}
+runs/<name>/config.json  environment.json  metrics.jsonl  events.out.tfevents.*  train.log  checkpoints/{step-N/, best, last}
 """
 
 import contextlib
 import fcntl
+import json
 import os
 import signal
 import socket
@@ -23,11 +24,12 @@ from pathlib import Path
 import torch
 
 from engine import checkpoint
-from engine.config import command, load_config, save_config
+from engine.config import command, load_config, save_config, write_whole
 from engine.distributed import World, hidden_gpus
+from engine.environment import environment
 from engine.errors import UserError
 from engine.precision import Precision
-from engine.telemetry import GpuSampler, Log, Telemetry
+from engine.telemetry import GpuSampler, Log, ProcessMeter, Telemetry
 
 INTERRUPTED = "interrupted"
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]  # asked to stop, Ctrl-C, the terminal was closed
@@ -48,7 +50,7 @@ class Run:
         A run that goes on takes its settings from its folder; a flag outside `may_change` would make it another run.
         """
         run = cls()
-        run.world, run.at_end, run.begun = world, contextlib.ExitStack(), False
+        run.world, run.at_end, run.begun, run.started = world, contextlib.ExitStack(), False, time.perf_counter()
         run.config = after_restart(saved_settings(config, may_change) if config.resume else config, world)
         resume = run.config.resume
         # `found_there`: the names of the files that lay in a fresh run's folder before.
@@ -88,11 +90,12 @@ class Run:
         """
         if self.world.is_main:
             save_config(self.config, self.folder / "config.json")
+            self.note_environment()
             checkpoint.write_checksums(self.folder, described(self.folder))
         resume_step = (self.state["step"] if self.state else 0) if self.config.resume else None
         self.telemetry = Telemetry(self.folder, resume_step, enabled=self.world.is_main)
         self.at_end.callback(self.telemetry.close)
-        self.gpu = None
+        self.process, self.gpu = ProcessMeter(), None
         if self.world.is_main and self.world.device.type == "cuda":
             self.gpu = GpuSampler(self.world.device, gpu_seconds, say=self.log)
             self.gpu.start()
@@ -100,9 +103,26 @@ class Run:
         self.interrupted = self.at_end.enter_context(caught_signals())
         self.begun = True
 
+    def note_environment(self) -> None:
+        """Write what this run is made on into its folder, now and, with the seconds it took, at its end."""
+        path, sessions = self.folder / "environment.json", []
+        with contextlib.suppress(OSError, ValueError, TypeError):  # of an older version, or damaged: it begins anew
+            sessions = [*json.loads(path.read_text(encoding="utf-8"))] if self.config.resume else []
+        sessions.append(environment(self.world))
+        told = {name: value for name, value in sessions[-1].items() if value is not None}
+        self.log("environment: " + ", ".join(f"{name} {value}" for name, value in told.items()))
+
+        def write(seconds: float | None) -> None:
+            sessions[-1]["seconds"] = seconds
+            with contextlib.suppress(OSError):  # a full disk ends no training
+                write_whole(path, json.dumps(sessions, ensure_ascii=False, indent=1) + "\n")
+
+        write(None)
+        self.at_end.callback(lambda: write(round(time.perf_counter() - self.started, 1)))
+
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Curves, and the GPU's figures since the last call with them."""
-        self.telemetry.scalars(step, values | (self.gpu.read() if self.gpu else {}))
+        """Curves, and with them the figures of the CPU and the GPU since the last call."""
+        self.telemetry.scalars(step, values | self.process.read() | (self.gpu.read() if self.gpu else {}))
 
     def save(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict,
              precision: Precision | None = None, best: bool = False, keep: int = 5) -> None:  # fmt: skip
@@ -121,6 +141,7 @@ class Run:
 
     def close(self, why: str, step: int | None = None) -> None:
         """The last words, and the way to go on if the run was interrupted."""
+        self.log(f"time: {(time.perf_counter() - self.started) / 60:,.1f} minutes")
         self.log(f"stopped{'' if step is None else f' after step {step:,}'}: {why}")
         if why == INTERRUPTED:
             self.log(f"to go on: {command()} --resume {self.folder}")

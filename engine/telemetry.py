@@ -23,6 +23,11 @@ import torch
 from tqdm import tqdm
 
 GIB = 2**30
+# TensorBoard sorts its charts by name. These are what a run is watched by: they come first, in this order.
+FIRST = [
+    *("train/loss", "valid/loss", "validation/loss", "test/loss", "valid/perplexity", "validation/perplexity"),
+    *("valid/bleu", "test/accuracy", "train/learning_rate", "gpu/utilisation_percent", "cpu/utilisation_percent"),
+]
 
 
 def is_main() -> bool:
@@ -60,7 +65,7 @@ class Telemetry:
         def write() -> None:
             # One add_scalar per tag: add_scalars makes a folder for every curve, which purge_step does not reach.
             for tag, value in values.items():
-                self.writer.add_scalar(tag, value, step)
+                self.writer.add_scalar(shown_as(tag), value, step)
             # JSON knows no infinity (the gradient of an fp16 step that overflowed): null stands for it.
             finite = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
             self.metrics_file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
@@ -107,6 +112,11 @@ class Telemetry:
         except Exception as error:  # of the disk; TensorBoard's thread hands on its own here
             self.writer = None
             print(f"note: the curves cannot be written any more ({error}); the run goes on without", file=sys.stderr)
+
+
+def shown_as(tag: str) -> str:
+    """The name of a curve in TensorBoard: train/loss → "1 first/00 train loss"; most keep theirs."""
+    return f"1 first/{FIRST.index(tag):02} {tag.replace('/', ' ')}" if tag in FIRST else tag
 
 
 def _keep_records(path: Path, last_step: int) -> str:
@@ -157,6 +167,27 @@ def progress(iterable=None, **kwargs) -> tqdm:
     kwargs.setdefault("disable", not (sys.stderr.isatty() and is_main()))
     kwargs.setdefault("dynamic_ncols", True)
     return tqdm(iterable, **kwargs)
+
+
+class ProcessMeter:
+    """How busy this process kept the CPU since the last look (100 %: one core), and the memory it holds now.
+
+    The system counts both anyway, so nothing runs beside the training. Of many processes rank 0's.
+    """
+
+    def __init__(self):
+        self.last = time.perf_counter(), time.process_time()
+
+    def read(self) -> dict[str, float]:
+        """{} within a second of the last look: too short to mean anything."""
+        now = time.perf_counter(), time.process_time()
+        seconds, busy = (after - before for after, before in zip(now, self.last))
+        if seconds < 1:
+            return {}
+        self.last, held = now, peak_memory_gib("cpu")
+        with suppress(OSError):  # not on Linux: then its peak
+            held = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / GIB
+        return {"cpu/utilisation_percent": 100 * busy / seconds, "cpu/memory_gib": held}
 
 
 class GpuSampler(threading.Thread):

@@ -159,7 +159,7 @@ def test_an_epoch_is_planned_once_and_in_16_bits(monkeypatch):
 
 
 def test_more_micro_batches_than_pairs_is_an_error():
-    with pytest.raises(UserError, match="3 training pairs cannot be dealt to 2 processes × 2"):
+    with pytest.raises(UserError, match="3 training pairs are too few for 2 processes × 2"):
         BucketSampler(as_lengths([(3, 3)] * 3), 100, world_size=2, accumulate=2)
 
 

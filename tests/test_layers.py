@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-FOLDERS = ("engine", "fast", "text", "labs", "benchmarks", "sample")
+FOLDERS = ("engine", "fast", "text", "reporting", "labs", "benchmarks", "sample")
 NOUNS = {path.stem for path in ROOT.glob("*.py")}  # the scripts in the root, and the nouns they share
 MAY_IMPORT = {
-    "root": {"fast", "text", "engine", *NOUNS},
-    "labs": {"labs", "text", "engine", *NOUNS} - {"train", "evaluate", "translate"},
+    "root": {"fast", "text", "engine", "reporting", *NOUNS},
+    "labs": {"labs", "text", "engine", *NOUNS} - {"train", "evaluate", "translate", "report"},
+    "reporting": {"reporting", "text", "engine"},
     "fast": {"fast", "engine"},
     "text": {"text", "engine"},
     "engine": {"engine"},
@@ -18,7 +19,7 @@ MAY_IMPORT = {
 # `--attention` of train.py takes a lab's operator into the model; imported where it is asked for, and nowhere else.
 EXCEPTIONS = {("train.py", "labs")}
 MAIN_STORIES = ("__main__.py", "train.py")  # a lab's main and train.py's train: one story from top to bottom
-LINES = {"*.py": 1700, "train.py": 300, "decoding.py": 350, "engine/*.py": 1600}
+LINES = {"*.py": 1700, "train.py": 300, "decoding.py": 350, "engine/*.py": 1750}
 
 
 def files(folder: str) -> list[Path]:

@@ -10,7 +10,7 @@ import torch
 
 from engine import checkpoint
 from engine.errors import UserError
-from loading import load_trained, newest_run
+from loading import load_trained, mean_of, newest_run
 from text.subwords import encode, special_ids
 
 
@@ -28,7 +28,7 @@ def run(tiny_run, tmp_path) -> Path:
 
 def same_weights(trained, *folders: Path) -> bool:
     """The model has the mean weights of these checkpoints."""
-    expected, found = checkpoint.average(list(folders)), trained.model.state_dict()
+    expected, found = mean_of(list(folders)), trained.model.state_dict()
     return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
@@ -76,14 +76,14 @@ def test_the_newest_run(run, monkeypatch):
     monkeypatch.chdir(run.parent.parent)
     said = []
     trained = load_trained(say=said.append)
-    assert trained.run.samefile(run) and said == [f"no --ckpt given, so the newest run: {Path('runs/tiny')}"]
+    assert trained.run.samefile(run) and said == [f"no --ckpt given, using the newest run: {Path('runs/tiny')}"]
     os.utime(run / "checkpoints", (1e8, 1e8))
     assert newest_run(Path("runs")) == str(Path("runs/z-older"))
 
 
 def test_no_run_yet(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"no trained run in .*runs; train one with `python train.py`"):
+    with pytest.raises(UserError, match=r"no trained run in .*runs; train a model with `python train.py`"):
         load_trained()
     (tmp_path / "runs" / "begun" / "checkpoints").mkdir(parents=True)
     with pytest.raises(UserError, match="no trained run"):
@@ -107,7 +107,7 @@ def test_the_mean_of_two(run, named, steps):
 def test_the_mean_of_more_than_there_are(run):
     assert "mean of step-15, step-30, step-45 of" in load_trained(run, average=3).name
     for named, average in ((run, 4), (run / "checkpoints" / "step-15", 2)):
-        with pytest.raises(UserError, match=f"cannot take {average} checkpoints up to .*; ask for fewer"):
+        with pytest.raises(UserError, match=f"cannot average {average} checkpoints up to .*; ask for fewer"):
             load_trained(named, average=average)
 
 
@@ -140,14 +140,16 @@ def test_weights_of_another_model_are_named(run):
         with pytest.raises(UserError) as error:
             load_trained(run / "other.pt")
         message = str(error.value)
-        assert message.startswith(f"{run / 'other.pt'} does not hold the weights of the model in {run}: ")
+        assert message.startswith(f"{run / 'other.pt'} does not contain the weights of the model in {run}: ")
         assert ("no.such.layer" if change == "extra" else name) in message
         assert "\n" not in message and len(message) < 500
 
 
 def test_weights_that_lie_in_no_run(tmp_path, run):
     torch.save(checkpoint.load_weights(run), tmp_path / "lost.pt")
-    with pytest.raises(UserError, match=r"lost.pt lies in no run of train.py .*config.json, model.json, tokenizer"):
+    with pytest.raises(
+        UserError, match=r"lost.pt is not inside a run of train.py .*config.json, model.json, tokenizer"
+    ):
         load_trained(tmp_path / "lost.pt")
 
 
@@ -161,7 +163,7 @@ def test_damaged_settings(run, file, content):
     with pytest.raises(UserError, match=f"tiny: checksum of {file} differs; put the file back"):
         load_trained(run)
     (run / "checksums.json").unlink()  # as in a run of the version before
-    reason = "its config.json or model.json is damaged or of another script"
+    reason = "its config.json or model.json is damaged, or belongs to another script"
     with pytest.raises(
         UserError, match=reason if file in ("config.json", "model.json") else "no tokenizer can be read"
     ):

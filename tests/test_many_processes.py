@@ -122,4 +122,4 @@ def test_more_processes_than_pairs(tmp_path):
     data = write_pairs(tmp_path / "few", pairs, {"train": slice(0, 2), "validation": slice(2, 4), "test": slice(4, 6)})
     ranks = fork_ranks(3, "train.py", "--data", data, *TINY_FLAGS, cwd=tmp_path)
     assert [rank.wait() for rank in ranks] == [2, 2, 2]
-    assert "2 training pairs cannot be dealt to 3 processes" in ranks[0].output
+    assert "2 training pairs are too few for 3 processes" in ranks[0].output

@@ -67,7 +67,7 @@ def parse(program: str, flags: list[str], monkeypatch) -> None:
         assert not words, f"{program} takes no flags"
         return
     monkeypatch.setattr(sys, "argv", [program, *words])
-    parse_flags(config, positional="text" if program == "translate.py" else None)
+    parse_flags(config, positional={"translate.py": "text", "report.py": "runs"}.get(program))
 
 
 def settings_file() -> str:
@@ -79,7 +79,8 @@ def settings_file() -> str:
 def test_the_pages_name_every_script():
     programs = [program_and_flags(command)[0] for page in NAMES for command in commands(page)]
     assert len(programs) > 120 and programs.count("train.py") > 30
-    assert {"train.py", "evaluate.py", "translate.py", "run.sh", "labs.lenet", "benchmarks.training"} <= set(programs)
+    scripts = {"train.py", "evaluate.py", "translate.py", "report.py", "run.sh"}
+    assert scripts | {"labs.lenet", "benchmarks.training"} <= set(programs)
 
 
 def test_the_readme_is_short():
@@ -122,7 +123,7 @@ def test_every_file_exists(page):
 
 def runnable(page: str) -> list[str]:
     """The commands of a page that one process can run on a CPU, without the network and the course's data."""
-    scripts = tuple(f"python {name}.py" for name in ("train", "evaluate", "translate"))
+    scripts = tuple(f"python {name}.py" for name in ("train", "evaluate", "translate", "report"))
     elsewhere = ("wmt/", "google-bert/", "my_tokenizer/", "--source ", "--captured", "int8", "--attention", "$", "DIR")
     return [command for command in dict.fromkeys(commands(page))
             if command.startswith(scripts) and not any(word in command for word in elsewhere)]  # fmt: skip
@@ -151,7 +152,8 @@ def run_as_typed(command: str, folder: Path) -> None:
         flags += ["--max_steps", 6, "--eval_every", 6]
     if script == "evaluate.py":
         flags += ["--limit", 5]
-    done = run_script(script, *flags, "--device", "cpu", cwd=folder)
+    flags += ["--device", "cpu"] if script != "report.py" else []
+    done = run_script(script, *flags, cwd=folder)
     assert done.returncode == 0, f"{command}\n{done.stderr}"
 
 

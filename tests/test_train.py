@@ -23,6 +23,7 @@ import train as training
 from data import BucketSampler, collate_for
 from engine.errors import UserError
 from engine.precision import Precision
+from engine.telemetry import shown_as
 from model import ModelConfig, Translator
 from text.prepare import load_prepared
 from text.rows import default_path, find_text
@@ -43,7 +44,7 @@ def records(run: Path, key: str = "train/loss") -> dict[int, float]:
 
 def curve(run: Path, tag: str = "train/loss") -> dict[int, float]:
     """The same from TensorBoard's files."""
-    events = EventAccumulator(str(run)).Reload().Scalars(tag)
+    events = EventAccumulator(str(run)).Reload().Scalars(shown_as(tag))
     assert len({event.step for event in events}) == len(events)
     return {event.step: event.value for event in events}
 
@@ -418,7 +419,7 @@ def test_what_a_run_leaves(toy_data, here, tmp_path, monkeypatch):
         "train/perplexity speed/tokens_per_second speed/model_flops_utilisation data/padding_share data/wait_share "
     )
     others += "memory/peak_gib valid/perplexity valid/bleu"
-    assert {*CURVES, *others.split()} <= set(tags["scalars"])
+    assert {shown_as(tag) for tag in [*CURVES, *others.split()]} <= set(tags["scalars"])
     assert tags["images"] == ["cross-attention"] and "samples/text_summary" in tags["tensors"]
     assert "_hparams_/experiment" in EventAccumulator(str(here)).Reload().summary_metadata
     assert all(0 <= share < 0.5 for share in records(here, "data/padding_share").values())

@@ -183,3 +183,43 @@ def bootstrap_interval(counts: np.ndarray, resamples: int, seed: int) -> tuple[f
         sums.append(times_drawn @ counts)  # BLEU needs only the summed counts of the drawn sentences
     low, high = np.percentile(bleu_from_counts(np.array(sums)), [2.5, 97.5])
     return float(low), float(high)
+
+
+def sentence_scores(references: list[str], hypotheses: list[str], target: str = "en") -> list[float]:
+    """sacreBLEU's BLEU of each sentence, 0–100: to find good and bad ones by; their mean is not the corpus score."""
+    metric = sacrebleu_metric(target)
+    metric.effective_order = True  # a sentence of three words has no 4-grams, and is scored by what it has
+    return [
+        metric.sentence_score(hypothesis, [reference]).score for reference, hypothesis in zip(references, hypotheses)
+    ]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One system of a paired comparison, 0–100."""
+
+    name: str
+    metric: str
+    score: float
+    low: float  # 95 % interval of the resampled scores, as sacreBLEU gives it: mean ± half width
+    high: float
+    p_value: float | None  # None: the system that the others are compared with
+
+
+def paired_bootstrap(references: list[str], systems: dict[str, list[str]], target: str = "en") -> list[Compared]:
+    """sacreBLEU's paired bootstrap (Koehn 2004): do the others translate otherwise than the first, or is it these rows?
+
+    All systems are scored on the same 1,000 resamples of the rows. p: how often chance alone would give such a difference.
+    """
+    from sacrebleu.metrics import CHRF
+    from sacrebleu.significance import PairedTest
+
+    for hypotheses in systems.values():
+        checked(references, hypotheses)
+    metrics = {"BLEU": sacrebleu_metric(target), "chrF2": CHRF()}
+    _, scores = PairedTest(list(systems.items()), metrics, [references], test_type="bs")()
+    return [
+        Compared(name, metric, result.score, result.mean - result.ci, result.mean + result.ci, result.p_value)
+        for metric in metrics
+        for name, result in zip(systems, scores[metric], strict=True)
+    ]

@@ -41,6 +41,14 @@ class Prepared:
     validation_rows: list[tuple[str, str]]  # raw, in the order of `validation`
     summary: dict  # counts, sizes
 
+    def describe(self) -> dict:
+        """What a run keeps of its data, ready for JSON; `lengths`: how many training sentences have 0, 1, 2, … tokens."""
+        lengths = {side: np.bincount(counts).tolist() for side, counts in self.train.lengths.items()}
+        tokens = {side: int(counts.sum()) for side, counts in self.train.lengths.items()}
+        vocabulary = {"source": len(self.source_tokenizer), "target": len(self.target_tokenizer)}
+        facts = {name: self.summary[name] for name in ("path", "counts", "unknown")} | {"vocabulary": vocabulary}
+        return facts | {"validation_rows": len(self.validation_rows), "tokens": tokens, "lengths": lengths}
+
 
 def prepare(
     text: ParallelText, cache: Path, *, source_vocab=0, target_vocab=0, tokenizer="", max_length=512, say=print

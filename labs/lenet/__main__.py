@@ -9,6 +9,7 @@ python -m labs.lenet --held_out 10000              # to try settings: tested on 
 python -m labs.lenet --resume runs/NAME            # go on where it stopped; a finished run is tested once more
 torchrun --nproc_per_node 2 -m -- labs.lenet --run NAME   # data parallel: the same batches and losses
 for seed in 1 2 3 4 5; do python -m labs.lenet --seed $seed --run lenet-$seed; done; grep accuracy runs/lenet-?/eval/test.json
+python report.py runs/NAME                         # the report: one page with curves, network, result, hardware
 tensorboard --logdir runs                          # curves, filters, feature maps, confusion matrix, mistakes, GPU use
 
 The test images are never looked at to choose anything: the result is that of the last epoch. A run that was stopped ends
@@ -195,7 +196,6 @@ def main(config: Config) -> None:
                 "feature-maps": pictures.feature_maps(model, tests[0][0]),
                 "confusion": pictures.confusion(torch.tensor(result["confusion"])),
                 "mistakes": pictures.mistakes(tests.images.cpu(), result["mistakes"]),
-                "curves": pictures.curves(run.folder / "metrics.jsonl"),
             }
             for name, figure in figures.items():
                 figure.savefig(folder / f"{name}.png", dpi=100)

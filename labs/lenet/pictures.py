@@ -1,12 +1,8 @@
-"""Pictures of a LeNet-5 (matplotlib figures): its filters, its feature maps, what it confuses, its mistakes, its curves."""
-
-import json
-from pathlib import Path
+"""Pictures of a LeNet-5 (matplotlib figures): its filters, its feature maps, what it confuses, its mistakes."""
 
 import torch
 from matplotlib import colormaps
 from matplotlib.figure import Figure  # without pyplot: needs no screen, and nothing has to be closed
-from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
 SHOWN_MISTAKES = 40
@@ -92,24 +88,4 @@ def mistakes(images: Tensor, wrong: list[dict]) -> Figure:
         row, column = divmod(place, columns)
         words = f"{mistake['digit']} → {mistake['answer']}  {mistake['probability']:.1%}"
         axes.text(column * (width + 1), row * (room + height + 1) + room - 2, words, fontsize=8)
-    return figure
-
-
-def curves(metrics: Path) -> Figure:
-    """Loss and error rate over the steps, from the run's metrics.jsonl."""
-    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    for axes, name in zip(figure.subplots(1, 2), ("loss", "accuracy")):
-        for split, style in (("train", "-"), ("test", "o-")):
-            points = [(r["step"], r[f"{split}/{name}"]) for r in records if r.get(f"{split}/{name}") is not None]
-            steps, values = zip(*points) if points else ((), ())
-            values = [1 - value for value in values] if name == "accuracy" else values
-            axes.plot(steps, values, style, label=split, markersize=4)
-        axes.set(xlabel="step", ylabel="loss, nats an image" if name == "loss" else "error rate", yscale="log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        unit = (lambda loss, _: f"{loss:g}") if name == "loss" else (lambda rate, _: f"{100 * rate:g} %")
-        axes.yaxis.set_major_formatter(unit)
-        axes.grid(alpha=0.3, which="both")
-        axes.legend()
     return figure
