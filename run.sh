@@ -5,6 +5,7 @@
 #   bash run.sh -- --max_minutes 20    the same; what stands after -- goes to train.py
 #   bash run.sh test                   install and run the tests; what stands after -- goes to pytest
 #   bash run.sh lenet|wikitext|attention|pipeline|collectives    another lab; what stands after -- goes to it
+#   bash run.sh gpu                    on a GPU: is the arithmetic right there, how fast is it; ten minutes, a file to send back
 #
 #   VENV=/path bash run.sh             keep the virtual environment elsewhere (default: .venv beside this file)
 #   TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu bash run.sh     PyTorch from there: a build without CUDA
@@ -17,8 +18,8 @@ verb="${1:-train}"
 [ "$verb" = "--" ] && verb=train || shift || true
 [ "${1:-}" = "--" ] && shift
 labs="lenet wikitext attention pipeline collectives"
-case " train test $labs " in *" $verb "*) ;; *)
-    echo "error: unknown verb '$verb'; use: bash run.sh [test|${labs// /|}] [-- FLAGS]" >&2; exit 2 ;;
+case " train test gpu $labs " in *" $verb "*) ;; *)
+    echo "error: unknown verb '$verb'; use: bash run.sh [test|gpu|${labs// /|}] [-- FLAGS]" >&2; exit 2 ;;
 esac
 case "$(uname -s)" in Linux | Darwin) ;; *)
     echo "error: this needs Linux, macOS or WSL (the Linux inside Windows: https://aka.ms/wsl)" >&2; exit 2 ;;
@@ -88,6 +89,7 @@ fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # for the labs, which are modules
 case "$verb" in
     pipeline) exec "$python" -m torch.distributed.run --standalone --nproc_per_node "${PROCESSES:-2}" -m -- labs.pipeline "$@" ;;
+    gpu) exec "$python" -m benchmarks.gpu "$@" ;;
     attention) exec "$python" -m labs.attention_op "$@" ;;
     train) ;;
     *) exec "$python" -m "labs.$verb" "$@" ;;
