@@ -42,8 +42,6 @@ class Config:
 if __name__ == "__main__":  # before the heavy imports, so that --help and a wrong flag answer at once
     config = parse_flags(Config, "BLEU of a trained model")
 
-import contextlib
-import json
 import os
 import time
 from itertools import islice
@@ -60,7 +58,7 @@ from loading import Trained, choose_checkpoint, load_for_decoding
 from model import Translator
 from text.bleu import bleu_card
 from text.cleaning import held_out_rows, normalise
-from text.output import check_writable, write_lines
+from text.output import check_writable, keep_score, write_lines
 from text.rows import find_text, fingerprint_of
 from text.subwords import encode, special_ids
 
@@ -130,25 +128,6 @@ def name_of_score(config: Config, trained: Trained, scored: dict) -> str:
     if chosen != choose_checkpoint(str(trained.run), config.average):
         name += f"-{chosen.parent.name if chosen.name == 'model.safetensors' else chosen.stem}"
     return name + f"-data-{scored['rows']}" * (not scored["own"])
-
-
-def keep_score(folder: Path, name: str, result: dict, texts: list[str], say) -> None:
-    """The score and the hypotheses among the run's files; what an earlier score was of, if that was something else."""
-    for file in sorted(folder.glob("*.json")):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # damaged, or of an older version
-            earlier = json.loads(file.read_text(encoding="utf-8"))
-            same_rows = all(earlier[key] == result[key] for key in ("data", "split", "sentences"))
-            if same_rows and earlier["rows"] != result["rows"]:
-                say(f"note: these rows are not those that {file} is of: the data have changed")
-            if file.stem == name and earlier["checkpoint"] != result["checkpoint"]:
-                say(f"note: {file} was of {earlier['checkpoint']}, BLEU {earlier['nltk']:.2f}")
-    try:
-        folder.mkdir(exist_ok=True)
-        write_lines(folder / f"{name}.txt", texts)
-        write_lines(folder / f"{name}.json", [json.dumps(result, indent=2)])
-        say(f"written to {folder}/{name}.json and .txt")
-    except PermissionError:  # somebody else's run
-        say(f"note: {folder} cannot be written to, so the score is not saved")
 
 
 def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], dict]:

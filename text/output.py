@@ -1,6 +1,7 @@
-"""Translations into the file that a user names, which may be no regular file."""
+"""Translations and their scores on disk: into the file that a user names, and among the files of a run."""
 
 import contextlib
+import json
 import os
 from pathlib import Path
 
@@ -37,3 +38,22 @@ def write_lines(path: Path, lines: list[str]) -> None:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
     path.write_text(text, encoding="utf-8")
+
+
+def keep_score(folder: Path, name: str, result: dict, texts: list[str], say) -> None:
+    """The score and the hypotheses among the run's files; what an earlier score was of, if that was something else."""
+    for file in sorted(folder.glob("*.json")):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # damaged, or of an older version
+            earlier = json.loads(file.read_text(encoding="utf-8"))
+            same_rows = all(earlier[key] == result[key] for key in ("data", "split", "sentences"))
+            if same_rows and earlier["rows"] != result["rows"]:
+                say(f"note: these rows are not those that {file} is of: the data have changed")
+            if file.stem == name and earlier["checkpoint"] != result["checkpoint"]:
+                say(f"note: {file} was of {earlier['checkpoint']}, BLEU {earlier['nltk']:.2f}")
+    try:
+        folder.mkdir(exist_ok=True)
+        write_lines(folder / f"{name}.txt", texts)
+        write_lines(folder / f"{name}.json", [json.dumps(result, indent=2)])
+        say(f"written to {folder}/{name}.json and .txt")
+    except PermissionError:  # somebody else's run
+        say(f"note: {folder} cannot be written to, so the score is not saved")
