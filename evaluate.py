@@ -58,8 +58,8 @@ from loading import Trained, choose_checkpoint, load_for_decoding
 from model import Translator
 from text.bleu import bleu_card
 from text.cleaning import held_out_rows, normalise
-from text.rows import find_text
-from text.scores import check_writable, fingerprint_of, keep_score, write_lines
+from text.output import check_writable, keep_score, write_lines
+from text.rows import find_text, fingerprint_of
 from text.subwords import encode, special_ids
 
 
