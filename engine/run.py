@@ -80,7 +80,7 @@ class Run:
             optimizer.load_state_dict(checkpoint.load_optimizer(self.checkpoint))
         if precision and self.state.get("scaler"):  # empty if the run was not in fp16 until now
             precision.scaler.load_state_dict(self.state["scaler"])
-        self.log(f"resumed after step {self.state['step']:,} from {self.checkpoint}")
+        self.log(f"resumed after step {self.state['step']:,} from {self.checkpoint}; figures of speed begin anew")
         return self.state
 
     def begin(self, gpu_seconds: float = 5.0) -> None:
