@@ -42,11 +42,8 @@ class Config:
 if __name__ == "__main__":  # before the heavy imports, so that --help and a wrong flag answer at once
     config = parse_flags(Config, "BLEU of a trained model")
 
-import contextlib
-import json
 import os
 import time
-from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 
@@ -62,6 +59,7 @@ from model import Translator
 from text.bleu import bleu_card
 from text.cleaning import held_out_rows, normalise
 from text.rows import find_text
+from text.scores import check_writable, fingerprint_of, keep_score, write_lines
 from text.subwords import encode, special_ids
 
 
@@ -132,25 +130,6 @@ def name_of_score(config: Config, trained: Trained, scored: dict) -> str:
     return name + f"-data-{scored['rows']}" * (not scored["own"])
 
 
-def keep_score(folder: Path, name: str, result: dict, texts: list[str], say) -> None:
-    """The score and the hypotheses among the run's files; what an earlier score was of, if that was something else."""
-    for file in sorted(folder.glob("*.json")):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # damaged, or of an older version
-            earlier = json.loads(file.read_text(encoding="utf-8"))
-            same_rows = all(earlier[key] == result[key] for key in ("data", "split", "sentences"))
-            if same_rows and earlier["rows"] != result["rows"]:
-                say(f"note: these rows are not those that {file} is of: the data have changed")
-            if file.stem == name and earlier["checkpoint"] != result["checkpoint"]:
-                say(f"note: {file} was of {earlier['checkpoint']}, BLEU {earlier['nltk']:.2f}")
-    try:
-        folder.mkdir(exist_ok=True)
-        write_lines(folder / f"{name}.txt", texts)
-        write_lines(folder / f"{name}.json", [json.dumps(result, indent=2)])
-        say(f"written to {folder}/{name}.json and .txt")
-    except PermissionError:  # somebody else's run
-        say(f"note: {folder} cannot be written to, so the score is not saved")
-
-
 def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], dict]:
     """The raw (source, target) rows to score, and what they are: the run's own data unless --data says otherwise.
 
@@ -178,14 +157,6 @@ def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], 
     return rows, {"data": path, "split": split, "own": own, "rows": fingerprint_of(rows)}
 
 
-def fingerprint_of(rows: list[tuple[str, str]]) -> str:
-    """A hash of all texts, in order: equal scores are of equal rows."""
-    digest = blake2b(digest_size=4)
-    for row in rows:
-        digest.update(repr(row).encode())
-    return digest.hexdigest()
-
-
 @torch.inference_mode()
 def teacher_forced_match(trained: Trained, rows, world: distributed.World, precision: Precision) -> float:
     """Percent of reference tokens that are the likeliest one after the reference's own beginning.
@@ -208,38 +179,6 @@ def teacher_forced_match(trained: Trained, rows, world: distributed.World, preci
         totals += torch.tensor([(logits.argmax(-1) == batch.tgt_out).sum(), len(batch.tgt_out)], device=world.device)
     right, total = world.sum(totals).tolist()
     return 100 * right / total
-
-
-def check_writable(path: Path) -> None:
-    """Fail before the decoding, not after it."""
-    reason = "" if path.name.isprintable() else "its name has a line end or another control character"
-    try:
-        is_new = not os.path.lexists(path)
-        if not reason and (is_new or path.is_file()):  # a device or a pipe is not opened for a trial
-            open(path, "a").close()
-            if is_new:
-                path.unlink()
-    except OSError as error:
-        reason = error.strerror
-    if reason or path.is_dir() or not (is_new or os.access(path, os.W_OK)):
-        reason = f" ({reason})" if reason else ""
-        raise UserError(f"--out {path} cannot be written{reason}; choose a file in an existing folder of yours")
-
-
-def write_lines(path: Path, lines: list[str]) -> None:
-    """One hypothesis a line; whole or not at all, where a file can be replaced by another."""
-    text = "".join(line + "\n" for line in lines)
-    if not os.path.lexists(path) or (path.is_file() and not path.is_symlink()):  # no device, nor what a link leads to
-        temporary = path.with_name(path.name + ".tmp")
-        try:
-            temporary.unlink(missing_ok=True)  # never written through a link that somebody put there
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
-            return
-        except OSError:  # the folder is not ours, or has no room for two; perhaps the file itself can be written
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-    path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from conftest import HANGS, ROOT, TINY_FLAGS, in_this_process, reversed_digits, 
 
 from engine import config as under_test
 from engine.errors import UserError, run_script
-from evaluate import Config, write_lines
+from evaluate import Config
+from text.scores import write_lines
 
 PAIRS = reversed_digits(300)
 
