@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +179,34 @@ def test_captured_training_adds_up_micro_batches():
             loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)[0].backward()
         gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
     assert (gradients[1] - gradients[0]).norm() <= 1e-5 * gradients[0].norm()
+
+
+class Refuses:
+    """Graphs whose capture breaks a rule."""
+
+    def stream_of_its_own(self):
+        return nullcontext()
+
+    def capture(self, step):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_training_goes_on_as_it_is_if_a_capture_fails(capsys):
+    torch.manual_seed(0)
+    model, pairs = Translator(ModelConfig(50, 50, 32, 4, 1, 1, 64, dropout=0.0)), Pairs()
+    sampler = BucketSampler(pairs.lengths, 600, seed=1)
+    batch = next(batches_of(pairs, sampler, Collate(IDS, IDS), 0, CPU))
+    captured, losses = CapturedLoss(SummedLoss(model, 0.1), sampler.shapes()), []
+    captured.graphs = Refuses()
+    for _ in range(3):
+        losses.append(captured(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)[0].item())
+    assert len(set(losses)) == 1 and captured.graphs is None
+    error = capsys.readouterr().err
+    assert (
+        error.count("\n") == 1
+        and error.startswith("note: training goes on without CUDA graphs")
+        and "not permitted" in error
+    )
 
 
 def test_captured_training_is_for_gpus_and_says_so():

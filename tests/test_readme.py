@@ -97,8 +97,9 @@ def test_every_command_exists_and_takes_its_flags(page, tmp_path, monkeypatch):
         program, flags = program_and_flags(command)
         if program == "run.sh":
             verb, flags = (flags[0], flags[1:]) if flags and flags[0] != "--" else ("train", flags)
-            assert verb in {"train", "test"} | LABS, command
-            program = {"train": "train.py", "test": "", "attention": "labs.attention_op"}.get(verb, f"labs.{verb}")
+            assert verb in {"train", "test", "gpu"} | LABS, command
+            programs = {"train": "train.py", "test": "", "gpu": "benchmarks.gpu", "attention": "labs.attention_op"}
+            program = programs.get(verb, f"labs.{verb}")
         if program == "pytest":
             assert (ROOT / flags[0]).exists(), command
         elif "/" in program:
