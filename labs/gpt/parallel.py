@@ -131,6 +131,11 @@ class Layout:
             return [here, 2 * pipe - 1 - here]
         return [here + pipe * turn for turn in range(STAGES_PER_RANK[self.config.schedule])]
 
+    @property
+    def output_is_here(self) -> bool:
+        """Whether the tied matrix is both embedding and output on this rank, in two stages (ZB-V)."""
+        return len(self.parts) > 1 and self.parts[0].is_first and self.parts[-1].is_last
+
     def _parts(self) -> list[nn.Module]:
         config, sizes = self.config, self.sizes
         if config.model == "hf":
@@ -146,13 +151,12 @@ class Layout:
 
     def _weights(self) -> dict[str, nn.Parameter]:
         first, last = self.parts[0], self.parts[-1]
-        if (
-            len(self.parts) > 1 and first.is_first and last.is_last
-        ):  # ZB-V: embedding and output on one rank, so one matrix
-            last.wte.weight = first.wte.weight
+        if self.output_is_here:
+            # Two parameters on the same memory: of one that two stages share, ZB-V's split backward pass loses gradients.
+            last.wte.weight = nn.Parameter(first.wte.weight.detach())
         if self.config.model == "hf":
             first.model.tie_weights()  # which `to_empty` has undone
-        return {name: weight for part in self.parts for name, weight in part.named_parameters()}
+        return {name: weight for part in reversed(self.parts) for name, weight in part.named_parameters()}
 
     def _make_schedule(self) -> None:
         """The stages, told what they receive and send, and the order of their work."""
@@ -188,8 +192,7 @@ class Layout:
         """
         if self.schedule:
             loss = self._pipeline(tokens, targets, self.schedule.step)
-            if self.ends is not None:
-                dist.all_reduce(self.weights["wte.weight"].grad, group=self.ends)
+            self._add_gradients_of_tied()
         else:
             micro_batches = list(zip(tokens.chunk(self.config.accumulate), targets.chunk(self.config.accumulate)))
             loss = torch.zeros((), device=self.world.device)
@@ -208,6 +211,16 @@ class Layout:
                 gradient /= self.data
         return loss / (self.data * self.config.tensor)
 
+    def _add_gradients_of_tied(self) -> None:
+        """The tied matrix works in the first stage and in the last; its gradient is the sum of both."""
+        gradient = self.weights["wte.weight"].grad if "wte.weight" in self.weights else None
+        if self.output_is_here:
+            output = self.parts[-1].wte.weight
+            gradient += output.grad
+            output.grad = None
+        elif self.ends is not None:
+            dist.all_reduce(gradient, group=self.ends)
+
     def _pipeline(self, tokens: Tensor, targets: Tensor, run) -> Tensor:
         """The mean loss by `run`, which is the schedule's `step` or `eval`; 0 on all ranks but that of the last stage."""
         losses, has_first, has_last = [], any(p.is_first for p in self.parts), any(p.is_last for p in self.parts)
@@ -220,8 +233,8 @@ class Layout:
         """This rank's share of the mean loss, for validation; leaves no gradients."""
         if self.config.schedule == "zbv" and self.schedule:  # its eval raises in PyTorch 2.13: a step, without its use
             loss = self._pipeline(tokens, targets, self.schedule.step)
-            for weight in self.weights.values():
-                weight.grad = None
+            for part in self.parts:
+                part.zero_grad()
         elif self.schedule:
             loss = self._pipeline(tokens, targets, self.schedule.eval)
         else:
