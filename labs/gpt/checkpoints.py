@@ -1,0 +1,143 @@
+"""Checkpoints of a model that lies in pieces on many processes, by `torch.distributed.checkpoint`.
+
+    python -m labs.gpt.checkpoints runs/NAME               # the newest one → runs/NAME/model.safetensors
+
+Every rank writes its own pieces, and a file of metadata tells which piece is where: so a run goes on under another layout
+(FSDP × tensor parallel 2 × 2 → one process), each rank reading what it needs. runs/x/checkpoints/sharded-N/ holds the
+pieces and state.json.
+"""
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from engine.distributed import World
+from engine.errors import UserError, run_script
+from labs.gpt.sizes import Sizes
+
+KEEP = 2  # newest checkpoints of a run; one of 1.6b takes 19 GB
+
+
+def save(folder: Path, step: int, layout, optimizer, state: dict, world: World) -> None:
+    """Write folder/sharded-N, all ranks together; it gets its name when all is written."""
+    temporary, target = folder / f".tmp-sharded-{step}", folder / f"sharded-{step}"
+    world.on_main(lambda: shutil.rmtree(temporary, ignore_errors=True))
+    tensors = {"model": detached(layout.weights), "optimizer": optimizer_tensors(layout, optimizer)}
+    dcp.save(tensors, checkpoint_id=temporary)
+
+    def finish() -> None:
+        text = json.dumps({**state, "step": step, "sizes": asdict(layout.sizes)}, indent=2)
+        (temporary / "state.json").write_text(text, encoding="utf-8")
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(temporary, target)
+        for old in list_checkpoints(folder)[:-KEEP]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    world.on_main(finish)
+
+
+def restore(path: Path, layout, optimizer) -> None:
+    """The weights and the optimiser's state, whatever layout wrote them."""
+    tensors = {"model": detached(layout.weights), "optimizer": optimizer_tensors(layout, optimizer)}
+    try:
+        dcp.load(tensors, checkpoint_id=path)
+    except (dcp.CheckpointException, RuntimeError, ValueError, OSError) as error:
+        raise UserError(f"{path} does not fit this model or is damaged: {' '.join(str(error).split())[:200]}") from None
+    set_optimizer_tensors(layout, optimizer, tensors["optimizer"])
+
+
+def load_state(path: Path) -> dict:
+    return json.loads((path / "state.json").read_text(encoding="utf-8"))
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Oldest first."""
+    whole = [path for path in folder.glob("sharded-*") if (path / "state.json").exists()]
+    return sorted(whole, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def newest(run: Path) -> Path | None:
+    return (list_checkpoints(run / "checkpoints") or [None])[-1]
+
+
+def detached(weights: dict) -> dict:
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
+def optimizer_tensors(layout, optimizer) -> dict:
+    """Name of the weight → AdamW's state of it, in the same pieces as the weight; zeros if it has not stepped yet."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        states = optimizer_state_of_all_ranks(optimizer, layout.world) if optimizer.state else {}
+        numbers = [weight for group in optimizer.param_groups for weight in group["params"]]
+        state_of = {weight: states[number] for number, weight in enumerate(numbers) if number in states}
+    else:
+        state_of = optimizer.state
+    tensors = {}
+    for name, weight in layout.weights.items():
+        state = state_of.get(weight) or {}
+        place = "cpu" if layout.config.offload == "optimizer" else weight.device
+        tensors[name] = {key: state.get(key, torch.zeros_like(weight.detach(), device=place))
+                         for key in ("exp_avg", "exp_avg_sq")}  # fmt: skip
+        tensors[name]["step"] = state.get("step", torch.zeros(()))
+    return tensors
+
+
+def optimizer_state_of_all_ranks(optimizer: ZeroRedundancyOptimizer, world: World) -> dict:
+    """Each rank has the state of its share of the weights: collected on rank 0, given to all."""
+    optimizer.consolidate_state_dict(to=0)
+    return world.from_main(optimizer.state_dict()["state"] if world.is_main else None)
+
+
+def set_optimizer_tensors(layout, optimizer, tensors: dict) -> None:
+    states = {layout.weights[name]: state for name, state in tensors.items()}
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        numbered = [weight for group in optimizer.param_groups for weight in group["params"]]
+        whole = optimizer.optim.__class__(optimizer.param_groups).state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": {n: states[w] for n, w in enumerate(numbered)}, "param_groups": whole})
+    else:
+        optimizer.state.update(states)
+
+
+def load_weights(path: Path) -> tuple[dict[str, torch.Tensor], Sizes]:
+    """All weights in one process, and the sizes of the model."""
+    reader = dcp.FileSystemReader(path)
+    entries = reader.read_metadata().state_dict_metadata
+    names = [name for name in entries if name.startswith("model.")]
+    weights = {name.removeprefix("model."): torch.empty(entries[name].size, dtype=entries[name].properties.dtype) for name in names}
+    dcp.load({"model": weights}, storage_reader=reader, no_dist=True)
+    return weights, Sizes(**load_state(path)["sizes"])
+
+
+def checkpoint_of(run: str) -> Path:
+    """What --ckpt takes: a run, or one of its checkpoints."""
+    path = Path(run) if (Path(run) / "state.json").exists() else newest(Path(run))
+    if path is None:
+        raise UserError(f"{run} holds no checkpoint of this lab; train first, or name another run")
+    return path
+
+
+def convert(run: str) -> None:
+    import safetensors.torch
+
+    path = checkpoint_of(run)
+    weights, sizes = load_weights(path)
+    target = Path(run) / "model.safetensors"
+    safetensors.torch.save_file(weights, target, metadata={"format": "pt", "sizes": json.dumps(asdict(sizes))})
+    print(f"{path} → {target}: {sum(w.numel() for w in weights.values()):,} parameters, {target.stat().st_size / 2**20:,.1f} MiB")
+
+
+def main() -> None:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        raise UserError("use: python -m labs.gpt.checkpoints runs/NAME")
+    convert(sys.argv[1])
+
+
+if __name__ == "__main__":
+    run_script(main)
