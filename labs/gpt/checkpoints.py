@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from engine.distributed import World
 from engine.errors import UserError, run_script
 from labs.gpt.sizes import Sizes
 
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process alone is meant to be alone
 KEEP = 2  # newest checkpoints of a run; one of 1.6b takes 19 GB
 
 
@@ -50,7 +52,7 @@ def restore(path: Path, layout, optimizer) -> None:
         dcp.load(tensors, checkpoint_id=path)
     except (dcp.CheckpointException, RuntimeError, ValueError, OSError) as error:
         raise UserError(f"{path} does not fit this model or is damaged: {' '.join(str(error).split())[:200]}") from None
-    set_optimizer_tensors(layout, optimizer, tensors["optimizer"])
+    inner(optimizer).state.update({layout.weights[name]: state for name, state in tensors["optimizer"].items()})
 
 
 def load_state(path: Path) -> dict:
@@ -71,38 +73,21 @@ def detached(weights: dict) -> dict:
     return {name: weight.detach() for name, weight in weights.items()}
 
 
+def inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The one that holds states: with ZeRO-1 each rank has an AdamW for its share of the weights."""
+    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+
+
 def optimizer_tensors(layout, optimizer) -> dict:
     """Name of the weight → AdamW's state of it, in the same pieces as the weight; zeros if it has not stepped yet."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        states = optimizer_state_of_all_ranks(optimizer, layout.world) if optimizer.state else {}
-        numbers = [weight for group in optimizer.param_groups for weight in group["params"]]
-        state_of = {weight: states[number] for number, weight in enumerate(numbers) if number in states}
-    else:
-        state_of = optimizer.state
-    tensors = {}
+    optimizer, tensors = inner(optimizer), {}
+    here = {weight for group in optimizer.param_groups for weight in group["params"]}
     for name, weight in layout.weights.items():
-        state = state_of.get(weight) or {}
-        place = "cpu" if layout.config.offload == "optimizer" else weight.device
-        tensors[name] = {key: state.get(key, torch.zeros_like(weight.detach(), device=place))
-                         for key in ("exp_avg", "exp_avg_sq")}  # fmt: skip
-        tensors[name]["step"] = state.get("step", torch.zeros(()))
+        if weight in here:
+            place = "cpu" if layout.config.offload == "optimizer" else weight.device
+            zeros = {key: torch.zeros_like(weight.detach(), device=place) for key in ("exp_avg", "exp_avg_sq")}
+            tensors[name] = optimizer.state.get(weight) or zeros | {"step": torch.zeros(())}
     return tensors
-
-
-def optimizer_state_of_all_ranks(optimizer: ZeroRedundancyOptimizer, world: World) -> dict:
-    """Each rank has the state of its share of the weights: collected on rank 0, given to all."""
-    optimizer.consolidate_state_dict(to=0)
-    return world.from_main(optimizer.state_dict()["state"] if world.is_main else None)
-
-
-def set_optimizer_tensors(layout, optimizer, tensors: dict) -> None:
-    states = {layout.weights[name]: state for name, state in tensors.items()}
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        numbered = [weight for group in optimizer.param_groups for weight in group["params"]]
-        whole = optimizer.optim.__class__(optimizer.param_groups).state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": {n: states[w] for n, w in enumerate(numbered)}, "param_groups": whole})
-    else:
-        optimizer.state.update(states)
 
 
 def load_weights(path: Path) -> tuple[dict[str, torch.Tensor], Sizes]:
@@ -110,7 +95,8 @@ def load_weights(path: Path) -> tuple[dict[str, torch.Tensor], Sizes]:
     reader = dcp.FileSystemReader(path)
     entries = reader.read_metadata().state_dict_metadata
     names = [name for name in entries if name.startswith("model.")]
-    weights = {name.removeprefix("model."): torch.empty(entries[name].size, dtype=entries[name].properties.dtype) for name in names}
+    weights = {name.removeprefix("model."): torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
+               for name in names}  # fmt: skip
     dcp.load({"model": weights}, storage_reader=reader, no_dist=True)
     return weights, Sizes(**load_state(path)["sizes"])
 
@@ -130,7 +116,7 @@ def convert(run: str) -> None:
     weights, sizes = load_weights(path)
     target = Path(run) / "model.safetensors"
     safetensors.torch.save_file(weights, target, metadata={"format": "pt", "sizes": json.dumps(asdict(sizes))})
-    print(f"{path} → {target}: {sum(w.numel() for w in weights.values()):,} parameters, {target.stat().st_size / 2**20:,.1f} MiB")
+    print(f"{path} → {target}: {sum(w.numel() for w in weights.values()):,} parameters")
 
 
 def main() -> None:

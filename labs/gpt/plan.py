@@ -72,7 +72,9 @@ def memory(config, sizes: Sizes, processes: int, narrow: bool) -> Need:
     kept = KEPT[config.model, narrow]
     if config.tensor > 1:  # sequence parallel: all is cut, but what norms give is gathered for the products
         kept = kept / config.tensor + 2 * gathered * (1 - 1 / config.tensor)
-    kept_in_step = {"none": kept, "selective": KEPT_SELECTIVE[narrow] / config.tensor, "all": 4 / config.tensor}[config.recompute]
+    kept_in_step = {"none": kept, "selective": KEPT_SELECTIVE[narrow] / config.tensor, "all": 4 / config.tensor}[
+        config.recompute
+    ]
     activations = tokens * sizes.hidden * layers * in_flight * kept_in_step
     if config.recompute != "none":
         activations += tokens * sizes.hidden * kept  # of the block that is computed again
@@ -107,15 +109,16 @@ def check_fits(config, sizes: Sizes, world: World, narrow: bool) -> Need:
 def techniques(gpus: int):
     """Settings to try, from none to all: (name, what it changes)."""
     yield "one process" if gpus == 1 else f"DDP {gpus}", {}
-    yield "+ recompute all", dict(recompute="all", chunked_loss=True)
+    small = dict(recompute="all", chunked_loss=True)
+    yield "+ recompute all, chunked loss", small
     if gpus == 1:
-        yield "+ offload optimizer", dict(recompute="all", chunked_loss=True, offload="optimizer")
-        yield "+ offload parameters (FSDP2)", dict(recompute="all", chunked_loss=True, data_parallel="zero3", offload="parameters")
+        yield "+ offload optimizer", small | dict(offload="optimizer")
+        yield "+ offload parameters (FSDP2)", small | dict(data_parallel="zero3", offload="parameters")
         return
     for name in ("zero1", "zero2", "zero3"):
         yield name, dict(data_parallel=name)
-    yield "zero3 + recompute all", dict(data_parallel="zero3", recompute="all", chunked_loss=True)
-    yield "zero3 + recompute + offload", dict(data_parallel="zero3", recompute="all", chunked_loss=True, offload="parameters")
+    yield "zero3 + recompute all", small | dict(data_parallel="zero3")
+    yield "zero3 + recompute + offload", small | dict(data_parallel="zero3", offload="parameters")
     for tensor in (n for n in (2, 4, 8) if gpus % n == 0):
         yield f"tensor {tensor} × data {gpus // tensor}", dict(tensor=tensor)
         yield f"tensor {tensor} × data {gpus // tensor} + recompute", dict(tensor=tensor, recompute="all")
@@ -129,8 +132,8 @@ def techniques(gpus: int):
 def table(config, sizes: Sizes, narrow: bool) -> str:
     """One line a technique: what it needs with a micro-batch of one sequence, and whether it fits."""
     head = f"{'':32} weights  gradients  optimizer  activations  logits    total  GiB a card"
-    lines = [f"{sizes.parameters:,} parameters: hidden {sizes.hidden}, {sizes.layers} layers, {sizes.heads} heads, sequence {sizes.sequence}, "
-             f"vocabulary {sizes.vocabulary:,}; {config.gpus} card(s) of {config.memory_gib:g} GiB, "
+    lines = [f"{sizes.parameters:,} parameters: hidden {sizes.hidden}, {sizes.layers} layers, {sizes.heads} heads, "
+             f"sequence {sizes.sequence}, vocabulary {sizes.vocabulary:,}; {config.gpus} card(s) of {config.memory_gib:g} GiB, "
              f"{'bf16 or fp16' if narrow else 'fp32'} products, fp32 weights, batch {config.batch_size}", head]  # fmt: skip
     for name, trial in trials(config):
         try:
