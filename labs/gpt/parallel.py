@@ -8,6 +8,7 @@ Whatever the grid, losses and weights are those of one process that sees the who
 """
 
 import contextlib
+import logging
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,8 @@ from engine.precision import Precision
 from labs.gpt.model import GPT, HuggingFaceGPT, initial_weight, mean_loss
 from labs.gpt.sizes import Sizes
 
+# The norm of the gradients on a grid of two sides takes two messages of one number each; PyTorch would warn of it.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 SCHEDULES = {
     "gpipe": pipelining.ScheduleGPipe,
     "1f1b": pipelining.Schedule1F1B,
