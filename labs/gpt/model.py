@@ -38,7 +38,7 @@ class CausalSelfAttention(nn.Module):
         # Query, key and value lie head by head (GPT-2 has all queries first): cut into equal parts, the rows of c_attn are
         # whole heads, as tensor parallelism wants them. H is then the number of heads on this rank.
         heads = self.c_attn(x).unflatten(2, (-1, 3, self.head_size))  # (B, T, H, 3, W)
-        q, k, v = heads.permute(3, 0, 2, 1, 4).unbind()  # (B, H, T, W) each
+        q, k, v = (part.transpose(1, 2) for part in heads.unbind(3))  # (B, H, T, W) each
         if past is not None:  # generation: keys and values of the tokens before, to which these are added
             past[:] = k, v = [torch.cat(pair, dim=2) for pair in zip(past, (k, v))] if past else (k, v)
         x = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] == k.shape[2])  # (B, H, T, W)
