@@ -33,6 +33,7 @@ class Need:
     optimizer: float
     activations: float
     logits: float
+    host: float  # what offloading puts into the memory of the machine
     total: float  # at the fullest moment, not the sum: without accumulation gradients come as activations go
 
     def __str__(self) -> str:
@@ -58,10 +59,11 @@ def memory(config, sizes: Sizes, processes: int, narrow: bool) -> Need:
         weights += 2 * here / cut
     gradients = 4 * here / cut + (4 * (2 * block + ends) if cut > config.tensor else 0)
     optimizer = 8 * here / (cut * (data if config.data_parallel == "zero1" else 1))
-    if config.offload == "optimizer":
-        optimizer = 4 * block
-    if config.offload == "parameters":
-        weights, gradients, optimizer = weights - 4 * here / cut, gradients - 4 * here / cut, 0
+    host = 0.0
+    if config.offload == "optimizer":  # on the way to the CPU and back: one matrix at a time
+        host, optimizer = optimizer, 4.0 * sizes.vocabulary * sizes.hidden
+    elif config.offload == "parameters":
+        host, weights, gradients, optimizer = 16 * here / cut, weights - 4 * here / cut, gradients - 4 * here / cut, 0.0
 
     tokens = config.batch_size / (data * config.accumulate) * sizes.sequence
     in_flight = 1
@@ -85,7 +87,7 @@ def memory(config, sizes: Sizes, processes: int, narrow: bool) -> Need:
     # Gradients are there all the time where they are added up, and in DDP's buckets; else they come as activations go.
     adds_up = config.accumulate > 1 or (data > 1 and config.data_parallel in ("ddp", "zero1"))
     busy = gradients + activations + logits if adds_up else max(activations + logits, gradients + activations / layers)
-    return Need(weights, gradients, optimizer, activations, logits, stay + busy)
+    return Need(weights, gradients, optimizer, activations, logits, host, stay + busy)
 
 
 def device_memory(world: World) -> float:
@@ -130,39 +132,58 @@ def techniques(gpus: int):
 
 
 def table(config, sizes: Sizes, narrow: bool) -> str:
-    """One line a technique: what it needs with a micro-batch of one sequence, and whether it fits."""
-    head = f"{'':32} weights  gradients  optimizer  activations  logits    total  GiB a card"
-    lines = [f"{sizes.parameters:,} parameters: hidden {sizes.hidden}, {sizes.layers} layers, {sizes.heads} heads, "
-             f"sequence {sizes.sequence}, vocabulary {sizes.vocabulary:,}; {config.gpus} card(s) of {config.memory_gib:g} GiB, "
-             f"{'bf16 or fp16' if narrow else 'fp32'} products, fp32 weights, batch {config.batch_size}", head]  # fmt: skip
-    for name, trial in trials(config):
+    """One line a technique: what it needs with micro-batches of one sequence, whether it fits, and how deep a model would.
+
+    The last line is the deepest that stays on the cards, with its command.
+    """
+    columns = ("weights", "gradients", "optimizer", "activations", "logits", "total")
+    lines = [
+        f"{sizes.parameters:,} parameters: hidden {sizes.hidden}, {sizes.layers} layers, {sizes.heads} heads, "
+        f"sequence {sizes.sequence}, vocabulary {sizes.vocabulary:,}; batch {config.batch_size}",
+        f"{config.gpus} card(s) of {config.memory_gib:g} GiB; {'bf16 or fp16' if narrow else 'fp32'} products, fp32 weights",
+        f"{'GiB a card':32}" + "".join(f"{name:>13}" for name in columns),
+    ]
+    deepest = (0, "")
+    for name, changes in techniques(config.gpus):
+        trial = trial_of(config, changes)
         try:
             check_grid(trial, sizes, config.gpus)
         except UserError as error:
             lines.append(f"{name:32} {error}")
             continue
         need = memory(trial, sizes, config.gpus, narrow)
-        figures = (need.weights, need.gradients, need.optimizer, need.activations, need.logits, need.total)
-        shown = "".join(f"{value / GIB:{width}.2f}" for value, width in zip(figures, (8, 11, 11, 13, 8, 9)))
         fits = "fits" if need.total <= config.memory_gib * GIB else "does not fit"
-        lines.append(f"{name:32}{shown}  {fits}; layers that would: {most_layers(trial, sizes, config, narrow)}")
-    return "\n".join(lines)
+        line = f"{name:32}" + "".join(f"{getattr(need, column) / GIB:13.2f}" for column in columns) + f"  {fits}"
+        if trial.offload == "none":
+            layers = most_layers(trial, sizes, config, narrow)
+            line += f"; at most {layers} layers ({replace(sizes, layers=layers).parameters / 1e9:.2f}B)"
+            deepest = max(
+                deepest, (layers, command_of(config, changes | {"layers": layers, "accumulate": trial.accumulate}))
+            )
+        else:  # how deep is the host's affair
+            line += f"; {need.host / GIB:.1f} GiB of host memory a card"
+        lines.append(line)
+    return "\n".join(
+        [*lines, f"the deepest on these cards: {deepest[1]}" if deepest[0] else "no depth fits on these cards"]
+    )
 
 
-def trials(config):
-    """The settings with each technique; the batch in micro-batches of one sequence, or as many as the pipeline is long."""
-    for name, changes in techniques(config.gpus):
-        trial = replace(config, **{"data_parallel": "ddp", "tensor": 1, "pipe": 1} | changes)
-        data = config.gpus // (trial.tensor * trial.pipe)
-        yield name, replace(trial, accumulate=max(1, config.batch_size // data))
+def trial_of(config, changes: dict):
+    """The settings with a technique; the batch in micro-batches of one sequence."""
+    trial = replace(config, **{"data_parallel": "ddp", "tensor": 1, "pipe": 1} | changes)
+    return replace(trial, accumulate=max(1, config.batch_size * trial.tensor * trial.pipe // config.gpus))
 
 
-def most_layers(trial, sizes: Sizes, config, narrow: bool) -> str:
-    """How deep the model may be on these cards, at this width, and how many parameters it has then."""
-    fitting = 0
-    for layers in itertools.count(trial.pipe, trial.pipe):
-        deeper = replace(sizes, layers=layers)
-        if layers > 4096 or memory(trial, deeper, config.gpus, narrow).total > config.memory_gib * GIB:
-            break
-        fitting = deeper
-    return f"{fitting.layers} ({fitting.parameters / 1e9:.2f}B)" if fitting else "none"
+def command_of(config, changes: dict) -> str:
+    flags = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in changes.items())
+    launcher = "python -m" if config.gpus == 1 else f"torchrun --nproc_per_node {config.gpus} -m --"
+    precision = "" if config.precision == "auto" else f" --precision {config.precision}"
+    return f"{launcher} labs.gpt --size {config.size} {flags}{precision}"
+
+
+def most_layers(trial, sizes: Sizes, config, narrow: bool) -> int:
+    """How deep the model may be on these cards, at this width; 0 if not even one layer a stage fits."""
+    step = trial.pipe * STAGES_PER_RANK[trial.schedule] if trial.pipe > 1 else 1
+    for layers in itertools.count(step, step):
+        if memory(trial, replace(sizes, layers=layers), config.gpus, narrow).total > config.memory_gib * GIB:
+            return layers - step
