@@ -111,9 +111,9 @@ def run_row(row: Row, number: int, config: Config, folder: Path) -> dict:
         else []
     )
     words = [sys.executable, *launcher, *module, *flags, *row.flags.split()]
-    # The same cores for all rows: processes share them instead of each taking all.
+    # The same cores for all rows: processes share them, and threads that wait sleep instead of spinning on them.
     threads = str(max(1, len(os.sched_getaffinity(0)) // row.processes))
-    environment = {"OMP_NUM_THREADS": threads} | os.environ
+    environment = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"} | os.environ
     try:
         ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=config.minutes * 60)
         said = ended.stderr

@@ -102,9 +102,12 @@ class GPT(nn.Module):
             return x
         x = self.ln_f(x)
         if targets is not None and self.chunked_loss:
-            # PyTorch's own, which makes, uses and drops the logits of a few tokens at a time.
+            # PyTorch's own, which makes, uses and drops the logits of a few tokens at a time. In fp32 at least: its loss has
+            # the type of its inputs, and three digits are too few.
+            wide = torch.promote_types(x.dtype, torch.float32)
             options = nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK)
-            return F.linear_cross_entropy(x.flatten(0, 1), self.wte.weight, targets.flatten(), options=options)
+            hidden, weight = x.flatten(0, 1).to(wide), self.wte.weight.to(wide)
+            return F.linear_cross_entropy(hidden, weight, targets.flatten(), options=options)
         logits = F.linear(x, self.wte.weight)  # (B, T, V)
         return logits if targets is None else mean_loss(logits, targets)
 

@@ -86,7 +86,10 @@ def memory(config, sizes: Sizes, processes: int, narrow: bool) -> Need:
     stay = weights + optimizer
     # Gradients are there all the time where they are added up, and in DDP's buckets; else they come as activations go.
     adds_up = config.accumulate > 1 or (data > 1 and config.data_parallel in ("ddp", "zero1"))
-    busy = gradients + activations + logits if adds_up else max(activations + logits, gradients + activations / layers)
+    at_output = (
+        activations + logits + 4 * sizes.vocabulary * sizes.hidden / config.tensor
+    )  # with that matrix's gradient
+    busy = gradients + activations + logits if adds_up else max(at_output, gradients + activations / layers)
     return Need(weights, gradients, optimizer, activations, logits, host, stay + busy)
 
 
