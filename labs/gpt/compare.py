@@ -10,6 +10,7 @@ command goes on. The table lies in runs/compare-SIZE/: table.md, table.json, tab
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -131,11 +132,11 @@ def run_row(row: Row, number: int, config: Config, folder: Path) -> dict:
 def last_words(said: str) -> str:
     """Of what a run wrote to stderr, the line that tells why it ended: our own, else torchrun's, else the last."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    ours = [line.partition(": ")[2] for line in lines if line.startswith("error")]
+    ours = [found[1] for line in lines if (found := re.match(r"error(?: \(rank \d+\))?: (.*)", line))]
     # That another process has ended is what the rest of the ranks say; who knows why says it otherwise.
     first = [line for line in ours if "another process of this run" not in line]
-    signals = [line for line in lines if "Signal " in line or "exitcode" in line]
-    errors = [line for line in lines if "Error" in line]
+    signals = [found[0] for line in lines if (found := re.search(r"Signal \d+ \(\w+\) received by PID \d+", line))]
+    errors = [line for line in lines if re.search(r"\w+Error\b", line)]
     return (first or signals or errors or ours or lines or ["ended without a word"])[0][:150]
 
 

@@ -459,7 +459,8 @@ def test_a_size_that_cannot_fit(tmp_path):
 
 @pytest.mark.parametrize("words, expected", [
     ("error (rank 1): another process of this run has ended\nerror (rank 0): does not fit: needs 9 GiB", "does not fit: needs"),
-    ("Traceback\nchild died\n exitcode  : -9 (pid: 7)\nSignal 9 (SIGKILL) received by PID 7", "exitcode"),
+    ("error (rank 0): another process of this run has ended\n error_file: <N/A>\n exitcode  : -9 (pid: 7)\n"
+     "traceback : Signal 9 (SIGKILL) received by PID 7", "Signal 9 (SIGKILL) received by PID 7"),
     ("", "ended without a word"),
 ])  # fmt: skip
 def test_a_row_that_fails_says_why_in_one_line(words, expected):
