@@ -23,10 +23,9 @@ sys.path.insert(0, str(ROOT))  # for the processes
 from labs.gpt.__main__ import Config, sizes_of, train  # noqa: E402
 
 STEPS = 20
-# 12 sequences a step: divisible by 2, 3 and 4.
-BASE = dict(
-    size="toy", precision="fp32", max_steps=STEPS, log_every=1, eval_every=STEPS // 2, data_size=48, device="cpu"
-)
+# 12 sequences a step: divisible by 2, 3 and 4; the vocabulary by none of them, so parts of a weight differ in size.
+BASE = dict(size="toy", vocabulary=511, precision="fp32", max_steps=STEPS, log_every=1, eval_every=STEPS // 2,
+            data_size=48, device="cpu")  # fmt: skip
 CASES = {  # by name: the processes, and the settings
     "alone": (1, {}),
     "accumulate": (1, dict(accumulate=3)),
@@ -49,9 +48,6 @@ CASES = {  # by name: the processes, and the settings
     "data-2-pipe-2": (4, dict(pipe=2, accumulate=2)),
     "data-2-tensor-2": (4, dict(tensor=2)),
     "zero3-2-tensor-2": (4, dict(tensor=2, data_parallel="zero3", recompute="selective")),
-    "odd-vocabulary": (1, dict(vocabulary=511)),
-    "odd-vocabulary-tensor-2": (2, dict(vocabulary=511, tensor=2)),
-    "odd-vocabulary-zero2-3": (3, dict(vocabulary=511, data_parallel="zero2")),
     # A run whose last checkpoint is that of step 10, and goes on under another layout.
     "half-zero3-2-tensor-2": (4, dict(tensor=2, data_parallel="zero3")),
     "half-zero3-2-tensor-2 > 1": (1, {}),
@@ -113,7 +109,7 @@ def same(runs: Path, name: str, expected: str, tolerance: float) -> None:
     torch.testing.assert_close(losses(runs / name), losses(runs / expected), rtol=tolerance, atol=0)
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n != "alone" and not n.startswith(("half", "odd", "fp32"))])
+@pytest.mark.parametrize("name", [n for n in CASES if n != "alone" and not n.startswith(("half", "fp32"))])
 def test_losses_are_those_of_one_process(runs, name):
     same(runs, name, "alone", 1e-9)
 
@@ -121,11 +117,6 @@ def test_losses_are_those_of_one_process(runs, name):
 @pytest.mark.parametrize("name", ["fp32-ddp-2", "fp32-zero3-2", "fp32-tensor-2", "fp32-pipe-2"])
 def test_losses_are_those_of_one_process_in_float32(runs, name):
     same(runs, name, "fp32-alone", 1e-4)
-
-
-@pytest.mark.parametrize("name", ["odd-vocabulary-tensor-2", "odd-vocabulary-zero2-3"])
-def test_parts_need_not_be_equal(runs, name):
-    same(runs, name, "odd-vocabulary", 1e-9)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if " > " in name])
