@@ -6,16 +6,18 @@ loader = DataLoader(prepared.train, batch_sampler=sampler, collate_fn=collate_fo
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from engine.errors import UserError
+from engine.run import leave_signals_to_main
 from text.prepare import Prepared
+from text.store import Rows, flatten, places_of, starts_of
 from text.subwords import special_ids
 
 
@@ -25,7 +27,7 @@ def default_tokens_per_batch(prepared: Prepared, device: torch.device) -> int:
     return int(min(most, max(1024, prepared.train.lengths["target"].sum() // 100)))
 
 
-class BucketSampler(Sampler[list[int]]):
+class BucketSampler(Sampler[np.ndarray]):
     """Endless batches of pairs of similar length, under a budget of tokens, the same plan on every rank.
 
     `tokens_per_batch` bounds the padded tokens of either side in one optimiser step, over all ranks and micro-batches.
@@ -41,7 +43,7 @@ class BucketSampler(Sampler[list[int]]):
         self.rank, self.world_size, self.accumulate, self.seed = rank, world_size, accumulate, seed
         if len(self.source) < self.parts:
             raise UserError(
-                f"{len(self.source)} training pairs cannot be dealt to {world_size} processes × {accumulate} "
+                f"{len(self.source)} training pairs are too few for {world_size} processes × {accumulate} "
                 "micro-batches; use fewer"
             )
         widths = np.maximum(self.source, self.target)
@@ -64,11 +66,11 @@ class BucketSampler(Sampler[list[int]]):
 
     def describe_change(self, state: dict) -> str:
         """What becomes of the order of the pairs when a run goes on with more or fewer processes."""
-        change = f"note: {state['world_size']} processes before, {self.world_size} from here on"
+        change = f"note: {state['world_size']} processes before, {self.world_size} from now on"
         if state["plan"] == self.plan_id:
-            return f"{change}; every step has the pairs it would have had, dealt out anew"
+            return f"{change}; every step keeps its pairs, shared between the processes anew"
         # A step needs a pair for every process, so the smallest ones were cut in another place.
-        return f"{change}; small batches are cut anew: the order goes on at step {state['step']:,} of the new plan"
+        return f"{change}; small batches are cut again: the order continues at step {state['step']:,} of the new plan"
 
     def state_dict(self) -> dict:
         """The place in the endless row of batches: the optimiser steps handed out. The rest follows from lengths and seed."""
@@ -90,14 +92,14 @@ class BucketSampler(Sampler[list[int]]):
         for batch in batches:
             yield order[self.bounds[batch] : self.bounds[batch + 1]]
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[np.ndarray]:
         """This rank's micro-batches, from the current step on, without end."""
         while True:
             epoch, done = divmod(self.step, self.steps_per_epoch)
             for pairs in islice(self.epoch_plan(epoch), done, None):
                 self.step += 1
                 for micro_batch in range(self.accumulate):
-                    yield pairs[micro_batch * self.world_size + self.rank :: self.parts].tolist()
+                    yield pairs[micro_batch * self.world_size + self.rank :: self.parts]
 
     def widest_step(self) -> np.ndarray:
         """The pairs of the step that asks most of the memory: attention grows with pairs × length²."""
@@ -114,6 +116,18 @@ class BucketSampler(Sampler[list[int]]):
             for pairs in islice(self.epoch_plan(epoch), done, None):
                 step += 1
                 yield int(self.target[pairs].sum())
+
+
+def batches_of(
+    pairs, sampler: BucketSampler, collate: Callable, workers: int, device: torch.device
+) -> Iterator["Batch"]:
+    """The sampler's micro-batches on the device, without end. To be closed: the loader's processes do not listen to signals."""
+    loader = DataLoader(
+        pairs, batch_sampler=sampler, collate_fn=collate, num_workers=workers, pin_memory=device.type == "cuda",
+        worker_init_fn=leave_signals_to_main,
+    )  # fmt: skip
+    # The loader starts here, not at the first batch: it draws a random number, which would be missing in a step.
+    return (batch.to(device) for batch in loader)
 
 
 def order_by_length(source: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -179,35 +193,38 @@ class Collate:
     target_ids: dict[str, int]
     pad_multiple: int = 1
 
-    def __call__(self, pairs: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
-        sources, targets = zip(*pairs)
-        src, src_pad = self.pad_sources(sources)
-        width = self._round_up(max(map(len, targets)) + 1)
-        tgt_in = np.full((len(targets), width), self.target_ids["pad"], np.int64)
-        tgt_out = tgt_in.copy()
-        is_real = np.zeros(tgt_in.shape, bool)
-        for row, target in enumerate(targets):
-            length = len(target)
-            tgt_in[row, 0], tgt_in[row, 1 : length + 1] = self.target_ids["bos"], target
-            tgt_out[row, :length], tgt_out[row, length] = target, self.target_ids["eos"]
-            is_real[row, : length + 1] = True
-        real = np.flatnonzero(is_real)
-        tensors = (src, src_pad, *map(torch.from_numpy, (tgt_in, tgt_out.ravel()[real], real)))
-        return Batch(*tensors, int((~src_pad).sum()), len(real))
+    def __call__(self, pairs: tuple[Rows, Rows] | list[tuple[Sequence[int], Sequence[int]]]) -> Batch:
+        source, target = pairs if isinstance(pairs, tuple) else map(flatten, zip(*pairs))
+        src, src_pad = self.pad_sources(source)
+        lengths = target.lengths + 1  # with begin or end
+        width = self._round_up(lengths.max())
+        real = places_of(lengths, np.arange(len(lengths)) * width)  # (N,)
+        tgt_in = np.full((len(lengths), width), self.target_ids["pad"], np.int64)
+        tgt_in.ravel()[real] = insert(target, self.target_ids["bos"], before=True)
+        tgt_out = insert(target, self.target_ids["eos"])
+        tensors = (torch.from_numpy(array) for array in (tgt_in, tgt_out, real))
+        return Batch(src, src_pad, *tensors, int(source.lengths.sum()) + len(source.lengths), len(real))
 
-    def pad_sources(self, sources) -> tuple[torch.Tensor, torch.Tensor]:
+    def pad_sources(self, sources: Rows | list[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Source ids, end token added → (src, src_pad), each (B, S)."""
-        width = self._round_up(max(map(len, sources)) + 1)
-        src = np.full((len(sources), width), self.source_ids["pad"], np.int64)
+        rows = sources if isinstance(sources, Rows) else flatten(sources)
+        lengths = rows.lengths + 1
+        width = self._round_up(lengths.max())
+        real = places_of(lengths, np.arange(len(lengths)) * width)
+        src = np.full((len(lengths), width), self.source_ids["pad"], np.int64)
         src_pad = np.ones(src.shape, bool)
-        for row, source in enumerate(sources):
-            length = len(source)
-            src[row, :length], src[row, length] = source, self.source_ids["eos"]
-            src_pad[row, : length + 1] = False
+        src.ravel()[real], src_pad.ravel()[real] = insert(rows, self.source_ids["eos"]), False
         return torch.from_numpy(src), torch.from_numpy(src_pad)
 
-    def _round_up(self, width: int) -> int:
-        return -(-width // self.pad_multiple) * self.pad_multiple
+    def _round_up(self, width: np.int64) -> int:
+        return -(-int(width) // self.pad_multiple) * self.pad_multiple
+
+
+def insert(rows: Rows, token: int, before: bool = False) -> np.ndarray:
+    """The ids with one more token at the end of each row, or at its beginning: (N,) → (N + rows,)"""
+    result = np.full(len(rows.ids) + len(rows.lengths), token, np.int64)
+    result[places_of(rows.lengths, starts_of(rows.lengths + 1)[:-1] + before)] = rows.ids
+    return result
 
 
 def collate_for(prepared: Prepared, pad_multiple: int = 1) -> Collate:

@@ -11,7 +11,6 @@ H heads, W = D / H.
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -302,22 +301,12 @@ def map_in_threads(function: Callable, items: list, workers: int) -> Iterator:
         with torch.autocast("cpu", dtype, enabled=autocast):
             return function(item)
 
-    pool = ThreadPoolExecutor(workers)
+    threads, pool = torch.get_num_threads(), ThreadPoolExecutor(workers)
+    torch.set_num_threads(max(1, threads // workers))  # for every Python thread begun from here on
     try:
-        with threads_each(max(1, torch.get_num_threads() // workers)):
-            yield from pool.map(work, items)
+        yield from pool.map(work, items)
     finally:
         pool.shutdown(cancel_futures=True)  # an error or Ctrl-C: the batches that wait are not begun
-
-
-@contextmanager
-def threads_each(count: int) -> Iterator[None]:
-    """So many of PyTorch's threads for every Python thread begun inside."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
         torch.set_num_threads(threads)
 
 

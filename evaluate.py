@@ -2,7 +2,7 @@
 
     python evaluate.py                                       # the newest run, its own data, split test
     python evaluate.py --ckpt runs/NAME --beam 4             # a run, a checkpoint folder or a weights file
-    python evaluate.py --ckpt runs/NAME --average 5          # the mean of the last five checkpoints' weights
+    python evaluate.py --ckpt runs/NAME --average 5          # the mean of the weights of the last five checkpoints
     torchrun --nproc_per_node 2 evaluate.py --ckpt runs/NAME # each sentence once, shared out over the GPUs
 
 The model reads the source only and writes a translation of its own; the reference is the raw text of the data set.
@@ -18,19 +18,19 @@ from engine.errors import UserError, run_script
 class Config:
     """Every setting of an evaluation."""
 
-    ckpt: str = flag("", "run, checkpoint folder or weights file; the newest run", "What")
-    data: str = flag("", "other data than the run's own", "What")
-    split: str = flag("test", "which rows are scored (test|validation|train)", "What")
-    limit: int = flag(0, "score the first rows only, so many; 0: all", "What", least=0)
-    average: int = flag(1, "average the weights of the last checkpoints, so many", "What", least=1)
+    ckpt: str = flag("", "run, checkpoint folder or weights file; default: newest run", "What")
+    data: str = flag("", "data to score; default: the run's own data", "What")
+    split: str = flag("test", "split to score (test|validation|train)", "What")
+    limit: int = flag(0, "score only the first N rows; 0: all", "What", least=0)
+    average: int = flag(1, "average the weights of the last N checkpoints", "What", least=1)
 
-    beam: int = flag(1, "hypotheses kept; 1: greedy, which is what counts", "How", least=1, most=1000)
-    length_penalty: float = flag(0.6, "favours long outputs; for beams only", "How", least=0, most=100)
-    teacher_forced: bool = flag(False, "also print the teacher-forced token match, NOT a BLEU", "How")
-    precision: str = flag("auto", "(auto|fp32|bf16|fp16|int8); int8: faster greedy decoding on a CPU", "How")
+    beam: int = flag(1, "beam size; 1: greedy, the graded way", "How", least=1, most=1000)
+    length_penalty: float = flag(0.6, "larger: longer outputs; beam search only", "How", least=0, most=100)
+    teacher_forced: bool = flag(False, "also print teacher-forced accuracy, which is NOT a BLEU", "How")
+    precision: str = flag("auto", "(auto|fp32|bf16|fp16|int8); int8: fast greedy decoding on a CPU", "How")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
-    captured: bool = flag(False, "greedy decoding on a GPU by CUDA graphs: faster, but new", "How")
-    out: str = flag("", "write the hypotheses here, one a line", "How")
+    captured: bool = flag(False, "decode with CUDA graphs on a GPU: faster, but new", "How")
+    out: str = flag("", "file for the hypotheses, one per line", "How")
 
     def __post_init__(self):
         if self.precision == "int8" and self.beam > 1:
@@ -85,7 +85,7 @@ def evaluate(config: Config) -> None:
     if config.teacher_forced:
         match = teacher_forced_match(trained, rows, world, precision)
         say(f"teacher-forced token match {match:.2f} % — NOT a BLEU and not comparable with one: at every position the "
-            "model was shown the reference up to there")  # fmt: skip
+            "model sees the reference before it")  # fmt: skip
     world.stop()
 
 
@@ -102,7 +102,7 @@ def report(config: Config, trained: Trained, rows, translations: Translations, s
         f"{translations.capped} outputs reached the length limit without ending")  # fmt: skip
     if translations.cut:
         longest = trained.model.config.max_length
-        say(f"note: {translations.cut} sources are longer than the {longest} tokens of the model, and were cut")
+        say(f"note: {translations.cut} sources were cut to the model's limit of {longest} tokens")
     for source, text, reference in list(zip((s for s, _ in rows), translations.texts, references))[:3]:
         say(f"\n  source       {normalise(source)}\n  translation  {text}\n  reference    {normalise(reference)}")
     say()
@@ -124,7 +124,7 @@ def report(config: Config, trained: Trained, rows, translations: Translations, s
         write_lines(folder / f"{name}.json", [json.dumps(result, indent=2)])
         say(f"written to {folder}/{name}.json and .txt")
     except PermissionError:  # somebody else's run
-        say(f"note: {folder} is not yours to write to, so the score is not kept there")
+        say(f"note: {folder} cannot be written to, so the score is not saved")
 
 
 def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], str]:
@@ -173,7 +173,7 @@ def teacher_forced_match(trained: Trained, rows, world: distributed.World, preci
 def check_writable(path: Path) -> None:
     """Fail before the decoding, not after it."""
     if not os.access(path if path.exists() else path.parent, os.W_OK) or path.is_dir():
-        raise UserError(f"--out {path} cannot be written; choose a file in a folder that exists and is yours")
+        raise UserError(f"--out {path} cannot be written; choose a file in an existing folder of yours")
 
 
 def write_lines(path: Path, lines: list[str]) -> None:

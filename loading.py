@@ -1,9 +1,11 @@
-"""A trained model with what belongs to it: `load_trained("runs/NAME")`."""
+"""A trained model with what belongs to it, written and read: `load_trained("runs/NAME")`."""
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from torch import Tensor
 
 import fast
 from engine import checkpoint
@@ -11,6 +13,7 @@ from engine.distributed import World
 from engine.errors import UserError
 from engine.precision import Precision, choose_precision
 from model import ModelConfig, Translator
+from text.prepare import Prepared
 from text.subwords import load_tokenizer
 
 MARKS = ("config.json", "model.json", "tokenizer")  # what a folder has if it is a run
@@ -31,12 +34,13 @@ class Trained:
 def choose_checkpoint(path: str = "", average: int = 1, say=print, runs: Path = Path("runs")) -> Path:
     """What `--ckpt` names: a run (its best checkpoint), one of its checkpoints, a weights file; '' is the newest run.
 
-    For an average a run stands for its newest checkpoint. Raises `UserError` for a path that leads to none.
+    With an average, a run means its newest checkpoint. Raises `UserError` for a path that leads to none.
     """
     if not path:
         path = newest_run(runs)
-        say(f"no --ckpt given, so the newest run: {path}")
-    chosen = checkpoint.resolve(path)
+        say(f"no --ckpt given, using the newest run: {path}")
+    by_name = not Path(path).exists() and (runs / path).exists()  # NAME for runs/NAME
+    chosen = checkpoint.resolve(runs / path if by_name else path)
     if average > 1 and not chosen.is_dir():
         raise UserError(f"--average needs a run or a checkpoint folder, not the file {chosen}")
     if average > 1 and Path(path).resolve() != chosen:
@@ -51,17 +55,21 @@ def load_trained(path: str | Path = "", average: int = 1, say=print) -> Trained:
     """
     chosen = choose_checkpoint(str(path), average, say)
     run = run_of(chosen)
+    if (run / "checksums.json").exists() and (damage := checkpoint.verify_files(run)):  # older versions wrote none
+        raise UserError(f"{run}: {damage}; put the file back as it was, or train anew")
     try:
         config = json.loads((run / "config.json").read_text(encoding="utf-8"))
         sizes = ModelConfig(**json.loads((run / "model.json").read_text(encoding="utf-8")))
         config["data"], config["source"], config["target"]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{run}: its config.json or model.json is damaged or of another script ({error})") from None
+        raise UserError(
+            f"{run}: its config.json or model.json is damaged, or belongs to another script ({error})"
+        ) from None
     tokenizers = {side: load_tokenizer(str(run / "tokenizer" / side)) for side in ("source", "target")}
     name = str(chosen)
     if average > 1:
-        members = checkpoint.last_checkpoints(chosen, average)
-        weights, name = checkpoint.average(members), f"mean of {', '.join(member.name for member in members)} of {run}"
+        members = checkpoint.last_whole(chosen, average)
+        weights, name = mean_of(members), f"mean of {', '.join(member.name for member in members)} of {run}"
     else:
         weights = checkpoint.load_weights(chosen)
     model = Translator(sizes)
@@ -69,8 +77,40 @@ def load_trained(path: str | Path = "", average: int = 1, say=print) -> Trained:
         model.load_state_dict(weights)
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()[:150]
-        raise UserError(f"{chosen} does not hold the weights of the model in {run}: {reason}") from None
+        raise UserError(f"{chosen} does not contain the weights of the model in {run}: {reason}") from None
+    if not all(weight.isfinite().all() for weight in weights.values()):
+        raise UserError(f"{chosen} has weights that are not finite numbers; use an earlier checkpoint")
+    for side, size in (("source", sizes.source_vocab), ("target", sizes.target_vocab)):
+        if len(tokenizers[side]) > size:
+            raise UserError(f"{run}: its {side} tokenizer has {len(tokenizers[side])} tokens, but the model {size}; "
+                            "put back the one that the run was trained with")  # fmt: skip
     return Trained(model.eval().requires_grad_(False), tokenizers["source"], tokenizers["target"], config, run, name)
+
+
+def mean_of(members: list[Path]) -> dict[str, Tensor]:
+    """The mean of each parameter, summed in float64 and returned in its own type; integer buffers from the last one."""
+    sums, expected, weights = {}, {}, {}
+    for member in members:
+        weights = checkpoint.load_weights(member)
+        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
+        expected = expected or shapes
+        differing = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
+        if differing:
+            reason = f"{differing[0]} is missing in one or differs in shape or type"
+            raise UserError(f"cannot average {member} with {members[0]}: {reason}; average one run only")
+        for name, tensor in weights.items():
+            if tensor.is_floating_point():
+                sums[name] = sums.get(name, 0) + tensor.double()
+    means = {name: (total / len(members)).to(weights[name].dtype) for name, total in sums.items()}
+    return {**weights, **means}
+
+
+def save_description(run: Path, sizes: ModelConfig, prepared: Prepared) -> None:
+    """What `load_trained` needs beside the weights and config.json, and what report.py tells of the data."""
+    prepared.source_tokenizer.save_pretrained(run / "tokenizer" / "source")
+    prepared.target_tokenizer.save_pretrained(run / "tokenizer" / "target")
+    (run / "model.json").write_text(json.dumps(asdict(sizes), indent=2) + "\n", encoding="utf-8")
+    (run / "data.json").write_text(json.dumps(prepared.describe(), ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def load_for_decoding(config, average: int, world: World, say) -> tuple[Trained, Precision, Callable | None]:
@@ -92,7 +132,7 @@ def run_of(path: Path) -> Path:
     for folder in (path, *path.absolute().parents):
         if all((folder / mark).exists() for mark in MARKS):
             return folder
-    raise UserError(f"{path} lies in no run of train.py (none of the folders above it has {', '.join(MARKS)})")
+    raise UserError(f"{path} is not inside a run of train.py (no folder above it has {', '.join(MARKS)})")
 
 
 def newest_run(runs: Path) -> str:
@@ -101,6 +141,6 @@ def newest_run(runs: Path) -> str:
     found = [run for run in found if all((run / mark).exists() for mark in MARKS)]
     if not found:
         raise UserError(
-            f"no trained run in {runs.absolute()}; train one with `python train.py`, or name one with --ckpt"
+            f"no trained run in {runs.absolute()}; train a model with `python train.py`, or name a run with --ckpt"
         )
     return str(max(found, key=lambda run: (run / "checkpoints").stat().st_mtime))

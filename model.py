@@ -41,7 +41,7 @@ class ModelConfig:
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} {getattr(self, name)} must be at least 1")
         if not 0 <= self.dropout < 1:
-            raise UserError(f"--dropout {self.dropout} must be in [0, 1)")
+            raise UserError(f"--dropout {self.dropout} must be at least 0 and below 1")
         if self.d_model % self.nhead or self.d_model % 2:
             raise UserError(f"--d_model {self.d_model} must be even and a multiple of --nhead {self.nhead}")
 

@@ -1,10 +1,10 @@
 """Train a Chinese→English Transformer; everything about the run goes to runs/<name>/.
 
-python train.py                                    # zero flags work, on a CPU and on one GPU
+python train.py                                    # works without flags, on a CPU or one GPU
 CUDA_VISIBLE_DEVICES=1 python train.py             # choose a card
 torchrun --nproc_per_node 2 train.py               # data parallel
 python train.py --data my_corpus/ --max_minutes 60 # other data; an hour of training
-python train.py --resume runs/NAME                 # go on exactly where it stopped
+python train.py --resume runs/NAME                 # continue exactly where it stopped
 tensorboard --logdir runs                          # watch
 """
 
@@ -18,49 +18,53 @@ from engine.errors import UserError, run_script
 class Config:
     """Every setting of a training run."""
 
-    data: str = flag("", "directory, file or hub id; /opt/minidataset, else sample/", "Data")
-    source: str = flag("zh", "language translated from", "Data")
-    target: str = flag("en", "language translated to", "Data")
-    tokenizer: str = flag("", "pretrained tokenizer for both sides; own ones are trained", "Data")
-    source_vocab: int = flag(0, "tokens in the source vocabulary; 0: 8000, less for little text", "Data", least=0)
-    target_vocab: int = flag(0, "tokens in the target vocabulary; 0: likewise", "Data", least=0)
-    max_length: int = flag(512, "longest sentence, in tokens; longer pairs are dropped", "Data", least=8)
-    workers: int = flag(0, "processes that load batches; 0: the training process itself", "Data", least=0, most=1000)
+    data: str = flag("", "directory, file or hub id; default: /opt/minidataset or sample/", "Data")
+    source: str = flag("zh", "source language", "Data")
+    target: str = flag("en", "target language", "Data")
+    tokenizer: str = flag("", "pretrained tokenizer for both sides; default: train two", "Data")
+    source_vocab: int = flag(0, "source vocabulary size; 0: 8000, fewer for little text", "Data", least=0)
+    target_vocab: int = flag(0, "target vocabulary size; 0: the same rule", "Data", least=0)
+    max_length: int = flag(512, "longest sentence in tokens; longer pairs are dropped", "Data", least=8)
+    workers: int = flag(0, "processes that load batches; 0: none extra", "Data", least=0, most=1000)
 
-    preset: str = flag("lab", "model size; the flags below change single sizes (lab|base|big)", "Model")
-    d_model: int = flag(0, "model width; 0, here and below: as in the preset", "Model", least=0)
+    preset: str = flag("lab", "model size (lab|base|big); the flags below change it", "Model")
+    d_model: int = flag(0, "model width; 0 here and below: from the preset", "Model", least=0)
     nhead: int = flag(0, "attention heads", "Model", least=0)
-    num_encoder_layers: int = flag(0, "", "Model", least=0, most=1000)
-    num_decoder_layers: int = flag(0, "", "Model", least=0, most=1000)
-    dim_feedforward: int = flag(0, "", "Model", least=0)
-    dropout: float = flag(-1.0, "share of activations dropped; -1: as in the preset", "Model", least=-1, below=1)
-    norm_first: bool = flag(False, "layer norm before each sub-layer, not after it", "Model")
-    attention: str = flag("", "own operator (python|recompute|cpp|triton); PyTorch's", "Model")
+    num_encoder_layers: int = flag(0, "encoder layers", "Model", least=0, most=1000)
+    num_decoder_layers: int = flag(0, "decoder layers", "Model", least=0, most=1000)
+    dim_feedforward: int = flag(0, "width of the feed-forward layers", "Model", least=0)
+    dropout: float = flag(-1.0, "dropout rate; -1: from the preset", "Model", least=-1, below=1)
+    norm_first: bool = flag(False, "layer norm before each sub-layer (pre-norm)", "Model")
+    attention: str = flag("", "attention by hand (python|recompute|cpp|triton)", "Model")
 
     epochs: int = flag(20, "passes over the data", "Training", least=1)
-    max_steps: int = flag(0, "stop after so many optimiser steps; 0: by epochs", "Training", least=0)
-    max_minutes: float = flag(0.0, "stop after so many minutes; 0: no limit", "Training", least=0)
-    patience: int = flag(0, "stop after so many validations without a better loss; 0: never", "Training", least=0)
-    tokens_per_batch: int = flag(0, "padded tokens a side in one step; 0: automatic", "Training", least=0)
-    accumulate: int = flag(0, "micro-batches of a step; 0: as few as the GPU holds", "Training", least=0)
+    max_steps: int = flag(0, "stop after this many steps; 0: use --epochs", "Training", least=0)
+    max_minutes: float = flag(0.0, "stop after this many minutes; 0: no limit", "Training", least=0)
+    patience: int = flag(0, "early stopping: validations without a better loss; 0: off", "Training", least=0)
+    tokens_per_batch: int = flag(0, "tokens per step on each side, with padding; 0: automatic", "Training", least=0)
+    accumulate: int = flag(0, "micro-batches per step; 0: as few as fit in GPU memory", "Training", least=0)
     lr: float = flag(1e-3, "peak learning rate", "Training", above=0, below=10)
-    warmup: int = flag(0, "steps of rising learning rate; 0: a tenth, at most 1000", "Training", least=0)
-    label_smoothing: float = flag(0.1, "probability spread over all tokens", "Training", least=0, below=1)
-    clip: float = flag(1.0, "largest norm of the gradient; 0: not clipped", "Training", least=0)
+    warmup: int = flag(0, "warm-up steps; 0: a tenth of all, at most 1000", "Training", least=0)
+    label_smoothing: float = flag(0.1, "label smoothing", "Training", least=0, below=1)
+    clip: float = flag(1.0, "gradient clipping: largest norm; 0: off", "Training", least=0)
 
-    run: str = flag("", "name of the run (folder runs/NAME); the date and time", "Run")
-    resume: str = flag("", "run folder to go on with", "Run")
-    eval_every: int = flag(0, "steps between validations; 0: an epoch, within 250 to 1000", "Run", least=0)
-    log_every: int = flag(20, "steps between lines of the log", "Run", least=1)
+    run: str = flag("", "name of the run (folder runs/NAME); default: the time", "Run")
+    resume: str = flag("", "run folder to continue", "Run")
+    eval_every: int = flag(0, "steps between validations; 0: an epoch, 250 to 1000", "Run", least=0)
+    log_every: int = flag(20, "steps between log lines", "Run", least=1)
+    save_minutes: float = flag(10.0, "minutes between checkpoints, besides those of validations", "Run", above=0)
+    keep: int = flag(5, "newest checkpoints that are kept, besides the best", "Run", least=1)
     precision: str = flag("auto", "number format (auto|fp32|bf16|fp16)", "Run")
     compile: bool = flag(False, "torch.compile the model", "Run")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Run")
-    seed: int = flag(1, "of weights, dropout and the order of pairs", "Run", least=0)
+    seed: int = flag(1, "seed of weights, dropout and data order", "Run", least=0)
 
     def __post_init__(self):
         for name in ("source_vocab", "target_vocab"):
             if 0 < getattr(self, name) < 300:
-                raise UserError(f"--{name} {getattr(self, name)} must be at least 300: 256 tokens are the single bytes")
+                raise UserError(
+                    f"--{name} {getattr(self, name)} must be at least 300, because 256 tokens are single bytes"
+                )
         if self.source == self.target:
             raise UserError(f"--source and --target are both {self.source!r}; choose two languages")
 
@@ -69,53 +73,49 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a wro
     config = parse_flags(Config, "train a translation model; the result goes to runs/NAME")
 
 import contextlib
-import json
 import math
 import time
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 import fast
-from data import BucketSampler, collate_for, default_tokens_per_batch
+from data import BucketSampler, batches_of, collate_for, default_tokens_per_batch
 from engine import distributed, schedule
 from engine.memory import fewest_parts
 from engine.precision import choose_precision
-from engine.run import INTERRUPTED, Run, leave_signals_to_main, saved_settings
+from engine.run import INTERRUPTED, Run, saved_settings
 from engine.telemetry import Meter, measured_peak_flops, peak_memory_gib, progress
+from loading import save_description
 from model import SummedLoss, Translator, sizes_of, training_flops
 from text.prepare import find_and_prepare, load_prepared
 from validation import Validation
 
 # On --resume; anything else would make it another run.
 MAY_CHANGE = {"epochs", "max_steps", "max_minutes", "patience", "workers", "device", "precision", "compile",
-              "accumulate", "attention", "eval_every", "log_every"}  # fmt: skip
+              "accumulate", "attention", "eval_every", "log_every", "save_minutes", "keep", "data"}  # fmt: skip
 
 
 def train(config: Config) -> Path:
     """One training run, from the data to the last checkpoint; → its folder."""
-    if config.resume:
-        config = saved_settings(config, MAY_CHANGE)
-    sizes_of(config, 1, 1)  # sizes that cannot be are refused now, not after an hour of tokenising
+    config = saved_settings(config, MAY_CHANGE) if config.resume else config
+    sizes_of(config, 1, 1)  # reject wrong sizes now, not after an hour of tokenising
     world = distributed.start(config.device)
     with Run.start(config, f"{config.source}-{config.target}", world, MAY_CHANGE) as run:
         config, log = run.config, run.log
         precision = choose_precision(world.device, config.precision, training=True)
         log(precision.describe())
-        if hidden := distributed.hidden_gpus():
-            log(f"note: {hidden}")
 
         # -------- data: made by rank 0 in the cache beside the runs; the other ranks wait, then read it
         folder, config.data = world.on_main(lambda: find_and_prepare(config, run.folder.parent / ".cache", log))
         prepared = load_prepared(folder)
         if run.state and run.state["data_key"] != prepared.summary["key"]:
-            raise UserError(f"--resume {run.folder}: the data at {prepared.summary['path']} is not what the run began with; "
-                            "put it back, or start a new run")  # fmt: skip
+            raise UserError(
+                f"--resume {run.folder}: the data at {config.data} is not what the run began with; put it back"
+            )
 
-        # -------- model, loss, optimiser; and all of them as they were, where a run goes on
+        # -------- model, loss, optimiser; a resumed run restores them
         sizes = sizes_of(config, len(prepared.source_tokenizer), len(prepared.target_tokenizer))
         torch.manual_seed(config.seed)
         model = Translator(sizes).to(world.device)
@@ -127,8 +127,14 @@ def train(config: Config) -> Path:
         loss_of = loss_of or SummedLoss(model, config.label_smoothing)
         parameters = list(model.parameters())
         optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-        state = {"step": 0, "minutes": 0.0, "window_steps": 0, "window_loss": [[0.0, 0.0]]}
-        state |= {"best_loss": None, "stale": 0, "validated": 0}  # "validated": the step of the last validation
+        state = {
+            "step": 0,
+            "minutes": 0.0,
+            "best_loss": None,
+            "stale": 0,
+            "validated": 0,
+        }  # step of the last validation
+        state |= {"saved": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}  # minutes at the last checkpoint
         state |= {"world_size": world.size, "accumulate": 0, "plan": 0}  # how the pairs of a step were dealt
         state |= run.restore(model, optimizer, precision) or {}
 
@@ -142,102 +148,98 @@ def train(config: Config) -> Path:
             """Run out of memory now, if ever. Beside the gradients: AdamW's two averages and the buckets that DDP sends."""
             held = [torch.empty_like(weight) for weight in parameters for _ in range(3)]
             pairs = deal(accumulate=1).widest_step()[:: parts * world.size]
-            batch = collate([prepared.train[int(pair)] for pair in pairs]).to(world.device)
+            batch = collate(prepared.train.__getitems__(pairs)).to(world.device)
             with precision.autocast():
                 loss, _ = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
             loss.backward()
             del held
 
         accumulate = config.accumulate or (state["accumulate"] if state["world_size"] == world.size else 0)
-        if not accumulate and world.device.type == "cuda":  # on a CPU the system would swap: one part
+        if not accumulate and world.device.type == "cuda":  # a CPU's system would swap, and nothing would tell
             accumulate = int(world.maximum(fewest_parts(try_widest_step))[0])
             model.zero_grad(set_to_none=True)
-        accumulate = accumulate or 1
-        sampler = deal(accumulate=accumulate)
+        sampler = deal(accumulate=accumulate or 1)
         sampler.load_state_dict({"step": state["step"]})
         if run.state and (state["world_size"], state["plan"]) != (world.size, sampler.plan_id):
             log(sampler.describe_change(state))
-        on_gpu = world.device.type == "cuda"
-        loader = DataLoader(
-            prepared.train, batch_sampler=sampler, collate_fn=collate, num_workers=config.workers, pin_memory=on_gpu,
-            worker_init_fn=leave_signals_to_main,
-        )  # fmt: skip
-        # Closed at the end, however it comes: the loader's processes do not listen to signals.
-        micro_batches = run.at_end.enter_context(contextlib.closing(batch for batch in loader))
+        batches = batches_of(prepared.train, sampler, collate, config.workers, world.device)
+        micro_batches = run.at_end.enter_context(contextlib.closing(batches))
         tokens_of_steps = sampler.target_tokens(state["step"])  # real ones, over all ranks
-        steps_per_epoch = sampler.steps_per_epoch
 
-        # -------- the learning rate's plan
-        plan = schedule.plan(config.lr, config.warmup, config.max_steps or config.epochs * steps_per_epoch)
-        if run.state and not config.given & {"epochs", "max_steps", "max_minutes"}:
-            plan = schedule.Schedule(**state["schedule"])
-        log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens a step, "
-            f"{steps_per_epoch:,} steps an epoch, {plan.total:,} steps in all"
-            + (f" or {config.max_minutes:g} minutes" if config.max_minutes else "")
-            + (f"; each step in {accumulate} micro-batches" if accumulate > 1 else ""))  # fmt: skip
+        # -------- the plan of the learning rate
+        total = config.max_steps or config.epochs * sampler.steps_per_epoch
+        plan = schedule.Schedule(**state["schedule"]) if run.state else schedule.plan(config.lr, config.warmup, total)
+        ends = [config.epochs, config.max_steps, config.max_minutes]
+        moved = config.given & {"epochs", "max_steps", "max_minutes"} or state.get("ends", ends) != ends
+        if run.state and moved:  # now, or by a run that was killed before its next checkpoint
+            plan = plan.extended(state["step"], total)
+        state |= {"ends": ends, "world_size": world.size, "accumulate": sampler.accumulate, "plan": sampler.plan_id}
+        log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens per step, "
+            f"in {sampler.parts} parts, {sampler.steps_per_epoch:,} steps per epoch, {plan.total:,} steps in total"
+            + (f" or {config.max_minutes:g} minutes" if config.max_minutes else ""))  # fmt: skip
 
         # -------- what would break after an hour breaks now; from here on the folder is a run
-        validation = Validation(model, prepared, collate, run, precision, config.tokens_per_batch // accumulate)
-        validation.rehearse()
+        validation = Validation(model, prepared, collate, run, precision, config.tokens_per_batch // sampler.parts)
         if world.is_main and not run.state:
-            for side, tokenizer in (("source", prepared.source_tokenizer), ("target", prepared.target_tokenizer)):
-                tokenizer.save_pretrained(run.folder / "tokenizer" / side)
-            (run.folder / "model.json").write_text(json.dumps(asdict(sizes), indent=2) + "\n", encoding="utf-8")
+            save_description(run.folder, sizes, prepared)
         run.begin()
 
         # -------- the loop
-        runner = torch.compile(loss_of, dynamic=True) if config.compile else loss_of
-        if world.size > 1:
-            # Gradients live in the buckets that travel, instead of being copied into them. The model's buffers are constant.
-            runner = DistributedDataParallel(runner, device_ids=[world.device] if on_gpu else None,
-                                             gradient_as_bucket_view=True, broadcast_buffers=False)  # fmt: skip
+        runner = world.data_parallel(torch.compile(loss_of, dynamic=True) if config.compile else loss_of)
         meter = Meter(config.log_every, measured_peak_flops(world.device, precision.dtype))
-        eval_every = config.eval_every or min(1000, max(250, steps_per_epoch))
-        # This rank's part of the losses, to minimise and to report, since the last line of the log.
-        window_loss = torch.tensor(share_of_losses(state, world), device=world.device)  # (2,)
-        state |= {"world_size": world.size, "accumulate": accumulate, "plan": sampler.plan_id}
+        eval_every = config.eval_every or min(1000, max(250, sampler.steps_per_epoch))
+        # The losses, to minimise and to report, since the log's last line: this rank's part, and the steps they are of.
+        losses, window_steps = state["window"]["losses"], state["window"]["steps"]
+        mine = losses[world.rank] if len(losses) == world.size else [sum(pair) * world.is_main for pair in zip(*losses)]
+        window_loss = torch.tensor(mine, device=world.device)  # (2,)
 
         def log_step(step: int, gradient_norm: torch.Tensor) -> None:
             """The figures since the last line. No step in between waits for the GPU."""
             precision.check_finite()
-            smoothed, loss = (world.sum(window_loss.clone()) / state["window_steps"]).tolist()
-            figures = meter.read()
-            speed = figures.get("speed/tokens_per_second", 0.0) * world.size  # ranks have equal shares
-            figures |= {"speed/tokens_per_second": speed} if speed else {}
+            smoothed, loss = (world.sum(window_loss.clone()) / window_steps).tolist()
+            figures = meter.read(ranks=world.size)
+            speed = figures.get("speed/tokens_per_second", 0.0)
+            lr, norm = plan.learning_rate(step), gradient_norm.item()
             values = {"train/loss": loss, "train/perplexity": math.exp(min(loss, 50)), "train/smoothed_loss": smoothed}
-            values |= {"train/learning_rate": plan.learning_rate(step), "train/gradient_norm": gradient_norm.item()}
+            values |= {"train/learning_rate": lr, "train/gradient_norm": norm}
             values |= {"train/loss_scale": precision.scaler.get_scale()} if precision.scaler.is_enabled() else {}
             run.scalars(step, values | figures | {"memory/peak_gib": peak_memory_gib(world.device)})
             left = plan.minutes_left(step, state["minutes"], config.max_minutes)
-            log(f"step {step:>6,}  epoch {step / steps_per_epoch:5.2f}  loss {loss:.4f}  lr {plan.learning_rate(step):.2e}  "
-                f"|gradient| {values['train/gradient_norm']:.2f}  {speed:,.0f} tokens/s  {left:,.1f} min left")  # fmt: skip
-            window_loss.zero_()
-            state["window_steps"] = 0
+            bar.total = round(step * (1 + left / state["minutes"]))  # the bar's estimate is this one
+            log(f"step {step:>6,}  epoch {step / sampler.steps_per_epoch:5.2f}  loss {loss:.4f}  lr {lr:.2e}  "
+                f"|gradient| {norm:.2f}  {speed:,.0f} tokens/s  {left:,.1f} min left")  # fmt: skip
 
         def validate(step: int) -> bool:
             """Validation loss, BLEU and samples; true if the loss is the best so far."""
             meter.pause()
             loss = validation(step)
             improved = state["best_loss"] is None or loss < state["best_loss"]
+            state.update(validated=step, stale=0 if improved else state["stale"] + 1)
             state["best_loss"] = loss if improved else state["best_loss"]
-            state["validated"], state["stale"] = step, 0 if improved else state["stale"] + 1
             model.train()
             return improved
 
         def save(best: bool = False) -> None:
             """A checkpoint of this step, with all that a resumed run needs to write the same lines."""
             meter.pause()
-            state["window_loss"] = world.gather(window_loss.tolist())
+            state["saved"] = state["minutes"]
             extra = {"schedule": asdict(plan), "data_key": prepared.summary["key"]}
-            run.save(state["step"], model, optimizer, state | extra, precision, best=best)
+            extra["window"] = {"steps": window_steps, "losses": world.gather(window_loss.tolist())}
+            run.save(state["step"], model, optimizer, state | extra, precision, best=best, keep=config.keep)
             meter.resume()
 
-        begun = time.perf_counter() - 60 * state["minutes"]
+        def time_to_stop() -> str | None:
+            """Why this step was the last, if it was."""
+            last, limit = step >= plan.total, config.max_minutes
+            by_time = limit and (state["minutes"] >= limit or (last and plan.by_time))
+            return f"the {limit:g} minutes are over" if by_time else "all steps are done" if last else None
+
+        begun, step = time.perf_counter() - 60 * state["minutes"], state["step"]
         bar = progress(total=plan.total, initial=state["step"], unit="step", desc=run.folder.name)
-        why_stop = "all steps were done before" if state["step"] >= plan.total else None
+        why_stop = time_to_stop()
+        if step and state["validated"] != step and (why_stop or step % eval_every == 0):
+            save(best=validate(step))  # the run was interrupted when a validation was due
         model.train()
-        if state["step"] and state["step"] % eval_every == 0 and state["validated"] != state["step"]:
-            save(best=validate(state["step"]))  # the run was interrupted when a validation was due
         while not why_stop:
             # Learning rate and randomness are functions of the step: a resumed run draws what it would have drawn anyway.
             step = state["step"] + 1
@@ -247,13 +249,13 @@ def train(config: Config) -> Path:
 
             # The gradient of the loss over every pair of this step, in all micro-batches and on all ranks.
             tokens = next(tokens_of_steps)
-            for micro_batch in range(accumulate):
+            for micro_batch in range(sampler.accumulate):
                 waiting = time.perf_counter()
-                batch = next(micro_batches).to(world.device)
+                batch = next(micro_batches)
                 places = batch.src.numel() + batch.tgt_in.numel()
                 meter.add(batch.source_tokens, batch.target_tokens, places, time.perf_counter() - waiting)
                 # DDP averages gradients over the ranks at the end of a backward pass; only the last one needs it.
-                is_last = micro_batch == accumulate - 1
+                is_last = micro_batch == sampler.accumulate - 1
                 with contextlib.nullcontext() if is_last or world.size == 1 else runner.no_sync():
                     with precision.autocast():
                         losses = runner(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
@@ -263,50 +265,34 @@ def train(config: Config) -> Path:
 
             # Clip, update, clear the gradients.
             gradient_norm = precision.step(optimizer, parameters, config.clip, step)
-            state["step"], state["window_steps"] = step, state["window_steps"] + 1
+            state["step"], window_steps = step, window_steps + 1
             meter.end_step(partial(training_flops, sizes))
             bar.update()
 
             # The slowest clock and anybody's signal count for all ranks, or they would part.
             stop_asked, state["minutes"] = world.maximum(run.interrupted(), (time.perf_counter() - begun) / 60)
             if plan.fit_time(step, state["minutes"], config.max_minutes):
-                log(f"step {step:,}: {state['minutes']:.1f} minutes are gone; the learning rate falls from here on")
-            if stop_asked:
-                why_stop = INTERRUPTED
-            elif config.max_minutes and state["minutes"] >= config.max_minutes:
-                why_stop = f"the {config.max_minutes:g} minutes are over"
-            elif step >= plan.total:
-                why_stop = "all steps are done"
-            finished = why_stop and why_stop != INTERRUPTED
+                log(f"step {step:,}: {state['minutes']:.1f} minutes used; the learning rate falls from now on")
+            finished = time_to_stop()
+            why_stop = finished or (INTERRUPTED if stop_asked else None)
 
             if step % config.log_every == 0 or finished:
                 log_step(step, gradient_norm)
+                window_loss, window_steps = torch.zeros_like(window_loss), 0
             if finished or (step % eval_every == 0 and not why_stop):
                 improved = validate(step)
                 if not why_stop and config.patience and state["stale"] >= config.patience:
                     why_stop = f"{state['stale']} validations without a better loss"
                 save(best=improved)
-            elif why_stop:
+            elif why_stop or state["minutes"] >= state["saved"] + config.save_minutes:
                 save()
 
-        # -------- the last words
         bar.close()
         run.close(why_stop, state["step"])
         if why_stop != INTERRUPTED:
             run.telemetry.hyperparameters(asdict(config), {"result/best_validation_loss": state["best_loss"]})
             log(f"next: python evaluate.py --ckpt {run.folder}")
         return run.folder
-
-
-def share_of_losses(state: dict, world: distributed.World) -> list[float]:
-    """This rank's part of the losses that a checkpoint holds; rank 0's, if there were more or fewer ranks then."""
-    losses = state["window_loss"]
-    if not all(isinstance(pair, list) for pair in losses):  # a run of an older version: its next line begins anew
-        state["window_steps"] = 0
-        return [0.0, 0.0]
-    if len(losses) == world.size:
-        return losses[world.rank]
-    return [sum(column) * world.is_main for column in zip(*losses)]
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ from engine.errors import UserError, run_script
 class Config:
     """Every setting of a translation."""
 
-    ckpt: str = flag("", "run, checkpoint folder or weights file; the newest run", "Options")
-    beam: int = flag(1, "hypotheses kept; 1: greedy", "Options", least=1, most=1000)
-    length_penalty: float = flag(0.6, "favours long outputs; for beams only", "Options", least=0, most=100)
+    ckpt: str = flag("", "run, checkpoint folder or weights file; default: newest run", "Options")
+    beam: int = flag(1, "beam size; 1: greedy", "Options", least=1, most=1000)
+    length_penalty: float = flag(0.6, "larger: longer outputs; beam search only", "Options", least=0, most=100)
     precision: str = flag("auto", "(auto|fp32|bf16|fp16|int8); int8: faster on a CPU", "Options")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Options")
-    captured: bool = flag(False, "greedy decoding on a GPU by CUDA graphs: faster, but new", "Options")
+    captured: bool = flag(False, "decode with CUDA graphs on a GPU: faster, but new", "Options")
 
     def __post_init__(self):
         if self.precision == "int8" and self.beam > 1:
@@ -28,7 +28,7 @@ class Config:
 
 
 if __name__ == "__main__":  # before the heavy imports, so that --help and a wrong flag answer at once
-    config = parse_flags(Config, "sentences as arguments or lines of standard input", positional="text")
+    config = parse_flags(Config, "translate arguments, or lines of standard input", positional="text")
 
 import sys
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ def translate(config: Config) -> None:
             print("\n".join(translations.texts), flush=True)
         if translations and translations.cut:
             longest = trained.model.config.max_length
-            note(f"note: {translations.cut} sentences are longer than the {longest} tokens of the model, and were cut")
+            note(f"note: {translations.cut} sentences were cut to the model's limit of {longest} tokens")
     world.stop()
 
 
@@ -66,7 +66,7 @@ def groups_of_lines(texts: list[str]) -> Iterator[list[str]]:
     if texts:
         yield texts
     elif sys.stdin.isatty():
-        say_on_stderr("one sentence a line; an empty line ends")
+        say_on_stderr("one sentence per line; an empty line ends the program")
         while line := prompt():
             yield [line]
     else:

@@ -12,22 +12,15 @@ from decoding import Translations, translate_lines
 from engine.precision import Precision
 from engine.run import Run
 from model import SummedLoss, Translator, cross_attention
+from reporting.attention import Attention, in_words, picture
 from text.bleu import corpus_bleu
 from text.cleaning import normalise
 from text.prepare import Prepared
-from text.subwords import encode
+from text.subwords import encode, special_ids
 
 BLEU_ROWS = 500  # of the validation split, translated each time; evaluate.py does them all
 SAMPLES = 3
-# matplotlib brings DejaVu alone, which has no Chinese; these are common and are used where installed.
-FONTS = [
-    "DejaVu Sans",
-    "Noto Sans CJK SC",
-    "Source Han Sans SC",
-    "WenQuanYi Micro Hei",
-    "Microsoft YaHei",
-    "PingFang SC",
-]
+WIDEST = 60  # tokens of a sentence in a picture of attention
 
 
 class Validation:
@@ -36,16 +29,15 @@ class Validation:
     def __init__(self, model: Translator, prepared: Prepared, collate: Collate, run: Run, precision: Precision,
                  tokens_per_batch: int):  # fmt: skip
         self.model, self.prepared, self.collate = model, prepared, collate
+        self.tokenizers = prepared.source_tokenizer, prepared.target_tokenizer
         self.run, self.world, self.precision = run, run.world, precision
         self.loss_of = fast.loss(model, 0.0, precision.dtype) or SummedLoss(model, 0.0)
         lengths = prepared.validation.lengths
         widths = np.maximum(lengths["source"], lengths["target"]) + 1
         order = np.lexsort((lengths["source"], lengths["target"]))
         bounds = cut_batches(widths[order], tokens_per_batch)
-        self.batches = [order[first:last].tolist() for first, last in zip(bounds, bounds[1:])]
-
-    def rehearse(self) -> None:
-        """The shortest and the longest batch and a translation before the first step: a fault here costs no hour then."""
+        self.batches = [order[first:last] for first, last in zip(bounds, bounds[1:])]
+        # A rehearsal, the shortest and the longest batch and a translation: a fault here costs no hour now.
         self.loss([self.batches[0], self.batches[-1]])
         self.translate(self.prepared.validation_rows[:SAMPLES])
 
@@ -65,18 +57,19 @@ class Validation:
                 for (source, reference), text in zip(rows[:SAMPLES], texts)
             )
             self.run.telemetry.text("samples", step, "| source | translation | reference |\n|---|---|---|\n" + table)
-            self.run.telemetry.figure("cross-attention", step, self.attention_picture(rows[0][0], texts[0]))
+            attention = attention_of(self.model, self.tokenizers, rows[0][0], texts[0])
+            self.run.telemetry.figure("cross-attention", step, picture(attention))
             self.run.log(f"step {step:>6,}  validation loss {loss:.4f}  perplexity {perplexity:.1f}  "
                          f"BLEU {bleu:.2f} (greedy, {len(rows)} rows, smoothed)  e.g. {texts[0][:80]!r}")  # fmt: skip
         return loss
 
     @torch.inference_mode()
-    def loss(self, batches: list[list[int]]) -> float:
+    def loss(self, batches: list[np.ndarray]) -> float:
         """Unsmoothed cross-entropy in nats a token; each rank does its share of the batches."""
         self.model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         for rows in batches[self.world.rank :: self.world.size]:
-            batch = self.collate([self.prepared.validation[row] for row in rows]).to(self.world.device)
+            batch = self.collate(self.prepared.validation.__getitems__(rows)).to(self.world.device)
             with self.precision.autocast():
                 loss, _ = self.loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
             totals[0] += loss
@@ -86,50 +79,21 @@ class Validation:
 
     def translate(self, rows: list[tuple[str, str]]) -> Translations | None:
         """Greedy translations of the rows, on rank 0; on a CPU in fp32, as evaluate.py does."""
-        tokenizers = self.prepared.source_tokenizer, self.prepared.target_tokenizer
         steps = fast.steps(self.model)  # of the weights as they are now
         with self.precision.autocast() if self.world.device.type == "cuda" else nullcontext():
             return translate_lines(
-                self.model, *tokenizers, [source for source, _ in rows], world=self.world, steps=steps
+                self.model, *self.tokenizers, [source for source, _ in rows], world=self.world, steps=steps
             )
 
-    def attention_picture(self, source: str, translation: str):
-        """Which source tokens (columns) the last layer looked at for each target token (rows)."""
-        from matplotlib.figure import Figure
 
-        src_tokenizer, tgt_tokenizer = self.prepared.source_tokenizer, self.prepared.target_tokenizer
-        src_ids, tgt_ids = (
-            encode(src_tokenizer, [normalise(source)])[0][:60],
-            encode(tgt_tokenizer, [translation])[0][:60],
-        )
-        batch = self.collate([(src_ids, tgt_ids)]).to(self.world.device)
-        weights = cross_attention(self.model, batch.src, batch.src_pad, batch.tgt_in)[0].float().cpu()  # (T, S)
-        figure = Figure(figsize=(2 + 0.3 * weights.size(1), 2 + 0.25 * weights.size(0)), layout="constrained")
-        axes = figure.subplots()
-        axes.imshow(weights, cmap="Blues", vmin=0)
-        for ticks, tokenizer, ids in (
-            (axes.set_xticks, src_tokenizer, src_ids),
-            (axes.set_yticks, tgt_tokenizer, tgt_ids),
-        ):
-            words = [*tokenizer.convert_ids_to_tokens(ids), "end"]
-            ticks(range(len(words)), drawable(words), fontsize=8, family=installed_fonts())
-        axes.tick_params(axis="x", rotation=90)
-        return figure
-
-
-def installed_fonts() -> list[str]:
-    """Those of FONTS that are there: matplotlib complains of every other one, at every character."""
-    from matplotlib import font_manager
-
-    installed = {font.name for font in font_manager.fontManager.ttflist}
-    return [font for font in FONTS if font in installed]
-
-
-def drawable(words: list[str]) -> list[str]:
-    """The words, with their numbers instead where no installed font has Chinese."""
-    if set(installed_fonts()) & set(FONTS[1:]):
-        return words
-    return [word if max(word, default="") < "\u2e80" else str(number) for number, word in enumerate(words, 1)]
+def attention_of(model: Translator, tokenizers: tuple, source: str, translation: str) -> Attention:
+    """Which source words the last layer looked at for each word of the translation."""
+    texts = normalise(source), translation
+    ids = [encode(tokenizer, [text])[0][:WIDEST] for tokenizer, text in zip(tokenizers, texts)]
+    collate = Collate(*map(special_ids, tokenizers))
+    batch = collate([ids]).to(model.output.weight.device)
+    weights = cross_attention(model, batch.src, batch.src_pad, batch.tgt_in)[0].float().cpu().numpy()  # (T, S)
+    return in_words(*texts, tokenizers, ids, weights)
 
 
 def cell(text: str) -> str:

@@ -3,12 +3,12 @@
     corpus = load_corpus()              # MINIDATASET, /opt/minidataset or sample/
     corpus.train[0]                     # (source ids, target ids), two numpy arrays without begin and end
 
-The texts are cleaned and cut into tokens by the project's own `data.prepare`; a seeded sample of the training pairs is the
+The texts are cleaned and cut into tokens by the project's own `text.prepare`; a seeded sample of the training pairs is the
 benchmark's corpus. Token 123 of the source is written as the word s123, token 45 of the target as t45, so that every toolkit,
 told to split at spaces, works on exactly the same sequences.
 
     train.src  train.tgt  test.src  test.tgt       one sentence a line
-    joeynmt.src  opennmt.src  dict.src.txt  …      the vocabulary as JoeyNMT, OpenNMT-py and fairseq want it
+    opennmt.src  dict.src.txt  …                   the vocabulary as OpenNMT-py and fairseq want it
 """
 
 import json
@@ -16,14 +16,15 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.measuring import ROOT
+
 Pair = tuple[np.ndarray, np.ndarray]
 
-ROOT = Path(__file__).resolve().parents[1]
 SEED = 1  # of the sample
 SIDES = ("src", "tgt")
 LETTERS = {"src": "s", "tgt": "t"}  # a word is the letter of its side and the number of its token
@@ -38,11 +39,9 @@ class Corpus:
     test: list[Pair]
     source_vocab: int
     target_vocab: int
-    source_ids: dict[str, int] = field(
-        default_factory=dict
-    )  # {"pad": …, "bos": …, "eos": …}, as `data.Collate` takes them
-    target_ids: dict[str, int] = field(default_factory=dict)
-    data: str = ""  # where the texts came from
+    source_ids: dict[str, int]  # {"pad": …, "bos": …, "eos": …}, as `data.Collate` takes them
+    target_ids: dict[str, int]
+    data: str  # where the texts came from
 
     @property
     def lengths(self) -> dict[str, np.ndarray]:
@@ -58,35 +57,35 @@ class Corpus:
                 f"{self.target_vocab:,}")  # fmt: skip
 
 
-def load_corpus(
-    data: str = "", vocab: int = 16000, pairs: int = 20000, test_rows: int = 500, longest: int = 126
-) -> Corpus:
-    """A random sample of `pairs` training pairs of at most `longest` tokens a side, and the first such `test_rows` test rows.
-
-    `data` "" is the environment variable MINIDATASET, else /opt/minidataset, else sample/. Little text gives smaller
-    vocabularies and fewer pairs. Everything is kept in runs/.cache and found there the next time.
-    """
-    from data import prepare
+def text_at(data: str = ""):
+    """The parallel text of --data, else of the environment variable MINIDATASET, else /opt/minidataset or sample/."""
     from text.rows import default_path, find_text
 
-    text = find_text(str(data or os.environ.get("MINIDATASET") or default_path()))
-    prepared = prepare(text, ROOT / "runs" / ".cache", source_vocab=vocab, target_vocab=vocab, say=lambda line: None)
-    return _sample(prepared, text, pairs, test_rows, longest)
+    return find_text(str(data or os.environ.get("MINIDATASET") or default_path()))
 
 
-def corpus_of_run(config: dict, pairs: int = 20000, test_rows: int = 500, longest: int = 126) -> Corpus:
+def load_corpus(data="", vocab=16000, pairs=20000, test_rows=500, longest=126) -> Corpus:
+    """A random sample of `pairs` training pairs of at most `longest` tokens a side, and the first such `test_rows` test rows.
+
+    Little text gives smaller vocabularies and fewer pairs. Everything is kept in runs/.cache for the next time.
+    """
+    return corpus_of(text_at(data), pairs, test_rows, longest, source_vocab=vocab, target_vocab=vocab)
+
+
+def corpus_of_run(config: dict, pairs=20000, test_rows=500, longest=126) -> Corpus:
     """The same in the tokens of a trained run; `config` is the run's config.json."""
-    from data import prepare
     from text.rows import find_text
 
     text = find_text(config["data"], config["source"], config["target"])
     names = ("source_vocab", "target_vocab", "tokenizer", "max_length")
-    prepared = prepare(text, ROOT / "runs" / ".cache", **{name: config[name] for name in names}, say=lambda line: None)
-    return _sample(prepared, text, pairs, test_rows, longest)
+    return corpus_of(text, pairs, test_rows, longest, **{name: config[name] for name in names})
 
 
-def _sample(prepared, text, pairs: int, test_rows: int, longest: int) -> Corpus:
+def corpus_of(text, pairs: int, test_rows: int, longest: int, **settings) -> Corpus:
     """From the cache, beside the token store it was drawn from, else made now."""
+    from text.prepare import prepare
+
+    prepared = prepare(text, ROOT / "runs" / ".cache", **settings, say=lambda line: None)
     folder = prepared.folder.with_name(f"{prepared.folder.name}-benchmark-{pairs}-{test_rows}-{longest}")
     if not (folder / "corpus.json").exists():
         write_corpus(folder, prepared, text, pairs, test_rows, longest)
@@ -101,15 +100,21 @@ def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longe
     building.mkdir(parents=True)
     tokenizers = {"src": prepared.source_tokenizer, "tgt": prepared.target_tokenizer}
     train = sample_pairs(prepared.train, pairs, longest)
-    test = encode_test(text, tokenizers, test_rows, longest)
-    for name, rows in (("train", train), ("test", test)):
+    for name, rows in (("train", train), ("test", test_pairs(text, tokenizers, test_rows, longest))):
         for side, sentences in zip(SIDES, zip(*rows)):
             (building / f"{name}.{side}").write_text(as_words(sentences, side), encoding="utf-8")
     for index, (side, tokenizer) in enumerate(tokenizers.items()):
-        special = set(special_ids(tokenizer).values())
-        counts = Counter(token for pair in train for token in pair[index].tolist())
-        words = {f"{LETTERS[side]}{id}": counts[id] for id in range(len(tokenizer)) if id not in special}
-        write_vocabularies(building, side, words)
+        counts, special = (
+            Counter(token for pair in train for token in pair[index].tolist()),
+            special_ids(tokenizer).values(),
+        )
+        words = {f"{LETTERS[side]}{id}": max(counts[id], 1) for id in range(len(tokenizer)) if id not in special}
+        for vocabulary, gap in (
+            (f"opennmt.{side}", "\t"),
+            (f"dict.{side}.txt", " "),
+        ):  # both add the special words themselves
+            lines = (f"{word}{gap}{count}\n" for word, count in words.items())
+            (building / vocabulary).write_text("".join(lines), encoding="utf-8")
     facts = {"data": str(text.path), "source_vocab": len(tokenizers["src"]), "target_vocab": len(tokenizers["tgt"])}
     facts |= {"source_ids": special_ids(tokenizers["src"]), "target_ids": special_ids(tokenizers["tgt"])}
     (building / "corpus.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -118,35 +123,25 @@ def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longe
 
 
 def sample_pairs(store, pairs: int, longest: int) -> list[Pair]:
-    """At most `pairs` pairs that fit, drawn by a fixed seed from a `data.TokenizedPairs`."""
+    """At most `pairs` pairs that fit, drawn by a fixed seed from a `text.store.TokenizedPairs`."""
     fits = np.flatnonzero(np.maximum(store.lengths["source"], store.lengths["target"]) <= longest)
     chosen = np.random.default_rng(SEED).permutation(fits)[:pairs]
     return [store[int(row)] for row in chosen]
 
 
-def encode_test(text, tokenizers: dict, test_rows: int, longest: int) -> list[Pair]:
+def test_pairs(text, tokenizers: dict, test_rows: int, longest: int) -> list[Pair]:
     """The first `test_rows` rows of the test split (validation where there is none) that have 1 to `longest` tokens."""
     from text.cleaning import normalise
     from text.subwords import encode
 
     split = next((name for name in ("test", "validation") if name in text.files), "train")
-    found = []
+    pairs = []
     for chunk in text.rows(split):
         sides = [encode(tokenizers[side], [normalise(row[i]) for row in chunk]) for i, side in enumerate(SIDES)]
-        found += [pair for pair in zip(*sides) if all(1 <= len(ids) <= longest for ids in pair)]
-        if len(found) >= test_rows:
+        pairs += [pair for pair in zip(*sides) if all(1 <= len(ids) <= longest for ids in pair)]
+        if len(pairs) >= test_rows:
             break
-    return [(np.array(source), np.array(target)) for source, target in found[:test_rows]]
-
-
-def write_vocabularies(folder: Path, side: str, words: dict[str, int]) -> None:
-    """One vocabulary in the form of each toolkit; `words` maps a word to how often it occurs."""
-    joeynmt = ["<unk>", "<pad>", "<s>", "</s>", *words]  # the special words first, in the order of its settings
-    (folder / f"joeynmt.{side}").write_text("\n".join(joeynmt) + "\n", encoding="utf-8")
-    opennmt = [f"{word}\t{max(count, 1)}" for word, count in words.items()]  # adds the special words itself
-    (folder / f"opennmt.{side}").write_text("\n".join(opennmt) + "\n", encoding="utf-8")
-    fairseq = [f"{word} {max(count, 1)}" for word, count in words.items()]  # so does fairseq
-    (folder / f"dict.{side}.txt").write_text("\n".join(fairseq) + "\n", encoding="utf-8")
+    return [(np.array(source), np.array(target)) for source, target in pairs[:test_rows]]
 
 
 def as_words(sentences: Iterable[np.ndarray], side: str) -> str:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.limits
     python -m benchmarks.limits --ours runs/benchmarks/training.json     # with the shares that "ours" reaches
+    python -m benchmarks.limits --device cuda --preset big --tokens_per_batch 65536
 
 The limit of a model's shapes is the speed of a step that did nothing but its matrix products, forward and backward, at their own
 sizes; everything else (attention scores, norms, dropout, softmax, the update) comes on top. Model FLOPs utilisation is the
@@ -9,36 +10,73 @@ other measure: counted FLOPs of a step over what one large product of the same n
 """
 
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 import torch
 
 from benchmarks.corpus import load_corpus
-from benchmarks.measuring import compare, describe_machine, interleave, print_table, read_json, tokens_of, write_json
-from benchmarks.peers.contest import LAB, TOKENS_PER_BATCH
-from engine.allocator import keep_freed_memory
+from benchmarks.measuring import ROOT, Row, Run, compare, print_table, read_json, take_turns, tokens_of
+from benchmarks.peers.contest import SIZES, wait_for_gpu
 from engine.config import flag, parse_flags
+from engine.distributed import choose_device
 from engine.errors import run_script
 from model import ModelConfig, training_flops
 
-FORMATS = {  # name: (number format, fp32 products by oneDNN or MKL)
-    "fp32, MKL": (torch.float32, "highest"),
-    "fp32, oneDNN": (torch.float32, "medium"),
-    "bf16": (torch.bfloat16, "medium"),
-}
-LARGE = 2048  # rows, columns and depth of the large product
+FORMATS = {  # name: (number format, how fp32 products are computed)
+    "cpu": {"fp32, MKL": (torch.float32, "highest"), "fp32, oneDNN": (torch.float32, "medium"),
+            "bf16": (torch.bfloat16, "medium")},
+    "cuda": {"fp32": (torch.float32, "highest"), "fp32 as TF32": (torch.float32, "high"),
+             "bf16": (torch.bfloat16, "high"), "fp16": (torch.float16, "high")},
+}  # fmt: skip
+OURS = {"ours-fp32": ("fp32, oneDNN", "fp32 as TF32"), "ours-bf16": ("bf16",), "ours-fp16": ("fp16",)}  # their formats
 
 
 @dataclass
 class Config:
     """Every setting of this benchmark."""
 
-    rounds: int = flag(2, "turns of each number format", "Benchmark")
-    threads: int = flag(2, "compute threads", "Benchmark")
-    data: str = flag("", "as train.py's --data; MINIDATASET, else as there", "Benchmark")
-    ours: str = flag("", "a file of benchmarks.training: the share of the limit that ours-* reach", "Benchmark")
-    out: str = flag("runs/benchmarks/limits.json", "file for all turns", "Benchmark")
+    preset: str = flag("lab", "model size (lab|big|tiny)", "What")
+    tokens_per_batch: int = flag(4096, "target tokens in a step", "What", least=64)
+    large: int = flag(2048, "rows, columns and depth of the large product", "What", least=1)
+    data: str = flag("", "as train.py's --data; MINIDATASET, else as there", "What")
+    ours: str = flag("", "a file of benchmarks.training: the share of the limit that ours-* reach", "What")
+    device: str = flag("cpu", "cpu, cuda or cuda:N", "How")
+    rounds: int = flag(2, "turns of each number format", "How", least=1)
+    threads: int = flag(2, "compute threads", "How", least=1)
+    out: str = flag("runs/benchmarks/limits.json", "file for all turns", "How")
+
+
+def main(config: Config) -> None:
+    """Both limits, and how near "ours" comes."""
+    torch.set_num_threads(config.threads)
+    device = choose_device(config.device, 0)
+    corpus = load_corpus(config.data)
+    sizes = ModelConfig(corpus.source_vocab, corpus.target_vocab, **SIZES[config.preset])
+    sources, targets = (tokens_of(rows) for rows in zip(*corpus.train))
+    target = config.tokens_per_batch
+    source = round(target * sources / targets)
+    flops = training_flops(sizes, source, target)
+
+    def turn(name: str) -> dict[str, float]:
+        dtype, setting = FORMATS[device.type][name]
+        torch.set_float32_matmul_precision(setting)
+        shapes = products(sizes, source, target)
+        cost = {shape: seconds_of(*shape, dtype, device) for shape in set(shapes)}
+        seconds = sum(cost[shape] for shape in shapes)
+        peak = 3 * 2 * config.large**3 / seconds_of(*[config.large] * 3, dtype, device)
+        return {
+            "target_tokens_per_second": target / seconds,
+            "gflops": flops / seconds / 1e9,
+            "peak_gflops": peak / 1e9,
+        }
+
+    runs = take_turns("limits of training", list(FORMATS[device.type]), config.rounds, turn, config.out,
+                      corpus=corpus.describe(), settings=asdict(config))  # fmt: skip
+    print(f"\nmatrix products alone, {flops / target / 1e6:.1f} MFLOP a target token: real target tokens a second")
+    rows = compare(runs, "target_tokens_per_second", "", ["gflops", "peak_gflops"])
+    print_table(rows, "tokens/s")
+    for line in shares(rows, read_json(ROOT / config.ours) if config.ours else [], flops / target):
+        print(line)
 
 
 def products(sizes: ModelConfig, source: int, target: int) -> list[tuple[int, int, int]]:
@@ -52,56 +90,29 @@ def products(sizes: ModelConfig, source: int, target: int) -> list[tuple[int, in
     return [*layers, (target, d, sizes.target_vocab)]
 
 
-def seconds_of(rows: int, width: int, out: int, dtype: torch.dtype) -> float:
+def seconds_of(rows: int, width: int, out: int, dtype: torch.dtype, device: torch.device) -> float:
     """One linear map: the product forward and the two backward, the fastest of several times."""
-    x, weight, gradient = (torch.randn(shape).to(dtype) for shape in ((rows, width), (out, width), (rows, out)))
+    shapes = ((rows, width), (out, width), (rows, out))
+    x, weight, gradient = (torch.randn(shape, device=device).to(dtype) for shape in shapes)
     best = float("inf")
     for _ in range(5):
+        wait_for_gpu()
         begun = time.perf_counter()
         _ = x @ weight.t(), gradient @ weight, gradient.t() @ x
+        wait_for_gpu()
         best = min(best, time.perf_counter() - begun)
     return best
 
 
-def measure(name: str, sizes: ModelConfig, source: int, target: int) -> dict[str, float]:
-    """The limits in one number format."""
-    dtype, setting = FORMATS[name]
-    torch.set_float32_matmul_precision(setting)
-    cost = {shape: seconds_of(*shape, dtype) for shape in set(products(sizes, source, target))}
-    seconds = sum(cost[shape] for shape in products(sizes, source, target))
-    flops = training_flops(sizes, source, target)
-    peak = 3 * 2 * LARGE**3 / seconds_of(LARGE, LARGE, LARGE, dtype)
-    return {"target_tokens_per_second": target / seconds, "gflops": flops / seconds / 1e9, "peak_gflops": peak / 1e9,
-            "gflop_per_target_token": flops / target / 1e9}  # fmt: skip
-
-
-def main(config: Config) -> None:
-    """Both limits, and how near "ours" comes."""
-    torch.set_num_threads(config.threads)
-    keep_freed_memory()
-    corpus = load_corpus(config.data)
-    sizes = ModelConfig(corpus.source_vocab, corpus.target_vocab, **LAB)
-    sources, targets = (tokens_of(rows) for rows in zip(*corpus.train))
-    source = round(TOKENS_PER_BATCH * sources / targets)
-    print(f"limits of training\n{describe_machine()}\n{corpus.describe()}")
-    runs = interleave(FORMATS, config.rounds, lambda name: measure(name, sizes, source, TOKENS_PER_BATCH))
-    write_json(config.out, runs, corpus=corpus.describe(), threads=config.threads)
-    print("\nmatrix products alone: real target tokens a second")
-    rows = compare(runs, "target_tokens_per_second", "fp32, oneDNN", ["gflops", "peak_gflops"])
-    print_table(rows, "tokens/s")
-    if config.ours:
-        shares(rows, read_json(Path(config.ours)), training_flops(sizes, source, TOKENS_PER_BATCH) / TOKENS_PER_BATCH)
-
-
-def shares(limits: list, runs: list, flops_per_token: float) -> None:
+def shares(limits: list[Row], runs: list[Run], flops_per_token: float) -> list[str]:
     """What "ours" reaches of either limit."""
-    limit = {row.contestant: row for row in limits}
+    lines, limit = [], {row.contestant: row for row in limits}
     for row in compare(runs, "target_tokens_per_second"):
-        name = {"ours-fp32": "fp32, oneDNN", "ours-bf16": "bf16"}.get(row.contestant)
-        if name:
+        for name in set(OURS.get(row.contestant, ())) & set(limit):
             utilisation = row.median * flops_per_token / 1e9 / limit[name].more["peak_gflops"]
-            print(f"{row.contestant}: {row.median:,.0f} target tokens/s, {row.median / limit[name].median:.0%} of the matrix "
-                  f"products alone; model FLOPs utilisation {utilisation:.0%}")  # fmt: skip
+            lines.append(f"{row.contestant}: {row.median:,.0f} target tokens/s, {row.median / limit[name].median:.0%} of the "
+                         f"matrix products alone; model FLOPs utilisation {utilisation:.0%}")  # fmt: skip
+    return lines
 
 
 if __name__ == "__main__":

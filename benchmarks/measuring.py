@@ -17,10 +17,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from multiprocessing import get_context
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 QUIET = 0.05  # cores taken by others, from which on a run is marked as disturbed
 
@@ -63,6 +66,29 @@ def interleave(contestants: Iterable[str], rounds: int, run: Callable[[str], dic
             runs.append(Run(contestant, number, figures, *watch.stop()))
             print(describe_run(runs[-1]), flush=True)
     return runs
+
+
+def take_turns(title: str, names: list[str], rounds: int, run: Callable, out: str, append=False, **facts) -> list[Run]:
+    """Interleave, keep every turn in the file `out` (beside those of earlier calls with `append`), → all turns."""
+    print(f"{title}\n{describe_machine()}", flush=True)
+    out = ROOT / out
+    earlier = read_json(out) if append else []
+    first = 1 + max((run.round for run in earlier if run.contestant in names), default=0)
+    runs = earlier + interleave(names, rounds, run, first)
+    write_json(out, runs, title=title, **facts)
+    return runs
+
+
+def in_new_process(function: Callable, *arguments, **environment: str):
+    """The function's result, from a process that has done nothing before and has these environment variables."""
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(function, *arguments).result()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def describe_run(run: Run) -> str:
@@ -114,10 +140,16 @@ def own_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def peak_rss_gib(children: bool = False) -> float:
-    """The most memory that this process, or the largest of its ended children, has held."""
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN if children else resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024) / GIB  # bytes on macOS, KiB on Linux
+def held_gib(which: str = "VmHWM") -> float:
+    """Memory of this process: VmRSS now, VmHWM at most; nan where /proc is missing.
+
+    Not getrusage's ru_maxrss: that counts what the parent process held, too.
+    """
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return float("nan")
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(which)) / 2**20
 
 
 def tokens_of(sentences: Iterable) -> int:
@@ -228,10 +260,9 @@ def version_of(package: str) -> str | None:
 
 def commit() -> str:
     """The checked-out commit, with "+" if files differ from it."""
-    here = Path(__file__).resolve().parents[1]
     words = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
     try:
-        return subprocess.run(words, cwd=here, capture_output=True, text=True).stdout.strip() or "unknown"
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "unknown"
     except OSError:
         return "unknown"
 

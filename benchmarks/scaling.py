@@ -14,74 +14,74 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.measuring import compare, describe_machine, interleave, print_table, write_json
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader
+
+from benchmarks.corpus import load_corpus, read_corpus
+from benchmarks.measuring import ROOT, compare, print_table, take_turns
+from benchmarks.peers.contest import SIZES, WARM_STEPS
+from benchmarks.peers.ours import make_trainer
+from data import BucketSampler, Collate
+from engine import distributed
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
-
-ROOT = Path(__file__).resolve().parents[1]
-WARM_UP = 3  # steps that are not measured: caches fill, and the allocator finds its blocks
+from engine.precision import choose_precision
+from model import ModelConfig
 
 
 @dataclass
 class Config:
     """Every setting of this benchmark."""
 
-    processes: int = flag(2, "processes that train together", "Benchmark")
-    rounds: int = flag(3, "turns of each", "Benchmark")
-    steps: int = flag(10, "optimiser steps measured in each turn", "Benchmark")
-    tokens: int = flag(4096, "target tokens a step and process", "Benchmark")
-    precision: str = flag("auto", "as train.py's", "Benchmark")
+    processes: int = flag(2, "processes that train together", "Benchmark", least=2)
+    rounds: int = flag(3, "turns of each", "Benchmark", least=1)
+    steps: int = flag(10, "optimiser steps measured in each turn", "Benchmark", least=1)
+    tokens: int = flag(4096, "target tokens a step and process", "Benchmark", least=64)
+    precision: str = flag("auto", "as train.py's (auto|fp32|bf16)", "Benchmark")
+    preset: str = flag("lab", "model size (lab|big|tiny)", "Benchmark")
     profile: bool = flag(False, "draw one step of rank 0", "Benchmark")
     data: str = flag("", "as train.py's --data; MINIDATASET, else as there", "Benchmark")
     out: str = flag("runs/benchmarks/scaling.json", "file for all turns; the picture lies beside it", "Benchmark")
 
-    def __post_init__(self):
-        for name, least in dict(processes=2, rounds=1, steps=1, tokens=64).items():
-            if getattr(self, name) < least:
-                raise UserError(f"--{name} {getattr(self, name)} must be at least {least}")
-
 
 def main(config: Config) -> None:
     """Take turns, print the table, draw."""
-    from benchmarks.corpus import load_corpus
-
     if config.processes > (cores := len(os.sched_getaffinity(0))):
-        raise UserError(
-            f"--processes {config.processes}, but this process may use {cores} cores; a core each is needed"
-        )
+        raise UserError(f"--processes {config.processes}, but this process may use {cores} cores; each needs one")
     corpus = load_corpus(config.data)
-    print(f"weak scaling\n{describe_machine()}\n{corpus.describe()}", flush=True)
     together, apart = f"{config.processes} together", f"{config.processes} apart"
-    turns = {"1 process": [(1, 0)], together: [(config.processes, 0)]}
-    turns[apart] = [(1, core) for core in range(config.processes)]
-    runs = interleave(turns, config.rounds, lambda name: take_turn(turns[name], corpus.folder, config))
-    write_json(ROOT / config.out, runs, title="weak scaling", corpus=corpus.describe())
-    print("\nreal target tokens a second, all processes together")
+    launches = {"1 process": [(1, 0)], together: [(config.processes, 0)]}  # (processes, the first one's core)
+    launches[apart] = [(1, core) for core in range(config.processes)]
+
+    def turn(name: str) -> dict:
+        figures = [wait() for wait in [start(size, core, corpus.folder, config) for size, core in launches[name]]]
+        speed = sum(figure["target_tokens_per_second"] for figure in figures)
+        return {"target_tokens_per_second": speed, "seconds_per_step": max(f["seconds_per_step"] for f in figures)}
+
+    runs = take_turns("weak scaling", list(launches), config.rounds, turn, config.out, corpus=corpus.describe())
+    print(f"\n{corpus.describe()}\nreal target tokens a second, all processes together")
     rows = compare(runs, "target_tokens_per_second", "1 process", ["seconds_per_step"])
     print_table(rows, "tokens/s")
     for row in rows[1:]:
         print(f"{row.contestant}: {row.ratio / config.processes:.1%} of {config.processes} times one process")
     if config.profile:
         picture = (ROOT / config.out).with_suffix(".png")
-        found = start(config.processes, 0, corpus.folder, config, profile=str(picture))()
-        print(f"\none step of rank 0, drawn in {picture}\n{describe_overlap(found)}")
+        seconds = start(config.processes, 0, corpus.folder, config, profile=str(picture))()
+        print(f"\none step of rank 0, drawn in {picture}: backward pass {seconds['backward']:.3f} s; a bucket of gradients was "
+              f"on its way for {seconds['communication']:.3f} s, {seconds['both'] / seconds['communication']:.0%} of it while "
+              "the backward pass still ran")  # fmt: skip
 
 
-def take_turn(launches: list[tuple[int, int]], corpus: Path, config: Config) -> dict:
-    """Start all launches at once and add up their speeds."""
-    figures = [wait() for wait in [start(size, core, corpus, config) for size, core in launches]]
-    speed = sum(figure["target_tokens_per_second"] for figure in figures)
-    return {"target_tokens_per_second": speed, "seconds_per_step": max(f["seconds_per_step"] for f in figures)}
-
-
-def start(size: int, first_core: int, corpus: Path, config: Config, profile: str = ""):
+def start(size: int, first_core: int, corpus: Path, config: Config, profile: str = "") -> Callable[[], dict]:
     """torchrun with `size` processes of this file; → a function that waits for the figures."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)]
-    task = dict(corpus=str(corpus), core=first_core, steps=config.steps, tokens=config.tokens)
-    task |= dict(precision=config.precision, profile=profile)
+    task = dict(corpus=str(corpus), core=first_core, profile=profile)
+    task |= {name: getattr(config, name) for name in ("steps", "tokens", "precision", "preset")}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "SCALING_TASK": json.dumps(task)}
     process = subprocess.Popen(
         [*words, "-m", "benchmarks.scaling"], cwd=ROOT, env=environment,
@@ -91,10 +91,9 @@ def start(size: int, first_core: int, corpus: Path, config: Config, profile: str
     def wait() -> dict:
         output, errors = process.communicate()
         if process.returncode:
-            said = [line for line in errors.splitlines() if line.startswith("error")] or errors.strip().splitlines()[
-                -1:
-            ]
-            raise UserError(f"a worker ended with {process.returncode}: {said[0] if said else 'without a word'}")
+            lines = errors.strip().splitlines() or ["without a word"]
+            reason = next((line for line in lines if line.startswith("error")), lines[-1])
+            raise UserError(f"a worker ended with {process.returncode}: {reason}")
         return json.loads([line for line in output.splitlines() if line.startswith("{")][-1])
 
     return wait
@@ -105,17 +104,11 @@ def start(size: int, first_core: int, corpus: Path, config: Config, profile: str
 
 def work(task: dict) -> None:
     """Train as train.py does, and print the speed of all ranks together."""
-    import torch
-
-    from engine import distributed
-    from engine.allocator import keep_freed_memory
-
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[task["core"] + int(os.environ["LOCAL_RANK"])]})
     torch.set_num_threads(1)
-    keep_freed_memory()
     world = distributed.start("cpu")
     steps = training_steps(task, world)
-    for _ in range(WARM_UP):
+    for _ in range(WARM_STEPS):
         next(steps)
     world.maximum(0)  # all begin together
     begun, tokens = time.perf_counter(), 0
@@ -130,41 +123,22 @@ def work(task: dict) -> None:
     world.stop()
 
 
-def training_steps(task: dict, world):
+def training_steps(task: dict, world: distributed.World) -> Iterator[int]:
     """Endless optimiser steps; yields the target tokens of each, over all ranks."""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader
-
-    from benchmarks.corpus import read_corpus
-    from benchmarks.peers.contest import DROPOUT, LAB, LABEL_SMOOTHING, LEARNING_RATE
-    from data import BucketSampler, Collate
-    from engine.precision import choose_precision
-    from model import ModelConfig, SummedLoss, Translator
-
     corpus = read_corpus(task["corpus"])
     precision = choose_precision(world.device, task["precision"], training=True)
-    torch.manual_seed(1)
-    model = Translator(ModelConfig(corpus.source_vocab, corpus.target_vocab, **LAB, dropout=DROPOUT)).train()
-    runner, parameters = SummedLoss(model, LABEL_SMOOTHING), list(model.parameters())
-    if world.size > 1:
-        runner = DistributedDataParallel(runner, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    sizes = ModelConfig(corpus.source_vocab, corpus.target_vocab, **SIZES[task["preset"]])
+    take_step = make_trainer(sizes, precision, wrap=world.data_parallel)
     sampler = BucketSampler(corpus.lengths, task["tokens"] * world.size, rank=world.rank, world_size=world.size)
-    tokens_of_steps = sampler.target_tokens(0)
-    batches = DataLoader(corpus.train, batch_sampler=sampler, collate_fn=Collate(corpus.source_ids, corpus.target_ids))
-    for step, batch in enumerate(batches, 1):
+    collate, tokens_of_steps = Collate(corpus.source_ids, corpus.target_ids), sampler.target_tokens(0)
+    for batch in DataLoader(corpus.train, batch_sampler=sampler, collate_fn=collate):
         tokens = next(tokens_of_steps)
-        with precision.autocast():
-            loss = runner(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out) / tokens
-        precision.backward(loss * world.size)
-        precision.step(optimizer, parameters, 1.0, step)
+        take_step(batch, tokens / world.size)  # DDP takes the mean of the gradients
         yield tokens
 
 
-def profile_step(steps, world, picture: Path) -> dict:
+def profile_step(steps: Iterator[int], world: distributed.World, picture: Path) -> dict:
     """One step under torch.profiler: the seconds of the backward pass, of communication, and of both at once."""
-    from torch.profiler import ProfilerActivity, profile
 
     world.maximum(0)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -197,16 +171,9 @@ def length(spans: list[tuple[float, float]]) -> float:
     return sum(end - start for start, end in spans)
 
 
-def overlap(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
+def overlap(left: list[tuple[float, float]], right: list[tuple[float, float]]) -> float:
     """Seconds that lie in both; within each list no two spans touch."""
-    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in one for b in other)
-
-
-def describe_overlap(figures: dict) -> str:
-    """One line."""
-    backward, communication, both = (figures[name] for name in ("backward", "communication", "both"))
-    return (f"backward pass {backward:.3f} s; a bucket of gradients was on its way for {communication:.3f} s, "
-            f"{both / communication:.0%} of it while the backward pass still ran")  # fmt: skip
+    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in left for b in right)
 
 
 def draw(backward, communication, begun: float, ended: float, picture: Path) -> None:
@@ -226,8 +193,6 @@ def draw(backward, communication, begun: float, ended: float, picture: Path) -> 
 
 
 if __name__ == "__main__":
-    if "SCALING_TASK" in os.environ:
-        run_script(lambda: work(json.loads(os.environ["SCALING_TASK"])))
-    else:
-        settings = parse_flags(Config, "weak scaling of data parallel training")
-        run_script(lambda: main(settings))
+    task = os.environ.get("SCALING_TASK")
+    settings = None if task else parse_flags(Config, "weak scaling of data parallel training")
+    run_script(lambda: work(json.loads(task)) if task else main(settings))

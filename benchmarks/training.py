@@ -1,66 +1,141 @@
-"""Training speed, side by side: this project, the handout's and the tutorial's way, and four toolkits.
+"""Training speed, side by side: this project, the handout's way and three toolkits; what fast/ brings, in time and memory.
 
     python -m benchmarks.peers.install                                   # once: the toolkits' environments
     python -m benchmarks.training                                        # everybody, two rounds
     python -m benchmarks.training --contestants ours-fp32,marian --seconds 60
     python -m benchmarks.training --contestants marian --rounds 1 --append   # one more turn, beside the earlier ones
+    python -m benchmarks.training --part ladder                          # plain → fast, fp32 and bf16
+    python -m benchmarks.training --part memory --tokens_per_batch 8192 --vocab 32000
+    python -m benchmarks.training --device cuda --preset big --tokens_per_batch 65536 --contestants ours-bf16,ours-plain-bf16
 
-All train the lab's model (width 256, 8 heads, 3 + 3 layers, feed-forward 1024, dropout and label smoothing 0.1, Adam) on the
-same token sequences, about 4,096 target tokens a batch, in a process of their own with the same threads on the same cores,
-one after another in turns. Counted are real tokens: end token yes, padding no. benchmarks/peers/NAME.py says of each what is
-like for like and what is not.
+All train a model of the same sizes (lab: width 256, 8 heads, 3 + 3 layers, feed-forward 1024, dropout and label smoothing 0.1,
+Adam) on the same token sequences, about 4,096 target tokens a batch, in a process of their own with the same threads on the
+same cores, one after another in turns. Counted are real tokens: end token yes, padding no. benchmarks/peers/NAME.py says of
+each what is like for like and what is not.
+
+ladder   every rung has all tricks of those above it; before its clock starts it takes five steps without dropout on the same
+         batches, and the loss after them must be the same but for rounding: a trick that changes it is a mistake
+memory   three steps on a batch of sentences of 32 tokens: the most memory held, less what model, optimizer and batch hold
 """
 
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
+
+import torch
 
 from benchmarks.corpus import load_corpus
-from benchmarks.measuring import compare, print_table
-from benchmarks.peers.contestants import KEEP_MEMORY, ROOT, Contestant, choose, start, take_turns
+from benchmarks.measuring import Run, compare, held_gib, in_new_process, pinned, print_table, take_turns
+from benchmarks.peers.contest import SIZES
+from benchmarks.peers.contestants import KEEP_MEMORY, Contestant, choose, start
+from data import Batch
 from engine.config import flag, parse_flags
-from engine.errors import run_script
+from engine.distributed import choose_device
+from engine.errors import UserError, run_script
+from engine.memory import keep_freed_memory
+from engine.precision import Precision
+from engine.telemetry import GIB, peak_memory_gib
+from model import ModelConfig
 
+OURS = ("random-plain-fp32", "plain-fp32", "plain-bf16", "fp32", "bf16", "compiled-bf16", "plain-fp16", "fp16")
 CONTESTANTS = {
     "handout": Contestant("handout"),
-    "tutorial": Contestant("tutorial"),
-    "joeynmt": Contestant("joeynmt", toolkit="joeynmt"),
     "opennmt": Contestant("opennmt", toolkit="opennmt"),
     "fairseq": Contestant("fairseq", toolkit="fairseq"),
     "marian": Contestant("marian"),
     "marian-tuned": Contestant("marian", "tuned", environment=KEEP_MEMORY),
-    "ours-fp32": Contestant("ours", "fp32"),
-    "ours-bf16": Contestant("ours", "bf16"),
+    **{f"ours-{variant}": Contestant("ours", variant) for variant in OURS},
 }
+PEERS = "handout,opennmt,fairseq,marian,marian-tuned,ours-fp32,ours-bf16"
+ON_GPU = "handout,marian,marian-tuned,ours-plain-bf16,ours-bf16"
+LADDER = "ours-random-plain-fp32,ours-plain-fp32,ours-fp32,ours-plain-bf16,ours-bf16"
+VARIANTS = {  # of the memory benchmark: (plain, freed memory kept, precision)
+    "plain, memory given back": (True, False, "fp32"),
+    "plain fp32": (True, True, "fp32"),
+    "plain bf16": (True, True, "bf16"),
+    "ours fp32": (False, True, "fp32"),
+    "ours bf16": (False, True, "bf16"),
+}
+LENGTH = 32  # tokens of every sentence of the memory benchmark, about the mean of real ones
 
 
 @dataclass
 class Config:
     """Every setting of this benchmark."""
 
-    contestants: str = flag("", "who takes part, with commas between; everybody", "Benchmark")
-    baseline: str = flag("handout", "whose median the ratios are over", "Benchmark")
-    rounds: int = flag(2, "turns of each", "Benchmark")
-    seconds: float = flag(20.0, "measured in each turn", "Benchmark")
-    threads: int = flag(2, "compute threads of each", "Benchmark")
-    data: str = flag("", "as train.py's --data; MINIDATASET, else as there", "Benchmark")
-    out: str = flag("runs/benchmarks/training.json", "file for all turns", "Benchmark")
-    append: bool = flag(False, "add to the turns that are in --out", "Benchmark")
+    part: str = flag("speed", "what to measure (speed|ladder|memory)", "What")
+    contestants: str = flag("", "who takes part, with commas between; everybody", "What")
+    baseline: str = flag("", "whose median the ratios are over; the first one", "What")
+    preset: str = flag("lab", "model size (lab|big|tiny)", "What")
+    tokens_per_batch: int = flag(4096, "padded tokens a side in a step", "What", least=64)
+    vocab: int = flag(16000, "tokens in each vocabulary", "What", least=300, most=60000)
+    data: str = flag("", "as train.py's --data; MINIDATASET, else as there", "What")
+    device: str = flag("cpu", "cpu, cuda or cuda:N", "How")
+    rounds: int = flag(2, "turns of each", "How", least=1)
+    seconds: float = flag(20.0, "measured in each turn", "How", above=0)
+    threads: int = flag(2, "compute threads of each", "How", least=1)
+    out: str = flag("", "file for all turns; runs/benchmarks/training.json, ladder.json, memory.json", "How")
+    append: bool = flag(False, "add to the turns that are in --out", "How")
 
 
-def main(config: Config) -> None:
-    """Take turns, print the table."""
-    names = choose(config.contestants, CONTESTANTS)
-    corpus = load_corpus(config.data)
+def main(config: Config) -> list[Run]:
+    """Take turns, print the table; → all turns."""
+    out = config.out or f"runs/benchmarks/{'training' if config.part == 'speed' else config.part}.json"
+    if config.part == "memory":
+        return measure_memory(config, out)
+    ladder = config.part == "ladder"
+    everybody = LADDER if ladder else PEERS if config.device == "cpu" else ON_GPU
+    choose_device(config.device, 0)  # which must be there
+    names = choose(config.contestants or everybody, CONTESTANTS)
+    if config.device != "cpu" and (toolkits := [name for name in names if CONTESTANTS[name].toolkit]):
+        raise UserError(f"--device {config.device}: {', '.join(toolkits)} are measured on a CPU only; leave them out")
+    corpus = load_corpus(config.data, config.vocab)
     print(corpus.describe())
-    arguments = ("train", "--corpus", corpus.folder, "--seconds", config.seconds)
+    arguments = ["train", "--corpus", corpus.folder, "--seconds", config.seconds, "--device", config.device,
+                 "--preset", config.preset, "--tokens_per_batch", config.tokens_per_batch, *["--parity"] * ladder]  # fmt: skip
     runs = take_turns(
-        "training, real tokens a second", names, config.rounds,
-        lambda name: start(name, CONTESTANTS[name], config.threads, *arguments, timeout=120 + 4 * config.seconds),
-        ROOT / Path(config.out), config.append, corpus=corpus.describe(), threads=config.threads,
+        "training, one trick more on every rung" if ladder else "training, real tokens a second", names, config.rounds,
+        lambda name: start(name, CONTESTANTS[name], config.threads, *arguments, timeout=240 + 4 * config.seconds),
+        out, config.append, corpus=corpus.describe(), settings=asdict(config),
     )  # fmt: skip
-    more = ["tokens_per_second", "seconds_per_step", "target_tokens_per_step", "peak_gib"]
+    more = ["tokens_per_second", "seconds_per_step", "target_tokens_per_step", "peak_gib", *["loss"] * ladder]
     print("\nreal target tokens a second; in tokens_per_second the source's are counted too")
-    print_table(compare(runs, "target_tokens_per_second", config.baseline, more), "tokens/s")
+    print_table(compare(runs, "target_tokens_per_second", config.baseline or names[0], more), "tokens/s")
+    return runs
+
+
+def measure_memory(config: Config, out: str) -> list[Run]:
+    """Every variant once: memory does not scatter."""
+    sizes = ModelConfig(config.vocab, config.vocab, **SIZES[config.preset])
+    runs = take_turns(
+        "peak memory of a training step", list(VARIANTS), 1,
+        lambda name: in_new_process(peak_of_step, name, sizes, config.tokens_per_batch, config.device,
+                                    **pinned(config.threads)),
+        out, vocab=config.vocab, tokens=config.tokens_per_batch,
+    )  # fmt: skip
+    print(
+        f"\nGiB above model, optimizer and batch; {config.tokens_per_batch:,} target tokens, vocabulary {config.vocab:,}"
+    )
+    print_table(compare(runs, "step_gib", next(iter(VARIANTS)), ["process_gib"]), "GiB", decimals=2)
+    return runs
+
+
+def peak_of_step(name: str, sizes: ModelConfig, tokens: int, device: str) -> dict[str, float]:
+    """Three steps of one variant; → GiB. Runs in a process of its own."""
+    from benchmarks.peers.ours import make_trainer
+
+    plain, kept, precision = VARIANTS[name]
+    torch.set_float32_matmul_precision("medium")
+    if kept:
+        keep_freed_memory()
+    take_step = make_trainer(sizes, Precision(torch.device(device), precision, ""), plain)
+    ids = torch.randint(sizes.target_vocab, (max(1, tokens // LENGTH), LENGTH))
+    pad = torch.zeros_like(ids, dtype=torch.bool)
+    batch = Batch(ids, pad, ids, ids.flatten(), torch.arange(ids.numel()), ids.numel(), ids.numel()).to(device)
+    on_gpu = device != "cpu"
+    before = torch.cuda.memory_allocated() / GIB if on_gpu else held_gib("VmRSS")
+    for _ in range(3):
+        take_step(batch)
+    peak = peak_memory_gib(device) if on_gpu else held_gib()
+    return {"step_gib": peak - before, "process_gib": peak}
 
 
 if __name__ == "__main__":

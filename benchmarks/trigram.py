@@ -1,4 +1,4 @@
-"""What the language model of `labs/wikitext.py` has to beat: interpolated Kneser–Ney trigrams on the same tokens.
+"""What the language model of `labs/wikitext/` has to beat: interpolated Kneser–Ney trigrams on the same tokens.
 
     python -m benchmarks.trigram --data wikitext-2             # the trigram alone
     python -m benchmarks.trigram --run runs/NAME               # on the text and vocabulary of a finished run, beside its score
@@ -8,7 +8,7 @@ vocabulary, which is checked. nltk's trigram has one discount, which is chosen o
 is far from the best. The modified one (Chen and Goodman 1999) has six, by a formula from the counts, and nothing is chosen.
 
 nltk computes a probability by walking through all contexts of the training text: hours for a test set. `Trigram` holds the
-same counts in sorted arrays; a sample of its probabilities is compared with nltk's own.
+same counts in sorted arrays; the tests compare its probabilities with nltk's own.
 """
 
 import json
@@ -21,6 +21,7 @@ import numpy as np
 
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
+from labs.wikitext.text import prepare
 
 DISCOUNTS = (0.1, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 NLTK_DEFAULT = 0.1
@@ -33,15 +34,10 @@ class Config:
 
     data: str = flag("", "as in labs.wikitext", "Text")
     ratios: str = flag("0.8,0.1,0.1", "as in labs.wikitext", "Text")
-    vocab: int = flag(0, "as in labs.wikitext", "Text")
-    min_count: int = flag(3, "as in labs.wikitext", "Text")
+    vocab: int = flag(0, "as in labs.wikitext", "Text", least=0)
+    min_count: int = flag(3, "as in labs.wikitext", "Text", least=1)
     run: str = flag("", "finished run of labs.wikitext: its text and vocabulary, its score beside", "Text")
-    compare: int = flag(100, "test tokens on which nltk itself is asked, 0.1 s each", "How")
     out: str = flag("runs/benchmarks/trigram.json", "where the figures go", "How")
-
-    def __post_init__(self):
-        if self.compare < 0:
-            raise UserError(f"--compare {self.compare} must be at least 0")
 
 
 class Trigram:
@@ -136,47 +132,17 @@ def lookup(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarr
     return np.where(keys[place] == wanted, values[place], 0)
 
 
-def nltk_model(ids: np.ndarray, discount: float):
-    """nltk's own model of the same ring of ids, each id a word."""
-    from nltk.lm import KneserNeyInterpolated
-    from nltk.util import everygrams
-
-    words = [str(id) for id in ring(ids)]
-    model = KneserNeyInterpolated(3, discount=discount)
-    model.fit([everygrams(words, max_len=3)], vocabulary_text=words)
-    return model
-
-
-def largest_difference(trigram: Trigram, train: np.ndarray, test: np.ndarray, discount: float, count: int) -> float:
-    """The largest |log p| apart from nltk over `count` test tokens, drawn with a fixed seed."""
-    if not count:
-        return 0.0
-    model, places = nltk_model(train, discount), random.Random(0).sample(range(2, len(test)), min(count, len(test) - 2))
-    apart = []
-    for place in places:
-        a, b, w = (int(id) for id in test[place - 2 : place + 1])
-        ours = trigram.probabilities(*(np.array([id]) for id in (a, b, w)), discount)[0]
-        apart.append(abs(math.log(ours) - math.log(model.score(str(w), (str(a), str(b))))))
-    return max(apart)
-
-
 def main(config: Config) -> None:
     """Count, choose the discount, check, score, write."""
     text = read_text(config)
-    for line in text.notes:
-        print(line)
     ids = {split: row.numpy() for split, row in text.ids.items()}
-    vocabulary = text.vocabulary
-    trigram = Trigram(ids["train"], len(vocabulary.tokens))
+    vocabulary, train = text.vocabulary, ids["train"]
+    trigram = Trigram(train, len(vocabulary.tokens))
     validation = {discount: trigram.loss(ids["validation"], vocabulary.eos, discount) for discount in DISCOUNTS}
-    for discount, loss in validation.items():
-        print(f"discount {discount:<4}  validation perplexity {math.exp(loss):.2f}")
-    best = min(validation, key=validation.get)
+    best, modified = min(validation, key=validation.get), trigram.chen_goodman()
     models = {f"Kneser–Ney trigram, discount {NLTK_DEFAULT} (nltk's default)": NLTK_DEFAULT,
               f"Kneser–Ney trigram, discount {best} (best on validation)": best}  # fmt: skip
-    if (modified := trigram.chen_goodman()) is not None:
-        models["modified Kneser–Ney trigram"] = modified
-        print("modified discounts: " + "; ".join(" ".join(f"{d:.3f}" for d in row) for row in modified))
+    models |= {} if modified is None else {"modified Kneser–Ney trigram": modified}
     losses = {name: trigram.loss(ids["test"], vocabulary.eos, discount) for name, discount in models.items()}
     if math.inf in losses.values():
         raise UserError("some test tokens have probability 0, for the training text does not have them (<unk> is one if "
@@ -185,15 +151,19 @@ def main(config: Config) -> None:
     a, b, _ = triples(ids["test"])
     places = random.Random(0).sample(range(len(a)), min(SUMMED, len(a)))
     off = max(abs(trigram.sum_of(a[place], b[place], d) - 1) for d in models.values() for place in places)
-    apart = largest_difference(trigram, ids["train"], ids["test"], best, config.compare)
     unseen = (lookup(trigram.contexts, trigram.context_times, a * len(vocabulary.tokens) + b) == 0).mean()
-    print(f"check: probabilities of all words add up to 1 within {off:.1e} in {len(places)} test contexts, "
-          f"{unseen:.0%} of which training never had; log p is nltk's within {apart:.1e} ({config.compare} tokens)")  # fmt: skip
+    print(f"check: probabilities of all words add up to 1 within {off:.1e} in {len(places)} test contexts; training never had "
+          f"{unseen:.0%} of the contexts")  # fmt: skip
     names = ("perplexity_at_default", "perplexity", "perplexity_modified")
     figures = {"tokens": len(ids["test"]), "vocabulary": len(vocabulary.tokens), "discount": best}
     figures |= {short: math.exp(loss) for short, loss in zip(names, losses.values())}
     if config.run:
-        figures["model"] = score_of(Path(config.run), len(ids["test"]))
+        scores = json.loads((Path(config.run) / "test.json").read_text(encoding="utf-8"))
+        if scores["tokens"] != figures["tokens"]:
+            raise UserError(
+                f"--run {config.run}: tested on {scores['tokens']} tokens, not on these {figures['tokens']}"
+            )
+        figures["model"] = scores["perplexity"]
         print(f"{config.run}: test perplexity {figures['model']:.2f}")
     for name, loss in losses.items():
         ratio = f"; the model's is {figures['model'] / math.exp(loss):.1%} of it" if config.run else ""
@@ -204,44 +174,21 @@ def main(config: Config) -> None:
 
 def read_text(config: Config):
     """The tokenised text, by the flags or as a run has it."""
-    from labs.wikitext_text import prepare
-
-    settings = {name: getattr(config, name) for name in ("data", "ratios", "vocab", "min_count")} | {"tokens": "words"}
+    settings, run = {**vars(config), "tokens": "words"}, Path(config.run)
     if config.run:
-        path = Path(config.run) / "config.json"
-        try:
-            settings = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            raise UserError(f"--run {config.run}: no readable config.json there; name a run of labs.wikitext") from None
+        if not (run / "test.json").exists():
+            raise UserError(f"--run {run}: no test.json there; name a run of labs.wikitext that has ended")
+        settings = json.loads((run / "config.json").read_text(encoding="utf-8"))
     try:
         ratios = tuple(map(float, settings["ratios"].split(",")))
-        text = prepare(settings["data"], ratios, settings["tokens"], settings["vocab"], settings["min_count"])
-    except KeyError as error:
-        raise UserError(f"--run {config.run}: its config.json has no {error}; name a run of labs.wikitext") from None
     except ValueError:
         raise UserError(f"--ratios {settings['ratios']}: give three numbers like 0.8,0.1,0.1") from None
-    if config.run and "\n".join(text.vocabulary.tokens) + "\n" != vocabulary_of(Path(config.run)):
-        raise UserError(
-            f"--run {config.run}: the text at {settings['data']} gives another vocabulary by now; put it back"
-        )
+    text = prepare(settings["data"], ratios, settings["tokens"], settings["vocab"], settings["min_count"])
+    if config.run and "\n".join(text.vocabulary.tokens) + "\n" != (run / "vocabulary.txt").read_text(encoding="utf-8"):
+        raise UserError(f"--run {run}: the text at {settings['data']} gives another vocabulary by now; put it back")
+    for line in text.notes:
+        print(line)
     return text
-
-
-def vocabulary_of(run: Path) -> str:
-    """The tokens of a run, one a line."""
-    path = run / "vocabulary.txt"
-    return path.read_text(encoding="utf-8") if path.exists() else ""
-
-
-def score_of(run: Path, tokens: int) -> float:
-    """The test perplexity that a run wrote down, for as many test tokens."""
-    path = run / "test.json"
-    if not path.exists():
-        raise UserError(f"--run {run}: no test.json in it yet; let the run end first")
-    scores = json.loads(path.read_text(encoding="utf-8"))
-    if scores["tokens"] != tokens:
-        raise UserError(f"--run {run}: it was tested on {scores['tokens']} tokens, not on these {tokens}")
-    return scores["perplexity"]
 
 
 if __name__ == "__main__":

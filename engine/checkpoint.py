@@ -3,8 +3,8 @@
 runs/x/checkpoints/step-200/     model.safetensors  optimizer.pt  state.json  checksums.json
 runs/x/checkpoints/best, last    symbolic links, each to one of the step-N folders
 
-save(folder, step, model.state_dict(), optimizer.state_dict(), {"best_score": 31.2}, best=True)
-newest = latest(folder); load_optimizer(newest); load_state(newest)   # to resume
+save(folder, step, model.state_dict(), optimizer.state_dict(), {"best_score": 31.2}, best_step=step)
+newest = mend(folder); load_optimizer(newest); load_state(newest)   # to resume
 model.load_state_dict(load_weights(resolve("runs/x")))             # to translate
 """
 
@@ -27,15 +27,18 @@ from torch import Tensor
 from engine.errors import UserError
 
 CONTENT = ["model.safetensors", "optimizer.pt", "state.json"]  # the files that checksums.json vouches for
+RESUMABLE = 2  # checkpoints that keep the optimizer's state: the newest, and one to fall back on
 WEIGHT_SUFFIXES = [".safetensors", ".pt", ".pth", ".bin"]
 
 
 def save(
-    folder: Path, step: int, model_state: dict, optimizer_state: dict, state: dict, keep: int = 5, best: bool = False
-) -> Path:
-    """Write `folder/step-N` whole or not at all, re-point `last` (and `best`), and keep the newest `keep` (and `best`).
+    folder: Path, step: int, model_state: dict, optimizer_state: dict, state: dict, keep: int = 5,
+    best_step: int | None = None,
+) -> Path:  # fmt: skip
+    """Write `folder/step-N` whole or not at all, re-point `last` and `best`, and keep the newest `keep` and the best.
 
-    `state` is any JSON: best score, sampler position, scaler… To be called by one process only (rank 0).
+    `state` is any JSON: best score, sampler position, scaler… The optimizer's state, twice the size of the weights, stays in the
+    newest `RESUMABLE` only. To be called by one process only (rank 0).
     """
     folder = Path(folder)
     checkpoint, temporary = folder / f"step-{step}", folder / f".tmp-step-{step}-{os.getpid()}"
@@ -48,7 +51,7 @@ def save(
     files = {
         "model.safetensors": safetensors.torch.save(tensors, metadata={"format": "pt"}),
         "optimizer.pt": optimizer_file.getbuffer(),
-        "state.json": _as_json({**state, "step": step}),
+        "state.json": _as_json({**state, "step": step, "best_step": best_step}),
     }
     files["checksums.json"] = _as_json({name: hashlib.sha256(files[name]).hexdigest() for name in CONTENT})
     try:
@@ -64,18 +67,15 @@ def save(
         if checkpoint.exists():  # a resumed run does a step again, and a folder cannot be renamed onto a full one
             os.replace(checkpoint, folder / f".replaced-{checkpoint.name}")
         os.replace(temporary, checkpoint)
-        for link in ["last", "best"] if best else ["last"]:
-            new_link = folder / f".new-{link}"
-            new_link.unlink(missing_ok=True)
-            new_link.symlink_to(checkpoint.name)  # relative, so that a run may be moved or copied
-            os.replace(new_link, folder / link)  # whoever looks finds the old target or the new one, never none
-        _wait_for_disk(folder)
+        _link(folder, step, best_step)
         _settle_replaced(folder)
-        _remove_old(folder, step, keep)
+        _remove_old(folder, {step, best_step}, keep)
     except OSError as error:
         _settle_replaced(folder)
         whole = next((path for path in _newest_first(folder) if verify(path) is None), None)
-        remedy = f"mend this and resume from {whole.name}, which is whole" if whole else "no earlier one is whole"
+        remedy = (
+            f"fix this, then resume from {whole.name}, which is whole" if whole else "no earlier checkpoint is whole"
+        )
         raise UserError(f"cannot write step-{step} in {folder}: {error.strerror or error}; {remedy}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # after success it has its final name, and nothing is left here
@@ -88,61 +88,102 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(name[5:]) for name in folders if re.fullmatch(r"step-(0|[1-9][0-9]*)", name))
 
 
-def verify(checkpoint: Path) -> str | None:
-    """None if every file is exactly as it was saved, else a few words on what is wrong."""
+def write_checksums(folder: Path, names: list[str], to: str = "checksums.json") -> None:
+    """A file in `folder` with the hashes of these files in it, for `verify_files`; whole or not at all."""
+    recorded = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in sorted(names)}
+    temporary = folder / f".{to}.tmp"
+    temporary.unlink(missing_ok=True)  # never written through a link that somebody put there
+    temporary.write_bytes(_as_json(recorded))
+    os.replace(temporary, folder / to)
+
+
+def verify_files(folder: Path, checksums: str = "checksums.json") -> str | None:
+    """None if every file that `checksums` names is exactly as it was written, else a few words on what is wrong."""
     try:
-        text = Path(checkpoint, "checksums.json").read_bytes()
+        text = Path(folder, checksums).read_bytes()
         recorded = json.loads(text)
         # Comparing with what we would write shows any changed byte of this file too, even a space turned into a tab.
-        if text != _as_json(recorded) or sorted(recorded) != sorted(CONTENT):
-            return "checksums.json is damaged"
-        for name in CONTENT:
-            if hashlib.sha256(Path(checkpoint, name).read_bytes()).hexdigest() != recorded[name]:
+        if text != _as_json(recorded):
+            return f"{checksums} is damaged"
+        for name, digest in recorded.items():
+            if hashlib.sha256(Path(folder, name).read_bytes()).hexdigest() != digest:
                 return f"checksum of {name} differs"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    except (ValueError, TypeError, RecursionError):  # no JSON, not UTF-8, not a table of names, nested without end
-        return "checksums.json is damaged"
+    except (ValueError, TypeError, AttributeError, RecursionError):  # no JSON, not UTF-8, no table, nested without end
+        return f"{checksums} is damaged"
     return None
 
 
-def latest(folder: Path) -> Path:
+def verify(checkpoint: Path, to_resume: bool = False) -> str | None:
+    """None if the checkpoint is exactly as it was saved, else a few words on what is wrong or, `to_resume`, missing."""
+    if damage := verify_files(checkpoint):
+        return damage
+    recorded = json.loads(Path(checkpoint, "checksums.json").read_bytes())
+    if to_resume and "optimizer.pt" not in recorded:
+        return "its optimizer state was removed, to save space"
+    return None if {*recorded, "optimizer.pt"} == {*CONTENT} else "checksums.json is damaged"
+
+
+def latest(folder: Path, to_resume: bool = False) -> Path:
     """The newest whole checkpoint in `folder`; every damaged one that is passed over is named in one line."""
     _settle_replaced(Path(folder))
     damaged = []
     for checkpoint in _newest_first(folder):
-        damage = verify(checkpoint)
+        damage = verify(checkpoint, to_resume)
         if damage is None:
             for passed_over in damaged:
                 _say(f"checkpoint {passed_over}; using {checkpoint.name}")
             return checkpoint
         damaged.append(f"{checkpoint.name} is damaged ({damage})")
-    reason = ", ".join(damaged) or "there is none yet"
-    raise UserError(f"no whole checkpoint in {folder}: {reason}; train first, or name another directory")
+    reason = ", ".join(damaged) or "nothing is saved yet"
+    raise UserError(f"no whole checkpoint in {folder}: {reason}; train first, or give another folder")
+
+
+def mend(folder: Path) -> Path:
+    """What a run goes on from, with the links to it and to the best set anew: a kill may have come before they were."""
+    newest = latest(folder, to_resume=True)
+    state = load_state(newest)
+    with suppress(OSError):  # the folder may be only for reading; who reads does not need the links
+        _link(Path(folder), state["step"], state.get("best_step"))
+    return newest
 
 
 def resolve(path: str | Path) -> Path:
     """What `--ckpt` takes: a run directory (its best, else its latest), a checkpoint directory, or a weights file."""
     path = Path(path)
     if path.is_file() and path.suffix in WEIGHT_SUFFIXES:
+        if path.name in CONTENT and (path.parent / "checksums.json").exists() and (damage := verify(path.parent)):
+            raise UserError(f"{path} belongs to a checkpoint that is not whole ({damage}); use another one")
         return path
     if not path.is_dir():
-        what = f"{path} is no weights file ({' '.join(WEIGHT_SUFFIXES)})" if path.exists() else f"{path} does not exist"
+        what = (
+            f"{path} is not a weights file ({' '.join(WEIGHT_SUFFIXES)})" if path.exists() else f"{path} does not exist"
+        )
         raise UserError(f"{what}; give a run directory, a checkpoint directory or a weights file")
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    is_folder_of_run = (path / "checkpoints").is_dir() or (path / "config.json").exists()
+    folder = path / "checkpoints" if is_folder_of_run else path
     is_run = folder != path or bool(steps(folder))
-    checkpoint = (folder / "best" if is_run else path).resolve()  # from a link such as `best` to its step-N
-    damage = verify(checkpoint)
-    if damage and is_run:
-        _say(f"{path} has no whole best checkpoint ({checkpoint.name}: {damage}); using the latest")
-        return latest(folder).resolve()
-    if damage:
-        whole = next((other for other in _newest_first(checkpoint.parent) if verify(other) is None), None)
+    if not is_run and (damage := verify(path.resolve())):
+        whole = next((other for other in _newest_first(path.resolve().parent) if verify(other) is None), None)
         advice = f"use {whole}, which is whole" if whole else "give a run directory or another checkpoint"
-        raise UserError(f"{path} is no whole checkpoint ({damage}); {advice}")
-    return checkpoint
+        raise UserError(f"{path} is not a whole checkpoint ({damage}); {advice}")
+    return _best_of(folder).resolve() if is_run else path.resolve()  # from a link such as `best` to its step-N
+
+
+def _best_of(folder: Path) -> Path:
+    """The best checkpoint by what the newest one says, or by the link of an older version; else the newest."""
+    newest = latest(folder)
+    best_step = load_state(newest).get("best_step")
+    best = folder / (f"step-{best_step}" if best_step is not None else "best")
+    if not best.exists() and best_step is None:  # nothing was validated yet
+        return newest
+    if damage := verify(best):
+        _say(f"{folder.parent} has no whole best checkpoint ({best.name}: {damage}); using the latest")
+        return newest
+    return best
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
@@ -154,48 +195,27 @@ def load_weights(path: Path) -> dict[str, Tensor]:
             weights = weights[key]
     entries = weights.items() if isinstance(weights, dict) else []
     if not entries or not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in entries):
-        raise UserError(f"{path} holds no state_dict (names and their tensors); give a file of weights")
+        raise UserError(f"{path} contains no state_dict (names and tensors); give a weights file")
     # DistributedDataParallel puts "module." before each name and torch.compile "_orig_mod.", in either order.
     return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): tensor for name, tensor in entries}
 
 
 def load_optimizer(checkpoint: Path) -> dict:
-    """The optimizer's state of a whole checkpoint; tensors on the CPU."""
-    return _load_tensors(resolve(checkpoint) / "optimizer.pt")
+    """The optimizer's state of a checkpoint that was verified; tensors on the CPU."""
+    return _load_tensors(Path(checkpoint) / "optimizer.pt")
 
 
 def load_state(checkpoint: Path) -> dict:
-    """The state of a whole checkpoint, as it was given to `save`, and its step."""
-    return json.loads((resolve(checkpoint) / "state.json").read_bytes())
+    """The state of a checkpoint that was verified, as it was given to `save`, with its step and the best one's."""
+    return json.loads((Path(checkpoint) / "state.json").read_bytes())
 
 
-def average(checkpoints: list[Path]) -> dict[str, Tensor]:
-    """The mean of each parameter, summed in float64 and returned in its own type; integer buffers from the last one."""
-    if not checkpoints:
-        raise UserError("no checkpoint to average; name at least one")
-    sums, expected, weights = {}, {}, {}
-    for checkpoint in checkpoints:
-        weights = load_weights(checkpoint)
-        found = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
-        expected = expected or found
-        differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-        if differing:
-            reason = f"{differing[0]} is missing in one or differs in shape or type"
-            raise UserError(f"cannot average {checkpoint} with {checkpoints[0]}: {reason}; average one run only")
-        for name, tensor in weights.items():
-            if tensor.is_floating_point():
-                sums[name] = sums.get(name, 0) + tensor.double()
-    means = {name: (total / len(checkpoints)).to(weights[name].dtype) for name, total in sums.items()}
-    return {**weights, **means}
-
-
-def last_checkpoints(checkpoint: Path, count: int) -> list[Path]:
+def last_whole(checkpoint: Path, count: int) -> list[Path]:
     """The `count` whole checkpoints up to and including this one in its folder, oldest first."""
-    checkpoint = resolve(checkpoint)
     whole = [path for path in _newest_first(checkpoint.parent) if verify(path) is None]
     whole = whole[whole.index(checkpoint) :] if checkpoint in whole else []  # a weights file has nothing before it
     if not 1 <= count <= len(whole):
-        raise UserError(f"cannot take {count} checkpoints up to {checkpoint}: {len(whole)} whole there; ask for fewer")
+        raise UserError(f"cannot average {count} checkpoints up to {checkpoint}: {len(whole)} are whole; ask for fewer")
     return whole[:count][::-1]
 
 
@@ -213,9 +233,11 @@ def _load_tensors(path: Path):
         # A function or class that is not on torch's list of harmless ones, TorchScript, or a pickle not of torch.save:
         plain_pickle = isinstance(error, pickle.UnpicklingError) and path.read_bytes()[:1] == b"\x80"
         if plain_pickle or "GLOBAL" in str(error) or "TorchScript" in str(error):
-            reason = "holds more than tensors and would run code when opened; refused: use a .safetensors file"
+            reason = (
+                "contains more than tensors and would run code when opened, so it is refused; use a .safetensors file"
+            )
         else:
-            reason = "is empty, truncated or no file of weights; copy it again or use another one"
+            reason = "is empty, truncated or not a weights file; copy it again or use another file"
         raise UserError(f"{path} {reason}") from error
 
 
@@ -242,14 +264,30 @@ def _settle_replaced(folder: Path) -> None:
             shutil.rmtree(replaced) if checkpoint.exists() else replaced.rename(checkpoint)
 
 
-def _remove_old(folder: Path, step: int, keep: int) -> None:
-    kept = {f"step-{newest}" for newest in [*steps(folder)[-max(keep, 1) :], step]} | {(folder / "best").resolve().name}
-    for old in _newest_first(folder):
-        if old.name not in kept:
-            doomed = folder / f".tmp-removed-{old.name}-{os.getpid()}"
-            with suppress(OSError):  # an old checkpoint that cannot be removed is no reason to stop the training
-                os.replace(old, doomed)  # first out of sight: a kill halfway leaves no step-N with half of its files
-            shutil.rmtree(doomed, ignore_errors=True)
+def _link(folder: Path, last: int, best: int | None) -> None:
+    """Point `last` and `best` to their checkpoints. Whoever looks finds the old one or the new one, never none."""
+    for name, step in {"last": last, "best": best}.items():
+        if step is not None and (folder / f"step-{step}").is_dir():
+            new_link = folder / f".new-{name}"
+            new_link.unlink(missing_ok=True)
+            new_link.symlink_to(f"step-{step}")  # relative, so that a run may be moved or copied
+            os.replace(new_link, folder / name)
+    _wait_for_disk(folder)
+
+
+def _remove_old(folder: Path, kept: set[int | None], keep: int) -> None:
+    newest = steps(folder)[::-1]
+    for old in newest[RESUMABLE:]:
+        optimizer_file = folder / f"step-{old}" / "optimizer.pt"
+        with suppress(OSError):  # what cannot be removed is no reason to stop the training
+            if optimizer_file.exists():
+                write_checksums(optimizer_file.parent, [name for name in CONTENT if name != "optimizer.pt"])
+                optimizer_file.unlink()
+    for old in set(newest[max(keep, 1) :]) - kept:
+        doomed = folder / f".tmp-removed-step-{old}-{os.getpid()}"
+        with suppress(OSError):
+            os.replace(folder / f"step-{old}", doomed)  # first out of sight: a kill halfway leaves no half step-N
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _say(message: str) -> None:

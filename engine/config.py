@@ -20,6 +20,8 @@ from pathlib import Path
 
 from engine.errors import UserError, stop
 
+SETTINGS_BYTES = 2**16
+LARGEST = 2**31 - 1  # whole number, where a flag names no other limit
 SAYS_TRUE, SAYS_FALSE = ("true", "yes", "1"), ("false", "no", "0")
 
 
@@ -29,7 +31,7 @@ def flag(default, help: str, group: str, *, least=None, above=None, most=None, b
     Its values: least ≤ value ≤ most, above < value < below; and where the help names choices as (a|b), one of them.
     """
     if isinstance(default, int) and most is None and below is None:
-        most = 2**31 - 1  # a slip of some zeros too many is said at once, not by an allocator in an hour
+        most = LARGEST  # a slip of some zeros too many is said at once, not by an allocator in an hour
     bounds = {"least": least, "above": above, "most": most, "below": below}
     return dataclasses.field(default=default, metadata={"help": help, "group": group, **bounds})
 
@@ -91,7 +93,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _boolean(word: str) -> bool:
     if word.lower() not in SAYS_TRUE + SAYS_FALSE:
-        raise argparse.ArgumentTypeError(f"{word!r} is neither true nor false")
+        raise argparse.ArgumentTypeError(f"{word!r} is not true or false")
     return word.lower() in SAYS_TRUE
 
 
@@ -102,7 +104,7 @@ def checked(config):
         if not isinstance(value, (int, float) if field.type is float else field.type):
             raise UserError(f"--{field.name} {value!r} must be of type {field.type.__name__}")
         if isinstance(value, int | float) and not _is_within(value, bounds):
-            raise UserError(f"--{field.name} {value} must be {bounds_in_words(bounds) or 'a finite number'}")
+            raise UserError(f"--{field.name} {value} must be {bounds_in_words(bounds, value) or 'a finite number'}")
         choices = choices_of(field)
         if choices and value not in (*choices, field.default):
             names = f"{', '.join(choices[:-1])} or {choices[-1]}"
@@ -111,21 +113,21 @@ def checked(config):
 
 
 def _is_within(value: int | float, bounds) -> bool:
-    inside = math.isfinite(value)  # False for nan too
-    inside &= (bounds["least"] is None or value >= bounds["least"]) and (
-        bounds["above"] is None or value > bounds["above"]
-    )
+    least, above, most, below = (bounds[name] for name in ("least", "above", "most", "below"))
     return (
-        inside
-        and (bounds["most"] is None or value <= bounds["most"])
-        and (bounds["below"] is None or value < bounds["below"])
+        -math.inf < value < math.inf  # false for nan too, and right for whole numbers that no float can hold
+        and (least is None or value >= least)
+        and (above is None or value > above)
+        and (most is None or value <= most)
+        and (below is None or value < below)
     )
 
 
-def bounds_in_words(bounds) -> str:
+def bounds_in_words(bounds, value: int | float) -> str:
     """'at least 1 and below 10'; '' without bounds. The limit of every whole number goes without saying until it is hit."""
     words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
-    return " and ".join(f"{words[name]} {bounds[name]:g}" for name in words if bounds[name] is not None)
+    shown = [name for name in words if bounds[name] is not None and (bounds[name] != LARGEST or value > LARGEST)]
+    return " and ".join(f"{words[name]} {bounds[name]:,}" for name in shown)
 
 
 def choices_of(field: dataclasses.Field) -> list[str]:
@@ -139,12 +141,15 @@ def read_settings(path: Path) -> dict:
     import yaml
 
     try:
+        if path.stat().st_size > SETTINGS_BYTES:
+            raise UserError(f"settings file {path} is larger than {SETTINGS_BYTES:,} bytes; is it another file?")
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read settings file {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, a date that is none
         raise UserError(f"settings file {path} is not valid YAML: {error}") from None
-    if not isinstance(values, dict):
+    # Nested values would have no flag, and written out they can be a billion times the size of the file.
+    if not isinstance(values, dict) or any(isinstance(value, dict | list | set) for value in values.values()):
         raise UserError(f"settings file {path} must hold `name: value` lines")
     return values
 
@@ -174,7 +179,7 @@ def format_help(config_class, description: str, positional: str | None) -> str:
 def _bounds_in_help(bounds) -> str:
     """' [>= 0, < 1]'"""
     signs = {"least": ">=", "above": ">", "most": "<=", "below": "<"}
-    shown = [f"{sign} {bounds[name]:g}" for name, sign in signs.items() if bounds[name] not in (None, 2**31 - 1)]
+    shown = [f"{sign} {bounds[name]:g}" for name, sign in signs.items() if bounds[name] not in (None, LARGEST)]
     return f" [{', '.join(shown)}]" if shown else ""
 
 
@@ -189,9 +194,14 @@ def command() -> str:
 
 
 def save_config(config, path: Path) -> None:
-    """Write the dataclass as JSON, what `load_config` reads again; whole or not at all."""
+    """Write the dataclass as JSON, what `load_config` reads again."""
+    write_whole(path, json.dumps(dataclasses.asdict(config), ensure_ascii=False, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A file that is there whole or not at all, whenever this process is killed."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(dataclasses.asdict(config), ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
@@ -203,5 +213,5 @@ def load_config(config_class, path: Path):
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; is {path.parent} a run of this script?") from None
     except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged or of another script: {error}") from None
+        raise UserError(f"{path} is damaged, or belongs to another script: {error}") from None
     return checked(config)

@@ -5,6 +5,7 @@ total = world.sum(torch.tensor([loss, count], dtype=torch.float64))
 mesh = world.mesh(data=2, pipe=4)      # eight ranks as a grid with named sides
 """
 
+import inspect
 import itertools
 import math
 import os
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
 
 from engine.errors import UserError
 from engine.memory import keep_freed_memory
@@ -88,6 +90,17 @@ class World:
         dist.gather_object(value, boxes, dst=0)
         return boxes
 
+    def data_parallel(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The module as one of many, whose gradients are averaged in the backward pass; alone, the module itself."""
+        if self.size == 1:
+            return module
+        # Gradients live in the buckets that travel, instead of being copied into them. Buffers are constants here, and not
+        # sent at every step; the flag for it has a new name since torch 2.13.
+        names = inspect.signature(DistributedDataParallel).parameters
+        sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+        device_ids = [self.device] if self.device.type == "cuda" else None
+        return DistributedDataParallel(module, device_ids, gradient_as_bucket_view=True, **{sync_buffers: False})
+
     def mesh(self, **sizes: int):
         """The ranks as a grid, torch's `DeviceMesh`: mesh(data=2, pipe=4) has two rows of four, and rank 5 is in row 1, column 1.
 
@@ -97,7 +110,7 @@ class World:
 
         if math.prod(sizes.values()) != self.size or min(sizes.values()) < 1:
             grid = " × ".join(f"{name} {size}" for name, size in sizes.items())
-            raise UserError(f"{self.size} processes are no grid of {grid}; start as many as the product of the sizes")
+            raise UserError(f"{self.size} processes do not form a grid of {grid}; start the product of the sizes")
         if not dist.is_initialized():  # alone: a group of one, so that the same code runs
             dist.init_process_group(backend_for(self.device), store=dist.HashStore(), rank=0, world_size=1)
         return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -127,15 +140,12 @@ def start(device_name: str = "auto") -> World:
     if len(missing) == len(variables) or ("RANK" in missing and "WORLD_SIZE" in missing):
         return World(0, 1, choose_device(device_name, 0))
     if missing:
-        raise UserError(
-            f"the environment of a multi-process run is half set: {', '.join(missing)} missing; start with "
-            "`torchrun --nproc_per_node N script.py`, or unset RANK and WORLD_SIZE"
-        )
+        names = ", ".join(missing)
+        raise UserError(f"{names} missing in the environment; start with torchrun, or unset RANK and WORLD_SIZE")
     words = [os.environ[name] for name in (*variables[:3], "MASTER_PORT")]
     if not all(word.isdecimal() for word in words):
         raise UserError(
-            f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be numbers, not {', '.join(words)}; start with torchrun, "
-            "or unset them"
+            f"RANK, WORLD_SIZE, LOCAL_RANK, MASTER_PORT must be numbers, not {', '.join(words)}; use torchrun"
         )
     rank, size, local_rank, _ = map(int, words)
     if rank >= size:
@@ -161,9 +171,7 @@ def join(rank: int, size: int, device: torch.device) -> dist.Store:
     except (MeetingTimeout, dist.DistError, RuntimeError, ValueError, OSError) as error:
         reason = (str(error).strip() or f"no answer for {JOIN}").splitlines()[0]
         if "EADDRINUSE" in str(error):
-            reason = (
-                "the port is in use by another program; choose another with torchrun's --master_port, or MASTER_PORT"
-            )
+            reason = "the port is in use by another program; choose another: --master_port of torchrun, or MASTER_PORT"
         raise UserError(f"rank {rank} cannot meet the others at {place}: {reason}") from None
     return store
 
@@ -183,9 +191,7 @@ def adopt_srun(environment=os.environ) -> None:
         return
     names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID")
     if missing := [name for name in names if name not in environment]:
-        raise UserError(
-            f"srun started {tasks} tasks, but {', '.join(missing)} missing in the environment; use torchrun"
-        )
+        raise UserError(f"srun started {tasks} tasks, but {', '.join(missing)} missing; use torchrun")
     rank, local_rank, nodes, tasks_per_node, job = (environment[name] for name in names)
     environment.update(RANK=rank, WORLD_SIZE=tasks, LOCAL_RANK=local_rank)
     # "2(x3),1": three machines with 2 tasks, one with 1. Of all machines the largest number does.
@@ -214,17 +220,14 @@ def choose_device(name: str, local_rank: int) -> torch.device:
         raise UserError(f"--device {name}: {reason}; leave the flag out to train on the CPU")
     count = torch.cuda.device_count()
     if ":" in name and os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError(
-            f"--device {name} names one GPU for all processes; use `CUDA_VISIBLE_DEVICES=… torchrun …` instead"
-        )
+        raise UserError(f"--device {name} gives all processes the same GPU; use `CUDA_VISIBLE_DEVICES=… torchrun …`")
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     # With srun --gpus-per-task each task sees one card, its own; torchrun under SLURM shares out what it sees.
     by_srun = "SLURM_LOCALID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
     own_card = by_srun and count == 1 and int(os.environ.get("SLURM_GPUS_ON_NODE", local_size)) >= local_size
     if ":" not in name and local_size > count and not own_card:  # said by every rank, so that none waits for the others
         raise UserError(
-            f"{local_size} processes on this machine but {count} GPU(s) can be seen; start at most {count} here, or use "
-            "--device cpu"
+            f"{local_size} processes but {count} visible GPU(s); start at most {count}, or use --device cpu"
         )
     index = name.partition(":")[2] or str(0 if own_card else local_rank)
     if not index.isdigit() or int(index) >= count:

@@ -33,7 +33,7 @@ def run_script(main) -> None:
                  "step in two parts) or fewer --tokens_per_batch")  # fmt: skip
         many = os.environ.get("WORLD_SIZE", "1") != "1"
         if many and not isinstance(error, OSError) and re.search(_PEER_LOST, str(error)):  # a download's is an OSError
-            stop("another process of this run has ended, or has not answered for long; its own message says why")
+            stop("another process of this run has ended or does not answer; its own message says why")
         number = _disk_error(error)
         if number is None:
             raise
@@ -45,13 +45,13 @@ def run_script(main) -> None:
 
 
 def _disk_error(error: BaseException | None) -> int | None:
-    """The number of the error if a disk is full or read-only, whatever library says so, else None."""
+    """The number of the error if a disk is full, read-only or broken, whatever library says so, else None."""
     number = error.errno if isinstance(error, OSError) else None
     if found := re.search(r"\(os error (\d+)\)", str(error)):  # a library in Rust
         number = int(found[1])
     elif number is None and re.search(r"\d+ requested and \d+ written", str(error)):  # numpy
         number = errno.ENOSPC
-    return number if number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) else None
+    return number if number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO) else None
 
 
 def stop(message: str, code: int = 2) -> None:

@@ -1,18 +1,25 @@
-"""Memory: freed memory is kept for the next step, and work that is too large for a GPU is done in parts."""
+"""Memory: a CPU's is kept for the next step and bounded; work that is too large for a GPU's is done in parts."""
 
 import ctypes
+import os
 
 import torch
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # numbers of malloc.h, see mallopt(3)
+# oneDNN keeps what it prepared for a shape of matrices, a thousand shapes, half a megabyte each. Batches of sentences have ever
+# new shapes: it is enough to keep those of a step, in which every layer has the same ones.
+CACHES = {"LRU_CACHE_CAPACITY": "32", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}  # entries; PyTorch's and oneDNN's own
 
 
 def keep_freed_memory() -> bool:
     """From now on `free` keeps what `malloc` once got; true if the C library is glibc and took the settings.
 
     By default every tensor above 32 MiB is a mapping of its own: the kernel clears its pages when they are first touched and
-    takes them back when the tensor dies, a thousand times a step. The price: the process never shrinks below its peak.
+    takes them back when the tensor dies, a thousand times a step. The price: the process never shrinks below its peak. To be
+    called before the first matrix product, when the caches of shapes get their size.
     """
+    for name, entries in CACHES.items():
+        os.environ.setdefault(name, entries)
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # another C library

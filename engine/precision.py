@@ -45,9 +45,7 @@ class Precision:
         if not self.scaler.is_enabled():
             first = (self.bad_step == 0) & ~torch.isfinite(norm)
             self.bad_step = torch.where(first, float(step), self.bad_step)
-            optimizer.found_inf = (
-                self.bad_step > 0
-            ).float()  # read by the fused optimizer, which then skips the update
+            optimizer.found_inf = (self.bad_step > 0).float()  # the fused optimizer reads it and skips the update
         self.scaler.step(optimizer)
         self.scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -57,7 +55,7 @@ class Precision:
         """Stop the run if a step's gradient was not finite. Waits for the device: ask when logging, before saving."""
         if self.scaler.is_enabled() and self.scaler.get_scale() < 2**-10:
             raise UserError(
-                "the gradient overflows fp16 at every scale; start a new run with a lower --lr or --precision fp32"
+                "the gradient overflows fp16 at every scale; start anew with a lower --lr or --precision fp32"
             )
         if self.bad_step.item():
             other = "" if self.name == "fp32" else ", or --resume this one with --precision fp32"
@@ -102,7 +100,7 @@ def choose_precision(device: torch.device, name: str = "auto", training: bool = 
         if name == "fp16":
             raise UserError("--precision fp16 needs a GPU; use fp32 or bf16 on the CPU")
         if name == "auto" and training and has_bf16:
-            name, reason = "bf16", "this CPU has bf16 instructions, and the loss is that of fp32 to a percent"
+            name, reason = "bf16", "this CPU has bf16 instructions; the loss agrees with fp32 to 1 %"
         elif name == "auto":
             name, reason = "fp32", "full precision" if has_bf16 else "this CPU has no bf16 instructions"
         else:

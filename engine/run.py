@@ -8,11 +8,12 @@ with Run.start(config, "lenet", world, may_change={"epochs"}) as run:     # conf
         run.scalars(step, {"train/loss": 0.3}); run.save(step, model, optimizer, state, precision)
     run.close("all epochs are done")
 
-runs/<name>/config.json  metrics.jsonl  events.out.tfevents.*  train.log  checkpoints/{step-N/, best, last}
+runs/<name>/config.json  environment.json  metrics.jsonl  events.out.tfevents.*  train.log  checkpoints/{step-N/, best, last}
 """
 
 import contextlib
 import fcntl
+import json
 import os
 import signal
 import socket
@@ -23,11 +24,12 @@ from pathlib import Path
 import torch
 
 from engine import checkpoint
-from engine.config import command, load_config, save_config
-from engine.distributed import World
+from engine.config import command, load_config, save_config, write_whole
+from engine.distributed import World, hidden_gpus
+from engine.environment import environment
 from engine.errors import UserError
 from engine.precision import Precision
-from engine.telemetry import GpuSampler, Log, Telemetry
+from engine.telemetry import GpuSampler, Log, ProcessMeter, Telemetry
 
 INTERRUPTED = "interrupted"
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]  # asked to stop, Ctrl-C, the terminal was closed
@@ -48,16 +50,23 @@ class Run:
         A run that goes on takes its settings from its folder; a flag outside `may_change` would make it another run.
         """
         run = cls()
-        run.world, run.at_end, run.begun = world, contextlib.ExitStack(), False
+        run.world, run.at_end, run.begun, run.started = world, contextlib.ExitStack(), False, time.perf_counter()
         run.config = after_restart(saved_settings(config, may_change) if config.resume else config, world)
         resume = run.config.resume
-        run.folder = Path(resume) if resume else world.on_main(lambda: new_folder(config.run, kind))
+        # `found_there`: the names of the files that lay in a fresh run's folder before.
+        made = (Path(resume), set()) if resume else world.on_main(lambda: new_folder(config.run, kind))
+        run.folder, run.found_there = made
         # The lock is rank 0's alone: an open file does not travel.
         world.on_main(lambda: run.at_end.enter_context(lock(run.folder)) and None)
         run.checkpoint = world.on_main(lambda: last_checkpoint(run.folder)) if resume else None
         run.state = checkpoint.load_state(run.checkpoint) if run.checkpoint else None
+        run.best_step = run.state.get("best_step") if run.state else None
+        if run.state and run.best_step is None and (best := run.checkpoint.parent / "best").exists():
+            run.best_step = int(best.resolve().name.removeprefix("step-"))  # an older version had the link alone
         run.log = Log(run.folder, enabled=world.is_main)
         run.log(f"run: {run.folder}" + (f", {world.size} processes" if world.size > 1 else ""))
+        if hidden := hidden_gpus():
+            run.log(f"note: {hidden}")
         return run
 
     def restore(
@@ -81,10 +90,12 @@ class Run:
         """
         if self.world.is_main:
             save_config(self.config, self.folder / "config.json")
+            self.note_environment()
+            checkpoint.write_checksums(self.folder, described(self.folder))
         resume_step = (self.state["step"] if self.state else 0) if self.config.resume else None
         self.telemetry = Telemetry(self.folder, resume_step, enabled=self.world.is_main)
         self.at_end.callback(self.telemetry.close)
-        self.gpu = None
+        self.process, self.gpu = ProcessMeter(), None
         if self.world.is_main and self.world.device.type == "cuda":
             self.gpu = GpuSampler(self.world.device, gpu_seconds, say=self.log)
             self.gpu.start()
@@ -92,19 +103,37 @@ class Run:
         self.interrupted = self.at_end.enter_context(caught_signals())
         self.begun = True
 
+    def note_environment(self) -> None:
+        """Write what this run is made on into its folder, now and, with the seconds it took, at its end."""
+        path, sessions = self.folder / "environment.json", []
+        with contextlib.suppress(OSError, ValueError, TypeError):  # of an older version, or damaged: it begins anew
+            sessions = [*json.loads(path.read_text(encoding="utf-8"))] if self.config.resume else []
+        sessions.append(environment(self.world))
+        told = {name: value for name, value in sessions[-1].items() if value is not None}
+        self.log("environment: " + ", ".join(f"{name} {value}" for name, value in told.items()))
+
+        def write(seconds: float | None) -> None:
+            sessions[-1]["seconds"] = seconds
+            with contextlib.suppress(OSError):  # a full disk ends no training
+                write_whole(path, json.dumps(sessions, ensure_ascii=False, indent=1) + "\n")
+
+        write(None)
+        self.at_end.callback(lambda: write(round(time.perf_counter() - self.started, 1)))
+
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Curves, and the GPU's figures since the last call with them."""
-        self.telemetry.scalars(step, values | (self.gpu.read() if self.gpu else {}))
+        """Curves, and with them the figures of the CPU and the GPU since the last call."""
+        self.telemetry.scalars(step, values | self.process.read() | (self.gpu.read() if self.gpu else {}))
 
     def save(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict,
-             precision: Precision | None = None, best: bool = False) -> None:  # fmt: skip
+             precision: Precision | None = None, best: bool = False, keep: int = 5) -> None:  # fmt: skip
         """A checkpoint of this step, by rank 0; `state` is any JSON. Never of weights after a step that was not finite."""
         if precision:
             precision.check_finite()
             state = state | {"scaler": precision.scaler.state_dict()}
+        self.best_step = step if best else self.best_step
         if self.world.is_main:
-            folder = self.folder / "checkpoints"
-            checkpoint.save(folder, step, model.state_dict(), optimizer.state_dict(), state, best=best)
+            weights, moments = model.state_dict(), optimizer.state_dict()
+            checkpoint.save(self.folder / "checkpoints", step, weights, moments, state, keep, self.best_step)
 
     def stop_asked(self) -> bool:
         """Whether a signal came to any rank. All ranks ask together, so that all stop at the same step."""
@@ -112,6 +141,7 @@ class Run:
 
     def close(self, why: str, step: int | None = None) -> None:
         """The last words, and the way to go on if the run was interrupted."""
+        self.log(f"time: {(time.perf_counter() - self.started) / 60:,.1f} minutes")
         self.log(f"stopped{'' if step is None else f' after step {step:,}'}: {why}")
         if why == INTERRUPTED:
             self.log(f"to go on: {command()} --resume {self.folder}")
@@ -123,32 +153,49 @@ class Run:
         self.at_end.close()
         if not self.begun and not self.config.resume and self.world.is_main:  # a mistake: leave no folder behind
             with contextlib.suppress(OSError):  # a folder that was there before may hold other things
-                for name in (".job", ".lock", "train.log"):
+                for name in {".job", ".lock", "train.log"} - self.found_there:
                     (self.folder / name).unlink(missing_ok=True)
                 self.folder.rmdir()
         if error is None:  # else other ranks may wait at another place, and a goodbye would wait for them
             self.world.stop()
 
 
-def new_folder(name: str, kind: str) -> Path:
-    """The folder of a fresh run: runs/<name>, or <name> if it is a path; one that is named must not be a run already."""
+def described(folder: Path) -> list[str]:
+    """The files that say what a run is: checksums.json vouches for them."""
+    files = [folder / "config.json", folder / "model.json", *sorted((folder / "tokenizer").rglob("*"))]
+    return [str(path.relative_to(folder)) for path in files if path.is_file()]
+
+
+def folder_of(name: str) -> Path:
+    """What --run NAME made: runs/NAME, or a path as it is."""
+    return Path(name) if "/" in name or name in (".", "..") or Path(name).is_dir() else Path("runs") / name
+
+
+def new_folder(name: str, kind: str) -> tuple[Path, set[str]]:
+    """The folder of a fresh run, runs/<name>, or <name> if it is a path; and the names of the files that are in it.
+
+    One that is named may be there, but must not be a run already.
+    """
     given, name = name, name or time.strftime(f"%Y-%m-%d_%H-%M-%S-{kind}")
     run = Path(name) if "/" in name else Path("runs") / name
+    if run.name in (".", "..", "") or "\n" in name:
+        raise UserError(f"--run {name!r} is no name for a run; choose letters, digits, - and _")
     try:
         if (run / "config.json").exists():
-            raise UserError(f"run {run} exists; choose another --run, or go on with --resume {run}")
+            raise UserError(f"run {run} exists; choose another --run, or continue it with --resume {run}")
         run.parent.mkdir(parents=True, exist_ok=True)
         while True:
             try:
                 run.mkdir(exist_ok=bool(given))
+                found_there = {file.name for file in run.iterdir()}
                 (run / ".job").write_text(job_name(), encoding="utf-8")
-                return run
+                return run, found_there
             except FileExistsError:
                 if given:
                     raise
                 run = run.with_name(run.name + "+")  # another run was started in the same second
     except OSError as error:
-        raise UserError(f"cannot write to {run}: {error.strerror}; choose another place with --run PATH/NAME") from None
+        raise UserError(f"cannot write to {run}: {error.strerror}; choose another --run PATH/NAME") from None
 
 
 def job_name() -> str:
@@ -184,15 +231,16 @@ def run_of_this_job(name: str) -> Path | None:
 def lock(run: Path):
     """Keep a second process from writing to the same run: an open file. The lock goes with this process, however it ends."""
     try:
-        file = open(run / ".lock", "w", encoding="utf-8")
+        # Not through a link that somebody put there: it would empty the file that it leads to.
+        file = open(
+            run / ".lock", "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)
+        )
     except OSError as error:
-        raise UserError(f"cannot write to {run}: {error.strerror}; choose another place with --run PATH/NAME") from None
+        raise UserError(f"cannot write to {run}: {error.strerror}; choose another --run PATH/NAME") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(
-            f"run {run} is being written by another process; wait for it, or choose another --run"
-        ) from None
+        raise UserError(f"run {run} is in use by another process; wait for it, or choose another --run") from None
     except OSError:
         pass  # a file system without locks
     # A loader's process is a copy of this one, with the file open: it would keep the lock when this one is killed.
@@ -203,26 +251,29 @@ def lock(run: Path):
 
 def saved_settings(config, may_change: set[str]):
     """The settings that the run to go on with was started with, changed by those flags that may change."""
-    run = Path(config.resume)
+    run, given = folder_of(config.resume), getattr(config, "given", set())
     if not (run / "config.json").exists():
-        raise UserError(f"--resume {run}: no such run (no config.json in it); `ls runs` shows what there is")
+        raise UserError(f"--resume {run}: no such run (it has no config.json); `ls runs` lists the runs")
+    if (run / "checksums.json").exists() and (damage := checkpoint.verify_files(run)):
+        raise UserError(f"--resume {run}: {damage}; put the file back as it was, or start a new run")
     saved, may_change = load_config(type(config), run / "config.json"), {*may_change, "resume"}
-    changed = [name for name in sorted(config.given - may_change) if getattr(config, name) != getattr(saved, name)]
+    given = {name for name in given if getattr(config, name) != getattr(saved, name)}
+    changed = sorted(given - may_change)
     if changed:
         raise UserError(
             f"--resume {run} with another --{changed[0]} ({getattr(config, changed[0])!r}, the run has "
             f"{getattr(saved, changed[0])!r}); leave the flag out, or start a new run"
         )
-    for name in config.given & may_change:
+    for name in given & may_change:
         setattr(saved, name, getattr(config, name))
-    saved.given, saved.resume = config.given, config.resume
+    saved.given, saved.resume = given, str(run)  # `given`: what was asked for and is new
     return saved
 
 
 def last_checkpoint(run: Path) -> Path | None:
     """What a run goes on from; None if it was killed before its first checkpoint, and begins again."""
     folder = run / "checkpoints"
-    return checkpoint.latest(folder) if checkpoint.steps(folder) else None
+    return checkpoint.mend(folder) if checkpoint.steps(folder) else None
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:
@@ -242,7 +293,9 @@ def caught_signals():
         came.append(number)
         signal.signal(number, signal.SIG_DFL)  # the second one ends the process at once
 
-    before = {number: signal.signal(number, remember) for number in SIGNALS}
+    # `nohup python train.py` ignores SIGHUP, so that the run outlives the terminal: leave it so.
+    numbers = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, remember) for number in numbers}
     try:
         yield lambda: bool(came)
     finally:

@@ -6,7 +6,7 @@ Hägele et al. 2024). From that moment the rate is again a pure function of the 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DECAY_SHARE = 0.3  # the last part of a run, in which the rate falls to zero
 SPEED_KNOWN = 20  # steps after which a run knows how fast it is
@@ -14,19 +14,30 @@ SPEED_KNOWN = 20  # steps after which a run knows how fast it is
 
 @dataclass
 class Schedule:
-    """`total` steps, the first `warmup` rising to `peak`, the last from `decay_start` on falling to 0."""
+    """`total` steps; from `start` on `warmup` steps rising to `peak`, the last from `decay_start` on falling to 0."""
 
     peak: float
     warmup: int
     total: int
     decay_start: int
     first_minutes: float = 0.0  # of the first step; it compiles and fills caches, so it says nothing about the speed
+    start: int = 0  # where the rise begins, and from which share of the peak
+    start_share: float = 0.0
+    by_time: bool = False  # `total` follows from the minutes of the run
 
     def learning_rate(self, step: int) -> float:
         """The rate of update `step`, counted from 1."""
-        rising = step / self.warmup if self.warmup else 1.0
+        rising = self.start_share + (1 - self.start_share) * ((step - self.start) / self.warmup) if self.warmup else 1.0
         falling = (self.total + 1 - step) / (self.total + 1 - self.decay_start)
         return self.peak * max(0.0, min(1.0, rising, falling))
+
+    def extended(self, step: int, total: int) -> "Schedule":
+        """The plan of a run that goes on after `step` to another end. The rate goes on from where it was, up again if it fell."""
+        total = max(total, step)
+        decay_start = min(max(step + 1, math.ceil(total * (1 - DECAY_SHARE))), total)
+        fell = step >= self.decay_start
+        start, share = (step, self.learning_rate(step) / self.peak) if fell else (self.start, self.start_share)
+        return replace(self, total=total, decay_start=decay_start, start=start, start_share=share, by_time=False)
 
     def fit_time(self, step: int, minutes: float, max_minutes: float) -> bool:
         """Fit the plan to a run of `max_minutes`, after `step` steps took `minutes`; true if the way down begins now."""
@@ -42,6 +53,7 @@ class Schedule:
         if minutes < (1 - DECAY_SHARE) * max_minutes:
             return False
         self.total, self.decay_start = min(self.total, max(step + 1, estimate)), step
+        self.by_time = True
         return True
 
     def minutes_left(self, step: int, minutes: float, max_minutes: float) -> float:

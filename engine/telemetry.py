@@ -23,6 +23,11 @@ import torch
 from tqdm import tqdm
 
 GIB = 2**30
+# TensorBoard sorts its charts by name. These are what a run is watched by: they come first, in this order.
+FIRST = [
+    *("train/loss", "valid/loss", "validation/loss", "test/loss", "valid/perplexity", "validation/perplexity"),
+    *("valid/bleu", "test/accuracy", "train/learning_rate", "gpu/utilisation_percent", "cpu/utilisation_percent"),
+]
 
 
 def is_main() -> bool:
@@ -31,7 +36,10 @@ def is_main() -> bool:
 
 
 class Telemetry:
-    """Scalars, texts and figures of one run folder. A resumed run continues its curves without doubles."""
+    """Scalars, texts and figures of one run folder. A resumed run continues its curves without doubles.
+
+    A curve that cannot be written must not end a training that can: it is said once, and the run goes on without curves.
+    """
 
     def __init__(self, run: Path, resume_step: int | None = None, enabled: bool = True):
         self.writer = None  # None on the other ranks: then every method does nothing
@@ -42,8 +50,8 @@ class Telemetry:
         run = Path(run)
         run.mkdir(parents=True, exist_ok=True)
         self.last_step = resume_step or 0
-        if resume_step is not None:
-            _keep_records(run / "metrics.jsonl", resume_step)
+        kept = _keep_records(run / "metrics.jsonl", resume_step) if resume_step is not None else ""
+        self.result_step = resume_step if '"result/' in kept.rpartition('{"step"')[2] else None
         # TensorBoard hides what a killed run wrote from purge_step on. But it takes the first such mark of a folder for
         # the beginning, not for a restart, and hides nothing: so a fresh run sets one as well, at step 0.
         self.writer = SummaryWriter(str(run), purge_step=0 if resume_step is None else resume_step + 1)
@@ -51,69 +59,83 @@ class Telemetry:
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Write each value under its tag, and all of them as one line {"step": …, "time": seconds since 1970, …}."""
-        if self.writer is None:
-            return
         self.last_step = step
         values = {tag: float(value) for tag, value in values.items()}
-        # One add_scalar per tag: add_scalars makes a folder for every curve, which purge_step does not reach.
-        for tag, value in values.items():
-            self.writer.add_scalar(tag, value, step)
-        # JSON knows no infinity (the gradient of an fp16 step that overflowed): null stands for it.
-        finite = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
-        self.metrics_file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
-        # Out of this process at once, so that kill -9 loses the current line at most.
-        self.metrics_file.flush()
-        self.writer.flush()
+
+        def write() -> None:
+            # One add_scalar per tag: add_scalars makes a folder for every curve, which purge_step does not reach.
+            for tag, value in values.items():
+                self.writer.add_scalar(shown_as(tag), value, step)
+            # JSON knows no infinity (the gradient of an fp16 step that overflowed): null stands for it.
+            finite = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
+            self.metrics_file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
+            # Out of this process at once, so that kill -9 loses the current line at most.
+            self.metrics_file.flush()
+
+        self._try(write)
 
     def text(self, tag: str, step: int, text: str) -> None:
         """Write a text (Markdown), such as sample translations."""
-        if self.writer is not None:
-            self.writer.add_text(tag, text, step)
-            self.writer.flush()
+        self._try(lambda: self.writer.add_text(tag, text, step))
 
     def figure(self, tag: str, step: int, figure) -> None:
         """Write a matplotlib figure and close it."""
-        if self.writer is not None:
-            self.writer.add_figure(tag, figure, step)
-            self.writer.flush()
+        self._try(lambda: self.writer.add_figure(tag, figure, step))
 
     def hyperparameters(self, config: dict, metrics: dict) -> None:
-        """Write the settings and the final metrics for TensorBoard's HPARAMS page; metrics need tags of their own."""
-        if self.writer is None:
+        """Write the settings and the final metrics for TensorBoard's HPARAMS page, once; metrics need tags of their own."""
+        if self.writer is None or self.last_step == self.result_step:
             return
         from torch.utils.tensorboard.summary import hparams
 
         plain = {name: v if isinstance(v, bool | int | float | str) else str(v) for name, v in config.items()}
-        # SummaryWriter.add_hparams would open a folder for a second run; the same three records may as well lie here.
-        for summary in hparams(plain, metrics):
-            self.writer.file_writer.add_summary(summary)
-        for tag, value in metrics.items():
-            self.writer.add_scalar(tag, value, self.last_step)
-        self.writer.flush()
+
+        def write() -> None:
+            # SummaryWriter.add_hparams would open a folder for a second run; the same three records may as well lie here.
+            for summary in hparams(plain, metrics):
+                self.writer.file_writer.add_summary(summary)
+
+        self._try(write)
+        self.scalars(self.last_step, metrics)
 
     def close(self) -> None:
         """Finish both files; afterwards every method does nothing."""
-        if self.writer is not None:
-            self.writer.close()
-            self.metrics_file.close()
+        self._try(lambda: (self.writer.close(), self.metrics_file.close()))
+        self.writer = None
+
+    def _try(self, write) -> None:
+        if self.writer is None:
+            return
+        try:
+            write()
+            self.writer.flush()
+        except Exception as error:  # of the disk; TensorBoard's thread hands on its own here
             self.writer = None
+            print(f"note: the curves cannot be written any more ({error}); the run goes on without", file=sys.stderr)
 
 
-def _keep_records(path: Path, last_step: int) -> None:
-    """Drop the records after `last_step` and the torn line of a killed run, by way of a new file."""
+def shown_as(tag: str) -> str:
+    """The name of a curve in TensorBoard: train/loss → "1 first/00 train loss"; most keep theirs."""
+    return f"1 first/{FIRST.index(tag):02} {tag.replace('/', ' ')}" if tag in FIRST else tag
+
+
+def _keep_records(path: Path, last_step: int) -> str:
+    """Drop the records after `last_step` and the torn line of a killed run, by way of a new file; → what is kept."""
     if not path.exists():
-        return
+        return ""
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         with suppress(ValueError, TypeError, KeyError):  # a torn line is no JSON, or no record
             if json.loads(line)["step"] <= last_step and line.endswith("\n"):
                 kept.append(line)
     temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)  # never written through a link that somebody put there
     with open(temporary, "w", encoding="utf-8") as file:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+    return "".join(kept)
 
 
 class Log:
@@ -131,9 +153,13 @@ class Log:
         with suppress(BrokenPipeError):  # `python train.py | head` goes on, and train.log has it all
             tqdm.write(message)
             sys.stdout.flush()  # in a batch job standard output is a file, and would show nothing for a long time
-        if self.path:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+        try:
+            if self.path:
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+        except OSError as error:  # no reason to end a training
+            tqdm.write(f"note: {self.path} cannot be written any more: {error.strerror}")
+            self.path = None
 
 
 def progress(iterable=None, **kwargs) -> tqdm:
@@ -141,6 +167,27 @@ def progress(iterable=None, **kwargs) -> tqdm:
     kwargs.setdefault("disable", not (sys.stderr.isatty() and is_main()))
     kwargs.setdefault("dynamic_ncols", True)
     return tqdm(iterable, **kwargs)
+
+
+class ProcessMeter:
+    """How busy this process kept the CPU since the last look (100 %: one core), and the memory it holds now.
+
+    The system counts both anyway, so nothing runs beside the training. Of many processes rank 0's.
+    """
+
+    def __init__(self):
+        self.last = time.perf_counter(), time.process_time()
+
+    def read(self) -> dict[str, float]:
+        """{} within a second of the last look: too short to mean anything."""
+        now = time.perf_counter(), time.process_time()
+        seconds, busy = (after - before for after, before in zip(now, self.last))
+        if seconds < 1:
+            return {}
+        self.last, held = now, peak_memory_gib("cpu")
+        with suppress(OSError):  # not on Linux: then its peak
+            held = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / GIB
+        return {"cpu/utilisation_percent": 100 * busy / seconds, "cpu/memory_gib": held}
 
 
 class GpuSampler(threading.Thread):
@@ -244,15 +291,15 @@ class Meter:
         """Start the clock again, before the next batch is fetched."""
         self.last_time = self.clock()
 
-    def read(self) -> dict[str, float]:
-        """The figures of the window; {} before the end of the second step."""
+    def read(self, ranks: int = 1) -> dict[str, float]:
+        """The figures of the window; {} before the end of the second step. All ranks have equal shares of the tokens."""
         if not self.steps:
             return {}
         seconds, source_tokens, target_tokens, places, wait_seconds, flops = map(sum, zip(*self.steps))
         seconds, places = max(seconds, 1e-9), max(places, 1)
         figures = {
-            "speed/tokens_per_second": (source_tokens + target_tokens) / seconds,
-            "speed/target_tokens_per_second": target_tokens / seconds,
+            "speed/tokens_per_second": ranks * (source_tokens + target_tokens) / seconds,
+            "speed/target_tokens_per_second": ranks * target_tokens / seconds,
             "data/padding_share": 1 - (source_tokens + target_tokens) / places,
             "data/wait_share": wait_seconds / seconds,
         }

@@ -29,8 +29,10 @@ def loss(
         return None if dtype == torch.float16 else SlicedLoss(model, label_smoothing, dtype)
     reason = why_not(model, dtype)
     if reason:
+        missing = build.why_not()
+        advice = "; install g++" if missing.startswith("no compiler") else ""
         log(
-            f"note: steps take longer than they could, for the kernels in fast/ are not used: {build.why_not() or reason}"
+            f"note: training is slower than it could be: the kernels in fast/ are not used ({missing or reason}{advice})"
         )
         return None
     return KernelLoss(model, label_smoothing, dtype)

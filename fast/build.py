@@ -3,10 +3,12 @@
     kernels = library(FOLDER / "kernels.cpp", NARROW="float")     # None without a compiler: callers then take the plain way
     call(kernels.embed, x, 16, 0.5)  # tensors, ints and floats; the caller answers for shapes and formats
 
-The compiled file stays in TORCH_EXTENSIONS_DIR (~/.cache/torch_extensions unless set), one for each version of the source, of the
-compiler's command and of the processor. `CXX` names the compiler; `CXX=none` does without.
+The compiled file stays in TORCH_EXTENSIONS_DIR/fast (~/.cache/torch_extensions/fast unless set), one for each version of the
+source, of the compiler's command and of the processor, with its hash beside it; only files are loaded that nobody else could
+have written. `CXX` names the compiler; `CXX=none` does without.
 """
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -14,6 +16,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -31,34 +34,22 @@ def library(source: Path, **defined: str) -> ctypes.CDLL | None:
     """The functions of this file with these macros defined, or None where they cannot be had."""
     if why_not():
         return None
-    macros = [f"-D{macro}={value}" for macro, value in defined.items()]
     try:
-        file = compiled(source, macros)
-        try:
-            return ctypes.CDLL(str(file))
-        except OSError:  # cut short, or of another C library: once more
-            file.unlink()
-            return ctypes.CDLL(str(compiled(source, macros)))
+        return ctypes.CDLL(str(compiled(source, [f"-D{macro}={value}" for macro, value in defined.items()])))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: there is no home folder
         lines = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
         reason = next((line for line in lines if "error" in line), lines[0] if lines else "no reason given")
-        print(f"note: PyTorch's own operations do what {source.name} would do faster: {reason}", file=sys.stderr)
+        print(f"note: {source.name} could not be compiled, so slower PyTorch code is used: {reason}", file=sys.stderr)
         return None
 
 
 def why_not() -> str:
     """Why there can be no compiled functions here; empty if there can."""
     if sys.platform != "linux":
-        return "they are for Linux"
+        return "the C++ functions need Linux"
     if compiler() == ["none"]:
         return "CXX=none"
     return "" if shutil.which(compiler()[0]) else f"no compiler {compiler()[0]!r}"
-
-
-def advice() -> str:
-    """What a user could do to have compiled functions; empty if nothing, or if they were switched off."""
-    reason = why_not()
-    return f"{reason}; install g++ and steps on this CPU are faster" if reason.startswith("no compiler") else ""
 
 
 def compiler() -> list[str]:
@@ -71,15 +62,47 @@ def compiled(source: Path, macros: list[str]) -> Path:
     command = [*compiler(), *FLAGS, *macros, f"-I{FOLDER}", str(source)]
     texts = [path.read_bytes() for path in (source, *sorted(FOLDER.glob("*.h")))]
     version = hashlib.sha256(repr((texts, command[:-2], processor())).encode()).hexdigest()[:12]
-    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    file = cache / f"{source.stem}_{version}.so"
-    if not file.exists():
-        cache.mkdir(parents=True, exist_ok=True)
+    cache = own_folder(
+        Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions") / "fast"
+    )
+    file, digest = cache / f"{source.stem}_{version}.so", cache / f"{source.stem}_{version}.sha256"
+    if not (is_ours(file) and is_ours(digest) and hash_of(file) == digest.read_text()):  # missing, planted or damaged
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            new = f"{scratch}/new.so"
-            subprocess.run([*command, "-o", new], check=True, capture_output=True, text=True)
-            os.replace(new, file)  # whole at once: processes that build it together do not meet half of it
+            new = Path(scratch)
+            subprocess.run([*command, "-o", new / "new.so"], check=True, capture_output=True, text=True)
+            (new / "new.sha256").write_text(hash_of(new / "new.so"))
+            for made in new.iterdir():
+                made.chmod(0o700)  # whatever the umask
+            # Each is whole at once. Processes that build it together may part file and hash; then it is built once more.
+            os.replace(new / "new.so", file)
+            os.replace(new / "new.sha256", digest)
     return file
+
+
+def own_folder(folder: Path) -> Path:
+    """This folder, made if need be; a new private one where others could put their own code into it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if is_ours(folder):
+        return folder
+    print(f"note: others can write to {folder}, so compiled functions are not kept there", file=sys.stderr)
+    private = Path(tempfile.mkdtemp(prefix="compiled-"))
+    atexit.register(shutil.rmtree, private, ignore_errors=True)
+    return private
+
+
+def is_ours(path: Path) -> bool:
+    """Whether this is a file or folder, not a link, of this user's that nobody else can write to."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return False
+    return status.st_uid == os.geteuid() and not stat.S_ISLNK(status.st_mode) and not status.st_mode & 0o022
+
+
+def hash_of(file: Path) -> str:
+    """Hex digest of the content."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def processor() -> str:

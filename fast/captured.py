@@ -55,6 +55,8 @@ class Buffers:
     def begin(self, src_pad: Tensor) -> None:
         """A new batch; its keys and values come after this."""
         rows, width = src_pad.shape
+        for numbers in (self.own, self.source):  # a masked place counts times 0, but 0 times NaN is NaN
+            numbers.zero_()
         self.own_mask.fill_(-math.inf)
         self.source_mask.fill_(-math.inf)
         self.source_mask[rows:] = 0
@@ -140,10 +142,10 @@ class CapturedSteps:
                     raise RuntimeError("a captured step chose other tokens than the step itself")
                 buffers.graphs[rows, length] = graph
             except RuntimeError as error:
-                buffers.chosen[:rows] = chosen
                 self.graphs = None
+                self.step(buffers, rows, length)  # once more: a wrong graph may have left wrong keys and values
                 reason = " ".join(str(error).split())[:200]
-                print(f"note: decoding goes on without CUDA graphs, more slowly, because a capture failed ({reason})",
+                print(f"note: CUDA graphs failed ({reason}); decoding continues without them, more slowly",
                       file=sys.stderr)  # fmt: skip
 
     def step(self, buffers: Buffers, rows: int, length: int) -> None:

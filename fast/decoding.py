@@ -59,10 +59,15 @@ class CacheAddresses(ctypes.Structure):
 
 
 def is_possible(model: nn.Module, int8: bool = False) -> bool:
-    """Whether the compiled functions are there and are for such a model: fp32, and all sizes whole vectors."""
+    """Whether the compiled functions are there and are for such a model: fp32, ReLU, and all sizes whole vectors."""
     sizes = model.config
     widths = (sizes.d_model, sizes.dim_feedforward, sizes.d_model // sizes.nhead)
+    layers = [*model.transformer.encoder.layers, *model.transformer.decoder.layers]
     if any(width % LANES for width in widths) or any(x.dtype != torch.float32 for x in model.parameters()):
+        return False
+    if any(layer.activation is not F.relu for layer in layers):
+        return False
+    if not all(x.isfinite().all() for x in model.parameters()):  # the largest of logits with nan is another question
         return False
     if int8 and not torch.cpu._is_vnni_supported():
         return False
@@ -72,6 +77,12 @@ def is_possible(model: nn.Module, int8: bool = False) -> bool:
 def kernels(int8: bool) -> ctypes.CDLL | None:
     """The compiled functions, or None."""
     return library(Path(__file__).with_suffix(".cpp"), **({"INT8": "1"} if int8 else {}))
+
+
+def check_ids(tokens: Tensor, vocabulary: int) -> None:
+    """Raises `IndexError` for ids outside the vocabulary: in C++ they would be places in foreign memory."""
+    if bool(((tokens < 0) | (tokens >= vocabulary)).any()):
+        raise IndexError(f"token ids from {tokens.min()} to {tokens.max()}, but the vocabulary has {vocabulary}")
 
 
 @dataclass
@@ -89,6 +100,8 @@ class CompiledCache:
 
     def next_tokens(self, tokens: Tensor, position: int) -> Tensor:
         """Feed (B,) tokens at one position; → (B,) the likeliest next ones. The cache grows by one token."""
+        if position == 0:  # from then on they are what C++ chose itself
+            check_ids(tokens, self.steps.config.target_vocab)
         if position % TOKENS_PER_BLOCK == 0:
             self.own.append(self.source.new_empty(self.block_shape))
         chosen = torch.empty_like(tokens)
@@ -179,10 +192,10 @@ class CompiledSteps:
         return Linear(self.keep(panels), self.keep(bias), scale, start, inputs, -(-outputs // LANES) * LANES, zero)
 
     def start(self, src: Tensor, src_pad: Tensor, length: int) -> CompiledCache:
-        """Encode (B, S), padded behind; `length` is not asked for, the cache grows with the tokens."""
-        config, rows = self.config, len(src)
-        if src.size(1) > config.max_length:
-            raise ValueError(f"{src.size(1)} tokens are more than the {config.max_length} this model has positions for")
+        """Encode (B, S), padded behind, for outputs of up to `length` tokens; the cache grows with them."""
+        config, rows, longest = self.config, len(src), max(src.size(1), length)
+        if longest > config.max_length:
+            raise ValueError(f"{longest} tokens are more than the {config.max_length} this model has positions for")
         lengths = (~src_pad).sum(1)
         blocks = (lengths + TOKENS_PER_BLOCK - 1) // TOKENS_PER_BLOCK
         # Of keys and values of all heads, in all layers.
@@ -190,5 +203,6 @@ class CompiledSteps:
         source = torch.empty(int(blocks.sum()), *block_shape[1:], dtype=torch.bfloat16 if self.int8 else torch.float32)
         cache = CompiledCache(self, torch.arange(rows), source, blocks.cumsum(0) - blocks, lengths, block_shape)
         tokens = src[~src_pad]  # (N,)
+        check_ids(tokens, config.source_vocab)
         call(self.kernels.encode_sources, self.weights, cache.addresses(), tokens, rows)
         return cache

@@ -16,9 +16,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from fast import kernels
 from fast.cross_entropy import linear_cross_entropy
 
-# A layer made of other parts, or with hooks, is computed as it says itself.
+# A layer made of other parts, or a model with hooks, is computed as it says itself.
 PARTS = {nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Linear, NonDynamicallyQuantizableLinear, nn.LayerNorm,
          nn.MultiheadAttention, nn.Dropout}  # fmt: skip
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class KernelLoss(nn.Module):
@@ -54,15 +55,17 @@ def why_not(model: nn.Module, dtype: torch.dtype) -> str:
     """Why the kernels do not compute this model; '' if they do: stock post-norm layers with ReLU, in fp32, on a CPU."""
     sizes, layers = model.config, [*model.transformer.encoder.layers, *model.transformer.decoder.layers]
     parts = [part for layer in layers for part in layer.modules()]
-    if any(type(part) not in PARTS or part._forward_hooks or part._forward_pre_hooks for part in parts):
-        return "the layers are not the stock ones"
+    if any(type(part) not in PARTS for part in parts):
+        return "the layers are not those of PyTorch"
+    if any(getattr(part, hooks) for part in model.modules() for hooks in HOOKS):
+        return "a module has a hook, which the kernels would not call"
     if sizes.norm_first or any(layer.activation is not F.relu for layer in layers):
-        return "they are for post-norm layers with ReLU"
+        return "the kernels need post-norm layers with ReLU"
     if sizes.d_model // sizes.nhead % 16:
-        return "the width of a head is no multiple of 16"
+        return "the width of a head is not a multiple of 16"
     if model.output.weight.dtype != torch.float32:
         return "the weights are not fp32"
-    return "" if kernels.kernels(dtype) else "they are not compiled"
+    return "" if kernels.kernels(dtype) else "the kernels are not compiled"
 
 
 def encode(model: nn.Module, src: Tensor, src_pad: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,23 +1,35 @@
 """Shared by all tests: small models, toy data, and scripts run as a user runs them."""
 
 import json
+import multiprocessing
 import os
 import random
+import runpy
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
+
+# The same examples in every run, and no clock: what fails here fails for everybody, on a busy machine as on a quiet one.
+hypothesis.settings.register_profile("course", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("course")
 
 ROOT = Path(__file__).parent.parent
 TINY = dict(d_model=32, nhead=4, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=64, max_length=64)
 TINY_FLAGS = ["--d_model", "32", "--nhead", "4", "--num_encoder_layers", "1", "--num_decoder_layers", "1",
               "--dim_feedforward", "64", "--source_vocab", "300", "--target_vocab", "300"]  # fmt: skip
+HANGS = 1800  # seconds: a process that takes so long on any machine waits for something that never comes
+
+# ---------------------------------------------------------------- scripts in processes of their own
 
 
 def run_script(
-    *arguments, cwd: Path, timeout: float = 300, threads: int = 1, **environment
+    *arguments, cwd: Path, timeout: float = HANGS, threads: int = 1, **environment
 ) -> subprocess.CompletedProcess:
     """`python script.py …` in `cwd`, as a user types it."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **environment}
@@ -25,7 +37,7 @@ def run_script(
     return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
-def run_ranks(count: int, *arguments, cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess:
+def run_ranks(count: int, *arguments, cwd: Path, timeout: float = HANGS) -> subprocess.CompletedProcess:
     """The same under torchrun with `count` processes."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
     # Without the "--", torchrun takes our --run for an abbreviation of its own --run-path.
@@ -33,6 +45,95 @@ def run_ranks(count: int, *arguments, cwd: Path, timeout: float = 300) -> subpro
     # On the CPU wherever the tests run: a GPU for each is seldom there, and TF32 would round otherwise.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+# To start Python and import everything takes five seconds. These processes are forked from one that has done it.
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload([
+    "train", "evaluate", "translate", "tensorboard", "torch.utils.tensorboard", "transformers", "matplotlib.figure",
+    "matplotlib.font_manager", "nltk.translate.bleu_score", "sacrebleu.metrics", "pyarrow.parquet",
+])  # fmt: skip
+os.environ["PYTHONPATH"] = str(ROOT)  # where the one they are forked from finds the scripts
+
+
+class Forked:
+    """`python script.py …` in a process of its own that has the imports behind it; `output` once it has ended.
+
+    `first` is called in that process before the script: a function of a module, with its arguments.
+    """
+
+    def __init__(self, *arguments, cwd: Path, first: tuple[Callable, ...] = (), **environment):
+        self.file = Path(cwd) / f"output-{random.getrandbits(64):x}.txt"
+        call = _run_forked, (list(map(str, arguments)), str(cwd), str(self.file), environment, first)
+        self.process = FORKING.Process(target=call[0], args=call[1])
+        self.process.start()
+
+    def wait(self) -> int:
+        """The exit code; negative: the number of the signal that ended it."""
+        self.process.join(HANGS)
+        assert self.process.exitcode is not None, f"it still runs: {self.output}"
+        return self.process.exitcode
+
+    @property
+    def output(self) -> str:
+        return self.file.read_text(encoding="utf-8") if self.file.exists() else ""
+
+
+def _run_forked(arguments, cwd, file, environment, first) -> None:
+    os.setsid()
+    output = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(output, number)
+    sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", buffering=1, closefd=False) for number in (1, 2))
+    os.chdir(cwd)
+    os.environ.update({"CUDA_VISIBLE_DEVICES": "", **environment})
+    torch.set_num_threads(1)
+    if first:
+        first[0](*first[1:])
+    sys.argv = arguments
+    runpy.run_path(str(ROOT / arguments[0]), run_name="__main__")
+
+
+def forked(*arguments, **options) -> str:
+    """The output of a script that ends well."""
+    script = Forked(*arguments, **options)
+    assert script.wait() == 0, script.output
+    return script.output
+
+
+def fork_ranks(count: int, *arguments, **options) -> list[Forked]:
+    """`count` ranks, as torchrun would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = dict(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return [Forked(*arguments, RANK=str(rank), LOCAL_RANK=str(rank), **common, **options) for rank in range(count)]
+
+
+def forked_ranks(count: int, *arguments, **options) -> str:
+    """The output of rank 0, when all end well and the others say nothing."""
+    ranks = fork_ranks(count, *arguments, **options)
+    codes = [rank.wait() for rank in ranks]
+    assert codes == [0] * count, [rank.output for rank in ranks]
+    assert not any(rank.output for rank in ranks[1:]), [rank.output for rank in ranks[1:]]
+    return ranks[0].output
+
+
+def in_this_process(*words) -> int | None:
+    """Run a script as __main__ here, where the heavy imports are done; → its exit code (None: it came to its end)."""
+    script, *flags = map(str, words)
+    before = sys.argv
+    sys.argv = [script, *flags]
+    try:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    except SystemExit as leaving:
+        return leaving.code
+    finally:
+        sys.argv = before
+    return None
+
+
+# ---------------------------------------------------------------- data and runs
 
 
 def write_pairs(folder: Path, pairs: list[tuple[str, str]], splits: dict[str, slice] | None = None) -> Path:
@@ -66,22 +167,41 @@ def toy_data(tmp_path_factory) -> Path:
 def toy_run(toy_data, tmp_path_factory) -> Path:
     """A folder with runs/toy, a model that has learned to reverse."""
     folder = tmp_path_factory.mktemp("learned")
-    flags = [
-        "--d_model",
-        128,
-        "--nhead",
-        4,
-        "--num_encoder_layers",
-        2,
-        "--num_decoder_layers",
-        2,
-        "--dim_feedforward",
-        256,
-    ]
-    flags += ["--source_vocab", 300, "--target_vocab", 300, "--max_steps", 500, "--eval_every", 100, "--lr", 0.002]
-    done = run_script("train.py", "--data", toy_data, *flags, "--dropout", 0, "--run", "toy", cwd=folder)
+    flags = "--d_model 64 --nhead 4 --num_encoder_layers 2 --num_decoder_layers 2 --dim_feedforward 128 --dropout 0"
+    flags += " --source_vocab 300 --target_vocab 300 --max_steps 500 --eval_every 100 --lr 0.003 --precision fp32"
+    done = run_script("train.py", "--data", toy_data, *flags.split(), "--run", "toy", cwd=folder)
     assert done.returncode == 0, done.stderr
+    assert "findfont" not in done.stderr  # no complaints about fonts that are not installed
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_run(toy_data, tmp_path_factory) -> Path:
+    """A run with checkpoints 15, 30 and 45 of a model of 32 positions."""
+    folder = tmp_path_factory.mktemp("tiny")
+    flags = ["--max_length", 32, "--max_steps", 45, "--eval_every", 15, "--lr", 0.01, "--run", "tiny"]
+    forked("train.py", "--data", toy_data, *TINY_FLAGS, *flags, cwd=folder)
+    return folder / "runs" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory) -> Path:
+    """Where the runs of a session lie beside each other, so that their data is tokenised once."""
+    return tmp_path_factory.mktemp("place") / "runs"
+
+
+@pytest.fixture
+def here(place, tmp_path) -> Path:
+    """The name of a run that was not there before."""
+    return place / tmp_path.name
+
+
+@pytest.fixture(scope="session")
+def whole_run(toy_data, place) -> Path:
+    """24 steps of one process, whole batches, no dropout."""
+    from test_train import PLAIN, config, training
+
+    return training.train(config(data=str(toy_data), run=str(place / "whole"), **PLAIN))
 
 
 @pytest.fixture
@@ -104,23 +224,3 @@ def _no_process_group_is_left():
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(scope="session")
-def small(toy_data, tmp_path_factory):
-    """A corpus for the benchmarks: 50 training pairs and 20 test sentences."""
-    from benchmarks import corpus as corpus_module
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus_module, "ROOT", tmp_path_factory.mktemp("root"))
-        yield corpus_module.load_corpus(str(toy_data), vocab=300, pairs=50, test_rows=20, longest=30)
-
-
-@pytest.fixture
-def tiny_lab(monkeypatch):
-    """The contestants of this process with a model of 32 places instead of 256."""
-    from benchmarks.peers import contest
-
-    sizes = dict(d_model=32, nhead=4, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=64)
-    for name, value in sizes.items():
-        monkeypatch.setitem(contest.LAB, name, value)

@@ -1,12 +1,11 @@
 """Cached decoding gives, token for token, what re-running the stock model gives; beams are at least as good as greedy."""
 
-import json
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, run_script
+from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,17 +13,14 @@ import decoding
 from data import Collate
 from decoding import (
     beam_search,
-    default_rows,
     greedy,
     map_in_threads,
     output_limit,
-    pack,
     plan_batches,
     search,
     start,
     step,
 )  # fmt: skip
-from fast.packed import PackedTranslator
 from model import ModelConfig, Translator
 
 PAD, BOS, EOS = 0, 1, 2
@@ -49,6 +45,10 @@ def make_sources(count=20, seed=0, longest=15) -> list[list[int]]:
     return [torch.randint(3, 40, (length,), generator=generator).tolist() for length in lengths]
 
 
+def batches_of(sources, rows: int) -> list[list[int]]:
+    return plan_batches(list(map(len, sources)), rows)
+
+
 def greedy_by_the_stock_model(model, source: list[int]) -> list[int]:
     """One sentence, no cache, no batch: the whole prefix again for every token."""
     src, src_pad = COLLATE.pad_sources([source])
@@ -68,7 +68,9 @@ def greedy_by_the_stock_model(model, source: list[int]) -> list[int]:
 def test_cached_greedy_equals_the_stock_model_in_float64(norm_first, seed):
     model = make_model(norm_first, seed=seed)
     sources = make_sources(seed=seed)
-    found = search(model, sources, COLLATE, rows_per_batch=7)  # ragged batches; rows leave at different times
+    found = search(
+        model, sources, COLLATE, batches=batches_of(sources, 7)
+    )  # ragged batches; rows leave at different times
     expected = [greedy_by_the_stock_model(model, source) for source in sources]
     assert found.tokens == expected
     assert len({len(row) for row in expected}) > 3  # a test of many lengths, not of one
@@ -79,7 +81,7 @@ def test_cached_greedy_equals_the_stock_model_in_float64(norm_first, seed):
 def test_cached_greedy_equals_the_stock_model_for_any_weights(seed, norm_first, rows):
     model = make_model(norm_first, seed=seed, scale=2.0 + seed % 3)
     sources = make_sources(6, seed, longest=10)
-    assert search(model, sources, COLLATE, rows_per_batch=rows).tokens == [
+    assert search(model, sources, COLLATE, batches=batches_of(sources, rows)).tokens == [
         greedy_by_the_stock_model(model, source) for source in sources
     ]
 
@@ -110,44 +112,6 @@ def test_each_step_gives_the_stock_model_s_logits(norm_first):
         assert torch.allclose(cached, model(src, src_pad, tgt_in), atol=1e-10)
 
 
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("seed", range(3))
-def test_packed_greedy_equals_the_plain_step_in_float64(norm_first, seed):
-    model = make_model(norm_first, seed=seed)
-    src, src_pad = COLLATE.pad_sources(make_sources(70, seed, longest=40))  # encoded in parts; several blocks of cache
-    limits = output_limit((~src_pad).sum(1), model.config.max_length)
-    plain = greedy(model, src, src_pad, limits, BOS, EOS)
-    assert torch.equal(greedy(model, src, src_pad, limits, BOS, EOS, PackedTranslator(model)), plain)
-
-
-def test_the_packed_weights_are_those_at_packing():
-    """A search after another training step must pack anew: `search` does unless it is handed the packed ones."""
-    model, sources = make_model(dtype=torch.float32), make_sources(8)
-    before, packed = search(model, sources, COLLATE).tokens, pack(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter))
-    after = search(model, sources, COLLATE).tokens
-    assert after != before and search(model, sources, COLLATE, packed=pack(model)).tokens == after
-    assert search(model, sources, COLLATE, packed=packed).tokens != after
-
-
-@pytest.mark.parametrize("vocabulary", [7, 64, 2048, 2049, 5000])
-def test_the_likeliest_token_is_the_first_of_equals_whatever_the_pieces(vocabulary):
-    torch.manual_seed(0)
-    model = Translator(ModelConfig(20, vocabulary, **TINY)).double()
-    with torch.no_grad():  # small integers: exact sums, and many ties
-        model.output.weight.copy_(torch.randint(-1, 2, model.output.weight.shape))
-        model.output.bias.copy_(torch.randint(-1, 2, model.output.bias.shape))
-    x = torch.randint(-1, 2, (50, TINY["d_model"])).double()
-    assert torch.equal(PackedTranslator(model).likeliest(x), model.output(x).argmax(-1))
-
-
-def test_no_packing_under_autocast():
-    with torch.autocast("cpu", torch.bfloat16):
-        assert pack(make_model(dtype=torch.float32)) is None
-
-
 @pytest.mark.parametrize("beam", [1, 2])
 def test_threads_change_nothing(beam):
     model, sources = make_model(), make_sources(30)
@@ -156,7 +120,7 @@ def test_threads_change_nothing(beam):
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found[count] = search(model, sources, COLLATE, beam=beam, rows_per_batch=7)
+            found[count] = search(model, sources, COLLATE, beam=beam, batches=batches_of(sources, 7))
             assert torch.get_num_threads() == count
     finally:
         torch.set_num_threads(threads)
@@ -176,22 +140,6 @@ def test_threads_keep_the_order_the_autocast_and_the_errors():
     with pytest.raises(ValueError, match="thirteen"):
         list(map_in_threads(task, list(range(20)), 2))
     assert torch.get_num_threads() == threads
-
-
-def test_int8_from_the_command_line(toy_run):
-    done = run_script("evaluate.py", "--ckpt", "runs/toy", "--precision", "int8", cwd=toy_run)
-    assert done.returncode == 0, done.stderr
-    assert "int8 decoding: weights" in done.stdout and "greedy, int8" in done.stdout
-    scores = {}
-    for name in ("test-greedy-int8", "test-greedy"):
-        if name == "test-greedy":
-            assert run_script("evaluate.py", "--ckpt", "runs/toy", cwd=toy_run).returncode == 0
-        scores[name] = json.loads((toy_run / f"runs/toy/eval/{name}.json").read_text())["nltk"]
-    assert scores["test-greedy"] > 90 and abs(scores["test-greedy-int8"] - scores["test-greedy"]) < 3
-    done = run_script("translate.py", "--ckpt", "runs/toy", "--precision", "int8", "一二三四", cwd=toy_run)
-    assert done.stdout == "four three two one\n" and "int8 decoding" in done.stderr
-    done = run_script("translate.py", "--ckpt", "runs/toy", "--precision", "int8", "--beam", "4", "一", cwd=toy_run)
-    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and "--beam 4" in done.stderr
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 0.6, 1.5])
@@ -242,6 +190,22 @@ def test_beam_search_finds_the_best_of_a_tiny_space():
     assert math.isclose(scores.item(), best, rel_tol=1e-9)
 
 
+@pytest.mark.parametrize("length_penalty", [0.0, 2.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_else_is_in_the_batch_changes_no_beam(seed, length_penalty):
+    """A sentence that is done, by its limit or because nothing better can come, stays as it is while longer ones go on."""
+    model = make_model(scale=2.0, seed=seed)
+    sources = make_sources(12, seed)
+    src, src_pad = COLLATE.pad_sources(sources)
+    limits = output_limit((~src_pad).sum(1), model.config.max_length)
+    together, scores = beam_search(model, src, src_pad, limits, BOS, EOS, beam=3, length_penalty=length_penalty)
+    for row, limit in enumerate(limits):
+        options = dict(beam=3, length_penalty=length_penalty)
+        alone, score = beam_search(model, *COLLATE.pad_sources([sources[row]]), limit[None], BOS, EOS, **options)
+        assert together[row, :limit].tolist() == alone[0].tolist() and (together[row, limit:] == EOS).all()
+        assert math.isclose(scores[row].item(), score.item(), rel_tol=1e-9)
+
+
 @pytest.mark.parametrize("beam", [1, 3])
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_decodes_under_autocast(beam, norm_first):
@@ -285,9 +249,5 @@ def test_output_limit_stays_within_the_positions():
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 10))
 def test_every_sentence_is_in_exactly_one_batch(lengths, rows):
     batches = plan_batches(lengths, rows)
-    assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
-    assert all(len(batch) <= rows for batch in batches)
-
-
-def test_default_rows_shrink_with_the_beam():
-    assert default_rows(torch.device("cpu"), 4) * 4 == default_rows(torch.device("cpu"), 1)
+    assert sorted(row for batch in batches for row in batch) == [row for row, length in enumerate(lengths) if length]
+    assert all(len(batch) <= math.ceil(1.5 * rows) for batch in batches)  # rather one larger batch than a tiny last one

@@ -10,7 +10,7 @@ from conftest import TINY
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.errors import UserError
-from model import ModelConfig, Translator, cross_attention, sinusoids, summed_loss, training_flops
+from model import ModelConfig, SummedLoss, Translator, cross_attention, sinusoids, training_flops
 
 SOURCE_VOCAB, TARGET_VOCAB = 50, 60
 
@@ -137,10 +137,10 @@ def test_the_loss_begins_at_the_logarithm_of_the_vocabulary(norm_first, vocabula
     torch.manual_seed(0)
     model = Translator(ModelConfig(vocabulary, vocabulary, norm_first=norm_first)).eval()
     src, tgt_in = torch.randint(3, vocabulary, (8, 20)), torch.randint(3, vocabulary, (8, 20))
-    tgt_out = torch.randint(3, vocabulary, (160,))
+    batch = src, torch.zeros(8, 20, dtype=torch.bool), tgt_in, torch.arange(160), torch.randint(3, vocabulary, (160,))
     with torch.no_grad():
-        logits = model(src, torch.zeros(8, 20, dtype=torch.bool), tgt_in, torch.arange(160))
-    assert abs(summed_loss(logits, tgt_out).item() / 160 - math.log(vocabulary)) < 1
+        _, loss = SummedLoss(model, 0.1)(*batch)
+    assert abs(loss.item() / 160 - math.log(vocabulary)) < 1
 
 
 def test_real_positions_only():
@@ -173,17 +173,19 @@ def test_no_warnings():
 
 
 def test_smoothed_loss_is_its_definition():
-    torch.manual_seed(0)
-    logits, target = torch.randn(5, 11), torch.randint(0, 11, (5,))
-    log_probabilities = logits.log_softmax(-1)
-    expected = -sum(0.9 * row[t] + 0.1 * row.mean() for row, t in zip(log_probabilities, target))
-    assert torch.allclose(summed_loss(logits, target, 0.1), expected)
+    model, (src, src_pad, tgt_in) = make_model(dtype=torch.float32), make_batch()
+    real, target = torch.tensor([0, 1, 5, 9]), torch.tensor([3, 40, 59, 7])
+    smoothed, plain = SummedLoss(model, 0.1)(src, src_pad, tgt_in, real, target)
+    rows = model(src, src_pad, tgt_in, real).log_softmax(-1)
+    assert torch.allclose(smoothed, -sum(0.9 * row[t] + 0.1 * row.mean() for row, t in zip(rows, target)))
+    assert torch.allclose(plain, -sum(row[t] for row, t in zip(rows, target))) and not plain.requires_grad
 
 
 def test_an_empty_share_has_loss_zero_and_gradient_zero():
     model = make_model()
     src, src_pad, tgt_in = make_batch()
-    loss = summed_loss(model(src, src_pad, tgt_in, torch.zeros(0, dtype=torch.long)), torch.zeros(0, dtype=torch.long))
+    nothing = torch.zeros(0, dtype=torch.long)
+    loss, _ = SummedLoss(model, 0.1)(src, src_pad, tgt_in, nothing, nothing)
     loss.backward()
     assert loss == 0 and all(not p.grad.any() for p in model.parameters() if p.grad is not None)
 
@@ -213,7 +215,7 @@ def test_counted_flops_are_those_of_the_products_with_weights():
     src, src_pad, tgt_in = make_batch(batch=4, source=2, target=2, padding=0)  # short: attention scores hardly count
     real = torch.arange(tgt_in.numel())
     with FlopCounterMode(display=False) as counter:
-        summed_loss(model(src, src_pad, tgt_in, real), tgt_in.flatten()).backward()
+        SummedLoss(model, 0.0)(src, src_pad, tgt_in, real, tgt_in.flatten())[0].backward()
     assert counter.get_total_flops() == pytest.approx(
         training_flops(model.config, src.numel(), tgt_in.numel()), rel=0.05
     )

@@ -7,20 +7,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
-from conftest import ROOT
-from test_trained import train_tiny
+from conftest import HANGS, ROOT, fork_ranks
 
 import translate as script
 from decoding import translate_lines
-from engine import checkpoint
 from engine.errors import UserError
-from trained import load_trained
-
-
-@pytest.fixture(scope="session")
-def tiny_run(toy_data, tmp_path_factory):
-    return train_tiny(toy_data, tmp_path_factory.getbasetemp() / "tiny")
+from loading import load_trained
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +27,7 @@ def typed(*arguments, cwd, stdin: str = "") -> subprocess.CompletedProcess:
     """`python translate.py …` with this on standard input."""
     command = [sys.executable, str(ROOT / "translate.py"), *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=cwd, env=environment, input=stdin.encode(), capture_output=True, timeout=120)
+    result = subprocess.run(command, cwd=cwd, env=environment, input=stdin.encode(), capture_output=True, timeout=HANGS)
     return SimpleNamespace(code=result.returncode, out=result.stdout.decode(), err=result.stderr.decode())
 
 
@@ -76,15 +68,18 @@ def test_lines_of_standard_input(tiny_run, reference):
     assert "Traceback" not in result.err and "Warning" not in result.err
 
 
-def test_many_processes_translate_each_line_once(tiny_run, reference):
+def give_standard_input(text: str) -> None:
+    sys.stdin = io.TextIOWrapper(io.BytesIO(text.encode()), encoding="ascii")
+
+
+def test_many_processes_translate_each_line_once(tiny_run, reference, tmp_path):
     """Rank 0 reads and prints; the sentences are shared out."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--"]
-    result = subprocess.run(
-        [*words, str(ROOT / "translate.py"), "--ckpt", str(tiny_run)], cwd=tiny_run, input="\n".join(LINES).encode(),
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=120,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.decode().splitlines() == reference(LINES)
+    ranks = fork_ranks(
+        2, "translate.py", "--ckpt", tiny_run, cwd=tmp_path, first=(give_standard_input, "\n".join(LINES))
+    )
+    assert [rank.wait() for rank in ranks] == [0, 0], [rank.output for rank in ranks]
+    lines = [line for line in ranks[0].output.split("\n") if not line.startswith("device: ")]
+    assert lines == [*reference(LINES), ""] and not ranks[1].output
 
 
 def test_arguments(tiny_run, reference):
@@ -144,7 +139,7 @@ def test_beams(called, reference, monkeypatch):
     monkeypatch.setattr(script, "translate_lines", spy)
     out, _ = called("一二三", "四五", beam=3, length_penalty=0.9)
     seen[0].pop("world")
-    assert seen == [{"beam": 3, "length_penalty": 0.9, "packed": None}]
+    assert seen == [{"beam": 3, "length_penalty": 0.9, "steps": None}]
     assert out.splitlines() == reference(["一二三", "四五"], beam=3, length_penalty=0.9)
 
 
@@ -166,18 +161,3 @@ def test_at_a_prompt(tiny_run, called, reference, monkeypatch):
 def test_input_that_is_not_utf8(called):
     with pytest.raises(UserError, match=r"standard input is not UTF-8 .*; convert it with iconv first"):
         called(stdin="你好\n".encode("gb18030"))
-
-
-def test_wrong_weights_are_named(tiny_run, called):
-    weights = checkpoint.load_weights(tiny_run)
-    weights["output.bias"] = torch.zeros(7)
-    torch.save(weights, tiny_run / "wrong.pt")
-    with pytest.raises(UserError, match=r"wrong.pt does not hold the weights of the model in .*tiny: .*output.bias"):
-        called("一", ckpt=str(tiny_run / "wrong.pt"))
-    (tiny_run / "wrong.pt").unlink()
-
-
-@pytest.mark.parametrize("settings", [{"beam": 0}, {"length_penalty": -0.1}, {"length_penalty": float("nan")}])
-def test_settings_out_of_range(settings):
-    with pytest.raises(UserError, match=r"--beam .* must be at least 1, --length_penalty .* at least 0"):
-        script.Config(**settings)

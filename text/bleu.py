@@ -1,9 +1,9 @@
 """BLEU: the one place that turns translations into a score, always on the scale 0–100.
 
-The graded score is nltk's `corpus_bleu`; sacreBLEU's standard score stands beside it, to be held against papers. Both
+The graded score is nltk's `corpus_bleu`; sacreBLEU's standard score stands beside it, to compare with papers. Both
 see sacreBLEU's tokens (Post 2018, "A Call for Clarity in Reporting BLEU Scores"), cut from plain text, not subwords.
 
-Without smoothing nltk and sacreBLEU agree, but for one corner: for each hypothesis with fewer than n tokens nltk adds
+Without smoothing nltk and sacreBLEU agree, except in one case: for each hypothesis with fewer than n tokens nltk adds
 one n-gram that cannot match to the total of order n (its guard against 0/0); sacreBLEU adds none. Many very short
 hypotheses therefore make nltk's score a little lower, and the card says so when it shows in the second decimal.
 Both packages take half a second to import, so the functions that need them do it, on the first score.
@@ -31,7 +31,7 @@ def corpus_bleu(references: list[str], hypotheses: list[str], target: str = "en"
 
 
 def checked(references: list[str], hypotheses: list[str]) -> tuple[list[str], list[str]]:
-    """Both as lists of sentences, or a ValueError: given a wrong shape, nltk returns a wrong score without a word."""
+    """Both as lists of sentences, or a ValueError: given a wrong shape, nltk silently returns a wrong score."""
     for name, sentences in (("references", references), ("hypotheses", hypotheses)):
         if isinstance(sentences, str) or not isinstance(sentences, Sequence):
             raise ValueError(f"{name} must be a list of sentences, not {type(sentences).__name__}")
@@ -39,13 +39,15 @@ def checked(references: list[str], hypotheses: list[str]) -> tuple[list[str], li
             if not isinstance(sentence, str):
                 raise ValueError(f"{name}[{position}] must be a plain sentence (str), not {type(sentence).__name__}")
     if len(references) != len(hypotheses) or not references:
-        raise ValueError(f"{len(references)} references, {len(hypotheses)} hypotheses: need equally many, at least 1")
+        raise ValueError(
+            f"{len(references)} references, {len(hypotheses)} hypotheses: the numbers must be equal, at least 1"
+        )
     return list(references), list(hypotheses)
 
 
 def sacrebleu_metric(target: str, lowercase: bool = False):
     """sacreBLEU's standard BLEU for a language. Its tokeniser 13a cuts at spaces and punctuation; Chinese, Japanese and
-    Korean are cut into characters, since between spaces there may stand a whole clause."""
+    Korean are cut into characters, since a whole clause may stand between two spaces."""
     from sacrebleu.metrics import BLEU
 
     tokeniser = {"zh": "zh", "ja": "char", "ko": "char"}.get(target.lower()[:2], "13a")
@@ -61,7 +63,7 @@ def nltk_bleu(references: list[list[str]], hypotheses: list[list[str]], smooth: 
     """nltk's corpus BLEU of token lists, 0–100."""
     from nltk.translate import bleu_score
 
-    # method0 is BLEU as defined; method1 counts 0.1 match where there is none. Never the others: made for single
+    # method0 is BLEU as defined; method1 counts 0.1 match where nothing matches. Never the others: made for single
     # sentences, they change a corpus score that needs no smoothing, and method6 even leaves the scale (104 of 100).
     smoothing = bleu_score.SmoothingFunction()
     method = smoothing.method1 if smooth else smoothing.method0
@@ -75,7 +77,7 @@ def nltk_bleu(references: list[list[str]], hypotheses: list[list[str]], smooth: 
 
 @dataclass(frozen=True)
 class BleuCard:
-    """What there is to report about one set of translations; scores and precisions are on the scale 0–100."""
+    """The report about one set of translations; scores and precisions are on the scale 0–100."""
 
     nltk: float  # the graded score
     sacrebleu: float  # with sacreBLEU's standard settings
@@ -110,9 +112,11 @@ class BleuCard:
             f"sentences          {self.sentences:,}",
         ]
         if min(self.precisions) == 0:
-            card.append("note: for some n no n-gram matches, so BLEU is 0; sacreBLEU smooths (smooth:exp)")
+            card.append("note: BLEU is 0, because no n-gram of some length n matches; sacreBLEU smooths (smooth:exp)")
         elif self.short and abs(self.nltk - self.sacrebleu) >= 0.005:
-            card.append(f"note: nltk is stricter than sacreBLEU on the {self.short:,} hypotheses of under 4 tokens")
+            card.append(
+                f"note: nltk is stricter than sacreBLEU on the {self.short:,} hypotheses with fewer than 4 tokens"
+            )
         return card
 
 
@@ -179,3 +183,43 @@ def bootstrap_interval(counts: np.ndarray, resamples: int, seed: int) -> tuple[f
         sums.append(times_drawn @ counts)  # BLEU needs only the summed counts of the drawn sentences
     low, high = np.percentile(bleu_from_counts(np.array(sums)), [2.5, 97.5])
     return float(low), float(high)
+
+
+def sentence_scores(references: list[str], hypotheses: list[str], target: str = "en") -> list[float]:
+    """sacreBLEU's BLEU of each sentence, 0–100: to find good and bad ones by; their mean is not the corpus score."""
+    metric = sacrebleu_metric(target)
+    metric.effective_order = True  # a sentence of three words has no 4-grams, and is scored by what it has
+    return [
+        metric.sentence_score(hypothesis, [reference]).score for reference, hypothesis in zip(references, hypotheses)
+    ]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One system of a paired comparison, 0–100."""
+
+    name: str
+    metric: str
+    score: float
+    low: float  # 95 % interval of the resampled scores, as sacreBLEU gives it: mean ± half width
+    high: float
+    p_value: float | None  # None: the system that the others are compared with
+
+
+def paired_bootstrap(references: list[str], systems: dict[str, list[str]], target: str = "en") -> list[Compared]:
+    """sacreBLEU's paired bootstrap (Koehn 2004): do the others translate otherwise than the first, or is it these rows?
+
+    All systems are scored on the same 1,000 resamples of the rows. p: how often chance alone would give such a difference.
+    """
+    from sacrebleu.metrics import CHRF
+    from sacrebleu.significance import PairedTest
+
+    for hypotheses in systems.values():
+        checked(references, hypotheses)
+    metrics = {"BLEU": sacrebleu_metric(target), "chrF2": CHRF()}
+    _, scores = PairedTest(list(systems.items()), metrics, [references], test_type="bs")()
+    return [
+        Compared(name, metric, result.score, result.mean - result.ci, result.mean + result.ci, result.p_value)
+        for metric in metrics
+        for name, result in zip(systems, scores[metric], strict=True)
+    ]

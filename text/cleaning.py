@@ -23,13 +23,13 @@ _CLEANED = {code: " " for code in [*range(0x20), *range(0x7F, 0xA0)]}
 _CLEANED |= {code: None for code in _VANISH} | {code: "�" for code in range(0xD800, 0xE000)} | {0x2581: "_"}
 
 REASONS = {
-    "empty": "an empty side",
-    "identical": "source = target",
-    "held out": "cut off for validation or test",
-    "in validation or test": "a side that stands in validation or test",
-    "duplicate": "exact duplicate",
+    "empty": "with an empty side",
+    "identical": "with source = target",
+    "held out": "moved to validation or test",
+    "in validation or test": "with a side that is also in validation or test",
+    "duplicate": "exact duplicates",
     "too long": "longer than --max_length",
-    "length ratio": "absurd length ratio",
+    "length ratio": "with very different lengths",
 }
 
 

@@ -41,6 +41,14 @@ class Prepared:
     validation_rows: list[tuple[str, str]]  # raw, in the order of `validation`
     summary: dict  # counts, sizes
 
+    def describe(self) -> dict:
+        """What a run keeps of its data, ready for JSON; `lengths`: how many training sentences have 0, 1, 2, … tokens."""
+        lengths = {side: np.bincount(counts).tolist() for side, counts in self.train.lengths.items()}
+        tokens = {side: int(counts.sum()) for side, counts in self.train.lengths.items()}
+        vocabulary = {"source": len(self.source_tokenizer), "target": len(self.target_tokenizer)}
+        facts = {name: self.summary[name] for name in ("path", "counts", "unknown")} | {"vocabulary": vocabulary}
+        return facts | {"validation_rows": len(self.validation_rows), "tokens": tokens, "lengths": lengths}
+
 
 def prepare(
     text: ParallelText, cache: Path, *, source_vocab=0, target_vocab=0, tokenizer="", max_length=512, say=print
@@ -63,7 +71,7 @@ def prepare(
         say(f"data: {text.path} ({text.form}), tokenised earlier in {folder}")
     else:
         if folder.exists():
-            say(f"data: {folder} is damaged and is made again")
+            say(f"data: {folder} is damaged and will be made again")
             shutil.rmtree(folder)
         say(f"data: {text.path} ({text.form}), {text.source}→{text.target}; tokenising into {folder}")
         _build(text, folder, source_vocab, target_vocab, tokenizer, max_length, say)
@@ -74,7 +82,7 @@ def find_and_prepare(config, cache: Path, say) -> tuple[Path, str]:
     """What train.py's flags name, prepared: → its folder, and the data as a path that is found from anywhere."""
     data = config.data or default_path()
     if not config.data:
-        say(f"data: no --data given, so {data}")
+        say(f"data: no --data given, using {data}")
     if Path(data).expanduser().exists():  # else a hub name, or a mistake
         data = str(Path(data).expanduser().resolve())
     text = find_text(data, config.source, config.target)
@@ -116,20 +124,20 @@ def _build(text, folder, source_vocab, target_vocab, tokenizer, max_length, say)
         _require_pairs(text, counts, counts["kept"])
         sizes = [size or default_vocabulary(counts["kept"]) for size in (source_vocab, target_vocab)]
         tokenizers = _make_tokenizers(lines, counts["kept"], tokenizer, sizes, say)
-        for side, one in tokenizers.items():
-            one.save_pretrained(building / "tokenizer" / side)
+        for side, tokenizer_of_side in tokenizers.items():
+            tokenizer_of_side.save_pretrained(building / "tokenizer" / side)
 
         unknown = _write_train(lines, building / "train", tokenizers, max_length, counts)
         _require_pairs(text, counts, counts["kept"])
         if unknown > 0.01:
             raise UserError(
-                f"tokenizer {tokenizer} does not know {unknown:.1%} of the tokens of {text.path}; choose one made for "
-                f"{text.source} and {text.target}, or leave --tokenizer out"
+                f"tokenizer {tokenizer} does not know {unknown:.1%} of the tokens of {text.path}; choose a tokenizer "
+                f"made for {text.source} and {text.target}, or leave --tokenizer out"
             )
         rows = held_out["validation"][:VALIDATION_ROWS]
         if not rows:
             raise UserError(
-                f"{text.path}: the validation split has no rows; add some, or remove the file to have it cut"
+                f"{text.path}: the validation split has no rows; add rows, or remove the file: then it is cut from train"
             )
         _write_validation(rows, building, tokenizers, max_length, say)
         lines.unlink()
@@ -172,7 +180,7 @@ def _make_tokenizers(lines: Path, pairs: int, name: str, sizes: list[int], say) 
 
 def _write_train(lines: Path, folder: Path, tokenizers: dict, max_length: int, counts: Counter) -> float:
     """Tokenise the clean pairs, dropping the over-long and the lopsided. Returns the share of unknown tokens."""
-    writer = TokenWriter(folder, {side: len(one) for side, one in tokenizers.items()})
+    writer = TokenWriter(folder, {side: len(tokenizer) for side, tokenizer in tokenizers.items()})
     unknown = total = 0
     bar = progress(total=counts["kept"], desc="tokenising", unit=" pairs")
     counts["kept"] = 0
@@ -203,7 +211,7 @@ def _worth_keeping(source: np.ndarray, target: np.ndarray, max_length: int, coun
 
 
 def _write_validation(rows, building: Path, tokenizers: dict, max_length: int, say) -> None:
-    writer = TokenWriter(building / "validation", {side: len(one) for side, one in tokenizers.items()})
+    writer = TokenWriter(building / "validation", {side: len(tokenizer) for side, tokenizer in tokenizers.items()})
     for index, side in enumerate(("source", "target")):
         encoded = encode(tokenizers[side], [normalise(row[index]) for row in rows])
         long = sum(len(row) >= max_length for row in encoded)
@@ -217,7 +225,7 @@ def _write_validation(rows, building: Path, tokenizers: dict, max_length: int, s
 
 def _require_pairs(text: ParallelText, counts: Counter, kept: int) -> None:
     if kept < 2:
-        raise UserError(f"{text.path}: {kept} training pairs left, two are the least; {report(counts)}")
+        raise UserError(f"{text.path}: {kept} training pairs left, at least 2 are needed; {report(counts)}")
 
 
 def _tokenizer_key(name: str) -> str:

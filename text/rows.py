@@ -7,7 +7,7 @@
 Accepted without a flag: a directory of parquet, arrow, json, csv or tsv shards as `datasets.load_dataset` would read
 it, a directory written by `save_to_disk`, one such file, or a hub id such as `wmt/wmt19`. A row holds the two texts as
 `{"translation": {"zh": …, "en": …}}` or flat as `{"zh": …, "en": …}` (csv and tsv: flat only); other columns are left
-alone, and a null becomes "". What the user can mend (a wrong path, a damaged file, …) raises a one-line `UserError`.
+alone, and a null becomes "". What the user can correct (a wrong path, a damaged file, …) raises a one-line `UserError`.
 """
 
 import hashlib
@@ -94,7 +94,7 @@ def find_text(path: str, source: str = "zh", target: str = "en") -> ParallelText
     elif root.is_file():
         form, files = FORMS.get(root.suffix.lower()), _split_files([(root.name, root)])
         if form is None:
-            raise UserError(f"{path} is of no known form; its name must end in one of {' '.join(FORMS)}")
+            raise UserError(f"{path} is not a known type of file; its name must end in one of {' '.join(FORMS)}")
     elif os.path.exists(root / "dataset_dict.json") or os.path.exists(root / "state.json"):
         form, files = "save_to_disk", _saved_files(root)
     else:
@@ -145,18 +145,19 @@ def _split_of(name: str) -> str | None:
 
 def _split_files(named: list[tuple[str, Path]]) -> dict[str, list[Path]]:
     """Sort (name, file) into splits by the keyword in a folder's name, the nearest first, else in the file's."""
-    found: dict[str | None, list[Path]] = {split: [] for split in (*KEYWORDS, None)}
+    splits: dict[str | None, list[Path]] = {split: [] for split in (*KEYWORDS, None)}
     for name, file in named:
         *folders, last = Path(name).parts
-        splits = [_split_of(part) for part in (*reversed(folders), last)]
-        found[next((split for split in splits if split), None)].append(file)
-    unnamed = found.pop(None)
-    if not found["train"]:
-        found["train"] = unnamed
+        of_parts = [_split_of(part) for part in (*reversed(folders), last)]
+        splits[next((split for split in of_parts if split), None)].append(file)
+    unnamed = splits.pop(None)
+    if not splits["train"]:
+        splits["train"] = unnamed
     elif unnamed:
         # As load_dataset does: next to train.csv, a newstest2019.csv must not end up among the training pairs.
-        print(f"not read, for their names name no split: {_short(', '.join(str(file) for file in unnamed))}")
-    return {split: files for split, files in found.items() if files}
+        names = _short(", ".join(str(file) for file in unnamed))
+        print(f"not read, because their names contain no split (train, validation or test): {names}")
+    return {split: files for split, files in splits.items() if files}
 
 
 def _saved_files(root: Path) -> dict[str, list[Path]]:
@@ -177,7 +178,7 @@ def _saved_files(root: Path) -> dict[str, list[Path]]:
 
 def _hub_files(path: str, source: str, target: str) -> dict[str, list[Path]]:
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) or Path(path).suffix.lower() in FORMS:
-        raise UserError(f"{path or '(an empty path)'} does not exist; check the path to the parallel text")
+        raise UserError(f"{path or '(an empty path)'} does not exist; check the path")
     import datasets
     import huggingface_hub
 
@@ -269,7 +270,9 @@ def _read_json(file: Path, source: str, target: str) -> Rows:
     chunk = []
     for where, row in _json_rows(file):
         if not isinstance(row, dict):
-            raise UserError(f"{where}: a {type(row).__name__}; write an object with {source} and {target}")
+            raise UserError(
+                f"{where}: a {type(row).__name__}, not an object; write an object with {source} and {target}"
+            )
         inner = row.get("translation", {})
         if inner is None:
             inner = {source: None, target: None}
@@ -283,7 +286,7 @@ def _read_json(file: Path, source: str, target: str) -> Rows:
         try:
             "".join(pair).encode()
         except UnicodeEncodeError as error:  # "\ud800" is valid JSON but no text: no tokenizer takes it
-            raise UserError(f"{where}: a surrogate without its other half; remove the character") from error
+            raise UserError(f"{where}: half of a surrogate pair; remove this character") from error
         chunk.append(pair)
         if len(chunk) == CHUNK:
             yield chunk
@@ -311,7 +314,7 @@ def _json_rows(file: Path) -> Iterator[tuple[str, object]]:
                         yield f"{name}, line {number}", json.loads(text)
     except json.JSONDecodeError as error:
         line = number + error.lineno - 1
-        raise UserError(f"{file}, line {line}: broken JSON ({error.msg}); mend it or get the file again") from error
+        raise UserError(f"{file}, line {line}: broken JSON ({error.msg}); repair it or get the file again") from error
 
 
 def _read_csv(file: Path, source: str, target: str) -> Rows:
@@ -324,8 +327,12 @@ def _read_csv(file: Path, source: str, target: str) -> Rows:
             for chunk in chunks:
                 if source not in chunk or target not in chunk:
                     raise _wrong_columns(f"{file}, line 1", list(chunk.columns), source, target)
-                if not isinstance(chunk.index, pandas.RangeIndex):  # pandas takes what is too much for row names
-                    raise UserError(f"{file}, line 2: more fields than the header has; put such a field in quotes")
+                if not isinstance(
+                    chunk.index, pandas.RangeIndex
+                ):  # pandas takes the fields that are too many for row names
+                    raise UserError(
+                        f"{file}, line 2: more fields than the header; put text with commas or tabs in quotes"
+                    )
                 yield list(zip(chunk[source].tolist(), chunk[target].tolist()))
     except pandas.errors.ParserError as error:
         reason = _short(error).split("C error: ")[-1]
@@ -337,8 +344,8 @@ def _read_csv(file: Path, source: str, target: str) -> Rows:
 # Error messages.
 
 
-def _wrong_columns(where, found: list[str], source: str, target: str) -> UserError:
-    names = [str(name).removeprefix("translation.") for name in found]
+def _wrong_columns(where, columns: list[str], source: str, target: str) -> UserError:
+    names = [str(name).removeprefix("translation.") for name in columns]
     spelled = {name.lower(): name for name in names}
     hint = "name the two columns with --source and --target"
     if source.lower() in spelled and target.lower() in spelled:

@@ -8,11 +8,20 @@ For each side a folder holds the ids of all sentences one after another and the 
 """
 
 import os
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from torch.utils.data import Dataset
+
+
+class Rows(NamedTuple):
+    """Token ids of sentences, one after another, (N,), and the number of ids in each sentence, (rows,)."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
 
 
 class TokenizedPairs(Dataset):
@@ -25,7 +34,8 @@ class TokenizedPairs(Dataset):
         self.folder = folder
         self.lengths = {side: np.load(folder / f"{side}.lengths.npy") for side in ("source", "target")}
         self._starts = {side: starts_of(lengths) for side, lengths in self.lengths.items()}
-        self._ids = {side: np.load(folder / f"{side}.ids.npy", mmap_mode="r") for side in ("source", "target")}
+        # As plain arrays over the maps: a slice of a `memmap` costs ten times as much.
+        self._ids = {side: np.asarray(np.load(folder / f"{side}.ids.npy", mmap_mode="r")) for side in self.lengths}
 
     def __len__(self) -> int:
         return len(self.lengths["source"])
@@ -35,6 +45,14 @@ class TokenizedPairs(Dataset):
             self._ids[side][self._starts[side][index] : self._starts[side][index + 1]] for side in ("source", "target")
         )
         return source, target
+
+    def __getitems__(self, rows: np.ndarray) -> tuple[Rows, Rows]:
+        """Both sides of these pairs, for a DataLoader: without a loop over sentences."""
+        return self._gather("source", rows), self._gather("target", rows)
+
+    def _gather(self, side: str, rows: np.ndarray) -> Rows:
+        lengths = self.lengths[side][rows].astype(np.int64)
+        return Rows(self._ids[side][places_of(lengths, self._starts[side][rows])], lengths)
 
     def __getstate__(self):
         return self.folder  # a worker process maps the files anew
@@ -80,7 +98,14 @@ def starts_of(lengths: np.ndarray) -> np.ndarray:
     return starts
 
 
-def flatten(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Lists of ids → their ids one after another, (N,), and the number of ids in each, (rows,)."""
+def places_of(lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """start, start + 1, … for each row, as many as it is long: (rows,), (rows,) → (N,)"""
+    before = np.cumsum(lengths) - lengths  # what the rows above hold
+    return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
+
+
+def flatten(rows: Iterable[Sequence[int]]) -> Rows:
+    """Lists of ids → `Rows`."""
+    rows = list(rows)
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    return np.fromiter(chain.from_iterable(rows), np.int32, int(lengths.sum())), lengths
+    return Rows(np.fromiter(chain.from_iterable(rows), np.int32, int(lengths.sum())), lengths)

@@ -61,8 +61,8 @@ def train_tokenizer(lines: Iterable[str], vocabulary: int):
     )
 
 
-def commonest_characters(lines: list[str], most: int) -> list[str]:
-    """At most so many characters; the sign for the space is one of them.
+def commonest_characters(lines: list[str], limit: int) -> list[str]:
+    """The `limit` most frequent characters; the sign for the space is one of them.
 
     Chosen here because the library would choose among equally rare ones by chance, and no two runs would be alike.
     """
@@ -71,7 +71,7 @@ def commonest_characters(lines: list[str], most: int) -> list[str]:
         counts.update(line)
     counts.pop(" ", None)
     counts[SPACE] = len(lines) * 10**6
-    return sorted(counts, key=lambda character: (-counts[character], character))[: max(most, 1)]
+    return sorted(counts, key=lambda character: (-counts[character], character))[: max(limit, 1)]
 
 
 def own_pre_tokenizer():
@@ -97,7 +97,7 @@ def load_tokenizer(name: str):
         # Without a network it would try again for minutes; told to stay offline, it looks into its cache.
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=failure is not None)
     except (OSError, ValueError, KeyError, TypeError, huggingface_hub.errors.HFValidationError) as error:
-        missing = "no such folder, and the hub does not give it"
+        missing = "no such folder, and it cannot be loaded from the hub"
         what = "no tokenizer can be read from this folder" if Path(name).is_dir() else missing
         raise UserError(f"tokenizer {name}: {what} ({' '.join(str(failure or error).split())[:200]})") from None
     special_ids(tokenizer, name)
@@ -170,7 +170,7 @@ def encodes_words_alone(tokenizer) -> bool:
     if not tokenizer.is_fast or tokenizer.backend_tokenizer.normalizer is not None:
         return False
     if not all(token.special for token in tokenizer.added_tokens_decoder.values()):
-        return False  # one that is no special token would be found in the text before anything is cut
+        return False  # a token that is not special would be found in the text before anything is cut
     cuts = tokenizer.backend_tokenizer.pre_tokenizer
     return cuts is not None and cuts.__getstate__() == own_pre_tokenizer().__getstate__()
 

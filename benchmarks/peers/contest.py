@@ -1,7 +1,7 @@
 """What the processes of all contestants share: their arguments, their clock, the line of JSON they end with.
 
 Each contestant is a file of this folder, started as `python -m benchmarks.peers.NAME train|decode --corpus FOLDER …` in an
-environment of its own; so this file needs the standard library and numpy alone.
+environment of its own; so this file needs the standard library, numpy and torch alone.
 """
 
 import argparse
@@ -14,13 +14,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.corpus import Corpus, read_corpus
-from benchmarks.measuring import peak_rss_gib
+import torch
 
-# The lab's model, for every contestant; the vocabularies come from the corpus.
-LAB = dict(d_model=256, nhead=8, num_encoder_layers=3, num_decoder_layers=3, dim_feedforward=1024)
-DROPOUT = LABEL_SMOOTHING = 0.1
-TOKENS_PER_BATCH = 4096  # target tokens, where the contestant counts tokens
+from benchmarks.corpus import Corpus, read_corpus
+from benchmarks.measuring import GIB, held_gib
+from model import PRESETS
+
+TINY = dict(d_model=32, nhead=2, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=64, dropout=0.1)
+SIZES = {"lab": PRESETS["lab"], "big": PRESETS["big"], "tiny": TINY}  # of the model; tiny: to try a command
+LABEL_SMOOTHING = 0.1
 LEARNING_RATE = 1e-4
 WARM_STEPS = 3  # not counted: cold caches, first allocations
 
@@ -32,18 +34,22 @@ def parse_task(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--corpus", required=True, help="folder made by benchmarks.corpus")
     parser.add_argument("--seconds", type=float, default=20.0, help="of measuring, after the warm-up")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--preset", default="lab", help="a name of SIZES")
+    parser.add_argument("--tokens_per_batch", type=int, default=4096, help="target tokens, where it counts tokens")
     parser.add_argument("--variant", default="", help="of this contestant: fp32, int8, …")
+    parser.add_argument("--parity", action="store_true", help="ours: also the loss after five steps without dropout")
     parser.add_argument("--weights", default="", help="folder with weights.pt, the project's; else random")
-    parser.add_argument(
-        "--length", type=int, default=0, help="tokens of every output, end suppressed; 0: until the end"
-    )
+    parser.add_argument("--length", type=int, default=0, help="tokens of every output, end suppressed; 0: to the end")
     parser.add_argument("--rows", type=int, default=0, help="decode only so many test sentences; 0: all")
-    parser.add_argument("--batch", type=int, default=64, help="sentences decoded at once")
+    parser.add_argument("--batch", type=int, default=64, help="sentences decoded at once; ours: 0 as evaluate.py")
     parser.add_argument("--outputs", default="", help="file for the decoded ids, a sentence a line")
-    return parser.parse_args(words)
+    task = parser.parse_args(words)
+    task.sizes = SIZES[task.preset]
+    return task
 
 
-def run_peer(train: Callable, decode: Callable) -> None:
+def run_peer(train: Callable | None = None, decode: Callable | None = None) -> None:
     """The main program of a contestant: do what the command line asks. Everything it prints meanwhile goes to stderr."""
     task = parse_task()
     corpus = read_corpus(task.corpus)
@@ -53,9 +59,15 @@ def run_peer(train: Callable, decode: Callable) -> None:
         (train if task.what == "train" else decode)(task, corpus)
 
 
+def wait_for_gpu() -> None:
+    """Until the GPU has done what it was given, if this process has one."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def report(figures: dict) -> None:
     """Print the figures for the process that started this one."""
-    figures["peak_gib"] = peak_rss_gib()
+    figures["peak_gib"] = torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_initialized() else held_gib()
     print(json.dumps(figures), file=sys.__stdout__, flush=True)
 
 
@@ -64,21 +76,23 @@ class TrainingClock:
 
     `step(source_tokens, target_tokens)` is called at the start of every optimiser step and so counts everything from there to
     the next one: loading, forward, backward, update, logging. Once `seconds` are over it reports and ends the process.
+    `more`: further figures to report.
     """
 
-    def __init__(self, seconds: float, now: Callable[[], float] = time.perf_counter):
-        self.seconds, self.now = seconds, now
+    def __init__(self, seconds: float, now: Callable[[], float] = time.perf_counter, **more: float):
+        self.seconds, self.now, self.more = seconds, now, more
         self.steps = -WARM_STEPS
         self.source = self.target = 0
         self.begun = 0.0
 
     def step(self, source_tokens: int, target_tokens: int) -> None:
         """A step over so many real tokens (end tokens counted, padding not) begins now."""
-        now = self.now()
         if self.steps == 0:
-            self.begun = now
-        if self.steps > 0 and now - self.begun >= self.seconds:
-            report(self.figures(now - self.begun))
+            wait_for_gpu()
+            self.begun = self.now()
+        elif self.steps > 0 and self.now() - self.begun >= self.seconds:
+            wait_for_gpu()  # only here: in between the host runs ahead of the GPU
+            report(self.figures(self.now() - self.begun))
             sys.stderr.flush()
             os._exit(0)  # some toolkits would now write checkpoints
         self.steps += 1
@@ -93,6 +107,7 @@ class TrainingClock:
             "seconds_per_step": seconds / self.steps,
             "target_tokens_per_step": self.target / self.steps,
             "steps": self.steps,
+            **self.more,
         }
 
 
@@ -102,24 +117,24 @@ def time_decoding(task: argparse.Namespace, corpus: Corpus, decode: Callable[[],
     `decode()` returns the output ids of every sentence without begin and end; or (seconds, ids) if it has measured itself.
     Each sentence counts its tokens, and one more for its end where that was not suppressed.
     """
-    if warm:
-        decode()
     passes, begun = [], time.perf_counter()
-    while not passes or time.perf_counter() - begun < task.seconds:
+    while len(passes) < 1 + warm or time.perf_counter() - begun < task.seconds:
         start = time.perf_counter()
-        found = decode()
-        measured, outputs = found if isinstance(found, tuple) else (time.perf_counter() - start, found)
+        result = decode()
+        measured, outputs = result if isinstance(result, tuple) else (time.perf_counter() - start, result)
         passes.append(measured)
+        if warm and len(passes) == 1:
+            begun = time.perf_counter()
     lengths = [len(output) for output in outputs]
     if len(lengths) != len(corpus.test) or (task.length and set(lengths) != {task.length}):
         raise RuntimeError(f"{len(lengths)} outputs of {min(lengths)} to {max(lengths)} tokens")
     if task.outputs:
         lines = (" ".join(map(str, output)) + "\n" for output in outputs)
         Path(task.outputs).write_text("".join(lines), encoding="utf-8")
-    seconds = statistics.median(passes)
+    seconds = statistics.median(passes[warm:])
     tokens = sum(lengths) + (0 if task.length else len(lengths))
-    report({"tokens_per_second": tokens / seconds, "sentences_per_second": len(lengths) / seconds,
-            "seconds": seconds, "tokens": tokens, "sentences": len(lengths), "passes": len(passes)})  # fmt: skip
+    report({"tokens_per_second": tokens / seconds, "sentences_per_second": len(lengths) / seconds, "seconds": seconds,
+            "first_seconds": passes[0], "tokens": tokens, "sentences": len(lengths), "passes": len(passes) - warm})  # fmt: skip
 
 
 def sorted_batches(corpus: Corpus, size: int) -> list[list[int]]:
@@ -137,7 +152,5 @@ def work_folder(corpus: Corpus, name: str) -> Path:
 
 def restore_torch_load() -> None:
     """Toolkits older than torch 2.6 read their own checkpoints with pickles in them: `torch.load` as it was then."""
-    import torch
-
     load = torch.load
     torch.load = lambda *arguments, **options: load(*arguments, **({"weights_only": False} | options))

@@ -5,19 +5,13 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from benchmarks.measuring import describe_machine, interleave, pinned, read_json, write_json
-from benchmarks.peers.install import how_to_install, is_installed, python_of
+from benchmarks.measuring import ROOT, pinned
+from benchmarks.peers.install import is_installed, python_of
 from engine.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 # glibc gives large blocks back to the system at once and takes them again page by page; with these it keeps them.
-KEEP_MEMORY = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "100000000000",
-    "MALLOC_TOP_PAD_": "268435456",
-}
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "268435456"}
 
 
 @dataclass(frozen=True)
@@ -31,24 +25,16 @@ class Contestant:
     arguments: tuple[str, ...] = ()
     pin: bool = True  # each compute thread to a core of its own
 
-    def command(self, what: str, *arguments) -> list[str]:
+    def command(self, *arguments) -> list[str]:
         """The words of its command line."""
         python = python_of(self.toolkit) if self.toolkit else sys.executable
         variant = ["--variant", self.variant] if self.variant else []
-        return [
-            str(python),
-            "-m",
-            f"benchmarks.peers.{self.module}",
-            what,
-            *variant,
-            *self.arguments,
-            *map(str, arguments),
-        ]
+        return [*map(str, (python, "-m", f"benchmarks.peers.{self.module}", *arguments)), *variant, *self.arguments]
 
 
 def choose(names: str, known: dict[str, Contestant]) -> list[str]:
-    """ "a,b" → ["a", "b"]; "" is everybody. Raises `UserError` for an unknown name."""
-    chosen = [name for name in names.split(",") if name] or list(known)
+    """ "a,b" → ["a", "b"]. Raises `UserError` for an unknown name."""
+    chosen = [name for name in names.split(",") if name]
     for name in chosen:
         if name not in known:
             raise UserError(f"--contestants {name}: unknown; choose from {','.join(known)}")
@@ -58,7 +44,7 @@ def choose(names: str, known: dict[str, Contestant]) -> list[str]:
 def start(name: str, contestant: Contestant, threads: int, *arguments, timeout: float = 600) -> dict | None:
     """One turn of one contestant; → its figures, None with one line that says why if it cannot take part."""
     if contestant.toolkit and not is_installed(contestant.toolkit):
-        print(f"{name}: left out, its toolkit is not installed; {how_to_install(contestant.toolkit)}", flush=True)
+        print(f"{name}: left out; to install it: python -m benchmarks.peers.install {contestant.toolkit}", flush=True)
         return None
     environment = {**os.environ, **pinned(threads, contestant.pin), **contestant.environment}
     words = contestant.command(*arguments, "--threads", threads)
@@ -73,13 +59,3 @@ def start(name: str, contestant: Contestant, threads: int, *arguments, timeout: 
         print(f"{name}: left out, it ended with {done.returncode}: {last}; {' '.join(words)}", flush=True)
         return None
     return json.loads(lines[-1])
-
-
-def take_turns(title: str, names: list[str], rounds: int, run, out: Path, append: bool, **facts) -> list:
-    """Interleave, keep every turn in `out` (beside those of earlier calls with `append`), → all turns."""
-    print(f"{title}\n{describe_machine()}", flush=True)
-    earlier = read_json(out) if append else []
-    first = 1 + max((run.round for run in earlier if run.contestant in names), default=0)
-    runs = earlier + interleave(names, rounds, run, first=first)
-    write_json(out, runs, title=title, **facts)
-    return runs

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.peers.contest import LAB, restore_torch_load, run_peer, time_decoding, work_folder
+from benchmarks.peers.contest import restore_torch_load, run_peer, time_decoding, work_folder
 
 
 def convert(weights: dict[str, np.ndarray], sizes: dict, corpus, folder: Path) -> None:
@@ -46,9 +46,7 @@ def convert(weights: dict[str, np.ndarray], sizes: dict, corpus, folder: Path) -
 def fill_layer(layer, weights: dict[str, np.ndarray], name: str, width: int) -> None:
     """One encoder or decoder layer. Norms stand in the order of nn.Transformer: norm1, norm2 and, in a decoder, norm3."""
     own = layer.self_attention
-    own.linear[0].weight = weights[
-        f"{name}.self_attn.in_proj_weight"
-    ]  # query, key and value in one (3D, D), as with us
+    own.linear[0].weight = weights[f"{name}.self_attn.in_proj_weight"]  # query, key, value in one (3D, D), as with us
     own.linear[0].bias = weights[f"{name}.self_attn.in_proj_bias"]
     fill(own.linear[1], weights, f"{name}.self_attn.out_proj")
     norms = [own.layer_norm, layer.ffn.layer_norm]
@@ -89,10 +87,6 @@ def names(size: int, special: dict[str, int], letter: str) -> list[str]:
     return words
 
 
-def train(task, corpus) -> None:
-    raise NotImplementedError("CTranslate2 only decodes")
-
-
 def decode(task, corpus) -> None:
     """All test sentences in one call."""
     import ctranslate2
@@ -102,17 +96,12 @@ def decode(task, corpus) -> None:
     folder = Path(task.weights or work_folder(corpus, "random")) / "ctranslate2"
     if not (folder / "model.bin").exists():
         weights = {name: tensor.float().numpy() for name, tensor in torch.load(folder.parent / "weights.pt").items()}
-        sizes = {**LAB, "norm_first": False, "max_length": 512}
+        sizes = {**task.sizes, "norm_first": False, "max_length": 512}
         convert(weights, sizes, corpus, folder)
     kind, _, workers = task.variant.partition("x")
     workers = int(workers or 1)
-    translator = ctranslate2.Translator(
-        str(folder),
-        device="cpu",
-        compute_type=kind,
-        inter_threads=workers,
-        intra_threads=max(1, task.threads // workers),
-    )
+    threads = dict(inter_threads=workers, intra_threads=max(1, task.threads // workers))
+    translator = ctranslate2.Translator(str(folder), device=task.device, compute_type=kind, **threads)
     print("computes in", translator.compute_type, "of", ctranslate2.get_supported_compute_types("cpu"), file=sys.stderr)
     lines = (corpus.folder / "test.src").read_text(encoding="utf-8").splitlines()[: len(corpus.test)]
     sources = [line.split() for line in lines]
@@ -120,16 +109,16 @@ def decode(task, corpus) -> None:
 
     def once():
         begun = time.perf_counter()
-        found = translator.translate_batch(
+        results = translator.translate_batch(
             sources, beam_size=1, max_batch_size=task.batch, min_decoding_length=task.length or 1,
             max_decoding_length=max(limits),
         )  # fmt: skip
         seconds = time.perf_counter() - begun
-        rows = [[int(word[1:]) if word[0] == "t" else 0 for word in each.hypotheses[0]] for each in found]
+        rows = [[int(word[1:]) if word[0] == "t" else 0 for word in each.hypotheses[0]] for each in results]
         return seconds, [row[:limit] for row, limit in zip(rows, limits)]
 
     time_decoding(task, corpus, once)
 
 
 if __name__ == "__main__":
-    run_peer(train, decode)
+    run_peer(decode=decode)

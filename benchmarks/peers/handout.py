@@ -10,53 +10,39 @@ import math
 import torch
 from torch import nn
 
-from benchmarks.peers.contest import (
-    DROPOUT,
-    LAB,
-    LABEL_SMOOTHING,
-    LEARNING_RATE,
-    TrainingClock,
-    run_peer,
-    time_decoding,
-)
+from benchmarks.peers.contest import LABEL_SMOOTHING, LEARNING_RATE, TrainingClock, run_peer, time_decoding
 
 LENGTH = 128
 SENTENCES = 32
 
 
 class Seq2Seq(nn.Module):
-    """Embeddings, sinusoidal positions, `nn.Transformer`, output layer. Also the tutorial's model."""
+    """Embeddings, sinusoidal positions, `nn.Transformer`, output layer."""
 
-    def __init__(self, corpus):
+    def __init__(self, sizes: dict, corpus):
         super().__init__()
-        width = LAB["d_model"]
+        self.width = width = sizes["d_model"]
         self.source_embedding = nn.Embedding(corpus.source_vocab, width)
         self.target_embedding = nn.Embedding(corpus.target_vocab, width)
-        self.transformer = nn.Transformer(**LAB, dropout=DROPOUT, batch_first=True)
+        self.transformer = nn.Transformer(**sizes, batch_first=True)
         self.output = nn.Linear(width, corpus.target_vocab)
-        self.dropout = nn.Dropout(DROPOUT)
+        self.dropout = nn.Dropout(sizes["dropout"])
         angle = torch.arange(512)[:, None] * torch.exp(torch.arange(0, width, 2) * (-math.log(10000) / width))
         positions = torch.stack((angle.sin(), angle.cos()), -1).flatten(1)  # (512, D)
         self.register_buffer("positions", positions, persistent=False)
 
     def embed(self, embedding, ids):
         """(B, T) → (B, T, D)"""
-        return self.dropout(embedding(ids) * math.sqrt(LAB["d_model"]) + self.positions[: ids.size(1)])
+        return self.dropout(embedding(ids) * math.sqrt(self.width) + self.positions[: ids.size(1)])
 
     def forward(self, src, tgt_in, src_pad, tgt_pad):
         """→ logits (B, T, V)"""
-        causal = torch.triu(torch.ones(tgt_in.size(1), tgt_in.size(1), dtype=torch.bool), 1)
+        causal = torch.triu(torch.ones(tgt_in.size(1), tgt_in.size(1), dtype=torch.bool, device=tgt_in.device), 1)
         hidden = self.transformer(
             self.embed(self.source_embedding, src), self.embed(self.target_embedding, tgt_in), tgt_mask=causal,
             src_key_padding_mask=src_pad, tgt_key_padding_mask=tgt_pad, memory_key_padding_mask=src_pad,
         )  # fmt: skip
         return self.output(hidden)
-
-
-def load_weights(model: nn.Module, folder: str) -> None:
-    """The project's own trained weights: the names are the same, for the parts are."""
-    if folder:
-        model.load_state_dict(torch.load(f"{folder}/weights.pt"))
 
 
 def padded(rows, pad: int, length: int) -> torch.Tensor:
@@ -73,13 +59,14 @@ def train(task, corpus) -> None:
     src = padded([[*s.tolist(), source["eos"]] for s, _ in corpus.train], source["pad"], LENGTH)
     tgt = padded([[target["bos"], *t.tolist(), target["eos"]] for _, t in corpus.train], target["pad"], LENGTH + 1)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(src, tgt), SENTENCES, shuffle=True)
-    model = Seq2Seq(corpus)
+    model = Seq2Seq(task.sizes, corpus).to(task.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     criterion = nn.CrossEntropyLoss(ignore_index=target["pad"], label_smoothing=LABEL_SMOOTHING)
     clock = TrainingClock(task.seconds)
     while True:
         for src, tgt in loader:
             clock.step((src != source["pad"]).sum(), (tgt[:, 1:] != target["pad"]).sum())
+            src, tgt = src.to(task.device), tgt.to(task.device)
             tgt_in, tgt_out = tgt[:, :-1], tgt[:, 1:]
             logits = model(src, tgt_in, src == source["pad"], tgt_in == target["pad"])
             loss = criterion(logits.flatten(0, 1), tgt_out.flatten())
@@ -93,15 +80,17 @@ def train(task, corpus) -> None:
 def decode(task, corpus) -> None:
     """The whole model, encoder too, once for every token, until all sentences of the batch have ended."""
     source, target = corpus.source_ids, corpus.target_ids
-    model = Seq2Seq(corpus).eval()
-    load_weights(model, task.weights)
+    model = Seq2Seq(task.sizes, corpus).eval()
+    if task.weights:  # the project's own: the names are the same, for the parts are
+        model.load_state_dict(torch.load(f"{task.weights}/weights.pt"))
+    model.to(task.device)
 
     def once() -> list[list[int]]:
         outputs = []
         for first in range(0, len(corpus.test), SENTENCES):
             rows = [[*s.tolist(), source["eos"]] for s, _ in corpus.test[first : first + SENTENCES]]
-            src = padded(rows, source["pad"], LENGTH)
-            tgt = torch.full((len(rows), 1), target["bos"])
+            src = padded(rows, source["pad"], LENGTH).to(task.device)
+            tgt = torch.full((len(rows), 1), target["bos"], device=task.device)
             limits = [task.length or len(row) * 3 // 2 + 10 for row in rows]
             for _ in range(max(limits)):
                 logits = model(src, tgt, src == source["pad"], tgt == target["pad"])[:, -1]

@@ -15,23 +15,17 @@ from pathlib import Path
 from engine.errors import UserError, run_script
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
-ENVIRONMENTS = BENCHMARKS / ".envs"
-TOOLKITS = ("joeynmt", "opennmt", "fairseq", "ctranslate2")
+TOOLKITS = ("opennmt", "fairseq", "ctranslate2")
 
 
 def python_of(name: str) -> Path:
     """The interpreter of a toolkit's environment, whether it exists or not."""
-    return ENVIRONMENTS / name / "bin" / "python"
+    return BENCHMARKS / ".envs" / name / "bin" / "python"
 
 
 def is_installed(name: str) -> bool:
     """Whether the environment was made to its end."""
-    return (ENVIRONMENTS / name / "complete").exists()
-
-
-def how_to_install(name: str) -> str:
-    """The command, for a message."""
-    return f"python -m benchmarks.peers.install {name}"
+    return (BENCHMARKS / ".envs" / name / "complete").exists()
 
 
 def read_requirements(text: str) -> tuple[list[str], list[str]]:
@@ -41,26 +35,22 @@ def read_requirements(text: str) -> tuple[list[str], list[str]]:
     return [line.strip() for line in lines if not line.endswith("# no-deps")], alone
 
 
-def install(name: str) -> None:
-    """Make one environment anew. Raises `UserError` when pip cannot."""
-    together, alone = read_requirements((BENCHMARKS / f"requirements-{name}.txt").read_text(encoding="utf-8"))
-    venv.create(ENVIRONMENTS / name, with_pip=True, clear=True)
-    pip = [str(python_of(name)), "-m", "pip", "install", "--quiet"]
-    # No build isolation: what is compiled must be compiled against the torch that it will run with.
-    for command in ([*pip, *together], [*pip, "--no-deps", "--no-build-isolation", *alone] if alone else []):
-        if command and subprocess.run(command).returncode:
-            raise UserError(f"pip cannot install {name}; what it said stands above. The benchmarks run without it")
-    (ENVIRONMENTS / name / "complete").touch()
-    print(f"{name}: installed in {ENVIRONMENTS / name}", flush=True)
-
-
 def main() -> None:
+    """Each of the environments named, anew."""
     names = sys.argv[1:] or TOOLKITS
+    if unknown := set(names) - set(TOOLKITS):
+        raise UserError(f"no toolkit {', '.join(unknown)}; choose from {', '.join(TOOLKITS)}")
     for name in names:
-        if name not in TOOLKITS:
-            raise UserError(f"no toolkit {name}; choose from {', '.join(TOOLKITS)}")
-    for name in names:
-        install(name)
+        together, alone = read_requirements((BENCHMARKS / f"requirements-{name}.txt").read_text(encoding="utf-8"))
+        folder = BENCHMARKS / ".envs" / name
+        venv.create(folder, with_pip=True, clear=True)
+        pip = [str(python_of(name)), "-m", "pip", "install", "--quiet"]
+        # No build isolation: what is compiled must be compiled against the torch that it will run with.
+        for command in ([*pip, *together], [*pip, "--no-deps", "--no-build-isolation", *alone] if alone else []):
+            if command and subprocess.run(command).returncode:
+                raise UserError(f"pip cannot install {name}; what it said stands above. The benchmarks run without it")
+        (folder / "complete").touch()
+        print(f"{name}: installed in {folder}", flush=True)
 
 
 if __name__ == "__main__":

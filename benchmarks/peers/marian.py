@@ -1,8 +1,8 @@
 """Contestant "marian": Hugging Face's MarianMTModel with scaled-dot-product attention, in a plain loop over length buckets.
 
 The loop uses the project's own `BucketSampler`, so batches are the same as ours; the model, its loss over padded logits and
-Adam are what the library's user writes. `--variant tuned` adds one line, products by oneDNN; its caller adds the allocator's
-settings. To decode: `generate`, sentences sorted by length, its own cache.
+Adam are what the library's user writes. `--variant tuned` adds one line, products by oneDNN (on a GPU TF32, and bf16 by
+autocast); its caller adds the allocator's settings. To decode: `generate`, sentences sorted by length, its own cache.
 Not like for like: Marian has no layer norm behind the last layer; when it gets trained weights it is given ours.
 """
 
@@ -13,11 +13,8 @@ from torch import nn
 from transformers import MarianConfig, MarianMTModel
 
 from benchmarks.peers.contest import (
-    DROPOUT,
-    LAB,
     LABEL_SMOOTHING,
     LEARNING_RATE,
-    TOKENS_PER_BATCH,
     TrainingClock,
     run_peer,
     sorted_batches,
@@ -29,15 +26,16 @@ from data import BucketSampler
 IGNORED = -100  # the label of a padded place
 
 
-def build(corpus) -> MarianMTModel:
-    """A model of the lab's sizes."""
+def build(sizes: dict, corpus) -> MarianMTModel:
+    """A model of these sizes."""
     source, target = corpus.source_ids, corpus.target_ids
+    dropout = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), sizes["dropout"])
     config = MarianConfig(
         vocab_size=corpus.source_vocab, decoder_vocab_size=corpus.target_vocab, share_encoder_decoder_embeddings=False,
-        d_model=LAB["d_model"], encoder_layers=LAB["num_encoder_layers"], decoder_layers=LAB["num_decoder_layers"],
-        encoder_attention_heads=LAB["nhead"], decoder_attention_heads=LAB["nhead"],
-        encoder_ffn_dim=LAB["dim_feedforward"], decoder_ffn_dim=LAB["dim_feedforward"], activation_function="relu",
-        dropout=DROPOUT, attention_dropout=DROPOUT, activation_dropout=DROPOUT, max_position_embeddings=512,
+        d_model=sizes["d_model"], encoder_layers=sizes["num_encoder_layers"], decoder_layers=sizes["num_decoder_layers"],
+        encoder_attention_heads=sizes["nhead"], decoder_attention_heads=sizes["nhead"],
+        encoder_ffn_dim=sizes["dim_feedforward"], decoder_ffn_dim=sizes["dim_feedforward"], activation_function="relu",
+        **dropout, max_position_embeddings=512,
         scale_embedding=True, tie_word_embeddings=False, attn_implementation="sdpa", forced_eos_token_id=None,
         pad_token_id=source["pad"], bos_token_id=target["bos"], eos_token_id=target["eos"],
         decoder_start_token_id=target["bos"],
@@ -47,23 +45,25 @@ def build(corpus) -> MarianMTModel:
 
 def train(task, corpus) -> None:
     """Batches of similar length, loss over all places, the padded ones ignored."""
-    if task.variant == "tuned":
+    tuned = task.variant == "tuned"
+    if tuned:
         torch.set_float32_matmul_precision("medium")
     source, target = corpus.source_ids, corpus.target_ids
-    model = build(corpus).train()
+    model = build(task.sizes, corpus).to(task.device).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
     criterion = nn.CrossEntropyLoss(ignore_index=IGNORED, label_smoothing=LABEL_SMOOTHING)
     clock = TrainingClock(task.seconds)
-    for batch in BucketSampler(corpus.lengths, TOKENS_PER_BATCH):
+    for batch in BucketSampler(corpus.lengths, task.tokens_per_batch):
         sources = [[*corpus.train[row][0].tolist(), source["eos"]] for row in batch]
         targets = [[target["bos"], *corpus.train[row][1].tolist(), target["eos"]] for row in batch]
         clock.step(sum(map(len, sources)), sum(map(len, targets)) - len(targets))
-        src = padded(sources, source["pad"], max(map(len, sources)))
-        tgt = padded(targets, target["pad"], max(map(len, targets)))
+        src = padded(sources, source["pad"], max(map(len, sources))).to(task.device)
+        tgt = padded(targets, target["pad"], max(map(len, targets))).to(task.device)
         labels = tgt[:, 1:].masked_fill(tgt[:, 1:] == target["pad"], IGNORED)
         attended = (src != source["pad"]).long()
-        logits = model(src, attention_mask=attended, decoder_input_ids=tgt[:, :-1], use_cache=False).logits
-        loss = criterion(logits.flatten(0, 1), labels.flatten())
+        with torch.autocast("cuda", torch.bfloat16, enabled=tuned and task.device != "cpu"):
+            logits = model(src, attention_mask=attended, decoder_input_ids=tgt[:, :-1], use_cache=False).logits
+            loss = criterion(logits.flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -73,7 +73,7 @@ def train(task, corpus) -> None:
 def load_weights(model: MarianMTModel, folder: str) -> None:
     """Fill it with the project's trained weights: the same computation, up to rounding."""
     ours = torch.load(f"{folder}/weights.pt")
-    width = LAB["d_model"]
+    width = model.config.d_model
 
     def fill(part: nn.Module, name: str) -> None:
         part.load_state_dict({key: ours[f"{name}.{key}"] for key in ("weight", "bias")})
@@ -118,21 +118,22 @@ def interleaved_positions(shape) -> torch.Tensor:
 def decode(task, corpus) -> None:
     """`generate`, greedy."""
     source, target = corpus.source_ids, corpus.target_ids
-    model = build(corpus).eval()
+    model = build(task.sizes, corpus).eval()
     if task.weights:
         load_weights(model, task.weights)
+    model.to(task.device)
 
     def once() -> list[list[int]]:
         outputs = [[]] * len(corpus.test)
         for rows in sorted_batches(corpus, task.batch):
             sources = [[*corpus.test[row][0].tolist(), source["eos"]] for row in rows]
-            src = padded(sources, source["pad"], len(sources[0]))
+            src = padded(sources, source["pad"], len(sources[0])).to(task.device)
             limits = [task.length or len(ids) * 3 // 2 + 10 for ids in sources]
-            found = model.generate(
+            generated = model.generate(
                 input_ids=src, attention_mask=(src != source["pad"]).long(), num_beams=1, do_sample=False,
                 min_new_tokens=task.length or None, max_new_tokens=max(limits), use_cache=True,
             )  # fmt: skip
-            for row, ids, limit in zip(rows, found[:, 1:].tolist(), limits):  # the first is the begin token
+            for row, ids, limit in zip(rows, generated[:, 1:].tolist(), limits):  # the first is the begin token
                 outputs[row] = cut(ids, limit, target["eos"])
         return outputs
 

@@ -1,76 +1,120 @@
-"""Contestant "ours": this project, as train.py trains and evaluate.py decodes.
+"""Contestant "ours": this project, as train.py trains and evaluate.py decodes. Other benchmarks time its steps too.
 
-`--variant fp32|bf16|int8` is train.py's and evaluate.py's `--precision` (int8: evaluate.py's alone).
+`--variant` is a precision, fp32, bf16, fp16 or int8, with words before it: plain- does without fast/, random- has batches of 128
+sentences of any length, compiled- is under torch.compile, captured- decodes by CUDA graphs. For example plain-bf16.
 Its Python threads must not be pinned to a core by GOMP_CPU_AFFINITY when it decodes: each takes a batch of its own.
 """
 
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count, islice
+from unittest.mock import patch
+
+import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 import decoding
-from benchmarks.peers.contest import (
-    DROPOUT,
-    LAB,
-    LABEL_SMOOTHING,
-    LEARNING_RATE,
-    TOKENS_PER_BATCH,
-    TrainingClock,
-    run_peer,
-    time_decoding,
-)
-from data import BucketSampler, Collate
-from engine.allocator import keep_freed_memory
-from engine.precision import choose_precision
+import fast
+from benchmarks.peers.contest import LABEL_SMOOTHING, LEARNING_RATE, TrainingClock, run_peer, time_decoding
+from data import Batch, BucketSampler, Collate
+from engine.distributed import choose_device
+from engine.precision import Precision, choose_precision
+from engine.telemetry import measured_peak_flops
 from model import ModelConfig, SummedLoss, Translator
 
 CLIP = 1.0  # train.py's default; the other contestants do not clip
+PARITY_STEPS = 5
 
 
-def build(corpus) -> Translator:
-    """The lab's model."""
-    return Translator(ModelConfig(corpus.source_vocab, corpus.target_vocab, **LAB, dropout=DROPOUT))
+def make_trainer(sizes: ModelConfig, precision: Precision, plain=False, wrap: Callable = lambda loss: loss) -> Callable:
+    """A fresh model, always the same, with train.py's loss and optimiser; → a function that takes one step.
+
+    It is given a batch and what the summed loss is divided by (the batch's own tokens if nothing is said), and returns the
+    unsmoothed loss a token, still on the device. `wrap` is put round the loss: DDP, torch.compile.
+    """
+    torch.manual_seed(1)
+    model = Translator(sizes).to(precision.device).train()
+    log = partial(print, file=sys.stderr)
+    loss_of = None if plain else fast.loss(model, LABEL_SMOOTHING, precision.dtype, log)
+    loss_of, parameters = wrap(loss_of or SummedLoss(model, LABEL_SMOOTHING)), list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    steps = count(1)
+
+    def take_step(batch: Batch, tokens: float = 0.0) -> Tensor:
+        batch = batch.to(precision.device)
+        with precision.autocast():
+            smoothed, unsmoothed = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
+        precision.backward(smoothed / (tokens or batch.target_tokens))
+        precision.step(optimizer, parameters, CLIP, next(steps))
+        return unsmoothed.detach() / batch.target_tokens
+
+    return take_step
+
+
+def sizes_for(task, corpus, **changed) -> ModelConfig:
+    """The sizes that the task asks for, with the corpus's vocabularies."""
+    return ModelConfig(corpus.source_vocab, corpus.target_vocab, **task.sizes | changed)
 
 
 def train(task, corpus) -> None:
     """The loop of train.py without its log and checkpoints."""
-    device = torch.device("cpu")
-    precision = choose_precision(device, task.variant)
-    keep_freed_memory()
-    model = build(corpus).train()
-    runner, parameters = SummedLoss(model, LABEL_SMOOTHING), list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    sampler = BucketSampler(corpus.lengths, TOKENS_PER_BATCH)
-    collate = Collate(corpus.source_ids, corpus.target_ids)
-    tokens_of_steps = sampler.target_tokens(0)
-    clock = TrainingClock(task.seconds)
-    for step, batch in enumerate(DataLoader(corpus.train, batch_sampler=sampler, collate_fn=collate), 1):
+    *words, name = task.variant.split("-")
+    device = choose_device(task.device, 0)
+    precision = choose_precision(device, name, training=True)
+    wrap = partial(torch.compile, dynamic=True) if "compiled" in words else lambda loss: loss
+    trainer = partial(make_trainer, precision=precision, plain="plain" in words, wrap=wrap)
+    collate = Collate(corpus.source_ids, corpus.target_ids, pad_multiple=16 if "compiled" in words else 1)
+    buckets, more = BucketSampler(corpus.lengths, task.tokens_per_batch), {}
+    if task.parity:
+        take_step = trainer(sizes_for(task, corpus, dropout=0.0))
+        for rows in islice(buckets, PARITY_STEPS):
+            more["loss"] = take_step(collate([corpus.train[row] for row in rows])).item()
+    if device.type == "cuda":
+        more["peak_tflops"] = measured_peak_flops(device, precision.dtype) / 1e12
+    batches = random_batches(len(corpus.train)) if "random" in words else buckets
+    take_step, clock = trainer(sizes_for(task, corpus)), TrainingClock(task.seconds, **more)
+    pin_memory = device.type == "cuda"
+    for batch in DataLoader(corpus.train, batch_sampler=batches, collate_fn=collate, pin_memory=pin_memory):
         clock.step(batch.source_tokens, batch.target_tokens)
-        with precision.autocast():
-            loss = runner(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out) / next(tokens_of_steps)
-        precision.backward(loss)
-        precision.step(optimizer, parameters, CLIP, step)
+        take_step(batch)
 
 
-@torch.inference_mode()
+def random_batches(pairs: int) -> Iterator[list[int]]:
+    """Batches of 128 sentences of any length, without end."""
+    random = np.random.default_rng(1)
+    while True:
+        yield from (rows.tolist() for rows in np.array_split(random.permutation(pairs), -(-pairs // 128)))
+
+
 def decode(task, corpus) -> None:
     """Greedy `decoding.search`, as evaluate.py calls it; the weights are laid out beforehand, as the others' are loaded."""
-    precision = choose_precision(torch.device("cpu"), "bf16" if task.variant == "bf16" else "fp32")
-    keep_freed_memory()
-    model = build(corpus).eval()
+    *words, name = task.variant.split("-")
+    device = choose_device(task.device, 0)
+    precision = choose_precision(device, "fp32" if name == "int8" else name)
+    torch.manual_seed(1)
+    model = Translator(sizes_for(task, corpus)).eval().requires_grad_(False)
     if task.weights:
         model.load_state_dict(torch.load(f"{task.weights}/weights.pt"))
-    if task.length:  # no output may end before it
+    limit = decoding.output_limit
+    if task.length:  # no output may end before it, and none goes on after
         model.output.bias[corpus.target_ids["eos"]] = -1e9
-        decoding.output_limit = lambda tokens, max_length: torch.full_like(tokens, task.length)
-    collate = Collate(corpus.source_ids, corpus.target_ids)
-    sources = [source.tolist() for source, _ in corpus.test]
-
+        limit = lambda tokens, max_length: torch.full_like(tokens, task.length)  # noqa: E731
+    model.to(device)
     with precision.autocast():
-        packed = decoding.pack(model, int8=task.variant == "int8")
+        steps = None if "plain" in words else fast.steps(model, int8=name == "int8", captured="captured" in words)
+    collate, sources = Collate(corpus.source_ids, corpus.target_ids), [source.tolist() for source, _ in corpus.test]
+    # 0: as many sentences at once as evaluate.py takes.
+    batches = decoding.plan_batches(list(map(len, sources)), task.batch) if task.batch else None
 
     def once() -> list[list[int]]:
-        with precision.autocast():
-            return decoding.search(model, sources, collate, rows_per_batch=task.batch, packed=packed).tokens
+        with precision.autocast(), patch.object(decoding, "output_limit", limit):
+            outputs = decoding.search(model, sources, collate, batches=batches, steps=steps).tokens
+        if "captured" in words and not (steps and steps.__self__.graphs):
+            raise RuntimeError("no CUDA graphs: this is no CUDA device, or a capture failed")
+        return outputs
 
     time_decoding(task, corpus, once)
 

@@ -11,27 +11,18 @@ from dataclasses import dataclass
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
 
-BACKENDS = ("python", "recompute", "cpp", "triton")
-
 
 @dataclass
 class Config:
     """Every setting of this lab."""
 
-    backend: str = flag("", f"check this one only ({'|'.join(BACKENDS)}); all that run here", "Operators")
-    batch: int = flag(8, "rows", "Sizes")
-    heads: int = flag(8, "attention heads", "Sizes")
-    seq: int = flag(256, "queries, and keys, of a row", "Sizes")
-    width: int = flag(64, "width of a head", "Sizes")
-    turns: int = flag(5, "times everybody is timed", "Timing")
-    seed: int = flag(1, "of the random inputs", "Timing")
-
-    def __post_init__(self):
-        if self.backend and self.backend not in BACKENDS:
-            raise UserError(f"--backend {self.backend} is unknown; choose {', '.join(BACKENDS)}")
-        for name in ("batch", "heads", "seq", "width", "turns"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} {getattr(self, name)} must be at least 1")
+    backend: str = flag("", "check this one only (python|recompute|cpp|triton); all that run here", "Operators")
+    batch: int = flag(8, "rows", "Sizes", least=1)
+    heads: int = flag(8, "attention heads", "Sizes", least=1)
+    seq: int = flag(256, "queries, and keys, of a row", "Sizes", least=1)
+    width: int = flag(64, "width of a head", "Sizes", least=1)
+    turns: int = flag(5, "times everybody is timed", "Timing", least=1)
+    seed: int = flag(1, "of the random inputs", "Timing", least=0)
 
 
 if __name__ == "__main__":  # before the heavy imports, so that --help and a wrong flag answer at once
@@ -44,16 +35,16 @@ import time
 import torch
 import torch.nn.functional as F
 
-from engine.allocator import keep_freed_memory
+from engine.memory import keep_freed_memory
 from labs.attention_op import checks
-from labs.attention_op.operators import GELU_BACKENDS, attention, gelu
+from labs.attention_op.operators import ATTENTION_BACKENDS, GELU_BACKENDS, attention, gelu
 
 
 def main(config: Config) -> None:
     """Checks, then times; exit code 1 if a check fails."""
     keep_freed_memory()  # as the training scripts do
     torch.manual_seed(config.seed)
-    backends = usable(config)
+    backends = usable(config.backend)
     right = check(backends)
     print(f"\nforward and backward, ms, median of {config.turns}; {torch.get_num_threads()} threads")
     time_attention(config, backends)
@@ -63,20 +54,19 @@ def main(config: Config) -> None:
         sys.exit(1)
 
 
-def usable(config: Config) -> list[str]:
-    """The backends that run here. Without --backend, one that does not is named with its reason; with it, that is an error."""
-    found = []
-    for backend in [config.backend] if config.backend else BACKENDS:
+def usable(wanted: str) -> list[str]:
+    """The backends that run here. One that does not is named with its reason; if it is the one wanted, that is an error."""
+    backends = []
+    for backend in [wanted] if wanted else ATTENTION_BACKENDS:
         x = torch.zeros(1, 1, 1, 16, device=device_of(backend))
         try:
             attention(x, x, x, backend=backend)
+            backends.append(backend)
         except UserError as error:
-            if config.backend:
+            if wanted:
                 raise
             print(f"{backend}: left out, {error}")
-        else:
-            found.append(backend)
-    return found
+    return backends
 
 
 def device_of(backend: str) -> str:
@@ -89,25 +79,34 @@ def check(backends: list[str]) -> bool:
     print(
         f"\n{'largest error against PyTorch':<28}{'fp32 out':>10}{'gradient':>10}{'fp64 out':>10}{'gradient':>10}  gradcheck"
     )
-    lines = [check_line("attention", backend, lambda dtype, b=backend: checks.check_attention(b, (3, 2, 37, 41, 16, 24), dtype,
-             device_of(b)), lambda b=backend: checks.gradcheck_attention(b)) for backend in backends]  # fmt: skip
-    for backend in (b for b in backends if b in GELU_BACKENDS):
-        for kind in ("none", "tanh"):
-            lines.append(check_line(f"gelu {kind}", backend, lambda dtype, b=backend, k=kind: checks.check_gelu(b, k, dtype),
-                                    lambda b=backend, k=kind: checks.gradcheck_gelu(b, k)))  # fmt: skip
-    return all(lines)
+    right = [check_attention(backend) for backend in backends]
+    right += [
+        check_gelu(backend, kind) for backend in backends if backend in GELU_BACKENDS for kind in ("none", "tanh")
+    ]
+    return all(right)
 
 
-def check_line(operator: str, backend: str, compare, gradcheck) -> bool:
-    """Print the errors of one operator; → whether they are small enough."""
-    dtypes = [torch.float32] if backend == "triton" else [torch.float32, torch.float64]
-    errors = {dtype: compare(dtype) for dtype in dtypes}
-    derivative = None if backend == "triton" else gradcheck()
-    right = all(max(errors[dtype]) <= checks.allowed(backend, dtype) for dtype in dtypes) and derivative is not False
+def check_attention(backend: str) -> bool:
+    """Sizes that are no multiples of a block; Triton computes no fp64, which numerical derivatives need."""
+    dtypes, sizes = [torch.float32] if backend == "triton" else [torch.float32, torch.float64], (3, 2, 37, 41, 16, 24)
+    errors = {dtype: checks.check_attention(backend, sizes, dtype, device_of(backend)) for dtype in dtypes}
+    derivative = None if backend == "triton" else checks.gradcheck_attention(backend)
+    return check_line("attention", backend, checks.terms_of(sizes), errors, derivative)
+
+
+def check_gelu(backend: str, kind: str) -> bool:
+    """The same for one kind of GELU."""
+    errors = {dtype: checks.check_gelu(backend, kind, dtype) for dtype in (torch.float32, torch.float64)}
+    return check_line(f"gelu {kind}", backend, checks.GELU_TERMS, errors, checks.gradcheck_gelu(backend, kind))
+
+
+def check_line(operator: str, backend: str, terms: int, errors: dict, derivative: bool | None) -> bool:
+    """Print the errors of one operator, by number format; → whether they are small enough."""
+    small = all(max(pair) <= checks.allowed(backend, dtype, terms) for dtype, pair in errors.items())
+    right = small and derivative is not False
     cells = "".join(f"{value:>10.1e}" for pair in errors.values() for value in pair)
-    said = {True: "passes", False: "FAILS", None: "needs fp64"}[derivative]
-    print(f"{operator + ', ' + backend:<28}{cells}{'' if len(dtypes) == 2 else ' ' * 20}  {said}"
-          + ("" if right else "  WRONG"), flush=True)  # fmt: skip
+    verdict = {True: "passes", False: "FAILS", None: "needs fp64"}[derivative]
+    print(f"{operator + ', ' + backend:<28}{cells:<40}  {verdict}{'' if right else '  WRONG'}", flush=True)
     return right
 
 

@@ -37,7 +37,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from labs.attention_op.gelu_python import in_wide
+from labs.attention_op.gelu_python import in_type, in_wide
 
 # Scores that `RecomputedAttention` makes at a time: 1 MiB in fp32, a core's cache; a GPU needs more to be busy.
 SCORES_AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
@@ -85,7 +85,7 @@ class Attention(torch.autograd.Function):
         if bias is not None:  # exp(-inf) / Σ exp(-inf) is nan; without a bias every query sees the first key
             weights.masked_fill_(a.amax(-1, keepdim=True) == -torch.inf, 0.0)
         factors = dropout_factors(weights, slices_of_all(weights), dropout, seed) if dropout else None
-        out = (dropped(weights, factors) @ in_wide(v)).to(q.dtype)  # (B, H, S, W)
+        out = in_type(dropped(weights, factors) @ in_wide(v), q.dtype)  # (B, H, S, W)
         ctx.save_for_backward(q, k, v, weights, factors, out)
         ctx.scale = scale
         return out

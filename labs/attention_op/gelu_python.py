@@ -31,7 +31,7 @@ class Gelu(torch.autograd.Function):
     def forward(ctx, x: Tensor) -> Tensor:
         """Any shape → the same shape."""
         ctx.save_for_backward(x)  # Φ is computed again in the backward pass: a tensor less to keep
-        return (x * below(x)).to(x.dtype)
+        return in_type(x * below(x), x.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class GeluTanh(torch.autograd.Function):
         """Any shape → the same shape."""
         ctx.save_for_backward(x)
         wide = in_wide(x)
-        return (0.5 * wide * (1 + torch.tanh(inner(wide)))).to(x.dtype)
+        return in_type(0.5 * wide * (1 + torch.tanh(inner(wide))), x.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
@@ -75,3 +75,8 @@ def inner(x: Tensor) -> Tensor:
 def in_wide(x: Tensor) -> Tensor:
     """Half precision as fp32: computed there and rounded once, at the end."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in this type. Never `x.to` its own type: behind that, torch.compile of torch 2.11 loses a Function's gradient."""
+    return x if x.dtype == dtype else x.to(dtype)

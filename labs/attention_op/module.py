@@ -22,7 +22,11 @@ class MultiHeadAttention(nn.MultiheadAttention):
                  dtype=None):  # fmt: skip
         super().__init__(embed_dim, num_heads, dropout, bias, kdim=kdim, vdim=vdim, batch_first=batch_first,
                          device=device, dtype=dtype)  # fmt: skip
-        become(self, backend)
+        check_backend("MultiHeadAttention", backend, ATTENTION_BACKENDS)
+        self.backend = backend
+        # Out of training, the stock encoder layer calls a kernel of its own with this module's weights, and never the
+        # module, unless a hook is attached: so here is one.
+        self.register_forward_pre_hook(idle)
 
     def forward(self, query, key, value, key_padding_mask=None, need_weights=False, attn_mask=None,
                 average_attn_weights=True, is_causal=False):  # fmt: skip
@@ -81,36 +85,44 @@ def combine(padding: Tensor | None, mask: Tensor | None, heads: int) -> Tensor |
 
 
 def use_in(model: nn.Module, backend: str) -> int:
-    """Switch every `nn.MultiheadAttention` of a model, subclasses too, to the operator of this backend; → how many.
+    """Put a `MultiHeadAttention` of this backend in the place of every `nn.MultiheadAttention` in a model; → how many.
 
-    Weights, names and checkpoints stay as they are. One default differs: a call that does not say `need_weights` gets None for
-    the weights, where the stock attention computes them. Compiled operators are built here, not in the first step. Raises
-    `UserError`.
+    It takes over the parameters themselves, so names, checkpoints and optimizers stay as they are; hooks stay behind. One
+    default differs: a call that does not say `need_weights` gets None for the weights, where the stock attention computes
+    them. Compiled operators are built here, not in the first step. Raises `UserError`.
     """
     check_backend("use_in", backend, ATTENTION_BACKENDS)
-    found = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
-    if not found:
-        raise UserError(f"use_in: {type(model).__name__} has no nn.MultiheadAttention to switch")
-    for module in found:
+    places = [(name, module) for name, module in model.named_modules(remove_duplicate=False)
+              if isinstance(module, nn.MultiheadAttention)]  # fmt: skip
+    if not places:
+        raise UserError(f"use_in: {type(model).__name__} has no nn.MultiheadAttention to replace")
+    for name, module in places:
         if module.bias_k is not None or module.add_zero_attn:
             raise UserError("use_in: attention with add_bias_kv or add_zero_attn is not for these operators")
-    device = next(found[0].parameters()).device
-    sample = torch.zeros(1, 1, 1, 16, device=device)
+        if not name:
+            raise UserError(
+                "use_in: the model is the nn.MultiheadAttention itself; give the model that it is a part of"
+            )
+    sample = torch.zeros(1, 1, 1, 16, device=next(places[0][1].parameters()).device)
     attention(sample, sample, sample, backend=backend)  # builds what is to be built, and refuses a wrong device
-    for module in found:
-        module.__class__ = MultiHeadAttention
-        become(module, backend)
-    return len(found)
+    replacements = {
+        module: with_parameters_of(module, backend) for _, module in places
+    }  # one a module, however many places
+    for name, module in places:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, replacements[module])
+    return len(replacements)
 
 
-def become(module: MultiHeadAttention, backend: str) -> None:
-    """The operator this attention calls."""
-    check_backend("MultiHeadAttention", backend, ATTENTION_BACKENDS)
-    module.backend = backend
-    # Out of training, the stock encoder layer calls a kernel of its own with this module's weights, and never the module,
-    # unless a hook is attached: so here is one.
-    if idle not in module._forward_pre_hooks.values():
-        module.register_forward_pre_hook(idle)
+def with_parameters_of(stock: nn.MultiheadAttention, backend: str) -> MultiHeadAttention:
+    """A `MultiHeadAttention` that computes with the very parameters of `stock`."""
+    # On "meta" its own parameters take no memory and draw no random numbers.
+    ours = MultiHeadAttention(stock.embed_dim, stock.num_heads, stock.dropout, stock.in_proj_bias is not None, stock.kdim,
+                              stock.vdim, stock.batch_first, backend, device="meta")  # fmt: skip
+    for name, parameter in stock.named_parameters(recurse=False):
+        setattr(ours, name, parameter)
+    ours.out_proj = stock.out_proj
+    return ours.train(stock.training)
 
 
 def idle(module: nn.Module, inputs: tuple) -> None:

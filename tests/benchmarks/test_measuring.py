@@ -12,9 +12,10 @@ from benchmarks.measuring import (
     OthersWatch,
     Run,
     compare,
+    held_gib,
+    in_new_process,
     interleave,
     machine,
-    peak_rss_gib,
     pinned,
     print_table,
     read_json,
@@ -97,13 +98,18 @@ def test_own_work_is_not_the_others():
 
 
 def test_memory_grows_with_what_is_held():
-    before = peak_rss_gib()
+    before = held_gib()
     held = bytearray(int((before + 0.2) * 2**30))
     held[:: 2**12] = b"x" * len(held[:: 2**12])  # touch every page
-    assert peak_rss_gib() > before + 0.1
+    assert held_gib() > before + 0.1
 
 
 def test_threads_are_pinned_to_cores():
     variables = pinned(1)
     assert variables["OMP_NUM_THREADS"] == "1"
     assert "GOMP_CPU_AFFINITY" not in pinned(1, pin=False)
+
+
+def test_a_new_process_has_its_environment_and_this_one_keeps_its_own():
+    assert in_new_process(os.getenv, "BENCHMARK_WORD", BENCHMARK_WORD="there") == "there"
+    assert "BENCHMARK_WORD" not in os.environ

@@ -7,9 +7,11 @@ from itertools import product
 
 import numpy as np
 import pytest
+from nltk.lm import KneserNeyInterpolated
+from nltk.util import everygrams
 
 from benchmarks import trigram as benchmark
-from benchmarks.trigram import Config, Trigram, main, nltk_model, ring
+from benchmarks.trigram import Config, Trigram, main, ring
 from engine.errors import UserError
 
 
@@ -20,6 +22,14 @@ def text(count: int, seed: int) -> np.ndarray:
     while len(ids) < count:
         ids.append(int((ids[-1] * 2 + draw.integers(3)) % 6))
     return np.array([*ids[:-1], 6])
+
+
+def nltk_model(ids: np.ndarray, discount: float) -> KneserNeyInterpolated:
+    """nltk's own model of the same ring of ids, each id a word."""
+    words = [str(id) for id in ring(ids)]
+    model = KneserNeyInterpolated(3, discount=discount)
+    model.fit([everygrams(words, max_len=3)], vocabulary_text=words)
+    return model
 
 
 @pytest.mark.parametrize("discount", [0.1, 0.75, 1.0])
@@ -88,7 +98,7 @@ def test_a_text_of_its_own_words_is_scored_beside_a_run(tmp_path, monkeypatch, c
     ]
     (tmp_path / "a.txt").write_text("\n".join(lines) + "\n")
     settings = dict(data="a.txt", ratios="0.6,0.2,0.2", vocab=0, min_count=2, tokens="words")
-    main(Config(**{name: value for name, value in settings.items() if name != "tokens"}, compare=20))
+    main(Config(**{name: value for name, value in settings.items() if name != "tokens"}))
     alone = json.loads((tmp_path / "runs/benchmarks/trigram.json").read_text())
     assert alone["tokens"] == 210 and 1 < alone["perplexity"] <= alone["perplexity_at_default"]
     assert "add up to 1 within" in capsys.readouterr().out
@@ -100,19 +110,19 @@ def test_a_text_of_its_own_words_is_scored_beside_a_run(tmp_path, monkeypatch, c
         "\n".join(benchmark.read_text(Config(data="a.txt", ratios="0.6,0.2,0.2", min_count=2)).vocabulary.tokens) + "\n"
     )
     (run / "test.json").write_text(json.dumps({"perplexity": 3.5, "tokens": 210}))
-    main(Config(run=str(run), compare=0))
+    main(Config(run=str(run)))
     both = json.loads((tmp_path / "runs/benchmarks/trigram.json").read_text())
     assert both == alone | {"model": 3.5}
     (run / "test.json").write_text(json.dumps({"perplexity": 3.5, "tokens": 90}))
     with pytest.raises(UserError, match="tested on 90 tokens, not on these 210"):
-        main(Config(run=str(run), compare=0))
+        main(Config(run=str(run)))
     (run / "vocabulary.txt").write_text("other\n")
     with pytest.raises(UserError, match="another vocabulary"):
-        main(Config(run=str(run), compare=0))
+        main(Config(run=str(run)))
 
 
 @pytest.mark.parametrize("settings, message", [
-    (dict(run="nowhere"), "no readable config.json"),
+    (dict(run="nowhere"), "no test.json there"),
     (dict(data="nowhere"), "no such file"),
     (dict(data="a.txt", ratios="a,b"), "--ratios a,b"),
     (dict(data="a.txt", min_count=1), "probability 0"),
@@ -121,5 +131,5 @@ def test_mistakes_are_named_in_one_line(tmp_path, monkeypatch, settings, message
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("".join(f"a b c word{number}\n" for number in range(50)))
     with pytest.raises(UserError, match=message) as error:
-        main(Config(**settings, compare=0))
+        main(Config(**settings))
     assert "\n" not in str(error.value)

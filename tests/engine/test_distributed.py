@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-from hypothesis import given
-from hypothesis import strategies as st
 
 from engine import distributed
 from engine.distributed import World, choose_device, hidden_gpus, start
@@ -74,31 +72,22 @@ def test_alone_under_torchrun(environment):
     check_alone(start("cpu"))
 
 
-def test_what_a_cluster_sets_besides_makes_no_peers(environment):
-    environment(MASTER_ADDR="node1", MASTER_PORT="29500", LOCAL_RANK="0")
-    check_alone(start("cpu"))
-
-
-PARTS = [set(names) for count in range(1, 5) for names in combinations(VARIABLES, count)]
-HALVES = [names for names in PARTS if names & {"RANK", "WORLD_SIZE"}]
-
-
-@pytest.mark.parametrize("present", HALVES, ids=lambda names: "+".join(sorted(names)))
-def test_a_half_set_environment_is_named(environment, present):
-    environment(**{name: VARIABLES[name] for name in present})
-    with pytest.raises(UserError, match="half set") as error:
-        start("cpu")
-    message = str(error.value)
-    named = message.split("half set: ")[1].split(" missing")[0].split(", ")
-    assert named == [name for name in VARIABLES if name not in present]
-    assert "torchrun" in message and "\n" not in message
+def test_a_half_set_environment_is_named(environment):
+    for present in (set(names) for count in range(1, 5) for names in combinations(VARIABLES, count)):
+        environment(**{name: VARIABLES[name] for name in present})
+        if not present & {"RANK", "WORLD_SIZE"}:
+            check_alone(start("cpu"))
+            continue
+        with pytest.raises(UserError, match=r"missing in the environment; start with torchrun") as error:
+            start("cpu")
+        assert str(error.value).split(" missing")[0].split(", ") == [name for name in VARIABLES if name not in present]
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
 @pytest.mark.parametrize("value", ["", "two", "-1"])
 def test_an_environment_that_holds_no_numbers(environment, name, value):
     environment(**{**VARIABLES, name: value})
-    with pytest.raises(UserError, match=f"must be numbers, not .*{value}.*; start with torchrun, or unset them"):
+    with pytest.raises(UserError, match=f"must be numbers, not .*{value}.*; use torchrun"):
         start("cpu")
 
 
@@ -173,7 +162,7 @@ def test_a_grid_of_one():
 
 @pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 3, "pipe": 2}, {"data": -1, "pipe": -4}, {"data": 0}])
 def test_a_grid_that_does_not_fit(sizes):
-    with pytest.raises(UserError, match="4 processes are no grid of data"):
+    with pytest.raises(UserError, match="4 processes do not form a grid of data"):
         World(0, 4, torch.device("cpu")).mesh(**sizes)
 
 
@@ -286,7 +275,7 @@ def test_a_port_in_use_ends_every_rank_with_one_line(tmp_path, rank):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        process = meet(rank, taken.getsockname()[1], 5, tmp_path)
+        process = meet(rank, taken.getsockname()[1], 1, tmp_path)
         _, error = process.communicate(timeout=90)
     assert process.returncode == 2 and error.count("error") == 1 and "Traceback" not in error
     assert f"rank {rank} cannot meet the others at 127.0.0.1:" in error
@@ -297,7 +286,7 @@ def test_a_process_that_never_comes_is_not_waited_for_without_end(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = meet(0, port, 5, tmp_path)
+    process = meet(0, port, 1, tmp_path)
     _, error = process.communicate(timeout=90)
     assert process.returncode == 2 and "cannot meet the others" in error and "Traceback" not in error
 
@@ -351,9 +340,7 @@ def test_more_gpus_asked_for_than_there_are(gpus, name, local_rank, asked):
 def test_more_ranks_than_cards_is_said_by_every_rank(gpus, monkeypatch, local_rank):
     selected = gpus(2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(
-        UserError, match=r"3 processes on this machine but 2 GPU\(s\) can be seen; start at most 2 here"
-    ):
+    with pytest.raises(UserError, match=r"3 processes but 2 visible GPU\(s\); start at most 2"):
         choose_device("auto", local_rank)
     assert not selected
 
@@ -364,20 +351,12 @@ def test_a_task_of_srun_that_sees_its_own_card_alone(gpus, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert choose_device("auto", 1) == torch.device("cuda", 0) and len(selected) == 1
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")  # two tasks that were given one card together
-    with pytest.raises(UserError, match="2 processes on this machine but 1 GPU"):
+    with pytest.raises(UserError, match="2 processes but 1 visible GPU"):
         choose_device("auto", 1)
     monkeypatch.delenv("SLURM_GPUS_ON_NODE")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun in a batch script
-    with pytest.raises(UserError, match="2 processes on this machine but 1 GPU"):
+    with pytest.raises(UserError, match="2 processes but 1 visible GPU"):
         choose_device("auto", 1)
-
-
-@given(st.text(max_size=8), st.integers(0, 3))
-def test_any_name_is_a_device_or_a_mistake(name, local_rank):
-    try:
-        assert isinstance(choose_device(name, local_rank), torch.device)
-    except UserError:
-        assert name not in ("auto", "cpu")
 
 
 @pytest.fixture

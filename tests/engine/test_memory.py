@@ -1,7 +1,11 @@
-"""As few parts as fit, and the error itself where none do."""
+"""Freed memory stays for the next step; as few parts as fit, and the error itself where none do."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
+from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,3 +39,29 @@ def test_what_never_fits_is_an_error():
 def test_other_errors_are_not_taken_for_it():
     with pytest.raises(ZeroDivisionError):
         fewest_parts(lambda parts: 1 / 0)
+
+
+SCRIPT = """
+import resource, torch
+from engine.memory import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(8):
+        torch.ones(16 * 2**20)  # 64 MiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+torch.ones(1)
+by_default, took_it = faults(), keep_freed_memory()
+faults()
+print(by_default, faults(), took_it)
+"""
+
+
+def test_freed_memory_is_used_again():
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, cwd=ROOT)
+    by_default, kept, took_it = run.stdout.split()
+    if took_it == "False":
+        pytest.skip("the C library is not glibc")
+    assert int(by_default) >= 8 * 64 // 2  # pages, if all are huge ones of 2 MiB
+    assert int(kept) < int(by_default) / 8  # less than the pages of one tensor

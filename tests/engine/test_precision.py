@@ -49,10 +49,6 @@ def test_bf16_on_a_cpu():
     assert layer(torch.ones(1, 4)).dtype is torch.float32  # outside
 
 
-def test_fp32_as_asked():
-    assert choose_precision(CPU, "fp32").describe().endswith("; fp32 (as asked)")
-
-
 def test_refused():
     with pytest.raises(UserError, match="--precision fp16 needs a GPU; use fp32 or bf16 on the CPU"):
         choose_precision(CPU, "fp16")
@@ -183,16 +179,6 @@ def test_a_broken_gradient_changes_nothing_ever_after(bad, clip, name):
         precision.step(optimizer, parameters, clip, step)
         assert same_bits(everything(model, optimizer), before)
     with pytest.raises(UserError, match=r"^step 4: the loss or its gradient is not finite"):
-        precision.check_finite()
-
-
-def test_a_broken_loss_in_the_first_step():
-    model, optimizer = small_model()
-    weights, precision = copy.deepcopy(model.state_dict()), choose_precision(CPU)
-    precision.backward(loss_of(model, 1, scale=float("nan")))
-    precision.step(optimizer, list(model.parameters()), 1.0, 1)
-    assert same_bits(model.state_dict(), weights)
-    with pytest.raises(UserError, match=r"^step 1: .*--lr.*--warmup$"):
         precision.check_finite()
 
 

@@ -1,23 +1,24 @@
 """The folder of a run: begun, gone on with exactly, locked, stopped when asked."""
 
+import contextlib
+import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
 
 from engine import run as run_module
 from engine.config import command, flag
 from engine.distributed import World
 from engine.errors import UserError
+from engine.precision import Precision, choose_precision
 from engine.run import INTERRUPTED, Run
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -28,7 +29,7 @@ class Config:
     run: str = flag("", "", "Run")
     resume: str = flag("", "", "Run")
     steps: int = flag(6, "", "Run")
-    lr: float = flag(0.1, "", "Run")
+    lr: float = flag(0.1, "", "Run", above=0, below=1)
 
 
 def config(**settings) -> Config:
@@ -37,83 +38,160 @@ def config(**settings) -> Config:
     return made
 
 
+def start(**settings) -> Run:
+    return Run.start(config(**settings), "toy", ALONE, may_change={"steps"})
+
+
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    opened, telemetry = [], run_module.Telemetry
-    monkeypatch.setattr(run_module, "Telemetry", lambda *a, **k: opened.append(telemetry(*a, **k)) or opened[-1])
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for writer in opened:  # or its thread goes on writing to a folder that is gone
-        writer.close()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    for name in ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
 
 
-def train(settings: Config, kill_after: int = 0) -> tuple[Run, torch.nn.Module]:
-    """A linear model; the data of a step are a function of the step. `kill_after`: leave without a word."""
-    run = Run.start(settings, "toy", ALONE, may_change={"steps"})
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=run.config.lr)
-    state = run.restore(model, optimizer) or {"step": 0, "total": 0.0}
-    for step in range(state["step"] + 1, run.config.steps + 1):
-        inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
-        loss = model(inputs).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        state |= {"step": step, "total": state["total"] + loss.item()}
-        run.telemetry.scalars(step, {"train/loss": loss.item()})
-        run.save(step, model, optimizer, state)
-        if step == kill_after:
-            run.locked[0].close()  # a killed process leaves no lock
-            return run, model
-        if run.stop_asked():
-            run.close(INTERRUPTED)
-            return run, model
-    run.close("all steps are done")
-    run.locked[0].close()
+class Killed(Exception):
+    """Leaves the `with` block as a mistake does: of a run that has begun everything stays."""
+
+
+def train(kill_after: int = 0, scale: bool = False, **settings) -> tuple[Run, torch.nn.Module]:
+    """A linear model; the data of a step are a function of the step. `scale`: as with fp16."""
+    with contextlib.suppress(Killed), start(**settings) as run:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=run.config.lr, fused=True)
+        precision = Precision(ALONE.device, "fp16" if scale else "fp32", "")
+        state = run.restore(model, optimizer, precision) or {"step": 0, "total": 0.0}
+        run.begin()
+        for step in range(state["step"] + 1, run.config.steps + 1):
+            inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+            loss = model(inputs).square().mean()
+            precision.backward(loss)
+            precision.step(optimizer, list(model.parameters()), 0.0, step)
+            state |= {"step": step, "total": state["total"] + loss.item()}
+            run.scalars(step, {"train/loss": loss.item(), "train/scale": precision.scaler.get_scale()})
+            run.save(step, model, optimizer, state, precision)
+            if step == kill_after:
+                raise Killed
+        run.close("all steps are done", state["step"])
     return run, model
 
 
-def test_a_run_that_goes_on_equals_an_uninterrupted_one():
-    _, whole = train(config(run="whole"))
-    train(config(run="parted"), kill_after=3)
-    run, parted = train(config(resume="runs/parted"))
+def metrics(name: str) -> list[dict]:
+    lines = [json.loads(line) for line in (Path("runs") / name / "metrics.jsonl").read_text().splitlines()]
+    return [{tag: value for tag, value in line.items() if tag != "time"} for line in lines]
+
+
+@pytest.mark.parametrize("scale", [False, True])
+def test_a_run_that_goes_on_equals_an_uninterrupted_one(scale, monkeypatch):
+    # A scale that grows every second step: one that began anew would be seen.
+    monkeypatch.setattr(
+        torch.amp.GradScaler, "__init__", partialmethod(torch.amp.GradScaler.__init__, growth_interval=2)
+    )
+    _, whole = train(run="whole", scale=scale)
+    train(run="parted", kill_after=3, scale=scale)
+    run, parted = train(resume="runs/parted", scale=scale)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parted.parameters()))
-    whole_lines, parted_lines = ((Path("runs") / name / "metrics.jsonl").read_text() for name in ("whole", "parted"))
-    losses = [[line.split('"train/loss"')[1] for line in lines.splitlines()] for lines in (whole_lines, parted_lines)]
-    assert losses[0] == losses[1] and len(losses[0]) == 6
-    assert "resumed after step 3" in (run.folder / "train.log").read_text()
+    assert metrics("whole") == metrics("parted") and len(metrics("whole")) == 6
+    assert (len({line["train/scale"] for line in metrics("whole")}) > 2) == scale
+    log = (run.folder / "train.log").read_text()
+    assert "resumed after step 3" in log and "stopped after step 6: all steps are done" in log and "to go on" not in log
 
 
 def test_going_on_keeps_the_settings_and_refuses_others():
-    train(config(run="a", lr=0.02), kill_after=2)
-    run, _ = train(config(resume="runs/a", steps=7))
+    train(run="a", lr=0.02, kill_after=2)
+    run, _ = train(resume="runs/a", steps=7)
     assert run.config.lr == 0.02 and run.config.steps == 7
-    with pytest.raises(UserError, match="another --lr"):
-        Run.start(config(resume="runs/a", lr=0.5), "toy", ALONE, may_change={"steps"})
+    with pytest.raises(UserError, match=r"another --lr \(0.5, the run has 0.02\)"):
+        start(resume="runs/a", lr=0.5)
 
 
 def test_another_models_checkpoint_is_refused():
-    train(config(run="a"), kill_after=2)
-    run = Run.start(config(resume="runs/a"), "toy", ALONE)
-    with pytest.raises(UserError, match="does not fit"):
+    train(run="a", kill_after=2)
+    with start(resume="runs/a") as run, pytest.raises(UserError, match="does not fit"):
         run.restore(torch.nn.Linear(5, 1))
+    assert Path("runs/a/checkpoints/step-2").is_dir()  # a mistake on the way back takes nothing away
+
+
+def test_settings_that_were_changed_by_hand_are_refused():
+    train(run="a", kill_after=2)
+    path = Path("runs/a/config.json")
+    path.write_text(path.read_text().replace("0.1", "0.2"))
+    with pytest.raises(UserError, match=r"checksum of config\.json differs"):
+        start(resume="runs/a")
+
+
+def test_weights_of_a_step_that_was_not_finite_are_not_saved():
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with pytest.raises(UserError, match="step 1: the loss or its gradient is not finite"), start(run="a") as run:
+        run.begin()
+        precision = choose_precision(ALONE.device, "fp32")
+        precision.backward(model(torch.full((2, 3), torch.nan)).sum())
+        precision.step(optimizer, list(model.parameters()), 1.0, 1)
+        run.save(1, model, optimizer, {}, precision)
+    assert not Path("runs/a/checkpoints").exists()
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again():
-    Run.start(config(run="a"), "toy", ALONE).locked[0].close()
-    run = Run.start(config(resume="runs/a"), "toy", ALONE)
-    assert run.restore(torch.nn.Linear(3, 1)) is None
+    with start(run="a") as run:
+        run.begin()
+    with start(resume="runs/a") as run:
+        assert run.restore(torch.nn.Linear(3, 1)) is run.state is None
+
+
+# ---------------------------------------------------------------- the folder
+
+
+def test_a_mistake_before_the_beginning_leaves_no_folder():
+    for name in ("a", "elsewhere/b", ""):
+        with pytest.raises(UserError, match="no data"), start(run=name):
+            raise UserError("no data")
+    assert not list(Path("runs").iterdir()) and not list(Path("elsewhere").iterdir())
+
+
+def test_a_mistake_leaves_the_files_of_a_folder_that_was_there():
+    Path("runs/a").mkdir(parents=True)
+    for name in ("notes.txt", "train.log"):
+        Path("runs/a", name).write_text("mine\n")
+    with pytest.raises(UserError), start(run="a") as run:
+        run.log("hello")
+        raise UserError("no data")
+    assert sorted(file.name for file in Path("runs/a").iterdir()) == ["notes.txt", "train.log"]
+    assert Path("runs/a/train.log").read_text().startswith("mine\n")
+
+
+def test_a_mistake_after_the_beginning_leaves_the_run():
+    with pytest.raises(UserError, match="no data"), start(run="a") as run:
+        run.begin()
+        raise UserError("no data")
+    assert Path("runs/a/config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "settings, words", [({"run": "a"}, "run runs/a exists"), ({"resume": "runs/none"}, "no such run")]
+)
+def test_names_that_cannot_be(settings, words):
+    with start(run="a") as run:
+        run.begin()
+    with pytest.raises(UserError, match=words):
+        start(**settings)
+
+
+def test_runs_started_in_the_same_second_get_folders_of_their_own(monkeypatch):
+    monkeypatch.setattr(run_module.time, "strftime", lambda _: "now")
+    assert len({run_module.new_folder("", "toy")[0] for _ in range(3)}) == 3
+
+
+# ---------------------------------------------------------------- the lock
 
 
 def test_two_processes_do_not_write_to_one_run():
-    first = Run.start(config(run="a"), "toy", ALONE)
-    assert first.folder.is_dir()
-    with pytest.raises(UserError, match="being written"):
-        Run.start(config(resume="runs/a"), "toy", ALONE)
+    with start(run="a") as run:
+        run.begin()
+        with pytest.raises(UserError, match="in use by another process"):
+            start(resume="runs/a")
+    with start(resume="runs/a"):  # the end of the block unlocks it
+        pass
 
 
 def test_a_killed_process_leaves_no_lock_with_its_copies(tmp_path):
@@ -130,84 +208,64 @@ def test_a_killed_process_leaves_no_lock_with_its_copies(tmp_path):
         time.sleep(30)
         os._exit(held is None)
     os.read(reading, 1)
-    with pytest.raises(UserError, match="being written"):
+    with pytest.raises(UserError, match="in use by another process"):
         run_module.lock(tmp_path / "run")
     os.kill(locker, signal.SIGKILL)
     os.waitpid(locker, 0)
     assert run_module.lock(tmp_path / "run")  # though the copy is still there
 
 
-RESTART = """
-import sys
-sys.path[:0] = [{root!r}, {here!r}]
-from engine import distributed
-from engine.run import after_restart
-from test_run import config
-world = distributed.start("cpu")
-found = after_restart(config(run="r"), world)
-print(world.from_main("said"), found.resume, flush=True)
-world.stop()
-"""
+# ---------------------------------------------------------------- restarts by torchrun
 
 
-@pytest.mark.parametrize("counts, resumed", [((0, 0), ""), ((1, 1), "runs/r"), ((1, 0), "runs/r"), ((0, 1), "runs/r")])
-def test_all_ranks_know_of_a_restart(tmp_path, monkeypatch, counts, resumed):
-    """On several machines each torchrun counts for itself."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+@pytest.mark.parametrize("job, count, resumed", [("7", 0, ""), ("7", 1, "runs/r"), ("8", 1, "")])
+def test_a_restart_goes_on_with_the_run_of_this_job(monkeypatch, job, count, resumed):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
-    Run.start(config(run="r"), "toy", ALONE).locked[0].close()
-    code = RESTART.format(root=str(ROOT), here=str(Path(__file__).parent))
-    common = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2",
-              "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
-                         env=common | {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(count)})
-        for rank, count in enumerate(counts)
-    ]  # fmt: skip
-    assert [rank.communicate(timeout=90)[0].split() for rank in ranks] == [["said", *resumed.split()]] * 2
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    with start(run="r", lr=0.02) as run:
+        run.begin()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+    # On several machines each torchrun counts for itself: here the other one has counted.
+    world = SimpleNamespace(maximum=lambda mine: [max(mine, count)], on_main=lambda work: work())
+    found = run_module.after_restart(config(run="r", lr=0.02), world)
+    assert found.resume == resumed and found.lr == 0.02 and found.given == (set() if resumed else {"run", "lr"})
 
 
-@pytest.mark.parametrize(
-    "settings, words", [({"run": "a"}, "run runs/a exists"), ({"resume": "runs/none"}, "no such run")]
-)
-def test_names_that_cannot_be(settings, words):
-    Run.start(config(run="a"), "toy", ALONE)
-    with pytest.raises(UserError, match=words):
-        Run.start(config(**settings), "toy", ALONE)
+# ---------------------------------------------------------------- signals
 
 
-def test_runs_started_in_the_same_second_get_folders_of_their_own(monkeypatch):
-    monkeypatch.setattr(run_module.time, "strftime", lambda _: "now")
-    assert len({run_module.new_folder("", "toy") for _ in range(3)}) == 3
+def handlers() -> list:
+    return [signal.getsignal(number) for number in run_module.SIGNALS]
 
 
-SCRIPT = """
-import sys, time
-sys.path[:0] = [{root!r}, {here!r}]
-from engine import distributed
-from engine.run import INTERRUPTED, Run
-from test_run import config
-run = Run.start(config(run="s"), "toy", distributed.start("cpu"))
-print("ready", flush=True)
-while not run.stop_asked():
-    time.sleep(0.05)
-run.close(INTERRUPTED)
-"""
+@pytest.mark.parametrize("number", run_module.SIGNALS)
+def test_a_signal_is_asked_for_and_the_handlers_come_back(number):
+    before = handlers()
+    with start(run="a") as run:
+        assert handlers() == before
+        run.begin()
+        assert not run.stop_asked()
+        signal.raise_signal(number)
+        assert run.stop_asked() and signal.getsignal(number) == signal.SIG_DFL  # a second one ends the process
+        run.close(INTERRUPTED, 7)
+    assert handlers() == before
+    log = Path("runs/a/train.log").read_text()
+    assert "stopped after step 7: interrupted" in log and "--resume runs/a" in log
+    with pytest.raises(UserError), start(run="b") as run:
+        run.begin()
+        raise UserError("a mistake")
+    assert handlers() == before
 
 
-def test_a_signal_ends_the_step_and_names_the_way_back(tmp_path):
-    code = SCRIPT.format(root=str(ROOT), here=str(Path(__file__).parent))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
-    )
-    assert any("ready" in line for line in process.stdout)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and "to go on:" in output and "--resume runs/s" in output
+def test_a_run_under_nohup_outlives_its_terminal():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with start(run="a") as run:
+            run.begin()
+            signal.raise_signal(signal.SIGHUP)
+            assert not run.stop_asked()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("environment, typed", [

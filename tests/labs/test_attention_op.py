@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -20,19 +20,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.errors import UserError
 from labs.attention_op import MultiHeadAttention, attention, checks, cpp, gelu, use_in
+from labs.attention_op import __main__ as script
 from labs.attention_op import module as attention_module
 from labs.attention_op.attention_python import SCORES_AT_ONCE, dropout_factors, slices_of_all
-from model import ModelConfig, Translator
 
 can_build = shutil.which(os.environ.get("CXX", "c++")) and shutil.which("ninja")
 needs_compiler = pytest.mark.skipif(not can_build, reason="no C++ compiler or no ninja")
-CPP = pytest.param("cpp", marks=needs_compiler)
-BACKENDS = [
-    "python",
-    "recompute",
-    CPP,
-]  # the library is built by the first test that needs it, and kept for later sessions
+CPP = pytest.param("cpp", marks=needs_compiler)  # built by the first test that needs it, kept for later sessions
+BACKENDS = ["python", "recompute", CPP]
 KINDS = ["none", "tanh"]
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(1)
 
 
 def qkv(*sizes, dtype=torch.float64):
@@ -40,60 +41,54 @@ def qkv(*sizes, dtype=torch.float64):
     return [x.requires_grad_() for x in checks.random_inputs(sizes, dtype)]
 
 
+def close(ours, theirs, terms: int) -> bool:
+    """Whether pairs of tensors differ only by rounding `terms` additions; the type of `theirs` rounds."""
+    return all(checks.error(x, y) <= checks.allowed("", y.dtype, terms) for x, y in zip(ours, theirs, strict=True))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     sizes=st.tuples(*[st.integers(*bounds) for bounds in [(0, 3), (1, 3), (0, 9), (0, 9), (1, 5), (1, 5)]]),
     masked=st.sampled_from(["", "padding", "all", "numbers"]),
     causal=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=st.integers(0, 2**31),
 )
-def test_attention_is_pytorchs_at_any_shape(backend, sizes, masked, causal, dtype):
+def test_attention_is_pytorchs_at_any_shape(backend, sizes, masked, causal, dtype, seed):
+    torch.manual_seed(seed)
     b, h, s, t, *_ = sizes
     mask = {"": None, "padding": torch.rand(b, 1, 1, t) < 0.5, "all": torch.rand(b, h, s, t) < 0.5,
             "numbers": torch.rand(h, 1, t) < 0.5}[masked]  # fmt: skip
     given_mask = torch.zeros(mask.shape).masked_fill(mask, -torch.inf) if masked == "numbers" else mask
-
-    def ours(q, k, v):
-        return attention(q, k, v, given_mask, causal, backend=backend)
-
     errors = checks.compare(
-        ours, lambda *x: checks.reference_attention(*x, mask, causal), checks.random_inputs(sizes, dtype)
+        lambda q, k, v: attention(q, k, v, given_mask, causal, backend=backend),
+        lambda q, k, v: checks.reference_attention(q, k, v, mask, causal),
+        checks.random_inputs(sizes, dtype),
     )
-    assert max(errors) <= checks.ALLOWED[dtype]
+    # 28 terms, those of the largest shape: the few operations beside the sums weigh more in the smallest ones. The largest
+    # error of 1,500 draws was a quarter of what this allows.
+    assert max(errors) <= checks.allowed(backend, dtype, checks.terms_of((3, 3, 9, 9, 5, 5)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sizes", [(1, 2, 700, 600, 8, 16), (3, 2, 400, 300, 4, 4), (70, 8, 30, 40, 4, 4)])
 def test_attention_is_pytorchs_in_several_blocks(backend, sizes):
-    for dtype, allowed in checks.ALLOWED.items():
-        # PyTorch's own gradients, sums of hundreds of terms, are as far as 1e-6 from those of fp64.
-        assert max(checks.check_attention(backend, sizes, dtype)) <= 4 * allowed
+    for dtype in (torch.float32, torch.float64):
+        assert max(checks.check_attention(backend, sizes, dtype)) <= checks.allowed(
+            backend, dtype, checks.terms_of(sizes)
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_with_several_threads(backend):
-    threads = torch.get_num_threads()
+    threads, sizes = torch.get_num_threads(), (2, 5, 90, 90, 8, 8)
     torch.set_num_threads(3)
     try:
-        assert max(checks.check_attention(backend, (2, 5, 90, 90, 8, 8), torch.float64)) <= 1e-12
+        errors = checks.check_attention(backend, sizes, torch.float64)
     finally:
         torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_derivatives_of_attention(backend):
-    assert checks.gradcheck_attention(backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_query_that_sees_nothing_gets_zeros_and_hands_nothing_on(backend):
-    q, k, v = qkv(2, 1, 3, 4, 2, 2)
-    mask = torch.tensor([True, False])[:, None, None, None].expand(2, 1, 3, 4)
-    out = attention(q, k, v, mask, backend=backend)
-    out.sum().backward()
-    assert (out[0] == 0).all() and (out[1] != 0).all()
-    assert all((x.grad[0] == 0).all() and (x.grad[1] != 0).any() and x.grad.isfinite().all() for x in (q, k, v))
+    assert max(errors) <= checks.allowed(backend, torch.float64, checks.terms_of(sizes))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -108,11 +103,10 @@ def test_nan_stays_visible(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_other_scale_and_other_memory_layout(backend):
     q, k, v = (x.transpose(1, 2) for x in checks.random_inputs((2, 5, 3, 3, 4, 4)))  # heads second last in memory
-    expected = F.scaled_dot_product_attention(q, k, v, scale=0.1)
-    assert checks.error(attention(q, k, v, scale=0.1, backend=backend), expected) <= 1e-12
     last = torch.rand(2, 3, 5, 1) < 0.5  # the same for all keys
-    expected = checks.reference_attention(q, k, v, last)
-    assert checks.error(attention(q, k, v, last, backend=backend), expected) <= 1e-12
+    ours = attention(q, k, v, scale=0.1, backend=backend), attention(q, k, v, last, backend=backend)
+    theirs = F.scaled_dot_product_attention(q, k, v, scale=0.1), checks.reference_attention(q, k, v, last)
+    assert close(ours, theirs, terms=checks.terms_of((2, 3, 5, 5, 4, 4)))
 
 
 # Dropout
@@ -121,18 +115,15 @@ def test_other_scale_and_other_memory_layout(backend):
 @pytest.mark.parametrize("backend", ["recompute", CPP])
 @pytest.mark.parametrize("sizes", [(2, 3, 5, 7, 4, 4), (1, 2, 700, 600, 4, 4)])
 def test_every_implementation_drops_the_same_weights(backend, sizes):
-    results = []
+    inputs, results = qkv(*sizes), []
     for each in ("python", backend):
         torch.manual_seed(7)
-        q, k, v = qkv(*sizes)
-        out = attention(q, k, v, causal=True, dropout=0.3, backend=each)
-        out.sin().sum().backward()
-        results.append([out, q.grad, k.grad, v.grad])
-    assert all(checks.error(ours, theirs) <= 1e-12 for ours, theirs in zip(*results))
+        out = attention(*inputs, causal=True, dropout=0.3, backend=each)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), inputs)])
+    assert close(*results, terms=checks.terms_of(sizes))
 
 
 def test_dropout_drops_its_share_and_keeps_the_mean():
-    torch.manual_seed(0)
     keys = 1000
     q, k, v = torch.zeros(8, 4, 50, 2), torch.zeros(8, 4, keys, 2), torch.ones(8, 4, keys, 1)
     for dropout in (0.1, 0.5):
@@ -140,13 +131,12 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
         weights = torch.empty(8, 4, 50, keys)
         z = dropout_factors(weights, slices_of_all(weights), dropout, seed)
         kept = z > 0
-        assert (
-            abs(kept.float().mean() - (1 - dropout)) < 5 * (dropout / kept.numel()) ** 0.5
-        )  # five standard deviations
+        # Five standard deviations, here and below.
+        assert abs(kept.float().mean() - (1 - dropout)) < 5 * (dropout / kept.numel()) ** 0.5
         assert z[kept].unique().tolist() == pytest.approx([1 / (1 - dropout)])
         for axis in range(4):  # neighbours in no direction drop together
-            one, other = (kept.narrow(axis, first, kept.size(axis) - 1).float() for first in (0, 1))
-            assert abs(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]) < 5 / one.numel() ** 0.5
+            neighbours = [kept.narrow(axis, first, kept.size(axis) - 1).float().flatten() for first in (0, 1)]
+            assert abs(torch.corrcoef(torch.stack(neighbours))[0, 1]) < 5 / neighbours[0].numel() ** 0.5
         mean = attention(q, k, v, dropout=dropout).mean()
         assert abs(mean - 1) < 5 * (dropout / (1 - dropout) / kept.numel()) ** 0.5
     assert not torch.equal(attention(q, k, v, dropout=0.5), attention(q, k, v, dropout=0.5))  # every call draws anew
@@ -158,22 +148,20 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
 @pytest.mark.parametrize("approximate", KINDS)
 @pytest.mark.parametrize("backend", ["python", CPP])
 def test_gelu_is_pytorchs(backend, approximate):
-    for dtype, allowed in checks.ALLOWED.items():
-        assert max(checks.check_gelu(backend, approximate, dtype)) <= allowed
-    assert checks.gradcheck_gelu(backend, approximate)
+    for dtype in (torch.float32, torch.float64):
+        assert max(checks.check_gelu(backend, approximate, dtype)) <= checks.allowed(backend, dtype, checks.GELU_TERMS)
 
 
+@pytest.mark.parametrize("approximate", KINDS)
 @pytest.mark.parametrize("backend", ["python", CPP])
-@settings(max_examples=20, deadline=None)
-@given(shape=st.lists(st.integers(0, 5), max_size=4), approximate=st.sampled_from(KINDS), flipped=st.booleans())
-def test_gelu_of_any_shape(backend, shape, approximate, flipped):
-    x = torch.randn(shape, dtype=torch.float64)
-    x = x.mT if flipped and x.dim() > 1 else x  # not contiguous
-
-    errors = checks.compare(
-        lambda x: gelu(x, approximate, backend), lambda x: F.gelu(x, approximate=approximate), [x]
-    )  # fmt: skip
-    assert max(errors) <= 1e-12 and gelu(x, approximate, backend).shape == x.shape
+def test_gelu_of_any_shape(backend, approximate):
+    for shape in [(), (0,), (3, 0, 2), (1,), (5,), (2, 3, 4, 5)]:
+        x = torch.randn(shape, dtype=torch.float64)
+        for layout in [x, x.mT] if x.dim() > 1 else [x]:  # and not contiguous
+            errors = checks.compare(
+                lambda x: gelu(x, approximate, backend), lambda x: F.gelu(x, approximate=approximate), [layout]
+            )
+            assert max(errors) <= checks.allowed(backend, x.dtype, checks.GELU_TERMS)
 
 
 @pytest.mark.parametrize("backend", ["python", CPP])
@@ -195,17 +183,10 @@ def test_gelu_in_python_can_be_differentiated_twice():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_second_derivative_is_refused_not_wrong(backend):
     q, k, v = qkv(1, 1, 2, 2, 2, 2)
-    with pytest.raises(RuntimeError, match="differentiated once"):
-        (grad,) = torch.autograd.grad(attention(q, k, v, backend=backend).sum(), q, create_graph=True)
-        grad.sum().backward()
-
-
-@needs_compiler
-def test_a_second_derivative_of_gelu_in_cpp_is_refused():
-    x = torch.randn(3, requires_grad=True)
-    (grad,) = torch.autograd.grad(gelu(x, backend="cpp").sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiated once"):
-        grad.sum().backward()
+    outs = [attention(q, k, v, backend=backend)] + [gelu(q, backend="cpp")] * (backend == "cpp")
+    for out in outs:
+        with pytest.raises(RuntimeError, match="differentiated once"):
+            torch.autograd.grad(out.sum(), q, create_graph=True)[0].sum().backward()
 
 
 # Number formats
@@ -219,7 +200,8 @@ def test_half_precision_is_fp32_rounded_once(backend, dtype):
     results = [attention(*x, causal=True, backend=backend) for x in (halves, wide)]
     assert results[0].dtype == dtype and torch.equal(results[0], results[1].to(dtype))
     half_grads, grads = (torch.autograd.grad(y, x, torch.ones_like(y)) for x, y in zip((halves, wide), results))
-    rounding = 2 * torch.finfo(dtype).eps  # a part of the gradient comes from the output, which is rounded already
+    # The output, of which a part of the gradient is made, is rounded to half precision, and so is the gradient; eps of each.
+    rounding = 2 * torch.finfo(dtype).eps
     assert all(g.dtype == dtype and checks.error(g.float(), w) <= rounding for g, w in zip(half_grads, grads))
 
 
@@ -263,6 +245,7 @@ class LargestTensor(TorchDispatchMode):
 
 def test_recomputation_keeps_and_makes_no_square():
     def largest(length: int, backend: str) -> tuple[int, int]:
+        """Numbers kept for the backward pass, and numbers of the largest tensor."""
         q, k, v = qkv(1, 1, length, length, 2, 2, dtype=torch.float32)
         kept = []
         with (
@@ -343,39 +326,30 @@ def test_the_backward_operator_refuses_another_forward_pass(position, value):
         raw("attention_backward", (position, value))
 
 
-@needs_compiler
-def test_log_sums_take_no_gradient():
-    q, k, v = qkv(1, 2, 3, 4, 5, 6)
-    out, log_sum = cpp.library().attention(q, k, v, None, False, 0.5, 0.0, None)
-    assert out.requires_grad and not log_sum.requires_grad
-    assert checks.error(log_sum, (q @ k.mT * 0.5).logsumexp(-1).detach()) <= 1e-12
-
-
-def compiled_is_plain(backend: str, compiler: str) -> None:
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_survives_compiling_as_one_graph(backend, compiler):
     mask = checks.random_padding(2, 5)
 
     def both(q, k, v, x):
-        return attention(q, k, v, mask, causal=True, backend=backend), gelu(
-            x, backend="cpp" if backend == "cpp" else "python"
-        )
+        seen = attention(q, k, v, mask, causal=True, backend=backend)
+        return seen, gelu(x, backend="cpp" if backend == "cpp" else "python")
 
     inputs = [*qkv(2, 2, 4, 5, 3, 3), torch.randn(7, dtype=torch.float64, requires_grad=True)]
     results = []
     for function in (both, torch.compile(both, backend=compiler, fullgraph=True)):
         out, y = function(*inputs)
         results.append([out, y, *torch.autograd.grad(out.sin().sum() + y.sin().sum(), inputs)])
-    assert all(checks.error(ours, plain) <= 1e-12 for ours, plain in zip(*results))
+    assert close(*reversed(results), terms=checks.GELU_TERMS)  # more than the 16 of attention at this size
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_survives_tracing_as_one_graph(backend):
-    compiled_is_plain(backend, "aot_eager")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_survives_inductor_as_one_graph(backend):
-    compiled_is_plain(backend, "inductor")
+def test_no_forward_pass_converts_to_the_type_it_has(monkeypatch):
+    """torch.compile of torch 2.11 would lose the gradient, without a word."""
+    q, k, v = qkv(2, 2, 4, 5, 3, 3)
+    monkeypatch.setattr(torch.Tensor, "to", lambda *_: pytest.fail("a conversion"))
+    assert (
+        attention(q, k, v, backend="python").requires_grad and gelu(q).requires_grad and gelu(q, "tanh").requires_grad
+    )
 
 
 # The module
@@ -384,21 +358,15 @@ def test_survives_inductor_as_one_graph(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("options", [dict(batch_first=True), dict(), dict(bias=False), dict(kdim=6, vdim=10)], ids=str)
 def test_module_with_the_stock_ones_weights(backend, options):
-    torch.manual_seed(0)
     stock = nn.MultiheadAttention(8, 2, dtype=torch.float64, **options)
     ours = MultiHeadAttention(8, 2, dtype=torch.float64, backend=backend, **options)
     ours.load_state_dict(stock.state_dict())
     stock.load_state_dict(ours.state_dict())
     first = options.get("batch_first", False)
-    query, key, value = (
-        torch.randn(4, 5, 8).double(),
-        torch.randn(4, 3, stock.kdim).double(),
-        torch.randn(4, 3, stock.vdim).double(),
-    )
-    batch = 4 if first else 5
-    queries, keys = (5, 3) if first else (4, 4)
-    if not first:
-        key, value = (torch.randn(4, 5, width).double() for width in (stock.kdim, stock.vdim))
+    batch, queries, keys = (4, 5, 3) if first else (5, 4, 4)
+    terms = 4 * 10 + checks.terms_of((batch, 2, queries, keys, 4, 4))  # four projections of up to 10 numbers
+    query, key, value = (torch.randn(*((batch, length) if first else (length, batch)), width, dtype=torch.float64)
+                         for length, width in ((queries, 8), (keys, stock.kdim), (keys, stock.vdim)))  # fmt: skip
     padding = torch.arange(keys) >= torch.randint(1, keys + 1, (batch, 1))
     square = torch.rand(queries, keys) < 0.3
     square[:, 0] = False
@@ -409,53 +377,58 @@ def test_module_with_the_stock_ones_weights(backend, options):
                   dict(attn_mask=numbers), dict(attn_mask=square, key_padding_mask=padding),
                   dict(attn_mask=numbers, key_padding_mask=as_numbers)):  # fmt: skip
         expected = stock(query, key, value, need_weights=False, **masks)[0]
-        assert checks.error(ours(query, key, value, **masks)[0], expected) <= 1e-12
+        assert close([ours(query, key, value, **masks)[0]], [expected], terms)
     want = ours(query, key, value, need_weights=True)
     assert all(map(torch.equal, want, stock(query, key, value, need_weights=True)))
     if first:
         alone = query[0], key[0], value[0]
         expected = stock(*alone, padding[0], need_weights=False)[0]
-        assert checks.error(ours(*alone, padding[0])[0], expected) <= 1e-12
+        assert close([ours(*alone, padding[0])[0]], [expected], terms)
 
 
-def translators(backend: str, dtype=torch.float64, dropout=0.0):
-    """A stock translator, its twin with our attention, and a batch with padding."""
-    torch.manual_seed(0)
-    plain = Translator(ModelConfig(40, 50, **TINY, dropout=dropout)).to(dtype)
-    for module in plain.modules():  # the module is compared with PyTorch's own, not with another rewrite of it
-        if isinstance(module, nn.MultiheadAttention):
-            module.__class__ = nn.MultiheadAttention
-    ours = copy.deepcopy(plain)
+def transformers(backend: str, dtype=torch.float64, dropout=0.0):
+    """PyTorch's Transformer, its twin with our attention, and a call of either with padding."""
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 4, 64, dropout, batch_first=True), 2, enable_nested_tensor=False
+    )
+    options = dict(dim_feedforward=64, dropout=dropout, batch_first=True)
+    stock = nn.Transformer(32, 4, num_decoder_layers=2, custom_encoder=encoder, **options).to(dtype)
+    ours = copy.deepcopy(stock)
     assert use_in(ours, backend) == 6
-    src_pad = torch.arange(9) >= torch.tensor([9, 1, 4])[:, None]
-    return plain, ours, (torch.randint(40, (3, 9)), src_pad, torch.randint(50, (3, 7)))
+    pad = torch.arange(9) >= torch.tensor([9, 1, 4])[:, None]
+    src, tgt, triangle = (
+        torch.randn(3, 9, 32, dtype=dtype),
+        torch.randn(3, 7, 32, dtype=dtype),
+        torch.ones(7, 7).triu(1) > 0,
+    )
+    masks = dict(tgt_mask=triangle, tgt_is_causal=True, src_key_padding_mask=pad, memory_key_padding_mask=pad)
+    return stock, ours, lambda model: model(src, tgt, **masks)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_in_the_translator(backend, monkeypatch):
-    plain, ours, batch = translators(backend)
-    assert list(plain.state_dict()) == list(ours.state_dict())
-    calls = []
-    operator = attention_module.attention
+def test_in_a_transformer(backend, monkeypatch):
+    stock, ours, call = transformers(backend)
+    calls, operator, results = [], attention_module.attention, []
     monkeypatch.setattr(attention_module, "attention", lambda *a, **k: calls.append(1) or operator(*a, **k))
-    results = []
-    for model in (plain, ours):
-        logits = model(*batch)
-        results.append([logits, *torch.autograd.grad(logits.sin().sum(), list(model.parameters()))])
-    assert len(calls) == 6 and all(checks.error(x, y) <= 1e-12 for x, y in zip(*reversed(results)))
-    plain.eval(), ours.eval()
+    for model in (ours, stock):
+        out = call(model)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), list(model.parameters()))])
+    # A gradient has come through 4 layers, each with about four sums over widths of 32 or 64; those of weights are sums over
+    # 3 · 9 places.
+    assert len(calls) == 6 and close(*results, terms=4 * 4 * 64 + 27)
+    stock.eval(), ours.eval()
     with torch.no_grad():  # where the stock encoder layer has a way around its attention
-        assert checks.error(ours(*batch), plain(*batch)) <= 1e-12 and len(calls) == 12
+        assert close([call(ours)], [call(stock)], terms=4 * 4 * 64) and len(calls) == 12
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_in_the_translator_with_dropout_and_bf16(backend):
-    _, ours, batch = translators(backend, torch.float32, dropout=0.2)
+def test_in_a_transformer_with_dropout_and_bf16(backend):
+    _, ours, call = transformers(backend, torch.float32, dropout=0.2)
     losses = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = ours(*batch).float().logsumexp(-1).mean()
+            loss = call(ours).float().logsumexp(-1).mean()
         ours.zero_grad()
         loss.backward()
         assert all(p.grad.isfinite().all() for p in ours.parameters())
@@ -463,11 +436,34 @@ def test_in_the_translator_with_dropout_and_bf16(backend):
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_use_in_can_be_called_again():
-    _, ours, _ = translators("python")
-    use_in(ours, "recompute")
-    attentions = [m for m in ours.modules() if isinstance(m, MultiHeadAttention)]
-    assert {m.backend for m in attentions} == {"recompute"} and all(len(m._forward_pre_hooks) == 1 for m in attentions)
+def test_use_in_leaves_parameters_names_and_random_numbers_as_they_are():
+    stock = nn.Transformer(8, 2, 1, 1, 16, batch_first=True).eval()
+    optimizer = torch.optim.SGD(stock.parameters())
+    before, numbers = [*stock.named_parameters()], torch.get_rng_state()
+    for backend in ("python", "recompute"):  # and it may be called again
+        assert use_in(stock, backend) == 3
+        after = [*stock.named_parameters()]
+        assert [name for name, _ in after] == [name for name, _ in before]
+        assert all(now is then for (_, now), (_, then) in zip(after, before))
+        attentions = [module for module in stock.modules() if isinstance(module, nn.MultiheadAttention)]
+        assert {type(module) for module in attentions} == {MultiHeadAttention}
+        assert {module.backend for module in attentions} == {backend} and not any(
+            module.training for module in attentions
+        )
+    assert all(now is then for now, then in zip(stock.parameters(), optimizer.param_groups[0]["params"], strict=True))
+    assert torch.equal(torch.get_rng_state(), numbers)
+
+
+def test_an_attention_in_two_places_stays_one():
+    shared, own = nn.MultiheadAttention(8, 2), nn.MultiheadAttention(8, 2, bias=False, kdim=4, vdim=6)
+    model = nn.ModuleDict({"a": shared, "b": nn.ModuleList([own, shared])})
+    model["c"] = model["b"]  # a parent in two places
+    names = [*model.state_dict()]
+    assert use_in(model, "python") == 2 and [*model.state_dict()] == names
+    assert (
+        model["a"] is model["b"][1] is model["c"][1] and type(model["a"]) is type(model["b"][0]) is MultiHeadAttention
+    )
+    assert model["a"].in_proj_weight is shared.in_proj_weight and model["b"][0].out_proj is own.out_proj
 
 
 # Mistakes
@@ -496,6 +492,7 @@ def mistake(call):
     (lambda: gelu(torch.zeros(3).long()), "floating-point"),
     (lambda: use_in(nn.Linear(2, 2), "python"), "no nn.MultiheadAttention"),
     (lambda: use_in(nn.MultiheadAttention(4, 2, add_zero_attn=True), "python"), "add_zero_attn"),
+    (lambda: use_in(nn.MultiheadAttention(4, 2), "python"), "that it is a part of"),
     (lambda: MultiHeadAttention(4, 2, backend="c"), "backend='c' is unknown"),
 ])  # fmt: skip
 def test_mistakes_are_one_clear_line(call, says):
@@ -504,57 +501,39 @@ def test_mistakes_are_one_clear_line(call, says):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name, value, says", [("CXX", "/nonexistent", "no compiler '/nonexistent'"), ("PATH", "", "no ninja")]
-)
-def test_without_a_compiler_the_command_says_so(tmp_path, name, value, says):
-    if name == "PATH" and not can_build:
-        pytest.skip("no compiler either")
-    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": shutil.which("true"), name: value}
-    done = command("--backend", "cpp", **environment)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and says in done.stderr
+def built_in(folder, monkeypatch, **environment):
+    """Load the C++ operators anew, from `folder`; → the error in one line."""
+    for name, value in dict(TORCH_EXTENSIONS_DIR=str(folder), **environment).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as error:
+        cpp.load.__wrapped__()  # not what is kept since the first time
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_without_a_compiler_or_ninja_the_error_says_so(tmp_path, monkeypatch):
+    assert "no compiler '/nonexistent'" in built_in(tmp_path, monkeypatch, CXX="/nonexistent")
+    assert "no ninja" in built_in(tmp_path, monkeypatch, CXX=shutil.which("true"), PATH="")
 
 
 @needs_compiler
-def test_a_compiler_that_fails_is_named(tmp_path):
+def test_a_compiler_that_fails_is_named(tmp_path, monkeypatch):
     compiler = tmp_path / "c++"
     compiler.write_text(
         "#!/bin/sh\ncase $1 in -v|--version) echo g++;; *) echo 'x.cpp:1: error: no such thing' >&2; exit 1;; esac\n"
     )
     compiler.chmod(0o755)
-    done = command("--backend", "cpp", TORCH_EXTENSIONS_DIR=str(tmp_path / "built"), CXX=str(compiler))
-    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: the C++ operators cannot be built")
-    assert "no such thing" in done.stderr and "Traceback" not in done.stderr
+    error = built_in(tmp_path / "built", monkeypatch, CXX=str(compiler))
+    assert error.startswith("the C++ operators cannot be built") and "no such thing" in error
 
 
-@needs_compiler
 def test_a_library_that_does_not_load_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     file = cpp.library_file(cpp.compiler_flags())
     file.parent.mkdir()
     file.write_text("no library")
-    done = command("--backend", "cpp")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert "cannot be loaded" in done.stderr and f"remove {file.parent}" in done.stderr
-
-
-@needs_compiler
-def test_a_build_killed_while_it_links_leaves_no_library(tmp_path):
-    compiler = tmp_path / "c++"  # makes empty objects, and links for ever
-    compiler.write_text("""#!/bin/bash
-case $1 in -v|--version) echo g++; exit;; esac
-while [ "$1" ]; do [ "$1" = -o ] && out=$2; [ "$1" = -shared ] && links=1; shift; done
-echo half > "$out"
-[ -z "$links" ] || sleep 100
-""")
-    compiler.chmod(0o755)
-    build = start_build(tmp_path / "built", CXX=str(compiler))
-    while not list(tmp_path.glob("built/*/scratch/*.so")):
-        assert build.poll() is None, build.communicate()
-        time.sleep(0.05)
-    os.killpg(build.pid, signal.SIGKILL)
-    build.wait()
-    assert not list(tmp_path.glob("built/*/*.so"))
+    error = built_in(tmp_path, monkeypatch)
+    assert "cannot be loaded" in error and f"remove {file.parent}" in error
 
 
 # The command
@@ -573,21 +552,18 @@ def test_the_command_checks_and_times(tmp_path):
     assert len(lines) == (7 if can_build else 4) and "F.gelu" in done.stdout and "FAILS" not in done.stdout
 
 
-def test_pytorchs_own_is_timed_on_every_device_of_ours(monkeypatch):
-    from labs.attention_op import __main__ as script
+def test_an_operator_that_is_wrong_is_named(monkeypatch, capsys):
+    wrong = lambda q, k, v, *_, **options: 1.001 * attention(q, k, v, *_, **options)  # noqa: E731
+    monkeypatch.setattr(checks, "attention", wrong)
+    assert not script.check_attention("python")
+    assert capsys.readouterr().out.rstrip().endswith("WRONG")
 
+
+def test_pytorchs_own_is_timed_on_every_device_of_ours(monkeypatch):
     monkeypatch.setattr(script, "device_of", lambda backend: "cuda" if backend == "triton" else "cpu")
     devices = {name: device for name, (device, _) in script.attention_contestants(["python", "cpp", "triton"]).items()}
     assert devices == {"F.scaled_dot_product_attention, cpu": "cpu", "F.scaled_dot_product_attention, cuda": "cuda",
                        "python": "cpu", "cpp": "cpu", "triton": "cuda"}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "flags, says", [(["--backend", "x"], "--backend x"), (["--seq", 0], "--seq 0"), (["--turn", 1], "--turns")]
-)
-def test_wrong_flags(flags, says):
-    done = command(*flags)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and says in done.stderr
 
 
 def start_build(folder, **environment) -> subprocess.Popen:
@@ -615,31 +591,32 @@ def test_processes_that_start_at_once_build_once_even_after_a_killed_one(tmp_pat
 # Triton
 
 
-triton_is_here = importlib.util.find_spec("triton")
-
 TRITON_CHECK = """
 import torch
 from labs.attention_op import attention, checks
+torch.manual_seed(1)
 for sizes in [(2, 3, 5, 7, 4, 6), (1, 1, 1, 1, 1, 1), (1, 1, 70, 66, 20, 8), (1, 1, 40, 40, 80, 80), (0, 1, 2, 2, 4, 4),
               (2, 1, 3, 0, 4, 4)]:
     errors = checks.check_attention("triton", sizes, torch.float32, DEVICE)
-    assert max(errors) <= checks.allowed("triton", torch.float32), (sizes, errors)
+    assert max(errors) <= checks.allowed("triton", torch.float32, max(28, checks.terms_of(sizes))), (sizes, errors)
 results = []
 for backend in ("python", "triton"):
     torch.manual_seed(3)
     q, k, v = (x.requires_grad_() for x in checks.random_inputs((2, 2, 70, 80, 16, 16), torch.float32, DEVICE))
     out = attention(q, k, v, torch.randn(2, 1, 70, 80, device=DEVICE), dropout=0.3, backend=backend)
     results.append([out, *torch.autograd.grad(out.sin().sum(), (q, k, v))])
-assert all(checks.error(ours, plain) <= 3 * checks.allowed("triton", torch.float32) for ours, plain in zip(*results))
+allowed = checks.allowed("triton", torch.float32, checks.terms_of((2, 2, 70, 80, 16, 16)))
+assert all(checks.error(ours, plain) <= allowed for ours, plain in zip(*results))
 for dtype in [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"):  # the interpreter multiplies no bf16
     inputs = [x.to(dtype) for x in checks.random_inputs((2, 2, 70, 80, 32, 32), torch.float32, DEVICE)]
     exact = attention(*(x.float() for x in inputs), backend="python")
+    # The weights are rounded to half precision before they are multiplied, and the output is: an eps of each, and twice that.
     assert checks.error(attention(*inputs, backend="triton").float(), exact) <= 4 * torch.finfo(dtype).eps
 print("right")
 """
 
 
-@pytest.mark.skipif(not triton_is_here, reason="triton is not installed")
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
 def test_triton_arithmetic_in_its_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     code = "DEVICE = 'cpu'\n" + TRITON_CHECK

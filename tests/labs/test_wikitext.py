@@ -1,10 +1,9 @@
-"""labs/wikitext.py: the text, the model under its mask, the sampler, and whole runs."""
+"""The language model: its text, the model under its mask, the sampler, and whole runs."""
 
 import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,21 +12,29 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ROOT
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine import checkpoint
+from engine.config import checked
 from engine.distributed import World
 from engine.errors import UserError
 from engine.precision import choose_precision
-from labs import wikitext
-from labs.wikitext import Config
-from labs.wikitext_model import LanguageModel, SmoothedLoss, evaluate, gather_segments, generate, windows
-from labs.wikitext_sampler import SegmentSampler, systematic
-from labs.wikitext_text import EOS, UNK, Vocabulary, coverage, load_glove, prepare, read_splits
+from engine.telemetry import shown_as
+from labs.wikitext import __main__ as wikitext
+from labs.wikitext.__main__ import Config
+from labs.wikitext.model import LanguageModel, SmoothedLoss, evaluate, gather_segments, generate, windows
+from labs.wikitext.sampler import SegmentSampler, systematic
+from labs.wikitext.text import EOS, UNK, Vocabulary, coverage, load_glove, prepare, read_splits
 
-ROOT = Path(__file__).parent.parent.parent
 ALONE = World(0, 1, torch.device("cpu"))
 RATIOS = (0.8, 0.1, 0.1)
 TINY = dict(d_model=16, nhead=2, layers=1, dim_feedforward=32, segment=8, precision="fp32", device="cpu", min_count=1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
 
 
 def wiki(documents: int = 20, first: int = 0) -> str:
@@ -197,7 +204,7 @@ def test_ranks_share_the_windows(monkeypatch):
         def sum(self, values):
             return values
 
-    monkeypatch.setattr("labs.wikitext_model.WINDOWS_AT_ONCE", 2)
+    monkeypatch.setattr("labs.wikitext.model.WINDOWS_AT_ONCE", 2)
     model, ids = tiny_model(), torch.randint(11, (61,))
     whole, _ = evaluate(model, ids, 3, 8, "right", ALONE)
     halves = [evaluate(model, ids, 3, 8, "right", Half(rank, 2, torch.device("cpu")))[0] for rank in (0, 1)]
@@ -281,16 +288,6 @@ def test_plans_are_static_at_the_beginning_and_again_at_the_end():
     assert made.figures(7)["sampler/entropy"] == pytest.approx(math.log(500))
 
 
-def test_the_dynamic_draw_prefers_the_hard_segments_as_much_as_it_says():
-    made = sampler(40, sharpness=0.1)
-    counts = torch.zeros(40, dtype=torch.float64)
-    for seed in range(400):
-        made.seed = seed
-        counts += made.plan(1).bincount(minlength=40)
-    expected = 400 * 40 * made.probabilities(1)
-    assert (counts - expected).square().div(expected).sum() < 62  # chi-square, 39 degrees of freedom: 1 % beyond
-
-
 def test_the_sampler_goes_on_from_its_state_in_the_middle_of_an_epoch():
     made, fresh = sampler(), SegmentSampler(7 * 8 - 3, 8, "dynamic", 1.0, 10, seed=5)
     made.record(torch.tensor([2, 2, 6]), torch.tensor([8.0, 24.0, 10.0]))
@@ -311,13 +308,12 @@ def test_the_sampler_goes_on_from_its_state_in_the_middle_of_an_epoch():
 def lab(tmp_path, monkeypatch):
     """Runs the lab in this process; `stop_after` steps it is asked to stop, as by a signal."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("engine.run.catch_signals", lambda: lambda: False)
-    monkeypatch.setattr(wikitext, "keep_freed_memory", lambda: True)
+    monkeypatch.setattr("engine.distributed.keep_freed_memory", lambda: True)  # not in the process of all tests
 
     def run(stop_after: int = 10**9, **settings) -> Path:
         steps = iter(range(1, 10**9))
         monkeypatch.setattr(wikitext.Run, "stop_asked", lambda _: next(steps) >= stop_after)
-        config = Config(**settings) if "resume" in settings else Config(**(TINY | dict(epochs=2) | settings))
+        config = checked(Config(**settings if "resume" in settings else TINY | dict(epochs=2) | settings))
         config.given = set(settings)
         wikitext.main(config)
         return Path(settings.get("resume") or f"runs/{settings['run']}")
@@ -399,10 +395,22 @@ def test_the_first_stage_changes_nothing_but_embedding_and_positions(lab, tmp_pa
     assert changed == [{"embedding.weight", "up.weight", "up.bias", "positions"}, set(weights[0])]
 
 
-def test_a_finished_run_is_resumed_for_its_samples(lab, tmp_path):
+def test_what_a_run_writes_and_a_finished_one_is_resumed_for_its_samples(lab, tmp_path):
     write(tmp_path / "a.txt", wiki(12))
-    run = lab(run="x", data="a.txt", epochs=1)
+    glove = write(tmp_path / "g.txt", "the 1 2 3 4\nship -3 0 1 4\n")
+    run = lab(run="x", data="a.txt", epochs=1, log_every=1, glove=str(glove))
     before = checkpoint.load_weights(run / "checkpoints" / "last")
+    log = (run / "train.log").read_text()
+    assert re.search(r"GloVe: 4 numbers a word, projected to 16; [\d.]+% of the vocabulary has a vector", log)
+    assert "(encoder): TransformerEncoder(" in log  # the network's layers
+    scores = json.loads((run / "test.json").read_text())
+    assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
+    tags = EventAccumulator(str(run)).Reload().Tags()
+    assert "test/confusion" in tags["images"]
+    assert {"test/confusion/text_summary", "samples/text_summary"} <= set(tags["tensors"])
+    wanted = {"train/smoothed_loss", "train/loss", "train/learning_rate", "train/gradient_norm", "validation/perplexity",
+              "validation/accuracy", "sampler/entropy", "sampler/effective_sample_size", "speed/tokens_per_second"}  # fmt: skip
+    assert set(map(shown_as, wanted)) <= set(tags["scalars"])
     lab(resume="runs/x", generate="The ship")
     assert "sample: **The ship**" in (run / "train.log").read_text()
     assert all(torch.equal(before[name], tensor) for name, tensor in checkpoint.load_weights(run).items())
@@ -449,96 +457,33 @@ def test_learns_a_markov_text_to_its_entropy(lab, tmp_path):
     assert entropy - 0.06 < scores["loss"] < entropy + 0.06
 
 
-def command(*arguments, ranks: int = 1) -> list[str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
-    # Without the "--", torchrun takes our --run for an abbreviation of its own --run-path.
-    dashes = ["--"] if torchrun else []
-    return [sys.executable, *torchrun, "-m", *dashes, "labs.wikitext", *map(str, arguments)]
-
-
-def start(words: list[str], cwd: Path) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(words, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-FLAGS = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
-
-
-def test_the_command_stops_at_sigterm_and_goes_on(tmp_path):
-    write(tmp_path / "text/train.txt", wiki(100))
-    glove = write(tmp_path / "g.txt", "the 1 2 3 4\nship -3 0 1 4\n")
-    flags = ["--data", "text", "--run", "x", "--epochs", 3, "--glove", glove, "--log_every", 1, "--sampling", "dynamic"]
-    process = start(command(*flags, *FLAGS), tmp_path)
-    for line in process.stdout:
-        if line.startswith("step      3"):
-            process.send_signal(signal.SIGTERM)
-            break
-    rest, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    assert "to go on: python -m labs.wikitext --resume runs/x" in rest
-    process = start(command("--resume", "runs/x", "--generate", "The ship"), tmp_path)
-    rest, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    assert "resumed after step" in rest and "stopped: all epochs are done" in rest
-    assert re.search(
-        r"GloVe: 4 numbers a word, projected to 16; [\d.]+% of the vocabulary has a vector",
-        (tmp_path / "runs/x/train.log").read_text(),
-    )
-    scores = json.loads((tmp_path / "runs/x/test.json").read_text())
-    assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "runs/x"))
-    events.Reload()
-    tags = events.Tags()
-    assert "test/confusion" in tags["images"]
-    assert {"test/confusion/text_summary", "samples/text_summary"} <= set(tags["tensors"])
-    wanted = {"train/smoothed_loss", "train/loss", "train/learning_rate", "train/gradient_norm", "validation/perplexity",
-              "validation/accuracy", "sampler/entropy", "sampler/effective_sample_size", "speed/tokens_per_second"}  # fmt: skip
-    assert wanted <= set(tags["scalars"])
-
-
 def test_two_processes_have_the_losses_of_one(lab, tmp_path):
     write(tmp_path / "a.txt", wiki(12))
     glove = write(tmp_path / "g.txt", "the 1 2 3 4\nship -3 0 1 4\n")
     # epochs 0 and the width of GloVe's vectors are settled by the text, which rank 0 alone reads.
     settings = dict(data="a.txt", epochs=0, glove=str(glove), batch=7, dropout=0.0, sampling="dynamic", log_every=1)
     one = lab(run="one", **settings)
-    flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
-    process = start(command("--run", "two", *flags, *FLAGS, ranks=2), tmp_path)
-    _, errors = process.communicate(timeout=100)
-    assert process.returncode == 0, errors
-    expected, found = figures(one), figures(Path("runs/two"))
-    assert len(expected) == len(found) > 40
-    for ours, theirs in zip(found, expected):
-        assert ours == pytest.approx(theirs, rel=2e-3, abs=1e-4)
-
-
-def test_help_fits_one_screen(tmp_path):
-    words = [sys.executable, "-m", "labs.wikitext", "--help"]
-    done = subprocess.run(
-        words, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
-    )
-    assert len(done.stdout.splitlines()) <= 40 and max(map(len, done.stdout.splitlines())) <= 120
+    flags = [word for name, value in (TINY | settings).items() for word in (f"--{name}", str(value))]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "--"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", *torchrun, "labs.wikitext", "--run", "two", *flags]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    expected, two = figures(one), figures(Path("runs/two"))
+    assert len(expected) == len(two) > 40
+    for ours, theirs in zip(two[:40], expected):  # differences of rounding grow with every step
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize("settings, message", [
     (dict(ratios="0.8,0.3,0.1"), "three numbers above 0 that add up to 1"),
     (dict(ratios="0.8,0.2"), "three numbers"),
-    (dict(ratios="1,0,0"), "three numbers"),
     (dict(ratios="a,b,c"), "three numbers"),
     (dict(tokens="letters"), "--tokens letters is unknown; choose words or subwords"),
-    (dict(pad="both"), "--pad both is unknown"),
-    (dict(sampling="random"), "--sampling random"),
-    (dict(positions="none"), "--positions none"),
     (dict(d_model=10, nhead=4), "multiple of --nhead"),
     (dict(tokens="subwords", vocab=100), "needs at least 300"),
-    (dict(lr=0.0), "--lr 0.0"),
-    (dict(dropout=1.0), "--dropout 1.0"),
-    (dict(embedding_share=-0.1), "--embedding_share -0.1 must be in [0, 1)"),
+    (dict(embedding_share=-0.1), "--embedding_share -0.1 must be at least 0 and below 1"),
     (dict(vocab=2), "needs at least 3"),
-    (dict(clip=float("nan")), "--clip nan"),
-    (dict(batch=0), "--batch 0"),
     (dict(data="nowhere"), "no such file or folder"),
     (dict(data="empty"), "no text file there"),
     (dict(data="blank.txt"), "is empty"),
@@ -560,15 +505,9 @@ def test_mistakes_are_named_in_one_line(lab, tmp_path, settings, message):
         write(tmp_path / name, text)
     (tmp_path / "latin.txt").write_bytes("caf\xe9 \n".encode("latin-1"))
     with pytest.raises(UserError, match=re.escape(message)) as error:
-        lab(**({"data": "wiki.txt", "run": "x"} | settings if "resume" not in settings else settings))
+        lab(**settings if "resume" in settings else dict(data="wiki.txt", run="x") | settings)
     assert "\n" not in str(error.value)
     assert not Path("runs/x").exists()
-
-
-def test_a_mistake_ends_with_exit_code_2(tmp_path):
-    process = start(command("--data", "nowhere"), tmp_path)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2 and errors.startswith("error: --data") and len(errors.splitlines()) == 1
 
 
 # Real data
@@ -589,7 +528,7 @@ def test_wikitext_has_the_tokens_that_everybody_counts():
 
 
 def test_the_bundled_sample_needs_no_flag(monkeypatch, tmp_path):
-    monkeypatch.setattr("labs.wikitext_text.DEFAULT", tmp_path / "none")
+    monkeypatch.setattr("labs.wikitext.text.DEFAULT", tmp_path / "none")
     text = prepare("", RATIOS, "words", 0, 3)
     assert "the English side of the bundled sample" in text.notes[0]
     assert len(text.ids["train"]) > 50_000

@@ -4,7 +4,6 @@ import json
 import random
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -162,7 +161,7 @@ def corpora(shortest_hypothesis):
     return st.lists(st.tuples(sentences(0), sentences(shortest_hypothesis)), min_size=1, max_size=6)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(corpora(shortest_hypothesis=4))
 def test_agreement_on_random_sentences(pairs):
     references, hypotheses = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -171,7 +170,7 @@ def test_agreement_on_random_sentences(pairs):
     assert 0 <= graded <= 100 + 1e-9
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(corpora(shortest_hypothesis=0))
 def test_short_hypotheses_differ_only_by_the_guard_against_zero_totals(pairs):
     """nltk adds one n-gram to the total of order n for each hypothesis of fewer than n tokens. Give sacreBLEU's formula
@@ -305,6 +304,10 @@ def test_own_counts_give_nltks_score():
     metric = sacrebleu_metric("en")
     counts = sentence_counts(tokens_of(references, metric), tokens_of(hypotheses, metric))
     assert bleu_from_counts(counts.sum(axis=0)) == pytest.approx(corpus_bleu(references, hypotheses), abs=1e-9)
+    # Too long costs precision alone: there is a penalty for short outputs, and no reward for long ones.
+    longer = [f"{hypothesis} and so on" for hypothesis in HYPOTHESES]
+    counts = sentence_counts(tokens_of(REFERENCES, metric), tokens_of(longer, metric))
+    assert bleu_from_counts(counts.sum(axis=0)) == pytest.approx(corpus_bleu(REFERENCES, longer), abs=1e-9)
 
 
 def test_interval_is_like_sacrebleus():
@@ -341,22 +344,6 @@ def test_interval_depends_on_the_seed_only():
 def test_one_sentence_has_no_spread():
     card = bleu_card(["the cat sat on the mat"], ["the cat sat on the rug"])
     assert card.low == card.high == pytest.approx(card.nltk)
-
-
-# --- cost -------------------------------------------------------------------------------------------------------------
-
-
-def test_fast_enough_for_four_thousand_sentences():
-    """Limits on processor time, several times what an idle machine needs."""
-    references, hypotheses = made_up_corpus(4000)
-    started = time.process_time()
-    corpus_bleu(references, hypotheses)
-    assert time.process_time() - started < 4
-    metric = sacrebleu_metric("en")
-    counts = sentence_counts(tokens_of(references, metric), tokens_of(hypotheses, metric))
-    started = time.process_time()
-    bootstrap_interval(counts, resamples=1000, seed=0)
-    assert time.process_time() - started < 1
 
 
 def test_import_is_light():

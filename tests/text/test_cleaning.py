@@ -235,7 +235,7 @@ def test_nothing_is_counted_before_it_is_read():
 
 def test_the_report():
     counts = Counter({"read": 26_000_000, "empty": 1200, "duplicate": 7, "length ratio": 3, "kept": 25_998_790})
-    dropped = "1,200 an empty side, 7 exact duplicate, 3 absurd length ratio"
+    dropped = "1,200 with an empty side, 7 exact duplicates, 3 with very different lengths"
     assert report(counts) == f"train: 26,000,000 rows read; dropped {dropped}; 25,998,790 kept"
     assert report(Counter(read=2, kept=2)) == "train: 2 rows read; dropped none; 2 kept"
     everything = report(Counter({reason: 1 for reason in REASONS}))

@@ -324,7 +324,7 @@ def test_any_text_survives(tmp_path_factory, pairs, nested):
 
 HEADER = "zh,en\n"
 MISTAKES = {
-    "unknown type": ("x.txt", b"a\tb", ["x.txt", "no known form", ".parquet"]),
+    "unknown type": ("x.txt", b"a\tb", ["x.txt", "not a known type of file", ".parquet"]),
     "zero bytes": ("x.csv", b"", ["x.csv", "empty (0 bytes)"]),
     "no header": ("x.csv", b"\n\n", ["x.csv", "header"]),
     "not parquet": ("x.parquet", b"PAR1 and then something else", ["x.parquet", "get it again"]),
@@ -337,8 +337,8 @@ MISTAKES = {
     "broken jsonl": ("x.jsonl", b'{"zh": "a", "en": "b"}\n{"zh": "a", "e', ["x.jsonl, line 2", "broken JSON"]),
     "broken json array": ("x.json", b'[{"zh": "a", "en": "b"},\n{"zh": "a"', ["x.json, line 2", "broken JSON"]),
     "array without rows": ("x.json", b'{\n"rows": []}', ["x.json", "one row a line"]),
-    "row is a list": ("x.jsonl", b'{"zh": "a", "en": "b"}\n\n["a", "b"]\n', ["line 3", "a list;"]),
-    "row is a string": ("x.json", b'["a", "b"]', ["row 1", "a str;"]),
+    "row is a list": ("x.jsonl", b'{"zh": "a", "en": "b"}\n\n["a", "b"]\n', ["line 3", "a list, not an object"]),
+    "row is a string": ("x.json", b'["a", "b"]', ["row 1", "a str, not an object"]),
     "number in json": ("x.jsonl", b'{"zh": "a", "en": 5}', ["line 1", "en is of type int", "not text"]),
     "list in json": ("x.json", b'[{"zh": "a", "en": "b"}, {"zh": ["a"], "en": "b"}]', ["row 2", "zh is of type list"]),
     "half a surrogate": ("x.jsonl", b'{"zh": "\\ud800", "en": "b"}', ["line 1", "surrogate"]),

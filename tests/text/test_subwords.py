@@ -239,7 +239,7 @@ def test_no_tokenizer_there(tmp_path):
     with pytest.raises(UserError, match=r"tokenizer .*empty: no tokenizer can be read from this folder") as error:
         load_tokenizer(str(tmp_path / "empty"))
     assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match=r"tokenizer .*none: no such folder, and the hub does not give it"):
+    with pytest.raises(UserError, match=r"tokenizer .*none: no such folder, and it cannot be loaded from the hub"):
         load_tokenizer(str(tmp_path / "none"))
     (tmp_path / "empty" / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="no tokenizer can be read from this folder"):

@@ -1,0 +1,317 @@
+"""How fast texts become batches, how long until the first step, and does the cost of training grow as it should?
+
+    python -m benchmarks.data                              # the first three parts
+    python -m benchmarks.data --part stages --vocab 16000
+    python -m benchmarks.data --part epoch --pairs 10000000
+    python -m benchmarks.data --part startup --ckpt runs/NAME
+    python -m benchmarks.data --part growth --steps 15 --rounds 1
+
+stages   reading, cleaning, training tokenizers, tokenising, one after the other, once
+epoch    from opening the store to the first batch out of the DataLoader, over made-up pairs (random lengths, random ids); every
+         start in a process of its own, and so is its memory: what the process holds at most beyond its imports
+loader   real target tokens a second out of the DataLoader alone, and the share of padding
+startup  train.py to its first step, evaluate.py to its first decoded batch, as whole processes; the data is tokenised already
+growth   training by number of pairs (it should not change) and by their length (as the FLOPs say); lab's model, made-up pairs
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import repeat
+from pathlib import Path
+
+import numpy as np
+from torch.utils.data import DataLoader
+
+from benchmarks.corpus import text_at
+from benchmarks.measuring import ROOT, Run, compare, held_gib, in_new_process, interleave, print_table, write_json
+from benchmarks.peers.contest import SIZES, WARM_STEPS, wait_for_gpu
+from data import Batch, BucketSampler, Collate, collate_for
+from engine.config import flag, parse_flags
+from engine.distributed import choose_device
+from engine.errors import UserError, run_script
+from engine.precision import choose_precision
+from model import ModelConfig, training_flops
+from text.cleaning import clean_pairs, held_out_rows
+from text.prepare import TOKENIZER_LINES, _make_tokenizers, _write_train, prepare
+from text.store import TokenizedPairs, TokenWriter
+
+IDS = {"pad": 0, "bos": 1, "eos": 2}
+STARTS = {"epoch 1": 0.0, "epoch 3": 2.0, "middle of epoch 3": 2.5}  # epochs that are already done
+GROWTH_VOCAB = 8000
+PAIRS, LENGTHS = (10_000, 100_000, 1_000_000), (16, 32, 64, 128, 256)
+FIRST_STEP, READY = r"step +1 .* loss", r".*, split test, "  # what evaluate.py says right before it decodes
+
+
+@dataclass
+class Config:
+    """Every setting of this benchmark."""
+
+    part: str = flag("all", "what to measure (all|stages|epoch|loader|startup|growth)", "What")
+    data: str = flag("", "parallel text; MINIDATASET, else /opt/minidataset, else sample/", "What")
+    vocab: int = flag(8000, "tokens in each vocabulary", "What", least=300, most=60000)
+    pairs: int = flag(10_000_000, "made-up pairs of the epoch, and at most of growth", "What", least=100)
+    ckpt: str = flag("", "startup: run for evaluate.py; one of a single step is made on sample/", "What")
+    preset: str = flag("lab", "growth: model size (lab|big|tiny)", "What")
+    tokens_per_batch: int = flag(4096, "growth: padded tokens a side in a step", "What", least=256)
+    steps: int = flag(30, "growth: steps of a turn", "How", least=1)
+    device: str = flag("cpu", "growth: cpu, cuda or cuda:N", "How")
+    seconds: float = flag(5.0, "loader: of each turn", "How", above=0)
+    rounds: int = flag(3, "turns of each", "How", least=1)
+    out: str = flag("runs/benchmarks/data.json", "where the figures go", "How")
+
+
+def main(config: Config) -> None:
+    """Measure, print, write."""
+    parts = {
+        "stages": time_stages,
+        "epoch": time_epochs,
+        "loader": time_loaders,
+        "startup": time_startup,
+        "growth": time_growth,
+    }
+    chosen, runs = [config.part] if config.part != "all" else ["stages", "epoch", "loader"], []
+    with tempfile.TemporaryDirectory() as folder:
+        for part in chosen:
+            runs += parts[part](config, Path(folder))
+    write_json(ROOT / config.out, runs, title="texts to batches", settings=asdict(config))
+
+
+# ---------------------------------------------------------------- stages
+
+
+def time_stages(config: Config, folder: Path) -> list[Run]:
+    """The stages of `text.prepare`."""
+    runs = interleave(
+        stages := stages_of(text_at(config.data), config.vocab, folder / "stages"), 1, lambda name: stages[name]()
+    )
+    print_table(compare(runs, "pairs_per_second", more=["seconds"]), "pairs/s")
+    return runs
+
+
+def stages_of(text, vocab: int, folder: Path) -> dict:
+    """One function for each stage, to be called in this order."""
+    folder.mkdir()
+    counts, lines, tokenizers = Counter(), folder / "clean.txt", {}
+
+    def read() -> int:
+        return sum(map(len, text.rows("train")))
+
+    def clean() -> int:
+        with open(lines, "w", encoding="utf-8") as file:
+            for source, target in clean_pairs(text, held_out_rows(text), 512, counts):
+                file.write(f"{source}\n{target}\n")
+                counts["kept"] += 1
+        return counts["read"]
+
+    def train_tokenizers() -> int:
+        tokenizers.update(_make_tokenizers(lines, counts["kept"], "", [vocab, vocab], lambda line: None))
+        return -(-counts["kept"] // -(-counts["kept"] // TOKENIZER_LINES))
+
+    def tokenise() -> int:
+        pairs = counts["kept"]
+        _write_train(lines, folder / "train", tokenizers, 512, counts)
+        return pairs
+
+    def timed(stage):
+        def run() -> dict:
+            begun = time.perf_counter()
+            pairs = stage()
+            seconds = time.perf_counter() - begun
+            return {"pairs_per_second": pairs / seconds, "seconds": seconds, "pairs": pairs}
+
+        return run
+
+    stages = {"reading": read, "reading and cleaning": clean, "training two tokenizers": train_tokenizers}
+    return {name: timed(stage) for name, stage in (stages | {"tokenising and writing": tokenise}).items()}
+
+
+# ---------------------------------------------------------------- epoch, loader
+
+
+def time_epochs(config: Config, folder: Path) -> list[Run]:
+    """The start of an epoch over many pairs."""
+    make_store(folder / "store", config.pairs)
+    runs = interleave(STARTS, config.rounds, lambda name: in_new_process(start_epoch, folder / "store", STARTS[name]))
+    print_table(compare(runs, "seconds", more=["peak_gib", "growth_gib"]), "s", decimals=2)
+    return runs
+
+
+def make_store(folder: Path, pairs: int, longest: int = 200, vocab: int = GROWTH_VOCAB) -> None:
+    """Made-up pairs as `TokenizedPairs` reads them: lengths like those of text (log-normal, median 20), ids at random."""
+    random = np.random.default_rng(1)
+    writer = TokenWriter(folder, {"source": vocab, "target": vocab})
+    ids = random.integers(3, vocab, 2**20, dtype=np.uint16)
+    for first in range(0, pairs, 10**6):
+        count = min(10**6, pairs - first)
+        meaning = random.normal(3.0, 0.6, count)  # what both sides have to say, as the logarithm of its length
+        for side in ("source", "target"):
+            lengths = np.exp(meaning + random.normal(0, 0.15, count)).clip(1, longest).astype(np.int32)
+            writer.write_flat(side, np.resize(ids, lengths.sum()), lengths)
+    writer.close()
+
+
+def start_epoch(store: Path, epochs_done: float, tokens_per_batch: int = 4096) -> dict:
+    """Seconds from opening the store to the first batch of a run that has done so many epochs, and the memory it took."""
+    before, begun = held_gib("VmRSS"), time.perf_counter()
+    pairs = TokenizedPairs(store)
+    sampler = BucketSampler(pairs.lengths, tokens_per_batch)
+    step = int(epochs_done * sampler.steps_per_epoch)
+    sampler.load_state_dict({"step": step})
+    next(sampler.target_tokens(step))
+    next(iter(DataLoader(pairs, batch_sampler=sampler, collate_fn=Collate(IDS, IDS))))
+    seconds, peak = time.perf_counter() - begun, held_gib()
+    return {"seconds": seconds, "peak_gib": peak, "growth_gib": peak - before, "pairs": len(pairs)}
+
+
+def time_loaders(config: Config, folder: Path) -> list[Run]:
+    """The loader alone, at two sizes of a batch."""
+    prepared = prepare(text_at(config.data), ROOT / "runs/.cache", source_vocab=config.vocab, target_vocab=config.vocab)
+    names = {f"loader, {budget:,} tokens a batch": budget for budget in (4096, 16384)}
+
+    def turn(name: str) -> dict:
+        sampler = BucketSampler(prepared.train.lengths, names[name])
+        batches = iter(DataLoader(prepared.train, batch_sampler=sampler, collate_fn=collate_for(prepared)))
+        next(batches)
+        tokens, begun = 0, time.perf_counter()
+        while time.perf_counter() - begun < config.seconds:
+            tokens += next(batches).target_tokens
+        figures = {"target_tokens_per_second": tokens / (time.perf_counter() - begun)}
+        return figures | padding_shares(prepared.train.lengths, sampler)
+
+    runs = interleave(names, config.rounds, turn)
+    more = ["padding_source", "padding_target", "padding_both"]
+    print_table(compare(runs, "target_tokens_per_second", more=more), "target tokens/s")
+    return runs
+
+
+def padding_shares(lengths: dict[str, np.ndarray], sampler: BucketSampler) -> dict[str, float]:
+    """The share of padding among the places of the source side, the target side and both, over the first epoch."""
+    real, places = Counter(), Counter()
+    for pairs in sampler.epoch_plan(0):
+        for side in ("source", "target"):
+            widths = lengths[side][pairs] + 1
+            real[side] += int(widths.sum())
+            places[side] += int(len(pairs) * widths.max())
+    shares = {f"padding_{side}": 1 - real[side] / places[side] for side in real}
+    return shares | {"padding_both": 1 - real.total() / places.total()}
+
+
+# ---------------------------------------------------------------- startup
+
+
+def time_startup(config: Config, folder: Path) -> list[Run]:
+    """Both scripts, as a user starts them."""
+    path, ckpt = str(Path(text_at(config.data).path).resolve()), folder / "runs" / "made"
+    if config.ckpt:
+        ckpt = Path(config.ckpt).resolve()
+    else:
+        start("train.py", "--data", ROOT / "sample", "--max_steps", 1, "--run", "made", cwd=folder)
+
+    def train() -> dict:
+        shutil.rmtree(folder / "runs" / "first", ignore_errors=True)
+        words = ("train.py", "--data", path, "--max_steps", 9, "--log_every", 1, "--run", "first")
+        times, _ = start(*words, cwd=folder, until=FIRST_STEP)
+        return {"seconds": times[-1], "said_something": times[0]}
+
+    def evaluate() -> dict:
+        words = ("evaluate.py", "--ckpt", ckpt, "--limit", 128)  # rows that are decoded at once
+        times, lines = start(*words, cwd=folder)
+        ready = next(seconds for seconds, line in zip(times, lines) if re.match(READY, line))
+        decoding = json.loads((ckpt / "eval" / "test-greedy-first128.json").read_text(encoding="utf-8"))["seconds"]
+        return {"seconds": ready + decoding, "said_something": times[0]}
+
+    train()  # which fills the cache
+    turns = {"train.py, first step": train, "evaluate.py, first batch": evaluate}
+    runs = interleave(turns, config.rounds, lambda name: turns[name]())
+    print_table(compare(runs, "seconds", more=["said_something"]), "s", decimals=2)
+    return runs
+
+
+def start(script: str, *arguments, cwd: Path, until: str | None = None) -> tuple[list[float], list[str]]:
+    """When each line came, in seconds, and the lines, to the end of the process or to the line that matches `until`."""
+    words = [sys.executable, str(ROOT / script), *map(str, arguments)]
+    begun, times, lines = time.perf_counter(), [], []
+    options = dict(cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8")
+    with subprocess.Popen(words, **options) as process:
+        for line in process.stdout:
+            times.append(time.perf_counter() - begun)
+            lines.append(line)
+            if until and re.match(until, line):
+                process.kill()
+                return times, lines
+    if process.returncode or until:
+        raise UserError(f"{' '.join(words)} failed; the last it said was: {lines[-1].strip() if lines else 'nothing'}")
+    return times, lines
+
+
+# ---------------------------------------------------------------- growth
+
+
+def time_growth(config: Config, folder: Path) -> list[Run]:
+    """Training speed by number of pairs and by length."""
+    model = ModelConfig(GROWTH_VOCAB, GROWTH_VOCAB, **SIZES[config.preset])
+    stores = {f"{pairs:,} pairs": folder / str(pairs) for pairs in PAIRS if pairs <= config.pairs}
+    for store in stores.values():
+        make_store(store, int(store.name))
+    lengths = {f"length {length}": length for length in LENGTHS if length <= config.tokens_per_batch}
+
+    def of_pairs(name: str) -> dict:  # from opening the store on
+        pairs = TokenizedPairs(stores[name])
+        sampler = BucketSampler(pairs.lengths, config.tokens_per_batch)
+        return time_steps(model, iter(DataLoader(pairs, batch_sampler=sampler, collate_fn=Collate(IDS, IDS))), config)
+
+    def of_length(name: str) -> dict:  # one batch again and again; begin or end are among the tokens
+        length = lengths[name]
+        ids = np.random.default_rng(length).integers(
+            3, GROWTH_VOCAB, (config.tokens_per_batch // length, 2, length - 1)
+        )
+        figures = time_steps(model, repeat(Collate(IDS, IDS)([(source, target) for source, target in ids])), config)
+        return figures | {"predicted_ratio": flops_per_token(model, LENGTHS[0]) / flops_per_token(model, length)}
+
+    runs = []
+    for names, turn in ((stores, of_pairs), (lengths, of_length)):
+        turns = interleave(names, config.rounds, turn)
+        baseline = next(iter(names), "")
+        print_table(compare(turns, "target_tokens_per_second", baseline, ["predicted_ratio"]), "target tokens/s")
+        runs += turns
+    return runs
+
+
+def time_steps(sizes: ModelConfig, batches: Iterator[Batch], config: Config) -> dict:
+    """Real target tokens a second of the loop of train.py without its log and checkpoints, in fp32."""
+    from benchmarks.peers.ours import make_trainer
+
+    take_step, tokens = make_trainer(sizes, choose_precision(choose_device(config.device, 0), "fp32")), 0
+    for step in range(-WARM_STEPS, config.steps):
+        if step == 0:
+            wait_for_gpu()
+            tokens, begun = 0, time.perf_counter()
+        batch = next(batches)
+        take_step(batch)
+        tokens += batch.target_tokens
+    wait_for_gpu()
+    seconds = time.perf_counter() - begun
+    return {"target_tokens_per_second": tokens / seconds, "milliseconds_a_step": 1000 * seconds / config.steps}
+
+
+def flops_per_token(model: ModelConfig, length: int) -> float:
+    """Training FLOPs for each target token and its source token, attention scores included.
+
+    Scores and their weighted sum cost 2·length·d_model each a token forward, and twice that backward: in each encoder layer
+    once, in each decoder layer twice (itself and the source; the triangle that causality cuts off is computed as well).
+    """
+    attentions = model.num_encoder_layers + 2 * model.num_decoder_layers
+    return training_flops(model, 1, 1) + 3 * 4 * length * model.d_model * attentions
+
+
+if __name__ == "__main__":
+    settings = parse_flags(Config, "texts to batches, to the first step, and linear cost")
+    run_script(lambda: main(settings))

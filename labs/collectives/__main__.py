@@ -1,0 +1,70 @@
+"""Collectives by hand: seven small lessons, each a right way beside the wrong one, on several processes of this machine.
+
+python -m labs.collectives                              # starts 3 processes itself (gloo, CPU); half a minute
+python -m labs.collectives --lesson mean --processes 4  # one lesson, on so many processes
+torchrun --nproc_per_node 2 -m labs.collectives         # the same on torchrun's processes
+
+gather      the tensors of all ranks on one rank: ranks, devices, sub-groups
+all_gather  … on every rank: unequal lengths, and what becomes of gradients
+mean        one loss and one accuracy instead of one for each process; the right gradient
+sampler     which rows DistributedSampler repeats or drops, and what that does to a score
+scaling     batch size and learning rate on N processes: two right rules that are wrong together
+ddp         DistributedDataParallel equals one process; how DataParallel differs
+fp16        gradients that underflow, a loss scaler by hand, an overflow on one rank only
+
+The tables are printed and, with a picture of `scaling`, written as Markdown.
+"""
+
+from dataclasses import dataclass
+
+from engine.config import flag, parse_flags
+from engine.errors import UserError, run_script
+
+
+@dataclass
+class Config:
+    """Which lesson, on how many processes."""
+
+    lesson: str = flag("all", "(all|gather|all_gather|mean|sampler|scaling|ddp|fp16)", "Collectives")
+    processes: int = flag(3, "to start; under torchrun: as many as torchrun has", "Collectives", least=1, most=64)
+    port: int = flag(0, "TCP port where the processes meet; 0: a free one", "Collectives", least=0, most=65535)
+    out: str = flag("", "Markdown file; runs/collectives/LESSON.md", "Collectives")
+
+
+if __name__ == "__main__":
+    config = parse_flags(Config, "collectives by hand, right and wrong")
+
+import os
+from functools import partial
+from pathlib import Path
+
+import torch.multiprocessing as mp
+
+from labs.collectives.averaging import lesson_mean, lesson_sampler
+from labs.collectives.gathering import lesson_all_gather, lesson_gather
+from labs.collectives.report import launch, make_writable, teach
+from labs.collectives.training import lesson_ddp, lesson_fp16, lesson_scaling
+
+LESSONS = {"gather": lesson_gather, "all_gather": lesson_all_gather, "mean": lesson_mean, "sampler": lesson_sampler,
+           "scaling": lesson_scaling, "ddp": lesson_ddp, "fp16": lesson_fp16}  # fmt: skip
+
+
+def main(config: Config) -> None:
+    """On torchrun's processes, or on processes started here."""
+    lessons = LESSONS if config.lesson == "all" else {config.lesson: LESSONS[config.lesson]}
+    out = Path(config.out or f"runs/collectives/{config.lesson}.md")
+    make_writable(out)
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        if config.given & {"processes", "port"}:
+            raise UserError("--processes and --port are torchrun's here; give it --nproc_per_node and --master_port")
+        return teach(lessons, out)
+    context, _store = launch(run_script, config.processes, partial(teach, lessons, out), port=config.port)
+    try:
+        while not context.join():
+            pass
+    except mp.ProcessExitedException as error:  # that process has said why
+        os._exit(error.exit_code if error.exit_code > 0 else 1)
+
+
+if __name__ == "__main__":
+    run_script(lambda: main(config))

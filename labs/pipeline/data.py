@@ -1,0 +1,74 @@
+"""The lab's data: the handout's toy sequences or a text, and the batch of each step.
+
+N sequences in all, B in a batch, S tokens that the model sees.
+"""
+
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.errors import UserError
+from labs.pipeline.stages import NOTHING
+
+
+def load(config) -> tuple[Tensor, int]:
+    """The sequences, (N, S+1) with NOTHING behind the end of a text, and the size of the vocabulary."""
+    if not config.data:
+        length = config.length or 9
+        return torch.arange(config.sequences).unsqueeze(1).expand(-1, length + 1), max(100, config.sequences)
+    content = read_text(Path(config.data).expanduser())
+    if config.tokens == "bytes":
+        tokens, vocab = torch.frombuffer(bytearray(content), dtype=torch.uint8).int(), 256
+    else:
+        tokens, vocab = words(content, config.vocab)
+    if len(tokens) < 2:
+        raise UserError(f"--data {config.data} holds {len(tokens)} {config.tokens}; a text needs at least two")
+    length = config.length or 128
+    rows = -(-(len(tokens) - 1) // length)  # each token but the first is a target once; the last row may be short
+    tokens = F.pad(tokens, (0, rows * length + 1 - len(tokens)), value=NOTHING)
+    return tokens.unfold(0, length + 1, length), vocab
+
+
+def read_text(path: Path) -> bytes:
+    """The bytes of a file, or of all .txt files in a folder in the order of their names."""
+    try:
+        files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+        if not files:
+            raise UserError(f"--data {path}: no .txt file in this folder; give a text file or a folder of them")
+        return b"".join(file.read_bytes() for file in files)
+    except OSError as error:
+        raise UserError(f"--data {path}: {error.strerror}; give a text file or a folder of .txt files") from None
+
+
+def words(content: bytes, vocab: int) -> tuple[Tensor, int]:
+    """Numbers of the words between white space, 0 for all but the `vocab` most frequent; the size of the vocabulary."""
+    try:
+        text = content.decode("utf-8").split()
+    except UnicodeDecodeError as error:
+        raise UserError(f"--data is not UTF-8 at byte {error.start}; give --tokens bytes") from None
+    numbers = {word: number for number, (word, _) in enumerate(Counter(text).most_common(vocab), start=1)}
+    return torch.tensor([numbers.get(word, 0) for word in text], dtype=torch.int32), len(numbers) + 1
+
+
+@lru_cache(maxsize=1)
+def order_of_epoch(rows: int, seed: int, epoch: int) -> Tensor:
+    """All rows once, shuffled."""
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(1_000_003 * seed + epoch))
+
+
+def batch_of_step(sequences: Tensor, step: int, batch_size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Token ids and targets, (B, S) each; every epoch in another order, a function of seed and step alone.
+
+    The last batch of an epoch may be short: it is filled up with rows of NOTHING, which change neither loss nor
+    gradient, since the stages exchange tensors of one size.
+    """
+    steps_per_epoch = -(-len(sequences) // batch_size)
+    epoch, number = divmod(step, steps_per_epoch)
+    order = order_of_epoch(len(sequences), seed, epoch)
+    rows = sequences[order[number * batch_size : (number + 1) * batch_size]].long()
+    rows = F.pad(rows, (0, 0, 0, batch_size - len(rows)), value=NOTHING)  # (B, S+1)
+    return rows[:, :-1].clamp(min=0), rows[:, 1:]

@@ -1,0 +1,42 @@
+"""Small translators and batches for the tests of this folder; all random numbers come from a seed."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from data import Collate
+from fast import build
+from model import ModelConfig, Translator
+
+PAD, BOS, EOS = 0, 1, 2
+IDS = {"pad": PAD, "bos": BOS, "eos": EOS}
+COLLATE = Collate(IDS, IDS)
+WORDS = 40  # in the source vocabulary
+SIZES = dict(d_model=64, nhead=4, dim_feedforward=96, num_encoder_layers=2, num_decoder_layers=2, max_length=256)
+
+needs_compiler = pytest.mark.skipif(bool(build.why_not()), reason=f"no compiled functions here: {build.why_not()}")
+
+
+def make_model(seed: int, words: int = WORDS, scale: float = 1.0, end: float = 0.0, **sizes) -> Translator:
+    """Weights blown up by `scale`, so that choices are lively; the higher `end`, the sooner its sentences end."""
+    torch.manual_seed(seed)
+    model = Translator(ModelConfig(WORDS, words, **(SIZES | {"dropout": 0.0} | sizes)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+        if scale != 1:
+            model.output.bias.normal_()
+        model.output.bias[EOS] += end
+    return model
+
+
+def make_sources(seed: int, count: int, longest: int) -> list[list[int]]:
+    """Sentences of 1 to `longest` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
+    return [torch.randint(3, WORDS, (length,), generator=generator).tolist() for length in lengths]
+
+
+def make_batch(seed: int, count: int, longest: int) -> tuple[Tensor, Tensor]:
+    """(B, S) sources, longest first, and their padding."""
+    return COLLATE.pad_sources(sorted(make_sources(seed, count, longest), key=len, reverse=True))

@@ -1,0 +1,140 @@
+"""The sliced cross-entropy gives what the plain one gives, and holds a fraction of the memory."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fast import cross_entropy as under_test
+from fast.cross_entropy import linear_cross_entropy
+
+seeds = st.integers(0, 2**31)
+
+
+def problem(seed, tokens, width, vocabulary, dtype=torch.float64, scale=1.0):
+    """Hidden states, weights, bias; targets."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (tokens, width), (vocabulary, width), (vocabulary,)
+    tensors = [torch.randn(*shape, generator=generator, dtype=dtype) for shape in shapes]
+    tensors[0] *= scale
+    return [x.requires_grad_() for x in tensors], torch.randint(vocabulary, (tokens,), generator=generator)
+
+
+def sliced(tensors, target, smoothing, dtype=None):
+    """Loss to minimise, loss to report, and the three gradients of 0.37 times the first."""
+    losses = linear_cross_entropy(*tensors, target, smoothing, dtype or tensors[0].dtype)
+    return *losses, *torch.autograd.grad(0.37 * losses[0], tensors)
+
+
+def plain(tensors, target, smoothing):
+    logits = F.linear(*tensors)
+    losses = [F.cross_entropy(logits, target, label_smoothing=share, reduction="sum") for share in (smoothing, 0.0)]
+    return *losses, *torch.autograd.grad(0.37 * losses[0], tensors)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seeds,
+    st.integers(1, 30),
+    st.integers(1, 8),
+    st.integers(2, 40),
+    st.sampled_from([0.0, 0.1, 0.9]),
+    st.integers(1, 300),
+)
+def test_as_the_plain_one_in_float64(seed, tokens, width, vocabulary, smoothing, at_once):
+    tensors, target = problem(seed, tokens, width, vocabulary)
+    with mock.patch.dict(under_test.LOGITS_AT_ONCE, cpu=at_once):  # a slice may be one row
+        results = sliced(tensors, target, smoothing)
+    for found, wanted in zip(results, plain(tensors, target, smoothing), strict=True):
+        # At most 30 · 40 terms of size 10, each rounded by 10⁻¹⁶: 10⁻¹² if none cancels.
+        assert torch.allclose(found, wanted, rtol=1e-11, atol=1e-11)
+
+
+def test_the_gradient_is_that_of_the_loss():
+    tensors, target = problem(0, 5, 3, 7)
+    assert torch.autograd.gradcheck(lambda *three: linear_cross_entropy(*three, target, 0.2, torch.float64)[0], tensors)
+    loss, unsmoothed = linear_cross_entropy(*tensors, target, 0.2, torch.float64)
+    assert loss.requires_grad and not unsmoothed.requires_grad
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(*tensors, target, 0.2, torch.float64)[0], loss)
+
+
+@pytest.mark.parametrize("cxx", ["", "none"])
+@pytest.mark.parametrize("seed", range(3))
+def test_float32_with_the_kernel_and_without(seed, cxx, monkeypatch):
+    if cxx:
+        monkeypatch.setattr(under_test.kernels, "kernels", lambda dtype: None)
+    tensors, target = problem(seed, 300, 16, 1000, torch.float32)
+    exact = plain([x.detach().double().requires_grad_() for x in tensors], target, 0.1)
+    for found, wanted in zip(sliced(tensors, target, 0.1), exact):
+        # Sums of 300 or 1,000 terms, each rounded by 6·10⁻⁸: by the norm √1000 · 6·10⁻⁸ = 2·10⁻⁶, with room for the parts
+        # that are added apart and nearly cancel.
+        assert (found - wanted).norm() < 1e-5 * wanted.norm()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bfloat16_is_close_and_keeps_float32_gradients_of_the_weights(seed):
+    tensors, target = problem(seed, 2000, 32, 500, torch.float32, scale=0.3)
+    results, wanted = sliced(tensors, target, 0.1, torch.bfloat16), plain(tensors, target, 0.1)
+    # Inputs and logits are rounded by 2⁻⁹ each, 0.3 % together, at random: next to nothing in a sum over 2,000 tokens.
+    for loss, exact in zip(results[:2], wanted[:2]):
+        assert loss.item() == pytest.approx(exact.item(), rel=1e-3)
+    for found, exact in zip(results[2:], wanted[2:]):
+        assert found.dtype == torch.float32 and (found - exact).norm() < 0.01 * exact.norm()
+
+
+def test_weights_of_another_format():
+    """Only weights in fp32 go to the kernels; autocast around it changes nothing."""
+    tensors, target = problem(0, 30, 16, 70, torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = linear_cross_entropy(*tensors, target, 0.1, torch.bfloat16)
+    exact, *_ = plain([x.detach().double().requires_grad_() for x in tensors], target, 0.1)
+    assert loss.item() == pytest.approx(exact.item(), rel=0.02)  # sums in bf16, of 8 bits
+
+
+def test_extreme_logits_stay_finite():
+    tensors, target = problem(0, 20, 8, 50, torch.float32, scale=1e4)
+    assert all(torch.isfinite(value).all() for value in sliced(tensors, target, 0.0))
+
+
+def test_no_tokens():
+    tensors, target = problem(0, 0, 4, 10)
+    loss, unsmoothed, _, weight_grad, bias_grad = sliced(tensors, target, 0.1)
+    assert loss.item() == unsmoothed.item() == 0 and not weight_grad.any() and not bias_grad.any()
+
+
+def test_the_logits_are_never_all_in_memory():
+    tensors, target = problem(0, 4000, 8, 5000, torch.float32)  # 20 million logits
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            largest = max([largest, *(x.numel() for x in tree_leaves(out) if torch.is_tensor(x))])
+            return out
+
+    with mock.patch.dict(under_test.LOGITS_AT_ONCE, cpu=2**20), Watch():
+        linear_cross_entropy(*tensors, target, 0.1, torch.float32)[0].backward()
+    assert 0 < largest <= 2**20
+
+
+@pytest.mark.parametrize("wrong", [7, -1, 10**12])
+def test_targets_that_are_no_tokens_are_refused(wrong):
+    tensors, target = problem(0, 3, 16, 7, torch.float32)
+    target[1] = wrong
+    with pytest.raises(IndexError):
+        linear_cross_entropy(*tensors, target, 0.1, torch.float32)
+
+
+def test_after_inference_mode():
+    """The memory that is kept from call to call must serve both."""
+    tensors, target = problem(0, 30, 16, 70, torch.float32)
+    with torch.inference_mode():
+        first, _ = linear_cross_entropy(*tensors, target, 0.1, torch.float32)
+    assert sliced(tensors, target, 0.1)[0].item() == first.item()

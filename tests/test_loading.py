@@ -1,0 +1,175 @@
+"""Whatever way a trained model is named, its weights, tokenizers and settings are found, or it is said why not."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import checkpoint
+from engine.errors import UserError
+from loading import load_trained, mean_of, newest_run
+from text.subwords import encode, special_ids
+
+
+@pytest.fixture
+def run(tiny_run, tmp_path) -> Path:
+    """A copy of the run that a test may spoil; its best checkpoint is the second of three."""
+    copy = shutil.copytree(tiny_run, tmp_path / "runs" / "tiny", symlinks=True)
+    (copy / "checkpoints" / "best").unlink()
+    (copy / "checkpoints" / "best").symlink_to("step-30")
+    newest = copy / "checkpoints" / "step-45"
+    (newest / "state.json").write_text(json.dumps(checkpoint.load_state(newest) | {"best_step": 30}))
+    checkpoint.write_checksums(newest, [name for name in checkpoint.CONTENT if (newest / name).exists()])
+    return copy
+
+
+def same_weights(trained, *folders: Path) -> bool:
+    """The model has the mean weights of these checkpoints."""
+    expected, found = mean_of(list(folders)), trained.model.state_dict()
+    return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+# ---------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize("named, step", [
+    (".", 30), ("checkpoints", 30), ("checkpoints/best", 30), ("checkpoints/last", 45), ("checkpoints/step-15", 15),
+    ("checkpoints/step-45", 45), ("checkpoints/step-45/model.safetensors", 45),
+])  # fmt: skip
+def test_a_run_a_checkpoint_or_a_file(run, named, step):
+    trained = load_trained(run / named)
+    for other in (15, 30, 45):
+        assert same_weights(trained, run / "checkpoints" / f"step-{other}") == (other == step)
+    assert trained.run.samefile(run) and f"step-{step}" in trained.name
+    assert not trained.model.training
+    assert trained.config == json.loads((run / "config.json").read_text(encoding="utf-8"))
+    assert trained.model.config.d_model == 32 and trained.model.config.max_length == 32
+    for tokenizer in (trained.source_tokenizer, trained.target_tokenizer):
+        assert len(tokenizer) == 300 and special_ids(tokenizer) == {"pad": 0, "bos": 1, "eos": 2}
+    assert encode(trained.source_tokenizer, ["一二"]) != encode(trained.target_tokenizer, ["一二"])  # not mixed up
+
+
+def test_a_file_of_weights_that_torch_saved(run):
+    weights = checkpoint.load_weights(run / "checkpoints" / "step-45")
+    torch.save({"model": {f"module.{name}": tensor for name, tensor in weights.items()}}, run / "mine.pt")
+    trained = load_trained(run / "mine.pt")
+    assert same_weights(trained, run / "checkpoints" / "step-45") and trained.name == str(run / "mine.pt")
+
+
+def test_a_relative_name(run, monkeypatch):
+    monkeypatch.chdir(run / "checkpoints")
+    assert same_weights(load_trained("last"), run / "checkpoints" / "step-45")
+    monkeypatch.chdir(run.parent)
+    assert same_weights(load_trained("tiny"), run / "checkpoints" / "step-30")
+
+
+def test_the_newest_run(run, monkeypatch):
+    older = shutil.copytree(run, run.parent / "z-older", symlinks=True)
+    (run.parent / "not-begun" / "checkpoints").mkdir(parents=True)
+    other_lab = run.parent / "lenet"  # the youngest, but it translates nothing
+    (other_lab / "checkpoints" / "step-9").mkdir(parents=True)
+    (other_lab / "config.json").write_text("{}")
+    os.utime(older / "checkpoints", (1e9, 1e9))
+    monkeypatch.chdir(run.parent.parent)
+    said = []
+    trained = load_trained(say=said.append)
+    assert trained.run.samefile(run) and said == [f"no --ckpt given, using the newest run: {Path('runs/tiny')}"]
+    os.utime(run / "checkpoints", (1e8, 1e8))
+    assert newest_run(Path("runs")) == str(Path("runs/z-older"))
+
+
+def test_no_run_yet(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"no trained run in .*runs; train a model with `python train.py`"):
+        load_trained()
+    (tmp_path / "runs" / "begun" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match="no trained run"):
+        load_trained()
+
+
+# ---------------------------------------------------------------- averages
+
+
+@pytest.mark.parametrize("named, steps", [
+    (".", (30, 45)), ("checkpoints", (30, 45)), ("checkpoints/last", (30, 45)), ("checkpoints/step-45", (30, 45)),
+    ("checkpoints/step-30", (15, 30)), ("checkpoints/best", (15, 30)),  # up to the one that is named
+])  # fmt: skip
+def test_the_mean_of_two(run, named, steps):
+    folders = [run / "checkpoints" / f"step-{step}" for step in steps]
+    trained = load_trained(run / named, average=2)
+    assert same_weights(trained, *folders)
+    assert trained.name.startswith(f"mean of {', '.join(folder.name for folder in folders)} of ")
+
+
+def test_the_mean_of_more_than_there_are(run):
+    assert "mean of step-15, step-30, step-45 of" in load_trained(run, average=3).name
+    for named, average in ((run, 4), (run / "checkpoints" / "step-15", 2)):
+        with pytest.raises(UserError, match=f"cannot average {average} checkpoints up to .*; ask for fewer"):
+            load_trained(named, average=average)
+
+
+def test_a_damaged_checkpoint_is_left_out_of_the_mean(run):
+    (run / "checkpoints" / "step-45" / "model.safetensors").write_bytes(b"")
+    trained = load_trained(run, average=2)
+    assert same_weights(trained, *(run / "checkpoints" / f"step-{step}" for step in (15, 30)))
+
+
+def test_a_file_has_no_predecessors(run):
+    with pytest.raises(UserError, match="--average needs a run or a checkpoint folder, not the file"):
+        load_trained(run / "checkpoints" / "step-45" / "model.safetensors", average=2)
+
+
+# ---------------------------------------------------------------- what cannot be read
+
+
+def test_weights_of_another_model_are_named(run):
+    weights = checkpoint.load_weights(run / "checkpoints" / "step-45")
+    name = "transformer.encoder.layers.0.linear1.weight"
+    for change in ("shape", "missing", "extra"):
+        other = dict(weights)
+        if change == "shape":
+            other[name] = torch.zeros(3, 3)
+        elif change == "missing":
+            del other[name]
+        else:
+            other["no.such.layer"] = torch.zeros(1)
+        torch.save(other, run / "other.pt")
+        with pytest.raises(UserError) as error:
+            load_trained(run / "other.pt")
+        message = str(error.value)
+        assert message.startswith(f"{run / 'other.pt'} does not contain the weights of the model in {run}: ")
+        assert ("no.such.layer" if change == "extra" else name) in message
+        assert "\n" not in message and len(message) < 500
+
+
+def test_weights_that_lie_in_no_run(tmp_path, run):
+    torch.save(checkpoint.load_weights(run), tmp_path / "lost.pt")
+    with pytest.raises(
+        UserError, match=r"lost.pt is not inside a run of train.py .*config.json, model.json, tokenizer"
+    ):
+        load_trained(tmp_path / "lost.pt")
+
+
+DAMAGES = [("config.json", "{"), ("config.json", "{}"), ("config.json", "[]"), ("model.json", ""),
+           ("model.json", '{"layers": 3}'), ("model.json", '{"source_vocab": 300}')]  # fmt: skip
+
+
+@pytest.mark.parametrize("file, content", [*DAMAGES, ("tokenizer/target/tokenizer.json", "{")])
+def test_damaged_settings(run, file, content):
+    (run / file).write_text(content)
+    with pytest.raises(UserError, match=f"tiny: checksum of {file} differs; put the file back"):
+        load_trained(run)
+    (run / "checksums.json").unlink()  # as in a run of the version before
+    reason = "its config.json or model.json is damaged, or belongs to another script"
+    with pytest.raises(
+        UserError, match=reason if file in ("config.json", "model.json") else "no tokenizer can be read"
+    ):
+        load_trained(run)
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(UserError, match=r"none does not exist; give a run directory"):
+        load_trained(tmp_path / "none")

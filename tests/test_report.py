@@ -1,0 +1,401 @@
+"""The report says what the run's files say: every number is walked back; what is missing or damaged is said."""
+
+import fcntl
+import json
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import sacrebleu
+from conftest import TINY_FLAGS, run_script
+from matplotlib.font_manager import get_font
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import report as script
+from engine.errors import UserError
+from engine.telemetry import ProcessMeter
+from model import ModelConfig, Translator, training_flops
+from reporting import figures, fonts
+from reporting.attention import END, group_characters, in_words, picture
+from reporting.page import Page
+from reporting.reading import read_run
+from reporting.words import CHINESE
+
+NUMBER = re.compile(r"-?[\d,]+(?:\.\d+)?(?:e[+-]\d+)?")
+WORDS_WITH_DIGITS = ["chrF2", "1-gram", "2-gram", "3-gram", "4-gram", "100 %", "95 %", "0.05"]
+
+
+@pytest.fixture(scope="session")
+def trained(toy_data, tmp_path_factory) -> Path:
+    """A run of train.py with a result of evaluate.py; far from converged."""
+    folder = tmp_path_factory.mktemp("reported")
+    flags = [*TINY_FLAGS, "--max_length", 32, "--max_steps", 30, "--eval_every", 15, "--log_every", 10, "--lr", 0.01]
+    for arguments in (["train.py", "--data", toy_data, *flags, "--run", "a"], ["evaluate.py", "--ckpt", "runs/a"]):
+        result = run_script(*arguments, cwd=folder)
+        assert result.returncode == 0, result.stderr
+        assert "findfont" not in result.stderr and "Glyph" not in result.stderr
+    return folder / "runs" / "a"
+
+
+@pytest.fixture
+def run(trained, tmp_path) -> Path:
+    """A copy that a test may spoil."""
+    return shutil.copytree(trained, tmp_path / "runs" / "a", symlinks=True)
+
+
+@pytest.fixture
+def without_drawing(monkeypatch):
+    """Pictures and fonts take most of the time."""
+    monkeypatch.setattr(Page, "keep", lambda self, name, figure: b"")
+    monkeypatch.setattr("reporting.page.embedded", lambda text: "")
+
+
+def make(*runs: Path, language: str = "en", **flags) -> str:
+    """The page."""
+    config = script.Config(out=str(runs[0] / "report"), language=language, **flags)
+    config.runs = [str(run) for run in runs]
+    script.report(config)
+    return (runs[0] / "report" / "report.html").read_text(encoding="utf-8")
+
+
+class Reader(HTMLParser):
+    """The facts of a page, its verbatim parts, its attention tables, and the plain text that is left."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.facts, self.verbatim, self.tables, self.rest, self.open = [], [], [], [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        if tag not in ("meta", "img"):
+            self.open.append((tag, attributes))
+        if tag == "table" and attributes.get("class") == "attention":
+            self.tables.append([])
+        if tag == "td" and attributes.get("style", "").startswith("background"):
+            self.tables[-1].append(float(attributes["title"]))
+        assert tag not in ("script", "link", "iframe") and not attributes.get("src", "data:").startswith(("http", "/"))
+
+    def handle_endtag(self, tag):
+        self.open.pop()
+
+    def handle_data(self, text):
+        tag, attributes = self.open[-1] if self.open else ("", {})
+        classes = [held.get("class") for _, held in self.open]
+        if tag == "data":
+            self.facts.append((attributes["value"], attributes["title"], text))
+        elif tag == "pre":
+            self.verbatim.append((attributes["title"], text))
+        elif tag != "style" and "attention" not in classes and "missing" not in classes:
+            self.rest.append(text)
+
+
+def value_at(runs: Path, source: str):
+    """What stands at the place that a fact names, read without any of the report's own code."""
+    name, _, place = source.partition("/")
+    file, *keys = place.split("#")
+    path = runs / name / file
+    if file == "metrics.jsonl":
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        tag, how = keys
+        values = [record[tag] for record in records if record.get(tag) is not None]
+        spans = {"span": lambda v: v[-1] - v[0], "last": lambda v: v[-1], "mean": statistics.fmean}
+        return (spans | {"min": min, "max": max, "median": statistics.median})[how](values)
+    if keys == ["seconds", "sum"]:
+        return sum(session["seconds"] for session in json.loads(path.read_text()))
+    value = json.loads(path.read_text(encoding="utf-8"))
+    for key in keys[0].split("."):
+        value = value[int(key) if isinstance(value, list) else key]
+    return value
+
+
+def computed(run: Path, source: str, rows: list[dict]) -> float:
+    """What the report counts out itself, counted out once more."""
+    sizes = ModelConfig(**json.loads((run / "model.json").read_text()))
+    data = json.loads((run / "data.json").read_text())
+    if source.endswith("/model.json"):
+        return sum(weights.numel() for weights in Translator(sizes).parameters())
+    if source.endswith("data.json"):
+        return training_flops(sizes, *(data["tokens"][side] / data["counts"]["kept"] for side in ("source", "target")))
+    file, _, row = source.removeprefix("computed from a/").partition("#")
+    hypothesis = (run / file).read_text(encoding="utf-8").splitlines()[int(row)]
+    return sacrebleu.sentence_bleu(hypothesis, [rows[int(row)]["en"]]).score
+
+
+def shows(text: str, value) -> bool:
+    """Whether the text is the value, rounded as the text is."""
+    if isinstance(value, str | bool):
+        return text == str(value)
+    factor = 100 if text.endswith("%") else 1e-9 if text.endswith(" G") else 1 / 60 if text.endswith(" min") else 1
+    number = NUMBER.search(text)[0].replace(",", "")
+    mantissa, _, exponent = number.partition("e")
+    unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
+    digits = len(mantissa.replace(".", "").lstrip("-0"))
+    rounding = max(unit / 2, abs(value * factor) * 10.0**-digits) if "." not in number else unit / 2
+    return abs(float(number) - value * factor) <= rounding * (1 + 1e-9)
+
+
+def test_every_number_on_the_page_is_one_of_the_runs_files(run, toy_data):
+    page = make(run)
+    assert "@font-face" in page
+    page = Reader(page)
+    rows = [json.loads(line) for line in (toy_data / "test.jsonl").read_text(encoding="utf-8").splitlines()]
+    hypotheses = (run / "eval" / "test-greedy.txt").read_text(encoding="utf-8").splitlines()
+    log = (run / "train.log").read_text(encoding="utf-8")
+    assert len(page.facts) > 100
+    for value, source, text in page.facts:
+        if source == "a":
+            assert text == value == "a"
+        elif source.startswith(str(toy_data)):
+            assert text in rows[int(value)].values() and int(value) == int(source.rpartition("#")[2])
+        elif source.endswith("train.log"):
+            assert text in log and value in log
+        elif source.startswith("a/eval/test-greedy.txt"):
+            assert text == hypotheses[int(value)] and source.endswith(f"#{value}")
+        else:
+            expected = computed(run, source, rows) if source.startswith("computed") else value_at(run.parent, source)
+            assert value == str(expected) or float(value) == pytest.approx(expected, rel=1e-12), source
+            assert shows(text, expected), (source, text, expected)
+    for source, text in page.verbatim:
+        assert source.startswith("computed") or all(line in log for line in text.splitlines()), source
+    rest = " ".join(page.rest)
+    for words in WORDS_WITH_DIGITS:
+        rest = rest.replace(words, "")
+    assert not re.search(r"\d", rest), re.search(r".{20}\d.{20}", rest)
+    sources = {source for _, source, _ in page.facts}
+    for needed in ("environment.json#-1.torch", "environment.json#seconds#sum", "data.json#counts.read",
+                   "metrics.jsonl#cpu/memory_gib#max", "metrics.jsonl#valid/bleu#max", "eval/test-greedy.json#nltk",
+                   "metrics.jsonl#data/wait_share#median", "config.json#lr"):  # fmt: skip
+        assert f"a/{needed}" in sources, needed
+    # The same in Markdown, and a picture for every link.
+    markdown = (run / "report" / "report.md").read_text(encoding="utf-8")
+    assert all(text.replace("|", "\\|") in markdown for _, _, text in page.facts)
+    links = re.findall(r"!\[.*?\]\((.*?)\)", markdown)
+    assert len(links) > 10 and all((run / "report" / link.replace("%20", " ")).stat().st_size > 1000 for link in links)
+
+
+def test_attention_is_a_table_of_words(run, without_drawing):
+    page = make(run, language="zh")
+    tables = Reader(page).tables
+    heads = [re.findall(r"<th>(.*?)</th>", table)
+             for table in re.findall(r'<table class="attention">(<tr>.*?</tr>)', page)]  # fmt: skip
+    assert len(tables) == 3
+    for weights, (corner, *words, end) in zip(tables, heads):
+        assert corner == "" and end == CHINESE[END] and set("".join(words)) <= set("零一二三四五六七八九")
+        columns = len(words) + 1
+        for first in range(0, len(weights), columns):
+            assert sum(weights[first : first + columns]) == pytest.approx(1, abs=0.001 * columns)
+    assert "训练报告" in page and "交叉注意力" in page
+    for word in re.findall(r"<(?:h\d|small|th)>([^<]*)</", page):
+        assert not re.search("[a-z]{3} [a-z]{3}", word), f"not translated: {word}"
+
+
+class Bytes:
+    """A tokenizer that knows single bytes only."""
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+def test_bytes_of_one_character_are_one_column():
+    ids = list("a渲\ufffd".encode()), list(b"b")
+    assert [word for _, word in group_characters(Bytes(), ids[0])] == ["a", "渲", "\ufffd", END]
+    import numpy as np
+
+    weights = np.full((2, 8), 1 / 8)
+    attention = in_words("a渲\ufffd", "b", (Bytes(), Bytes()), ids, weights)
+    assert attention.weights[0] == pytest.approx([1 / 8, 3 / 8, 3 / 8, 1 / 8]) and attention.target_words == ["b", END]
+
+
+def test_pictures_have_chinese_characters_and_fixed_colours(tmp_path):
+    import numpy as np
+
+    # With $, which matplotlib would take for mathematics.
+    attention = in_words("渲染了 $5$ 张图", "It drew $5.", (Bytes(), Bytes()),
+                         (list("渲染了 $5$ 张图".encode()), list(b"It drew $5.")), np.full((12, 23), 1 / 23))  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a glyph that no font has
+        figure = picture(attention)
+        figure.savefig(tmp_path / "picture.png")
+    assert figure.axes[0].images[0].get_clim() == (0, 1) and "渲染了" in figure.axes[0].get_title()
+    charmap = get_font(fonts.OWN).get_charmap()
+    assert all(ord(character) in charmap for character in "".join(CHINESE.values()) if ord(character) > 0x2E80)
+
+
+def test_a_report_of_two_runs(run, without_drawing):
+    other = shutil.copytree(run, run.with_name("b"), symlinks=True)
+    lines = (other / "eval" / "test-greedy.txt").read_text().splitlines()
+    (other / "eval" / "test-greedy.txt").write_text("".join(f"{line} one\n" for line in lines))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"lr": 0.02}))
+    page = make(run, other)
+    assert page.count("<tr class=mark><th>--lr</th>") == 1 and page.count("<tr class=mark>") == 2 - (
+        config["run"] == "a"
+    )
+    assert "Paired bootstrap" in page and ">b</data>" in page
+
+
+def test_runs_of_the_same_name(run, without_drawing):
+    other = shutil.copytree(run, run.parent / "c" / "a", symlinks=True)
+    page = make(run, other)
+    assert f">{run}</data>" in page and f">{other}</data>" in page and Page("", "en", "x").keep("a/b", b"") == b""
+
+
+def test_the_paired_bootstrap_is_sacrebleus(run, toy_data, tmp_path, capsys):
+    other = shutil.copytree(run, run.with_name("b"), symlinks=True)
+    references = [json.loads(line)["en"] for line in (toy_data / "test.jsonl").read_text().splitlines()]
+    texts = [reference if row % 2 else "one two" for row, reference in enumerate(references)]
+    (other / "eval" / "test-greedy.txt").write_text("".join(f"{text}\n" for text in texts))
+    (tmp_path / "references").write_text("".join(f"{reference}\n" for reference in references))
+    config = script.Config(compare=True)
+    config.runs = [str(run), str(other)]
+    script.report(config)
+    printed = capsys.readouterr().out.splitlines()[1:]
+    words = [sys.executable, "-m", "sacrebleu", tmp_path / "references", "-m", "bleu", "chrf", "--paired-bs", "--force",
+             "-w", "4", "--format", "text", "-i", *(path / "eval" / "test-greedy.txt" for path in (run, other))]  # fmt: skip
+    table = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    cells = re.findall(r"([\d.]+) \(([\d.]+) ± ([\d.]+)\)", table)  # BLEU and chrF2 of the first, then of the second
+    p_values = re.findall(r"p = ([\d.]+)", table)
+    assert len(cells) == 4 and len(p_values) == 2 and len(printed) == 4
+    for line, cell, p_value in zip(printed, (cells[n] for n in (0, 2, 1, 3)), (None, p_values[0], None, p_values[1])):
+        score, mean, half = map(float, cell)
+        numbers = [float(number) for number in re.findall(r"\d+\.\d+", line)]
+        assert numbers[:3] == pytest.approx([score, mean - half, mean + half], abs=0.006), line
+        assert numbers[3:] == ([float(p_value)] if p_value else []), line
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+DAMAGES = {
+    "no config": (lambda run: (run / "config.json").unlink(), "config.json · not there"),
+    "torn config": (lambda run: cut(run / "config.json"), "config.json · damaged"),
+    "no sizes": (lambda run: (run / "model.json").unlink(), "model.json · not there"),
+    "wrong sizes": (lambda run: (run / "model.json").write_text('{"d_model": "wide"}'), ""),
+    "no environment": (lambda run: (run / "environment.json").unlink(), "environment.json · not there"),
+    "not a list": (lambda run: (run / "environment.json").write_text("{}"), "environment.json · damaged"),
+    "no data": (lambda run: (run / "data.json").unlink(), "data.json · not there"),
+    "other data": (lambda run: (run / "data.json").write_text('{"counts": 3}'), "data.json · damaged"),
+    "no log": (lambda run: (run / "train.log").unlink(), "train.log · not there"),
+    "no last words": (lambda run: cut(run / "train.log"), "train.log · no last words"),
+    "no curves": (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl · not there"),
+    "torn curves": (lambda run: cut(run / "metrics.jsonl"), "metrics.jsonl · 1 · damaged"),
+    "no figures": (lambda run: (run / "metrics.jsonl").write_text(""), ""),
+    "binary": (lambda run: (run / "metrics.jsonl").write_bytes(bytes(range(256)) * 9), "damaged lines"),
+    "strange": (lambda run: (run / "metrics.jsonl").write_text(
+        '{"step": 1, "time": 1, "train/loss": null, "valid/loss": "low"}\n[]\n{"step": "x"}\n'
+        '{"step": 2, "time": 2, "train/loss": NaN, "valid/loss": [1], "valid/bleu": true}\n'), "2 · damaged lines"),
+    "no result": (lambda run: shutil.rmtree(run / "eval"), "eval/ · no result yet"),
+    "torn result": (lambda run: cut(run / "eval" / "test-greedy.json"), "eval/test-greedy.json · damaged"),
+    "torn translations": (lambda run: cut(run / "eval" / "test-greedy.txt"), "eval/test-greedy.txt"),
+    "no translations": (lambda run: (run / "eval" / "test-greedy.txt").unlink(), ""),
+    "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoints"), "Cross-attention"),
+    "begun just now": (lambda run: [shutil.rmtree(path) if path.is_dir() else path.unlink() for path in run.iterdir()
+                                    if path.name not in ("config.json", "train.log")], "metrics.jsonl · not there"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_run_gives_a_report_that_says_so(run, damage, without_drawing):
+    spoil, words = DAMAGES[damage]
+    spoil(run)
+    page = make(run)
+    assert "<h2>Summary</h2>" in page and words in page
+
+
+def test_data_that_is_gone(run, without_drawing):
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"data": str(run / "gone")}))
+    page = make(run)
+    assert "gone is not there" in page and "BLEU (nltk, graded)" in page and "<h2>Translations</h2>" not in page
+
+
+def test_a_run_under_way(run):
+    with open(run / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert read_run(run).running
+    assert not read_run(run).running
+
+
+def test_no_text_of_a_run_is_taken_for_html(run, without_drawing):
+    evil = '<script>alert("1")</script>'
+    lines = (run / "eval" / "test-greedy.txt").read_text().splitlines()
+    (run / "eval" / "test-greedy.txt").write_text("".join(f"{evil}|\n" for _ in lines))
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"tokenizer": evil, evil: "</td>"}))
+    page = make(run)
+    assert "<script" not in page and "&lt;script&gt;" in page
+
+
+@pytest.mark.parametrize("name, words", [("gone", "no such run"), ("empty", "is no run")])
+def test_what_is_no_run_is_said_in_a_line(tmp_path, name, words):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=words):
+        make(tmp_path / name)
+
+
+def test_a_labs_run(tmp_path):
+    """Its result, its network from the log, its own pictures, and a GPU as nvidia-smi shows it."""
+    run = tmp_path / "lenet"
+    (run / "eval").mkdir(parents=True)
+    (run / "config.json").write_text('{"variant": "relu", "data": "mnist"}')
+    (run / "eval" / "test.json").write_text('{"accuracy": 0.99, "errors": 100, "confusion": [[1, 2]]}')
+    (run / "eval" / "filters.png").write_bytes(b"PNG" * 400)
+    network = "LeNet5(\n  (c1): Conv2d(1, 6)\n)"
+    times = ["2026-01-01 00:00:00 ", "2026-01-01 00:03:00 "]
+    log = [f"{network}", "LeNet-5 relu: 61,706 parameters", "step 1 loss 2", "stopped: all epochs are done"]
+    (run / "train.log").write_text("".join(times[n > 1] + line + "\n" for n, line in enumerate(log)))
+    gpu = {"gpu/utilisation_percent": 90, "gpu/memory_gib": 3, "gpu/power_watt": 250, "gpu/temperature_celsius": 61}
+    records = [
+        {"step": n, "time": 60 * n, "train/accuracy": 0.9, "train/loss": 1 / n, "validation/loss": 2 / n} | gpu
+        for n in range(1, 5)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = make(run)
+    assert ("0.5", "lenet/metrics.jsonl#validation/loss#min", "0.5") in Reader(page).facts
+    for words in ("61,706", "Conv2d(1, 6)", "0.99", "<h2>Pictures of the run</h2>", "GPU power (W), mean"):
+        assert words in page
+    assert "confusion" not in page and (run / "report" / "lenet filters.png").exists()
+    axes = figures.hardware(read_run(run), lambda words: words).axes
+    assert [a.get_title(loc="left") for a in axes] == ["GPU utilisation_percent (%)", "GPU memory_gib (GiB)",
+                                                       "GPU power_watt (W)", "GPU temperature_celsius (°C)"]  # fmt: skip
+    assert axes[0].get_ylim() == (0, 100) and list(axes[0].lines[0].get_xdata()) == [0, 1, 2, 3]
+
+
+def test_what_a_run_writes_for_it(trained):
+    (session,) = json.loads((trained / "environment.json").read_text())
+    assert session["command"].startswith("python train.py --data ") and session["torch"] and session["cpu"]
+    assert session["seconds"] > 0 and session["gpu"] is None
+    log = (trained / "train.log").read_text()
+    assert f"cpu {session['cpu']}, cores" in log and re.search(r"time: \d+\.\d minutes\n.*stopped after step 30: ", log)
+    data = json.loads((trained / "data.json").read_text())
+    for side in ("source", "target"):
+        assert sum(n * count for n, count in enumerate(data["lengths"][side])) == data["tokens"][side]
+        assert sum(data["lengths"][side]) == data["counts"]["kept"]
+    tags = sorted(EventAccumulator(str(trained)).Reload().Tags()["scalars"])  # TensorBoard's order
+    assert [tag.partition(" ")[2] for tag in tags[:2]] == ["first/00 train loss", "first/01 valid loss"]
+    assert "1 first/06 valid bleu" in tags[:5] and not any(tag in tags for tag in ("train/loss", "valid/bleu"))
+
+
+def test_the_process_meter_counts_and_costs_nothing():
+    meter = ProcessMeter()
+    assert meter.read() == {}
+    end = time.perf_counter() + 1.05
+    while time.perf_counter() < end:
+        pass
+    figures_of_a_second = meter.read()
+    assert figures_of_a_second["cpu/utilisation_percent"] > 10 and 0.05 < figures_of_a_second["cpu/memory_gib"] < 50
+    assert meter.read() == {}
+    begun = time.process_time()
+    for _ in range(100):
+        meter.last = (0.0, 0.0)
+        meter.read()
+    assert (time.process_time() - begun) / 100 < 0.005  # at most once in a second or more: under 1 % of it

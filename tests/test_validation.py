@@ -1,0 +1,63 @@
+"""What a run looks at between its steps: the right loss, the right BLEU, a picture that needs no font."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_train import prepared_of
+
+import validation
+from data import collate_for
+from decoding import Translations
+from engine.distributed import World
+from engine.precision import choose_precision
+from loading import load_trained
+from text.bleu import corpus_bleu
+from validation import Validation, cell, drawable
+
+
+@pytest.fixture
+def checked(tiny_run) -> Validation:
+    """The validation of a model that has learned a little; what it writes is in `written`."""
+    trained, prepared, cpu = load_trained(tiny_run), prepared_of(tiny_run), torch.device("cpu")
+    written = {}
+    telemetry = SimpleNamespace(text=lambda *_: None, figure=lambda *_: None)
+    run = SimpleNamespace(world=World(0, 1, cpu), config=SimpleNamespace(target="en"), log=lambda line: None,
+                          telemetry=telemetry, scalars=lambda step, values: written.update(values))  # fmt: skip
+    made = Validation(trained.model, prepared, collate_for(prepared), run, choose_precision(cpu, "fp32"), 500)
+    made.written = written
+    return made
+
+
+def test_the_loss_is_unsmoothed_and_per_token(checked):
+    total = count = 0
+    for index in range(len(checked.prepared.validation)):
+        batch = checked.collate([checked.prepared.validation[index]])
+        with torch.no_grad():
+            logits = checked.model(batch.src, batch.src_pad, batch.tgt_in, batch.real)
+        total += F.cross_entropy(logits, batch.tgt_out, reduction="sum").item()
+        count += batch.target_tokens
+    loss = checked(7)  # fp32 sums in another order
+    assert loss == pytest.approx(total / count, rel=1e-5) and len(checked.batches) > 3
+    assert checked.written["valid/perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+
+
+def test_bleu_takes_the_raw_references_and_their_case(checked, monkeypatch):
+    """With translations that are too short, for which the two lists make another score when swapped."""
+    rows = [("一二", "The cat sat on the Mat in the Sun today"), ("三四", "He likes green tea")]
+    texts = ["The cat sat on the mat in the sun", "He likes Tea"]
+    checked.prepared.validation_rows[:] = rows
+    monkeypatch.setattr(Validation, "translate", lambda *_: Translations(texts, 9, 0, 0))
+    checked(7)
+    references = [target for _, target in rows]
+    assert checked.written["valid/bleu"] == pytest.approx(corpus_bleu(references, texts, smooth=True))
+    assert abs(corpus_bleu(texts, references, smooth=True) - checked.written["valid/bleu"]) > 0.1
+
+
+def test_words_that_no_font_can_draw_are_numbered(monkeypatch):
+    monkeypatch.setattr(validation, "installed_fonts", lambda: ["DejaVu Sans"])
+    assert drawable(["▁two", "二", "end", ""]) == ["▁two", "2", "end", ""]
+    monkeypatch.setattr(validation, "installed_fonts", lambda: ["DejaVu Sans", "Noto Sans CJK SC"])
+    assert drawable(["二"]) == ["二"] and cell("a|b") == "a\\|b"

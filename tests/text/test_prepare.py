@@ -1,0 +1,110 @@
+"""From rows to token ids on disk: nothing lost, and a cache that is used only when it is right."""
+
+import pickle
+from collections import Counter
+
+import numpy as np
+import pytest
+from conftest import reversed_digits, write_pairs
+
+from data import collate_for
+from text.cleaning import held_out_rows
+from text.prepare import _worth_keeping, prepare
+from text.rows import find_text
+from text.store import TokenizedPairs, TokenWriter
+from text.subwords import decode, encode
+
+
+def test_token_store_round_trip(tmp_path):
+    pairs = [([5, 6], [7]), ([8], [9, 10, 11]), ([300, 3], [4])]
+    writer = TokenWriter(tmp_path / "store", {"source": 400, "target": 70000})
+    writer.write("source", [source for source, _ in pairs])
+    writer.write("target", [target for _, target in pairs[:2]])
+    writer.write("target", [pairs[2][1]])
+    writer.close()
+    store = TokenizedPairs(tmp_path / "store")
+    assert [(source.tolist(), target.tolist()) for source, target in map(store.__getitem__, range(len(store)))] == pairs
+    assert store[0][0].dtype == np.uint16 and store[0][1].dtype == np.int32  # as small as the vocabulary allows
+    assert pickle.loads(pickle.dumps(store))[1][1].tolist() == [9, 10, 11]  # as a DataLoader worker gets it
+
+
+def test_flat_and_nested_sentences_are_written_alike(tmp_path):
+    nested, flat = (TokenWriter(tmp_path / name, {"source": 400}) for name in ("nested", "flat"))
+    nested.write("source", [[5, 6], [], [300]])
+    flat.write_flat("source", np.array([5, 6, 300]), np.array([2, 0, 1]))
+    for writer in (nested, flat):
+        writer.close()
+    for name in ("source.ids.npy", "source.lengths.npy"):
+        assert (tmp_path / "nested" / name).read_bytes() == (tmp_path / "flat" / name).read_bytes()
+
+
+@pytest.fixture
+def toy_text(tmp_path):
+    pairs = reversed_digits(400)
+    return find_text(str(write_pairs(tmp_path / "toy", pairs, {"train": slice(0, 380), "validation": slice(380, 400)})))
+
+
+def test_prepare(toy_text, tmp_path):
+    lines = []
+    prepared = prepare(toy_text, tmp_path / "cache", say=lines.append)
+    assert any("no test split; " in line for line in lines) and any("380 rows read" in line for line in lines)
+    held_out = held_out_rows(toy_text)
+    assert prepared.validation_rows == held_out["validation"] == reversed_digits(400)[380:]
+    assert len(prepared.train) + len(held_out["test"]) == 380
+    texts = {decode(prepared.target_tokenizer, [target])[0] for _, target in map(prepared.train.__getitem__, range(50))}
+    assert texts <= {target for _, target in reversed_digits(400)}
+    batch = collate_for(prepared)([prepared.train[0], prepared.train[1]])
+    assert batch.src.max() < len(prepared.source_tokenizer)
+
+
+def test_the_cache_is_used_only_for_the_same_data_and_settings(toy_text, tmp_path):
+    cache, said = tmp_path / "cache", []
+    first = prepare(toy_text, cache, say=lambda line: None)
+    again = prepare(toy_text, cache, say=said.append)
+    assert again.folder == first.folder and "tokenised earlier" in said[0] and len(said) == 1
+    assert prepare(toy_text, cache, target_vocab=500, say=lambda line: None).folder != first.folder
+    assert prepare(toy_text, cache, max_length=100, say=lambda line: None).folder != first.folder
+    file = toy_text.files["train"][0]
+    file.write_text(file.read_text(encoding="utf-8").replace("one", "two", 1), encoding="utf-8")
+    assert prepare(toy_text, cache, say=lambda line: None).folder != first.folder
+
+
+def test_a_damaged_cache_is_made_again(toy_text, tmp_path):
+    first = prepare(toy_text, tmp_path / "cache", say=lambda line: None)
+    ids = first.train[7][0].tolist()
+    file = first.folder / "train" / "source.ids.npy"
+    file.write_bytes(file.read_bytes()[:-10])
+    said = []
+    again = prepare(toy_text, tmp_path / "cache", say=said.append)
+    assert "damaged" in said[0] and again.train[7][0].tolist() == ids
+
+
+def test_over_long_and_lopsided_pairs_are_dropped_and_counted(tmp_path):
+    good = reversed_digits(60)
+    bad = [("一" * 30, " ".join(["one"] * 30)), ("二", " ".join(["three"] * 15)), ("三" * 10**5, "x" * 10**5)]
+    text = find_text(str(write_pairs(tmp_path / "d", good + bad, {"train": slice(5, None), "validation": slice(0, 5),
+                                                                   "test": slice(0, 1)})))  # fmt: skip
+    said = []
+    prepared = prepare(text, tmp_path / "cache", max_length=16, say=said.append)
+    assert len(prepared.train) == prepared.summary["counts"]["kept"] == 55
+    assert any(
+        "58 rows read; dropped 2 longer than --max_length, 1 with very different lengths; 55 kept" in line
+        for line in said
+    )
+
+
+def test_the_longest_pair_that_is_kept():
+    """A sentence and its begin or end fill the model's positions exactly."""
+    counts, lengths = Counter(), np.array([15, 16, 15, 1])
+    assert _worth_keeping(lengths, np.array([15, 15, 16, 1]), 16, counts).tolist() == [True, False, False, True]
+    assert counts == {"kept": 2, "too long": 2}
+
+
+def test_an_own_tokenizer_folder_serves_both_sides(toy_text, tmp_path):
+    trained = prepare(toy_text, tmp_path / "cache", say=lambda line: None)
+    folder = tmp_path / "joint"
+    trained.target_tokenizer.save_pretrained(folder)
+    prepared = prepare(toy_text, tmp_path / "cache", tokenizer=str(folder), say=lambda line: None)
+    assert prepared.folder != trained.folder
+    line = "three two one"
+    assert encode(prepared.source_tokenizer, [line]) == encode(prepared.target_tokenizer, [line])
