@@ -7,6 +7,7 @@ loader = DataLoader(prepared.train, batch_sampler=sampler, collate_fn=collate_fo
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 
@@ -109,6 +110,25 @@ class BucketSampler(Sampler[np.ndarray]):
         step = int(np.argmax(np.diff(self.bounds) * longest**2))
         return order[self.bounds[step] : self.bounds[step + 1]]
 
+    def shapes(self, padding: float = 0.08) -> list[tuple[int, int, int, int]]:
+        """(B, S, T, N) to pad every micro-batch up to: as few as add no more than this share of places. N: target tokens.
+
+        Steps that are neighbours by length share one. That is possible because the cuts are the same in every epoch.
+        """
+        order = order_by_length(self.source, self.target)
+        source, target = self.source[order].astype(int), self.target[order].astype(int)
+        shapes, places, steps = [], 0, 0  # places of the steps that share the last shape, and their number
+        for first, last in zip(self.bounds, self.bounds[1:]):
+            tokens = max(target[first + part : last : self.parts].sum() for part in range(self.parts))
+            shape = (-(-(last - first) // self.parts), source[first:last].max(), target[first:last].max(), tokens)
+            own = shape[0] * (shape[1] + shape[2])
+            b, s, t, n = map(max, shape, shapes[-1] if shapes else shape)
+            if shapes and (steps + 1) * b * (s + t) <= (1 + padding) * (places + own):
+                shapes[-1], places, steps = (b, s, t, n), places + own, steps + 1
+            else:
+                shapes, places, steps = [*shapes, shape], own, 1
+        return [tuple(map(int, shape)) for shape in shapes]
+
     def target_tokens(self, step: int) -> Iterator[int]:
         """Real target tokens, over all ranks, of the steps after `step`: what a loss is divided by, known without asking."""
         while True:
@@ -127,7 +147,19 @@ def batches_of(
         worker_init_fn=leave_signals_to_main,
     )  # fmt: skip
     # The loader starts here, not at the first batch: it draws a random number, which would be missing in a step.
-    return (batch.to(device) for batch in loader)
+    batches = (batch.to(device) for batch in loader)
+    return one_ahead(batches, device) if device.type == "cuda" else batches
+
+
+def one_ahead(batches: Iterator["Batch"], device: torch.device) -> Iterator["Batch"]:
+    """The batches, each made and sent to the GPU by a thread while the one before it is computed with."""
+    # Without set_device the thread would take GPU 0, on every rank.
+    with ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,)) as thread:
+        coming = thread.submit(next, batches)
+        while True:
+            batch = coming.result()
+            coming = thread.submit(next, batches)
+            yield batch
 
 
 def order_by_length(source: np.ndarray, target: np.ndarray) -> np.ndarray:

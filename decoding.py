@@ -326,7 +326,7 @@ def translate_lines(
 ) -> Translations | None:  # fmt: skip
     """Text → text, one output a line. With a `world` of many, the batches are shared out and rank 0 gets the whole."""
     longest = model.config.max_length - 1  # one place is left for the end token
-    sources = encode(source_tokenizer, [normalise(line) for line in lines])
+    sources = encode(source_tokenizer, [normalise(line) for line in lines], longest + 1)
     cut = sum(len(source) > longest for source in sources)
     sources = [source[:longest] for source in sources]
     collate = Collate(special_ids(source_tokenizer), special_ids(target_tokenizer))

@@ -19,13 +19,15 @@ class Config:
     """Every setting of an evaluation."""
 
     ckpt: str = flag("", "run, checkpoint folder or weights file; default: newest run", "What")
-    data: str = flag("", "data to score; default: the run's own data", "What")
+    data: str = flag("", "data to score; default: the run's own; no test split: all rows", "What")
+    source: str = flag("", "column of --data to translate; default: as in the run", "What")
+    target: str = flag("", "column of --data with the references; default: as in the run", "What")
     split: str = flag("test", "split to score (test|validation|train)", "What")
     limit: int = flag(0, "score only the first N rows; 0: all", "What", least=0)
     average: int = flag(1, "average the weights of the last N checkpoints", "What", least=1)
 
     beam: int = flag(1, "beam size; 1: greedy, the graded way", "How", least=1, most=1000)
-    length_penalty: float = flag(0.6, "larger: longer outputs; beam search only", "How", least=0, most=100)
+    length_penalty: float = flag(0.6, "larger: longer outputs; beam search only", "How", least=0, most=10)
     teacher_forced: bool = flag(False, "also print teacher-forced accuracy, which is NOT a BLEU", "How")
     precision: str = flag("auto", "(auto|fp32|bf16|fp16|int8); int8: fast greedy decoding on a CPU", "How")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
@@ -40,7 +42,6 @@ class Config:
 if __name__ == "__main__":  # before the heavy imports, so that --help and a wrong flag answer at once
     config = parse_flags(Config, "BLEU of a trained model")
 
-import json
 import os
 import time
 from itertools import islice
@@ -53,11 +54,12 @@ from decoding import Translations, translate_lines
 from engine import distributed
 from engine.precision import Precision
 from engine.telemetry import progress
-from loading import Trained, load_for_decoding
+from loading import Trained, choose_checkpoint, load_for_decoding
 from model import Translator
 from text.bleu import bleu_card
 from text.cleaning import held_out_rows, normalise
 from text.rows import find_text
+from text.scores import check_writable, fingerprint_of, keep_score, write_lines
 from text.subwords import encode, special_ids
 
 
@@ -66,8 +68,8 @@ def evaluate(config: Config) -> None:
     world = distributed.start(config.device)
     say = print if world.is_main else lambda *_: None
     trained, precision, steps = load_for_decoding(config, config.average, world, say)
-    rows, where = load_rows(config, trained)
-    say(f"{trained.name}: {where}, {len(rows):,} rows")
+    rows, scored = load_rows(config, trained)
+    say(f"{trained.name}: {scored['data']}, split {scored['split']}, {len(rows):,} rows")
     if hidden := distributed.hidden_gpus():
         say(f"note: {hidden}")
     if config.out:
@@ -81,7 +83,11 @@ def evaluate(config: Config) -> None:
             progress=lambda batches: progress(batches, desc="translating", unit="batch"),
         )  # fmt: skip
     if translations:
-        report(config, trained, rows, translations, time.perf_counter() - begun, say)
+        result = report(config, trained, scored, rows, translations, time.perf_counter() - begun, say)
+        if config.out:
+            write_lines(Path(config.out), translations.texts)
+            say(f"hypotheses written to {config.out}, one a line")
+        keep_score(trained.run / "eval", name_of_score(config, trained, scored), result, translations.texts, say)
     if config.teacher_forced:
         match = teacher_forced_match(trained, rows, world, precision)
         say(f"teacher-forced token match {match:.2f} % — NOT a BLEU and not comparable with one: at every position the "
@@ -89,8 +95,10 @@ def evaluate(config: Config) -> None:
     world.stop()
 
 
-def report(config: Config, trained: Trained, rows, translations: Translations, seconds: float, say) -> None:
-    """The BLEU card, sample translations, and the files."""
+def report(
+    config: Config, trained: Trained, scored: dict, rows, translations: Translations, seconds: float, say
+) -> dict:
+    """Print the BLEU card and sample translations; → all figures."""
     references = [target for _, target in rows]
     card = bleu_card(references, translations.texts, trained.config["target"])
     settings = "greedy" if config.beam == 1 else f"beam {config.beam}, length penalty {config.length_penalty:g}"
@@ -98,6 +106,7 @@ def report(config: Config, trained: Trained, rows, translations: Translations, s
     say()
     for line in card.lines():
         say(line)
+    say(f"scored     {scored['data']}, split {scored['split']}, {len(rows):,} rows")
     say(f"decoding   {settings}; {len(rows) / seconds:,.1f} sentences/s, {translations.tokens / seconds:,.0f} tokens/s; "
         f"{translations.capped} outputs reached the length limit without ending")  # fmt: skip
     if translations.cut:
@@ -106,41 +115,46 @@ def report(config: Config, trained: Trained, rows, translations: Translations, s
     for source, text, reference in list(zip((s for s, _ in rows), translations.texts, references))[:3]:
         say(f"\n  source       {normalise(source)}\n  translation  {text}\n  reference    {normalise(reference)}")
     say()
+    result = scored | {"checkpoint": trained.name, "decoding": settings, "average": config.average}
+    return result | card.as_dict() | {"capped": translations.capped, "seconds": seconds, "tokens": translations.tokens}
 
-    if config.out:
-        write_lines(Path(config.out), translations.texts)
-        say(f"hypotheses written to {config.out}, one a line")
-    if config.data:
-        return  # the run keeps the scores on its own data alone
-    name = f"{config.split}-{'greedy' if config.beam == 1 else f'beam{config.beam}-lp{config.length_penalty:g}'}"
+
+def name_of_score(config: Config, trained: Trained, scored: dict) -> str:
+    """The split and the search, and all that is not as by default: no other score's file is written over."""
+    name = f"{scored['split']}-{'greedy' if config.beam == 1 else f'beam{config.beam}-lp{config.length_penalty:g}'}"
     name += f"-average{config.average}" * (config.average > 1) + f"-first{config.limit}" * bool(config.limit)
-    name += "-int8" * (config.precision == "int8")
-    result = {"checkpoint": trained.name, "split": config.split, "decoding": settings, "average": config.average}
-    result |= card.as_dict() | {"capped": translations.capped, "seconds": seconds, "tokens": translations.tokens}
-    folder = trained.run / "eval"
-    try:
-        folder.mkdir(exist_ok=True)
-        write_lines(folder / f"{name}.txt", translations.texts)
-        write_lines(folder / f"{name}.json", [json.dumps(result, indent=2)])
-        say(f"written to {folder}/{name}.json and .txt")
-    except PermissionError:  # somebody else's run
-        say(f"note: {folder} cannot be written to, so the score is not saved")
+    name += f"-{config.precision}" * (config.precision != "auto")
+    chosen = trained.checkpoint
+    if chosen != choose_checkpoint(str(trained.run), config.average):
+        name += f"-{chosen.parent.name if chosen.name == 'model.safetensors' else chosen.stem}"
+    return name + f"-data-{scored['rows']}" * (not scored["own"])
 
 
-def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], str]:
-    """The raw (source, target) rows to score, and where they are from. The run's own data unless --data says otherwise."""
-    path = config.data or trained.config["data"]
-    text = find_text(path, trained.config["source"], trained.config["target"])
-    if config.split == "train":
-        if "train" not in text.files:
-            raise UserError(f"{path} has no train split; choose another --split")
-        chunks = (row for chunk in text.rows("train") for row in chunk)
-        rows = list(islice(chunks, config.limit or None))
-    else:
+def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], dict]:
+    """The raw (source, target) rows to score, and what they are: the run's own data unless --data says otherwise.
+
+    Other data without a test split are scored whole; of the run's own the rows that training did not see.
+    """
+    path, columns = config.data or trained.config["data"], [config.source, config.target]
+    columns = [column or trained.config[side] for column, side in zip(columns, ("source", "target"))]
+    own = os.path.realpath(path) == os.path.realpath(trained.config["data"])
+    own &= columns == [trained.config["source"], trained.config["target"]]
+    text, splits = find_text(path, *columns), [config.split]
+    if own and config.split != "train":
         rows = held_out_rows(text)[config.split]
+    else:
+        if config.split not in text.files:
+            if own or "split" in getattr(config, "given", ()):
+                advice = "choose another --split" if own else "leave --split out to score all rows"
+                raise UserError(f"{path} has no {config.split} split; {advice}")
+            splits = list(text.files)
+        chunks = (row for split in splits for chunk in text.rows(split) for row in chunk)
+        rows = list(islice(chunks, config.limit or None))
     if not rows:
         raise UserError(f"{path} has no rows in its {config.split} split; choose another --split")
-    return rows[: config.limit or None], f"{path}, split {config.split}"
+    rows = rows[: config.limit or None]
+    split = config.split if splits == [config.split] else "all"
+    return rows, {"data": path, "split": split, "own": own, "rows": fingerprint_of(rows)}
 
 
 @torch.inference_mode()
@@ -152,10 +166,7 @@ def teacher_forced_match(trained: Trained, rows, world: distributed.World, preci
     model: Translator = trained.model.eval()
     longest = model.config.max_length - 1
     sides = (trained.source_tokenizer, 0), (trained.target_tokenizer, 1)
-    sources, targets = (
-        [ids[:longest] for ids in encode(tokenizer, [normalise(row[side]) for row in rows])]
-        for tokenizer, side in sides
-    )
+    sources, targets = (encode(tokenizer, [normalise(row[side]) for row in rows], longest) for tokenizer, side in sides)
     pairs = sorted(zip(sources, targets), key=lambda pair: len(pair[1]))
     collate = Collate(special_ids(trained.source_tokenizer), special_ids(trained.target_tokenizer))
     widths = torch.tensor([max(map(len, pair)) + 1 for pair in pairs]).numpy()
@@ -168,19 +179,6 @@ def teacher_forced_match(trained: Trained, rows, world: distributed.World, preci
         totals += torch.tensor([(logits.argmax(-1) == batch.tgt_out).sum(), len(batch.tgt_out)], device=world.device)
     right, total = world.sum(totals).tolist()
     return 100 * right / total
-
-
-def check_writable(path: Path) -> None:
-    """Fail before the decoding, not after it."""
-    if not os.access(path if path.exists() else path.parent, os.W_OK) or path.is_dir():
-        raise UserError(f"--out {path} cannot be written; choose a file in an existing folder of yours")
-
-
-def write_lines(path: Path, lines: list[str]) -> None:
-    """One hypothesis a line; whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    os.replace(temporary, path)
 
 
 if __name__ == "__main__":

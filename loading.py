@@ -29,6 +29,7 @@ class Trained:
     config: dict  # the run's own settings
     run: Path
     name: str  # which checkpoint
+    checkpoint: Path  # the same as a path; of an average the newest one in it
 
 
 def choose_checkpoint(path: str = "", average: int = 1, say=print, runs: Path = Path("runs")) -> Path:
@@ -84,7 +85,8 @@ def load_trained(path: str | Path = "", average: int = 1, say=print) -> Trained:
         if len(tokenizers[side]) > size:
             raise UserError(f"{run}: its {side} tokenizer has {len(tokenizers[side])} tokens, but the model {size}; "
                             "put back the one that the run was trained with")  # fmt: skip
-    return Trained(model.eval().requires_grad_(False), tokenizers["source"], tokenizers["target"], config, run, name)
+    return Trained(model.eval().requires_grad_(False), tokenizers["source"], tokenizers["target"], config, run, name,
+                   chosen)  # fmt: skip
 
 
 def mean_of(members: list[Path]) -> dict[str, Tensor]:

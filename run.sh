@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
-# One command from a fresh machine to a BLEU card, another to the tests. Works from any directory; again is quick.
+# One command from a fresh machine (Linux, macOS or WSL) to a BLEU card, another to the tests. Again is quick.
 #
 #   bash run.sh                        install, train, evaluate (data: /opt/minidataset if it is there, else sample/)
-#   bash run.sh -- --max_minutes 20    the same; what stands after -- goes to train.py (paths are seen from here)
+#   bash run.sh -- --max_minutes 20    the same; what stands after -- goes to train.py
 #   bash run.sh test                   install and run the tests; what stands after -- goes to pytest
 #   bash run.sh lenet|wikitext|attention|pipeline|collectives|gpt    another lab; what stands after -- goes to it
-#   VENV=/path bash run.sh             keep the virtual environment elsewhere (default: .venv here)
+#   bash run.sh gpu                    on a GPU: is the arithmetic right there, how fast is it; ten minutes, a file to send back
+#
+#   VENV=/path bash run.sh             keep the virtual environment elsewhere (default: .venv beside this file)
+#   TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu bash run.sh     PyTorch from there: a build without CUDA
+#
+# Works from any directory: paths are seen from there, and runs/ is made there.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -13,8 +18,11 @@ verb="${1:-train}"
 [ "$verb" = "--" ] && verb=train || shift || true
 [ "${1:-}" = "--" ] && shift
 labs="lenet wikitext attention pipeline collectives gpt"
-case " train test $labs " in *" $verb "*) ;; *)
-    echo "error: unknown verb '$verb'; use: bash run.sh [test|${labs// /|}] [-- FLAGS]" >&2; exit 2 ;;
+case " train test gpu $labs " in *" $verb "*) ;; *)
+    echo "error: unknown verb '$verb'; use: bash run.sh [test|gpu|${labs// /|}] [-- FLAGS]" >&2; exit 2 ;;
+esac
+case "$(uname -s)" in Linux | Darwin) ;; *)
+    echo "error: this needs Linux, macOS or WSL (the Linux inside Windows: https://aka.ms/wsl)" >&2; exit 2 ;;
 esac
 
 # Waiting threads sleep instead of spinning: on a machine that others use too, spinning costs a multiple of the time.
@@ -22,21 +30,50 @@ export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}" PYTHONUNBUFFERED=1
 venv="${VENV:-$root/.venv}"
 python="$venv/bin/python"
 
+# run COMMAND: as a child, to which the signals that come here are sent on. After one of them nothing more is begun.
+signal= child=
+stop() {
+    signal=$1
+    [ -n "$child" ] || exit $((128 + $(kill -l "$signal")))
+    kill -TERM "$child" 2>/dev/null || true
+}
+for name in INT TERM HUP; do trap "stop $name" "$name"; done
+run() {
+    local code
+    child=starting
+    "$@" <&0 & child=$!
+    [ -z "$signal" ] || stop "$signal"
+    while true; do # a signal ends the waiting, while the child may still have to save
+        wait "$child" && code=0 || code=$?
+        kill -0 "$child" 2>/dev/null || break
+    done
+    child=
+    [ -z "$signal" ] || stop "$signal"
+    return "$code"
+}
+
 # install FILE: its packages into the virtual environment, unless just this file was installed before.
 install() {
     local stamp="$venv/.installed-$(basename "$1")"
-    if [ ! -x "$python" ]; then
+    [ -x "$python" ] && cmp -s "$1" "$stamp" && return
+    if ! "$python" -m pip --version >/dev/null 2>&1; then # no environment, or one whose making was broken off
         for candidate in python3 python3.12 python3.11 python3.10; do
-            command -v "$candidate" >/dev/null && "$candidate" -c 'import sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && break
+            # On Debian and Ubuntu ensurepip is missing until python3-venv is installed.
+            "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && break
             candidate=
         done
-        [ -n "${candidate:-}" ] || { echo "error: Python 3.10 or later with venv is needed (apt install python3-venv, or conda)" >&2; exit 2; }
+        [ -n "$candidate" ] || { echo "error: Python 3.10 or later with venv is needed (apt install python3-venv, or conda)" >&2; exit 2; }
         echo "making a virtual environment in $venv"
-        "$candidate" -m venv "$venv"
+        run "$candidate" -m venv "$venv"
     fi
-    cmp -s "$1" "$stamp" && return
-    echo "installing $(basename "$1"); this happens once"
-    "$python" -m pip install --quiet --disable-pip-version-check -r "$1"
+    echo "installing $(basename "$1") into $venv; this happens once"
+    if [ -n "${TORCH_INDEX_URL:-}" ]; then
+        run "$python" -m pip install --disable-pip-version-check --index-url "$TORCH_INDEX_URL" "$(grep '^torch' "$root/requirements.txt")"
+    elif [ "$(uname -s)" = Linux ] && ! "$python" -c 'import torch' 2>/dev/null; then
+        echo "PyTorch with CUDA takes 5.3 GB. Without an NVIDIA GPU a fraction is enough: stop with Ctrl-C and type"
+        echo "    TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu bash $0"
+    fi
+    run "$python" -m pip install --disable-pip-version-check -r "$1"
     cp "$1" "$stamp"
 }
 
@@ -49,9 +86,10 @@ if [ "$verb" = test ]; then
     exec "$python" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"  # a file at a time on each core
 fi
 
-cd "$root"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # for the labs, which are modules
 case "$verb" in
     pipeline) exec "$python" -m torch.distributed.run --standalone --nproc_per_node "${PROCESSES:-2}" -m -- labs.pipeline "$@" ;;
+    gpu) exec "$python" -m benchmarks.gpu "$@" ;;
     attention) exec "$python" -m labs.attention_op "$@" ;;
     gpt)  # a result to look at within minutes, wherever it runs
         [[ " $* " == *" --resume"* ]] || set -- --max_minutes 10 "$@"
@@ -66,23 +104,31 @@ flags=()
 if [[ " $* " != *" --resume"* ]] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     if [[ -d /opt/minidataset || " $* " == *" --data"* ]]; then flags=(--max_minutes 60); else flags=(--max_minutes 3.5); fi
 fi
-"$python" train.py ${flags[@]+"${flags[@]}"} "$@"
-
-# Evaluate this very run: the one named in the flags, else the newest.
-ckpt=()
-while [ $# -gt 1 ]; do
-    case "$1" in
-        --resume) ckpt=(--ckpt "$2") ;;
-        --run) [[ "$2" == */* ]] && ckpt=(--ckpt "$2") || ckpt=(--ckpt "runs/$2") ;;
+# The name of the run, so that just this one is evaluated; a settings file may hold one.
+name= word=
+for next in "$@" ""; do
+    case "$word" in
+        --run=* | --resume=*) name="${word#*=}" ;;
+        --run | --resume) name="$next" ;;
     esac
-    shift
+    word="$next"
 done
-"$python" evaluate.py ${ckpt[@]+"${ckpt[@]}"}
+case "$name:${1:-}" in :*.yaml | :*.yml | :*.json) ;; :*) name="$(date +%Y-%m-%d_%H-%M-%S)"; flags+=(--run "$name") ;; esac
+run "$python" "$root/train.py" ${flags[@]+"${flags[@]}"} "$@"
+
+[ -n "$name" ] || name="$(dirname "$(ls -t runs/*/train.log | head -n 1)")"
+[ -d "runs/$name" ] && folder="runs/$name" || folder="$name"
+if tail -n 1 "$folder/train.log" | grep -q "to go on:"; then
+    echo "the training was interrupted, so nothing is evaluated" >&2
+    exit 130
+fi
+run "$python" "$root/evaluate.py" --ckpt "$folder"
+at="$([ "$PWD" = "$root" ] || echo "$root/")"
 cat <<END
 
 Next 接下来:
   tensorboard --logdir runs                    # curves 曲线   (source $venv/bin/activate first 先激活环境)
-  python translate.py 我昨天买了三本书。          # translate 翻译
-  python evaluate.py --beam 4                  # beam search 束搜索
-  python train.py --help                       # every flag 全部参数
+  python ${at}translate.py 我昨天买了三本书。          # translate 翻译
+  python ${at}evaluate.py --beam 4                  # beam search 束搜索
+  python ${at}train.py --help                       # every flag 全部参数
 END

@@ -56,6 +56,7 @@ class Config:
     keep: int = flag(5, "newest checkpoints that are kept, besides the best", "Run", least=1)
     precision: str = flag("auto", "number format (auto|fp32|bf16|fp16)", "Run")
     compile: bool = flag(False, "torch.compile the model", "Run")
+    captured: bool = flag(False, "train with CUDA graphs on a GPU: less waiting for Python, but new", "Run")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Run")
     seed: int = flag(1, "seed of weights, dropout and data order", "Run", least=0)
 
@@ -93,7 +94,7 @@ from text.prepare import find_and_prepare, load_prepared
 from validation import Validation
 
 # On --resume; anything else would make it another run.
-MAY_CHANGE = {"epochs", "max_steps", "max_minutes", "patience", "workers", "device", "precision", "compile",
+MAY_CHANGE = {"epochs", "max_steps", "max_minutes", "patience", "workers", "device", "precision", "compile", "captured",
               "accumulate", "attention", "eval_every", "log_every", "save_minutes", "keep", "data"}  # fmt: skip
 
 
@@ -123,17 +124,12 @@ def train(config: Config) -> Path:
             from labs.attention_op import use_in
 
             use_in(model, config.attention)
-        loss_of = None if config.compile else fast.loss(model, config.label_smoothing, precision.dtype, log)
+        captured = config.captured and not config.compile and world.device.type == "cuda"
+        loss_of = None if config.compile or captured else fast.loss(model, config.label_smoothing, precision.dtype, log)
         loss_of = loss_of or SummedLoss(model, config.label_smoothing)
         parameters = list(model.parameters())
         optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-        state = {
-            "step": 0,
-            "minutes": 0.0,
-            "best_loss": None,
-            "stale": 0,
-            "validated": 0,
-        }  # step of the last validation
+        state = {"step": 0, "minutes": 0.0, "best_loss": None, "stale": 0, "validated": 0}  # validated: at which step
         state |= {"saved": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}  # minutes at the last checkpoint
         state |= {"world_size": world.size, "accumulate": 0, "plan": 0}  # how the pairs of a step were dealt
         state |= run.restore(model, optimizer, precision) or {}
@@ -162,6 +158,7 @@ def train(config: Config) -> Path:
         sampler.load_state_dict({"step": state["step"]})
         if run.state and (state["world_size"], state["plan"]) != (world.size, sampler.plan_id):
             log(sampler.describe_change(state))
+        loss_of = (captured and fast.captured_loss(loss_of, precision.dtype, sampler.shapes(), log)) or loss_of
         batches = batches_of(prepared.train, sampler, collate, config.workers, world.device)
         micro_batches = run.at_end.enter_context(contextlib.closing(batches))
         tokens_of_steps = sampler.target_tokens(state["step"])  # real ones, over all ranks
@@ -245,7 +242,7 @@ def train(config: Config) -> Path:
             step = state["step"] + 1
             for group in optimizer.param_groups:
                 group["lr"] = plan.learning_rate(step)
-            torch.manual_seed(world.seed(config.seed, step))
+            world.set_seed(config.seed, step)
 
             # The gradient of the loss over every pair of this step, in all micro-batches and on all ranks.
             tokens = next(tokens_of_steps)

@@ -81,8 +81,10 @@ def main(config: Config) -> None:
 
 def attentions(causal: bool, device: torch.device) -> dict[str, Callable[..., Tensor]]:
     """Name → function of q, k, v."""
+    # A GPU's flash attention knows no fp32.
+    fused = SDPBackend.FLASH_ATTENTION if device.type == "cpu" else SDPBackend.EFFICIENT_ATTENTION
     named = {
-        "PyTorch flash": pytorch_with(SDPBackend.FLASH_ATTENTION, causal),
+        f"PyTorch {'flash' if device.type == 'cpu' else 'efficient'}": pytorch_with(fused, causal),
         "PyTorch math": pytorch_with(SDPBackend.MATH, causal),
         "composed": lambda q, k, v: composed_attention(q, k, v, causal),
     }

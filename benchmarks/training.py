@@ -35,7 +35,17 @@ from engine.precision import Precision
 from engine.telemetry import GIB, peak_memory_gib
 from model import ModelConfig
 
-OURS = ("random-plain-fp32", "plain-fp32", "plain-bf16", "fp32", "bf16", "compiled-bf16", "plain-fp16", "fp16")
+OURS = (
+    "random-plain-fp32",
+    "plain-fp32",
+    "plain-bf16",
+    "fp32",
+    "bf16",
+    "compiled-bf16",
+    "captured-bf16",
+    "plain-fp16",
+    "fp16",
+)
 CONTESTANTS = {
     "handout": Contestant("handout"),
     "opennmt": Contestant("opennmt", toolkit="opennmt"),

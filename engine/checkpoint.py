@@ -90,7 +90,7 @@ def steps(folder: Path) -> list[int]:
 
 def write_checksums(folder: Path, names: list[str], to: str = "checksums.json") -> None:
     """A file in `folder` with the hashes of these files in it, for `verify_files`; whole or not at all."""
-    recorded = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in sorted(names)}
+    recorded = {name: _hash_of(folder / name) for name in sorted(names)}
     temporary = folder / f".{to}.tmp"
     temporary.unlink(missing_ok=True)  # never written through a link that somebody put there
     temporary.write_bytes(_as_json(recorded))
@@ -106,7 +106,7 @@ def verify_files(folder: Path, checksums: str = "checksums.json") -> str | None:
         if text != _as_json(recorded):
             return f"{checksums} is damaged"
         for name, digest in recorded.items():
-            if hashlib.sha256(Path(folder, name).read_bytes()).hexdigest() != digest:
+            if _hash_of(Path(folder, name)) != digest:
                 return f"checksum of {name} differs"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
@@ -247,6 +247,14 @@ def _newest_first(folder: Path) -> list[Path]:
 
 def _as_json(value) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
+
+
+def _hash_of(file: Path) -> str:
+    digest = hashlib.sha256()
+    with open(file, "rb") as stream:
+        while block := stream.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _wait_for_disk(path: Path) -> None:

@@ -18,9 +18,13 @@ import re
 import sys
 from pathlib import Path
 
-from engine.errors import UserError, stop
+from engine.errors import UserError, prepare_process, stop
 
 SETTINGS_BYTES = 2**16
+OTHER_WORDS = {  # what a flag is called elsewhere
+    "batch_size": "tokens_per_batch", "batch": "tokens_per_batch", "learning_rate": "lr", "num_epochs": "epochs",
+    "num_beams": "beam", "output": "out", "model": "ckpt", "checkpoint": "ckpt", "name": "run",
+}  # fmt: skip
 LARGEST = 2**31 - 1  # whole number, where a flag names no other limit
 SAYS_TRUE, SAYS_FALSE = ("true", "yes", "1"), ("false", "no", "0")
 
@@ -43,6 +47,7 @@ def parse_flags(config_class, description: str = "", positional: str | None = No
     and all words after `--` are collected in `config.<positional>`; without it they are an error. Mistakes print one
     line and exit with 2.
     """
+    prepare_process()
     try:
         return _parse(config_class, description, positional, sys.argv[1:])
     except UserError as error:
@@ -103,6 +108,8 @@ def checked(config):
         value, bounds = getattr(config, field.name), field.metadata
         if not isinstance(value, (int, float) if field.type is float else field.type):
             raise UserError(f"--{field.name} {value!r} must be of type {field.type.__name__}")
+        if isinstance(value, str) and "\0" in value:
+            raise UserError(f"--{field.name} {value!r} holds a NUL character, which no name can")
         if isinstance(value, int | float) and not _is_within(value, bounds):
             raise UserError(f"--{field.name} {value} must be {bounds_in_words(bounds, value) or 'a finite number'}")
         choices = choices_of(field)
@@ -156,7 +163,9 @@ def read_settings(path: Path) -> dict:
 
 def nearest(word: str, names: list[str], prefix: str = "", hint: str = "see --help") -> str:
     """'; did you mean --lr?' for the name closest to `word`, or the hint when none is close."""
-    close = difflib.get_close_matches(word.replace("-", "_"), names, n=1)
+    word = word.replace("-", "_")
+    same = [OTHER_WORDS[word]] if OTHER_WORDS.get(word) in names else []
+    close = same or difflib.get_close_matches(word, names, n=1)
     return f"; did you mean {prefix}{close[0]}?" if close else f"; {hint}" if prefix and hint else ""
 
 

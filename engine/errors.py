@@ -1,8 +1,10 @@
 """A user's mistake ends in one line on stderr — what, where, what to do — and exit code 2; a bug keeps its traceback."""
 
 import errno
+import io
 import os
 import re
+import signal
 import sys
 import threading
 
@@ -17,9 +19,25 @@ class UserError(Exception):
     """Something the user can mend. The message is one line: what is wrong, where, what to do."""
 
 
+def prepare_process() -> None:
+    """What a script does first, before the imports that take seconds: streams that can be written to, Ctrl-C in silence."""
+    if sys.platform == "win32":
+        stop("this needs Linux, macOS or WSL (the Linux inside Windows: https://aka.ms/wsl)")
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed (`>&-`): the next file that is opened would take its place
+            setattr(sys, name, open(os.devnull, mode))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal in ASCII or Latin-1
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `run_script`
+
+
 def run_script(main) -> None:
     """Call `main()`; turn a `UserError`, or a disk that is full or read-only, into one line and exit code 2."""
     # TensorBoard writes in a thread, whose error the next write raises here again: one traceback too many.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.excepthook = lambda args: None if _disk_error(args.exc_value) else threading.__excepthook__(args)
     try:
         main()
@@ -28,9 +46,10 @@ def run_script(main) -> None:
     except BrokenPipeError:  # `… | head` has seen enough
         os._exit(0)
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
-            stop("the GPU's memory is full; give --preset or the sizes smaller, to train.py also --accumulate 2 (the same "
-                 "step in two parts) or fewer --tokens_per_batch")  # fmt: skip
+        on_gpu = type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported here
+        if on_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            stop(f"the {'GPU' if on_gpu else 'machine'}'s memory is full; give --preset or the sizes smaller, to train.py "
+                 "also --accumulate 2 (the same step in two parts) or fewer --tokens_per_batch")  # fmt: skip
         many = os.environ.get("WORLD_SIZE", "1") != "1"
         if many and not isinstance(error, OSError) and re.search(_PEER_LOST, str(error)):  # a download's is an OSError
             stop("another process of this run has ended or does not answer; its own message says why")

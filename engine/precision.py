@@ -83,6 +83,9 @@ def choose_precision(device: torch.device, name: str = "auto", training: bool = 
         raise UserError(f"--precision {name}: unknown; choose one of {', '.join(CHOICES)}")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 on Ampere and later; no effect on older cards
+        # cuDNN's attention, PyTorch's first choice on an H100, makes a plan of some 30 ms for every shape: sentences have
+        # hundreds of shapes.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         capability = torch.cuda.get_device_capability(device)
         if name == "auto" and capability >= (8, 0):
             name, reason = "bf16", "compute capability 8.0 or later has fast bf16"

@@ -3,9 +3,9 @@
     loss_of = fast.loss(model, 0.1, torch.bfloat16, log) or SummedLoss(model, 0.1)      # training
     steps = fast.steps(model) or partial(decoding.start, model)                         # greedy decoding
 
-Two doors; behind them, on a CPU, C++ compiled at the first use (build.py): training.py and cross_entropy.py over kernels.cpp,
-decoding.py over decoding.cpp. On a GPU: cross_entropy.py, and captured.py if it is asked for. Where there is no faster way, a
-door gives None, and the plain code runs.
+The doors; behind them, on a CPU, C++ compiled at the first use (build.py): training.py and cross_entropy.py over kernels.cpp,
+decoding.py over decoding.cpp. On a GPU: cross_entropy.py; captured.py and cuda_training.py if they are
+asked for. Where there is no faster way, a door gives None, and the plain code runs.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from torch import nn
 from engine.errors import UserError
 from fast import build
 from fast.captured import CapturedSteps
+from fast.cuda_training import CapturedLoss
 from fast.decoding import CompiledSteps, is_possible
 from fast.training import KernelLoss, SlicedLoss, why_not
 
@@ -36,6 +37,18 @@ def loss(
         )
         return None
     return KernelLoss(model, label_smoothing, dtype)
+
+
+def captured_loss(
+    plain: nn.Module, dtype: torch.dtype, shapes: list, log: Callable = lambda line: None
+) -> nn.Module | None:
+    """`plain`, a `SummedLoss`, by CUDA graphs of these shapes (see `BucketSampler.shapes`), or None; `log` is told why."""
+    if (
+        next(plain.parameters()).device.type != "cuda" or dtype == torch.float16
+    ):  # whose gradients would vanish, as above
+        log("note: --captured has no effect: training by CUDA graphs needs a GPU, and bf16 or fp32")
+        return None
+    return CapturedLoss(plain, shapes)
 
 
 def steps(model: nn.Module, int8: bool = False, captured: bool = False) -> Callable | None:

@@ -263,11 +263,11 @@ def no_collection() -> Iterator[None]:
 
 @contextmanager
 def random_state_kept(device_index: int) -> Iterator[None]:
-    """With a copy of the random state: one that was in a failed capture is of no use, and no dropout works any more."""
+    """A failed capture leaves a random state that is of no use, and no dropout would work any more: then an earlier copy."""
     generator = torch.cuda.default_generators[device_index]
-    state = generator.graphsafe_get_state()
-    generator.graphsafe_set_state(generator.clone_state())
+    copy_of_state = generator.clone_state()
     try:
         yield
-    finally:
-        generator.graphsafe_set_state(state)
+    except BaseException:
+        generator.graphsafe_set_state(copy_of_state)
+        raise

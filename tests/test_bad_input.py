@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 from conftest import HANGS, ROOT, TINY_FLAGS, in_this_process, reversed_digits, write_pairs
 
-from text.prepare import _is_whole
+from engine.checkpoint import verify_files
 from text.subwords import train_tokenizer
 
 PAIRS = reversed_digits(90)
@@ -287,23 +287,23 @@ CASES = {
     # What --ckpt names.
     "no runs": Case("evaluate", ("no trained run in", "python train.py"), lambda: shutil.rmtree("runs")),
     "no checkpoint": Case("evaluate --ckpt none", ("none does not exist", "give a run")),
-    "empty checkpoint": Case("translate --ckpt empty 一", ("empty is no whole checkpoint",), lambda: os.mkdir("empty")),
-    "a run without checkpoints": Case("evaluate --ckpt runs/good", ("runs/good is no whole checkpoint",),
+    "empty checkpoint": Case("translate --ckpt empty 一", ("empty is not a whole checkpoint",), lambda: os.mkdir("empty")),
+    "a run without checkpoints": Case("evaluate --ckpt runs/good", ("no whole checkpoint in runs/good/checkpoints",),
                                       without_checkpoints),
     "damaged checkpoint": Case(f"evaluate --ckpt {CHECKPOINT}", ("checksum of model.safetensors differs",), flip_a_bit),
-    "a text named .pt": Case("evaluate --ckpt runs/good/notes.pt", ("notes.pt", "no file of weights"),
+    "a text named .pt": Case("evaluate --ckpt runs/good/notes.pt", ("notes.pt", "not a weights file"),
                              in_file("runs/good/notes.pt", "to do: translate\n")),
-    "another model's weights": Case("evaluate --ckpt runs/good/o.safetensors", ("does not hold the weights of",),
+    "another model's weights": Case("evaluate --ckpt runs/good/o.safetensors", ("does not contain the weights of",),
                                     tensors("runs/good/o.safetensors", {"a": torch.zeros(2)})),
-    "weights that are no dict": Case("evaluate --ckpt runs/good/list.pt", ("list.pt holds no state_dict",),
+    "weights that are no dict": Case("evaluate --ckpt runs/good/list.pt", ("list.pt contains no state_dict",),
                                      tensors("runs/good/list.pt", [1, 2])),
-    "weights outside a run": Case("evaluate --ckpt w.safetensors", ("w.safetensors lies in no run",),
+    "weights outside a run": Case("evaluate --ckpt w.safetensors", ("w.safetensors is not inside a run",),
                                   tensors("w.safetensors", {"a": torch.zeros(2)})),
     "hostile weights": Case("translate --ckpt runs/good/x.pt 一", ("x.pt", "would run code", "refused"),
                             in_file("runs/good/x.pt", pickle.dumps(Hostile())), not_hacked),
     "hostile weights of torch.save": Case("evaluate --ckpt runs/good/x.pt", ("x.pt", "would run code", "refused"),
                                           tensors("runs/good/x.pt", {"model": Hostile()}), not_hacked),
-    "a run of another script": Case("evaluate --ckpt runs/other", ("runs/other", "lies in no run of train.py"),
+    "a run of another script": Case("evaluate --ckpt runs/other", ("runs/other", "is not inside a run of train.py"),
                                     another_script_s_run),
     "a damaged model.json": Case("evaluate --ckpt runs/good", ("runs/good: checksum of model.json differs", "put the file back"),
                                  in_file("runs/good/model.json", "{}")),
@@ -319,9 +319,9 @@ CASES = {
     "tokenizer without a network": Case("train --data pairs --tokenizer no/such", ("no/such: no such folder",),
                                         slow=True, process=True, environment={"HF_ENDPOINT": NO_ANSWER}),
     # Places to write.
-    "a run below a file": Case("train --data pairs --run file.txt/x", ("cannot write to file.txt/x", "another place"),
+    "a run below a file": Case("train --data pairs --run file.txt/x", ("cannot write to file.txt/x", "another --run"),
                                in_file("file.txt", "")),
-    "a run in /proc": Case("train --data pairs --run /proc/x", ("cannot write to /proc/x", "choose another place")),
+    "a run in /proc": Case("train --data pairs --run /proc/x", ("cannot write to /proc/x", "choose another --run")),
     "a name too long": Case(f"train --data pairs --run {'x' * 300}", ("cannot write", "File name too long")),
     "out in a missing folder": Case("evaluate --ckpt runs/good --out none/x", ("--out none/x cannot be written",)),
     "disk full while tokenising": Case("train --data many --run disk/new", ("cannot write disk/.cache/", "free some space"),
@@ -337,7 +337,8 @@ CASES = {
         RANK="first", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="29511")),
     "no such split": Case("evaluate --ckpt runs/good --split train --data bad", ("bad has no train split",),
                           lines(*rows(*PAIRS), name="test.jsonl")),
-    "an empty split": Case("evaluate --ckpt runs/good --split validation --data bad", ("no rows in its validation",),
+    "an empty split": Case("evaluate --ckpt runs/good --split validation --data bad",
+                           ("bad has no validation split", "leave --split out"),
                            lines(*rows(*PAIRS), name="test.jsonl")),
     "an unknown split": Case("evaluate --split dev", ("--split dev is unknown", "validation")),
     "columns of evaluate.py": Case("evaluate --ckpt runs/good --data bad", ("bad/test.jsonl, line 1", "found src, tgt"),
@@ -361,7 +362,7 @@ def check_nothing_half_written(before: dict, after: dict, goes_on: bool) -> None
         assert os.path.basename(path) != "config.json", f"{path} makes a run that never began"
         assert not any(mark in path for mark in (".building-", ".tmp-", ".replaced-", ".new-", ".writable")), path
     for cache in (*Path("runs/.cache").glob("[!.]*"), *Path("disk/.cache").glob("[!.]*")):
-        assert _is_whole(cache), f"{cache} is half-written"
+        assert verify_files(cache) is None, f"{cache} is half-written"
 
 
 @pytest.fixture(scope="module")

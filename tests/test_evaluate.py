@@ -54,16 +54,10 @@ def test_the_card_heeds_case(tmp_path):
     rows = [("一", "The Cat sat on the Mat in the Sun"), ("二", "He likes green Tea very much")]
     texts = ["The cat sat on the mat", "He likes green Tea"]
     trained = SimpleNamespace(config={"target": "en"}, run=tmp_path, name="x")
-    report(Config(), trained, rows, Translations(texts, 9, 0, 0), 1.0, lambda *_: None)
-    card = json.loads((tmp_path / "eval/test-greedy.json").read_text())
-    assert (
-        card["nltk"] == pytest.approx(corpus_bleu([target for _, target in rows], texts))
-        and card["brevity_penalty"] < 1
-    )
-    assert (
-        card["nltk"] < card["lowercase"] - 10
-        and (tmp_path / "eval/test-greedy.txt").read_text() == "\n".join(texts) + "\n"
-    )
+    scored, translations = {"data": "data", "split": "test"}, Translations(texts, 9, 0, 0)
+    card = report(Config(), trained, scored, rows, translations, 1.0, lambda *_: None)
+    assert card["nltk"] == pytest.approx(corpus_bleu([target for _, target in rows], texts))
+    assert card["brevity_penalty"] < 1 and card["nltk"] < card["lowercase"] - 10
 
 
 def test_every_row_gets_a_hypothesis_whatever_is_in_it(toy_run, tmp_path):
@@ -74,15 +68,15 @@ def test_every_row_gets_a_hypothesis_whatever_is_in_it(toy_run, tmp_path):
     lines = (tmp_path / "out.txt").read_text(encoding="utf-8").split("\n")
     assert len(lines) == len(rows) + 1 and lines[-1] == ""
     assert lines[1] == lines[3] == "" and lines[0] == lines[4] != ""
-    assert "1 sources are longer than the 512 tokens" in output
-    assert not list((toy_run / "runs/toy/eval").glob("*odd*"))  # the run's own results are those on its own data
+    assert "1 sources were cut to the model's limit of 512 tokens" in output
 
 
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
 def test_each_split_gives_its_own_raw_rows(toy_data, split):
     trained = SimpleNamespace(config={"data": str(toy_data), "source": "zh", "target": "en"})
-    rows, where = load_rows(Config(split=split), trained)
-    assert [target for _, target in rows] == references(toy_data, split) and where == f"{toy_data}, split {split}"
+    rows, scored = load_rows(Config(split=split), trained)
+    assert [target for _, target in rows] == references(toy_data, split)
+    assert (scored["data"], scored["split"]) == (str(toy_data), split)
     assert load_rows(Config(split=split, limit=7), trained)[0] == rows[:7]
 
 

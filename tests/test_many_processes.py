@@ -105,7 +105,7 @@ def test_a_signal_to_one_rank_stops_all_and_more_or_fewer_go_on(whole_run, toy_d
         output = forked("train.py", "--resume", here, cwd=tmp_path)
     else:
         output = forked_ranks(after, "train.py", "--resume", here, cwd=tmp_path)
-    assert f"note: {before} processes before, {after} from here on" in output
+    assert f"note: {before} processes before, {after} from now on" in output
     assert_close_run(whole_run, here)
 
 

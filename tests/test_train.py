@@ -437,7 +437,7 @@ def test_stops_after_the_minutes(toy_data, here, monkeypatch):
     # A step looks three times: 40 steps in 12 seconds, and from the 28th on the rate falls.
     assert 38 <= len(rates) <= 42 and max(rates) == 0.001 and rates[-1] < 0.0002
     log = (here / "train.log").read_text(encoding="utf-8")
-    assert "the learning rate falls from here on" in log and "the 0.2 minutes are over" in log
+    assert "the learning rate falls from now on" in log and "the 0.2 minutes are over" in log
 
 
 def test_early_stopping(toy_data, here, monkeypatch):

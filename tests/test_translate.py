@@ -64,7 +64,7 @@ def test_lines_of_standard_input(tiny_run, reference):
     expected = reference(LINES)
     assert result.out.split("\n") == [*expected, ""] and len(expected) == len(LINES)
     assert expected[0] == expected[7] != "" and [expected[row] for row in (1, 3, 5)] == ["", "", ""]
-    assert "no --ckpt given, so the newest run: runs" in result.err and "device: " in result.err
+    assert "no --ckpt given, using the newest run: runs" in result.err and "device: " in result.err
     assert "Traceback" not in result.err and "Warning" not in result.err
 
 
@@ -124,7 +124,7 @@ def test_groups_of_lines_keep_their_order(called, reference, monkeypatch):
 @pytest.mark.parametrize("lines, cut", [(["鸞" * 40, "二"], 1), (["鸞" * 11, "鸞" * 10, "鸞" * 200, "三"], 2)])
 def test_long_input_is_cut_and_said(called, reference, lines, cut):
     out, err = called(*lines)
-    assert f"note: {cut} sentences are longer than the 32 tokens of the model, and were cut" in err
+    assert f"note: {cut} sentences were cut to the model's limit of 32 tokens" in err
     assert out.splitlines() == reference(lines) and len(out.splitlines()) == len(lines)
     assert "note" not in called("鸞" * 10)[1]
 

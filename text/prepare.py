@@ -5,17 +5,23 @@
 Tokenised once, before training, into flat arrays that are memory-mapped: 26 million pairs train in the memory of one batch.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
+import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
+from engine.checkpoint import verify_files, write_checksums
 from engine.errors import UserError
 from engine.telemetry import progress
 from text.cleaning import absurd_ratio, clean_pairs, held_out_rows, missing_splits, normalise, report
@@ -67,14 +73,18 @@ def prepare(
     settings |= {"tokenizer": _tokenizer_key(tokenizer), "max_length": max_length}
     key = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
     folder = cache / key
-    if (folder / "summary.json").exists() and _is_whole(folder):
+    cache.mkdir(parents=True, exist_ok=True)
+    _clear_leftovers(cache, key, say)
+    if folder.exists() and (damage := verify_files(folder)):  # the caches of older versions have no checksums
+        say(f"data: {folder} is made again: {damage}")
+        shutil.rmtree(folder)
+    if folder.exists():
         say(f"data: {text.path} ({text.form}), tokenised earlier in {folder}")
     else:
-        if folder.exists():
-            say(f"data: {folder} is damaged and will be made again")
-            shutil.rmtree(folder)
         say(f"data: {text.path} ({text.form}), {text.source}→{text.target}; tokenising into {folder}")
-        _build(text, folder, source_vocab, target_vocab, tokenizer, max_length, say)
+        with _made_whole(folder) as building:
+            summary = _build(text, building, source_vocab, target_vocab, tokenizer, max_length, say) | {"key": key}
+            (building / "summary.json").write_text(json.dumps(summary, ensure_ascii=False, indent=1), encoding="utf-8")
     return load_prepared(folder)
 
 
@@ -83,8 +93,8 @@ def find_and_prepare(config, cache: Path, say) -> tuple[Path, str]:
     data = config.data or default_path()
     if not config.data:
         say(f"data: no --data given, using {data}")
-    if Path(data).expanduser().exists():  # else a hub name, or a mistake
-        data = str(Path(data).expanduser().resolve())
+    if os.path.exists(os.path.expanduser(data)):  # else a hub name, or a mistake
+        data = os.path.realpath(os.path.expanduser(data))
     text = find_text(data, config.source, config.target)
     prepared = prepare(text, cache, source_vocab=config.source_vocab, target_vocab=config.target_vocab,
                        tokenizer=config.tokenizer, max_length=config.max_length, say=say)  # fmt: skip
@@ -103,60 +113,88 @@ def load_prepared(folder: Path) -> Prepared:
     )  # fmt: skip
 
 
-def _build(text, folder, source_vocab, target_vocab, tokenizer, max_length, say) -> None:
-    """Clean, train tokenizers, tokenise; in a temporary folder that gets its name when it is complete."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    building = folder.with_name(f".building-{folder.name}-{os.getpid()}")
-    shutil.rmtree(building, ignore_errors=True)
+@contextlib.contextmanager
+def _made_whole(folder: Path) -> Iterator[Path]:
+    """A new folder that gets the name `folder` when it is complete; nothing is left of it when that fails.
+
+    It is this process's alone: its name is drawn by chance (process ids repeat in containers), and its lock goes with the
+    process, so that a later one sees what a killed one left behind.
+    """
+    building = folder.with_name(f".building-{folder.name}-{secrets.token_hex(4)}")
     building.mkdir()
     try:
-        held_out = held_out_rows(text)
-        for split in missing_splits(text):
-            say(f"data: no {split} split; {len(held_out[split]):,} pairs are cut from train by a hash of the pair")
-        counts = Counter()
-        lines = building / "clean.txt"  # source and target of a pair on two lines; no clean text holds a line break
-        with open(lines, "w", encoding="utf-8") as file:
-            for source, target in progress(
-                clean_pairs(text, held_out, max_length, counts), desc="cleaning", unit=" pairs"
-            ):
-                file.write(f"{source}\n{target}\n")
-                counts["kept"] += 1
-        _require_pairs(text, counts, counts["kept"])
-        sizes = [size or default_vocabulary(counts["kept"]) for size in (source_vocab, target_vocab)]
-        tokenizers = _make_tokenizers(lines, counts["kept"], tokenizer, sizes, say)
-        for side, tokenizer_of_side in tokenizers.items():
-            tokenizer_of_side.save_pretrained(building / "tokenizer" / side)
-
-        unknown = _write_train(lines, building / "train", tokenizers, max_length, counts)
-        _require_pairs(text, counts, counts["kept"])
-        if unknown > 0.01:
-            raise UserError(
-                f"tokenizer {tokenizer} does not know {unknown:.1%} of the tokens of {text.path}; choose a tokenizer "
-                f"made for {text.source} and {text.target}, or leave --tokenizer out"
-            )
-        rows = held_out["validation"][:VALIDATION_ROWS]
-        if not rows:
-            raise UserError(
-                f"{text.path}: the validation split has no rows; add rows, or remove the file: then it is cut from train"
-            )
-        _write_validation(rows, building, tokenizers, max_length, say)
-        lines.unlink()
-        say(report(counts))
-        say(f"tokens: source vocabulary {len(tokenizers['source']):,}, target vocabulary {len(tokenizers['target']):,}, "
-            f"unknown {unknown:.2%}")  # fmt: skip
-        files = {str(path.relative_to(building)): path.stat().st_size for path in building.rglob("*") if path.is_file()}
-        summary = {"counts": dict(counts), "path": text.path, "key": folder.name, "unknown": unknown, "files": files}
-        (building / "summary.json").write_text(json.dumps(summary, ensure_ascii=False, indent=1), encoding="utf-8")
-        try:
-            os.replace(building, folder)
-        except OSError:  # another run made the same in the meantime
-            if not _is_whole(folder):
-                raise
+        with open(building / ".lock", "w", encoding="utf-8") as file:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield building
+            files = [str(path.relative_to(building)) for path in building.rglob("*") if path.is_file()]
+            write_checksums(building, [name for name in files if name != ".lock"])
+            with contextlib.suppress(OSError):  # another run may have made the same just now: then that one is used
+                os.replace(building, folder)
+            if damage := verify_files(folder):
+                raise UserError(f"{folder}: {damage} just after it was written; check the disk")
     except OSError as error:
-        error.filename = error.filename or str(building)  # a write, unlike an open, does not say where
+        if error.errno:  # numpy's have none, but words that `run_script` knows
+            error.filename = error.filename or str(building)  # a write, unlike an open, does not say where
         raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
+
+
+def _clear_leftovers(cache: Path, key: str, say) -> None:
+    """Remove what killed processes left of their work, and wait for one that makes just what is wanted."""
+    for building in cache.glob(".building-*"):
+        with contextlib.suppress(OSError):  # gone by now, or somebody else's
+            age = time.time() - building.stat().st_mtime  # seconds
+            if not (building / ".lock").exists():  # of an older version, or made this very moment
+                shutil.rmtree(building, ignore_errors=True) if age > 3600 else None
+                continue
+            with open(building / ".lock", "r+", encoding="utf-8") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    # Of a younger one the maker may be about to take the lock.
+                    shutil.rmtree(building, ignore_errors=True) if age > 5 else None
+                except BlockingIOError:
+                    if building.name.startswith(f".building-{key}-"):
+                        say(f"data: another process tokenises the same data into {building}; waiting for it")
+                        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def _build(text, building, source_vocab, target_vocab, tokenizer, max_length, say) -> dict:
+    """Clean, train tokenizers, tokenise, into this folder; → what there is to know about it."""
+    held_out = held_out_rows(text)
+    for split in missing_splits(text):
+        say(f"data: no {split} split; {len(held_out[split]):,} pairs are cut from train by a hash of the pair")
+    counts = Counter()
+    lines = building / "clean.txt"  # source and target of a pair on two lines; no clean text holds a line break
+    with open(lines, "w", encoding="utf-8") as file:
+        for source, target in progress(clean_pairs(text, held_out, max_length, counts), desc="cleaning", unit=" pairs"):
+            file.write(f"{source}\n{target}\n")
+            counts["kept"] += 1
+    _require_pairs(text, counts, counts["kept"])
+    sizes = [size or default_vocabulary(counts["kept"]) for size in (source_vocab, target_vocab)]
+    tokenizers = _make_tokenizers(lines, counts["kept"], tokenizer, sizes, say)
+    for side, tokenizer_of_side in tokenizers.items():
+        tokenizer_of_side.save_pretrained(building / "tokenizer" / side)
+
+    unknown = _write_train(lines, building / "train", tokenizers, max_length, counts)
+    _require_pairs(text, counts, counts["kept"])
+    if unknown > 0.01:
+        raise UserError(
+            f"tokenizer {tokenizer} does not know {unknown:.1%} of the tokens of {text.path}; choose a tokenizer "
+            f"made for {text.source} and {text.target}, or leave --tokenizer out"
+        )
+    rows = held_out["validation"][:VALIDATION_ROWS]
+    if not rows:
+        raise UserError(
+            f"{text.path}: the validation split has no rows; add rows, or remove the file: then it is cut from train"
+        )
+    _write_validation(rows, building, tokenizers, max_length, say)
+    lines.unlink()
+    say(report(counts))
+    say(f"tokens: source vocabulary {len(tokenizers['source']):,}, target vocabulary {len(tokenizers['target']):,}, "
+        f"unknown {unknown:.2%}")  # fmt: skip
+    return {"counts": dict(counts), "path": text.path, "unknown": unknown}
 
 
 def default_vocabulary(pairs: int) -> int:
@@ -213,7 +251,7 @@ def _worth_keeping(source: np.ndarray, target: np.ndarray, max_length: int, coun
 def _write_validation(rows, building: Path, tokenizers: dict, max_length: int, say) -> None:
     writer = TokenWriter(building / "validation", {side: len(tokenizer) for side, tokenizer in tokenizers.items()})
     for index, side in enumerate(("source", "target")):
-        encoded = encode(tokenizers[side], [normalise(row[index]) for row in rows])
+        encoded = encode(tokenizers[side], [normalise(row[index]) for row in rows], max_length)
         long = sum(len(row) >= max_length for row in encoded)
         if long:
             say(f"validation: {long} {side} sentences are cut to {max_length - 1} tokens for the validation loss")
@@ -234,12 +272,3 @@ def _tokenizer_key(name: str) -> str:
         return name
     files = sorted(path for path in Path(name).iterdir() if path.is_file())
     return hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=8).hexdigest()
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether every file still has the size it was written with."""
-    try:
-        files = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["files"]
-        return all((folder / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError, KeyError):
-        return False

@@ -10,6 +10,7 @@ it, a directory written by `save_to_disk`, one such file, or a hub id such as `w
 alone, and a null becomes "". What the user can correct (a wrong path, a damaged file, …) raises a one-line `UserError`.
 """
 
+import csv
 import hashlib
 import json
 import os
@@ -22,7 +23,8 @@ from engine.errors import UserError
 
 Rows = Iterator[list[tuple[str, str]]]
 
-CHUNK = 10_000
+CHUNK = 10_000  # pairs
+CHUNK_BYTES = 2**26  # and so many bytes, about: a line may be a megabyte
 KEYWORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -61,7 +63,8 @@ class ParallelText:
             except UnicodeDecodeError as error:
                 line = _first_line_not_utf8(file)
                 raise UserError(f"{file}, line {line}: not UTF-8; convert it: iconv -f gb18030 -t utf-8") from error
-            except (OSError, ValueError, NotImplementedError) as error:  # what pyarrow raises for a damaged file
+            except (OSError, ValueError, LookupError, TypeError, NotImplementedError, MemoryError) as error:
+                # What pyarrow raises for a damaged file.
                 raise UserError(f"cannot read {file}: {_short(error)}; if it is damaged, get it again") from error
 
     def fingerprint(self) -> str:
@@ -88,7 +91,7 @@ def default_path() -> str:
 def find_text(path: str, source: str = "zh", target: str = "en") -> ParallelText:
     """Look at what is at `path`, sort its files into splits and check the first rows of each; UserError if unusable."""
     path = os.fspath(path)
-    root = Path(path).expanduser()
+    root = Path(os.path.expanduser(path))
     if not path or not os.path.exists(root):
         form, files = "hub", _hub_files(path, source, target)
     elif root.is_file():
@@ -120,7 +123,9 @@ def _directory_files(root: Path) -> tuple[str, dict[str, list[Path]]]:
 
     by_form: dict[str, list[tuple[str, Path]]] = {}
     for folder, subfolders, names in os.walk(root, onerror=stop, followlinks=True):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        subfolders[:] = [
+            name for name in subfolders if not name.startswith(".") and not _leads_back(root, Path(folder, name))
+        ]
         for file in (Path(folder, name) for name in names if not name.startswith(".") and name not in NOT_DATA):
             if form := FORMS.get(file.suffix.lower()):
                 by_form.setdefault(form, []).append((str(file.relative_to(root)), file))
@@ -130,6 +135,15 @@ def _directory_files(root: Path) -> tuple[str, dict[str, list[Path]]]:
     if len(by_form) > 1:
         print(f"{root} holds {', '.join(sorted(by_form))} files; only the {form} files are read")
     return form, _split_files(sorted(by_form[form], key=lambda named: _natural(named[0])))
+
+
+def _leads_back(root: Path, folder: Path) -> bool:
+    """Whether this is a link to a folder that it lies in: following it would read every file again and again."""
+    if not folder.is_symlink():
+        return False
+    leads_to = Path(os.path.realpath(folder))
+    above = [Path(os.path.realpath(parent)) for parent in folder.parents if parent == root or root in parent.parents]
+    return any(leads_to == parent or leads_to in parent.parents for parent in above)
 
 
 def _natural(name: str) -> list:
@@ -171,7 +185,7 @@ def _saved_files(root: Path) -> dict[str, list[Path]]:
             state = json.loads((root / folder / "state.json").read_text(encoding="utf-8"))
             name = folder or state.get("_split") or "data"
             named += [(name, root / folder / shard["filename"]) for shard in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{root} was not fully written by save_to_disk: {_short(error)}; save it again") from error
     return _split_files(named)
 
@@ -210,12 +224,20 @@ def _read_parquet(file: Path, source: str, target: str) -> Rows:
 
     with pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20) as parquet:
         prefix = _column_prefix(parquet.schema_arrow, source, target, file)
-        batches = parquet.iter_batches(CHUNK, columns=[prefix + source, prefix + target])
+        groups = [parquet.metadata.row_group(index) for index in range(parquet.num_row_groups)]
+        at_once = min((_rows_at_once(group.total_byte_size, group.num_rows) for group in groups), default=CHUNK)
+        batches = parquet.iter_batches(at_once, columns=[prefix + source, prefix + target])
         yield from _pairs_of_batches(batches, prefix, source, target, file)
 
 
 def _read_arrow(file: Path, source: str, target: str) -> Rows:
     import pyarrow
+
+    def slices(batches):
+        for batch in batches:
+            batch.validate(full=True)  # the offsets of a damaged file would lead out of the memory of this process
+            at_once = _rows_at_once(batch.nbytes, batch.num_rows)
+            yield from (batch.slice(start, at_once) for start in range(0, batch.num_rows, at_once))
 
     with pyarrow.memory_map(str(file)) as memory:
         if memory.read(6) == b"ARROW1":
@@ -225,28 +247,30 @@ def _read_arrow(file: Path, source: str, target: str) -> Rows:
             memory.seek(0)
             batches = reader = pyarrow.ipc.open_stream(memory)
         prefix = _column_prefix(reader.schema, source, target, file)
-        slices = (batch.slice(start, CHUNK) for batch in batches for start in range(0, batch.num_rows, CHUNK))
-        yield from _pairs_of_batches(slices, prefix, source, target, file)
+        yield from _pairs_of_batches(slices(batches), prefix, source, target, file)
+
+
+def _rows_at_once(size: int, rows: int) -> int:
+    """How many rows make a chunk, where `rows` of them have this size in bytes."""
+    return max(1, min(CHUNK, CHUNK_BYTES * rows // max(size, 1)))
 
 
 def _column_prefix(schema, source: str, target: str, file: Path) -> str:
     """What stands before the texts' names: "translation." (a struct column) or "" (flat columns); else UserError."""
     import pyarrow
 
-    types = {}
-    for field in schema:
-        types[field.name] = field.type
-        if field.name == "translation" and pyarrow.types.is_struct(field.type):
-            types |= {f"translation.{side.name}": side.type for side in field.type}
-    for prefix in ("translation.", ""):
-        if prefix + source in types and prefix + target in types:
+    flat = {field.name: field.type for field in schema}
+    struct = flat.get("translation")
+    nested = {side.name: side.type for side in struct} if struct and pyarrow.types.is_struct(struct) else {}
+    for prefix, types in (("translation.", nested), ("", flat)):
+        if source in types and target in types:
             for name in (source, target):
-                kind = types[prefix + name]
+                kind = types[name]
                 kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
                 if str(kind) not in ("string", "large_string", "string_view", "null"):
                     raise UserError(f"{file}, row 1: column {prefix + name} holds {kind}, not text")
             return prefix
-    raise _wrong_columns(file, list(types), source, target)
+    raise _wrong_columns(file, [*flat, *nested], source, target)
 
 
 def _pairs_of_batches(batches, prefix: str, source: str, target: str, file: Path) -> Rows:
@@ -267,30 +291,38 @@ def _pairs_of_batches(batches, prefix: str, source: str, target: str, file: Path
 
 
 def _read_json(file: Path, source: str, target: str) -> Rows:
-    chunk = []
-    for where, row in _json_rows(file):
-        if not isinstance(row, dict):
-            raise UserError(
-                f"{where}: a {type(row).__name__}, not an object; write an object with {source} and {target}"
-            )
-        inner = row.get("translation", {})
-        if inner is None:
-            inner = {source: None, target: None}
-        row = row | inner if isinstance(inner, dict) else row
-        if source not in row or target not in row:
-            raise _wrong_columns(where, list(row), source, target)
-        for name in (source, target):
-            if not isinstance(row[name], str | None):
-                raise UserError(f"{where}: {name} is of type {type(row[name]).__name__}, not text; put it in quotes")
-        pair = (row[source] or "", row[target] or "")
-        try:
-            "".join(pair).encode()
-        except UnicodeEncodeError as error:  # "\ud800" is valid JSON but no text: no tokenizer takes it
-            raise UserError(f"{where}: half of a surrogate pair; remove this character") from error
+    return _chunks(_pair_of(row, where, source, target) for where, row in _json_rows(file))
+
+
+def _pair_of(row, where: str, source: str, target: str) -> tuple[str, str]:
+    """The two texts of one JSON value."""
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: a {type(row).__name__}, not an object; write an object with {source} and {target}")
+    inner = row.get("translation", {})
+    if inner is None:
+        inner = {source: None, target: None}
+    row = row | inner if isinstance(inner, dict) else row
+    if source not in row or target not in row:
+        raise _wrong_columns(where, list(row), source, target)
+    for name in (source, target):
+        if not isinstance(row[name], str | None):
+            raise UserError(f"{where}: {name} is of type {type(row[name]).__name__}, not text; put it in quotes")
+    pair = (row[source] or "", row[target] or "")
+    try:
+        "".join(pair).encode()
+    except UnicodeEncodeError as error:  # "\ud800" is valid JSON but no text: no tokenizer takes it
+        raise UserError(f"{where}: half of a surrogate pair; remove this character") from error
+    return pair
+
+
+def _chunks(pairs: Iterator[tuple[str, str]]) -> Rows:
+    chunk, characters = [], 0
+    for pair in pairs:
         chunk.append(pair)
-        if len(chunk) == CHUNK:
+        characters += len(pair[0]) + len(pair[1])
+        if len(chunk) == CHUNK or characters > CHUNK_BYTES // 4:  # up to four bytes each
             yield chunk
-            chunk = []
+            chunk, characters = [], 0
     if chunk:
         yield chunk
 
@@ -315,42 +347,63 @@ def _json_rows(file: Path) -> Iterator[tuple[str, object]]:
     except json.JSONDecodeError as error:
         line = number + error.lineno - 1
         raise UserError(f"{file}, line {line}: broken JSON ({error.msg}); repair it or get the file again") from error
+    except RecursionError:
+        raise UserError(f"{file}, line {number}: too many brackets inside one another; write one row a line") from None
 
 
 def _read_csv(file: Path, source: str, target: str) -> Rows:
-    import pandas
+    is_tsv = file.suffix.lower() == ".tsv"
+    with file.open(encoding="utf-8-sig", newline="\n" if is_tsv else "") as stream:
+        rows = _tsv_rows(stream) if is_tsv else _csv_rows(stream, file)
+        line, columns = next(rows, (1, []))
+        if not columns:
+            raise UserError(f"{file} has no header line; its first line must name the columns")
+        if source not in columns or target not in columns:
+            raise _wrong_columns(f"{file}, line {line}", columns, source, target)
+        places = columns.index(source), columns.index(target)
 
-    options = {"sep": "\t" if file.suffix.lower() == ".tsv" else ",", "encoding": "utf-8-sig", "chunksize": CHUNK}
-    try:
-        # na_filter=False: the words "NA" and "None" are words. All columns are read, else too many would go unseen.
-        with pandas.read_csv(file, dtype=object, na_filter=False, **options) as chunks:
-            for chunk in chunks:
-                if source not in chunk or target not in chunk:
-                    raise _wrong_columns(f"{file}, line 1", list(chunk.columns), source, target)
-                if not isinstance(
-                    chunk.index, pandas.RangeIndex
-                ):  # pandas takes the fields that are too many for row names
+        def pairs() -> Iterator[tuple[str, str]]:
+            for line, fields in rows:
+                if len(fields) != len(columns):
+                    remedy = "a text cannot hold a tab" if is_tsv else "put a text that holds a comma in quotes"
                     raise UserError(
-                        f"{file}, line 2: more fields than the header; put text with commas or tabs in quotes"
+                        f"{file}, line {line}: {len(fields)} fields, the header has {len(columns)}; {remedy}"
                     )
-                yield list(zip(chunk[source].tolist(), chunk[target].tolist()))
-    except pandas.errors.ParserError as error:
-        reason = _short(error).split("C error: ")[-1]
-        raise UserError(f"{file}: {reason}; put a field that holds a separator or a quote in quotes") from error
-    except pandas.errors.EmptyDataError as error:
-        raise UserError(f"{file} has no header line; its first line must name the columns") from error
+                yield fields[places[0]], fields[places[1]]
+
+        yield from _chunks(pairs())
+
+
+def _tsv_rows(stream) -> Iterator[tuple[int, list[str]]]:
+    """(line, fields) of every line that is not empty. A quote is a character like any other: TSV knows no quoting."""
+    for number, line in enumerate(stream, 1):
+        if line := line.rstrip("\r\n"):
+            yield number, line.split("\t")
+
+
+def _csv_rows(stream, file: Path) -> Iterator[tuple[int, list[str]]]:
+    """(first line, fields) of every row that is not empty; in quotes a field may hold commas, quotes and line ends."""
+    csv.field_size_limit(2**31 - 1)
+    reader, first_line = csv.reader(stream, strict=True), 1
+    try:
+        for fields in reader:
+            if fields:
+                yield first_line, fields
+            first_line = reader.line_num + 1
+    except csv.Error as error:
+        reason = "a quote is opened and never closed" if "unexpected end" in str(error) else error
+        raise UserError(f"{file}, line {first_line}: {reason}; in quotes, a quote is written twice") from error
 
 
 # Error messages.
 
 
 def _wrong_columns(where, columns: list[str], source: str, target: str) -> UserError:
-    names = [str(name).removeprefix("translation.") for name in columns]
-    spelled = {name.lower(): name for name in names}
+    spelled = {name.lower(): name for name in columns}
     hint = "name the two columns with --source and --target"
     if source.lower() in spelled and target.lower() in spelled:
         hint = f"use --source {spelled[source.lower()]} --target {spelled[target.lower()]}"
-    return UserError(f"{where}: wanted the columns {source} and {target}, found {_short(', '.join(names))}; {hint}")
+    return UserError(f"{where}: wanted the columns {source} and {target}, found {_short(', '.join(columns))}; {hint}")
 
 
 def _first_line_not_utf8(file: Path) -> int:

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from torch.utils.data import Dataset
 
+from engine.errors import UserError
+
 
 class Rows(NamedTuple):
     """Token ids of sentences, one after another, (N,), and the number of ids in each sentence, (rows,)."""
@@ -66,7 +68,7 @@ class TokenWriter:
 
     def __init__(self, folder: Path, vocabularies: dict[str, int]):
         folder.mkdir(parents=True)
-        self.folder = folder
+        self.folder, self.vocabularies = folder, vocabularies
         self.dtypes = {side: np.dtype(np.uint16 if size <= 2**16 else np.int32) for side, size in vocabularies.items()}
         self.files = {side: open(folder / f"{side}.ids", "wb") for side in vocabularies}
         self.lengths = {side: [] for side in vocabularies}
@@ -77,8 +79,11 @@ class TokenWriter:
 
     def write_flat(self, side: str, ids: np.ndarray, lengths: np.ndarray) -> None:
         """Append sentences given as their ids one after another, (N,), and the number of ids in each, (sentences,)."""
+        if len(ids) and ids.max() >= self.vocabularies[side]:  # the model has no such token, and 16 bits would wrap
+            raise UserError(f"the {side} tokenizer gives the id {ids.max()}, but has {self.vocabularies[side]} tokens; "
+                            "choose another --tokenizer")  # fmt: skip
         self.lengths[side].append(lengths.astype(np.int32))
-        ids.astype(self.dtypes[side]).tofile(self.files[side])
+        self.files[side].write(ids.astype(self.dtypes[side]))
 
     def close(self) -> None:
         """Finish the files."""

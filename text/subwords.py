@@ -6,17 +6,19 @@ bytes, so nothing is ever unknown, and decoding gives the text back letter for l
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from engine.errors import UserError
+from engine.telemetry import progress
 from text.cleaning import LONGEST_TOKEN
 from text.store import flatten, starts_of
 
 SPACE = "▁"  # U+2581, which stands for a space at the head of a word
 WORDS_AT_ONCE = 100
+CHARACTERS_AT_ONCE = 2**22  # of the lines that are encoded together; the library takes some hundred bytes for each
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 # Chinese is written without spaces: a run of Han characters is one "word" that merges may divide as they like. Digits stand
@@ -42,9 +44,9 @@ def train_tokenizer(lines: Iterable[str], vocabulary: int):
         min_frequency=2,
         max_token_length=LONGEST_TOKEN,
         special_tokens=[PAD, BOS, EOS],
-        show_progress=False,
+        show_progress=not progress().disable,
     )
-    tokenizer.train_from_iterator(lines, trainer)
+    tokenizer.train_from_iterator(lines, trainer, len(lines))
 
     # The trainer knows no bytes: put them behind the special tokens and move the rest up.
     learned = json.loads(tokenizer.to_str())["model"]
@@ -83,7 +85,10 @@ def own_pre_tokenizer():
 
 
 def load_tokenizer(name: str):
-    """Any tokenizer that `AutoTokenizer` knows, from a folder or by name; it must have pad, begin and end tokens."""
+    """Any tokenizer that `AutoTokenizer` knows, from a folder or by name; it must have pad, begin and end tokens.
+
+    Never one that brings its own code: left to itself, transformers would ask on standard input whether to run it.
+    """
     import huggingface_hub
     from transformers import AutoTokenizer
 
@@ -95,8 +100,8 @@ def load_tokenizer(name: str):
             failure = error
     try:
         # Without a network it would try again for minutes; told to stay offline, it looks into its cache.
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=failure is not None)
-    except (OSError, ValueError, KeyError, TypeError, huggingface_hub.errors.HFValidationError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=failure is not None, trust_remote_code=False)
+    except Exception as error:  # of damaged files the libraries make whatever error it happens to lead to
         missing = "no such folder, and it cannot be loaded from the hub"
         what = "no tokenizer can be read from this folder" if Path(name).is_dir() else missing
         raise UserError(f"tokenizer {name}: {what} ({' '.join(str(failure or error).split())[:200]})") from None
@@ -117,18 +122,34 @@ def special_ids(tokenizer, name: str = "") -> dict[str, int]:
     return ids
 
 
-def encode(tokenizer, lines: Sequence[str]) -> list[list[int]]:
-    """Token ids of each line, without begin and end; the Rust library encodes the lines in parallel."""
-    if not lines:
-        return []
+def encode(tokenizer, lines: Sequence[str], longest: int | None = None) -> list[list[int]]:
+    """Token ids of each line, without begin and end, at most `longest`; the Rust library encodes lines in parallel."""
+    return [ids[:longest] for group in groups_of(lines) for ids in encode_together(tokenizer, group)]
+
+
+def groups_of(lines: Sequence[str]) -> Iterator[list[str]]:
+    """The lines in groups of at most `CHARACTERS_AT_ONCE`, a longer line by itself."""
+    group, characters = [], 0
+    for line in lines:
+        if group and characters + len(line) > CHARACTERS_AT_ONCE:
+            yield group
+            group, characters = [], 0
+        group.append(line)
+        characters += len(line)
+    if group:
+        yield group
+
+
+def encode_together(tokenizer, lines: list[str]) -> list[list[int]]:
+    """The ids of lines that are encoded at once."""
     # No limit of the tokenizer's own: over-long sentences are counted and dropped in one place, never cut here.
     if tokenizer.is_fast:
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
         tokenizer.backend_tokenizer.encode_special_tokens = True  # "<s>" in a text is text
-        encodings = tokenizer.backend_tokenizer.encode_batch_fast(list(lines), add_special_tokens=False)
+        encodings = tokenizer.backend_tokenizer.encode_batch_fast(lines, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
-    return tokenizer(list(lines), add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+    return tokenizer(lines, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
 def encode_flat(tokenizer, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,7 @@
 """Contestant "ours": this project, as train.py trains and evaluate.py decodes. Other benchmarks time its steps too.
 
 `--variant` is a precision, fp32, bf16, fp16 or int8, with words before it: plain- does without fast/, random- has batches of 128
-sentences of any length, compiled- is under torch.compile, captured- decodes by CUDA graphs. For example plain-bf16.
+sentences of any length, compiled- is under torch.compile, captured- trains or decodes by CUDA graphs. For example plain-bf16.
 Its Python threads must not be pinned to a core by GOMP_CPU_AFFINITY when it decodes: each takes a batch of its own.
 """
 
@@ -14,12 +14,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 import decoding
 import fast
 from benchmarks.peers.contest import LABEL_SMOOTHING, LEARNING_RATE, TrainingClock, run_peer, time_decoding
-from data import Batch, BucketSampler, Collate
+from data import Batch, BucketSampler, Collate, batches_of
 from engine.distributed import choose_device
 from engine.precision import Precision, choose_precision
 from engine.telemetry import measured_peak_flops
@@ -64,10 +63,12 @@ def train(task, corpus) -> None:
     *words, name = task.variant.split("-")
     device = choose_device(task.device, 0)
     precision = choose_precision(device, name, training=True)
-    wrap = partial(torch.compile, dynamic=True) if "compiled" in words else lambda loss: loss
-    trainer = partial(make_trainer, precision=precision, plain="plain" in words, wrap=wrap)
-    collate = Collate(corpus.source_ids, corpus.target_ids, pad_multiple=16 if "compiled" in words else 1)
     buckets, more = BucketSampler(corpus.lengths, task.tokens_per_batch), {}
+    wrap = partial(torch.compile, dynamic=True) if "compiled" in words else lambda loss: loss
+    if "captured" in words:
+        wrap = partial(fast.captured_loss, dtype=precision.dtype, shapes=buckets.shapes())
+    trainer = partial(make_trainer, precision=precision, plain={"plain", "captured"} & {*words}, wrap=wrap)
+    collate = Collate(corpus.source_ids, corpus.target_ids, pad_multiple=16 if "compiled" in words else 1)
     if task.parity:
         take_step = trainer(sizes_for(task, corpus, dropout=0.0))
         for rows in islice(buckets, PARITY_STEPS):
@@ -76,8 +77,7 @@ def train(task, corpus) -> None:
         more["peak_tflops"] = measured_peak_flops(device, precision.dtype) / 1e12
     batches = random_batches(len(corpus.train)) if "random" in words else buckets
     take_step, clock = trainer(sizes_for(task, corpus)), TrainingClock(task.seconds, **more)
-    pin_memory = device.type == "cuda"
-    for batch in DataLoader(corpus.train, batch_sampler=batches, collate_fn=collate, pin_memory=pin_memory):
+    for batch in batches_of(corpus.train, batches, collate, 0, device):
         clock.step(batch.source_tokens, batch.target_tokens)
         take_step(batch)
 

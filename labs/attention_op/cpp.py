@@ -21,7 +21,7 @@ from engine.errors import UserError
 SOURCE = Path(__file__).with_name("operators.cpp")
 BUILD = "the C++ operators cannot be built"
 LOAD = "the C++ operators cannot be loaded"
-WITHOUT = "or choose backend='python'"
+WITHOUT = "or choose 'python'"
 
 
 def cpp_gelu(x: Tensor, approximate: str) -> Tensor:

@@ -49,7 +49,8 @@ class TritonAttention(torch.autograd.Function):
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         call = arguments(q, k, v, bias, *ctx.settings, seed)
         launch(grad_q_kernel, q, q.size(2), q, k, v, grad, log_sum, delta, grad_q, **call)
-        launch(grad_kv_kernel, q, k.size(2), q, k, v, grad, log_sum, delta, grad_k, grad_v, **call)
+        own = block(q, v, least=8)
+        launch(grad_kv_kernel, q, k.size(2), q, k, v, grad, log_sum, delta, grad_k, grad_v, **call, OWN=own)
         return grad_q, grad_k, grad_v, None, None, None, None, None
 
 
@@ -83,18 +84,18 @@ def wide(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def block(q: Tensor, v: Tensor) -> int:
+def block(q: Tensor, v: Tensor, least: int = 16) -> int:
     """Queries, and keys, of a block: 64, less where the factors of the products need more of the memory that a program shares
-    (64 KiB on a 2080 Ti, 99 on a 3090, 163 on an A100)."""
+    (64 KiB on a 2080 Ti, 99 on a 3090, 163 on an A100). Sums over a block need 16 numbers; the keys that own the sums do not."""
     widest = max(wide(q.size(3)), wide(v.size(3)))
     small_card = q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0)
     halvings = (q.dtype == torch.float32) + small_card + (widest > 64) + (widest > 128)
-    return max(16, 64 >> halvings)
+    return max(least, 64 >> halvings)
 
 
 def launch(kernel, q: Tensor, length: int, *tensors: Tensor, **call) -> None:
     """A program for every block of `length` of every row and head."""
-    blocks = triton.cdiv(length, call["BLOCK"])
+    blocks = triton.cdiv(length, call.get("OWN", call["BLOCK"]))
     if q.size(0) * q.size(1) * blocks:
         kernel[(q.size(0) * q.size(1) * blocks,)](*tensors, **call)
 
@@ -158,13 +159,13 @@ def grad_q_kernel(q, k, v, grad, log_sum, delta, grad_q, bias, seed, bias_b, bia
 @triton.jit
 def grad_kv_kernel(q, k, v, grad, log_sum, delta, grad_k, grad_v, bias, seed, bias_b, bias_h, bias_s, bias_t, H, S, T, D,
                    W, scale, threshold, kept, HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr,
-                   BLOCK: tl.constexpr, WIDE_D: tl.constexpr, WIDE_W: tl.constexpr):  # fmt: skip
+                   BLOCK: tl.constexpr, WIDE_D: tl.constexpr, WIDE_W: tl.constexpr, OWN: tl.constexpr):  # fmt: skip
     """∂K and ∂V of a block of keys."""
-    n, first = whose_block(T, BLOCK)
-    cols = first + tl.arange(0, BLOCK)
+    n, first = whose_block(T, OWN)
+    cols = first + tl.arange(0, OWN)
     own_k, own_v = load_block(k, n, cols, T, D, WIDE_D), load_block(v, n, cols, T, W, WIDE_W)
     bias_of_head = bias + n // H * bias_b + n % H * bias_h
-    sum_k, sum_v = tl.zeros((BLOCK, WIDE_D), tl.float32), tl.zeros((BLOCK, WIDE_W), tl.float32)
+    sum_k, sum_v = tl.zeros((OWN, WIDE_D), tl.float32), tl.zeros((OWN, WIDE_W), tl.float32)
     begin = first if CAUSAL else 0  # earlier queries do not see these keys
     for query in range(begin, S, BLOCK):
         rows = query + tl.arange(0, BLOCK)

@@ -1,6 +1,6 @@
 """Checkpoints of a model that lies in pieces on many processes, by `torch.distributed.checkpoint`.
 
-    python -m labs.gpt.checkpoints runs/NAME               # the newest one → runs/NAME/model.safetensors
+    python -m labs.gpt.checkpoints --ckpt runs/NAME        # the newest one → runs/NAME/model.safetensors
 
 Every rank writes its own pieces, and a file of metadata tells which piece is where: so a run goes on under another layout
 (FSDP × tensor parallel 2 × 2 → one process), each rank reading what it needs. runs/x/checkpoints/sharded-N/ holds the
@@ -10,15 +10,15 @@ pieces and state.json.
 import json
 import os
 import shutil
-import sys
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from engine.config import flag, parse_flags
 from engine.distributed import World
 from engine.errors import UserError, run_script
 from labs.gpt.sizes import Sizes
@@ -119,11 +119,11 @@ def convert(run: str) -> None:
     print(f"{path} → {target}: {sum(w.numel() for w in weights.values()):,} parameters")
 
 
-def main() -> None:
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        raise UserError("use: python -m labs.gpt.checkpoints runs/NAME")
-    convert(sys.argv[1])
+@dataclass
+class Config:
+    ckpt: str = flag("", "a run of labs.gpt, or one of its checkpoints", "Conversion")
 
 
 if __name__ == "__main__":
-    run_script(main)
+    config = parse_flags(Config, "write the model of a run into one file, model.safetensors")
+    run_script(lambda: convert(config.ckpt))

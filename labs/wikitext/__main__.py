@@ -92,7 +92,7 @@ from engine import checkpoint, distributed, schedule
 from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
 from engine.telemetry import Meter, peak_memory_gib
-from labs.wikitext.model import LanguageModel, SmoothedLoss, confusion_page, evaluate, gather_segments, generate
+from labs.wikitext.model import LanguageModel, SmoothedLoss, confusion_page, evaluate, gather_segments, generate, send
 from labs.wikitext.sampler import SegmentSampler
 from labs.wikitext.text import Text, coverage, load_glove, prepare
 
@@ -127,7 +127,13 @@ def main(config: Config) -> None:
         groups = [dict(params=decayed, weight_decay=config.weight_decay), dict(params=rest, weight_decay=0.0)]
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.98), fused=True)
         sampler = SegmentSampler(
-            len(text.ids["train"]), config.segment, config.sampling, config.sharpness, config.epochs, config.seed
+            len(text.ids["train"]),
+            config.segment,
+            config.sampling,
+            config.sharpness,
+            config.epochs,
+            config.seed,
+            device,
         )
         steps_per_epoch = math.ceil(len(sampler.lengths) / config.batch)
         total_steps = config.epochs * steps_per_epoch
@@ -193,15 +199,16 @@ def main(config: Config) -> None:
                 # Learning rate and randomness are functions of the step: a resumed run draws what it would have drawn.
                 for group in optimizer.param_groups:
                     group["lr"] = rates.learning_rate(step)
-                torch.manual_seed(world.seed(config.seed, step))
+                world.set_seed(config.seed, step)
 
                 # The batch: segments of the text, (B,), of which this rank computes every `size`th.
                 segments = batches[number]
                 tokens_of_step = sampler.lengths[segments].sum().item()  # of all ranks
                 mine = segments[world.rank :: world.size]
                 spans = sampler.spans(mine if len(mine) else segments[:1])
-                batch = gather_segments(text.ids["train"], spans, vocabulary.eos, config.segment, config.pad)
-                tokens, targets, real = (x.to(device) for x in batch)
+                # They stay on the CPU, and the model sends on what it needs: so the GPU is asked for no length.
+                ids = text.ids["train"]
+                tokens, targets, real = gather_segments(ids, spans, vocabulary.eos, config.segment, config.pad)
                 counted = real & (len(mine) > 0)  # DDP wants a forward pass of a rank without a segment, too
 
                 # Forward; loss.backward(); gradients clipped, optimizer.step() if they are finite, then
@@ -213,8 +220,8 @@ def main(config: Config) -> None:
                 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
                 norm = precision.step(optimizer, trained, config.clip, step)
 
-                rows = counted.nonzero()[:, 0].cpu()
-                sampler.record(mine, torch.zeros(len(spans)).index_add_(0, rows, losses.cpu())[: len(mine)])
+                rows = send(counted.nonzero()[:, 0], device)  # (N,) the segment of each loss
+                sampler.record(mine, losses.new_zeros(len(spans)).index_add_(0, rows, losses)[: len(mine)])
                 meter.add(0, tokens_of_step, config.batch * config.segment)
                 meter.end_step()
                 if step % config.log_every == 0 or step == total_steps:

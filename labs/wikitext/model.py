@@ -55,14 +55,18 @@ class LanguageModel(nn.Module):
         return [self.embedding.weight, *self.up.parameters(), *positions]
 
     def forward(self, tokens: Tensor, real: Tensor, counted: Tensor | None = None) -> Tensor:
-        """(B, S) ids, (B, S) False at padding → logits (B, S, V); or, with `counted` (B, S), only of those places: (N, V)."""
+        """(B, S) ids, (B, S) False at padding → logits (B, S, V); or, with `counted` (B, S), only of those places: (N, V).
+
+        Inputs may stay on the CPU: how many places count is then known without waiting for the GPU.
+        """
         return F.linear(self.hidden(tokens, real, counted), self.embedding.weight, self.bias)
 
     def hidden(self, tokens: Tensor, real: Tensor, counted: Tensor | None = None) -> Tensor:
         """What the output projection sees: (B, S, E) or (N, E)."""
-        length = tokens.size(1)
+        length, device = tokens.size(1), self.bias.device
         # Counted from the first real token, so that padding on the left moves nothing.
-        place = (real.cumsum(1) - 1).clamp_min(0)  # (B, S)
+        place = send((real.cumsum(1) - 1).clamp_min(0), device)  # (B, S)
+        tokens = send(tokens, device)
         scaled = self.embedding(tokens) * math.sqrt(self.embedding.embedding_dim)  # (B, S, E) of variance 1
         x = self.dropout(self.up(scaled) + F.embedding(place, self.positions))  # (B, S, D)
         if real[:, 0].all():
@@ -70,10 +74,11 @@ class LanguageModel(nn.Module):
             x = self.encoder(x, mask=self.later[:length, :length], is_causal=True)
         else:
             # A padded place may see itself: a row that may see nothing would be a row of nan.
-            itself = torch.eye(length, dtype=torch.bool, device=real.device)
-            hidden = (self.later[:length, :length] | ~real.unsqueeze(1)) & ~itself  # (B, S, S)
+            itself = torch.eye(length, dtype=torch.bool, device=device)
+            hidden = (self.later[:length, :length] | ~send(real, device).unsqueeze(1)) & ~itself  # (B, S, S)
             x = self.encoder(x, mask=hidden.repeat_interleave(self.nhead, 0))
-        x = x if counted is None else x[counted]  # (N, D): the largest product is made for them only
+        if counted is not None:  # (N, D): the largest product is made for them only
+            x = x.flatten(0, 1).index_select(0, send(counted.flatten().nonzero()[:, 0], device))
         return self.down(self.dropout(x))
 
 
@@ -86,13 +91,18 @@ class SmoothedLoss(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor, real: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
         """All (B, S) → the smoothed loss, summed, to be minimised; and the unsmoothed one of each token, (N,), to be shown."""
-        hidden, truth = self.model.hidden(tokens, real, counted), targets[counted]  # (N, E), (N,)
         weight, bias = self.model.embedding.weight, self.model.bias
+        hidden, truth = self.model.hidden(tokens, real, counted), send(targets[counted], bias.device)  # (N, E), (N,)
         loss = F.cross_entropy(F.linear(hidden, weight, bias).float(), truth, reduction="none")  # (N,): −log p(truth)
         # Smoothed: (1 − s) · loss + s · (−log p, averaged over the vocabulary) = loss + s · (logit of truth − mean logit).
         # Both logits are products with one vector, so that the (N, V) logits are passed over once only.
         ahead = (hidden * (weight[truth] - weight.mean(0))).sum(-1) + bias[truth] - bias.mean()
         return (loss + self.smoothing * ahead).sum(), loss.detach()
+
+
+def send(x: Tensor, device: torch.device) -> Tensor:
+    """To the device; from pinned memory, for which nobody has to wait."""
+    return x if x.device == device else x.pin_memory().to(device, non_blocking=True)
 
 
 def gather_segments(
@@ -138,12 +148,12 @@ def evaluate(
     table = torch.zeros(len(known) + 1, len(known) + 1, dtype=torch.int64, device=device)
     batches = [spans[first : first + WINDOWS_AT_ONCE] for first in range(0, len(spans), WINDOWS_AT_ONCE)]
     for batch in batches[world.rank :: world.size]:
-        tokens, targets, real = (x.to(device) for x in gather_segments(ids, batch, eos, length, pad))
+        tokens, targets, real = gather_segments(ids, batch, eos, length, pad)
         # Of its real tokens a window counts the last ones.
         left = real.flip(1).cumsum(1).flip(1)  # (B, S) real tokens from here on
-        counts = torch.tensor([end - first for _, first, end in batch], device=device)
+        counts = torch.tensor([end - first for _, first, end in batch])
         counted = real & (left <= counts.unsqueeze(1))
-        logits, truth = model(tokens, real, counted).float(), targets[counted]  # (N, V), (N,)
+        logits, truth = model(tokens, real, counted).float(), send(targets[counted], device)  # (N, V), (N,)
         guess = logits.argmax(-1)
         sums += torch.stack([F.cross_entropy(logits, truth, reduction="none").double().sum(), (guess == truth).sum()])
         pairs = number[truth] * (len(known) + 1) + number[guess]
@@ -163,7 +173,7 @@ def generate(
 ) -> list[list[int]]:
     """`length` sampled tokens behind each prompt; <unk> is never sampled. Prompts of different lengths are padded left."""
     model.eval()
-    device, context = model.bias.device, model.later.size(0)  # tokens that are seen at most
+    context = model.later.size(0)  # tokens that are seen at most
     generator = torch.Generator().manual_seed(seed)
     rows = [[vocabulary.eos, *prompt.tolist()] for prompt in prompts]
     unknown = [id for id, token in enumerate(vocabulary.tokens) if token == UNK]
@@ -174,7 +184,7 @@ def generate(
         real = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in seen])
         last = torch.zeros_like(real)
         last[:, -1] = True
-        logits = model(tokens.to(device), real.to(device), last.to(device)).float().cpu()  # (B, V)
+        logits = model(tokens, real, last).float().cpu()  # (B, V)
         logits[:, unknown] = -math.inf
         drawn = (logits / temperature).softmax(-1).multinomial(1, generator=generator)
         for row, id in zip(rows, drawn.flatten().tolist()):

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from engine.distributed import World
 from engine.schedule import DECAY_SHARE
+from labs.wikitext.model import send
 
 
 class SegmentSampler:
@@ -23,13 +24,16 @@ class SegmentSampler:
     w = 0 each comes exactly once. The draw is a function of (losses, seed, epoch), the same on all ranks.
     """
 
-    def __init__(self, tokens: int, segment: int, sampling: str, sharpness: float, epochs: int, seed: int):
+    def __init__(
+        self, tokens: int, segment: int, sampling: str, sharpness: float, epochs: int, seed: int, device="cpu"
+    ):
         self.starts = torch.arange(0, tokens, segment)  # (M,)
         self.lengths = (tokens - self.starts).clamp_max(segment)  # (M,)
         self.sampling, self.sharpness, self.epochs, self.seed = sampling, sharpness, epochs, seed
         count = len(self.starts)
         self.losses = torch.full((count,), float("nan"), dtype=torch.float64)  # ℓ; nan: never visited
-        self.sums = torch.zeros(count, dtype=torch.float64)  # nats of this epoch's visits, on this rank
+        # Nats of this epoch's visits, on this rank; on the GPU, because nobody asks before the epoch's end.
+        self.sums = torch.zeros(count, dtype=torch.float64, device=device)
         self.visits = torch.zeros(count, dtype=torch.float64)
 
     def spans(self, segments: Tensor) -> list[tuple[int, int, int]]:
@@ -63,7 +67,7 @@ class SegmentSampler:
 
     def record(self, segments: Tensor, sums: Tensor) -> None:
         """These segments (B,) were visited by this rank, and their tokens' losses add up to `sums` (B,)."""
-        self.sums.index_add_(0, segments, sums.double())
+        self.sums.index_add_(0, send(segments, self.sums.device), sums.double())
         self.visits.index_add_(0, segments, torch.ones(len(segments), dtype=torch.float64))
 
     def end_epoch(self, world: World) -> None:
@@ -92,11 +96,11 @@ class SegmentSampler:
         """The sums of all ranks go to rank 0, for they are added up again."""
         losses = [float("nan") if loss is None else loss for loss in state["losses"]]
         self.losses = torch.tensor(losses, dtype=torch.float64)
-        self.sums = torch.tensor(state["sums"], dtype=torch.float64) * world.is_main
+        self.sums.copy_(torch.tensor(state["sums"], dtype=torch.float64) * world.is_main)
         self.visits = torch.tensor(state["visits"], dtype=torch.float64) * world.is_main
 
     def _over_ranks(self, world: World) -> tuple[Tensor, Tensor]:
-        both = torch.stack([self.sums, self.visits])
+        both = torch.stack([self.sums.cpu(), self.visits])
         if world.size > 1:
             both = world.sum(both.to(world.device)).cpu()
         return both[0], both[1]

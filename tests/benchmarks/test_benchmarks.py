@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import attention_op, data, decoding, gpu, limits, scaling, training
+from benchmarks import attention_op, data, decoding, gpu, gpu_parity, limits, scaling, training
 from benchmarks import corpus as corpus_module
 from benchmarks.corpus import as_ids, load_corpus, read_corpus
 from benchmarks.measuring import tokens_of
@@ -432,7 +432,7 @@ def test_memory_of_a_pass_is_counted():
 
 
 def test_the_gpu_benchmark(toy_data, cache, tmp_path, capsys):
-    config = gpu.Config("tiny", 256, 8, data=str(toy_data), vocab=300, sentences=20, device="cpu", seconds=0.02,
+    config = gpu.Config("tiny", 256, 8, data=str(toy_data), vocab=300, sentences=20, device="cpu", seconds=0.02, minutes=0,
                         out=str(tmp_path / "gpu.json"))  # fmt: skip
     assert gpu.main(config) == 0
     report = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
@@ -441,6 +441,7 @@ def test_the_gpu_benchmark(toy_data, cache, tmp_path, capsys):
     assert figures["tiny 40 tokens, ours-fp32"]["tokens"] == 20 * 40
     assert all(figures[name]["seconds_432k_pairs"] > 0 for name in figures if "training" in name)
     assert "checks passed" in capsys.readouterr().out
+    assert gpu.main(config) == 0 and "tiny training: done before" in capsys.readouterr().out
     with pytest.raises(UserError, match="--presets: unknown huge"):
         gpu.Config(presets="huge")
 
@@ -448,26 +449,26 @@ def test_the_gpu_benchmark(toy_data, cache, tmp_path, capsys):
 def test_wrong_arithmetic_fails(small, monkeypatch):
     monkeypatch.setattr("decoding.attend_source", lambda layer, x, *_: -x)
     monkeypatch.setattr("fast.captured.attend_source", lambda layer, x, *_: x)
-    checks = {check.name.split(": ", 1)[1]: check for check in gpu.check_all("tiny", "cpu", small.folder)}
+    checks = {check.name.split(": ", 1)[1]: check for check in gpu_parity.check_all("tiny", "cpu", small.folder)}
     assert checks["fp32, fast against plain"].passed
     assert not any(check.passed for name, check in checks.items() if name.startswith(("greedy in float64", "captured")))
-    assert not gpu.Check("", {"loss": float("nan")}, 1.0).passed
-    assert gpu.Check("", {"loss": 1e-4, "worst": 9e-4}, 1e-4).passed
+    assert not gpu_parity.Check("", {"loss": float("nan")}, 1.0).passed
+    assert gpu_parity.Check("", {"loss": 1e-4, "worst": 9e-4}, 1e-4).passed
 
 
 def test_what_fails_is_reported_and_the_rest_goes_on(small, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(gpu, "check_losses", full)
+    monkeypatch.setattr(gpu_parity, "check_losses", full)
     full.__name__ = "check_losses"
-    first, *others = gpu.check_all("tiny", "cpu", small.folder)
+    first, *others = gpu_parity.check_all("tiny", "cpu", small.folder)
     assert not first.passed and "OutOfMemoryError" in first.note and all(check.passed for check in others)
 
 
 def test_targets_go_by_the_best_turn():
     turns = {"lab training, ours-bf16": 1e6, "lab training, ours-compiled-bf16": 2e6, "big training, ours-bf16": 9e6}
     (line,) = gpu.targets([gpu.Run(name, 1, {"tokens_per_second": speed}, 1.0) for name, speed in turns.items()])
-    assert "ours-compiled-bf16" in line and line.endswith("≥ 1.5e+06: reached")
+    assert "ours-compiled-bf16" in line and line.endswith("≥ 2e+06: reached")
     (line,) = gpu.targets([gpu.Run("lab 40 tokens, ours-bf16", 1, {"seconds": 1.6}, 1.0)])
-    assert line.endswith("≤ 1.5: missed")
+    assert line.endswith("≤ 1: missed")

@@ -361,11 +361,11 @@ def test_one_process_says_what_it_cannot_show(monkeypatch, tmp_path, capsys):
         ({"lesson": "gathr"}, {}, "did you mean gather?"),
         ({"lesson": "x"}, {}, "choose all, gather, all_gather"),
         ({"processes": 0}, {}, "--processes 0 must be at least 1 and at most 64"),
-        ({"port": 70000}, {}, "--port 70000 must be at least 0 and at most 65535"),
+        ({"port": 70000}, {}, "--port 70000 must be at least 0 and at most 65,535"),
         ({"port": "TAKEN"}, {}, "Address already in use; give another"),
         ({"out": "/proc/none/a.md"}, {}, "--out /proc/none/a.md: No such file or directory"),
         ({"processes": 2}, {"RANK": "0", "WORLD_SIZE": "2"}, "give it --nproc_per_node"),
-        ({}, {"RANK": "0", "WORLD_SIZE": "2"}, "half set"),
+        ({}, {"RANK": "0", "WORLD_SIZE": "2"}, "missing in the environment"),
     ],
 )
 def test_mistakes_are_named_in_one_line(settings, environment, message, monkeypatch, tmp_path):

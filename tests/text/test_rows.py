@@ -35,6 +35,11 @@ TEST = [("测试", "test")]
 SPLITS = {"train": TRAIN, "validation": VALIDATION, "test": TEST}
 
 
+def one_line(pairs):
+    """What a TSV can hold: no text has a tab or a line end."""
+    return [tuple(text.replace("\t", " ").replace("\n", " ") for text in pair) for pair in pairs]
+
+
 # Writers of one file: (path, pairs), and for most whether the two texts stand in a `translation` column.
 
 
@@ -85,7 +90,8 @@ def write_csv(path, pairs, separator=",", encoding="utf-8"):
 
 
 def write_tsv(path, pairs):
-    write_csv(path, pairs, separator="\t")
+    lines = ["id\tzh\ten", *("\t".join(("7", *pair)) for pair in one_line(pairs))]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
 # Layouts: (folder) → what the splits must hold.
@@ -183,7 +189,7 @@ LAYOUTS = {
     ),
     "parquet shards": many_shards(write_parquet, ".parquet"),
     "shards in natural order": many_shards(write_parquet, "", [f"part{index}.parquet" for index in range(1, 11)]),
-    "shards in a split's folder": many_shards(write_tsv, "", [f"train/{index}.tsv" for index in range(10)]),
+    "shards in a split's folder": many_shards(write_csv, "", [f"train/{index}.csv" for index in range(10)]),
     "no keyword is train": many_shards(write_csv, "", ["newtrainer.csv"] + [f"x{index}.csv" for index in range(9)]),
     "capitals": one_file_a_split(write_parquet, ["Train.PARQUET", "Dev.PARQUET", "TEST.PARQUET"]),
     "large strings and dictionaries": other_string_types,
@@ -227,7 +233,7 @@ def test_every_form_gives_the_same_rows(name, tmp_path, monkeypatch):
     for chunk in (10_000, 2):
         monkeypatch.setattr(rows, "CHUNK", chunk)
         text = find_text(str(tmp_path))
-        assert read(text) == expected
+        assert read(text) == ({split: one_line(p) for split, p in expected.items()} if name == "tsv" else expected)
         assert all(0 < len(part) <= chunk for split in text.files for part in text.rows(split))
     assert text.path == str(tmp_path) and text.form == ("save_to_disk" if name.startswith("save") else text.form)
 
@@ -247,7 +253,7 @@ SINGLE_FILES = {
 @pytest.mark.parametrize(("prefix", "split"), [("", "train"), ("my-valid.", "validation"), ("test_", "test")])
 def test_single_file(tmp_path, name, prefix, split):
     SINGLE_FILES[name](tmp_path / (prefix + name), TRAIN)
-    assert read(find_text(str(tmp_path / (prefix + name)))) == {split: TRAIN}
+    assert read(find_text(str(tmp_path / (prefix + name)))) == {split: one_line(TRAIN) if "tsv" in name else TRAIN}
 
 
 def test_what_load_dataset_reads(tmp_path):
@@ -349,9 +355,9 @@ MISTAKES = {
     ),
     "GBK jsonl": ("x.jsonl", '{"zh": "你好", "en": "b"}'.encode("gbk"), ["x.jsonl, line 1", "not UTF-8"]),
     "UTF-16 tsv": ("x.tsv", "zh\ten\na\tb\n".encode("utf-16"), ["x.tsv, line 1", "not UTF-8"]),
-    "too many fields": ("x.csv", b"zh,en\na,b\na,b,c\n", ["x.csv", "Expected 2 fields in line 3, saw 3"]),
-    "too many fields at once": ("x.csv", b"zh,en\na,b,c\nd,e,f\n", ["x.csv, line 2", "more fields"]),
-    "open quote": ("x.tsv", b'zh\ten\na\t"b\nc\td\n', ["x.tsv", "EOF inside string"]),
+    "too many fields": ("x.csv", b"zh,en\na,b\na,b,c\n", ["x.csv, line 3: 3 fields, the header has 2"]),
+    "too many fields at once": ("x.csv", b"zh,en\na,b,c\nd,e,f\n", ["x.csv, line 2: 3 fields, the header has 2"]),
+    "open quote": ("x.csv", b'zh,en\na,"b\nc,d\n', ["x.csv, line 2", "a quote is opened and never closed"]),
 }
 
 

@@ -1,0 +1,139 @@
+"""What a training step asks of a GPU: host time, kernels, waits. A GPU whose step takes less than the host's waits for Python.
+
+    python -m benchmarks.cuda_step                               # the lab model, 16,384 tokens
+    python -m benchmarks.cuda_step --captured                    # by CUDA graphs, see fast/cuda_training.py
+    python -m benchmarks.cuda_step --preset big --precision fp16
+
+The loop is train.py's: batches one step ahead, seeds, autocast, backward, clipping, fused AdamW. Kernels and waits are counted
+only where a library that counts the calls of the CUDA runtime is preloaded: it exports the numbers `COUNTED` as `shim_counts`.
+docs/cuda.md has the figures of such a library that does nothing else, so host time there is as if the GPU were infinitely fast.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+import fast
+from data import BucketSampler, Collate, batches_of
+from engine.config import flag, parse_flags
+from engine.distributed import World, choose_device
+from engine.errors import UserError, run_script
+from engine.precision import choose_precision
+from model import PRESETS, ModelConfig, SummedLoss, Translator
+from text.store import Rows
+
+IDS = {"pad": 0, "bos": 1, "eos": 2}
+PAIRS, WARM = 40_000, 5
+COUNTED = ("launches", "gemms", "graph_launches", "memcpys", "h2d", "d2h", "d2d", "memsets", "syncs", "events", "mallocs",
+           "host_allocs", "bad_captures")  # fmt: skip
+
+
+@dataclass
+class Config:
+    """Every setting of this benchmark."""
+
+    preset: str = flag("lab", "model size (lab|base|big)", "What")
+    tokens: int = flag(16384, "padded tokens a side in a step", "What", least=512)
+    vocab: int = flag(8000, "tokens in each vocabulary", "What", least=10)
+    precision: str = flag("auto", "number format (auto|fp32|bf16|fp16)", "What")
+    captured: bool = flag(False, "forward and backward pass by CUDA graphs", "What")
+    steps: int = flag(20, "measured; each shape has been captured before", "How", least=1)
+
+
+class Pairs:
+    """Random sentences of the lengths that news has."""
+
+    def __init__(self):
+        random = np.random.default_rng(0)
+        common = random.lognormal(3.1, 0.5, PAIRS)  # the two sides of a pair are of similar length
+        sides = (common * random.lognormal(0, 0.2, PAIRS) for _ in range(2))
+        self.lengths = dict(zip(("source", "target"), (np.clip(side, 1, 200).astype(int) for side in sides)))
+
+    def __getitems__(self, rows: np.ndarray) -> tuple[Rows, Rows]:
+        return tuple(Rows(np.full(side[rows].sum(), 7), side[rows]) for side in self.lengths.values())
+
+
+def counts() -> dict[str, int]:
+    """Calls of the CUDA runtime since the process began; {} if nobody counts."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "shim_counts"):
+        return {}
+    return dict(zip(COUNTED, (ctypes.c_longlong * len(COUNTED)).in_dll(library, "shim_counts")))
+
+
+def main(config: Config) -> None:
+    """Measure and print."""
+    for name, value in measure(config).items():
+        print(f"{name:<16}{value:10.2f}")
+
+
+def measure(config: Config) -> dict[str, float]:
+    """Times in ms, of one step; calls of the CUDA runtime in a step where they are counted; `gpu_busy`, where it can be known."""
+    device = choose_device("auto", 0)
+    if device.type != "cuda":
+        raise UserError("benchmarks.cuda_step needs a GPU")
+    world, precision = World(0, 1, device), choose_precision(device, config.precision, training=True)
+    pairs = Pairs()
+    model = Translator(ModelConfig(config.vocab, config.vocab, **PRESETS[config.preset])).to(device).train()
+    parameters = list(model.parameters())
+    loss_of = fast.loss(model, 0.1, precision.dtype) or SummedLoss(model, 0.1)
+    sampler = BucketSampler(pairs.lengths, config.tokens, seed=1)
+    if config.captured:
+        loss_of = fast.captured_loss(SummedLoss(model, 0.1), precision.dtype, sampler.shapes(), print) or loss_of
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    batches, waited = batches_of(pairs, sampler, Collate(IDS, IDS), 0, device), 0.0
+
+    def step(number: int) -> None:
+        nonlocal waited
+        world.set_seed(1, number)
+        begun = time.perf_counter()
+        batch = next(batches)
+        waited += time.perf_counter() - begun
+        with precision.autocast():
+            losses = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
+        precision.backward(losses[0] / batch.target_tokens)
+        precision.step(optimizer, parameters, 1.0, number)
+
+    warm = 2 * sampler.steps_per_epoch if config.captured else WARM  # each shape once as it is, then captured
+    for number in range(warm):
+        step(number)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")  # a wait that PyTorch knows of is an error from here on
+    torch.cuda.reset_peak_memory_stats()
+    before, waited, begun, cpu = counts(), 0.0, time.perf_counter(), time.process_time()
+    for number in range(config.steps):
+        step(warm + number)
+    cpu, waiting = time.process_time() - cpu, waited
+    torch.cuda.set_sync_debug_mode("default")
+    after = counts()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - begun
+    figures = {"ms": seconds, "cpu_ms": cpu, "wait_ms": waiting}
+    figures = {name: 1e3 * value / config.steps for name, value in figures.items()}
+    figures |= {name: (after[name] - before[name]) / config.steps for name in before}
+    figures |= gpu_share(lambda: step(warm + config.steps)) | {"peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+    return figures
+
+
+def gpu_share(step: Callable[[], None], steps: int = 5) -> dict[str, float]:
+    """Kernels of a step, and the share of the time in which one ran; {} where the profiler sees none."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    spans = [event.time_range for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    if not spans:
+        return {}
+    whole = max(span.end for span in spans) - min(span.start for span in spans)
+    return {"kernels": len(spans) / steps, "gpu_busy": sum(span.elapsed_us() for span in spans) / whole}
+
+
+if __name__ == "__main__":
+    settings = parse_flags(Config, "what a training step asks of a GPU")
+    run_script(lambda: main(settings))

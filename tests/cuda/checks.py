@@ -1,0 +1,264 @@
+"""What runs on CUDA, run on a GPU that only pretends: `python tests/cuda/checks.py` prints a line of JSON for every check.
+
+{"name": …, "error": "" or what went wrong, "waits": operations for which the CPU waits, "mixed": … on two devices}
+"""
+
+import json
+import sys
+import traceback
+from functools import partial
+from types import SimpleNamespace
+from typing import ClassVar
+from unittest.mock import patch
+
+from pretend import CUDA, GPU, forget  # isort: skip  (before torch)
+import torch
+
+import decoding
+import fast
+from data import BucketSampler, Collate, batches_of
+from engine.distributed import World
+from engine.precision import Precision
+from fast.captured import CapturedSteps
+from fast.cuda_training import CapturedLoss
+from labs.attention_op.operators import attention, gelu
+from model import ModelConfig, SummedLoss, Translator, cross_attention
+from text.store import flatten
+from validation import Validation
+
+IDS = {"pad": 0, "bos": 1, "eos": 2}
+SIZES = dict(d_model=64, nhead=4, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=64, max_length=64)
+WORLD = World(0, 1, CUDA)
+SENTENCES = [
+    [list(range(3, 3 + n)), list(range(3, 3 + m))] for n, m in ((5, 7), (3, 2), (8, 4), (6, 6), (2, 3), (4, 9))
+]
+
+
+class Pairs:
+    """As text.store.TokenizedPairs."""
+
+    lengths: ClassVar = {
+        side: flatten([pair[i] for pair in SENTENCES]).lengths for i, side in enumerate(("source", "target"))
+    }
+
+    def __getitems__(self, rows):
+        return tuple(flatten([SENTENCES[row][side] for row in rows]) for side in (0, 1))
+
+
+def make(**sizes) -> Translator:
+    with CUDA:
+        return Translator(ModelConfig(50, 50, **SIZES | sizes))
+
+
+def batches(tokens: int = 24, accumulate: int = 1):
+    with patch("data.one_ahead", lambda batches, device: batches):  # the modes of this thread are not those of another
+        return batches_of(
+            Pairs(), BucketSampler(Pairs.lengths, tokens, accumulate=accumulate), Collate(IDS, IDS), 0, CUDA
+        )
+
+
+def on_gpu() -> list:
+    """src, src_pad, limits of a batch."""
+    batch = next(batches())
+    return [batch.src, batch.src_pad, batch.src.new_full((len(batch.src),), 9)]
+
+
+# ---------------------------------------------------------------- training
+
+
+def train(name: str, loss: str = "plain", accumulate: int = 1, steps: int = 2, **sizes) -> None:
+    """Steps as in train.py."""
+    model, precision = make(**sizes).train(), Precision(CUDA, name, "")
+    loss_of = SummedLoss(model, 0.1)
+    if loss == "fast":
+        loss_of = fast.loss(model, 0.1, precision.dtype)
+    if loss == "captured":
+        with patch("fast.cuda_training.Graphs", lambda device: None):  # every step as it is
+            loss_of = CapturedLoss(loss_of, BucketSampler(Pairs.lengths, 24).shapes())
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.98), fused=True)
+    source = batches(accumulate=accumulate)
+    window_loss = torch.zeros(2, device=CUDA)
+    forget()
+    for number in range(1, steps + 1):
+        for batch in (next(source) for _ in range(accumulate)):
+            with precision.autocast():
+                losses = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
+            precision.backward(losses[0] / batch.target_tokens)
+            window_loss += torch.stack(losses).detach() / batch.target_tokens
+        assert all(weight.grad.is_cuda and weight.grad.dtype is torch.float32 for weight in parameters)
+        norm = precision.step(optimizer, parameters, 1.0, number)
+    assert norm.is_cuda and losses[0].dtype is torch.float32
+
+
+def validation_loss() -> None:
+    """Of a split, as between training steps; its sum is asked for in the end."""
+    prepared = SimpleNamespace(validation=Pairs())
+    judge = object.__new__(Validation)
+    judge.model, judge.prepared, judge.collate, judge.world = make(), prepared, Collate(IDS, IDS), WORLD
+    judge.precision, judge.loss_of = Precision(CUDA, "bf16", ""), SummedLoss(judge.model, 0.0)
+    with torch.no_grad():  # fake tensors know no inference mode
+        Validation.loss.__wrapped__(judge, [[0, 1, 2], [3, 4, 5]])
+
+
+def attention_picture() -> None:
+    model, batch = make().eval(), next(batches())
+    weights = cross_attention(model, batch.src, batch.src_pad, batch.tgt_in)
+    assert weights.shape == (*batch.tgt_in.shape, batch.src.size(1)) and weights.is_cuda
+
+
+# ---------------------------------------------------------------- decoding
+
+
+def decode(how: str, **sizes) -> None:
+    model, (src, src_pad, limits) = make(**sizes).eval().requires_grad_(False), on_gpu()
+    with torch.autocast("cuda", torch.bfloat16):
+        if how == "beam":
+            result = decoding.beam_search(model, src, src_pad, limits, 1, 2, 4, 0.6)[0]
+        else:
+            with patch("fast.captured.Graphs", lambda device: None):
+                steps = CapturedSteps(model).start if how == "captured" else None
+            with patch.object(decoding, "CHECK_EVERY", 10**9):  # which rows leave is a question of numbers
+                result = decoding.greedy(model, src, src_pad, limits, 1, 2, steps)
+    assert result.is_cuda and result.dtype is torch.long
+
+
+# ---------------------------------------------------------------- labs
+
+
+def own_attention(backend: str) -> None:
+    q, k, v = (torch.randn(2, 3, length, 16, device=CUDA, requires_grad=True) for length in (5, 7, 7))
+    hidden = torch.zeros(2, 1, 1, 7, dtype=torch.bool, device=CUDA)
+    out = attention(q, k, v, mask=hidden, dropout=0.1, backend=backend)
+    assert out.is_cuda and all(g.is_cuda for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def own_gelu(kind: str) -> None:
+    x = torch.randn(4, 5, device=CUDA, requires_grad=True)
+    assert torch.autograd.grad(gelu(x, kind).sum(), x)[0].is_cuda
+
+
+def train_with_own_attention() -> None:
+    from labs.attention_op import use_in
+
+    with patch.object(sys.modules[__name__], "make", partial(made_with, use_in, make)):
+        train("bf16", steps=1)
+
+
+def made_with(use_in, make_model, **sizes) -> Translator:
+    model = make_model(**sizes)
+    use_in(model, "python")
+    return model
+
+
+def step_of(loss_of, parameters: list, precision: Precision, *inputs) -> torch.Tensor:
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    forget()
+    with precision.autocast():
+        loss, second = loss_of(*inputs)
+    precision.backward(loss)
+    precision.step(optimizer, parameters, 1.0, 1)
+    return second
+
+
+def lenet(variant: str) -> None:
+    from labs.lenet.model import LeNet5, LossAndHits
+
+    with CUDA:
+        model = LeNet5(variant)
+        images, labels = torch.zeros(8, 1, 28, 28), torch.zeros(8, dtype=torch.long)
+    step_of(LossAndHits(model), list(model.parameters()), Precision(CUDA, "fp32", ""), images, labels)
+
+
+def wikitext(pad: str, stage: str) -> None:
+    from labs.wikitext.model import LanguageModel, SmoothedLoss, gather_segments, send
+    from labs.wikitext.sampler import SegmentSampler
+
+    sizes = SimpleNamespace(d_model=16, d_embedding=8, nhead=2, layers=1, dim_feedforward=16, dropout=0.1, positions="learned",
+                            segment=8)  # fmt: skip
+    with CUDA:
+        model = LanguageModel(30, sizes)
+    model.requires_grad_(stage == "all")
+    for parameter in model.embedding_parameters():
+        parameter.requires_grad_()
+    sampler = SegmentSampler(61, 8, "dynamic", 1.0, 10, 5, CUDA)
+    mine = torch.tensor([0, 3, 7])
+    tokens, targets, real = gather_segments(torch.arange(61) % 30, sampler.spans(mine), 3, 8, pad)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    losses = step_of(SmoothedLoss(model, 0.1), trained, Precision(CUDA, "bf16", ""), tokens, targets, real, real)
+    rows = send(real.nonzero()[:, 0], CUDA)
+    sampler.record(mine, losses.new_zeros(3).index_add_(0, rows, losses))
+
+
+def pipeline() -> None:
+    from labs.pipeline.stages import LanguageModel, Stage, summed_loss
+
+    config = SimpleNamespace(d_model=16, nhead=2, dim_feedforward=16, num_layers=2, causal=True)
+    with CUDA:
+        model = LanguageModel(30, 8, config)
+        tokens = torch.zeros(4, 8, dtype=torch.long)
+    first, last = Stage(model, [0]), Stage(model, [1])
+    loss_of = lambda: (summed_loss(last(first(tokens)), tokens), None)  # noqa: E731
+    step_of(loss_of, list(model.parameters()), Precision(CUDA, "fp32", ""))
+
+
+# ---------------------------------------------------------------- the pretence itself
+
+
+def wrong_device() -> None:
+    """Must be noticed."""
+    batch = next(batches())
+    make()(batch.src, batch.src_pad, batch.tgt_in, torch.arange(3))
+
+
+def a_question() -> None:
+    """Must be noticed."""
+    torch.zeros(3, device=CUDA).sum().item()
+
+
+def a_slow_copy() -> None:
+    """Must be noticed."""
+    torch.zeros(3).to(CUDA)
+
+
+CHECKS = {
+    "train bf16": partial(train, "bf16"),
+    "train bf16 fast": partial(train, "bf16", "fast"),
+    "train bf16 captured": partial(train, "bf16", "captured"),
+    "train fp32 pre-norm": partial(train, "fp32", norm_first=True),
+    "train fp16 accumulate": partial(train, "fp16", accumulate=2),
+    "train own attention": train_with_own_attention,
+    "validation loss": validation_loss,
+    "attention picture": attention_picture,
+    **{f"decode {how}{' pre-norm' * pre}": partial(decode, how, norm_first=pre)
+       for how in ("greedy", "beam", "captured") for pre in (False, True)},
+    **{f"operator attention {name}": partial(own_attention, name) for name in ("python", "recompute")},
+    **{f"operator gelu {kind}": partial(own_gelu, kind) for kind in ("none", "tanh")},
+    **{f"train lenet {variant}": partial(lenet, variant) for variant in ("relu", "paper")},
+    **{f"train wikitext {pad} {stage}": partial(wikitext, pad, stage)
+       for pad, stage in (("right", "all"), ("left", "all"), ("right", "embedding"))},
+    "train pipeline": pipeline,
+    "wrong device": wrong_device,
+    "question": a_question,
+    "slow copy": a_slow_copy,
+}  # fmt: skip
+
+
+def main() -> None:
+    for name, check in ((name, CHECKS[name]) for name in sys.argv[1:] or CHECKS):
+        error = ""
+        watched = SimpleNamespace(waits=[], mixed=[], count=0)
+        try:
+            with GPU() as watched:
+                check()
+        except Exception as problem:
+            frames = [f for f in traceback.extract_tb(problem.__traceback__) if "site-packages" not in f.filename]
+            where = " < ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames[:-5:-1])
+            error = f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}; {where}"
+        print(
+            json.dumps(dict(name=name, error=error, waits=watched.waits, mixed=watched.mixed, operations=watched.count))
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""CUDA code on a machine without a GPU: fake tensors in a process of its own (tests/cuda/), kernels compiled for cards that are
+not there. What this cannot show is in docs/cuda.md."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fast
+from data import BucketSampler, Collate, batches_of, one_ahead
+from engine.distributed import World
+from engine.precision import choose_precision
+from fast import build
+from fast.cuda_training import CapturedLoss
+from model import ModelConfig, SummedLoss, Translator
+from text.store import Rows
+
+HERE, CPU = Path(__file__).parent / "cuda", torch.device("cpu")
+IDS = {"pad": 0, "bos": 1, "eos": 2}
+NO_WAIT = ["train bf16", "train bf16 fast", "train bf16 captured", "train fp32 pre-norm", "train fp16 accumulate",
+           "train own attention", "train lenet relu", "train lenet paper", "train wikitext right all",
+           "train wikitext left all", "train wikitext right embedding", "train pipeline", "attention picture",
+           "operator attention python", "operator attention recompute", "operator gelu none", "operator gelu tanh"]  # fmt: skip
+MAY_WAIT = ["validation loss", "decode greedy", "decode greedy pre-norm", "decode beam", "decode beam pre-norm",
+            "decode captured", "decode captured pre-norm"]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def checked(tmp_path_factory) -> dict[str, dict]:
+    """What tests/cuda/checks.py found, by name."""
+    if torch.version.cuda or build.why_not():
+        pytest.skip("needs a PyTorch built for CPUs, and g++")
+    guard = tmp_path_factory.mktemp("guard") / "guard.so"
+    folder = Path(torch.__file__).parent
+    words = [*build.compiler(), "-std=c++20", "-shared", "-fPIC", "-isystem", folder / "include", HERE / "guard.cpp"]
+    words += [f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu", "-o", guard]
+    subprocess.run(words, check=True)
+    environment = {**os.environ, "CUDA_GUARD": str(guard), "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, HERE / "checks.py"], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
+
+
+# ---------------------------------------------------------------- fake tensors
+
+
+@pytest.mark.parametrize("name", NO_WAIT)
+def test_everything_on_the_gpu_and_no_waiting(checked, name):
+    line = checked[name]
+    assert (line["error"], line["mixed"], line["waits"]) == ("", [], [])
+
+
+@pytest.mark.parametrize("name", MAY_WAIT)
+def test_everything_on_the_gpu(checked, name):
+    assert (checked[name]["error"], checked[name]["mixed"]) == ("", [])
+
+
+def test_the_pretence_notices_what_is_wrong(checked):
+    assert set(checked) == {*NO_WAIT, *MAY_WAIT, "wrong device", "question", "slow copy"}
+    assert checked["wrong device"]["error"].startswith("FakeTensorDeviceMismatchError")
+    assert "_local_scalar_dense" in checked["question"]["waits"][0] and "_to_copy" in checked["slow copy"]["waits"][0]
+
+
+# ---------------------------------------------------------------- settings
+
+
+def test_no_attention_of_cudnn_on_any_card(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("engine.precision.Precision", lambda *arguments: arguments)
+    before = torch.backends.cuda.cudnn_sdp_enabled(), torch.get_float32_matmul_precision()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        assert choose_precision(torch.device("cuda", 0))[1] == "bf16"
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before[0])
+        torch.set_float32_matmul_precision(before[1])
+
+
+def test_the_seed_of_a_step_is_that_of_manual_seed():
+    world = World(3, 4, CPU)
+    torch.manual_seed(world.seed(7, 11))
+    wanted = torch.rand(5)
+    world.set_seed(7, 11)
+    assert torch.equal(torch.rand(5), wanted)
+
+
+# ---------------------------------------------------------------- data
+
+
+class Pairs:
+    """As text.store.TokenizedPairs, with random tokens."""
+
+    def __init__(self, count: int = 600, vocabulary: int = 50):
+        random = np.random.default_rng(3)
+        self.lengths = {
+            side: np.clip(random.lognormal(2, 0.6, count), 1, 40).astype(int) for side in ("source", "target")
+        }
+        self.tokens = {side: [random.integers(3, vocabulary, n) for n in self.lengths[side]] for side in self.lengths}
+
+    def __getitems__(self, rows) -> tuple[Rows, Rows]:
+        return tuple(Rows(np.concatenate([self.tokens[side][row] for row in rows]), self.lengths[side][rows])
+                     for side in ("source", "target"))  # fmt: skip
+
+
+def test_batches_come_in_order_from_the_thread(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    pulled = []
+    ahead = one_ahead((pulled.append(n) or n for n in range(10**6)), torch.device("cuda", 0))
+    assert [next(ahead) for _ in range(5)] == list(range(5))
+    ahead.close()  # the thread ends with it
+    assert 5 <= len(pulled) <= 6
+
+
+@pytest.mark.parametrize("ranks, accumulate", [(1, 1), (2, 1), (2, 3)])
+def test_every_micro_batch_fits_a_shape_with_little_padding(ranks, accumulate):
+    pairs, added, plain = Pairs(), 0, 0
+    for rank in range(ranks):
+        sampler = BucketSampler(pairs.lengths, 600, seed=1, rank=rank, world_size=ranks, accumulate=accumulate)
+        shapes = sampler.shapes()
+        assert len(shapes) < sampler.steps_per_epoch
+        batches = batches_of(pairs, sampler, Collate(IDS, IDS), 0, CPU)
+        for batch in (next(batches) for _ in range(2 * len(sampler))):
+            sizes = (*batch.src.shape, batch.tgt_in.size(1), len(batch.real))
+            fitting = [shape for shape in shapes if all(map(int.__le__, sizes, shape))]
+            places = [b * (s + t) for b, s, t, _ in [sizes, *fitting]]
+            plain, added = plain + places[0], added + min(places[1:]) - places[0]
+    # A micro-batch may be narrower than its step, whose shape it has: the bound is that of whole steps.
+    assert added <= (0.08 if ranks * accumulate == 1 else 0.4) * plain
+
+
+# ---------------------------------------------------------------- training by CUDA graphs, as they are
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_captured_training_has_the_losses_and_gradients_of_plain_training(norm_first):
+    """fp32 sums of some thousand terms, in another order: 1e-5 of the whole is ten times what is seen."""
+    torch.manual_seed(0)
+    sizes = dict(d_model=32, nhead=4, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=64, dropout=0.0)
+    model, pairs = Translator(ModelConfig(50, 50, **sizes, norm_first=norm_first)).train(), Pairs()
+    sampler = BucketSampler(pairs.lengths, 600, seed=1)
+    plain = SummedLoss(model, 0.1)
+    captured = CapturedLoss(plain, sampler.shapes())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = batches_of(pairs, sampler, Collate(IDS, IDS), 0, CPU)
+    for batch in (next(batches) for _ in range(20)):
+        inputs, results = (batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out), []
+        for loss_of in (plain, captured):
+            optimizer.zero_grad()
+            losses = loss_of(*inputs)
+            (losses[0] / batch.target_tokens).backward()
+            results.append((*losses, torch.cat([weight.grad.flatten() for weight in model.parameters()])))
+        for wanted, got in zip(*results):
+            assert (got - wanted).norm() <= 1e-5 * wanted.norm()
+        optimizer.step()  # the weights change in place: the next pass must see it
+    assert captured.inputs and not losses[1].requires_grad
+    with torch.no_grad():
+        assert torch.equal(captured(*inputs)[0], plain(*inputs)[0])
+
+
+def test_captured_training_adds_up_micro_batches():
+    torch.manual_seed(0)
+    model, pairs = Translator(ModelConfig(50, 50, 32, 4, 1, 1, 64, dropout=0.0)), Pairs()
+    sampler = BucketSampler(pairs.lengths, 600, seed=1)
+    plain, batches = SummedLoss(model, 0.1), batches_of(pairs, sampler, Collate(IDS, IDS), 0, CPU)
+    captured, both = CapturedLoss(plain, sampler.shapes()), [next(batches) for _ in range(2)]
+    gradients = []
+    for loss_of in (plain, captured):
+        model.zero_grad()
+        for batch in both:
+            loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)[0].backward()
+        gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
+    assert (gradients[1] - gradients[0]).norm() <= 1e-5 * gradients[0].norm()
+
+
+def test_captured_training_is_for_gpus_and_says_so():
+    model, said = Translator(ModelConfig(50, 50, 32, 4, 1, 1, 64)), []
+    assert fast.captured_loss(SummedLoss(model, 0.1), torch.bfloat16, [], said.append) is None
+    assert said == ["note: --captured has no effect: training by CUDA graphs needs a GPU, and bf16 or fp32"]
+
+
+# ---------------------------------------------------------------- torch.compile
+
+
+def test_the_loss_is_one_graph_for_all_shapes():
+    """As train.py --compile has it, but for the compiler itself."""
+    torch.manual_seed(0)
+    model, pairs = Translator(ModelConfig(50, 50, 32, 4, 1, 1, 64, dropout=0.0)), Pairs()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(SummedLoss(model, 0.1), dynamic=True, backend=backend, fullgraph=True)
+    sampler = BucketSampler(pairs.lengths, 600, seed=1)
+    batches = batches_of(pairs, sampler, Collate(IDS, IDS, pad_multiple=16), 0, CPU)
+    for batch in (next(batches) for _ in range(12)):
+        compiled(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)[0].backward()
+    assert 1 <= len(graphs) <= 2
+
+
+# ---------------------------------------------------------------- Triton
+
+
+CARDS = {75: 64, 80: 163, 86: 99, 90: 227}  # KiB of memory that a program may share
+KERNELS = [(75, "fp16", 256), (75, "fp32", 64), (80, "bf16", 64), (86, "fp32", 256), (90, "bf16", 128)]
+
+
+@pytest.mark.parametrize("capability, number, width", KERNELS)
+def test_triton_kernels_fit_the_card(capability, number, width):
+    triton = pytest.importorskip("triton")
+    from labs.attention_op import triton_kernels as kernels
+
+    dtype = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16}[number]
+    parts = ("q", "k", "v", "out", "log_sum", "grad", "delta", "grad_q", "grad_k", "grad_v")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(capability, 10))
+        card = type("OnTheCard", (), dict(is_cuda=True, dtype=dtype, device=None, size=lambda self, axis: width))()
+        sizes = dict(BLOCK=kernels.block(card, card), WIDE_D=kernels.wide(width), WIDE_W=kernels.wide(width))
+        own = kernels.block(card, card, least=8)
+    for kernel in (kernels.forward_kernel, kernels.grad_q_kernel, kernels.grad_kv_kernel):
+        order = [parameter.name for parameter in kernel.params]
+        constants = sizes | dict(HAS_BIAS=True, CAUSAL=False, DROPS=True, OWN=own, bias_t=1)
+        constants = {name: value for name, value in constants.items() if name in order}
+        types = {name: f"*{number}" for name in parts} | dict(log_sum="*fp32", delta="*fp32", bias="*fp32", seed="*i32")
+        types |= dict(scale="fp32", kept="fp32")
+        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in order}
+        source = triton.compiler.ASTSource(
+            fn=kernel, signature=signature, constexprs={(order.index(name),): value for name, value in constants.items()},
+            attrs={(order.index(name),): [["tt.divisibility", 16]] for name in order if name in parts},
+        )  # fmt: skip
+        made = triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", capability, 32))
+        assert made.asm["cubin"] and made.metadata.shared <= CARDS[capability] << 10

@@ -1,0 +1,110 @@
+"""run.sh with a Python that only writes down what it is asked: installation, signals, which run is evaluated."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from conftest import HANGS, ROOT
+
+# Of the virtual environment and of the system alike; it makes environments by copying itself.
+FAKE_PYTHON = """#!/usr/bin/env bash
+echo "$@" >> "$LOG"
+case "$*" in
+    *ensurepip*) exit "${WITHOUT_ENSUREPIP:-0}" ;;
+    "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+    *train.py*)
+        [ -z "${TRAINS_FOR:-}" ] || { trap 'exit 0' TERM; touch started; for i in $(seq "$TRAINS_FOR"); do sleep 0.1; done; }
+        while [ $# -gt 1 ]; do case "$1" in --run) folder="runs/$2" ;; --resume) folder="$2" ;; esac; shift; done
+        mkdir -p "${folder:=runs/from_settings}"; echo "${LAST_LINE:-next: python evaluate.py}" > "$folder/train.log"
+        exit "${CODE:-0}" ;;
+esac
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A checkout in repo/, a fake python3 before all others, and home/, where the user is."""
+    for folder in ("repo", "bin", "home"):
+        (tmp_path / folder).mkdir()
+    for name in ("run.sh", "requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path / "repo")
+    (tmp_path / "bin/python3").write_text(FAKE_PYTHON)
+    (tmp_path / "bin/python3").chmod(0o755)
+    for version in (10, 11, 12):
+        (tmp_path / f"bin/python3.{version}").symlink_to("python3")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("LOG", str(tmp_path / "log"))
+    monkeypatch.delenv("VENV", raising=False)
+    monkeypatch.delenv("TORCH_INDEX_URL", raising=False)
+    return tmp_path
+
+
+def run_sh(place: Path, *words, **environment) -> tuple[int, str, str]:
+    """→ exit code, what was printed, and what Python was asked, a call a line."""
+    done = subprocess.run(["bash", "../repo/run.sh", *words], cwd=place / "home", env={**os.environ, **environment},
+                          capture_output=True, text=True, timeout=HANGS)  # fmt: skip
+    log = (place / "log").read_text() if (place / "log").exists() else ""
+    (place / "log").unlink(missing_ok=True)
+    return done.returncode, done.stdout + done.stderr, log
+
+
+def test_installs_once_and_evaluates_the_run_that_it_trained(place):
+    code, said, asked = run_sh(place)
+    assert code == 0 and "5.3 GB" not in said  # the fake one says that torch is there
+    assert "-m venv" in asked and "pip install" in asked and "--quiet" not in asked
+    code, said, asked = run_sh(place, "--", "--data", "my_corpus")
+    assert code == 0 and "pip" not in asked and "venv" not in asked
+    name = asked.split("--run ")[1].split()[0]
+    assert f"evaluate.py --ckpt runs/{name}\n" in asked and f"{place}/repo/train.py" in asked
+    assert (place / f"home/runs/{name}/train.log").exists()  # seen from where the user is
+
+
+@pytest.mark.parametrize("flags, folder", [
+    (["--run", "a"], "runs/a"), (["--run=a"], "runs/a"), (["--resume", "runs/b"], "runs/b"),
+    (["--lr", "1", "--resume=b"], "runs/b"), (["s.yaml"], "runs/from_settings"),
+])  # fmt: skip
+def test_the_run_that_the_flags_name(place, flags, folder):
+    for name in ("a", "b"):
+        (place / "home/runs" / name).mkdir(parents=True)
+        (place / "home/runs" / name / "train.log").write_text("next: python evaluate.py\n")
+        os.utime(place / "home/runs" / name / "train.log", (0, 0))
+    code, _, asked = run_sh(place, "--", *flags)
+    assert code == 0 and f"evaluate.py --ckpt {folder}\n" in asked
+
+
+def test_an_environment_that_was_not_finished_is_made_again(place):
+    (place / "repo/.venv/bin").mkdir(parents=True)
+    (place / "repo/.venv/bin/python").write_text("#!/bin/sh\nexit 1\n")  # as without ensurepip: it has no pip
+    (place / "repo/.venv/bin/python").chmod(0o755)
+    code, said, _ = run_sh(place, WITHOUT_ENSUREPIP="1")
+    assert code == 2 and "python3-venv" in said and said.count("\n") == 1
+    code, _, asked = run_sh(place)
+    assert code == 0 and "-m venv" in asked and "evaluate.py" in asked
+
+
+def test_an_index_for_a_build_without_cuda(place):
+    code, _, asked = run_sh(place, TORCH_INDEX_URL="https://mirror/cpu")
+    assert code == 0 and "--index-url https://mirror/cpu torch==" in asked
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_and_nothing_is_evaluated(place, number):
+    process = subprocess.Popen(["bash", "../repo/run.sh"], cwd=place / "home", env={**os.environ, "TRAINS_FOR": "300"})
+    deadline = time.monotonic() + HANGS
+    while not (place / "home/started").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(timeout=HANGS) == 128 + number
+    assert "evaluate.py" not in (place / "log").read_text()
+
+
+def test_a_half_trained_run_is_not_evaluated(place):
+    code, said, asked = run_sh(place, LAST_LINE="to go on: python train.py --resume runs/x")
+    assert code == 130 and "interrupted" in said and "evaluate.py" not in asked
+    code, _, asked = run_sh(place, CODE="2")
+    assert code == 2 and "evaluate.py" not in asked

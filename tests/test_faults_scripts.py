@@ -1,0 +1,230 @@
+"""evaluate.py and translate.py: what is scored, where it is kept, and streams, signals and places that are not as usual."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import HANGS, ROOT, TINY_FLAGS, in_this_process, reversed_digits, write_pairs
+
+from engine import config as under_test
+from engine.errors import UserError, run_script
+from evaluate import Config
+from text.scores import write_lines
+
+PAIRS = reversed_digits(300)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """runs/r, a run of two steps, with its data."""
+    place = tmp_path_factory.mktemp("place")
+    write_pairs(place / "data", PAIRS, {"train": slice(0, 90), "validation": slice(90, 95), "test": slice(95, 100)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        flags = ["--data", "data", *TINY_FLAGS, "--max_length", 64, "--max_steps", 2, "--eval_every", 1, "--run", "r"]
+        assert not in_this_process("train.py", *flags)
+    return place
+
+
+@pytest.fixture
+def place(folder, monkeypatch):
+    """The same, as the working directory, without scores."""
+    monkeypatch.chdir(folder)
+    for file in Path("runs/r/eval").glob("*"):
+        file.unlink()
+    return folder
+
+
+@pytest.fixture
+def evaluate(place, capsys):
+    def evaluate(*flags) -> str:
+        assert not in_this_process("evaluate.py", "--ckpt", "runs/r", *flags, "--device", "cpu")
+        return capsys.readouterr().out
+
+    return evaluate
+
+
+@pytest.fixture
+def refused(place, capsys):
+    def refused(*flags) -> str:
+        code, errors = in_this_process("evaluate.py", *flags, "--device", "cpu"), capsys.readouterr().err
+        assert code == 2 and errors.startswith("error: ") and errors.count("\n") == 1
+        return errors
+
+    return refused
+
+
+def scores() -> dict[str, dict]:
+    return {file.stem: json.loads(file.read_text()) for file in Path("runs/r/eval").glob("*.json")}
+
+
+# What is scored.
+
+
+def test_other_data_without_a_test_split_are_scored_whole(place, evaluate, refused):
+    write_pairs(place / "flat", PAIRS[100:300])
+    for data in ("flat/train.jsonl", "flat"):
+        output = evaluate("--data", data, "--out", "out.txt")
+        assert f"scored     {data}, split all, 200 rows" in output
+        assert len(Path("out.txt").read_text().splitlines()) == 200
+    ((name, score),) = scores().items()
+    assert name == f"all-greedy-data-{score['rows']}" and score["data"] == "flat" and score["sentences"] == 200
+    assert "flat has no test split; leave --split out" in refused(
+        "--ckpt", "runs/r", "--data", "flat", "--split", "test"
+    )
+    assert "split test, 5 rows" in evaluate("--data", "data")  # the run's own, whatever it is called
+    assert "split test, 5 rows" in evaluate("--data", place / "data")
+
+
+def test_columns_of_other_data(place, evaluate):
+    Path("columns.tsv").write_text("English\tChinese\none\t一\ntwo\t二\n", encoding="utf-8")
+    output = evaluate("--data", "columns.tsv", "--source", "Chinese", "--target", "English")
+    assert "split all, 2 rows" in output and "reference    two" in output
+
+
+def test_scores_of_different_things_have_different_names(evaluate):
+    other = {"step-1": "step-2", "step-2": "step-1"}[Path("runs/r/checkpoints/best").resolve().name]
+    evaluate()
+    evaluate("--precision", "fp32")
+    evaluate("--ckpt", f"runs/r/checkpoints/{other}")
+    evaluate("--ckpt", f"runs/r/checkpoints/{other}/model.safetensors", "--beam", 2)
+    evaluate("--average", 2)
+    names = {"greedy", "greedy-fp32", f"greedy-{other}", f"beam2-lp0.6-{other}", "greedy-average2"}
+    assert scores().keys() == {f"test-{name}" for name in names}
+
+
+def test_changed_rows_and_another_checkpoint_are_said(place, evaluate):
+    assert "have changed" not in evaluate()
+    old = Path("data/test.jsonl").read_text()
+    Path("data/test.jsonl").write_text(old.replace("one", "1"))
+    assert "test-greedy.json is of: the data have changed" in evaluate()
+    Path("data/test.jsonl").write_text(old)
+    score = Path("runs/r/eval/test-greedy.json")
+    score.write_text(score.read_text().replace(str(Path("runs/r/checkpoints").resolve()), "elsewhere"))
+    assert "was of elsewhere/step-" in evaluate()
+
+
+# Where it is written.
+
+
+def test_places_are_tried_before_the_decoding(place, refused, monkeypatch):
+    monkeypatch.setattr("decoding.translate_lines", lambda *_, **__: pytest.fail("decoded"))
+    ckpt = ("--ckpt", "runs/r")
+    assert "File name too long" in refused(*ckpt, "--out", "x" * 300)
+    assert "control character" in refused(*ckpt, "--out", "a\nb")
+    assert "cannot be written" in refused(*ckpt, "--out", "data")
+    assert "No such file" in refused(*ckpt, "--out", "none/x")
+    assert not Path("a\nb").exists()
+
+
+def test_what_is_no_regular_file_is_written_to_and_never_replaced(tmp_path):
+    (tmp_path / "link").symlink_to("file")
+    write_lines(tmp_path / "link", ["one"])
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "one\n"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_lines(tmp_path / "pipe", ["two"])
+    assert os.read(reader, 99) == b"two\n" and (tmp_path / "pipe").is_fifo()
+    os.close(reader)
+    (tmp_path / "old").write_text("old")
+    (tmp_path / "old.tmp").mkdir()  # no new file can be made: as in a folder that is not ours
+    write_lines(tmp_path / "old", ["three"])
+    assert (tmp_path / "old").read_text() == "three\n"
+    (tmp_path / "new.tmp").symlink_to("file")
+    write_lines(tmp_path / "new", ["four"])
+    assert (tmp_path / "file").read_text() == "one\n" and (tmp_path / "new").read_text() == "four\n"
+
+
+# Flags.
+
+
+def test_length_penalty_has_a_bound(refused):
+    assert "--length_penalty 1000.0 must be at least 0 and at most 10" in refused("--beam", 4, "--length_penalty", 1000)
+
+
+@pytest.mark.parametrize("typed_name, meant", [
+    ("batch_size", "tokens_per_batch"), ("batch", "tokens_per_batch"), ("learning-rate", "lr"), ("max_step", "max_steps"),
+])  # fmt: skip
+def test_flags_by_their_names_elsewhere(typed_name, meant):
+    assert under_test.nearest(typed_name, ["lr", "max_steps", "tokens_per_batch"], "--") == f"; did you mean --{meant}?"
+    assert under_test.nearest("batch", ["batch_size"], "--") == "; did you mean --batch_size?"
+
+
+def test_a_nul_in_a_name():
+    with pytest.raises(UserError, match=r"--out 'a.x00b' holds a NUL"):
+        under_test.checked(Config(out="a\0b"))
+
+
+@pytest.mark.parametrize("work", [lambda: torch.empty(2**50), lambda: np.ones(2**50)])
+def test_out_of_memory(work, capsys):
+    with pytest.raises(SystemExit):
+        run_script(work)
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: the machine's memory is full; ") and errors.count("\n") == 1
+
+
+# Streams and signals.
+
+
+def shell(command: str, place: Path) -> subprocess.CompletedProcess:
+    words = f"{sys.executable} {ROOT}/{command}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "latin-1"}
+    return subprocess.run(["bash", "-c", words], cwd=place, env=environment, capture_output=True, timeout=HANGS)
+
+
+@pytest.mark.parametrize("command", [
+    "translate.py --ckpt runs/r 一二 >&-", "evaluate.py --ckpt runs/r --limit 2 <&-",
+])  # fmt: skip
+def test_closed_streams_and_a_terminal_in_latin_1(command, place):
+    done = shell(command, place)
+    assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
+    assert done.stdout == b"" if ">&-" in command else b"scale 0\\u2013100" in done.stdout
+
+
+def test_ctrl_c_during_the_imports(place):
+    words = [sys.executable, "-X", "importtime", ROOT / "translate.py", "--ckpt", "runs/r"]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if " torch." in line:  # a part of it, and much is to come
+            break
+    process.send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    _, errors = process.communicate(timeout=HANGS)
+    assert process.returncode == -signal.SIGINT and "Traceback" not in errors and time.monotonic() - begun < 5
+
+
+def test_windows_is_told_what_to_do(monkeypatch, capsys):
+    monkeypatch.setattr("sys.platform", "win32")
+    with pytest.raises(SystemExit):
+        under_test.parse_flags(object)
+    assert "Linux, macOS or WSL" in capsys.readouterr().err
+
+
+def test_training_and_scoring_without_what_only_linux_has(place):
+    """As on macOS: another name of the system, no mallopt, no /proc; the kernels are not used, and that is said."""
+    script = """
+import ctypes, pathlib, runpy, sys
+import datasets, matplotlib.figure, torch.utils.tensorboard, transformers
+sys.platform = "darwin"
+del ctypes.CDLL.__getattr__
+exists = pathlib.Path.exists
+pathlib.Path.exists = lambda path: not str(path).startswith("/proc") and exists(path)
+for words in ("train.py --data data --max_steps 2 --run mac --preset lab --device cpu", "evaluate.py --ckpt runs/mac"):
+    sys.argv = words.split()
+    if words.startswith("train"):
+        sys.argv += TINY_FLAGS
+    runpy.run_path(ROOT + "/" + sys.argv[0], run_name="__main__")
+"""
+    script = f"ROOT, TINY_FLAGS = {str(ROOT)!r}, {TINY_FLAGS!r}\n" + script
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, cwd=place, env=environment, capture_output=True, text=True, timeout=HANGS)
+    assert done.returncode == 0, done.stderr
+    assert "the C++ functions need Linux" in done.stdout and "nltk corpus_bleu" in done.stdout
