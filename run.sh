@@ -4,7 +4,7 @@
 #   bash run.sh                        install, train, evaluate (data: /opt/minidataset if it is there, else sample/)
 #   bash run.sh -- --max_minutes 20    the same; what stands after -- goes to train.py
 #   bash run.sh test                   install and run the tests; what stands after -- goes to pytest
-#   bash run.sh lenet|wikitext|attention|pipeline|collectives    another lab; what stands after -- goes to it
+#   bash run.sh lenet|wikitext|attention|pipeline|collectives|gpt    another lab; what stands after -- goes to it
 #   bash run.sh gpu                    on a GPU: is the arithmetic right there, how fast is it; ten minutes, a file to send back
 #
 #   VENV=/path bash run.sh             keep the virtual environment elsewhere (default: .venv beside this file)
@@ -17,7 +17,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 verb="${1:-train}"
 [ "$verb" = "--" ] && verb=train || shift || true
 [ "${1:-}" = "--" ] && shift
-labs="lenet wikitext attention pipeline collectives"
+labs="lenet wikitext attention pipeline collectives gpt"
 case " train test gpu $labs " in *" $verb "*) ;; *)
     echo "error: unknown verb '$verb'; use: bash run.sh [test|gpu|${labs// /|}] [-- FLAGS]" >&2; exit 2 ;;
 esac
@@ -91,6 +91,10 @@ case "$verb" in
     pipeline) exec "$python" -m torch.distributed.run --standalone --nproc_per_node "${PROCESSES:-2}" -m -- labs.pipeline "$@" ;;
     gpu) exec "$python" -m benchmarks.gpu "$@" ;;
     attention) exec "$python" -m labs.attention_op "$@" ;;
+    gpt)  # a result to look at within minutes, wherever it runs
+        [[ " $* " == *" --resume"* ]] || set -- --max_minutes 10 "$@"
+        [ "${PROCESSES:-1}" = 1 ] && exec "$python" -m labs.gpt "$@"
+        exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$PROCESSES" -m -- labs.gpt "$@" ;;
     train) ;;
     *) exec "$python" -m "labs.$verb" "$@" ;;
 esac

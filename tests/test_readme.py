@@ -18,7 +18,7 @@ from engine.config import parse_flags
 
 PAGES = [ROOT / "README.md", ROOT / "sample/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-LABS = {"lenet", "wikitext", "attention", "pipeline", "collectives"}
+LABS = {"lenet", "wikitext", "attention", "pipeline", "collectives", "gpt"}
 COMMAND = re.compile(r"(?:^| )((?:python|torchrun) \S.*|bash run\.sh.*)$")  # what stands before it sets variables
 
 

@@ -1,0 +1,129 @@
+"""Checkpoints of a model that lies in pieces on many processes, by `torch.distributed.checkpoint`.
+
+    python -m labs.gpt.checkpoints --ckpt runs/NAME        # the newest one → runs/NAME/model.safetensors
+
+Every rank writes its own pieces, and a file of metadata tells which piece is where: so a run goes on under another layout
+(FSDP × tensor parallel 2 × 2 → one process), each rank reading what it needs. runs/x/checkpoints/sharded-N/ holds the
+pieces and state.json.
+"""
+
+import json
+import os
+import shutil
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from engine.config import flag, parse_flags
+from engine.distributed import World
+from engine.errors import UserError, run_script
+from labs.gpt.sizes import Sizes
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process alone is meant to be alone
+KEEP = 2  # newest checkpoints of a run; one of 1.6b takes 19 GB
+
+
+def save(folder: Path, step: int, layout, optimizer, state: dict, world: World) -> None:
+    """Write folder/sharded-N, all ranks together; it gets its name when all is written."""
+    temporary, target = folder / f".tmp-sharded-{step}", folder / f"sharded-{step}"
+    world.on_main(lambda: shutil.rmtree(temporary, ignore_errors=True))
+    tensors = {"model": detached(layout.weights), "optimizer": optimizer_tensors(layout, optimizer)}
+    dcp.save(tensors, checkpoint_id=temporary)
+
+    def finish() -> None:
+        text = json.dumps({**state, "step": step, "sizes": asdict(layout.sizes)}, indent=2)
+        (temporary / "state.json").write_text(text, encoding="utf-8")
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(temporary, target)
+        for old in list_checkpoints(folder)[:-KEEP]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    world.on_main(finish)
+
+
+def restore(path: Path, layout, optimizer) -> None:
+    """The weights and the optimiser's state, whatever layout wrote them."""
+    tensors = {"model": detached(layout.weights), "optimizer": optimizer_tensors(layout, optimizer)}
+    try:
+        dcp.load(tensors, checkpoint_id=path)
+    except (dcp.CheckpointException, RuntimeError, ValueError, OSError) as error:
+        raise UserError(f"{path} does not fit this model or is damaged: {' '.join(str(error).split())[:200]}") from None
+    inner(optimizer).state.update({layout.weights[name]: state for name, state in tensors["optimizer"].items()})
+
+
+def load_state(path: Path) -> dict:
+    return json.loads((path / "state.json").read_text(encoding="utf-8"))
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Oldest first."""
+    whole = [path for path in folder.glob("sharded-*") if (path / "state.json").exists()]
+    return sorted(whole, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def newest(run: Path) -> Path | None:
+    return (list_checkpoints(run / "checkpoints") or [None])[-1]
+
+
+def detached(weights: dict) -> dict:
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
+def inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The one that holds states: with ZeRO-1 each rank has an AdamW for its share of the weights."""
+    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+
+
+def optimizer_tensors(layout, optimizer) -> dict:
+    """Name of the weight → AdamW's state of it, in the same pieces as the weight; zeros if it has not stepped yet."""
+    optimizer, tensors = inner(optimizer), {}
+    here = {weight for group in optimizer.param_groups for weight in group["params"]}
+    for name, weight in layout.weights.items():
+        if weight in here:
+            place = "cpu" if layout.config.offload == "optimizer" else weight.device
+            zeros = {key: torch.zeros_like(weight.detach(), device=place) for key in ("exp_avg", "exp_avg_sq")}
+            tensors[name] = optimizer.state.get(weight) or zeros | {"step": torch.zeros(())}
+    return tensors
+
+
+def load_weights(path: Path) -> tuple[dict[str, torch.Tensor], Sizes]:
+    """All weights in one process, and the sizes of the model."""
+    reader = dcp.FileSystemReader(path)
+    entries = reader.read_metadata().state_dict_metadata
+    names = [name for name in entries if name.startswith("model.")]
+    weights = {name.removeprefix("model."): torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
+               for name in names}  # fmt: skip
+    dcp.load({"model": weights}, storage_reader=reader, no_dist=True)
+    return weights, Sizes(**load_state(path)["sizes"])
+
+
+def checkpoint_of(run: str) -> Path:
+    """What --ckpt takes: a run, or one of its checkpoints."""
+    path = Path(run) if (Path(run) / "state.json").exists() else newest(Path(run))
+    if path is None:
+        raise UserError(f"{run} holds no checkpoint of this lab; train first, or name another run")
+    return path
+
+
+def convert(run: str) -> None:
+    import safetensors.torch
+
+    path = checkpoint_of(run)
+    weights, sizes = load_weights(path)
+    target = Path(run) / "model.safetensors"
+    safetensors.torch.save_file(weights, target, metadata={"format": "pt", "sizes": json.dumps(asdict(sizes))})
+    print(f"{path} → {target}: {sum(w.numel() for w in weights.values()):,} parameters")
+
+
+@dataclass
+class Config:
+    ckpt: str = flag("", "a run of labs.gpt, or one of its checkpoints", "Conversion")
+
+
+if __name__ == "__main__":
+    config = parse_flags(Config, "write the model of a run into one file, model.safetensors")
+    run_script(lambda: convert(config.ckpt))

@@ -1,0 +1,176 @@
+"""GPT-2 (Radford et al. 2019): learned positions, pre-norm, GELU, the output tied to the embedding. Read it beside nanoGPT.
+
+    model = GPT(PRESETS["toy"])
+    logits = model(tokens)                    # (B, T) → (B, T, V)
+    loss = model(tokens, targets)             # the mean cross-entropy in nats
+
+B sequences, T tokens, D hidden size, H heads, W = D / H, V vocabulary. The weights have GPT-2's names. There is no dropout:
+every layout of processes would draw other random numbers, and their losses could not be compared.
+"""
+
+import zlib
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from labs.gpt.sizes import Sizes
+
+# What selective recomputation keeps: the results of matrix products and of attention, which are dear; norms, GELU and sums
+# are computed again.
+KEPT = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]  # fmt: skip
+CHUNK = 512  # tokens whose logits are in memory at a time, with `chunked_loss`
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, sizes: Sizes):
+        super().__init__()
+        self.head_size = sizes.hidden // sizes.heads
+        self.c_attn = nn.Linear(sizes.hidden, 3 * sizes.hidden)
+        self.c_proj = nn.Linear(sizes.hidden, sizes.hidden)
+
+    def forward(self, x: Tensor, past: list[Tensor] | None = None) -> Tensor:
+        # Query, key and value lie head by head (GPT-2 has all queries first): cut into equal parts, the rows of c_attn are
+        # whole heads, as tensor parallelism wants them. H is then the number of heads on this rank.
+        heads = self.c_attn(x).unflatten(2, (-1, 3, self.head_size))  # (B, T, H, 3, W)
+        q, k, v = (part.transpose(1, 2) for part in heads.unbind(3))  # (B, H, T, W) each
+        if past is not None:  # generation: keys and values of the tokens before, to which these are added
+            past[:] = k, v = [torch.cat(pair, dim=2) for pair in zip(past, (k, v))] if past else (k, v)
+        x = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] == k.shape[2])  # (B, H, T, W)
+        return self.c_proj(x.transpose(1, 2).flatten(2))  # (B, T, D)
+
+
+class MLP(nn.Module):
+    def __init__(self, sizes: Sizes):
+        super().__init__()
+        self.c_fc = nn.Linear(sizes.hidden, 4 * sizes.hidden)
+        self.c_proj = nn.Linear(4 * sizes.hidden, sizes.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, sizes: Sizes):
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(sizes.hidden), CausalSelfAttention(sizes)
+        self.ln_2, self.mlp = nn.LayerNorm(sizes.hidden), MLP(sizes)
+
+    def forward(self, x: Tensor, past: list[Tensor] | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), past=past)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """The whole model; or, with `blocks`, the stage of a pipeline that has these: the first embeds, the last has the output.
+
+    A weight has the same name in a stage as in the whole model.
+    """
+
+    def __init__(self, sizes: Sizes, recompute: str = "none", chunked_loss: bool = False, blocks: range | None = None):
+        super().__init__()
+        blocks = blocks or range(sizes.layers)
+        self.recompute, self.chunked_loss = recompute, chunked_loss
+        self.is_first, self.is_last = blocks[0] == 0, blocks[-1] == sizes.layers - 1
+        if self.is_first or self.is_last:
+            self.wte = nn.Embedding(sizes.vocabulary, sizes.hidden)  # tied: embedding and output are one matrix
+        if self.is_first:
+            self.wpe = nn.Embedding(sizes.sequence, sizes.hidden)
+        self.h = nn.ModuleDict({str(number): Block(sizes) for number in blocks})
+        if self.is_last:
+            self.ln_f = nn.LayerNorm(sizes.hidden)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, past: dict[str, list] | None = None) -> Tensor:
+        """Token ids (B, T), or what the stage before gives, (B, T, D) → logits, the mean loss, or (B, T, D)."""
+        if self.is_first:
+            seen = past["0"][0].shape[2] if past and past["0"] else 0  # tokens before these
+            positions = torch.arange(seen, seen + x.shape[1], device=x.device)  # (T,)
+            x = self.wte(x) + self.wpe(positions)  # (B, T, D)
+        for number, block in self.h.items():
+            if past is not None:
+                x = block(x, past[number])
+            elif self.recompute != "none" and torch.is_grad_enabled():
+                x = recomputed(block, x, self.recompute == "selective")
+            else:
+                x = block(x)
+        if not self.is_last:
+            return x
+        x = self.ln_f(x)
+        if targets is not None and self.chunked_loss:
+            # PyTorch's own, which makes, uses and drops the logits of a few tokens at a time. In fp32 at least: its loss has
+            # the type of its inputs, and three digits are too few.
+            wide = torch.promote_types(x.dtype, torch.float32)
+            options = nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK)
+            hidden, weight = x.flatten(0, 1).to(wide), self.wte.weight.to(wide)
+            return F.linear_cross_entropy(hidden, weight, targets.flatten(), options=options)
+        logits = F.linear(x, self.wte.weight)  # (B, T, V)
+        return logits if targets is None else mean_loss(logits, targets)
+
+
+def recomputed(block: nn.Module, x: Tensor, selective: bool) -> Tensor:
+    """The block's output; what its backward pass needs is dropped and computed again (Chen et al. 2016), all or in part."""
+    if not selective:
+        return checkpoint(block, x, use_reentrant=False)
+    return checkpoint(block, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, KEPT))
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy of each next token, in nats; logits (B, T, V), targets (B, T)."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class HuggingFaceGPT(nn.Module):
+    """The handout's `GPT2LMHeadModel` in the same place. Targets are shifted already, so its own loss is not asked for."""
+
+    def __init__(self, sizes: Sizes, recompute: str = "none"):
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(n_embd=sizes.hidden, n_layer=sizes.layers, n_head=sizes.heads, n_positions=sizes.sequence,
+                            vocab_size=sizes.vocabulary, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+                            use_cache=False, bos_token_id=None, eos_token_id=None)  # fmt: skip
+        self.model = GPT2LMHeadModel(config)
+        if recompute == "all":
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    @property
+    def h(self) -> dict[str, nn.Module]:
+        return dict(self.model.transformer.h.named_children())
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits = self.model(x).logits
+        return logits if targets is None else mean_loss(logits, targets)
+
+
+def weights_from_hf(weights: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
+    """GPT-2's weights as Hugging Face has them → ours. Its Conv1D keeps a matrix transposed, (in, out)."""
+    ours = {}
+    for name, weight in weights.items():
+        name = name.removeprefix("model.").removeprefix("transformer.")
+        if name == "lm_head.weight":
+            continue
+        if "attn.c_" in name or "mlp.c_" in name:
+            weight = weight.t() if weight.dim() == 2 else weight
+        if "attn.c_attn" in name:  # (3, H, W, …) → (H, 3, W, …)
+            weight = weight.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
+        ours[name] = weight.contiguous()
+    return ours
+
+
+def initial_weight(name: str, shape: torch.Size, layers: int, seed: int) -> Tensor:
+    """GPT-2's: N(0, 0.02²), what adds to the residual stream smaller by √(2·layers); biases 0, norms 1.
+
+    Every weight has a seed of its own, so each layout of processes begins with the same model, and no rank ever holds more
+    than one whole weight for it.
+    """
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if ".ln_" in f".{name}":
+        return torch.ones(shape)
+    std = 0.02 / (2 * layers) ** 0.5 if "c_proj" in name else 0.02
+    return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))) * std

@@ -1,0 +1,192 @@
+"""How much memory a rank will need, before anything is allocated. Bytes for a weight, a token, a layer; checked by a test.
+
+    python -m labs.gpt --plan --size 1.6b --gpus 4 --memory_gib 24
+
+H hidden size, L layers, T sequence, V vocabulary, N = tokens of one micro-batch on a rank.
+"""
+
+import itertools
+import os
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.distributed import World
+from engine.errors import UserError
+from engine.telemetry import GIB
+from labs.gpt.parallel import STAGES_PER_RANK, check_grid
+from labs.gpt.sizes import Sizes
+
+# What a block keeps for its backward pass, bytes a token and unit of H. In fp32 4 × (x 1, norm 1, q k v 3, attention 1, x 1,
+# norm 1, MLP 4, GELU 4); under autocast the two x stay in fp32 and the rest is in 2 bytes. Hugging Face writes the GELU out.
+KEPT = {("own", False): 64, ("own", True): 36, ("hf", False): 112, ("hf", True): 60}
+KEPT_SELECTIVE = {False: 44, True: 24}  # the input, and the results of products and attention: 10 × 4 or × 2
+LOGITS = {False: 12, True: 16}  # a logit: itself, its log-softmax and their gradient; narrow ones are made wide as well
+
+
+@dataclass
+class Need:
+    """Bytes on the fullest rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    host: float  # what offloading puts into the memory of the machine
+    total: float  # at the fullest moment, not the sum: without accumulation gradients come as activations go
+
+    def __str__(self) -> str:
+        names = ("weights", "gradients", "optimizer", "activations", "logits")
+        parts = ", ".join(f"{name} {getattr(self, name) / GIB:.2f}" for name in names)
+        return f"{self.total / GIB:.2f} GiB ({parts})"
+
+
+def memory(config, sizes: Sizes, processes: int, narrow: bool) -> Need:
+    """What the fullest rank needs. `narrow`: matrix products in bf16 or fp16 (the weights themselves stay fp32)."""
+    data = processes // (config.tensor * config.pipe)
+    cut = config.tensor * (data if config.data_parallel in ("zero2", "zero3") else 1)  # into how many a weight is cut
+    layers = -(-sizes.layers // config.pipe)
+    here = sizes.embedding_parameters + layers * sizes.block_parameters  # the first stage; the last has about the same
+    block, ends = sizes.block_parameters / config.tensor, sizes.embedding_parameters / config.tensor
+    gathered = 2 if narrow else 4  # bytes a weight as it is computed with
+    weights = 4 * here / cut
+    if config.data_parallel == "zero2":  # all are gathered until the backward pass is done
+        weights += gathered * here / config.tensor
+    elif config.data_parallel == "zero3":  # the one at work, the next one on its way, and the embedding
+        weights += gathered * (2 * block + ends)
+    elif narrow:  # autocast's copies
+        weights += 2 * here / cut
+    gradients = 4 * here / cut + (4 * (2 * block + ends) if cut > config.tensor else 0)
+    optimizer = 8 * here / (cut * (data if config.data_parallel == "zero1" else 1))
+    host = 0.0
+    if config.offload == "optimizer":  # on the way to the CPU and back: one matrix at a time
+        host, optimizer = optimizer, 4.0 * sizes.vocabulary * sizes.hidden
+    elif config.offload == "parameters":
+        host, weights, gradients, optimizer = 16 * here / cut, weights - 4 * here / cut, gradients - 4 * here / cut, 0.0
+
+    tokens = config.batch_size / (data * config.accumulate) * sizes.sequence
+    in_flight = 1
+    if config.pipe > 1:  # 1F1B lets in as many micro-batches as there are ranks, GPipe all of them
+        in_flight = config.accumulate if config.schedule == "gpipe" else min(config.accumulate, config.pipe)
+        if STAGES_PER_RANK[config.schedule] == 2:  # a rank's first stage runs ahead
+            in_flight = min(config.accumulate, in_flight + (config.pipe - 1) / 2)
+    kept = KEPT[config.model, narrow]
+    if config.tensor > 1:  # sequence parallel: all is cut, but what norms give is gathered for the products
+        kept = kept / config.tensor + 2 * gathered * (1 - 1 / config.tensor)
+    kept_in_step = {"none": kept, "selective": KEPT_SELECTIVE[narrow] / config.tensor, "all": 4 / config.tensor}[
+        config.recompute
+    ]
+    activations = tokens * sizes.hidden * layers * in_flight * kept_in_step
+    if config.recompute != "none":
+        activations += tokens * sizes.hidden * kept  # of the block that is computed again
+    logits = tokens * sizes.vocabulary * LOGITS[narrow] / config.tensor
+    if config.chunked_loss:  # gradients of hidden states and matrix instead
+        logits = tokens * sizes.hidden * 8 + 4 * sizes.vocabulary * sizes.hidden
+    stay = weights + optimizer
+    # Gradients are there all the time where they are added up, and in DDP's buckets; else they come as activations go.
+    adds_up = config.accumulate > 1 or (data > 1 and config.data_parallel in ("ddp", "zero1"))
+    at_output = (
+        activations + logits + 4 * sizes.vocabulary * sizes.hidden / config.tensor
+    )  # with that matrix's gradient
+    busy = gradients + activations + logits if adds_up else max(at_output, gradients + activations / layers)
+    return Need(weights, gradients, optimizer, activations, logits, host, stay + busy)
+
+
+def device_memory(world: World) -> float:
+    """Bytes that a rank may have: those of its GPU, or its share of the machine's memory."""
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_properties(world.device).total_memory
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks
+
+
+def check_fits(config, sizes: Sizes, world: World, narrow: bool) -> Need:
+    need, limit = memory(config, sizes, world.size, narrow), device_memory(world)
+    if need.total > limit:
+        raise UserError(
+            f"does not fit: needs {need.total / GIB:.1f} GiB a rank, there are {limit / GIB:.1f}; see what would: "
+            f"python -m labs.gpt --plan --gpus {world.size} --memory_gib {limit / GIB:.0f}"
+        )
+    return need
+
+
+def techniques(gpus: int):
+    """Settings to try, from none to all: (name, what it changes)."""
+    yield "one process" if gpus == 1 else f"DDP {gpus}", {}
+    small = dict(recompute="all", chunked_loss=True)
+    yield "+ recompute all, chunked loss", small
+    if gpus == 1:
+        yield "+ offload optimizer", small | dict(offload="optimizer")
+        yield "+ offload parameters (FSDP2)", small | dict(data_parallel="zero3", offload="parameters")
+        return
+    for name in ("zero1", "zero2", "zero3"):
+        yield name, dict(data_parallel=name)
+    yield "zero3 + recompute all", small | dict(data_parallel="zero3")
+    yield "zero3 + recompute + offload", small | dict(data_parallel="zero3", offload="parameters")
+    for tensor in (n for n in (2, 4, 8) if gpus % n == 0):
+        yield f"tensor {tensor} × data {gpus // tensor}", dict(tensor=tensor)
+        yield f"tensor {tensor} × data {gpus // tensor} + recompute", dict(tensor=tensor, recompute="all")
+        if gpus > tensor:
+            yield f"tensor {tensor} × zero3 {gpus // tensor}", dict(tensor=tensor, data_parallel="zero3")
+    for pipe in (n for n in (2, 4, 8) if gpus % n == 0):
+        yield f"pipe {pipe} × data {gpus // pipe}, 1f1b", dict(pipe=pipe)
+        yield f"pipe {pipe} × data {gpus // pipe} + recompute", dict(pipe=pipe, recompute="all")
+
+
+def table(config, sizes: Sizes, narrow: bool) -> str:
+    """One line a technique: what it needs with micro-batches of one sequence, whether it fits, and how deep a model would.
+
+    The last line is the deepest that stays on the cards, with its command.
+    """
+    columns = ("weights", "gradients", "optimizer", "activations", "logits", "total")
+    lines = [
+        f"{sizes.parameters:,} parameters: hidden {sizes.hidden}, {sizes.layers} layers, {sizes.heads} heads, "
+        f"sequence {sizes.sequence}, vocabulary {sizes.vocabulary:,}; batch {config.batch_size}",
+        f"{config.gpus} card(s) of {config.memory_gib:g} GiB; {'bf16 or fp16' if narrow else 'fp32'} products, fp32 weights",
+        f"{'GiB a card':32}" + "".join(f"{name:>13}" for name in columns),
+    ]
+    deepest = (0, "")
+    for name, changes in techniques(config.gpus):
+        trial = trial_of(config, changes)
+        try:
+            check_grid(trial, sizes, config.gpus)
+        except UserError as error:
+            lines.append(f"{name:32} {error}")
+            continue
+        need = memory(trial, sizes, config.gpus, narrow)
+        fits = "fits" if need.total <= config.memory_gib * GIB else "does not fit"
+        line = f"{name:32}" + "".join(f"{getattr(need, column) / GIB:13.2f}" for column in columns) + f"  {fits}"
+        if trial.offload == "none":
+            layers = most_layers(trial, sizes, config, narrow)
+            line += f"; at most {layers} layers ({replace(sizes, layers=layers).parameters / 1e9:.2f}B)"
+            deepest = max(
+                deepest, (layers, command_of(config, changes | {"layers": layers, "accumulate": trial.accumulate}))
+            )
+        else:  # how deep is the host's affair
+            line += f"; {need.host / GIB:.1f} GiB of host memory a card"
+        lines.append(line)
+    return "\n".join(
+        [*lines, f"the deepest on these cards: {deepest[1]}" if deepest[0] else "no depth fits on these cards"]
+    )
+
+
+def trial_of(config, changes: dict):
+    """The settings with a technique; the batch in micro-batches of one sequence."""
+    trial = replace(config, **{"data_parallel": "ddp", "tensor": 1, "pipe": 1} | changes)
+    return replace(trial, accumulate=max(1, config.batch_size * trial.tensor * trial.pipe // config.gpus))
+
+
+def command_of(config, changes: dict) -> str:
+    flags = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in changes.items())
+    launcher = "python -m" if config.gpus == 1 else f"torchrun --nproc_per_node {config.gpus} -m --"
+    precision = "" if config.precision == "auto" else f" --precision {config.precision}"
+    return f"{launcher} labs.gpt --size {config.size} {flags}{precision}"
+
+
+def most_layers(trial, sizes: Sizes, config, narrow: bool) -> int:
+    """How deep the model may be on these cards, at this width; 0 if not even one layer a stage fits."""
+    step = trial.pipe * STAGES_PER_RANK[trial.schedule] if trial.pipe > 1 else 1
+    for layers in itertools.count(step, step):
+        if memory(trial, replace(sizes, layers=layers), config.gpus, narrow).total > config.memory_gib * GIB:
+            return layers - step

@@ -1,0 +1,72 @@
+"""Sizes of models: presets, parameters and operations, the handout's way and the right way.
+
+H hidden size, L layers, T sequence, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Sizes:
+    hidden: int
+    heads: int
+    layers: int
+    sequence: int
+    vocabulary: int = 50_257  # GPT-2's; a tokenizer trained on the data has its own
+    lr: float = 5e-4
+    batch_size: int = 8  # sequences a step, of all processes together
+
+    @property
+    def block_parameters(self) -> int:
+        """Of one block: c_attn 3·H², c_proj H², MLP 8·H², and 13·H of biases and norms."""
+        return 12 * self.hidden**2 + 13 * self.hidden
+
+    @property
+    def embedding_parameters(self) -> int:
+        return (self.vocabulary + self.sequence) * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.embedding_parameters + self.layers * self.block_parameters + 2 * self.hidden
+
+    def flops_per_token(self) -> float:
+        """Operations that training needs for a token: a product with W weights costs 2·W forward and 4·W backward.
+
+        The embedding is looked up, not multiplied, but as the output it is; a position costs nothing. The scores of
+        attention and their use cost 4·T·H a layer forward, 12·T·H in all (the half above the diagonal counted as well, as
+        in most papers). What recomputation adds is not counted: it is no progress.
+        """
+        matrices = self.layers * 12 * self.hidden**2 + self.vocabulary * self.hidden
+        return 6.0 * matrices + 12.0 * self.layers * self.sequence * self.hidden
+
+
+# 124m to 1.5b are GPT-2's own; 1.6b is the handout's row, which differs in the number of heads.
+PRESETS = {
+    "toy": Sizes(32, 4, 4, 32, vocabulary=512, lr=3e-3, batch_size=12),
+    "mini": Sizes(192, 6, 4, 128, vocabulary=4096, lr=2e-3, batch_size=8),
+    "124m": Sizes(768, 12, 12, 1024, lr=6e-4),
+    "355m": Sizes(1024, 16, 24, 1024, lr=3e-4),
+    "774m": Sizes(1280, 20, 36, 1024, lr=2.5e-4),
+    "1.5b": Sizes(1600, 25, 48, 1024, lr=2e-4),
+    "1.6b": Sizes(1600, 32, 48, 1024, lr=5e-4),
+}
+
+
+def get_model_size(model: nn.Module) -> int:
+    """The handout's. It goes by modules, so a tied weight is counted where it embeds and again where it is the output."""
+    return sum(p.numel() for module in model.modules() for p in module.parameters(recurse=False))
+
+
+def number_of_parameters(model: nn.Module) -> int:
+    """Each weight once: `parameters()` passes over what it has seen."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def get_tflops(model_numel: int, batch_size: int, seq_len: int, step_time: float) -> float:
+    """The handout's. Its 8 = 2 forward + 4 backward + 2 forward again: right with recomputation, 6 without it.
+
+    And as it is given the number of parameters, it knows nothing of attention's own products.
+    """
+    return model_numel * batch_size * seq_len * 8 / 1e12 / (step_time + 1e-12)
