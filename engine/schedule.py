@@ -59,7 +59,7 @@ class Schedule:
     def minutes_left(self, step: int, minutes: float, max_minutes: float) -> float:
         """An estimate, after `step` steps took `minutes`: what the steps need, or what is left of the time."""
         by_steps = (self.total - step) * minutes / step
-        return min(by_steps, max_minutes - minutes) if max_minutes else by_steps
+        return max(0.0, min(by_steps, max_minutes - minutes)) if max_minutes else by_steps
 
 
 def plan(peak: float, warmup: int, total: int) -> Schedule:
