@@ -2,7 +2,7 @@
 
 prepared = prepare(find_text("/opt/minidataset"), Path("runs/.cache"))     # text/prepare.py: rows → token ids
 sampler = BucketSampler(prepared.train.lengths, tokens_per_batch=4096)
-loader = DataLoader(prepared.train, batch_sampler=sampler, collate_fn=collate_for(prepared))
+batches = batches_of(prepared.train, sampler, collate_for(prepared), workers=0, device=torch.device("cpu"))
 """
 
 import zlib

@@ -125,6 +125,8 @@ def train(config: Config) -> Path:
 
             use_in(model, config.attention)
         captured = config.captured and not config.compile and world.device.type == "cuda"
+        if config.captured and not captured:
+            log("note: --captured has no effect: it needs a GPU, and no --compile")
         loss_of = None if config.compile or captured else fast.loss(model, config.label_smoothing, precision.dtype, log)
         loss_of = loss_of or SummedLoss(model, config.label_smoothing)
         parameters = list(model.parameters())

@@ -43,9 +43,8 @@ def captured_loss(
     plain: nn.Module, dtype: torch.dtype, shapes: list, log: Callable = lambda line: None
 ) -> nn.Module | None:
     """`plain`, a `SummedLoss`, by CUDA graphs of these shapes (see `BucketSampler.shapes`), or None; `log` is told why."""
-    if (
-        next(plain.parameters()).device.type != "cuda" or dtype == torch.float16
-    ):  # whose gradients would vanish, as above
+    device = next(plain.parameters()).device
+    if device.type != "cuda" or dtype == torch.float16:  # whose gradients would vanish, as above
         log("note: --captured has no effect: training by CUDA graphs needs a GPU, and bf16 or fp32")
         return None
     return CapturedLoss(plain, shapes)
