@@ -16,7 +16,7 @@ import fast
 from data import BucketSampler, Collate, batches_of, one_ahead
 from engine.distributed import World
 from engine.precision import choose_precision
-from fast import build
+from fast import build, cuda_training
 from fast.cuda_training import CapturedLoss
 from model import ModelConfig, SummedLoss, Translator
 from text.store import Rows
@@ -269,3 +269,12 @@ def test_triton_kernels_fit_the_card(capability, number, width):
         )  # fmt: skip
         made = triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", capability, 32))
         assert made.asm["cubin"] and made.metadata.shared <= CARDS[capability] << 10
+
+
+def test_no_row_of_a_padded_batch_is_all_padding():
+    """A CPU's softmax makes zeros of such a row; other kernels make nan, and the gradients of all rows with it."""
+    inputs = cuda_training.empty_inputs((4, 6, 5, 12), torch.device("cpu"))
+    src_pad = torch.tensor([[False, False, True], [False, False, False]])
+    ids, places = torch.ones(2, 3, dtype=torch.long), torch.arange(6)
+    cuda_training.fill(inputs, ids, src_pad, ids, places, torch.ones(6, dtype=torch.long))
+    assert not inputs[1].all(1).any() and torch.equal(inputs[1][:2, :3], src_pad)
