@@ -122,13 +122,13 @@ def describe_cards(device: torch.device, warn: Callable) -> None:
             others.append(len(processes - {os.getpid()}))
             print(f"cuda:{index}: {torch.cuda.get_device_properties(index).name}, {(memory.total - memory.used) / GIB:.1f} of "
                   f"{memory.total / GIB:.1f} GiB free, {others[index]} other processes")  # fmt: skip
-    if device.type == "cuda" and others[device.index : device.index + 1] > [0]:
+    if device.type == "cuda" and len(others) > device.index and others[device.index]:
         free = [f"cuda:{index}" for index, count in enumerate(others) if not count]
         warn(f"{others[device.index]} other processes compute on {device}; free: {', '.join(free) or 'no other card'}")
 
 
 def sample_of(text: ParallelText) -> tuple[Sample, int, float]:
-    """Distinct rows from all over the text; how many it has, about; the share of training rows that repeat an earlier one."""
+    """Distinct rows from all over what is read; about how many the text has; the share of rows that repeat an earlier one."""
     seen, taken, read, every = set(), [], 0, 1
     for chunk in text.rows("train"):
         distinct = [row for row in chunk if hash(row) not in seen and not seen.add(hash(row))]
@@ -152,10 +152,8 @@ def rows_in(text: ParallelText, some: list[tuple[str, str]]) -> int:
         import pyarrow.parquet
 
         return sum(pyarrow.parquet.read_metadata(file).num_rows for file in text.files["train"])
-    bytes_of_a_row = (
-        sum(len("".join(row).encode()) for row in some) / len(some) + 2
-    )  # with what stands between the texts
-    return round(sum(file.stat().st_size for file in text.files["train"]) / bytes_of_a_row)
+    row_bytes = sum(len("".join(row).encode()) for row in some) / len(some) + 2  # with what stands between the texts
+    return round(sum(file.stat().st_size for file in text.files["train"]) / row_bytes)
 
 
 def check_languages(sample: Sample, warn: Callable) -> None:
@@ -249,9 +247,10 @@ def try_steps(config, sample: Prepared, sizes, precision: Precision, sampler, bu
     widest, parts, on_gpu = sampler.widest_step(), config.accumulate or 1, device.type == "cuda"
     if on_gpu and not config.accumulate:
         parts = fewest_parts(lambda parts: step(widest[::parts]))
-    widest, budget, tokens = widest[::parts], budget // parts, min(64, budget // parts)
-    step(widest[:1] if not on_gpu else widest)  # warms up
-    begun, seconds = time.perf_counter(), 0.0
+        torch.cuda.reset_peak_memory_stats(device)  # of the trials that failed
+    widest, budget = widest[::parts], max(1, budget // parts)
+    step(widest if on_gpu else widest[:1])  # warms up
+    begun, tokens = time.perf_counter(), min(128, budget)
     while True:
         pairs, last = next(iter(BucketSampler(sample.train.lengths, tokens))), time.perf_counter()
         real = step(pairs)
