@@ -433,7 +433,9 @@ def _csv_rows(stream, file: Path) -> Iterator[tuple[int, list[str]]]:
 def _read_pair(file: Path, source: str, target: str) -> Rows:
     """Moses: line n of one file translates line n of the other; sgm: the n-th <seg> the n-th."""
     files = file, _partner(file, source, target)
-    sides = (_segments(part.read_text(encoding="utf-8-sig")) if part.suffix == ".sgm" else _lines(part) for part in files)
+    sides = (
+        _segments(part.read_text(encoding="utf-8-sig")) if part.suffix == ".sgm" else _lines(part) for part in files
+    )
     yield from _chunks(_together(*sides, f"{file} has", files[1]))
 
 
