@@ -59,13 +59,13 @@ class Config:
     captured: bool = flag(False, "train with CUDA graphs on a GPU: less waiting for Python, but new", "Run")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Run")
     seed: int = flag(1, "seed of weights, dropout and data order", "Run", least=0)
+    check: bool = flag(False, "only say whether it will work and what it would cost", "Run")
+    explain_masks: bool = flag(False, "only show the masks of a toy batch", "Run")
 
     def __post_init__(self):
         for name in ("source_vocab", "target_vocab"):
             if 0 < getattr(self, name) < 300:
-                raise UserError(
-                    f"--{name} {getattr(self, name)} must be at least 300, because 256 tokens are single bytes"
-                )
+                raise UserError(f"--{name} {getattr(self, name)} must be at least 300: 256 tokens are single bytes")
         if self.source == self.target:
             raise UserError(f"--source and --target are both {self.source!r}; choose two languages")
 
@@ -90,6 +90,7 @@ from engine.run import INTERRUPTED, Run, saved_settings
 from engine.telemetry import Meter, measured_peak_flops, peak_memory_gib, progress
 from loading import save_description
 from model import SummedLoss, Translator, sizes_of, training_flops
+from reporting.preflight import only_asked
 from text.prepare import find_and_prepare, load_prepared
 from validation import Validation
 
@@ -295,4 +296,4 @@ def train(config: Config) -> Path:
 
 
 if __name__ == "__main__":
-    run_script(lambda: train(config))
+    run_script(lambda: only_asked(config) or train(config))

@@ -137,6 +137,8 @@ def place(toy_data, tmp_path_factory) -> Path:
     (folder / "settings.yaml").write_text(settings_file(), encoding="utf-8")
     rows = "".join(f"第{number}行\tline {number}\n" for number in range(2000))
     (folder / "pairs.tsv").write_text("zh\ten\n" + rows, encoding="utf-8")
+    for part in ("src.zh", "ref.en"):
+        (folder / f"newstest2019-zhen-{part}.sgm").write_text("<seg>1</seg>", encoding="utf-8")
     for name in ("my_corpus", "sample"):
         (folder / name).symlink_to(toy_data)
     run_as_typed("python train.py --data my_corpus --max_steps 5 --eval_every 1 --run NAME", folder)
