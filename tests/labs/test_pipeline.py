@@ -43,6 +43,7 @@ CASES = {  # by name: the ranks, and the settings; layers that do not divide
     "traced-zbv-2": (2, {**TOY, "build": "traced", "schedule": "zbv", "stages_per_rank": 2, "num_layers": 4}),
     "text-zb-3": (3, {**TOY, "schedule": "zb", "stages_per_rank": 2, "data": "odd.txt", "length": 7, "num_layers": 7}),
     "three-parts-2": (2, {**TOY, "schedule": "interleaved", "stages_per_rank": 2, "batch_size": 6, "micro_batches": 3}),
+    "post-norm-2": (2, {**TOY, "post_norm": True, "build": "traced", "num_layers": 3}),
     "gpipe-twice-2": (2, {**TOY, "batch_size": 16, "micro_batches": 8}),
     "1f1b-twice-2": (2, {**TOY, "batch_size": 16, "micro_batches": 8, "schedule": "1f1b"}),
 }  # fmt: skip
@@ -274,6 +275,44 @@ def test_a_run_leaves_picture_curves_and_memory(ran):
     log = (folder / "train.log").read_text()
     assert "rank 1 (stage 1)" in log and "MiB" in log and "in theory 20.0%" in log
     assert "pipeline/bubble_share" in (folder / "metrics.jsonl").read_text()
+
+
+# ---- the handout's model and settings --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("post_norm", [True, False])
+def test_a_layer_is_torchs_own_of_the_same_weights(post_norm):
+    config = lab.Config(**SMALL, post_norm=post_norm)
+    names = dict(query_key_value="self_attn.in_proj", out="self_attn.out_proj", norm1="norm1", norm2="norm2",
+                 feedforward_0="linear1", feedforward_2="linear2")  # fmt: skip
+    ours = stages.Layer(config)
+    theirs = torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=not post_norm)
+    weights = {}
+    for name, weight in ours.state_dict().items():
+        part, kind = name.replace("feedforward.", "feedforward_").split(".")
+        weights[names[part] + ("_" if part == "query_key_value" else ".") + kind] = weight
+    theirs.load_state_dict(weights)
+    x, mask = torch.randn(2, 9, 16), torch.nn.Transformer.generate_square_subsequent_mask(9)
+    torch.testing.assert_close(ours(x), theirs(x, src_mask=mask))
+
+
+def test_the_handouts_preset_learns_goes_on_and_gives_way_to_flags(tmp_path, monkeypatch):
+    def settings(**flags):
+        config = lab.Config(preset="handout", build="by_hand", **flags)
+        config.given = set(flags)
+        return config.fill_in()
+
+    monkeypatch.chdir(tmp_path)
+    assert settings(lr=0.5).lr == 0.5 and settings(lr=0.5).epochs == 200 and settings(lr=0.5).momentum == 0
+    lab.train(settings(max_steps=4, run="whole"))
+    lab.train(settings(max_steps=2, run="parts"))
+    resumed = lab.Config(max_steps=4, resume="runs/parts")
+    resumed.given = {"max_steps"}
+    lab.train(resumed)
+    whole, parts = (checkpoint.load_weights(Path(f"runs/{name}/checkpoints/step-4")) for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)  # the dropped activations are the same
+    log = Path("runs/whole/train.log").read_text()
+    assert "Dropout(p=0.1" in log and "tokens/s, the median of" in log
 
 
 # ---- the handout's mistakes ------------------------------------------------------------------------------------------
