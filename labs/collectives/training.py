@@ -1,6 +1,5 @@
 """Three lessons of `labs.collectives` on training: batch size and learning rate, DDP, fp16 with a loss scaler."""
 
-import time
 from dataclasses import dataclass
 
 import torch
@@ -136,19 +135,6 @@ def data_parallel_agrees(device: str) -> bool:
     return torch.allclose(nn.DataParallel(model)(x), model(x), atol=1e-5)
 
 
-def time_data_parallel(steps: int = 20) -> float:
-    """Milliseconds of a DataParallel training step over all GPUs of this machine."""
-    model = nn.DataParallel(nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)).cuda())
-    x = torch.randn(4096, 1024, device="cuda")
-    for step in range(steps + 3):
-        if step == 3:  # the first ones warm up
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-        model(x).square().mean().backward()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / steps * 1000
-
-
 def lesson_ddp(world: World) -> list:
     """DistributedDataParallel equals one process; how DataParallel differs."""
     steps = 20
@@ -158,9 +144,6 @@ def lesson_ddp(world: World) -> list:
     gap = (weights - alone).abs().max().item()
     apart = max((other - weights).abs().max().item() for other in everyone(weights))
     same = data_parallel_agrees("cuda" if torch.cuda.is_available() else "cpu")
-    gpus, timing = torch.cuda.device_count(), "not timed: it takes 2 GPUs"
-    if gpus > 1 and world.is_main:
-        timing = f"{time_data_parallel():.2f} ms a training step on {gpus} GPUs"
     differ = [("processes", "one, with a thread for each GPU", "one for each GPU"),
               ("machines", "one", "one or many"),
               ("model", "copied from the first GPU to all, every step", "copied once; equal steps keep it equal"),
@@ -174,7 +157,7 @@ def lesson_ddp(world: World) -> list:
         ),
         f"Weights after {steps} steps: largest difference {gap:.1e} to one process, {apart:.1e} between ranks.",
         Table("the two", "what|DataParallel|DistributedDataParallel", differ),
-        f"DataParallel without a GPU only calls the model (same output here: {same}). On {gpus} GPUs: {timing}.",
+        f"DataParallel without a GPU only calls the model (same output here: {same}).",
     ]
 
 

@@ -24,9 +24,7 @@ HANDOUT = dict(d_model=12, nhead=4, dim_feedforward=24, num_layers=2, post_norm=
 class Config:
     """Every setting of a run."""
 
-    data: str = flag("", "text file, or folder of .txt files; the handout's toy sequences", "Data")
-    tokens: str = flag("bytes", "what a text is cut into (bytes|words)", "Data")
-    vocab: int = flag(10000, "most frequent words that are told apart", "Data", least=1)
+    data: str = flag("", "text file, or folder of .txt files, read as bytes; the handout's toy sequences", "Data")
     length: int = flag(0, "tokens that the model sees; 0: 9 of the toy sequences, 128 of text", "Data", least=0)
     sequences: int = flag(12, "toy sequences; number n is full of n", "Data", least=1)
 
@@ -144,8 +142,6 @@ def train(config: Config) -> None:
             restore_optimizer(checkpoint.load_optimizer(run.checkpoint), pipeline, optimizer)
         run.log(f"data: {len(sequences):,} sequences of {sequences.shape[1] - 1} tokens, vocabulary {vocab:,}; model: "
                 f"{config.num_layers} layers, stages: {world.size * config.stages_per_rank}")  # fmt: skip
-        if config.data and config.tokens == "words":
-            run.log(f"words outside the vocabulary: {(sequences == 0).sum() / (sequences >= 0).sum():.1%}")
         run.begin()
         loop(run, sequences, pipeline, optimizer, state)
 

@@ -93,7 +93,7 @@ from engine import checkpoint, distributed, schedule
 from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
 from engine.telemetry import Meter, peak_memory_gib
-from labs.wikitext.model import LanguageModel, SmoothedLoss, confusion_page, evaluate, gather_segments, generate, send
+from labs.wikitext.model import LanguageModel, SmoothedLoss, confusion_figure, evaluate, gather_segments, generate, send
 from labs.wikitext.sampler import SegmentSampler
 from labs.wikitext.text import Text, coverage, load_glove, prepare
 
@@ -257,9 +257,8 @@ def main(config: Config) -> None:
         if world.is_main:
             result = json.dumps(scores | {"tokens": len(ids)}, indent=2) + "\n"
             (run.folder / "test.json").write_text(result, encoding="utf-8")
-            figure, page = confusion_page(table, [vocabulary.tokens[id] for id in frequent])
+            figure = confusion_figure(table, [vocabulary.tokens[id] for id in frequent])
             run.telemetry.figure("test/confusion", total_steps, figure)
-            run.telemetry.text("test/confusion", total_steps, page)
             for line in samples(model, text, config):
                 run.log("sample: " + line.replace("\n", " / "))
         result = {f"result/test_{name}": value for name, value in scores.items()}

@@ -27,11 +27,10 @@ class LanguageModel(nn.Module):
         nn.init.normal_(self.embedding.weight, std=embedding**-0.5)
         self.up = nn.Linear(embedding, self.width) if embedding != self.width else nn.Identity()
         self.down = nn.Linear(self.width, embedding) if embedding != self.width else nn.Identity()
-        positions = sinusoids(sizes.segment, self.width)
         if sizes.positions == "learned":
             self.positions = nn.Parameter(torch.randn(sizes.segment, self.width) * 0.02)
         else:
-            self.register_buffer("positions", positions, persistent=False)
+            self.register_buffer("positions", sinusoids(sizes.segment, self.width), persistent=False)
         layer = nn.TransformerEncoderLayer(
             self.width, self.nhead, sizes.dim_feedforward, sizes.dropout, batch_first=True, norm_first=True
         )
@@ -197,8 +196,8 @@ def generate(
     return [row[-length:] for row in rows]
 
 
-def confusion_page(table: Tensor, names: list[str]):
-    """The table (K, K + 1) as a matplotlib figure of shares in each row, and as a Markdown table of counts."""
+def confusion_figure(table: Tensor, names: list[str]):
+    """The table (K, K + 1) as a matplotlib figure of shares in each row."""
     from matplotlib.figure import Figure
 
     shares = table / table.sum(1, keepdim=True).clamp_min(1)
@@ -210,7 +209,4 @@ def confusion_page(table: Tensor, names: list[str]):
     axes.set_xlabel("likeliest token of the model")
     axes.set_ylabel("token in the test text")
     figure.colorbar(image, label="share of the row")
-    cells = [name.replace("|", "\\|").replace("<", "&lt;") for name in names]
-    lines = ["| true \\ predicted | " + " | ".join([*cells, "(other)"]) + " |", "|---" * (len(names) + 2) + "|"]
-    lines += [f"| {name} | " + " | ".join(map(str, row)) + " |" for name, row in zip(cells, table.tolist())]
-    return figure, "\n".join(lines)
+    return figure

@@ -403,12 +403,6 @@ def test_text_becomes_sequences_that_lose_nothing(tmp_path):
     assert sequences[:, 0].tolist() == [90, 98, 106, 114]
 
 
-def test_words_are_numbered_by_frequency(tmp_path):
-    (tmp_path / "a.txt").write_text("b a a c a b d")
-    sequences, vocab = data.load(lab.Config(data=str(tmp_path / "a.txt"), tokens="words", vocab=2, length=6))
-    assert vocab == 3 and sequences.tolist() == [[2, 1, 1, 0, 1, 2, 0]]
-
-
 def test_an_epoch_shows_every_sequence_once():
     sequences = torch.arange(1, 14).unsqueeze(1).expand(-1, 4)
     for epoch in (0, 1):

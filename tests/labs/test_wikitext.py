@@ -440,7 +440,7 @@ def test_what_a_run_writes_and_a_finished_one_is_resumed_for_its_samples(lab, tm
     assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
     tags = EventAccumulator(str(run)).Reload().Tags()
     assert "test/confusion" in tags["images"]
-    assert {"test/confusion/text_summary", "samples/text_summary"} <= set(tags["tensors"])
+    assert "samples/text_summary" in tags["tensors"]
     wanted = {"train/smoothed_loss", "train/loss", "train/learning_rate", "train/gradient_norm", "validation/perplexity",
               "validation/accuracy", "sampler/entropy", "sampler/effective_sample_size", "speed/tokens_per_second"}  # fmt: skip
     assert set(map(shown_as, wanted)) <= set(tags["scalars"])
