@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from conftest import HANGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parent.parent.parent
 def run_lab(*arguments, cwd: Path, program=(sys.executable,), **environment) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     words = [*program, "-m", "labs.collectives", *map(str, arguments)]
-    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=HANGS)
 
 
 # ---------------------------------------------------------------- without processes
