@@ -151,7 +151,7 @@ def with_group(name, rank: int, ranks: int, folder: Path, work):
     if rank >= ranks:
         return None
     store = dist.FileStore(f"{folder}/group-{name}", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=2))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=30))
     world = World(rank, ranks, torch.device("cpu"), store)
     lab.distributed.start = lambda _: world  # for `train`, which leaves the group itself
     result = work(world)
@@ -195,7 +195,7 @@ def ran(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "odd.txt").write_bytes(b"A text of 51 bytes: not a multiple of anything...\n!")
     with command(__file__, folder, cwd=folder) as processes:
-        _, errors = processes.communicate(timeout=600)
+        _, errors = processes.communicate(timeout=1800)
     assert processes.returncode == 0, errors
     return {**torch.load(folder / "results.pt", weights_only=False), "folder": folder}
 
@@ -487,7 +487,7 @@ def test_every_rank_leaves_with_2(tmp_path):
     ranks = [command("-m", "labs.pipeline", "--num_layers", 1, cwd=tmp_path, RANK=str(rank), LOCAL_RANK=str(rank),
                      WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)) for rank in range(2)]  # fmt: skip
     for rank in ranks:
-        _, errors = rank.communicate(timeout=300)
+        _, errors = rank.communicate(timeout=1800)
         assert rank.returncode == 2
         assert len(errors.strip().splitlines()) == 1 and "2 stages, more than --num_layers 1" in errors
     assert not (tmp_path / "runs").exists()
@@ -497,7 +497,7 @@ def test_torchrun_as_typed(tmp_path):
     run = command(
         "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, "-m", "labs.pipeline", cwd=tmp_path
     )
-    out, errors = run.communicate(timeout=300)
+    out, errors = run.communicate(timeout=1800)
     assert run.returncode == 0, errors
     losses = [float(line.split("loss ")[1].split()[0]) for line in out.splitlines() if line.startswith("step")]
     assert len(losses) == 30 and losses[-1] < 0.1
