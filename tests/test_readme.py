@@ -119,6 +119,16 @@ def test_every_file_exists(page):
         assert ((ROOT / page).parent / link).exists(), link
 
 
+@pytest.mark.parametrize("page", ["docs/positional_encoding.md", "docs/attention_op.md"])
+def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
+    """Blocks that begin with `import torch`; they check what the page says, or print it."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block, {})
+
+
 # Running them.
 
 
