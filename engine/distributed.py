@@ -102,7 +102,7 @@ class World:
         return DistributedDataParallel(module, gradient_as_bucket_view=True, **{sync_buffers: False})
 
     def shard(self, model: torch.nn.Module, log) -> bool:
-        """Make it fully sharded (FSDP2, ZeRO-3), if there are several processes: each keeps its part of every weight.
+        """Fully shard it (FSDP2, ZeRO-3): each process keeps its part of every weight. Alone: a note in `log`, and False.
 
         A layer of a `ModuleList` is gathered when it is due; what is left, tied weights too, is gathered together. Gradients
         are averaged and cut after each backward pass, also between micro-batches: whole ones would take the memory back.

@@ -138,9 +138,11 @@ class Run:
         self.best_step = step if best else self.best_step
 
         def gather(value):
-            """Of a tensor that lies in pieces on all ranks the whole, on rank 0's CPU; anything else as it is."""
+            """A tensor that lies in pieces on all ranks, put together on rank 0's CPU; anything else as it is."""
             together = whole(value)
-            return value if together is value else together.cpu() if self.world.is_main else None
+            if together is value:
+                return value
+            return together.cpu() if self.world.is_main else None
 
         weights, moments = tree_map(gather, (model.state_dict(), optimizer.state_dict()))
         if self.world.is_main:
