@@ -181,6 +181,9 @@ class Layout:
                                      output_args=hidden if number < stages - 1 else logits, group=group)
             for number, part in zip(self.stage_numbers, self.parts)
         ]  # fmt: skip
+        if device.type == "cpu":
+            for stage in self.stages:  # a greeting that NCCL wants; a ZB-V rank would greet itself, which gloo refuses
+                stage._get_init_p2p_neighbors_ops = list
         schedule = SCHEDULES[config.schedule]
         single = issubclass(schedule, pipelining.schedules.PipelineScheduleSingle)
         stages = self.stages[0] if single else self.stages
