@@ -1,7 +1,7 @@
 """How far training is from the machine's limit: its matrix products alone, and the peak of one large product.
 
     python -m benchmarks.limits
-    python -m benchmarks.limits --ours runs/benchmarks/training.json     # with the shares that "ours" reaches
+    python -m benchmarks.limits --ours runs/benchmarks/speed.json     # with the shares that "ours" reaches
     python -m benchmarks.limits --device cuda --preset big --tokens_per_batch 65536
 
 The limit of a model's shapes is the speed of a step that did nothing but its matrix products, forward and backward, at their own
@@ -10,12 +10,13 @@ other measure: counted FLOPs of a step over what one large product of the same n
 """
 
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 
 import torch
 
 from benchmarks.corpus import load_corpus
-from benchmarks.measuring import ROOT, Row, Run, compare, print_table, read_json, take_turns, tokens_of
+from benchmarks.measuring import ROOT, compare, print_table, read_json, take_turns, tokens_of
 from benchmarks.peers.contest import SIZES, wait_for_gpu
 from engine.config import flag, parse_flags
 from engine.distributed import choose_device
@@ -60,9 +61,8 @@ def main(config: Config) -> None:
     def turn(name: str) -> dict[str, float]:
         dtype, setting = FORMATS[device.type][name]
         torch.set_float32_matmul_precision(setting)
-        shapes = products(sizes, source, target)
-        cost = {shape: seconds_of(*shape, dtype, device) for shape in set(shapes)}
-        seconds = sum(cost[shape] for shape in shapes)
+        shapes = Counter(products(sizes, source, target))
+        seconds = sum(count * seconds_of(*shape, dtype, device) for shape, count in shapes.items())
         peak = 3 * 2 * config.large**3 / seconds_of(*[config.large] * 3, dtype, device)
         return {
             "target_tokens_per_second": target / seconds,
@@ -75,8 +75,11 @@ def main(config: Config) -> None:
     print(f"\nmatrix products alone, {flops / target / 1e6:.1f} MFLOP a target token: real target tokens a second")
     rows = compare(runs, "target_tokens_per_second", "", ["gflops", "peak_gflops"])
     print_table(rows, "tokens/s")
-    for line in shares(rows, read_json(ROOT / config.ours) if config.ours else [], flops / target):
-        print(line)
+    for ours in compare(read_json(ROOT / config.ours) if config.ours else [], "target_tokens_per_second"):
+        for row in (row for row in rows if row.contestant in OURS.get(ours.contestant, ())):
+            utilisation = ours.median * flops / target / 1e9 / row.more["peak_gflops"]
+            print(f"{ours.contestant}: {ours.median:,.0f} target tokens/s, {ours.median / row.median:.0%} of the matrix "
+                  f"products alone; model FLOPs utilisation {utilisation:.0%}")  # fmt: skip
 
 
 def products(sizes: ModelConfig, source: int, target: int) -> list[tuple[int, int, int]]:
@@ -102,17 +105,6 @@ def seconds_of(rows: int, width: int, out: int, dtype: torch.dtype, device: torc
         wait_for_gpu()
         best = min(best, time.perf_counter() - begun)
     return best
-
-
-def shares(limits: list[Row], runs: list[Run], flops_per_token: float) -> list[str]:
-    """What "ours" reaches of either limit."""
-    lines, limit = [], {row.contestant: row for row in limits}
-    for row in compare(runs, "target_tokens_per_second"):
-        for name in set(OURS.get(row.contestant, ())) & set(limit):
-            utilisation = row.median * flops_per_token / 1e9 / limit[name].more["peak_gflops"]
-            lines.append(f"{row.contestant}: {row.median:,.0f} target tokens/s, {row.median / limit[name].median:.0%} of the "
-                         f"matrix products alone; model FLOPs utilisation {utilisation:.0%}")  # fmt: skip
-    return lines
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.corpus import load_corpus
 from benchmarks.measuring import Run, compare, held_gib, in_new_process, pinned, print_table, take_turns
-from benchmarks.peers.contest import SIZES
+from benchmarks.peers.contest import SIZES, Task
 from benchmarks.peers.contestants import KEEP_MEMORY, Contestant, choose, start
 from data import Batch
 from engine.config import flag, parse_flags
@@ -35,24 +35,14 @@ from engine.precision import Precision
 from engine.telemetry import GIB, peak_memory_gib
 from model import ModelConfig
 
-OURS = (
-    "random-plain-fp32",
-    "plain-fp32",
-    "plain-bf16",
-    "fp32",
-    "bf16",
-    "compiled-bf16",
-    "captured-bf16",
-    "plain-fp16",
-    "fp16",
-)
+OURS = "random-plain-fp32 plain-fp32 plain-bf16 plain-fp16 fp32 bf16 fp16 compiled-bf16 captured-bf16".split()
 CONTESTANTS = {
     "handout": Contestant("handout"),
     "opennmt": Contestant("opennmt", toolkit="opennmt"),
     "fairseq": Contestant("fairseq", toolkit="fairseq"),
     "marian": Contestant("marian"),
-    "marian-tuned": Contestant("marian", "tuned", environment=KEEP_MEMORY),
-    **{f"ours-{variant}": Contestant("ours", variant) for variant in OURS},
+    "marian-tuned": Contestant("marian", {"variant": "tuned"}, environment=KEEP_MEMORY),
+    **{f"ours-{variant}": Contestant("ours", {"variant": variant}) for variant in OURS},
 }
 PEERS = "handout,opennmt,fairseq,marian,marian-tuned,ours-fp32,ours-bf16"
 ON_GPU = "handout,marian,marian-tuned,ours-plain-bf16,ours-bf16"
@@ -82,48 +72,40 @@ class Config:
     rounds: int = flag(2, "turns of each", "How", least=1)
     seconds: float = flag(20.0, "measured in each turn", "How", above=0)
     threads: int = flag(2, "compute threads of each", "How", least=1)
-    out: str = flag("", "file for all turns; runs/benchmarks/training.json, ladder.json, memory.json", "How")
+    out: str = flag("", "file for all turns; runs/benchmarks/speed.json, ladder.json, memory.json", "How")
     append: bool = flag(False, "add to the turns that are in --out", "How")
 
 
 def main(config: Config) -> list[Run]:
     """Take turns, print the table; → all turns."""
-    out = config.out or f"runs/benchmarks/{'training' if config.part == 'speed' else config.part}.json"
-    if config.part == "memory":
-        return measure_memory(config, out)
-    ladder = config.part == "ladder"
-    everybody = LADDER if ladder else PEERS if config.device == "cpu" else ON_GPU
     choose_device(config.device, 0)  # which must be there
+    config.out = config.out or f"runs/benchmarks/{config.part}.json"
+    if config.part == "memory":
+        return measure_memory(config)
+    everybody = LADDER if config.part == "ladder" else PEERS if config.device == "cpu" else ON_GPU
     names = choose(config.contestants or everybody, CONTESTANTS)
     if config.device != "cpu" and (toolkits := [name for name in names if CONTESTANTS[name].toolkit]):
         raise UserError(f"--device {config.device}: {', '.join(toolkits)} are measured on a CPU only; leave them out")
     corpus = load_corpus(config.data, config.vocab)
     print(corpus.describe())
-    arguments = ["train", "--corpus", corpus.folder, "--seconds", config.seconds, "--device", config.device,
-                 "--preset", config.preset, "--tokens_per_batch", config.tokens_per_batch, *["--parity"] * ladder]  # fmt: skip
-    runs = take_turns(
-        "training, one trick more on every rung" if ladder else "training, real tokens a second", names, config.rounds,
-        lambda name: start(name, CONTESTANTS[name], config.threads, *arguments, timeout=240 + 4 * config.seconds),
-        out, config.append, corpus=corpus.describe(), settings=asdict(config),
-    )  # fmt: skip
-    more = ["tokens_per_second", "seconds_per_step", "target_tokens_per_step", "peak_gib", *["loss"] * ladder]
+    task = Task("train", str(corpus.folder), config.seconds, config.threads, config.device, config.preset,
+                config.tokens_per_batch, parity=config.part == "ladder")  # fmt: skip
+    runs = take_turns("training, real tokens a second", names, config.rounds,
+                      lambda name: start(name, CONTESTANTS[name], task, timeout=240 + 4 * config.seconds),
+                      config.out, config.append, corpus=corpus.describe(), settings=asdict(config))  # fmt: skip
+    more = ["tokens_per_second", "seconds_per_step", "target_tokens_per_step", "utilisation", "peak_gib", "loss"]
     print("\nreal target tokens a second; in tokens_per_second the source's are counted too")
     print_table(compare(runs, "target_tokens_per_second", config.baseline or names[0], more), "tokens/s")
     return runs
 
 
-def measure_memory(config: Config, out: str) -> list[Run]:
+def measure_memory(config: Config) -> list[Run]:
     """Every variant once: memory does not scatter."""
     sizes = ModelConfig(config.vocab, config.vocab, **SIZES[config.preset])
-    runs = take_turns(
-        "peak memory of a training step", list(VARIANTS), 1,
-        lambda name: in_new_process(peak_of_step, name, sizes, config.tokens_per_batch, config.device,
-                                    **pinned(config.threads)),
-        out, vocab=config.vocab, tokens=config.tokens_per_batch,
-    )  # fmt: skip
-    print(
-        f"\nGiB above model, optimizer and batch; {config.tokens_per_batch:,} target tokens, vocabulary {config.vocab:,}"
-    )
+    task = (sizes, config.tokens_per_batch, config.device)
+    turn = lambda name: in_new_process(peak_of_step, name, *task, **pinned(config.threads))  # noqa: E731
+    runs = take_turns("peak memory of a training step", list(VARIANTS), 1, turn, config.out, settings=asdict(config))
+    print(f"\nGiB above model, optimizer and batch; {task[1]:,} target tokens, vocabulary {config.vocab:,}")
     print_table(compare(runs, "step_gib", next(iter(VARIANTS)), ["process_gib"]), "GiB", decimals=2)
     return runs
 

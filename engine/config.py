@@ -11,6 +11,7 @@ config = parse_flags(Config)              # script.py --lr 3e-4, or: script.py s
 import argparse
 import dataclasses
 import difflib
+import itertools
 import json
 import math
 import operator
@@ -167,14 +168,15 @@ def format_help(config_class, description: str, positional: str | None) -> str:
     """One line a flag, by groups: name, default, help, bounds."""
     words = f" [{positional.upper()} …]" if positional else ""
     lines = [f"{command()} [--flag value …]{words}    {description}".rstrip()]
-    for field in dataclasses.fields(config_class):
-        told = field.metadata
-        if (heading := f"{told['group']}:") not in lines:
-            lines.append(heading)
-        default = "-" if field.default in ("", None) or field.default is False else field.default  # 0 is shown
-        bounds = [f"{sign} {told[name]:g}" for name, (*_, sign) in BOUNDS.items() if told[name] not in (None, LARGEST)]
-        shown = f" [{', '.join(bounds)}]" if bounds else ""
-        lines.append(f"  --{field.name:<19} {default!s:<6} {told['help']}{shown}".rstrip())
+    for group, fields in itertools.groupby(dataclasses.fields(config_class), lambda field: field.metadata["group"]):
+        lines.append(f"{group}:")
+        for field in fields:
+            told, default = field.metadata, field.default
+            default = "-" if default in ("", None) or default is False else default  # 0 is shown
+            limits = {sign: told[name] for name, (*_, sign) in BOUNDS.items() if told[name] not in (None, LARGEST)}
+            bounds = [f"{sign} {limit:g}" for sign, limit in limits.items()]
+            shown = f" [{', '.join(bounds)}]" if bounds else ""
+            lines.append(f"  --{field.name:<19} {default!s:<6} {told['help']}{shown}".rstrip())
     return "\n".join(lines) + "\n"
 
 
