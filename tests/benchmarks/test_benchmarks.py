@@ -403,7 +403,7 @@ def test_memory_of_a_pass_is_counted():
 
 def test_the_gpu_benchmark(toy_data, tmp_path, monkeypatch, capsys):
     """Every command of a GPU's stages can be given; a stage that fails is reported, the rest goes on, and is not repeated."""
-    config = gpu.Config("tiny", 256, 8, ckpt="runs/x", data=str(toy_data), device="cpu", out=str(tmp_path / "gpu.json"))
+    config = gpu.Config("tiny", 512, 8, ckpt="runs/x", data=str(toy_data), device="cpu", out=str(tmp_path / "gpu.json"))
     started = []
 
     class Popen:

@@ -107,7 +107,7 @@ def test_going_on_keeps_the_settings_and_refuses_others():
 
 def test_another_models_checkpoint_is_refused():
     train(run="a", kill_after=2)
-    with start(resume="runs/a") as run, pytest.raises(UserError, match="does not fit"):
+    with start(resume="runs/a") as run, pytest.raises(UserError, match="does not contain the weights of this model"):
         run.restore(torch.nn.Linear(5, 1))
     assert Path("runs/a/checkpoints/step-2").is_dir()  # a mistake on the way back takes nothing away
 
