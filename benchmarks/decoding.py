@@ -1,6 +1,6 @@
 """Speed of greedy decoding, side by side: this project, the handout's way, Hugging Face's Marian and CTranslate2.
 
-    python -m benchmarks.peers.install ctranslate2              # once
+    bash benchmarks/peers/install.sh ctranslate2              # once
     python -m benchmarks.decoding                               # random weights, exactly 40 tokens a sentence
     python -m benchmarks.decoding --ckpt runs/NAME              # a trained model at the lengths it chooses
     python -m benchmarks.decoding --contestants ours-fp32,ctranslate2-int8x2-64 --rounds 3

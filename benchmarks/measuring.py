@@ -39,6 +39,11 @@ class Run:
     seconds: float  # of the whole turn, loading included
     others: float | None = None  # cores that other processes kept busy meanwhile, on average; None: not known here
 
+    @property
+    def disturbed(self) -> bool:
+        """Whether others kept the machine noticeably busy."""
+        return self.others is not None and self.others > QUIET
+
 
 @dataclass
 class Row:
@@ -96,13 +101,8 @@ def describe_run(run: Run) -> str:
     """One line while the measurement goes on."""
     numbers = {name: value for name, value in run.figures.items() if isinstance(value, int | float)}
     figures = "  ".join(f"{name} {value:,.{'4g' if abs(value) < 100 else '0f'}}" for name, value in numbers.items())
-    others = "" if run.others is None else f"  [others {run.others:.2f} cores{', DISTURBED' * is_disturbed(run)}]"
+    others = "" if run.others is None else f"  [others {run.others:.2f} cores{', DISTURBED' * run.disturbed}]"
     return f"round {run.round}  {run.contestant}: {figures}  ({run.seconds:.0f} s){others}"
-
-
-def is_disturbed(run: Run) -> bool:
-    """Whether others kept the machine noticeably busy during this turn."""
-    return run.others is not None and run.others > QUIET
 
 
 class OthersWatch:
@@ -161,7 +161,7 @@ def compare(runs: list[Run], figure: str, baseline: str = "", more: Iterable[str
         values = [turn.figures[figure] for turn in turns]
         told = [key for key in more if all(turn.figures.get(key) is not None for turn in turns)]
         known = {key: statistics.median(turn.figures[key] for turn in turns) for key in told}
-        disturbed = sum(map(is_disturbed, turns))
+        disturbed = sum(turn.disturbed for turn in turns)
         rows.append(Row(name, statistics.median(values), min(values), max(values), len(values), None, disturbed, known))
     base = next((row.median for row in rows if row.contestant == baseline), None)
     for row in rows:

@@ -8,19 +8,21 @@ train N times as many tokens a second with N processes. "apart" are N processes 
 machine's (they share memory and cache); what the talking ones lose beyond that is communication's.
 """
 
-import json
 import os
-import subprocess
-import sys
+import socket
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.corpus import Corpus, load_corpus, read_corpus
-from benchmarks.measuring import ROOT, compare, print_table, take_turns
+from benchmarks.corpus import load_corpus, read_corpus
+from benchmarks.measuring import compare, print_table, take_turns
 from benchmarks.peers.contest import SIZES, WARM_STEPS
 from benchmarks.peers.ours import make_trainer
 from data import BucketSampler, Collate
@@ -55,7 +57,13 @@ def main(config: Config) -> None:
     launches[apart] = [(1, core) for core in range(config.processes)]
 
     def turn(name: str) -> dict:
-        figures = [wait() for wait in [start(size, core, corpus, config) for size, core in launches[name]]]
+        tasks = []
+        for size, first_core in launches[name]:
+            with socket.create_server(("127.0.0.1", 0)) as free:  # a port that nobody uses
+                port = free.getsockname()[1]
+            tasks += [(first_core + rank, rank, size, port) for rank in range(size)]
+        with ProcessPoolExecutor(len(tasks), mp_context=get_context("spawn")) as pool:
+            figures = list(filter(None, pool.map(partial(work, config, corpus.folder), *zip(*tasks))))
         speed = sum(figure["target_tokens_per_second"] for figure in figures)
         return {"target_tokens_per_second": speed, "seconds_per_step": max(f["seconds_per_step"] for f in figures)}
 
@@ -67,54 +75,32 @@ def main(config: Config) -> None:
         print(f"{row.contestant}: {row.ratio / config.processes:.1%} of {config.processes} times one process")
 
 
-def start(size: int, first_core: int, corpus: Corpus, config: Config) -> Callable[[], dict]:
-    """torchrun with `size` processes of this file; → a function that waits for the figures."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)]
-    task = json.dumps(asdict(config) | {"corpus": str(corpus.folder), "core": first_core})
-    process = subprocess.Popen(
-        [*words, "-m", "benchmarks.scaling"], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "SCALING_TASK": task},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-    def wait() -> dict:
-        output, errors = process.communicate()
-        if process.returncode:
-            lines = errors.strip().splitlines() or ["without a word"]
-            reason = next((line for line in lines if line.startswith("error")), lines[-1])
-            raise UserError(f"a worker ended with {process.returncode}: {reason}")
-        return json.loads([line for line in output.splitlines() if line.startswith("{")][-1])
-
-    return wait
-
-
-# ---------------------------------------------------------------- in a worker
-
-
-def work(task: dict) -> None:
-    """Train as train.py does, and print the speed of all ranks together."""
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[task["core"] + int(os.environ["LOCAL_RANK"])]})
+def work(config: Config, corpus: Path, core: int, rank: int, size: int, port: int) -> dict | None:
+    """In a process of its own: train as train.py does; → the speed of all ranks together, from rank 0."""
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[core]})
     torch.set_num_threads(1)
+    place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_PORT=port)
+    os.environ.update({name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"})
     world = distributed.start("cpu")
-    steps = training_steps(task, world)
+    steps = training_steps(config, corpus, world)
     for _ in range(WARM_STEPS):
         next(steps)
     world.maximum(0)  # all begin together
     begun = time.perf_counter()
-    tokens = sum(next(steps) for _ in range(task["steps"]))
+    tokens = sum(next(steps) for _ in range(config.steps))
     seconds = world.maximum(time.perf_counter() - begun)[0]
-    if world.is_main:
-        figures = {"target_tokens_per_second": tokens / seconds, "seconds_per_step": seconds / task["steps"]}
-        print(json.dumps(figures), flush=True)
     world.stop()
+    figures = {"target_tokens_per_second": tokens / seconds, "seconds_per_step": seconds / config.steps}
+    return figures if world.is_main else None
 
 
-def training_steps(task: dict, world: distributed.World) -> Iterator[int]:
+def training_steps(config: Config, folder: Path, world: distributed.World) -> Iterator[int]:
     """Endless optimiser steps; yields the target tokens of each, over all ranks."""
-    corpus = read_corpus(task["corpus"])
-    precision = choose_precision(world.device, task["precision"], training=True)
-    sizes = ModelConfig(corpus.source_vocab, corpus.target_vocab, **SIZES[task["preset"]])
+    corpus = read_corpus(folder)
+    precision = choose_precision(world.device, config.precision, training=True)
+    sizes = ModelConfig(corpus.source_vocab, corpus.target_vocab, **SIZES[config.preset])
     take_step = make_trainer(sizes, precision, wrap=world.data_parallel)
-    sampler = BucketSampler(corpus.lengths, task["tokens"] * world.size, rank=world.rank, world_size=world.size)
+    sampler = BucketSampler(corpus.lengths, config.tokens * world.size, rank=world.rank, world_size=world.size)
     batches = DataLoader(corpus.train, batch_sampler=sampler, collate_fn=Collate(corpus.source_ids, corpus.target_ids))
     for batch, tokens in zip(batches, sampler.target_tokens(0)):
         take_step(batch, tokens / world.size)  # DDP takes the mean of the gradients
@@ -122,6 +108,5 @@ def training_steps(task: dict, world: distributed.World) -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    task = os.environ.get("SCALING_TASK")
-    settings = None if task else parse_flags(Config, "weak scaling of data parallel training")
-    run_script(lambda: work(json.loads(task)) if task else main(settings))
+    settings = parse_flags(Config, "weak scaling of data parallel training")
+    run_script(lambda: main(settings))

@@ -276,7 +276,8 @@ def put_in(model: torch.nn.Module, weights: dict[str, torch.Tensor], path: Path)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise UserError(f"{path} does not contain the weights of this model: {str(error).splitlines()[1].strip()[:150]}") from None
+        reason = str(error).splitlines()[1].strip()[:150]
+        raise UserError(f"{path} does not contain the weights of this model: {reason}") from None
 
 
 @contextlib.contextmanager

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 
 from benchmarks.measuring import ROOT, pinned
 from benchmarks.peers.contest import Task
-from benchmarks.peers.install import is_installed, python_of
 from engine.errors import UserError
 
+ENVIRONMENTS = ROOT / "benchmarks" / ".envs"  # of the toolkits; made by benchmarks/peers/install.sh
 # glibc gives large blocks back to the system at once and takes them again page by page; with these it keeps them.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "268435456"}
 
@@ -36,11 +36,15 @@ def choose(names: str, known: dict[str, Contestant]) -> list[str]:
 
 def start(name: str, contestant: Contestant, task: Task, timeout: float = 600) -> dict | None:
     """One turn of one contestant; → its figures, None with one line that says why if it cannot take part."""
-    if contestant.toolkit and not is_installed(contestant.toolkit):
-        print(f"{name}: left out; to install it: python -m benchmarks.peers.install {contestant.toolkit}", flush=True)
+    home = ENVIRONMENTS / contestant.toolkit
+    if contestant.toolkit and not (home / "complete").exists():
+        print(f"{name}: left out; to install it: bash benchmarks/peers/install.sh {contestant.toolkit}", flush=True)
         return None
-    python = python_of(contestant.toolkit) if contestant.toolkit else sys.executable
-    words = [str(python), "-m", f"benchmarks.peers.{contestant.module}"]
+    words = [
+        str(home / "bin/python") if contestant.toolkit else sys.executable,
+        "-m",
+        f"benchmarks.peers.{contestant.module}",
+    ]
     words.append(json.dumps(asdict(replace(task, **contestant.settings))))
     environment = {**os.environ, **pinned(task.threads, contestant.pin), **contestant.environment}
     try:
