@@ -9,7 +9,7 @@ parity     tests/fast/test_device.py: every number format against float64 on the
 step       benchmarks.cuda_step: host time, kernels and how busy the GPU is, plain and by CUDA graphs
 training   benchmarks.training, plain, fast and captured, in the formats of the card
 decoding   benchmarks.decoding: random weights and exactly 40 tokens a sentence, with --ckpt its own lengths; plain and captured
-operators  benchmarks.attention_op: our Triton kernels beside PyTorch's
+operators  labs.attention_op, benchmarks.attention_op: our Triton kernels beside PyTorch's, right and how fast
 cards      the same steps of train.py on one card and, over NCCL, on all of them: the same loss?
 run        train.py for some minutes, then evaluate.py: a BLEU
 
@@ -119,8 +119,9 @@ def stages(config: Config, device: torch.device, folder: Path) -> dict[str, list
         later["real lengths"] = [[*decode, "--ckpt", config.ckpt, "--out", folder / "real-lengths.json"]]
     train = ["train.py", *where]
     if on_gpu:
-        later["operators"] = [["benchmarks.attention_op", "--lengths", "64,1024", "--numbers", 2**20, "--rounds", 3,
-                               "--device", device, "--out", folder / "operators.json"]]  # fmt: skip
+        sizes = ["--lengths", "64,1024", "--numbers", 2**20, "--rounds", 3, "--device", device]
+        times = ["benchmarks.attention_op", *sizes, "--out", folder / "operators.json"]
+        later["operators"] = [["labs.attention_op"], times]
         steps = ["--device", "cuda", "--max_steps", STEPS, "--eval_every", STEPS, "--dropout", 0]
         count = torch.cuda.device_count()
         launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", count, "--", ROOT / "train.py"]

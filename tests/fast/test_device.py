@@ -146,24 +146,11 @@ def inputs_of(device: torch.device, longest: int) -> tuple:
     return *tensors, COLLATE.target_ids["bos"], COLLATE.target_ids["eos"]
 
 
-@torch.inference_mode()
-def uncached(model, src, src_pad, limits, bos, eos) -> torch.Tensor:
-    """What `greedy` gives, every prefix decoded anew: (B, S) → (B, T)"""
-    tokens = torch.full((len(src), 1), bos, device=src.device)
-    done = torch.zeros(len(src), dtype=torch.bool, device=src.device)
-    for position in range(int(limits.max())):
-        newest = model(src, src_pad, tokens)[:, -1].argmax(-1).masked_fill(done, eos)  # (B,)
-        tokens = torch.cat([tokens, newest[:, None]], 1)
-        done |= (newest == eos) | (limits <= position + 1)
-    return tokens[:, 1:]
-
-
+@pytest.mark.skipif(DEVICE == "cpu", reason="what the CPU gives is held against the stock model in test_decoding.py")
 @pytest.mark.parametrize("moved", ["float64"], indirect=True)
-def test_greedy_decoding_needs_no_cache_and_is_the_cpus(moved):
+def test_greedy_decoding_is_the_cpus(moved):
     model, precision, *_ = moved
     outputs = greedy(model.eval(), *inputs_of(precision.device, 40))
-    assert len(outputs.unique(dim=0)) > len(outputs) / 2  # else any source would do
-    assert torch.equal(outputs, uncached(model, *inputs_of(precision.device, 40)))
     assert torch.equal(outputs.cpu(), greedy(model.cpu(), *inputs_of(torch.device("cpu"), 40)))
 
 
@@ -174,6 +161,7 @@ def test_greedy_decoding_by_captured_steps_gives_the_tokens_of_plain_ones(moved)
     inputs = inputs_of(precision.device, model.config.max_length)
     with precision.autocast():
         plain, steps = greedy(model.eval(), *inputs), CapturedSteps(copy.deepcopy(model))
+        assert len(plain.unique(dim=0)) > len(plain) / 2  # else any source would do
         for _ in range(2):
             captured = greedy(model, *inputs, steps.start)
             assert steps.graphs or DEVICE == "cpu"
