@@ -22,6 +22,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from engine.config import write_whole
+
 GIB = 2**30
 # TensorBoard sorts its charts by name. These are what a run is watched by: they come first, in this order.
 FIRST = [
@@ -50,8 +52,8 @@ class Telemetry:
         run = Path(run)
         run.mkdir(parents=True, exist_ok=True)
         self.last_step = resume_step or 0
-        kept = _keep_records(run / "metrics.jsonl", resume_step) if resume_step is not None else ""
-        self.result_step = resume_step if '"result/' in kept.rpartition('{"step"')[2] else None
+        kept = _keep_records(run / "metrics.jsonl", resume_step) if resume_step is not None else []
+        self.result_step = resume_step if kept and '"result/' in kept[-1] else None
         # TensorBoard hides what a killed run wrote from purge_step on. But it takes the first such mark of a folder for
         # the beginning, not for a restart, and hides nothing: so a fresh run sets one as well, at step 0.
         self.writer = SummaryWriter(str(run), purge_step=0 if resume_step is None else resume_step + 1)
@@ -119,23 +121,15 @@ def shown_as(tag: str) -> str:
     return f"1 first/{FIRST.index(tag):02} {tag.replace('/', ' ')}" if tag in FIRST else tag
 
 
-def _keep_records(path: Path, last_step: int) -> str:
+def _keep_records(path: Path, last_step: int) -> list[str]:
     """Drop the records after `last_step` and the torn line of a killed run, by way of a new file; → what is kept."""
-    if not path.exists():
-        return ""
     kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else ():
         with suppress(ValueError, TypeError, KeyError):  # a torn line is no JSON, or no record
             if json.loads(line)["step"] <= last_step and line.endswith("\n"):
                 kept.append(line)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # never written through a link that somebody put there
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    return "".join(kept)
+    write_whole(path, "".join(kept))
+    return kept
 
 
 class Log:
@@ -199,7 +193,7 @@ class GpuSampler(threading.Thread):
     def __init__(self, device="cuda", interval: float = 5.0, say=None):
         super().__init__(daemon=True, name="gpu-sampler")
         self.interval = interval
-        self.handle, self.sums, self.lock, self.ended = None, {}, threading.Lock(), threading.Event()
+        self.handle, self.samples, self.lock, self.ended = None, {}, threading.Lock(), threading.Event()
         device = torch.device(device)
         try:
             if device.type != "cuda":
@@ -229,14 +223,13 @@ class GpuSampler(threading.Thread):
             with suppress(nvml.NVMLError):  # some cards, and slices of cards, do not answer every question
                 value = question()
                 with self.lock:
-                    total, count = self.sums.get(tag, (0.0, 0))
-                    self.sums[tag] = total + value, count + 1
+                    self.samples.setdefault(tag, []).append(value)
 
     def read(self) -> dict[str, float]:
         """Averages since the last `read()`; {} if there was no sample in between."""
         with self.lock:
-            sums, self.sums = self.sums, {}
-        return {tag: total / count for tag, (total, count) in sums.items()}
+            samples, self.samples = self.samples, {}
+        return {tag: sum(values) / len(values) for tag, values in samples.items()}
 
     def stop(self) -> None:
         """End the thread; it would end with the process as well."""
@@ -264,24 +257,18 @@ class Meter:
         self.peak_flops = peak_flops  # FLOP/s of this device
         self.clock = clock
         self.last_time = None  # seconds; None: the clock stands still
-        self.source_tokens = self.target_tokens = self.places = 0  # of the step that is under way
-        self.wait_seconds = 0.0
+        self.micro_batches = []  # of the step that is under way
 
     def add(self, source_tokens: int, target_tokens: int, places: int, wait_seconds: float = 0.0) -> None:
         """One micro-batch: real tokens of each side, `places` of the padded batches, and how long the loop waited for it."""
-        self.source_tokens += source_tokens
-        self.target_tokens += target_tokens
-        self.places += places
-        self.wait_seconds += wait_seconds
+        self.micro_batches.append((source_tokens, target_tokens, places, wait_seconds))
 
     def end_step(self, flops_of=lambda source_tokens, target_tokens: 0.0) -> None:
         """The optimizer has stepped. `flops_of` tells the model's operations for so many tokens."""
-        now, counts = self.clock(), (self.source_tokens, self.target_tokens, self.places, self.wait_seconds)
+        now, counts = self.clock(), [sum(column) for column in zip(*self.micro_batches)]
         if self.last_time is not None:
             self.steps.append((now - self.last_time, *counts, flops_of(*counts[:2])))
-        self.last_time = now
-        self.source_tokens = self.target_tokens = self.places = 0
-        self.wait_seconds = 0.0
+        self.last_time, self.micro_batches = now, []
 
     def pause(self) -> None:
         """Stop the clock, right after `end_step` and before validating or saving."""
@@ -316,12 +303,11 @@ def measured_peak_flops(device: torch.device | str, dtype: torch.dtype) -> float
     # Random numbers, not zeros: multiplying zeros draws less power, and the GPU then clocks higher than it ever will.
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best_seconds, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()
+    while (begun := time.perf_counter()) < end:
         left @ right
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the product is only queued until here
-        best_seconds = min(best_seconds, time.perf_counter() - start)
+        best_seconds = min(best_seconds, time.perf_counter() - begun)
     del left, right
     if device.type == "cuda":  # leave no trace in the memory figures of the run
         torch.cuda.empty_cache()
