@@ -60,6 +60,16 @@ def test_resumed_twice_and_from_the_start(tmp_path):
     assert [record["step"] for record in records(tmp_path)] == [1]
 
 
+def test_a_clock_that_was_set_back_hides_no_point(tmp_path, monkeypatch):
+    now = time.time()
+    for part, steps in enumerate(([1, 2, 3, 4], [3, 4, 5], [5, 6])):  # each start a day earlier than the one before
+        monkeypatch.setattr(time, "time", lambda part=part: now - 86400 * part)
+        write(tmp_path, steps, resume_step=steps[0] - 1 if part else None, value=1.0 + part).close()
+    assert curve(tmp_path, "loss/train") == [(1, 1.0), (2, 2.0), (3, 6.0), (4, 8.0), (5, 15.0), (6, 18.0)]
+    times = [event.wall_time for event in EventAccumulator(str(tmp_path)).Reload().Scalars("loss/train")]
+    assert times == sorted(times) == [record["time"] for record in records(tmp_path)]
+
+
 def test_torn_ends_of_both_files_are_dropped(tmp_path):
     write(tmp_path, range(1, 6)).close()
     with open(tmp_path / "metrics.jsonl", "a", encoding="utf-8") as file:
@@ -114,7 +124,7 @@ def test_text_figure_and_hyperparameters_make_no_folder(tmp_path):
 def test_a_curve_that_cannot_be_written_ends_no_training(tmp_path, monkeypatch, capsys):
     telemetry = write(tmp_path / "run", [1])
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(telemetry.writer, "add_scalar", full)
