@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -39,8 +40,7 @@ class Telemetry:
     """Scalars, texts and figures of one run folder. A resumed run continues its curves without doubles.
 
     A curve that cannot be written must not end a training that can: it is said once, and the run goes on without curves.
-    metrics.jsonl has no checksum: nothing trains or scores by it. A flipped digit moves one point of a curve; what is no
-    JSON any more is left out, and report.py says so.
+    metrics.jsonl has no checksum, for nothing trains or scores by it; report.py leaves out what is no JSON, and says so.
     """
 
     def __init__(self, run: Path, resume_step: int | None = None, enabled: bool = True):
@@ -54,8 +54,7 @@ class Telemetry:
         self.last_step = resume_step or 0
         last = _keep_records(run / "metrics.jsonl", resume_step) if resume_step is not None else {}
         self.result_step = resume_step if any(tag.startswith("result/") for tag in last) else None
-        ahead = max(0.0, last.get("time", 0.0) - time.time())  # seconds; 0 unless the clock was set back since
-        self.now = lambda: time.time() + ahead
+        self.ahead = max(0.0, last.get("time", 0.0) - time.time())  # seconds; 0 unless the clock was set back since
         # TensorBoard reads event files by name, that is by time, and a new file before an old one would be hidden by it:
         # after a clock that was set back, or two starts within a second, the old ones get names that come first.
         old = sorted(run.glob("events.out.tfevents.*"))
@@ -72,7 +71,7 @@ class Telemetry:
         values = {tag: float(value) for tag, value in values.items()}
 
         def write() -> None:
-            now = self.now()
+            now = time.time() + self.ahead
             # One add_scalar per tag: add_scalars makes a folder for every curve, which purge_step does not reach.
             for tag, value in values.items():
                 self.writer.add_scalar(shown_as(tag), value, step, walltime=now)
@@ -86,24 +85,25 @@ class Telemetry:
 
     def text(self, tag: str, step: int, text: str) -> None:
         """Write a text (Markdown), such as sample translations."""
-        self._try(lambda: self.writer.add_text(tag, text, step, walltime=self.now()))
+        self._try(lambda: self.writer.add_text(tag, text, step, walltime=time.time() + self.ahead))
 
     def figure(self, tag: str, step: int, figure) -> None:
         """Write a matplotlib figure and close it."""
-        self._try(lambda: self.writer.add_figure(tag, figure, step, walltime=self.now()))
+        self._try(lambda: self.writer.add_figure(tag, figure, step, walltime=time.time() + self.ahead))
 
-    def hyperparameters(self, config: dict, metrics: dict) -> None:
-        """Write the settings and the final metrics for TensorBoard's HPARAMS page, once; metrics need tags of their own."""
+    def hyperparameters(self, config, metrics: dict) -> None:
+        """The settings (a dataclass) that are not as by default, and the results, for TensorBoard's HPARAMS page, once."""
         if self.writer is None or self.last_step == self.result_step:
             return
         from torch.utils.tensorboard.summary import hparams
 
-        plain = {name: v if isinstance(v, bool | int | float | str) else str(v) for name, v in config.items()}
+        given = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
+        chosen = {name: getattr(config, name) for name in sorted(given | getattr(config, "given", set()))}
 
         def write() -> None:
             # SummaryWriter.add_hparams would open a folder for a second run; the same three records may as well lie here.
-            for summary in hparams(plain, metrics):
-                self.writer.file_writer.add_summary(summary, walltime=self.now())
+            for summary in hparams(chosen, metrics):
+                self.writer.file_writer.add_summary(summary, walltime=time.time() + self.ahead)
 
         self._try(write)
         self.scalars(self.last_step, metrics)

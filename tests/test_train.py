@@ -422,6 +422,10 @@ def test_what_a_run_leaves(toy_data, here, tmp_path, monkeypatch):
     assert {shown_as(tag) for tag in [*CURVES, *others.split()]} <= set(tags["scalars"])
     assert tags["images"] == ["cross-attention"] and "samples/text_summary" in tags["tensors"]
     assert "_hparams_/experiment" in EventAccumulator(str(here)).Reload().summary_metadata
+    ((step, best),) = records(here, "result/best_validation_loss").items()
+    losses, scores = records(here, "valid/loss"), records(here, "valid/bleu")
+    assert step == 6 and best == min(losses.values())
+    assert records(here, "result/validation_bleu") == {6: scores[min(losses, key=losses.get)]}
     assert all(0 <= share < 0.5 for share in records(here, "data/padding_share").values())
     assert curve(here) == pytest.approx(records(here))
 
@@ -442,7 +446,7 @@ def test_stops_after_the_minutes(toy_data, here, monkeypatch):
 
 def test_early_stopping(toy_data, here, monkeypatch):
     losses = iter([3.0, 2.0, 2.5, 2.0, 1.0])
-    monkeypatch.setattr(training.Validation, "__call__", lambda *_: next(losses))
+    monkeypatch.setattr(training.Validation, "__call__", lambda *_: (next(losses), 0.0))
     training.train(config(data=str(toy_data), run=str(here), max_steps=50, eval_every=2, patience=2))
     assert "step 8: 2 validations without a better loss" in (here / "train.log").read_text(encoding="utf-8")
     assert os.readlink(here / "checkpoints/best") == "step-4"

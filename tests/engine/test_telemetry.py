@@ -5,6 +5,7 @@ import json
 import sys
 import threading
 import time
+from dataclasses import make_dataclass
 from itertools import chain, repeat
 from types import SimpleNamespace
 
@@ -87,7 +88,7 @@ def test_disabled_is_silent_and_creates_nothing(tmp_path, capfd):
     telemetry.scalars(1, {"loss": 1.0})
     telemetry.text("sample", 1, "text")
     telemetry.figure("attention", 1, None)
-    telemetry.hyperparameters({"a": 1}, {"hparam/bleu": 1.0})
+    telemetry.hyperparameters(None, {"hparam/bleu": 1.0})
     telemetry.close()
     log = tm.Log(tmp_path / "run", enabled=False)
     log("nothing")
@@ -102,9 +103,9 @@ def test_text_figure_and_hyperparameters_make_no_folder(tmp_path):
     figure = pyplot.figure()
     telemetry.text("samples", 5, "我 → I")
     telemetry.figure("attention", 5, figure)
-    telemetry.hyperparameters(
-        {"lr": 0.1, "layers": 6, "tied": True, "sizes": [1, 2], "path": None}, {"hparam/bleu": 30.0}
-    )
+    config = make_dataclass("Config", [("lr", float, 0.1), ("layers", int, 6), ("tied", bool, False)])(0.2, 6, True)
+    config.given = {"layers"}
+    telemetry.hyperparameters(config, {"hparam/bleu": 30.0})
     telemetry.close()
     telemetry.scalars(6, {"loss": 1.0})  # after close: nothing, no error
     assert all(path.is_file() for path in tmp_path.iterdir())
@@ -117,8 +118,13 @@ def test_text_figure_and_hyperparameters_make_no_folder(tmp_path):
     hparams = importlib.import_module("tensorboard.plugins.hparams.plugin_data_pb2")
     content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     settings = hparams.HParamsPluginData.FromString(content).session_start_info.hparams
-    assert settings["lr"].number_value == 0.1
-    assert settings["sizes"].string_value == "[1, 2]"
+    assert {name: value.number_value for name, value in settings.items()} == {"lr": 0.2, "layers": 6, "tied": 1}
+    unchanged = tm.Telemetry(tmp_path / "b")
+    unchanged.hyperparameters(type(config)(lr=0.3), {"hparam/bleu": 30.0})
+    unchanged.close()
+    content = EventAccumulator(str(tmp_path / "b")).Reload().SummaryMetadata("_hparams_/session_start_info")
+    settings = hparams.HParamsPluginData.FromString(content.plugin_data.content).session_start_info.hparams
+    assert [*settings] == ["lr"]
 
 
 def test_a_curve_that_cannot_be_written_ends_no_training(tmp_path, monkeypatch, capsys):
