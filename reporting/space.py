@@ -38,15 +38,13 @@ def main(config: Config) -> None:
             could_go[cache] = [] if busy or cache.name in used else [cache]
     for folder, parts in could_go.items():
         names = ", ".join("all of it" if part == folder else str(part.relative_to(folder)) for part in parts)
-        print(
-            f"{mib(folder):>9,.1f} MiB  {folder}"
-            + (f"; {sum(map(mib, parts)):,.1f} MiB could go: {names}" * bool(parts))
-        )
+        note = f"; {sum(map(mib, parts)):,.1f} MiB could go: {names}" if parts else ""
+        print(f"{mib(folder):>9,.1f} MiB  {folder}{note}")
     every = [part for parts in could_go.values() for part in parts]
-    print(f"{sum(map(mib, could_go)):>9,.1f} MiB  in all; {sum(map(mib, every)):,.1f} MiB "
-          + ("deleted" if config.delete else "could go, with --delete"))  # fmt: skip
+    total = f"{sum(map(mib, could_go)):>9,.1f} MiB  in all; {sum(map(mib, every)):,.1f} MiB"
     for part in every if config.delete else []:
         delete(part)
+    print(f"{total} {'deleted' if config.delete else 'could go, with --delete'}")
 
 
 def old_parts(run: Path, optimizer: bool) -> list[Path]:
