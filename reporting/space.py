@@ -33,7 +33,7 @@ def main(config: Config) -> None:
     could_go = {run: [] if is_locked(run / ".lock") else old_parts(run, config.optimizer) for run in runs}
     if not config.runs:
         used = {key_of(state) for state in Path("runs").glob("*/checkpoints/*/state.json")}
-        busy = any(is_locked(run / ".lock") for run in runs)
+        busy = any(map(is_locked, Path("runs").glob("*/.lock")))  # one that only tokenises yet, too
         for cache in sorted(path for path in Path("runs/.cache").glob("*") if path.is_dir()):
             could_go[cache] = [] if busy or cache.name in used else [cache]
     for folder, parts in could_go.items():
