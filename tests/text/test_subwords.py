@@ -100,6 +100,7 @@ def test_more_characters_than_the_vocabulary_has_room_for():
     lines = ["".join(chr(0x4E00 + draw.randrange(3000)) for _ in range(20)) for _ in range(300)]
     small = train_tokenizer(lines, 400)
     assert len(small) <= 400 and round_trip(small, lines) == lines
+    assert sum(len(token) == 1 for token in small.get_vocab()) == (400 - 256) // 2  # the other half is for merges
 
 
 def test_digits_stand_alone(tokenizer):
