@@ -9,6 +9,7 @@ import regex
 from conftest import reversed_digits
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 from engine.errors import UserError
 from text import subwords
@@ -276,6 +277,9 @@ def test_only_our_own_cut_makes_words_stand_alone(tokenizer, bert, tmp_path):
     tokenizer.save_pretrained(tmp_path / "own")
     loaded = load_tokenizer(str(tmp_path / "own"))
     assert encodes_words_alone(loaded)
+    loaded.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert not encodes_words_alone(loaded)
+    loaded = load_tokenizer(str(tmp_path / "own"))
     loaded.add_tokens(["three four"])  # found across the space, before anything is cut
     assert not encodes_words_alone(loaded)
     for one in (bert, loaded):
