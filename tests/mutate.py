@@ -26,12 +26,12 @@ import transformers  # noqa: F401
 from hypothesis import strategies  # noqa: F401
 
 ROOT = Path(__file__).parent.parent
-DECODING, TEXT = "test_decoding.py fast/test_compiled_decoding.py", "text/test_prepare.py"
+DECODING, TEXT = "test_decoding.py fast/test_compiled_decoding.py", "text/test_prepare.py text/test_faults.py"
 TESTS = {  # of each file, in tests/
     "train.py": "test_train.py", "evaluate.py": "test_evaluate.py test_faults_scripts.py", "decoding.py": DECODING,
     "data.py": "test_data.py test_cuda.py", "text/bleu.py": "text/test_bleu.py",
     "text/cleaning.py": f"text/test_cleaning.py {TEXT}",
-    "text/prepare.py": f"{TEXT} text/test_faults.py", "text/rows.py": f"text/test_rows.py {TEXT}",
+    "text/prepare.py": TEXT, "text/rows.py": f"text/test_rows.py {TEXT}",
     "text/store.py": f"{TEXT} test_data.py", "text/subwords.py": f"text/test_subwords.py {TEXT}",
     "text/output.py": "test_faults_scripts.py test_evaluate.py", "fast/build.py": "fast/test_build.py",
     "fast/decoding.py": "fast/test_compiled_decoding.py", "fast/kernels.py": "fast/test_kernels.py",
