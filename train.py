@@ -134,7 +134,7 @@ def train(config: Config) -> Path:
         loss_of = loss_of or SummedLoss(model, config.label_smoothing)
         parameters = list(model.parameters())
         optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-        state = {"step": 0, "minutes": 0.0, "best_loss": None, "stale": 0, "validated": 0}  # validated: at which step
+        state = {"step": 0, "minutes": 0.0, "best_loss": None, "best_bleu": None, "stale": 0, "validated": 0}
         state |= {"saved": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}  # minutes at the last checkpoint
         state |= {"world_size": world.size, "accumulate": 0, "plan": 0}  # how the pairs of a step were dealt
         state |= run.restore(model, optimizer, precision) or {}
@@ -172,8 +172,8 @@ def train(config: Config) -> Path:
         total = config.max_steps or config.epochs * sampler.steps_per_epoch
         plan = schedule.Schedule(**state["schedule"]) if run.state else schedule.plan(config.lr, config.warmup, total)
         ends = [config.epochs, config.max_steps, config.max_minutes]
-        moved = config.given & {"epochs", "max_steps", "max_minutes"} or state.get("ends", ends) != ends
-        if run.state and moved:  # now, or by a run that was killed before its next checkpoint
+        moved = run.state and (config.given & {"epochs", "max_steps", "max_minutes"} or state.get("ends", ends) != ends)
+        if moved:  # now, or by a run that was killed before its next checkpoint
             plan = plan.extended(state["step"], total)
         state |= {"ends": ends, "world_size": world.size, "accumulate": sampler.accumulate, "plan": sampler.plan_id}
         log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens per step, "
@@ -214,10 +214,10 @@ def train(config: Config) -> Path:
         def validate(step: int) -> bool:
             """Validation loss, BLEU and samples; true if the loss is the best so far."""
             meter.pause()
-            loss = validation(step)
+            loss, bleu = validation(step)
             improved = state["best_loss"] is None or loss < state["best_loss"]
             state.update(validated=step, stale=0 if improved else state["stale"] + 1)
-            state["best_loss"] = loss if improved else state["best_loss"]
+            state.update({"best_loss": loss, "best_bleu": bleu} if improved else {})
             model.train()
             return improved
 
@@ -292,7 +292,8 @@ def train(config: Config) -> Path:
         bar.close()
         run.close(why_stop, state["step"])
         if why_stop != INTERRUPTED:
-            run.telemetry.hyperparameters(asdict(config), {"result/best_validation_loss": state["best_loss"]})
+            results = {"result/best_validation_loss": state["best_loss"], "result/validation_bleu": state["best_bleu"]}
+            run.telemetry.hyperparameters(config, {tag: value for tag, value in results.items() if value is not None})
             log(f"next: python evaluate.py --ckpt {run.folder}")
         return run.folder
 

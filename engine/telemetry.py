@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -41,6 +42,7 @@ class Telemetry:
     """Scalars, texts and figures of one run folder. A resumed run continues its curves without doubles.
 
     A curve that cannot be written must not end a training that can: it is said once, and the run goes on without curves.
+    metrics.jsonl has no checksum, for nothing trains or scores by it; report.py leaves out what is no JSON, and says so.
     """
 
     def __init__(self, run: Path, resume_step: int | None = None, enabled: bool = True):
@@ -52,8 +54,14 @@ class Telemetry:
         run = Path(run)
         run.mkdir(parents=True, exist_ok=True)
         self.last_step = resume_step or 0
-        kept = _keep_records(run / "metrics.jsonl", resume_step) if resume_step is not None else []
-        self.result_step = resume_step if kept and '"result/' in kept[-1] else None
+        last = _keep_records(run / "metrics.jsonl", resume_step) if resume_step is not None else {}
+        self.result_step = resume_step if any(tag.startswith("result/") for tag in last) else None
+        self.ahead = max(0.0, last.get("time", 0.0) - time.time())  # seconds; 0 unless the clock was set back since
+        # TensorBoard reads event files by name, that is by time, and a new file before an old one would be hidden by it:
+        # after a clock that was set back, or two starts within a second, the old ones get names that come first.
+        old = sorted(run.glob("events.out.tfevents.*"))
+        for number, file in enumerate(old if old and old[-1].name.split(".")[3] >= str(int(time.time())) else []):
+            file.rename(file.with_name(f"events.out.tfevents.{number:010}.{file.name.split('.', 4)[4]}"))
         # TensorBoard hides what a killed run wrote from purge_step on. But it takes the first such mark of a folder for
         # the beginning, not for a restart, and hides nothing: so a fresh run sets one as well, at step 0.
         self.writer = SummaryWriter(str(run), purge_step=0 if resume_step is None else resume_step + 1)
@@ -65,12 +73,13 @@ class Telemetry:
         values = {tag: float(value) for tag, value in values.items()}
 
         def write() -> None:
+            now = time.time() + self.ahead
             # One add_scalar per tag: add_scalars makes a folder for every curve, which purge_step does not reach.
             for tag, value in values.items():
-                self.writer.add_scalar(shown_as(tag), value, step)
+                self.writer.add_scalar(shown_as(tag), value, step, walltime=now)
             # JSON knows no infinity (the gradient of an fp16 step that overflowed): null stands for it.
             finite = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
-            self.metrics_file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
+            self.metrics_file.write(json.dumps({"step": step, "time": now, **finite}) + "\n")
             # Out of this process at once, so that kill -9 loses the current line at most.
             self.metrics_file.flush()
 
@@ -78,24 +87,25 @@ class Telemetry:
 
     def text(self, tag: str, step: int, text: str) -> None:
         """Write a text (Markdown), such as sample translations."""
-        self._try(lambda: self.writer.add_text(tag, text, step))
+        self._try(lambda: self.writer.add_text(tag, text, step, walltime=time.time() + self.ahead))
 
     def figure(self, tag: str, step: int, figure) -> None:
         """Write a matplotlib figure and close it."""
-        self._try(lambda: self.writer.add_figure(tag, figure, step))
+        self._try(lambda: self.writer.add_figure(tag, figure, step, walltime=time.time() + self.ahead))
 
-    def hyperparameters(self, config: dict, metrics: dict) -> None:
-        """Write the settings and the final metrics for TensorBoard's HPARAMS page, once; metrics need tags of their own."""
+    def hyperparameters(self, config, metrics: dict) -> None:
+        """The settings (a dataclass) that are not as by default, and the results, for TensorBoard's HPARAMS page, once."""
         if self.writer is None or self.last_step == self.result_step:
             return
         from torch.utils.tensorboard.summary import hparams
 
-        plain = {name: v if isinstance(v, bool | int | float | str) else str(v) for name, v in config.items()}
+        given = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
+        chosen = {name: getattr(config, name) for name in sorted(given | getattr(config, "given", set()))}
 
         def write() -> None:
             # SummaryWriter.add_hparams would open a folder for a second run; the same three records may as well lie here.
-            for summary in hparams(plain, metrics):
-                self.writer.file_writer.add_summary(summary)
+            for summary in hparams(chosen, metrics):
+                self.writer.file_writer.add_summary(summary, walltime=time.time() + self.ahead)
 
         self._try(write)
         self.scalars(self.last_step, metrics)
@@ -121,15 +131,16 @@ def shown_as(tag: str) -> str:
     return f"1 first/{FIRST.index(tag):02} {tag.replace('/', ' ')}" if tag in FIRST else tag
 
 
-def _keep_records(path: Path, last_step: int) -> list[str]:
-    """Drop the records after `last_step` and the torn line of a killed run, by way of a new file; → what is kept."""
+def _keep_records(path: Path, last_step: int) -> dict:
+    """Drop the records after `last_step` and the torn line of a killed run, by way of a new file; → the last one kept."""
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else ():
         with suppress(ValueError, TypeError, KeyError):  # a torn line is no JSON, or no record
-            if json.loads(line)["step"] <= last_step and line.endswith("\n"):
+            record = json.loads(line)
+            if record["step"] <= last_step and record["time"] > 0 and line.endswith("\n"):
                 kept.append(line)
     write_whole(path, "".join(kept))
-    return kept
+    return json.loads(kept[-1]) if kept else {}
 
 
 class Log:

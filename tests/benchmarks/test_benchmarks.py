@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -26,7 +27,7 @@ from data import Collate
 from engine.config import parse_flags
 from engine.errors import UserError
 from engine.precision import choose_precision
-from model import ModelConfig, Translator, training_flops
+from model import PRESETS, ModelConfig, Translator, training_flops
 from text.store import TokenizedPairs
 
 
