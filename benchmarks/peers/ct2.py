@@ -6,85 +6,12 @@ workers with one thread each. It sorts the sentences by length itself.
 Like for like: the same weights, the same tokens, greedy search, a cache. It only decodes.
 """
 
-import math
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
-
 from benchmarks.peers.contest import restore_torch_load, run_peer, time_decoding, work_folder
-
-
-def convert(weights: dict[str, np.ndarray], sizes: dict, corpus, folder: Path) -> None:
-    """Write the project's weights as a CTranslate2 model. `sizes` are those of `model.ModelConfig`."""
-    from ctranslate2.specs import TransformerSpec
-
-    layers = (sizes["num_encoder_layers"], sizes["num_decoder_layers"])
-    # "Before" keeps the norm behind the last layer, which nn.Transformer has in either order; then the order is put right.
-    spec = TransformerSpec.from_config(layers, sizes["nhead"], pre_norm=True)
-    for side, vocabulary in (("encoder", "source"), ("decoder", "target")):
-        stack = getattr(spec, side)
-        stack.pre_norm = bool(sizes["norm_first"])
-        embeddings = stack.embeddings[0] if side == "encoder" else stack.embeddings
-        embeddings.weight = weights[f"{vocabulary}_embedding.weight"]
-        stack.position_encodings.encodings = positions(sizes["max_length"], sizes["d_model"])
-        fill(stack.layer_norm, weights, f"transformer.{side}.norm")
-        for index, layer in enumerate(stack.layer):
-            fill_layer(layer, weights, f"transformer.{side}.layers.{index}", sizes["d_model"])
-    fill(spec.decoder.projection, weights, "output")
-    spec.register_source_vocabulary(names(corpus.source_vocab, corpus.source_ids, "s"))
-    spec.register_target_vocabulary(names(corpus.target_vocab, corpus.target_ids, "t"))
-    spec.config.bos_token, spec.config.eos_token, spec.config.unk_token = "<s>", "</s>", "<pad>"
-    spec.config.decoder_start_token, spec.config.add_source_eos = "<s>", True
-    spec.validate()
-    spec.optimize()
-    folder.mkdir(parents=True, exist_ok=True)
-    spec.save(str(folder))
-
-
-def fill_layer(layer, weights: dict[str, np.ndarray], name: str, width: int) -> None:
-    """One encoder or decoder layer. Norms stand in the order of nn.Transformer: norm1, norm2 and, in a decoder, norm3."""
-    own = layer.self_attention
-    own.linear[0].weight = weights[f"{name}.self_attn.in_proj_weight"]  # query, key, value in one (3D, D), as with us
-    own.linear[0].bias = weights[f"{name}.self_attn.in_proj_bias"]
-    fill(own.linear[1], weights, f"{name}.self_attn.out_proj")
-    norms = [own.layer_norm, layer.ffn.layer_norm]
-    if hasattr(layer, "attention"):
-        cross = layer.attention
-        weight = weights[f"{name}.multihead_attn.in_proj_weight"]
-        bias = weights[f"{name}.multihead_attn.in_proj_bias"]
-        cross.linear[0].weight, cross.linear[0].bias = weight[:width], bias[:width]
-        cross.linear[1].weight, cross.linear[1].bias = weight[width:], bias[width:]
-        fill(cross.linear[2], weights, f"{name}.multihead_attn.out_proj")
-        norms.insert(1, cross.layer_norm)
-    for number, norm in enumerate(norms, 1):
-        fill(norm, weights, f"{name}.norm{number}")
-    fill(layer.ffn.linear_0, weights, f"{name}.linear1")
-    fill(layer.ffn.linear_1, weights, f"{name}.linear2")
-
-
-def fill(part, weights: dict[str, np.ndarray], name: str) -> None:
-    """Weight and bias of a linear layer or a norm."""
-    weight, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
-    if hasattr(part, "gamma"):
-        part.gamma, part.beta = weight, bias
-    else:
-        part.weight, part.bias = weight, bias
-
-
-def positions(length: int, width: int) -> np.ndarray:
-    """(length, width) sinusoids, sine and cosine in turns."""
-    angle = np.arange(length)[:, None] * np.exp(np.arange(0, width, 2) * (-math.log(10000) / width))
-    return np.stack((np.sin(angle), np.cos(angle)), -1).reshape(length, width).astype(np.float32)
-
-
-def names(size: int, special: dict[str, int], letter: str) -> list[str]:
-    """A word for every token id."""
-    words = [f"{letter}{id}" for id in range(size)]
-    for name, id in zip(("<pad>", "<s>", "</s>"), (special["pad"], special["bos"], special["eos"])):
-        words[id] = name
-    return words
+from serving.to_ctranslate2 import convert, name_special
 
 
 def decode(task, corpus) -> None:
@@ -97,7 +24,9 @@ def decode(task, corpus) -> None:
     if not (folder / "model.bin").exists():
         weights = {name: tensor.float().numpy() for name, tensor in torch.load(folder.parent / "weights.pt").items()}
         sizes = {**task.sizes, "norm_first": False, "max_length": 512}
-        convert(weights, sizes, corpus, folder)
+        source_words = name_special([f"s{id}" for id in range(corpus.source_vocab)], corpus.source_ids)
+        target_words = name_special([f"t{id}" for id in range(corpus.target_vocab)], corpus.target_ids)
+        convert(weights, sizes, source_words, target_words, folder)
     kind, _, workers = task.variant.partition("x")
     workers = int(workers or 1)
     threads = dict(inter_threads=workers, intra_threads=max(1, task.threads // workers))

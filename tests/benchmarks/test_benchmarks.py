@@ -17,11 +17,11 @@ from benchmarks import attention_op, data, decoding, gpu, gpu_parity, limits, sc
 from benchmarks import corpus as corpus_module
 from benchmarks.corpus import as_ids, load_corpus, read_corpus
 from benchmarks.measuring import tokens_of
-from benchmarks.peers import contest, ct2, install
+from benchmarks.peers import contest, install
 from benchmarks.peers.contestants import Contestant, choose, start
 from data import BucketSampler, Collate
 from engine.errors import UserError
-from model import ModelConfig, Translator, sinusoids, training_flops
+from model import ModelConfig, Translator, training_flops
 from text.store import TokenizedPairs
 
 
@@ -273,13 +273,6 @@ def test_what_a_pass_counts(small, monkeypatch, tmp_path):
     assert decoding.read_outputs(tmp_path / "o") == [[7, 8]] * 20
     with pytest.raises(RuntimeError, match="1 to 2 tokens"):
         contest.time_decoding(task, small, lambda: [[1]] + [[7, 8]] * 19, warm=False)
-
-
-def test_the_converted_model_has_our_words_and_positions(small):
-    words = ct2.names(small.target_vocab, small.target_ids, "t")
-    assert len(words) == len(set(words)) == small.target_vocab
-    assert words[small.target_ids["eos"]] == "</s>" and words[200] == "t200"
-    assert torch.allclose(torch.from_numpy(ct2.positions(50, 32)), sinusoids(50, 32), atol=1e-5)
 
 
 # ---------------------------------------------------------------- limits, data, scaling, attention
