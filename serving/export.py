@@ -43,6 +43,8 @@ def export(trained: Trained, kind: str, words: list[str], quantization: str, say
     trained.model.cpu().float()
     trained.source_tokenizer.save_pretrained(folder / "source")
     trained.target_tokenizer.save_pretrained(folder / "target")
+    if kind != "ctranslate2":  # which has a config.json of its own
+        write_config(trained, folder)
     if kind == "hf":
         write_weights(trained, folder)
     else:
@@ -91,7 +93,8 @@ def to_ctranslate2(trained: Trained, folder: Path, quantization: str) -> Callabl
 
     from serving.to_ctranslate2 import convert, name_special
 
-    weights = {name: tensor.numpy() for name, tensor in trained.model.state_dict().items()}
+    # Copies: to quantise, CTranslate2 scales them where they lie.
+    weights = {name: tensor.numpy().copy() for name, tensor in trained.model.state_dict().items()}
     sizes = trained.model.config
     vocabularies = []
     for tokenizer, size in (
@@ -115,11 +118,15 @@ def to_ctranslate2(trained: Trained, folder: Path, quantization: str) -> Callabl
 
 
 def write_weights(trained: Trained, folder: Path) -> None:
-    """model.safetensors, config.json: what the loader in the card reads."""
+    """Every parameter once, and the positions, which a checkpoint of ours leaves out."""
     weights = {name: tensor.contiguous() for name, tensor in trained.model.state_dict().items()}
     weights.pop("output.weight")  # the target embedding's, tied
     data = save({**weights, "positions": trained.model.positions}, {"format": "pt"})
     (folder / "model.safetensors").write_bytes(data)  # save_file would let nobody else read it
+
+
+def write_config(trained: Trained, folder: Path) -> None:
+    """The sizes and the ids that the loader in the card reads."""
     source, target = special_ids(trained.source_tokenizer), special_ids(trained.target_tokenizer)
     ids = {"source_eos_token_id": source["eos"], "bos_token_id": target["bos"], "eos_token_id": target["eos"]}
     text = json.dumps({"architectures": ["Translator"], **asdict(trained.model.config), **ids}, indent=2)
