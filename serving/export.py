@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from safetensors.torch import save
 
 from data import Collate
@@ -82,8 +83,6 @@ def trial(trained: Trained, translate: Callable[[Ids], Ids], rows: int) -> str:
 
 def limits(trained: Trained, sources: Ids) -> list[int]:
     """The most tokens of each output, as `search` has them."""
-    import torch
-
     return output_limit(torch.tensor([len(source) + 1 for source in sources]), trained.model.config.max_length).tolist()
 
 
@@ -111,7 +110,8 @@ def to_ctranslate2(trained: Trained, folder: Path, quantization: str) -> Callabl
         translator = ctranslate2.Translator(str(folder))
         most = limits(trained, sources)
         words = [[vocabularies[0][id] for id in source] for source in sources]
-        results = translator.translate_batch(words, beam_size=1, max_batch_size=64, max_decoding_length=max(most))
+        options = dict(beam_size=1, max_batch_size=64, max_input_length=0, max_decoding_length=max(most))
+        results = translator.translate_batch(words, **options)
         return [[numbers[word] for word in result.hypotheses[0]][:limit] for result, limit in zip(results, most)]
 
     return translate

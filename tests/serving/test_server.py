@@ -4,8 +4,10 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from loading import load_trained
 from text.sentences import sentences
 
 server = pytest.importorskip("serving.server")
-testclient = pytest.importorskip("fastapi.testclient")
+testclient = pytest.importorskip("starlette.testclient")
 HERE = "http://127.0.0.1"
 
 
@@ -128,6 +130,15 @@ def test_an_error_of_the_model_does_not_end_the_server():
         assert [ask(client, text).status_code for text in ("bad", "good", "bad", "good")] == [500, 200, 500, 200]
 
 
+def test_a_port_in_use_is_one_line(trained):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        config = SimpleNamespace(port=other.getsockname()[1], length_penalty=0.6)
+        with pytest.raises(UserError, match=r"^--port \d+: Address already in use; choose another"):
+            server.serve(trained, None, None, config)
+
+
 def test_ctrl_c_ends_it(tiny_run, tmp_path):
     command = [sys.executable, str(ROOT / "translate.py"), "--ckpt", str(tiny_run), "--serve", "--port", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -147,6 +158,5 @@ def test_ctrl_c_ends_it(tiny_run, tmp_path):
 
 def test_without_the_extras_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setattr(serving, "find_spec", lambda module: None)
-    config = type("Config", (), {"export": ""})
     with pytest.raises(UserError, match=r"^--serve needs fastapi, uvicorn; pip install -r requirements-extras\.txt$"):
-        serving.start(config, None, None, None)
+        serving.start(SimpleNamespace(export=""), None, None, None)
