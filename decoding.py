@@ -48,6 +48,12 @@ class Cache:
         """Feed (B,) tokens at one position; → (B,) the likeliest next ones."""
         return step(self.model, self, tokens, position).argmax(-1)
 
+    def append(self, index: int, position: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep a layer's key and value of one position, (B, H, 1, W); → those of all positions up to it."""
+        keys, values = self.own_keys[index], self.own_values[index]
+        keys[:, :, position], values[:, :, position] = key[:, :, 0], value[:, :, 0]
+        return keys[:, :, : position + 1], values[:, :, : position + 1]
+
     def select(self, rows: Tensor, source_too: bool = True) -> None:
         """Keep these rows, in this order. Beams of one sentence share a source, so reordering them leaves it alone."""
         self.own_keys = [keys.index_select(0, rows) for keys in self.own_keys]
@@ -93,9 +99,7 @@ def step(model: Translator, cache: Cache, tokens: Tensor, position: int) -> Tens
 def attend_own(layer: nn.TransformerDecoderLayer, x: Tensor, cache: Cache, index: int, position: int) -> Tensor:
     """Self-attention of the newest token over itself and all before it: (B, 1, D) → (B, 1, D)"""
     query, key, value = project(layer.self_attn, x, "qkv")  # (B, H, 1, W) each
-    keys, values = cache.own_keys[index], cache.own_values[index]
-    keys[:, :, position], values[:, :, position] = key[:, :, 0], value[:, :, 0]
-    seen = F.scaled_dot_product_attention(query, keys[:, :, : position + 1], values[:, :, : position + 1])
+    seen = F.scaled_dot_product_attention(query, *cache.append(index, position, key, value))
     return join_heads(layer.self_attn, seen)
 
 
@@ -156,11 +160,17 @@ def greedy(
     return output
 
 
+def beam_search(model, src, src_pad, limits, bos, eos, beam: int, length_penalty: float) -> tuple[Tensor, Tensor]:
+    """The best one that `n_best` finds for each sentence: ids (B, T), and their scores (B,)."""
+    hypotheses, scores = n_best(model, src, src_pad, limits, bos, eos, beam, length_penalty)
+    return hypotheses[:, 0], scores[:, 0]
+
+
 @torch.inference_mode()
-def beam_search(
+def n_best(
     model: Translator, src: Tensor, src_pad: Tensor, limits: Tensor, bos: int, eos: int, beam: int, length_penalty: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The best of `beam` hypotheses a sentence: (B, S) → ids (B, T) padded with eos, and their scores (B,).
+    """`beam` hypotheses a sentence, best first: (B, S) → ids (B, K, T) padded with eos, and their scores (B, K).
 
     A hypothesis is scored by its log-probability divided by ((5 + length) / 6) ** length_penalty (Wu et al. 2016). One that
     ends while among the `beam` best is finished. A sentence is done when `beam` have finished and no unfinished one scores
@@ -185,7 +195,6 @@ def beam_search(
         parent, token = index // vocabulary, index % vocabulary
         candidates = alive.gather(1, parent[:, :, None].expand(-1, -1, longest))  # (B, 2K, T)
         candidates[:, :, position] = token
-
         ends = token == eos
         in_beam = torch.arange(2 * beam, device=device) < beam
         at_limit = (limits == position + 1)[:, None]  # cut short: the beams count as they are
@@ -205,7 +214,7 @@ def beam_search(
         done |= (count >= beam) & (finished_scores[:, 0] >= scores[:, 0] / penalty) | (limits <= position + 1)
         if (device.type == "cpu" or position % CHECK_EVERY == CHECK_EVERY - 1) and bool(done.all()):
             break
-    return finished[:, 0], finished_scores[:, 0]
+    return finished, finished_scores
 
 
 def output_limit(source_tokens: Tensor, max_length: int) -> Tensor:

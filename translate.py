@@ -3,6 +3,8 @@
 python translate.py 今天天气怎么样？                        # the newest run
 python translate.py --ckpt runs/NAME --beam 4 < zh.txt > en.txt
 python translate.py                                       # on a terminal: a prompt
+python translate.py --serve                               # a page in the browser
+python translate.py --export ctranslate2 DIR              # the model, for another program
 """
 
 from dataclasses import dataclass
@@ -21,24 +23,31 @@ class Config:
     precision: str = flag("auto", "(auto|fp32|bf16|fp16|int8); int8: faster on a CPU", "Options")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Options")
     captured: bool = flag(False, "decode with CUDA graphs on a GPU: faster, but new", "Options")
+    whole_lines: bool = flag(False, "do not cut lines into sentences: a line in one piece, as evaluate.py", "Options")
+
+    serve: bool = flag(False, "a page on this machine, until Ctrl-C", "The model elsewhere")
+    port: int = flag(8000, "of the page; 0: a free one", "The model elsewhere", least=0, most=65535)
+    export: str = flag("", "write it to the folder TEXT for (ctranslate2|onnx|hf)", "The model elsewhere")
+    quantization: str = flag("", "of ctranslate2's weights (int8|float16); default: fp32", "The model elsewhere")
 
     def __post_init__(self):
         if self.precision == "int8" and self.beam > 1:
             raise UserError(f"--precision int8 decodes greedily; --beam {self.beam} needs another --precision")
+        if self.quantization and self.export != "ctranslate2":
+            raise UserError("--quantization is for --export ctranslate2")
 
 
 if __name__ == "__main__":  # before the heavy imports, so that --help and a wrong flag answer at once
     config = parse_flags(Config, "translate arguments, or lines of standard input", positional="text")
 
 import sys
-from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 
 from decoding import translate_lines
 from engine import distributed
 from loading import load_for_decoding
-
-LINES_AT_ONCE = 2000  # of a file: enough to sort by length, few enough to see results soon
+from text.input import groups_of_lines
+from text.sentences import join, sentences
 
 
 def translate(config: Config) -> None:
@@ -46,45 +55,26 @@ def translate(config: Config) -> None:
     world = distributed.start(config.device)
     note = say_on_stderr if world.is_main else lambda _: None
     trained, precision, steps = load_for_decoding(config, 1, world, note)
+    if config.export or config.serve:
+        import serving
+
+        return serving.start(config, trained, precision, steps)
     sys.stdout.reconfigure(encoding="utf-8")  # as the input is, whatever the locale
     groups = groups_of_lines(config.text)
     while lines := world.on_main(lambda: next(groups, None)):  # of many processes one reads
+        pieces = [[line] if config.whole_lines else sentences(line) for line in lines]
         with precision.autocast():
             translations = translate_lines(
-                trained.model, trained.source_tokenizer, trained.target_tokenizer, lines,
+                trained.model, trained.source_tokenizer, trained.target_tokenizer, list(chain(*pieces)),
                 beam=config.beam, length_penalty=config.length_penalty, steps=steps, world=world,
             )  # fmt: skip
         if translations:
-            print("\n".join(translations.texts), flush=True)
+            texts = iter(translations.texts)
+            print("\n".join(join(islice(texts, len(line))) for line in pieces), flush=True)
         if translations and translations.cut:
             longest = trained.model.config.max_length
             note(f"note: {translations.cut} sentences were cut to the model's limit of {longest} tokens")
     world.stop()
-
-
-def groups_of_lines(texts: list[str]) -> Iterator[list[str]]:
-    """What to translate, as much at once as is there."""
-    if texts:
-        yield texts
-    elif sys.stdin.isatty():
-        say_on_stderr("one sentence per line; an empty line ends the program")
-        while line := prompt():
-            yield [line]
-    else:
-        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
-        try:
-            while group := list(islice(sys.stdin, LINES_AT_ONCE)):
-                yield group
-        except UnicodeDecodeError as error:
-            raise UserError(f"standard input is not UTF-8 ({error.reason}); convert it with iconv first") from None
-
-
-def prompt() -> str:
-    """A line typed at the terminal; '' at its end."""
-    try:
-        return input("> ").strip()
-    except EOFError:
-        return ""
 
 
 def say_on_stderr(message: str) -> None:

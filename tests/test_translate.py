@@ -114,7 +114,7 @@ def test_as_many_lines_out_as_in(called, reference, stdin, lines):
 def test_groups_of_lines_keep_their_order(called, reference, monkeypatch):
     lines = ["一", "", "二三四五六", "七八", "", "九" * 7, "零"]
     stdin = "\n".join(lines).encode()
-    monkeypatch.setattr(script, "LINES_AT_ONCE", 3)
+    monkeypatch.setattr("text.input.LINES_AT_ONCE", 3)
     out, err = called(stdin=stdin)
     assert out.splitlines() == [text for group in (lines[:3], lines[3:6], lines[6:]) for text in reference(group)]
     assert "note" not in err
@@ -156,6 +156,16 @@ def test_at_a_prompt(tiny_run, called, reference, monkeypatch):
 
     monkeypatch.setattr("builtins.input", end)
     assert called()[0] == ""
+
+
+def test_a_paragraph_is_translated_sentence_by_sentence(called, reference):
+    """Lines stay lines; a line of one sentence comes out as it always did."""
+    lines, pieces = ["一二。三四！", "", "五六。"], ["一二。", "三四！", "", "五六。"]
+    first, second, *rest = reference(pieces)
+    out, _ = called(*lines)
+    assert out.split("\n") == [f"{first} {second}", *rest, ""]
+    whole, _ = called(*lines, whole_lines=True)
+    assert whole.split("\n") == [*reference(lines), ""] != out.split("\n")
 
 
 def test_input_that_is_not_utf8(called):

@@ -20,7 +20,7 @@ from benchmarks import attention_op, data, decoding, gpu, scaling, telemetry, tr
 from benchmarks import corpus as corpus_module
 from benchmarks.corpus import as_ids, load_corpus, read_corpus
 from benchmarks.measuring import Run, tokens_of, write_json
-from benchmarks.peers import contest, contestants, ct2
+from benchmarks.peers import contest, contestants
 from benchmarks.peers.contest import Task
 from benchmarks.peers.contestants import Contestant, choose, start
 from data import Collate
@@ -270,12 +270,6 @@ def test_what_a_pass_counts(small, monkeypatch, tmp_path):
     assert decoding.read_outputs(tmp_path / "o") == [[7, 8]] * 20
     with pytest.raises(RuntimeError, match="1 to 2 tokens"):
         contest.time_decoding(task, small, lambda: [[1]] + [[7, 8]] * 19, warm=False)
-
-
-def test_the_converted_model_has_our_words(small):
-    words = ct2.names(small.target_vocab, small.target_ids, "t")
-    assert len(words) == len(set(words)) == small.target_vocab
-    assert words[small.target_ids["eos"]] == "</s>" and words[200] == "t200"
 
 
 # ---------------------------------------------------------------- limits, data, scaling, attention

@@ -1,0 +1,31 @@
+"""A trained model leaves the lab: `translate.py --export` writes it for other programs, `--serve` shows it on a page.
+
+What this needs beside the lab's own packages stands in requirements-extras.txt.
+"""
+
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+
+from engine.errors import UserError
+from engine.precision import Precision
+from loading import Trained
+
+
+def start(config, trained: Trained, precision: Precision, steps: Callable | None) -> None:
+    """Do what translate.py's flags --export and --serve ask for."""
+    if config.export:
+        from serving.export import export
+
+        export(trained, config.export, config.text, config.quantization, lambda line: print(line, file=sys.stderr))
+    else:
+        need("--serve", "fastapi", "uvicorn")
+        from serving.server import serve
+
+        serve(trained, precision, steps, config)
+
+
+def need(what: str, *modules: str) -> None:
+    """Raises `UserError` in one line if a package that `what` needs is not installed."""
+    if missing := [module for module in modules if not find_spec(module)]:
+        raise UserError(f"{what} needs {', '.join(missing)}; pip install -r requirements-extras.txt")

@@ -1,0 +1,108 @@
+"""The README.md of an exported model: what it is, data, recipe, BLEU, limits, and the lines of Python that load it."""
+
+import json
+from pathlib import Path
+
+from loading import Trained
+from validation import cell
+
+LOADERS = Path(__file__).with_name("loaders")
+PACKAGES = {"ctranslate2": "ctranslate2 transformers", "hf": "torch safetensors transformers",
+            "onnx": "onnxruntime transformers"}  # fmt: skip
+RECIPE = ("preset", "epochs", "max_steps", "max_minutes", "tokens_per_batch", "lr", "warmup", "label_smoothing", "clip",
+          "precision", "seed")  # fmt: skip
+CARD = """---
+language: [{source}, {target}]
+pipeline_tag: translation
+---
+# {name}
+
+{source} → {target} 翻译模型，一次一句。Translates from {source} to {target}, sentence by sentence.
+Transformer, {encoder} encoder and {decoder} decoder layers, width {width}, {parameters:,} parameters; from {checkpoint}.
+
+## Use · 使用
+
+`pip install {packages}`; in this folder, lines on standard input:
+
+```python
+{loader}```
+
+Outside Python text: `source/` and `target/` are the tokenizers, and the end token goes behind the source{end}.
+
+## Data · 数据
+
+{data}
+
+## Recipe · 训练
+
+{recipe}
+
+## BLEU
+
+{bleu}
+
+## Limits · 局限
+
+- One sentence at a time, of at most {longest:,} tokens; it knows nothing of the sentences around it.
+- It was trained on the data above and on nothing else: other kinds of text come out worse, names and numbers may be wrong,
+  and what the data say wrongly or unfairly it may say too.
+- BLEU compares words with one reference. It does not say whether a sentence is true or polite; a person should read what matters.
+"""
+
+
+def write_card(trained: Trained, kind: str, folder: Path) -> None:
+    """Numbers come from the run's own files; what a run does not have is said."""
+    config, sizes = trained.config, trained.model.config
+    card = CARD.format(
+        source=config["source"], target=config["target"], name=trained.run.resolve().name, packages=PACKAGES[kind],
+        encoder=sizes.num_encoder_layers, decoder=sizes.num_decoder_layers, width=sizes.d_model,
+        parameters=sum(weight.numel() for weight in trained.model.parameters()), checkpoint=trained.checkpoint.name,
+        loader=(LOADERS / f"{kind}.py").read_text(encoding="utf-8"), longest=sizes.max_length - 1,
+        end=", which CTranslate2 adds itself" * (kind == "ctranslate2"),
+        data=data_of(trained.run, config), recipe=recipe_of(trained.run, config), bleu=bleu_of(trained.run),
+    )  # fmt: skip
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def data_of(run: Path, config: dict) -> str:
+    """Which data, how many pairs and tokens."""
+    data = read(run / "data.json")
+    name = f"`{Path(config['data']).name}`, columns {config['source']} and {config['target']}"
+    if not data:
+        return f"{name}; the run kept no counts."
+    tokens = ", ".join(f"{count:,} {side} tokens" for side, count in data["tokens"].items())
+    sizes = ", ".join(f"{count:,} {side}" for side, count in data["vocabulary"].items())
+    return f"{name}: {data['counts']['kept']:,} training pairs, {tokens}; subword vocabularies: {sizes}."
+
+
+def recipe_of(run: Path, config: dict) -> str:
+    """The flags of the run and where it ran."""
+    settings = ", ".join(f"`{name} {config[name]}`" for name in RECIPE if name in config)
+    sessions = read(run / "environment.json") or []
+    places = dict.fromkeys(f"{session['gpu'] or session['cpu']}, torch {session['torch']}" for session in sessions)
+    minutes = sum(session["seconds"] or 0 for session in sessions) / 60
+    return f"{settings}.\n" + f"{minutes:.1f} minutes on {'; '.join(places)}." * bool(sessions)
+
+
+def bleu_of(run: Path) -> str:
+    """A line for each score that evaluate.py left."""
+    lines = []
+    for score in filter(None, map(read, sorted((run / "eval").glob("*.json")))):
+        low, high, signature = score["low"], score["high"], cell(score["signature"])
+        lines.append(f"| {Path(score['data']).name} {score['split']} | {score['sentences']:,} | {score['decoding']} | "
+                     f"{score['nltk']:.2f} | {score['sacrebleu']:.2f} ({low:.2f}–{high:.2f}) | {score['chrf']:.2f} | "
+                     f"`{signature}` |")  # fmt: skip
+    if not lines:
+        return "Not measured."
+    head = (
+        "| data | sentences | search | nltk | sacreBLEU (95 %) | chrF2 | signature |\n|---|---|---|---|---|---|---|\n"
+    )
+    return head + "\n".join(lines)
+
+
+def read(file: Path):
+    """What a JSON file of the run holds; None if there is none or it is damaged."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

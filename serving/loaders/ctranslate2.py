@@ -1,0 +1,12 @@
+import sys
+
+import ctranslate2
+from transformers import AutoTokenizer
+
+source, target = (AutoTokenizer.from_pretrained(".", subfolder=side) for side in ("source", "target"))
+translator = ctranslate2.Translator(".")
+lines = [line.strip() for line in sys.stdin]
+words = [source.convert_ids_to_tokens(source.encode(line, add_special_tokens=False)) for line in lines]
+for result in translator.translate_batch(words, beam_size=1, max_decoding_length=256):
+    ids = target.convert_tokens_to_ids(result.hypotheses[0])
+    print(target.decode(ids, skip_special_tokens=True))

@@ -1,0 +1,271 @@
+"""`translate.py --serve`: a page and a JSON endpoint on this machine.
+
+    GET /             the page            GET /docs         the endpoint, described and to try
+    POST /translate   {"text": "…", "beam": 4, "attention": true}
+
+Requests only queue their sentences; one thread translates, and takes what has come in meanwhile together.
+"""
+
+import asyncio
+import math
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import uvicorn
+from fastapi import FastAPI, HTTPException
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse
+from pydantic import BaseModel, Field
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from data import Collate
+from decoding import n_best, output_limit, plan_for, translate_lines
+from engine.errors import UserError
+from engine.precision import Precision
+from loading import Trained
+from reporting import fonts
+from text.cleaning import normalise
+from text.sentences import join, sentences
+from text.subwords import decode, encode, special_ids
+from validation import attention_of
+
+MOST_BYTES = 1_000_000  # of a request
+MOST_WAITING = 1000  # sentences, of all requests together
+TOGETHER = 64  # sentences translated at once: a short request waits for no longer one
+SECONDS_TO_END = 5  # what runs at Ctrl-C may take so long
+
+
+class Query(BaseModel):
+    """What is asked for."""
+
+    text: str = Field(description="lines, each of one sentence or more")
+    beam: int = Field(1, ge=1, le=10, description="hypotheses for each sentence; 1: greedy")
+    attention: bool = Field(False, description="also where the model looked for each word")
+
+
+class Hypothesis(BaseModel):
+    """A translation and its score: the log-probability, divided by a length penalty; none for greedy search."""
+
+    text: str
+    score: float | None = None
+
+
+class Attention(BaseModel):
+    """`weights[i][j]`: how much the model looked at source word j for target word i; a row sums to 1."""
+
+    source_words: list[str]
+    target_words: list[str]
+    weights: list[list[float]]
+
+
+class Sentence(BaseModel):
+    """A sentence, its translations, best first, and where the model looked for the best one."""
+
+    source: str
+    hypotheses: list[Hypothesis]
+    attention: Attention | None = None
+
+
+class Answer(BaseModel):
+    """The whole translation, line by line, and each line's sentences."""
+
+    translation: str
+    lines: list[list[Sentence]]
+
+
+@dataclass
+class Job:
+    """A sentence that waits."""
+
+    source: str
+    beam: int
+    attention: bool
+    result: Future = field(default_factory=Future)
+
+
+class Batcher(threading.Thread):
+    """Translates what waits: `translate(jobs)` of one beam size gives a `Sentence` for each."""
+
+    def __init__(self, translate: Callable[[list[Job]], list[Sentence]]):
+        super().__init__(daemon=True)
+        self.translate, self.jobs, self.changed, self.stopping = translate, deque(), threading.Condition(), False
+
+    def submit(self, jobs: list[Job]) -> bool:
+        """Queue all of them; False if there is no room, now."""
+        with self.changed:
+            if len(self.jobs) + len(jobs) > MOST_WAITING:
+                return False
+            self.jobs.extend(jobs)
+            self.changed.notify()
+        return True
+
+    def stop(self) -> None:
+        """Finish what is being translated, and nothing more."""
+        with self.changed:
+            self.stopping = True
+            self.changed.notify()
+        self.join()
+
+    def run(self) -> None:
+        """The thread."""
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.jobs or self.stopping)
+                if self.stopping:
+                    return
+                batch = [self.jobs.popleft() for _ in range(min(TOGETHER, len(self.jobs)))]
+            batch = [job for job in batch if job.result.set_running_or_notify_cancel()]
+            for beam in sorted({job.beam for job in batch}):
+                alike = [job for job in batch if job.beam == beam]
+                try:
+                    for job, sentence in zip(alike, self.translate(alike), strict=True):
+                        job.result.set_result(sentence)
+                except Exception as error:  # is the request's answer, and must not end the thread
+                    for job in alike:
+                        if not job.result.done():
+                            job.result.set_exception(error)
+
+
+def translator(trained: Trained, precision: Precision, steps: Callable | None, length_penalty: float) -> Callable:
+    """What a `Batcher` calls."""
+    tokenizers = trained.source_tokenizer, trained.target_tokenizer
+
+    def translate(jobs: list[Job]) -> list[Sentence]:
+        sources, beam = [job.source for job in jobs], jobs[0].beam
+        with precision.autocast(), torch.inference_mode():
+            if beam == 1:
+                texts = translate_lines(trained.model, *tokenizers, sources, steps=steps).texts
+                hypotheses = [[Hypothesis(text=text)] for text in texts]
+            else:
+                hypotheses = alternatives(trained, sources, beam, length_penalty)
+            answers = [Sentence(source=source, hypotheses=found) for source, found in zip(sources, hypotheses)]
+            for job, answer in zip(jobs, answers):
+                if job.attention and answer.hypotheses[0].text:
+                    seen = attention_of(trained.model, tokenizers, job.source, answer.hypotheses[0].text)
+                    words = dict(source_words=seen.source_words, target_words=seen.target_words)
+                    answer.attention = Attention(**words, weights=seen.weights.astype(float).round(3).tolist())
+        return answers
+
+    return translate
+
+
+def alternatives(trained: Trained, sources: list[str], beam: int, length_penalty: float) -> list[list[Hypothesis]]:
+    """What beam search finds for each source, best first."""
+    model, collate = (
+        trained.model,
+        Collate(special_ids(trained.source_tokenizer), special_ids(trained.target_tokenizer)),
+    )
+    ids = encode(trained.source_tokenizer, [normalise(source) for source in sources], model.config.max_length - 1)
+    bos, eos = collate.target_ids["bos"], collate.target_ids["eos"]
+    found = [[Hypothesis(text="")] for _ in sources]  # an empty source is in no batch
+    for rows in plan_for(model, list(map(len, ids)), beam):
+        src, src_pad = (
+            tensor.to(model.output.weight.device) for tensor in collate.pad_sources([ids[row] for row in rows])
+        )
+        limits = output_limit((~src_pad).sum(1), model.config.max_length)
+        tokens, scores = n_best(model, src, src_pad, limits, bos, eos, beam, length_penalty)
+        for row, limit, outputs, values in zip(rows, limits.tolist(), tokens.tolist(), scores.tolist()):
+            outputs = [output[:limit] for output in outputs]
+            outputs = [output[: output.index(eos)] if eos in output else output for output in outputs]
+            texts = decode(trained.target_tokenizer, outputs)
+            pairs = zip(texts, values)
+            found[row] = [Hypothesis(text=text, score=round(score, 3)) for text, score in pairs if score > -math.inf]
+    return found
+
+
+class LimitedSize:
+    """Ends the reading of a request at `MOST_BYTES`, however it is sent."""
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        size = 0
+
+        async def receive_some():
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > MOST_BYTES:
+                raise HTTPException(413, f"the request has more than {MOST_BYTES:,} bytes; send the text in parts")
+            return message
+
+        await self.app(scope, receive_some, send)
+
+
+def make_app(translate: Callable[[list[Job]], list[Sentence]], name: str) -> FastAPI:
+    """The web application; `name` is the run's."""
+    try:
+        from fastapi_offline import FastAPIOffline as App  # with /docs that need no network
+    except ImportError:
+        App = FastAPI
+    batcher = Batcher(translate)
+
+    @asynccontextmanager
+    async def lifespan(app):
+        batcher.start()
+        yield
+        batcher.stop()
+
+    app = App(title=f"Translation · {name}", lifespan=lifespan)
+    app.add_middleware(LimitedSize)
+    app.add_middleware(
+        TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"]
+    )  # no page of another name reads here
+
+    @app.exception_handler(RequestValidationError)
+    async def say_what_is_wrong(request, error):
+        """In words of ours: the answer does not repeat what was sent."""
+        wrong = "; ".join(f"{'.'.join(map(str, each['loc'][1:]))}: {each['msg']}" for each in error.errors())
+        return JSONResponse({"detail": wrong}, 422)
+
+    @app.get("/", include_in_schema=False)
+    async def page():
+        return FileResponse(Path(__file__).with_name("page.html"))
+
+    @app.get("/font.otf", include_in_schema=False)
+    async def font():
+        return FileResponse(fonts.OWN)
+
+    @app.post("/translate", responses={413: {"description": "too long"}, 503: {"description": "the queue is full"}})
+    async def translate_text(query: Query) -> Answer:
+        """Translate every sentence of every line."""
+        text = query.text.encode(errors="replace").decode()  # halves of characters, which JSON can hold, go
+        lines = [sentences(line) if line.strip() else [] for line in text.splitlines()]
+        jobs = [[Job(source.strip(), query.beam, query.attention) for source in line] for line in lines]
+        everything = [job for line in jobs for job in line]
+        if len(everything) > MOST_WAITING:
+            raise HTTPException(413, f"the text has more than {MOST_WAITING:,} sentences; send it in parts")
+        if not batcher.submit(everything):
+            raise HTTPException(503, "too many sentences are waiting; try again in a moment", {"Retry-After": "2"})
+        await asyncio.gather(*(asyncio.wrap_future(job.result) for job in everything))
+        done = [[job.result.result() for job in line] for line in jobs]
+        translation = "\n".join(join(sentence.hypotheses[0].text for sentence in line) for line in done)
+        return Answer(translation=translation, lines=done)
+
+    return app
+
+
+def serve(trained: Trained, precision: Precision, steps: Callable | None, config) -> None:
+    """Until Ctrl-C. Raises `UserError` if the port is not free."""
+    app = make_app(translator(trained, precision, steps, config.length_penalty), trained.run.resolve().name)
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind(("127.0.0.1", config.port))
+        except OSError as error:
+            raise UserError(f"--port {config.port}: {error.strerror}; choose another, or 0 for a free one") from None
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        print(f"{address} has the page, {address}/docs the JSON endpoint; Ctrl-C ends it", file=sys.stderr)
+        options = dict(log_level="warning", timeout_graceful_shutdown=SECONDS_TO_END)
+        with suppress(KeyboardInterrupt):  # which uvicorn raises again when all is put away
+            uvicorn.Server(uvicorn.Config(app, **options)).run([listening])
+        print("stopped", file=sys.stderr)

@@ -1,0 +1,78 @@
+"""Write a model's weights as a CTranslate2 model: a decoder in C++, which computes what our model computes.
+
+Needs torch, numpy and ctranslate2 alone: benchmarks/peers/ct2.py uses it too, in an environment of its own.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from model import sinusoids
+
+
+def convert(
+    weights: dict[str, np.ndarray], sizes: dict, source_words: list[str], target_words: list[str], folder: Path,
+    quantization: str | None = None,
+) -> None:  # fmt: skip
+    """Write weights as a CTranslate2 model. `sizes` are those of `model.ModelConfig`, the words as `name_special` makes them."""
+    from ctranslate2.specs import TransformerSpec
+
+    layers = (sizes["num_encoder_layers"], sizes["num_decoder_layers"])
+    # "Before" keeps the norm behind the last layer, which nn.Transformer has in either order; then the order is put right.
+    spec = TransformerSpec.from_config(layers, sizes["nhead"], pre_norm=True)
+    for side, vocabulary in (("encoder", "source"), ("decoder", "target")):
+        stack = getattr(spec, side)
+        stack.pre_norm = bool(sizes["norm_first"])
+        embeddings = stack.embeddings[0] if side == "encoder" else stack.embeddings
+        embeddings.weight = weights[f"{vocabulary}_embedding.weight"]
+        stack.position_encodings.encodings = sinusoids(sizes["max_length"], sizes["d_model"]).numpy()
+        fill(stack.layer_norm, weights, f"transformer.{side}.norm")
+        for index, layer in enumerate(stack.layer):
+            fill_layer(layer, weights, f"transformer.{side}.layers.{index}", sizes["d_model"])
+    fill(spec.decoder.projection, weights, "output")
+    spec.register_source_vocabulary(source_words)
+    spec.register_target_vocabulary(target_words)
+    spec.config.bos_token, spec.config.eos_token, spec.config.unk_token = "<s>", "</s>", "<pad>"
+    spec.config.decoder_start_token, spec.config.add_source_eos = "<s>", True
+    spec.validate()
+    spec.optimize(quantization)
+    folder.mkdir(parents=True, exist_ok=True)
+    spec.save(str(folder))
+
+
+def fill_layer(layer, weights: dict[str, np.ndarray], name: str, width: int) -> None:
+    """One encoder or decoder layer. Norms stand in the order of nn.Transformer: norm1, norm2 and, in a decoder, norm3."""
+    own = layer.self_attention
+    own.linear[0].weight = weights[f"{name}.self_attn.in_proj_weight"]  # query, key, value in one (3D, D), as with us
+    own.linear[0].bias = weights[f"{name}.self_attn.in_proj_bias"]
+    fill(own.linear[1], weights, f"{name}.self_attn.out_proj")
+    norms = [own.layer_norm, layer.ffn.layer_norm]
+    if hasattr(layer, "attention"):
+        cross = layer.attention
+        weight = weights[f"{name}.multihead_attn.in_proj_weight"]
+        bias = weights[f"{name}.multihead_attn.in_proj_bias"]
+        cross.linear[0].weight, cross.linear[0].bias = weight[:width], bias[:width]
+        cross.linear[1].weight, cross.linear[1].bias = weight[width:], bias[width:]
+        fill(cross.linear[2], weights, f"{name}.multihead_attn.out_proj")
+        norms.insert(1, cross.layer_norm)
+    for number, norm in enumerate(norms, 1):
+        fill(norm, weights, f"{name}.norm{number}")
+    fill(layer.ffn.linear_0, weights, f"{name}.linear1")
+    fill(layer.ffn.linear_1, weights, f"{name}.linear2")
+
+
+def fill(part, weights: dict[str, np.ndarray], name: str) -> None:
+    """Weight and bias of a linear layer or a norm."""
+    weight, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
+    if hasattr(part, "gamma"):
+        part.gamma, part.beta = weight, bias
+    else:
+        part.weight, part.bias = weight, bias
+
+
+def name_special(words: list[str], special: dict[str, int]) -> list[str]:
+    """The words of a vocabulary, those of `special_ids` under the names that `convert` tells CTranslate2."""
+    words = list(words)
+    for name, id in zip(("<pad>", "<s>", "</s>"), (special["pad"], special["bos"], special["eos"])):
+        words[id] = name
+    return words

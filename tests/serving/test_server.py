@@ -1,0 +1,162 @@
+"""The page's server: every request is answered, with its own translation or with one line that says why not."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import HANGS, ROOT
+
+import serving
+from decoding import translate_lines
+from engine.errors import UserError
+from engine.precision import choose_precision
+from loading import load_trained
+from text.sentences import sentences
+
+server = pytest.importorskip("serving.server")
+testclient = pytest.importorskip("starlette.testclient")
+HERE = "http://127.0.0.1"
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_run):
+    return load_trained(tiny_run)
+
+
+@pytest.fixture
+def client(trained):
+    precision = choose_precision(torch.device("cpu"), "fp32")
+    with testclient.TestClient(
+        server.make_app(server.translator(trained, precision, None, 0.6), "a run"), base_url=HERE
+    ) as client:
+        yield client
+
+
+def ask(client, text: str, **more):
+    return client.post("/translate", json={"text": text, **more})
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_lines_and_sentences_come_back_in_their_places(client, trained, beam):
+    text = "一二。三四！\n\n五六"
+    answer = ask(client, text, beam=beam, attention=True).json()
+    pieces = [piece for line in text.split("\n") for piece in sentences(line)]
+    tools = trained.model, trained.source_tokenizer, trained.target_tokenizer
+    first, second, _, last = translate_lines(*tools, pieces, beam=beam).texts
+    assert answer["translation"] == f"{first} {second}\n\n{last}"
+    assert [[sentence["source"] for sentence in line] for line in answer["lines"]] == [
+        ["一二。", "三四！"],
+        [],
+        ["五六"],
+    ]
+    for sentence in (sentence for line in answer["lines"] for sentence in line):
+        scores = [hypothesis["score"] for hypothesis in sentence["hypotheses"]]
+        assert scores == ([None] if beam == 1 else sorted(scores, reverse=True)) and len(scores) == beam
+        seen = sentence["attention"]
+        assert len(seen["weights"]) == len(seen["target_words"])
+        assert all(len(row) == len(seen["source_words"]) and abs(sum(row) - 1) < 0.02 for row in seen["weights"])
+
+
+def test_200_requests_at_once_are_all_answered_by_few_batches():
+    """Each gets its own translation; requests wait together while a batch is under way."""
+    sizes = []
+
+    def translate(jobs):
+        sizes.append(len(jobs))
+        return [
+            server.Sentence(source=job.source, hypotheses=[server.Hypothesis(text=job.source[::-1])]) for job in jobs
+        ]
+
+    async def send():
+        httpx = testclient.httpx
+        app = server.make_app(translate, "a run")
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=HERE)
+        async with app.router.lifespan_context(app), client:
+            return await asyncio.gather(*(ask(client, f"text {number}") for number in range(200)))
+
+    answers = asyncio.run(send())
+    assert [answer.json()["translation"] for answer in answers] == [f"text {number}"[::-1] for number in range(200)]
+    assert sum(sizes) == 200 and max(sizes) <= server.TOGETHER and len(sizes) < 150
+
+
+def test_a_full_queue_says_so(client, monkeypatch):
+    batcher = server.Batcher(None)  # never started: what waits goes on waiting
+    jobs = [server.Job("一", 1, False)] * 600
+    assert batcher.submit(jobs) and not batcher.submit(jobs) and batcher.submit(jobs[:400])
+    monkeypatch.setattr(server.Batcher, "submit", lambda *_: False)
+    full = ask(client, "一。")
+    assert full.status_code == 503 and "try again" in full.json()["detail"] and full.headers["retry-after"]
+    assert ask(client, "一。" * (server.MOST_WAITING + 1)).status_code == 413
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_megabyte_is_refused(client, chunked):
+    body = json.dumps({"text": "a" * 1_000_000}).encode()
+    answer = client.post("/translate", content=iter([body[:500], body[500:]]) if chunked else body)
+    assert answer.status_code == 413 and "1,000,000 bytes" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("body", ['{"text": 5}', '{"text": "<b>", "beam": 99}', '{"text', '{"<script>": 1}', '["<i>"]'])
+def test_a_wrong_request_is_told_so_and_not_repeated(client, body):
+    answer = client.post("/translate", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422 and isinstance(answer.json()["detail"], str) and "<" not in answer.text
+
+
+def test_nothing_of_the_user_is_html(client, tiny_run):
+    broken = client.post("/translate", content='{"text": "\\ud800 <b>"}', headers={"Content-Type": "application/json"})
+    assert broken.status_code == 200 and broken.headers["content-type"] == "application/json"
+    assert "<" not in client.get("/%3Cscript%3E").text
+    assert client.get("/", headers={"Host": "elsewhere.example"}).status_code == 400
+    page = client.get("/").text
+    assert not any(word in page for word in ("innerHTML", "insertAdjacentHTML", "document.write"))
+    assert str(tiny_run.parent) not in page + client.get("/docs").text
+
+
+def test_an_error_of_the_model_does_not_end_the_server():
+    def translate(jobs):
+        if jobs[0].source == "bad":
+            raise RuntimeError("no")
+        return [server.Sentence(source=job.source, hypotheses=[server.Hypothesis(text="ok")]) for job in jobs]
+
+    app = server.make_app(translate, "a run")
+    with testclient.TestClient(app, base_url=HERE, raise_server_exceptions=False) as client:
+        assert [ask(client, text).status_code for text in ("bad", "good", "bad", "good")] == [500, 200, 500, 200]
+
+
+def test_a_port_in_use_is_one_line(trained):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        config = SimpleNamespace(port=other.getsockname()[1], length_penalty=0.6)
+        with pytest.raises(UserError, match=r"^--port \d+: Address already in use; choose another"):
+            server.serve(trained, None, None, config)
+
+
+def test_ctrl_c_ends_it(tiny_run, tmp_path):
+    command = [sys.executable, str(ROOT / "translate.py"), "--ckpt", str(tiny_run), "--serve", "--port", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        for line in process.stderr:
+            if "Ctrl-C ends it" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=HANGS)
+        assert (process.returncode, rest) == (0, "stopped\n")
+    finally:
+        process.kill()
+
+
+def test_without_the_extras_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(serving, "find_spec", lambda module: None)
+    with pytest.raises(UserError, match=r"^--serve needs fastapi, uvicorn; pip install -r requirements-extras\.txt$"):
+        serving.start(SimpleNamespace(export=""), None, None, None)

@@ -1,0 +1,48 @@
+"""A pasted paragraph is cut where a sentence ends, nowhere else, and nothing of it is lost."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from text.sentences import join, sentences
+
+ONE = [  # lines of one sentence: | would stand where they are cut
+    "", "   ", "。", "今天天气很好", "今天天气很好。", "真的吗？！", "“今天天气很好。”", "（完。）", "……",
+    "圆周率是3.14，网址是a.com。", "他说：“你好。我走了。”", "“你好吗？”她问。", "“一切终于好起来了。”他说。",
+    "他（一九九八年生。）来自北京。", "我喜欢《你好吗？》这本书。", "他等了……又等。", "花了3.5亿元",
+    "Mr. Li met Dr. J. R. Wang of the U.S. Army.", "It cost 3.50 at noon, e.g. in No. 5 street.", "3. The third rule.",
+    '"Stop!" he said.', "He said (She left. Really.) nothing.", "Yahoo! rose.", "Wait... what?",
+]  # fmt: skip
+SEVERAL = [
+    "我来了。|我看见了！|我赢了？|好", "我来了。 |我看见了。", "真的！！！|是吗？！|是。", "他说：“好。”|然后他走了。",
+    "“你好。”|“再见。”", "他说“好！”|她也说“好！”", "【新华社】他来了。|他走了。", "“" + "长" * 90 + "。|短。”|完。",
+    "“没有合上。|他走了。", "他用Python.|然后他走了。", "来了。|走了。。 ！ ",
+    "He came. |He saw! |Did he win? |Yes", 'He said "no." |Then he left.', "He is 5. |It was 1998. |Then (really) it ended.",
+    "“Go.” |“No.”", "Prices rose 3.5%. |Mr. Li left.",
+    "He left.\u3000|她来了。", "一。|Two. |三。",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", ONE)
+def test_one_sentence_stays_as_it_is(line):
+    assert sentences(line) == [line]
+
+
+@pytest.mark.parametrize("marked", SEVERAL)
+def test_a_paragraph_is_cut_behind_each_sentence(marked):
+    assert sentences(marked.replace("|", "")) == marked.split("|")
+
+
+@given(st.text("好a1 .。！？!?“”\"'（）()A\n\u3000…"))
+def test_nothing_is_lost_and_every_piece_has_a_word(line):
+    pieces = sentences(line)
+    assert "".join(pieces) == line
+    assert len(pieces) == 1 or all(any(map(str.isalnum, piece)) for piece in pieces)
+
+
+@pytest.mark.parametrize("texts, line", [
+    ([], ""), ([""], ""), (["He came.", "", "He saw."], "He came. He saw."), (["他来了。", "他走了。"], "他来了。他走了。"),
+    (["One  piece "], "One  piece "), (["他来了", "A."], "他来了A."),
+])  # fmt: skip
+def test_translations_are_joined(texts, line):
+    assert join(texts) == line
