@@ -43,6 +43,7 @@ class Config:
     patience: int = flag(0, "early stopping: validations without a better loss; 0: off", "Training", least=0)
     tokens_per_batch: int = flag(0, "tokens per step on each side, with padding; 0: automatic", "Training", least=0)
     accumulate: int = flag(0, "micro-batches per step; 0: as few as fit in GPU memory", "Training", least=0)
+    optimizer: str = flag("adamw", "optimiser (adamw|muon)", "Training")
     lr: float = flag(1e-3, "peak learning rate", "Training", above=0, below=10)
     warmup: int = flag(0, "warm-up steps; 0: a tenth of all, at most 1000", "Training", least=0)
     label_smoothing: float = flag(0.1, "label smoothing", "Training", least=0, below=1)
@@ -85,6 +86,7 @@ import fast
 from data import BucketSampler, batches_of, collate_for, default_tokens_per_batch
 from engine import distributed, schedule
 from engine.memory import fewest_parts
+from engine.optimizer import Muon, adamw
 from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
 from engine.telemetry import Meter, measured_peak_flops, peak_memory_gib, progress
@@ -130,7 +132,12 @@ def train(config: Config) -> Path:
         loss_of = None if config.compile or captured else fast.loss(model, config.label_smoothing, precision.dtype, log)
         loss_of = loss_of or SummedLoss(model, config.label_smoothing)
         parameters = list(model.parameters())
-        optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+        if config.optimizer == "muon":
+            matrices = [p for p in model.transformer.parameters() if p.ndim == 2]
+            inside = set(matrices)
+            optimizer = Muon(matrices, [p for p in parameters if p not in inside], config.lr)
+        else:
+            optimizer = adamw(parameters, config.lr)
         state = {"step": 0, "minutes": 0.0, "best_loss": None, "stale": 0, "validated": 0}  # validated: at which step
         state |= {"saved": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}  # minutes at the last checkpoint
         state |= {"world_size": world.size, "accumulate": 0, "plan": 0}  # how the pairs of a step were dealt
