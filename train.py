@@ -86,7 +86,7 @@ import fast
 from data import BucketSampler, batches_of, collate_for, default_tokens_per_batch
 from engine import distributed, schedule
 from engine.memory import fewest_parts
-from engine.optimizer import Muon, adamw
+from engine.optimizer import ADAMW, Muon
 from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
 from engine.telemetry import Meter, measured_peak_flops, peak_memory_gib, progress
@@ -132,12 +132,11 @@ def train(config: Config) -> Path:
         loss_of = None if config.compile or captured else fast.loss(model, config.label_smoothing, precision.dtype, log)
         loss_of = loss_of or SummedLoss(model, config.label_smoothing)
         parameters = list(model.parameters())
-        if config.optimizer == "muon":
-            matrices = [p for p in model.transformer.parameters() if p.ndim == 2]
-            inside = set(matrices)
-            optimizer = Muon(matrices, [p for p in parameters if p not in inside], config.lr)
-        else:
-            optimizer = adamw(parameters, config.lr)
+        matrices = [weight for weight in model.transformer.parameters() if weight.ndim == 2 and config.optimizer == "muon"]
+        others = [weight for weight in parameters if not any(weight is matrix for matrix in matrices)]
+        optimizer = (
+            Muon(matrices, others, config.lr, precision.dtype) if matrices else torch.optim.AdamW(others, config.lr, **ADAMW)
+        )
         state = {"step": 0, "minutes": 0.0, "best_loss": None, "stale": 0, "validated": 0}  # validated: at which step
         state |= {"saved": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}  # minutes at the last checkpoint
         state |= {"world_size": world.size, "accumulate": 0, "plan": 0}  # how the pairs of a step were dealt

@@ -1,41 +1,67 @@
 """AdamW for every weight, or Muon for the matrices inside the Transformer and AdamW for the rest."""
 
+import math
+from collections import defaultdict
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+ADAMW = {"betas": (0.9, 0.98), "weight_decay": 0.01, "fused": True}
 
 
-def adamw(parameters: list[nn.Parameter], lr: float, **settings) -> torch.optim.AdamW:
-    """One kernel for all weights, on any device."""
-    return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True, **settings)
+class Muon(torch.optim.AdamW):
+    """A matrix moves by its mean gradient made orthogonal (Jordan et al. 2024), every other weight as AdamW moves it.
 
-
-class Muon(torch.optim.Optimizer):
-    """Matrices move by their momentum made orthogonal (Jordan et al. 2024), all other weights as AdamW moves them.
-
-    `match_rms_adamw` scales a matrix's update to the size of AdamW's (Liu et al. 2025), so that one rate serves both.
+    An orthogonal update moves all directions of a matrix alike, also those that AdamW hardly moves. It is scaled to the
+    usual size of AdamW's (0.2 a weight; Liu et al. 2025), so both share a rate. `torch.optim.Muon` computes the same, one
+    matrix after another and with a wait for the GPU; here matrices of one shape go together, and nothing waits.
     """
 
-    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], lr: float):
-        muon = torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-        self.parts = [muon, adamw(others, lr)]
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
-        for part, groups in zip(self.parts, (self.param_groups[:1], self.param_groups[1:])):
-            part.param_groups = groups  # the same dictionaries: a rate set here is theirs
-        self.found_inf = None  # what the fused AdamW reads: 1 skips the update
+    _step_supports_amp_scaling = True  # fp16's scaler hands us `found_inf` and need not wait for the GPU either
+
+    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], lr: float, dtype: torch.dtype,
+                 momentum: float = 0.95):  # fmt: skip
+        super().__init__(others, lr, **ADAMW)
+        self.add_param_group({"params": matrices, "momentum": momentum})
+        self.dtype = dtype  # of the products in between
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """Update every weight from its gradient."""
-        muon, rest = self.parts
-        rest.found_inf = self.found_inf
-        rest.step()
-        if self.found_inf is None or not self.found_inf.item():
-            muon.step()
+        """Update every weight from its gradient; none where `found_inf`, if it is set, is not 0."""
+        others, group = self.param_groups
+        self.param_groups = [others]
+        super().step()
+        self.param_groups = [others, group]
+        shapes = defaultdict(list)
+        for weight in group["params"]:
+            shapes[weight.shape].append(weight)
+        for (rows, columns), weights in shapes.items():
+            for weight in weights:
+                if not self.state[weight]:  # AdamW's names: its loading looks for a step
+                    self.state[weight].update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(weight))
+            means = [self.state[weight]["exp_avg"] for weight in weights]
+            gradients = [weight.grad for weight in weights]
+            skip = getattr(self, "found_inf", None)
+            if skip is not None:  # a mean moved towards itself stays
+                gradients = [torch.where(skip > 0, *pair) for pair in zip(means, gradients)]
+            torch._foreach_lerp_(means, gradients, 1 - group["momentum"])
+            ahead = torch._foreach_lerp(gradients, means, group["momentum"])  # Nesterov's look-ahead
+            rate = group["lr"] if skip is None else group["lr"] * (skip == 0)
+            updates = orthogonal(torch.stack(ahead).to(self.dtype)).float() * (-0.2 * math.sqrt(max(rows, columns)) * rate)
+            torch._foreach_mul_(weights, 1 - group["weight_decay"] * rate)
+            torch._foreach_add_(weights, updates.unbind())
 
-    def state_dict(self) -> dict:
-        return {"parts": [part.state_dict() for part in self.parts]}
 
-    def load_state_dict(self, state: dict) -> None:
-        for part, saved in zip(self.parts, state["parts"]):
-            part.load_state_dict(saved)
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
+def orthogonal(matrices: Tensor) -> Tensor:
+    """(n, rows, columns) → the same with singular values near 1 (0.7 to 1.2), by five Newton–Schulz steps.
+
+    Each step is an odd polynomial of the singular values that the matrix products apply to all of them at once.
+    """
+    if matrices.size(1) > matrices.size(2):
+        return orthogonal(matrices.mT).mT
+    x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(5):  # x ← 3.4445 x − 4.7750 x³ + 2.0315 x⁵
+        square = x @ x.mT
+        polynomial = torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, polynomial, x, beta=3.4445)
+    return x
