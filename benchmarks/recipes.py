@@ -22,19 +22,22 @@ from engine.errors import UserError, run_script
 from text.prepare import load_prepared
 
 PLAIN = {"tokens_per_batch": 4096, "lr": 1e-3, "optimizer": "adamw", "label_smoothing": 0.1, "dropout": 0.1}
+MUON = {"optimizer": "muon", "lr": 2e-3}
 RECIPES = {  # name: what differs from PLAIN, as train.py's flags
     "plain": {},
-    "muon": {"optimizer": "muon"},
-    "batch 2048": {"tokens_per_batch": 2048},
-    "batch 8192": {"tokens_per_batch": 8192},
     "lr 2e-3": {"lr": 2e-3},
-    "muon, lr 2e-3": {"optimizer": "muon", "lr": 2e-3},
-    "muon, lr 4e-3": {"optimizer": "muon", "lr": 4e-3},
+    "batch 2048": {"tokens_per_batch": 2048},
+    "muon": {"optimizer": "muon"},
     "muon, batch 2048": {"optimizer": "muon", "tokens_per_batch": 2048},
-    "muon, dropout 0": {"optimizer": "muon", "dropout": 0.0},
-    "muon, label smoothing 0": {"optimizer": "muon", "label_smoothing": 0.0},
-    "muon, vocabulary 4000": {"optimizer": "muon", "source_vocab": 4000, "target_vocab": 4000},
-    "muon, vocabulary 16000": {"optimizer": "muon", "source_vocab": 16000, "target_vocab": 16000},
+    "muon, lr 2e-3": MUON,
+    "muon, lr 4e-3": MUON | {"lr": 4e-3},
+    "muon, lr 8e-3": MUON | {"lr": 8e-3},
+    "muon, lr 4e-3, batch 2048": MUON | {"lr": 4e-3, "tokens_per_batch": 2048},
+    "muon, lr 4e-3, batch 8192": MUON | {"lr": 4e-3, "tokens_per_batch": 8192},
+    "muon, lr 4e-3, dropout 0": MUON | {"lr": 4e-3, "dropout": 0.0},
+    "muon, lr 4e-3, label smoothing 0": MUON | {"lr": 4e-3, "label_smoothing": 0.0},
+    "muon, lr 4e-3, vocabulary 4000": MUON | {"lr": 4e-3, "source_vocab": 4000, "target_vocab": 4000},
+    "muon, lr 4e-3, vocabulary 16000": MUON | {"lr": 4e-3, "source_vocab": 16000, "target_vocab": 16000},
 }
 
 
