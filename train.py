@@ -46,7 +46,6 @@ class Config:
     optimizer: str = flag("adamw", "optimiser (adamw|muon)", "Training")
     lr: float = flag(1e-3, "peak learning rate", "Training", above=0, below=10)
     warmup: int = flag(0, "warm-up steps; 0: a tenth of all, at most 1000", "Training", least=0)
-    decay: float = flag(0.3, "last share of the run, in which the rate falls to zero", "Training", above=0, most=1)
     label_smoothing: float = flag(0.1, "label smoothing", "Training", least=0, below=1)
     clip: float = flag(1.0, "gradient clipping: largest norm; 0: off", "Training", least=0)
 
@@ -174,7 +173,7 @@ def train(config: Config) -> Path:
 
         # -------- the plan of the learning rate
         total = config.max_steps or config.epochs * sampler.steps_per_epoch
-        plan = schedule.Schedule(**state["schedule"]) if run.state else schedule.plan(config.lr, config.warmup, total, config.decay)
+        plan = schedule.Schedule(**state["schedule"]) if run.state else schedule.plan(config.lr, config.warmup, total)
         ends = [config.epochs, config.max_steps, config.max_minutes]
         moved = config.given & {"epochs", "max_steps", "max_minutes"} or state.get("ends", ends) != ends
         if run.state and moved:  # now, or by a run that was killed before its next checkpoint

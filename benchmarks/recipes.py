@@ -32,11 +32,9 @@ RECIPES = {  # name: what differs from PLAIN, as train.py's flags
     "muon, lr 2e-3": MUON,
     "muon, lr 3e-3": MUON | {"lr": 3e-3},
     "muon, lr 4e-3": MUON | {"lr": 4e-3},
-    "muon, lr 2e-3, decay 0.7": MUON | {"decay": 0.7},
     "muon, lr 2e-3, batch 2048": MUON | {"tokens_per_batch": 2048},
     "muon, lr 2e-3, dropout 0": MUON | {"dropout": 0.0},
     "muon, lr 2e-3, label smoothing 0": MUON | {"label_smoothing": 0.0},
-    "muon, lr 3e-3, decay 0.9": MUON | {"lr": 3e-3, "decay": 0.9},
     "muon, lr 2e-3, vocabulary 4000": MUON | {"source_vocab": 4000, "target_vocab": 4000},
     "muon, lr 2e-3, vocabulary 16000": MUON | {"source_vocab": 16000, "target_vocab": 16000},
 }

@@ -8,6 +8,7 @@ Hägele et al. 2024). From that moment the rate is again a pure function of the 
 import math
 from dataclasses import dataclass, replace
 
+DECAY_SHARE = 0.3  # the last part of a run, in which the rate falls to zero
 SPEED_KNOWN = 20  # steps after which a run knows how fast it is
 
 
@@ -23,7 +24,6 @@ class Schedule:
     start: int = 0  # where the rise begins, and from which share of the peak
     start_share: float = 0.0
     by_time: bool = False  # `total` follows from the minutes of the run
-    decay: float = 0.3  # the last part of a run, in which the rate falls to zero
 
     def learning_rate(self, step: int) -> float:
         """The rate of update `step`, counted from 1."""
@@ -34,7 +34,7 @@ class Schedule:
     def extended(self, step: int, total: int) -> "Schedule":
         """The plan of a run that goes on after `step` to another end. The rate goes on from where it was, up again if it fell."""
         total = max(total, step)
-        decay_start = min(max(step + 1, math.ceil(total * (1 - self.decay))), total)
+        decay_start = min(max(step + 1, math.ceil(total * (1 - DECAY_SHARE))), total)
         fell = step >= self.decay_start
         start, share = (step, self.learning_rate(step) / self.peak) if fell else (self.start, self.start_share)
         return replace(self, total=total, decay_start=decay_start, start=start, start_share=share, by_time=False)
@@ -50,7 +50,7 @@ class Schedule:
         estimate = math.ceil(step + (max_minutes - minutes) / minutes_a_step)
         if step <= SPEED_KNOWN:  # the rate is still next to nothing, so a steeper rise makes no jump
             self.warmup = min(self.warmup, max(SPEED_KNOWN, estimate // 10))
-        if minutes < (1 - self.decay) * max_minutes:
+        if minutes < (1 - DECAY_SHARE) * max_minutes:
             return False
         self.total, self.decay_start = min(self.total, max(step + 1, estimate)), step
         self.by_time = True
@@ -62,8 +62,7 @@ class Schedule:
         return max(0.0, min(by_steps, max_minutes - minutes)) if max_minutes else by_steps
 
 
-def plan(peak: float, warmup: int, total: int, decay: float = 0.3) -> Schedule:
+def plan(peak: float, warmup: int, total: int) -> Schedule:
     """A schedule of `total` steps; `warmup` 0 means a tenth of them, at most 1,000."""
     warmup = warmup or max(1, min(1000, total // 10))
-    decay_start = max(1, math.ceil(total * (1 - decay)))
-    return Schedule(peak, min(warmup, total), total, decay_start=decay_start, decay=decay)
+    return Schedule(peak, min(warmup, total), total, decay_start=max(1, math.ceil(total * (1 - DECAY_SHARE))))
