@@ -9,6 +9,7 @@ tensorboard --logdir runs                          # watch
 """
 
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
@@ -17,6 +18,8 @@ from engine.errors import UserError, run_script
 @dataclass
 class Config:
     """Every setting of a training run."""
+
+    BEFORE: ClassVar = {"optimizer": "adamw", "dropout_after": 0}  # what runs did before there was a choice
 
     data: str = flag("", "directory, file or hub id; default: /opt/minidataset or sample/", "Data")
     source: str = flag("zh", "source language", "Data")
@@ -34,6 +37,7 @@ class Config:
     num_decoder_layers: int = flag(0, "decoder layers", "Model", least=0, most=1000)
     dim_feedforward: int = flag(0, "width of the feed-forward layers", "Model", least=0)
     dropout: float = flag(-1.0, "dropout rate; -1: from the preset", "Model", least=-1, below=1)
+    dropout_after: int = flag(3, "passes over the data before dropout begins", "Model", least=0)
     norm_first: bool = flag(False, "layer norm before each sub-layer (pre-norm)", "Model")
     attention: str = flag("", "attention by hand (python|recompute|cpp|triton)", "Model")
 
@@ -43,8 +47,8 @@ class Config:
     patience: int = flag(0, "early stopping: validations without a better loss; 0: off", "Training", least=0)
     tokens_per_batch: int = flag(0, "tokens per step on each side, with padding; 0: automatic", "Training", least=0)
     accumulate: int = flag(0, "micro-batches per step; 0: as few as fit in GPU memory", "Training", least=0)
-    optimizer: str = flag("adamw", "optimiser (adamw|muon)", "Training")
-    lr: float = flag(1e-3, "peak learning rate", "Training", above=0, below=10)
+    optimizer: str = flag("muon", "muon: for matrices, AdamW for the rest (muon|adamw)", "Training")
+    lr: float = flag(2e-3, "peak learning rate", "Training", above=0, below=10)
     warmup: int = flag(0, "warm-up steps; 0: a tenth of all, at most 1000", "Training", least=0)
     label_smoothing: float = flag(0.1, "label smoothing", "Training", least=0, below=1)
     clip: float = flag(1.0, "gradient clipping: largest norm; 0: off", "Training", least=0)
@@ -86,7 +90,7 @@ import fast
 from data import BucketSampler, batches_of, collate_for, default_tokens_per_batch
 from engine import distributed, schedule
 from engine.memory import fewest_parts
-from engine.optimizer import ADAMW, Muon
+from engine.optimizer import make_optimizer
 from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
 from engine.telemetry import Meter, measured_peak_flops, peak_memory_gib, progress
@@ -132,11 +136,7 @@ def train(config: Config) -> Path:
         loss_of = None if config.compile or captured else fast.loss(model, config.label_smoothing, precision.dtype, log)
         loss_of = loss_of or SummedLoss(model, config.label_smoothing)
         parameters = list(model.parameters())
-        matrices = [weight for weight in model.transformer.parameters() if weight.ndim == 2 and config.optimizer == "muon"]
-        others = [weight for weight in parameters if not any(weight is matrix for matrix in matrices)]
-        optimizer = (
-            Muon(matrices, others, config.lr, precision.dtype) if matrices else torch.optim.AdamW(others, config.lr, **ADAMW)
-        )
+        optimizer = make_optimizer(config.optimizer, model, model.transformer, config.lr, precision.dtype)
         state = {"step": 0, "minutes": 0.0, "best_loss": None, "stale": 0, "validated": 0}  # validated: at which step
         state |= {"saved": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}  # minutes at the last checkpoint
         state |= {"world_size": world.size, "accumulate": 0, "plan": 0}  # how the pairs of a step were dealt
@@ -251,6 +251,7 @@ def train(config: Config) -> Path:
             for group in optimizer.param_groups:
                 group["lr"] = plan.learning_rate(step)
             world.set_seed(config.seed, step)
+            model.set_dropout(sizes.dropout if step > config.dropout_after * sampler.steps_per_epoch else 0.0)
 
             # The gradient of the loss over every pair of this step, in all micro-batches and on all ranks.
             tokens = next(tokens_of_steps)

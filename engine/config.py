@@ -218,7 +218,7 @@ def load_config(config_class, path: Path):
     """The dataclass saved at `path`; unknown or missing settings are the user's affair, said in one line."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        config = config_class(**values)
+        config = config_class(**getattr(config_class, "BEFORE", {}) | values)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; is {path.parent} a run of this script?") from None
     except (ValueError, TypeError) as error:

@@ -9,6 +9,14 @@ from torch import Tensor, nn
 ADAMW = {"betas": (0.9, 0.98), "weight_decay": 0.01, "fused": True}
 
 
+def make_optimizer(name: str, model: nn.Module, inside: nn.Module, lr: float, dtype: torch.dtype) -> torch.optim.AdamW:
+    """"adamw", or "muon" for the matrices of `inside`, the part of `model` between embeddings and output."""
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr, **ADAMW)
+    matrices = {weight: None for weight in inside.parameters() if weight.ndim == 2}  # a set that keeps the order
+    return Muon([*matrices], [weight for weight in model.parameters() if weight not in matrices], lr, dtype)
+
+
 class Muon(torch.optim.AdamW):
     """A matrix moves by its mean gradient made orthogonal (Jordan et al. 2024), every other weight as AdamW moves it.
 
