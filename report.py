@@ -4,6 +4,7 @@ python report.py                                   # the newest run of any scrip
 python report.py runs/NAME --language en --out DIR # this one, in English, somewhere else
 python report.py runs/A runs/B                     # several runs on one page
 python report.py runs/A runs/B --compare           # only print whether B translates better than A: paired bootstrap
+python report.py runs/A --compare                  # the same of a run's evaluations: greedy or beam search
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ class Config:
 
     out: str = flag("", "folder of the report; report/ in the (first) run", "Options")
     language: str = flag("zh", "language of the page (zh|en)", "Options")
-    compare: bool = flag(False, "only print the paired bootstrap of the runs", "Options")
+    compare: bool = flag(False, "only print the paired bootstrap of the runs, or of one run's scores", "Options")
 
 
 if __name__ == "__main__":  # before the heavy imports, so that --help and a wrong flag answer at once

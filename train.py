@@ -62,15 +62,16 @@ class Config:
     precision: str = flag("auto", "number format (auto|fp32|bf16|fp16)", "Run")
     compile: bool = flag(False, "torch.compile the model", "Run")
     captured: bool = flag(False, "train with CUDA graphs on a GPU: less waiting for Python, but new", "Run")
+    shard: bool = flag(False, "share weights, gradients and moments out between processes (FSDP2)", "Run")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Run")
     seed: int = flag(1, "seed of weights, dropout and data order", "Run", least=0)
+    check: bool = flag(False, "only say whether it will work and what it would cost", "Run")
+    explain_masks: bool = flag(False, "only show the masks of a toy batch", "Run")
 
     def __post_init__(self):
         for name in ("source_vocab", "target_vocab"):
             if 0 < getattr(self, name) < 300:
-                raise UserError(
-                    f"--{name} {getattr(self, name)} must be at least 300, because 256 tokens are single bytes"
-                )
+                raise UserError(f"--{name} {getattr(self, name)} must be at least 300: 256 tokens are single bytes")
         if self.source == self.target:
             raise UserError(f"--source and --target are both {self.source!r}; choose two languages")
 
@@ -96,12 +97,13 @@ from engine.run import INTERRUPTED, Run, saved_settings
 from engine.telemetry import Meter, measured_peak_flops, peak_memory_gib, progress
 from loading import save_description
 from model import SummedLoss, Translator, sizes_of, training_flops
+from reporting.preflight import only_asked
 from text.prepare import find_and_prepare, load_prepared
 from validation import Validation
 
 # On --resume; anything else would make it another run.
 MAY_CHANGE = {"epochs", "max_steps", "max_minutes", "patience", "workers", "device", "precision", "compile", "captured",
-              "accumulate", "attention", "eval_every", "log_every", "save_minutes", "keep", "data"}  # fmt: skip
+              "shard", "accumulate", "attention", "eval_every", "log_every", "save_minutes", "keep", "data"}  # fmt: skip
 
 
 def train(config: Config) -> Path:
@@ -130,9 +132,10 @@ def train(config: Config) -> Path:
             from labs.attention_op import use_in
 
             use_in(model, config.attention)
-        captured = config.captured and not config.compile and world.device.type == "cuda"
+        sharded = config.shard and world.shard(model, log)
+        captured = config.captured and not (config.compile or config.shard) and world.device.type == "cuda"
         if config.captured and not captured:
-            log("note: --captured has no effect: it needs a GPU, and no --compile")
+            log("note: --captured has no effect: it needs a GPU, and neither --compile nor --shard")
         loss_of = None if config.compile or captured else fast.loss(model, config.label_smoothing, precision.dtype, log)
         loss_of = loss_of or SummedLoss(model, config.label_smoothing)
         parameters = list(model.parameters())
@@ -159,7 +162,7 @@ def train(config: Config) -> Path:
             del held
 
         accumulate = config.accumulate or (state["accumulate"] if state["world_size"] == world.size else 0)
-        if not accumulate and world.device.type == "cuda":  # a CPU's system would swap, and nothing would tell
+        if not (accumulate or sharded) and world.device.type == "cuda":  # a CPU would swap, and nothing would tell
             accumulate = int(world.maximum(fewest_parts(try_widest_step))[0])
             model.zero_grad(set_to_none=True)
         sampler = deal(accumulate=accumulate or 1)
@@ -262,7 +265,7 @@ def train(config: Config) -> Path:
                 meter.add(batch.source_tokens, batch.target_tokens, places, time.perf_counter() - waiting)
                 # DDP averages gradients over the ranks at the end of a backward pass; only the last one needs it.
                 is_last = micro_batch == sampler.accumulate - 1
-                with contextlib.nullcontext() if is_last or world.size == 1 else runner.no_sync():
+                with contextlib.nullcontext() if is_last or sharded or world.size == 1 else runner.no_sync():
                     with precision.autocast():
                         losses = runner(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
                     # × size undoes DDP's average: the step's loss is one sum over all ranks, divided by all tokens.
@@ -302,4 +305,4 @@ def train(config: Config) -> Path:
 
 
 if __name__ == "__main__":
-    run_script(lambda: train(config))
+    run_script(lambda: only_asked(config) or train(config))

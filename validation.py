@@ -9,6 +9,7 @@ import torch
 import fast
 from data import Collate, cut_batches
 from decoding import Translations, translate_lines
+from engine.distributed import whole
 from engine.precision import Precision
 from engine.run import Run
 from model import SummedLoss, Translator, cross_attention
@@ -31,21 +32,22 @@ class Validation:
         self.model, self.prepared, self.collate = model, prepared, collate
         self.tokenizers = prepared.source_tokenizer, prepared.target_tokenizer
         self.run, self.world, self.precision = run, run.world, precision
-        self.loss_of = fast.loss(model, 0.0, precision.dtype) or SummedLoss(model, 0.0)
         lengths = prepared.validation.lengths
         widths = np.maximum(lengths["source"], lengths["target"]) + 1
         order = np.lexsort((lengths["source"], lengths["target"]))
         bounds = cut_batches(widths[order], tokens_per_batch)
         self.batches = [order[first:last] for first, last in zip(bounds, bounds[1:])]
         # A rehearsal, the shortest and the longest batch and a translation: a fault here costs no hour now.
-        self.loss([self.batches[0], self.batches[-1]])
-        self.translate(self.prepared.validation_rows[:SAMPLES])
+        model = whole_copy(model)
+        self.loss(model, [self.batches[0], self.batches[-1]])
+        self.translate(model, self.prepared.validation_rows[:SAMPLES])
 
     def __call__(self, step: int) -> float:
         """Write the figures and return the loss, the same on every rank."""
-        loss = self.loss(self.batches)
+        model = whole_copy(self.model)
+        loss = self.loss(model, self.batches)
         rows = self.prepared.validation_rows[:BLEU_ROWS]
-        translations = self.translate(rows)
+        translations = self.translate(model, rows)
         if translations:
             texts, references = translations.texts, [target for _, target in rows]
             # Smoothed, because a young model has no 4-gram right; evaluate.py's score is not.
@@ -57,33 +59,43 @@ class Validation:
                 for (source, reference), text in zip(rows[:SAMPLES], texts)
             )
             self.run.telemetry.text("samples", step, "| source | translation | reference |\n|---|---|---|\n" + table)
-            attention = attention_of(self.model, self.tokenizers, rows[0][0], texts[0])
+            attention = attention_of(model, self.tokenizers, rows[0][0], texts[0])
             self.run.telemetry.figure("cross-attention", step, picture(attention))
             self.run.log(f"step {step:>6,}  validation loss {loss:.4f}  perplexity {perplexity:.1f}  "
                          f"BLEU {bleu:.2f} (greedy, {len(rows)} rows, smoothed)  e.g. {texts[0][:80]!r}")  # fmt: skip
         return loss
 
     @torch.inference_mode()
-    def loss(self, batches: list[np.ndarray]) -> float:
+    def loss(self, model: Translator, batches: list[np.ndarray]) -> float:
         """Unsmoothed cross-entropy in nats a token; each rank does its share of the batches."""
-        self.model.eval()
+        model.eval()
+        loss_of = fast.loss(model, 0.0, self.precision.dtype) or SummedLoss(model, 0.0)
         totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         for rows in batches[self.world.rank :: self.world.size]:
             batch = self.collate(self.prepared.validation.__getitems__(rows)).to(self.world.device)
             with self.precision.autocast():
-                loss, _ = self.loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
+                loss, _ = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
             totals[0] += loss
             totals[1] += batch.target_tokens
         loss, tokens = self.world.sum(totals).tolist()
         return loss / tokens
 
-    def translate(self, rows: list[tuple[str, str]]) -> Translations | None:
+    def translate(self, model: Translator, rows: list[tuple[str, str]]) -> Translations | None:
         """Greedy translations of the rows, on rank 0; on a CPU in fp32, as evaluate.py does."""
-        steps = fast.steps(self.model)  # of the weights as they are now
+        steps = fast.steps(model)  # of the weights as they are now
         with self.precision.autocast() if self.world.device.type == "cuda" else nullcontext():
             return translate_lines(
-                self.model, *self.tokenizers, [source for source, _ in rows], world=self.world, steps=steps
+                model, *self.tokenizers, [source for source, _ in rows], world=self.world, steps=steps
             )
+
+
+def whole_copy(model: Translator) -> Translator:
+    """The model; of a sharded one a plain copy with all its weights, which the ranks make together."""
+    if not hasattr(model, "unshard"):
+        return model
+    copy = Translator(model.config).to(model.output.weight.device)
+    copy.load_state_dict({name: whole(weight) for name, weight in model.state_dict().items()})
+    return copy
 
 
 def attention_of(model: Translator, tokenizers: tuple, source: str, translation: str) -> Attention:

@@ -61,6 +61,8 @@ def _parse(config_class, description: str, positional: str | None, arguments: li
         spellings = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
         if field.type is bool:  # --norm_first, --norm_first=false
             parser.add_argument(*spellings, type=_boolean, default=field.default, nargs="?", const=True)
+        elif field.type is tuple:  # whole numbers: --gpu_devices 0 1 2
+            parser.add_argument(*spellings, type=int, default=field.default, nargs="+")
         else:
             parser.add_argument(*spellings, type=field.type, default=field.default)
     end = arguments.index("--") if positional and "--" in arguments else len(arguments)
@@ -83,7 +85,8 @@ def _parse(config_class, description: str, positional: str | None, arguments: li
             raise UserError(f"unknown flag {word.split('=')[0]}{advice}")
     if rest and not positional:
         raise UserError(f"unexpected argument {rest[0]!r}; every setting is a flag (see --help)")
-    config = checked(config_class(**vars(parsed)))
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(parsed).items()}
+    config = checked(config_class(**values))
     if positional:
         setattr(config, positional, rest + words_after)
     words = {word[2:].split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")}
@@ -177,7 +180,7 @@ def format_help(config_class, description: str, positional: str | None) -> str:
     for field in dataclasses.fields(config_class):
         if field.metadata["group"] != last_group:
             lines.append(f"{field.metadata['group']}:")
-        default = "-" if field.default in ("", None) or field.default is False else field.default  # 0 is shown
+        default = "-" if field.default in ("", (), None) or field.default is False else field.default  # 0 is shown
         lines.append(
             f"  --{field.name:<19} {default!s:<6} {field.metadata['help']}{_bounds_in_help(field.metadata)}".rstrip()
         )

@@ -91,8 +91,8 @@ class World:
         return boxes
 
     def data_parallel(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The module as one of many, whose gradients are averaged in the backward pass; alone, the module itself."""
-        if self.size == 1:
+        """The module as one of many, whose gradients are averaged in the backward pass; alone or sharded, the module itself."""
+        if self.size == 1 or any(hasattr(part, "unshard") for part in module.modules()):
             return module
         # Gradients live in the buckets that travel, instead of being copied into them. Buffers are constants here, and not
         # sent at every step; the flag for it has a new name since torch 2.13.
@@ -100,6 +100,23 @@ class World:
         sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
         # Without `device_ids` inputs stay where they are: some are to stay on the CPU.
         return DistributedDataParallel(module, gradient_as_bucket_view=True, **{sync_buffers: False})
+
+    def shard(self, model: torch.nn.Module, log) -> bool:
+        """Fully shard it (FSDP2, ZeRO-3): each process keeps its part of every weight. Alone: a note in `log`, and False.
+
+        A layer of a `ModuleList` is gathered when it is due; what is left, tied weights too, is gathered together. Gradients
+        are averaged and cut after each backward pass, also between micro-batches: whole ones would take the memory back.
+        """
+        if self.size == 1:
+            log("note: --shard has no effect: one process keeps the whole model; start several with torchrun")
+            return False
+        from torch.distributed.fsdp import fully_shard  # here, because few scripts pay for the import
+
+        mesh = self.mesh(data=self.size)
+        layers = [layer for part in model.modules() if isinstance(part, torch.nn.ModuleList) for layer in part]
+        for part in [*layers, model]:
+            fully_shard(part, mesh=mesh)
+        return True
 
     def mesh(self, **sizes: int):
         """The ranks as a grid, torch's `DeviceMesh`: mesh(data=2, pipe=4) has two rows of four, and rank 5 is in row 1, column 1.
@@ -133,6 +150,20 @@ class World:
         """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that lies in pieces on the ranks, which call this together; any other as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def cut_like(tensor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The tensor, which every rank has whole, in pieces as `weight` is, without a message; itself if that is whole."""
+    if not hasattr(weight, "full_tensor"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor, weight.device_mesh, weight.placements, src_data_rank=None)
 
 
 def start(device_name: str = "auto") -> World:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from engine.distributed import whole
 from engine.errors import UserError
 
 CHOICES = ("auto", "fp32", "bf16", "fp16")
@@ -41,7 +42,7 @@ class Precision:
         decision stays on the device, so that no step waits for it. fp16's overflows are the scaler's affair.
         """
         self.scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, clip or float("inf"))
+        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, clip or float("inf")))
         if not self.scaler.is_enabled():
             first = (self.bad_step == 0) & ~torch.isfinite(norm)
             self.bad_step = torch.where(first, float(step), self.bad_step)

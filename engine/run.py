@@ -22,10 +22,11 @@ import weakref
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_map
 
 from engine import checkpoint
 from engine.config import command, load_config, save_config, write_whole
-from engine.distributed import World, hidden_gpus
+from engine.distributed import World, cut_like, hidden_gpus, whole
 from engine.environment import environment
 from engine.errors import UserError
 from engine.precision import Precision
@@ -77,7 +78,11 @@ class Run:
             return None
         load_weights(model, self.checkpoint)
         if optimizer:
-            optimizer.load_state_dict(checkpoint.load_optimizer(self.checkpoint))
+            moments = checkpoint.load_optimizer(self.checkpoint)
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            for number, values in moments["state"].items():
+                values |= {name: cut_like(value, weights[number]) for name, value in values.items() if name != "step"}
+            optimizer.load_state_dict(moments)
         if precision and self.state.get("scaler"):  # empty if the run was not in fp16 until now
             precision.scaler.load_state_dict(self.state["scaler"])
         self.log(f"resumed after step {self.state['step']:,} from {self.checkpoint}; figures of speed begin anew")
@@ -131,8 +136,16 @@ class Run:
             precision.check_finite()
             state = state | {"scaler": precision.scaler.state_dict()}
         self.best_step = step if best else self.best_step
+
+        def gather(value):
+            """A tensor that lies in pieces on all ranks, put together on rank 0's CPU; anything else as it is."""
+            together = whole(value)
+            if together is value:
+                return value
+            return together.cpu() if self.world.is_main else None
+
+        weights, moments = tree_map(gather, (model.state_dict(), optimizer.state_dict()))
         if self.world.is_main:
-            weights, moments = model.state_dict(), optimizer.state_dict()
             checkpoint.save(self.folder / "checkpoints", step, weights, moments, state, keep, self.best_step)
 
     def stop_asked(self) -> bool:
@@ -278,8 +291,10 @@ def last_checkpoint(run: Path) -> Path | None:
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:
     """The checkpoint's weights into the model; `UserError` if they are another model's."""
+    weights, here = checkpoint.load_weights(path), model.state_dict()
+    weights = {name: cut_like(weight, here.get(name)) for name, weight in weights.items()}
     try:
-        model.load_state_dict(checkpoint.load_weights(path))
+        model.load_state_dict(weights)
     except RuntimeError as error:
         raise UserError(f"{path} does not fit this model: {str(error).splitlines()[1].strip()}") from None
 

@@ -207,7 +207,7 @@ class GpuSampler(threading.Thread):
             import pynvml
 
             pynvml.nvmlInit()
-            self.handle, self.nvml = _nvml_handle(pynvml, device), pynvml
+            self.handle, self.nvml = nvml_handle(pynvml, device), pynvml
         except Exception as error:  # no package, no driver, no GPU, no permission: a run needs none of these figures
             (say or Log())(f"no GPU figures will be recorded: {' '.join(str(error).split())}")
 
@@ -243,7 +243,7 @@ class GpuSampler(threading.Thread):
         self.ended.set()
 
 
-def _nvml_handle(nvml, device: torch.device):
+def nvml_handle(nvml, device: torch.device):
     """NVML's handle of torch's device: by UUID, for NVML counts all cards and knows no CUDA_VISIBLE_DEVICES."""
     properties = torch.cuda.get_device_properties(device)
     try:

@@ -25,6 +25,9 @@ def loss(
     model: nn.Module, label_smoothing: float, dtype: torch.dtype, log: Callable = lambda line: None
 ) -> nn.Module | None:
     """A faster `SummedLoss(model, label_smoothing)` for matrix products in `dtype`, or None; `log` is told why."""
+    if hasattr(model, "unshard"):  # FSDP2, where only `forward` gathers the weights
+        log("note: a sharded model trains by PyTorch's own operations: the faster ones in fast/ are not used")
+        return None
     if model.output.weight.device.type == "cuda":
         # The gradients of fp16, made before the loss is scaled up, would vanish: there the plain loss it is.
         return None if dtype == torch.float16 else SlicedLoss(model, label_smoothing, dtype)

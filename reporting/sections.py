@@ -252,24 +252,40 @@ def attention(page: Page, runs: list[RunFiles], look: Callable, name: str, rows:
 
 
 def compare(runs: list[RunFiles]) -> tuple[str, list[Compared]]:
-    """Paired bootstrap of the first evaluation that all runs share: → its name and the figures. Raises `UserError`."""
-    if len(runs) < 2:
-        raise UserError("--compare needs two runs or more; the others are compared with the first")
+    """Paired bootstrap of the first evaluation that all runs share: → its file and the figures. Raises `UserError`.
+
+    Of one run: of all its evaluations of the same rows, greedy search first.
+    """
+    if len(runs) == 1:
+        return compare_scores(runs[0])
     for name in shared_results(runs):
         rows = rows_of(runs[0], name)
         if rows and all(rows_of(run, name) == rows for run in runs[1:]):
             references = [reference for _, reference in rows]
             systems = {run.name: run.hypotheses[name] for run in runs}
-            return name, paired_bootstrap(references, systems, runs[0].config["target"])
+            return f"{name}.txt", paired_bootstrap(references, systems, runs[0].config["target"])
     raise UserError("the runs have no translations of the same rows; run evaluate.py with the same flags on each")
+
+
+def compare_scores(run: RunFiles) -> tuple[str, list[Compared]]:
+    names = sorted(run.hypotheses, key=lambda name: ("greedy" not in name, name))
+    names = [name for name in names if run.results[name].get("rows") == run.results[names[0]].get("rows")]
+    rows = rows_of(run, names[0]) if len(names) > 1 else []
+    if not rows:
+        raise UserError(f"--compare needs two runs, or two evaluations of one on the same rows: python evaluate.py "
+                        f"--ckpt {run.folder} --beam 4")  # fmt: skip
+    systems = {name: run.hypotheses[name] for name in names}
+    return str(run.folder), paired_bootstrap([reference for _, reference in rows], systems, run.config["target"])
 
 
 def comparison(page: Page, runs: list[RunFiles]) -> None:
     """The paired bootstrap of several translation runs."""
+    if len(runs) < 2:
+        return
     try:
         name, systems = compare(runs)
     except UserError as error:
-        if len(runs) > 1 and all(run.model for run in runs):
+        if all(run.model for run in runs):
             page.heading("Paired bootstrap")
             page.missing([("--compare", str(error))])
         return
@@ -277,7 +293,7 @@ def comparison(page: Page, runs: list[RunFiles]) -> None:
     page.note(
         "As sacreBLEU does it: both systems on the same resampled rows. p under 0.05: the difference is hardly chance."
     )
-    source = f"computed from {name}.txt of {', '.join(run.name for run in runs)}"
+    source = f"computed from {name} of {', '.join(run.name for run in runs)}"
 
     def number(value: float | None, form: str) -> Fact | None:
         return None if value is None else Fact(value, format(value, form), source)
@@ -316,7 +332,7 @@ def own_pictures(page: Page, runs: list[RunFiles]) -> None:
 
 def in_lines(name: str, systems: list[Compared]) -> str:
     """The paired bootstrap for the terminal: one line a metric and system."""
-    lines = [f"{name}.txt, paired bootstrap of 1,000 resamples; p: how often chance alone gives such a difference"]
+    lines = [f"{name}, paired bootstrap of 1,000 resamples; p: how often chance alone gives such a difference"]
     for system in systems:
         p_value = "compared with" if system.p_value is None else f"p = {system.p_value:.4f}"
         interval = f"95 % [{system.low:.2f}, {system.high:.2f}]"

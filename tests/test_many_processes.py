@@ -109,6 +109,21 @@ def test_a_signal_to_one_rank_stops_all_and_more_or_fewer_go_on(whole_run, toy_d
     assert_close_run(whole_run, here)
 
 
+@pytest.mark.parametrize("before, after", [((2, "--shard", "--accumulate", "2"), (1,)), ((1,), (3, "--shard"))])
+def test_a_sharded_run_is_that_of_one_process_and_goes_on_as_one(whole_run, toy_data, here, tmp_path, before, after):
+    """With validations on the way; parts of a weight on three ranks differ in size."""
+    (size, *flags), stop = before, (signal_and_wait_less, signal.SIGTERM, 10, "0")
+    flags += ["--data", toy_data, *TINY_FLAGS, *SAME, "--run", here]
+    ranks = fork_ranks(size, "train.py", *flags, cwd=tmp_path, first=stop)
+    assert [rank.wait() for rank in ranks] == [0] * size, [rank.output for rank in ranks]
+    assert "stopped after step 10: interrupted" in ranks[0].output
+    size, *flags = after
+    ranks = fork_ranks(size, "train.py", "--resume", here, *flags, cwd=tmp_path)
+    assert [rank.wait() for rank in ranks] == [0] * size, [rank.output for rank in ranks]
+    assert ("note: --shard has no effect" in ranks[0].output) == (size == 1)
+    assert_close_run(whole_run, here)
+
+
 def test_a_mistake_is_said_by_every_rank_and_nobody_waits(tmp_path):
     ranks = fork_ranks(2, "train.py", "--data", "nowhere", cwd=tmp_path)
     assert [rank.wait() for rank in ranks] == [2, 2]

@@ -119,6 +119,16 @@ def test_every_file_exists(page):
         assert ((ROOT / page).parent / link).exists(), link
 
 
+@pytest.mark.parametrize("page", ["docs/positional_encoding.md", "docs/attention_op.md"])
+def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
+    """Blocks that begin with `import torch`; they check what the page says, or print it."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block, {})
+
+
 # Running them.
 
 
@@ -137,6 +147,8 @@ def place(toy_data, tmp_path_factory) -> Path:
     (folder / "settings.yaml").write_text(settings_file(), encoding="utf-8")
     rows = "".join(f"第{number}行\tline {number}\n" for number in range(2000))
     (folder / "pairs.tsv").write_text("zh\ten\n" + rows, encoding="utf-8")
+    for part in ("src.zh", "ref.en"):
+        (folder / f"newstest2019-zhen-{part}.sgm").write_text("<seg>1</seg>", encoding="utf-8")
     for name in ("my_corpus", "sample"):
         (folder / name).symlink_to(toy_data)
     run_as_typed("python train.py --data my_corpus --max_steps 5 --eval_every 1 --run NAME", folder)

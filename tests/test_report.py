@@ -271,6 +271,22 @@ def test_the_paired_bootstrap_is_sacrebleus(run, toy_data, tmp_path, capsys):
         assert numbers[3:] == ([float(p_value)] if p_value else []), line
 
 
+def test_two_scores_of_one_run_are_compared(run, capsys):
+    config, hypotheses = script.Config(compare=True), run / "eval" / "test-greedy.txt"
+    config.runs = [str(run)]
+    with pytest.raises(UserError, match="two evaluations of one"):
+        script.report(config)
+    greedy = json.loads((run / "eval" / "test-greedy.json").read_text())
+    worse = "one two\n" * len(hypotheses.read_text().splitlines())
+    for name, rows in (("test-beam4-lp0.6", greedy["rows"]), ("test-beam4-lp0.6-first50", "other rows")):
+        (run / "eval" / f"{name}.txt").write_text(worse)
+        (run / "eval" / f"{name}.json").write_text(json.dumps(greedy | {"rows": rows}))
+    script.report(config)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:] if line.startswith("BLEU")]
+    assert [line[1] for line in lines] == ["eval/test-greedy", "eval/test-beam4-lp0.6"] and lines[1][-2] == "="
+    assert float(lines[0][2]) == pytest.approx(greedy["sacrebleu"], abs=0.006) and float(lines[1][2]) == 0
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 

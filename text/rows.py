@@ -7,16 +7,20 @@
 Accepted without a flag: a directory of parquet, arrow, json, csv or tsv shards as `datasets.load_dataset` would read
 it, a directory written by `save_to_disk`, one such file, or a hub id such as `wmt/wmt19`. A row holds the two texts as
 `{"translation": {"zh": …, "en": …}}` or flat as `{"zh": …, "en": …}` (csv and tsv: flat only); other columns are left
-alone, and a null becomes "". What the user can correct (a wrong path, a damaged file, …) raises a one-line `UserError`.
+alone, and a null becomes "". Also pairs of files, one a language: Moses's `train.zh` and `train.en`, and WMT's test sets,
+`X-src.zh.sgm` and `X-ref.en.sgm` or one `.xml`. What the user can correct (a wrong path, a damaged file, …) raises a
+one-line `UserError`.
 """
 
 import csv
 import hashlib
+import html
 import json
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from engine.errors import UserError
@@ -39,29 +43,33 @@ FORMS = {
     ".ndjson": "json",
     ".csv": "csv",
     ".tsv": "tsv",
+    ".xml": "xml",
 }
+PAIRED = ("sgm", "moses")  # forms of two files; they come last
 NOT_DATA = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 
 
 @dataclass(frozen=True)
 class ParallelText:
     path: str  # as the user gave it
-    form: str  # "parquet", "arrow", "save_to_disk", "json", "csv", "tsv" or "hub"
+    form: str  # "parquet", "arrow", "save_to_disk", "json", "csv", "tsv", "xml", "sgm", "moses" or "hub"
     source: str  # "zh"
     target: str  # "en"
-    files: dict[str, list[Path]]  # split → its shards in order; only the splits that exist
+    files: dict[str, list[Path]]  # split → its shards in order; of a paired form source, target, source, …
 
     def rows(self, split: str) -> Rows:
         """All (source, target) pairs of a split, file by file, in chunks of at most 10,000; UserError on a bad row."""
         if split not in self.files:
             raise UserError(f"{self.path} has no {split} split; add a file with {split} in its name")
-        readers = {"parquet": _read_parquet, "json": _read_json, "csv": _read_csv, "tsv": _read_csv}
+        readers = {"parquet": _read_parquet, "json": _read_json, "csv": _read_csv, "tsv": _read_csv, "xml": _read_xml,
+                   "sgm": _read_pair, "moses": _read_pair}  # fmt: skip
         read = readers.get(self.form, _read_arrow)
-        for file in self.files[split]:
+        for file in self.files[split][:: 2 if self.form in PAIRED else 1]:
             try:
                 yield from read(file, self.source, self.target)
             except UnicodeDecodeError as error:
-                line = _first_line_not_utf8(file)
+                files = (file, _partner(file, self.source, self.target)) if self.form in PAIRED else (file,)
+                file, line = next(((path, line) for path in files if (line := _first_line_not_utf8(path))), (file, 0))
                 raise UserError(f"{file}, line {line}: not UTF-8; convert it: iconv -f gb18030 -t utf-8") from error
             except (OSError, ValueError, LookupError, TypeError, NotImplementedError, MemoryError) as error:
                 # What pyarrow raises for a damaged file.
@@ -95,13 +103,17 @@ def find_text(path: str, source: str = "zh", target: str = "en") -> ParallelText
     if not path or not os.path.exists(root):
         form, files = "hub", _hub_files(path, source, target)
     elif root.is_file():
-        form, files = FORMS.get(root.suffix.lower()), _split_files([(root.name, root)])
+        form, files = _form_of(root, source), _split_files([(root.name, root)])
         if form is None:
-            raise UserError(f"{path} is not a known type of file; its name must end in one of {' '.join(FORMS)}")
+            ends = f"{' '.join(FORMS)}, -src.{source}.sgm or .{source}"
+            raise UserError(f"{path} is not a known type of file; its name must end in one of {ends}")
     elif os.path.exists(root / "dataset_dict.json") or os.path.exists(root / "state.json"):
         form, files = "save_to_disk", _saved_files(root)
     else:
-        form, files = _directory_files(root)
+        form, files = _directory_files(root, source)
+    if form in PAIRED:
+        files = {split: [part for file in shards for part in (file, _partner(file, source, target))]
+                 for split, shards in files.items()}  # fmt: skip
     for file in (file for shards in files.values() for file in shards):
         # os.path.exists, not Path.exists: in a closed folder it says no instead of raising PermissionError.
         if not os.path.exists(file) or os.path.getsize(file) == 0:
@@ -125,7 +137,21 @@ def fingerprint_of(rows: list[tuple[str, str]]) -> str:
 # Which files, and which split each belongs to.
 
 
-def _directory_files(root: Path) -> tuple[str, dict[str, list[Path]]]:
+def _form_of(file: Path, source: str) -> str | None:
+    """By its name; of two files that belong together the one with the sources stands for both."""
+    if file.name.endswith(f"-src.{source}.sgm"):
+        return "sgm"
+    return FORMS.get(file.suffix.lower()) or ("moses" if file.suffix == f".{source}" else None)
+
+
+def _partner(file: Path, source: str, target: str) -> Path:
+    """Where the translations of a file of sources lie: train.zh → train.en, X-src.zh.sgm → X-ref.en.sgm."""
+    if file.suffix == ".sgm":
+        return file.with_name(f"{file.name.removesuffix(f'src.{source}.sgm')}ref.{target}.sgm")
+    return file.with_suffix(f".{target}")
+
+
+def _directory_files(root: Path, source: str) -> tuple[str, dict[str, list[Path]]]:
     def stop(error: OSError):
         raise UserError(f"cannot list {error.filename}: {error.strerror}; check its permissions")
 
@@ -135,11 +161,12 @@ def _directory_files(root: Path) -> tuple[str, dict[str, list[Path]]]:
             name for name in subfolders if not name.startswith(".") and not _leads_back(root, Path(folder, name))
         ]
         for file in (Path(folder, name) for name in names if not name.startswith(".") and name not in NOT_DATA):
-            if form := FORMS.get(file.suffix.lower()):
+            if form := _form_of(file, source):
                 by_form.setdefault(form, []).append((str(file.relative_to(root)), file))
     if not by_form:
-        raise UserError(f"{root} holds no parquet, arrow, json, csv or tsv file; point to the directory of the shards")
-    form = next(form for form in FORMS.values() if form in by_form)
+        raise UserError(f"{root} holds no parquet, arrow, json, csv or tsv file, nor one ending in .{source} beside its "
+                        "translation; point to the directory of the shards")  # fmt: skip
+    form = next(form for form in (*FORMS.values(), *PAIRED) if form in by_form)
     if len(by_form) > 1:
         print(f"{root} holds {', '.join(sorted(by_form))} files; only the {form} files are read")
     return form, _split_files(sorted(by_form[form], key=lambda named: _natural(named[0])))
@@ -199,7 +226,7 @@ def _saved_files(root: Path) -> dict[str, list[Path]]:
 
 
 def _hub_files(path: str, source: str, target: str) -> dict[str, list[Path]]:
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) or Path(path).suffix.lower() in FORMS:
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) or _form_of(Path(path), source):
         raise UserError(f"{path or '(an empty path)'} does not exist; check the path")
     import datasets
     import huggingface_hub
@@ -401,6 +428,52 @@ def _csv_rows(stream, file: Path) -> Iterator[tuple[int, list[str]]]:
     except csv.Error as error:
         reason = "a quote is opened and never closed" if "unexpected end" in str(error) else error
         raise UserError(f"{file}, line {first_line}: {reason}; in quotes, a quote is written twice") from error
+
+
+def _read_pair(file: Path, source: str, target: str) -> Rows:
+    """Moses: line n of one file translates line n of the other; sgm: the n-th <seg> the n-th."""
+    files = file, _partner(file, source, target)
+    sides = (
+        _segments(part.read_text(encoding="utf-8-sig")) if part.suffix == ".sgm" else _lines(part) for part in files
+    )
+    yield from _chunks(_together(*sides, f"{file} has", files[1]))
+
+
+def _lines(file: Path) -> Iterator[str]:
+    with file.open(encoding="utf-8-sig", newline="\n") as stream:
+        yield from (line.rstrip("\r\n") for line in stream)
+
+
+def _segments(markup: str) -> Iterator[str]:
+    """The texts of <seg>. By a pattern: SGM is no XML, its & and < need not be escaped."""
+    found = re.findall(r"<seg\b[^>]*>(.*?)</seg>", markup, re.DOTALL | re.IGNORECASE)
+    return (" ".join(html.unescape(text).split()) for text in found)
+
+
+def _read_xml(file: Path, source: str, target: str) -> Rows:
+    """WMT's test sets since 2021: in each <doc> a <src> and the <ref> of one translator or more, of whom the first counts."""
+    text, pairs = file.read_text(encoding="utf-8-sig"), []
+    for doc in re.findall(r"<doc\b.*?</doc>", text, re.DOTALL):
+        sides = [re.search(rf"<{tag}\b[^>]*\blang=\"{re.escape(language)}\".*?</{tag}>", doc, re.DOTALL)
+                 for tag, language in (("src", source), ("ref", target))]  # fmt: skip
+        if all(sides):  # a document of a test suite has no reference
+            pairs += _together(*(_segments(side[0]) for side in sides), f"a <src> of {file} has", "its <ref>")
+    if not pairs:
+        raise UserError(
+            f"{file} has no <doc> with a <src lang={source!r}> and a <ref lang={target!r}>; is it a WMT test set?"
+        )
+    yield from _chunks(iter(pairs))
+
+
+def _together(sources: Iterator[str], targets: Iterator[str], first: str, second) -> Iterator[tuple[str, str]]:
+    """Pairs of two equally long iterators. Raises `UserError` if they are not."""
+    for count, pair in enumerate(zip_longest(sources, targets)):
+        if None in pair:
+            longer = count + 1 + sum(1 for _ in (sources if pair[1] is None else targets))
+            lengths = (longer, count) if pair[1] is None else (count, longer)
+            raise UserError(f"{first} {lengths[0]:,} sentences, {second} {lengths[1]:,}; the n-th here must be the "
+                            "translation of the n-th there")  # fmt: skip
+        yield pair
 
 
 # Error messages.

@@ -21,12 +21,19 @@ def rank_of(device: int, devices: list[int]) -> int:
     return devices.index(device)
 
 
-def gather_to(device: int, x: torch.Tensor, devices: list[int]) -> list[torch.Tensor] | None:
+def gather_to(device: int, x: torch.Tensor, devices: list[int], group=None) -> list[torch.Tensor] | None:
     """Every rank's `x` on the rank that drives `device`; None on the others, which may not give a list to gather in."""
     dst = rank_of(device, devices)
     received = [torch.empty_like(x) for _ in devices] if dist.get_rank() == dst else None
-    dist.gather(x, received, dst=dst)
+    dist.gather(x, received, dst=dst, group=group)
     return received
+
+
+def gather_on_gpus(device: int, x: torch.Tensor, devices: list[int]) -> list[torch.Tensor] | None:
+    """The same, each `x` on its rank's GPU: by NCCL. The tensors come back on the CPU, for the table."""
+    torch.cuda.set_device(devices[dist.get_rank()])  # else every rank would take GPU 0
+    received = gather_to(device, x.cuda(), devices, dist.new_group(backend="nccl"))
+    return received and [part.cpu() for part in received]
 
 
 def gather_to_device_number(device: int, x: torch.Tensor, devices: list[int], group) -> list[torch.Tensor] | None:
@@ -52,22 +59,27 @@ def gather_in_subgroup(x: torch.Tensor, members: list[int], group, **destination
     return received
 
 
-def lesson_gather(world: World) -> list:
+def lesson_gather(world: World, gpus: tuple[int, ...] = (), target: int = 1) -> list:
     """Every rank's tensor on one rank.
 
     `dst` is a rank, not a GPU's number: with --gpu_devices 1 2, GPU 1 belongs to rank 0. Only the destination gives a list
     to gather in. The wrong calls below run in groups of their own that give up after 2 seconds. By default gloo gives up
     after half an hour.
     """
-    devices = list(range(1, world.size + 1))  # as in the handout: GPU 0 is left to somebody else
+    handout = list(range(1, world.size + 1))  # its devices: GPU 0 is left to somebody else
+    devices = list(gpus) or handout
     x = torch.arange(2) + 1 + 2 * devices[world.rank]
-    right = everyone((world.rank, devices[world.rank], x, gather_to(1, x, devices)))
-    wrong = {"dst=1, the device's number": lambda group: gather_to_device_number(1, x, devices, group),
+    received = gather_on_gpus(target, x, devices) if gpus else gather_to(target, x, devices)
+    names = (dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), dist.get_world_size())
+    right = everyone((*names, devices[world.rank], x, received))
+    by, device = ("NCCL", "GPU") if gpus else ("gloo, on the CPU", "stands for GPU")
+    wrong = {"dst=1, the device's number": lambda group: gather_to_device_number(1, x, handout, group),
              "gather_list on every rank": lambda group: gather_with_lists_on([*range(world.size)], x, group),
              "gather_list on no rank": lambda group: gather_with_lists_on([], x, group)}  # fmt: skip
     outcomes = [(name, rank, text) for name, call in wrong.items() for rank, text in enumerate(attempt(call))]
-    blocks = [Table(f"right: gather to GPU 1, which is rank {rank_of(1, devices)}", "rank|GPU|sent|received", right),
-              Table("wrong, with the same tensors", "call|rank|what happens", outcomes)]  # fmt: skip
+    blocks = [Table(f"right, by {by}: gather to device {target}, which is rank {rank_of(target, devices)}",
+                    f"get_rank()|LOCAL_RANK|get_world_size()|{device}|sent|received", right),
+              Table("wrong, with the same tensors, by gloo", "call|rank|what happens", outcomes)]  # fmt: skip
     if world.size < 3:
         return [*blocks, "A sub-group in which ranks count differently takes 3 processes to show."]
     members = list(range(1, world.size))

@@ -164,10 +164,12 @@ def make_writable(file: Path) -> None:
 def teach(lessons: dict, out: Path) -> None:
     """The lessons (by name) on this rank; rank 0 prints them and writes them to `out`."""
     world = join_world()
-    chapters = [f"# Collectives: {world.size} process(es), gloo, CPU, torch {torch.__version__}"]
+    chapters = [
+        f"# Collectives: {world.size} process(es), torch {torch.__version__}; gloo on the CPU where no GPU is named"
+    ]
     for name, lesson in lessons.items():
         blocks = lesson(world)
-        title, _, text = inspect.getdoc(lesson).partition("\n\n")
+        title, _, text = inspect.getdoc(getattr(lesson, "func", lesson)).partition("\n\n")
         if world.is_main:
             print("\n\n".join([f"=== {name}: {title}", *([text] if text else []), plain(blocks)]), "\n\n", flush=True)
             picture = out.with_name(f"{out.stem}-{name}.png")

@@ -1,6 +1,5 @@
 """Three lessons of `labs.collectives` on training: batch size and learning rate, DDP, fp16 with a loss scaler."""
 
-import time
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.distributed import World
-from labs.collectives.report import Picture, Table, everyone, one_process
+from labs.collectives.report import Picture, Table, everyone, one_process, words
 
 # N ranks, B rows of a global batch, D features.
 
@@ -136,19 +135,6 @@ def data_parallel_agrees(device: str) -> bool:
     return torch.allclose(nn.DataParallel(model)(x), model(x), atol=1e-5)
 
 
-def time_data_parallel(steps: int = 20) -> float:
-    """Milliseconds of a DataParallel training step over all GPUs of this machine."""
-    model = nn.DataParallel(nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)).cuda())
-    x = torch.randn(4096, 1024, device="cuda")
-    for step in range(steps + 3):
-        if step == 3:  # the first ones warm up
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-        model(x).square().mean().backward()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / steps * 1000
-
-
 def lesson_ddp(world: World) -> list:
     """DistributedDataParallel equals one process; how DataParallel differs."""
     steps = 20
@@ -158,9 +144,6 @@ def lesson_ddp(world: World) -> list:
     gap = (weights - alone).abs().max().item()
     apart = max((other - weights).abs().max().item() for other in everyone(weights))
     same = data_parallel_agrees("cuda" if torch.cuda.is_available() else "cpu")
-    gpus, timing = torch.cuda.device_count(), "not timed: it takes 2 GPUs"
-    if gpus > 1 and world.is_main:
-        timing = f"{time_data_parallel():.2f} ms a training step on {gpus} GPUs"
     differ = [("processes", "one, with a thread for each GPU", "one for each GPU"),
               ("machines", "one", "one or many"),
               ("model", "copied from the first GPU to all, every step", "copied once; equal steps keep it equal"),
@@ -174,7 +157,7 @@ def lesson_ddp(world: World) -> list:
         ),
         f"Weights after {steps} steps: largest difference {gap:.1e} to one process, {apart:.1e} between ranks.",
         Table("the two", "what|DataParallel|DistributedDataParallel", differ),
-        f"DataParallel without a GPU only calls the model (same output here: {same}). On {gpus} GPUs: {timing}.",
+        f"DataParallel without a GPU only calls the model (same output here: {same}).",
     ]
 
 
@@ -206,10 +189,13 @@ def on_any_rank(overflow: bool) -> bool:
     return bool(largest)
 
 
-def train_half(number_format: torch.dtype, scaler: LossScaler | None, steps: int = 300) -> tuple[float, float]:
+def train_half(
+    number_format: torch.dtype, scaler: LossScaler | None, steps: int = 300, master: bool = True
+) -> tuple[float, float]:
     """Least squares with small targets: → error at the end, that of w = 0 being 1, and the share of gradients that were 0.
 
-    Products and gradients in `number_format`, the weights and their update in fp32 (master weights).
+    Products and gradients in `number_format`; the weights and their update in fp32 (master weights), or without `master` in
+    `number_format` too, as after `model.half()`.
     """
     x, y = synthetic(rows=64, features=16, seed=7)
     y, w, zeros = y[:, None] * 1e-3, torch.zeros(16, 1), []  # (B, 1), (D, 1)
@@ -222,7 +208,20 @@ def train_half(number_format: torch.dtype, scaler: LossScaler | None, steps: int
         gradient = rounded.grad.float() / scale
         if scaler is None or scaler.update(overflow=not gradient.isfinite().all()):
             w -= 50 * gradient
+            w = w if master else w.to(number_format).float()
     return ((x @ w - y).square().mean() / y.square().mean()).item(), sum(zeros) / len(zeros)
+
+
+def half_refused() -> str:
+    """What torch.amp.GradScaler says to the fp16 gradients of a `model.half()`."""
+    model = linear(4).half()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 4).half()).sum()).backward()
+    try:
+        scaler.unscale_(torch.optim.SGD(model.parameters(), 0.1))
+    except ValueError as error:
+        return words(error)
+    return "nothing"
 
 
 def scaled_steps(world: World, together: bool, steps: int = 6) -> tuple[int, float]:
@@ -242,23 +241,27 @@ def lesson_fp16(world: World) -> list:
     """fp16 gradients and a loss scaler by hand.
 
     fp16 holds nothing below 6e-8 or above 65504. The loss is multiplied before the backward pass and the gradient divided
-    after it, in fp32; a step whose gradient overflowed is skipped and the scale halved.
+    after it, in fp32; a step whose gradient overflowed is skipped and the scale halved. `model.half()`, the same as
+    `model.to(torch.float16)`, needs that too, and rounds every update of a weight to 11 bits besides.
     """
     numbers = []
     for value in (1e-3, 1e-5, 1e-7, 1e-8):
         plain, scaled = torch.tensor(value).half().item(), (torch.tensor(value) * 2**16).half().item() / 2**16
         numbers.append((f"{value:.0e}", f"{plain:.2e}", f"{scaled:.2e}"))
     sums = [f"{(torch.tensor(1.0, dtype=dtype) + 1e-4).item():.4f}" for dtype in (torch.float16, torch.float32)]
-    runs = {"fp32": (torch.float32, None), "fp16": (torch.float16, None), "fp16, scaled": (torch.float16, LossScaler())}
+    half = torch.float16
+    runs = {"fp32": (torch.float32, None), "fp16": (half, None), "fp16, scaled": (half, LossScaler()),
+            ".half()": (half, None), ".half(), scaled": (half, LossScaler())}  # fmt: skip
     trained = []
     for name, (number_format, scaler) in runs.items():
-        error, zeros = train_half(number_format, scaler)
+        error, zeros = train_half(number_format, scaler, master=".half()" not in name)
         trained.append((name, f"{zeros:.0%}", f"{error:.1e}", f"{scaler.scale:g}" if scaler else "-"))
     pairs = everyone((*scaled_steps(world, together=False), *scaled_steps(world, together=True)))
     return [
         Table("a gradient in fp16", "true|in fp16|times 65536 in fp16, divided in fp32", numbers),
         f"A weight of 1 plus 1e-4 is {sums[0]} in fp16 and {sums[1]} in fp32: the weights stay in fp32.",
         Table("300 steps on small targets", "format|gradients that are 0|error, w = 0 being 1|last scale", trained),
+        f"torch.amp.GradScaler on the gradients of .half(): {half_refused()}",
         Table("6 steps, an overflow on the last rank in the third",
               "rank|wrong, each for itself: steps made|scale|right, all_reduce: steps made|scale",
               [(rank, *pair) for rank, pair in enumerate(pairs)]),

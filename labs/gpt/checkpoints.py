@@ -10,6 +10,7 @@ pieces and state.json.
 import json
 import os
 import shutil
+import sys
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from engine.checkpoint import verify_files, write_checksums
 from engine.config import flag, parse_flags
 from engine.distributed import World
 from engine.errors import UserError, run_script
@@ -37,6 +39,7 @@ def save(folder: Path, step: int, layout, optimizer, state: dict, world: World) 
     def finish() -> None:
         text = json.dumps({**state, "step": step, "sizes": asdict(layout.sizes)}, indent=2)
         (temporary / "state.json").write_text(text, encoding="utf-8")
+        write_checksums(temporary, [path.name for path in temporary.iterdir()])
         shutil.rmtree(target, ignore_errors=True)
         os.replace(temporary, target)
         for old in list_checkpoints(folder)[:-KEEP]:
@@ -66,7 +69,17 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest(run: Path) -> Path | None:
-    return (list_checkpoints(run / "checkpoints") or [None])[-1]
+    """The newest whole one; None if nothing was saved yet. Raises `UserError` if all are damaged."""
+    damaged = []
+    for path in reversed(list_checkpoints(run / "checkpoints")):
+        if not (damage := verify_files(path)):
+            for passed_over in damaged:
+                print(f"checkpoint {passed_over}; using {path.name}", file=sys.stderr)
+            return path
+        damaged.append(f"{path.name} is damaged ({damage})")
+    if damaged:
+        raise UserError(f"no whole checkpoint in {run}: {', '.join(damaged)}; train again")
+    return None
 
 
 def detached(weights: dict) -> dict:
@@ -103,7 +116,11 @@ def load_weights(path: Path) -> tuple[dict[str, torch.Tensor], Sizes]:
 
 def checkpoint_of(run: str) -> Path:
     """What --ckpt takes: a run, or one of its checkpoints."""
-    path = Path(run) if (Path(run) / "state.json").exists() else newest(Path(run))
+    path = Path(run)
+    if not (path / "state.json").exists():
+        path = newest(path)
+    elif damage := verify_files(path):
+        raise UserError(f"{path} is damaged ({damage}); name another one, or the run")
     if path is None:
         raise UserError(f"{run} holds no checkpoint of this lab; train first, or name another run")
     return path

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.adamw import adamw
 
-from engine.distributed import World
+from engine.distributed import World, cut_like, whole
 from engine.errors import UserError
 from engine.precision import Precision
 from labs.gpt.model import GPT, HuggingFaceGPT, initial_weight, mean_loss
@@ -76,6 +76,8 @@ def check_grid(config, sizes: Sizes, processes: int) -> int:
         (config.model == "hf" and (tensor * pipe > 1 or config.chunked_loss or config.recompute == "selective"),
          "--model hf knows neither --tensor nor --pipe nor --chunked_loss nor --recompute selective; use --model own"),
         (config.chunked_loss and tensor * pipe > 1, "--chunked_loss goes with neither --tensor nor --pipe"),
+        (config.chunked_loss and not hasattr(nn, "LinearCrossEntropyOptions"),
+         f"--chunked_loss needs a newer PyTorch than {torch.__version__}: that of requirements.txt"),
         (config.chunked_loss and config.compile, "--chunked_loss and --compile do not go together in PyTorch 2.13"),
         (config.precision == "fp16" and pipe > 1, "--precision fp16 with --pipe is not built; use bf16"),
         (pipe > 1 and config.recompute != "none" and config.schedule in ("zb", "zbv"),
@@ -179,6 +181,9 @@ class Layout:
                                      output_args=hidden if number < stages - 1 else logits, group=group)
             for number, part in zip(self.stage_numbers, self.parts)
         ]  # fmt: skip
+        if device.type == "cpu":
+            for stage in self.stages:  # a greeting that NCCL wants; a ZB-V rank would greet itself, which gloo refuses
+                stage._get_init_p2p_neighbors_ops = list
         schedule = SCHEDULES[config.schedule]
         single = issubclass(schedule, pipelining.schedules.PipelineScheduleSingle)
         stages = self.stages[0] if single else self.stages
@@ -362,19 +367,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 @torch.no_grad()
 def set_whole(weight: Tensor, value: Tensor) -> None:
     """Write this rank's part of `value` into `weight`, without a message: every rank has the whole value."""
-    if isinstance(weight, DTensor):
-        # From the last side of the grid to the first: FSDP cuts what tensor parallelism has left.
-        for side in reversed(range(weight.device_mesh.ndim)):
-            place = weight.placements[side]
-            if not place.is_replicate():
-                parts = value.chunk(weight.device_mesh.size(side), place.dim)
-                number = weight.device_mesh.get_local_rank(side)
-                value = parts[number] if number < len(parts) else value.narrow(place.dim, 0, 0)
-    local(weight).copy_(value)
+    local(weight).copy_(local(cut_like(value, weight)))

@@ -28,7 +28,7 @@ LEARNING_RATE = {"relu": 2e-3, "sigmoid": 5e-3, "paper": 2e-3}  # peak; checked 
 class Config:
     """Every setting of a run."""
 
-    data: str = flag("", "folder with MNIST's four files; /opt/mnist, else ./data", "Data")
+    data: str = flag("", "folder with MNIST's files, or drawn; /opt/mnist, else ./data, else drawn", "Data")
     held_out: int = flag(0, "test on the last N training images, train on the others", "Data", least=0)
     dataloader: bool = flag(False, "batches through torch's DataLoader: the same ones, slower", "Data")
     workers: int = flag(0, "processes of the DataLoader; 0: the training process itself", "Data", least=0)
@@ -69,7 +69,7 @@ from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
 from engine.telemetry import progress
 from labs.lenet import pictures
-from labs.lenet.mnist import DIGITS, SIZE, Digits, batches, find_folder, rows_of_epoch
+from labs.lenet.mnist import DIGITS, HOW_TO_GET, SIZE, Digits, batches, find_folder, rows_of_epoch
 from labs.lenet.model import LeNet5, LossAndHits
 
 MAY_CHANGE = {"data", "dataloader", "workers", "epochs", "log_every", "compile", "device", "threads"}  # on --resume
@@ -89,6 +89,8 @@ def main(config: Config) -> None:
 
         # ---- data
         digits, tests = read_digits(config)
+        if config.data == "drawn":
+            run.log(f"data: printed digits drawn here, easier than handwriting. For MNIST {HOW_TO_GET}")
         check_sum = check_sum_of(digits, tests)
         steps_per_epoch = -(-len(digits) // config.batch)
         if len(digits) // steps_per_epoch < world.size:
@@ -210,7 +212,7 @@ def main(config: Config) -> None:
 def read_digits(config: Config) -> tuple[Digits, Digits]:
     """What to train on and what to test on."""
     folder = find_folder(config.data)
-    config.data = str(folder)  # absolute, so that it is there from any directory on --resume
+    config.data = str(folder or "drawn")  # absolute, so that it is there from any directory on --resume
     digits = Digits(folder, "train")
     return digits.hold_out(config.held_out) if config.held_out else (digits, Digits(folder, "test"))
 
@@ -225,7 +227,8 @@ def check_sum_of(digits: Digits, tests: Digits) -> int:
 
 def tests_of(config: Config) -> str:
     """What the log calls the images of the result."""
-    return "training images held out" if config.held_out else "test images"
+    drawn = "drawn " if config.data == "drawn" else ""
+    return drawn + ("training images held out" if config.held_out else "test images")
 
 
 @torch.inference_mode()

@@ -1,5 +1,7 @@
 """MNIST as a data set of our own: reads the IDX files, plain or .gz, and cuts batches on the device or by a DataLoader.
 
+Where MNIST is not at hand, digits are drawn instead, in the fonts that matplotlib brings along.
+
 digits = Digits(find_folder("/opt/mnist"), "train").to(device)
 for images, labels in batches(digits, rows_of_epoch(len(digits), batch=100, seed=1, epoch=0), device): …
 """
@@ -12,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib import get_data_path
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -20,15 +24,24 @@ from engine.run import leave_signals_to_main
 
 SIZE, DIGITS = 28, 10  # pixels a side, classes
 FILES = {"train": "train", "test": "t10k"}  # split → how its files' names begin
+DRAWN = {"train": (10_000, 1), "test": (2_000, 2)}  # split → how many digits are drawn, and the seed
+HOW_TO_GET = (
+    "download the four .gz files of https://ossci-datasets.s3.amazonaws.com/mnist/ (train-images-idx3-ubyte.gz, "
+    "train-labels-idx1-ubyte.gz, t10k-images-idx3-ubyte.gz, t10k-labels-idx1-ubyte.gz) and name their folder with --data"
+)
 
 
 class Digits(Dataset):
     """One split of MNIST: `digits[i]` is (image, label), the image (1, 28, 28) float from 0 (paper) to 1 (ink).
 
     All pixels stay in memory as the bytes they are on disk (47 MB for 60,000 images), on `device` after `to`.
+    Without a folder the digits are drawn.
     """
 
-    def __init__(self, folder: Path, split: str):
+    def __init__(self, folder: Path | None, split: str):
+        if folder is None:
+            self.images, self.labels = map(torch.from_numpy, draw_digits(*DRAWN[split]))
+            return
         paths = [find_file(folder, f"{FILES[split]}-{name}") for name in ("images-idx3-ubyte", "labels-idx1-ubyte")]
         self.images, self.labels = (torch.from_numpy(read_idx(path, axes)) for path, axes in zip(paths, (3, 1)))
         if tuple(self.images.shape[1:]) != (SIZE, SIZE):  # images (N, 28, 28)
@@ -90,16 +103,37 @@ def find_file(folder: Path, name: str) -> Path:
     )
 
 
-def find_folder(data: str) -> Path:
-    """Where the files lie: `data` itself or the MNIST/raw that torchvision makes in it; /opt/mnist or ./data without it."""
+def find_folder(data: str) -> Path | None:
+    """Where the files lie: `data` itself or the MNIST/raw that torchvision makes in it; without it /opt/mnist or ./data.
+
+    None stands for drawn digits: for "drawn", and for no `data` where both places are empty.
+    """
     roots = [Path(data).expanduser()] if data else [Path("/opt/mnist"), Path("data")]
-    for root in roots:
+    for root in [] if data == "drawn" else roots:
         for folder in (root, root / "MNIST" / "raw", root / "raw"):
             if any(folder.glob("*-idx?-ubyte*")) or any(folder.glob("*.idx?-ubyte*")):
                 return folder.resolve()
-    raise UserError(f"no MNIST files in {' or '.join(map(str, roots))}; download the four .gz files of "
-                    "https://ossci-datasets.s3.amazonaws.com/mnist/ (train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz, "
-                    "t10k-images-idx3-ubyte.gz, t10k-labels-idx1-ubyte.gz) and name their folder with --data")  # fmt: skip
+    if data in ("", "drawn"):
+        return None
+    raise UserError(f"no MNIST files in {data}; {HOW_TO_GET}, or give --data drawn")
+
+
+def draw_digits(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Printed digits, each in some font, turned, slanted, stretched and moved: (N, 28, 28) bytes and (N,) labels."""
+    files = sorted(Path(get_data_path(), "fonts", "ttf").glob("DejaVuS*.ttf"))
+    fonts = [ImageFont.truetype(str(file), 22) for file in files if "Display" not in file.name]  # which have no digits
+    random = np.random.default_rng(seed)
+    labels = random.integers(0, DIGITS, count)
+    images = np.empty((count, SIZE, SIZE), np.uint8)
+    for image, label in zip(images, labels):
+        picture = Image.new("L", (SIZE, SIZE))
+        font = fonts[random.integers(len(fonts))]
+        ImageDraw.Draw(picture).text((SIZE / 2, SIZE / 2), str(label), 255, font, anchor="mm")
+        matrix = np.eye(2) + random.normal(0, 0.2, (2, 2))  # from a place in the result to one in the picture
+        shift = SIZE / 2 - matrix @ (SIZE / 2 + random.uniform(-2, 2, 2))  # the middle goes at most two pixels off
+        affine = (*matrix[0], shift[0], *matrix[1], shift[1])
+        image[:] = picture.transform((SIZE, SIZE), Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR)
+    return images, labels
 
 
 def rows_of_epoch(count: int, batch: int, seed: int, epoch: int) -> tuple[Tensor, ...]:

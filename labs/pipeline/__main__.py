@@ -3,6 +3,7 @@
 python -m labs.pipeline                                        # one process, one stage; zero flags work
 torchrun --nproc_per_node 2 -m labs.pipeline                   # two stages, on two GPUs or, with gloo, on the CPU
 torchrun --nproc_per_node 4 -m labs.pipeline -- --schedule zbv --stages_per_rank 2
+torchrun --nproc_per_node 2 -m labs.pipeline -- --preset handout       # its sizes, optimizer, epochs
 torchrun --nproc_per_node 2 -m labs.pipeline -- --data wikitext-2/ --length 128 --batch_size 16 --epochs 1
 tensorboard --logdir runs                                      # loss, bubble, the picture of the schedule
 
@@ -15,22 +16,25 @@ from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
 
 ONE_STAGE = ("gpipe", "1f1b")  # schedules with one stage a rank
+HANDOUT = dict(d_model=12, nhead=4, dim_feedforward=24, num_layers=2, post_norm=True, dropout=0.1, micro_batches=2,
+               epochs=200, optimizer="sgd", momentum=0.0, lr=0.01)  # fmt: skip
 
 
 @dataclass
 class Config:
     """Every setting of a run."""
 
-    data: str = flag("", "text file, or folder of .txt files; the handout's toy sequences", "Data")
-    tokens: str = flag("bytes", "what a text is cut into (bytes|words)", "Data")
-    vocab: int = flag(10000, "most frequent words that are told apart", "Data", least=1)
+    data: str = flag("", "text file, or folder of .txt files, read as bytes; the handout's toy sequences", "Data")
     length: int = flag(0, "tokens that the model sees; 0: 9 of the toy sequences, 128 of text", "Data", least=0)
     sequences: int = flag(12, "toy sequences; number n is full of n", "Data", least=1)
 
+    preset: str = flag("lab", "handout: its sizes and settings, for the flags left out (lab|handout)", "Model")
     d_model: int = flag(64, "model width", "Model", least=1)
     nhead: int = flag(4, "attention heads", "Model", least=1)
     dim_feedforward: int = flag(256, "", "Model", least=1)
     num_layers: int = flag(8, "layers, shared out over the stages", "Model", least=1)
+    post_norm: bool = flag(False, "layer norm behind attention and feed-forward net, not before them", "Model")
+    dropout: float = flag(0.0, "share of activations dropped; each process draws its own", "Model", least=0, below=1)
     causal: bool = flag(True, "False: the handout's missing mask, to see what it does", "Model")
 
     schedule: str = flag("gpipe", "order of the work (gpipe|1f1b|interleaved|zb|zbv)", "Pipeline")
@@ -42,6 +46,7 @@ class Config:
     epochs: int = flag(30, "passes over the data", "Training", least=1)
     max_steps: int = flag(0, "stop after so many steps; 0: by epochs", "Training", least=0)
     optimizer: str = flag("adamw", "(adamw|sgd)", "Training")
+    momentum: float = flag(0.9, "of sgd", "Training", least=0, below=1)
     lr: float = flag(3e-3, "learning rate", "Training", above=0)
 
     run: str = flag("", "name of the run (folder runs/NAME); the date and time", "Run")
@@ -50,6 +55,12 @@ class Config:
     save_every: int = flag(100, "steps between checkpoints", "Run", least=1)
     seed: int = flag(1, "of the weights and the order of sequences", "Run", least=0)
     device: str = flag("auto", "auto, cpu or cuda", "Run")
+
+    def fill_in(self) -> "Config":
+        """The preset's values where no flag was given."""
+        for name in HANDOUT.keys() - self.given if self.preset == "handout" else ():
+            setattr(self, name, HANDOUT[name])
+        return self
 
     def check(self, ranks: int) -> None:
         """What makes sense only in the light of another setting, or of the number of processes."""
@@ -83,7 +94,7 @@ class Config:
 
 
 if __name__ == "__main__":
-    config = parse_flags(Config, "A Transformer trained in pipeline stages.")
+    config = parse_flags(Config, "A Transformer trained in pipeline stages.").fill_in()
 
 import math
 import os
@@ -123,6 +134,7 @@ def train(config: Config) -> None:
         if run.state and run.state["data"] != data:
             raise UserError(f"--resume {run.folder}: --data {config.data} is not what the run began with; put it back")
         state = run.restore(model) or {"step": 0, "loss": 0.0, "targets": 0, "data": data}
+        run.log(str(model))
         pipeline = Pipeline(model, config, world)
         del model
         optimizer = make_optimizer(config, pipeline.parameters.values())
@@ -130,8 +142,6 @@ def train(config: Config) -> None:
             restore_optimizer(checkpoint.load_optimizer(run.checkpoint), pipeline, optimizer)
         run.log(f"data: {len(sequences):,} sequences of {sequences.shape[1] - 1} tokens, vocabulary {vocab:,}; model: "
                 f"{config.num_layers} layers, stages: {world.size * config.stages_per_rank}")  # fmt: skip
-        if config.data and config.tokens == "words":
-            run.log(f"words outside the vocabulary: {(sequences == 0).sum() / (sequences >= 0).sum():.1%}")
         run.begin()
         loop(run, sequences, pipeline, optimizer, state)
 
@@ -147,6 +157,7 @@ def loop(run: Run, sequences: Tensor, pipeline: Pipeline, optimizer: torch.optim
     while state["step"] < last:
         tokens, target = batch_of_step(sequences, state["step"], config.batch_size, config.seed)
         counted = state["step"] == min(begun + 1, last - 1)  # by then the optimizer's state is there
+        run.world.set_seed(config.seed, state["step"])  # dropout: a resumed run draws what it would have drawn
         optimizer.zero_grad()
         with measured.counting() if counted else nullcontext():
             loss = pipeline.forward_backward(tokens, target)
@@ -161,7 +172,7 @@ def loop(run: Run, sequences: Tensor, pipeline: Pipeline, optimizer: torch.optim
             measured.add_memory()
         if step % log_every == 0 or step == last:
             mean, speed = state["loss"] / state["targets"], state["targets"] / (time.perf_counter() - since)
-            bubble = measured.add_step() if step > begun + 2 else None
+            bubble = measured.add_step(speed) if step > begun + 2 else None
             run.log(f"step {step:>6,}  epoch {step / steps_per_epoch:6.2f}  loss {mean:.4f}  {speed:,.0f} tokens/s"
                     + (f"  bubble {bubble:.1%}" if bubble is not None else ""))  # fmt: skip
             values = {"train/loss": mean, "speed/tokens_per_second": speed}
@@ -182,7 +193,7 @@ def loop(run: Run, sequences: Tensor, pipeline: Pipeline, optimizer: torch.optim
 def make_optimizer(config: Config, parameters) -> torch.optim.Optimizer:
     """Each rank has one, for its own stages."""
     if config.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=config.lr, momentum=0.9)
+        return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum)
     return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=0.01)
 
 

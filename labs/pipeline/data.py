@@ -3,7 +3,6 @@
 N sequences in all, B in a batch, S tokens that the model sees.
 """
 
-from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,21 +15,18 @@ from labs.pipeline.stages import NOTHING
 
 
 def load(config) -> tuple[Tensor, int]:
-    """The sequences, (N, S+1) with NOTHING behind the end of a text, and the size of the vocabulary."""
+    """The sequences, (N, S+1) with NOTHING behind the end of a text, whose tokens are bytes; the size of the vocabulary."""
     if not config.data:
         length = config.length or 9
         return torch.arange(config.sequences).unsqueeze(1).expand(-1, length + 1), max(100, config.sequences)
     content = read_text(Path(config.data).expanduser())
-    if config.tokens == "bytes":
-        tokens, vocab = torch.frombuffer(bytearray(content), dtype=torch.uint8).int(), 256
-    else:
-        tokens, vocab = words(content, config.vocab)
-    if len(tokens) < 2:
-        raise UserError(f"--data {config.data} holds {len(tokens)} {config.tokens}; a text needs at least two")
+    if len(content) < 2:
+        raise UserError(f"--data {config.data} holds {len(content)} bytes; a text needs at least two")
+    tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8).int()
     length = config.length or 128
     rows = -(-(len(tokens) - 1) // length)  # each token but the first is a target once; the last row may be short
     tokens = F.pad(tokens, (0, rows * length + 1 - len(tokens)), value=NOTHING)
-    return tokens.unfold(0, length + 1, length), vocab
+    return tokens.unfold(0, length + 1, length), 256
 
 
 def read_text(path: Path) -> bytes:
@@ -42,16 +38,6 @@ def read_text(path: Path) -> bytes:
         return b"".join(file.read_bytes() for file in files)
     except OSError as error:
         raise UserError(f"--data {path}: {error.strerror}; give a text file or a folder of .txt files") from None
-
-
-def words(content: bytes, vocab: int) -> tuple[Tensor, int]:
-    """Numbers of the words between white space, 0 for all but the `vocab` most frequent; the size of the vocabulary."""
-    try:
-        text = content.decode("utf-8").split()
-    except UnicodeDecodeError as error:
-        raise UserError(f"--data is not UTF-8 at byte {error.start}; give --tokens bytes") from None
-    numbers = {word: number for number, (word, _) in enumerate(Counter(text).most_common(vocab), start=1)}
-    return torch.tensor([numbers.get(word, 0) for word in text], dtype=torch.int32), len(numbers) + 1
 
 
 @lru_cache(maxsize=1)

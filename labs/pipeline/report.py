@@ -29,11 +29,13 @@ class Measured:
     """What the pipeline did in the steps that were looked at: one list of events a step, on rank 0."""
 
     def __init__(self, world: World, pipeline: Pipeline):
-        self.world, self.pipeline, self.steps, self.memory = world, pipeline, [], None
+        self.world, self.pipeline, self.memory = world, pipeline, None
+        self.steps, self.speeds = [], []
         self.held = HeldBytes(pipeline.parameters.values())
 
-    def add_step(self) -> float | None:
-        """All ranks' events of the last step together; → the bubble's share, on rank 0."""
+    def add_step(self, tokens_per_second: float = 0.0) -> float | None:
+        """All ranks' events of the last step together, and its speed; → the bubble's share, on rank 0."""
+        self.speeds.append(tokens_per_second)
         gathered = self.world.gather(self.pipeline.recorder.take())
         if gathered:
             self.steps.append([event for events in gathered for event in events])
@@ -72,6 +74,7 @@ def report(measured: Measured, run: Run, step: int) -> None:
     run.log(f"bubble: measured {share:.1%}, the median of {len(measured.steps)} steps ({own:.1%} between each rank's own "
             f"first and last work); in theory {equal if theory is None else theory:.1%}; this order simulated with the "
             f"measured times of its parts {own_times:.1%}")  # fmt: skip
+    run.log(f"speed: {median(measured.speeds):,.0f} tokens/s, the median of {len(measured.speeds)} lines")
     what = (
         "peak of all tensors" if run.world.device.type == "cuda" else "peak of activations kept for the backward pass"
     )

@@ -12,6 +12,7 @@ from torch.distributed import pipelining
 
 from engine import distributed
 from labs.pipeline.schedule import Recorder
+from model import sinusoids
 
 NOTHING = -1  # where a sequence has no token; as a target it counts neither in the loss nor in the number of targets
 SCHEDULES = {
@@ -29,51 +30,55 @@ class Embedding(nn.Module):
     def __init__(self, vocab: int, d_model: int, longest: int):
         super().__init__()
         self.tokens = nn.Embedding(vocab, d_model)
-        angles = torch.arange(longest).unsqueeze(1) * 10000 ** (-torch.arange(0, d_model, 2) / d_model)  # (S, D/2)
-        positions = torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)  # (S, D)
-        self.register_buffer("positions", positions, persistent=False)
+        self.register_buffer("positions", sinusoids(longest, d_model), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.tokens(tokens) + self.positions[: tokens.shape[1]]
 
 
 class Layer(nn.Module):
-    """Self-attention and a feed-forward net, each with a layer norm before it, (B, S, D) → (B, S, D).
+    """Self-attention and a feed-forward net, a layer norm before each (or behind, `post_norm`), (B, S, D) → (B, S, D).
 
     The mask is made in here: a mask handed down through the stages can be forgotten on the way, as in the handout.
     """
 
-    def __init__(self, d_model: int, nhead: int, dim_feedforward: int, causal: bool):
+    def __init__(self, config):
         super().__init__()
-        self.nhead, self.causal = nhead, causal
-        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
-        self.query_key_value = nn.Linear(d_model, 3 * d_model)
-        self.out = nn.Linear(d_model, d_model)
+        self.nhead, self.causal, self.post_norm, width = config.nhead, config.causal, config.post_norm, config.d_model
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         self.feedforward = nn.Sequential(
-            nn.Linear(d_model, dim_feedforward), nn.ReLU(), nn.Linear(dim_feedforward, d_model)
+            nn.Linear(width, config.dim_feedforward), nn.ReLU(), nn.Linear(config.dim_feedforward, width)
         )
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.query_key_value(self.norm1(x)).unflatten(2, (3, self.nhead, -1))  # (B, S, 3, H, W)
+        if self.post_norm:
+            x = self.norm1(x + self.dropout(self.attention(x)))
+            return self.norm2(x + self.dropout(self.feedforward(x)))
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.feedforward(self.norm2(x)))
+
+    def attention(self, x: Tensor) -> Tensor:
+        heads = self.query_key_value(x).unflatten(2, (3, self.nhead, -1))  # (B, S, 3, H, W)
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()  # (B, H, S, W) each
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)  # (B, H, S, W)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
-        return x + self.feedforward(self.norm2(x))
+        return self.out(seen.transpose(1, 2).flatten(2))
 
 
 class LanguageModel(nn.Module):
     """Token ids → logits of each next token, (B, S) → (B, S, V); `config` has the sizes.
 
-    Without dropout: every process would draw other random numbers than one process alone.
+    With dropout the processes draw other random numbers than one process alone; without it all of them agree.
     """
 
     def __init__(self, vocab: int, longest: int, config):
         super().__init__()
         self.embedding = Embedding(vocab, config.d_model, longest)
-        self.layers = nn.ModuleList(
-            Layer(config.d_model, config.nhead, config.dim_feedforward, config.causal) for _ in range(config.num_layers)
-        )
-        self.head = nn.Sequential(nn.LayerNorm(config.d_model), nn.Linear(config.d_model, vocab))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        last_norm = nn.Identity() if config.post_norm else nn.LayerNorm(config.d_model)  # post-norm: the layer's own
+        self.head = nn.Sequential(last_norm, nn.Linear(config.d_model, vocab))
         nn.init.normal_(self.head[1].weight, std=0.02)  # so that the loss begins at ln V
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.distributed import World
-from labs.wikitext.text import UNK, Vocabulary
+from labs.wikitext.text import Vocabulary
 from model import sinusoids
 
 WINDOWS_AT_ONCE = 64  # rows of a batch that is scored
@@ -27,11 +27,10 @@ class LanguageModel(nn.Module):
         nn.init.normal_(self.embedding.weight, std=embedding**-0.5)
         self.up = nn.Linear(embedding, self.width) if embedding != self.width else nn.Identity()
         self.down = nn.Linear(self.width, embedding) if embedding != self.width else nn.Identity()
-        positions = sinusoids(sizes.segment, self.width)
         if sizes.positions == "learned":
             self.positions = nn.Parameter(torch.randn(sizes.segment, self.width) * 0.02)
         else:
-            self.register_buffer("positions", positions, persistent=False)
+            self.register_buffer("positions", sinusoids(sizes.segment, self.width), persistent=False)
         layer = nn.TransformerEncoderLayer(
             self.width, self.nhead, sizes.dim_feedforward, sizes.dropout, batch_first=True, norm_first=True
         )
@@ -134,9 +133,12 @@ def windows(tokens: int, length: int) -> list[tuple[int, int, int]]:
 
 @torch.no_grad()
 def evaluate(
-    model: LanguageModel, ids: Tensor, eos: int, length: int, pad: str, world: World, confused: Tensor | None = None
-) -> tuple[dict[str, float], Tensor]:
-    """Sums over a text of T tokens: {"loss": nats, "correct": tokens}; and a table of the `confused` tokens, (K,).
+    model: LanguageModel, ids: Tensor, eos: int, length: int, pad: str, world: World, confused: Tensor | None = None,
+    unk: int | None = None,
+) -> tuple[dict[str, float], Tensor]:  # fmt: skip
+    """Sums over a text of T tokens, and a table of the `confused` tokens, (K,).
+
+    Sums: "loss" in nats; tokens guessed right, "correct", and of those that are not `unk` alone, "correct_known".
 
     Table (K, K + 1): how often token i was to be predicted and j was the likeliest; the last column is any other token.
     """
@@ -144,7 +146,7 @@ def evaluate(
     known = torch.empty(0, dtype=torch.int64) if confused is None else confused
     number = torch.full((model.embedding.num_embeddings,), len(known), dtype=torch.int64)
     number[known] = torch.arange(len(known))
-    number, sums = number.to(device), torch.zeros(2, dtype=torch.float64, device=device)
+    number, sums = number.to(device), torch.zeros(3, dtype=torch.float64, device=device)
     table = torch.zeros(len(known) + 1, len(known) + 1, dtype=torch.int64, device=device)
     batches = [spans[first : first + WINDOWS_AT_ONCE] for first in range(0, len(spans), WINDOWS_AT_ONCE)]
     for batch in batches[world.rank :: world.size]:
@@ -155,11 +157,13 @@ def evaluate(
         counted = real & (left <= counts.unsqueeze(1))
         logits, truth = model(tokens, real, counted).float(), send(targets[counted], device)  # (N, V), (N,)
         guess = logits.argmax(-1)
-        sums += torch.stack([F.cross_entropy(logits, truth, reduction="none").double().sum(), (guess == truth).sum()])
+        right, losses = guess == truth, F.cross_entropy(logits, truth, reduction="none")  # (N,)
+        right_known = right if unk is None else right & (truth != unk)
+        sums += torch.stack([losses.double().sum(), right.sum(), right_known.sum()])
         pairs = number[truth] * (len(known) + 1) + number[guess]
         table += pairs.bincount(minlength=table.numel()).view_as(table)
-    loss, correct = world.sum(sums).tolist()
-    return {"loss": loss, "correct": correct}, world.sum(table)[: len(known)].cpu()
+    names = ("loss", "correct", "correct_known")
+    return dict(zip(names, world.sum(sums).tolist())), world.sum(table)[: len(known)].cpu()
 
 
 @torch.no_grad()
@@ -176,7 +180,6 @@ def generate(
     context = model.later.size(0)  # tokens that are seen at most
     generator = torch.Generator().manual_seed(seed)
     rows = [[vocabulary.eos, *prompt.tolist()] for prompt in prompts]
-    unknown = [id for id, token in enumerate(vocabulary.tokens) if token == UNK]
     for _ in range(length):
         seen = [row[-context:] for row in rows]
         longest = max(map(len, seen))
@@ -185,15 +188,16 @@ def generate(
         last = torch.zeros_like(real)
         last[:, -1] = True
         logits = model(tokens, real, last).float().cpu()  # (B, V)
-        logits[:, unknown] = -math.inf
+        if vocabulary.unk is not None:
+            logits[:, vocabulary.unk] = -math.inf
         drawn = (logits / temperature).softmax(-1).multinomial(1, generator=generator)
         for row, id in zip(rows, drawn.flatten().tolist()):
             row.append(id)
     return [row[-length:] for row in rows]
 
 
-def confusion_page(table: Tensor, names: list[str]):
-    """The table (K, K + 1) as a matplotlib figure of shares in each row, and as a Markdown table of counts."""
+def confusion_figure(table: Tensor, names: list[str]):
+    """The table (K, K + 1) as a matplotlib figure of shares in each row."""
     from matplotlib.figure import Figure
 
     shares = table / table.sum(1, keepdim=True).clamp_min(1)
@@ -205,7 +209,4 @@ def confusion_page(table: Tensor, names: list[str]):
     axes.set_xlabel("likeliest token of the model")
     axes.set_ylabel("token in the test text")
     figure.colorbar(image, label="share of the row")
-    cells = [name.replace("|", "\\|").replace("<", "&lt;") for name in names]
-    lines = ["| true \\ predicted | " + " | ".join([*cells, "(other)"]) + " |", "|---" * (len(names) + 2) + "|"]
-    lines += [f"| {name} | " + " | ".join(map(str, row)) + " |" for name, row in zip(cells, table.tolist())]
-    return figure, "\n".join(lines)
+    return figure

@@ -19,20 +19,23 @@ class SegmentSampler:
     ℓ_i: the mean unsmoothed loss of its tokens, in nats, when it was last visited (before: the mean of the others);
     β: `sharpness`; e: epochs done; E: epochs in all. With β = 1 a segment's extra share is proportional to its perplexity.
     w falls from nearly 1 to 0 where the learning rate begins to fall, so the last 30 % of the epochs are static again.
+    One draw serves `resample_every` epochs, in another order each; e is the first of them.
 
-    An epoch draws M times by systematic resampling: i comes ⌊M p_i⌋ or ⌈M p_i⌉ times and M p_i times in expectation, so at
-    w = 0 each comes exactly once. The draw is a function of (losses, seed, epoch), the same on all ranks.
+    A draw takes M segments by systematic resampling: i comes ⌊M p_i⌋ or ⌈M p_i⌉ times and M p_i times in expectation,
+    so at w = 0 each comes exactly once. It is a function of (losses, seed, epoch), the same on all ranks.
     """
 
     def __init__(
-        self, tokens: int, segment: int, sampling: str, sharpness: float, epochs: int, seed: int, device="cpu"
-    ):
+        self, tokens: int, segment: int, sampling: str, sharpness: float, epochs: int, seed: int, device="cpu",
+        resample_every: int = 1,
+    ):  # fmt: skip
         self.starts = torch.arange(0, tokens, segment)  # (M,)
         self.lengths = (tokens - self.starts).clamp_max(segment)  # (M,)
         self.sampling, self.sharpness, self.epochs, self.seed = sampling, sharpness, epochs, seed
+        self.resample_every = resample_every
         count = len(self.starts)
         self.losses = torch.full((count,), float("nan"), dtype=torch.float64)  # ℓ; nan: never visited
-        # Nats of this epoch's visits, on this rank; on the GPU, because nobody asks before the epoch's end.
+        # Nats of the visits since the last draw, on this rank; on the GPU, because nobody asks before the next.
         self.sums = torch.zeros(count, dtype=torch.float64, device=device)
         self.visits = torch.zeros(count, dtype=torch.float64)
 
@@ -41,8 +44,13 @@ class SegmentSampler:
         firsts, ends = self.starts[segments].tolist(), (self.starts + self.lengths)[segments].tolist()
         return list(zip(firsts, firsts, ends))
 
+    def draw_of(self, epoch: int) -> int:
+        """The epoch (from 0) before which the segments of `epoch` were drawn."""
+        return epoch - epoch % self.resample_every
+
     def weight(self, epoch: int) -> float:
-        """w, before epoch `epoch` (from 0)."""
+        """w in epoch `epoch` (from 0)."""
+        epoch = self.draw_of(epoch)
         if self.sampling == "static" or epoch == 0:
             return 0.0
         return max(0.0, 1 - epoch / ((1 - DECAY_SHARE) * self.epochs))
@@ -58,20 +66,26 @@ class SegmentSampler:
 
     def plan(self, epoch: int) -> Tensor:
         """The segments of this epoch in order, (M,)"""
-        # Not shifted into place: of 64 bits the CPU's generator looks at the lower 32 only.
-        generator = torch.Generator().manual_seed((1_000_003 * self.seed + epoch) % 2**32)
-        segments = torch.arange(len(self.losses))
+        generator, segments = self.generator(self.draw_of(epoch)), torch.arange(len(self.losses))
         if self.weight(epoch) > 0:
             segments = systematic(self.probabilities(epoch), torch.rand((), generator=generator, dtype=torch.float64))
+        if epoch != self.draw_of(epoch):
+            generator = self.generator(epoch)
         return segments[torch.randperm(len(segments), generator=generator)]
+
+    def generator(self, epoch: int) -> torch.Generator:
+        # Not shifted into place: of 64 bits the CPU's generator looks at the lower 32 only.
+        return torch.Generator().manual_seed((1_000_003 * self.seed + epoch) % 2**32)
 
     def record(self, segments: Tensor, sums: Tensor) -> None:
         """These segments (B,) were visited by this rank, and their tokens' losses add up to `sums` (B,)."""
         self.sums.index_add_(0, send(segments, self.sums.device), sums.double())
         self.visits.index_add_(0, segments, torch.ones(len(segments), dtype=torch.float64))
 
-    def end_epoch(self, world: World) -> None:
-        """The losses of this epoch's visits, on all ranks, become the recent ones."""
+    def end_epoch(self, world: World, epoch: int = 0) -> None:
+        """Before a draw the losses of all visits since the last one, on all ranks, become the recent ones."""
+        if self.draw_of(epoch + 1) <= epoch:
+            return
         sums, visits = self._over_ranks(world)
         self.losses = torch.where(visits > 0, sums / (visits * self.lengths), self.losses)
         self.sums.zero_()

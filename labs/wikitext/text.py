@@ -26,7 +26,8 @@ from text.subwords import decode, encode, train_tokenizer
 DEFAULT = Path("/opt/wikitext-2")
 SAMPLE = Path(__file__).parent.parent.parent / "sample"
 SPLITS = ("train", "validation", "test")
-SUFFIXES = (".txt", ".tokens", ".raw", ".md")
+SUFFIXES = (".txt", ".tokens", ".raw", ".md", ".parquet")
+NO_TEXT = ("readme", "license", "dataset_card")  # files about a corpus, which lie beside it
 UNK, EOS = "<unk>", "<eos>"
 TITLE = re.compile(r"\s*= [^=].* =\s*")  # of a document; ` = = heading = = ` is one of a section
 # For text that nobody has tokenised: a Han character, a word, or a mark by itself.
@@ -44,14 +45,13 @@ class Vocabulary:
 
     def __post_init__(self):
         self.index = {token: id for id, token in enumerate(self.tokens)}
-        self.eos = self.index[EOS]
+        self.eos, self.unk = self.index[EOS], self.index.get(UNK)
 
     def encode(self, lines: list[str]) -> list[list[int]]:
         """Ids of each line, without <eos>."""
         if self.tokenizer:
             return encode(self.tokenizer, lines)
-        unk = self.index[UNK]
-        return [[self.index.get(word, unk) for word in cut_words(line, self.marks)] for line in lines]
+        return [[self.index.get(word, self.unk) for word in cut_words(line, self.marks)] for line in lines]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these ids, with a line end for <eos>."""
@@ -105,10 +105,9 @@ def stream(vocabulary: Vocabulary, lines: list[str]) -> Tensor:
 
 def unknown_shares(vocabulary: Vocabulary, ids: dict[str, Tensor]) -> str:
     """How much of each split is <unk>; perplexities compare only where this is the same."""
-    if UNK not in vocabulary.tokens:
+    if vocabulary.unk is None:
         return ""
-    unk = vocabulary.tokens.index(UNK)
-    shares = [f"{(ids[split] == unk).double().mean():.1%} of {split}" for split in SPLITS]
+    shares = [f"{(ids[split] == vocabulary.unk).double().mean():.1%} of {split}" for split in SPLITS]
     return f"; {UNK} is " + ", ".join(shares)
 
 
@@ -141,14 +140,15 @@ def find_files(path: Path) -> dict[str, list[Path]]:
         return {"": [path]}
     if not path.is_dir():
         raise UserError(f"--data {path}: no such file or folder; give a text file, or a folder with some")
-    files = sorted(file for file in path.iterdir() if file.is_file() and file.suffix in SUFFIXES)
+    files = sorted(file for file in path.iterdir() if file.is_file() and file.suffix in SUFFIXES
+                   and not file.name.startswith(".") and file.stem.lower() not in NO_TEXT)  # fmt: skip
     if not files:
         raise UserError(f"--data {path}: no text file there ({' '.join(SUFFIXES)}); give a text file, or its folder")
     files_of = {}
     for file in files:
         files_of.setdefault(split_of(file), []).append(file)
     named = {split: files_of[split] for split in SPLITS if split in files_of}
-    return named or files_of  # a README beside train.txt is no training text
+    return named or files_of  # notes beside train.txt are no training text
 
 
 def split_of(file: Path) -> str:
@@ -158,12 +158,27 @@ def split_of(file: Path) -> str:
 
 
 def read_lines(file: Path) -> list[str]:
+    """Of a text file, or of the column `text` of a parquet file: on the hub a row is a line, or a text of several."""
+    if file.suffix == ".parquet":
+        return [line for row in read_column(file) for line in (row or "").splitlines() or [""]]
     try:
         return file.read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}; give another text file") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 (byte {error.start}); convert it first, e.g. with iconv") from None
+
+
+def read_column(file: Path) -> list[str]:
+    import pyarrow.parquet  # here, because a text file needs no pyarrow
+
+    try:
+        return pyarrow.parquet.read_table(file, columns=["text"]).column("text").to_pylist()
+    except KeyError:
+        columns = ", ".join(pyarrow.parquet.read_schema(file).names)
+        raise UserError(f"{file} has no column text, only {columns}; give a folder of texts") from None
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{file} is no parquet file that can be read ({str(error)[:80]}); fetch it again") from None
 
 
 def cut_missing(splits: dict[str, list[str]], ratios: tuple[float, ...], notes: list[str]) -> dict[str, list[str]]:

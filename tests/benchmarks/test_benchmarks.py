@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import attention_op, data, decoding, gpu, gpu_parity, limits, scaling, training
+from benchmarks import attention_op, data, decoding, gpu, gpu_parity, limits, scaling, telemetry, training
 from benchmarks import corpus as corpus_module
 from benchmarks.corpus import as_ids, load_corpus, read_corpus
 from benchmarks.measuring import tokens_of
@@ -21,7 +22,7 @@ from benchmarks.peers import contest, ct2, install
 from benchmarks.peers.contestants import Contestant, choose, start
 from data import BucketSampler, Collate
 from engine.errors import UserError
-from model import ModelConfig, Translator, sinusoids, training_flops
+from model import PRESETS, ModelConfig, Translator, sinusoids, training_flops
 from text.store import TokenizedPairs
 
 
@@ -297,6 +298,16 @@ def test_limits(toy_data, cache, tmp_path, capsys):
     )
     assert list(figures_of(tmp_path / "limits.json")) == ["fp32, MKL", "fp32, oneDNN", "bf16"]
     assert "ours-bf16: 5 target tokens/s" in capsys.readouterr().out
+
+
+def test_telemetry_is_on_and_off_in_turns(toy_data, tmp_path, monkeypatch, capsys):
+    small = dict(d_model=32, nhead=4, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=64)
+    monkeypatch.setitem(PRESETS, "lab", PRESETS["lab"] | small)
+    monkeypatch.chdir(tmp_path)
+    runs = telemetry.main(telemetry.Config(str(toy_data), steps=20, rounds=2, device="cpu", out="out.json"))
+    assert [(run.contestant, run.round) for run in runs] == [("watched", 1), ("alone", 1), ("watched", 2), ("alone", 2)]
+    out = capsys.readouterr().out
+    assert re.findall(r"step +(\d+) ", out) == ["20", "60"] and re.search(r"watching costs -?\d+\.\d\d%", out)
 
 
 def test_data_and_growth(toy_data, cache, tmp_path, monkeypatch, capsys):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from conftest import HANGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parent.parent.parent
 def run_lab(*arguments, cwd: Path, program=(sys.executable,), **environment) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     words = [*program, "-m", "labs.collectives", *map(str, arguments)]
-    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=HANGS)
 
 
 # ---------------------------------------------------------------- without processes
@@ -102,6 +103,9 @@ def test_fp16_gradients_underflow_without_a_scale_and_not_with_one():
     assert plain > 1e-3 and zeros > 0.5
     scaled, zeros = training.train_half(torch.float16, training.LossScaler())
     assert scaled < 1e-6 and zeros < 0.01
+    half, zeros = training.train_half(torch.float16, training.LossScaler(), master=False)
+    assert half > 5 * scaled and zeros < 0.01  # nothing underflows, but updates are rounded away
+    assert "unscale FP16 gradients" in training.half_refused()
 
 
 def test_the_scale_comes_down_from_an_overflow():
@@ -364,6 +368,8 @@ def test_one_process_says_what_it_cannot_show(monkeypatch, tmp_path, capsys):
         ({"port": 70000}, {}, "--port 70000 must be at least 0 and at most 65,535"),
         ({"port": "TAKEN"}, {}, "Address already in use; give another"),
         ({"out": "/proc/none/a.md"}, {}, "--out /proc/none/a.md: No such file or directory"),
+        ({"gpu_devices": (0, 1), "target_device": 0}, {}, "--gpu_devices 0 1: this machine has 0 GPUs"),
+        ({"target_device": 4}, {}, "--target_device 4 must be one of 1, 2, 3"),
         ({"processes": 2}, {"RANK": "0", "WORLD_SIZE": "2"}, "give it --nproc_per_node"),
         ({}, {"RANK": "0", "WORLD_SIZE": "2"}, "missing in the environment"),
     ],
@@ -378,8 +384,28 @@ def test_mistakes_are_named_in_one_line(settings, environment, message, monkeypa
         settings = {name: taken.getsockname()[1] if value == "TAKEN" else value for name, value in settings.items()}
         config = checked(lab.Config(**settings))
         config.given = set(settings)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
         lab.main(config)
     assert "\n" not in str(mistake.value)
+
+
+def test_gpus_as_the_handout_types_them(monkeypatch):
+    """What cannot run here: which GPU each rank takes, by which backend, and to which rank the tensors go."""
+    monkeypatch.setattr(sys, "argv", "lab --gpu_devices 0 1 3 2 --target_device 3".split())
+    config = lab.parse_flags(lab.Config)
+    assert config.gpu_devices == (0, 1, 3, 2) and "processes" not in config.given
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    lab.check_devices(config, 4)
+    with pytest.raises(UserError, match="3 processes need as many different GPUs"):
+        lab.check_devices(config, 3)
+    calls = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(device))
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    monkeypatch.setattr(dist, "get_rank", lambda: 2)
+    monkeypatch.setattr(dist, "new_group", lambda backend: backend)
+    monkeypatch.setattr(dist, "gather", lambda x, received, dst, group: calls.append((len(received), dst, group)))
+    gathering.gather_on_gpus(3, torch.arange(2), list(config.gpu_devices))
+    assert calls == [3, (4, 2, "nccl")]
 
 
 def quits_on_rank_1() -> None:

@@ -24,32 +24,8 @@ from engine.run import Run
 from engine.telemetry import shown_as
 from labs.lenet import pictures
 from labs.lenet.__main__ import Config, main
-from labs.lenet.mnist import Digits, batches, find_folder, rows_of_epoch
+from labs.lenet.mnist import Digits, batches, draw_digits, find_folder, rows_of_epoch
 from labs.lenet.model import CONNECTIONS, LeNet5, PaperConvolution, PaperPooling, xavier
-
-CLOCK = "abcdef bc abged abgcd fgbc afgcd afgedc abc abcdefg abgfcd".split()  # the lit segments of 0 to 9
-PLACES = dict(
-    a=(0, 0, 0, 1), b=(0, 1, 1, 1), c=(1, 1, 2, 1), d=(2, 0, 2, 1), e=(1, 0, 2, 0), f=(0, 0, 1, 0), g=(1, 0, 1, 1)
-)
-
-
-def drawn_digits(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Digits as a clock shows them, of any size, slant and place, with noise: (N, 28, 28) bytes and (N,) labels."""
-    draw = np.random.default_rng(seed)
-    labels = draw.integers(0, 10, count).astype(np.uint8)
-    images = draw.integers(0, 60, (count, 28, 28)).astype(np.uint8)
-    t = np.linspace(0, 1, 12)
-    for image, label in zip(images, labels):
-        height, width, slant = draw.integers(6, 9), draw.integers(6, 11), draw.uniform(-3, 3)
-        top, left = draw.integers(3, 25 - 2 * height + 2), draw.integers(5, 22 - width + 1)
-        for segment in CLOCK[label]:
-            row, column, last_row, last_column = PLACES[segment]
-            y = top + height * (row + t * (last_row - row))
-            x = left + width * (column + t * (last_column - column)) + slant * (1 - y / 14)
-            rows, columns = y.astype(int), x.astype(int)
-            for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):  # strokes are two pixels wide
-                image[rows + down, columns + right] = draw.integers(180, 256, 12)
-    return images, labels
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +41,9 @@ def write_idx(path: Path, values: np.ndarray) -> None:
 def write_mnist(folder: Path, train: int, test: int, ending: str = "") -> Path:
     folder.mkdir(parents=True)
     for name, count, seed in (("train", train, 1), ("t10k", test, 2)):
-        images, labels = drawn_digits(count, seed)
+        images, labels = draw_digits(count, seed)
         write_idx(folder / f"{name}-images-idx3-ubyte{ending}", images)
-        write_idx(folder / f"{name}-labels-idx1-ubyte{ending}", labels)
+        write_idx(folder / f"{name}-labels-idx1-ubyte{ending}", labels.astype(np.uint8))
     return folder
 
 
@@ -124,7 +100,7 @@ def records(run: Path, tag: str) -> dict[int, float]:
 def test_reads_what_was_written(tmp_path, ending, inside):
     write_mnist(tmp_path / "root" / inside, 30, 20, ending)
     digits = Digits(find_folder(str(tmp_path / "root")), "test")
-    images, labels = drawn_digits(20, 2)
+    images, labels = draw_digits(20, 2)
     assert len(digits) == 20
     for i in range(20):
         image, label = digits[i]
@@ -160,6 +136,18 @@ def test_the_dataloader_gives_the_same_batches(data, workers):
     for (images, labels), (loaded_images, loaded_labels) in pairs:
         assert images.shape == (len(labels), 1, 28, 28) and images.dtype == torch.float32
         assert torch.equal(images, loaded_images) and torch.equal(labels, loaded_labels)
+
+
+def test_without_mnist_digits_are_drawn(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_folder("") is None or Path("/opt/mnist").exists()
+    monkeypatch.setattr("labs.lenet.mnist.DRAWN", {"train": (300, 1), "test": (200, 2)})
+    train("--data", "drawn", "--epochs", 1, "--run", "x")
+    train("--resume", "runs/x")  # the same digits again
+    log = Path("runs/x/train.log").read_text(encoding="utf-8")
+    assert "https://ossci-datasets" in log and "errors in 200 drawn test images" in log and "environment: " in log
+    images, labels = draw_digits(200, 2)
+    assert set(labels) == set(range(10)) and images.max((1, 2)).min() > 150  # no font without digits
 
 
 # ---- the model
@@ -222,7 +210,7 @@ def test_equals_the_same_layers_in_a_row(variant):
 @pytest.mark.parametrize("variant", ["relu", "sigmoid", "paper"])
 def test_begins_near_chance(variant):
     torch.manual_seed(1)
-    images, labels = map(torch.from_numpy, drawn_digits(200, 1))
+    images, labels = map(torch.from_numpy, draw_digits(200, 1))
     loss = F.cross_entropy(LeNet5(variant)(images[:, None] / 255), labels.long())
     assert abs(loss - np.log(10)) < 0.5
 
@@ -291,7 +279,7 @@ def test_learns_drawn_digits_and_writes_all_down(whole_run):
     assert result["errors"] == len(result["mistakes"]) == round((1 - result["accuracy"]) * 501)
     counts = np.array(result["confusion"])
     assert counts.sum() == 501 and counts.sum() - counts.trace() == result["errors"]
-    assert (counts.sum(1) == np.bincount(drawn_digits(501, 2)[1], minlength=10)).all()
+    assert (counts.sum(1) == np.bincount(draw_digits(501, 2)[1], minlength=10)).all()
     log = (run / "train.log").read_text(encoding="utf-8")
     assert f"test accuracy {result['accuracy']:.2%}: {result['errors']} errors in 501 test images" in log
     assert "(c1): Sequential(" in log  # the network's layers
@@ -356,7 +344,7 @@ def test_trains_with_the_own_gelu(data, tmp_path, monkeypatch):
     assert "2,500 training and 501 training images held out, 100 steps an epoch" in log
     result = json.loads(Path("runs/x/eval/test.json").read_text(encoding="utf-8"))
     assert result["accuracy"] > 0.75 and result["images"] == result["held_out"] == 501
-    held_out = drawn_digits(3001, 1)[1][-501:]
+    held_out = draw_digits(3001, 1)[1][-501:]
     assert np.sum(result["confusion"], 1).tolist() == np.bincount(held_out, minlength=10).tolist()
 
 
@@ -456,7 +444,8 @@ def test_bad_flags_are_refused(settings, words):
 def test_mistakes_leave_all_as_it_was(data, tmp_path, whole_run, monkeypatch, flags, words):
     other = write_mnist(tmp_path / "other", 10, 10)
     relabelled = Path(shutil.copytree(data, tmp_path / "relabelled"))  # one label of a test image is changed
-    write_idx(relabelled / "t10k-labels-idx1-ubyte", (drawn_digits(501, 2)[1] + (np.arange(501) == 7)) % 10)
+    labels = (draw_digits(501, 2)[1] + (np.arange(501) == 7)) % 10
+    write_idx(relabelled / "t10k-labels-idx1-ubyte", labels.astype(np.uint8))
     monkeypatch.chdir(whole_run)
     if "processes" in words:
         two = distributed.World(0, 2, torch.device("cpu"))

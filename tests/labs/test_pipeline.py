@@ -43,6 +43,7 @@ CASES = {  # by name: the ranks, and the settings; layers that do not divide
     "traced-zbv-2": (2, {**TOY, "build": "traced", "schedule": "zbv", "stages_per_rank": 2, "num_layers": 4}),
     "text-zb-3": (3, {**TOY, "schedule": "zb", "stages_per_rank": 2, "data": "odd.txt", "length": 7, "num_layers": 7}),
     "three-parts-2": (2, {**TOY, "schedule": "interleaved", "stages_per_rank": 2, "batch_size": 6, "micro_batches": 3}),
+    "post-norm-2": (2, {**TOY, "post_norm": True, "build": "traced", "num_layers": 3}),
     "gpipe-twice-2": (2, {**TOY, "batch_size": 16, "micro_batches": 8}),
     "1f1b-twice-2": (2, {**TOY, "batch_size": 16, "micro_batches": 8, "schedule": "1f1b"}),
 }  # fmt: skip
@@ -150,7 +151,7 @@ def with_group(name, rank: int, ranks: int, folder: Path, work):
     if rank >= ranks:
         return None
     store = dist.FileStore(f"{folder}/group-{name}", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=2))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=30))
     world = World(rank, ranks, torch.device("cpu"), store)
     lab.distributed.start = lambda _: world  # for `train`, which leaves the group itself
     result = work(world)
@@ -194,7 +195,7 @@ def ran(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "odd.txt").write_bytes(b"A text of 51 bytes: not a multiple of anything...\n!")
     with command(__file__, folder, cwd=folder) as processes:
-        _, errors = processes.communicate(timeout=600)
+        _, errors = processes.communicate(timeout=1800)
     assert processes.returncode == 0, errors
     return {**torch.load(folder / "results.pt", weights_only=False), "folder": folder}
 
@@ -274,6 +275,44 @@ def test_a_run_leaves_picture_curves_and_memory(ran):
     log = (folder / "train.log").read_text()
     assert "rank 1 (stage 1)" in log and "MiB" in log and "in theory 20.0%" in log
     assert "pipeline/bubble_share" in (folder / "metrics.jsonl").read_text()
+
+
+# ---- the handout's model and settings --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("post_norm", [True, False])
+def test_a_layer_is_torchs_own_of_the_same_weights(post_norm):
+    config = lab.Config(**SMALL, post_norm=post_norm)
+    names = dict(query_key_value="self_attn.in_proj", out="self_attn.out_proj", norm1="norm1", norm2="norm2",
+                 feedforward_0="linear1", feedforward_2="linear2")  # fmt: skip
+    ours = stages.Layer(config)
+    theirs = torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=not post_norm)
+    weights = {}
+    for name, weight in ours.state_dict().items():
+        part, kind = name.replace("feedforward.", "feedforward_").split(".")
+        weights[names[part] + ("_" if part == "query_key_value" else ".") + kind] = weight
+    theirs.load_state_dict(weights)
+    x, mask = torch.randn(2, 9, 16), torch.nn.Transformer.generate_square_subsequent_mask(9)
+    torch.testing.assert_close(ours(x), theirs(x, src_mask=mask))
+
+
+def test_the_handouts_preset_learns_goes_on_and_gives_way_to_flags(tmp_path, monkeypatch):
+    def settings(**flags):
+        config = lab.Config(preset="handout", build="by_hand", **flags)
+        config.given = set(flags)
+        return config.fill_in()
+
+    monkeypatch.chdir(tmp_path)
+    assert settings(lr=0.5).lr == 0.5 and settings(lr=0.5).epochs == 200 and settings(lr=0.5).momentum == 0
+    lab.train(settings(max_steps=4, run="whole"))
+    lab.train(settings(max_steps=2, run="parts"))
+    resumed = lab.Config(max_steps=4, resume="runs/parts")
+    resumed.given = {"max_steps"}
+    lab.train(resumed)
+    whole, parts = (checkpoint.load_weights(Path(f"runs/{name}/checkpoints/step-4")) for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)  # the dropped activations are the same
+    log = Path("runs/whole/train.log").read_text()
+    assert "Dropout(p=0.1" in log and "tokens/s, the median of" in log
 
 
 # ---- the handout's mistakes ------------------------------------------------------------------------------------------
@@ -364,12 +403,6 @@ def test_text_becomes_sequences_that_lose_nothing(tmp_path):
     assert sequences[:, 0].tolist() == [90, 98, 106, 114]
 
 
-def test_words_are_numbered_by_frequency(tmp_path):
-    (tmp_path / "a.txt").write_text("b a a c a b d")
-    sequences, vocab = data.load(lab.Config(data=str(tmp_path / "a.txt"), tokens="words", vocab=2, length=6))
-    assert vocab == 3 and sequences.tolist() == [[2, 1, 1, 0, 1, 2, 0]]
-
-
 def test_an_epoch_shows_every_sequence_once():
     sequences = torch.arange(1, 14).unsqueeze(1).expand(-1, 4)
     for epoch in (0, 1):
@@ -454,7 +487,7 @@ def test_every_rank_leaves_with_2(tmp_path):
     ranks = [command("-m", "labs.pipeline", "--num_layers", 1, cwd=tmp_path, RANK=str(rank), LOCAL_RANK=str(rank),
                      WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)) for rank in range(2)]  # fmt: skip
     for rank in ranks:
-        _, errors = rank.communicate(timeout=300)
+        _, errors = rank.communicate(timeout=1800)
         assert rank.returncode == 2
         assert len(errors.strip().splitlines()) == 1 and "2 stages, more than --num_layers 1" in errors
     assert not (tmp_path / "runs").exists()
@@ -464,7 +497,7 @@ def test_torchrun_as_typed(tmp_path):
     run = command(
         "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, "-m", "labs.pipeline", cwd=tmp_path
     )
-    out, errors = run.communicate(timeout=300)
+    out, errors = run.communicate(timeout=1800)
     assert run.returncode == 0, errors
     losses = [float(line.split("loss ")[1].split()[0]) for line in out.splitlines() if line.startswith("step")]
     assert len(losses) == 30 and losses[-1] < 0.1

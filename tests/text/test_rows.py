@@ -1,6 +1,7 @@
 """Every form of parallel text gives the same rows, and every mistake one line that says what, where and what to do."""
 
 import csv
+import html
 import json
 import os
 import shutil
@@ -92,6 +93,32 @@ def write_csv(path, pairs, separator=",", encoding="utf-8"):
 def write_tsv(path, pairs):
     lines = ["id\tzh\ten", *("\t".join(("7", *pair)) for pair in one_line(pairs))]
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def write_moses(path, pairs):
+    for side, language in enumerate(("zh", "en")):
+        lines = "".join(pair[side] + "\n" for pair in one_line(pairs))
+        path.with_name(f"{path.name}.{language}").write_text(lines, encoding="utf-8")
+
+
+def segments(pairs, side):
+    return "".join(f'<seg id="{n}"> {html.escape(pair[side])}\n</seg>\n' for n, pair in enumerate(pairs, 1))
+
+
+def write_sgm(path, pairs):
+    for side, part in enumerate(("src.zh", "ref.en")):
+        text = f'<{part[:3]}set setid="x" trglang="en"><doc docid="a">\n{segments(pairs, side)}</doc></{part[:3]}set>'
+        path.with_name(f"{path.name}-{part}.sgm").write_text(text, encoding="utf-8")
+
+
+def write_xml(path, pairs):
+    docs = "".join(
+        f'<doc origlang="zh"><src lang="zh"><p>{segments([pair], 0)}</p></src><ref lang="de"><seg>x</seg></ref>'
+        f'<ref lang="en" translator="A">{segments([pair], 1)}</ref><ref lang="en" translator="B"><seg>x</seg></ref></doc>'
+        for pair in pairs
+    )
+    suite = '<doc testsuite="x"><src lang="zh"><seg>x</seg></src></doc>'  # without a reference
+    path.write_text(f"<dataset><collection>{docs}{suite}</collection></dataset>", encoding="utf-8")
 
 
 # Layouts: (folder) → what the splits must hold.
@@ -211,6 +238,10 @@ LAYOUTS = {
     "json data indented": one_file_a_split(write_json_data_indented, ["train.json", "valid.json", "test.json"]),
     "csv": one_file_a_split(write_csv, ["training.csv", "news.dev.csv", "news-test-2017.csv"]),
     "tsv": one_file_a_split(write_tsv, ["train.tsv", "dev.tsv", "test.tsv"]),
+    "moses": one_file_a_split(write_moses, ["train", "dev", "test"]),
+    "moses, other names": one_file_a_split(write_moses, ["corpus.tc", "valid.tc", "test2017.zh-en"]),
+    "sgm": one_file_a_split(write_sgm, ["train-zhen", "valid-zhen", "test-zhen"]),
+    "xml": one_file_a_split(write_xml, ["train.zh-en.xml", "validation.zh-en.xml", "test.zh-en.xml"]),
     "csv with BOM": with_bom(write_csv, "x.csv"),
     "jsonl with BOM": with_bom(write_jsonl, "x.jsonl"),
     "json lines with BOM": with_bom(write_jsonl, "x.json"),
@@ -223,6 +254,14 @@ LAYOUTS = {
 }
 
 
+def one_spaced(pairs):
+    """What a <seg> can hold: runs of white space are one space."""
+    return [tuple(" ".join(text.split()) for text in pair) for pair in pairs]
+
+
+LINES_ALONE = {"tsv": one_line, "moses": one_line, "sgm": one_spaced, "xml": one_spaced}  # what these forms can hold
+
+
 def read(text):
     return {split: [pair for chunk in text.rows(split) for pair in chunk] for split in text.files}
 
@@ -233,7 +272,8 @@ def test_every_form_gives_the_same_rows(name, tmp_path, monkeypatch):
     for chunk in (10_000, 2):
         monkeypatch.setattr(rows, "CHUNK", chunk)
         text = find_text(str(tmp_path))
-        assert read(text) == ({split: one_line(p) for split, p in expected.items()} if name == "tsv" else expected)
+        keep = LINES_ALONE.get(name.split(",")[0], list)
+        assert read(text) == {split: keep(pairs) for split, pairs in expected.items()}
         assert all(0 < len(part) <= chunk for split in text.files for part in text.rows(split))
     assert text.path == str(tmp_path) and text.form == ("save_to_disk" if name.startswith("save") else text.form)
 
@@ -297,7 +337,7 @@ def test_other_languages(tmp_path):
     assert read(find_text(str(tmp_path), "de", "EN")) == {"train": [("Hallo", "Hello")]}
 
 
-@pytest.mark.parametrize("name", ["parquet shards", "jsonl", "csv", "save_to_disk dict", "arrow file"])
+@pytest.mark.parametrize("name", ["parquet shards", "jsonl", "csv", "save_to_disk dict", "arrow file", "moses"])
 def test_fingerprint_is_of_the_content(tmp_path, name):
     (tmp_path / "here").mkdir()
     LAYOUTS[name](tmp_path / "here")
@@ -366,6 +406,28 @@ def test_mistakes_in_a_file(tmp_path, name):
     file, content, said = MISTAKES[name]
     (tmp_path / file).write_bytes(content)
     check_error(tmp_path / file, said)
+
+
+MISTAKES_OF_PAIRS = {
+    "more sources": ("train.zh", {"train.zh": "甲\n乙\n丙\n", "train.en": "a\n"}, ["train.zh has 3 ", "train.en 1;"]),
+    "more targets": ("", {"train.zh": "甲\n", "train.en": "a\nb"}, ["train.zh has 1 ", "train.en 2;"]),
+    "no partner": ("", {"train.zh": "甲\n"}, ["train.en is missing"]),
+    "partner in GBK": ("", {"train.zh": "甲\n", "train.en": "a\n你好\n".encode("gbk")}, ["train.en, line 2: not UTF-8"]),
+    "sgm": ("", {"x-src.zh.sgm": "<seg>a</seg>", "x-ref.en.sgm": "<doc></doc>"}, ["src.zh.sgm has 1 ", "ref.en.sgm 0;"]),
+    "references alone": ("x-ref.en.sgm", {"x-ref.en.sgm": "<seg>a</seg>"}, ["not a known type of file", "-src.zh.sgm"]),
+    "xml of other languages": ("x.xml", {"x.xml": '<doc><src lang="zh"></src></doc>'}, ["x.xml has no <doc>", "'en'"]),
+    "xml of unequal sides": (
+        "", {"x.xml": '<doc><src lang="zh"><seg>a</seg></src><ref lang="en"></ref></doc>'}, ["x.xml has 1 ", "<ref> 0;"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES_OF_PAIRS)
+def test_mistakes_in_a_pair_of_files(tmp_path, name):
+    data, files, said = MISTAKES_OF_PAIRS[name]
+    for file, content in files.items():
+        (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    check_error(tmp_path / data, said)
 
 
 def check_error(path, said):

@@ -1,0 +1,309 @@
+"""`python train.py --check`: will the data, the device, the memory and the disk do, and what would the run cost?
+
+Asked of the run's own code, on a sample of the rows, in about ten seconds. What cannot work ends with one line and exit code 2;
+what works, but perhaps not as it was meant, is a line that begins with "warning".
+"""
+
+import ctypes
+import os
+import re
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from engine.checkpoint import RESUMABLE
+from engine.distributed import choose_device, hidden_gpus
+from engine.errors import UserError
+from engine.memory import fewest_parts
+from engine.precision import Precision, choose_precision
+from engine.run import folder_of
+from engine.telemetry import GIB, nvml_handle, peak_memory_gib
+from reporting.masks import explain_masks
+from text.cleaning import REASONS, missing_splits
+from text.prepare import Prepared, default_vocabulary, prepare
+from text.rows import ParallelText, default_path, find_text
+
+ROWS = 500_000  # that are read, and compared for duplicates
+SAMPLE = 5_000  # rows, up to twice as many, that are cleaned and tokenised
+SECONDS = 2.0  # of steps that are tried
+NOTABLE = 0.02  # share of the rows from which on something is worth a warning
+
+
+@dataclass(frozen=True)
+class Sample(ParallelText):
+    """Some rows of a text in place of all."""
+
+    taken: dict[str, list[tuple[str, str]]]
+
+    def rows(self, split: str):
+        """As one chunk."""
+        yield self.taken[split]
+
+    def fingerprint(self) -> str:
+        """Only has to be there: what is made of a sample is thrown away."""
+        return "sample"
+
+
+def only_asked(config) -> bool:
+    """Whether train.py's flags ask for an answer and no run; then it is printed."""
+    if config.explain_masks:
+        explain_masks()
+    elif config.check:
+        check(config)
+    return config.explain_masks or config.check
+
+
+def check(config) -> None:
+    """Print what there is to say about a run with train.py's `config`. Raises `UserError` for what cannot work."""
+    if config.resume or os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError("--check looks at a new run of one process; leave --resume and torchrun out")
+    warnings = []
+    device = choose_device(config.device, 0)
+    precision = choose_precision(device, config.precision, training=True)
+    print(precision.describe())
+    describe_cards(device, warnings.append)
+    if hidden := hidden_gpus():
+        warnings.append(hidden)
+
+    text = find_text(config.data or default_path(), config.source, config.target)
+    sample, pairs, duplicates = sample_of(text)
+    check_languages(sample, warnings.append)
+    for split in missing_splits(text):
+        warnings.append(f"there is no {split} split; 1 % of the pairs are cut from train for it")
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = [size or default_vocabulary(pairs) for size in (config.source_vocab, config.target_vocab)]
+        prepared = prepare(sample, Path(folder), source_vocab=sizes[0], target_vocab=sizes[1],
+                           tokenizer=config.tokenizer, max_length=config.max_length, say=lambda line: None)  # fmt: skip
+        counts = prepared.summary["counts"]
+        kept = counts["kept"] / counts["read"]
+        shares = {reason: counts.get(reason, 0) / counts["read"] for reason in REASONS if reason != "held out"}
+        for reason, share in (shares | {"duplicate": duplicates}).items():
+            if share >= NOTABLE:
+                warnings.append(f"{share:.0%} of the training pairs are dropped: {REASONS[reason]}")
+        for side, texts in zip(("source", "target"), zip(*sample.taken["train"])):
+            unknown = unknown_characters(getattr(prepared, f"{side}_tokenizer"), texts)
+            if unknown > 0.01:
+                warnings.append(f"the tokenizer does not know {unknown:.1%} of the characters of the {side} side")
+        # As many lengths as the whole has pairs, those of the sample again and again: `pair % len(sample)` has its ids.
+        pairs = round(kept * pairs)
+        lengths = {side: np.resize(lengths, pairs) for side, lengths in prepared.train.lengths.items()}
+        tokens = {side: int(lengths[side].sum()) + pairs for side in lengths}
+        about = "about " * (len(sample.taken["train"]) < pairs)
+        print(f"data: {text.path} ({text.form}), {about}{pairs:,} training pairs of {tokens['source'] / pairs:.1f} and "
+              f"{tokens['target'] / pairs:.1f} tokens")  # fmt: skip
+        whole = replace(prepared, train=SimpleNamespace(lengths=lengths))
+        say_costs(config, prepared, whole, sum(tokens.values()), precision, warnings.append)
+    for warning in warnings:
+        print(f"warning: {warning}")
+    print(f"check: this would run; {len(warnings) or 'no'} warning{'s' * (len(warnings) != 1)}")
+
+
+def describe_cards(device: torch.device, warn: Callable) -> None:
+    """A line for every GPU that PyTorch sees, if NVML tells of it; warns if others compute on the run's own."""
+    others = []  # processes on each card
+    with suppress(Exception):  # no package, no driver, no permission
+        import pynvml
+
+        pynvml.nvmlInit()
+        for index in range(torch.cuda.device_count()):
+            handle = nvml_handle(pynvml, torch.device("cuda", index))
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            processes = {process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+            others.append(len(processes - {os.getpid()}))
+            print(f"cuda:{index}: {torch.cuda.get_device_properties(index).name}, {(memory.total - memory.used) / GIB:.1f} of "
+                  f"{memory.total / GIB:.1f} GiB free, {others[index]} other processes")  # fmt: skip
+    if device.type == "cuda" and len(others) > device.index and others[device.index]:
+        free = [f"cuda:{index}" for index, count in enumerate(others) if not count]
+        warn(f"{others[device.index]} other processes compute on {device}; free: {', '.join(free) or 'no other card'}")
+
+
+def sample_of(text: ParallelText) -> tuple[Sample, int, float]:
+    """Distinct rows from all over what is read; about how many the text has; the share of rows that repeat an earlier one."""
+    seen, taken, read, every = set(), [], 0, 1
+    for chunk in text.rows("train"):
+        distinct = [row for row in chunk if hash(row) not in seen and not seen.add(hash(row))]
+        read += len(chunk)
+        taken += distinct[::every]
+        while len(taken) > 2 * SAMPLE:
+            taken, every = taken[::2], 2 * every
+        if read >= ROWS:
+            break
+    if not read:
+        raise UserError(f"{text.path}: the train split has no rows")
+    held_out = {split: next(text.rows(split), [])[:SAMPLE] for split in text.files if split != "train"}
+    rows = read if read < ROWS else rows_in(text, taken)
+    sample = Sample(**vars(text), taken=held_out | {"train": taken})
+    return sample, rows * len(seen) // read, 1 - len(seen) / read
+
+
+def rows_in(text: ParallelText, some: list[tuple[str, str]]) -> int:
+    """The number of training rows: parquet knows it, of another form the size of the files tells it roughly."""
+    if text.form == "parquet":
+        import pyarrow.parquet
+
+        return sum(pyarrow.parquet.read_metadata(file).num_rows for file in text.files["train"])
+    row_bytes = sum(len("".join(row).encode()) for row in some) / len(some) + 2  # with what stands between the texts
+    return round(sum(file.stat().st_size for file in text.files["train"]) / row_bytes)
+
+
+def check_languages(sample: Sample, warn: Callable) -> None:
+    """Chinese is known by its characters: whether it stands on the other side, or on neither."""
+    names = (sample.source, sample.target)
+    chinese = [name.lower().startswith(("zh", "chinese")) for name in names]
+    if sum(chinese) != 1:
+        return
+    han, shares = re.compile("[\u4e00-\u9fff]"), []
+    for texts in zip(*sample.taken["train"]):
+        shares.append(sum(bool(han.search(text)) for text in texts) / len(texts))
+    there, elsewhere = shares if chinese[0] else shares[::-1]
+    if there < 0.5 < elsewhere:
+        raise UserError(f"the languages are swapped: {elsewhere:.0%} of the texts under {names[chinese[0]]!r} are Chinese, "
+                        f"{there:.0%} of those under {names[chinese[1]]!r}; exchange the names in {sample.path}")  # fmt: skip
+    if there < 1 - NOTABLE:
+        warn(f"{1 - there:.0%} of the texts under {names[chinese[1]]!r} have no Chinese character")
+
+
+def unknown_characters(tokenizer, texts) -> float:
+    """The share of the characters that <unk> stands for. One <unk> may stand for a whole sentence, so tokens tell less."""
+    if tokenizer.unk_token_id is None or not tokenizer.is_fast:
+        return 0.0
+    encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
+    unknown = sum(
+        end - start
+        for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"])
+        for token, (start, end) in zip(ids, offsets)
+        if token == tokenizer.unk_token_id
+    )
+    return unknown / max(1, sum(len("".join(text.split())) for text in texts))
+
+
+def say_costs(config, sample: Prepared, whole: Prepared, tokens: int, precision: Precision, warn: Callable) -> None:
+    """Steps, time, memory and disk; `whole` has lengths alone. Raises `UserError` if memory or disk do not suffice."""
+    from data import BucketSampler, default_tokens_per_batch
+    from model import Translator, sizes_of
+
+    device = precision.device
+    sizes = sizes_of(config, len(sample.source_tokenizer), len(sample.target_tokenizer))
+    with torch.device("meta"):  # shapes without numbers
+        parameters = sum(weight.numel() for weight in Translator(sizes).parameters())
+    # Weights of all checkpoints, the best and the one being written too; in the newest AdamW's two averages; all in fp32.
+    checkpoints = 4 * parameters * (config.keep + 2 + 2 * (RESUMABLE + 1))
+    check_disk(folder_of(config.run or "new").parent, checkpoints + 8 * tokens)  # ids, and the text while they are made
+
+    budget = config.tokens_per_batch or default_tokens_per_batch(whole, device)
+    sampler = BucketSampler(whole.train.lengths, budget, seed=config.seed)
+    speed, peak, parts = try_steps(config, sample, sizes, precision, sampler, budget)
+    epoch = tokens / speed / 60  # minutes
+    steps = config.max_steps or config.epochs * sampler.steps_per_epoch
+    minutes = epoch * steps / sampler.steps_per_epoch
+    print(f"model: {parameters:,} parameters; {budget:,} tokens per step in {parts} parts, "
+          f"{sampler.steps_per_epoch:,} steps per epoch")  # fmt: skip
+    print(f"time: about {speed:,.0f} tokens/s: {epoch:,.1f} min an epoch, {minutes:,.1f} min for "
+          f"{steps:,} steps, without validations")  # fmt: skip
+    print(f"memory: about {peak:.1f} GiB of {memory_limit(device):.1f} GiB")
+    if 0 < config.max_minutes < min(epoch, minutes):
+        warn(f"--max_minutes {config.max_minutes:g} end before the first epoch, which takes {epoch:,.0f}")
+    if config.compile or config.captured or config.attention:
+        warn("the time is of the plain training, without --compile, --captured and --attention")
+
+
+def try_steps(config, sample: Prepared, sizes, precision: Precision, sampler, budget: int) -> tuple[float, float, int]:
+    """→ real tokens a second, GiB that the widest step needs, the parts in which a step fits the memory.
+
+    Steps of a fresh model on the sample, each of twice as many tokens as the last, until `SECONDS` are over. Raises
+    `UserError` if a CPU's memory does not hold a step of the whole budget, which is reckoned from smaller ones; a GPU tries
+    it, as the run would.
+    """
+    import fast
+    from data import BucketSampler, collate_for
+    from model import SummedLoss, Translator
+
+    device, collate = precision.device, collate_for(sample)
+    torch.manual_seed(config.seed)
+    model = Translator(sizes).to(device)
+    loss_of = fast.loss(model, config.label_smoothing, precision.dtype) or SummedLoss(model, config.label_smoothing)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=config.lr, fused=True)
+
+    def step(pairs: np.ndarray) -> int:
+        """→ real tokens, when all is computed."""
+        batch = collate(sample.train.__getitems__(pairs % len(sample.train))).to(device)
+        with precision.autocast():
+            loss, _ = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
+        precision.backward(loss / batch.target_tokens)
+        precision.step(optimizer, parameters, config.clip, 1).item()  # which waits for the GPU
+        return batch.source_tokens + batch.target_tokens
+
+    widest, parts, on_gpu = sampler.widest_step(), config.accumulate or 1, device.type == "cuda"
+    if on_gpu and not config.accumulate:
+        parts = fewest_parts(lambda parts: step(widest[::parts]))
+        torch.cuda.reset_peak_memory_stats(device)  # of the trials that failed
+    widest, budget = widest[::parts], max(1, budget // parts)
+    step(widest if on_gpu else widest[:1])  # warms up
+    begun, tokens = time.perf_counter(), min(128, budget)
+    while True:
+        pairs, last = next(iter(BucketSampler(sample.train.lengths, tokens))), time.perf_counter()
+        real = step(pairs)
+        seconds = time.perf_counter() - last
+        if tokens == budget or time.perf_counter() - begun + 2 * seconds > SECONDS:
+            break
+        tokens = min(2 * tokens, budget)
+    if on_gpu:
+        return real / seconds, peak_memory_gib(device), parts
+
+    # Of the widest step's pairs, alike in length, as many as there is time for, and fewer: the difference is what a pair needs.
+    many = min(len(widest), max(2, len(widest) * max(tokens, 256) // budget))
+    few = max(1, many // 4)
+    low, high = peak_of(partial(step, widest[:few])), peak_of(partial(step, widest[:many]))
+    peak, limit = high + (len(widest) - many) * max(0.0, high - low) / max(1, many - few), memory_limit(device)
+    if peak > limit:
+        raise UserError(f"a step of {budget * parts:,} tokens in {parts} parts needs about {peak:.1f} GiB of memory, "
+                        f"{limit:.1f} GiB are free; give fewer --tokens_per_batch or more --accumulate")  # fmt: skip
+    return real / seconds, peak, parts
+
+
+def peak_of(work: Callable) -> float:
+    """The most GiB that this process holds during `work()`; not on Linux: that it ever held."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory is given back …
+        Path("/proc/self/clear_refs").write_text("5")  # … and the most ever held set to what is held now
+    work()
+    with suppress(OSError):
+        return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024 / GIB
+    return peak_memory_gib("cpu")
+
+
+def memory_limit(device: torch.device) -> float:
+    """GiB that this process can hold in all, what it holds now included."""
+    if device.type == "cuda":
+        return (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) / GIB
+    limit = os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
+    with suppress(OSError, TypeError):  # Linux tells what is free
+        free = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+        held = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        limit = int(free[1]) * 1024 + held
+    with suppress(OSError, ValueError):  # of a container; "max" without one
+        limit = min(limit, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return limit / GIB
+
+
+def check_disk(folder: Path, needed: int) -> None:
+    """Raises `UserError` if the disk of this folder, which may not exist yet, has no room or cannot be written to."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK):
+        raise UserError(f"cannot write to {there}; choose another --run PATH/NAME")
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise UserError(f"the disk of {there} has {free / GIB:.1f} GiB free, the run needs about {needed / GIB:.1f} GiB; free "
+                        "some space, give a smaller --keep, or choose another --run PATH/NAME")  # fmt: skip
+    print(f"disk: about {needed / GIB:.1f} GiB of {free / GIB:.1f} GiB free")

@@ -1,0 +1,198 @@
+"""`--check` finds what would spoil a run, and says what it costs; `--explain_masks` shows what the model sees."""
+
+import re
+import sys
+from collections import namedtuple
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import TINY, forked, reversed_digits, write_pairs
+from test_train import config
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from data import Collate
+from engine.errors import UserError
+from model import ModelConfig, Translator
+from reporting import masks, preflight
+
+SPLITS = {"train": slice(200, None), "validation": slice(100), "test": slice(100, 200)}
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch, tmp_path):
+    """One step, in a folder without runs."""
+    monkeypatch.setattr(preflight, "SECONDS", 0.0)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def pairs():
+    return reversed_digits(700)
+
+
+def warnings(capsys, data, **flags) -> list[str]:
+    preflight.check(config(data=str(data), **flags))
+    lines = capsys.readouterr().out.splitlines()
+    found = [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")]
+    assert lines[-1].startswith(f"check: this would run; {len(found) or 'no'} warning")
+    return found
+
+
+def word_tokenizer(folder, pairs, unknown: str) -> str:
+    """Of whole Chinese numbers and English words, but not of this one."""
+    words = {word for pair in pairs for word in " ".join(pair).split()} - {unknown}
+    tokenizer = Tokenizer(
+        models.WordLevel({word: n for n, word in enumerate(["<unk>", "<s>", *sorted(words)])}, "<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = dict(unk_token="<unk>", bos_token="<s>", eos_token="<s>", pad_token="<s>")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    return str(folder)
+
+
+def test_good_data_gives_no_warning_and_the_costs_of_the_run(tmp_path, pairs, capsys):
+    preflight.check(
+        config(data=str(write_pairs(tmp_path / "x", pairs, SPLITS)), tokens_per_batch=512, epochs=3, max_steps=0)
+    )
+    out = capsys.readouterr().out
+    assert "(json), 500 training pairs" in out and "check: this would run; no warnings" in out
+    steps, total = re.search(r"([\d,]+) steps per epoch[^$]*for ([\d,]+) steps", out).groups()
+    assert int(total) == 3 * int(steps) and 8 <= int(steps) <= 16  # about 10 tokens a side and pair
+    assert not (tmp_path / "runs").exists()
+
+
+WARNED = {  # name → what is done to the pairs, the splits, flags, the only warning
+    "no validation split": (lambda p: p, {"train": slice(200, None), "test": slice(200)}, {}, "there is no validation"),
+    "30 % duplicates": (lambda p: p + p[200:414], SPLITS, {}, "30% of the training pairs are dropped: exact duplicates"),
+    "sentences too long": (lambda p: p[:600] + [(a * 9, b * 9) for a, b in p[600:]], SPLITS, {"max_length": 32},
+                           "20% of the training pairs are dropped: longer than --max_length"),
+    "no Chinese": (lambda p: p[:600] + [("x" + b, b) for _, b in p[600:]], SPLITS, {}, "20% of the texts under 'zh' have no"),
+    "too few minutes": (lambda p: p, SPLITS, {"max_minutes": 1e-9}, "--max_minutes 1e-09 end before the first epoch"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_warns_of(name, tmp_path, pairs, capsys):
+    spoil, splits, flags, said = WARNED[name]
+    found = warnings(capsys, write_pairs(tmp_path / "x", spoil(pairs), splits), **flags)
+    assert len(found) == 1 and found[0].startswith(said), found
+
+
+@pytest.mark.parametrize(("sample", "least", "most"), [(50, 50, 100), (700, 500, 500)])
+def test_a_large_data_set_is_looked_at_in_part(sample, least, most, tmp_path, pairs, capsys, monkeypatch):
+    """Of 2,800 rows 1,000 are read, with 500 distinct ones, of which at most two samples are tokenised."""
+    monkeypatch.setattr("text.rows.CHUNK", 100)
+    monkeypatch.setattr(preflight, "ROWS", 1000)
+    monkeypatch.setattr(preflight, "SAMPLE", sample)
+    rows = [row for n in range(0, 500, 10) for row in pairs[200 + n : 210 + n] + pairs[200 + n : 204 + n]]
+    data = write_pairs(tmp_path / "x", pairs[:200] + rows * 4, SPLITS)
+    taken = []
+    real = preflight.prepare
+    monkeypatch.setattr(preflight, "prepare", lambda text, *a, **k: taken.append(text.taken) or real(text, *a, **k))
+    found = warnings(capsys, data)
+    assert len(found) == 1 and re.match(r"50% .* exact duplicates", found[0]), found
+    assert least <= len(taken[0]["train"]) <= most and len(set(taken[0]["train"])) == len(taken[0]["train"])
+
+
+ENDED = {  # name → what is done to the pairs, flags, what the line says
+    "languages swapped": (
+        lambda p: [pair[::-1] for pair in p],
+        {},
+        "swapped: 100% of the texts under 'en' are Chinese",
+    ),
+    "everything too long": (lambda p: [(a * 40, b * 40) for a, b in p], {"max_length": 16}, "0 training pairs left"),
+}
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_ends_with_a_line_for(name, tmp_path, pairs):
+    spoil, flags, said = ENDED[name]
+    with pytest.raises(UserError, match=said):
+        preflight.check(config(data=str(write_pairs(tmp_path / "x", spoil(pairs), SPLITS)), **flags))
+
+
+def test_a_full_disk(tmp_path, pairs, monkeypatch):
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: Usage(2**40, 2**40, 2**20))
+    with pytest.raises(UserError, match=r"0\.0 GiB free, the run needs about 0\.[1-9]"):
+        preflight.check(config(data=str(write_pairs(tmp_path / "x", pairs, SPLITS)), d_model=512))
+
+
+def test_a_budget_that_does_not_fit_the_memory(toy_data, monkeypatch):
+    sizes = dict(d_model=512, dim_feedforward=4096, data=str(toy_data))
+    monkeypatch.setattr(preflight, "memory_limit", lambda device: preflight.peak_of(lambda: None) + 0.3)
+    preflight.check(config(**sizes, tokens_per_batch=64))
+    preflight.check(config(**sizes, tokens_per_batch=100_000, accumulate=16))
+    with pytest.raises(UserError, match=r"GiB of memory.*--tokens_per_batch"):
+        preflight.check(config(**sizes, tokens_per_batch=100_000))
+
+
+def test_a_tokenizer_that_does_not_know_the_characters(tmp_path, pairs, capsys):
+    """One <unk> in a hundred tokens is a warning where it stands for many characters, and an end where it is more."""
+    pairs = [(source, f"{target} {'x' * 60}" if n % 40 == 0 else target) for n, (source, target) in enumerate(pairs)]
+    data = write_pairs(tmp_path / "x", pairs, SPLITS)
+    found = warnings(capsys, data, tokenizer=word_tokenizer(tmp_path / "t", pairs, "x" * 60))
+    assert len(found) == 1 and re.fullmatch(
+        r"the tokenizer does not know [67]\.\d% of the characters of the target side", found[0]
+    )
+    with pytest.raises(UserError, match=r"does not know .* of the tokens"):
+        warnings(capsys, data, tokenizer=word_tokenizer(tmp_path / "u", pairs, "seven"))
+
+
+def test_another_process_on_the_card(monkeypatch, capsys):
+    """Card 0 is shared, card 1 is free."""
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=2**35, used=2**33 * (1 - handle)),
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [SimpleNamespace(pid=-1)] * (1 - handle),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(preflight, "nvml_handle", lambda nvml, device: device.index)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="H200"))
+    found = []
+    preflight.describe_cards(torch.device("cuda", 0), found.append)
+    preflight.describe_cards(torch.device("cuda", 1), found.append)
+    assert found == ["1 other processes compute on cuda:0; free: cuda:1"]
+    assert capsys.readouterr().out.splitlines()[0] == "cuda:0: H200, 24.0 of 32.0 GiB free, 1 other processes"
+
+
+def test_check_as_typed(toy_data, tmp_path):
+    out = forked("train.py", "--data", toy_data, "--check", "--d_model", "32", "--device", "cpu", cwd=tmp_path)
+    assert "check: this would run" in out and not (tmp_path / "runs").exists()
+
+
+def test_the_masks_shown_are_what_the_model_sees(capsys):
+    """A place sees another if its output has a gradient there; of the second pair, with real weights."""
+    masks.explain_masks()
+    text = capsys.readouterr().out
+    shown = {}
+    for title, table in re.findall(
+        r"^\S+ ((?:encoder self|decoder self|cross)-attention).*\n((?:  .*\n?)+)", text, re.MULTILINE
+    ):
+        rows = [re.findall(r"\b[01]\b", line) for line in table.splitlines()]
+        shown[title] = torch.tensor([[int(cell) for cell in row] for row in rows if len(row) == 4]).bool()
+    torch.manual_seed(0)
+    special = {"pad": 0, "bos": 1, "eos": 2}
+    batch = Collate(special, special)(masks.PAIRS)
+    model = Translator(ModelConfig(len(masks.WORDS), len(masks.WORDS), **TINY | {"num_decoder_layers": 1})).eval()
+    memory = model.encode(batch.src, batch.src_pad).detach().requires_grad_()
+    embedded = []
+    model.target_embedding.register_forward_hook(lambda *call: embedded.append(call[-1].requires_grad_()) or call[-1])
+    hidden = model.decode(memory, batch.src_pad, batch.tgt_in)[1]
+    by_source, by_target = (
+        torch.stack(
+            [
+                torch.autograd.grad(place.pow(2).sum(), seen, retain_graph=True)[0][1].abs().sum(-1) > 0
+                for place in hidden
+            ]
+        )
+        for seen in (memory, embedded[0])
+    )
+    assert torch.equal(by_source, ~shown["cross-attention"]) and torch.equal(
+        by_target, ~shown["decoder self-attention"]
+    )
+    assert torch.equal(shown["encoder self-attention"], batch.src_pad[1].expand(4, 4))
+    assert "in  B0  <s>     I       love    you\n  out B0  I       love    you     </s>" in text
