@@ -158,15 +158,8 @@ def greedy(
 
 @torch.inference_mode()
 def beam_search(
-    model: Translator,
-    src: Tensor,
-    src_pad: Tensor,
-    limits: Tensor,
-    bos: int,
-    eos: int,
-    beam: int,
-    length_penalty: float,
-) -> tuple[Tensor, Tensor]:
+    model: Translator, src: Tensor, src_pad: Tensor, limits: Tensor, bos: int, eos: int, beam: int, length_penalty: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The best of `beam` hypotheses a sentence: (B, S) → ids (B, T) padded with eos, and their scores (B,).
 
     A hypothesis is scored by its log-probability divided by ((5 + length) / 6) ** length_penalty (Wu et al. 2016). One that

@@ -12,6 +12,7 @@ from engine import checkpoint
 from engine.distributed import World
 from engine.errors import UserError
 from engine.precision import Precision, choose_precision
+from engine.run import put_in
 from model import ModelConfig, Translator
 from text.prepare import Prepared
 from text.subwords import load_tokenizer
@@ -63,9 +64,7 @@ def load_trained(path: str | Path = "", average: int = 1, say=print) -> Trained:
         sizes = ModelConfig(**json.loads((run / "model.json").read_text(encoding="utf-8")))
         config["data"], config["source"], config["target"]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"{run}: its config.json or model.json is damaged, or belongs to another script ({error})"
-        ) from None
+        raise UserError(f"{run}: config.json or model.json is damaged, or of another script ({error})") from None
     tokenizers = {side: load_tokenizer(str(run / "tokenizer" / side)) for side in ("source", "target")}
     name = str(chosen)
     if average > 1:
@@ -74,11 +73,7 @@ def load_trained(path: str | Path = "", average: int = 1, say=print) -> Trained:
     else:
         weights = checkpoint.load_weights(chosen)
     model = Translator(sizes)
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[1].strip()[:150]
-        raise UserError(f"{chosen} does not contain the weights of the model in {run}: {reason}") from None
+    put_in(model, weights, chosen)
     if not all(weight.isfinite().all() for weight in weights.values()):
         raise UserError(f"{chosen} has weights that are not finite numbers; use an earlier checkpoint")
     for side, size in (("source", sizes.source_vocab), ("target", sizes.target_vocab)):
@@ -143,6 +138,6 @@ def newest_run(runs: Path) -> str:
     found = [run for run in found if all((run / mark).exists() for mark in MARKS)]
     if not found:
         raise UserError(
-            f"no trained run in {runs.absolute()}; train a model with `python train.py`, or name a run with --ckpt"
+            f"no trained run in {runs.absolute()}; train one with `python train.py`, or name it with --ckpt"
         )
     return str(max(found, key=lambda run: (run / "checkpoints").stat().st_mtime))

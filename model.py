@@ -130,24 +130,12 @@ class Translator(nn.Module):
 
 def build_transformer(config: ModelConfig) -> nn.Transformer:
     """The stock `nn.Transformer` of these sizes."""
-    sizes = (config.d_model, config.nhead, config.dim_feedforward, config.dropout)
-    options = dict(batch_first=True, norm_first=config.norm_first)
+    sizes = dict(dim_feedforward=config.dim_feedforward, dropout=config.dropout, batch_first=True)
+    sizes |= dict(d_model=config.d_model, nhead=config.nhead, norm_first=config.norm_first)
+    layer, norm = nn.TransformerEncoderLayer(**sizes), nn.LayerNorm(config.d_model)
     # Nested tensors (a prototype) would warn and change shapes; the constructor of nn.Transformer cannot switch them off.
-    encoder = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(*sizes, **options),
-        config.num_encoder_layers,
-        norm=nn.LayerNorm(config.d_model),
-        enable_nested_tensor=False,
-    )
-    return nn.Transformer(
-        config.d_model,
-        config.nhead,
-        num_decoder_layers=config.num_decoder_layers,
-        dim_feedforward=config.dim_feedforward,
-        dropout=config.dropout,
-        custom_encoder=encoder,
-        **options,
-    )
+    encoder = nn.TransformerEncoder(layer, config.num_encoder_layers, norm, enable_nested_tensor=False)
+    return nn.Transformer(**sizes, num_decoder_layers=config.num_decoder_layers, custom_encoder=encoder)
 
 
 def sinusoids(length: int, d_model: int) -> Tensor:
@@ -165,9 +153,7 @@ class SummedLoss(nn.Module):
         super().__init__()
         self.model, self.label_smoothing = model, label_smoothing
 
-    def forward(
-        self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor, tgt_out: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor, tgt_out: Tensor):
         """(B, S), (B, S), (B, T), (N,), (N,) → cross-entropy in nats summed over N tokens: to minimise, and to report.
 
         The first has label smoothing and a gradient; exp of the second, divided by N, is a perplexity.
@@ -185,10 +171,9 @@ def training_flops(config: ModelConfig, source_tokens: int, target_tokens: int) 
     """
     d, ff = config.d_model, config.dim_feedforward
     encoder = config.num_encoder_layers * (4 * d * d + 2 * d * ff)
-    decoder = config.num_decoder_layers * (
-        6 * d * d + 2 * d * ff
-    )  # self-attention 4·d², query and output of cross 2·d²
-    cross_keys_and_values = config.num_decoder_layers * 2 * d * d  # once for every source token
+    # Self-attention 4·d², query and output of cross 2·d²; its keys and values once for every source token.
+    decoder = config.num_decoder_layers * (6 * d * d + 2 * d * ff)
+    cross_keys_and_values = config.num_decoder_layers * 2 * d * d
     output = d * config.target_vocab
     return 6.0 * (source_tokens * (encoder + cross_keys_and_values) + target_tokens * (decoder + output))
 

@@ -87,6 +87,7 @@ if [ "$verb" = test ]; then
 fi
 
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # for the labs, which are modules
+[ "$verb" != gpu ] || install "$root/requirements-dev.txt" # its first stage is a test
 case "$verb" in
     pipeline) exec "$python" -m torch.distributed.run --standalone --nproc_per_node "${PROCESSES:-2}" -m -- labs.pipeline "$@" ;;
     gpu) exec "$python" -m benchmarks.gpu "$@" ;;

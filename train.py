@@ -9,7 +9,6 @@ tensorboard --logdir runs                          # watch
 """
 
 from dataclasses import asdict, dataclass
-from typing import ClassVar
 
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
@@ -18,8 +17,6 @@ from engine.errors import UserError, run_script
 @dataclass
 class Config:
     """Every setting of a training run."""
-
-    BEFORE: ClassVar = {"optimizer": "adamw", "dropout_after": 0}  # what runs did before there was a choice
 
     data: str = flag("", "directory, file or hub id; default: /opt/minidataset or sample/", "Data")
     source: str = flag("zh", "source language", "Data")
@@ -37,7 +34,7 @@ class Config:
     num_decoder_layers: int = flag(0, "decoder layers", "Model", least=0, most=1000)
     dim_feedforward: int = flag(0, "width of the feed-forward layers", "Model", least=0)
     dropout: float = flag(-1.0, "dropout rate; -1: from the preset", "Model", least=-1, below=1)
-    dropout_after: int = flag(3, "passes over the data before dropout begins", "Model", least=0)
+    dropout_after: int = flag(3, "passes over the data before dropout begins", "Model", least=0, before=0)
     norm_first: bool = flag(False, "layer norm before each sub-layer (pre-norm)", "Model")
     attention: str = flag("", "attention by hand (python|recompute|cpp|triton)", "Model")
 
@@ -47,7 +44,7 @@ class Config:
     patience: int = flag(0, "early stopping: validations without a better loss; 0: off", "Training", least=0)
     tokens_per_batch: int = flag(0, "tokens per step on each side, with padding; 0: automatic", "Training", least=0)
     accumulate: int = flag(0, "micro-batches per step; 0: as few as fit in GPU memory", "Training", least=0)
-    optimizer: str = flag("muon", "muon: for matrices, AdamW for the rest (muon|adamw)", "Training")
+    optimizer: str = flag("muon", "muon: for matrices, AdamW for the rest (muon|adamw)", "Training", before="adamw")
     lr: float = flag(2e-3, "peak learning rate", "Training", above=0, below=10)
     warmup: int = flag(0, "warm-up steps; 0: a tenth of all, at most 1000", "Training", least=0)
     label_smoothing: float = flag(0.1, "label smoothing", "Training", least=0, below=1)
@@ -140,7 +137,7 @@ def train(config: Config) -> Path:
         loss_of = loss_of or SummedLoss(model, config.label_smoothing)
         parameters = list(model.parameters())
         optimizer = make_optimizer(config.optimizer, model, model.transformer, config.lr, precision.dtype)
-        state = {"step": 0, "minutes": 0.0, "best_loss": None, "stale": 0, "validated": 0}  # validated: at which step
+        state = {"step": 0, "minutes": 0.0, "best_loss": None, "best_bleu": None, "stale": 0, "validated": 0}
         state |= {"saved": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}  # minutes at the last checkpoint
         state |= {"world_size": world.size, "accumulate": 0, "plan": 0}  # how the pairs of a step were dealt
         state |= run.restore(model, optimizer, precision) or {}
@@ -178,8 +175,8 @@ def train(config: Config) -> Path:
         total = config.max_steps or config.epochs * sampler.steps_per_epoch
         plan = schedule.Schedule(**state["schedule"]) if run.state else schedule.plan(config.lr, config.warmup, total)
         ends = [config.epochs, config.max_steps, config.max_minutes]
-        moved = config.given & {"epochs", "max_steps", "max_minutes"} or state.get("ends", ends) != ends
-        if run.state and moved:  # now, or by a run that was killed before its next checkpoint
+        moved = run.state and (config.given & {"epochs", "max_steps", "max_minutes"} or state.get("ends", ends) != ends)
+        if moved:  # now, or by a run that was killed before its next checkpoint
             plan = plan.extended(state["step"], total)
         state |= {"ends": ends, "world_size": world.size, "accumulate": sampler.accumulate, "plan": sampler.plan_id}
         log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens per step, "
@@ -220,10 +217,10 @@ def train(config: Config) -> Path:
         def validate(step: int) -> bool:
             """Validation loss, BLEU and samples; true if the loss is the best so far."""
             meter.pause()
-            loss = validation(step)
+            loss, bleu = validation(step)
             improved = state["best_loss"] is None or loss < state["best_loss"]
             state.update(validated=step, stale=0 if improved else state["stale"] + 1)
-            state["best_loss"] = loss if improved else state["best_loss"]
+            state.update({"best_loss": loss, "best_bleu": bleu} if improved else {})
             model.train()
             return improved
 
@@ -236,15 +233,9 @@ def train(config: Config) -> Path:
             run.save(state["step"], model, optimizer, state | extra, precision, best=best, keep=config.keep)
             meter.resume()
 
-        def time_to_stop() -> str | None:
-            """Why this step was the last, if it was."""
-            last, limit = step >= plan.total, config.max_minutes
-            by_time = limit and (state["minutes"] >= limit or (last and plan.by_time))
-            return f"the {limit:g} minutes are over" if by_time else "all steps are done" if last else None
-
-        begun, step = time.perf_counter() - 60 * state["minutes"], state["step"]
+        begun, step, limit = time.perf_counter() - 60 * state["minutes"], state["step"], config.max_minutes
         bar = progress(total=plan.total, initial=state["step"], unit="step", desc=run.folder.name)
-        why_stop = time_to_stop()
+        why_stop = plan.why_stop(step, state["minutes"], limit)
         if step and state["validated"] != step and (why_stop or step % eval_every == 0):
             save(best=validate(step))  # the run was interrupted when a validation was due
         model.train()
@@ -280,9 +271,9 @@ def train(config: Config) -> Path:
 
             # The slowest clock and anybody's signal count for all ranks, or they would part.
             stop_asked, state["minutes"] = world.maximum(run.interrupted(), (time.perf_counter() - begun) / 60)
-            if plan.fit_time(step, state["minutes"], config.max_minutes):
+            if plan.fit_time(step, state["minutes"], limit):
                 log(f"step {step:,}: {state['minutes']:.1f} minutes used; the learning rate falls from now on")
-            finished = time_to_stop()
+            finished = plan.why_stop(step, state["minutes"], limit)
             why_stop = finished or (INTERRUPTED if stop_asked else None)
 
             if step % config.log_every == 0 or finished:
@@ -299,7 +290,8 @@ def train(config: Config) -> Path:
         bar.close()
         run.close(why_stop, state["step"])
         if why_stop != INTERRUPTED:
-            run.telemetry.hyperparameters(asdict(config), {"result/best_validation_loss": state["best_loss"]})
+            results = {"result/best_validation_loss": state["best_loss"], "result/validation_bleu": state["best_bleu"]}
+            run.telemetry.hyperparameters(config, {tag: value for tag, value in results.items() if value is not None})
             log(f"next: python evaluate.py --ckpt {run.folder}")
         return run.folder
 

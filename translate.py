@@ -32,6 +32,7 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a wro
 
 import sys
 from collections.abc import Iterator
+from itertools import islice
 
 from decoding import translate_lines
 from engine import distributed
@@ -71,17 +72,11 @@ def groups_of_lines(texts: list[str]) -> Iterator[list[str]]:
             yield [line]
     else:
         sys.stdin.reconfigure(encoding="utf-8", errors="strict")
-        group = []
         try:
-            for line in sys.stdin:
-                group.append(line)
-                if len(group) == LINES_AT_ONCE:
-                    yield group
-                    group = []
+            while group := list(islice(sys.stdin, LINES_AT_ONCE)):
+                yield group
         except UnicodeDecodeError as error:
             raise UserError(f"standard input is not UTF-8 ({error.reason}); convert it with iconv first") from None
-        if group:
-            yield group
 
 
 def prompt() -> str:

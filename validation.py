@@ -42,12 +42,12 @@ class Validation:
         self.loss(model, [self.batches[0], self.batches[-1]])
         self.translate(model, self.prepared.validation_rows[:SAMPLES])
 
-    def __call__(self, step: int) -> float:
-        """Write the figures and return the loss, the same on every rank."""
+    def __call__(self, step: int) -> tuple[float, float | None]:
+        """Write the figures; → the loss, the same on every rank, and on rank 0 BLEU."""
         model = whole_copy(self.model)
         loss = self.loss(model, self.batches)
         rows = self.prepared.validation_rows[:BLEU_ROWS]
-        translations = self.translate(model, rows)
+        bleu, translations = None, self.translate(model, rows)
         if translations:
             texts, references = translations.texts, [target for _, target in rows]
             # Smoothed, because a young model has no 4-gram right; evaluate.py's score is not.
@@ -63,7 +63,7 @@ class Validation:
             self.run.telemetry.figure("cross-attention", step, picture(attention))
             self.run.log(f"step {step:>6,}  validation loss {loss:.4f}  perplexity {perplexity:.1f}  "
                          f"BLEU {bleu:.2f} (greedy, {len(rows)} rows, smoothed)  e.g. {texts[0][:80]!r}")  # fmt: skip
-        return loss
+        return loss, bleu
 
     @torch.inference_mode()
     def loss(self, model: Translator, batches: list[np.ndarray]) -> float:

@@ -2,10 +2,9 @@
 
     python -m benchmarks.attention_op                                    # 64 to 4096 tokens a sequence, always 4096 in all
     python -m benchmarks.attention_op --lengths 128,512 --causal true    # other lengths, with the triangle
-    python -m benchmarks.attention_op --png docs/attention_op.png        # with the picture
 
-Contestants take turns. Every result is compared with PyTorch's before it is timed. Memory is counted in a process of its own:
-the most it held during a forward and backward pass, less what it held with the inputs before.
+Contestants take turns; `python -m labs.attention_op` says whether they agree. Memory is counted in a process of its own: the
+most it held during a forward and backward pass, less what it held with the inputs before.
 """
 
 import ctypes
@@ -13,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -26,10 +26,7 @@ from engine.config import flag, parse_flags
 from engine.distributed import choose_device
 from engine.errors import UserError, run_script
 from labs.attention_op import ATTENTION_BACKENDS, attention, gelu
-from labs.attention_op.checks import error, random_inputs
-
-ALLOWED = 1e-5  # sums of thousands of terms in fp32
-Table = dict[str, dict[int, tuple[float, float | None]]]  # contestant → size → (median ms, peak MiB)
+from labs.attention_op.checks import random_inputs
 
 
 @dataclass
@@ -45,7 +42,6 @@ class Config:
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
     rounds: int = flag(5, "turns of each", "How", least=1)
     out: str = flag("runs/benchmarks/attention_op.json", "where the figures go", "How")
-    png: str = flag("", "where a picture goes", "How")
 
     def __post_init__(self):
         for name in ("lengths", "numbers"):
@@ -60,23 +56,17 @@ def main(config: Config) -> None:
     on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
     memory = {} if on_gpu else in_new_process(peaks, config, MALLOC_ARENA_MAX="1")
     device = choose_device(config.device, 0)
-    check(config, device)
-    groups = {}
-    for name, task in tasks(config, device):
-        groups.setdefault(name.split(", ", 1)[1], {})[name] = task
     print(f"{torch.get_num_threads()} threads; {device}", flush=True)
     runs = []
-    for group in groups.values():  # one length after another; at each, the contestants take turns
+    for _, group in groupby(tasks(config, device), lambda task: task[0].split(", ")[1]):
+        group = dict(group)  # one length after another; at each, the contestants take turns
         for task in group.values():
             task()  # the first time is not counted
         turn = lambda name, group=group: milliseconds(group[name]) | memory.get(name, {})  # noqa: E731
         runs += interleave(group, config.rounds, turn)
     write_json(ROOT / config.out, runs, title="attention and GELU, forward and backward", settings=asdict(config))
-    tables = {kind: table(runs, kind) for kind in ("attention", "gelu")}
-    for kind, rows in tables.items():
-        print_medians(kind, rows)
-    if config.png:
-        draw(tables["attention"], config.png)
+    for kind in ("attention", "gelu"):
+        print_medians(kind, runs)
 
 
 def attentions(causal: bool, device: torch.device) -> dict[str, Callable[..., Tensor]]:
@@ -151,22 +141,6 @@ def forward_and_backward(operator: Callable[..., Tensor], inputs: list[Tensor]) 
     return run
 
 
-def check(config: Config, device: torch.device) -> None:
-    """All contestants agree, or there is nothing to time."""
-    length = int(config.lengths.split(",")[0])
-    q, k, v = random_inputs((2, config.heads, length, length, config.width, config.width), torch.float32, device)
-    for contestants, inputs in ((attentions(config.causal, device), [q, k, v]), (gelus(device), [q])):
-        inputs = [x.requires_grad_() for x in inputs]
-        grad = inputs[-1].detach()
-        results = {}
-        for name, operator in contestants.items():
-            out = operator(*inputs)
-            results[name] = out, *torch.autograd.grad(out, inputs, grad)
-            wanted = results["PyTorch tanh"] if name.endswith("tanh") else next(iter(results.values()))
-            if max(map(error, results[name], wanted)) > ALLOWED:
-                raise UserError(f"{name} does not give what PyTorch gives; nothing is timed")
-
-
 def milliseconds(task: Callable[[], tuple]) -> dict[str, float]:
     """One turn: as many passes as fit a quarter of a second, at least one."""
     passes, seconds, begun = 0, 0.0, time.perf_counter()
@@ -198,49 +172,20 @@ def peak_mib(task: Callable[[], tuple]) -> float | None:
     return (peak - before) * 1024
 
 
-def table(runs: list[Run], kind: str) -> Table:
-    """The medians of one kind."""
-    rows: Table = {}
+def print_medians(kind: str, runs: list[Run]) -> None:
+    """ms / MiB for every contestant and size, as Markdown."""
+    rows = {}
     for row in compare(runs, "ms", more=["peak_mib"]):
         name, size = row.contestant.rsplit(", ", 1)
         if name.startswith(kind):
-            rows.setdefault(name.removeprefix(kind + " "), {})[int(size)] = row.median, row.more.get("peak_mib")
-    return rows
-
-
-def print_medians(kind: str, rows: Table) -> None:
-    """ms / MiB for every contestant and size, as Markdown."""
-    sizes = list(next(iter(rows.values())))
+            mib = f"{row.more['peak_mib']:,.0f}" if row.more else "–"
+            rows.setdefault(name.removeprefix(kind + " "), {})[int(size)] = (
+                f"{row.median:,.{1 if row.median >= 1 else 3}f} / {mib}"
+            )
+    sizes = next(iter(rows.values()))
     print(f"\n| {kind}: ms / MiB | " + " | ".join(f"{size:,}" for size in sizes) + " |\n|---|" + "---:|" * len(sizes))
-    for name, figures in rows.items():
-        cells = (
-            f"{ms:,.{1 if ms >= 1 else 3}f} / {'–' if mib is None else f'{mib:,.0f}'}" for ms, mib in figures.values()
-        )
-        print(f"| {name} | " + " | ".join(cells) + " |")
-
-
-def draw(rows: Table, file: str) -> None:
-    """Time and memory over the length, both axes logarithmic."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), constrained_layout=True)
-    sizes = list(next(iter(rows.values())))
-    for index, (axis, title) in enumerate(
-        zip(axes, ("forward and backward, ms", "peak memory beside the inputs, MiB"))
-    ):
-        for name, figures in rows.items():
-            points = [(size, values[index]) for size, values in figures.items() if values[index]]
-            if points:
-                axis.plot(*zip(*points), marker="o", label=name, linestyle="-" if name.startswith("ours") else "--")
-        axis.set(xscale="log", yscale="log", xlabel="tokens of a sequence", title=title)
-        axis.grid(alpha=0.3)
-        axis.set_xticks(sizes, [str(size) for size in sizes])
-        axis.minorticks_off()
-    axes[0].legend(fontsize=8)
-    figure.savefig(file, dpi=110)
+    for name, cells in rows.items():
+        print(f"| {name} | " + " | ".join(cells.values()) + " |")
 
 
 if __name__ == "__main__":

@@ -57,34 +57,25 @@ class Corpus:
                 f"{self.target_vocab:,}")  # fmt: skip
 
 
-def text_at(data: str = ""):
+def text_at(data: str = "", *columns: str):
     """The parallel text of --data, else of the environment variable MINIDATASET, else /opt/minidataset or sample/."""
     from text.rows import default_path, find_text
 
-    return find_text(str(data or os.environ.get("MINIDATASET") or default_path()))
+    return find_text(str(data or os.environ.get("MINIDATASET") or default_path()), *columns)
 
 
-def load_corpus(data="", vocab=16000, pairs=20000, test_rows=500, longest=126) -> Corpus:
+def load_corpus(data="", vocab=16000, pairs=20000, test_rows=500, longest=126, run: dict | None = None) -> Corpus:
     """A random sample of `pairs` training pairs of at most `longest` tokens a side, and the first such `test_rows` test rows.
 
-    Little text gives smaller vocabularies and fewer pairs. Everything is kept in runs/.cache for the next time.
+    Little text gives smaller vocabularies and fewer pairs. With `run`, the config.json of a trained run, in its tokens.
+    Everything is kept in runs/.cache, beside the token store it was drawn from, for the next time.
     """
-    return corpus_of(text_at(data), pairs, test_rows, longest, source_vocab=vocab, target_vocab=vocab)
-
-
-def corpus_of_run(config: dict, pairs=20000, test_rows=500, longest=126) -> Corpus:
-    """The same in the tokens of a trained run; `config` is the run's config.json."""
-    from text.rows import find_text
-
-    text = find_text(config["data"], config["source"], config["target"])
-    names = ("source_vocab", "target_vocab", "tokenizer", "max_length")
-    return corpus_of(text, pairs, test_rows, longest, **{name: config[name] for name in names})
-
-
-def corpus_of(text, pairs: int, test_rows: int, longest: int, **settings) -> Corpus:
-    """From the cache, beside the token store it was drawn from, else made now."""
     from text.prepare import prepare
 
+    text = text_at(run["data"], run["source"], run["target"]) if run else text_at(data)
+    settings = {"source_vocab": vocab, "target_vocab": vocab}
+    if run:
+        settings = {name: run[name] for name in ("source_vocab", "target_vocab", "tokenizer", "max_length")}
     prepared = prepare(text, ROOT / "runs" / ".cache", **settings, say=lambda line: None)
     folder = prepared.folder.with_name(f"{prepared.folder.name}-benchmark-{pairs}-{test_rows}-{longest}")
     if not (folder / "corpus.json").exists():
@@ -104,15 +95,11 @@ def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longe
         for side, sentences in zip(SIDES, zip(*rows)):
             (building / f"{name}.{side}").write_text(as_words(sentences, side), encoding="utf-8")
     for index, (side, tokenizer) in enumerate(tokenizers.items()):
-        counts, special = (
-            Counter(token for pair in train for token in pair[index].tolist()),
-            special_ids(tokenizer).values(),
-        )
+        counts, special = Counter(), special_ids(tokenizer).values()  # both toolkits add the special words themselves
+        for pair in train:
+            counts.update(pair[index].tolist())
         words = {f"{LETTERS[side]}{id}": max(counts[id], 1) for id in range(len(tokenizer)) if id not in special}
-        for vocabulary, gap in (
-            (f"opennmt.{side}", "\t"),
-            (f"dict.{side}.txt", " "),
-        ):  # both add the special words themselves
+        for vocabulary, gap in ((f"opennmt.{side}", "\t"), (f"dict.{side}.txt", " ")):
             lines = (f"{word}{gap}{count}\n" for word, count in words.items())
             (building / vocabulary).write_text("".join(lines), encoding="utf-8")
     facts = {"data": str(text.path), "source_vocab": len(tokenizers["src"]), "target_vocab": len(tokenizers["tgt"])}
@@ -154,12 +141,12 @@ def as_ids(lines: Iterable[str]) -> list[np.ndarray]:
     return [np.array([int(word[1:]) for word in line.split()], np.int64) for line in lines]
 
 
-def read_corpus(folder: Path | str) -> Corpus:
-    """What `write_corpus` left in `folder`; needs numpy alone."""
+def read_corpus(folder: Path | str, test_rows: int = 0) -> Corpus:
+    """What `write_corpus` left in `folder`, with so many test rows (0: all); needs numpy alone."""
     folder = Path(folder)
     facts = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
-    pairs = {}
-    for name in ("train", "test"):
-        sides = [as_ids((folder / f"{name}.{side}").read_text(encoding="utf-8").splitlines()) for side in SIDES]
-        pairs[name] = list(zip(*sides))
-    return Corpus(folder, pairs["train"], pairs["test"], **facts)
+    train, test = (
+        list(zip(*(as_ids((folder / f"{name}.{side}").read_text(encoding="utf-8").splitlines()) for side in SIDES)))
+        for name in ("train", "test")
+    )
+    return Corpus(folder, train, test[: test_rows or None], **facts)

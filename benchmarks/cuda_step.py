@@ -10,26 +10,32 @@ docs/cuda.md has the figures of such a library that does nothing else, so host t
 """
 
 import ctypes
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-import numpy as np
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import fast
+from benchmarks.data import IDS, make_store
+from benchmarks.measuring import ROOT, write_json
+from benchmarks.peers.contest import SIZES
+from benchmarks.peers.ours import make_trainer
 from data import BucketSampler, Collate, batches_of
 from engine.config import flag, parse_flags
 from engine.distributed import World, choose_device
 from engine.errors import UserError, run_script
 from engine.precision import choose_precision
-from model import PRESETS, ModelConfig, SummedLoss, Translator
-from text.store import Rows
+from engine.telemetry import peak_memory_gib
+from model import ModelConfig
+from text.store import TokenizedPairs
 
-IDS = {"pad": 0, "bos": 1, "eos": 2}
 PAIRS, WARM = 40_000, 5
+BUSY = 0.9  # share of the time in which a GPU computes that is not kept waiting
 COUNTED = ("launches", "gemms", "graph_launches", "memcpys", "h2d", "d2h", "d2d", "memsets", "syncs", "events", "mallocs",
            "host_allocs", "bad_captures")  # fmt: skip
 
@@ -38,25 +44,13 @@ COUNTED = ("launches", "gemms", "graph_launches", "memcpys", "h2d", "d2h", "d2d"
 class Config:
     """Every setting of this benchmark."""
 
-    preset: str = flag("lab", "model size (lab|base|big)", "What")
+    preset: str = flag("lab", "model size (lab|big|tiny)", "What")
     tokens: int = flag(16384, "padded tokens a side in a step", "What", least=512)
     vocab: int = flag(8000, "tokens in each vocabulary", "What", least=10)
     precision: str = flag("auto", "number format (auto|fp32|bf16|fp16)", "What")
     captured: bool = flag(False, "forward and backward pass by CUDA graphs", "What")
     steps: int = flag(20, "measured; each shape has been captured before", "How", least=1)
-
-
-class Pairs:
-    """Random sentences of the lengths that news has."""
-
-    def __init__(self):
-        random = np.random.default_rng(0)
-        common = random.lognormal(3.1, 0.5, PAIRS)  # the two sides of a pair are of similar length
-        sides = (common * random.lognormal(0, 0.2, PAIRS) for _ in range(2))
-        self.lengths = dict(zip(("source", "target"), (np.clip(side, 1, 200).astype(int) for side in sides)))
-
-    def __getitems__(self, rows: np.ndarray) -> tuple[Rows, Rows]:
-        return tuple(Rows(np.full(side[rows].sum(), 7), side[rows]) for side in self.lengths.values())
+    out: str = flag("runs/benchmarks/cuda_step.json", "file for the figures", "How")
 
 
 def counts() -> dict[str, int]:
@@ -68,9 +62,15 @@ def counts() -> dict[str, int]:
 
 
 def main(config: Config) -> None:
-    """Measure and print."""
-    for name, value in measure(config).items():
+    """Measure, print, say who waits for whom, write."""
+    figures = measure(config)
+    for name, value in figures.items():
         print(f"{name:<16}{value:10.2f}")
+    if figures.get("gpu_busy", 1.0) < BUSY:
+        print(f"the GPU computes {figures['gpu_busy']:.0%} of the time, for the rest it waits for Python")
+    if figures["wait_ms"] > 0.02 * figures["ms"]:
+        print(f"{figures['wait_ms']:.2f} of {figures['ms']:.2f} ms are spent waiting for data")
+    write_json(ROOT / config.out, [], settings=asdict(config), figures=figures)
 
 
 def measure(config: Config) -> dict[str, float]:
@@ -79,14 +79,14 @@ def measure(config: Config) -> dict[str, float]:
     if device.type != "cuda":
         raise UserError("benchmarks.cuda_step needs a GPU")
     world, precision = World(0, 1, device), choose_precision(device, config.precision, training=True)
-    pairs = Pairs()
-    model = Translator(ModelConfig(config.vocab, config.vocab, **PRESETS[config.preset])).to(device).train()
-    parameters = list(model.parameters())
-    loss_of = fast.loss(model, 0.1, precision.dtype) or SummedLoss(model, 0.1)
-    sampler = BucketSampler(pairs.lengths, config.tokens, seed=1)
+    with tempfile.TemporaryDirectory() as folder:
+        make_store(Path(folder) / "store", PAIRS, vocab=config.vocab)
+        pairs = TokenizedPairs(Path(folder) / "store")
+    sampler, wrap = BucketSampler(pairs.lengths, config.tokens, seed=1), lambda loss: loss
     if config.captured:
-        loss_of = fast.captured_loss(SummedLoss(model, 0.1), precision.dtype, sampler.shapes(), print) or loss_of
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+        wrap = lambda loss: fast.captured_loss(loss, precision.dtype, sampler.shapes(), print) or loss  # noqa: E731
+    sizes = ModelConfig(config.vocab, config.vocab, **SIZES[config.preset])
+    take_step = make_trainer(sizes, precision, plain=config.captured, wrap=wrap)
     batches, waited = batches_of(pairs, sampler, Collate(IDS, IDS), 0, device), 0.0
 
     def step(number: int) -> None:
@@ -95,10 +95,7 @@ def measure(config: Config) -> dict[str, float]:
         begun = time.perf_counter()
         batch = next(batches)
         waited += time.perf_counter() - begun
-        with precision.autocast():
-            losses = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
-        precision.backward(losses[0] / batch.target_tokens)
-        precision.step(optimizer, parameters, 1.0, number)
+        take_step(batch)
 
     warm = 2 * sampler.steps_per_epoch if config.captured else WARM  # each shape once as it is, then captured
     for number in range(warm):
@@ -113,12 +110,10 @@ def measure(config: Config) -> dict[str, float]:
     torch.cuda.set_sync_debug_mode("default")
     after = counts()
     torch.cuda.synchronize()
-    seconds = time.perf_counter() - begun
-    figures = {"ms": seconds, "cpu_ms": cpu, "wait_ms": waiting}
-    figures = {name: 1e3 * value / config.steps for name, value in figures.items()}
+    times = {"ms": time.perf_counter() - begun, "cpu_ms": cpu, "wait_ms": waiting}
+    figures = {name: 1e3 * value / config.steps for name, value in times.items()}
     figures |= {name: (after[name] - before[name]) / config.steps for name in before}
-    figures |= gpu_share(lambda: step(warm + config.steps)) | {"peak_gib": torch.cuda.max_memory_allocated() / 2**30}
-    return figures
+    return figures | gpu_share(lambda: step(warm + config.steps)) | {"peak_gib": peak_memory_gib(device)}
 
 
 def gpu_share(step: Callable[[], None], steps: int = 5) -> dict[str, float]:

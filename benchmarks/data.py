@@ -47,7 +47,7 @@ IDS = {"pad": 0, "bos": 1, "eos": 2}
 STARTS = {"epoch 1": 0.0, "epoch 3": 2.0, "middle of epoch 3": 2.5}  # epochs that are already done
 GROWTH_VOCAB = 8000
 PAIRS, LENGTHS = (10_000, 100_000, 1_000_000), (16, 32, 64, 128, 256)
-FIRST_STEP, READY = r"step +1 .* loss", r".*, split test, "  # what evaluate.py says right before it decodes
+FIRST_STEP, READY = r"step +1 .* loss", r".*, split test, "  # READY: right before evaluate.py decodes
 
 
 @dataclass
@@ -70,13 +70,7 @@ class Config:
 
 def main(config: Config) -> None:
     """Measure, print, write."""
-    parts = {
-        "stages": time_stages,
-        "epoch": time_epochs,
-        "loader": time_loaders,
-        "startup": time_startup,
-        "growth": time_growth,
-    }
+    parts = dict(stages=time_stages, epoch=time_epochs, loader=time_loaders, startup=time_startup, growth=time_growth)
     chosen, runs = [config.part] if config.part != "all" else ["stages", "epoch", "loader"], []
     with tempfile.TemporaryDirectory() as folder:
         for part in chosen:
@@ -88,18 +82,8 @@ def main(config: Config) -> None:
 
 
 def time_stages(config: Config, folder: Path) -> list[Run]:
-    """The stages of `text.prepare`."""
-    runs = interleave(
-        stages := stages_of(text_at(config.data), config.vocab, folder / "stages"), 1, lambda name: stages[name]()
-    )
-    print_table(compare(runs, "pairs_per_second", more=["seconds"]), "pairs/s")
-    return runs
-
-
-def stages_of(text, vocab: int, folder: Path) -> dict:
-    """One function for each stage, to be called in this order."""
-    folder.mkdir()
-    counts, lines, tokenizers = Counter(), folder / "clean.txt", {}
+    """The stages of `text.prepare`, once, in order: each needs what the one before it left."""
+    text, lines, counts, tokenizers = text_at(config.data), folder / "clean.txt", Counter(), {}
 
     def read() -> int:
         return sum(map(len, text.rows("train")))
@@ -112,7 +96,7 @@ def stages_of(text, vocab: int, folder: Path) -> dict:
         return counts["read"]
 
     def train_tokenizers() -> int:
-        tokenizers.update(_make_tokenizers(lines, counts["kept"], "", [vocab, vocab], lambda line: None))
+        tokenizers.update(_make_tokenizers(lines, counts["kept"], "", [config.vocab] * 2, lambda line: None))
         return -(-counts["kept"] // -(-counts["kept"] // TOKENIZER_LINES))
 
     def tokenise() -> int:
@@ -120,17 +104,18 @@ def stages_of(text, vocab: int, folder: Path) -> dict:
         _write_train(lines, folder / "train", tokenizers, 512, counts)
         return pairs
 
-    def timed(stage):
-        def run() -> dict:
-            begun = time.perf_counter()
-            pairs = stage()
-            seconds = time.perf_counter() - begun
-            return {"pairs_per_second": pairs / seconds, "seconds": seconds, "pairs": pairs}
-
-        return run
-
     stages = {"reading": read, "reading and cleaning": clean, "training two tokenizers": train_tokenizers}
-    return {name: timed(stage) for name, stage in (stages | {"tokenising and writing": tokenise}).items()}
+    stages["tokenising and writing"] = tokenise
+
+    def turn(name: str) -> dict:
+        begun = time.perf_counter()
+        pairs = stages[name]()
+        seconds = time.perf_counter() - begun
+        return {"pairs_per_second": pairs / seconds, "seconds": seconds, "pairs": pairs}
+
+    runs = interleave(stages, 1, turn)
+    print_table(compare(runs, "pairs_per_second", more=["seconds"]), "pairs/s")
+    return runs
 
 
 # ---------------------------------------------------------------- epoch, loader
@@ -180,31 +165,17 @@ def time_loaders(config: Config, folder: Path) -> list[Run]:
         sampler = BucketSampler(prepared.train.lengths, names[name])
         batches = iter(DataLoader(prepared.train, batch_sampler=sampler, collate_fn=collate_for(prepared)))
         next(batches)
-        tokens, begun = 0, time.perf_counter()
+        counts, begun = np.zeros(4), time.perf_counter()  # of each side: tokens, places
         while time.perf_counter() - begun < config.seconds:
-            tokens += next(batches).target_tokens
-        figures = {"target_tokens_per_second": tokens / (time.perf_counter() - begun)}
-        return figures | padding_shares(prepared.train.lengths, sampler)
+            batch = next(batches)
+            counts += batch.source_tokens, batch.target_tokens, batch.src.numel(), batch.tgt_in.numel()
+        figures = {"target_tokens_per_second": counts[1] / (time.perf_counter() - begun)}
+        source, target = 1 - counts[:2] / counts[2:]
+        return figures | {"padding_source": float(source), "padding_target": float(target)}
 
     runs = interleave(names, config.rounds, turn)
-    more = ["padding_source", "padding_target", "padding_both"]
-    print_table(compare(runs, "target_tokens_per_second", more=more), "target tokens/s")
+    print_table(compare(runs, "target_tokens_per_second", more=["padding_source", "padding_target"]), "target tokens/s")
     return runs
-
-
-def padding_shares(lengths: dict[str, np.ndarray], sampler: BucketSampler) -> dict[str, float]:
-    """The share of padding among the places of the source side, the target side and both, over the first epoch."""
-    real, places = Counter(), Counter()
-    for pairs in sampler.epoch_plan(0):
-        for side in ("source", "target"):
-            widths = lengths[side][pairs] + 1
-            real[side] += int(widths.sum())
-            places[side] += int(len(pairs) * widths.max())
-    shares = {f"padding_{side}": 1 - real[side] / places[side] for side in real}
-    return shares | {"padding_both": 1 - real.total() / places.total()}
-
-
-# ---------------------------------------------------------------- startup
 
 
 def time_startup(config: Config, folder: Path) -> list[Run]:
@@ -213,43 +184,37 @@ def time_startup(config: Config, folder: Path) -> list[Run]:
     if config.ckpt:
         ckpt = Path(config.ckpt).resolve()
     else:
-        start("train.py", "--data", ROOT / "sample", "--max_steps", 1, "--run", "made", cwd=folder)
+        list(start("train.py", "--data", ROOT / "sample", "--max_steps", 1, "--run", "made", cwd=folder))
 
-    def train() -> dict:
-        shutil.rmtree(folder / "runs" / "first", ignore_errors=True)
-        words = ("train.py", "--data", path, "--max_steps", 9, "--log_every", 1, "--run", "first")
-        times, _ = start(*words, cwd=folder, until=FIRST_STEP)
-        return {"seconds": times[-1], "said_something": times[0]}
+    def turn(script: str) -> dict:
+        if script == "train.py":
+            shutil.rmtree(folder / "runs" / "first", ignore_errors=True)
+            lines = start(script, "--data", path, "--max_steps", 9, "--log_every", 1, "--run", "first", cwd=folder)
+            return {"seconds": next(seconds for seconds, line in lines if re.match(FIRST_STEP, line))}
+        lines = list(start(script, "--ckpt", ckpt, "--limit", 128, cwd=folder))  # rows that are decoded at once
+        ready = next(seconds for seconds, line in lines if re.match(READY, line))
+        scores = (ckpt / "eval" / "test-greedy-first128.json").read_text(encoding="utf-8")
+        return {"seconds": ready + json.loads(scores)["seconds"]}
 
-    def evaluate() -> dict:
-        words = ("evaluate.py", "--ckpt", ckpt, "--limit", 128)  # rows that are decoded at once
-        times, lines = start(*words, cwd=folder)
-        ready = next(seconds for seconds, line in zip(times, lines) if re.match(READY, line))
-        decoding = json.loads((ckpt / "eval" / "test-greedy-first128.json").read_text(encoding="utf-8"))["seconds"]
-        return {"seconds": ready + decoding, "said_something": times[0]}
-
-    train()  # which fills the cache
-    turns = {"train.py, first step": train, "evaluate.py, first batch": evaluate}
-    runs = interleave(turns, config.rounds, lambda name: turns[name]())
-    print_table(compare(runs, "seconds", more=["said_something"]), "s", decimals=2)
+    turn("train.py")  # which fills the cache
+    runs = interleave(("train.py", "evaluate.py"), config.rounds, turn)
+    print_table(compare(runs, "seconds"), "s", decimals=2)
     return runs
 
 
-def start(script: str, *arguments, cwd: Path, until: str | None = None) -> tuple[list[float], list[str]]:
-    """When each line came, in seconds, and the lines, to the end of the process or to the line that matches `until`."""
-    words = [sys.executable, str(ROOT / script), *map(str, arguments)]
-    begun, times, lines = time.perf_counter(), [], []
+def start(script: str, *arguments, cwd: Path) -> Iterator[tuple[float, str]]:
+    """Each line that the script says, after how many seconds; it ends with this generator. `UserError` if it fails."""
+    words, begun, line = [sys.executable, str(ROOT / script), *map(str, arguments)], time.perf_counter(), "nothing"
     options = dict(cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8")
     with subprocess.Popen(words, **options) as process:
-        for line in process.stdout:
-            times.append(time.perf_counter() - begun)
-            lines.append(line)
-            if until and re.match(until, line):
-                process.kill()
-                return times, lines
-    if process.returncode or until:
-        raise UserError(f"{' '.join(words)} failed; the last it said was: {lines[-1].strip() if lines else 'nothing'}")
-    return times, lines
+        try:
+            for line in process.stdout:
+                yield time.perf_counter() - begun, line
+        except GeneratorExit:
+            process.kill()
+            raise
+    if process.returncode:
+        raise UserError(f"{' '.join(words)} failed; the last it said was: {line.strip()}")
 
 
 # ---------------------------------------------------------------- growth
@@ -270,10 +235,9 @@ def time_growth(config: Config, folder: Path) -> list[Run]:
 
     def of_length(name: str) -> dict:  # one batch again and again; begin or end are among the tokens
         length = lengths[name]
-        ids = np.random.default_rng(length).integers(
-            3, GROWTH_VOCAB, (config.tokens_per_batch // length, 2, length - 1)
-        )
-        figures = time_steps(model, repeat(Collate(IDS, IDS)([(source, target) for source, target in ids])), config)
+        shape = (config.tokens_per_batch // length, 2, length - 1)
+        ids = np.random.default_rng(length).integers(3, GROWTH_VOCAB, shape)
+        figures = time_steps(model, repeat(Collate(IDS, IDS)(list(ids))), config)
         return figures | {"predicted_ratio": flops_per_token(model, LENGTHS[0]) / flops_per_token(model, length)}
 
     runs = []

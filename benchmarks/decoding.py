@@ -1,6 +1,6 @@
 """Speed of greedy decoding, side by side: this project, the handout's way, Hugging Face's Marian and CTranslate2.
 
-    python -m benchmarks.peers.install ctranslate2              # once
+    bash benchmarks/peers/install.sh ctranslate2              # once
     python -m benchmarks.decoding                               # random weights, exactly 40 tokens a sentence
     python -m benchmarks.decoding --ckpt runs/NAME              # a trained model at the lengths it chooses
     python -m benchmarks.decoding --contestants ours-fp32,ctranslate2-int8x2-64 --rounds 3
@@ -12,14 +12,14 @@ is like for like and what is not. `first_seconds` is the first pass, which is no
 """
 
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
-from benchmarks.corpus import Corpus, corpus_of_run, load_corpus
+from benchmarks.corpus import Corpus, load_corpus
 from benchmarks.measuring import Run, compare, print_table, take_turns
-from benchmarks.peers.contest import SIZES
+from benchmarks.peers.contest import SIZES, Task
 from benchmarks.peers.contestants import Contestant, choose, start
 from engine.config import flag, parse_flags
 from engine.distributed import choose_device
@@ -27,25 +27,15 @@ from engine.errors import UserError, run_script
 from loading import Trained, load_trained
 from model import ModelConfig, Translator
 
-OURS = (
-    "plain-fp32",
-    "fp32",
-    "bf16",
-    "int8",
-    "plain-bf16",
-    "captured-fp32",
-    "captured-bf16",
-    "plain-fp16",
-    "captured-fp16",
-)
+OURS = "plain-fp32 fp32 plain-bf16 bf16 plain-fp16 int8 captured-fp32 captured-bf16 captured-fp16".split()
+KINDS = ("float32", "float32x2", "bfloat16", "int8", "int8x2", "int8_float32x2")
 # Not pinned: CTranslate2's workers (x2: two of one thread) and our threads begin after the pinning, all on the first core.
 CONTESTANTS = {
-    "handout": Contestant("handout", arguments=("--rows", "64")),
+    "handout": Contestant("handout", {"rows": 64}),
     "marian": Contestant("marian"),
-    **{f"ctranslate2-{kind}-64": Contestant("ct2", kind, "ctranslate2", pin=False)
-       for kind in ("float32", "float32x2", "bfloat16", "int8", "int8x2", "int8_float32x2")},
-    **{f"ours-{variant}": Contestant("ours", variant, pin=False) for variant in OURS},
-}  # fmt: skip
+    **{f"ctranslate2-{kind}-64": Contestant("ct2", {"variant": kind}, "ctranslate2", pin=False) for kind in KINDS},
+    **{f"ours-{variant}": Contestant("ours", {"variant": variant}, pin=False) for variant in OURS},
+}
 EVERYBODY = "handout,marian,ctranslate2-float32-64,ctranslate2-float32x2-64,ctranslate2-int8x2-64,ours-fp32,ours-int8"
 ON_GPU = "marian,ours-plain-bf16,ours-captured-bf16"
 
@@ -75,24 +65,26 @@ def main(config: Config) -> list[Run]:
     """Take turns, print the tables; → all turns."""
     choose_device(config.device, 0)  # which must be there
     names = choose(config.contestants or (EVERYBODY if config.device == "cpu" else ON_GPU), CONTESTANTS)
-    preset, length, trained = config.preset, config.length, None
     if config.ckpt:
         trained = load_trained(config.ckpt)
-        corpus, length = corpus_of_run(trained.config, test_rows=config.sentences), 0
+        corpus, length = load_corpus(test_rows=config.sentences, run=trained.config), 0
         preset, weights, title = preset_of(trained), f"run-{trained.run.name}", f"real lengths, {trained.name}"
     else:
-        corpus = load_corpus(config.data, config.vocab, test_rows=config.sentences)
-        weights, title = f"random-{preset}", f"{length} tokens a sentence, random weights"
+        corpus, length, trained = (
+            load_corpus(config.data, config.vocab, test_rows=config.sentences),
+            config.length,
+            None,
+        )
+        preset, weights, title = config.preset, f"random-{config.preset}", f"{length} tokens a sentence, random weights"
     folder = export(corpus, preset, weights, trained)
     title = f"greedy decoding, {title}"
     print(corpus.describe())
-    arguments = ["decode", "--corpus", corpus.folder, "--seconds", config.seconds, "--length", length, "--weights", folder,
-                 "--device", config.device, "--preset", preset]  # fmt: skip
+    task = Task("decode", str(corpus.folder), config.seconds, config.threads, config.device, preset, length=length,
+                weights=str(folder))  # fmt: skip
 
     def turn(name: str) -> dict | None:
-        batch = ["--batch", config.batch] if name.startswith("ours") else []
-        outputs = ["--outputs", folder / f"{name}.txt"]
-        return start(name, CONTESTANTS[name], config.threads, *arguments, *batch, *outputs)
+        batch = config.batch if name.startswith("ours") else task.batch
+        return start(name, CONTESTANTS[name], replace(task, batch=batch, outputs=str(folder / f"{name}.txt")))
 
     runs = take_turns(title, names, config.rounds, turn, config.out, config.append, corpus=corpus.describe(),
                       settings=asdict(config))  # fmt: skip
@@ -100,7 +92,12 @@ def main(config: Config) -> list[Run]:
     reference = config.baseline or ("ours-fp32" if "ours-fp32" in names else names[0])
     more = ["sentences_per_second", "seconds", "first_seconds", "tokens", "sentences", "peak_gib"]
     print_table(compare(runs, "tokens_per_second", reference, more), "tokens/s")
-    print_agreement(list(dict.fromkeys(run.contestant for run in runs)), reference, folder)
+    outputs = {run.contestant: folder / f"{run.contestant}.txt" for run in runs}
+    outputs = {name: read_outputs(file) for name, file in outputs.items() if file.exists()}
+    print(f"\noutputs that are {reference}'s: sentences, tokens before the first difference")
+    for name in outputs if reference in outputs else ():
+        sentences, tokens = agreement(outputs[name], outputs[reference])
+        print(f"  {name:<28} {sentences:6.1%} {tokens:6.1%}")
     return runs
 
 
@@ -141,15 +138,6 @@ def agreement(outputs: list[list[int]], reference: list[list[int]]) -> tuple[flo
 def read_outputs(path: Path) -> list[list[int]]:
     """What a contestant wrote with --outputs."""
     return [list(map(int, line.split())) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def print_agreement(names: list[str], reference: str, folder: Path) -> None:
-    """How far everybody's outputs are those of the reference."""
-    outputs = {name: read_outputs(folder / f"{name}.txt") for name in names if (folder / f"{name}.txt").exists()}
-    print(f"\noutputs that are {reference}'s: sentences, tokens before the first difference")
-    for name in outputs if reference in outputs else ():
-        sentences, tokens = agreement(outputs[name], outputs[reference])
-        print(f"  {name:<28} {sentences:6.1%} {tokens:6.1%}")
 
 
 if __name__ == "__main__":

@@ -5,55 +5,45 @@
     python -m benchmarks.gpu --again true                       # all stages anew; else those that are done are not repeated
     python -m benchmarks.gpu --device cpu --presets tiny --seconds 1 --tokens_per_batch 512 --minutes 0     # a rehearsal
 
-parity     benchmarks.gpu_parity: every number format against float64 on the CPU; exit code 1 if one is wrong
+parity     tests/fast/test_device.py: every number format against float64 on the CPU
 step       benchmarks.cuda_step: host time, kernels and how busy the GPU is, plain and by CUDA graphs
 training   benchmarks.training, plain, fast and captured, in the formats of the card
 decoding   benchmarks.decoding: random weights and exactly 40 tokens a sentence, with --ckpt its own lengths; plain and captured
-operators  benchmarks.attention_op: our Triton kernels beside PyTorch's
+operators  labs.attention_op, benchmarks.attention_op: our Triton kernels beside PyTorch's, right and how fast
 cards      the same steps of train.py on one card and, over NCCL, on all of them: the same loss?
 run        train.py for some minutes, then evaluate.py: a BLEU
 
-About ten minutes on one card. Every stage in processes of its own; what fails is reported, and the rest goes on.
+About ten minutes on one card. Every stage is commands of their own; what fails is reported, and the rest goes on.
 """
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks import attention_op as attention_benchmark
-from benchmarks import cuda_step
-from benchmarks import decoding as decoding_benchmark
-from benchmarks import training as training_benchmark
-from benchmarks.corpus import Corpus, load_corpus
-from benchmarks.gpu_parity import Check, check_all
-from benchmarks.measuring import ROOT, Run, commit, describe_machine, in_new_process, tokens_of, write_json
+from benchmarks.measuring import ROOT, describe_machine, machine, write_json
 from benchmarks.peers.contest import SIZES
 from engine.config import flag, parse_flags
 from engine.distributed import choose_device
 from engine.errors import UserError, run_script
 from engine.precision import choose_precision
-from model import ModelConfig, training_flops
 
-TRAINING = {"bf16": ("plain-bf16", "bf16", "captured-bf16", "fp16"), "fp16": ("fp16",), "fp32": ("plain-fp32", "fp32")}
-DECODING = {name: (f"plain-{name}", f"captured-{name}") for name in TRAINING}  # by the format that the device takes
-EPOCH_PAIRS = 432_000  # of the course's data
+FORMATS = {
+    "bf16": "plain-bf16 bf16 captured-bf16 fp16",
+    "fp16": "fp16",
+    "fp32": "plain-fp32 fp32",
+}  # that a device trains in
 STEPS = 60  # of train.py in stage cards
-BUSY = 0.9  # share of the time in which a GPU computes that is not kept waiting
-TARGETS = (  # on one H200: words in the contestant's name, figure, whether more is better, bound
-    (("lab", "ours"), "tokens_per_second", True, 2e6),
-    (("big", "bf16"), "model_flops_utilisation", True, 0.45),
-    (("lab", "ours"), "seconds_432k_pairs", False, 12.0),
-    (("lab", "40 tokens"), "seconds", False, 1.0),
-    (("real lengths",), "seconds", False, 1.0),
-)
+LIMIT = 900  # seconds of a command
+ALLOWED = 1e-2  # relative difference of the validation losses on one card and on all
 
 
 @dataclass
@@ -71,243 +61,104 @@ class Config:
     minutes: float = flag(2.0, "of stage run; 0: without it", "How", least=0)
     again: bool = flag(False, "repeat the stages that are done", "How")
     seconds: float = flag(8.0, "measured in each turn", "How", above=0)
-    out: str = flag("runs/benchmarks/gpu.json", "file for the report", "How")
+    out: str = flag("runs/benchmarks/gpu.json", "file for the report; the stages' own lie in a folder beside it", "How")
 
     def __post_init__(self):
         if unknown := set(self.presets.split(",")) - set(SIZES):
             raise UserError(f"--presets: unknown {', '.join(sorted(unknown))}; choose of {', '.join(SIZES)}")
 
 
-class Report:
-    """The file to send back: what every stage found, written after each of them."""
-
-    def __init__(self, config: Config, facts: dict):
-        self.path, self.facts, self.stages = ROOT / config.out, facts, {}
-        settings = {name: value for name, value in asdict(config).items() if name not in ("again", "out")}
-        self.facts |= {"settings": settings | {"commit": commit()}}
-        if self.path.exists() and not config.again:
-            earlier = json.loads(self.path.read_text(encoding="utf-8"))
-            if earlier.get("settings") == self.facts["settings"] and earlier.get("device") == facts["device"]:
-                self.stages = {name: found for name, found in earlier["stages"].items() if not found["error"]}
-
-    def stage(self, name: str, work: Callable[[], list]) -> None:
-        """Do it, unless it is done: → checks, turns or lines of text."""
-        if name in self.stages:
-            print(f"{name}: done before", flush=True)
-            return
-        print(f"\n{name}", flush=True)
-        begun, found, error = time.perf_counter(), [], ""
-        try:
-            found = work()
-        except (Exception, SystemExit) as problem:  # who has a GPU for an hour wants all that does work
-            error = f"{type(problem).__name__}: {' '.join(str(problem).split())[-300:]}"
-            print(error, flush=True)
-        self.stages[name] = {"error": error, "seconds": time.perf_counter() - begun,
-                             "checks": [asdict(item) | {"passed": item.passed} for item in found if isinstance(item, Check)],
-                             "runs": [asdict(item) for item in found if isinstance(item, Run)],
-                             "lines": [item for item in found if isinstance(item, str)]}  # fmt: skip
-        self.write()
-
-    def write(self, **facts) -> None:
-        """All that is known so far."""
-        self.facts |= {"checks": self.all("checks"), "stages": self.stages} | facts
-        write_json(self.path, self.runs(), **self.facts)
-
-    def all(self, kind: str) -> list:
-        """The checks, runs or lines of all stages."""
-        return [item for found in self.stages.values() for item in found[kind]]
-
-    def runs(self) -> list[Run]:
-        """Every turn."""
-        return [Run(**run) for run in self.all("runs")]
-
-
 def main(config: Config) -> int:
-    """Check, measure, write, sum up; → the exit code."""
-    device = choose_device(config.device, 0)
-    described = choose_precision(device).describe()
-    corpus = load_corpus(config.data, config.vocab, test_rows=config.sentences)
-    print(f"{described}\n{describe_machine()}\n{corpus.describe()}")
-    report = Report(config, {"device": described, "cuda": torch.version.cuda})
-    for name, work in stages(config, device, corpus).items():
-        report.stage(name, work)
-    reached = targets(report.runs()) if device.type == "cuda" else []
-    report.write(targets=reached)
-    print("\n".join(["", described, *summary(report), *reached, f"written to {config.out}"]))
-    return int(not all(check["passed"] for check in report.all("checks")))
+    """Do what is not done yet, write, sum up; → the exit code."""
+    device, out = choose_device(config.device, 0), ROOT / config.out
+    facts = {"settings": asdict(config) | {"again": False}, "device": choose_precision(device).describe(),
+             "cuda": torch.version.cuda, "commit": machine()["commit"]}  # fmt: skip
+    print(f"{facts['device']}\n{describe_machine()}")
+    earlier = json.loads(out.read_text(encoding="utf-8")) if out.exists() and not config.again else {}
+    same = all(earlier.get(name) == fact for name, fact in facts.items())
+    done = {name: stage for name, stage in earlier["stages"].items() if not stage["failed"]} if same else {}
+    folder = out.with_suffix("")
+    for name, commands in stages(config, device, folder).items():
+        print(f"\n{name}" + ": done before" * (name in done), flush=True)
+        if name not in done:
+            done[name] = run(commands)
+            files = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")}
+            write_json(out, [], **facts, stages=done, files=files)
+    losses = [valid_loss(run) for run in folder.glob("cards-*") if "cards" in done and not done["cards"]["failed"]]
+    apart = max(losses) / min(losses) - 1 if losses else 0.0
+    failed = [f"FAILED {name}: {''.join(stage['lines'][-1:])}" for name, stage in done.items() if stage["failed"]]
+    failed += [f"FAILED cards: the validation losses are {apart:.1e} apart, {ALLOWED:.0e} allowed"] * (apart > ALLOWED)
+    print("\n".join(["", *failed, f"{len(done)} stages, {len(failed)} failed; written to {config.out}"]))
+    return int(bool(failed))
 
 
-def stages(config: Config, device: torch.device, corpus: Corpus) -> dict[str, Callable[[], list]]:
-    """What there is to do, in order: first what is wrong, last what takes long."""
-    todo, presets, on_gpu = {}, config.presets.split(","), device.type == "cuda"
-    precision = choose_precision(device, training=True).name
-    variants = DECODING[precision] if on_gpu else ("fp32",)
-    for preset in presets:
-        todo[f"{preset} parity"] = partial(in_new_process, check_all, preset, str(device), corpus.folder)
-    for preset in presets if on_gpu else ():
-        todo[f"{preset} step"] = partial(steps, config, preset)
-    for preset in presets:
-        todo[f"{preset} training"] = partial(
-            training,
-            config,
-            device,
-            corpus,
-            TRAINING[precision],
-            preset=preset,
-            tokens_per_batch=config.tokens_per_batch,
-        )
-    sentences = dict(sentences=config.sentences, batch=config.batch)
-    for preset in presets:
-        words = f"{preset} 40 tokens"
-        todo[f"{preset} decoding"] = partial(
-            measure, config, device, decoding_benchmark, words, variants, preset=preset, **sentences
-        )
+def stages(config: Config, device: torch.device, folder: Path) -> dict[str, list[list]]:
+    """The commands of every stage, in order: first what is wrong, last what takes long. They write into the folder."""
+    on_gpu, taken = device.type == "cuda", choose_precision(device, training=True).name
+    formats = FORMATS[taken].split() if on_gpu else ["fp32"]
+    training = ",".join(f"ours-{name}" for name in formats)
+    decoding = f"ours-plain-{taken},ours-captured-{taken}" if on_gpu else "ours-fp32"
+    path = config.data or os.environ.get("MINIDATASET", "")
+    where = [*(["--data", path] if path else []), "--device", device]
+    turns = [*where, "--vocab", config.vocab, "--rounds", 1, "--seconds", config.seconds]
+    decode = ["benchmarks.decoding", *turns, "--contestants", decoding, "--batch", config.batch, "--sentences",
+              config.sentences]  # fmt: skip
+    todo, later = {}, {}
+    for preset in config.presets.split(","):
+        sizes, file = ["--preset", preset], lambda name, preset=preset: ["--out", folder / f"{preset}-{name}.json"]
+        tokens = ["--tokens_per_batch", config.tokens_per_batch]
+        where_to_test = [f"PRESET={preset}", f"DEVICE={device}"]
+        todo[f"{preset} parity"] = [[*where_to_test, "pytest", "-s", "tests/fast/test_device.py"]]
+        if on_gpu:
+            step = ["benchmarks.cuda_step", *sizes, "--vocab", config.vocab, "--tokens", config.tokens_per_batch]
+            later[f"{preset} step"] = [[*step, *file("step")], [*step, "--captured", *file("step-captured")]]
+        later[f"{preset} training"] = [["benchmarks.training", *turns, *sizes, *tokens, "--contestants", training,
+                                        *file("training")]]  # fmt: skip
+        later[f"{preset} decoding"] = [[*decode, *sizes, *file("decoding")]]
     if config.ckpt:
-        todo["real lengths"] = partial(
-            measure, config, device, decoding_benchmark, "real lengths", variants, ckpt=config.ckpt, **sentences
-        )
+        later["real lengths"] = [[*decode, "--ckpt", config.ckpt, "--out", folder / "real-lengths.json"]]
+    train = ["train.py", *where]
     if on_gpu:
-        todo |= {"operators": partial(operators, config), "cards": partial(cards, config)}
-    return todo | ({"run": partial(short_run, config)} if config.minutes else {})
+        sizes = ["--lengths", "64,1024", "--numbers", 2**20, "--rounds", 3, "--device", device]
+        times = ["benchmarks.attention_op", *sizes, "--out", folder / "operators.json"]
+        later["operators"] = [["labs.attention_op"], times]
+        steps = ["--device", "cuda", "--max_steps", STEPS, "--eval_every", STEPS, "--dropout", 0]
+        count = torch.cuda.device_count()
+        launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", count, "--", ROOT / "train.py"]
+        later["cards"] = [[*train, *steps, "--run", folder / "cards-1"]]
+        later["cards"] += [[*launch, *train[1:], *steps, "--run", folder / f"cards-{count}"]] * (count > 1)
+    if config.minutes:
+        later["run"] = [[*train, "--max_minutes", config.minutes, "--run", folder / "run"],
+                        ["evaluate.py", "--ckpt", folder / "run"]]  # fmt: skip
+    return todo | later
 
 
-# ---------------------------------------------------------------- stages
+def run(commands: list[list]) -> dict:
+    """Python with each command, [NAME=value …] script or module, flags; to the first that fails; → what came of it."""
+    begun, lines, code = time.perf_counter(), [], 0
+    for command in commands:
+        if "--run" in command:
+            shutil.rmtree(command[-1], ignore_errors=True)  # of an earlier attempt
+        variables = dict(word.split("=") for word in map(str, command) if re.match("[A-Z]+=", word))
+        words = [*map(str, command[len(variables) :])]
+        words = words if words[0].endswith(".py") else ["-m", *words]
+        options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8")
+        with subprocess.Popen([sys.executable, *words], cwd=ROOT, env=os.environ | variables, **options) as process:
+            timer = threading.Timer(LIMIT, process.kill)  # who has a GPU for an hour wants all that does work
+            timer.start()
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                lines.append(line.rstrip())
+            timer.cancel()
+        if code := process.returncode:
+            break
+    return {"failed": code != 0, "seconds": time.perf_counter() - begun, "lines": lines[-200:]}
 
 
-def measure(
-    config: Config, device: torch.device, benchmark, words: str, variants: tuple[str, ...], **settings
-) -> list[Run]:
-    """One turn of each variant of ours in another benchmark."""
-    names = [f"ours-{name}" for name in variants if f"ours-{name}" in benchmark.CONTESTANTS]
-    names = [name for name in names if device.type == "cuda" or not ("captured" in name or name.endswith("fp16"))]
-    turns = benchmark.main(benchmark.Config(
-        contestants=",".join(names), device=str(device), data=config.data, vocab=config.vocab, rounds=1,
-        seconds=config.seconds, out=str(Path(config.out).with_suffix(".part.json")), **settings,
-    ))  # fmt: skip
-    return [Run(f"{words}, {turn.contestant}", 1, turn.figures, turn.seconds, turn.others) for turn in turns]
-
-
-def training(config: Config, device: torch.device, corpus: Corpus, variants: tuple[str, ...], **settings) -> list[Run]:
-    """Also what follows from the tokens a second: an epoch of the course's data, utilisation of the GPU."""
-    runs = measure(config, device, training_benchmark, f"{settings['preset']} training", variants, **settings)
-    tokens_of_epoch = sum(map(tokens_of, zip(*corpus.train))) * EPOCH_PAIRS / len(corpus.train)
-    for run in runs:
-        figures, preset = run.figures, run.contestant.split()[0]
-        figures["seconds_432k_pairs"] = tokens_of_epoch / figures["tokens_per_second"]
-        if "peak_tflops" in figures:
-            target = figures["target_tokens_per_second"]
-            sizes = ModelConfig(corpus.source_vocab, corpus.target_vocab, **SIZES[preset])
-            flops = training_flops(sizes, figures["tokens_per_second"] - target, target)
-            figures["model_flops_utilisation"] = flops / 1e12 / figures["peak_tflops"]
-    return runs
-
-
-def steps(config: Config, preset: str) -> list:
-    """Host time and kernels of a step, plain and captured; and who waits for whom."""
-    found = []
-    for captured in (False, True):
-        name = f"{preset} step, {'captured' if captured else 'plain'}"
-        task = cuda_step.Config(preset=preset, tokens=config.tokens_per_batch, vocab=config.vocab, captured=captured)
-        begun = time.perf_counter()
-        figures = in_new_process(cuda_step.measure, task)
-        found.append(Run(name, 1, figures, time.perf_counter() - begun))
-        busy = figures.get("gpu_busy", 1.0)
-        if busy < BUSY:
-            found.append(f"{name}: the GPU computes {busy:.0%} of the time, for the rest it waits for Python")
-        if figures["wait_ms"] > 0.02 * figures["ms"]:
-            found.append(f"{name}: {figures['wait_ms']:.2f} of {figures['ms']:.2f} ms are spent waiting for data")
-    return found
-
-
-def operators(config: Config) -> list[str]:
-    """Our attention and GELU against PyTorch's, right and how fast: the table is in the file beside the report."""
-    beside = str(Path(config.out).with_suffix(".operators.json"))
-    settings = attention_benchmark.Config(
-        lengths="64,1024", numbers="1048576", rounds=3, device=config.device, out=beside
-    )
-    attention_benchmark.main(settings)
-    return [f"operators agree with PyTorch's; times in {beside}"]
-
-
-def cards(config: Config) -> list:
-    """The same run on one card and on all: the same loss, and how much faster."""
-    count, results = torch.cuda.device_count(), {}
-    for processes in sorted({1, count}):
-        begun, name = time.perf_counter(), f"gpu-cards-{processes}"
-        launch = (
-            ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes, "--"]
-            if processes > 1
-            else []
-        )
-        folder = train(config, launch, name, "--max_steps", STEPS, "--eval_every", STEPS, "--dropout", 0)
-        scalars = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        figures = {key: value for line in scalars for key, value in line.items()}
-        results[processes] = Run(f"train.py on {processes} card(s)", 1, {"loss": figures["valid/loss"],
-            "tokens_per_second": figures.get("speed/tokens_per_second", 0.0)}, time.perf_counter() - begun)  # fmt: skip
-    if count == 1:
-        return [*results.values(), "one card: NCCL had nothing to do"]
-    apart = abs(results[count].figures["loss"] / results[1].figures["loss"] - 1)
-    return [*results.values(), Check(f"validation loss on {count} cards against one", {"loss": apart}, 1e-2)]
-
-
-def short_run(config: Config) -> list[Run]:
-    """A training of some minutes and its BLEU."""
-    begun = time.perf_counter()
-    folder = train(config, [], "gpu-run", "--max_minutes", config.minutes)
-    call("evaluate.py", "--ckpt", folder)
-    scores = json.loads(max((folder / "eval").glob("*.json"), key=os.path.getmtime).read_text(encoding="utf-8"))
-    numbers = {name: value for name, value in scores.items() if isinstance(value, int | float)}
-    return [Run(f"train.py for {config.minutes:g} minutes, evaluate.py", 1, numbers, time.perf_counter() - begun)]
-
-
-def train(config: Config, launch: list, name: str, *flags) -> Path:
-    """A run of train.py under this name, in the place of an earlier one; → its folder."""
-    folder = (ROOT / config.out).parent / name
-    if folder.exists():
-        folder.rename(folder.with_name(f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
-    data = config.data or os.environ.get("MINIDATASET", "")
-    words = [*launch, ROOT / "train.py", "--run", folder, "--device", config.device, *flags]
-    call(*words, *(["--data", data] if data else []))
-    return folder
-
-
-def call(*words) -> None:
-    """Python with these words; raises with its last line if it fails."""
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise RuntimeError(f"{words[0]}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-
-
-# ---------------------------------------------------------------- summary
-
-
-def summary(report: Report) -> list[str]:
-    """One screen: what is wrong, and a line for every turn."""
-    checks = [
-        Check(**{key: value for key, value in check.items() if key != "passed"}) for check in report.all("checks")
-    ]
-    wrong = [check.describe() for check in checks if not check.passed]
-    lines = [f"parity: {len(checks) - len(wrong)} of {len(checks)} checks passed", *wrong]
-    lines += [f"FAILED {name}: {found['error']}" for name, found in report.stages.items() if found["error"]]
-    shown = ("tokens_per_second", "seconds", "first_seconds", "model_flops_utilisation", "seconds_432k_pairs", "peak_gib",
-             "ms", "cpu_ms", "kernels", "gpu_busy", "loss", "sacrebleu")  # fmt: skip
-    for run in report.runs():
-        figures = "  ".join(f"{name} {run.figures[name]:,.4g}" for name in shown if name in run.figures)
-        lines.append(f"{run.contestant:<34} {figures}")
-    return lines + report.all("lines")
-
-
-def targets(runs: list[Run]) -> list[str]:
-    """For each target, the best that was measured; targets that no turn was about are left out."""
-    lines = []
-    for words, figure, more, bound in TARGETS:
-        about = [run for run in runs if figure in run.figures and all(word in run.contestant for word in words)]
-        if about:
-            best = (max if more else min)(about, key=lambda run: run.figures[figure])
-            value, sign = best.figures[figure], "≥" if more else "≤"
-            verdict = "reached" if (value >= bound if more else value <= bound) else "missed"
-            lines.append(f"{figure} {value:,.4g} ({best.contestant}); target on an H200 {sign} {bound:,g}: {verdict}")
-    return lines
+def valid_loss(run: Path) -> float:
+    """The last validation loss of a run of train.py."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [record["valid/loss"] for record in records if "valid/loss" in record][-1]
 
 
 if __name__ == "__main__":

@@ -10,18 +10,19 @@ the model reads or has to predict), padding never counts. `tokens_of` does it.
 
 import json
 import os
-import platform
+import re
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
+
+import torch
+
+from engine.config import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -37,6 +38,11 @@ class Run:
     figures: dict[str, float]
     seconds: float  # of the whole turn, loading included
     others: float | None = None  # cores that other processes kept busy meanwhile, on average; None: not known here
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether others kept the machine noticeably busy."""
+        return self.others is not None and self.others > QUIET
 
 
 @dataclass
@@ -93,17 +99,10 @@ def in_new_process(function: Callable, *arguments, **environment: str):
 
 def describe_run(run: Run) -> str:
     """One line while the measurement goes on."""
-    figures = "  ".join(f"{name} {value:,.4g}" if abs(value) < 100 else f"{name} {value:,.0f}"
-                        for name, value in run.figures.items() if isinstance(value, int | float))  # fmt: skip
-    others = (
-        "" if run.others is None else f"  [others {run.others:.2f} cores{', DISTURBED' if is_disturbed(run) else ''}]"
-    )
+    numbers = {name: value for name, value in run.figures.items() if isinstance(value, int | float)}
+    figures = "  ".join(f"{name} {value:,.{'4g' if abs(value) < 100 else '0f'}}" for name, value in numbers.items())
+    others = "" if run.others is None else f"  [others {run.others:.2f} cores{', DISTURBED' * run.disturbed}]"
     return f"round {run.round}  {run.contestant}: {figures}  ({run.seconds:.0f} s){others}"
-
-
-def is_disturbed(run: Run) -> bool:
-    """Whether others kept the machine noticeably busy during this turn."""
-    return run.others is not None and run.others > QUIET
 
 
 class OthersWatch:
@@ -125,13 +124,10 @@ class OthersWatch:
 
 
 def busy_seconds() -> float | None:
-    """CPU seconds that this machine has not been idle since it was started, all cores together."""
-    try:
-        fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
-    except OSError:
-        return None
-    user_to_steal = list(map(int, fields))  # user nice system idle iowait irq softirq steal, in clock ticks
-    return (sum(user_to_steal) - sum(user_to_steal[3:5])) / os.sysconf("SC_CLK_TCK")
+    """CPU seconds that this machine has not been idle since it was started, all cores together; None without /proc."""
+    user_to_steal = list(map(int, read("/proc/stat").partition("\n")[0].split()[1:9]))
+    # user nice system idle iowait irq softirq steal, in clock ticks
+    return (sum(user_to_steal) - sum(user_to_steal[3:5])) / os.sysconf("SC_CLK_TCK") if user_to_steal else None
 
 
 def own_seconds() -> float:
@@ -145,11 +141,8 @@ def held_gib(which: str = "VmHWM") -> float:
 
     Not getrusage's ru_maxrss: that counts what the parent process held, too.
     """
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return float("nan")
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(which)) / 2**20
+    held = re.search(rf"{which}:\s+(\d+)", read("/proc/self/status"))
+    return int(held[1]) / 2**20 if held else float("nan")
 
 
 def tokens_of(sentences: Iterable) -> int:
@@ -166,12 +159,9 @@ def compare(runs: list[Run], figure: str, baseline: str = "", more: Iterable[str
     rows = []
     for name, turns in by_name.items():
         values = [turn.figures[figure] for turn in turns]
-        known = {
-            key: statistics.median(turn.figures[key] for turn in turns)
-            for key in more
-            if all(turn.figures.get(key) is not None for turn in turns)
-        }
-        disturbed = sum(map(is_disturbed, turns))
+        told = [key for key in more if all(turn.figures.get(key) is not None for turn in turns)]
+        known = {key: statistics.median(turn.figures[key] for turn in turns) for key in told}
+        disturbed = sum(turn.disturbed for turn in turns)
         rows.append(Row(name, statistics.median(values), min(values), max(values), len(values), None, disturbed, known))
     base = next((row.median for row in rows if row.contestant == baseline), None)
     for row in rows:
@@ -182,30 +172,24 @@ def compare(runs: list[Run], figure: str, baseline: str = "", more: Iterable[str
 def print_table(rows: list[Row], unit: str = "", decimals: int = 0) -> None:
     """The rows as a Markdown table, which reads well on a terminal too."""
     more = list(dict.fromkeys(name for row in rows for name in row.more))
-    head = ["contestant", f"median{' ' + unit if unit else ''}", "least", "most", "ratio", "runs", *more]
-    cells = [head, ["---", *["---:"] * (len(head) - 1)]]
+    cells = [["contestant", f"median {unit}".strip(), "least", "most", "ratio", "runs", *more]]
+    cells.append(["---", *["---:"] * (len(cells[0]) - 1)])
     for row in rows:
         figures = [f"{value:,.{decimals}f}" for value in (row.median, row.least, row.most)]
         runs = f"{row.runs}" + (f" ({row.disturbed} disturbed)" if row.disturbed else "")
         extra = [f"{row.more[name]:,.4g}" if name in row.more else "" for name in more]
         cells.append([row.contestant, *figures, f"{row.ratio:.2f}" if row.ratio else "", runs, *extra])
     widths = [max(map(len, column)) for column in zip(*cells)]
-    for line in cells:
-        padded = [
-            cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths))
-        ]
+    for first, *others in cells:
+        padded = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
         print("| " + " | ".join(padded) + " |", flush=True)
 
 
 def write_json(path: Path | str, runs: list[Run], **facts) -> None:
     """All turns, the machine and whatever else a reader must know, as one file."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {**facts, "command": [Path(sys.argv[0]).name, *sys.argv[1:]], "machine": machine()}
-    content |= {"runs": [asdict(run) for run in runs]}
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    content = {**facts, "machine": machine(), "runs": [asdict(run) for run in runs]}
+    write_whole(Path(path), json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path | str) -> list[Run]:
@@ -217,54 +201,26 @@ def read_json(path: Path | str) -> list[Run]:
 
 def machine() -> dict:
     """What the figures depend on."""
-    cpu = cpu_facts()
-    flags = set(cpu.get("flags", "").split())
-    wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
-    return {
-        "cpu": cpu.get("model name", platform.processor() or "unknown"),
-        "family and model": f"{cpu.get('cpu family', '?')}/{cpu.get('model', '?')}",
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "flags": [flag for flag in wanted if flag in flags],
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "packages": {name: version_of(name) for name in ("torch", "numpy", "transformers")},
-        "threads": os.environ.get("OMP_NUM_THREADS", ""),
-        "commit": commit(),
-    }
+    from engine.distributed import World  # here, because a contestant's own environment has torch and numpy alone
+    from engine.environment import environment
+
+    cpu = read("/proc/cpuinfo").partition("\n\n")[0]
+    facts = {"flags": sorted(set(re.findall(r"\b(?:avx2|avx512f|avx512_vnni|avx512_bf16|amx_bf16)\b", cpu)))}
+    facts["family"] = "/".join(re.findall(r"(?m)^(?:cpu family|model)\s*: (\d+)", cpu))  # and model: names are vague
+    facts["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1)
+    return environment(World(0, 1, torch.device("cpu"))) | facts
 
 
 def describe_machine() -> str:
     """The same as one line."""
     facts = machine()
-    return (f"{facts['cpu']} ({facts['family and model']}), {facts['cores']} cores, {' '.join(facts['flags'])}; "
-            f"{facts['memory_gib']} GiB; torch {facts['packages']['torch']}; commit {facts['commit']}")  # fmt: skip
+    return (f"{facts['cpu']} ({facts['family']}), {facts['cores']} cores, {' '.join(facts['flags'])}; {facts['memory_gib']} GiB; "
+            f"torch {facts['torch']}; commit {facts['commit']}")  # fmt: skip
 
 
-def cpu_facts() -> dict[str, str]:
-    """The first processor of /proc/cpuinfo; {} where there is none."""
-    try:
-        first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
-    except OSError:
-        return {}
-    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
-
-
-def version_of(package: str) -> str | None:
-    """The installed version, without importing the package."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def commit() -> str:
-    """The checked-out commit, with "+" if files differ from it."""
-    words = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
-    try:
-        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "unknown"
-    except OSError:
-        return "unknown"
+def read(path: str) -> str:
+    """A file of /proc; "" where there is none."""
+    return Path(path).read_text(encoding="utf-8", errors="replace") if Path(path).exists() else ""
 
 
 def pinned(threads: int, pin: bool = True) -> dict[str, str]:

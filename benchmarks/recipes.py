@@ -97,7 +97,10 @@ def one_row(config: Config, name: str, out: Path) -> dict:
 
 def table(results: list[dict]) -> str:
     """Markdown, the best loss first; runs of other minutes apart."""
-    lines = ["| recipe | minutes | seed | steps | tokens/s | loss/token | loss/character | BLEU | chrF |", "|---" * 9 + "|"]
+    lines = [
+        "| recipe | minutes | seed | steps | tokens/s | loss/token | loss/character | BLEU | chrF |",
+        "|---" * 9 + "|",
+    ]
     for row in sorted(results, key=lambda row: (row["minutes"], row["loss_per_character"])):
         lines.append(
             f"| {row['row']} | {row['minutes']:g} | {row['seed']} | {row['steps']:,} | {row['tokens_per_second']:,.0f} | "

@@ -1,11 +1,12 @@
 """Training speed, side by side: this project, the handout's way and three toolkits; what fast/ brings, in time and memory.
 
-    python -m benchmarks.peers.install                                   # once: the toolkits' environments
+    bash benchmarks/peers/install.sh                                   # once: the toolkits' environments
     python -m benchmarks.training                                        # everybody, two rounds
     python -m benchmarks.training --contestants ours-fp32,marian --seconds 60
     python -m benchmarks.training --contestants marian --rounds 1 --append   # one more turn, beside the earlier ones
     python -m benchmarks.training --part ladder                          # plain → fast, fp32 and bf16
     python -m benchmarks.training --part memory --tokens_per_batch 8192 --vocab 32000
+    python -m benchmarks.training --part limits                          # matrix products alone, and the share ours reach
     python -m benchmarks.training --device cuda --preset big --tokens_per_batch 65536 --contestants ours-bf16,ours-plain-bf16
 
 All train a model of the same sizes (lab: width 256, 8 heads, 3 + 3 layers, feed-forward 1024, dropout and label smoothing 0.1,
@@ -16,15 +17,31 @@ each what is like for like and what is not.
 ladder   every rung has all tricks of those above it; before its clock starts it takes five steps without dropout on the same
          batches, and the loss after them must be the same but for rounding: a trick that changes it is a mistake
 memory   three steps on a batch of sentences of 32 tokens: the most memory held, less what model, optimizer and batch hold
+limits   a step that did nothing but its matrix products, forward and backward, at their own sizes; all else comes on top
+         (attention scores, norms, dropout, softmax, the update). Model FLOPs utilisation is the other measure: counted FLOPs
+         of a step over what one large product of the same number format reaches. Both for ours of the last speed measured
 """
 
+import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 
 import torch
 
-from benchmarks.corpus import load_corpus
-from benchmarks.measuring import Run, compare, held_gib, in_new_process, pinned, print_table, take_turns
-from benchmarks.peers.contest import SIZES
+from benchmarks.corpus import Corpus, load_corpus
+from benchmarks.measuring import (
+    ROOT,
+    Run,
+    compare,
+    held_gib,
+    in_new_process,
+    pinned,
+    print_table,
+    read_json,
+    take_turns,
+    tokens_of,
+)
+from benchmarks.peers.contest import SIZES, Task, wait_for_gpu
 from benchmarks.peers.contestants import KEEP_MEMORY, Contestant, choose, start
 from data import Batch
 from engine.config import flag, parse_flags
@@ -33,26 +50,16 @@ from engine.errors import UserError, run_script
 from engine.memory import keep_freed_memory
 from engine.precision import Precision
 from engine.telemetry import GIB, peak_memory_gib
-from model import ModelConfig
+from model import ModelConfig, training_flops
 
-OURS = (
-    "random-plain-fp32",
-    "plain-fp32",
-    "plain-bf16",
-    "fp32",
-    "bf16",
-    "compiled-bf16",
-    "captured-bf16",
-    "plain-fp16",
-    "fp16",
-)
+OURS = "random-plain-fp32 plain-fp32 plain-bf16 plain-fp16 fp32 bf16 fp16 compiled-bf16 captured-bf16".split()
 CONTESTANTS = {
     "handout": Contestant("handout"),
     "opennmt": Contestant("opennmt", toolkit="opennmt"),
     "fairseq": Contestant("fairseq", toolkit="fairseq"),
     "marian": Contestant("marian"),
-    "marian-tuned": Contestant("marian", "tuned", environment=KEEP_MEMORY),
-    **{f"ours-{variant}": Contestant("ours", variant) for variant in OURS},
+    "marian-tuned": Contestant("marian", {"variant": "tuned"}, environment=KEEP_MEMORY),
+    **{f"ours-{variant}": Contestant("ours", {"variant": variant}) for variant in OURS},
 }
 PEERS = "handout,opennmt,fairseq,marian,marian-tuned,ours-fp32,ours-bf16"
 ON_GPU = "handout,marian,marian-tuned,ours-plain-bf16,ours-bf16"
@@ -64,6 +71,13 @@ VARIANTS = {  # of the memory benchmark: (plain, freed memory kept, precision)
     "ours fp32": (False, True, "fp32"),
     "ours bf16": (False, True, "bf16"),
 }
+FORMATS = {  # of the limits: name: (number format, how fp32 products are computed, who of ours computes in it)
+    "cpu": {"fp32, MKL": (torch.float32, "highest", ""), "fp32, oneDNN": (torch.float32, "medium", "ours-fp32"),
+            "bf16": (torch.bfloat16, "medium", "ours-bf16")},
+    "cuda": {"fp32": (torch.float32, "highest", ""), "fp32 as TF32": (torch.float32, "high", "ours-fp32"),
+             "bf16": (torch.bfloat16, "high", "ours-bf16"), "fp16": (torch.float16, "high", "ours-fp16")},
+}  # fmt: skip
+LARGE = 2048  # rows, columns and depth of the large product
 LENGTH = 32  # tokens of every sentence of the memory benchmark, about the mean of real ones
 
 
@@ -71,7 +85,7 @@ LENGTH = 32  # tokens of every sentence of the memory benchmark, about the mean 
 class Config:
     """Every setting of this benchmark."""
 
-    part: str = flag("speed", "what to measure (speed|ladder|memory)", "What")
+    part: str = flag("speed", "what to measure (speed|ladder|memory|limits)", "What")
     contestants: str = flag("", "who takes part, with commas between; everybody", "What")
     baseline: str = flag("", "whose median the ratios are over; the first one", "What")
     preset: str = flag("lab", "model size (lab|big|tiny)", "What")
@@ -82,48 +96,58 @@ class Config:
     rounds: int = flag(2, "turns of each", "How", least=1)
     seconds: float = flag(20.0, "measured in each turn", "How", above=0)
     threads: int = flag(2, "compute threads of each", "How", least=1)
-    out: str = flag("", "file for all turns; runs/benchmarks/training.json, ladder.json, memory.json", "How")
+    out: str = flag("", "file for all turns; runs/benchmarks/PART.json", "How")
     append: bool = flag(False, "add to the turns that are in --out", "How")
 
 
 def main(config: Config) -> list[Run]:
     """Take turns, print the table; → all turns."""
-    out = config.out or f"runs/benchmarks/{'training' if config.part == 'speed' else config.part}.json"
-    if config.part == "memory":
-        return measure_memory(config, out)
-    ladder = config.part == "ladder"
-    everybody = LADDER if ladder else PEERS if config.device == "cpu" else ON_GPU
     choose_device(config.device, 0)  # which must be there
+    config.out = config.out or f"runs/benchmarks/{config.part}.json"
+    if config.part == "memory":
+        return measure_memory(config)
+    corpus = load_corpus(config.data, config.vocab)
+    print(corpus.describe())
+    if config.part == "limits":
+        return measure_limits(config, corpus)
+    everybody = LADDER if config.part == "ladder" else PEERS if config.device == "cpu" else ON_GPU
     names = choose(config.contestants or everybody, CONTESTANTS)
     if config.device != "cpu" and (toolkits := [name for name in names if CONTESTANTS[name].toolkit]):
         raise UserError(f"--device {config.device}: {', '.join(toolkits)} are measured on a CPU only; leave them out")
-    corpus = load_corpus(config.data, config.vocab)
-    print(corpus.describe())
-    arguments = ["train", "--corpus", corpus.folder, "--seconds", config.seconds, "--device", config.device,
-                 "--preset", config.preset, "--tokens_per_batch", config.tokens_per_batch, *["--parity"] * ladder]  # fmt: skip
-    runs = take_turns(
-        "training, one trick more on every rung" if ladder else "training, real tokens a second", names, config.rounds,
-        lambda name: start(name, CONTESTANTS[name], config.threads, *arguments, timeout=240 + 4 * config.seconds),
-        out, config.append, corpus=corpus.describe(), settings=asdict(config),
-    )  # fmt: skip
-    more = ["tokens_per_second", "seconds_per_step", "target_tokens_per_step", "peak_gib", *["loss"] * ladder]
+    task = Task("train", str(corpus.folder), config.seconds, config.threads, config.device, config.preset,
+                config.tokens_per_batch, parity=config.part == "ladder")  # fmt: skip
+    sizes = ModelConfig(corpus.source_vocab, corpus.target_vocab, **SIZES[config.preset])
+
+    def turn(name: str) -> dict | None:
+        figures = start(name, CONTESTANTS[name], task, timeout=240 + 4 * config.seconds)
+        if figures and "peak_tflops" in figures:
+            target = figures["target_tokens_per_second"]
+            flops = training_flops(sizes, figures["tokens_per_second"] - target, target)
+            figures["model_flops_utilisation"] = flops / 1e12 / figures["peak_tflops"]
+        return figures
+
+    runs = take_turns("training, real tokens a second", names, config.rounds, turn, config.out, config.append,
+                      corpus=corpus.describe(), settings=asdict(config))  # fmt: skip
+    more = [
+        "tokens_per_second",
+        "seconds_per_step",
+        "target_tokens_per_step",
+        "peak_gib",
+        "loss",
+        "model_flops_utilisation",
+    ]
     print("\nreal target tokens a second; in tokens_per_second the source's are counted too")
     print_table(compare(runs, "target_tokens_per_second", config.baseline or names[0], more), "tokens/s")
     return runs
 
 
-def measure_memory(config: Config, out: str) -> list[Run]:
+def measure_memory(config: Config) -> list[Run]:
     """Every variant once: memory does not scatter."""
     sizes = ModelConfig(config.vocab, config.vocab, **SIZES[config.preset])
-    runs = take_turns(
-        "peak memory of a training step", list(VARIANTS), 1,
-        lambda name: in_new_process(peak_of_step, name, sizes, config.tokens_per_batch, config.device,
-                                    **pinned(config.threads)),
-        out, vocab=config.vocab, tokens=config.tokens_per_batch,
-    )  # fmt: skip
-    print(
-        f"\nGiB above model, optimizer and batch; {config.tokens_per_batch:,} target tokens, vocabulary {config.vocab:,}"
-    )
+    task = (sizes, config.tokens_per_batch, config.device)
+    turn = lambda name: in_new_process(peak_of_step, name, *task, **pinned(config.threads))  # noqa: E731
+    runs = take_turns("peak memory of a training step", list(VARIANTS), 1, turn, config.out, settings=asdict(config))
+    print(f"\nGiB above model, optimizer and batch; {task[1]:,} target tokens, vocabulary {config.vocab:,}")
     print_table(compare(runs, "step_gib", next(iter(VARIANTS)), ["process_gib"]), "GiB", decimals=2)
     return runs
 
@@ -146,6 +170,65 @@ def peak_of_step(name: str, sizes: ModelConfig, tokens: int, device: str) -> dic
         take_step(batch)
     peak = peak_memory_gib(device) if on_gpu else held_gib()
     return {"step_gib": peak - before, "process_gib": peak}
+
+
+def measure_limits(config: Config, corpus: Corpus) -> list[Run]:
+    """Both limits, and how near "ours" comes."""
+    torch.set_num_threads(config.threads)
+    device = choose_device(config.device, 0)
+    sizes = ModelConfig(corpus.source_vocab, corpus.target_vocab, **SIZES[config.preset])
+    sources, targets = (tokens_of(rows) for rows in zip(*corpus.train))
+    target = config.tokens_per_batch
+    source = round(target * sources / targets)
+    flops = training_flops(sizes, source, target)
+
+    def turn(name: str) -> dict[str, float]:
+        dtype, setting, _ = FORMATS[device.type][name]
+        torch.set_float32_matmul_precision(setting)
+        shapes = Counter(products(sizes, source, target))
+        seconds = sum(count * seconds_of(*shape, dtype, device) for shape, count in shapes.items())
+        peak = 3 * 2 * LARGE**3 / seconds_of(LARGE, LARGE, LARGE, dtype, device)
+        rate = target / seconds
+        return {"target_tokens_per_second": rate, "gflops": flops / seconds / 1e9, "peak_gflops": peak / 1e9}
+
+    runs = take_turns("limits of training", list(FORMATS[device.type]), config.rounds, turn, config.out,
+                      settings=asdict(config))  # fmt: skip
+    print(f"\nmatrix products alone, {flops / target / 1e6:.1f} MFLOP a target token: real target tokens a second")
+    rows = compare(runs, "target_tokens_per_second", "", ["gflops", "peak_gflops"])
+    print_table(rows, "tokens/s")
+    speeds = compare(read_json((ROOT / config.out).with_name("speed.json")), "target_tokens_per_second")
+    medians = {row.contestant: row.median for row in speeds}
+    for row in rows:
+        if ours := medians.get(name := FORMATS[device.type][row.contestant][2]):
+            utilisation = ours * flops / target / 1e9 / row.more["peak_gflops"]
+            print(f"{name}: {ours:,.0f} target tokens/s, {ours / row.median:.0%} of the matrix products alone; "
+                  f"model FLOPs utilisation {utilisation:.0%}")  # fmt: skip
+    return runs
+
+
+def products(sizes: ModelConfig, source: int, target: int) -> list[tuple[int, int, int]]:
+    """(rows, in, out) of every linear map of a forward pass over so many tokens."""
+    d, ff = sizes.d_model, sizes.dim_feedforward
+    encoder = [(source, d, 3 * d), (source, d, d), (source, d, ff), (source, ff, d)]
+    own = [(target, d, 3 * d), (target, d, d)]
+    cross = [(target, d, d), (source, d, 2 * d), (target, d, d)]
+    decoder = own + cross + [(target, d, ff), (target, ff, d)]
+    layers = encoder * sizes.num_encoder_layers + decoder * sizes.num_decoder_layers
+    return [*layers, (target, d, sizes.target_vocab)]
+
+
+def seconds_of(rows: int, width: int, out: int, dtype: torch.dtype, device: torch.device) -> float:
+    """One linear map: the product forward and the two backward, the fastest of several times."""
+    shapes = ((rows, width), (out, width), (rows, out))
+    x, weight, gradient = (torch.randn(shape, device=device).to(dtype) for shape in shapes)
+    best = float("inf")
+    for _ in range(5):
+        wait_for_gpu()
+        begun = time.perf_counter()
+        _ = x @ weight.t(), gradient @ weight, gradient.t() @ x
+        wait_for_gpu()
+        best = min(best, time.perf_counter() - begun)
+    return best
 
 
 if __name__ == "__main__":

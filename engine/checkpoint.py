@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,7 +25,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from engine.config import write_whole
 from engine.errors import UserError
+from engine.telemetry import is_main
 
 CONTENT = ["model.safetensors", "optimizer.pt", "state.json"]  # the files that checksums.json vouches for
 RESUMABLE = 2  # checkpoints that keep the optimizer's state: the newest, and one to fall back on
@@ -72,7 +75,7 @@ def save(
         _remove_old(folder, {step, best_step}, keep)
     except OSError as error:
         _settle_replaced(folder)
-        whole = next((path for path in _newest_first(folder) if verify(path) is None), None)
+        whole = next(_whole(folder), None)
         remedy = (
             f"fix this, then resume from {whole.name}, which is whole" if whole else "no earlier checkpoint is whole"
         )
@@ -90,11 +93,7 @@ def steps(folder: Path) -> list[int]:
 
 def write_checksums(folder: Path, names: list[str], to: str = "checksums.json") -> None:
     """A file in `folder` with the hashes of these files in it, for `verify_files`; whole or not at all."""
-    recorded = {name: _hash_of(folder / name) for name in sorted(names)}
-    temporary = folder / f".{to}.tmp"
-    temporary.unlink(missing_ok=True)  # never written through a link that somebody put there
-    temporary.write_bytes(_as_json(recorded))
-    os.replace(temporary, folder / to)
+    write_whole(folder / to, _as_json({name: _hash_of(folder / name) for name in sorted(names)}).decode())
 
 
 def verify_files(folder: Path, checksums: str = "checksums.json") -> str | None:
@@ -132,12 +131,12 @@ def latest(folder: Path, to_resume: bool = False) -> Path:
     _settle_replaced(Path(folder))
     damaged = []
     for checkpoint in _newest_first(folder):
-        damage = verify(checkpoint, to_resume)
-        if damage is None:
-            for passed_over in damaged:
-                _say(f"checkpoint {passed_over}; using {checkpoint.name}")
-            return checkpoint
-        damaged.append(f"{checkpoint.name} is damaged ({damage})")
+        if damage := verify(checkpoint, to_resume):
+            damaged.append(f"{checkpoint.name} is damaged ({damage})")
+            continue
+        for passed_over in damaged:
+            _say(f"checkpoint {passed_over}; using {checkpoint.name}")
+        return checkpoint
     reason = ", ".join(damaged) or "nothing is saved yet"
     raise UserError(f"no whole checkpoint in {folder}: {reason}; train first, or give another folder")
 
@@ -159,15 +158,13 @@ def resolve(path: str | Path) -> Path:
             raise UserError(f"{path} belongs to a checkpoint that is not whole ({damage}); use another one")
         return path
     if not path.is_dir():
-        what = (
-            f"{path} is not a weights file ({' '.join(WEIGHT_SUFFIXES)})" if path.exists() else f"{path} does not exist"
-        )
-        raise UserError(f"{what}; give a run directory, a checkpoint directory or a weights file")
+        what = f"is not a weights file ({' '.join(WEIGHT_SUFFIXES)})" if path.exists() else "does not exist"
+        raise UserError(f"{path} {what}; give a run directory, a checkpoint directory or a weights file")
     is_folder_of_run = (path / "checkpoints").is_dir() or (path / "config.json").exists()
     folder = path / "checkpoints" if is_folder_of_run else path
     is_run = folder != path or bool(steps(folder))
     if not is_run and (damage := verify(path.resolve())):
-        whole = next((other for other in _newest_first(path.resolve().parent) if verify(other) is None), None)
+        whole = next(_whole(path.resolve().parent), None)
         advice = f"use {whole}, which is whole" if whole else "give a run directory or another checkpoint"
         raise UserError(f"{path} is not a whole checkpoint ({damage}); {advice}")
     return _best_of(folder).resolve() if is_run else path.resolve()  # from a link such as `best` to its step-N
@@ -212,7 +209,7 @@ def load_state(checkpoint: Path) -> dict:
 
 def last_whole(checkpoint: Path, count: int) -> list[Path]:
     """The `count` whole checkpoints up to and including this one in its folder, oldest first."""
-    whole = [path for path in _newest_first(checkpoint.parent) if verify(path) is None]
+    whole = list(_whole(checkpoint.parent))
     whole = whole[whole.index(checkpoint) :] if checkpoint in whole else []  # a weights file has nothing before it
     if not 1 <= count <= len(whole):
         raise UserError(f"cannot average {count} checkpoints up to {checkpoint}: {len(whole)} are whole; ask for fewer")
@@ -233,9 +230,7 @@ def _load_tensors(path: Path):
         # A function or class that is not on torch's list of harmless ones, TorchScript, or a pickle not of torch.save:
         plain_pickle = isinstance(error, pickle.UnpicklingError) and path.read_bytes()[:1] == b"\x80"
         if plain_pickle or "GLOBAL" in str(error) or "TorchScript" in str(error):
-            reason = (
-                "contains more than tensors and would run code when opened, so it is refused; use a .safetensors file"
-            )
+            reason = "contains more than tensors and would run code when opened, so it is refused; use .safetensors"
         else:
             reason = "is empty, truncated or not a weights file; copy it again or use another file"
         raise UserError(f"{path} {reason}") from error
@@ -243,6 +238,10 @@ def _load_tensors(path: Path):
 
 def _newest_first(folder: Path) -> list[Path]:
     return [Path(folder) / f"step-{step}" for step in reversed(steps(folder))]
+
+
+def _whole(folder: Path) -> Iterator[Path]:
+    return (path for path in _newest_first(folder) if verify(path) is None)
 
 
 def _as_json(value) -> bytes:
@@ -299,5 +298,5 @@ def _remove_old(folder: Path, kept: set[int | None], keep: int) -> None:
 
 
 def _say(message: str) -> None:
-    if int(os.environ.get("RANK", 0)) == 0:  # of the processes of one run, one speaks
+    if is_main():  # of the processes of one run, one speaks
         print(message, file=sys.stderr, flush=True)

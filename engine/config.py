@@ -11,8 +11,10 @@ config = parse_flags(Config)              # script.py --lr 3e-4, or: script.py s
 import argparse
 import dataclasses
 import difflib
+import itertools
 import json
 import math
+import operator
 import os
 import re
 import sys
@@ -26,18 +28,22 @@ OTHER_WORDS = {  # what a flag is called elsewhere
     "num_beams": "beam", "output": "out", "model": "ckpt", "checkpoint": "ckpt", "name": "run",
 }  # fmt: skip
 LARGEST = 2**31 - 1  # whole number, where a flag names no other limit
+BOUNDS = {"least": (operator.ge, "at least", ">="), "above": (operator.gt, "above", ">"),
+          "most": (operator.le, "at most", "<="), "below": (operator.lt, "below", "<")}  # fmt: skip
 SAYS_TRUE, SAYS_FALSE = ("true", "yes", "1"), ("false", "no", "0")
 
 
-def flag(default, help: str, group: str, *, least=None, above=None, most=None, below=None):
+def flag(default, help: str, group: str, *, least=None, above=None, most=None, below=None, before=None):
     """A dataclass field that is a command-line flag, listed under `group` in --help.
+
+    `before`: what a run did that is older than the flag, if not what the default does.
 
     Its values: least ≤ value ≤ most, above < value < below; and where the help names choices as (a|b), one of them.
     """
     if isinstance(default, int) and most is None and below is None:
         most = LARGEST  # a slip of some zeros too many is said at once, not by an allocator in an hour
     bounds = {"least": least, "above": above, "most": most, "below": below}
-    return dataclasses.field(default=default, metadata={"help": help, "group": group, **bounds})
+    return dataclasses.field(default=default, metadata={"help": help, "group": group, "before": before, **bounds})
 
 
 def parse_flags(config_class, description: str = "", positional: str | None = None):
@@ -59,12 +65,9 @@ def _parse(config_class, description: str, positional: str | None, arguments: li
     names = [field.name for field in dataclasses.fields(config_class)]
     for field in dataclasses.fields(config_class):
         spellings = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
-        if field.type is bool:  # --norm_first, --norm_first=false
-            parser.add_argument(*spellings, type=_boolean, default=field.default, nargs="?", const=True)
-        elif field.type is tuple:  # whole numbers: --gpu_devices 0 1 2
-            parser.add_argument(*spellings, type=int, default=field.default, nargs="+")
-        else:
-            parser.add_argument(*spellings, type=field.type, default=field.default)
+        kind = dict(type=_boolean, nargs="?", const=True) if field.type is bool else dict(type=field.type)
+        kind = dict(type=int, nargs="+") if field.type is tuple else kind  # whole numbers: --gpu_devices 0 1 2
+        parser.add_argument(*spellings, default=field.default, **kind)  # --norm_first, --norm_first=false
     end = arguments.index("--") if positional and "--" in arguments else len(arguments)
     arguments, words_after = arguments[:end], arguments[end + 1 :]
     if {"--help", "-h"} & set(arguments):
@@ -123,21 +126,14 @@ def checked(config):
 
 
 def _is_within(value: int | float, bounds) -> bool:
-    least, above, most, below = (bounds[name] for name in ("least", "above", "most", "below"))
-    return (
-        -math.inf < value < math.inf  # false for nan too, and right for whole numbers that no float can hold
-        and (least is None or value >= least)
-        and (above is None or value > above)
-        and (most is None or value <= most)
-        and (below is None or value < below)
-    )
+    finite = -math.inf < value < math.inf  # false for nan too, and right for whole numbers that no float can hold
+    return finite and all(bounds[name] is None or fits(value, bounds[name]) for name, (fits, *_) in BOUNDS.items())
 
 
 def bounds_in_words(bounds, value: int | float) -> str:
     """'at least 1 and below 10'; '' without bounds. The limit of every whole number goes without saying until it is hit."""
-    words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
-    shown = [name for name in words if bounds[name] is not None and (bounds[name] != LARGEST or value > LARGEST)]
-    return " and ".join(f"{words[name]} {bounds[name]:,}" for name in shown)
+    shown = [name for name in BOUNDS if bounds[name] is not None and (bounds[name] != LARGEST or value > LARGEST)]
+    return " and ".join(f"{BOUNDS[name][1]} {bounds[name]:,}" for name in shown)
 
 
 def choices_of(field: dataclasses.Field) -> list[str]:
@@ -176,23 +172,16 @@ def format_help(config_class, description: str, positional: str | None) -> str:
     """One line a flag, by groups: name, default, help, bounds."""
     words = f" [{positional.upper()} …]" if positional else ""
     lines = [f"{command()} [--flag value …]{words}    {description}".rstrip()]
-    last_group = None
-    for field in dataclasses.fields(config_class):
-        if field.metadata["group"] != last_group:
-            lines.append(f"{field.metadata['group']}:")
-        default = "-" if field.default in ("", (), None) or field.default is False else field.default  # 0 is shown
-        lines.append(
-            f"  --{field.name:<19} {default!s:<6} {field.metadata['help']}{_bounds_in_help(field.metadata)}".rstrip()
-        )
-        last_group = field.metadata["group"]
+    for group, fields in itertools.groupby(dataclasses.fields(config_class), lambda field: field.metadata["group"]):
+        lines.append(f"{group}:")
+        for field in fields:
+            told, default = field.metadata, field.default
+            default = "-" if default in ("", (), None) or default is False else default  # 0 is shown
+            limits = {sign: told[name] for name, (*_, sign) in BOUNDS.items() if told[name] not in (None, LARGEST)}
+            bounds = [f"{sign} {limit:g}" for sign, limit in limits.items()]
+            shown = f" [{', '.join(bounds)}]" if bounds else ""
+            lines.append(f"  --{field.name:<19} {default!s:<6} {told['help']}{shown}".rstrip())
     return "\n".join(lines) + "\n"
-
-
-def _bounds_in_help(bounds) -> str:
-    """' [>= 0, < 1]'"""
-    signs = {"least": ">=", "above": ">", "most": "<=", "below": "<"}
-    shown = [f"{sign} {bounds[name]:g}" for name, sign in signs.items() if bounds[name] not in (None, LARGEST)]
-    return f" [{', '.join(shown)}]" if shown else ""
 
 
 def command() -> str:
@@ -211,17 +200,22 @@ def save_config(config, path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """A file that is there whole or not at all, whenever this process is killed."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
+    """A file that is there whole or not at all, whenever this process is killed or the power fails."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # never written through a link that somebody put there
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
 def load_config(config_class, path: Path):
-    """The dataclass saved at `path`; unknown or missing settings are the user's affair, said in one line."""
+    """The dataclass saved at `path`; unknown settings are the user's affair, said in one line."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        config = config_class(**getattr(config_class, "BEFORE", {}) | values)
+        befores = {field.name: field.metadata.get("before") for field in dataclasses.fields(config_class)}
+        config = config_class(**{name: value for name, value in befores.items() if value is not None} | values)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; is {path.parent} a run of this script?") from None
     except (ValueError, TypeError) as error:

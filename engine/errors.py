@@ -11,7 +11,7 @@ import threading
 # What gloo, NCCL and the store say when the process at the other end is gone or silent.
 _PEER_LOST = (
     r"[Cc]onnection (was )?(closed|reset)|Connection refused|Broken pipe|Timed out waiting|[Tt]imed out after|wait timeout"
-    r"|ncclRemoteError|NCCL communicator was aborted|failed to recv|recvValue failed"
+    r"|ncclRemoteError|NCCL communicator was aborted|[Ff]ailed to recv|recvValue failed"
 )
 
 

@@ -6,11 +6,13 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
+from engine.distributed import cut_like, whole
+
 ADAMW = {"betas": (0.9, 0.98), "weight_decay": 0.01, "fused": True}
 
 
 def make_optimizer(name: str, model: nn.Module, inside: nn.Module, lr: float, dtype: torch.dtype) -> torch.optim.AdamW:
-    """"adamw", or "muon" for the matrices of `inside`, the part of `model` between embeddings and output."""
+    """AdamW, or by the name "muon" Muon for the matrices of `inside`, the part of `model` between embeddings and output."""
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), lr, **ADAMW)
     matrices = {weight: None for weight in inside.parameters() if weight.ndim == 2}  # a set that keeps the order
@@ -55,9 +57,10 @@ class Muon(torch.optim.AdamW):
             torch._foreach_lerp_(means, gradients, 1 - group["momentum"])
             ahead = torch._foreach_lerp(gradients, means, group["momentum"])  # Nesterov's look-ahead
             rate = group["lr"] if skip is None else group["lr"] * (skip == 0)
-            updates = orthogonal(torch.stack(ahead).to(self.dtype)).float() * (-0.2 * math.sqrt(max(rows, columns)) * rate)
+            updates = orthogonal(torch.stack([*map(whole, ahead)]).to(self.dtype)).float()
+            updates *= -0.2 * math.sqrt(max(rows, columns)) * rate
             torch._foreach_mul_(weights, 1 - group["weight_decay"] * rate)
-            torch._foreach_add_(weights, updates.unbind())
+            torch._foreach_add_(weights, [*map(cut_like, updates, weights)])
 
 
 def orthogonal(matrices: Tensor) -> Tensor:

@@ -55,15 +55,11 @@ class Precision:
     def check_finite(self) -> None:
         """Stop the run if a step's gradient was not finite. Waits for the device: ask when logging, before saving."""
         if self.scaler.is_enabled() and self.scaler.get_scale() < 2**-10:
-            raise UserError(
-                "the gradient overflows fp16 at every scale; start anew with a lower --lr or --precision fp32"
-            )
+            raise UserError("the gradient overflows fp16 at every scale; start anew with a lower --lr or in fp32")
         if self.bad_step.item():
             other = "" if self.name == "fp32" else ", or --resume this one with --precision fp32"
-            raise UserError(
-                f"step {int(self.bad_step.item())}: the loss or its gradient is not finite; the weights stay as they were "
-                f"before that step. Start a new run with a lower --lr or a longer --warmup{other}"
-            )
+            raise UserError(f"step {int(self.bad_step.item())}: the loss or its gradient is not finite; the weights stay as "
+                            f"they were before. Start a new run with a lower --lr or a longer --warmup{other}")  # fmt: skip
 
     def describe(self) -> str:
         """One line: the device, its precision and why."""
@@ -88,14 +84,11 @@ def choose_precision(device: torch.device, name: str = "auto", training: bool = 
         # hundreds of shapes.
         torch.backends.cuda.enable_cudnn_sdp(False)
         capability = torch.cuda.get_device_capability(device)
-        if name == "auto" and capability >= (8, 0):
-            name, reason = "bf16", "compute capability 8.0 or later has fast bf16"
-        elif name == "auto" and capability >= (7, 0):
-            name, reason = "fp16", "this card has fast fp16 but no bf16; the loss is scaled"
-        elif name == "auto":
-            name, reason = "fp32", "this card has no tensor cores"
-        else:
-            reason = "as asked"
+        best = "fp32", "this card has no tensor cores"
+        if capability >= (8, 0):
+            best = "bf16", "compute capability 8.0 or later has fast bf16"
+        elif capability >= (7, 0):
+            best = "fp16", "this card has fast fp16 but no bf16; the loss is scaled"
     else:
         # 'medium' sends fp32 products to oneDNN instead of MKL: the same rounding, and faster on AMD. On a CPU with
         # AMX it would compute them in bf16, so there the default stays.
@@ -103,13 +96,10 @@ def choose_precision(device: torch.device, name: str = "auto", training: bool = 
         torch.set_float32_matmul_precision("highest" if amx else "medium")
         if name == "fp16":
             raise UserError("--precision fp16 needs a GPU; use fp32 or bf16 on the CPU")
-        if name == "auto" and training and has_bf16:
-            name, reason = "bf16", "this CPU has bf16 instructions; the loss agrees with fp32 to 1 %"
-        elif name == "auto":
-            name, reason = "fp32", "full precision" if has_bf16 else "this CPU has no bf16 instructions"
-        else:
-            reason = "as asked"
-    return Precision(device, name, reason)
+        best = "fp32", "full precision" if has_bf16 else "this CPU has no bf16 instructions"
+        if training and has_bf16:
+            best = "bf16", "this CPU has bf16 instructions; the loss agrees with fp32 to 1 %"
+    return Precision(device, *(best if name == "auto" else (name, "as asked")))
 
 
 def _cpu_flags() -> str:

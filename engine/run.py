@@ -76,7 +76,7 @@ class Run:
         """The last checkpoint put in place: weights, optimizer, loss scaler; → the state saved with them, None if fresh."""
         if not self.checkpoint:
             return None
-        load_weights(model, self.checkpoint)
+        put_in(model, checkpoint.load_weights(self.checkpoint), self.checkpoint)
         if optimizer:
             moments = checkpoint.load_optimizer(self.checkpoint)
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -216,9 +216,7 @@ def job_name() -> str:
     if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
         return ""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if name == "none":  # without --standalone and --rdzv_id
-        name = f"{socket.gethostname()}-{os.getppid()}"
-    return name
+    return name if name != "none" else f"{socket.gethostname()}-{os.getppid()}"  # without --standalone and --rdzv_id
 
 
 def after_restart(config, world: World):
@@ -245,9 +243,7 @@ def lock(run: Path):
     """Keep a second process from writing to the same run: an open file. The lock goes with this process, however it ends."""
     try:
         # Not through a link that somebody put there: it would empty the file that it leads to.
-        file = open(
-            run / ".lock", "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)
-        )
+        file = open(run / ".lock", "w", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666))
     except OSError as error:
         raise UserError(f"cannot write to {run}: {error.strerror}; choose another --run PATH/NAME") from None
     try:
@@ -273,10 +269,9 @@ def saved_settings(config, may_change: set[str]):
     given = {name for name in given if getattr(config, name) != getattr(saved, name)}
     changed = sorted(given - may_change)
     if changed:
-        raise UserError(
-            f"--resume {run} with another --{changed[0]} ({getattr(config, changed[0])!r}, the run has "
-            f"{getattr(saved, changed[0])!r}); leave the flag out, or start a new run"
-        )
+        asked, has = (getattr(settings, changed[0]) for settings in (config, saved))
+        raise UserError(f"--resume {run} with another --{changed[0]} ({asked!r}, the run has {has!r}); leave the flag out, "
+                        "or start a new run")  # fmt: skip
     for name in given & may_change:
         setattr(saved, name, getattr(config, name))
     saved.given, saved.resume = given, str(run)  # `given`: what was asked for and is new
@@ -289,14 +284,15 @@ def last_checkpoint(run: Path) -> Path | None:
     return checkpoint.mend(folder) if checkpoint.steps(folder) else None
 
 
-def load_weights(model: torch.nn.Module, path: Path) -> None:
-    """The checkpoint's weights into the model; `UserError` if they are another model's."""
-    weights, here = checkpoint.load_weights(path), model.state_dict()
+def put_in(model: torch.nn.Module, weights: dict[str, torch.Tensor], path: Path) -> None:
+    """The weights from `path` into the model; `UserError` if they are another model's."""
+    here = model.state_dict()
     weights = {name: cut_like(weight, here.get(name)) for name, weight in weights.items()}
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise UserError(f"{path} does not fit this model: {str(error).splitlines()[1].strip()}") from None
+        reason = str(error).splitlines()[1].strip()[:150]
+        raise UserError(f"{path} does not contain the weights of this model: {reason}") from None
 
 
 @contextlib.contextmanager

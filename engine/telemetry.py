@@ -17,10 +17,13 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
+
+from engine.config import write_whole
 
 GIB = 2**30
 # TensorBoard sorts its charts by name. These are what a run is watched by: they come first, in this order.
@@ -39,6 +42,7 @@ class Telemetry:
     """Scalars, texts and figures of one run folder. A resumed run continues its curves without doubles.
 
     A curve that cannot be written must not end a training that can: it is said once, and the run goes on without curves.
+    metrics.jsonl has no checksum, for nothing trains or scores by it; report.py leaves out what is no JSON, and says so.
     """
 
     def __init__(self, run: Path, resume_step: int | None = None, enabled: bool = True):
@@ -50,8 +54,14 @@ class Telemetry:
         run = Path(run)
         run.mkdir(parents=True, exist_ok=True)
         self.last_step = resume_step or 0
-        kept = _keep_records(run / "metrics.jsonl", resume_step) if resume_step is not None else ""
-        self.result_step = resume_step if '"result/' in kept.rpartition('{"step"')[2] else None
+        last = _keep_records(run / "metrics.jsonl", resume_step) if resume_step is not None else {}
+        self.result_step = resume_step if any(tag.startswith("result/") for tag in last) else None
+        self.ahead = max(0.0, last.get("time", 0.0) - time.time())  # seconds; 0 unless the clock was set back since
+        # TensorBoard reads event files by name, that is by time, and a new file before an old one would be hidden by it:
+        # after a clock that was set back, or two starts within a second, the old ones get names that come first.
+        old = sorted(run.glob("events.out.tfevents.*"))
+        for number, file in enumerate(old if old and old[-1].name.split(".")[3] >= str(int(time.time())) else []):
+            file.rename(file.with_name(f"events.out.tfevents.{number:010}.{file.name.split('.', 4)[4]}"))
         # TensorBoard hides what a killed run wrote from purge_step on. But it takes the first such mark of a folder for
         # the beginning, not for a restart, and hides nothing: so a fresh run sets one as well, at step 0.
         self.writer = SummaryWriter(str(run), purge_step=0 if resume_step is None else resume_step + 1)
@@ -63,12 +73,13 @@ class Telemetry:
         values = {tag: float(value) for tag, value in values.items()}
 
         def write() -> None:
+            now = time.time() + self.ahead
             # One add_scalar per tag: add_scalars makes a folder for every curve, which purge_step does not reach.
             for tag, value in values.items():
-                self.writer.add_scalar(shown_as(tag), value, step)
+                self.writer.add_scalar(shown_as(tag), value, step, walltime=now)
             # JSON knows no infinity (the gradient of an fp16 step that overflowed): null stands for it.
             finite = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
-            self.metrics_file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
+            self.metrics_file.write(json.dumps({"step": step, "time": now, **finite}) + "\n")
             # Out of this process at once, so that kill -9 loses the current line at most.
             self.metrics_file.flush()
 
@@ -76,24 +87,25 @@ class Telemetry:
 
     def text(self, tag: str, step: int, text: str) -> None:
         """Write a text (Markdown), such as sample translations."""
-        self._try(lambda: self.writer.add_text(tag, text, step))
+        self._try(lambda: self.writer.add_text(tag, text, step, walltime=time.time() + self.ahead))
 
     def figure(self, tag: str, step: int, figure) -> None:
         """Write a matplotlib figure and close it."""
-        self._try(lambda: self.writer.add_figure(tag, figure, step))
+        self._try(lambda: self.writer.add_figure(tag, figure, step, walltime=time.time() + self.ahead))
 
-    def hyperparameters(self, config: dict, metrics: dict) -> None:
-        """Write the settings and the final metrics for TensorBoard's HPARAMS page, once; metrics need tags of their own."""
+    def hyperparameters(self, config, metrics: dict) -> None:
+        """The settings (a dataclass) that are not as by default, and the results, for TensorBoard's HPARAMS page, once."""
         if self.writer is None or self.last_step == self.result_step:
             return
         from torch.utils.tensorboard.summary import hparams
 
-        plain = {name: v if isinstance(v, bool | int | float | str) else str(v) for name, v in config.items()}
+        given = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
+        chosen = {name: getattr(config, name) for name in sorted(given | getattr(config, "given", set()))}
 
         def write() -> None:
             # SummaryWriter.add_hparams would open a folder for a second run; the same three records may as well lie here.
-            for summary in hparams(plain, metrics):
-                self.writer.file_writer.add_summary(summary)
+            for summary in hparams(chosen, metrics):
+                self.writer.file_writer.add_summary(summary, walltime=time.time() + self.ahead)
 
         self._try(write)
         self.scalars(self.last_step, metrics)
@@ -119,23 +131,16 @@ def shown_as(tag: str) -> str:
     return f"1 first/{FIRST.index(tag):02} {tag.replace('/', ' ')}" if tag in FIRST else tag
 
 
-def _keep_records(path: Path, last_step: int) -> str:
-    """Drop the records after `last_step` and the torn line of a killed run, by way of a new file; → what is kept."""
-    if not path.exists():
-        return ""
+def _keep_records(path: Path, last_step: int) -> dict:
+    """Drop the records after `last_step` and the torn line of a killed run, by way of a new file; → the last one kept."""
     kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else ():
         with suppress(ValueError, TypeError, KeyError):  # a torn line is no JSON, or no record
-            if json.loads(line)["step"] <= last_step and line.endswith("\n"):
+            record = json.loads(line)
+            if record["step"] <= last_step and record["time"] > 0 and line.endswith("\n"):
                 kept.append(line)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # never written through a link that somebody put there
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    return "".join(kept)
+    write_whole(path, "".join(kept))
+    return json.loads(kept[-1]) if kept else {}
 
 
 class Log:
@@ -199,7 +204,7 @@ class GpuSampler(threading.Thread):
     def __init__(self, device="cuda", interval: float = 5.0, say=None):
         super().__init__(daemon=True, name="gpu-sampler")
         self.interval = interval
-        self.handle, self.sums, self.lock, self.ended = None, {}, threading.Lock(), threading.Event()
+        self.handle, self.samples, self.lock, self.ended = None, {}, threading.Lock(), threading.Event()
         device = torch.device(device)
         try:
             if device.type != "cuda":
@@ -229,14 +234,13 @@ class GpuSampler(threading.Thread):
             with suppress(nvml.NVMLError):  # some cards, and slices of cards, do not answer every question
                 value = question()
                 with self.lock:
-                    total, count = self.sums.get(tag, (0.0, 0))
-                    self.sums[tag] = total + value, count + 1
+                    self.samples.setdefault(tag, []).append(value)
 
     def read(self) -> dict[str, float]:
         """Averages since the last `read()`; {} if there was no sample in between."""
         with self.lock:
-            sums, self.sums = self.sums, {}
-        return {tag: total / count for tag, (total, count) in sums.items()}
+            samples, self.samples = self.samples, {}
+        return {tag: sum(values) / len(values) for tag, values in samples.items()}
 
     def stop(self) -> None:
         """End the thread; it would end with the process as well."""
@@ -264,24 +268,18 @@ class Meter:
         self.peak_flops = peak_flops  # FLOP/s of this device
         self.clock = clock
         self.last_time = None  # seconds; None: the clock stands still
-        self.source_tokens = self.target_tokens = self.places = 0  # of the step that is under way
-        self.wait_seconds = 0.0
+        self.micro_batches = []  # of the step that is under way
 
     def add(self, source_tokens: int, target_tokens: int, places: int, wait_seconds: float = 0.0) -> None:
         """One micro-batch: real tokens of each side, `places` of the padded batches, and how long the loop waited for it."""
-        self.source_tokens += source_tokens
-        self.target_tokens += target_tokens
-        self.places += places
-        self.wait_seconds += wait_seconds
+        self.micro_batches.append((source_tokens, target_tokens, places, wait_seconds))
 
     def end_step(self, flops_of=lambda source_tokens, target_tokens: 0.0) -> None:
         """The optimizer has stepped. `flops_of` tells the model's operations for so many tokens."""
-        now, counts = self.clock(), (self.source_tokens, self.target_tokens, self.places, self.wait_seconds)
+        now, counts = self.clock(), [sum(column) for column in zip(*self.micro_batches)]
         if self.last_time is not None:
             self.steps.append((now - self.last_time, *counts, flops_of(*counts[:2])))
-        self.last_time = now
-        self.source_tokens = self.target_tokens = self.places = 0
-        self.wait_seconds = 0.0
+        self.last_time, self.micro_batches = now, []
 
     def pause(self) -> None:
         """Stop the clock, right after `end_step` and before validating or saving."""
@@ -316,12 +314,11 @@ def measured_peak_flops(device: torch.device | str, dtype: torch.dtype) -> float
     # Random numbers, not zeros: multiplying zeros draws less power, and the GPU then clocks higher than it ever will.
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best_seconds, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()
+    while (begun := time.perf_counter()) < end:
         left @ right
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the product is only queued until here
-        best_seconds = min(best_seconds, time.perf_counter() - start)
+        best_seconds = min(best_seconds, time.perf_counter() - begun)
     del left, right
     if device.type == "cuda":  # leave no trace in the memory figures of the run
         torch.cuda.empty_cache()

@@ -47,11 +47,12 @@ def test_every_epoch_deals_every_pair_once(pairs, budget, world_size, accumulate
 
 
 def test_the_step_that_asks_most_of_the_memory():
-    sampler = BucketSampler(as_lengths([(9, 3)] * 40 + [(19, 3)] * 10 + [(39, 39)]), 200)
-    # 40 × 10 places in two steps, 10 × 20 in one, and one long pair: 20·10², 10·20², 1·40².
+    sampler = BucketSampler(as_lengths([(9, 3)] * 40 + [(19, 3)] * 10 + [(59, 59)]), 200)
+    # 40 × 10 places in two steps, 10 × 20 in one, and one long pair: 20·10², 10·20², 1·60².
     assert sorted(sampler.widest_step()) == list(range(40, 50))
     longer = BucketSampler(as_lengths([(9, 3)] * 40 + [(39, 3)] * 5), 200)
     assert sorted(longer.widest_step()) == list(range(40, 45))
+    assert BucketSampler(as_lengths([(9, 3)] * 20 + [(69, 3)]), 200).widest_step().tolist() == [20]
 
 
 @given(lengths_of_pairs, st.integers(20, 200), st.integers(0, 30), st.integers(1, 3))

@@ -1,6 +1,7 @@
 """run.sh with a Python that only writes down what it is asked: installation, signals, which run is evaluated."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,8 @@ from conftest import HANGS, ROOT
 
 # Of the virtual environment and of the system alike; it makes environments by copying itself.
 FAKE_PYTHON = """#!/usr/bin/env bash
-echo "$@" >> "$LOG"
+echo "$@
+in $PWD" >> "$LOG"
 case "$*" in
     *ensurepip*) exit "${WITHOUT_ENSUREPIP:-0}" ;;
     "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
@@ -61,6 +63,12 @@ def test_installs_once_and_evaluates_the_run_that_it_trained(place):
     name = asked.split("--run ")[1].split()[0]
     assert f"evaluate.py --ckpt runs/{name}\n" in asked and f"{place}/repo/train.py" in asked
     assert (place / f"home/runs/{name}/train.log").exists()  # seen from where the user is
+
+
+@pytest.mark.parametrize("lab", ["lenet", "wikitext", "pipeline", "gpt"])
+def test_a_labs_data_are_seen_from_where_the_user_is(place, lab):
+    code, _, asked = run_sh(place, lab, "--", "--data", "digits")
+    assert code == 0 and re.search(rf"labs\.{lab} .*--data digits\nin {place}/home\n", asked)
 
 
 @pytest.mark.parametrize("flags, folder", [

@@ -21,11 +21,12 @@ MAY_IMPORT = {
 ASKED = {(f"reporting/{name}.py", noun) for name in ("preflight", "masks") for noun in ("data", "model", "fast")}
 EXCEPTIONS = {("train.py", "labs"), *ASKED}
 MAIN_STORIES = ("__main__.py", "train.py")  # a lab's main and train.py's train: one story from top to bottom
-LINES = {"[!r]*.py": 1650, "*.py": 1750, "train.py": 300, "decoding.py": 350, "engine/*.py": 1800}
+LINES = {"*.py": 1700, "train.py": 300, "decoding.py": 350, "engine/*.py": 1760, "benchmarks/**/*.py": 2450}
 
 
 def files(folder: str) -> list[Path]:
-    return sorted(ROOT.glob("*.py") if folder == "root" else (ROOT / folder).rglob("*.py"))
+    found = ROOT.glob("*.py") if folder == "root" else (ROOT / folder).rglob("*.py")
+    return sorted(path for path in found if ".envs" not in path.parts)  # the toolkits that benchmarks compare with
 
 
 def imports(tree: ast.AST) -> set[tuple[str, int]]:
@@ -57,7 +58,8 @@ def test_no_object_is_turned_into_another_and_none_is_asked_what_it_is(detour):
 
 @pytest.mark.parametrize("pattern", LINES)
 def test_files_stay_on_their_pages(pattern):
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob(pattern)) <= LINES[pattern]
+    ours = [path for path in ROOT.glob(pattern) if ".envs" not in path.parts]
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in ours) <= LINES[pattern]
 
 
 def test_no_function_is_longer_than_a_page():

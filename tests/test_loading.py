@@ -83,7 +83,7 @@ def test_the_newest_run(run, monkeypatch):
 
 def test_no_run_yet(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"no trained run in .*runs; train a model with `python train.py`"):
+    with pytest.raises(UserError, match=r"no trained run in .*runs; train one with `python train.py`"):
         load_trained()
     (tmp_path / "runs" / "begun" / "checkpoints").mkdir(parents=True)
     with pytest.raises(UserError, match="no trained run"):
@@ -140,7 +140,7 @@ def test_weights_of_another_model_are_named(run):
         with pytest.raises(UserError) as error:
             load_trained(run / "other.pt")
         message = str(error.value)
-        assert message.startswith(f"{run / 'other.pt'} does not contain the weights of the model in {run}: ")
+        assert message.startswith(f"{run / 'other.pt'} does not contain the weights of this model: ")
         assert ("no.such.layer" if change == "extra" else name) in message
         assert "\n" not in message and len(message) < 500
 
@@ -163,7 +163,7 @@ def test_damaged_settings(run, file, content):
     with pytest.raises(UserError, match=f"tiny: checksum of {file} differs; put the file back"):
         load_trained(run)
     (run / "checksums.json").unlink()  # as in a run of the version before
-    reason = "its config.json or model.json is damaged, or belongs to another script"
+    reason = "config.json or model.json is damaged, or of another script"
     with pytest.raises(
         UserError, match=reason if file in ("config.json", "model.json") else "no tokenizer can be read"
     ):

@@ -45,7 +45,7 @@ def test_it_goes_on_where_it_stopped(old, capfd):
 
 
 def test_its_best_checkpoint_stays(old, monkeypatch):
-    monkeypatch.setattr("validation.Validation.__call__", lambda *_: 99.0)
+    monkeypatch.setattr("validation.Validation.__call__", lambda *_: (99.0, 0.0))
     assert in_this_process("train.py", "--resume", "runs/old", "--keep", "1") is None
     assert sorted(path.name for path in (old / "checkpoints").glob("step-*")) == ["step-12", "step-24"]
     assert load_trained(old).name.endswith("step-12")

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY_FLAGS, run_script
+from torch.distributed.run import parse_args as torchrun_arguments
 
 from engine.config import parse_flags
+from engine.run import SIGNALS
 
 PAGES = [ROOT / "README.md", ROOT / "sample/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -108,6 +110,15 @@ def test_every_command_exists_and_takes_its_flags(page, tmp_path, monkeypatch):
             parse(program, flags, monkeypatch)
 
 
+def test_torchrun_takes_no_flag_of_ours_for_its_own(monkeypatch):
+    for command in (command for page in NAMES for command in commands(page) if command.startswith("torchrun ")):
+        program, flags = program_and_flags(command)
+        if program:
+            started = torchrun_arguments(shlex.split(command)[1:])
+            words = [word for word in started.training_script_args if word != "--"]
+            assert (started.training_script, words) == (program, [word for word in flags if word != "--"]), command
+
+
 @pytest.mark.parametrize("page", NAMES)
 def test_every_file_exists(page):
     text = (ROOT / page).read_text(encoding="utf-8")
@@ -180,6 +191,17 @@ def test_the_commands_of_the_readme_run(command, place):
 def test_the_commands_of_the_pages_run(page, place):
     for command in runnable(page):
         run_as_typed(command, place)
+
+
+def test_the_example_in_python_runs_and_leaves_the_signals_as_they_were(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    example = re.search(r"```python\n(.*?)```", (ROOT / "docs/evaluation.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    sizes = "max_steps=2, d_model=32, nhead=4, num_encoder_layers=1, num_decoder_layers=1, device='cpu'"
+    before = [signal.getsignal(number) for number in SIGNALS]
+    exec(example.replace("max_minutes=20", sizes), names := {})
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert names["folder"].is_dir() and len(names["translations"].texts) == 2
+    assert "nltk corpus_bleu" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -19,10 +19,11 @@ from matplotlib.font_manager import get_font
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import report as script
+from engine import checkpoint
 from engine.errors import UserError
 from engine.telemetry import ProcessMeter
 from model import ModelConfig, Translator, training_flops
-from reporting import figures, fonts
+from reporting import figures, fonts, space
 from reporting.attention import END, group_characters, in_words, picture
 from reporting.page import Page
 from reporting.reading import read_run
@@ -415,3 +416,37 @@ def test_the_process_meter_counts_and_costs_nothing():
         meter.last = (0.0, 0.0)
         meter.read()
     assert (time.process_time() - begun) / 100 < 0.005  # at most once in a second or more: under 1 % of it
+
+
+# ---------------------------------------------------------------- what could go
+
+
+def test_what_could_go_goes_on_request_and_the_newest_and_the_best_stay(run, monkeypatch, capsys):
+    monkeypatch.chdir(run.parent.parent)
+    shutil.copytree(run / "checkpoints/step-15", run / "checkpoints/step-7")
+    kept = {checkpoint.latest(run / "checkpoints").name, checkpoint.resolve(run).name}
+    old, key = run / "checkpoints/step-7", checkpoint.load_state(run / "checkpoints/last")["data_key"]
+    for name in (key, "stale"):
+        Path("runs/.cache", name).mkdir(parents=True)
+        Path("runs/.cache", name, "ids.npy").write_bytes(bytes(2**20))
+
+    def main(*runs, **flags) -> str:
+        config = space.Config(**flags)
+        config.runs = runs
+        space.main(config)
+        return capsys.readouterr().out
+
+    with open(run / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "0.0 MiB deleted" in main(delete=True) and old.exists() and Path("runs/.cache/stale").exists()
+    said = main()
+    assert "step-7" in said and "1.0 MiB  runs/.cache/stale; 1.0 MiB could go: all of it" in said
+    assert f"MiB  runs/.cache/{key}\n" in said and old.exists() and Path("runs/.cache/stale").exists()
+    main(delete=True)
+    assert {f"step-{step}" for step in checkpoint.steps(run / "checkpoints")} == kept
+    assert [cache.name for cache in Path("runs/.cache").iterdir()] == [key]
+    assert checkpoint.latest(run / "checkpoints", to_resume=True)
+    main("runs/a", delete=True, optimizer=True)
+    assert checkpoint.resolve("runs/a").name in kept and not list(run.rglob("optimizer.pt"))
+    with pytest.raises(UserError, match=r"no config\.json"):
+        main("runs")

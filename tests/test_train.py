@@ -8,6 +8,7 @@ import signal
 import sys
 from contextlib import contextmanager
 from itertools import count, islice
+from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from conftest import TINY_FLAGS, Forked, forked, forked_ranks, run_script, write_pairs
+from conftest import TINY_FLAGS, fork_ranks, forked, forked_ranks, run_script, write_pairs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train as training
@@ -291,11 +292,20 @@ LONG = "--max_steps 60 --eval_every 10 --log_every 7 --tokens_per_batch 300 --pr
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(toy_data, place) -> tuple[Path, int]:
-    """With dropout: the randomness must be resumed as well. And how many file operations it took."""
-    output = forked("train.py", "--data", toy_data, *TINY_FLAGS, *LONG, "--run", place / "unbroken", cwd=place.parent,
+def uninterrupted(toy_data, tmp_path_factory) -> tuple[Path, int]:
+    """With dropout: the randomness must be resumed as well. And how many file operations it took, tokenising included."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    output = forked("train.py", "--data", toy_data, *TINY_FLAGS, *LONG, "--run", folder / "run", cwd=folder,
                     first=(count_file_operations,))  # fmt: skip
-    return place / "unbroken", int(output.split("file operations: ")[1].split()[0])
+    return folder / "run", int(output.split("file operations: ")[1].split()[0])
+
+
+@pytest.fixture(scope="session")
+def uninterrupted_by_two(toy_data, tmp_path_factory) -> Path:
+    """The same by two processes."""
+    folder = tmp_path_factory.mktemp("two")
+    forked_ranks(2, "train.py", "--data", toy_data, *TINY_FLAGS, *LONG, "--run", folder / "run", cwd=folder)
+    return folder / "run"
 
 
 def count_file_operations(kill_at: int = 0) -> None:
@@ -329,20 +339,35 @@ def signal_at_step(number: int, step: int, whole_group: bool = False, rank: str 
     engine.telemetry.Meter = DoomedMeter
 
 
-@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 10))])
-def test_killed_at_any_moment_and_resumed_is_the_same(uninterrupted, toy_data, here, tmp_path, seed):
-    """Twice at a file operation drawn by lot (of starting, saving, logging), once in the middle of a step."""
-    unbroken, operations = uninterrupted
-    draw, begin = random.Random(seed), ["--data", toy_data, *TINY_FLAGS, *LONG, "--run", here]
-    ways = [(count_file_operations, draw.randrange(1, operations)), (count_file_operations, draw.randrange(1, operations)),
-            (signal_at_step, signal.SIGKILL, draw.randrange(1, 25))]  # fmt: skip
+@pytest.mark.parametrize("ranks, seed, kills", [
+    (1, 1, 3), (1, 2, 3), *(pytest.param(ranks, seed, 10, marks=pytest.mark.slow) for seed in range(5) for ranks in (1, 2)),
+])  # fmt: skip
+def test_killed_at_any_moment_and_resumed_is_the_same(uninterrupted, toy_data, tmp_path, ranks, seed, kills, request):
+    """At file operations drawn by lot (of starting, tokenising, saving, logging), and in the middle of a step."""
+    unbroken = uninterrupted[0] if ranks == 1 else request.getfixturevalue("uninterrupted_by_two")
+    draw, run, killed = random.Random(seed), tmp_path / "run", 0
+    ways = [(count_file_operations, draw.randrange(1, uninterrupted[1])) for _ in range(kills - kills // 3)]
+    steps = [draw.randrange(1, 15) for _ in range(kills // 3)]
+    ways += [(signal_at_step, signal.SIGKILL, step, False, str(draw.randrange(ranks))) for step in steps]
     draw.shuffle(ways)
     for way in [*ways, ()]:
-        started = (here / "config.json").exists()
-        script = Forked("train.py", *(["--resume", here] if started else begin), cwd=tmp_path, first=way)
-        # What is left to do may take fewer operations than the whole run.
-        assert script.wait() in ((-signal.SIGKILL, 0) if way else (0,)), (way, script.output)
-    assert_same_run(unbroken, here)
+        flags = (
+            ["--resume", run]
+            if (run / "config.json").exists()
+            else ["--data", toy_data, *TINY_FLAGS, *LONG, "--run", run]
+        )
+        scripts = fork_ranks(ranks, "train.py", *flags, cwd=tmp_path, first=way)
+        wait_for_any([script.process.sentinel for script in scripts])
+        if any(script.process.exitcode == -signal.SIGKILL for script in scripts):
+            for script in scripts:  # as torchrun does when one is gone
+                script.process.kill()
+        codes = {script.wait() for script in scripts}
+        died = way and -signal.SIGKILL in codes
+        killed += bool(died)
+        # What is left to do may take fewer operations than the whole run. 2: it saw that the other one was gone.
+        assert codes <= ({-signal.SIGKILL, 2} if died else set()) | {0}, (way, [script.output for script in scripts])
+    print(f"killed {killed} times")
+    assert_same_run(unbroken, run)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -422,6 +447,10 @@ def test_what_a_run_leaves(toy_data, here, tmp_path, monkeypatch):
     assert {shown_as(tag) for tag in [*CURVES, *others.split()]} <= set(tags["scalars"])
     assert tags["images"] == ["cross-attention"] and "samples/text_summary" in tags["tensors"]
     assert "_hparams_/experiment" in EventAccumulator(str(here)).Reload().summary_metadata
+    ((step, best),) = records(here, "result/best_validation_loss").items()
+    losses, scores = records(here, "valid/loss"), records(here, "valid/bleu")
+    assert step == 6 and best == min(losses.values())
+    assert records(here, "result/validation_bleu") == {6: scores[min(losses, key=losses.get)]}
     assert all(0 <= share < 0.5 for share in records(here, "data/padding_share").values())
     assert curve(here) == pytest.approx(records(here))
 
@@ -442,7 +471,7 @@ def test_stops_after_the_minutes(toy_data, here, monkeypatch):
 
 def test_early_stopping(toy_data, here, monkeypatch):
     losses = iter([3.0, 2.0, 2.5, 2.0, 1.0])
-    monkeypatch.setattr(training.Validation, "__call__", lambda *_: next(losses))
+    monkeypatch.setattr(training.Validation, "__call__", lambda *_: (next(losses), 0.0))
     training.train(config(data=str(toy_data), run=str(here), max_steps=50, eval_every=2, patience=2))
     assert "step 8: 2 validations without a better loss" in (here / "train.log").read_text(encoding="utf-8")
     assert os.readlink(here / "checkpoints/best") == "step-4"

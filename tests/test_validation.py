@@ -38,7 +38,8 @@ def test_the_loss_is_unsmoothed_and_per_token(checked):
             logits = checked.model(batch.src, batch.src_pad, batch.tgt_in, batch.real)
         total += F.cross_entropy(logits, batch.tgt_out, reduction="sum").item()
         count += batch.target_tokens
-    loss = checked(7)  # fp32 sums in another order
+    loss, bleu = checked(7)  # fp32 sums in another order
+    assert bleu == checked.written["valid/bleu"]
     assert loss == pytest.approx(total / count, rel=1e-5) and len(checked.batches) > 3
     assert checked.written["valid/perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
 

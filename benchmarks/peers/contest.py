@@ -1,10 +1,9 @@
-"""What the processes of all contestants share: their arguments, their clock, the line of JSON they end with.
+"""What the processes of all contestants share: their task, their clock, the line of JSON they end with.
 
-Each contestant is a file of this folder, started as `python -m benchmarks.peers.NAME train|decode --corpus FOLDER …` in an
-environment of its own; so this file needs the standard library, numpy and torch alone.
+Each contestant is a file of this folder, started as `python -m benchmarks.peers.NAME TASK`, the task in JSON, in an environment
+of its own; so this file needs the standard library, numpy and torch alone.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -12,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,34 +27,34 @@ LEARNING_RATE = 1e-4
 WARM_STEPS = 3  # not counted: cold caches, first allocations
 
 
-def parse_task(words: list[str] | None = None) -> argparse.Namespace:
-    """The arguments that benchmarks/training.py and benchmarks/decoding.py start a contestant with."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("train", "decode"))
-    parser.add_argument("--corpus", required=True, help="folder made by benchmarks.corpus")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of measuring, after the warm-up")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--preset", default="lab", help="a name of SIZES")
-    parser.add_argument("--tokens_per_batch", type=int, default=4096, help="target tokens, where it counts tokens")
-    parser.add_argument("--variant", default="", help="of this contestant: fp32, int8, …")
-    parser.add_argument("--parity", action="store_true", help="ours: also the loss after five steps without dropout")
-    parser.add_argument("--weights", default="", help="folder with weights.pt, the project's; else random")
-    parser.add_argument("--length", type=int, default=0, help="tokens of every output, end suppressed; 0: to the end")
-    parser.add_argument("--rows", type=int, default=0, help="decode only so many test sentences; 0: all")
-    parser.add_argument("--batch", type=int, default=64, help="sentences decoded at once; ours: 0 as evaluate.py")
-    parser.add_argument("--outputs", default="", help="file for the decoded ids, a sentence a line")
-    task = parser.parse_args(words)
-    task.sizes = SIZES[task.preset]
-    return task
+@dataclass
+class Task:
+    """What a contestant is to do."""
+
+    what: str  # train or decode
+    corpus: str  # folder made by benchmarks.corpus
+    seconds: float = 20.0  # of measuring, after the warm-up
+    threads: int = 2
+    device: str = "cpu"
+    preset: str = "lab"  # a name of SIZES
+    tokens_per_batch: int = 4096  # target tokens, where it counts tokens
+    variant: str = ""  # of this contestant: fp32, int8, …
+    parity: bool = False  # ours: also the loss after five steps without dropout
+    weights: str = ""  # folder with weights.pt, the project's; else random
+    length: int = 0  # tokens of every output, end suppressed; 0: to the end
+    rows: int = 0  # decode only so many test sentences; 0: all
+    batch: int = 64  # sentences decoded at once; ours: 0 as evaluate.py
+    outputs: str = ""  # file for the decoded ids, a sentence a line
+
+    @property
+    def sizes(self) -> dict:
+        return SIZES[self.preset]
 
 
 def run_peer(train: Callable | None = None, decode: Callable | None = None) -> None:
-    """The main program of a contestant: do what the command line asks. Everything it prints meanwhile goes to stderr."""
-    task = parse_task()
-    corpus = read_corpus(task.corpus)
-    if task.rows:
-        corpus.test = corpus.test[: task.rows]
+    """The main program of a contestant: do its task. Everything it prints meanwhile goes to stderr."""
+    task = Task(**json.loads(sys.argv[1]))
+    corpus = read_corpus(task.corpus, task.rows)
     with contextlib.redirect_stdout(sys.stderr):
         (train if task.what == "train" else decode)(task, corpus)
 
@@ -81,9 +81,7 @@ class TrainingClock:
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.perf_counter, **more: float):
         self.seconds, self.now, self.more = seconds, now, more
-        self.steps = -WARM_STEPS
-        self.source = self.target = 0
-        self.begun = 0.0
+        self.steps, self.source, self.target, self.begun = -WARM_STEPS, 0, 0, 0.0
 
     def step(self, source_tokens: int, target_tokens: int) -> None:
         """A step over so many real tokens (end tokens counted, padding not) begins now."""
@@ -92,39 +90,31 @@ class TrainingClock:
             self.begun = self.now()
         elif self.steps > 0 and self.now() - self.begun >= self.seconds:
             wait_for_gpu()  # only here: in between the host runs ahead of the GPU
-            report(self.figures(self.now() - self.begun))
+            seconds = self.now() - self.begun  # of all steps but the one that begins now
+            report({"target_tokens_per_second": self.target / seconds,
+                    "tokens_per_second": (self.source + self.target) / seconds, "seconds_per_step": seconds / self.steps,
+                    "target_tokens_per_step": self.target / self.steps, "steps": self.steps, **self.more})  # fmt: skip
             sys.stderr.flush()
             os._exit(0)  # some toolkits would now write checkpoints
         self.steps += 1
         if self.steps > 0:
             self.source, self.target = self.source + int(source_tokens), self.target + int(target_tokens)
 
-    def figures(self, seconds: float) -> dict[str, float]:
-        """All steps but the one that begins now."""
-        return {
-            "target_tokens_per_second": self.target / seconds,
-            "tokens_per_second": (self.source + self.target) / seconds,
-            "seconds_per_step": seconds / self.steps,
-            "target_tokens_per_step": self.target / self.steps,
-            "steps": self.steps,
-            **self.more,
-        }
 
-
-def time_decoding(task: argparse.Namespace, corpus: Corpus, decode: Callable[[], list[list[int]]], warm=True) -> None:
+def time_decoding(task: Task, corpus: Corpus, decode: Callable, warm: bool = True, read: Callable = list) -> None:
     """Decode the test sentences once to warm up, then again and again for `task.seconds`, and report the median.
 
-    `decode()` returns the output ids of every sentence without begin and end; or (seconds, ids) if it has measured itself.
-    Each sentence counts its tokens, and one more for its end where that was not suppressed.
+    `read(decode())` are the output ids of every sentence without begin and end; the reading is not timed. Each sentence
+    counts its tokens, and one more for its end where that was not suppressed.
     """
     passes, begun = [], time.perf_counter()
     while len(passes) < 1 + warm or time.perf_counter() - begun < task.seconds:
         start = time.perf_counter()
-        result = decode()
-        measured, outputs = result if isinstance(result, tuple) else (time.perf_counter() - start, result)
-        passes.append(measured)
+        outputs = decode()
+        passes.append(time.perf_counter() - start)
         if warm and len(passes) == 1:
             begun = time.perf_counter()
+    outputs = read(outputs)
     lengths = [len(output) for output in outputs]
     if len(lengths) != len(corpus.test) or (task.length and set(lengths) != {task.length}):
         raise RuntimeError(f"{len(lengths)} outputs of {min(lengths)} to {max(lengths)} tokens")
@@ -135,12 +125,6 @@ def time_decoding(task: argparse.Namespace, corpus: Corpus, decode: Callable[[],
     tokens = sum(lengths) + (0 if task.length else len(lengths))
     report({"tokens_per_second": tokens / seconds, "sentences_per_second": len(lengths) / seconds, "seconds": seconds,
             "first_seconds": passes[0], "tokens": tokens, "sentences": len(lengths), "passes": len(passes) - warm})  # fmt: skip
-
-
-def sorted_batches(corpus: Corpus, size: int) -> list[list[int]]:
-    """Numbers of the test sentences in batches of similar source length, longest first."""
-    order = sorted(range(len(corpus.test)), key=lambda row: -len(corpus.test[row][0]))
-    return [order[i : i + size] for i in range(0, len(order), size)]
 
 
 def work_folder(corpus: Corpus, name: str) -> Path:

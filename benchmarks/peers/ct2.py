@@ -6,18 +6,17 @@ workers with one thread each. It sorts the sentences by length itself.
 Like for like: the same weights, the same tokens, greedy search, a cache. It only decodes.
 """
 
-import math
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.peers.contest import restore_torch_load, run_peer, time_decoding, work_folder
+from model import sinusoids
 
 
 def convert(weights: dict[str, np.ndarray], sizes: dict, corpus, folder: Path) -> None:
-    """Write the project's weights as a CTranslate2 model. `sizes` are those of `model.ModelConfig`."""
+    """Write the project's weights as a CTranslate2 model."""
     from ctranslate2.specs import TransformerSpec
 
     layers = (sizes["num_encoder_layers"], sizes["num_decoder_layers"])
@@ -25,13 +24,13 @@ def convert(weights: dict[str, np.ndarray], sizes: dict, corpus, folder: Path) -
     spec = TransformerSpec.from_config(layers, sizes["nhead"], pre_norm=True)
     for side, vocabulary in (("encoder", "source"), ("decoder", "target")):
         stack = getattr(spec, side)
-        stack.pre_norm = bool(sizes["norm_first"])
+        stack.pre_norm = False
         embeddings = stack.embeddings[0] if side == "encoder" else stack.embeddings
         embeddings.weight = weights[f"{vocabulary}_embedding.weight"]
-        stack.position_encodings.encodings = positions(sizes["max_length"], sizes["d_model"])
+        stack.position_encodings.encodings = sinusoids(512, sizes["d_model"]).numpy()
         fill(stack.layer_norm, weights, f"transformer.{side}.norm")
         for index, layer in enumerate(stack.layer):
-            fill_layer(layer, weights, f"transformer.{side}.layers.{index}", sizes["d_model"])
+            fill_layer(layer, weights, f"transformer.{side}.layers.{index}")
     fill(spec.decoder.projection, weights, "output")
     spec.register_source_vocabulary(names(corpus.source_vocab, corpus.source_ids, "s"))
     spec.register_target_vocabulary(names(corpus.target_vocab, corpus.target_ids, "t"))
@@ -43,40 +42,27 @@ def convert(weights: dict[str, np.ndarray], sizes: dict, corpus, folder: Path) -
     spec.save(str(folder))
 
 
-def fill_layer(layer, weights: dict[str, np.ndarray], name: str, width: int) -> None:
+def fill_layer(layer, weights: dict[str, np.ndarray], name: str) -> None:
     """One encoder or decoder layer. Norms stand in the order of nn.Transformer: norm1, norm2 and, in a decoder, norm3."""
-    own = layer.self_attention
-    own.linear[0].weight = weights[f"{name}.self_attn.in_proj_weight"]  # query, key, value in one (3D, D), as with us
-    own.linear[0].bias = weights[f"{name}.self_attn.in_proj_bias"]
-    fill(own.linear[1], weights, f"{name}.self_attn.out_proj")
-    norms = [own.layer_norm, layer.ffn.layer_norm]
-    if hasattr(layer, "attention"):
-        cross = layer.attention
-        weight = weights[f"{name}.multihead_attn.in_proj_weight"]
-        bias = weights[f"{name}.multihead_attn.in_proj_bias"]
-        cross.linear[0].weight, cross.linear[0].bias = weight[:width], bias[:width]
-        cross.linear[1].weight, cross.linear[1].bias = weight[width:], bias[width:]
-        fill(cross.linear[2], weights, f"{name}.multihead_attn.out_proj")
-        norms.insert(1, cross.layer_norm)
-    for number, norm in enumerate(norms, 1):
-        fill(norm, weights, f"{name}.norm{number}")
-    fill(layer.ffn.linear_0, weights, f"{name}.linear1")
-    fill(layer.ffn.linear_1, weights, f"{name}.linear2")
+    norms = [layer.self_attention.layer_norm, layer.ffn.layer_norm]
+    own, parts = layer.self_attention.linear, [("linear1", layer.ffn.linear_0), ("linear2", layer.ffn.linear_1)]
+    own[0].weight, own[0].bias = (weights[f"{name}.self_attn.in_proj_{kind}"] for kind in ("weight", "bias"))
+    parts.append(("self_attn.out_proj", own[1]))
+    if hasattr(layer, "attention"):  # to the source: the query apart from key and value
+        cross = layer.attention.linear
+        for kind in ("weight", "bias"):
+            query, *others = np.split(weights[f"{name}.multihead_attn.in_proj_{kind}"], 3)
+            setattr(cross[0], kind, query), setattr(cross[1], kind, np.concatenate(others))
+        parts.append(("multihead_attn.out_proj", cross[2]))
+        norms.insert(1, layer.attention.layer_norm)
+    for part_name, part in parts + [(f"norm{number}", norm) for number, norm in enumerate(norms, 1)]:
+        fill(part, weights, f"{name}.{part_name}")
 
 
 def fill(part, weights: dict[str, np.ndarray], name: str) -> None:
     """Weight and bias of a linear layer or a norm."""
-    weight, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
-    if hasattr(part, "gamma"):
-        part.gamma, part.beta = weight, bias
-    else:
-        part.weight, part.bias = weight, bias
-
-
-def positions(length: int, width: int) -> np.ndarray:
-    """(length, width) sinusoids, sine and cosine in turns."""
-    angle = np.arange(length)[:, None] * np.exp(np.arange(0, width, 2) * (-math.log(10000) / width))
-    return np.stack((np.sin(angle), np.cos(angle)), -1).reshape(length, width).astype(np.float32)
+    for kind, norms in (("weight", "gamma"), ("bias", "beta")):
+        setattr(part, norms if hasattr(part, "gamma") else kind, weights[f"{name}.{kind}"])
 
 
 def names(size: int, special: dict[str, int], letter: str) -> list[str]:
@@ -96,8 +82,7 @@ def decode(task, corpus) -> None:
     folder = Path(task.weights or work_folder(corpus, "random")) / "ctranslate2"
     if not (folder / "model.bin").exists():
         weights = {name: tensor.float().numpy() for name, tensor in torch.load(folder.parent / "weights.pt").items()}
-        sizes = {**task.sizes, "norm_first": False, "max_length": 512}
-        convert(weights, sizes, corpus, folder)
+        convert(weights, task.sizes, corpus, folder)
     kind, _, workers = task.variant.partition("x")
     workers = int(workers or 1)
     threads = dict(inter_threads=workers, intra_threads=max(1, task.threads // workers))
@@ -108,16 +93,16 @@ def decode(task, corpus) -> None:
     limits = [task.length or (len(source) + 1) * 3 // 2 + 10 for source in sources]
 
     def once():
-        begun = time.perf_counter()
-        results = translator.translate_batch(
+        return translator.translate_batch(
             sources, beam_size=1, max_batch_size=task.batch, min_decoding_length=task.length or 1,
             max_decoding_length=max(limits),
         )  # fmt: skip
-        seconds = time.perf_counter() - begun
-        rows = [[int(word[1:]) if word[0] == "t" else 0 for word in each.hypotheses[0]] for each in results]
-        return seconds, [row[:limit] for row, limit in zip(rows, limits)]
 
-    time_decoding(task, corpus, once)
+    def read(results) -> list[list[int]]:
+        rows = ([int(word[1:]) if word[0] == "t" else 0 for word in each.hypotheses[0]] for each in results)
+        return [row[:limit] for row, limit in zip(rows, limits)]
+
+    time_decoding(task, corpus, once, read=read)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,7 @@ layer.
 
 import sys
 
-from benchmarks.peers.contest import (
-    LABEL_SMOOTHING,
-    LEARNING_RATE,
-    TrainingClock,
-    restore_torch_load,
-    run_peer,
-    work_folder,
-)
+from benchmarks.peers import contest
 
 
 def train(task, corpus) -> None:
@@ -23,9 +16,9 @@ def train(task, corpus) -> None:
     from fairseq.trainer import Trainer
     from fairseq_cli.train import cli_main
 
-    restore_torch_load()
+    contest.restore_torch_load()
     torch.set_num_threads(task.threads)
-    clock, train_step = TrainingClock(task.seconds), Trainer.train_step
+    clock, train_step = contest.TrainingClock(task.seconds), Trainer.train_step
 
     def timed_step(self, samples, *rest, **options):
         source = sum(int(sample["net_input"]["src_lengths"].sum()) for sample in samples)  # with the end token
@@ -39,8 +32,8 @@ def train(task, corpus) -> None:
         words += [f"--{side}-embed-dim", sizes["d_model"], f"--{side}-attention-heads", sizes["nhead"]]
         words += [f"--{side}-layers", sizes[f"num_{side}_layers"], f"--{side}-ffn-embed-dim", sizes["dim_feedforward"]]
     words += ["--dropout", sizes["dropout"], "--attention-dropout", sizes["dropout"], "--optimizer", "adam",
-              "--adam-betas", "(0.9,0.98)", "--lr", LEARNING_RATE, "--criterion", "label_smoothed_cross_entropy",
-              "--label-smoothing", LABEL_SMOOTHING, "--max-tokens", task.tokens_per_batch,
+              "--adam-betas", "(0.9,0.98)", "--lr", contest.LEARNING_RATE, "--criterion", "label_smoothed_cross_entropy",
+              "--label-smoothing", contest.LABEL_SMOOTHING, "--max-tokens", task.tokens_per_batch,
               "--required-batch-size-multiple", 1, "--max-update", 10**6, "--log-interval", 50, "--log-format", "simple",
               "--disable-validation", "--no-epoch-checkpoints", "--save-dir", folder / "model", "--num-workers", 0,
               "--seed", 1]  # fmt: skip
@@ -50,7 +43,7 @@ def train(task, corpus) -> None:
 
 def binarise(corpus):
     """`fairseq-preprocess`, once; → its folder."""
-    folder, text = work_folder(corpus, "fairseq"), corpus.folder
+    folder, text = contest.work_folder(corpus, "fairseq"), corpus.folder
     if not (folder / "data" / "test.src-tgt.tgt.idx").exists():
         from fairseq_cli.preprocess import cli_main
 
@@ -62,4 +55,4 @@ def binarise(corpus):
 
 
 if __name__ == "__main__":
-    run_peer(train)
+    contest.run_peer(train)

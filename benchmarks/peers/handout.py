@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.peers.contest import LABEL_SMOOTHING, LEARNING_RATE, TrainingClock, run_peer, time_decoding
+from model import sinusoids
 
 LENGTH = 128
 SENTENCES = 32
@@ -27,9 +28,7 @@ class Seq2Seq(nn.Module):
         self.transformer = nn.Transformer(**sizes, batch_first=True)
         self.output = nn.Linear(width, corpus.target_vocab)
         self.dropout = nn.Dropout(sizes["dropout"])
-        angle = torch.arange(512)[:, None] * torch.exp(torch.arange(0, width, 2) * (-math.log(10000) / width))
-        positions = torch.stack((angle.sin(), angle.cos()), -1).flatten(1)  # (512, D)
-        self.register_buffer("positions", positions, persistent=False)
+        self.register_buffer("positions", sinusoids(512, width), persistent=False)
 
     def embed(self, embedding, ids):
         """(B, T) → (B, T, D)"""

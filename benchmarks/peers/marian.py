@@ -3,24 +3,15 @@
 The loop uses the project's own `BucketSampler`, so batches are the same as ours; the model, its loss over padded logits and
 Adam are what the library's user writes. `--variant tuned` adds one line, products by oneDNN (on a GPU TF32, and bf16 by
 autocast); its caller adds the allocator's settings. To decode: `generate`, sentences sorted by length, its own cache.
-Not like for like: Marian has no layer norm behind the last layer; when it gets trained weights it is given ours.
+Not like for like: Marian has no layer norm behind the last layer, and decodes with random weights of its own.
 """
-
-import math
 
 import torch
 from torch import nn
 from transformers import MarianConfig, MarianMTModel
 
-from benchmarks.peers.contest import (
-    LABEL_SMOOTHING,
-    LEARNING_RATE,
-    TrainingClock,
-    run_peer,
-    sorted_batches,
-    time_decoding,
-)
-from benchmarks.peers.handout import cut, padded
+from benchmarks.peers.contest import LABEL_SMOOTHING, LEARNING_RATE, TrainingClock, run_peer, time_decoding
+from benchmarks.peers.handout import padded
 from data import BucketSampler
 
 IGNORED = -100  # the label of a padded place
@@ -70,71 +61,25 @@ def train(task, corpus) -> None:
         loss.item()
 
 
-def load_weights(model: MarianMTModel, folder: str) -> None:
-    """Fill it with the project's trained weights: the same computation, up to rounding."""
-    ours = torch.load(f"{folder}/weights.pt")
-    width = model.config.d_model
-
-    def fill(part: nn.Module, name: str) -> None:
-        part.load_state_dict({key: ours[f"{name}.{key}"] for key in ("weight", "bias")})
-
-    def fill_attention(part: nn.Module, name: str) -> None:
-        for index, projection in enumerate((part.q_proj, part.k_proj, part.v_proj)):
-            rows = slice(index * width, (index + 1) * width)
-            weight, bias = ours[f"{name}.in_proj_weight"][rows], ours[f"{name}.in_proj_bias"][rows]
-            projection.load_state_dict({"weight": weight, "bias": bias})
-        fill(part.out_proj, f"{name}.out_proj")
-
-    for side, embedding in (("encoder", "source_embedding"), ("decoder", "target_embedding")):
-        stack = getattr(model.model, side)
-        stack.embed_tokens.weight.data.copy_(ours[f"{embedding}.weight"])
-        stack.embed_positions.weight.data.copy_(interleaved_positions(stack.embed_positions.weight.shape))
-        for index, layer in enumerate(stack.layers):
-            name = f"transformer.{side}.layers.{index}"
-            fill_attention(layer.self_attn, f"{name}.self_attn")
-            norms = [layer.self_attn_layer_norm, layer.final_layer_norm]
-            if side == "decoder":
-                fill_attention(layer.encoder_attn, f"{name}.multihead_attn")
-                norms.insert(1, layer.encoder_attn_layer_norm)
-            for number, norm in enumerate(norms, 1):
-                fill(norm, f"{name}.norm{number}")
-            fill(layer.fc1, f"{name}.linear1")
-            fill(layer.fc2, f"{name}.linear2")
-        last = nn.LayerNorm(width)  # nn.Transformer has one more behind its last layer
-        fill(last, f"transformer.{side}.norm")
-        stack.layers[-1].final_layer_norm = nn.Sequential(stack.layers[-1].final_layer_norm, last)
-    model.lm_head.weight.data.copy_(ours["output.weight"])
-    model.final_logits_bias.copy_(ours["output.bias"])
-
-
-def interleaved_positions(shape) -> torch.Tensor:
-    """Sine and cosine in turns, as the paper has them; Marian has all sines first."""
-    length, width = shape
-    angle = torch.arange(length)[:, None] * torch.exp(torch.arange(0, width, 2) * (-math.log(10000) / width))
-    return torch.stack((angle.sin(), angle.cos()), -1).flatten(1)  # (length, D)
-
-
 @torch.inference_mode()
 def decode(task, corpus) -> None:
-    """`generate`, greedy."""
-    source, target = corpus.source_ids, corpus.target_ids
-    model = build(task.sizes, corpus).eval()
-    if task.weights:
-        load_weights(model, task.weights)
-    model.to(task.device)
+    """`generate`, greedy, with weights of its own: they change nothing in the time of outputs of a given length."""
+    if not task.length:
+        raise RuntimeError("it has no trained weights, and so takes no part at real lengths")
+    source, model = corpus.source_ids, build(task.sizes, corpus).eval().to(task.device)
 
     def once() -> list[list[int]]:
         outputs = [[]] * len(corpus.test)
-        for rows in sorted_batches(corpus, task.batch):
+        order = sorted(range(len(corpus.test)), key=lambda row: -len(corpus.test[row][0]))
+        for rows in (order[first : first + task.batch] for first in range(0, len(order), task.batch)):
             sources = [[*corpus.test[row][0].tolist(), source["eos"]] for row in rows]
             src = padded(sources, source["pad"], len(sources[0])).to(task.device)
-            limits = [task.length or len(ids) * 3 // 2 + 10 for ids in sources]
             generated = model.generate(
                 input_ids=src, attention_mask=(src != source["pad"]).long(), num_beams=1, do_sample=False,
-                min_new_tokens=task.length or None, max_new_tokens=max(limits), use_cache=True,
+                min_new_tokens=task.length, max_new_tokens=task.length, use_cache=True,
             )  # fmt: skip
-            for row, ids, limit in zip(rows, generated[:, 1:].tolist(), limits):  # the first is the begin token
-                outputs[row] = cut(ids, limit, target["eos"])
+            for row, ids in zip(rows, generated[:, 1:].tolist()):  # the first is the begin token
+                outputs[row] = ids
         return outputs
 
     time_decoding(task, corpus, once)

@@ -9,14 +9,7 @@ source has no end token (it is counted all the same).
 import sys
 import types
 
-from benchmarks.peers.contest import (
-    LABEL_SMOOTHING,
-    LEARNING_RATE,
-    TrainingClock,
-    restore_torch_load,
-    run_peer,
-    work_folder,
-)
+from benchmarks.peers import contest
 
 
 def train(task, corpus) -> None:
@@ -24,13 +17,13 @@ def train(task, corpus) -> None:
     import torch
 
     torch.set_num_threads(task.threads)
-    restore_torch_load()
+    contest.restore_torch_load()
     for absent in ("spacy", "fasttext"):
         sys.modules[absent] = types.ModuleType(absent)
     from onmt.bin.train import main
     from onmt.trainer import Trainer
 
-    clock, accumulate = TrainingClock(task.seconds), Trainer._gradient_accumulation
+    clock, accumulate = contest.TrainingClock(task.seconds), Trainer._gradient_accumulation
 
     def timed_step(self, batches, *rest):
         source = sum(int(batch["srclen"].sum()) + len(batch["srclen"]) for batch in batches)
@@ -48,7 +41,7 @@ def train(task, corpus) -> None:
 
 def settings(task, corpus) -> dict:
     """The model's sizes and the options of a training run; the corpus goes into a file, for it has no flag."""
-    folder, sizes, vocabulary = work_folder(corpus, "opennmt"), task.sizes, corpus.folder / "opennmt"
+    folder, sizes, vocabulary = contest.work_folder(corpus, "opennmt"), task.sizes, corpus.folder / "opennmt"
     sides = {f"path_{side}": str(corpus.folder / f"train.{side}") for side in ("src", "tgt")} | {"transforms": []}
     (folder / "settings.yaml").write_text(f"data: {{corpus: {sides}}}\n".replace("'", '"'), encoding="utf-8")
     return {
@@ -58,8 +51,8 @@ def settings(task, corpus) -> dict:
         "encoder_type": "transformer", "decoder_type": "transformer", "position_encoding": True,
         "enc_layers": sizes["num_encoder_layers"], "dec_layers": sizes["num_decoder_layers"], "heads": sizes["nhead"],
         "hidden_size": sizes["d_model"], "word_vec_size": sizes["d_model"], "transformer_ff": sizes["dim_feedforward"],
-        "dropout": sizes["dropout"], "attention_dropout": sizes["dropout"], "label_smoothing": LABEL_SMOOTHING,
-        "optim": "adam", "adam_beta2": 0.98, "learning_rate": LEARNING_RATE, "decay_method": "none",
+        "dropout": sizes["dropout"], "attention_dropout": sizes["dropout"], "label_smoothing": contest.LABEL_SMOOTHING,
+        "optim": "adam", "adam_beta2": 0.98, "learning_rate": contest.LEARNING_RATE, "decay_method": "none",
         "normalization": "tokens", "batch_type": "tokens", "batch_size": task.tokens_per_batch,
         "batch_size_multiple": 1, "accum_count": 1, "bucket_size": 20000, "num_workers": 0, "train_steps": 10**6,
         "save_checkpoint_steps": 10**6, "valid_steps": 10**6, "report_every": 50, "world_size": 1, "seed": 1,
@@ -67,4 +60,4 @@ def settings(task, corpus) -> dict:
 
 
 if __name__ == "__main__":
-    run_peer(train)
+    contest.run_peer(train)

@@ -39,9 +39,7 @@ def cpp_attention(q, k, v, bias, causal: bool, scale: float, dropout: float, see
 def check_device(operator: str, x: Tensor) -> None:
     """Raises `UserError` off the CPU."""
     if x.device.type not in ("cpu", "meta"):
-        raise UserError(
-            f"{operator}: backend='cpp' is for the CPU, the input is on {x.device}; choose 'python' or 'triton'"
-        )
+        raise UserError(f"{operator}: 'cpp' is for the CPU, the input is on {x.device}; choose 'python' or 'triton'")
 
 
 @torch.compiler.assume_constant_result

@@ -57,7 +57,7 @@ def implementation(backend: str):
         try:
             from labs.attention_op.triton_kernels import triton_attention
         except ImportError:
-            raise UserError("attention: backend='triton' needs the package triton, which PyTorch for CUDA brings along; choose "
+            raise UserError("attention: 'triton' needs the package triton, which PyTorch for CUDA brings along; choose "
                             "'recompute', or 'cpp' on a CPU") from None  # fmt: skip
 
         return triton_attention

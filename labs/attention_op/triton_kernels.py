@@ -57,11 +57,9 @@ class TritonAttention(torch.autograd.Function):
 def triton_attention(q, k, v, bias, causal: bool, scale: float, dropout: float, seed: Tensor | None) -> Tensor:
     """`attention` in Triton. Raises `UserError` where it cannot run."""
     if not q.is_cuda and not triton.knobs.runtime.interpret:
-        raise UserError(f"attention: backend='triton' needs an NVIDIA GPU, the input is on {q.device}; choose 'cpp'")
+        raise UserError(f"attention: 'triton' needs an NVIDIA GPU, the input is on {q.device}; choose 'cpp'")
     if q.dtype not in TYPES:
-        raise UserError(
-            f"attention: backend='triton' computes in fp32, fp16 and bf16, not in {q.dtype}; choose 'recompute'"
-        )
+        raise UserError(f"attention: 'triton' computes in fp32, fp16 and bf16, not in {q.dtype}; choose 'recompute'")
     return TritonAttention.apply(q.contiguous(), k.contiguous(), v.contiguous(), bias, causal, scale, dropout, seed)
 
 

@@ -34,16 +34,10 @@ from engine.errors import UserError
 from engine.precision import Precision
 from labs.gpt.model import GPT, HuggingFaceGPT, initial_weight, mean_loss
 from labs.gpt.sizes import Sizes
+from labs.pipeline.stages import SCHEDULES
 
 # The norm of the gradients on a grid of two sides takes two messages of one number each; PyTorch would warn of it.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-SCHEDULES = {
-    "gpipe": pipelining.ScheduleGPipe,
-    "1f1b": pipelining.Schedule1F1B,
-    "interleaved": pipelining.ScheduleInterleaved1F1B,
-    "zb": pipelining.ScheduleInterleavedZeroBubble,
-    "zbv": pipelining.ScheduleZBVZeroBubble,
-}
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 2, "zbv": 2}
 
 

@@ -59,11 +59,6 @@ def get_model_size(model: nn.Module) -> int:
     return sum(p.numel() for module in model.modules() for p in module.parameters(recurse=False))
 
 
-def number_of_parameters(model: nn.Module) -> int:
-    """Each weight once: `parameters()` passes over what it has seen."""
-    return sum(p.numel() for p in model.parameters())
-
-
 def get_tflops(model_numel: int, batch_size: int, seq_len: int, step_time: float) -> float:
     """The handout's. Its 8 = 2 forward + 4 backward + 2 forward again: right with recomputation, 6 without it.
 

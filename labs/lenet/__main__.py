@@ -16,7 +16,7 @@ The test images are never looked at to choose anything: the result is that of th
 as one that was not, on a CPU bit for bit (on a GPU, sums in cuDNN may come in another order each time).
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
@@ -203,7 +203,7 @@ def main(config: Config) -> None:
                 figure.savefig(folder / f"{name}.png", dpi=100)
             for name in ("confusion", "mistakes"):
                 run.telemetry.figure(name, step, figures[name])
-            run.telemetry.hyperparameters(asdict(config), {"result/accuracy": result["accuracy"]})
+            run.telemetry.hyperparameters(config, {"result/accuracy": result["accuracy"]})
             run.log(f"test accuracy {result['accuracy']:.2%}: {result['errors']:,} errors in {result['images']:,} "
                     f"{tests_of(config)}; which ones: {folder}")  # fmt: skip
         run.close("all epochs are done")

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from statistics import median
 
 import torch
@@ -87,7 +86,7 @@ def report(measured: Measured, run: Run, step: int) -> None:
     figure = draw(events, ranks, title)
     figure.savefig(run.folder / "schedule.png", dpi=100)
     run.telemetry.figure("pipeline/schedule", step, figure)
-    run.telemetry.hyperparameters(asdict(config), {"result/bubble_share": share})
+    run.telemetry.hyperparameters(config, {"result/bubble_share": share})
     run.log(f"picture: {run.folder / 'schedule.png'}")
 
 

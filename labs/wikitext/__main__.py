@@ -12,7 +12,7 @@ Sizes in shape comments: B segments a step, S places in a segment, D model width
 whose loss counts, T tokens of a text, M segments of the training text. Padding: `real` is False there.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
@@ -262,7 +262,7 @@ def main(config: Config) -> None:
             for line in samples(model, text, config):
                 run.log("sample: " + line.replace("\n", " / "))
         result = {f"result/test_{name}": value for name, value in scores.items()}
-        run.telemetry.hyperparameters(asdict(config), result)
+        run.telemetry.hyperparameters(config, result)
         run.close("all epochs are done")
 
 

@@ -100,6 +100,16 @@ def test_one_of_many_says_its_rank_and_leaves_at_once():
     assert (result.returncode, result.stdout, result.stderr) == (2, "begun\n", "error (rank 3): wrong\n")
 
 
+@pytest.mark.parametrize("words", [
+    "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?", "Broken pipe",
+    "[../gloo/transport/tcp/pair.cc:525] Read error [127.0.0.1]:1: Connection reset by peer", "wait timeout after 3000ms",
+])  # fmt: skip
+def test_a_process_that_is_gone_is_one_line(words, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, said = ended_by(RuntimeError(words), capsys)
+    assert code == 2 and said.startswith("error: another process of this run has ended") and said.count("\n") == 1
+
+
 @pytest.mark.parametrize("environment", [{"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "0"}, {"WORLD_SIZE": "4"}])
 def test_no_rank_is_said_where_there_is_one_process(capsys, monkeypatch, environment):
     for name, value in environment.items():

@@ -78,7 +78,8 @@ def train(kill_after: int = 0, scale: bool = False, **settings) -> tuple[Run, to
 
 def metrics(name: str) -> list[dict]:
     lines = [json.loads(line) for line in (Path("runs") / name / "metrics.jsonl").read_text().splitlines()]
-    return [{tag: value for tag, value in line.items() if tag != "time"} for line in lines]
+    # Not what the clock says, nor how busy the CPU was, which is told once a second has passed.
+    return [{tag: value for tag, value in line.items() if tag != "time" and tag[:4] != "cpu/"} for line in lines]
 
 
 @pytest.mark.parametrize("scale", [False, True])
@@ -107,7 +108,7 @@ def test_going_on_keeps_the_settings_and_refuses_others():
 
 def test_another_models_checkpoint_is_refused():
     train(run="a", kill_after=2)
-    with start(resume="runs/a") as run, pytest.raises(UserError, match="does not fit"):
+    with start(resume="runs/a") as run, pytest.raises(UserError, match="does not contain the weights of this model"):
         run.restore(torch.nn.Linear(5, 1))
     assert Path("runs/a/checkpoints/step-2").is_dir()  # a mistake on the way back takes nothing away
 

@@ -5,6 +5,7 @@ import json
 import sys
 import threading
 import time
+from dataclasses import make_dataclass
 from itertools import chain, repeat
 from types import SimpleNamespace
 
@@ -60,6 +61,16 @@ def test_resumed_twice_and_from_the_start(tmp_path):
     assert [record["step"] for record in records(tmp_path)] == [1]
 
 
+def test_a_clock_that_was_set_back_hides_no_point(tmp_path, monkeypatch):
+    now = time.time()
+    for part, steps in enumerate(([1, 2, 3, 4], [3, 4, 5], [5, 6])):  # each start a day earlier than the one before
+        monkeypatch.setattr(time, "time", lambda part=part: now - 86400 * part)
+        write(tmp_path, steps, resume_step=steps[0] - 1 if part else None, value=1.0 + part).close()
+    assert curve(tmp_path, "loss/train") == [(1, 1.0), (2, 2.0), (3, 6.0), (4, 8.0), (5, 15.0), (6, 18.0)]
+    times = [event.wall_time for event in EventAccumulator(str(tmp_path)).Reload().Scalars("loss/train")]
+    assert times == sorted(times) == [record["time"] for record in records(tmp_path)]
+
+
 def test_torn_ends_of_both_files_are_dropped(tmp_path):
     write(tmp_path, range(1, 6)).close()
     with open(tmp_path / "metrics.jsonl", "a", encoding="utf-8") as file:
@@ -77,7 +88,7 @@ def test_disabled_is_silent_and_creates_nothing(tmp_path, capfd):
     telemetry.scalars(1, {"loss": 1.0})
     telemetry.text("sample", 1, "text")
     telemetry.figure("attention", 1, None)
-    telemetry.hyperparameters({"a": 1}, {"hparam/bleu": 1.0})
+    telemetry.hyperparameters(None, {"hparam/bleu": 1.0})
     telemetry.close()
     log = tm.Log(tmp_path / "run", enabled=False)
     log("nothing")
@@ -92,9 +103,9 @@ def test_text_figure_and_hyperparameters_make_no_folder(tmp_path):
     figure = pyplot.figure()
     telemetry.text("samples", 5, "我 → I")
     telemetry.figure("attention", 5, figure)
-    telemetry.hyperparameters(
-        {"lr": 0.1, "layers": 6, "tied": True, "sizes": [1, 2], "path": None}, {"hparam/bleu": 30.0}
-    )
+    config = make_dataclass("Config", [("lr", float, 0.1), ("layers", int, 6), ("tied", bool, False)])(0.2, 6, True)
+    config.given = {"layers"}
+    telemetry.hyperparameters(config, {"hparam/bleu": 30.0})
     telemetry.close()
     telemetry.scalars(6, {"loss": 1.0})  # after close: nothing, no error
     assert all(path.is_file() for path in tmp_path.iterdir())
@@ -107,14 +118,19 @@ def test_text_figure_and_hyperparameters_make_no_folder(tmp_path):
     hparams = importlib.import_module("tensorboard.plugins.hparams.plugin_data_pb2")
     content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     settings = hparams.HParamsPluginData.FromString(content).session_start_info.hparams
-    assert settings["lr"].number_value == 0.1
-    assert settings["sizes"].string_value == "[1, 2]"
+    assert {name: value.number_value for name, value in settings.items()} == {"lr": 0.2, "layers": 6, "tied": 1}
+    unchanged = tm.Telemetry(tmp_path / "b")
+    unchanged.hyperparameters(type(config)(lr=0.3), {"hparam/bleu": 30.0})
+    unchanged.close()
+    content = EventAccumulator(str(tmp_path / "b")).Reload().SummaryMetadata("_hparams_/session_start_info")
+    settings = hparams.HParamsPluginData.FromString(content.plugin_data.content).session_start_info.hparams
+    assert [*settings] == ["lr"]
 
 
 def test_a_curve_that_cannot_be_written_ends_no_training(tmp_path, monkeypatch, capsys):
     telemetry = write(tmp_path / "run", [1])
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(telemetry.writer, "add_scalar", full)
@@ -316,14 +332,14 @@ def test_measured_peak_is_the_best_of_many_products(monkeypatch, seconds):
     ticks, now = iter(range(10**6)), [0.0]
 
     def clock():
-        tick = next(ticks)  # 0 begins; then: is there time left, before, after, is there time left, before, after …
-        now[0] += seconds + tick * 1e-4 if tick % 3 == 0 and tick else 0.0
+        tick = next(ticks)  # 0: when to end; then before, after, before, after …
+        now[0] += seconds + tick * 1e-4 if tick % 2 == 0 and tick else 0.0
         return now[0]
 
     tm.measured_peak_flops.cache_clear()
     monkeypatch.setattr(tm.time, "perf_counter", clock)
     peak = tm.measured_peak_flops("cpu", torch.float32)
-    assert peak == pytest.approx(2 * 1024**3 / (seconds + 3e-4), rel=1e-6)
+    assert peak == pytest.approx(2 * 1024**3 / (seconds + 2e-4), rel=1e-6)
     assert tm.measured_peak_flops("cpu", torch.float32) == peak  # kept
     tm.measured_peak_flops.cache_clear()
 

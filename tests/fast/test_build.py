@@ -1,9 +1,13 @@
 """C++ is compiled once, kept, built anew where it is broken; without a compiler a line says why, and nothing else happens."""
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from conftest import HANGS, ROOT
 from random_models import needs_compiler
 
 from fast import build
@@ -115,3 +119,22 @@ def test_what_fails_is_one_line(source, monkeypatch, capsys, case):
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("note: ") and printed.err.count("\n") == 1
     assert ("error: too old for this" if case == "the compiler fails" else "Not a directory") in printed.err
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_the_kernels_run_clean_under_sanitizers(tmp_path):
+    """Their tests, hostile token ids among them, where the first access outside a tensor ends the process."""
+    names = ("libasan.so", "libubsan.so")
+    paths = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True).stdout for name in names
+    ]
+    if not all(path.startswith("/") for path in paths):
+        pytest.skip("g++ has no sanitizers here")
+    environment = {**os.environ, "LD_PRELOAD": " ".join(path.strip() for path in paths), "ASAN_OPTIONS": "detect_leaks=0",
+                   "CXX": "g++ -g -fsanitize=address,undefined -fno-sanitize-recover=undefined",
+                   "TORCH_EXTENSIONS_DIR": str(tmp_path)}  # fmt: skip
+    files = [Path(__file__).with_name(f"test_{name}.py") for name in ("kernels", "compiled_decoding", "training")]
+    words = [sys.executable, "-m", "pytest", "-x", "-p", "no:randomly", *files]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -486,7 +486,7 @@ def mistake(call):
     (mistake(lambda q, k, v: attention(q, k, v, torch.zeros(5, device="meta"))), "mask is on meta, the queries are on cpu"),
     (mistake(lambda q, k, v: attention(q, k, v, dropout=1.0)), "dropout=1.0 must be in"),
     (mistake(lambda q, k, v: attention(q, k, v, backend="cuda")), "backend='cuda' is unknown; choose python, recompute"),
-    (mistake(lambda q, k, v: attention(q, k, v, backend="triton")), "triton"),
+    (mistake(lambda q, k, v: attention(q, k, v, backend="triton")), "attention: 'triton' needs"),
     (lambda: gelu(torch.zeros(3), backend="triton"), "backend='triton' is unknown; choose python, cpp"),
     (lambda: gelu(torch.zeros(3), approximate="erf"), "approximate='erf' is unknown"),
     (lambda: gelu(torch.zeros(3).long()), "floating-point"),

@@ -20,6 +20,7 @@ from text.bleu import (
     corpus_bleu,
     sacrebleu_metric,
     sentence_counts,
+    sentence_scores,
     tokens_of,
 )
 
@@ -354,3 +355,7 @@ def test_import_is_light():
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_a_short_sentence_is_scored_by_the_n_grams_it_has():
+    assert sentence_scores(["the cat sat", "no"], ["the cat sat", "yes"]) == [pytest.approx(100), 0]

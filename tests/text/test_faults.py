@@ -183,11 +183,12 @@ def test_any_damage_to_a_tokenizer_is_one_line(tmp_path):
             load_tokenizer(str(tmp_path))
 
 
-def test_ids_beyond_the_vocabulary_do_not_wrap(tmp_path):
+@pytest.mark.parametrize("id", [60_000, 65_537])
+def test_ids_beyond_the_vocabulary_do_not_wrap(tmp_path, id):
     writer = TokenWriter(tmp_path / "store", {"source": 60_000, "target": 60_000})
     writer.write("source", [[1, 59_999]])
-    with pytest.raises(UserError, match="the target tokenizer gives the id 65537, but has 60000 tokens"):
-        writer.write("target", [[65_537]])
+    with pytest.raises(UserError, match=f"the target tokenizer gives the id {id}, but has 60000 tokens"):
+        writer.write("target", [[id]])
 
 
 # The cache.

@@ -9,6 +9,7 @@ import regex
 from conftest import reversed_digits
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 from engine.errors import UserError
 from text import subwords
@@ -100,6 +101,7 @@ def test_more_characters_than_the_vocabulary_has_room_for():
     lines = ["".join(chr(0x4E00 + draw.randrange(3000)) for _ in range(20)) for _ in range(300)]
     small = train_tokenizer(lines, 400)
     assert len(small) <= 400 and round_trip(small, lines) == lines
+    assert sum(len(token) == 1 for token in small.get_vocab()) == (400 - 256) // 2  # the other half is for merges
 
 
 def test_digits_stand_alone(tokenizer):
@@ -275,6 +277,9 @@ def test_only_our_own_cut_makes_words_stand_alone(tokenizer, bert, tmp_path):
     tokenizer.save_pretrained(tmp_path / "own")
     loaded = load_tokenizer(str(tmp_path / "own"))
     assert encodes_words_alone(loaded)
+    loaded.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert not encodes_words_alone(loaded)
+    loaded = load_tokenizer(str(tmp_path / "own"))
     loaded.add_tokens(["three four"])  # found across the space, before anything is cut
     assert not encodes_words_alone(loaded)
     for one in (bert, loaded):

@@ -1,7 +1,7 @@
-"""What the language model of `labs/wikitext/` has to beat: interpolated Kneser–Ney trigrams on the same tokens.
+"""What the language model of this lab has to beat: interpolated Kneser–Ney trigrams on the same tokens.
 
-    python -m benchmarks.trigram --data wikitext-2             # the trigram alone
-    python -m benchmarks.trigram --run runs/NAME               # on the text and vocabulary of a finished run, beside its score
+    python -m labs.wikitext.trigram --data wikitext-2             # the trigram alone
+    python -m labs.wikitext.trigram --run runs/NAME               # on the text and vocabulary of a finished run, beside its score
 
 Same vocabulary, same <unk>, same <eos> behind every line, same test tokens; every probability is normalised over the whole
 vocabulary, which is checked. nltk's trigram has one discount, which is chosen on the validation text: nltk's default, 0.1,
@@ -19,9 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.config import flag, parse_flags
+from engine.config import flag, load_config, parse_flags, write_whole
 from engine.errors import UserError, run_script
-from labs.wikitext.text import prepare
+from labs.wikitext.__main__ import Config as TextConfig
+from labs.wikitext.text import Text, prepare
 
 DISCOUNTS = (0.1, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 NLTK_DEFAULT = 0.1
@@ -33,11 +34,9 @@ class Config:
     """Every setting of this benchmark."""
 
     data: str = flag("", "as in labs.wikitext", "Text")
-    ratios: str = flag("0.8,0.1,0.1", "as in labs.wikitext", "Text")
-    vocab: int = flag(0, "as in labs.wikitext", "Text", least=0)
     min_count: int = flag(3, "as in labs.wikitext", "Text", least=1)
     run: str = flag("", "finished run of labs.wikitext: its text and vocabulary, its score beside", "Text")
-    out: str = flag("runs/benchmarks/trigram.json", "where the figures go", "How")
+    out: str = flag("runs/trigram.json", "where the figures go", "How")
 
 
 class Trigram:
@@ -136,56 +135,45 @@ def main(config: Config) -> None:
     """Count, choose the discount, check, score, write."""
     text = read_text(config)
     ids = {split: row.numpy() for split, row in text.ids.items()}
-    vocabulary, train = text.vocabulary, ids["train"]
-    trigram = Trigram(train, len(vocabulary.tokens))
-    validation = {discount: trigram.loss(ids["validation"], vocabulary.eos, discount) for discount in DISCOUNTS}
-    best, modified = min(validation, key=validation.get), trigram.chen_goodman()
-    models = {f"Kneser–Ney trigram, discount {NLTK_DEFAULT} (nltk's default)": NLTK_DEFAULT,
-              f"Kneser–Ney trigram, discount {best} (best on validation)": best}  # fmt: skip
-    models |= {} if modified is None else {"modified Kneser–Ney trigram": modified}
-    losses = {name: trigram.loss(ids["test"], vocabulary.eos, discount) for name, discount in models.items()}
-    if math.inf in losses.values():
+    size, eos = len(text.vocabulary.tokens), text.vocabulary.eos
+    trigram = Trigram(ids["train"], size)
+    best = min(DISCOUNTS, key=lambda discount: trigram.loss(ids["validation"], eos, discount))
+    models = {f"discount {NLTK_DEFAULT} (nltk's default)": NLTK_DEFAULT, f"discount {best} (best on validation)": best,
+              "modified": trigram.chen_goodman()}  # fmt: skip
+    models = {name: discount for name, discount in models.items() if discount is not None}
+    perplexities = {name: math.exp(trigram.loss(ids["test"], eos, discount)) for name, discount in models.items()}
+    if math.inf in perplexities.values():
         raise UserError("some test tokens have probability 0, for the training text does not have them (<unk> is one if "
                         "no word is rare); give a larger --min_count")  # fmt: skip
 
     a, b, _ = triples(ids["test"])
     places = random.Random(0).sample(range(len(a)), min(SUMMED, len(a)))
     off = max(abs(trigram.sum_of(a[place], b[place], d) - 1) for d in models.values() for place in places)
-    unseen = (lookup(trigram.contexts, trigram.context_times, a * len(vocabulary.tokens) + b) == 0).mean()
-    print(f"check: probabilities of all words add up to 1 within {off:.1e} in {len(places)} test contexts; training never had "
-          f"{unseen:.0%} of the contexts")  # fmt: skip
-    names = ("perplexity_at_default", "perplexity", "perplexity_modified")
-    figures = {"tokens": len(ids["test"]), "vocabulary": len(vocabulary.tokens), "discount": best}
-    figures |= {short: math.exp(loss) for short, loss in zip(names, losses.values())}
+    print(f"check: probabilities of all words add up to 1 within {off:.1e} in {len(places)} test contexts")
+    figures = {"tokens": len(ids["test"]), "vocabulary": size, "perplexity": perplexities}
     if config.run:
         scores = json.loads((Path(config.run) / "test.json").read_text(encoding="utf-8"))
-        if scores["tokens"] != figures["tokens"]:
-            raise UserError(
-                f"--run {config.run}: tested on {scores['tokens']} tokens, not on these {figures['tokens']}"
-            )
-        figures["model"] = scores["perplexity"]
+        figures["model"], tokens = scores["perplexity"], scores["tokens"]
+        if tokens != figures["tokens"]:
+            raise UserError(f"--run {config.run}: tested on {tokens} tokens, not on these {figures['tokens']}")
         print(f"{config.run}: test perplexity {figures['model']:.2f}")
-    for name, loss in losses.items():
-        ratio = f"; the model's is {figures['model'] / math.exp(loss):.1%} of it" if config.run else ""
-        print(f"{name}: test perplexity {math.exp(loss):.2f}{ratio}")
+    for name, perplexity in perplexities.items():
+        ratio = f"; the model's is {figures['model'] / perplexity:.1%} of it" if config.run else ""
+        print(f"Kneser–Ney trigram, {name}: test perplexity {perplexity:.2f}{ratio}")
     Path(config.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(config.out).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    write_whole(Path(config.out), json.dumps(figures, ensure_ascii=False, indent=1) + "\n")
 
 
-def read_text(config: Config):
+def read_text(config: Config) -> Text:
     """The tokenised text, by the flags or as a run has it."""
-    settings, run = {**vars(config), "tokens": "words"}, Path(config.run)
+    run, settings = Path(config.run), TextConfig(data=config.data, min_count=config.min_count)
     if config.run:
         if not (run / "test.json").exists():
             raise UserError(f"--run {run}: no test.json there; name a run of labs.wikitext that has ended")
-        settings = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    try:
-        ratios = tuple(map(float, settings["ratios"].split(",")))
-    except ValueError:
-        raise UserError(f"--ratios {settings['ratios']}: give three numbers like 0.8,0.1,0.1") from None
-    text = prepare(settings["data"], ratios, settings["tokens"], settings["vocab"], settings["min_count"])
+        settings = load_config(TextConfig, run / "config.json")
+    text = prepare(settings.data, settings.split_ratios(), settings.tokens, settings.vocab, settings.min_count)
     if config.run and "\n".join(text.vocabulary.tokens) + "\n" != (run / "vocabulary.txt").read_text(encoding="utf-8"):
-        raise UserError(f"--run {run}: the text at {settings['data']} gives another vocabulary by now; put it back")
+        raise UserError(f"--run {run}: the text at {settings.data} gives another vocabulary by now; put it back")
     for line in text.notes:
         print(line)
     return text

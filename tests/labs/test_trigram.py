@@ -1,4 +1,4 @@
-"""benchmarks/trigram.py: the same formula as nltk's, normalised, on the same tokens as the language model."""
+"""labs/wikitext/trigram.py: the same formula as nltk's, normalised, on the same tokens as the language model."""
 
 import json
 import math
@@ -10,9 +10,9 @@ import pytest
 from nltk.lm import KneserNeyInterpolated
 from nltk.util import everygrams
 
-from benchmarks import trigram as benchmark
-from benchmarks.trigram import Config, Trigram, main, ring
 from engine.errors import UserError
+from labs.wikitext import trigram as benchmark
+from labs.wikitext.trigram import Config, Trigram, main, ring
 
 
 def text(count: int, seed: int) -> np.ndarray:
@@ -90,31 +90,26 @@ def test_a_word_that_training_never_has_makes_the_loss_infinite():
     assert Trigram(text(60, 1), 9).loss(np.array([1, 8]), eos=0, discount=0.7) == math.inf
 
 
-def test_a_text_of_its_own_words_is_scored_beside_a_run(tmp_path, monkeypatch, capsys):
+def test_a_text_is_scored_alone_and_beside_a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    lines = [
-        f"the ship {'sailed' if n % 3 else 'sank'} in {'may' if n % 2 else 'june'} {n if n % 10 == 0 else n // 3}"
-        for n in range(150)
-    ]
+    lines = [f"the ship {'sailed' if n % 3 else 'sank'} in {'may' if n % 2 else 'june'} {n if n % 10 == 0 else n // 3}"
+             for n in range(250)]  # fmt: skip
     (tmp_path / "a.txt").write_text("\n".join(lines) + "\n")
-    settings = dict(data="a.txt", ratios="0.6,0.2,0.2", vocab=0, min_count=2, tokens="words")
-    main(Config(**{name: value for name, value in settings.items() if name != "tokens"}))
-    alone = json.loads((tmp_path / "runs/benchmarks/trigram.json").read_text())
-    assert alone["tokens"] == 210 and 1 < alone["perplexity"] <= alone["perplexity_at_default"]
+    main(Config(data="a.txt", min_count=2))
+    alone = json.loads((tmp_path / "runs/trigram.json").read_text())
+    default, best, *_ = alone["perplexity"].values()
+    assert alone["tokens"] == 175 and 1 < best <= default
     assert "add up to 1 within" in capsys.readouterr().out
 
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.json").write_text(json.dumps(settings))
-    (run / "vocabulary.txt").write_text(
-        "\n".join(benchmark.read_text(Config(data="a.txt", ratios="0.6,0.2,0.2", min_count=2)).vocabulary.tokens) + "\n"
-    )
-    (run / "test.json").write_text(json.dumps({"perplexity": 3.5, "tokens": 210}))
+    (run := tmp_path / "run").mkdir()
+    (run / "config.json").write_text(json.dumps(dict(data="a.txt", min_count=2)))
+    vocabulary = benchmark.read_text(Config(data="a.txt", min_count=2)).vocabulary
+    (run / "vocabulary.txt").write_text("\n".join(vocabulary.tokens) + "\n")
+    (run / "test.json").write_text(json.dumps({"perplexity": 3.5, "tokens": 175}))
     main(Config(run=str(run)))
-    both = json.loads((tmp_path / "runs/benchmarks/trigram.json").read_text())
-    assert both == alone | {"model": 3.5}
+    assert json.loads((tmp_path / "runs/trigram.json").read_text()) == alone | {"model": 3.5}
     (run / "test.json").write_text(json.dumps({"perplexity": 3.5, "tokens": 90}))
-    with pytest.raises(UserError, match="tested on 90 tokens, not on these 210"):
+    with pytest.raises(UserError, match="tested on 90 tokens, not on these 175"):
         main(Config(run=str(run)))
     (run / "vocabulary.txt").write_text("other\n")
     with pytest.raises(UserError, match="another vocabulary"):
@@ -124,7 +119,6 @@ def test_a_text_of_its_own_words_is_scored_beside_a_run(tmp_path, monkeypatch, c
 @pytest.mark.parametrize("settings, message", [
     (dict(run="nowhere"), "no test.json there"),
     (dict(data="nowhere"), "no such file"),
-    (dict(data="a.txt", ratios="a,b"), "--ratios a,b"),
     (dict(data="a.txt", min_count=1), "probability 0"),
 ])  # fmt: skip
 def test_mistakes_are_named_in_one_line(tmp_path, monkeypatch, settings, message):

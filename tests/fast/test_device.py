@@ -1,0 +1,170 @@
+"""Is the arithmetic right on this device? Every number format against float64 on the CPU, fast/ and graphs against plain code.
+
+    DEVICE=cuda PRESET=big python -m pytest -s tests/fast/test_device.py       # bash run.sh gpu does it; -s shows the figures
+
+Without the variables a small model on the CPU. A difference is relative: ‖result − wanted‖ / ‖wanted‖, for the loss, for all
+gradients as one vector, and for the gradient of the parameter that is worst off. That last one may be ten times the limit: it
+can be a small sum of large numbers.
+"""
+
+import copy
+import os
+from unittest.mock import patch
+
+import pytest
+import torch
+from random_models import COLLATE
+from random_models import SIZES as SMALL
+
+import fast
+from data import BucketSampler
+from decoding import greedy, output_limit
+from engine.distributed import choose_device
+from engine.precision import Precision
+from fast.captured import CapturedSteps
+from fast.cross_entropy import LOGITS_AT_ONCE
+from fast.cuda_training import CapturedLoss
+from model import PRESETS, ModelConfig, SummedLoss, Translator
+
+DEVICE, PRESET = os.environ.get("DEVICE", "cpu"), os.environ.get("PRESET")
+SIZES = PRESETS.get(PRESET, SMALL) | {"dropout": 0.0}
+VOCABULARY, SMOOTHING, SLICE_ROWS = (
+    8000 if PRESET in PRESETS else 50,
+    0.1,
+    100,
+)  # rows of a slice of logits: many, the last one smaller
+FORMATS = {  # name: (weights, precision, fp32 products, limit of loss and gradients, of sentences that differ)
+    "float64": (torch.float64, "fp32", "highest", 1e-9, 0.0),
+    "fp32": (torch.float32, "fp32", "highest", 1e-4, 0.1),
+    "TF32": (torch.float32, "fp32", "high", 1e-2, 0.3),  # products of 11 significant bits
+    "bf16": (torch.float32, "bf16", "highest", 5e-2, 0.7),  # of 8
+    "fp16": (torch.float32, "fp16", "highest", 1e-2, 0.3),  # of 11
+}
+HERE = [name for name in FORMATS if DEVICE != "cpu" or name not in ("TF32", "fp16")]
+
+
+def model_of(lively: bool = False) -> Translator:
+    """In fp32 on the CPU; `lively`: weights so large that every source token counts, and outputs are long."""
+    torch.manual_seed(1)
+    model = Translator(ModelConfig(VOCABULARY, VOCABULARY, **SIZES))
+    with torch.no_grad():
+        for weights in model.parameters() if lively else ():
+            weights.mul_(3.0)
+        model.output.bias[COLLATE.target_ids["eos"]] -= 5.0 * lively
+    return model
+
+
+def made_up(count: int, seed: int = 1) -> list[tuple[list[int], list[int]]]:
+    """Pairs of random sentences of 3 to 30 tokens."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 31, (count, 2), generator=draw).tolist()
+    return [tuple(torch.randint(4, VOCABULARY, (n,), generator=draw).tolist() for n in pair) for pair in lengths]
+
+
+@pytest.fixture
+def moved(request):
+    """(the model on the device in the format, its precision, the format's name, the limits)"""
+    weights, precision, products, *limits = FORMATS[request.param]
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(products)
+    device = choose_device(DEVICE, 0)
+    yield (
+        model_of("greedy" in request.node.name).to(device, weights),
+        Precision(device, precision, ""),
+        request.param,
+        *limits,
+    )
+    torch.set_float32_matmul_precision(before)
+
+
+# ---------------------------------------------------------------- loss and gradients
+
+
+PAIRS = made_up(200)
+LENGTHS = {side: [len(pair[i]) for pair in PAIRS] for i, side in enumerate(("source", "target"))}
+SAMPLER = BucketSampler({side: torch.tensor(lengths).numpy() for side, lengths in LENGTHS.items()}, 1024, seed=1)
+BATCHES = [COLLATE([PAIRS[row] for row in rows]) for _, rows in zip(range(3), SAMPLER)]
+
+
+def gradients(model: Translator, precision: Precision, loss_of) -> tuple[float, dict]:
+    """(loss a token, gradient of each parameter in float64 on the CPU), over all batches."""
+    # Low enough for a first step, which nothing has adapted yet.
+    precision.scaler = torch.amp.GradScaler(precision.device.type, init_scale=2.0**12, enabled=precision.name == "fp16")
+    tokens, total = sum(batch.target_tokens for batch in BATCHES), 0.0
+    model.train().zero_grad()
+    with patch.dict(LOGITS_AT_ONCE, {precision.device.type: SLICE_ROWS * VOCABULARY}):
+        for batch in (batch.to(precision.device) for batch in BATCHES):
+            with precision.autocast():
+                loss, _ = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
+            precision.backward(loss / tokens)
+            total += loss.item() / tokens
+    scale = precision.scaler.get_scale()
+    return total, {name: weight.grad.to("cpu", torch.float64) / scale for name, weight in model.named_parameters()}
+
+
+def check(what: str, result: tuple, wanted: tuple, limit: float) -> None:
+    (loss, ours), (wanted_loss, theirs) = result, wanted
+    apart = {name: (ours[name] - theirs[name]).norm().item() for name in theirs}
+    sizes = {name: theirs[name].norm().item() for name in theirs}
+    whole, all_apart = (sum(value**2 for value in values.values()) ** 0.5 for values in (sizes, apart))
+    worst = max(apart[name] / max(sizes[name], 1e-6 * whole) for name in apart)
+    off = {"loss": abs(loss / wanted_loss - 1), "gradient": all_apart / whole, "worst": worst / 10}
+    print(f"{what}, limit {limit:.0e}: " + ", ".join(f"{name} {value:.1e}" for name, value in off.items()))
+    assert all(value <= limit for value in off.values()), what  # nan passes nothing
+
+
+@pytest.fixture(scope="module")
+def exact() -> tuple[float, dict]:
+    model = model_of().double()
+    return gradients(model, Precision(torch.device("cpu"), "fp32", ""), SummedLoss(model, SMOOTHING))
+
+
+@pytest.mark.parametrize("moved", HERE, indirect=True)
+def test_losses_and_gradients(moved, exact):
+    model, precision, name, limit, _ = moved
+    plain = SummedLoss(model, SMOOTHING)
+    wanted = gradients(model, precision, plain)
+    check(f"{name} against float64", wanted, exact, limit)
+    dtype = next(model.parameters()).dtype if precision.name == "fp32" else precision.dtype
+    if faster := fast.loss(model, SMOOTHING, dtype):
+        check(f"{name}, fast", gradients(model, precision, faster), wanted, limit)
+    if name != "fp16":  # logits are in fp32 even for float64, and padding changes the order of their sum
+        graphs = CapturedLoss(plain, SAMPLER.shapes())
+        for _ in ("as it is", "captured", "replayed"):
+            captured = gradients(model, precision, graphs)
+        assert graphs.captured or DEVICE == "cpu"
+        check(f"{name}, by graphs", captured, wanted, max(limit, 1e-6))
+
+
+# ---------------------------------------------------------------- greedy decoding
+
+
+def inputs_of(device: torch.device, longest: int) -> tuple:
+    """What `greedy` takes, of 64 sentences, the longest first."""
+    src, src_pad = COLLATE.pad_sources(sorted((source for source, _ in made_up(64, seed=2)), key=len, reverse=True))
+    tensors = (tensor.to(device) for tensor in (src, src_pad, output_limit((~src_pad).sum(1), longest)))
+    return *tensors, COLLATE.target_ids["bos"], COLLATE.target_ids["eos"]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="what the CPU gives is held against the stock model in test_decoding.py")
+@pytest.mark.parametrize("moved", ["float64"], indirect=True)
+def test_greedy_decoding_is_the_cpus(moved):
+    model, precision, *_ = moved
+    outputs = greedy(model.eval(), *inputs_of(precision.device, 40))
+    assert torch.equal(outputs.cpu(), greedy(model.cpu(), *inputs_of(torch.device("cpu"), 40)))
+
+
+@pytest.mark.parametrize("moved", HERE, indirect=True)
+def test_greedy_decoding_by_captured_steps_gives_the_tokens_of_plain_ones(moved):
+    """Twice, so that graphs are used again; as long as the limits allow, so that several take turns and rows leave."""
+    model, precision, name, _, limit = moved
+    inputs = inputs_of(precision.device, model.config.max_length)
+    with precision.autocast():
+        plain, steps = greedy(model.eval(), *inputs), CapturedSteps(copy.deepcopy(model))
+        assert len(plain.unique(dim=0)) > len(plain) / 2  # else any source would do
+        for _ in range(2):
+            captured = greedy(model, *inputs, steps.start)
+            assert steps.graphs or DEVICE == "cpu"
+            differing = (captured != plain).any(1).double().mean().item()  # where logits nearly tie, rounding decides
+            print(f"{name}: {differing:.0%} of the sentences differ, limit {limit:.0%}")
+            assert differing <= limit
