@@ -112,6 +112,14 @@ class Translator(nn.Module):
         # √D brings the embeddings, N(0, 1/D), to the scale of the sinusoids (section 3.4 of the paper).
         return self.dropout(embedding(ids) * math.sqrt(self.config.d_model) + self.positions[first:length])
 
+    def set_dropout(self, p: float) -> None:
+        """Another rate of dropout everywhere, from now on."""
+        for module in self.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = p
+            elif isinstance(module, nn.MultiheadAttention):
+                module.dropout = p
+
     def check_length(self, ids: Tensor, first: int = 0) -> int:
         """Where (B, T) ids from position `first` on end. Raises `ValueError` if the model has no such positions."""
         length = first + ids.size(1)

@@ -34,6 +34,7 @@ class Config:
     num_decoder_layers: int = flag(0, "decoder layers", "Model", least=0, most=1000)
     dim_feedforward: int = flag(0, "width of the feed-forward layers", "Model", least=0)
     dropout: float = flag(-1.0, "dropout rate; -1: from the preset", "Model", least=-1, below=1)
+    dropout_after: int = flag(3, "passes over the data before dropout begins", "Model", least=0, before=0)
     norm_first: bool = flag(False, "layer norm before each sub-layer (pre-norm)", "Model")
     attention: str = flag("", "attention by hand (python|recompute|cpp|triton)", "Model")
 
@@ -43,7 +44,8 @@ class Config:
     patience: int = flag(0, "early stopping: validations without a better loss; 0: off", "Training", least=0)
     tokens_per_batch: int = flag(0, "tokens per step on each side, with padding; 0: automatic", "Training", least=0)
     accumulate: int = flag(0, "micro-batches per step; 0: as few as fit in GPU memory", "Training", least=0)
-    lr: float = flag(1e-3, "peak learning rate", "Training", above=0, below=10)
+    optimizer: str = flag("muon", "muon: for matrices, AdamW for the rest (muon|adamw)", "Training", before="adamw")
+    lr: float = flag(2e-3, "peak learning rate", "Training", above=0, below=10)
     warmup: int = flag(0, "warm-up steps; 0: a tenth of all, at most 1000", "Training", least=0)
     label_smoothing: float = flag(0.1, "label smoothing", "Training", least=0, below=1)
     clip: float = flag(1.0, "gradient clipping: largest norm; 0: off", "Training", least=0)
@@ -86,6 +88,7 @@ import fast
 from data import BucketSampler, batches_of, collate_for, default_tokens_per_batch
 from engine import distributed, schedule
 from engine.memory import fewest_parts
+from engine.optimizer import make_optimizer
 from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
 from engine.telemetry import Meter, measured_peak_flops, peak_memory_gib, progress
@@ -133,7 +136,7 @@ def train(config: Config) -> Path:
         loss_of = None if config.compile or captured else fast.loss(model, config.label_smoothing, precision.dtype, log)
         loss_of = loss_of or SummedLoss(model, config.label_smoothing)
         parameters = list(model.parameters())
-        optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+        optimizer = make_optimizer(config.optimizer, model, model.transformer, config.lr, precision.dtype)
         state = {"step": 0, "minutes": 0.0, "best_loss": None, "best_bleu": None, "stale": 0, "validated": 0}
         state |= {"saved": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}  # minutes at the last checkpoint
         state |= {"world_size": world.size, "accumulate": 0, "plan": 0}  # how the pairs of a step were dealt
@@ -230,15 +233,9 @@ def train(config: Config) -> Path:
             run.save(state["step"], model, optimizer, state | extra, precision, best=best, keep=config.keep)
             meter.resume()
 
-        def time_to_stop() -> str | None:
-            """Why this step was the last, if it was."""
-            last, limit = step >= plan.total, config.max_minutes
-            by_time = limit and (state["minutes"] >= limit or (last and plan.by_time))
-            return f"the {limit:g} minutes are over" if by_time else "all steps are done" if last else None
-
-        begun, step = time.perf_counter() - 60 * state["minutes"], state["step"]
+        begun, step, limit = time.perf_counter() - 60 * state["minutes"], state["step"], config.max_minutes
         bar = progress(total=plan.total, initial=state["step"], unit="step", desc=run.folder.name)
-        why_stop = time_to_stop()
+        why_stop = plan.why_stop(step, state["minutes"], limit)
         if step and state["validated"] != step and (why_stop or step % eval_every == 0):
             save(best=validate(step))  # the run was interrupted when a validation was due
         model.train()
@@ -248,6 +245,7 @@ def train(config: Config) -> Path:
             for group in optimizer.param_groups:
                 group["lr"] = plan.learning_rate(step)
             world.set_seed(config.seed, step)
+            model.set_dropout(sizes.dropout if step > config.dropout_after * sampler.steps_per_epoch else 0.0)
 
             # The gradient of the loss over every pair of this step, in all micro-batches and on all ranks.
             tokens = next(tokens_of_steps)
@@ -273,9 +271,9 @@ def train(config: Config) -> Path:
 
             # The slowest clock and anybody's signal count for all ranks, or they would part.
             stop_asked, state["minutes"] = world.maximum(run.interrupted(), (time.perf_counter() - begun) / 60)
-            if plan.fit_time(step, state["minutes"], config.max_minutes):
+            if plan.fit_time(step, state["minutes"], limit):
                 log(f"step {step:,}: {state['minutes']:.1f} minutes used; the learning rate falls from now on")
-            finished = time_to_stop()
+            finished = plan.why_stop(step, state["minutes"], limit)
             why_stop = finished or (INTERRUPTED if stop_asked else None)
 
             if step % config.log_every == 0 or finished:

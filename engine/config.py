@@ -33,15 +33,17 @@ BOUNDS = {"least": (operator.ge, "at least", ">="), "above": (operator.gt, "abov
 SAYS_TRUE, SAYS_FALSE = ("true", "yes", "1"), ("false", "no", "0")
 
 
-def flag(default, help: str, group: str, *, least=None, above=None, most=None, below=None):
+def flag(default, help: str, group: str, *, least=None, above=None, most=None, below=None, before=None):
     """A dataclass field that is a command-line flag, listed under `group` in --help.
+
+    `before`: what a run did that is older than the flag, if not what the default does.
 
     Its values: least ≤ value ≤ most, above < value < below; and where the help names choices as (a|b), one of them.
     """
     if isinstance(default, int) and most is None and below is None:
         most = LARGEST  # a slip of some zeros too many is said at once, not by an allocator in an hour
     bounds = {"least": least, "above": above, "most": most, "below": below}
-    return dataclasses.field(default=default, metadata={"help": help, "group": group, **bounds})
+    return dataclasses.field(default=default, metadata={"help": help, "group": group, "before": before, **bounds})
 
 
 def parse_flags(config_class, description: str = "", positional: str | None = None):
@@ -209,10 +211,11 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def load_config(config_class, path: Path):
-    """The dataclass saved at `path`; unknown or missing settings are the user's affair, said in one line."""
+    """The dataclass saved at `path`; unknown settings are the user's affair, said in one line."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        config = config_class(**values)
+        befores = {field.name: field.metadata.get("before") for field in dataclasses.fields(config_class)}
+        config = config_class(**{name: value for name, value in befores.items() if value is not None} | values)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; is {path.parent} a run of this script?") from None
     except (ValueError, TypeError) as error:

@@ -56,6 +56,12 @@ class Schedule:
         self.by_time = True
         return True
 
+    def why_stop(self, step: int, minutes: float, max_minutes: float) -> str | None:
+        """Why `step`, after `minutes`, was the last one, if it was."""
+        last = step >= self.total
+        by_time = max_minutes and (minutes >= max_minutes or (last and self.by_time))
+        return f"the {max_minutes:g} minutes are over" if by_time else "all steps are done" if last else None
+
     def minutes_left(self, step: int, minutes: float, max_minutes: float) -> float:
         """An estimate, after `step` steps took `minutes`: what the steps need, or what is left of the time."""
         by_steps = (self.total - step) * minutes / step

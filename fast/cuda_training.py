@@ -40,6 +40,7 @@ class CapturedLoss(nn.Module):
         # What a pass leaves, the same for all graphs: gradients of the weights, both losses.
         self.gradients = [torch.empty_like(weight) for weight in self.weights]
         self.losses = torch.empty(2, device=device)
+        self.dropout = None  # the rate that the graphs hold
 
     def forward(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor, tgt_out: Tensor):
         """(B, S), (B, S), (B, T), (N,), (N,) → the loss to minimise and the unsmoothed one, scalars."""
@@ -47,6 +48,9 @@ class CapturedLoss(nn.Module):
         shape = next((shape for shape in self.shapes if all(map(int.__le__, sizes, shape))), None)
         if shape is None or not torch.is_grad_enabled():
             return self.plain(src, src_pad, tgt_in, real, tgt_out)
+        if self.dropout != (p := self.plain.model.dropout.p):
+            self.dropout, self.captured = p, {}
+            self.graphs = self.graphs and Graphs(src.device)
         first_time = shape not in self.inputs
         if first_time:
             self.inputs[shape] = empty_inputs(shape, src.device)

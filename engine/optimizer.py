@@ -1,0 +1,78 @@
+"""AdamW for every weight, or Muon for the matrices inside the Transformer and AdamW for the rest."""
+
+import math
+from collections import defaultdict
+
+import torch
+from torch import Tensor, nn
+
+from engine.distributed import cut_like, whole
+
+ADAMW = {"betas": (0.9, 0.98), "weight_decay": 0.01, "fused": True}
+
+
+def make_optimizer(name: str, model: nn.Module, inside: nn.Module, lr: float, dtype: torch.dtype) -> torch.optim.AdamW:
+    """AdamW, or by the name "muon" Muon for the matrices of `inside`, the part of `model` between embeddings and output."""
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr, **ADAMW)
+    matrices = {weight: None for weight in inside.parameters() if weight.ndim == 2}  # a set that keeps the order
+    return Muon([*matrices], [weight for weight in model.parameters() if weight not in matrices], lr, dtype)
+
+
+class Muon(torch.optim.AdamW):
+    """A matrix moves by its mean gradient made orthogonal (Jordan et al. 2024), every other weight as AdamW moves it.
+
+    An orthogonal update moves all directions of a matrix alike, also those that AdamW hardly moves. It is scaled to the
+    usual size of AdamW's (0.2 a weight; Liu et al. 2025), so both share a rate. `torch.optim.Muon` computes the same, one
+    matrix after another and with a wait for the GPU; here matrices of one shape go together, and nothing waits.
+    """
+
+    _step_supports_amp_scaling = True  # fp16's scaler hands us `found_inf` and need not wait for the GPU either
+
+    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], lr: float, dtype: torch.dtype,
+                 momentum: float = 0.95):  # fmt: skip
+        super().__init__(others, lr, **ADAMW)
+        self.add_param_group({"params": matrices, "momentum": momentum})
+        self.dtype = dtype  # of the products in between
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        """Update every weight from its gradient; none where `found_inf`, if it is set, is not 0."""
+        others, group = self.param_groups
+        self.param_groups = [others]
+        super().step()
+        self.param_groups = [others, group]
+        shapes = defaultdict(list)
+        for weight in group["params"]:
+            shapes[weight.shape].append(weight)
+        for (rows, columns), weights in shapes.items():
+            for weight in weights:
+                if not self.state[weight]:  # AdamW's names: its loading looks for a step
+                    self.state[weight].update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(weight))
+            means = [self.state[weight]["exp_avg"] for weight in weights]
+            gradients = [weight.grad for weight in weights]
+            skip = getattr(self, "found_inf", None)
+            if skip is not None:  # a mean moved towards itself stays
+                gradients = [torch.where(skip > 0, *pair) for pair in zip(means, gradients)]
+            torch._foreach_lerp_(means, gradients, 1 - group["momentum"])
+            ahead = torch._foreach_lerp(gradients, means, group["momentum"])  # Nesterov's look-ahead
+            rate = group["lr"] if skip is None else group["lr"] * (skip == 0)
+            updates = orthogonal(torch.stack([*map(whole, ahead)]).to(self.dtype)).float()
+            updates *= -0.2 * math.sqrt(max(rows, columns)) * rate
+            torch._foreach_mul_(weights, 1 - group["weight_decay"] * rate)
+            torch._foreach_add_(weights, [*map(cut_like, updates, weights)])
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """(n, rows, columns) → the same with singular values near 1 (0.7 to 1.2), by five Newton–Schulz steps.
+
+    Each step is an odd polynomial of the singular values that the matrix products apply to all of them at once.
+    """
+    if matrices.size(1) > matrices.size(2):
+        return orthogonal(matrices.mT).mT
+    x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(5):  # x ← 3.4445 x − 4.7750 x³ + 2.0315 x⁵
+        square = x @ x.mT
+        polynomial = torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, polynomial, x, beta=3.4445)
+    return x

@@ -1,0 +1,69 @@
+"""Muon: PyTorch's own as the reference; nothing moves after a gradient that is not finite; a resumed one goes on alike."""
+
+import pytest
+import torch
+
+from engine.optimizer import ADAMW, Muon, orthogonal
+
+SHAPES = [(8, 24), (24, 8), (8, 8), (8, 8)]
+
+
+def weights_with_gradients(steps: int):
+    """Matrices and vectors drawn from one seed, and `steps` gradients for each."""
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in [*SHAPES, (8,)]]
+    gradients = [[torch.randn(w.shape, generator=generator) for w in weights] for _ in range(steps)]
+    return weights[:4], weights[4:], gradients
+
+
+def run(optimizers, weights, gradients):
+    for step in gradients:
+        for weight, gradient in zip(weights, step):
+            weight.grad = gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    return [weight.detach().clone() for weight in weights]
+
+
+@pytest.mark.parametrize("found_inf", [None, torch.tensor(0.0)])
+def test_moves_as_pytorchs_muon_and_adamw(found_inf):
+    matrices, others, gradients = weights_with_gradients(4)
+    expected = run(
+        [torch.optim.Muon(matrices, 1e-2, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+         torch.optim.AdamW(others, 1e-2, **ADAMW)], [*matrices, *others], gradients)  # fmt: skip
+    matrices, others, gradients = weights_with_gradients(4)
+    ours = Muon(matrices, others, 1e-2, torch.bfloat16)
+    ours.found_inf = found_inf
+    # Four updates of at most 0.2 · √24 · 0.01 each, in bf16 (8 bits): 4 · 0.01 · 2⁻⁸ if they round differently.
+    torch.testing.assert_close(run([ours], [*matrices, *others], gradients), expected, rtol=0, atol=4 * 0.01 * 2**-8)
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing():
+    matrices, others, gradients = weights_with_gradients(2)
+    optimizer = Muon(matrices, others, 1e-2, torch.float32)
+    before = run([optimizer], [*matrices, *others], gradients[:1])
+    optimizer.found_inf = torch.tensor(1.0)
+    after = run([optimizer], [*matrices, *others], [[g * float("nan") for g in gradients[1]]])
+    assert all(map(torch.equal, before, after))
+    assert all(optimizer.state[weight]["exp_avg"].isfinite().all() for weight in matrices)
+
+
+def test_a_saved_one_goes_on_alike():
+    matrices, others, gradients = weights_with_gradients(4)
+    whole = run([Muon(matrices, others, 1e-2, torch.float32)], [*matrices, *others], gradients)
+    matrices, others, gradients = weights_with_gradients(4)
+    first = Muon(matrices, others, 1e-2, torch.float32)
+    run([first], [*matrices, *others], gradients[:2])
+    second = Muon(matrices, others, 1.0, torch.float32)
+    second.load_state_dict(first.state_dict())
+    assert all(map(torch.equal, run([second], [*matrices, *others], gradients[2:]), whole))
+
+
+def test_orthogonal():
+    matrices = torch.randn(5, 16, 40, generator=torch.Generator().manual_seed(1))
+    for drawn in (matrices, matrices.mT):
+        singular = torch.linalg.svdvals(orthogonal(drawn))
+        assert singular.min() > 0.6 and singular.max() < 1.3  # Jordan et al. 2024 name 0.7 and 1.2 for most
+        turned = torch.linalg.svd(drawn, full_matrices=False)
+        cosine = (orthogonal(drawn) * (turned.U @ turned.Vh)).sum() / orthogonal(drawn).norm() / (5 * 16) ** 0.5
+        assert cosine > 0.95  # the directions stay
