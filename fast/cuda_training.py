@@ -40,7 +40,7 @@ class CapturedLoss(nn.Module):
         # What a pass leaves, the same for all graphs: gradients of the weights, both losses.
         self.gradients = [torch.empty_like(weight) for weight in self.weights]
         self.losses = torch.empty(2, device=device)
-        self.dropout = None  # the rate that the graphs hold
+        self.dropout = plain.model.dropout.p  # the rate that the graphs hold
 
     def forward(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor, tgt_out: Tensor):
         """(B, S), (B, S), (B, T), (N,), (N,) → the loss to minimise and the unsmoothed one, scalars."""

@@ -18,6 +18,7 @@ import decoding
 import fast
 from data import BucketSampler, Collate, batches_of
 from engine.distributed import World
+from engine.optimizer import make_optimizer
 from engine.precision import Precision
 from fast.captured import CapturedSteps
 from fast.cuda_training import CapturedLoss
@@ -66,7 +67,9 @@ def on_gpu() -> list:
 # ---------------------------------------------------------------- training
 
 
-def train(name: str, loss: str = "plain", accumulate: int = 1, steps: int = 2, **sizes) -> None:
+def train(
+    name: str, loss: str = "plain", accumulate: int = 1, steps: int = 2, optimizer: str = "muon", **sizes
+) -> None:
     """Steps as in train.py."""
     model, precision = make(**sizes).train(), Precision(CUDA, name, "")
     loss_of = SummedLoss(model, 0.1)
@@ -76,7 +79,7 @@ def train(name: str, loss: str = "plain", accumulate: int = 1, steps: int = 2, *
         with patch("fast.cuda_training.Graphs", lambda device: None):  # every step as it is
             loss_of = CapturedLoss(loss_of, BucketSampler(Pairs.lengths, 24).shapes())
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.98), fused=True)
+    optimizer = make_optimizer(optimizer, model, model.transformer, 1e-3, precision.dtype)
     source = batches(accumulate=accumulate)
     window_loss = torch.zeros(2, device=CUDA)
     forget()
@@ -98,7 +101,7 @@ def validation_loss() -> None:
     judge.model, judge.prepared, judge.collate, judge.world = make(), prepared, Collate(IDS, IDS), WORLD
     judge.precision, judge.loss_of = Precision(CUDA, "bf16", ""), SummedLoss(judge.model, 0.0)
     with torch.no_grad():  # fake tensors know no inference mode
-        Validation.loss.__wrapped__(judge, [[0, 1, 2], [3, 4, 5]])
+        Validation.loss.__wrapped__(judge, judge.model, [[0, 1, 2], [3, 4, 5]])
 
 
 def attention_picture() -> None:
@@ -193,7 +196,9 @@ def wikitext(pad: str, stage: str) -> None:
 def pipeline() -> None:
     from labs.pipeline.stages import LanguageModel, Stage, summed_loss
 
-    config = SimpleNamespace(d_model=16, nhead=2, dim_feedforward=16, num_layers=2, causal=True)
+    config = SimpleNamespace(
+        d_model=16, nhead=2, dim_feedforward=16, num_layers=2, causal=True, dropout=0.0, post_norm=False
+    )
     with CUDA:
         model = LanguageModel(30, 8, config)
         tokens = torch.zeros(4, 8, dtype=torch.long)
@@ -223,6 +228,7 @@ def a_slow_copy() -> None:
 
 CHECKS = {
     "train bf16": partial(train, "bf16"),
+    "train bf16 adamw": partial(train, "bf16", optimizer="adamw"),
     "train bf16 fast": partial(train, "bf16", "fast"),
     "train bf16 captured": partial(train, "bf16", "captured"),
     "train fp32 pre-norm": partial(train, "fp32", norm_first=True),
