@@ -5,7 +5,6 @@ CUDA_VISIBLE_DEVICES=1 python train.py             # choose a card
 torchrun --nproc_per_node 2 train.py               # data parallel
 python train.py --data my_corpus/ --max_minutes 60 # other data; an hour of training
 python train.py --resume runs/NAME                 # continue exactly where it stopped
-tensorboard --logdir runs                          # watch
 """
 
 from dataclasses import asdict, dataclass
@@ -45,7 +44,7 @@ class Config:
     tokens_per_batch: int = flag(0, "tokens per step on each side, with padding; 0: automatic", "Training", least=0)
     accumulate: int = flag(0, "micro-batches per step; 0: as few as fit in GPU memory", "Training", least=0)
     optimizer: str = flag("muon", "muon: for matrices, AdamW for the rest (muon|adamw)", "Training", before="adamw")
-    lr: float = flag(2e-3, "peak learning rate", "Training", above=0, below=10)
+    lr: float = flag(0.0, "peak learning rate; 0: 0.002, for wider models than lab less", "Training", least=0, below=10)
     warmup: int = flag(0, "warm-up steps; 0: a tenth of all, at most 1000", "Training", least=0)
     label_smoothing: float = flag(0.1, "label smoothing", "Training", least=0, below=1)
     clip: float = flag(1.0, "gradient clipping: largest norm; 0: off", "Training", least=0)
@@ -136,6 +135,7 @@ def train(config: Config) -> Path:
         loss_of = None if config.compile or captured else fast.loss(model, config.label_smoothing, precision.dtype, log)
         loss_of = loss_of or SummedLoss(model, config.label_smoothing)
         parameters = list(model.parameters())
+        config.lr = config.lr or min(2e-3, 2e-3 * 256 / sizes.d_model)  # a wider model takes smaller steps
         optimizer = make_optimizer(config.optimizer, model, model.transformer, config.lr, precision.dtype)
         state = {"step": 0, "minutes": 0.0, "best_loss": None, "best_bleu": None, "stale": 0, "validated": 0}
         state |= {"saved": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}  # minutes at the last checkpoint
@@ -175,8 +175,8 @@ def train(config: Config) -> Path:
         total = config.max_steps or config.epochs * sampler.steps_per_epoch
         plan = schedule.Schedule(**state["schedule"]) if run.state else schedule.plan(config.lr, config.warmup, total)
         ends = [config.epochs, config.max_steps, config.max_minutes]
-        moved = run.state and (config.given & {"epochs", "max_steps", "max_minutes"} or state.get("ends", ends) != ends)
-        if moved:  # now, or by a run that was killed before its next checkpoint
+        # Another end, given now or by a run that was killed before its next checkpoint.
+        if run.state and (config.given & {"epochs", "max_steps", "max_minutes"} or state.get("ends", ends) != ends):
             plan = plan.extended(state["step"], total)
         state |= {"ends": ends, "world_size": world.size, "accumulate": sampler.accumulate, "plan": sampler.plan_id}
         log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens per step, "

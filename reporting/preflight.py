@@ -25,6 +25,7 @@ from engine.checkpoint import RESUMABLE
 from engine.distributed import choose_device, hidden_gpus
 from engine.errors import UserError
 from engine.memory import fewest_parts
+from engine.optimizer import make_optimizer
 from engine.precision import Precision, choose_precision
 from engine.run import folder_of
 from engine.telemetry import GIB, nvml_handle, peak_memory_gib
@@ -233,7 +234,7 @@ def try_steps(config, sample: Prepared, sizes, precision: Precision, sampler, bu
     model = Translator(sizes).to(device)
     loss_of = fast.loss(model, config.label_smoothing, precision.dtype) or SummedLoss(model, config.label_smoothing)
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=config.lr, fused=True)
+    optimizer = make_optimizer(config.optimizer, model, model.transformer, 1e-9, precision.dtype)
 
     def step(pairs: np.ndarray) -> int:
         """→ real tokens, when all is computed."""
