@@ -21,7 +21,8 @@ from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
 from text.prepare import load_prepared
 
-PLAIN = {"tokens_per_batch": 4096, "lr": 1e-3, "optimizer": "adamw", "label_smoothing": 0.1, "dropout": 0.1}
+PLAIN = {"tokens_per_batch": 4096, "lr": 1e-3, "optimizer": "adamw", "label_smoothing": 0.1, "dropout": 0.1,
+         "dropout_after": 0}  # fmt: skip
 MUON = {"optimizer": "muon", "lr": 2e-3}
 RECIPES = {  # name: what differs from PLAIN, as train.py's flags
     "plain": {},
