@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import attention_op, data, decoding, gpu, scaling, telemetry, training
+from benchmarks import attention_op, data, decoding, gpu, recipes, scaling, telemetry, training
 from benchmarks import corpus as corpus_module
 from benchmarks.corpus import as_ids, load_corpus, read_corpus
 from benchmarks.measuring import Run, tokens_of, write_json
@@ -449,3 +449,18 @@ def test_the_gpu_benchmark(toy_data, tmp_path, monkeypatch, capsys):
     )
     with pytest.raises(UserError, match="--presets: unknown huge"):
         gpu.Config(presets="huge")
+
+
+def test_a_finished_recipe_is_not_run_again(toy_data, tmp_path, monkeypatch, capsys):
+    tiny = dict(d_model=16, nhead=2, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=16, max_steps=3)
+    monkeypatch.setattr(recipes, "PLAIN", tiny)
+    config = recipes.Config(str(toy_data), minutes=9, rows="muon", out=str(tmp_path))
+    recipes.main(config)
+    monkeypatch.setattr(recipes, "call", None)
+    recipes.main(config)
+    (row,) = json.loads((tmp_path / "results.json").read_text())
+    assert (row["row"], row["minutes"], row["seed"], row["steps"]) == ("muon", 9, 1, 3)
+    assert row["loss_per_character"] < row["loss_per_token"] < 10 and 0 <= row["low"] <= row["bleu"] <= row["high"]
+    assert f"| muon | 9 | 1 | 3 | {row['tokens_per_second']:,.0f} |" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--rows plain2: unknown"):
+        recipes.main(replace(config, rows="plain2"))
