@@ -4,7 +4,7 @@
     python -m benchmarks.cuda_step --captured                    # by CUDA graphs, see fast/cuda_training.py
     python -m benchmarks.cuda_step --preset big --precision fp16
 
-The loop is train.py's: batches one step ahead, seeds, autocast, backward, clipping, fused AdamW. Kernels and waits are counted
+The loop is train.py's: batches one step ahead, seeds, autocast, backward, clipping, optimiser. Kernels and waits are counted
 only where a library that counts the calls of the CUDA runtime is preloaded: it exports the numbers `COUNTED` as `shim_counts`.
 docs/cuda.md has the figures of such a library that does nothing else, so host time there is as if the GPU were infinitely fast.
 """
@@ -48,6 +48,7 @@ class Config:
     tokens: int = flag(16384, "padded tokens a side in a step", "What", least=512)
     vocab: int = flag(8000, "tokens in each vocabulary", "What", least=10)
     precision: str = flag("auto", "number format (auto|fp32|bf16|fp16)", "What")
+    optimizer: str = flag("muon", "as train.py's (muon|adamw)", "What")
     captured: bool = flag(False, "forward and backward pass by CUDA graphs", "What")
     steps: int = flag(20, "measured; each shape has been captured before", "How", least=1)
     out: str = flag("runs/benchmarks/cuda_step.json", "file for the figures", "How")
@@ -86,7 +87,7 @@ def measure(config: Config) -> dict[str, float]:
     if config.captured:
         wrap = lambda loss: fast.captured_loss(loss, precision.dtype, sampler.shapes(), print) or loss  # noqa: E731
     sizes = ModelConfig(config.vocab, config.vocab, **SIZES[config.preset])
-    take_step = make_trainer(sizes, precision, plain=config.captured, wrap=wrap)
+    take_step = make_trainer(sizes, precision, config.captured, wrap, config.optimizer)
     batches, waited = batches_of(pairs, sampler, Collate(IDS, IDS), 0, device), 0.0
 
     def step(number: int) -> None:

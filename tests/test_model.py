@@ -227,3 +227,17 @@ def test_cross_attention_rows_sum_to_one_and_skip_padding():
     weights = cross_attention(model, src, src_pad, tgt_in)
     assert weights.shape == (3, 6, 7)
     assert torch.allclose(weights.sum(-1), torch.ones(3, 6)) and not weights[-1, :, -2:].any()
+
+
+def test_another_rate_of_dropout_is_one_everywhere():
+    """At 0 a pass in training is one in evaluation; at 1 nothing gets through but the biases, whatever is read."""
+    model = Translator(ModelConfig(20, 20, 16, 2, 1, 1, 32, dropout=0.3))
+    src, tgt_in = torch.randint(0, 20, (2, 3, 5), generator=torch.Generator().manual_seed(1))
+    src_pad = torch.zeros_like(src, dtype=torch.bool)
+    model.set_dropout(0.0)
+    assert torch.equal(model.train()(src, src_pad, tgt_in), model.eval()(src, src_pad, tgt_in))
+    model.set_dropout(1.0)
+    assert torch.equal(model.train()(src, src_pad, tgt_in), model(19 - src, src_pad, 19 - tgt_in))
+    attention = model.transformer.decoder.layers[0].multihead_attn
+    query = torch.ones(1, 2, 16)
+    assert torch.equal(attention(query, query, query)[0], attention(-query, -query, -query)[0])

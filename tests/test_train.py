@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import sys
 from contextlib import contextmanager
@@ -169,8 +170,9 @@ def trained_by_hand(prepared, c: training.Config, ranks: int = 1, parts: int = 1
 
 # Every one of them another than its default, and all of them large enough to show after six steps.
 BY_HAND = dict(
-    log_every=1, warmup=3, lr=0.01, seed=7, label_smoothing=0.2, clip=0.5, num_encoder_layers=2, eval_every=6
-)
+    log_every=1, warmup=3, lr=0.01, seed=7, label_smoothing=0.2, clip=0.5, num_encoder_layers=2, eval_every=6,
+    optimizer="adamw", dropout_after=0,
+)  # fmt: skip
 
 
 def assert_run_is(run: Path, model, figures) -> None:
@@ -464,9 +466,17 @@ def test_stops_after_the_minutes(toy_data, here, monkeypatch):
     )
     rates = list(records(here, "train/learning_rate").values())
     # A step looks three times: 40 steps in 12 seconds, and from the 28th on the rate falls.
-    assert 38 <= len(rates) <= 42 and max(rates) == 0.001 and rates[-1] < 0.0002
+    assert 38 <= len(rates) <= 42 and max(rates) == 0.002 and rates[-1] < 0.0002
     log = (here / "train.log").read_text(encoding="utf-8")
     assert "the learning rate falls from now on" in log and "the 0.2 minutes are over" in log
+
+
+def test_dropout_begins_after_some_passes(toy_data, here, monkeypatch):
+    rates = []
+    monkeypatch.setattr(Translator, "set_dropout", lambda model, p: rates.append(p))
+    training.train(config(data=str(toy_data), run=str(here), tokens_per_batch=10000, dropout_after=2, max_steps=20))
+    passes = 2 * int(re.search(r"(\d+) steps per epoch", (here / "train.log").read_text(encoding="utf-8"))[1])
+    assert 0 < passes < 20 and rates == [0.0] * passes + [0.1] * (20 - passes)
 
 
 def test_early_stopping(toy_data, here, monkeypatch):

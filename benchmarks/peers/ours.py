@@ -20,6 +20,7 @@ import fast
 from benchmarks.peers.contest import LABEL_SMOOTHING, LEARNING_RATE, TrainingClock, run_peer, time_decoding
 from data import Batch, BucketSampler, Collate, batches_of
 from engine.distributed import choose_device
+from engine.optimizer import make_optimizer
 from engine.precision import Precision, choose_precision
 from engine.telemetry import measured_peak_flops
 from model import ModelConfig, SummedLoss, Translator
@@ -28,8 +29,10 @@ CLIP = 1.0  # train.py's default; the other contestants do not clip
 PARITY_STEPS = 5
 
 
-def make_trainer(sizes: ModelConfig, precision: Precision, plain=False, wrap: Callable = lambda loss: loss) -> Callable:
-    """A fresh model, always the same, with train.py's loss and optimiser; → a function that takes one step.
+def make_trainer(
+    sizes: ModelConfig, precision: Precision, plain=False, wrap: Callable = lambda loss: loss, optimizer: str = "adamw"
+) -> Callable:
+    """A fresh model, always the same, with train.py's loss; → a function that takes one step. The peers have AdamW.
 
     It is given a batch and what the summed loss is divided by (the batch's own tokens if nothing is said), and returns the
     unsmoothed loss a token, still on the device. `wrap` is put round the loss: DDP, torch.compile.
@@ -39,7 +42,7 @@ def make_trainer(sizes: ModelConfig, precision: Precision, plain=False, wrap: Ca
     log = partial(print, file=sys.stderr)
     loss_of = None if plain else fast.loss(model, LABEL_SMOOTHING, precision.dtype, log)
     loss_of, parameters = wrap(loss_of or SummedLoss(model, LABEL_SMOOTHING)), list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    optimizer = make_optimizer(optimizer, model, model.transformer, LEARNING_RATE, precision.dtype)
     steps = count(1)
 
     def take_step(batch: Batch, tokens: float = 0.0) -> Tensor:

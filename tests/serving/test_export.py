@@ -46,7 +46,8 @@ def test_the_lines_in_the_card_translate_as_the_run_does(run, tmp_path, kind, qu
                           timeout=HANGS, env={**os.environ, "PYTHONPATH": "", "PYTHONIOENCODING": "utf-8"})  # fmt: skip
     assert done.returncode == 0, done.stderr
     expected = translate_lines(trained.model, trained.source_tokenizer, trained.target_tokenizer, LINES).texts
-    assert done.stdout.splitlines() == expected
+    same = list(map(str.__eq__, done.stdout.splitlines(), expected))
+    assert len(same) == len(LINES) and sum(same) >= len(LINES) - bool(quantization)  # 8 bits may tip a close choice
     for fact in ("2,000 training pairs", "`max_steps 500`", " test | 50 | greedy | "):
         assert fact in card
 
