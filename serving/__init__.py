@@ -11,6 +11,8 @@ from engine.errors import UserError
 
 def start(config, trained, precision, steps) -> None:
     """Do what translate.py's flags --export and --serve ask for, with what `load_for_decoding` gave."""
+    if config.serve and (config.export or config.text):
+        raise UserError("--serve takes neither a text nor --export; give one of them at a time")
     if config.export:
         from serving.export import export
 

@@ -159,4 +159,4 @@ def test_ctrl_c_ends_it(tiny_run, tmp_path):
 def test_without_the_extras_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setattr(serving, "find_spec", lambda module: None)
     with pytest.raises(UserError, match=r"^--serve needs fastapi, uvicorn; pip install -r requirements-extras\.txt$"):
-        serving.start(SimpleNamespace(export=""), None, None, None)
+        serving.start(SimpleNamespace(serve=True, export="", text=[]), None, None, None)
