@@ -149,7 +149,7 @@ def train(config: Config) -> Path:
                        rank=world.rank, world_size=world.size)  # fmt: skip
 
         def try_widest_step(parts: int) -> None:
-            """Run out of memory now, if ever. Beside the gradients: AdamW's two averages and the buckets that DDP sends."""
+            """Run out of memory now, if ever. Beside the gradients: two averages at most and the buckets that DDP sends."""
             held = [torch.empty_like(weight) for weight in parameters for _ in range(3)]
             pairs = deal(accumulate=1).widest_step()[:: parts * world.size]
             batch = collate(prepared.train.__getitems__(pairs)).to(world.device)
