@@ -135,7 +135,7 @@ def train(config: Config) -> Path:
         loss_of = None if config.compile or captured else fast.loss(model, config.label_smoothing, precision.dtype, log)
         loss_of = loss_of or SummedLoss(model, config.label_smoothing)
         parameters = list(model.parameters())
-        config.lr = config.lr or min(2e-3, 2e-3 * 256 / sizes.d_model)  # a wider model takes smaller steps
+        config.lr = config.lr or 2e-3 * min(1, 256 / sizes.d_model)  # a wider model takes smaller steps
         optimizer = make_optimizer(config.optimizer, model, model.transformer, config.lr, precision.dtype)
         state = {"step": 0, "minutes": 0.0, "best_loss": None, "best_bleu": None, "stale": 0, "validated": 0}
         state |= {"saved": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}  # minutes at the last checkpoint

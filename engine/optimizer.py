@@ -70,7 +70,8 @@ def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if matrices.size(1) > matrices.size(2):
         return orthogonal(matrices.mT, dtype).mT
-    x = (matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-30)).to(dtype)  # norm 1 first: fp16 ends at 6e-8
+    norms = matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-30)
+    x = (matrices / norms).to(dtype)  # in this order, because a small gradient is 0 in fp16
     for _ in range(5):  # x ← 3.4445 x − 4.7750 x³ + 2.0315 x⁵
         square = x @ x.mT
         polynomial = torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315)

@@ -35,7 +35,8 @@ def test_moves_as_pytorchs_muon_and_adamw(found_inf):
     ours = Muon(matrices, others, 1e-2, torch.bfloat16)
     ours.found_inf = found_inf
     # Four updates of at most 0.2 · √24 · 0.01 each, in bf16 (8 bits), which round differently a few times.
-    torch.testing.assert_close(run([ours], [*matrices, *others], gradients), expected, rtol=0, atol=3 * 4 * 0.01 * 2**-8)
+    moved = run([ours], [*matrices, *others], gradients)
+    torch.testing.assert_close(moved, expected, rtol=0, atol=3 * 4 * 0.01 * 2**-8)
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing():
