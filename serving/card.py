@@ -9,8 +9,8 @@ from validation import cell
 LOADERS = Path(__file__).with_name("loaders")
 PACKAGES = {"ctranslate2": "ctranslate2 transformers", "hf": "torch safetensors transformers",
             "onnx": "onnxruntime transformers"}  # fmt: skip
-RECIPE = ("preset", "epochs", "max_steps", "max_minutes", "tokens_per_batch", "lr", "warmup", "label_smoothing", "clip",
-          "precision", "seed")  # fmt: skip
+RECIPE = ("preset", "epochs", "max_steps", "max_minutes", "tokens_per_batch", "optimizer", "lr", "warmup", "dropout_after",
+          "label_smoothing", "clip", "precision", "seed")  # fmt: skip
 CARD = """---
 language: [{source}, {target}]
 pipeline_tag: translation
