@@ -44,7 +44,7 @@ class Config:
     tokens_per_batch: int = flag(0, "tokens per step on each side, with padding; 0: automatic", "Training", least=0)
     accumulate: int = flag(0, "micro-batches per step; 0: as few as fit in GPU memory", "Training", least=0)
     optimizer: str = flag("muon", "muon: for matrices, AdamW for the rest (muon|adamw)", "Training", before="adamw")
-    lr: float = flag(0.0, "peak learning rate; 0: 0.002 (adamw: 0.001), less if wider", "Training", least=0, below=10)
+    lr: float = flag(0.0, "peak rate; 0: 0.002 (adamw: 0.001), less if wider", "Training", least=0, below=10)
     warmup: int = flag(0, "warm-up steps; 0: a tenth of all, at most 1000", "Training", least=0)
     label_smoothing: float = flag(0.1, "label smoothing", "Training", least=0, below=1)
     clip: float = flag(1.0, "gradient clipping: largest norm; 0: off", "Training", least=0)
