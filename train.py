@@ -44,7 +44,7 @@ class Config:
     tokens_per_batch: int = flag(0, "tokens per step on each side, with padding; 0: automatic", "Training", least=0)
     accumulate: int = flag(0, "micro-batches per step; 0: as few as fit in GPU memory", "Training", least=0)
     optimizer: str = flag("muon", "muon: for matrices, AdamW for the rest (muon|adamw)", "Training", before="adamw")
-    lr: float = flag(0.0, "peak learning rate; 0: 0.002, for wider models than lab less", "Training", least=0, below=10)
+    lr: float = flag(0.0, "peak rate; 0: 0.002 (adamw: 0.001), less if wider", "Training", least=0, below=10)
     warmup: int = flag(0, "warm-up steps; 0: a tenth of all, at most 1000", "Training", least=0)
     label_smoothing: float = flag(0.1, "label smoothing", "Training", least=0, below=1)
     clip: float = flag(1.0, "gradient clipping: largest norm; 0: off", "Training", least=0)
@@ -135,7 +135,7 @@ def train(config: Config) -> Path:
         loss_of = None if config.compile or captured else fast.loss(model, config.label_smoothing, precision.dtype, log)
         loss_of = loss_of or SummedLoss(model, config.label_smoothing)
         parameters = list(model.parameters())
-        config.lr = config.lr or min(2e-3, 2e-3 * 256 / sizes.d_model)  # a wider model takes smaller steps
+        config.lr = config.lr or {"muon": 2e-3, "adamw": 1e-3}[config.optimizer] * min(1, 256 / sizes.d_model)
         optimizer = make_optimizer(config.optimizer, model, model.transformer, config.lr, precision.dtype)
         state = {"step": 0, "minutes": 0.0, "best_loss": None, "best_bleu": None, "stale": 0, "validated": 0}
         state |= {"saved": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}  # minutes at the last checkpoint
@@ -149,7 +149,7 @@ def train(config: Config) -> Path:
                        rank=world.rank, world_size=world.size)  # fmt: skip
 
         def try_widest_step(parts: int) -> None:
-            """Run out of memory now, if ever. Beside the gradients: AdamW's two averages and the buckets that DDP sends."""
+            """Run out of memory now, if ever. Beside the gradients: two averages at most and the buckets that DDP sends."""
             held = [torch.empty_like(weight) for weight in parameters for _ in range(3)]
             pairs = deal(accumulate=1).widest_step()[:: parts * world.size]
             batch = collate(prepared.train.__getitems__(pairs)).to(world.device)

@@ -78,7 +78,7 @@ def one_row(config: Config, name: str, out: Path) -> dict:
     folder = out / f"{name.replace(', ', '_').replace(' ', '-')}-{config.minutes:g}min-{config.seed}"
     flags = PLAIN | RECIPES[name] | {"max_minutes": config.minutes, "epochs": 1000, "seed": config.seed}
     flags |= {"eval_every": 2000, "keep": 1, "run": str(folder)} | ({"data": config.data} if config.data else {})
-    begun = (folder / "checkpoints" / "last").exists()
+    begun = (folder / "config.json").exists()
     call("train.py", {"resume": str(folder)} if begun else flags)
     call("evaluate.py", {"ckpt": str(folder), "split": "validation"})
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -40,8 +40,8 @@ def save(
 ) -> Path:  # fmt: skip
     """Write `folder/step-N` whole or not at all, re-point `last` and `best`, and keep the newest `keep` and the best.
 
-    `state` is any JSON: best score, sampler position, scaler… The optimizer's state, twice the size of the weights, stays in the
-    newest `RESUMABLE` only. To be called by one process only (rank 0).
+    `state` is any JSON: best score, sampler position, scaler… The optimizer's state, up to twice the size of the
+    weights, stays in the newest `RESUMABLE` only. To be called by one process only (rank 0).
     """
     folder = Path(folder)
     checkpoint, temporary = folder / f"step-{step}", folder / f".tmp-step-{step}-{os.getpid()}"

@@ -39,7 +39,7 @@ class Muon(torch.optim.AdamW):
     def step(self, closure=None) -> None:
         """Update every weight from its gradient; none where `found_inf`, if it is set, is not 0."""
         others, group = self.param_groups
-        self.param_groups = [others]
+        self.param_groups = [others]  # AdamW's step is for these alone
         super().step()
         self.param_groups = [others, group]
         shapes = defaultdict(list)
@@ -57,20 +57,21 @@ class Muon(torch.optim.AdamW):
             torch._foreach_lerp_(means, gradients, 1 - group["momentum"])
             ahead = torch._foreach_lerp(gradients, means, group["momentum"])  # Nesterov's look-ahead
             rate = group["lr"] if skip is None else group["lr"] * (skip == 0)
-            updates = orthogonal(torch.stack([*map(whole, ahead)]).to(self.dtype)).float()
+            updates = orthogonal(torch.stack([*map(whole, ahead)]), self.dtype).float()
             updates *= -0.2 * math.sqrt(max(rows, columns)) * rate
             torch._foreach_mul_(weights, 1 - group["weight_decay"] * rate)
             torch._foreach_add_(weights, [*map(cut_like, updates, weights)])
 
 
-def orthogonal(matrices: Tensor) -> Tensor:
-    """(n, rows, columns) → the same with singular values near 1 (0.7 to 1.2), by five Newton–Schulz steps.
+def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """(n, rows, columns) → in `dtype` the same with singular values near 1 (0.7 to 1.2), by five Newton–Schulz steps.
 
     Each step is an odd polynomial of the singular values that the matrix products apply to all of them at once.
     """
     if matrices.size(1) > matrices.size(2):
-        return orthogonal(matrices.mT).mT
-    x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
+        return orthogonal(matrices.mT, dtype).mT
+    norms = matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-30)
+    x = (matrices / norms).to(dtype)  # in this order, because a small gradient is 0 in fp16
     for _ in range(5):  # x ← 3.4445 x − 4.7750 x³ + 2.0315 x⁵
         square = x @ x.mT
         polynomial = torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315)

@@ -49,7 +49,7 @@ class CapturedLoss(nn.Module):
         if shape is None or not torch.is_grad_enabled():
             return self.plain(src, src_pad, tgt_in, real, tgt_out)
         if self.dropout != (p := self.plain.model.dropout.p):
-            self.dropout, self.captured = p, {}
+            self.dropout, self.inputs, self.captured = p, {}, {}  # other kernels: each shape once as it is again
             self.graphs = self.graphs and Graphs(src.device)
         first_time = shape not in self.inputs
         if first_time:

@@ -193,8 +193,7 @@ def say_costs(config, sample: Prepared, whole: Prepared, tokens: int, precision:
     sizes = sizes_of(config, len(sample.source_tokenizer), len(sample.target_tokenizer))
     with torch.device("meta"):  # shapes without numbers
         parameters = sum(weight.numel() for weight in Translator(sizes).parameters())
-    # Weights of all checkpoints, the best and the one being written too; in the newest the optimizer's averages, at most two
-    # of each weight; all in fp32.
+    # Weights of all checkpoints, the best and the one being written too; in the newest two averages at most; all in fp32.
     checkpoints = 4 * parameters * (config.keep + 2 + 2 * (RESUMABLE + 1))
     check_disk(folder_of(config.run or "new").parent, checkpoints + 8 * tokens)  # ids, and the text while they are made
 

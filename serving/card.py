@@ -10,7 +10,7 @@ from validation import cell
 LOADERS = Path(__file__).with_name("loaders")
 PACKAGES = {"ctranslate2": "ctranslate2 transformers", "hf": "torch safetensors transformers",
             "onnx": "onnxruntime transformers"}  # fmt: skip
-RECIPE = ("preset", "dropout_after", "epochs", "max_steps", "max_minutes", "tokens_per_batch", "optimizer", "lr", "warmup",
+RECIPE = ("preset", "epochs", "max_steps", "max_minutes", "tokens_per_batch", "optimizer", "lr", "warmup", "dropout_after",
           "label_smoothing", "clip", "precision", "seed")  # fmt: skip
 HEAD = """| data | sentences | search | nltk | sacreBLEU (95 %) | chrF2 | signature |
 |---|---|---|---|---|---|---|"""

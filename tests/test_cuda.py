@@ -209,6 +209,18 @@ def test_training_goes_on_as_it_is_if_a_capture_fails(capsys):
     )
 
 
+def test_graphs_do_not_outlive_their_dropout():
+    model, pairs = Translator(ModelConfig(50, 50, 32, 4, 1, 1, 64)), Pairs()
+    sampler = BucketSampler(pairs.lengths, 600, seed=1)
+    batch = next(batches_of(pairs, sampler, Collate(IDS, IDS), 0, CPU))
+    captured, old = CapturedLoss(SummedLoss(model, 0.1), sampler.shapes()), object()
+    for p, kept in ((0.1, True), (0.0, False)):
+        model.set_dropout(p)
+        captured.inputs[0, 0, 0, 0] = captured.captured[0, 0, 0, 0] = old  # of a shape that does not come up
+        captured(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
+        assert ((0, 0, 0, 0) in captured.captured) == ((0, 0, 0, 0) in captured.inputs) == kept
+
+
 def test_captured_training_is_for_gpus_and_says_so():
     model, said = Translator(ModelConfig(50, 50, 32, 4, 1, 1, 64)), []
     assert fast.captured_loss(SummedLoss(model, 0.1), torch.bfloat16, [], said.append) is None
@@ -232,9 +244,10 @@ def test_the_loss_is_one_graph_for_all_shapes():
     compiled = torch.compile(SummedLoss(model, 0.1), dynamic=True, backend=backend, fullgraph=True)
     sampler = BucketSampler(pairs.lengths, 600, seed=1)
     batches = batches_of(pairs, sampler, Collate(IDS, IDS, pad_multiple=16), 0, CPU)
-    for batch in (next(batches) for _ in range(12)):
+    for number, batch in enumerate(next(batches) for _ in range(18)):
+        model.set_dropout(0.1 * (number >= 12))
         compiled(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)[0].backward()
-    assert 1 <= len(graphs) <= 2
+        assert 1 <= len(graphs) <= (2 if number < 12 else 3)  # one more where dropout begins
 
 
 # ---------------------------------------------------------------- Triton

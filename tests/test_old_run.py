@@ -42,6 +42,8 @@ def test_it_goes_on_where_it_stopped(old, capfd):
     assert {step: smoothed[step] for step in LOSSES} == pytest.approx(LOSSES, rel=1e-4)  # fp32, perhaps on another CPU
     assert {step: records(old, "valid/loss")[step] for step in VALIDATION} == pytest.approx(VALIDATION, rel=1e-4)
     assert sorted(records(old)) == [4, 8, 12, 16, 20, 24]
+    settings = json.loads((old / "config.json").read_text(encoding="utf-8"))
+    assert (settings["optimizer"], settings["dropout_after"]) == ("adamw", 0)  # flags that it did not have
 
 
 def test_its_best_checkpoint_stays(old, monkeypatch):

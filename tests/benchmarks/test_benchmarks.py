@@ -4,11 +4,13 @@ import importlib
 import json
 import os
 import re
+import shutil
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -462,5 +464,12 @@ def test_a_finished_recipe_is_not_run_again(toy_data, tmp_path, monkeypatch, cap
     assert (row["row"], row["minutes"], row["seed"], row["steps"]) == ("muon", 9, 1, 3)
     assert row["loss_per_character"] < row["loss_per_token"] < 10 and 0 <= row["low"] <= row["bleu"] <= row["high"]
     assert f"| muon | 9 | 1 | 3 | {row['tokens_per_second']:,.0f} |" in capsys.readouterr().out
+    (tmp_path / "results.json").unlink()
+    shutil.rmtree(tmp_path / "muon-9min-1" / "checkpoints")  # as if it had been killed before the first one
+    called = Mock(side_effect=UserError)
+    monkeypatch.setattr(recipes, "call", called)
+    with pytest.raises(UserError):
+        recipes.main(config)
+    assert called.call_args.args == ("train.py", {"resume": str(tmp_path / "muon-9min-1")})
     with pytest.raises(UserError, match="--rows plain2: unknown"):
         recipes.main(replace(config, rows="plain2"))

@@ -34,8 +34,9 @@ def test_moves_as_pytorchs_muon_and_adamw(found_inf):
     matrices, others, gradients = weights_with_gradients(4)
     ours = Muon(matrices, others, 1e-2, torch.bfloat16)
     ours.found_inf = found_inf
-    # Four updates of at most 0.2 · √24 · 0.01 each, in bf16 (8 bits): 4 · 0.01 · 2⁻⁸ if they round differently.
-    torch.testing.assert_close(run([ours], [*matrices, *others], gradients), expected, rtol=0, atol=4 * 0.01 * 2**-8)
+    # Four updates of at most 0.2 · √24 · 0.01 each, in bf16 (8 bits), which round differently a few times.
+    moved = run([ours], [*matrices, *others], gradients)
+    torch.testing.assert_close(moved, expected, rtol=0, atol=3 * 4 * 0.01 * 2**-8)
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing():
@@ -62,8 +63,11 @@ def test_a_saved_one_goes_on_alike():
 def test_orthogonal():
     matrices = torch.randn(5, 16, 40, generator=torch.Generator().manual_seed(1))
     for drawn in (matrices, matrices.mT):
-        singular = torch.linalg.svdvals(orthogonal(drawn))
+        made = orthogonal(drawn, torch.float32)
+        singular = torch.linalg.svdvals(made)
         assert singular.min() > 0.6 and singular.max() < 1.3  # Jordan et al. 2024 name 0.7 and 1.2 for most
         turned = torch.linalg.svd(drawn, full_matrices=False)
-        cosine = (orthogonal(drawn) * (turned.U @ turned.Vh)).sum() / orthogonal(drawn).norm() / (5 * 16) ** 0.5
+        cosine = (made * (turned.U @ turned.Vh)).sum() / made.norm() / (5 * 16) ** 0.5
         assert cosine > 0.95  # the directions stay
+        # Smaller than any number of fp16; three digits of it in five steps.
+        torch.testing.assert_close(orthogonal(1e-9 * drawn, torch.float16).float(), made, rtol=0, atol=0.01)
