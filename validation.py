@@ -98,10 +98,12 @@ def whole_copy(model: Translator) -> Translator:
     return copy
 
 
-def attention_of(model: Translator, tokenizers: tuple, source: str, translation: str) -> Attention:
-    """Which source words the last layer looked at for each word of the translation."""
+def attention_of(
+    model: Translator, tokenizers: tuple, source: str, translation: str, widest: int = WIDEST
+) -> Attention:
+    """Which source words the last layer looked at for each word of the translation, of at most `widest` tokens a side."""
     texts = normalise(source), translation
-    ids = [encode(tokenizer, [text])[0][:WIDEST] for tokenizer, text in zip(tokenizers, texts)]
+    ids = [encode(tokenizer, [text])[0][:widest] for tokenizer, text in zip(tokenizers, texts)]
     collate = Collate(*map(special_ids, tokenizers))
     batch = collate([ids]).to(model.output.weight.device)
     weights = cross_attention(model, batch.src, batch.src_pad, batch.tgt_in)[0].float().cpu().numpy()  # (T, S)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -163,9 +164,8 @@ def check_languages(sample: Sample, warn: Callable) -> None:
     chinese = [name.lower().startswith(("zh", "chinese")) for name in names]
     if sum(chinese) != 1:
         return
-    han, shares = re.compile("[\u4e00-\u9fff]"), []
-    for texts in zip(*sample.taken["train"]):
-        shares.append(sum(bool(han.search(text)) for text in texts) / len(texts))
+    shares = [sum(bool(re.search("[\u4e00-\u9fff]", text)) for text in texts) / len(texts)
+              for texts in zip(*sample.taken["train"])]  # fmt: skip
     there, elsewhere = shares if chinese[0] else shares[::-1]
     if there < 0.5 < elsewhere:
         raise UserError(f"the languages are swapped: {elsewhere:.0%} of the texts under {names[chinese[0]]!r} are Chinese, "
@@ -179,12 +179,8 @@ def unknown_characters(tokenizer, texts) -> float:
     if tokenizer.unk_token_id is None or not tokenizer.is_fast:
         return 0.0
     encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
-    unknown = sum(
-        end - start
-        for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"])
-        for token, (start, end) in zip(ids, offsets)
-        if token == tokenizer.unk_token_id
-    )
+    tokens = zip(chain(*encoded["input_ids"]), chain(*encoded["offset_mapping"]))
+    unknown = sum(end - start for token, (start, end) in tokens if token == tokenizer.unk_token_id)
     return unknown / max(1, sum(len("".join(text.split())) for text in texts))
 
 
@@ -236,13 +232,15 @@ def try_steps(config, sample: Prepared, sizes, precision: Precision, sampler, bu
     parameters = list(model.parameters())
     optimizer = make_optimizer(config.optimizer, model, model.transformer, 1e-9, precision.dtype)
 
-    def step(pairs: np.ndarray) -> int:
+    def step(pairs: np.ndarray, update: bool = True) -> int:
         """→ real tokens, when all is computed."""
         batch = collate(sample.train.__getitems__(pairs % len(sample.train))).to(device)
         with precision.autocast():
             loss, _ = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
         precision.backward(loss / batch.target_tokens)
-        precision.step(optimizer, parameters, config.clip, 1).item()  # which waits for the GPU
+        if update:
+            precision.step(optimizer, parameters, config.clip, 1).item()  # which waits for the GPU
+        optimizer.zero_grad()
         return batch.source_tokens + batch.target_tokens
 
     widest, parts, on_gpu = sampler.widest_step(), config.accumulate or 1, device.type == "cuda"
@@ -263,10 +261,12 @@ def try_steps(config, sample: Prepared, sizes, precision: Precision, sampler, bu
         return real / seconds, peak_memory_gib(device), parts
 
     # Of the widest step's pairs, alike in length, as many as there is time for, and fewer: the difference is what a pair needs.
-    many = min(len(widest), max(2, len(widest) * max(tokens, 256) // budget))
+    # Without the update, whose own memory, of one size for any number of pairs, would hide it.
+    many = min(len(widest), max(2, len(widest) * max(tokens, 1024) // budget))
     few = max(1, many // 4)
-    low, high = peak_of(partial(step, widest[:few])), peak_of(partial(step, widest[:many]))
-    peak, limit = high + (len(widest) - many) * max(0.0, high - low) / max(1, many - few), memory_limit(device)
+    low, high = (peak_of(partial(step, widest[:pairs], update=False)) for pairs in (few, many))
+    high += (len(widest) - many) * max(0.0, high - low) / max(1, many - few)
+    peak, limit = max(high, peak_of(partial(step, widest[:few]))), memory_limit(device)
     if peak > limit:
         raise UserError(f"a step of {budget * parts:,} tokens in {parts} parts needs about {peak:.1f} GiB of memory, "
                         f"{limit:.1f} GiB are free; give fewer --tokens_per_batch or more --accumulate")  # fmt: skip

@@ -4,16 +4,15 @@ What this needs beside the lab's own packages stands in requirements-extras.txt.
 """
 
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 
 from engine.errors import UserError
-from engine.precision import Precision
-from loading import Trained
 
 
-def start(config, trained: Trained, precision: Precision, steps: Callable | None) -> None:
-    """Do what translate.py's flags --export and --serve ask for."""
+def start(config, trained, precision, steps) -> None:
+    """Do what translate.py's flags --export and --serve ask for, with what `load_for_decoding` gave."""
+    if config.serve and (config.export or config.text):
+        raise UserError("--serve takes neither a text nor --export; give one of them at a time")
     if config.export:
         from serving.export import export
 

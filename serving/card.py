@@ -1,9 +1,10 @@
 """The README.md of an exported model: what it is, data, recipe, BLEU, limits, and the lines of Python that load it."""
 
-import json
+from contextlib import suppress
 from pathlib import Path
 
 from loading import Trained
+from reporting.reading import RunFiles, read_run
 from validation import cell
 
 LOADERS = Path(__file__).with_name("loaders")
@@ -11,6 +12,8 @@ PACKAGES = {"ctranslate2": "ctranslate2 transformers", "hf": "torch safetensors 
             "onnx": "onnxruntime transformers"}  # fmt: skip
 RECIPE = ("preset", "epochs", "max_steps", "max_minutes", "tokens_per_batch", "optimizer", "lr", "warmup", "dropout_after",
           "label_smoothing", "clip", "precision", "seed")  # fmt: skip
+HEAD = """| data | sentences | search | nltk | sacreBLEU (95 %) | chrF2 | signature |
+|---|---|---|---|---|---|---|"""
 CARD = """---
 language: [{source}, {target}]
 pipeline_tag: translation
@@ -52,21 +55,21 @@ Outside Python text: `source/` and `target/` are the tokenizers, and the end tok
 
 def write_card(trained: Trained, kind: str, folder: Path) -> None:
     """Numbers come from the run's own files; what a run does not have is said."""
-    config, sizes = trained.config, trained.model.config
+    config, sizes, run = trained.config, trained.model.config, read_run(trained.run)
     card = CARD.format(
-        source=config["source"], target=config["target"], name=trained.run.resolve().name, packages=PACKAGES[kind],
+        source=config["source"], target=config["target"], name=run.name, packages=PACKAGES[kind],
         encoder=sizes.num_encoder_layers, decoder=sizes.num_decoder_layers, width=sizes.d_model,
         parameters=sum(weight.numel() for weight in trained.model.parameters()), checkpoint=trained.checkpoint.name,
         loader=(LOADERS / f"{kind}.py").read_text(encoding="utf-8"), longest=sizes.max_length - 1,
         end=", which CTranslate2 adds itself" * (kind == "ctranslate2"),
-        data=data_of(trained.run, config), recipe=recipe_of(trained.run, config), bleu=bleu_of(trained.run),
+        data=data_of(run), recipe=recipe_of(run, sizes.dropout), bleu=bleu_of(run),
     )  # fmt: skip
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def data_of(run: Path, config: dict) -> str:
+def data_of(run: RunFiles) -> str:
     """Which data, how many pairs and tokens."""
-    data = read(run / "data.json")
+    config, data = run.config, run.data
     name = f"`{Path(config['data']).name}`, columns {config['source']} and {config['target']}"
     if not data:
         return f"{name}; the run kept no counts."
@@ -75,34 +78,23 @@ def data_of(run: Path, config: dict) -> str:
     return f"{name}: {data['counts']['kept']:,} training pairs, {tokens}; subword vocabularies: {sizes}."
 
 
-def recipe_of(run: Path, config: dict) -> str:
+def recipe_of(run: RunFiles, dropout: float) -> str:
     """The flags of the run and where it ran."""
-    settings = ", ".join(f"`{name} {config[name]}`" for name in RECIPE if name in config)
-    sessions = read(run / "environment.json") or []
-    places = dict.fromkeys(f"{session['gpu'] or session['cpu']}, torch {session['torch']}" for session in sessions)
-    minutes = sum(session["seconds"] or 0 for session in sessions) / 60
-    return f"{settings}.\n" + f"{minutes:.1f} minutes on {'; '.join(places)}." * bool(sessions)
+    settings = [f"`{name} {run.config[name]}`" for name in RECIPE if name in run.config]
+    places = dict.fromkeys(f"{session.get('gpu') or session.get('cpu')}, torch {session.get('torch')}"
+                           for session in run.environment)  # fmt: skip
+    time = run.seconds()
+    where = f"\n{time.text if time else 'An unknown time'} on {'; '.join(places)}." if places else ""
+    return f"{', '.join(settings)}, `dropout {dropout}`.{where}"
 
 
-def bleu_of(run: Path) -> str:
+def bleu_of(run: RunFiles) -> str:
     """A line for each score that evaluate.py left."""
     lines = []
-    for score in filter(None, map(read, sorted((run / "eval").glob("*.json")))):
-        low, high, signature = score["low"], score["high"], cell(score["signature"])
-        lines.append(f"| {Path(score['data']).name} {score['split']} | {score['sentences']:,} | {score['decoding']} | "
-                     f"{score['nltk']:.2f} | {score['sacrebleu']:.2f} ({low:.2f}–{high:.2f}) | {score['chrf']:.2f} | "
-                     f"`{signature}` |")  # fmt: skip
-    if not lines:
-        return "Not measured."
-    head = (
-        "| data | sentences | search | nltk | sacreBLEU (95 %) | chrF2 | signature |\n|---|---|---|---|---|---|---|\n"
-    )
-    return head + "\n".join(lines)
-
-
-def read(file: Path):
-    """What a JSON file of the run holds; None if there is none or it is damaged."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    for score in run.results.values():
+        with suppress(KeyError):  # of an older version
+            low, high, signature = score["low"], score["high"], cell(score["signature"])
+            lines.append(f"| {Path(score['data']).name} {score['split']} | {score['sentences']:,} | {score['decoding']} | "
+                         f"{score['nltk']:.2f} | {score['sacrebleu']:.2f} ({low:.2f}–{high:.2f}) | {score['chrf']:.2f} | "
+                         f"`{signature}` |")  # fmt: skip
+    return "\n".join([HEAD, *lines]) if lines else "Not measured."

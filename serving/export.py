@@ -27,7 +27,6 @@ from text.rows import find_text
 from text.subwords import decode, encode, special_ids
 
 NEEDS = {"ctranslate2": ["ctranslate2"], "onnx": ["onnx", "onnxscript", "onnxruntime"], "hf": []}
-ROWS_TRIED = {"ctranslate2": 2001, "onnx": 100}  # of the test split; onnx goes sentence by sentence
 
 Ids = list[list[int]]  # of sentences, without begin and end
 
@@ -48,14 +47,12 @@ def export(trained: Trained, kind: str, words: list[str], quantization: str, say
         write_config(trained, folder)
     if kind == "hf":
         write_weights(trained, folder)
+    elif kind == "ctranslate2":
+        say(trial(trained, to_ctranslate2(trained, folder, quantization), 2001))
     else:
-        if kind == "ctranslate2":
-            translate = to_ctranslate2(trained, folder, quantization)
-        else:
-            from serving.to_onnx import to_onnx
+        from serving.to_onnx import to_onnx
 
-            translate = to_onnx(trained, folder)
-        say(trial(trained, translate, ROWS_TRIED[kind]))
+        say(trial(trained, to_onnx(trained, folder), 100))  # sentence by sentence
     write_card(trained, kind, folder)
     say(f"written to {folder}; how to use it: {folder}/README.md")
 
@@ -81,11 +78,6 @@ def trial(trained: Trained, translate: Callable[[Ids], Ids], rows: int) -> str:
             f"BLEU {theirs:.2f}, the model's {ours:.2f}")  # fmt: skip
 
 
-def limits(trained: Trained, sources: Ids) -> list[int]:
-    """The most tokens of each output, as `search` has them."""
-    return output_limit(torch.tensor([len(source) + 1 for source in sources]), trained.model.config.max_length).tolist()
-
-
 def to_ctranslate2(trained: Trained, folder: Path, quantization: str) -> Callable[[Ids], Ids]:
     """Write the model; → a function that translates with it."""
     import ctranslate2
@@ -96,10 +88,8 @@ def to_ctranslate2(trained: Trained, folder: Path, quantization: str) -> Callabl
     weights = {name: tensor.numpy().copy() for name, tensor in trained.model.state_dict().items()}
     sizes = trained.model.config
     vocabularies = []
-    for tokenizer, size in (
-        (trained.source_tokenizer, sizes.source_vocab),
-        (trained.target_tokenizer, sizes.target_vocab),
-    ):
+    tokenizers = trained.source_tokenizer, trained.target_tokenizer
+    for tokenizer, size in zip(tokenizers, (sizes.source_vocab, sizes.target_vocab)):
         words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         words += [f"<unused {id}>" for id in range(len(tokenizer), size)]
         vocabularies.append(name_special(words, special_ids(tokenizer)))
@@ -108,7 +98,8 @@ def to_ctranslate2(trained: Trained, folder: Path, quantization: str) -> Callabl
 
     def translate(sources: Ids) -> Ids:
         translator = ctranslate2.Translator(str(folder))
-        most = limits(trained, sources)
+        lengths = torch.tensor([len(source) + 1 for source in sources])
+        most = output_limit(lengths, sizes.max_length).tolist()  # as `search` has it
         words = [[vocabularies[0][id] for id in source] for source in sources]
         options = dict(beam_size=1, max_batch_size=64, max_input_length=0, max_decoding_length=max(most))
         results = translator.translate_batch(words, **options)

@@ -3,19 +3,17 @@
     GET /             the page            GET /docs         the endpoint, described and to try
     POST /translate   {"text": "…", "beam": 4, "attention": true}
 
-Requests only queue their sentences; one thread translates, and takes what has come in meanwhile together.
+Requests only queue their sentences; one batch at a time is translated, of what has come in meanwhile.
 """
 
 import asyncio
 import math
 import socket
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -88,55 +86,45 @@ class Job:
     source: str
     beam: int
     attention: bool
-    result: Future = field(default_factory=Future)
+    result: asyncio.Future
 
 
-class Batcher(threading.Thread):
-    """Translates what waits: `translate(jobs)` of one beam size gives a `Sentence` for each."""
+class Batcher:
+    """Translates what waits: `translate(jobs)` of one beam size gives a `Sentence` for each. Only that is in another thread."""
 
     def __init__(self, translate: Callable[[list[Job]], list[Sentence]]):
-        super().__init__(daemon=True)
-        self.translate, self.jobs, self.changed, self.stopping = translate, deque(), threading.Condition(), False
+        self.translate, self.jobs, self.came = translate, deque(), asyncio.Event()
 
     def submit(self, jobs: list[Job]) -> bool:
         """Queue all of them; False if there is no room, now."""
-        with self.changed:
-            if len(self.jobs) + len(jobs) > MOST_WAITING:
-                return False
-            self.jobs.extend(jobs)
-            self.changed.notify()
+        if len(self.jobs) + len(jobs) > MOST_WAITING:
+            return False
+        self.jobs.extend(jobs)
+        self.came.set()
         return True
 
-    def stop(self) -> None:
-        """Finish what is being translated, and nothing more."""
-        with self.changed:
-            self.stopping = True
-            self.changed.notify()
-        self.join()
-
-    def run(self) -> None:
-        """The thread."""
-        while True:
-            with self.changed:
-                self.changed.wait_for(lambda: self.jobs or self.stopping)
-                if self.stopping:
-                    return
-                batch = [self.jobs.popleft() for _ in range(min(TOGETHER, len(self.jobs)))]
-            batch = [job for job in batch if job.result.set_running_or_notify_cancel()]
-            for beam in sorted({job.beam for job in batch}):
+    async def run(self) -> None:
+        """Without end; what comes in while a batch is under way waits for the next."""
+        while await self.came.wait():
+            batch = [self.jobs.popleft() for _ in range(min(TOGETHER, len(self.jobs)))]
+            if not self.jobs:
+                self.came.clear()
+            batch = [job for job in batch if not job.result.done()]  # at Ctrl-C requests are given up
+            for beam in {job.beam for job in batch}:
                 alike = [job for job in batch if job.beam == beam]
                 try:
-                    for job, sentence in zip(alike, self.translate(alike), strict=True):
-                        job.result.set_result(sentence)
-                except Exception as error:  # is the request's answer, and must not end the thread
-                    for job in alike:
-                        if not job.result.done():
-                            job.result.set_exception(error)
+                    answers = await asyncio.to_thread(self.translate, alike)
+                except Exception as error:  # is the request's answer, and must not end the others
+                    answers = [error] * len(alike)
+                for job, answer in zip(alike, answers, strict=True):
+                    if not job.result.done():
+                        failed = isinstance(answer, Exception)
+                        (job.result.set_exception if failed else job.result.set_result)(answer)
 
 
 def translator(trained: Trained, precision: Precision, steps: Callable | None, length_penalty: float) -> Callable:
     """What a `Batcher` calls."""
-    tokenizers = trained.source_tokenizer, trained.target_tokenizer
+    tokenizers, longest = (trained.source_tokenizer, trained.target_tokenizer), trained.model.config.max_length - 1
 
     def translate(jobs: list[Job]) -> list[Sentence]:
         sources, beam = [job.source for job in jobs], jobs[0].beam
@@ -149,7 +137,7 @@ def translator(trained: Trained, precision: Precision, steps: Callable | None, l
             answers = [Sentence(source=source, hypotheses=found) for source, found in zip(sources, hypotheses)]
             for job, answer in zip(jobs, answers):
                 if job.attention and answer.hypotheses[0].text:
-                    seen = attention_of(trained.model, tokenizers, job.source, answer.hypotheses[0].text)
+                    seen = attention_of(trained.model, tokenizers, job.source, answer.hypotheses[0].text, longest)
                     words = dict(source_words=seen.source_words, target_words=seen.target_words)
                     answer.attention = Attention(**words, weights=seen.weights.astype(float).round(3).tolist())
         return answers
@@ -159,35 +147,26 @@ def translator(trained: Trained, precision: Precision, steps: Callable | None, l
 
 def alternatives(trained: Trained, sources: list[str], beam: int, length_penalty: float) -> list[list[Hypothesis]]:
     """What beam search finds for each source, best first."""
-    model, collate = (
-        trained.model,
-        Collate(special_ids(trained.source_tokenizer), special_ids(trained.target_tokenizer)),
-    )
-    ids = encode(trained.source_tokenizer, [normalise(source) for source in sources], model.config.max_length - 1)
+    model, longest = trained.model, trained.model.config.max_length
+    collate = Collate(special_ids(trained.source_tokenizer), special_ids(trained.target_tokenizer))
     bos, eos = collate.target_ids["bos"], collate.target_ids["eos"]
+    ids = encode(trained.source_tokenizer, [normalise(source) for source in sources], longest - 1)
     found = [[Hypothesis(text="")] for _ in sources]  # an empty source is in no batch
     for rows in plan_for(model, list(map(len, ids)), beam):
-        src, src_pad = (
-            tensor.to(model.output.weight.device) for tensor in collate.pad_sources([ids[row] for row in rows])
-        )
-        limits = output_limit((~src_pad).sum(1), model.config.max_length)
+        src, src_pad = (side.to(model.output.weight.device) for side in collate.pad_sources([ids[row] for row in rows]))
+        limits = output_limit((~src_pad).sum(1), longest)
         tokens, scores = n_best(model, src, src_pad, limits, bos, eos, beam, length_penalty)
         for row, limit, outputs, values in zip(rows, limits.tolist(), tokens.tolist(), scores.tolist()):
-            outputs = [output[:limit] for output in outputs]
-            outputs = [output[: output.index(eos)] if eos in output else output for output in outputs]
-            texts = decode(trained.target_tokenizer, outputs)
-            pairs = zip(texts, values)
-            found[row] = [Hypothesis(text=text, score=round(score, 3)) for text, score in pairs if score > -math.inf]
+            texts = decode(trained.target_tokenizer, [output[:limit] for output in outputs])  # without end tokens
+            found[row] = [Hypothesis(text=text, score=round(score, 3))
+                          for text, score in zip(texts, values) if score > -math.inf]  # fmt: skip
     return found
 
 
-class LimitedSize:
-    """Ends the reading of a request at `MOST_BYTES`, however it is sent."""
+def limited_size(app: Callable) -> Callable:
+    """`app`, which reads no more than `MOST_BYTES` of a request, however it is sent."""
 
-    def __init__(self, app):
-        self.app = app
-
-    async def __call__(self, scope, receive, send):
+    async def call(scope, receive, send):
         size = 0
 
         async def receive_some():
@@ -198,7 +177,9 @@ class LimitedSize:
                 raise HTTPException(413, f"the request has more than {MOST_BYTES:,} bytes; send the text in parts")
             return message
 
-        await self.app(scope, receive_some, send)
+        await app(scope, receive_some, send)
+
+    return call
 
 
 def make_app(translate: Callable[[list[Job]], list[Sentence]], name: str) -> FastAPI:
@@ -211,15 +192,14 @@ def make_app(translate: Callable[[list[Job]], list[Sentence]], name: str) -> Fas
 
     @asynccontextmanager
     async def lifespan(app):
-        batcher.start()
+        running = asyncio.create_task(batcher.run())
         yield
-        batcher.stop()
+        running.cancel()
 
     app = App(title=f"Translation · {name}", lifespan=lifespan)
-    app.add_middleware(LimitedSize)
-    app.add_middleware(
-        TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"]
-    )  # no page of another name reads here
+    app.add_middleware(limited_size)
+    # No page of another name reads here.
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
 
     @app.exception_handler(RequestValidationError)
     async def say_what_is_wrong(request, error):
@@ -240,13 +220,14 @@ def make_app(translate: Callable[[list[Job]], list[Sentence]], name: str) -> Fas
         """Translate every sentence of every line."""
         text = query.text.encode(errors="replace").decode()  # halves of characters, which JSON can hold, go
         lines = [sentences(line) if line.strip() else [] for line in text.splitlines()]
-        jobs = [[Job(source.strip(), query.beam, query.attention) for source in line] for line in lines]
+        new = asyncio.get_running_loop().create_future
+        jobs = [[Job(source.strip(), query.beam, query.attention, new()) for source in line] for line in lines]
         everything = [job for line in jobs for job in line]
         if len(everything) > MOST_WAITING:
             raise HTTPException(413, f"the text has more than {MOST_WAITING:,} sentences; send it in parts")
         if not batcher.submit(everything):
             raise HTTPException(503, "too many sentences are waiting; try again in a moment", {"Retry-After": "2"})
-        await asyncio.gather(*(asyncio.wrap_future(job.result) for job in everything))
+        await asyncio.gather(*(job.result for job in everything))
         done = [[job.result.result() for job in line] for line in jobs]
         translation = "\n".join(join(sentence.hypotheses[0].text for sentence in line) for line in done)
         return Answer(translation=translation, lines=done)
@@ -264,8 +245,8 @@ def serve(trained: Trained, precision: Precision, steps: Callable | None, config
         except OSError as error:
             raise UserError(f"--port {config.port}: {error.strerror}; choose another, or 0 for a free one") from None
         address = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        print(f"{address} has the page, {address}/docs the JSON endpoint; Ctrl-C ends it", file=sys.stderr)
         options = dict(log_level="warning", timeout_graceful_shutdown=SECONDS_TO_END)
         with suppress(KeyboardInterrupt):  # which uvicorn raises again when all is put away
+            print(f"{address} has the page, {address}/docs the JSON endpoint; Ctrl-C ends it", file=sys.stderr)
             uvicorn.Server(uvicorn.Config(app, **options)).run([listening])
         print("stopped", file=sys.stderr)

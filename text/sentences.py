@@ -5,6 +5,7 @@ A model learns from sentences: it translates a paragraph better, and past its lo
 
 import re
 from collections.abc import Iterable
+from itertools import pairwise
 
 PAIRS = '（） () 【】 [] 「」 『』 《》 “” ‘’ ""'  # nothing is cut inside one
 LONGEST_PAIR = 80  # characters inside; a longer one is a speech, or was never closed, and is cut like other text
@@ -23,41 +24,39 @@ _NO_END = re.compile(rf"(?:^|[^\w.])(?:{'|'.join(map(re.escape, ABBREVIATIONS.sp
 
 def sentences(line: str) -> list[str]:
     """The sentences of a line, each with the spaces behind it: joined they are the line. Of one sentence: [line]."""
-    pieces, first, at = [], 0, 0
+    pieces, first, at, has_word = [], 0, 0, False
     while at < len(line):
         unit = _UNIT.match(line, at)
-        at, end = unit.end(), _CLOSING.match(line, unit.end()).end()
-        if ends(line, first, unit, end) and _WORD.search(line, first, at):
+        at, has_word = unit.end(), has_word or bool(_WORD.search(unit[0]))
+        if has_word and (end := end_at(line, first, unit)):
             pieces.append(line[first:end])
-            first = at = end
-    if pieces and not _WORD.search(line, first):  # nothing but signs behind the last sentence
+            first, at, has_word = end, end, False
+    if pieces and not has_word:  # nothing but signs behind the last sentence
         pieces[-1] += line[first:]
         return pieces
     return [*pieces, line[first:]]
 
 
-def ends(line: str, first: int, unit: re.Match, end: int) -> bool:
-    """Whether the sentence that begins at `first` ends with this unit; `end`: where the next would begin."""
-    text, follows = unit[0], line[end : end + 1]
-    if unit["pair"]:
-        # 他说：“好。”然后 has two sentences, “好。”他说 one.
-        spoken = text[-1] in QUOTES and text[-2] in STOPS
-        return (
-            spoken
-            and not follows.islower()
-            and (not follows or follows in PAIRS or bool(line[first : unit.start()].strip()))
-        )
-    if not unit["stop"] or text[-1] in "。！？．":
-        return bool(unit["stop"])
+def end_at(line: str, first: int, unit: re.Match) -> int:
+    """Where the next sentence begins, if the one that begins at `first` ends with this unit; else 0."""
+    text = unit[0]
+    if not unit["stop"] and not (unit["pair"] and text[-1] in QUOTES and text[-2] in STOPS):
+        return 0
+    end = _CLOSING.match(line, unit.end()).end()
+    follows = line[end : end + 1]
+    if unit["pair"]:  # 他说：“好。”然后 has two sentences, “好。”他说 one
+        if not follows or follows in PAIRS:
+            return end
+        return end if not follows.islower() and line[first : unit.start()].strip() else 0
+    if text[-1] in "。！？．":
+        return end
     spaced = not follows or line[end - 1].isspace() or bool(re.match(f"[{HAN}]", follows))  # not 3.14, not a.com
     if not spaced or follows.islower():
-        return False
-    return not (text == "." and _NO_END.search(line[max(first, unit.start() - 20) : unit.start()]))
+        return 0
+    return 0 if text == "." and _NO_END.search(line[max(first, unit.start() - 20) : unit.start()]) else end
 
 
 def join(translations: Iterable[str]) -> str:
     """The translations of a line's sentences as one line, a space between them where the language has spaces."""
-    line = ""
-    for text in filter(None, translations):
-        line += " " * bool(re.search(f"[^{HAN}]$", line)) + text
-    return line
+    texts = [*filter(None, translations), ""]
+    return "".join(text + " " * bool(after and re.match(f"[^{HAN}]", text[-1])) for text, after in pairwise(texts))

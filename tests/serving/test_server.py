@@ -87,8 +87,8 @@ def test_200_requests_at_once_are_all_answered_by_few_batches():
 
 
 def test_a_full_queue_says_so(client, monkeypatch):
-    batcher = server.Batcher(None)  # never started: what waits goes on waiting
-    jobs = [server.Job("一", 1, False)] * 600
+    batcher = server.Batcher(None)  # does not run: what waits goes on waiting
+    jobs = [server.Job("一", 1, False, None)] * 600
     assert batcher.submit(jobs) and not batcher.submit(jobs) and batcher.submit(jobs[:400])
     monkeypatch.setattr(server.Batcher, "submit", lambda *_: False)
     full = ask(client, "一。")
@@ -159,4 +159,4 @@ def test_ctrl_c_ends_it(tiny_run, tmp_path):
 def test_without_the_extras_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setattr(serving, "find_spec", lambda module: None)
     with pytest.raises(UserError, match=r"^--serve needs fastapi, uvicorn; pip install -r requirements-extras\.txt$"):
-        serving.start(SimpleNamespace(export=""), None, None, None)
+        serving.start(SimpleNamespace(serve=True, export="", text=[]), None, None, None)
