@@ -17,6 +17,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 import weakref
 from pathlib import Path
@@ -310,8 +311,10 @@ def caught_signals():
     try:
         yield lambda: bool(came)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        # A rank that ends by an error has still to say so when torchrun, which saw the first one die, asks it to stop.
+        if os.environ.get("WORLD_SIZE", "1") == "1" or not sys.exc_info()[0]:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def leave_signals_to_main(_worker: int) -> None:

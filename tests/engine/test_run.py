@@ -287,3 +287,20 @@ def test_the_way_back_is_what_was_typed(monkeypatch, environment, typed):
     assert command() == typed.replace("-- script.py", "-m -- labs.toy").replace(
         "python script.py", "python -m labs.toy"
     )
+
+
+@pytest.mark.parametrize("world_size, lives", [("2", True), ("1", False)])
+def test_a_rank_that_ends_by_an_error_outlives_the_request_to_stop(world_size, lives, monkeypatch):
+    """torchrun sends SIGTERM as soon as it sees the first rank die; the others have then still to say what they saw."""
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    before = {number: signal.getsignal(number) for number in run_module.SIGNALS}
+    try:
+        with pytest.raises(RuntimeError), run_module.caught_signals():
+            raise RuntimeError
+        assert (signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]) == lives
+        with run_module.caught_signals():
+            caught = signal.getsignal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) != caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
