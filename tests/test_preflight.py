@@ -84,7 +84,7 @@ def test_warns_of(name, tmp_path, pairs, capsys):
 @pytest.mark.parametrize(("sample", "least", "most"), [(50, 50, 100), (700, 500, 500)])
 def test_a_large_data_set_is_looked_at_in_part(sample, least, most, tmp_path, pairs, capsys, monkeypatch):
     """Of 2,800 rows 1,000 are read, with 500 distinct ones, of which at most two samples are tokenised."""
-    monkeypatch.setattr("text.rows.CHUNK", 100)
+    monkeypatch.setattr("text.formats.CHUNK", 100)
     monkeypatch.setattr(preflight, "ROWS", 1000)
     monkeypatch.setattr(preflight, "SAMPLE", sample)
     rows = [row for n in range(0, 500, 10) for row in pairs[200 + n : 210 + n] + pairs[200 + n : 204 + n]]

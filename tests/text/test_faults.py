@@ -19,7 +19,7 @@ from conftest import HANGS, ROOT, reversed_digits, write_pairs
 
 from engine.errors import UserError
 from text import prepare as under_test
-from text import rows, subwords
+from text import formats, subwords
 from text.prepare import prepare
 from text.rows import find_text
 from text.store import TokenWriter
@@ -108,7 +108,7 @@ def test_brackets_without_end(tmp_path):
 
 
 def test_long_lines_come_in_small_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "CHUNK_BYTES", 100_000)
+    monkeypatch.setattr(formats, "CHUNK_BYTES", 100_000)
     pairs = [("长" * 20_000, "long " * 4000)] * 12
     for name in ("x.jsonl", "x.tsv", "x.parquet", "x.arrow"):
         write(tmp_path / name, pairs)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import UserError
-from text import rows
+from text import formats
 from text.rows import default_path, find_text
 
 TRAIN = [
@@ -270,7 +270,7 @@ def read(text):
 def test_every_form_gives_the_same_rows(name, tmp_path, monkeypatch):
     expected = LAYOUTS[name](tmp_path)
     for chunk in (10_000, 2):
-        monkeypatch.setattr(rows, "CHUNK", chunk)
+        monkeypatch.setattr(formats, "CHUNK", chunk)
         text = find_text(str(tmp_path))
         keep = LINES_ALONE.get(name.split(",")[0], list)
         assert read(text) == {split: keep(pairs) for split, pairs in expected.items()}
