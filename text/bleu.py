@@ -39,9 +39,8 @@ def checked(references: list[str], hypotheses: list[str]) -> tuple[list[str], li
             if not isinstance(sentence, str):
                 raise ValueError(f"{name}[{position}] must be a plain sentence (str), not {type(sentence).__name__}")
     if len(references) != len(hypotheses) or not references:
-        raise ValueError(
-            f"{len(references)} references, {len(hypotheses)} hypotheses: the numbers must be equal, at least 1"
-        )
+        numbers = f"{len(references)} references, {len(hypotheses)} hypotheses"
+        raise ValueError(f"{numbers}: the numbers must be equal, at least 1")
     return list(references), list(hypotheses)
 
 
@@ -114,9 +113,8 @@ class BleuCard:
         if min(self.precisions) == 0:
             card.append("note: BLEU is 0, because no n-gram of some length n matches; sacreBLEU smooths (smooth:exp)")
         elif self.short and abs(self.nltk - self.sacrebleu) >= 0.005:
-            card.append(
-                f"note: nltk is stricter than sacreBLEU on the {self.short:,} hypotheses with fewer than 4 tokens"
-            )
+            short = f"{self.short:,} hypotheses with fewer than 4 tokens"
+            card.append(f"note: nltk is stricter than sacreBLEU on the {short}")
         return card
 
 
@@ -189,9 +187,7 @@ def sentence_scores(references: list[str], hypotheses: list[str], target: str = 
     """sacreBLEU's BLEU of each sentence, 0–100: to find good and bad ones by; their mean is not the corpus score."""
     metric = sacrebleu_metric(target)
     metric.effective_order = True  # a sentence of three words has no 4-grams, and is scored by what it has
-    return [
-        metric.sentence_score(hypothesis, [reference]).score for reference, hypothesis in zip(references, hypotheses)
-    ]
+    return [metric.sentence_score(theirs, [reference]).score for reference, theirs in zip(references, hypotheses)]
 
 
 @dataclass(frozen=True)

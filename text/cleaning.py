@@ -64,18 +64,15 @@ def missing_splits(text: ParallelText) -> list[str]:
 def held_out_rows(text: ParallelText) -> dict[str, list[tuple[str, str]]]:
     """The raw rows of validation and test, every one and in order; what is missing is cut from train (each pair once)."""
     missing = missing_splits(text)
-    rows = {split: [row for chunk in text.rows(split) for row in chunk] for split in ("validation", "test")
-            if split not in missing}  # fmt: skip
-    if not missing or "train" not in text.files:
-        return rows | {split: [] for split in missing}
+    rows = {split: [row for chunk in text.rows(split) for row in chunk] for split in text.files if split != "train"}
     cut = {split: {} for split in missing}  # hash → pair: a dict keeps the order and drops repetitions
-    for chunk in text.rows("train"):
-        for source, target in chunk:
-            pair = normalise(source), normalise(target)
+    for chunk in text.rows("train") if missing and "train" in text.files else ():
+        for row in chunk:
+            pair = normalise_pair(row)
             pair_hash = fingerprint(*pair)
             side = side_of(pair_hash, missing)
             if side != "train" and _flaw(*pair) is None:
-                cut[side].setdefault(pair_hash, (source, target))
+                cut[side].setdefault(pair_hash, row)
     return rows | {split: list(pairs.values()) for split, pairs in cut.items()}
 
 

@@ -4,7 +4,7 @@ import csv
 import html
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 
@@ -18,22 +18,30 @@ CHUNK_BYTES = 2**26  # and so many bytes, about: a line may be a megabyte
 
 def read_chunks(form: str, files: list[Path], source: str, target: str) -> Iterator[list[tuple[str, str]]]:
     """The pairs of a file, or of two that belong together, in lists of at most `CHUNK`; UserError if one cannot be read."""
-    chunk, characters = [], 0
+    pairs = READERS.get(form, _read_arrow)(*files, source, target)
     try:
-        for pair in READERS.get(form, _read_arrow)(*files, source, target):
-            chunk.append(pair)
-            characters += len(pair[0]) + len(pair[1])
-            if len(chunk) == CHUNK or characters > CHUNK_BYTES // 4:  # up to four bytes each
-                yield chunk
-                chunk, characters = [], 0
+        # A character has up to four bytes.
+        yield from groups_of(pairs, lambda pair: len(pair[0]) + len(pair[1]), CHUNK_BYTES // 4, CHUNK)
     except UnicodeDecodeError as error:
         file, line = next(((file, line) for file in files if (line := _first_line_not_utf8(file))), (files[0], 0))
         raise UserError(f"{file}, line {line}: not UTF-8; convert it: iconv -f gb18030 -t utf-8") from error
     except (OSError, ValueError, LookupError, TypeError, NotImplementedError, MemoryError) as error:
         # What pyarrow raises for a damaged file.
         raise UserError(f"cannot read {files[0]}: {short(error)}; if it is damaged, get it again") from error
-    if chunk:
-        yield chunk
+
+
+def groups_of(items: Iterable, size_of: Callable, together: int, count: int | None = None) -> Iterator[list]:
+    """Lists of at most `count` items whose sizes add up to at most `together`; a larger item is alone in its list."""
+    group, sizes = [], 0
+    for item in items:
+        size = size_of(item)
+        if group and (len(group) == count or sizes + size > together):
+            yield group
+            group, sizes = [], 0
+        group.append(item)
+        sizes += size
+    if group:
+        yield group
 
 
 def _first_line_not_utf8(file: Path) -> int:
@@ -133,9 +141,8 @@ def _pairs_of_batches(batches, prefix: str, source: str, target: str, file: Path
 def _read_json(file: Path, source: str, target: str) -> Pairs:
     for where, row in _json_rows(file):
         if not isinstance(row, dict):
-            raise UserError(
-                f"{where}: a {type(row).__name__}, not an object; write an object with {source} and {target}"
-            )
+            wanted = f"write an object with {source} and {target}"
+            raise UserError(f"{where}: a {type(row).__name__}, not an object; {wanted}")
         inner = row.get("translation", {})
         if inner is None:
             inner = {source: None, target: None}

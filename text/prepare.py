@@ -64,13 +64,8 @@ def prepare(
     The cache key is a hash of the files' content and of every setting that changes the ids. Raises `UserError` when no
     pair is left.
     """
-    settings = {
-        "format": FORMAT,
-        "data": text.fingerprint(),
-        "source_vocab": source_vocab,
-        "target_vocab": target_vocab,
-    }
-    settings |= {"tokenizer": _tokenizer_key(tokenizer), "max_length": max_length}
+    settings = {"format": FORMAT, "data": text.fingerprint(), "source_vocab": source_vocab, "target_vocab": target_vocab,
+                "tokenizer": _tokenizer_key(tokenizer), "max_length": max_length}  # fmt: skip
     key = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
     folder = cache / key
     cache.mkdir(parents=True, exist_ok=True)
@@ -106,11 +101,9 @@ def load_prepared(folder: Path) -> Prepared:
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     lines = (folder / "validation.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [tuple(json.loads(line)) for line in lines]
-    tokenizers = {side: load_tokenizer(str(folder / "tokenizer" / side)) for side in ("source", "target")}
-    return Prepared(
-        folder, tokenizers["source"], tokenizers["target"], TokenizedPairs(folder / "train"),
-        TokenizedPairs(folder / "validation"), rows, summary,
-    )  # fmt: skip
+    tokenizers = [load_tokenizer(str(folder / "tokenizer" / side)) for side in ("source", "target")]
+    pairs = [TokenizedPairs(folder / split) for split in ("train", "validation")]
+    return Prepared(folder, *tokenizers, *pairs, rows, summary)
 
 
 @contextlib.contextmanager
@@ -171,14 +164,14 @@ def _build(text, building, source_vocab, target_vocab, tokenizer, max_length, sa
         for source, target in progress(clean_pairs(text, held_out, max_length, counts), desc="cleaning", unit=" pairs"):
             file.write(f"{source}\n{target}\n")
             counts["kept"] += 1
-    _require_pairs(text, counts, counts["kept"])
+    _require_pairs(text, counts)
     sizes = [size or default_vocabulary(counts["kept"]) for size in (source_vocab, target_vocab)]
     tokenizers = _make_tokenizers(lines, counts["kept"], tokenizer, sizes, say)
     for side, tokenizer_of_side in tokenizers.items():
         tokenizer_of_side.save_pretrained(building / "tokenizer" / side)
 
     unknown = _write_train(lines, building / "train", tokenizers, max_length, counts)
-    _require_pairs(text, counts, counts["kept"])
+    _require_pairs(text, counts)
     if unknown > 0.01:
         raise UserError(
             f"tokenizer {tokenizer} does not know {unknown:.1%} of the tokens of {text.path}; choose a tokenizer "
@@ -186,9 +179,8 @@ def _build(text, building, source_vocab, target_vocab, tokenizer, max_length, sa
         )
     rows = held_out["validation"][:VALIDATION_ROWS]
     if not rows:
-        raise UserError(
-            f"{text.path}: the validation split has no rows; add rows, or remove the file: then it is cut from train"
-        )
+        remedy = "add rows, or remove the file: then it is cut from train"
+        raise UserError(f"{text.path}: the validation split has no rows; {remedy}")
     _write_validation(rows, building, tokenizers, max_length, say)
     lines.unlink()
     say(report(counts))
@@ -252,8 +244,7 @@ def _write_validation(rows, building: Path, tokenizers: dict, max_length: int, s
     writer = TokenWriter(building / "validation", {side: len(tokenizer) for side, tokenizer in tokenizers.items()})
     for index, side in enumerate(("source", "target")):
         encoded = encode(tokenizers[side], [normalise(row[index]) for row in rows], max_length)
-        long = sum(len(row) >= max_length for row in encoded)
-        if long:
+        if long := sum(len(row) >= max_length for row in encoded):
             say(f"validation: {long} {side} sentences are cut to {max_length - 1} tokens for the validation loss")
         writer.write(side, [row[: max_length - 1] for row in encoded])
     writer.close()
@@ -261,9 +252,9 @@ def _write_validation(rows, building: Path, tokenizers: dict, max_length: int, s
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def _require_pairs(text: ParallelText, counts: Counter, kept: int) -> None:
-    if kept < 2:
-        raise UserError(f"{text.path}: {kept} training pairs left, at least 2 are needed; {report(counts)}")
+def _require_pairs(text: ParallelText, counts: Counter) -> None:
+    if counts["kept"] < 2:
+        raise UserError(f"{text.path}: {counts['kept']} training pairs left, at least 2 are needed; {report(counts)}")
 
 
 def _tokenizer_key(name: str) -> str:

@@ -68,9 +68,8 @@ class ParallelText:
 
 def default_path() -> str:
     """The course's `/opt/minidataset` where it exists, else the repository's own `sample/`."""
-    if os.path.isdir("/opt/minidataset"):
-        return "/opt/minidataset"
-    return str(Path(__file__).resolve().parents[1] / "sample")
+    course = "/opt/minidataset"
+    return course if os.path.isdir(course) else str(Path(__file__).resolve().parents[1] / "sample")
 
 
 def find_text(path: str, source: str = "zh", target: str = "en") -> ParallelText:

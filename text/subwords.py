@@ -6,7 +6,8 @@ bytes, so nothing is ever unknown, and decoding gives the text back letter for l
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from engine.errors import UserError
 from engine.telemetry import progress
 from text.cleaning import LONGEST_TOKEN
+from text.formats import groups_of
 from text.store import flatten, starts_of
 
 SPACE = "▁"  # U+2581, which stands for a space at the head of a word
@@ -53,9 +55,8 @@ def train_tokenizer(lines: Iterable[str], vocabulary: int):
     order = sorted(learned["vocab"], key=learned["vocab"].get)
     order = order[:3] + BYTES + order[3:]
     merges = [tuple(merge) for merge in learned["merges"]]
-    tokenizer.model = models.BPE(
-        vocab={token: index for index, token in enumerate(order)}, merges=merges, byte_fallback=True
-    )
+    vocab = {token: index for index, token in enumerate(order)}
+    tokenizer.model = models.BPE(vocab=vocab, merges=merges, byte_fallback=True)
     # Bytes become characters first, then ▁ becomes a space again.
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])
     return PreTrainedTokenizerFast(
@@ -68,9 +69,7 @@ def commonest_characters(lines: list[str], limit: int) -> list[str]:
 
     Chosen here because the library would choose among equally rare ones by chance, and no two runs would be alike.
     """
-    counts = Counter()
-    for line in lines:
-        counts.update(line)
+    counts = Counter(chain.from_iterable(lines))
     counts.pop(" ", None)
     counts[SPACE] = len(lines) * 10**6
     return sorted(counts, key=lambda character: (-counts[character], character))[: max(limit, 1)]
@@ -92,8 +91,8 @@ def load_tokenizer(name: str):
     import huggingface_hub
     from transformers import AutoTokenizer
 
-    failure = None
-    if not Path(name).is_dir():
+    failure, is_folder = None, Path(name).is_dir()
+    if not is_folder:
         try:
             huggingface_hub.HfApi().model_info(name, timeout=4)
         except Exception as error:
@@ -103,7 +102,7 @@ def load_tokenizer(name: str):
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=failure is not None, trust_remote_code=False)
     except Exception as error:  # of damaged files the libraries make whatever error it happens to lead to
         missing = "no such folder, and it cannot be loaded from the hub"
-        what = "no tokenizer can be read from this folder" if Path(name).is_dir() else missing
+        what = "no tokenizer can be read from this folder" if is_folder else missing
         raise UserError(f"tokenizer {name}: {what} ({' '.join(str(failure or error).split())[:200]})") from None
     special_ids(tokenizer, name)
     return tokenizer
@@ -124,20 +123,8 @@ def special_ids(tokenizer, name: str = "") -> dict[str, int]:
 
 def encode(tokenizer, lines: Sequence[str], longest: int | None = None) -> list[list[int]]:
     """Token ids of each line, without begin and end, at most `longest`; the Rust library encodes lines in parallel."""
-    return [ids[:longest] for group in groups_of(lines) for ids in encode_together(tokenizer, group)]
-
-
-def groups_of(lines: Sequence[str]) -> Iterator[list[str]]:
-    """The lines in groups of at most `CHARACTERS_AT_ONCE`, a longer line by itself."""
-    group, characters = [], 0
-    for line in lines:
-        if group and characters + len(line) > CHARACTERS_AT_ONCE:
-            yield group
-            group, characters = [], 0
-        group.append(line)
-        characters += len(line)
-    if group:
-        yield group
+    groups = groups_of(lines, len, CHARACTERS_AT_ONCE)
+    return [ids[:longest] for group in groups for ids in encode_together(tokenizer, group)]
 
 
 def encode_together(tokenizer, lines: list[str]) -> list[list[int]]:
