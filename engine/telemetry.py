@@ -217,6 +217,7 @@ class GpuSampler(threading.Thread):
             (say or Log())(f"no GPU figures will be recorded: {' '.join(str(error).split())}")
 
     def run(self) -> None:
+        """The thread: a sample every `interval` seconds, until `ended`."""
         while self.handle is not None:
             self._sample()
             if self.ended.wait(self.interval):

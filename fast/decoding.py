@@ -28,6 +28,7 @@ from fast.build import call, library
 TOKENS_PER_BLOCK = LANES = 16  # kTokens and kLanes
 
 
+# The structs of decoding.cpp, field for field; there stand the shapes behind the addresses.
 class Linear(ctypes.Structure):
     _fields_ = [*((name, c_void_p) for name in ("weight", "bias", "scale", "start")),
                 *((name, c_int64) for name in ("inputs", "outputs", "zero"))]  # fmt: skip
@@ -114,6 +115,7 @@ class CompiledCache:
         self.slots = self.slots[rows]
 
     def addresses(self) -> CacheAddresses:
+        """Where the cache lies now; good for one call, since new tokens may add blocks."""
         own = (c_void_p * len(self.own))(*(block.data_ptr() for block in self.own))
         tensors = (self.source, self.source_first, self.source_length)
         return CacheAddresses(ctypes.cast(own, c_void_p), *map(Tensor.data_ptr, tensors))
@@ -149,6 +151,7 @@ class CompiledSteps:
         return self.tensors[-1].data_ptr()
 
     def pack_layer(self, layer: nn.Module) -> Layer:
+        """A layer of the encoder (without `multihead_attn`) or of the decoder."""
         own, source = layer.self_attn, getattr(layer, "multihead_attn", None)
         packed = Layer(
             own=self.pack_projection(own, "qkv"),

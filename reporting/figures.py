@@ -138,6 +138,7 @@ def lengths(runs: list[RunFiles], say) -> Figure | None:
 
 
 def name_axes(axes, title: str, x: str) -> None:
+    """Title, label of the x axis, grid; in fonts that have these characters."""
     axes.set_title(title, fontsize=11, family=families(title), parse_math=False)
     axes.set_xlabel(x, family=families(x))
     axes.grid(alpha=0.25)
@@ -145,6 +146,7 @@ def name_axes(axes, title: str, x: str) -> None:
 
 
 def legend(axes, names: list[str], say) -> None:
+    """The legend of what is drawn, in fonts that have the characters of these names of runs."""
     text = "".join(names) + say("training") + say("validation") + say("source") + say("training, smoothed")
     for entry in axes.legend(fontsize=8, frameon=False, prop={"family": families(text), "size": 8}).get_texts():
         entry.set_parse_math(False)

@@ -52,6 +52,7 @@ class Page:
         return words_of_page.get(words, words if words.startswith("-") else words.replace("_", " "))
 
     def add(self, as_html: str, as_markdown: str) -> None:
+        """The same piece in both forms of the page; `as_html` is escaped already."""
         self.html.append(as_html)
         self.markdown.append(as_markdown + "\n")
 
@@ -96,6 +97,7 @@ class Page:
         self.add(f'<div class="wide"><table>{"".join(lines)}</table></div>', text)
 
     def cell(self, cell, tag: str) -> str:
+        """A `Fact`, a label or None (—) as the HTML of one table cell; a fact's source shows under the mouse."""
         if isinstance(cell, Fact):
             value = html.escape(str(cell.value), quote=True)
             kind = ' class="text"' if len(cell.text) > 30 else ""
@@ -104,6 +106,7 @@ class Page:
         return f"<{tag}>{html.escape('—' if cell is None else self.say(cell))}</{tag}>"
 
     def markdown_cell(self, cell) -> str:
+        """The same for a Markdown table: one line, | escaped."""
         text = cell.text if isinstance(cell, Fact) else "—" if cell is None else self.say(cell)
         return " ".join(text.split()).replace("|", "\\|")
 

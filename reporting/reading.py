@@ -130,6 +130,7 @@ def messages(log: str) -> list[str]:
 
 
 def is_number(value) -> bool:
+    """A finite int or float; True and False are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -200,6 +201,7 @@ def read_json(run: RunFiles, name: str, kind: type, lost: str):
 
 
 def read_text(run: RunFiles, name: str, lost: str) -> str:
+    """A file of the run; "" if it is not there, and `run.missing` says what is `lost` by it."""
     try:
         return (run.folder / name).read_bytes().decode("utf-8", errors="replace")
     except OSError:
@@ -248,6 +250,7 @@ def rows_of(run: RunFiles, name: str) -> list[tuple[str, str]]:
 
 
 def read_rows(run: RunFiles, name: str) -> list[tuple[str, str]]:
+    """The rows that a result is of; UserError if the data set is gone or has other numbers of rows."""
     data, split, lines = run.config["data"], run.results[name].get("split", "test"), len(run.hypotheses[name])
     if Path(data).is_absolute() and not Path(data).exists():  # else a hub would be asked for it
         raise UserError(f"{data} is not there")

@@ -26,6 +26,7 @@ class Described:
 
 
 def header(runs: list[RunFiles]) -> list:
+    """The first row of a table: one column a run."""
     return ["run", *(Fact(run.name, run.name, f"{run.name}") for run in runs)]
 
 
@@ -35,6 +36,7 @@ def table(page: Page, runs: list[RunFiles], rows: dict[str, Callable], mark: set
 
 
 def summary(page: Page, runs: list[RunFiles], described: dict[str, Described]) -> None:
+    """How the runs ended, their best figures and every BLEU; what could not be read."""
     page.heading("Summary")
     page.note("Hover over a number to see the file it is from.")
     rows = {
@@ -59,6 +61,7 @@ def summary(page: Page, runs: list[RunFiles], described: dict[str, Described]) -
 
 
 def status(run: RunFiles) -> Fact | str:
+    """The last words of its log, or that it is under way."""
     words = run.last_words()
     if run.running:
         return "under way"
@@ -73,6 +76,7 @@ def last_step(run: RunFiles) -> Fact | None:
 
 
 def parameters(run: RunFiles, described: dict[str, Described]) -> Fact | None:
+    """Their number: of a model that can be built counted, else as the log says."""
     if run.name in described:
         count = described[run.name].parameters
         return Fact(count, f"{count:,}", f"computed from {run.name}/model.json")
@@ -80,6 +84,7 @@ def parameters(run: RunFiles, described: dict[str, Described]) -> Fact | None:
 
 
 def environment(page: Page, runs: list[RunFiles]) -> None:
+    """Machine, versions and command of the last start of each run."""
     page.heading("Environment")
 
     def of(key: str) -> Callable:
@@ -114,6 +119,7 @@ def data(page: Page, runs: list[RunFiles]) -> None:
 
 
 def model(page: Page, runs: list[RunFiles], described: dict[str, Described]) -> None:
+    """Parameters, FLOPs and the printed layers; the same layers of several runs once."""
     page.heading("Model")
 
     def flops(run: RunFiles) -> Fact | None:
@@ -129,6 +135,7 @@ def model(page: Page, runs: list[RunFiles], described: dict[str, Described]) -> 
 
 
 def curves(page: Page, runs: list[RunFiles]) -> None:
+    """A figure for each quantity, all runs in it."""
     panels = figures.panels_of(runs)
     if not panels:
         return
@@ -140,6 +147,7 @@ def curves(page: Page, runs: list[RunFiles]) -> None:
 
 
 def hardware(page: Page, runs: list[RunFiles]) -> None:
+    """Use, memory (GiB) and power (W) of GPU and CPU: drawn over time, mean and highest in a table."""
     drawn = {f"hardware {run.name}": figures.hardware(run, page.say) for run in runs}
     drawn = {name: figure for name, figure in drawn.items() if figure}
     if not drawn:
@@ -157,6 +165,7 @@ def hardware(page: Page, runs: list[RunFiles]) -> None:
 
 
 def speed(page: Page, runs: list[RunFiles]) -> None:
+    """Medians over the run, and the peak memory in GiB."""
     page.heading("Speed")
     tags = {"tokens per second": ("speed/tokens_per_second", ",.0f"),
             "target tokens per second": ("speed/target_tokens_per_second", ",.0f"),
@@ -268,6 +277,7 @@ def compare(runs: list[RunFiles]) -> tuple[str, list[Compared]]:
 
 
 def compare_scores(run: RunFiles) -> tuple[str, list[Compared]]:
+    """The paired bootstrap of one run's evaluations on the same rows; UserError if there is one only."""
     names = sorted(run.hypotheses, key=lambda name: ("greedy" not in name, name))
     names = [name for name in names if run.results[name].get("rows") == run.results[names[0]].get("rows")]
     rows = rows_of(run, names[0]) if len(names) > 1 else []

@@ -94,10 +94,12 @@ class BleuCard:
     sentences: int
     short: int  # hypotheses of fewer than 4 tokens, which nltk and sacreBLEU count differently
 
-    def as_dict(self) -> dict:  # ready for JSON
+    def as_dict(self) -> dict:
+        """Ready for JSON."""
         return asdict(self)
 
-    def lines(self) -> list[str]:  # the printed card
+    def lines(self) -> list[str]:
+        """The printed card."""
         tokeniser = self.signature.split("tok:")[1].split("|")[0]
         interval = f"95 % interval [{self.low:.2f}, {self.high:.2f}]   scale 0–100"
         lengths = f"length ratio {self.ratio:.3f} = {self.hyp_length:,} / {self.ref_length:,} tokens"

@@ -37,6 +37,8 @@ NOT_DATA = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_d
 
 @dataclass(frozen=True)
 class ParallelText:
+    """What `find_text` found: the files of each split and how to read them."""
+
     path: str  # as the user gave it
     form: str  # "parquet", "arrow", "save_to_disk", "json", "csv", "tsv", "xml", "sgm", "moses" or "hub"
     source: str  # "zh"
