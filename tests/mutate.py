@@ -31,7 +31,7 @@ TESTS = {  # of each file, in tests/
     "train.py": "test_train.py", "evaluate.py": "test_evaluate.py test_faults_scripts.py", "decoding.py": DECODING,
     "data.py": "test_data.py test_cuda.py", "text/bleu.py": "text/test_bleu.py",
     "text/cleaning.py": f"text/test_cleaning.py {TEXT}",
-    "text/prepare.py": TEXT, "text/rows.py": f"text/test_rows.py {TEXT}",
+    "text/prepare.py": TEXT, "text/rows.py": "text/test_rows.py", "text/formats.py": "text/test_rows.py",
     "text/store.py": f"{TEXT} test_data.py", "text/subwords.py": f"text/test_subwords.py {TEXT}",
     "text/output.py": "test_faults_scripts.py test_evaluate.py", "fast/build.py": "fast/test_build.py",
     "fast/decoding.py": "fast/test_compiled_decoding.py", "fast/kernels.py": "fast/test_kernels.py",

@@ -4,130 +4,22 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
-from conftest import HANGS, ROOT, reversed_digits, write_pairs
+from conftest import reversed_digits, write_pairs
 
 from engine.errors import UserError
 from text import prepare as under_test
-from text import formats, subwords
+from text import subwords
 from text.prepare import prepare
 from text.rows import find_text
 from text.store import TokenWriter
 from text.subwords import encode, load_tokenizer, train_tokenizer
-
-
-def read(path: Path) -> dict[str, list]:
-    text = find_text(str(path))
-    return {split: [pair for chunk in text.rows(split) for pair in chunk] for split in text.files}
-
-
-def refused(path: Path) -> str:
-    with pytest.raises(UserError) as caught:
-        read(path)
-    return str(caught.value)
-
-
-# Rows.
-
-
-def test_a_quote_in_a_tsv_is_a_character(tmp_path):
-    pairs = [('"他说', '"He said "fine"'), ("二", '"two'), ("三", 'three"'), ('"四"', '"four"')]
-    lines = "".join(f"{source}\t{target}\r\n" for source, target in pairs)
-    (tmp_path / "test.tsv").write_text("zh\ten\r\n" + lines, encoding="utf-8", newline="")
-    assert read(tmp_path / "test.tsv") == {"test": pairs}
-
-
-def test_a_short_row_is_an_error_that_names_its_line(tmp_path):
-    (tmp_path / "x.tsv").write_text("zh\ten\n一\tone\n二\n三\tthree\n", encoding="utf-8")
-    assert "x.tsv, line 3: 1 fields, the header has 2" in refused(tmp_path / "x.tsv")
-    (tmp_path / "x.csv").write_text('zh,en\n"一\n行",one\n\n二\n', encoding="utf-8")
-    assert "x.csv, line 5: 1 fields, the header has 2" in refused(tmp_path / "x.csv")
-    (tmp_path / "x.csv").write_text('zh,en\n一,"one" 1\n', encoding="utf-8")
-    assert "x.csv, line 2" in refused(tmp_path / "x.csv")
-
-
-def test_links_that_lead_back_are_not_followed(tmp_path):
-    data = write_pairs(tmp_path / "data/inner", reversed_digits(3)).parent
-    expected = read(data)
-    (data / "loop").symlink_to(".")
-    (data / "inner/up").symlink_to("..")
-    (data / "inner/root").symlink_to("/")
-    assert read(data) == expected
-    (tmp_path / "linked").mkdir()
-    (tmp_path / "linked/elsewhere").symlink_to(data)  # others are
-    assert read(tmp_path / "linked") == expected
-
-
-def test_a_damaged_arrow_file_is_an_error(tmp_path):
-    """Offsets that lead out of the file were a segmentation fault, hence a process of its own."""
-    table = pyarrow.table({"zh": ["一" * n for n in range(1, 60)], "en": ["one " * n for n in range(1, 60)]})
-    with pyarrow.ipc.new_file(tmp_path / "good.arrow", table.schema) as writer:
-        writer.write_table(table)
-    content = (tmp_path / "good.arrow").read_bytes()
-    script = """
-import sys
-from engine.errors import UserError
-from text.rows import find_text
-content = open(sys.argv[1], "rb").read()
-for place in range(8, len(content), 29):
-    spoiled = bytearray(content)
-    spoiled[place : place + 4] = b"\\x7f\\xff\\xff\\x7f"
-    open(sys.argv[2], "wb").write(spoiled)
-    try:
-        sum(len(a) + len(b) for chunk in find_text(sys.argv[2]).rows("train") for a, b in chunk)
-    except UserError as error:
-        print(error)
-"""
-    words = [sys.executable, "-c", script, tmp_path / "good.arrow", tmp_path / "bad.arrow"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=HANGS)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) > 10 and "get it again" in done.stdout and len(content) > 5000
-
-
-def test_columns_with_a_dot_in_their_names(tmp_path):
-    flat = pyarrow.table({"translation.zh": ["一"], "translation.en": ["one"]})
-    pyarrow.parquet.write_table(flat, tmp_path / "x.parquet")
-    assert "found translation.zh, translation.en" in refused(tmp_path / "x.parquet")
-    text = find_text(str(tmp_path / "x.parquet"), "translation.zh", "translation.en")
-    assert [pair for chunk in text.rows("train") for pair in chunk] == [("一", "one")]
-
-
-def test_brackets_without_end(tmp_path):
-    (tmp_path / "x.jsonl").write_text('{"zh": "一", "en": "one"}\n' + "[" * 200_000)
-    assert "x.jsonl, line 2: too many brackets" in refused(tmp_path / "x.jsonl")
-
-
-def test_long_lines_come_in_small_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "CHUNK_BYTES", 100_000)
-    pairs = [("长" * 20_000, "long " * 4000)] * 12
-    for name in ("x.jsonl", "x.tsv", "x.parquet", "x.arrow"):
-        write(tmp_path / name, pairs)
-        chunks = list(find_text(str(tmp_path / name)).rows("train"))
-        assert [pair for chunk in chunks for pair in chunk] == pairs and max(map(len, chunks)) <= 2, name
-
-
-def write(path: Path, pairs) -> None:
-    table = pyarrow.table({"zh": [source for source, _ in pairs], "en": [target for _, target in pairs]})
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
-    elif path.suffix == ".arrow":
-        with pyarrow.ipc.new_file(path, table.schema) as writer:
-            writer.write_table(table)
-    elif path.suffix == ".tsv":
-        path.write_text("zh\ten\n" + "".join(f"{source}\t{target}\n" for source, target in pairs), encoding="utf-8")
-    else:
-        path.write_text("".join(json.dumps({"zh": s, "en": t}) + "\n" for s, t in pairs), encoding="utf-8")
-
 
 # Tokenizers and ids.
 
