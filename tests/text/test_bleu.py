@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nltk.translate import bleu_score
 from sacrebleu.metrics import BLEU, CHRF
 
 from text.bleu import (
     bleu_card,
     bleu_from_counts,
-    bootstrap_interval,
     corpus_bleu,
     sacrebleu_metric,
     sentence_counts,
@@ -30,31 +28,17 @@ PAIRS = [
     ('He said: "I don\'t know what happened."', 'He said: "I do not know what happened."'),
     ("In 2008, exports rose by 3.5% to $1,200 million.", "In 2008 exports rose 3.5% to $1,200 million."),
     ("She lives in a small town near Beijing.", "She lives in a small town near Beijing."),
-    ("We must protect the environment.", "We have to protect the environment."),
     ("The well-known writer died at the age of 87.", "The famous writer died at 87 years old."),
     ("Could you tell me the way to the station?", "Can you tell me how to get to the station?"),
     ("It has been raining for three days.", "It has rained for three days."),
-    ("The two sides agreed to continue the talks.", "Both sides agreed to continue the talks."),
     ("Nobody was hurt in the accident.", "No one was injured in the accident."),
-    ("This is the best book I have ever read.", "This is the best book that I have ever read."),
     ("Prices have fallen since last year.", "The price has fallen since last year."),
     ("The bus leaves at 7:30 every morning.", "The bus leaves every morning at 7:30."),
-    ("They built a new bridge across the river.", "They built a new bridge over the river."),
     ("I would like a cup of tea, please.", "I would like a cup of tea."),
     ("The U.S. dollar fell against the yen.", "The US dollar fell against the yen."),
     ("China's economy grew faster than expected.", "China's economy grew faster than expected last year."),
-    ("Students should hand in their homework on time.", "Students should hand in homework on time."),
-    ("The meeting was put off until Friday.", "The meeting was postponed to Friday."),
     ("Children under six travel free of charge.", "Children under 6 years old travel free."),
-    ("He opened the window to let in some fresh air.", "He opened the window to let in fresh air."),
-    ("The experiment was repeated several times.", "The experiment was repeated many times."),
-    ("More and more people work from home.", "More and more people are working at home."),
-    ("There is no doubt that he will win.", "There is no doubt he will win."),
     ("The old man sat down & said nothing.", "The old man sat and said nothing."),
-    ("Her answer surprised all of us.", "Her answer surprised us all."),
-    ("Take this medicine twice a day after meals.", "Take the medicine two times a day after meals."),
-    ("The museum is closed on Mondays.", "The museum is closed on Monday."),
-    ("What do you think of the new plan?", "What do you think about the new plan?"),
     ("The company plans to hire 1,000 workers.", "The company plans to hire 1,000 workers ."),
 ]
 REFERENCES, HYPOTHESES = [pair[0] for pair in PAIRS], [pair[1] for pair in PAIRS]
@@ -83,35 +67,14 @@ def made_up_corpus(size, seed=0, shortest=6):
 # --- the right form, and the wrong ones -------------------------------------------------------------------------------
 
 
-def test_wrong_forms_give_wrong_numbers_in_nltk():
-    references = ["The cat sat on the mat .", "He likes green tea very much ."]
-    hypotheses = ["The cat sat on a mat .", "He likes tea very much ."]
-    reference_tokens, hypothesis_tokens = [r.split() for r in references], [h.split() for h in hypotheses]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        right = bleu_score.corpus_bleu([[tokens] for tokens in reference_tokens], hypothesis_tokens)
-        not_nested = bleu_score.corpus_bleu(reference_tokens, hypothesis_tokens)
-        raw_strings = bleu_score.corpus_bleu([[r] for r in references], hypotheses)
-    assert round(100 * right, 2) == 50.03
-    assert round(100 * not_nested, 2) == 0.00  # each word is taken for a reference, each letter for a token
-    assert round(100 * raw_strings, 2) == 77.36  # BLEU of letters: looks like a very good model
-    assert corpus_bleu(references=references, hypotheses=hypotheses) == pytest.approx(100 * right)
-
-
-@pytest.mark.parametrize(
-    ("references", "hypotheses", "complaint"),
-    [
-        ("abc", ["abc"], "references must be a list of sentences, not str"),
-        (["abc"], "abc", "hypotheses must be a list of sentences, not str"),
-        (None, ["abc"], "references must be a list of sentences, not NoneType"),
-        ([["a", "b"]], ["a b"], r"references\[0\] must be a plain sentence \(str\), not list"),
-        (["a b"], [["a", "b"]], r"hypotheses\[0\] must be a plain sentence \(str\), not list"),
-        (["a b", None], ["a b", "c"], r"references\[1\] must be a plain sentence \(str\), not NoneType"),
-        (["a b", "c"], ["a b", None], r"hypotheses\[1\] must be a plain sentence \(str\), not NoneType"),
-        (["a b", "c"], ["a b"], "2 references, 1 hypotheses"),
-        ([], [], "0 references, 0 hypotheses"),
-    ],
-)
+@pytest.mark.parametrize("references, hypotheses, complaint", [
+    ("abc", ["abc"], "references must be a list of sentences, not str"),
+    (["abc"], "abc", "hypotheses must be a list of sentences, not str"),
+    (None, ["abc"], "references must be a list of sentences, not NoneType"),
+    (["a b"], [["a", "b"]], r"hypotheses\[0\] must be a plain sentence \(str\), not list"),
+    (["a b", None], ["a b", "c"], r"references\[1\] must be a plain sentence \(str\), not NoneType"),
+    (["a b", "c"], ["a b"], "2 references, 1 hypotheses"), ([], [], "0 references, 0 hypotheses"),
+])  # fmt: skip
 @pytest.mark.parametrize("function", [corpus_bleu, bleu_card])
 def test_wrong_shapes_are_refused_in_one_line(function, references, hypotheses, complaint):
     with pytest.raises(ValueError, match=complaint) as caught:
@@ -129,13 +92,9 @@ def test_argument_order_matters():
 
 def test_perfect_and_hopeless():
     assert corpus_bleu(REFERENCES, REFERENCES) == pytest.approx(100)
-    assert corpus_bleu(REFERENCES, [""] * len(PAIRS)) == 0.0
-    assert corpus_bleu(["a b c d e"], ["v w x y z"]) == 0.0
-
-
-def test_zero_overlap_is_zero_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        assert corpus_bleu(REFERENCES, [""] * len(PAIRS)) == 0.0
         assert corpus_bleu(["the cat sat on the mat"], ["the dog sat by the door"]) == 0.0
 
 
@@ -149,30 +108,12 @@ def test_agreement_on_fixed_pairs():
     assert 30 < graded < 70
 
 
-WORDS = st.sampled_from(
-    ["the", "The", "cat", "sat", "on", "a", "mat", ".", ",", "can't", "3.5", "U.S.", "&amp;", "é", "-"]
-)
+WORDS = "the The cat sat on a mat . , can't 3.5 U.S. &amp; é -".split()
+SENTENCES = st.lists(st.sampled_from(WORDS), max_size=12).map(" ".join)
 
 
-def sentences(shortest):
-    return st.lists(WORDS, min_size=shortest, max_size=12).map(" ".join)
-
-
-def corpora(shortest_hypothesis):
-    return st.lists(st.tuples(sentences(0), sentences(shortest_hypothesis)), min_size=1, max_size=6)
-
-
-@settings(max_examples=100, deadline=None)
-@given(corpora(shortest_hypothesis=4))
-def test_agreement_on_random_sentences(pairs):
-    references, hypotheses = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    graded = corpus_bleu(references, hypotheses)
-    assert graded == pytest.approx(unsmoothed_sacrebleu(references, hypotheses).score, abs=0.01)
-    assert 0 <= graded <= 100 + 1e-9
-
-
-@settings(max_examples=100, deadline=None)
-@given(corpora(shortest_hypothesis=0))
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(SENTENCES, SENTENCES), min_size=1, max_size=6))
 def test_short_hypotheses_differ_only_by_the_guard_against_zero_totals(pairs):
     """nltk adds one n-gram to the total of order n for each hypothesis of fewer than n tokens. Give sacreBLEU's formula
     the same totals and the scores are equal; leave them out and nltk is never the higher one."""
@@ -223,20 +164,12 @@ def test_the_card_explains_a_gap_to_sacrebleu():
 
 
 def test_only_harmless_smoothing():
-    """method1 touches nothing unless a count is 0; method6 passes 100 and depends on which sentence comes last."""
+    """method1 touches nothing unless a count is 0."""
     assert corpus_bleu(REFERENCES, HYPOTHESES, smooth=True) == corpus_bleu(REFERENCES, HYPOTHESES)
     early = {"references": ["the cat sat on the mat"], "hypotheses": ["the dog sat by the door"]}
     assert 0 < corpus_bleu(**early, smooth=True) < 30
     floor = BLEU(smooth_method="floor", smooth_value=0.1).corpus_score(early["hypotheses"], [early["references"]])
     assert corpus_bleu(**early, smooth=True) == pytest.approx(floor.score)
-
-    references = ["the cat sat on the mat today .", "he likes green tea very much .", "it is raining ."]
-    hypotheses = ["the cat sat on a mat today .", "he likes tea very much .", "it rains ."]
-    references = [[reference.split()] for reference in references]
-    hypotheses = [hypothesis.split() for hypothesis in hypotheses]
-    method6 = bleu_score.SmoothingFunction().method6
-    assert bleu_score.corpus_bleu(references, hypotheses, smoothing_function=method6) > 1.04
-    assert bleu_score.corpus_bleu(references[::-1], hypotheses[::-1], smoothing_function=method6) < 0.61
 
 
 def test_case_counts():
@@ -246,9 +179,7 @@ def test_case_counts():
     assert card.lowercase == pytest.approx(bleu_card(REFERENCES, HYPOTHESES).lowercase)
 
 
-@pytest.mark.parametrize(
-    ("target", "name"), [("zh", "zh"), ("zh-CN", "zh"), ("ja", "char"), ("ko", "char"), ("de", "13a")]
-)
+@pytest.mark.parametrize("target, name", [("zh-CN", "zh"), ("ja", "char"), ("ko", "char"), ("de", "13a")])
 def test_tokeniser_follows_the_language(target, name):
     references = ["我们明天去北京参观博物馆。", "他喜欢喝绿茶,不喜欢喝咖啡。"]
     hypotheses = ["我们明天到北京参观博物馆。", "他喜欢喝绿茶,不爱喝咖啡。"]
@@ -272,7 +203,7 @@ def test_card_holds_sacrebleus_own_numbers():
     assert card.ratio == pytest.approx(card.hyp_length / card.ref_length)
     assert card.brevity_penalty == standard.bp < 1
     assert card.chrf == CHRF().corpus_score(HYPOTHESES, [REFERENCES]).score
-    assert card.sentences == 30 and card.low < card.nltk < card.high
+    assert card.sentences == len(PAIRS) and card.low < card.nltk < card.high
     assert card.signature.startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.")
     assert card.chrf_signature.startswith("nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|version:2.")
 
@@ -320,30 +251,13 @@ def test_interval_is_like_sacrebleus():
     assert (card.high + card.low) / 2 == pytest.approx(theirs._mean, abs=0.2)
 
 
-def test_interval_covers_the_score_of_the_whole():
-    """Of 100 samples of a big test set about 95 have an interval that holds the score of the whole."""
-    metric = sacrebleu_metric("en")
-    references, hypotheses = made_up_corpus(4000, seed=1)
-    counts = sentence_counts(tokens_of(references, metric), tokens_of(hypotheses, metric))
-    whole = float(bleu_from_counts(counts.sum(axis=0)))
-    covered = 0
-    for sample in range(100):
-        rows = random.Random(sample).sample(range(len(counts)), 200)
-        low, high = bootstrap_interval(counts[rows], resamples=300, seed=sample)
-        covered += low <= whole <= high
-    assert 85 <= covered <= 100
-
-
 def test_interval_depends_on_the_seed_only():
     first, second = bleu_card(REFERENCES, HYPOTHESES, seed=1), bleu_card(REFERENCES, HYPOTHESES, seed=1)
     other = bleu_card(REFERENCES, HYPOTHESES, seed=2)
     assert first == second
     assert (first.low, first.high) != (other.low, other.high)
     assert first.nltk == other.nltk
-
-
-def test_one_sentence_has_no_spread():
-    card = bleu_card(["the cat sat on the mat"], ["the cat sat on the rug"])
+    card = bleu_card(["the cat sat on the mat"], ["the cat sat on the rug"])  # of one sentence: no spread
     assert card.low == card.high == pytest.approx(card.nltk)
 
 
