@@ -74,31 +74,16 @@ def test_normalised_text_is_one_clean_line(text):
     assert not any(unicodedata.category(character) in ("Cc", "Cs") for character in clean)
     assert not set(clean) & set(INVISIBLE)
     clean.encode("utf-8")
+    assert normalise(clean) == clean
 
-
-@given(any_text)
-def test_normalising_twice_changes_nothing(text):
-    assert normalise(normalise(text)) == normalise(text)
-
-
-@given(any_text)
-def test_every_other_character_stays_in_its_place(text):
     def stays(character):
-        return not character.isspace() and unicodedata.category(character) not in ("Cc", "Cs")
+        changed = character in INVISIBLE + "�▁_" or unicodedata.category(character) in ("Cc", "Cs")
+        return not character.isspace() and not changed
 
-    changed = INVISIBLE + "�▁_"
-    expected = [character for character in text if stays(character) and character not in changed]
-    assert [character for character in normalise(text) if stays(character) and character not in changed] == expected
+    assert [*filter(stays, clean)] == [*filter(stays, text)]
 
 
 # ---------------------------------------------------------------- held-out rows
-
-
-@settings(deadline=None)
-@given(row_lists, row_lists, row_lists)
-def test_given_splits_are_untouched(train, validation, test):
-    text = text_of(train=train, validation=validation, test=test)
-    assert held_out_rows(text) == {"validation": validation, "test": test}
 
 
 def test_given_splits_on_disk_are_untouched(tmp_path):
@@ -151,16 +136,12 @@ def test_only_what_is_missing_is_held_back():
     assert kept == rows and counts == {"read": 5000}
 
 
-def test_rows_that_are_no_translation_are_not_cut():
+def test_nothing_to_cut():
+    assert held_out_rows(text_of(test=numbers(3))) == {"test": numbers(3), "validation": []}
     rows = [("", f"number {number}") for number in range(2000)] + [(f"word {n}", f"word {n}") for n in range(2000)]
     assert held_out_rows(text_of(train=rows)) == {"validation": [], "test": []}
     _, counts = cleaned(text_of(train=rows))
     assert counts == {"read": 4000, "empty": 2000, "identical": 2000}
-
-
-def test_without_train_nothing_can_be_cut():
-    rows = numbers(3)
-    assert held_out_rows(text_of(test=rows)) == {"test": rows, "validation": []}
 
 
 @given(st.integers(0, 2**64 - 1))
@@ -184,7 +165,7 @@ def test_each_row_is_dropped_for_its_reason():
         ("1998", "1998"), ("……", "……"),  # equal without a letter: kept
         ("验证", "new"), ("new", "Valid."), ("测试 ", "new"), ("new", "Test"),  # a side stands in validation or test
         ("验证", "验证"),  # counted once, for the first reason
-        ("长" * 33, "long"), ("short", "l" * 33),  # too long
+        ("长" * 33, "long"), ("长" * 33, "long"), ("short", "l" * 33),  # too long, not duplicates
         ("长" * 32, "l" * 32), ("长" * 32 + " ", "two"),  # just fits
     ]  # fmt: skip
     text = text_of(train=train, validation=[("验证 ", "Valid.")], test=[("测试", " Test"), ("", "")])
@@ -193,14 +174,8 @@ def test_each_row_is_dropped_for_its_reason():
         ("你好", "Hello"), ("你好", "Hello!"), ("1998", "1998"), ("……", "……"), ("长" * 32, "l" * 32), ("长" * 32, "two"),
     ]  # fmt: skip
     assert LONGEST_TOKEN == 16
-    expected = {"empty": 3, "identical": 3, "duplicate": 1, "in validation or test": 4, "too long": 2}
+    expected = {"empty": 3, "identical": 3, "duplicate": 1, "in validation or test": 4, "too long": 3}
     assert counts == {"read": len(train), **expected}
-
-
-def test_a_dropped_pair_does_not_make_the_next_a_duplicate():
-    train = [("长" * 17, "long")] * 2
-    _, counts = cleaned(text_of(train=train, validation=[], test=[]), max_length=1)
-    assert counts == {"read": 2, "too long": 2}
 
 
 @settings(deadline=None)
@@ -222,14 +197,6 @@ def test_the_counts_add_up(train, validation, with_test):
     assert [order.index(pair) for pair in kept] == sorted(map(order.index, kept))
 
 
-def test_nothing_is_counted_before_it_is_read():
-    counts = Counter()
-    pairs = clean_pairs(text_of(train=numbers(9), validation=[], test=[]), {}, 512, counts)
-    assert not counts
-    next(pairs)
-    assert counts["read"] == 1
-
-
 # ---------------------------------------------------------------- figures
 
 
@@ -246,13 +213,6 @@ def test_fingerprints_are_the_same_everywhere():
     # Another value would move pairs between train, validation and test, and make old scores incomparable.
     assert fingerprint("今天天气怎么样？", "What's the weather like today?") == 14059339316595186768
     assert len({fingerprint(*pair) for pair in [("", ""), ("a", "b"), ("ab", ""), ("", "ab"), ("b", "a")]}) == 5
-
-
-@given(st.lists(st.tuples(st.text(), st.text()), unique=True, max_size=20))
-def test_fingerprints_differ(pairs):
-    pairs = [(normalise(source), normalise(target)) for source, target in pairs]
-    found = {fingerprint(*pair) for pair in pairs}
-    assert len(found) == len(set(pairs)) and all(0 <= value < 2**64 for value in found)
 
 
 @pytest.mark.parametrize("short, longest", [(0, 10), (1, 14), (5, 30), (100, 410)])

@@ -3,6 +3,7 @@
 import json
 import random
 from string import ascii_lowercase
+from unittest.mock import Mock
 
 import pytest
 import regex
@@ -64,7 +65,6 @@ def test_any_text_comes_back(tokenizer, text):
 
 def test_lines_keep_their_order(tokenizer):
     lines = ["", "一 二", "z", "", "二"]
-    assert [bool(ids) for ids in encode(tokenizer, lines)] == [False, True, True, False, True]
     assert round_trip(tokenizer, lines) == lines and encode(tokenizer, []) == [] and decode(tokenizer, []) == []
 
 
@@ -124,10 +124,11 @@ def test_words_are_learned_and_none_is_too_long(tokenizer, monkeypatch):
     assert len(encode(tokenizer, ["three four five"])[0]) == 3
 
 
-def test_training_is_deterministic(tokenizer):
-    again = train_tokenizer(iter(LINES), 600)
-    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
-    assert train_tokenizer(LINES, 500).backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str()
+def test_training_is_deterministic():
+    lines = [chr(0x4E00 + number) + "a" for number in range(3000)]  # each once: the library would draw lots
+    first, second = (train_tokenizer(iter(lines), 600).backend_tokenizer.to_str() for _ in range(2))
+    assert first == second
+    assert commonest_characters(["bca a", "b"], 3) == ["▁", "a", "b"] and commonest_characters([], 5) == ["▁"]
 
 
 def test_saved_and_loaded_by_transformers(tokenizer, tmp_path):
@@ -148,14 +149,11 @@ def test_saved_and_loaded_by_transformers(tokenizer, tmp_path):
 
 def test_special_ids(tokenizer):
     assert special_ids(tokenizer) == {"pad": 0, "bos": 1, "eos": 2}
-    assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == [PAD, BOS, EOS]
     ids = encode(tokenizer, ["three 今天"])[0]
     assert decode(tokenizer, [[1, *ids, 2, 0, 0]]) == ["three 今天"]
 
 
-@pytest.mark.parametrize("kept, named", [
-    (("bos", "eos"), "pad"), (("pad", "eos"), "bos"), (("pad", "bos"), "eos"), (("eos",), "pad/bos"), ((), "pad/bos/eos"),
-])  # fmt: skip
+@pytest.mark.parametrize("kept, named", [({"bos", "eos"}, "pad"), ({"pad", "eos"}, "bos"), (set(), "pad/bos/eos")])
 def test_missing_special_tokens_are_named(tokenizer, tmp_path, kept, named):
     from transformers import PreTrainedTokenizerFast
 
@@ -216,21 +214,10 @@ def test_nothing_is_truncated_or_padded(tmp_path, bert, capfd, which):
     assert "longer than" not in capfd.readouterr().err
 
 
-class Slow:
-    """A tokenizer without the Rust library: records how it is called."""
-
-    is_fast = False
-
-    def __call__(self, lines, **options):
-        self.options = options
-        return {"input_ids": [[len(line)] for line in lines]}
-
-
 def test_a_tokenizer_in_python_is_asked_for_the_same():
-    slow = Slow()
+    slow = Mock(is_fast=False, return_value={"input_ids": [[1], [3]]})
     assert encode(slow, ("a", "bcd")) == [[1], [3]]
-    assert slow.options["add_special_tokens"] is False and not slow.options.get("truncation")
-    assert slow.options["split_special_tokens"] is True
+    slow.assert_called_once_with(["a", "bcd"], add_special_tokens=False, split_special_tokens=True, verbose=False)
 
 
 # ---------------------------------------------------------------- mistakes
@@ -238,9 +225,8 @@ def test_a_tokenizer_in_python_is_asked_for_the_same():
 
 def test_no_tokenizer_there(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"tokenizer .*empty: no tokenizer can be read from this folder") as error:
+    with pytest.raises(UserError, match=r"^tokenizer .*empty: no tokenizer can be read from this folder.*$"):
         load_tokenizer(str(tmp_path / "empty"))
-    assert "\n" not in str(error.value)
     with pytest.raises(UserError, match=r"tokenizer .*none: no such folder, and it cannot be loaded from the hub"):
         load_tokenizer(str(tmp_path / "none"))
     (tmp_path / "empty" / "tokenizer.json").write_text("{")
@@ -259,15 +245,11 @@ def plainly(tokenizer, lines):
 UNTIDY = ["", " ", "a  b", " a", "a ", "▁", "a▁b", "x ▁a", "<s> </s>", "two\tthree", "鸞 <0x41>", "three three"]
 
 
-@pytest.mark.parametrize("lines", [[], LINES, LINES[:1], *[[line] for line in UNTIDY], [*UNTIDY, *LINES]])
+@given(st.lists(st.sampled_from(UNTIDY) | st.text(alphabet="ab今天鸞1,'<s>/ ▁é\u0301", max_size=20), max_size=8))
+@example(LINES)
+@example([*UNTIDY, *LINES])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_words_apart_give_the_ids_of_whole_lines(tokenizer, lines):
-    ids, lengths = encode_flat(tokenizer, lines)
-    assert (ids.tolist(), lengths.tolist()) == plainly(tokenizer, lines)
-
-
-@given(st.lists(st.text(alphabet="ab今天鸞1,'<s>/ ▁é\u0301", max_size=20), max_size=8))
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_words_apart_give_the_ids_of_any_lines(tokenizer, lines):
     ids, lengths = encode_flat(tokenizer, lines)
     assert (ids.tolist(), lengths.tolist()) == plainly(tokenizer, lines)
 
@@ -285,10 +267,3 @@ def test_only_our_own_cut_makes_words_stand_alone(tokenizer, bert, tmp_path):
     for one in (bert, loaded):
         ids, lengths = encode_flat(one, ["the weathers", "three four five"])
         assert (ids.tolist(), lengths.tolist()) == plainly(one, ["the weathers", "three four five"])
-
-
-def test_equally_rare_characters_are_chosen_alike_every_time():
-    lines = [chr(0x4E00 + number) + "a" for number in range(3000)]  # each once: the library would draw lots
-    first, second = (train_tokenizer(lines, 600).backend_tokenizer.to_str() for _ in range(2))
-    assert first == second
-    assert commonest_characters(["bca a", "b"], 3) == ["▁", "a", "b"] and commonest_characters([], 5) == ["▁"]
