@@ -66,17 +66,17 @@ def write_arrow_file(path, pairs, nested=False):
     write_arrow(path, pairs, nested, pyarrow.ipc.new_file)
 
 
-def write_jsonl(path, pairs, nested=False):
+def write_jsonl(path, pairs, nested=False, encoding="utf-8"):
     lines = [json.dumps(row, ensure_ascii=nested) for row in as_dicts(pairs, nested)]
-    path.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    path.write_text("\n".join(lines) + "\n\n", encoding=encoding)
 
 
-def write_json(path, pairs, nested=False, around=lambda rows: rows, indent=None):
-    path.write_text(json.dumps(around(as_dicts(pairs, nested)), ensure_ascii=nested, indent=indent), encoding="utf-8")
+def write_json(path, pairs, nested=False, around=lambda rows: rows, indent=None, encoding="utf-8"):
+    path.write_text(json.dumps(around(as_dicts(pairs, nested)), ensure_ascii=nested, indent=indent), encoding=encoding)
 
 
-def write_csv(path, pairs):
-    with path.open("w", newline="", encoding="utf-8") as stream:
+def write_csv(path, pairs, encoding="utf-8"):
+    with path.open("w", newline="", encoding=encoding) as stream:
         csv.writer(stream).writerows([("id", "zh", "en"), *((7, *pair) for pair in pairs)])
 
 
@@ -138,16 +138,7 @@ def shards_in(names, write):
     return layout
 
 
-def with_bom(name, write):
-    def layout(folder):
-        write(folder / name, TRAIN)
-        (folder / name).write_bytes(b"\xef\xbb\xbf" + (folder / name).read_bytes())
-        return {"train": TRAIN}
-
-    return layout
-
-
-def saved_dict(names):
+def saved_dict(*names):
     def layout(folder):
         splits = {name: datasets.Dataset.from_list(as_dicts(p, True)) for name, p in zip(names, SPLITS.values())}
         datasets.DatasetDict(splits).save_to_disk(folder, num_shards={name: 1 + (name == "train") for name in names})
@@ -172,29 +163,7 @@ def with_strays(folder):
     return splits_in("train.parquet dev.parquet test.parquet", write_parquet)(folder)
 
 
-def nulls_in_columns(folder):
-    fields = [("zh", pyarrow.string()), ("en", pyarrow.string())]
-    rows = pyarrow.array([None, {"zh": None, "en": "a"}], type=pyarrow.struct(fields))
-    pyarrow.parquet.write_table(pyarrow.table({"translation": rows}), folder / "x.parquet")
-    return {"train": [("", ""), ("", "a")]}
-
-
-def nulls_in_jsonl(folder):
-    (folder / "x.jsonl").write_text('{"translation": null}\n{"zh": null, "en": "a"}\n')
-    return {"train": [("", ""), ("", "a")]}
-
-
-def other_string_types(folder):
-    zh = pyarrow.array(["甲", None, "甲"], type=pyarrow.large_string())
-    en = pyarrow.array(["a", "b", "a"]).dictionary_encode()
-    pyarrow.parquet.write_table(pyarrow.table({"zh": zh, "en": en}), folder / "x.parquet")
-    return {"train": [("甲", "a"), ("", "b"), ("甲", "a")]}
-
-
-def data_object(rows):
-    return {"version": 1, "data": rows}
-
-
+JSON = "train.json valid.json test.json"
 LAYOUTS = {
     "parquet struct": splits_in("train-0-of-1.parquet validation-0-of-1.parquet test-0-of-1.parquet", write_parquet, nested=True),
     "parquet flat": splits_in("train.parquet val.parquet wmt_eval.parquet", write_parquet),
@@ -204,34 +173,31 @@ LAYOUTS = {
     "shards in a split's folder": shards_in([f"train/{index}.csv" for index in range(10)], write_csv),
     "no keyword is train": shards_in(["newtrainer.csv", *(f"x{index}.csv" for index in range(9))], write_csv),
     "capitals": splits_in("Train.PARQUET Dev.PARQUET TEST.PARQUET", write_parquet),
-    "large strings and dictionaries": other_string_types,
     "arrow stream": splits_in("x-train.arrow x-validation.arrow x-test.arrow", write_arrow),
     "arrow stream struct": splits_in("train.arrow dev.arrow test.arrow", write_arrow, nested=True),
     "arrow file": splits_in("train.arrow dev.arrow evaluation.arrow", write_arrow_file),
-    "save_to_disk dict": saved_dict(["train", "validation", "test"]),
-    "save_to_disk dict, other names": saved_dict(["train", "dev", "eval"]),
+    "save_to_disk dict": saved_dict("train", "validation", "test"),
+    "save_to_disk dict, other names": saved_dict("train", "dev", "eval"),
     "save_to_disk dataset": saved_dataset(None, "train"),
     "save_to_disk dataset of a split": saved_dataset("test", "test"),
     "jsonl": splits_in("train.jsonl valid.jsonl test.ndjson", write_jsonl),
     "jsonl translation": splits_in("train.jsonl valid.jsonl test.jsonl", write_jsonl, nested=True),
-    "json, one row a line": splits_in("train.json valid.json test.json", write_jsonl, nested=True),
-    "json array": splits_in("train.json valid.json test.json", write_json, indent=1),
-    "json array translation": splits_in("train.json dev.json test.json", write_json, nested=True),
-    "json data": splits_in("train.json valid.json test.json", write_json, around=lambda rows: {"data": rows}),
-    "json data indented": splits_in("train.json valid.json test.json", write_json, around=data_object, indent=2),
+    "json, one row a line": splits_in(JSON, write_jsonl, nested=True),
+    "json array": splits_in(JSON, write_json, indent=1),
+    "json array translation": splits_in(JSON, write_json, nested=True),
+    "json data": splits_in(JSON, write_json, around=lambda rows: {"data": rows}),
+    "json data indented": splits_in(JSON, write_json, around=lambda rows: {"v": 1, "data": rows}, indent=2),
     "csv": splits_in("training.csv news.dev.csv news-test-2017.csv", write_csv),
     "tsv": splits_in("train.tsv dev.tsv test.tsv", write_tsv),
     "moses": splits_in("train dev test", write_moses),
     "moses, other names": splits_in("corpus.tc valid.tc test2017.zh-en", write_moses),
     "sgm": splits_in("train-zhen valid-zhen test-zhen", write_sgm),
     "xml": splits_in("train.zh-en.xml validation.zh-en.xml test.zh-en.xml", write_xml),
-    "csv with BOM": with_bom("x.csv", write_csv),
-    "jsonl with BOM": with_bom("x.jsonl", write_jsonl),
-    "json lines with BOM": with_bom("x.json", write_jsonl),
-    "json array with BOM": with_bom("x.json", write_json),
+    "csv with BOM": splits_in("train.csv dev.csv test.csv", write_csv, encoding="utf-8-sig"),
+    "jsonl with BOM": splits_in("train.jsonl dev.jsonl test.jsonl", write_jsonl, encoding="utf-8-sig"),
+    "json lines with BOM": splits_in(JSON, write_jsonl, encoding="utf-8-sig"),
+    "json array with BOM": splits_in(JSON, write_json, encoding="utf-8-sig"),
     "stray files": with_strays,
-    "nulls in parquet": nulls_in_columns,
-    "nulls in jsonl": nulls_in_jsonl,
 }  # fmt: skip
 
 
@@ -253,6 +219,18 @@ def test_every_form_gives_the_same_rows(name, tmp_path, monkeypatch):
         assert read(text) == {split: keep(pairs) for split, pairs in expected.items()}
         assert all(0 < len(part) <= chunk for split in text.files for part in text.rows(split))
     assert text.path == str(tmp_path) and text.form == ("save_to_disk" if name.startswith("save") else text.form)
+
+
+def test_null_is_no_text_and_every_string_is_one(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"translation": null}\n{"zh": null, "en": "a"}\n')
+    assert read_path(tmp_path) == {"train": [("", ""), ("", "a")]}
+    pair = pyarrow.struct([("zh", pyarrow.string()), ("en", pyarrow.string())])
+    rows = pyarrow.array([{"zh": "甲", "en": "b"}, None, {"zh": None, "en": "a"}], type=pair)
+    pyarrow.parquet.write_table(pyarrow.table({"translation": rows}), tmp_path / "x.parquet")
+    assert read_path(tmp_path / "x.parquet") == {"train": [("甲", "b"), ("", ""), ("", "a")]}
+    zh, en = pyarrow.array(["甲", None], type=pyarrow.large_string()), pyarrow.array(["a", "b"]).dictionary_encode()
+    pyarrow.parquet.write_table(pyarrow.table({"zh": zh, "en": en}), tmp_path / "x.parquet")
+    assert read_path(tmp_path / "x.parquet") == {"train": [("甲", "a"), ("", "b")]}
 
 
 @pytest.mark.parametrize("name, split, write", [
