@@ -274,5 +274,6 @@ def _together(sources: Iterator[str], targets: Iterator[str], first: str, second
         yield pair
 
 
+# What is not here is arrow: save_to_disk and the hub's cache too.
 READERS = {"parquet": _read_parquet, "json": _read_json, "csv": _read_csv, "tsv": _read_tsv, "xml": _read_xml,
            "sgm": _read_sgm, "moses": _read_moses}  # fmt: skip

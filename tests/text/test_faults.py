@@ -1,4 +1,4 @@
-"""Text that is damaged, hostile or of an odd size: never other rows or ids than those on the disk, never foreign code."""
+"""Tokenizers and caches that are damaged, hostile or of an odd size: never other ids, never foreign code."""
 
 import contextlib
 import json
