@@ -1,6 +1,6 @@
 """Every layout of processes against one process; our GPT against Hugging Face's; the planner, the data, bad input.
 
-This very file, run as a script (see the end), is four processes that train all cases in turn by the lab's own `train`.
+This very file, run as a script (see the end), is one of four processes that train all cases in turn by the lab's own `train`.
 """
 
 import json
@@ -15,31 +15,33 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
+from conftest import Forked, fork_ranks
+from helpers import refused, together
+from torch.utils.flop_counter import FlopCounterMode
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT))  # for the processes
+from labs.gpt import compare, generate, plan
+from labs.gpt.__main__ import Config, sizes_of, train
+from labs.gpt.checkpoints import checkpoint_of, convert, load_weights, newest
+from labs.gpt.data import Data, read_documents
+from labs.gpt.model import GPT, HuggingFaceGPT, weights_from_hf
+from labs.gpt.parallel import check_grid
+from labs.gpt.sizes import PRESETS, get_model_size, get_tflops
 
-from labs.gpt.__main__ import Config, sizes_of, train  # noqa: E402
-
-STEPS = 20
+STEPS = 8
 # 12 sequences a step: divisible by 2, 3 and 4; the vocabulary by none of them, so parts of a weight differ in size.
 BASE = dict(size="toy", vocabulary=511, precision="fp32", max_steps=STEPS, log_every=1, eval_every=STEPS // 2,
             data_size=48, device="cpu")  # fmt: skip
 CASES = {  # by name: the processes, and the settings
     "alone": (1, {}),
-    "accumulate": (1, dict(accumulate=3)),
-    "recompute": (1, dict(recompute="all")),
-    "recompute-selective": (1, dict(recompute="selective")),
-    "chunked-loss": (1, dict(chunked_loss=True)),
-    "offload-optimizer": (1, dict(offload="optimizer")),
+    "accumulate-offload-optimizer": (1, dict(accumulate=3, offload="optimizer")),
+    "chunked-loss": (1, dict(chunked_loss=True, recompute="selective")),
     "offload-parameters": (1, dict(data_parallel="zero3", offload="parameters")),
     "ddp-2": (2, dict(accumulate=2)),
-    "ddp-3": (3, {}),
     "zero1-2": (2, dict(data_parallel="zero1")),
     "zero2-2": (2, dict(data_parallel="zero2", recompute="all")),
-    "zero3-2": (2, dict(data_parallel="zero3", accumulate=2)),
-    "tensor-2": (2, dict(tensor=2)),
+    "zero3-3": (3, dict(data_parallel="zero3", accumulate=2)),
     "pipe-2-gpipe": (2, dict(pipe=2, accumulate=4, schedule="gpipe")),
     "pipe-2-interleaved": (2, dict(pipe=2, accumulate=4, schedule="interleaved")),
     "pipe-2-zb": (2, dict(pipe=2, accumulate=4, schedule="zb")),
@@ -48,33 +50,31 @@ CASES = {  # by name: the processes, and the settings
     "data-2-pipe-2": (4, dict(pipe=2, accumulate=2)),
     "data-2-tensor-2": (4, dict(tensor=2)),
     "zero3-2-tensor-2": (4, dict(tensor=2, data_parallel="zero3", recompute="selective")),
-    # A run whose last checkpoint is that of step 10, and goes on under another layout.
-    "half-zero3-2-tensor-2": (4, dict(tensor=2, data_parallel="zero3")),
-    "half-zero3-2-tensor-2 > 1": (1, {}),
-    "half-1": (1, {}),
-    "half-1 > zero3-2-tensor-2": (4, dict(tensor=2, data_parallel="zero3")),
-    "half-zero1": (2, dict(data_parallel="zero1")),
-    "half-zero1 > pipe-2": (2, dict(pipe=2, accumulate=2)),
+    # A copy of the first run that ended in the middle goes on under another layout.
+    "zero3-2-tensor-2 > 1": (1, {}),
+    "alone > zero3-2-tensor-2": (4, dict(tensor=2, data_parallel="zero3")),
+    "zero1-2 > pipe-2": (2, dict(pipe=2, accumulate=2)),
     # All of the above compute in float64, which shows any mistake; these in float32, as users do.
     "fp32-alone": (1, {}),
-    "fp32-ddp-2": (2, {}),
-    "fp32-zero3-2": (2, dict(data_parallel="zero3")),
-    "fp32-tensor-2": (2, dict(tensor=2)),
+    "fp32-zero3-2-tensor-2": (4, dict(tensor=2, data_parallel="zero3")),
     "fp32-pipe-2": (2, dict(pipe=2, accumulate=4)),
 }
 if not hasattr(torch.nn, "LinearCrossEntropyOptions"):  # before PyTorch 2.13; `check_grid` says so
     del CASES["chunked-loss"]
 
 
-def settings(name: str) -> Config:
-    """A case with ` > ` goes on with the run of the case before it."""
-    changes = CASES[name][1]
-    config = Config(**{**BASE, "run": f"runs/{name}", **changes})
-    config.given = set()
-    if " > " in name:
-        config.resume, config.run = f"runs/{name.partition(' > ')[0]}", ""
-        config.given = {"accumulate", "tensor", "pipe", "data_parallel"}
+def config_of(given=(), **settings) -> Config:
+    """As `parse_flags` would make it."""
+    config = Config(**settings)
+    config.given = set(given)
     return config
+
+
+def settings(name: str) -> Config:
+    changes = {**BASE, **CASES[name][1]}
+    if " > " in name:
+        return config_of(given=("accumulate", "tensor", "pipe", "data_parallel"), resume=f"runs/{name}", **changes)
+    return config_of(run=f"runs/{name}", **changes)
 
 
 def losses(folder: Path) -> list[float]:
@@ -91,48 +91,18 @@ def runs(tmp_path_factory) -> Path:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    workers = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(port)], cwd=folder, env=environment,
-                         stdout=open(folder / f"rank-{rank}.log", "w"), stderr=subprocess.STDOUT)
-        for rank in range(4)
-    ]  # fmt: skip
-    while any(worker.poll() is None for worker in workers):
-        if any(worker.poll() for worker in workers):  # the others would wait for it
-            for worker in workers:
-                worker.kill()
-        time.sleep(0.2)
-    outputs = [(folder / f"rank-{rank}.log").read_text()[-3000:] for rank in range(4)]
-    assert [worker.returncode for worker in workers] == [0] * 4, "\n".join(outputs)
+    together([Forked(__file__, rank, port, cwd=folder) for rank in range(4)])
     return folder / "runs"
 
 
-def same(runs: Path, name: str, expected: str, tolerance: float) -> None:
-    torch.testing.assert_close(losses(runs / name), losses(runs / expected), rtol=tolerance, atol=0)
-
-
-@pytest.mark.parametrize("name", [n for n in CASES if n != "alone" and not n.startswith(("half", "fp32"))])
+@pytest.mark.parametrize("name", [name for name in CASES if not name.endswith("alone")])
 def test_losses_are_those_of_one_process(runs, name):
-    same(runs, name, "alone", 1e-9)
-
-
-@pytest.mark.parametrize("name", ["fp32-ddp-2", "fp32-zero3-2", "fp32-tensor-2", "fp32-pipe-2"])
-def test_losses_are_those_of_one_process_in_float32(runs, name):
-    same(runs, name, "fp32-alone", 1e-4)
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if " > " in name])
-def test_a_run_goes_on_under_another_layout(runs, name):
-    begun = runs / name.partition(" > ")[0]
-    assert f"resumed after step {STEPS // 2}" in (begun / "train.log").read_text()
-    same(runs, begun.name, "alone", 1e-9)
+    expected, tolerance = ("fp32-alone", 1e-4) if name.startswith("fp32") else ("alone", 1e-9)
+    torch.testing.assert_close(losses(runs / name), losses(runs / expected), rtol=tolerance, atol=0)
+    assert (" > " in name) == (f"resumed after step {STEPS // 2}" in (runs / name / "train.log").read_text())
 
 
 def test_a_checkpoint_of_many_becomes_one_file(runs):
-    import safetensors.torch
-
-    from labs.gpt.checkpoints import convert, load_weights, newest
-
     convert(str(runs / "zero3-2-tensor-2"))
     weights = safetensors.torch.load_file(runs / "zero3-2-tensor-2" / "model.safetensors")
     expected, sizes = load_weights(newest(runs / "alone"))
@@ -142,21 +112,18 @@ def test_a_checkpoint_of_many_becomes_one_file(runs):
 
 
 def test_a_damaged_checkpoint_is_passed_over(runs, tmp_path, capsys):
-    from engine.errors import UserError
-    from labs.gpt.checkpoints import checkpoint_of, newest
-
-    shutil.copytree(runs / "zero3-2", tmp_path / "run")
+    shutil.copytree(runs / "zero3-3", tmp_path / "run")
     older, last = (tmp_path / f"run/checkpoints/sharded-{step}" for step in (STEPS // 2, STEPS))
-    assert newest(tmp_path / "run") == last and len(list(last.glob("*.distcp"))) == 2
+    assert newest(tmp_path / "run") == last and len(list(last.glob("*.distcp"))) == 3
     for folder, piece in ((last, "__1_0.distcp"), (older, ".metadata")):
         content = bytearray((folder / piece).read_bytes())
         content[len(content) // 2] ^= 1
         (folder / piece).write_bytes(content)
-        with pytest.raises(UserError, match=f"checksum of {piece} differs"):
+        with refused(f"checksum of {piece} differs"):
             checkpoint_of(str(folder))
         if folder is last:
-            assert newest(tmp_path / "run") == older and "sharded-20 is damaged" in capsys.readouterr().err
-    with pytest.raises(UserError, match="no whole checkpoint"):
+            assert newest(tmp_path / "run") == older and "sharded-8 is damaged" in capsys.readouterr().err
+    with refused("no whole checkpoint"):
         newest(tmp_path / "run")
 
 
@@ -174,8 +141,6 @@ def test_result_has_the_figures_of_the_table(runs, name, processes):
 @pytest.fixture
 def pair():
     """Hugging Face's model and ours with its weights."""
-    from labs.gpt.model import GPT, HuggingFaceGPT, weights_from_hf
-
     torch.manual_seed(0)
     sizes = sizes_of(Config(size="toy"))
     theirs, ours = HuggingFaceGPT(sizes).double(), GPT(sizes).double()
@@ -185,13 +150,9 @@ def pair():
     return theirs, ours, torch.randint(sizes.vocabulary, (2, sizes.sequence))
 
 
-def test_logits_are_those_of_hugging_face(pair):
+def test_logits_and_loss_are_those_of_hugging_face(pair):
     theirs, ours, tokens = pair
     torch.testing.assert_close(ours(tokens), theirs(tokens), rtol=1e-9, atol=1e-9)
-
-
-def test_loss_is_that_of_hugging_face(pair):
-    theirs, ours, tokens = pair
     expected = theirs.model(tokens, labels=tokens).loss  # which shifts by itself
     torch.testing.assert_close(ours(tokens[:, :-1], tokens[:, 1:]), expected, rtol=1e-6, atol=0, check_dtype=False)
 
@@ -205,24 +166,18 @@ def test_cache_changes_nothing(pair):
 
 
 def test_generation():
-    from labs.gpt.generate import choose, generate
-    from labs.gpt.model import GPT
-
     torch.manual_seed(0)
     model, draw = GPT(sizes_of(Config(size="toy"))), torch.Generator().manual_seed(1)
-    out = generate(model, torch.tensor([[1, 2, 3]]), 100, 0, 1.0, draw, longest=32)
+    out = generate.generate(model, torch.tensor([[1, 2, 3]]), 100, 0, 1.0, draw, longest=32)
     assert out.shape == (1, 32)  # as long as there are positions
     with torch.no_grad():
         assert torch.equal(model(out[:, :-1])[:, 2:].argmax(-1), out[:, 3:])  # each the likeliest
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    drawn = {choose(logits, 1.0, 0.7, draw).item() for _ in range(200)}
+    drawn = {generate.choose(logits, 1.0, 0.7, draw).item() for _ in range(200)}
     assert drawn == {0, 1}  # 0.5 alone is no 0.7, 0.5 + 0.3 is
 
 
 def test_sizes_of_the_handout():
-    from labs.gpt.model import GPT, HuggingFaceGPT
-    from labs.gpt.sizes import PRESETS, get_model_size, get_tflops
-
     with torch.device("meta"):
         theirs, ours = HuggingFaceGPT(PRESETS["1.6b"]), GPT(PRESETS["1.6b"])
     assert get_model_size(theirs) == 1_638_022_400  # the tied matrix counted twice
@@ -232,11 +187,6 @@ def test_sizes_of_the_handout():
 
 
 def test_flops_are_those_that_pytorch_counts():
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from labs.gpt.model import GPT
-    from labs.gpt.sizes import PRESETS
-
     sizes = PRESETS["124m"]
     with torch.device("meta"):
         model, tokens = GPT(sizes), torch.zeros(1, sizes.sequence, dtype=torch.long)
@@ -254,9 +204,6 @@ def test_flops_are_those_that_pytorch_counts():
 @pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("kind", ["own", "hf"])
 def test_planned_activations_are_what_is_saved(kind, narrow):
-    from labs.gpt.model import GPT, HuggingFaceGPT
-    from labs.gpt.plan import memory
-
     def saved(layers: int) -> int:
         """Bytes kept for the backward pass, without weights and their narrow copies."""
         sizes = replace(sizes_of(Config(size="toy")), hidden=128, sequence=256, layers=layers)
@@ -276,7 +223,7 @@ def test_planned_activations_are_what_is_saved(kind, narrow):
         return sum(size for place, size in seen.items() if place not in weights) - copies
 
     config = Config(size="toy", model=kind, batch_size=4)
-    planned = [memory(config, replace(sizes_of(config), hidden=128, sequence=256, layers=n), 1, narrow).activations
+    planned = [plan.memory(config, replace(sizes_of(config), hidden=128, sequence=256, layers=n), 1, narrow).activations
                for n in (2, 6)]  # fmt: skip
     assert saved(6) - saved(2) == pytest.approx(planned[1] - planned[0], rel=0.03)
 
@@ -305,16 +252,14 @@ print(memory.peak_gib() * 2**30 / plan.memory(config, sizes, 1, False).total)
 
 @pytest.mark.slow
 def test_planned_memory_of_124m_is_what_came(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
     words = [sys.executable, "-c", MEASURE]
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert float(done.stdout) == pytest.approx(1, abs=0.1), done.stderr
 
 
 def test_plan_of_the_handout(capsys):
-    config = Config(size="1.6b", plan=True, gpus=4, memory_gib=24)
-    config.given = set()
-    train(config)
+    train(config_of(size="1.6b", plan=True, gpus=4, memory_gib=24))
     said = capsys.readouterr().out.splitlines()
     lines = {line[:32].strip(): line[32:] for line in said}
     assert "  does not fit; at most" in lines["DDP 4"]
@@ -328,16 +273,13 @@ def test_plan_of_the_handout(capsys):
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_plan_for_cards_of_11_gib(capsys, gpus):
     """The handout's scales 1 and 2; what is proposed fits, and one layer more does not."""
-    from labs.gpt.plan import most_layers, trial_of
-
-    config = Config(size="1.6b", plan=True, gpus=gpus, memory_gib=11, precision="fp16")
-    config.given = set()
+    config = config_of(size="1.6b", plan=True, gpus=gpus, memory_gib=11, precision="fp16")
     train(config)
     words = capsys.readouterr().out.splitlines()[-1].split()
     layers = int(words[words.index("--layers") + 1])
     assert layers > 10
     changes = dict(recompute="all", chunked_loss=True) if gpus == 1 else dict(pipe=2, recompute="all")
-    assert most_layers(trial_of(config, changes), sizes_of(config), config, True) <= layers
+    assert plan.most_layers(plan.trial_of(config, changes), sizes_of(config), config, True) <= layers
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -356,8 +298,6 @@ def write_table(folder: Path, rows: int = 60) -> Path:
 
 
 def test_only_abstracts_are_read(tmp_path):
-    from labs.gpt.data import read_documents
-
     splits, note = read_documents(write_table(tmp_path / "wos"))
     assert (len(splits["train"]), len(splits["validation"])) == (57, 3)
     assert splits["validation"][1].endswith('"quoted" 20.') and "SecretLabel" not in " ".join(splits["train"])
@@ -365,8 +305,6 @@ def test_only_abstracts_are_read(tmp_path):
 
 
 def test_largest_x_of_the_archive(tmp_path):
-    from labs.gpt.data import read_documents
-
     for name, count in (("WOS5736", 25), ("WOS11967", 50)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "X.txt").write_text("\n".join(f"abstract {n}" for n in range(count)))
@@ -376,8 +314,6 @@ def test_largest_x_of_the_archive(tmp_path):
 
 
 def test_wikitext_keeps_its_splits(tmp_path):
-    from labs.gpt.data import read_documents
-
     (tmp_path / "wiki.train.tokens").write_text(
         " = A = \n\n text of a .\n\n = = part = = \n\n more .\n\n = B = \n\n b .\n"
     )
@@ -389,8 +325,6 @@ def test_wikitext_keeps_its_splits(tmp_path):
 
 
 def test_batches():
-    from labs.gpt.data import Data
-
     data = Data({"train": np.arange(101), "validation": np.arange(11)}, 5, 4, 1, 101, "key")
     seen = torch.cat([data.batch("train", step)[0] for step in range(data.batches("train"))])
     assert sorted(seen.flatten().tolist()) == list(range(100))
@@ -401,14 +335,9 @@ def test_batches():
 
 
 def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys):
-    from labs.gpt import generate
-
     monkeypatch.chdir(tmp_path)
-    config = Config(
-        **{**BASE, "data": str(write_table(tmp_path / "wos")), "max_steps": 60, "vocabulary": 300, "run": "text"}
-    )
-    config.given = set()
-    folder = train(config)
+    text = dict(data=str(write_table(tmp_path / "wos")), max_steps=60, vocabulary=300, run="text")
+    folder = train(config_of(**{**BASE, **text}))
     values = losses(folder)
     assert values[0] > 5.5 and values[-1] < 4.0
     assert "labels and keywords are not read" in capsys.readouterr().out
@@ -435,39 +364,23 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys):
     (1, dict(hidden=30, heads=4), "--hidden 30 must be divisible by --heads 4"),
 ])  # fmt: skip
 def test_a_grid_that_cannot_be(processes, settings, message):
-    from engine.errors import UserError
-    from labs.gpt.parallel import check_grid
-
     config = Config(**{**BASE, "batch_size": 12, **settings})
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         check_grid(config, sizes_of(config), processes)
 
 
-def run_lab(folder: Path, *words: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    words = [sys.executable, "-m", *words]
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
-
-
 def test_bad_input_is_one_line_on_every_rank(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
-    environment = {**os.environ, **place, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    words = [sys.executable, "-m", "labs.gpt", "--size", "toy", "--tensor", "3"]
-    ranks = [subprocess.Popen(words, cwd=tmp_path, env={**environment, "RANK": rank, "LOCAL_RANK": rank}, text=True,
-                              stderr=subprocess.PIPE) for rank in "01"]  # fmt: skip
-    for number, rank in enumerate(ranks):
-        said = rank.communicate(timeout=100)[1]
-        assert rank.returncode == 2 and said.startswith(f"error (rank {number}): 2 processes are no grid"), said
-        assert said.count("\n") == 1
+    for number, rank in enumerate(fork_ranks(2, "labs/gpt/__main__.py", "--size", "toy", "--tensor", 3, cwd=tmp_path)):
+        assert rank.wait() == 2 and rank.output.count("\n") == 1, rank.output
+        assert rank.output.startswith(f"error (rank {number}): 2 processes are no grid")
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_size_that_cannot_fit(tmp_path):
-    done = run_lab(tmp_path, "labs.gpt", "--size", "1.6b", "--layers", "2000", "--device", "cpu")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("error: does not fit: needs ") and not (tmp_path / "runs").exists()
+def test_a_size_that_cannot_fit(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with refused("does not fit: needs "):
+        train(Config(size="1.6b", layers=2000, device="cpu"))
+    assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize("words, expected", [
@@ -477,17 +390,12 @@ def test_a_size_that_cannot_fit(tmp_path):
     ("", "ended without a word"),
 ])  # fmt: skip
 def test_a_row_that_fails_says_why_in_one_line(words, expected):
-    from labs.gpt.compare import last_words
-
-    assert last_words(words).startswith(expected)
+    assert compare.last_words(words).startswith(expected)
 
 
 def test_table_goes_on_after_a_row_that_fails(tmp_path, monkeypatch, capsys):
-    from labs.gpt import compare
-
     rows = [compare.Row("bad", 1, "--tensor 3", "", "never"), compare.Row("good", 1, "", "", "fine")]
     monkeypatch.setattr(compare, "ladder", lambda most, gpu: rows)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     config = compare.Config(size="toy", steps=4, folder=str(tmp_path / "table"))
     compare.main(config)
@@ -502,12 +410,11 @@ def test_table_goes_on_after_a_row_that_fails(tmp_path, monkeypatch, capsys):
 if __name__ == "__main__":  # one of the four processes
     rank, port = int(sys.argv[1]), int(sys.argv[2])
     for number, (name, (processes, _)) in enumerate(CASES.items()):
-        before = Path(f"{name.partition(' > ')[0]}.finished")
-        while " > " in name and not before.exists():
-            time.sleep(0.1)
         ranks = [3] if processes == 1 else list(range(processes))  # 3 has least to do
         if rank not in ranks:
             continue
+        while " > " in name and not Path(f"runs/{name}/ready").exists():
+            time.sleep(0.1)
         place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=processes, LOCAL_WORLD_SIZE=processes,
                      MASTER_ADDR="127.0.0.1", MASTER_PORT=port + number)  # fmt: skip
         if processes > 1:
@@ -515,8 +422,9 @@ if __name__ == "__main__":  # one of the four processes
         torch.set_default_dtype(torch.float32 if name.startswith("fp32") else torch.float64)
         train(settings(name))
         if rank == ranks[0]:
-            if name.startswith("half") and " > " not in name:
-                shutil.rmtree(f"runs/{name}/checkpoints/sharded-{STEPS}")
-            Path(f"{name}.finished").touch()
+            for copy in (Path(f"runs/{later}") for later in CASES if later.startswith(f"{name} > ")):
+                shutil.copytree(f"runs/{name}", copy)
+                shutil.rmtree(copy / f"checkpoints/sharded-{STEPS}")
+                (copy / "ready").touch()
         for variable in place:
             os.environ.pop(variable, None)

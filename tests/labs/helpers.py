@@ -1,0 +1,28 @@
+"""Shared by the labs' tests: mistakes that are one line, and processes that need each other."""
+
+import contextlib
+import re
+import time
+
+import pytest
+from conftest import Forked
+
+from engine.errors import UserError
+
+
+@contextlib.contextmanager
+def refused(words: str):
+    """What happens inside ends in a `UserError` of one line that holds `words`."""
+    with pytest.raises(UserError, match=re.escape(words)) as error:
+        yield error
+    assert "\n" not in str(error.value)
+
+
+def together(ranks: list[Forked]) -> None:
+    """Wait until all end well. One that fails ends the others, which would wait for it."""
+    while any(rank.process.exitcode is None for rank in ranks):
+        if any(rank.process.exitcode for rank in ranks):
+            for rank in ranks:
+                rank.process.kill()
+        time.sleep(0.1)
+    assert not any(rank.process.exitcode for rank in ranks), "\n".join(rank.output[-3000:] for rank in ranks)
