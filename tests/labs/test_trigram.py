@@ -7,10 +7,10 @@ from itertools import product
 
 import numpy as np
 import pytest
+from helpers import refused
 from nltk.lm import KneserNeyInterpolated
 from nltk.util import everygrams
 
-from engine.errors import UserError
 from labs.wikitext import trigram as benchmark
 from labs.wikitext.trigram import Config, Trigram, main, ring
 
@@ -32,14 +32,19 @@ def nltk_model(ids: np.ndarray, discount: float) -> KneserNeyInterpolated:
     return model
 
 
+def of_all_words(model: Trigram, a: int, b: int, discounts) -> np.ndarray:
+    """p(w, a, b) of the 7 words w."""
+    return model.probabilities(np.full(7, a), np.full(7, b), np.arange(7), discounts)
+
+
 @pytest.mark.parametrize("discount", [0.1, 0.75, 1.0])
 def test_every_probability_is_nltks_and_they_add_up_to_one(discount):
     ids = text(60, 1)
     ours, nltks = Trigram(ids, 7), nltk_model(ids, discount)
     unseen = 0
     for a, b in product(range(7), repeat=2):
-        p = ours.probabilities(*(np.array(column) for column in zip(*((a, b, w) for w in range(7)))), discount)
-        assert p == pytest.approx([nltks.score(str(w), (str(a), str(b))) for w in range(7)], abs=1e-14)
+        expected = [nltks.score(str(w), (str(a), str(b))) for w in range(7)]
+        assert of_all_words(ours, a, b, discount) == pytest.approx(expected, abs=1e-14)
         assert ours.sum_of(a, b, discount) == pytest.approx(1, abs=1e-12)
         unseen += not nltks.counts[(str(a), str(b))].N()
     assert 0 < unseen < 49
@@ -71,7 +76,7 @@ def test_modified_kneser_ney_is_that_of_a_plain_loop_and_adds_up_to_one():
     discounts = ours.chen_goodman()
     assert len(set(discounts.flatten())) == 6
     for a, b in product(range(7), repeat=2):
-        p = ours.probabilities(*(np.array(column) for column in zip(*((a, b, w) for w in range(7)))), discounts)
+        p = of_all_words(ours, a, b, discounts)
         assert p == pytest.approx([plain(w, a, b) for w in range(7)], abs=1e-14)
         assert p.sum() == pytest.approx(1, abs=1e-12)
     assert Trigram(np.array([0, 1, 2, 3]), 4).chen_goodman() is None  # no trigram is counted twice
@@ -109,10 +114,10 @@ def test_a_text_is_scored_alone_and_beside_a_run(tmp_path, monkeypatch, capsys):
     main(Config(run=str(run)))
     assert json.loads((tmp_path / "runs/trigram.json").read_text()) == alone | {"model": 3.5}
     (run / "test.json").write_text(json.dumps({"perplexity": 3.5, "tokens": 90}))
-    with pytest.raises(UserError, match="tested on 90 tokens, not on these 175"):
+    with refused("tested on 90 tokens, not on these 175"):
         main(Config(run=str(run)))
     (run / "vocabulary.txt").write_text("other\n")
-    with pytest.raises(UserError, match="another vocabulary"):
+    with refused("another vocabulary"):
         main(Config(run=str(run)))
 
 
@@ -124,6 +129,5 @@ def test_a_text_is_scored_alone_and_beside_a_run(tmp_path, monkeypatch, capsys):
 def test_mistakes_are_named_in_one_line(tmp_path, monkeypatch, settings, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("".join(f"a b c word{number}\n" for number in range(50)))
-    with pytest.raises(UserError, match=message) as error:
+    with refused(message):
         main(Config(**settings))
-    assert "\n" not in str(error.value)
