@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
+from helpers import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.errors import UserError
 from labs.attention_op import MultiHeadAttention, attention, checks, cpp, gelu, use_in
 from labs.attention_op import __main__ as script
 from labs.attention_op import module as attention_module
@@ -72,23 +72,14 @@ def test_attention_is_pytorchs_at_any_shape(backend, sizes, masked, causal, dtyp
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("sizes", [(1, 2, 700, 600, 8, 16), (3, 2, 400, 300, 4, 4), (70, 8, 30, 40, 4, 4)])
-def test_attention_is_pytorchs_in_several_blocks(backend, sizes):
+@pytest.mark.parametrize("sizes, threads", [
+    ((1, 2, 700, 600, 8, 16), 1), ((3, 2, 400, 300, 4, 4), 1), ((70, 8, 30, 40, 4, 4), 1), ((2, 5, 90, 90, 8, 8), 3),
+])  # fmt: skip
+def test_attention_is_pytorchs_in_several_blocks_and_threads(backend, sizes, threads):
+    torch.set_num_threads(threads)  # which a fixture takes back
     for dtype in (torch.float32, torch.float64):
-        assert max(checks.check_attention(backend, sizes, dtype)) <= checks.allowed(
-            backend, dtype, checks.terms_of(sizes)
-        )
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_attention_with_several_threads(backend):
-    threads, sizes = torch.get_num_threads(), (2, 5, 90, 90, 8, 8)
-    torch.set_num_threads(3)
-    try:
-        errors = checks.check_attention(backend, sizes, torch.float64)
-    finally:
-        torch.set_num_threads(threads)
-    assert max(errors) <= checks.allowed(backend, torch.float64, checks.terms_of(sizes))
+        errors = checks.check_attention(backend, sizes, dtype)
+        assert max(errors) <= checks.allowed(backend, dtype, checks.terms_of(sizes))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -147,20 +138,14 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
 
 @pytest.mark.parametrize("approximate", KINDS)
 @pytest.mark.parametrize("backend", ["python", CPP])
-def test_gelu_is_pytorchs(backend, approximate):
+def test_gelu_is_pytorchs_of_any_shape(backend, approximate):
     for dtype in (torch.float32, torch.float64):
         assert max(checks.check_gelu(backend, approximate, dtype)) <= checks.allowed(backend, dtype, checks.GELU_TERMS)
-
-
-@pytest.mark.parametrize("approximate", KINDS)
-@pytest.mark.parametrize("backend", ["python", CPP])
-def test_gelu_of_any_shape(backend, approximate):
     for shape in [(), (0,), (3, 0, 2), (1,), (5,), (2, 3, 4, 5)]:
         x = torch.randn(shape, dtype=torch.float64)
         for layout in [x, x.mT] if x.dim() > 1 else [x]:  # and not contiguous
-            errors = checks.compare(
-                lambda x: gelu(x, approximate, backend), lambda x: F.gelu(x, approximate=approximate), [layout]
-            )
+            ours, theirs = lambda x: gelu(x, approximate, backend), lambda x: F.gelu(x, approximate=approximate)
+            errors = checks.compare(ours, theirs, [layout])
             assert max(errors) <= checks.allowed(backend, x.dtype, checks.GELU_TERMS)
 
 
@@ -168,16 +153,13 @@ def test_gelu_of_any_shape(backend, approximate):
 @pytest.mark.parametrize("approximate", KINDS)
 def test_gelu_far_out(backend, approximate):
     x = torch.tensor([-1e30, -100.0, 0.0, 100.0, 1e30, torch.nan], requires_grad=True)
-    expected = F.gelu(x, approximate=approximate)
-    assert torch.equal(gelu(x, approximate, backend).isnan(), expected.isnan())
-    finite = ~expected.isnan()
-    assert torch.allclose(gelu(x, approximate, backend)[finite], expected[finite])
+    torch.testing.assert_close(gelu(x, approximate, backend), F.gelu(x, approximate=approximate), equal_nan=True)
 
 
-def test_gelu_in_python_can_be_differentiated_twice():
-    for approximate in KINDS:
-        x = torch.randn(5, dtype=torch.float64, requires_grad=True)
-        assert torch.autograd.gradgradcheck(lambda x, a=approximate: gelu(x, a), [x])
+@pytest.mark.parametrize("approximate", KINDS)
+def test_gelu_in_python_can_be_differentiated_twice(approximate):
+    x = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: gelu(x, approximate), [x])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -248,10 +230,8 @@ def test_recomputation_keeps_and_makes_no_square():
         """Numbers kept for the backward pass, and numbers of the largest tensor."""
         q, k, v = qkv(1, 1, length, length, 2, 2, dtype=torch.float32)
         kept = []
-        with (
-            torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x),
-            LargestTensor() as made,
-        ):
+        keeping = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x)
+        with keeping, LargestTensor() as made:
             attention(q, k, v, causal=True, backend=backend).sum().backward()
         return sum(kept), made.numbers
 
@@ -318,12 +298,11 @@ def test_operators_refuse_what_would_read_foreign_memory(name, changed, says):
 
 
 @needs_compiler
-@pytest.mark.parametrize("position, value", [
-    (0, torch.zeros(2, 3, 4, 6)), (5, torch.zeros(2, 3, 3, 7)), (6, torch.zeros(2, 3, 5)), (6, torch.zeros(2, 3, 4).double())
-])  # fmt: skip
-def test_the_backward_operator_refuses_another_forward_pass(position, value):
-    with pytest.raises(RuntimeError, match="what the forward pass gave"):
-        raw("attention_backward", (position, value))
+def test_the_backward_operator_refuses_another_forward_pass():
+    for position, value in [(0, torch.zeros(2, 3, 4, 6)), (5, torch.zeros(2, 3, 3, 7)), (6, torch.zeros(2, 3, 5)),
+                            (6, torch.zeros(2, 3, 4).double())]:  # fmt: skip
+        with pytest.raises(RuntimeError, match="what the forward pass gave"):
+            raw("attention_backward", (position, value))
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -347,9 +326,7 @@ def test_no_forward_pass_converts_to_the_type_it_has(monkeypatch):
     """torch.compile of torch 2.11 would lose the gradient, without a word."""
     q, k, v = qkv(2, 2, 4, 5, 3, 3)
     monkeypatch.setattr(torch.Tensor, "to", lambda *_: pytest.fail("a conversion"))
-    assert (
-        attention(q, k, v, backend="python").requires_grad and gelu(q).requires_grad and gelu(q, "tanh").requires_grad
-    )
+    assert all(y.requires_grad for y in (attention(q, k, v, backend="python"), gelu(q), gelu(q, "tanh")))
 
 
 # The module
@@ -388,19 +365,14 @@ def test_module_with_the_stock_ones_weights(backend, options):
 
 def transformers(backend: str, dtype=torch.float64, dropout=0.0):
     """PyTorch's Transformer, its twin with our attention, and a call of either with padding."""
-    encoder = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(32, 4, 64, dropout, batch_first=True), 2, enable_nested_tensor=False
-    )
     options = dict(dim_feedforward=64, dropout=dropout, batch_first=True)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, **options), 2, enable_nested_tensor=False)
     stock = nn.Transformer(32, 4, num_decoder_layers=2, custom_encoder=encoder, **options).to(dtype)
     ours = copy.deepcopy(stock)
     assert use_in(ours, backend) == 6
     pad = torch.arange(9) >= torch.tensor([9, 1, 4])[:, None]
-    src, tgt, triangle = (
-        torch.randn(3, 9, 32, dtype=dtype),
-        torch.randn(3, 7, 32, dtype=dtype),
-        torch.ones(7, 7).triu(1) > 0,
-    )
+    src, tgt = torch.randn(3, 9, 32, dtype=dtype), torch.randn(3, 7, 32, dtype=dtype)
+    triangle = torch.ones(7, 7).triu(1) > 0
     masks = dict(tgt_mask=triangle, tgt_is_causal=True, src_key_padding_mask=pad, memory_key_padding_mask=pad)
     return stock, ours, lambda model: model(src, tgt, **masks)
 
@@ -447,9 +419,7 @@ def test_use_in_leaves_parameters_names_and_random_numbers_as_they_are():
         assert all(now is then for (_, now), (_, then) in zip(after, before))
         attentions = [module for module in stock.modules() if isinstance(module, nn.MultiheadAttention)]
         assert {type(module) for module in attentions} == {MultiHeadAttention}
-        assert {module.backend for module in attentions} == {backend} and not any(
-            module.training for module in attentions
-        )
+        assert {(module.backend, module.training) for module in attentions} == {(backend, False)}
     assert all(now is then for now, then in zip(stock.parameters(), optimizer.param_groups[0]["params"], strict=True))
     assert torch.equal(torch.get_rng_state(), numbers)
 
@@ -460,54 +430,47 @@ def test_an_attention_in_two_places_stays_one():
     model["c"] = model["b"]  # a parent in two places
     names = [*model.state_dict()]
     assert use_in(model, "python") == 2 and [*model.state_dict()] == names
-    assert (
-        model["a"] is model["b"][1] is model["c"][1] and type(model["a"]) is type(model["b"][0]) is MultiHeadAttention
-    )
+    assert model["a"] is model["b"][1] is model["c"][1]
+    assert type(model["a"]) is type(model["b"][0]) is MultiHeadAttention
     assert model["a"].in_proj_weight is shared.in_proj_weight and model["b"][0].out_proj is own.out_proj
 
 
 # Mistakes
 
 
-def mistake(call):
-    return lambda: call(*checks.random_inputs((2, 3, 4, 5, 6, 7), torch.float32))
-
-
 @pytest.mark.parametrize("call, says", [
-    (mistake(lambda q, k, v: attention(q[0], k, v)), "four axes.*q \\(3, 4, 6\\)"),
-    (mistake(lambda q, k, v: attention(q[:1], k, v)), "batch and heads differ"),
-    (mistake(lambda q, k, v: attention(q[..., :5], k, v)), "width 5 do not fit keys of width 6"),
-    (mistake(lambda q, k, v: attention(q, k, v[:, :, 1:])), "5 keys but 4 values"),
-    (mistake(lambda q, k, v: attention(q, k.double(), v)), "one floating-point type.*k torch.float64"),
-    (mistake(lambda q, k, v: attention(q.long(), k.long(), v.long())), "floating-point"),
-    (mistake(lambda q, k, v: attention(q, k, v, torch.zeros(4, 5).int())), "mask is torch.int32; give torch.bool"),
-    (mistake(lambda q, k, v: attention(q, k, v, torch.zeros(2, 5).bool())), "mask of shape \\(2, 5\\) does not fit"),
-    (mistake(lambda q, k, v: attention(q, k, v, torch.zeros(5, requires_grad=True))), "requires a gradient"),
-    (mistake(lambda q, k, v: attention(q, k, v, torch.zeros(5, device="meta"))), "mask is on meta, the queries are on cpu"),
-    (mistake(lambda q, k, v: attention(q, k, v, dropout=1.0)), "dropout=1.0 must be in"),
-    (mistake(lambda q, k, v: attention(q, k, v, backend="cuda")), "backend='cuda' is unknown; choose python, recompute"),
-    (mistake(lambda q, k, v: attention(q, k, v, backend="triton")), "attention: 'triton' needs"),
-    (lambda: gelu(torch.zeros(3), backend="triton"), "backend='triton' is unknown; choose python, cpp"),
-    (lambda: gelu(torch.zeros(3), approximate="erf"), "approximate='erf' is unknown"),
-    (lambda: gelu(torch.zeros(3).long()), "floating-point"),
-    (lambda: use_in(nn.Linear(2, 2), "python"), "no nn.MultiheadAttention"),
-    (lambda: use_in(nn.MultiheadAttention(4, 2, add_zero_attn=True), "python"), "add_zero_attn"),
-    (lambda: use_in(nn.MultiheadAttention(4, 2), "python"), "that it is a part of"),
-    (lambda: MultiHeadAttention(4, 2, backend="c"), "backend='c' is unknown"),
+    (lambda q, k, v: attention(q[0], k, v), "four axes (batch, heads, length, width); got q (3, 4, 6)"),
+    (lambda q, k, v: attention(q[:1], k, v), "batch and heads differ"),
+    (lambda q, k, v: attention(q[..., :5], k, v), "width 5 do not fit keys of width 6"),
+    (lambda q, k, v: attention(q, k, v[:, :, 1:]), "5 keys but 4 values"),
+    (lambda q, k, v: attention(q, k.double(), v), "type and device; got q torch.float32 on cpu, k torch.float64"),
+    (lambda q, k, v: attention(q.long(), k.long(), v.long()), "floating-point"),
+    (lambda q, k, v: attention(q, k, v, torch.zeros(4, 5).int()), "mask is torch.int32; give torch.bool"),
+    (lambda q, k, v: attention(q, k, v, torch.zeros(2, 5).bool()), "mask of shape (2, 5) does not fit"),
+    (lambda q, k, v: attention(q, k, v, torch.zeros(5, requires_grad=True)), "requires a gradient"),
+    (lambda q, k, v: attention(q, k, v, torch.zeros(5, device="meta")), "mask is on meta, the queries are on cpu"),
+    (lambda q, k, v: attention(q, k, v, dropout=1.0), "dropout=1.0 must be in"),
+    (lambda q, k, v: attention(q, k, v, backend="cuda"), "backend='cuda' is unknown; choose python, recompute"),
+    (lambda q, k, v: attention(q, k, v, backend="triton"), "attention: 'triton' needs"),
+    (lambda *_: gelu(torch.zeros(3), backend="triton"), "backend='triton' is unknown; choose python, cpp"),
+    (lambda *_: gelu(torch.zeros(3), approximate="erf"), "approximate='erf' is unknown"),
+    (lambda *_: gelu(torch.zeros(3).long()), "floating-point"),
+    (lambda *_: use_in(nn.Linear(2, 2), "python"), "no nn.MultiheadAttention"),
+    (lambda *_: use_in(nn.MultiheadAttention(4, 2, add_zero_attn=True), "python"), "add_zero_attn"),
+    (lambda *_: use_in(nn.MultiheadAttention(4, 2), "python"), "that it is a part of"),
+    (lambda *_: MultiHeadAttention(4, 2, backend="c"), "backend='c' is unknown"),
 ])  # fmt: skip
 def test_mistakes_are_one_clear_line(call, says):
-    with pytest.raises(UserError, match=says) as caught:
-        call()
-    assert "\n" not in str(caught.value)
+    with refused(says):
+        call(*checks.random_inputs((2, 3, 4, 5, 6, 7), torch.float32))
 
 
 def built_in(folder, monkeypatch, **environment):
     """Load the C++ operators anew, from `folder`; → the error in one line."""
     for name, value in dict(TORCH_EXTENSIONS_DIR=str(folder), **environment).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError) as error:
+    with refused("the C++ operators") as error:
         cpp.load.__wrapped__()  # not what is kept since the first time
-    assert "\n" not in str(error.value)
     return str(error.value)
 
 
@@ -519,9 +482,8 @@ def test_without_a_compiler_or_ninja_the_error_says_so(tmp_path, monkeypatch):
 @needs_compiler
 def test_a_compiler_that_fails_is_named(tmp_path, monkeypatch):
     compiler = tmp_path / "c++"
-    compiler.write_text(
-        "#!/bin/sh\ncase $1 in -v|--version) echo g++;; *) echo 'x.cpp:1: error: no such thing' >&2; exit 1;; esac\n"
-    )
+    fails = "echo 'x.cpp:1: error: no such thing' >&2; exit 1"
+    compiler.write_text(f"#!/bin/sh\ncase $1 in -v|--version) echo g++;; *) {fails};; esac\n")
     compiler.chmod(0o755)
     error = built_in(tmp_path / "built", monkeypatch, CXX=str(compiler))
     assert error.startswith("the C++ operators cannot be built") and "no such thing" in error
@@ -539,22 +501,16 @@ def test_a_library_that_does_not_load_is_named(tmp_path, monkeypatch):
 # The command
 
 
-def command(*flags, **environment) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    words = [sys.executable, "-m", "labs.attention_op", *map(str, flags)]
-    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-
-
-def test_the_command_checks_and_times(tmp_path):
-    done = command("--seq", 32, "--turns", 1, **({} if can_build else {"TORCH_EXTENSIONS_DIR": str(tmp_path)}))
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.endswith("passes")]
-    assert len(lines) == (7 if can_build else 4) and "F.gelu" in done.stdout and "FAILS" not in done.stdout
+def test_the_command_checks_and_times(monkeypatch, capsys):
+    monkeypatch.setattr(script, "keep_freed_memory", lambda: None)  # not in the process of all tests
+    script.main(script.Config(seq=32, turns=1))
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if line.endswith("passes")]
+    assert len(lines) == (7 if can_build else 4) and "F.gelu" in out and "FAILS" not in out
 
 
 def test_an_operator_that_is_wrong_is_named(monkeypatch, capsys):
-    wrong = lambda q, k, v, *_, **options: 1.001 * attention(q, k, v, *_, **options)  # noqa: E731
-    monkeypatch.setattr(checks, "attention", wrong)
+    monkeypatch.setattr(checks, "attention", lambda *inputs, **options: 1.001 * attention(*inputs, **options))
     assert not script.check_attention("python")
     assert capsys.readouterr().out.rstrip().endswith("WRONG")
 
@@ -630,15 +586,13 @@ interpreter.int = Int("int", (), {})
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
-def test_triton_arithmetic_in_its_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    code = INTERPRETER + "DEVICE = 'cpu'\n" + TRITON_CHECK
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == "right", done.stderr
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_triton_on_the_gpu():
-    code = "DEVICE = 'cuda'\n" + TRITON_CHECK
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize("code, environment", [
+    pytest.param(INTERPRETER + "DEVICE = 'cpu'\n", dict(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES=""), id="interpreter"),
+    pytest.param("DEVICE = 'cuda'\n", {}, id="gpu",
+                 marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+])  # fmt: skip
+def test_triton(code, environment):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    words = [sys.executable, "-c", code + TRITON_CHECK]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "right", done.stderr
