@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -78,10 +79,11 @@ def settings(name: str) -> Config:
 
 
 def losses(folder: Path) -> list[float]:
-    """Of each step, and of the validation at the end."""
+    """Loss and norm of the gradient of each step, and the loss of the validation at the end."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    by_step = {record["step"]: record["train/loss"] for record in records if "train/loss" in record}
-    return [*by_step.values(), records[-1]["validation/loss"]]
+    names = "train/loss", "train/gradient_norm"
+    by_step = {record["step"]: [record[name] for name in names] for record in records if names[0] in record}
+    return [*chain.from_iterable(by_step.values()), records[-1]["validation/loss"]]
 
 
 @pytest.fixture(scope="module")
