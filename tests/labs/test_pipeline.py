@@ -1,15 +1,11 @@
 """The pipeline against one process that sees the whole batch.
 
-This very file, run as a script (see the end), is four processes that run all cases for 2, 3 and 4 ranks and write down
-what they got.
+This very file, run as a script (see the end), is one of four processes that run all cases for 2, 3 and 4 ranks; the first
+writes down what they got.
 """
 
-import multiprocessing
 import os
-import socket
-import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -18,16 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from conftest import Forked, fork_ranks, forked_ranks
+from helpers import refused, together
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT))  # for the processes
-
-from engine import checkpoint  # noqa: E402
-from engine.config import checked  # noqa: E402
-from engine.distributed import World  # noqa: E402
-from engine.errors import UserError  # noqa: E402
-from labs.pipeline import __main__ as lab  # noqa: E402
-from labs.pipeline import data, report, schedule, stages  # noqa: E402
+from engine import checkpoint
+from engine.config import checked
+from engine.distributed import World
+from labs.pipeline import __main__ as lab
+from labs.pipeline import data, report, schedule, stages
 
 STEPS = 6
 SMALL = dict(d_model=16, nhead=2, dim_feedforward=32, num_layers=5, batch_size=8, micro_batches=4, build="by_hand")
@@ -35,7 +29,8 @@ SMALL = dict(d_model=16, nhead=2, dim_feedforward=32, num_layers=5, batch_size=8
 TOY = dict(SMALL, sequences=13, optimizer="sgd", lr=0.1)
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb", 2), ("zbv", 2))  # with the stages of a rank
 CASES = {  # by name: the ranks, and the settings; layers that do not divide
-    **{f"{name}-2": (2, {**TOY, "schedule": name, "stages_per_rank": turns}) for name, turns in SCHEDULES},
+    "gpipe-2": (2, {**TOY, "schedule": "gpipe"}),
+    "zbv-2": (2, {**TOY, "schedule": "zbv", "stages_per_rank": 2}),
     **{f"{name}-4": (4, {**TOY, "schedule": name, "stages_per_rank": turns, "num_layers": 9, "optimizer": "adamw",
                          "lr": 1e-2}) for name, turns in SCHEDULES},
     "zb1-2": (2, {**TOY, "schedule": "zb"}),
@@ -49,19 +44,19 @@ CASES = {  # by name: the ranks, and the settings; layers that do not divide
 }  # fmt: skip
 
 
-def begin(config: lab.Config):
+def begin(config: lab.Config, dtype=torch.float64):
     """The data and the whole model, the same in every process."""
     # In fp64, because AdamW divides a gradient by its own size, and so makes much of the rounding error of one that is 0 in
     # truth, such as that of a key's bias; and because fp32 would hide small mistakes.
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     sequences, vocab = data.load(config)
     torch.manual_seed(config.seed)
     return sequences, stages.LanguageModel(vocab, sequences.shape[1] - 1, config)
 
 
-def alone(config: lab.Config):
+def alone(config: lab.Config, dtype=torch.float64):
     """One process, the whole batch at once, nothing but autograd: → the losses and the weights in the end."""
-    sequences, model = begin(config)
+    sequences, model = begin(config, dtype)
     optimizer, losses = lab.make_optimizer(config, model.parameters()), []
     for step in range(STEPS):
         tokens, target = data.batch_of_step(sequences, step, config.batch_size, config.seed)
@@ -130,7 +125,6 @@ def a_short_batch_as_it_is(world: World) -> str | None:
 
 def run_trainings(world_rank: int, folder: Path) -> None:
     """Whole runs by `train`: ten steps at once, and five and then five more, also on another number of processes."""
-    os.chdir(folder)
     common = dict(SMALL, sequences=13, log_every=3, save_every=4, schedule="1f1b")
     runs = [
         (2, lab.Config(**common, max_steps=10, run="at-once")),
@@ -162,7 +156,6 @@ def with_group(name, rank: int, ranks: int, folder: Path, work):
 
 def process(rank: int, folder: Path) -> None:
     """One of the four: everything below runs in the same order everywhere."""
-    torch.set_num_threads(1)
     results = {}
     for ranks in (2, 3, 4):
 
@@ -194,9 +187,7 @@ def ran(tmp_path_factory) -> dict:
     """What the four processes got, by case; "folder" is where they ran."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "odd.txt").write_bytes(b"A text of 51 bytes: not a multiple of anything...\n!")
-    with command(__file__, folder, cwd=folder) as processes:
-        _, errors = processes.communicate(timeout=1800)
-    assert processes.returncode == 0, errors
+    together([Forked(__file__, rank, cwd=folder) for rank in range(4)])
     return {**torch.load(folder / "results.pt", weights_only=False), "folder": folder}
 
 
@@ -237,18 +228,19 @@ def test_zb_v_is_never_idle_between_its_first_and_last_work(ran):
     assert schedule.own_bubble_share(schedule.simulate(order, lambda *_: 1.0), 2) == pytest.approx(0)
 
 
+def peaks(ran: dict, name: str) -> list[int]:
+    """Bytes that each rank held at most."""
+    return [peak for peak, _ in ran[name]["memory"]]
+
+
 def test_1f1b_holds_the_activations_of_as_many_micro_batches_as_stages_gpipe_of_all(ran):
-    gpipe, one_forward_one_backward = (
-        [peak for peak, _ in ran[name]["memory"]] for name in ("gpipe-twice-2", "1f1b-twice-2")
-    )
+    gpipe, one_forward_one_backward = (peaks(ran, name) for name in ("gpipe-twice-2", "1f1b-twice-2"))
     assert one_forward_one_backward[0] == pytest.approx(gpipe[0] * 2 / 8, rel=0.02)
     assert one_forward_one_backward[1] == pytest.approx(gpipe[1] * 1 / 8, rel=0.05)
 
 
 def test_zero_bubble_lets_go_of_everything_after_a_step(ran):
-    for name in ("zb1-2", "zbv-2"):
-        peaks = [peak for peak, _ in ran[name]["memory"]]
-        assert max(peaks) < max(peak for peak, _ in ran["gpipe-2"]["memory"])
+    assert max(peaks(ran, "zb1-2") + peaks(ran, "zbv-2")) < max(peaks(ran, "gpipe-2"))
 
 
 def test_a_run_in_two_parts_equals_a_run_at_once(ran):
@@ -258,10 +250,7 @@ def test_a_run_in_two_parts_equals_a_run_at_once(ran):
         assert folder.name == "step-10"
         parts[name] = (checkpoint.load_weights(folder), checkpoint.load_optimizer(folder),
                        checkpoint.load_state(folder))  # fmt: skip
-    for name in (
-        "in-two",
-        "wider",
-    ):  # each layer is computed whole, whatever the ranks: the same sums in the same order
+    for name in ("in-two", "wider"):  # each layer is computed whole, whatever the ranks: the same sums in one order
         for key, weight in parts["at-once"][0].items():
             assert torch.equal(parts[name][0][key], weight), (name, key)
         for key, states in parts["at-once"][1].items():
@@ -421,100 +410,65 @@ def test_layers_are_shared_out_evenly(layers, count):
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "settings, ranks, words",
-    [
-        (dict(stages_per_rank=0), 2, "--stages_per_rank 0"),
-        (dict(micro_batches=0), 2, "--micro_batches 0"),
-        (dict(batch_size=6), 2, "does not divide"),
-        (dict(schedule="fifo"), 2, "choose gpipe, 1f1b"),
-        (dict(schedule="interleaved"), 2, "--stages_per_rank 2"),
-        (dict(schedule="zbv"), 2, "--stages_per_rank 2"),
-        (dict(schedule="zbv", stages_per_rank=3), 2, "two stages a rank"),
-        (dict(schedule="1f1b", stages_per_rank=2), 2, "one stage a rank"),
-        (dict(num_layers=3), 4, "more than --num_layers 3"),
-        (dict(num_layers=3, schedule="zbv", stages_per_rank=2), 2, "more than --num_layers 3"),
-        (dict(schedule="1f1b", micro_batches=2), 4, "as many micro-batches as stages, 4"),
-        (dict(schedule="zb", batch_size=9, micro_batches=9), 4, "give --micro_batches 8 or 10"),
-        (dict(build="cut"), 2, "choose traced or by_hand"),
-        (dict(nhead=5), 2, "multiple of --nhead 5"),
-        (dict(data="nowhere.txt"), 2, "No such file"),
-        (dict(data="."), 2, "no .txt file"),
-        (dict(length=-1), 2, "--length -1 must be at least 0"),
-    ],
-)
+@pytest.mark.parametrize("settings, ranks, words", [
+    (dict(stages_per_rank=0), 2, "--stages_per_rank 0"),
+    (dict(micro_batches=0), 2, "--micro_batches 0"),
+    (dict(batch_size=6), 2, "does not divide"),
+    (dict(schedule="fifo"), 2, "choose gpipe, 1f1b"),
+    (dict(schedule="interleaved"), 2, "--stages_per_rank 2"),
+    (dict(schedule="zbv"), 2, "--stages_per_rank 2"),
+    (dict(schedule="zbv", stages_per_rank=3), 2, "two stages a rank"),
+    (dict(schedule="1f1b", stages_per_rank=2), 2, "one stage a rank"),
+    (dict(num_layers=3), 4, "more than --num_layers 3"),
+    (dict(num_layers=3, schedule="zbv", stages_per_rank=2), 2, "more than --num_layers 3"),
+    (dict(schedule="1f1b", micro_batches=2), 4, "as many micro-batches as stages, 4"),
+    (dict(schedule="zb", batch_size=9, micro_batches=9), 4, "give --micro_batches 8 or 10"),
+    (dict(build="cut"), 2, "choose traced or by_hand"),
+    (dict(nhead=5), 2, "multiple of --nhead 5"),
+    (dict(data="nowhere.txt"), 2, "No such file"),
+    (dict(data="."), 2, "no .txt file"),
+    (dict(length=-1), 2, "--length -1 must be at least 0"),
+])  # fmt: skip
 def test_mistakes_are_one_line(settings, ranks, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as error:
+    with refused(words):
         config = checked(lab.Config(**settings))
         config.check(ranks)
         data.load(config)
-    assert words in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_run_that_goes_on_is_checked_as_a_whole(ran, monkeypatch):
     monkeypatch.chdir(ran["folder"])
     config = lab.Config(resume="runs/at-once", micro_batches=3)  # the run has --batch_size 8
     config.given = {"micro_batches"}
-    with pytest.raises(UserError, match="--micro_batches 3 does not divide --batch_size 8"):
+    with refused("--micro_batches 3 does not divide --batch_size 8"):
         lab.train(config)
-    (Path("runs/at-once/config.json").rename("config.json"))
-    with pytest.raises(UserError, match="no such run"):
+    config.resume = "runs/none"
+    with refused("no such run"):
         lab.train(config)
-    Path("config.json").rename("runs/at-once/config.json")
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = lab.Config(**SMALL, optimizer="sgd", lr=1e30, max_steps=5)
-    with pytest.raises(UserError, match="smaller --lr"):
+    with refused("smaller --lr"):
         lab.train(config)
 
 
-def command(*words, cwd: Path, **environment) -> subprocess.Popen:
-    """`python …` in a folder of its own."""
-    clean = {name: value for name, value in os.environ.items()
-             if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}  # fmt: skip
-    environment = {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
-    return subprocess.Popen([sys.executable, *map(str, words)], cwd=cwd, env=environment, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
-
-
 def test_every_rank_leaves_with_2(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [command("-m", "labs.pipeline", "--num_layers", 1, cwd=tmp_path, RANK=str(rank), LOCAL_RANK=str(rank),
-                     WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)) for rank in range(2)]  # fmt: skip
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=1800)
-        assert rank.returncode == 2
-        assert len(errors.strip().splitlines()) == 1 and "2 stages, more than --num_layers 1" in errors
+    for rank in fork_ranks(2, "labs/pipeline/__main__.py", "--num_layers", 1, cwd=tmp_path):
+        assert rank.wait() == 2
+        assert rank.output.count("\n") == 1 and "2 stages, more than --num_layers 1" in rank.output
     assert not (tmp_path / "runs").exists()
 
 
-def test_torchrun_as_typed(tmp_path):
-    run = command(
-        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, "-m", "labs.pipeline", cwd=tmp_path
-    )
-    out, errors = run.communicate(timeout=1800)
-    assert run.returncode == 0, errors
-    losses = [float(line.split("loss ")[1].split()[0]) for line in out.splitlines() if line.startswith("step")]
+def test_the_loss_that_is_printed_is_the_global_one(tmp_path):
+    output = forked_ranks(2, "labs/pipeline/__main__.py", cwd=tmp_path)
+    lines = [line for line in output.splitlines() if line.startswith("step")]
+    losses = [float(line.split("loss ")[1].split()[0]) for line in lines]
     assert len(losses) == 30 and losses[-1] < 0.1
-    # The loss that is printed is the global one: a mean over all targets of the three batches since the last line.
-    config = lab.Config()
-    sequences, vocab = data.load(config)
-    torch.manual_seed(config.seed)
-    model = stages.LanguageModel(vocab, sequences.shape[1] - 1, config)
-    optimizer, total = lab.make_optimizer(config, model.parameters()), 0.0
-    for step in range(3):
-        tokens, target = data.batch_of_step(sequences, step, 4, config.seed)
-        loss = stages.summed_loss(model(tokens), target)
-        optimizer.zero_grad()
-        (loss / 36).backward()
-        optimizer.step()
-        total += loss.item()
-    assert losses[0] == pytest.approx(total / 108, abs=1e-4)
+    # A mean over all targets of the three batches, of equal size, till then.
+    assert losses[0] == pytest.approx(sum(alone(lab.Config(), torch.float32)[0][:3]) / 3, abs=1e-4)
 
 
 def test_one_process_alone(tmp_path, monkeypatch, capfd):
@@ -526,20 +480,9 @@ def test_one_process_alone(tmp_path, monkeypatch, capfd):
 
 def test_one_process_under_torchrun_is_a_mistake(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(UserError, match="needs two processes"):
+    with refused("needs two processes"):
         lab.train(lab.Config())
 
 
-if __name__ == "__main__":
-    # Copies of this process, which has imported torch already: four imports would take longer than all cases.
-    ranks = [
-        multiprocessing.get_context("fork").Process(target=process, args=(rank, Path(sys.argv[1]))) for rank in range(4)
-    ]
-    for rank in ranks:
-        rank.start()
-    while any(rank.is_alive() for rank in ranks):
-        if any(rank.exitcode for rank in ranks):  # the others would wait for this one
-            for rank in ranks:
-                rank.kill()
-        time.sleep(0.1)
-    sys.exit(max(abs(rank.exitcode) for rank in ranks))
+if __name__ == "__main__":  # one of the four processes
+    process(int(sys.argv[1]), Path.cwd())
