@@ -30,19 +30,22 @@ from labs.gpt.model import GPT, HuggingFaceGPT, weights_from_hf
 from labs.gpt.parallel import check_grid
 from labs.gpt.sizes import PRESETS, get_model_size, get_tflops
 
-STEPS = 8
+STEPS = 20
 # 12 sequences a step: divisible by 2, 3 and 4; the vocabulary by none of them, so parts of a weight differ in size.
 BASE = dict(size="toy", vocabulary=511, precision="fp32", max_steps=STEPS, log_every=1, eval_every=STEPS // 2,
             data_size=48, device="cpu")  # fmt: skip
 CASES = {  # by name: the processes, and the settings
     "alone": (1, {}),
     "accumulate-offload-optimizer": (1, dict(accumulate=3, offload="optimizer")),
+    "recompute": (1, dict(recompute="all")),
     "chunked-loss": (1, dict(chunked_loss=True, recompute="selective")),
     "offload-parameters": (1, dict(data_parallel="zero3", offload="parameters")),
     "ddp-2": (2, dict(accumulate=2)),
+    "ddp-3": (3, {}),
     "zero1-2": (2, dict(data_parallel="zero1")),
     "zero2-2": (2, dict(data_parallel="zero2", recompute="all")),
     "zero3-3": (3, dict(data_parallel="zero3", accumulate=2)),
+    "tensor-2": (2, dict(tensor=2)),
     "pipe-2-gpipe": (2, dict(pipe=2, accumulate=4, schedule="gpipe")),
     "pipe-2-interleaved": (2, dict(pipe=2, accumulate=4, schedule="interleaved")),
     "pipe-2-zb": (2, dict(pipe=2, accumulate=4, schedule="zb")),
@@ -57,6 +60,7 @@ CASES = {  # by name: the processes, and the settings
     "zero1-2 > pipe-2": (2, dict(pipe=2, accumulate=2)),
     # All of the above compute in float64, which shows any mistake; these in float32, as users do.
     "fp32-alone": (1, {}),
+    "fp32-ddp-3": (3, {}),
     "fp32-zero3-2-tensor-2": (4, dict(tensor=2, data_parallel="zero3")),
     "fp32-pipe-2": (2, dict(pipe=2, accumulate=4)),
 }
@@ -124,7 +128,7 @@ def test_a_damaged_checkpoint_is_passed_over(runs, tmp_path, capsys):
         with refused(f"checksum of {piece} differs"):
             checkpoint_of(str(folder))
         if folder is last:
-            assert newest(tmp_path / "run") == older and "sharded-8 is damaged" in capsys.readouterr().err
+            assert newest(tmp_path / "run") == older and f"sharded-{STEPS} is damaged" in capsys.readouterr().err
     with refused("no whole checkpoint"):
         newest(tmp_path / "run")
 
