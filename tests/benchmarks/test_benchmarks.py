@@ -454,22 +454,24 @@ def test_the_gpu_benchmark(toy_data, tmp_path, monkeypatch, capsys):
 
 
 def test_a_finished_recipe_is_not_run_again(toy_data, tmp_path, monkeypatch, capsys):
-    tiny = dict(d_model=16, nhead=2, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=16, max_steps=3)
-    monkeypatch.setattr(recipes, "PLAIN", tiny)
-    config = recipes.Config(str(toy_data), minutes=9, rows="muon", out=str(tmp_path))
+    tiny = dict(d_model=16, nhead=2, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=16)
+    tiny |= dict(lr=9, eval_every=1)  # the loss rises: the best checkpoint is not the last
+    monkeypatch.setitem(recipes.RECIPES, "default", tiny)
+    config = recipes.Config(str(toy_data), steps=3, rows="default", out=str(tmp_path))
     recipes.main(config)
     monkeypatch.setattr(recipes, "call", None)
     recipes.main(config)
     (row,) = json.loads((tmp_path / "results.json").read_text())
-    assert (row["row"], row["minutes"], row["seed"], row["steps"]) == ("muon", 9, 1, 3)
-    assert row["loss_per_character"] < row["loss_per_token"] < 10 and 0 <= row["low"] <= row["bleu"] <= row["high"]
-    assert f"| muon | 9 | 1 | 3 | {row['tokens_per_second']:,.0f} |" in capsys.readouterr().out
+    assert (row["row"], row["max_steps"], row["seed"], row["steps"]) == ("default", 3, 1, 3)
+    assert row["loss_per_token"] == min(loss for _, loss in row["losses"]) < row["losses"][-1][1]
+    assert row["loss_per_character"] < row["loss_per_token"] and 0 <= row["low"] <= row["high"]
+    assert f"| default | 3 steps | 1 | 3 | {row['tokens_per_second']:,.0f} |" in capsys.readouterr().out
     (tmp_path / "results.json").unlink()
-    shutil.rmtree(tmp_path / "muon-9min-1" / "checkpoints")  # as if it had been killed before the first one
+    shutil.rmtree(tmp_path / "default-3steps-1" / "checkpoints")  # as if it had been killed before the first one
     called = Mock(side_effect=UserError)
     monkeypatch.setattr(recipes, "call", called)
     with pytest.raises(UserError):
         recipes.main(config)
-    assert called.call_args.args == ("train.py", {"resume": str(tmp_path / "muon-9min-1")})
+    assert called.call_args.args == ("train.py", {"resume": str(tmp_path / "default-3steps-1")})
     with pytest.raises(UserError, match="--rows plain2: unknown"):
         recipes.main(replace(config, rows="plain2"))
