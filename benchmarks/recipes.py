@@ -58,22 +58,20 @@ class Config:
 def main(config: Config) -> None:
     """Run what is missing; print the table after every row."""
     names = [name.strip() for name in config.rows.split(";") if name.strip()] or list(RECIPES)
-    for name in names:
-        if name not in RECIPES:
-            raise UserError(f"--rows {name}: unknown; choose from {'; '.join(RECIPES)}")
-    out = Path(config.out).resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    store = out / "results.json"
+    if unknown := [name for name in names if name not in RECIPES]:
+        raise UserError(f"--rows {unknown[0]}: unknown; choose from {'; '.join(RECIPES)}")
+    store = Path(config.out).resolve() / "results.json"
+    store.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(store.read_text()) if store.exists() else []
-    for name in [] if config.only_table else names:
+    if config.only_table:
+        return print(table(results))
+    for name in names:
         limit = {"max_steps": config.steps} if config.steps else {"minutes": config.minutes}
         which = {"row": name, "seed": config.seed} | limit
         if not any(which.items() <= result.items() for result in results):
-            results.append(which | one_row(config, name, out))
+            results.append(which | one_row(config, name, store.parent))
             store.write_text(json.dumps(results, indent=1))
         print(table(results), flush=True)
-    if config.only_table:
-        print(table(results))
 
 
 def one_row(config: Config, name: str, out: Path) -> dict:
@@ -125,5 +123,4 @@ def call(script: str, flags: dict) -> None:
 
 
 if __name__ == "__main__":
-    config = parse_flags(Config, "what each choice of the recipe brings")
-    run_script(lambda: main(config))
+    run_script(lambda: main(parse_flags(Config, "what each choice of the recipe brings")))

@@ -27,7 +27,6 @@ class Config:
     """Every setting of this benchmark."""
 
     data: str = flag("", "as train.py's --data", "What")
-    preset: str = flag("lab", "model size (lab|base|big)", "What")
     steps: int = flag(100, "steps of a turn", "How", least=20)
     rounds: int = flag(10, "turns of each", "How", least=1)
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
@@ -41,16 +40,13 @@ class Over(Exception):
 def main(config: Config) -> list[Run]:
     """Train, print the table; → all turns."""
     runs, turn = [], {"steps": -config.steps, "tokens": 0, "watched": True, "begun": 0.0}  # the first turn warms up
-    settings = train.Config(
-        data=config.data, preset=config.preset, device=config.device, eval_every=10**9, epochs=10**6
-    )
+    settings = train.Config(data=config.data, device=config.device, eval_every=10**9, epochs=10**6)
     settings.given, log_every = set(), settings.log_every
     count, step, end_step, sample = Meter.add, Precision.step, Meter.end_step, GpuSampler._sample
 
     def counted(meter, source_tokens, target_tokens, *more):
         turn["tokens"] += source_tokens + target_tokens
-        if turn["watched"]:
-            count(meter, source_tokens, target_tokens, *more)
+        if_watched(count)(meter, source_tokens, target_tokens, *more)
 
     def stepped(*arguments):
         result = step(*arguments)
@@ -74,12 +70,12 @@ def main(config: Config) -> list[Run]:
     with (
         tempfile.TemporaryDirectory() as folder, patch.object(Meter, "add", counted), patch.object(Precision, "step", stepped),
         patch.object(Meter, "end_step", if_watched(end_step)), patch.object(GpuSampler, "_sample", if_watched(sample)),
+        suppress(Over),
     ):  # fmt: skip
         settings.run = str(Path(folder) / "run")
-        with suppress(Over):
-            train.train(settings)
+        train.train(settings)
     write_json(config.out, runs, title="what watching a run costs")
-    print_table(compare(runs, "tokens_per_second", "alone"), "tokens/s")
+    print_table(compare(runs, "tokens_per_second", "alone"), "tokens a second")
     speeds = [run.figures["tokens_per_second"] for run in runs]
     cost = statistics.median(1 - watched / alone for watched, alone in zip(speeds[::2], speeds[1::2]))
     print(f"watching costs {cost:.2%} of the time, the median of {config.rounds} pairs of turns")
@@ -87,5 +83,4 @@ def main(config: Config) -> list[Run]:
 
 
 if __name__ == "__main__":
-    settings = parse_flags(Config, "what log, curves and samplers cost")
-    run_script(lambda: main(settings))
+    run_script(lambda: main(parse_flags(Config, "what log, curves and samplers cost")))
