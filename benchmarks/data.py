@@ -3,18 +3,17 @@
     python -m benchmarks.data                              # the first three parts
     python -m benchmarks.data --part stages --vocab 16000
     python -m benchmarks.data --part epoch --pairs 10000000
-    python -m benchmarks.data --part startup --ckpt runs/NAME
+    python -m benchmarks.data --part startup
     python -m benchmarks.data --part growth --steps 15 --rounds 1
 
 stages   reading, cleaning, training tokenizers, tokenising, one after the other, once
 epoch    from opening the store to the first batch out of the DataLoader, over made-up pairs (random lengths, random ids); every
          start in a process of its own, and so is its memory: what the process holds at most beyond its imports
 loader   real target tokens a second out of the DataLoader alone, and the share of padding
-startup  train.py to its first step, evaluate.py to its first decoded batch, as whole processes; the data is tokenised already
+startup  train.py to its first step, evaluate.py to the score of 128 rows, as a user starts them; the data is tokenised already
 growth   training by number of pairs (it should not change) and by their length (as the FLOPs say); lab's model, made-up pairs
 """
 
-import json
 import re
 import shutil
 import subprocess
@@ -47,9 +46,7 @@ IDS = {"pad": 0, "bos": 1, "eos": 2}
 STARTS = {"epoch 1": 0.0, "epoch 3": 2.0, "middle of epoch 3": 2.5}  # epochs that are already done
 GROWTH_VOCAB, TOKENS = 8000, 4096  # of growth: the vocabularies, padded tokens a side in a step
 LAB = ModelConfig(GROWTH_VOCAB, GROWTH_VOCAB, **SIZES["lab"])
-SCRIPTS = ("train.py", "evaluate.py")
 PAIRS, LENGTHS = (10_000, 100_000, 1_000_000), (16, 32, 64, 128, 256)
-FIRST_STEP, READY = r"step +1 .* loss", r".*, split test, "  # READY: right before evaluate.py decodes
 
 
 @dataclass
@@ -60,7 +57,6 @@ class Config:
     data: str = flag("", "parallel text; MINIDATASET, else /opt/minidataset, else sample/", "What")
     vocab: int = flag(8000, "tokens in each vocabulary", "What", least=300, most=60000)
     pairs: int = flag(10_000_000, "made-up pairs of the epoch, and at most of growth", "What", least=100)
-    ckpt: str = flag("", "startup: run for evaluate.py; one of a single step is made on sample/", "What")
     steps: int = flag(30, "growth: steps of a turn", "How", least=1)
     seconds: float = flag(5.0, "loader: of each turn", "How", above=0)
     rounds: int = flag(3, "turns of each", "How", least=1)
@@ -173,40 +169,32 @@ def time_loaders(config: Config, folder: Path) -> list[Row]:
 
 
 def time_startup(config: Config, folder: Path) -> list[Row]:
-    """Both scripts, as a user starts them."""
-    path, ckpt = str(Path(text_at(config.data).path).resolve()), folder / "runs" / "made"
-    if config.ckpt:
-        ckpt = Path(config.ckpt).resolve()
-    else:
-        list(start("train.py", "--data", ROOT / "sample", "--max_steps", 1, "--run", "made", cwd=folder))
+    """Both scripts, as a user starts them: to the first step, to the score of a first batch of sentences."""
+    data = Path(text_at(config.data).path).resolve()
+    commands = {
+        "train.py": (r"step +1 .* loss", "--data", data, "--max_steps", 1, "--log_every", 1, "--run", "first"),
+        "evaluate.py": ("BLEU", "--ckpt", "runs/first", "--limit", 128),
+    }
 
     def turn(script: str) -> dict:
         if script == "train.py":
             shutil.rmtree(folder / "runs" / "first", ignore_errors=True)
-            lines = start(script, "--data", path, "--max_steps", 9, "--log_every", 1, "--run", "first", cwd=folder)
-            return {"seconds": next(seconds for seconds, line in lines if re.match(FIRST_STEP, line))}
-        lines = list(start(script, "--ckpt", ckpt, "--limit", 128, cwd=folder))  # rows that are decoded at once
-        ready = next(seconds for seconds, line in lines if re.match(READY, line))
-        scores = (ckpt / "eval" / "test-greedy-first128.json").read_text(encoding="utf-8")
-        return {"seconds": ready + json.loads(scores)["seconds"]}
+        return {"seconds": seconds_to(script, *commands[script], cwd=folder)}
 
     turn("train.py")  # which fills the cache
-    return measure("from the command to the first step or batch", SCRIPTS, config, turn, "seconds", decimals=2)
+    return measure("from the command to the first step or score", commands, config, turn, "seconds", decimals=2)
 
 
-def start(script: str, *arguments, cwd: Path) -> Iterator[tuple[float, str]]:
-    """Each line that the script says, after how many seconds; it ends with this generator. `UserError` if it fails."""
-    words, begun, line = [sys.executable, str(ROOT / script), *map(str, arguments)], time.perf_counter(), "nothing"
+def seconds_to(script: str, pattern: str, *arguments, cwd: Path) -> float:
+    """From the command to the first line like `pattern`; the script goes on to its end. `UserError` if it fails."""
+    words, begun, times = [sys.executable, str(ROOT / script), *map(str, arguments)], time.perf_counter(), []
     options = dict(cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8")
     with subprocess.Popen(words, **options) as process:
-        try:
-            for line in process.stdout:
-                yield time.perf_counter() - begun, line
-        except GeneratorExit:
-            process.kill()
-            raise
+        for line in process.stdout:
+            times += [time.perf_counter()] * bool(re.match(pattern, line))
     if process.returncode:
         raise UserError(f"{' '.join(words)} failed; the last it said was: {line.strip()}")
+    return times[0] - begun
 
 
 # ---------------------------------------------------------------- growth
