@@ -1,7 +1,7 @@
 """Time and peak memory of attention and GELU, forward and backward: PyTorch's, composed of its operations, and written by hand.
 
     python -m benchmarks.attention_op                                    # 64 to 4096 tokens a sequence, always 4096 in all
-    python -m benchmarks.attention_op --lengths 128,512 --causal true    # other lengths, with the triangle
+    python -m benchmarks.attention_op --lengths 128,512 --numbers 1000   # other lengths
 
 Contestants take turns; `python -m labs.attention_op` says whether they agree. Memory is counted in a process of its own: the
 most it held during a forward and backward pass, less what it held with the inputs before.
@@ -28,16 +28,14 @@ from engine.errors import UserError, run_script
 from labs.attention_op import ATTENTION_BACKENDS, attention, gelu
 from labs.attention_op.checks import random_inputs
 
+TOKENS, HEADS, WIDTH = 4096, 8, 64  # tokens in all, so that the number of sequences follows; the width is a head's
+
 
 @dataclass
 class Config:
     """Every setting of this benchmark."""
 
     lengths: str = flag("64,256,1024,4096", "tokens of a sequence, as many queries as keys", "Sizes")
-    tokens: int = flag(4096, "tokens in all: the number of sequences follows", "Sizes", least=1)
-    heads: int = flag(8, "attention heads", "Sizes", least=1)
-    width: int = flag(64, "width of a head", "Sizes", least=1)
-    causal: bool = flag(False, "each token sees itself and the earlier ones", "Sizes")
     numbers: str = flag("65536,1048576,16777216", "numbers that GELU gets", "Sizes")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
     rounds: int = flag(5, "turns of each", "How", least=1)
@@ -52,7 +50,7 @@ class Config:
 def main(config: Config) -> None:
     """Measure, print, write."""
     torch.manual_seed(1)
-    # Without arenas for threads all freed memory can be given back.
+    # Before CUDA is begun. Without arenas for threads all freed memory can be given back.
     on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
     memory = {} if on_gpu else in_new_process(peaks, config, MALLOC_ARENA_MAX="1")
     device = choose_device(config.device, 0)
@@ -69,38 +67,25 @@ def main(config: Config) -> None:
         print_medians(kind, runs)
 
 
-def attentions(causal: bool, device: torch.device) -> dict[str, Callable[..., Tensor]]:
+def attentions(device: torch.device) -> dict[str, Callable[..., Tensor]]:
     """Name → function of q, k, v."""
-    # A GPU's flash attention knows no fp32.
-    fused = SDPBackend.FLASH_ATTENTION if device.type == "cpu" else SDPBackend.EFFICIENT_ATTENTION
-    named = {
-        f"PyTorch {'flash' if device.type == 'cpu' else 'efficient'}": pytorch_with(fused, causal),
-        "PyTorch math": pytorch_with(SDPBackend.MATH, causal),
-        "composed": lambda q, k, v: composed_attention(q, k, v, causal),
-    }
-    for backend in ATTENTION_BACKENDS:
-        if backend != {"cpu": "triton", "cuda": "cpp"}[device.type]:
-            named[f"ours {backend}"] = lambda q, k, v, b=backend: attention(q, k, v, causal=causal, backend=b)
-    return named
 
+    def pytorch(kernel: SDPBackend) -> Callable[..., Tensor]:
+        return lambda *qkv: sdpa_kernel(kernel)(F.scaled_dot_product_attention)(*qkv)
 
-def pytorch_with(backend: SDPBackend, causal: bool):
-    """PyTorch's attention by one of its kernels."""
+    def ours(backend: str) -> Callable[..., Tensor]:
+        return lambda *qkv: attention(*qkv, backend=backend)
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    return run
-
-
-def composed_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """The formula as PyTorch operations, differentiated by PyTorch."""
-    scores = q @ k.mT / math.sqrt(q.size(-1))
-    if causal:
-        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(ahead, -torch.inf)
-    return scores.softmax(-1) @ v
+    on_cpu = device.type == "cpu"  # a GPU's flash attention knows no fp32
+    fused = (
+        {"PyTorch flash": SDPBackend.FLASH_ATTENTION}
+        if on_cpu
+        else {"PyTorch efficient": SDPBackend.EFFICIENT_ATTENTION}
+    )
+    named = {name: pytorch(kernel) for name, kernel in (fused | {"PyTorch math": SDPBackend.MATH}).items()}
+    named["composed"] = lambda q, k, v: (q @ k.mT / math.sqrt(q.size(-1))).softmax(-1) @ v
+    absent = "triton" if on_cpu else "cpp"
+    return named | {f"ours {backend}": ours(backend) for backend in ATTENTION_BACKENDS if backend != absent}
 
 
 def gelus(device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -120,9 +105,9 @@ def gelus(device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
 def tasks(config: Config, device: torch.device) -> Iterator[tuple[str, Callable[[], tuple]]]:
     """(name "attention CONTESTANT, LENGTH" or "gelu CONTESTANT, NUMBERS", a forward and backward pass)"""
     for length in map(int, config.lengths.split(",")):
-        sizes = max(1, config.tokens // length), config.heads, length, length, config.width, config.width
+        sizes = max(1, TOKENS // length), HEADS, length, length, WIDTH, WIDTH
         inputs = [x.requires_grad_() for x in random_inputs(sizes, torch.float32, device)]
-        for name, operator in attentions(config.causal, device).items():
+        for name, operator in attentions(device).items():
             yield f"attention {name}, {length}", forward_and_backward(operator, inputs)
     for count in map(int, config.numbers.split(",")):
         inputs = [torch.randn(count, device=device, requires_grad=True)]
@@ -174,20 +159,16 @@ def peak_mib(task: Callable[[], tuple]) -> float | None:
 
 def print_medians(kind: str, runs: list[Run]) -> None:
     """ms / MiB for every contestant and size, as Markdown."""
-    rows = {}
-    for row in compare(runs, "ms", more=["peak_mib"]):
-        name, size = row.contestant.rsplit(", ", 1)
-        if name.startswith(kind):
-            mib = f"{row.more['peak_mib']:,.0f}" if row.more else "–"
-            rows.setdefault(name.removeprefix(kind + " "), {})[int(size)] = (
-                f"{row.median:,.{1 if row.median >= 1 else 3}f} / {mib}"
-            )
-    sizes = next(iter(rows.values()))
+    cells = {}  # contestant: size: cell
+    for row in compare([run for run in runs if run.contestant.startswith(kind)], "ms", more=["peak_mib"]):
+        name, size = row.contestant.removeprefix(f"{kind} ").rsplit(", ", 1)
+        mib = f"{row.more['peak_mib']:,.0f}" if row.more else "–"
+        cells.setdefault(name, {})[int(size)] = f"{row.median:,.{1 if row.median >= 1 else 3}f} / {mib}"
+    sizes = next(iter(cells.values()))
     print(f"\n| {kind}: ms / MiB | " + " | ".join(f"{size:,}" for size in sizes) + " |\n|---|" + "---:|" * len(sizes))
-    for name, cells in rows.items():
-        print(f"| {name} | " + " | ".join(cells.values()) + " |")
+    for name, by_size in cells.items():
+        print(f"| {name} | " + " | ".join(by_size.values()) + " |")
 
 
 if __name__ == "__main__":
-    settings = parse_flags(Config, "time and memory of attention and GELU")
-    run_script(lambda: main(settings))
+    run_script(lambda: main(parse_flags(Config, "time and memory of attention and GELU")))

@@ -14,7 +14,6 @@ told to split at spaces, works on exactly the same sequences.
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,20 +89,20 @@ def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longe
     building = folder.with_name(f".building-{folder.name}-{os.getpid()}")
     building.mkdir(parents=True)
     tokenizers = {"src": prepared.source_tokenizer, "tgt": prepared.target_tokenizer}
-    train = sample_pairs(prepared.train, pairs, longest)
+    train, facts = sample_pairs(prepared.train, pairs, longest), {"data": str(text.path)}
     for name, rows in (("train", train), ("test", test_pairs(text, tokenizers, test_rows, longest))):
         for side, sentences in zip(SIDES, zip(*rows)):
             (building / f"{name}.{side}").write_text(as_words(sentences, side), encoding="utf-8")
-    for index, (side, tokenizer) in enumerate(tokenizers.items()):
-        counts, special = Counter(), special_ids(tokenizer).values()  # both toolkits add the special words themselves
-        for pair in train:
-            counts.update(pair[index].tolist())
-        words = {f"{LETTERS[side]}{id}": max(counts[id], 1) for id in range(len(tokenizer)) if id not in special}
-        for vocabulary, gap in ((f"opennmt.{side}", "\t"), (f"dict.{side}.txt", " ")):
-            lines = (f"{word}{gap}{count}\n" for word, count in words.items())
+    for index, (side, name) in enumerate(zip(SIDES, ("source", "target"))):
+        size, special = len(tokenizers[side]), special_ids(tokenizers[side])
+        facts |= {f"{name}_vocab": size, f"{name}_ids": special}
+        counts = np.bincount(np.concatenate([pair[index] for pair in train]), minlength=size).clip(1)
+        for vocabulary, gap in (
+            (f"opennmt.{side}", "\t"),
+            (f"dict.{side}.txt", " "),
+        ):  # who add the special words themselves
+            lines = (f"{LETTERS[side]}{id}{gap}{counts[id]}\n" for id in range(size) if id not in special.values())
             (building / vocabulary).write_text("".join(lines), encoding="utf-8")
-    facts = {"data": str(text.path), "source_vocab": len(tokenizers["src"]), "target_vocab": len(tokenizers["tgt"])}
-    facts |= {"source_ids": special_ids(tokenizers["src"]), "target_ids": special_ids(tokenizers["tgt"])}
     (building / "corpus.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(building, folder)

@@ -131,5 +131,4 @@ def gpu_share(step: Callable[[], None], steps: int = 5) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    settings = parse_flags(Config, "what a training step asks of a GPU")
-    run_script(lambda: main(settings))
+    run_script(lambda: main(parse_flags(Config, "what a training step asks of a GPU")))

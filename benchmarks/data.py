@@ -3,18 +3,17 @@
     python -m benchmarks.data                              # the first three parts
     python -m benchmarks.data --part stages --vocab 16000
     python -m benchmarks.data --part epoch --pairs 10000000
-    python -m benchmarks.data --part startup --ckpt runs/NAME
+    python -m benchmarks.data --part startup
     python -m benchmarks.data --part growth --steps 15 --rounds 1
 
 stages   reading, cleaning, training tokenizers, tokenising, one after the other, once
 epoch    from opening the store to the first batch out of the DataLoader, over made-up pairs (random lengths, random ids); every
          start in a process of its own, and so is its memory: what the process holds at most beyond its imports
 loader   real target tokens a second out of the DataLoader alone, and the share of padding
-startup  train.py to its first step, evaluate.py to its first decoded batch, as whole processes; the data is tokenised already
+startup  train.py to its first step, evaluate.py to the score of 128 rows, as a user starts them; the data is tokenised already
 growth   training by number of pairs (it should not change) and by their length (as the FLOPs say); lab's model, made-up pairs
 """
 
-import json
 import re
 import shutil
 import subprocess
@@ -23,19 +22,19 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.corpus import text_at
-from benchmarks.measuring import ROOT, Run, compare, held_gib, in_new_process, interleave, print_table, write_json
-from benchmarks.peers.contest import SIZES, WARM_STEPS, wait_for_gpu
+from benchmarks.measuring import ROOT, Row, held_gib, in_new_process, measure
+from benchmarks.peers.contest import SIZES, WARM_STEPS
 from data import Batch, BucketSampler, Collate, collate_for
 from engine.config import flag, parse_flags
-from engine.distributed import choose_device
 from engine.errors import UserError, run_script
 from engine.precision import choose_precision
 from model import ModelConfig, training_flops
@@ -45,9 +44,9 @@ from text.store import TokenizedPairs, TokenWriter
 
 IDS = {"pad": 0, "bos": 1, "eos": 2}
 STARTS = {"epoch 1": 0.0, "epoch 3": 2.0, "middle of epoch 3": 2.5}  # epochs that are already done
-GROWTH_VOCAB = 8000
+GROWTH_VOCAB, TOKENS = 8000, 4096  # of growth: the vocabularies, padded tokens a side in a step
+LAB = ModelConfig(GROWTH_VOCAB, GROWTH_VOCAB, **SIZES["lab"])
 PAIRS, LENGTHS = (10_000, 100_000, 1_000_000), (16, 32, 64, 128, 256)
-FIRST_STEP, READY = r"step +1 .* loss", r".*, split test, "  # READY: right before evaluate.py decodes
 
 
 @dataclass
@@ -58,30 +57,24 @@ class Config:
     data: str = flag("", "parallel text; MINIDATASET, else /opt/minidataset, else sample/", "What")
     vocab: int = flag(8000, "tokens in each vocabulary", "What", least=300, most=60000)
     pairs: int = flag(10_000_000, "made-up pairs of the epoch, and at most of growth", "What", least=100)
-    ckpt: str = flag("", "startup: run for evaluate.py; one of a single step is made on sample/", "What")
-    preset: str = flag("lab", "growth: model size (lab|big|tiny)", "What")
-    tokens_per_batch: int = flag(4096, "growth: padded tokens a side in a step", "What", least=256)
     steps: int = flag(30, "growth: steps of a turn", "How", least=1)
-    device: str = flag("cpu", "growth: cpu, cuda or cuda:N", "How")
     seconds: float = flag(5.0, "loader: of each turn", "How", above=0)
     rounds: int = flag(3, "turns of each", "How", least=1)
-    out: str = flag("runs/benchmarks/data.json", "where the figures go", "How")
+    out: str = flag("runs/benchmarks/data", "folder for all turns, a file PART.json each", "How")
 
 
 def main(config: Config) -> None:
-    """Measure, print, write."""
+    """One part, or the first three."""
     parts = dict(stages=time_stages, epoch=time_epochs, loader=time_loaders, startup=time_startup, growth=time_growth)
-    chosen, runs = [config.part] if config.part != "all" else ["stages", "epoch", "loader"], []
-    with tempfile.TemporaryDirectory() as folder:
-        for part in chosen:
-            runs += parts[part](config, Path(folder))
-    write_json(ROOT / config.out, runs, title="texts to batches", settings=asdict(config))
+    for part in [config.part] if config.part != "all" else ["stages", "epoch", "loader"]:
+        with tempfile.TemporaryDirectory() as folder:
+            parts[part](replace(config, out=f"{config.out}/{part}.json"), Path(folder))
 
 
 # ---------------------------------------------------------------- stages
 
 
-def time_stages(config: Config, folder: Path) -> list[Run]:
+def time_stages(config: Config, folder: Path) -> list[Row]:
     """The stages of `text.prepare`, once, in order: each needs what the one before it left."""
     text, lines, counts, tokenizers = text_at(config.data), folder / "clean.txt", Counter(), {}
 
@@ -113,20 +106,18 @@ def time_stages(config: Config, folder: Path) -> list[Run]:
         seconds = time.perf_counter() - begun
         return {"pairs_per_second": pairs / seconds, "seconds": seconds, "pairs": pairs}
 
-    runs = interleave(stages, 1, turn)
-    print_table(compare(runs, "pairs_per_second", more=["seconds"]), "pairs/s")
-    return runs
+    return measure("text to tokens", stages, replace(config, rounds=1), turn, "pairs_per_second", more=["seconds"])
 
 
 # ---------------------------------------------------------------- epoch, loader
 
 
-def time_epochs(config: Config, folder: Path) -> list[Run]:
+def time_epochs(config: Config, folder: Path) -> list[Row]:
     """The start of an epoch over many pairs."""
     make_store(folder / "store", config.pairs)
-    runs = interleave(STARTS, config.rounds, lambda name: in_new_process(start_epoch, folder / "store", STARTS[name]))
-    print_table(compare(runs, "seconds", more=["peak_gib", "growth_gib"]), "s", decimals=2)
-    return runs
+    turn = lambda name: in_new_process(start_epoch, folder / "store", STARTS[name])  # noqa: E731
+    title, more = f"start of an epoch over {config.pairs:,} pairs", ["peak_gib", "growth_gib"]
+    return measure(title, STARTS, config, turn, "seconds", more=more, decimals=2)
 
 
 def make_store(folder: Path, pairs: int, longest: int = 200, vocab: int = GROWTH_VOCAB) -> None:
@@ -156,7 +147,7 @@ def start_epoch(store: Path, epochs_done: float, tokens_per_batch: int = 4096) -
     return {"seconds": seconds, "peak_gib": peak, "growth_gib": peak - before, "pairs": len(pairs)}
 
 
-def time_loaders(config: Config, folder: Path) -> list[Run]:
+def time_loaders(config: Config, folder: Path) -> list[Row]:
     """The loader alone, at two sizes of a batch."""
     prepared = prepare(text_at(config.data), ROOT / "runs/.cache", source_vocab=config.vocab, target_vocab=config.vocab)
     names = {f"loader, {budget:,} tokens a batch": budget for budget in (4096, 16384)}
@@ -173,97 +164,82 @@ def time_loaders(config: Config, folder: Path) -> list[Run]:
         source, target = 1 - counts[:2] / counts[2:]
         return figures | {"padding_source": float(source), "padding_target": float(target)}
 
-    runs = interleave(names, config.rounds, turn)
-    print_table(compare(runs, "target_tokens_per_second", more=["padding_source", "padding_target"]), "target tokens/s")
-    return runs
+    more = ["padding_source", "padding_target"]
+    return measure("the loader alone", names, config, turn, "target_tokens_per_second", more=more)
 
 
-def time_startup(config: Config, folder: Path) -> list[Run]:
-    """Both scripts, as a user starts them."""
-    path, ckpt = str(Path(text_at(config.data).path).resolve()), folder / "runs" / "made"
-    if config.ckpt:
-        ckpt = Path(config.ckpt).resolve()
-    else:
-        list(start("train.py", "--data", ROOT / "sample", "--max_steps", 1, "--run", "made", cwd=folder))
+def time_startup(config: Config, folder: Path) -> list[Row]:
+    """Both scripts, as a user starts them: to the first step, to the score of a first batch of sentences."""
+    data = Path(text_at(config.data).path).resolve()
+    commands = {
+        "train.py": (r"step +1 .* loss", "--data", data, "--max_steps", 1, "--log_every", 1, "--run", "first"),
+        "evaluate.py": ("BLEU", "--ckpt", "runs/first", "--limit", 128),
+    }
 
     def turn(script: str) -> dict:
         if script == "train.py":
             shutil.rmtree(folder / "runs" / "first", ignore_errors=True)
-            lines = start(script, "--data", path, "--max_steps", 9, "--log_every", 1, "--run", "first", cwd=folder)
-            return {"seconds": next(seconds for seconds, line in lines if re.match(FIRST_STEP, line))}
-        lines = list(start(script, "--ckpt", ckpt, "--limit", 128, cwd=folder))  # rows that are decoded at once
-        ready = next(seconds for seconds, line in lines if re.match(READY, line))
-        scores = (ckpt / "eval" / "test-greedy-first128.json").read_text(encoding="utf-8")
-        return {"seconds": ready + json.loads(scores)["seconds"]}
+        return {"seconds": seconds_to(script, *commands[script], cwd=folder)}
 
     turn("train.py")  # which fills the cache
-    runs = interleave(("train.py", "evaluate.py"), config.rounds, turn)
-    print_table(compare(runs, "seconds"), "s", decimals=2)
-    return runs
+    return measure("from the command to the first step or score", commands, config, turn, "seconds", decimals=2)
 
 
-def start(script: str, *arguments, cwd: Path) -> Iterator[tuple[float, str]]:
-    """Each line that the script says, after how many seconds; it ends with this generator. `UserError` if it fails."""
-    words, begun, line = [sys.executable, str(ROOT / script), *map(str, arguments)], time.perf_counter(), "nothing"
+def seconds_to(script: str, pattern: str, *arguments, cwd: Path) -> float:
+    """From the command to the first line like `pattern`; the script goes on to its end. `UserError` if it fails."""
+    words, begun, times = [sys.executable, str(ROOT / script), *map(str, arguments)], time.perf_counter(), []
     options = dict(cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8")
     with subprocess.Popen(words, **options) as process:
-        try:
-            for line in process.stdout:
-                yield time.perf_counter() - begun, line
-        except GeneratorExit:
-            process.kill()
-            raise
+        for line in process.stdout:
+            times += [time.perf_counter()] * bool(re.match(pattern, line))
     if process.returncode:
         raise UserError(f"{' '.join(words)} failed; the last it said was: {line.strip()}")
+    return times[0] - begun
 
 
 # ---------------------------------------------------------------- growth
 
 
-def time_growth(config: Config, folder: Path) -> list[Run]:
+def time_growth(config: Config, folder: Path) -> list[Row]:
     """Training speed by number of pairs and by length."""
-    model = ModelConfig(GROWTH_VOCAB, GROWTH_VOCAB, **SIZES[config.preset])
     stores = {f"{pairs:,} pairs": folder / str(pairs) for pairs in PAIRS if pairs <= config.pairs}
     for store in stores.values():
         make_store(store, int(store.name))
-    lengths = {f"length {length}": length for length in LENGTHS if length <= config.tokens_per_batch}
+    lengths = {f"length {length}": length for length in LENGTHS}
 
-    def of_pairs(name: str) -> dict:  # from opening the store on
-        pairs = TokenizedPairs(stores[name])
-        sampler = BucketSampler(pairs.lengths, config.tokens_per_batch)
-        return time_steps(model, iter(DataLoader(pairs, batch_sampler=sampler, collate_fn=Collate(IDS, IDS))), config)
+    def turn(name: str) -> dict:
+        if name in stores:  # from opening the store on
+            pairs = TokenizedPairs(stores[name])
+            sampler = BucketSampler(pairs.lengths, TOKENS)
+            return time_steps(
+                iter(DataLoader(pairs, batch_sampler=sampler, collate_fn=Collate(IDS, IDS))), config.steps
+            )
+        length = lengths[name]  # one batch again and again; begin or end are among the tokens
+        ids = np.random.default_rng(length).integers(3, GROWTH_VOCAB, (TOKENS // length, 2, length - 1))
+        figures = time_steps(repeat(Collate(IDS, IDS)(list(ids))), config.steps)
+        return figures | {"predicted_ratio": flops_per_token(LAB, LENGTHS[0]) / flops_per_token(LAB, length)}
 
-    def of_length(name: str) -> dict:  # one batch again and again; begin or end are among the tokens
-        length = lengths[name]
-        shape = (config.tokens_per_batch // length, 2, length - 1)
-        ids = np.random.default_rng(length).integers(3, GROWTH_VOCAB, shape)
-        figures = time_steps(model, repeat(Collate(IDS, IDS)(list(ids))), config)
-        return figures | {"predicted_ratio": flops_per_token(model, LENGTHS[0]) / flops_per_token(model, length)}
-
-    runs = []
-    for names, turn in ((stores, of_pairs), (lengths, of_length)):
-        turns = interleave(names, config.rounds, turn)
-        baseline = next(iter(names), "")
-        print_table(compare(turns, "target_tokens_per_second", baseline, ["predicted_ratio"]), "target tokens/s")
-        runs += turns
-    return runs
+    figure, out = "target_tokens_per_second", config.out.removesuffix(".json")
+    rows = measure("cost by pairs", stores, config, turn, figure, baseline=next(iter(stores), ""))
+    config = replace(config, out=f"{out}-length.json")
+    return rows + measure(
+        "cost by length", lengths, config, turn, figure, baseline="length 16", more=["predicted_ratio"]
+    )
 
 
-def time_steps(sizes: ModelConfig, batches: Iterator[Batch], config: Config) -> dict:
+def time_steps(batches: Iterator[Batch], steps: int) -> dict:
     """Real target tokens a second of the loop of train.py without its log and checkpoints, in fp32."""
     from benchmarks.peers.ours import make_trainer
 
-    take_step, tokens = make_trainer(sizes, choose_precision(choose_device(config.device, 0), "fp32")), 0
-    for step in range(-WARM_STEPS, config.steps):
+    take_step, tokens = make_trainer(LAB, choose_precision(torch.device("cpu"), "fp32")), 0
+    for step in range(-WARM_STEPS, steps):
         if step == 0:
-            wait_for_gpu()
             tokens, begun = 0, time.perf_counter()
         batch = next(batches)
         take_step(batch)
         tokens += batch.target_tokens
-    wait_for_gpu()
     seconds = time.perf_counter() - begun
-    return {"target_tokens_per_second": tokens / seconds, "milliseconds_a_step": 1000 * seconds / config.steps}
+    return {"target_tokens_per_second": tokens / seconds, "milliseconds_a_step": 1000 * seconds / steps}
 
 
 def flops_per_token(model: ModelConfig, length: int) -> float:
@@ -277,5 +253,4 @@ def flops_per_token(model: ModelConfig, length: int) -> float:
 
 
 if __name__ == "__main__":
-    settings = parse_flags(Config, "texts to batches, to the first step, and linear cost")
-    run_script(lambda: main(settings))
+    run_script(lambda: main(parse_flags(Config, "texts to batches, to the first step, and linear cost")))

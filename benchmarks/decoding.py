@@ -12,13 +12,14 @@ is like for like and what is not. `first_seconds` is the first pass, which is no
 """
 
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 
 from benchmarks.corpus import Corpus, load_corpus
-from benchmarks.measuring import Run, compare, print_table, take_turns
+from benchmarks.measuring import Row, measure, tokens_of
 from benchmarks.peers.contest import SIZES, Task
 from benchmarks.peers.contestants import Contestant, choose, start
 from engine.config import flag, parse_flags
@@ -46,7 +47,6 @@ class Config:
 
     contestants: str = flag("", "who takes part, with commas between; everybody", "What")
     ckpt: str = flag("", "trained run to decode with, at real lengths", "What")
-    baseline: str = flag("", "whose median the ratios are over; ours-fp32, else the first one", "What")
     preset: str = flag("lab", "model size without --ckpt (lab|big|tiny)", "What")
     length: int = flag(40, "tokens of each output without --ckpt", "What", least=1, most=500)
     sentences: int = flag(500, "of the test split, the first so many", "What", least=1)
@@ -58,27 +58,21 @@ class Config:
     seconds: float = flag(5.0, "measured in each turn; one pass at least", "How", above=0)
     threads: int = flag(2, "compute threads of each", "How", least=1)
     out: str = flag("runs/benchmarks/decoding.json", "file for all turns", "How")
-    append: bool = flag(False, "add to the turns that are in --out", "How")
 
 
-def main(config: Config) -> list[Run]:
-    """Take turns, print the tables; → all turns."""
+def main(config: Config) -> list[Row]:
+    """Take turns, print the tables; → the rows of speed."""
     choose_device(config.device, 0)  # which must be there
     names = choose(config.contestants or (EVERYBODY if config.device == "cpu" else ON_GPU), CONTESTANTS)
     if config.ckpt:
-        trained = load_trained(config.ckpt)
-        corpus, length = load_corpus(test_rows=config.sentences, run=trained.config), 0
+        trained, length = load_trained(config.ckpt), 0
+        corpus = load_corpus(test_rows=config.sentences, run=trained.config)
         preset, weights, title = preset_of(trained), f"run-{trained.run.name}", f"real lengths, {trained.name}"
     else:
-        corpus, length, trained = (
-            load_corpus(config.data, config.vocab, test_rows=config.sentences),
-            config.length,
-            None,
-        )
+        trained, length = None, config.length
+        corpus = load_corpus(config.data, config.vocab, test_rows=config.sentences)
         preset, weights, title = config.preset, f"random-{config.preset}", f"{length} tokens a sentence, random weights"
     folder = export(corpus, preset, weights, trained)
-    title = f"greedy decoding, {title}"
-    print(corpus.describe())
     task = Task("decode", str(corpus.folder), config.seconds, config.threads, config.device, preset, length=length,
                 weights=str(folder))  # fmt: skip
 
@@ -86,26 +80,23 @@ def main(config: Config) -> list[Run]:
         batch = config.batch if name.startswith("ours") else task.batch
         return start(name, CONTESTANTS[name], replace(task, batch=batch, outputs=str(folder / f"{name}.txt")))
 
-    runs = take_turns(title, names, config.rounds, turn, config.out, config.append, corpus=corpus.describe(),
-                      settings=asdict(config))  # fmt: skip
-    print(f"\n{title}")
-    reference = config.baseline or ("ours-fp32" if "ours-fp32" in names else names[0])
+    reference = "ours-fp32" if "ours-fp32" in names else names[0]
     more = ["sentences_per_second", "seconds", "first_seconds", "tokens", "sentences", "peak_gib"]
-    print_table(compare(runs, "tokens_per_second", reference, more), "tokens/s")
-    outputs = {run.contestant: folder / f"{run.contestant}.txt" for run in runs}
-    outputs = {name: read_outputs(file) for name, file in outputs.items() if file.exists()}
+    title = f"greedy decoding, {title}; {corpus.describe()}"
+    rows = measure(title, names, config, turn, "tokens_per_second", baseline=reference, more=more)
+    outputs = {row.contestant: read_outputs(folder / f"{row.contestant}.txt") for row in rows}
     print(f"\noutputs that are {reference}'s: sentences, tokens before the first difference")
     for name in outputs if reference in outputs else ():
         sentences, tokens = agreement(outputs[name], outputs[reference])
         print(f"  {name:<28} {sentences:6.1%} {tokens:6.1%}")
-    return runs
+    return rows
 
 
 def preset_of(trained: Trained) -> str:
     """The preset whose sizes a trained run has; the contestants know no others."""
-    sizes = vars(trained.model.config) | {"dropout": None}
+    sizes = vars(trained.model.config)
     for name, values in SIZES.items():
-        if not sizes["norm_first"] and (values | {"dropout": None}).items() <= sizes.items():
+        if not sizes["norm_first"] and all(sizes[key] == value for key, value in values.items() if key != "dropout"):
             return name
     raise UserError(f"{trained.run}: the contestants are of the sizes of a preset; train it with --preset lab or big")
 
@@ -127,12 +118,11 @@ def export(corpus: Corpus, preset: str, name: str, trained: Trained | None) -> P
 
 
 def agreement(outputs: list[list[int]], reference: list[list[int]]) -> tuple[float, float]:
-    """Shares of equal sentences, and of equal tokens up to the first difference of each sentence."""
+    """Shares of equal sentences, and of equal tokens up to the first difference of each sentence, its end counted."""
     pairs = list(zip(outputs, reference))
-    same = sum(left == right for left, right in pairs) / len(pairs)
-    prefix = sum(next((i for i, (a, b) in enumerate(zip(left, right)) if a != b), min(len(left), len(right))) + (left == right)
-                 for left, right in pairs)  # fmt: skip
-    return same, prefix / sum(len(right) + 1 for _, right in pairs)
+    same = sum(left == right for left, right in pairs)
+    prefix = sum(1 for pair in pairs for _ in takewhile(lambda tokens: tokens[0] == tokens[1], zip(*pair)))
+    return same / len(pairs), (prefix + same) / tokens_of(reference)
 
 
 def read_outputs(path: Path) -> list[list[int]]:
@@ -141,5 +131,4 @@ def read_outputs(path: Path) -> list[list[int]]:
 
 
 if __name__ == "__main__":
-    settings = parse_flags(Config, "compare decoding speed")
-    run_script(lambda: main(settings))
+    run_script(lambda: main(parse_flags(Config, "compare decoding speed")))

@@ -3,7 +3,7 @@
     bash run.sh gpu                                             # the report, to send back: runs/benchmarks/gpu.json
     python -m benchmarks.gpu --ckpt runs/NAME                   # decoding with a trained run too, at real lengths
     python -m benchmarks.gpu --again true                       # all stages anew; else those that are done are not repeated
-    python -m benchmarks.gpu --device cpu --presets tiny --seconds 1 --tokens_per_batch 512 --minutes 0     # a rehearsal
+    python -m benchmarks.gpu --device cpu --presets tiny --seconds 1 --tokens_per_batch 512 --minutes 0   # a rehearsal
 
 parity     tests/fast/test_device.py: every number format against float64 on the CPU
 step       benchmarks.cuda_step: host time, kernels and how busy the GPU is, plain and by CUDA graphs
@@ -19,6 +19,7 @@ About ten minutes on one card. Every stage is commands of their own; what fails 
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -40,7 +41,7 @@ FORMATS = {
     "bf16": "plain-bf16 bf16 captured-bf16 fp16",
     "fp16": "fp16",
     "fp32": "plain-fp32 fp32",
-}  # that a device trains in
+}  # that a card trains in
 STEPS = 60  # of train.py in stage cards
 LIMIT = 900  # seconds of a command
 ALLOWED = 1e-2  # relative difference of the validation losses on one card and on all
@@ -52,11 +53,8 @@ class Config:
 
     presets: str = flag("lab,big", "model sizes, with commas between", "What")
     tokens_per_batch: int = flag(65536, "padded tokens a side in a training step", "What", least=64)
-    batch: int = flag(512, "sentences decoded at once", "What", least=1)
     ckpt: str = flag("", "trained run to decode with at real lengths", "What")
     data: str = flag("", "as train.py's --data; MINIDATASET, else as there", "What")
-    vocab: int = flag(8000, "tokens in each vocabulary", "What", least=300, most=60000)
-    sentences: int = flag(2001, "of the test split, the first so many", "What", least=1)
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
     minutes: float = flag(2.0, "of stage run; 0: without it", "How", least=0)
     again: bool = flag(False, "repeat the stages that are done", "How")
@@ -92,55 +90,49 @@ def main(config: Config) -> int:
     return int(bool(failed))
 
 
-def stages(config: Config, device: torch.device, folder: Path) -> dict[str, list[list]]:
+def stages(config: Config, device: torch.device, folder: Path) -> dict[str, list[str]]:
     """The commands of every stage, in order: first what is wrong, last what takes long. They write into the folder."""
     on_gpu, taken = device.type == "cuda", choose_precision(device, training=True).name
-    formats = FORMATS[taken].split() if on_gpu else ["fp32"]
-    training = ",".join(f"ours-{name}" for name in formats)
+    training = ",".join(f"ours-{name}" for name in (FORMATS[taken] if on_gpu else "fp32").split())
     decoding = f"ours-plain-{taken},ours-captured-{taken}" if on_gpu else "ours-fp32"
-    path = config.data or os.environ.get("MINIDATASET", "")
-    where = [*(["--data", path] if path else []), "--device", device]
-    turns = [*where, "--vocab", config.vocab, "--rounds", 1, "--seconds", config.seconds]
-    decode = ["benchmarks.decoding", *turns, "--contestants", decoding, "--batch", config.batch, "--sentences",
-              config.sentences]  # fmt: skip
-    todo, later = {}, {}
+    data, out = config.data or os.environ.get("MINIDATASET", ""), shlex.quote(str(folder))
+    where = f"--device {device}" + f" --data {shlex.quote(data)}" * bool(data)
+    turns = f"{where} --vocab 8000 --rounds 1 --seconds {config.seconds}"
+    decode = f"benchmarks.decoding {turns} --contestants {decoding} --batch 512 --sentences 2001"
+    train, tokens = f"train.py {where}", config.tokens_per_batch
+    train_all = f"benchmarks.training {turns} --tokens_per_batch {tokens} --contestants {training}"
+    checks, speeds = {}, {}
     for preset in config.presets.split(","):
-        sizes, file = ["--preset", preset], lambda name, preset=preset: ["--out", folder / f"{preset}-{name}.json"]
-        tokens = ["--tokens_per_batch", config.tokens_per_batch]
-        where_to_test = [f"PRESET={preset}", f"DEVICE={device}"]
-        todo[f"{preset} parity"] = [[*where_to_test, "pytest", "-s", "tests/fast/test_device.py"]]
+        checks[f"{preset} parity"] = [f"PRESET={preset} DEVICE={device} pytest -s tests/fast/test_device.py"]
+        of = f"--preset {preset} --out {out}/{preset}"
         if on_gpu:
-            step = ["benchmarks.cuda_step", *sizes, "--vocab", config.vocab, "--tokens", config.tokens_per_batch]
-            later[f"{preset} step"] = [[*step, *file("step")], [*step, "--captured", *file("step-captured")]]
-        later[f"{preset} training"] = [["benchmarks.training", *turns, *sizes, *tokens, "--contestants", training,
-                                        *file("training")]]  # fmt: skip
-        later[f"{preset} decoding"] = [[*decode, *sizes, *file("decoding")]]
+            step = f"benchmarks.cuda_step --vocab 8000 --tokens {tokens} {of}-step"
+            speeds[f"{preset} step"] = [f"{step}.json", f"{step}-captured.json --captured"]
+        speeds[f"{preset} training"] = [f"{train_all} {of}-training.json"]
+        speeds[f"{preset} decoding"] = [f"{decode} {of}-decoding.json"]
     if config.ckpt:
-        later["real lengths"] = [[*decode, "--ckpt", config.ckpt, "--out", folder / "real-lengths.json"]]
-    train = ["train.py", *where]
+        speeds["real lengths"] = [f"{decode} --ckpt {shlex.quote(config.ckpt)} --out {out}/real-lengths.json"]
     if on_gpu:
-        sizes = ["--lengths", "64,1024", "--numbers", 2**20, "--rounds", 3, "--device", device]
-        times = ["benchmarks.attention_op", *sizes, "--out", folder / "operators.json"]
-        later["operators"] = [["labs.attention_op"], times]
-        steps = ["--device", "cuda", "--max_steps", STEPS, "--eval_every", STEPS, "--dropout", 0]
-        count = torch.cuda.device_count()
-        launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", count, "--", ROOT / "train.py"]
-        later["cards"] = [[*train, *steps, "--run", folder / "cards-1"]]
-        later["cards"] += [[*launch, *train[1:], *steps, "--run", folder / f"cards-{count}"]] * (count > 1)
+        sizes = f"--lengths 64,1024 --numbers {2**20} --rounds 3 --device {device}"
+        speeds["operators"] = ["labs.attention_op", f"benchmarks.attention_op {sizes} --out {out}/operators.json"]
+        steps = f"--device cuda --max_steps {STEPS} --eval_every {STEPS} --dropout 0"
+        cards, launch = torch.cuda.device_count(), "torch.distributed.run --standalone --nproc_per_node"
+        speeds["cards"] = [f"{train} {steps} --run {out}/cards-1"]
+        if cards > 1:
+            speeds["cards"] += [f"{launch} {cards} -- {ROOT}/{train} {steps} --run {out}/cards-{cards}"]
     if config.minutes:
-        later["run"] = [[*train, "--max_minutes", config.minutes, "--run", folder / "run"],
-                        ["evaluate.py", "--ckpt", folder / "run"]]  # fmt: skip
-    return todo | later
+        speeds["run"] = [f"{train} --max_minutes {config.minutes} --run {out}/run", f"evaluate.py --ckpt {out}/run"]
+    return checks | speeds
 
 
-def run(commands: list[list]) -> dict:
+def run(commands: list[str]) -> dict:
     """Python with each command, [NAME=value …] script or module, flags; to the first that fails; → what came of it."""
     begun, lines, code = time.perf_counter(), [], 0
-    for command in commands:
-        if "--run" in command:
-            shutil.rmtree(command[-1], ignore_errors=True)  # of an earlier attempt
-        variables = dict(word.split("=") for word in map(str, command) if re.match("[A-Z]+=", word))
-        words = [*map(str, command[len(variables) :])]
+    for words in map(shlex.split, commands):
+        if "--run" in words:
+            shutil.rmtree(words[-1], ignore_errors=True)  # of an earlier attempt
+        variables = dict(word.split("=") for word in words if re.match("[A-Z]+=", word))
+        words = words[len(variables) :]
         words = words if words[0].endswith(".py") else ["-m", *words]
         options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8")
         with subprocess.Popen([sys.executable, *words], cwd=ROOT, env=os.environ | variables, **options) as process:
@@ -162,5 +154,4 @@ def valid_loss(run: Path) -> float:
 
 
 if __name__ == "__main__":
-    settings = parse_flags(Config, "check and measure on a GPU")
-    run_script(lambda: sys.exit(main(settings)))
+    run_script(lambda: sys.exit(main(parse_flags(Config, "check and measure on a GPU"))))

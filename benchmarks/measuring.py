@@ -1,8 +1,8 @@
 """Measure side by side: contestants take turns (A B C, A B C, …), so that a slow minute of the machine hits all alike.
 
-    runs = interleave(["plain", "cached"], rounds=3, run=lambda name: {"tokens_per_second": …})
-    print_table(compare(runs, "tokens_per_second", baseline="plain"))
-    write_json("runs/benchmarks/NAME.json", runs, title="…")
+    rows = measure("title", ["plain", "cached"], config, turn=lambda name: {"tokens_per_second": …}, figure="tokens_per_second")
+
+prints every turn and a table of medians, and writes all turns to config.out.
 
 Token accounting, the same for everybody: a sentence of n subwords counts as n + 1 tokens on either side (the end token, which
 the model reads or has to predict), padding never counts. `tokens_of` does it.
@@ -11,12 +11,11 @@ the model reads or has to predict), padding never counts. `tokens_of` does it.
 import json
 import os
 import re
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -54,34 +53,43 @@ class Row:
     least: float
     most: float
     runs: int
+    disturbed: int  # turns in which others took more than `QUIET` cores
+    more: dict[str, float]  # medians of further figures
     ratio: float | None = None  # the median over the baseline's median
-    disturbed: int = 0  # turns in which others took more than `QUIET` cores
-    more: dict[str, float] = field(default_factory=dict)  # medians of further figures
 
 
-def interleave(contestants: Iterable[str], rounds: int, run: Callable[[str], dict | None], first: int = 1) -> list[Run]:
-    """Give every contestant a turn, `rounds` times over. `run` returns the figures of a turn, None if it cannot take part."""
+def measure(title: str, names: Iterable[str], config, turn: Callable, figure: str, **table) -> list[Row]:
+    """Everybody's turns, `config.rounds` of each, kept in the file `config.out`, then the table of one figure; → its rows.
+
+    With `config.append` the turns join those that the file has already. `table`: see `compare` and `print_table`.
+    """
+    print(f"{title}\n{describe_machine()}", flush=True)
+    names, out = list(names), ROOT / config.out
+    earlier = read_json(out) if getattr(config, "append", False) else []
+    first = 1 + max((run.round for run in earlier if run.contestant in names), default=0)
+    runs = earlier + interleave(names, config.rounds, turn, first)
+    write_json(out, runs, title=title, settings=asdict(config))
+    rows = compare(runs, figure, table.pop("baseline", ""), table.pop("more", ()))
+    print_table(rows, f"{title}: {figure}", **table)
+    return rows
+
+
+def interleave(
+    contestants: Iterable[str], rounds: int, turn: Callable[[str], dict | None], first: int = 1
+) -> list[Run]:
+    """Give every contestant a turn, `rounds` times over. `turn` returns its figures, None if it cannot take part."""
     runs, contestants = [], list(contestants)
     for number in range(first, first + rounds):
         for contestant in list(contestants):
-            watch = OthersWatch()
-            figures = run(contestant)
+            begun, before = time.perf_counter(), others_seconds()
+            figures = turn(contestant)
+            seconds = max(time.perf_counter() - begun, 1e-9)
             if figures is None:
                 contestants.remove(contestant)
                 continue
-            runs.append(Run(contestant, number, figures, *watch.stop()))
+            others = None if before is None else max(0.0, others_seconds() - before) / seconds
+            runs.append(Run(contestant, number, figures, seconds, others))
             print(describe_run(runs[-1]), flush=True)
-    return runs
-
-
-def take_turns(title: str, names: list[str], rounds: int, run: Callable, out: str, append=False, **facts) -> list[Run]:
-    """Interleave, keep every turn in the file `out` (beside those of earlier calls with `append`), → all turns."""
-    print(f"{title}\n{describe_machine()}", flush=True)
-    out = ROOT / out
-    earlier = read_json(out) if append else []
-    first = 1 + max((run.round for run in earlier if run.contestant in names), default=0)
-    runs = earlier + interleave(names, rounds, run, first)
-    write_json(out, runs, title=title, **facts)
     return runs
 
 
@@ -105,35 +113,15 @@ def describe_run(run: Run) -> str:
     return f"round {run.round}  {run.contestant}: {figures}  ({run.seconds:.0f} s){others}"
 
 
-class OthersWatch:
-    """How busy everybody else kept the machine between its making and `stop`: all CPU time but ours and our children's.
+def others_seconds() -> float | None:
+    """CPU seconds that all but this process and its ended children took since the machine was started; None without /proc.
 
-    Time that a hypervisor took away (steal) counts as somebody else's. Children count when they have ended.
+    Time that a hypervisor took away (steal) counts as somebody else's.
     """
-
-    def __init__(self):
-        self.begun, self.busy, self.own = time.perf_counter(), busy_seconds(), own_seconds()
-
-    def stop(self) -> tuple[float, float | None]:
-        """→ (seconds since the start, cores of others or None where /proc/stat is missing)"""
-        seconds = max(time.perf_counter() - self.begun, 1e-9)
-        if self.busy is None:
-            return seconds, None
-        others = (busy_seconds() - self.busy) - (own_seconds() - self.own)
-        return seconds, max(0.0, others / seconds)
-
-
-def busy_seconds() -> float | None:
-    """CPU seconds that this machine has not been idle since it was started, all cores together; None without /proc."""
-    user_to_steal = list(map(int, read("/proc/stat").partition("\n")[0].split()[1:9]))
     # user nice system idle iowait irq softirq steal, in clock ticks
-    return (sum(user_to_steal) - sum(user_to_steal[3:5])) / os.sysconf("SC_CLK_TCK") if user_to_steal else None
-
-
-def own_seconds() -> float:
-    """CPU seconds of this process and its ended children."""
-    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    ticks = list(map(int, read("/proc/stat").partition("\n")[0].split()[1:9]))
+    busy = (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
+    return busy - sum(os.times()[:4]) if ticks else None
 
 
 def held_gib(which: str = "VmHWM") -> float:
@@ -152,27 +140,24 @@ def tokens_of(sentences: Iterable) -> int:
 
 def compare(runs: list[Run], figure: str, baseline: str = "", more: Iterable[str] = ()) -> list[Row]:
     """Median, least and most of a figure for every contestant, in their order, and the ratio to the baseline's median."""
-    by_name = {}
-    for run in runs:
-        if figure in run.figures:
-            by_name.setdefault(run.contestant, []).append(run)
-    rows = []
-    for name, turns in by_name.items():
+    rows, counted = [], [run for run in runs if figure in run.figures]
+    for name in dict.fromkeys(run.contestant for run in counted):
+        turns = [run for run in counted if run.contestant == name]
         values = [turn.figures[figure] for turn in turns]
-        told = [key for key in more if all(turn.figures.get(key) is not None for turn in turns)]
-        known = {key: statistics.median(turn.figures[key] for turn in turns) for key in told}
+        known = [key for key in more if all(turn.figures.get(key) is not None for turn in turns)]
+        medians = {key: statistics.median(turn.figures[key] for turn in turns) for key in known}
         disturbed = sum(turn.disturbed for turn in turns)
-        rows.append(Row(name, statistics.median(values), min(values), max(values), len(values), None, disturbed, known))
+        rows.append(Row(name, statistics.median(values), min(values), max(values), len(turns), disturbed, medians))
     base = next((row.median for row in rows if row.contestant == baseline), None)
     for row in rows:
         row.ratio = row.median / base if base else None
     return rows
 
 
-def print_table(rows: list[Row], unit: str = "", decimals: int = 0) -> None:
+def print_table(rows: list[Row], title: str, decimals: int = 0) -> None:
     """The rows as a Markdown table, which reads well on a terminal too."""
     more = list(dict.fromkeys(name for row in rows for name in row.more))
-    cells = [["contestant", f"median {unit}".strip(), "least", "most", "ratio", "runs", *more]]
+    cells = [["contestant", "median", "least", "most", "ratio", "runs", *more]]
     cells.append(["---", *["---:"] * (len(cells[0]) - 1)])
     for row in rows:
         figures = [f"{value:,.{decimals}f}" for value in (row.median, row.least, row.most)]
@@ -180,6 +165,7 @@ def print_table(rows: list[Row], unit: str = "", decimals: int = 0) -> None:
         extra = [f"{row.more[name]:,.4g}" if name in row.more else "" for name in more]
         cells.append([row.contestant, *figures, f"{row.ratio:.2f}" if row.ratio else "", runs, *extra])
     widths = [max(map(len, column)) for column in zip(*cells)]
+    print(f"\n{title}")
     for first, *others in cells:
         padded = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
         print("| " + " | ".join(padded) + " |", flush=True)

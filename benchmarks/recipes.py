@@ -1,12 +1,14 @@
-"""What each choice of the recipe brings: the same data and minutes, one setting changed a row.
+"""What each choice of the recipe brings: the same data and minutes (or steps), one setting changed a row.
 
     python -m benchmarks.recipes --data $MINIDATASET --minutes 20                      # every row of RECIPES
-    python -m benchmarks.recipes --data $MINIDATASET --minutes 20 --rows "plain; muon"   # these
+    python -m benchmarks.recipes --data $MINIDATASET --minutes 20 --rows "default; default but norm_first"
+    python -m benchmarks.recipes --data $MINIDATASET --steps 1000                      # on a busy machine
     python -m benchmarks.recipes --only_table                                          # what is there by now
 
 Each row is a run of train.py and one of evaluate.py on the validation split; the test split is not looked at. A finished row is
 kept in `--out`, an interrupted one goes on from its checkpoint. Rows compare at equal minutes of the same cores, so let nothing
-else run on them. The loss stands a character of the references, because vocabularies cut them into different numbers of tokens.
+else run on them; those whose steps cost the same compare at equal steps, too. Loss and BLEU are of the best checkpoint. The loss
+stands a character of the references, too, because vocabularies cut them into different numbers of tokens.
 """
 
 import json
@@ -21,23 +23,22 @@ from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
 from text.prepare import load_prepared
 
-PLAIN = {"tokens_per_batch": 4096, "lr": 1e-3, "optimizer": "adamw", "label_smoothing": 0.1, "dropout": 0.1,
-         "dropout_after": 0}  # fmt: skip
-MUON = {"optimizer": "muon", "lr": 2e-3}
-RECIPES = {  # name: what differs from PLAIN, as train.py's flags
-    "plain": {},
-    "lr 2e-3": {"lr": 2e-3},
-    "batch 2048": {"tokens_per_batch": 2048},
-    "muon": {"optimizer": "muon"},
-    "muon, batch 2048": {"optimizer": "muon", "tokens_per_batch": 2048},
-    "muon, lr 2e-3": MUON,
-    "muon, lr 3e-3": MUON | {"lr": 3e-3},
-    "muon, lr 4e-3": MUON | {"lr": 4e-3},
-    "muon, lr 2e-3, batch 2048": MUON | {"tokens_per_batch": 2048},
-    "muon, lr 2e-3, dropout 0": MUON | {"dropout": 0.0},
-    "muon, lr 2e-3, label smoothing 0": MUON | {"label_smoothing": 0.0},
-    "muon, lr 2e-3, vocabulary 4000": MUON | {"source_vocab": 4000, "target_vocab": 4000},
-    "muon, lr 2e-3, vocabulary 16000": MUON | {"source_vocab": 16000, "target_vocab": 16000},
+PLAIN = {"optimizer": "adamw", "lr": 1e-3, "dropout_after": 0}  # near the paper's
+RECIPES = {  # name: what differs from the defaults of train.py, as its flags
+    "plain": PLAIN,
+    "plain but lr 2e-3": PLAIN | {"lr": 2e-3},
+    "default": {},
+    "default but AdamW, lr 1e-3": {"optimizer": "adamw", "lr": 1e-3},
+    "default but AdamW, lr 2e-3": {"optimizer": "adamw", "lr": 2e-3},
+    "default but lr 1e-3": {"lr": 1e-3},
+    "default but lr 3e-3": {"lr": 3e-3},
+    "default but lr 4e-3": {"lr": 4e-3},
+    "default but dropout from the start": {"dropout_after": 0},
+    "default but label smoothing 0": {"label_smoothing": 0.0},
+    "default but norm_first": {"norm_first": True},
+    "default but batch 2048": {"tokens_per_batch": 2048},
+    "default but vocabulary 4000": {"source_vocab": 4000, "target_vocab": 4000},
+    "default but vocabulary 16000": {"source_vocab": 16000, "target_vocab": 16000},
 }
 
 
@@ -47,6 +48,7 @@ class Config:
 
     data: str = flag("", "as train.py's --data", "Study")
     minutes: float = flag(20.0, "training minutes of a row", "Study", above=0)
+    steps: int = flag(0, "training steps of a row, instead of --minutes; 0: use --minutes", "Study", least=0)
     rows: str = flag("", "names in RECIPES, with ';' between them; default: all", "Study")
     seed: int = flag(1, "as train.py's --seed", "Study", least=0)
     out: str = flag("runs/recipes", "folder of the runs and of results.json", "Study")
@@ -56,33 +58,35 @@ class Config:
 def main(config: Config) -> None:
     """Run what is missing; print the table after every row."""
     names = [name.strip() for name in config.rows.split(";") if name.strip()] or list(RECIPES)
-    for name in names:
-        if name not in RECIPES:
-            raise UserError(f"--rows {name}: unknown; choose from {'; '.join(RECIPES)}")
-    out = Path(config.out).resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    store = out / "results.json"
+    if unknown := [name for name in names if name not in RECIPES]:
+        raise UserError(f"--rows {unknown[0]}: unknown; choose from {'; '.join(RECIPES)}")
+    store = Path(config.out).resolve() / "results.json"
+    store.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(store.read_text()) if store.exists() else []
-    for name in [] if config.only_table else names:
-        which = {"row": name, "minutes": config.minutes, "seed": config.seed}
+    if config.only_table:
+        return print(table(results))
+    for name in names:
+        limit = {"max_steps": config.steps} if config.steps else {"minutes": config.minutes}
+        which = {"row": name, "seed": config.seed} | limit
         if not any(which.items() <= result.items() for result in results):
-            results.append(which | one_row(config, name, out))
+            results.append(which | one_row(config, name, store.parent))
             store.write_text(json.dumps(results, indent=1))
         print(table(results), flush=True)
-    if config.only_table:
-        print(table(results))
 
 
 def one_row(config: Config, name: str, out: Path) -> dict:
     """Train and score one recipe; → its figures."""
-    folder = out / f"{name.replace(', ', '_').replace(' ', '-')}-{config.minutes:g}min-{config.seed}"
-    flags = PLAIN | RECIPES[name] | {"max_minutes": config.minutes, "epochs": 1000, "seed": config.seed}
-    flags |= {"eval_every": 2000, "keep": 1, "run": str(folder)} | ({"data": config.data} if config.data else {})
+    limit = f"{config.steps}steps" if config.steps else f"{config.minutes:g}min"
+    folder = out / f"{name.replace(', ', '_').replace(' ', '-')}-{limit}-{config.seed}"
+    flags = {"max_steps": config.steps} if config.steps else {"max_minutes": config.minutes, "epochs": 1000}
+    flags |= {"seed": config.seed, "eval_every": 2000, "keep": 1, "run": str(folder)} | RECIPES[name]
+    flags |= {"data": config.data} if config.data else {}
     begun = (folder / "config.json").exists()
     call("train.py", {"resume": str(folder)} if begun else flags)
     call("evaluate.py", {"ckpt": str(folder), "split": "validation"})
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     losses = [(line["step"], line["valid/loss"]) for line in lines if "valid/loss" in line]
+    best = min(loss for _, loss in losses)  # evaluate.py scores the checkpoint of this one
     speeds = [line["speed/tokens_per_second"] for line in lines if "speed/tokens_per_second" in line]
     score = json.loads((folder / "eval" / "validation-greedy.json").read_text(encoding="utf-8"))
     state = json.loads((folder / "checkpoints" / "last" / "state.json").read_text(encoding="utf-8"))
@@ -90,21 +94,22 @@ def one_row(config: Config, name: str, out: Path) -> dict:
     tokens = int((prepared.validation.lengths["target"] + 1).sum())
     characters = sum(len(target) for _, target in prepared.validation_rows)
     return {
-        "steps": losses[-1][0], "tokens_per_second": statistics.median(speeds), "loss_per_token": losses[-1][1],
-        "loss_per_character": losses[-1][1] * tokens / characters, "bleu": score["sacrebleu"], "chrf": score["chrf"],
+        "steps": losses[-1][0], "tokens_per_second": statistics.median(speeds), "loss_per_token": best,
+        "loss_per_character": best * tokens / characters, "bleu": score["sacrebleu"], "chrf": score["chrf"],
         "low": score["low"], "high": score["high"], "losses": losses,
     }  # fmt: skip
 
 
 def table(results: list[dict]) -> str:
-    """Markdown, the best loss first; runs of other minutes apart."""
+    """Markdown, the best loss first; runs of other minutes or steps apart."""
     lines = [
-        "| recipe | minutes | seed | steps | tokens/s | loss/token | loss/character | BLEU | chrF |",
+        "| recipe | limit | seed | steps | tokens/s | loss/token | loss/character | BLEU | chrF |",
         "|---" * 9 + "|",
     ]
-    for row in sorted(results, key=lambda row: (row["minutes"], row["loss_per_character"])):
+    limits = [f"{row['max_steps']:,} steps" if "max_steps" in row else f"{row['minutes']:g} min" for row in results]
+    for limit, row in sorted(zip(limits, results), key=lambda pair: (pair[0], pair[1]["loss_per_character"])):
         lines.append(
-            f"| {row['row']} | {row['minutes']:g} | {row['seed']} | {row['steps']:,} | {row['tokens_per_second']:,.0f} | "
+            f"| {row['row']} | {limit} | {row['seed']} | {row['steps']:,} | {row['tokens_per_second']:,.0f} | "
             f"{row['loss_per_token']:.4f} | {row['loss_per_character']:.4f} | {row['bleu']:.2f} | {row['chrf']:.1f} |"
         )
     return "\n".join(lines)
@@ -118,5 +123,4 @@ def call(script: str, flags: dict) -> None:
 
 
 if __name__ == "__main__":
-    config = parse_flags(Config, "what each choice of the recipe brings")
-    run_script(lambda: main(config))
+    run_script(lambda: main(parse_flags(Config, "what each choice of the recipe brings")))

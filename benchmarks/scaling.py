@@ -11,7 +11,6 @@ machine's (they share memory and cache); what the talking ones lose beyond that 
 import os
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.corpus import load_corpus, read_corpus
-from benchmarks.measuring import compare, print_table, take_turns
+from benchmarks.measuring import measure
 from benchmarks.peers.contest import SIZES, WARM_STEPS
 from benchmarks.peers.ours import make_trainer
 from data import BucketSampler, Collate
@@ -41,7 +40,6 @@ class Config:
     rounds: int = flag(3, "turns of each", "Benchmark", least=1)
     steps: int = flag(10, "optimiser steps measured in each turn", "Benchmark", least=1)
     tokens: int = flag(4096, "target tokens a step and process", "Benchmark", least=64)
-    precision: str = flag("auto", "as train.py's (auto|fp32|bf16)", "Benchmark")
     preset: str = flag("lab", "model size (lab|big|tiny)", "Benchmark")
     data: str = flag("", "as train.py's --data; MINIDATASET, else as there", "Benchmark")
     out: str = flag("runs/benchmarks/scaling.json", "file for all turns", "Benchmark")
@@ -67,46 +65,36 @@ def main(config: Config) -> None:
         speed = sum(figure["target_tokens_per_second"] for figure in figures)
         return {"target_tokens_per_second": speed, "seconds_per_step": max(f["seconds_per_step"] for f in figures)}
 
-    runs = take_turns("weak scaling", list(launches), config.rounds, turn, config.out, corpus=corpus.describe())
-    print(f"\n{corpus.describe()}\nreal target tokens a second, all processes together")
-    rows = compare(runs, "target_tokens_per_second", "1 process", ["seconds_per_step"])
-    print_table(rows, "tokens/s")
+    title, more = f"weak scaling, all processes together; {corpus.describe()}", ["seconds_per_step"]
+    rows = measure(title, launches, config, turn, "target_tokens_per_second", baseline="1 process", more=more)
     for row in rows[1:]:
         print(f"{row.contestant}: {row.ratio / config.processes:.1%} of {config.processes} times one process")
 
 
-def work(config: Config, corpus: Path, core: int, rank: int, size: int, port: int) -> dict | None:
+def work(config: Config, folder: Path, core: int, rank: int, size: int, port: int) -> dict | None:
     """In a process of its own: train as train.py does; → the speed of all ranks together, from rank 0."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[core]})
     torch.set_num_threads(1)
     place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_PORT=port)
     os.environ.update({name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"})
-    world = distributed.start("cpu")
-    steps = training_steps(config, corpus, world)
-    for _ in range(WARM_STEPS):
-        next(steps)
-    world.maximum(0)  # all begin together
-    begun = time.perf_counter()
-    tokens = sum(next(steps) for _ in range(config.steps))
+    world, corpus = distributed.start("cpu"), read_corpus(folder)
+    sizes = ModelConfig(corpus.source_vocab, corpus.target_vocab, **SIZES[config.preset])
+    take_step = make_trainer(sizes, choose_precision(world.device, training=True), wrap=world.data_parallel)
+    sampler = BucketSampler(corpus.lengths, config.tokens * size, rank=rank, world_size=size)
+    batches = DataLoader(corpus.train, batch_sampler=sampler, collate_fn=Collate(corpus.source_ids, corpus.target_ids))
+    tokens_of_steps, counted = sampler.target_tokens(0), 0  # over all ranks
+    for step, batch in zip(range(-WARM_STEPS, config.steps), batches):
+        if step == 0:
+            world.maximum(0)  # all begin together
+            begun, counted = time.perf_counter(), 0
+        tokens = next(tokens_of_steps)
+        take_step(batch, tokens / size)  # DDP takes the mean of the gradients
+        counted += tokens
     seconds = world.maximum(time.perf_counter() - begun)[0]
     world.stop()
-    figures = {"target_tokens_per_second": tokens / seconds, "seconds_per_step": seconds / config.steps}
+    figures = {"target_tokens_per_second": counted / seconds, "seconds_per_step": seconds / config.steps}
     return figures if world.is_main else None
 
 
-def training_steps(config: Config, folder: Path, world: distributed.World) -> Iterator[int]:
-    """Endless optimiser steps; yields the target tokens of each, over all ranks."""
-    corpus = read_corpus(folder)
-    precision = choose_precision(world.device, config.precision, training=True)
-    sizes = ModelConfig(corpus.source_vocab, corpus.target_vocab, **SIZES[config.preset])
-    take_step = make_trainer(sizes, precision, wrap=world.data_parallel)
-    sampler = BucketSampler(corpus.lengths, config.tokens * world.size, rank=world.rank, world_size=world.size)
-    batches = DataLoader(corpus.train, batch_sampler=sampler, collate_fn=Collate(corpus.source_ids, corpus.target_ids))
-    for batch, tokens in zip(batches, sampler.target_tokens(0)):
-        take_step(batch, tokens / world.size)  # DDP takes the mean of the gradients
-        yield tokens
-
-
 if __name__ == "__main__":
-    settings = parse_flags(Config, "weak scaling of data parallel training")
-    run_script(lambda: main(settings))
+    run_script(lambda: main(parse_flags(Config, "weak scaling of data parallel training")))

@@ -24,24 +24,13 @@ limits   a step that did nothing but its matrix products, forward and backward, 
 
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
 from benchmarks.corpus import Corpus, load_corpus
-from benchmarks.measuring import (
-    ROOT,
-    Run,
-    compare,
-    held_gib,
-    in_new_process,
-    pinned,
-    print_table,
-    read_json,
-    take_turns,
-    tokens_of,
-)
-from benchmarks.peers.contest import SIZES, Task, wait_for_gpu
+from benchmarks.measuring import ROOT, Row, compare, held_gib, in_new_process, measure, pinned, read_json, tokens_of
+from benchmarks.peers.contest import SIZES, Task
 from benchmarks.peers.contestants import KEEP_MEMORY, Contestant, choose, start
 from data import Batch
 from engine.config import flag, parse_flags
@@ -49,10 +38,9 @@ from engine.distributed import choose_device
 from engine.errors import UserError, run_script
 from engine.memory import keep_freed_memory
 from engine.precision import Precision
-from engine.telemetry import GIB, peak_memory_gib
 from model import ModelConfig, training_flops
 
-OURS = "random-plain-fp32 plain-fp32 plain-bf16 plain-fp16 fp32 bf16 fp16 compiled-bf16 captured-bf16".split()
+OURS = "random-plain-fp32 plain-fp32 plain-bf16 plain-fp16 fp32 bf16 fp16 captured-bf16".split()
 CONTESTANTS = {
     "handout": Contestant("handout"),
     "opennmt": Contestant("opennmt", toolkit="opennmt"),
@@ -71,12 +59,11 @@ VARIANTS = {  # of the memory benchmark: (plain, freed memory kept, precision)
     "ours fp32": (False, True, "fp32"),
     "ours bf16": (False, True, "bf16"),
 }
-FORMATS = {  # of the limits: name: (number format, how fp32 products are computed, who of ours computes in it)
-    "cpu": {"fp32, MKL": (torch.float32, "highest", ""), "fp32, oneDNN": (torch.float32, "medium", "ours-fp32"),
-            "bf16": (torch.bfloat16, "medium", "ours-bf16")},
-    "cuda": {"fp32": (torch.float32, "highest", ""), "fp32 as TF32": (torch.float32, "high", "ours-fp32"),
-             "bf16": (torch.bfloat16, "high", "ours-bf16"), "fp16": (torch.float16, "high", "ours-fp16")},
-}  # fmt: skip
+FORMATS = {  # of the limits: (number format, how fp32 products are computed, who of ours computes in it)
+    "fp32, MKL": (torch.float32, "highest", ""),
+    "fp32, oneDNN": (torch.float32, "medium", "ours-fp32"),
+    "bf16": (torch.bfloat16, "medium", "ours-bf16"),
+}
 LARGE = 2048  # rows, columns and depth of the large product
 LENGTH = 32  # tokens of every sentence of the memory benchmark, about the mean of real ones
 
@@ -100,23 +87,24 @@ class Config:
     append: bool = flag(False, "add to the turns that are in --out", "How")
 
 
-def main(config: Config) -> list[Run]:
-    """Take turns, print the table; → all turns."""
+def main(config: Config) -> list[Row]:
+    """Take turns, print the table; → its rows."""
     choose_device(config.device, 0)  # which must be there
     config.out = config.out or f"runs/benchmarks/{config.part}.json"
+    if config.device != "cpu" and config.part in ("memory", "limits"):
+        raise UserError(f"--part {config.part} is measured on a CPU only")
     if config.part == "memory":
         return measure_memory(config)
     corpus = load_corpus(config.data, config.vocab)
-    print(corpus.describe())
+    sizes = ModelConfig(corpus.source_vocab, corpus.target_vocab, **SIZES[config.preset])
     if config.part == "limits":
-        return measure_limits(config, corpus)
+        return measure_limits(config, corpus, sizes)
     everybody = LADDER if config.part == "ladder" else PEERS if config.device == "cpu" else ON_GPU
     names = choose(config.contestants or everybody, CONTESTANTS)
     if config.device != "cpu" and (toolkits := [name for name in names if CONTESTANTS[name].toolkit]):
         raise UserError(f"--device {config.device}: {', '.join(toolkits)} are measured on a CPU only; leave them out")
     task = Task("train", str(corpus.folder), config.seconds, config.threads, config.device, config.preset,
                 config.tokens_per_batch, parity=config.part == "ladder")  # fmt: skip
-    sizes = ModelConfig(corpus.source_vocab, corpus.target_vocab, **SIZES[config.preset])
 
     def turn(name: str) -> dict | None:
         figures = start(name, CONTESTANTS[name], task, timeout=240 + 4 * config.seconds)
@@ -126,33 +114,26 @@ def main(config: Config) -> list[Run]:
             figures["model_flops_utilisation"] = flops / 1e12 / figures["peak_tflops"]
         return figures
 
-    runs = take_turns("training, real tokens a second", names, config.rounds, turn, config.out, config.append,
-                      corpus=corpus.describe(), settings=asdict(config))  # fmt: skip
-    more = [
-        "tokens_per_second",
-        "seconds_per_step",
-        "target_tokens_per_step",
-        "peak_gib",
-        "loss",
-        "model_flops_utilisation",
-    ]
-    print("\nreal target tokens a second; in tokens_per_second the source's are counted too")
-    print_table(compare(runs, "target_tokens_per_second", config.baseline or names[0], more), "tokens/s")
-    return runs
+    more = "tokens_per_second seconds_per_step target_tokens_per_step peak_gib loss model_flops_utilisation".split()
+    title = f"training on {corpus.describe()}; in tokens_per_second the source's tokens are counted too"
+    baseline = config.baseline or names[0]
+    return measure(title, names, config, turn, "target_tokens_per_second", baseline=baseline, more=more)
 
 
-def measure_memory(config: Config) -> list[Run]:
+def measure_memory(config: Config) -> list[Row]:
     """Every variant once: memory does not scatter."""
     sizes = ModelConfig(config.vocab, config.vocab, **SIZES[config.preset])
-    task = (sizes, config.tokens_per_batch, config.device)
-    turn = lambda name: in_new_process(peak_of_step, name, *task, **pinned(config.threads))  # noqa: E731
-    runs = take_turns("peak memory of a training step", list(VARIANTS), 1, turn, config.out, settings=asdict(config))
-    print(f"\nGiB above model, optimizer and batch; {task[1]:,} target tokens, vocabulary {config.vocab:,}")
-    print_table(compare(runs, "step_gib", next(iter(VARIANTS)), ["process_gib"]), "GiB", decimals=2)
-    return runs
+    config.rounds = 1
+
+    def turn(name: str) -> dict[str, float]:
+        return in_new_process(peak_of_step, name, sizes, config.tokens_per_batch, **pinned(config.threads))
+
+    title = f"GiB above model, optimizer and batch; {config.tokens_per_batch:,} tokens, vocabulary {config.vocab:,}"
+    baseline = next(iter(VARIANTS))
+    return measure(title, VARIANTS, config, turn, "step_gib", baseline=baseline, more=["process_gib"], decimals=2)
 
 
-def peak_of_step(name: str, sizes: ModelConfig, tokens: int, device: str) -> dict[str, float]:
+def peak_of_step(name: str, sizes: ModelConfig, tokens: int) -> dict[str, float]:
     """Three steps of one variant; → GiB. Runs in a process of its own."""
     from benchmarks.peers.ours import make_trainer
 
@@ -160,50 +141,43 @@ def peak_of_step(name: str, sizes: ModelConfig, tokens: int, device: str) -> dic
     torch.set_float32_matmul_precision("medium")
     if kept:
         keep_freed_memory()
-    take_step = make_trainer(sizes, Precision(torch.device(device), precision, ""), plain)
+    take_step = make_trainer(sizes, Precision(torch.device("cpu"), precision, ""), plain)
     ids = torch.randint(sizes.target_vocab, (max(1, tokens // LENGTH), LENGTH))
     pad = torch.zeros_like(ids, dtype=torch.bool)
-    batch = Batch(ids, pad, ids, ids.flatten(), torch.arange(ids.numel()), ids.numel(), ids.numel()).to(device)
-    on_gpu = device != "cpu"
-    before = torch.cuda.memory_allocated() / GIB if on_gpu else held_gib("VmRSS")
+    batch = Batch(ids, pad, ids, ids.flatten(), torch.arange(ids.numel()), ids.numel(), ids.numel())
+    before = held_gib("VmRSS")
     for _ in range(3):
         take_step(batch)
-    peak = peak_memory_gib(device) if on_gpu else held_gib()
-    return {"step_gib": peak - before, "process_gib": peak}
+    return {"step_gib": held_gib() - before, "process_gib": held_gib()}
 
 
-def measure_limits(config: Config, corpus: Corpus) -> list[Run]:
+def measure_limits(config: Config, corpus: Corpus, sizes: ModelConfig) -> list[Row]:
     """Both limits, and how near "ours" comes."""
     torch.set_num_threads(config.threads)
-    device = choose_device(config.device, 0)
-    sizes = ModelConfig(corpus.source_vocab, corpus.target_vocab, **SIZES[config.preset])
     sources, targets = (tokens_of(rows) for rows in zip(*corpus.train))
     target = config.tokens_per_batch
     source = round(target * sources / targets)
     flops = training_flops(sizes, source, target)
 
     def turn(name: str) -> dict[str, float]:
-        dtype, setting, _ = FORMATS[device.type][name]
+        dtype, setting, _ = FORMATS[name]
         torch.set_float32_matmul_precision(setting)
         shapes = Counter(products(sizes, source, target))
-        seconds = sum(count * seconds_of(*shape, dtype, device) for shape, count in shapes.items())
-        peak = 3 * 2 * LARGE**3 / seconds_of(LARGE, LARGE, LARGE, dtype, device)
+        seconds = sum(count * seconds_of(*shape, dtype) for shape, count in shapes.items())
+        peak = 3 * 2 * LARGE**3 / seconds_of(LARGE, LARGE, LARGE, dtype)
         rate = target / seconds
         return {"target_tokens_per_second": rate, "gflops": flops / seconds / 1e9, "peak_gflops": peak / 1e9}
 
-    runs = take_turns("limits of training", list(FORMATS[device.type]), config.rounds, turn, config.out,
-                      settings=asdict(config))  # fmt: skip
-    print(f"\nmatrix products alone, {flops / target / 1e6:.1f} MFLOP a target token: real target tokens a second")
-    rows = compare(runs, "target_tokens_per_second", "", ["gflops", "peak_gflops"])
-    print_table(rows, "tokens/s")
+    title = f"matrix products alone, {flops / target / 1e6:.1f} MFLOP a target token"
+    rows = measure(title, FORMATS, config, turn, "target_tokens_per_second", more=["gflops", "peak_gflops"])
     speeds = compare(read_json((ROOT / config.out).with_name("speed.json")), "target_tokens_per_second")
     medians = {row.contestant: row.median for row in speeds}
     for row in rows:
-        if ours := medians.get(name := FORMATS[device.type][row.contestant][2]):
+        if ours := medians.get(name := FORMATS[row.contestant][2]):
             utilisation = ours * flops / target / 1e9 / row.more["peak_gflops"]
             print(f"{name}: {ours:,.0f} target tokens/s, {ours / row.median:.0%} of the matrix products alone; "
                   f"model FLOPs utilisation {utilisation:.0%}")  # fmt: skip
-    return runs
+    return rows
 
 
 def products(sizes: ModelConfig, source: int, target: int) -> list[tuple[int, int, int]]:
@@ -217,20 +191,16 @@ def products(sizes: ModelConfig, source: int, target: int) -> list[tuple[int, in
     return [*layers, (target, d, sizes.target_vocab)]
 
 
-def seconds_of(rows: int, width: int, out: int, dtype: torch.dtype, device: torch.device) -> float:
+def seconds_of(rows: int, width: int, out: int, dtype: torch.dtype) -> float:
     """One linear map: the product forward and the two backward, the fastest of several times."""
-    shapes = ((rows, width), (out, width), (rows, out))
-    x, weight, gradient = (torch.randn(shape, device=device).to(dtype) for shape in shapes)
-    best = float("inf")
+    x, weight, gradient = (torch.randn(shape).to(dtype) for shape in ((rows, width), (out, width), (rows, out)))
+    times = []
     for _ in range(5):
-        wait_for_gpu()
         begun = time.perf_counter()
         _ = x @ weight.t(), gradient @ weight, gradient.t() @ x
-        wait_for_gpu()
-        best = min(best, time.perf_counter() - begun)
-    return best
+        times.append(time.perf_counter() - begun)
+    return min(times)
 
 
 if __name__ == "__main__":
-    settings = parse_flags(Config, "compare training speed")
-    run_script(lambda: main(settings))
+    run_script(lambda: main(parse_flags(Config, "compare training speed")))

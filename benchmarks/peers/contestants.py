@@ -40,13 +40,10 @@ def start(name: str, contestant: Contestant, task: Task, timeout: float = 600) -
     if contestant.toolkit and not (home / "complete").exists():
         print(f"{name}: left out; to install it: bash benchmarks/peers/install.sh {contestant.toolkit}", flush=True)
         return None
-    words = [
-        str(home / "bin/python") if contestant.toolkit else sys.executable,
-        "-m",
-        f"benchmarks.peers.{contestant.module}",
-    ]
-    words.append(json.dumps(asdict(replace(task, **contestant.settings))))
-    environment = {**os.environ, **pinned(task.threads, contestant.pin), **contestant.environment}
+    python = str(home / "bin/python") if contestant.toolkit else sys.executable
+    threads, task = task.threads, json.dumps(asdict(replace(task, **contestant.settings)))
+    words = [python, "-m", f"benchmarks.peers.{contestant.module}", task]
+    environment = {**os.environ, **pinned(threads, contestant.pin), **contestant.environment}
     try:
         done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]

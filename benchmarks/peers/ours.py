@@ -1,7 +1,7 @@
 """Contestant "ours": this project, as train.py trains and evaluate.py decodes. Other benchmarks time its steps too.
 
 `--variant` is a precision, fp32, bf16, fp16 or int8, with words before it: plain- does without fast/, random- has batches of 128
-sentences of any length, compiled- is under torch.compile, captured- trains or decodes by CUDA graphs. For example plain-bf16.
+sentences of any length, captured- trains or decodes by CUDA graphs. For example plain-bf16.
 Its Python threads must not be pinned to a core by GOMP_CPU_AFFINITY when it decodes: each takes a batch of its own.
 """
 
@@ -35,7 +35,7 @@ def make_trainer(
     """A fresh model, always the same, with train.py's loss; → a function that takes one step. The peers have AdamW.
 
     It is given a batch and what the summed loss is divided by (the batch's own tokens if nothing is said), and returns the
-    unsmoothed loss a token, still on the device. `wrap` is put round the loss: DDP, torch.compile.
+    unsmoothed loss a token, still on the device. `wrap` is put round the loss: DDP, CUDA graphs.
     """
     torch.manual_seed(1)
     model = Translator(sizes).to(precision.device).train()
@@ -66,12 +66,11 @@ def train(task, corpus) -> None:
     *words, name = task.variant.split("-")
     device = choose_device(task.device, 0)
     precision = choose_precision(device, name, training=True)
-    buckets, more = BucketSampler(corpus.lengths, task.tokens_per_batch), {}
-    wrap = partial(torch.compile, dynamic=True) if "compiled" in words else lambda loss: loss
+    buckets, wrap, more = BucketSampler(corpus.lengths, task.tokens_per_batch), lambda loss: loss, {}
     if "captured" in words:
         wrap = partial(fast.captured_loss, dtype=precision.dtype, shapes=buckets.shapes())
     trainer = partial(make_trainer, precision=precision, plain={"plain", "captured"} & {*words}, wrap=wrap)
-    collate = Collate(corpus.source_ids, corpus.target_ids, pad_multiple=16 if "compiled" in words else 1)
+    collate = Collate(corpus.source_ids, corpus.target_ids)
     if task.parity:
         take_step = trainer(sizes_for(task, corpus, dropout=0.0))
         for rows in islice(buckets, PARITY_STEPS):

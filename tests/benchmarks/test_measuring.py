@@ -2,20 +2,20 @@
 
 import json
 import os
-import subprocess
-import sys
-import time
+from dataclasses import dataclass
 
 import pytest
 
+from benchmarks import measuring
 from benchmarks.measuring import (
-    OthersWatch,
     Run,
     compare,
     held_gib,
     in_new_process,
     interleave,
     machine,
+    measure,
+    others_seconds,
     pinned,
     print_table,
     read_json,
@@ -50,15 +50,12 @@ def test_medians_and_ratios():
     assert (slow.median, slow.least, slow.most, slow.runs, slow.disturbed) == (15, 10, 20, 2, 1)
     assert fast.ratio == pytest.approx(3) and slow.ratio == 1
     assert slow.more == {"gib": 2} and fast.more == {}
-
-
-def test_without_the_baseline_there_is_no_ratio():
     assert [row.ratio for row in compare(RUNS, "speed", baseline="nobody")] == [None, None]
 
 
 def test_table(capsys):
-    print_table(compare(RUNS, "speed", baseline="slow", more=["gib"]), "tokens/s")
-    lines = capsys.readouterr().out.splitlines()
+    print_table(compare(RUNS, "speed", baseline="slow", more=["gib"]), "a title")
+    lines = capsys.readouterr().out.splitlines()[2:]
     assert len(lines) == 4 and len(set(map(len, lines))) == 1
     assert "3.00" in lines[3] and "1 disturbed" in lines[2]
 
@@ -71,6 +68,20 @@ def test_json_comes_back(tmp_path):
     assert read_json(tmp_path / "none.json") == []
 
 
+def test_turns_are_added_to_those_of_the_file(tmp_path, capsys):
+    @dataclass
+    class Config:
+        rounds: int = 2
+        out: str = str(tmp_path / "out.json")
+        append: bool = False
+
+    measure("test", ["a"], Config(), lambda name: {"speed": 1.0}, "speed")
+    rows = measure("test", ["a", "b"], Config(1, append=True), lambda name: {"speed": 4.0}, "speed", baseline="a")
+    assert [(row.contestant, row.runs, row.median, row.ratio) for row in rows] == [("a", 3, 1, 1), ("b", 1, 4, 4)]
+    assert [run.round for run in read_json(tmp_path / "out.json")] == [1, 2, 3, 3]
+    assert "| b" in capsys.readouterr().out
+
+
 def test_machine_names_its_torch():
     import torch
 
@@ -81,27 +92,19 @@ def test_tokens_count_the_end_and_no_padding():
     assert tokens_of([[5, 6], [], [7]]) == 3 + 1 + 2
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="no /proc")
-def test_own_work_is_not_the_others():
-    """A second of work in a child adds nothing; the same in a process that is not ours would."""
-    work = [sys.executable, "-c", "import time\nend = time.process_time() + 0.7\nwhile time.process_time() < end: pass"]
-    watch = OthersWatch()
-    subprocess.run(work)
-    seconds, with_child_ended = watch.stop()
-    watch = OthersWatch()
-    child = subprocess.Popen(work)
-    time.sleep(0.5)
-    _, with_child_running = watch.stop()  # not yet counted as ours, so it looks like a stranger
-    child.wait()
-    assert seconds > 0.6
-    assert with_child_running > with_child_ended or with_child_running > 0.3
+def test_own_work_and_idle_time_are_not_the_others(monkeypatch):
+    monkeypatch.setattr(measuring, "read", lambda path: "cpu  300 20 30 9999 77 4 5 41 6 0\ncpu0 1\n")
+    monkeypatch.setattr(os, "times", lambda: (0.5, 0.25, 1.0, 0.25, 99.0))  # ours, our children's, the wall's
+    monkeypatch.setattr(os, "sysconf", lambda name: 100)  # ticks a second
+    assert others_seconds() == 4.0 - 2.0
+    monkeypatch.setattr(measuring, "read", lambda path: "")
+    assert others_seconds() is None
 
 
 def test_memory_grows_with_what_is_held():
-    before = held_gib()
-    held = bytearray(int((before + 0.2) * 2**30))
+    before, held = held_gib("VmRSS"), bytearray(2**28)
     held[:: 2**12] = b"x" * len(held[:: 2**12])  # touch every page
-    assert held_gib() > before + 0.1
+    assert before + 0.24 < held_gib("VmRSS") <= held_gib()
 
 
 def test_threads_are_pinned_to_cores():

@@ -54,9 +54,10 @@ def refused(parse, capsys):
 # ---------------------------------------------------------------- flags
 
 
-def test_defaults(parse):
-    config = parse()
-    assert config == Config() and config.given == set()
+def test_given_are_the_flags_that_were_typed(parse):
+    assert parse() == Config() and parse().given == set()
+    assert parse("--lr", "1e-3").given == {"lr"}  # though it is the default
+    assert parse("--data=--lr=3").given == {"data"}
 
 
 @pytest.mark.parametrize("words", [
@@ -65,11 +66,6 @@ def test_defaults(parse):
 def test_flags_with_underscore_and_dash(parse, words):
     config = parse(*words)
     assert config == Config(max_steps=7, norm_first=True) and config.given == {"max_steps", "norm_first"}
-
-
-def test_given_are_the_flags_that_were_typed(parse):
-    assert parse("--lr", "1e-3").given == {"lr"}  # though it is the default
-    assert parse("--data=--lr=3").given == {"data"}
 
 
 @pytest.mark.parametrize("word, nearest", [
@@ -171,13 +167,9 @@ def test_a_setting_has_the_type_of_its_flag(parse, tmp_path, value, text):
 ])  # fmt: skip
 def test_mistakes_in_a_settings_file(refused, tmp_path, content, said):
     path = tmp_path / "settings.yaml"
+    assert refused(path) == f"cannot read settings file {path}: No such file or directory"
     path.write_text(content)
     assert said in refused(path)
-
-
-def test_a_settings_file_that_is_not_there(refused, tmp_path):
-    path = tmp_path / "none.yaml"
-    assert refused(path) == f"cannot read settings file {path}: No such file or directory"
 
 
 # ---------------------------------------------------------------- saved settings
@@ -207,14 +199,11 @@ def test_saved_settings_are_readable(tmp_path):
     ('{"max_steps": -1}', "must be at least 0"), ('{"lr": NaN}', "must be above 0"), ('{"preset": "x"}', "choose lab"),
 ])  # fmt: skip
 def test_damaged_settings_are_said(tmp_path, content, said):
+    with pytest.raises(UserError, match=r"cannot read .*is .* a run of this script"):
+        load_config(Config, tmp_path / "config.json")
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=said):
         load_config(Config, tmp_path / "config.json")
-
-
-def test_settings_that_are_not_there(tmp_path):
-    with pytest.raises(UserError, match=r"cannot read .*is .* a run of this script"):
-        load_config(Config, tmp_path / "none.json")
 
 
 # ---------------------------------------------------------------- help

@@ -63,12 +63,9 @@ def check_alone(world):
     world.stop()
 
 
-def test_alone_without_environment(environment):
-    check_alone(start("cpu"))
-
-
-def test_alone_under_torchrun(environment):
-    environment(**VARIABLES)
+@pytest.mark.parametrize("variables", [{}, VARIABLES])
+def test_alone(environment, variables):
+    environment(**variables)
     check_alone(start("cpu"))
 
 
@@ -84,14 +81,11 @@ def test_a_half_set_environment_is_named(environment):
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
-@pytest.mark.parametrize("value", ["", "two", "-1"])
-def test_an_environment_that_holds_no_numbers(environment, name, value):
-    environment(**{**VARIABLES, name: value})
-    with pytest.raises(UserError, match=f"must be numbers, not .*{value}.*; use torchrun"):
-        start("cpu")
-
-
-def test_a_rank_beyond_the_world(environment):
+def test_an_environment_that_holds_no_numbers(environment, name):
+    for value in ("", "two", "-1"):
+        environment(**{**VARIABLES, name: value})
+        with pytest.raises(UserError, match=f"must be numbers, not .*{value}.*; use torchrun"):
+            start("cpu")
     environment(**{**VARIABLES, "RANK": "2", "WORLD_SIZE": "2"})
     with pytest.raises(UserError, match="RANK 2 must be below WORLD_SIZE 2"):
         start("cpu")
@@ -112,12 +106,9 @@ def test_srun_tells_what_torchrun_would():
     distributed.adopt_srun(other)
     distributed.adopt_srun(later)
     assert other["MASTER_PORT"] == found["MASTER_PORT"] != later["MASTER_PORT"]
-
-
-def test_a_meeting_place_that_the_user_set_stays():
-    found = dict(SRUN, MASTER_ADDR="10.0.0.1", MASTER_PORT="29500")
-    distributed.adopt_srun(found)
-    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("10.0.0.1", "29500")
+    place = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}  # one that the user set stays
+    distributed.adopt_srun(found := SRUN | place)
+    assert place.items() <= found.items()
 
 
 @pytest.mark.parametrize("change", [
@@ -227,14 +218,17 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_rank_gets_the_same(tmp_path, size):
-    (tmp_path / "program.py").write_text(PROGRAM)
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def test_every_rank_gets_the_same(tmp_path):
+    size = 3
+    (tmp_path / "program.py").write_text(PROGRAM)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(size)}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "program.py"]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
@@ -283,10 +277,7 @@ def test_a_port_in_use_ends_every_rank_with_one_line(tmp_path, rank):
 
 
 def test_a_process_that_never_comes_is_not_waited_for_without_end(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = meet(0, port, 1, tmp_path)
+    process = meet(0, free_port(), 1, tmp_path)
     _, error = process.communicate(timeout=90)
     assert process.returncode == 2 and "cannot meet the others" in error and "Traceback" not in error
 
@@ -299,15 +290,13 @@ def test_without_gpu(gpus):
     assert choose_device("auto", 3) == choose_device("cpu", 0) == torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
-def test_a_gpu_that_is_not_there(gpus, monkeypatch, name):
+@pytest.mark.parametrize("hidden, said", [(None, "PyTorch sees no GPU on this machine"), ("they are hidden",) * 2])
+def test_a_gpu_that_is_not_there(gpus, monkeypatch, hidden, said):
     gpus(0)
-    monkeypatch.setattr(distributed, "hidden_gpus", lambda: None)
-    with pytest.raises(UserError, match=f"--device {name}: PyTorch sees no GPU on this machine; leave the flag out"):
-        choose_device(name, 0)
-    monkeypatch.setattr(distributed, "hidden_gpus", lambda: "they are hidden")
-    with pytest.raises(UserError, match=f"--device {name}: they are hidden; leave the flag out"):
-        choose_device(name, 0)
+    monkeypatch.setattr(distributed, "hidden_gpus", lambda: hidden)
+    for name in ("cuda", "cuda:0"):
+        with pytest.raises(UserError, match=f"--device {name}: {said}; leave the flag out"):
+            choose_device(name, 0)
 
 
 @pytest.mark.parametrize("name", ["gpu", "cud", "cuda1", "mps", "", "CPU"])
@@ -326,22 +315,16 @@ def test_each_rank_has_its_gpu(gpus, name, local_rank, index):
     assert choose_device("cpu", local_rank) == torch.device("cpu") and selected == [device]
 
 
-@pytest.mark.parametrize("name, local_rank, asked", [
-    ("cuda:2", 0, "2"), ("cuda:x", 0, "x"), ("cuda:-1", 0, "-1"),
+@pytest.mark.parametrize("name, local_rank, world_size, said", [
+    ("cuda:2", 0, "1", "GPU 2 was asked for but 2 can be seen"), ("cuda:x", 0, "1", "GPU x was asked for"),
+    ("cuda:-1", 0, "1", "GPU -1 was asked for"),
+    *(("auto", rank, "3", r"3 processes but 2 visible GPU\(s\); start at most 2") for rank in range(3)),  # every rank says it
 ])  # fmt: skip
-def test_more_gpus_asked_for_than_there_are(gpus, name, local_rank, asked):
+def test_more_gpus_than_there_are(gpus, monkeypatch, name, local_rank, world_size, said):
     selected = gpus(2)
-    with pytest.raises(UserError, match=f"GPU {asked} was asked for but 2 can be seen"):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", world_size)
+    with pytest.raises(UserError, match=said):
         choose_device(name, local_rank)
-    assert not selected
-
-
-@pytest.mark.parametrize("local_rank", [0, 1, 2])
-def test_more_ranks_than_cards_is_said_by_every_rank(gpus, monkeypatch, local_rank):
-    selected = gpus(2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(UserError, match=r"3 processes but 2 visible GPU\(s\); start at most 2"):
-        choose_device("auto", local_rank)
     assert not selected
 
 

@@ -1,13 +1,15 @@
 """A user's mistake is one line and exit code 2; a bug keeps its traceback."""
 
+import contextlib
 import errno
+import io
 import os
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.errors import UserError, run_script, stop
@@ -36,29 +38,15 @@ def alone(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
 
-def test_a_mistake_is_one_line(capsys):
-    assert ended_by(UserError("no such file: a b"), capsys) == (2, "error: no such file: a b\n")
-
-
-def test_newlines_are_folded(capsys):
-    assert ended_by(UserError("first\n  second\r\n\tthird "), capsys) == (2, "error: first second third\n")
-
-
 @given(st.text(st.characters(codec="utf-8")))
+@example("first\n  second\r\n\tthird ")
 def test_any_message_is_one_line(message):
-    error = run_and_catch(message)
-    assert len(error.splitlines()) == 1 and error.startswith("error:") and error.split()[1:] == message.split()
-
-
-def run_and_catch(message: str) -> str:
-    """What `stop` writes, without pytest's capture, which hypothesis may not share between examples."""
-    import contextlib
-    import io
-
-    written = io.StringIO()
-    with contextlib.redirect_stderr(written), pytest.raises(SystemExit):
+    written = io.StringIO()  # not pytest's capture, which hypothesis may not share between examples
+    with contextlib.redirect_stderr(written), pytest.raises(SystemExit) as ended:
         stop(message)
-    return written.getvalue().removesuffix("\n")
+    error = written.getvalue().removesuffix("\n")
+    assert ended.value.code == 2 and len(error.splitlines()) == 1
+    assert error.startswith("error:") and error.split()[1:] == message.split()
 
 
 def test_a_script_without_mistake_just_ends():
