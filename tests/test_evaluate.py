@@ -1,6 +1,9 @@
 """Scoring: each row one hypothesis, in order, on any number of processes; the raw references; the honest labels."""
 
+import contextlib
+import errno
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +20,7 @@ from engine.precision import choose_precision
 from evaluate import Config, load_rows, report, teacher_forced_match
 from loading import load_trained
 from text.bleu import corpus_bleu
+from text.output import keep_score
 from text.subwords import encode, special_ids
 
 
@@ -185,3 +189,15 @@ def test_real_test_split(real_data, tmp_path):
     assert run_script("train.py", *flags, "--run", "r", cwd=tmp_path, threads=2).returncode == 0
     evaluate(tmp_path, "--out", "out.txt")
     assert len((tmp_path / "out.txt").read_text(encoding="utf-8").splitlines()) == 2001
+
+
+@pytest.mark.parametrize("number, note", [(errno.EACCES, "is not saved"), (errno.EROFS, "is not saved"), (errno.ENOSPC, None)])
+def test_a_run_that_is_only_for_reading_is_scored_all_the_same(tmp_path, monkeypatch, number, note):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
+    said = []
+    with contextlib.nullcontext() if note else pytest.raises(OSError):  # a full disk is another matter
+        keep_score(tmp_path / "eval", "test-greedy", {}, [], said.append)
+    assert [note in line for line in said] == [True] * bool(note)
