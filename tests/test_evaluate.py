@@ -18,7 +18,7 @@ from engine.distributed import World
 from engine.errors import UserError
 from engine.precision import choose_precision
 from evaluate import Config, load_rows, report, teacher_forced_match
-from loading import load_trained
+from loading import load_for_decoding, load_trained
 from text.bleu import corpus_bleu
 from text.output import keep_score
 from text.subwords import encode, special_ids
@@ -191,7 +191,15 @@ def test_real_test_split(real_data, tmp_path):
     assert len((tmp_path / "out.txt").read_text(encoding="utf-8").splitlines()) == 2001
 
 
-@pytest.mark.parametrize("number, note", [(errno.EACCES, "is not saved"), (errno.EROFS, "is not saved"), (errno.ENOSPC, None)])
+def test_a_flag_without_effect_says_so(toy_run):
+    said, settings = [], Config(ckpt=str(toy_run / "runs/toy"), captured=True)
+    load_for_decoding(settings, 1, World(0, 1, torch.device("cpu")), said.append)
+    assert any("--captured has no effect" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    "number, note", [(errno.EACCES, "not saved"), (errno.EROFS, "not saved"), (errno.ENOSPC, None)]
+)
 def test_a_run_that_is_only_for_reading_is_scored_all_the_same(tmp_path, monkeypatch, number, note):
     def refuse(*_, **__):
         raise OSError(number, os.strerror(number))

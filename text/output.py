@@ -57,6 +57,6 @@ def keep_score(folder: Path, name: str, result: dict, texts: list[str], say) -> 
         write_lines(folder / f"{name}.json", [json.dumps(result, indent=2)])
         say(f"written to {folder}/{name}.json and .txt")
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):  # somebody else's run, or a disk only for reading
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):  # for reading only: the run, or its disk
             raise
         say(f"note: {folder} cannot be written to, so the score is not saved")
