@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 import weakref
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -260,8 +261,9 @@ def lock(run: Path):
 
 def saved_settings(config, may_change: set[str]):
     """The settings that the run to go on with was started with, changed by those flags that may change."""
-    run, given = Path(config.resume), getattr(config, "given", set())
-    run = run if run.is_dir() else folder_of(config.resume)
+    run = Path(config.resume) if Path(config.resume).is_dir() else folder_of(config.resume)
+    differing = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
+    given = getattr(config, "given", differing)  # settings made in Python do not know which of them were given
     if not (run / "config.json").exists():
         raise UserError(f"--resume {run}: no such run (it has no config.json); `ls runs` lists the runs")
     if (run / "checksums.json").exists() and (damage := checkpoint.verify_files(run)):

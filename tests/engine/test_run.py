@@ -108,6 +108,11 @@ def test_going_on_keeps_the_settings_and_refuses_others():
         start(resume="runs/a", lr=0.5)
 
 
+def test_settings_made_in_python_change_a_run_that_goes_on():
+    train(run="a", kill_after=2)
+    assert Run.start(Config(resume="runs/a", steps=7), "toy", ALONE, may_change={"steps"}).config.steps == 7
+
+
 def test_killed_between_its_settings_and_their_checksums_it_goes_on(monkeypatch):
     train(run="a", kill_after=2)
     with monkeypatch.context() as patch:
