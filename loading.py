@@ -120,6 +120,8 @@ def load_for_decoding(config, average: int, world: World, say) -> tuple[Trained,
     trained.model.to(world.device)
     with precision.autocast():
         steps = fast.steps(trained.model, int8, config.captured) if config.beam == 1 else None
+    if config.captured and (config.beam > 1 or world.device.type != "cuda"):
+        say("note: --captured has no effect: it needs a GPU and greedy search")
     say(precision.describe() + ", weights and inputs of linear layers rounded to 8 bits" * int8)
     return trained, precision, steps
 
@@ -137,7 +139,5 @@ def newest_run(runs: Path) -> str:
     found = [folder.parent for folder in runs.glob("*/checkpoints") if checkpoint.steps(folder)]
     found = [run for run in found if all((run / mark).exists() for mark in MARKS)]
     if not found:
-        raise UserError(
-            f"no trained run in {runs.absolute()}; train one with `python train.py`, or name it with --ckpt"
-        )
+        raise UserError(f"no trained run in {runs.absolute()}; train one with `python train.py`, or name it by --ckpt")
     return str(max(found, key=lambda run: (run / "checkpoints").stat().st_mtime))

@@ -101,11 +101,16 @@ case "$verb" in
 esac
 
 # On a CPU the run is kept short, so that there is a result to look at: the small sample in minutes, real data in an hour.
-flags=()
-if [[ " $* " != *" --resume"* ]] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+# A settings file comes first on the command line, and says itself how long and under which name.
+flags=() settings=
+case "${1:-}" in *.yaml | *.yml | *.json) settings=yes ;; esac
+if [[ -z "$settings" && " $* " != *" --resume"* ]] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     if [[ -d /opt/minidataset || " $* " == *" --data"* ]]; then flags=(--max_minutes 60); else flags=(--max_minutes 3.5); fi
 fi
-# The name of the run, so that just this one is evaluated; a settings file may hold one.
+case " $* " in *" --help "* | *" -h "* | *" --check"* | *" --explain"*) # nothing is trained, so nothing is evaluated
+    exec "$python" "$root/train.py" ${flags[@]+"${flags[@]}"} "$@" ;;
+esac
+# The name of the run, so that just this one is evaluated.
 name= word=
 for next in "$@" ""; do
     case "$word" in
@@ -114,7 +119,7 @@ for next in "$@" ""; do
     esac
     word="$next"
 done
-case "$name:${1:-}" in :*.yaml | :*.yml | :*.json) ;; :*) name="$(date +%Y-%m-%d_%H-%M-%S)"; flags+=(--run "$name") ;; esac
+[ -n "$name$settings" ] || { name="$(date +%Y-%m-%d_%H-%M-%S)"; flags+=(--run "$name"); }
 run "$python" "$root/train.py" ${flags[@]+"${flags[@]}"} "$@"
 
 [ -n "$name" ] || name="$(dirname "$(ls -t runs/*/train.log | head -n 1)")"

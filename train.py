@@ -116,9 +116,7 @@ def train(config: Config) -> Path:
         folder, config.data = world.on_main(lambda: find_and_prepare(config, run.folder.parent / ".cache", log))
         prepared = load_prepared(folder)
         if run.state and run.state["data_key"] != prepared.summary["key"]:
-            raise UserError(
-                f"--resume {run.folder}: the data at {config.data} is not what the run began with; put it back"
-            )
+            raise UserError(f"--resume {run.folder}: {config.data} is not what the run began with; put it back")
 
         # -------- model, loss, optimiser; a resumed run restores them
         sizes = sizes_of(config, len(prepared.source_tokenizer), len(prepared.target_tokenizer))
@@ -180,7 +178,7 @@ def train(config: Config) -> Path:
             plan = plan.extended(state["step"], total)
         state |= {"ends": ends, "world_size": world.size, "accumulate": sampler.accumulate, "plan": sampler.plan_id}
         log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens per step, "
-            f"in {sampler.parts} parts, {sampler.steps_per_epoch:,} steps per epoch, {plan.total:,} steps in total"
+            f"in {sampler.parts} part(s), {sampler.steps_per_epoch:,} steps per epoch, {plan.total:,} steps in total"
             + (f" or {config.max_minutes:g} minutes" if config.max_minutes else ""))  # fmt: skip
 
         # -------- what would break after an hour breaks now; from here on the folder is a run

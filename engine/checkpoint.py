@@ -91,19 +91,19 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(name[5:]) for name in folders if re.fullmatch(r"step-(0|[1-9][0-9]*)", name))
 
 
-def write_checksums(folder: Path, names: list[str], to: str = "checksums.json") -> None:
-    """A file in `folder` with the hashes of these files in it, for `verify_files`; whole or not at all."""
-    write_whole(folder / to, _as_json({name: _hash_of(folder / name) for name in sorted(names)}).decode())
+def write_checksums(folder: Path, names: list[str]) -> None:
+    """checksums.json, the hashes of these files in `folder`, for `verify_files`; whole or not at all."""
+    write_whole(folder / "checksums.json", _as_json({name: _hash_of(folder / name) for name in sorted(names)}).decode())
 
 
-def verify_files(folder: Path, checksums: str = "checksums.json") -> str | None:
-    """None if every file that `checksums` names is exactly as it was written, else a few words on what is wrong."""
+def verify_files(folder: Path) -> str | None:
+    """None if every file that checksums.json names is exactly as it was written, else a few words on what is wrong."""
     try:
-        text = Path(folder, checksums).read_bytes()
+        text = Path(folder, "checksums.json").read_bytes()
         recorded = json.loads(text)
         # Comparing with what we would write shows any changed byte of this file too, even a space turned into a tab.
         if text != _as_json(recorded):
-            return f"{checksums} is damaged"
+            return "checksums.json is damaged"
         for name, digest in recorded.items():
             if _hash_of(Path(folder, name)) != digest:
                 return f"checksum of {name} differs"
@@ -112,7 +112,7 @@ def verify_files(folder: Path, checksums: str = "checksums.json") -> str | None:
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     except (ValueError, TypeError, AttributeError, RecursionError):  # no JSON, not UTF-8, no table, nested without end
-        return f"{checksums} is damaged"
+        return "checksums.json is damaged"
     return None
 
 

@@ -36,9 +36,8 @@ SAYS_TRUE, SAYS_FALSE = ("true", "yes", "1"), ("false", "no", "0")
 def flag(default, help: str, group: str, *, least=None, above=None, most=None, below=None, before=None):
     """A dataclass field that is a command-line flag, listed under `group` in --help.
 
-    `before`: what a run did that is older than the flag, if not what the default does.
-
     Its values: least ≤ value ≤ most, above < value < below; and where the help names choices as (a|b), one of them.
+    `before`: what a run did that is older than the flag, if not what the default does.
     """
     if isinstance(default, int) and most is None and below is None:
         most = LARGEST  # a slip of some zeros too many is said at once, not by an allocator in an hour

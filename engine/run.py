@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 import weakref
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -95,9 +96,11 @@ class Run:
         The GPU, if there is one, is asked how busy it is every `gpu_seconds`.
         """
         if self.world.is_main:
+            # A kill in between leaves none: settings that differ from their checksum would be refused for ever.
+            (self.folder / "checksums.json").unlink(missing_ok=True)
             save_config(self.config, self.folder / "config.json")
-            self.note_environment()
             checkpoint.write_checksums(self.folder, described(self.folder))
+            self.note_environment()
         resume_step = (self.state["step"] if self.state else 0) if self.config.resume else None
         self.telemetry = Telemetry(self.folder, resume_step, enabled=self.world.is_main)
         self.at_end.callback(self.telemetry.close)
@@ -181,17 +184,14 @@ def described(folder: Path) -> list[str]:
 
 
 def folder_of(name: str) -> Path:
-    """What --run NAME made: runs/NAME, or a path as it is."""
-    return Path(name) if "/" in name or name in (".", "..") or Path(name).is_dir() else Path("runs") / name
+    """What --run NAME makes: runs/NAME, or a path as it is."""
+    return Path(name) if "/" in name else Path("runs") / name
 
 
 def new_folder(name: str, kind: str) -> tuple[Path, set[str]]:
-    """The folder of a fresh run, runs/<name>, or <name> if it is a path; and the names of the files that are in it.
-
-    One that is named may be there, but must not be a run already.
-    """
+    """The folder of a fresh run, and the names of the files in it: one that is named may be there, but be no run yet."""
     given, name = name, name or time.strftime(f"%Y-%m-%d_%H-%M-%S-{kind}")
-    run = Path(name) if "/" in name else Path("runs") / name
+    run = folder_of(name)
     if run.name in (".", "..", "") or "\n" in name:
         raise UserError(f"--run {name!r} is no name for a run; choose letters, digits, - and _")
     try:
@@ -234,7 +234,7 @@ def after_restart(config, world: World):
 
 def run_of_this_job(name: str) -> Path | None:
     """The newest run that this torchrun began: among runs/, or the one of this name."""
-    folders = [Path(name) if "/" in name else Path("runs") / name] if name else list(Path("runs").glob("*"))
+    folders = [folder_of(name)] if name else list(Path("runs").glob("*"))
     marks = [folder / ".job" for folder in folders if (folder / "config.json").exists() and (folder / ".job").exists()]
     ours = [mark for mark in marks if mark.read_text(encoding="utf-8") == job_name()]
     return max(ours, key=lambda mark: mark.stat().st_mtime).parent if ours else None
@@ -261,7 +261,9 @@ def lock(run: Path):
 
 def saved_settings(config, may_change: set[str]):
     """The settings that the run to go on with was started with, changed by those flags that may change."""
-    run, given = folder_of(config.resume), getattr(config, "given", set())
+    run = Path(config.resume) if Path(config.resume).is_dir() else folder_of(config.resume)
+    differing = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
+    given = getattr(config, "given", differing)  # settings made in Python do not know which of them were given
     if not (run / "config.json").exists():
         raise UserError(f"--resume {run}: no such run (it has no config.json); `ls runs` lists the runs")
     if (run / "checksums.json").exists() and (damage := checkpoint.verify_files(run)):

@@ -201,7 +201,7 @@ class GpuSampler(threading.Thread):
     Without a GPU or without NVML (package nvidia-ml-py) it says so once, and `read()` gives {}.
     """
 
-    def __init__(self, device="cuda", interval: float = 5.0, say=None):
+    def __init__(self, device="cuda", interval: float = 5.0, say=print):
         super().__init__(daemon=True, name="gpu-sampler")
         self.interval = interval
         self.handle, self.samples, self.lock, self.ended = None, {}, threading.Lock(), threading.Event()
@@ -214,7 +214,7 @@ class GpuSampler(threading.Thread):
             pynvml.nvmlInit()
             self.handle, self.nvml = nvml_handle(pynvml, device), pynvml
         except Exception as error:  # no package, no driver, no GPU, no permission: a run needs none of these figures
-            (say or Log())(f"no GPU figures will be recorded: {' '.join(str(error).split())}")
+            say(f"no GPU figures will be recorded: {' '.join(str(error).split())}")
 
     def run(self) -> None:
         """The thread: a sample every `interval` seconds, until `ended`."""

@@ -1,6 +1,9 @@
 """Scoring: each row one hypothesis, in order, on any number of processes; the raw references; the honest labels."""
 
+import contextlib
+import errno
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +18,9 @@ from engine.distributed import World
 from engine.errors import UserError
 from engine.precision import choose_precision
 from evaluate import Config, load_rows, report, teacher_forced_match
-from loading import load_trained
+from loading import load_for_decoding, load_trained
 from text.bleu import corpus_bleu
+from text.output import keep_score
 from text.subwords import encode, special_ids
 
 
@@ -185,3 +189,23 @@ def test_real_test_split(real_data, tmp_path):
     assert run_script("train.py", *flags, "--run", "r", cwd=tmp_path, threads=2).returncode == 0
     evaluate(tmp_path, "--out", "out.txt")
     assert len((tmp_path / "out.txt").read_text(encoding="utf-8").splitlines()) == 2001
+
+
+def test_a_flag_without_effect_says_so(toy_run):
+    said, settings = [], Config(ckpt=str(toy_run / "runs/toy"), captured=True)
+    load_for_decoding(settings, 1, World(0, 1, torch.device("cpu")), said.append)
+    assert any("--captured has no effect" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    "number, note", [(errno.EACCES, "not saved"), (errno.EROFS, "not saved"), (errno.ENOSPC, None)]
+)
+def test_a_run_that_is_only_for_reading_is_scored_all_the_same(tmp_path, monkeypatch, number, note):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
+    said = []
+    with contextlib.nullcontext() if note else pytest.raises(OSError):  # a full disk is another matter
+        keep_score(tmp_path / "eval", "test-greedy", {}, [], said.append)
+    assert [note in line for line in said] == [True] * bool(note)

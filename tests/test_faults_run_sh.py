@@ -17,6 +17,7 @@ echo "$@
 in $PWD" >> "$LOG"
 case "$*" in
     *ensurepip*) exit "${WITHOUT_ENSUREPIP:-0}" ;;
+    *is_available*) exit "${WITHOUT_GPU:-0}" ;;
     "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
     *train.py*)
         [ -z "${TRAINS_FOR:-}" ] || { trap 'exit 0' TERM; touch started; for i in $(seq "$TRAINS_FOR"); do sleep 0.1; done; }
@@ -82,6 +83,21 @@ def test_the_run_that_the_flags_name(place, flags, folder):
         os.utime(place / "home/runs" / name / "train.log", (0, 0))
     code, _, asked = run_sh(place, "--", *flags)
     assert code == 0 and f"evaluate.py --ckpt {folder}\n" in asked
+
+
+@pytest.mark.parametrize("flags, trains", [
+    (["--lr", "1"], "train.py --max_minutes [0-9.]+ --run [^ ]+ --lr 1"), (["s.yaml", "--lr", "1"], "train.py s.yaml --lr 1"),
+    (["--resume", "runs/b"], "train.py --resume runs/b"),
+])  # fmt: skip
+def test_on_a_cpu_time_is_limited_unless_a_file_of_settings_or_a_run_says_how_long(place, flags, trains):
+    code, _, asked = run_sh(place, "--", *flags, WITHOUT_GPU="1")
+    assert code == 0 and re.search(rf"{trains}\n", asked) and "evaluate.py" in asked
+
+
+@pytest.mark.parametrize("flag", ["--help", "--check", "--explain_masks"])
+def test_nothing_is_evaluated_where_nothing_is_trained(place, flag):
+    code, _, asked = run_sh(place, "--", flag)
+    assert code == 0 and f"train.py {flag}\n" in asked and "evaluate.py" not in asked
 
 
 def test_an_environment_that_was_not_finished_is_made_again(place):

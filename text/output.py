@@ -1,6 +1,7 @@
 """Translations and their scores on disk: into the file that a user names, and among the files of a run."""
 
 import contextlib
+import errno
 import json
 import os
 from pathlib import Path
@@ -55,5 +56,7 @@ def keep_score(folder: Path, name: str, result: dict, texts: list[str], say) -> 
         write_lines(folder / f"{name}.txt", texts)
         write_lines(folder / f"{name}.json", [json.dumps(result, indent=2)])
         say(f"written to {folder}/{name}.json and .txt")
-    except PermissionError:  # somebody else's run
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):  # for reading only: the run, or its disk
+            raise
         say(f"note: {folder} cannot be written to, so the score is not saved")

@@ -88,6 +88,8 @@ def find_and_prepare(config, cache: Path, say) -> tuple[Path, str]:
     data = config.data or default_path()
     if not config.data:
         say(f"data: no --data given, using {data}")
+    if config.tokenizer and (config.source_vocab or config.target_vocab):
+        say("note: --source_vocab and --target_vocab have no effect: they are for tokenizers that are trained here")
     if os.path.exists(os.path.expanduser(data)):  # else a hub name, or a mistake
         data = os.path.realpath(os.path.expanduser(data))
     text = find_text(data, config.source, config.target)

@@ -52,9 +52,6 @@ def test_bf16_on_a_cpu():
 def test_refused():
     with pytest.raises(UserError, match="--precision fp16 needs a GPU; use fp32 or bf16 on the CPU"):
         choose_precision(CPU, "fp16")
-    for name in ("fp8", "", "FP32"):
-        with pytest.raises(UserError, match=f"--precision {name}: unknown; choose one of auto, fp32, bf16, fp16"):
-            choose_precision(CPU, name)
 
 
 @pytest.mark.parametrize("capability, name, said", [

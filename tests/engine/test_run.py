@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from engine import run as run_module
+from engine.checkpoint import verify_files
 from engine.config import command, flag
 from engine.distributed import World
 from engine.errors import UserError
@@ -104,6 +106,20 @@ def test_going_on_keeps_the_settings_and_refuses_others():
     assert run.config.lr == 0.02 and run.config.steps == 7
     with pytest.raises(UserError, match=r"another --lr \(0.5, the run has 0.02\)"):
         start(resume="runs/a", lr=0.5)
+
+
+def test_settings_made_in_python_change_a_run_that_goes_on():
+    train(run="a", kill_after=2)
+    assert Run.start(Config(resume="runs/a", steps=7), "toy", ALONE, may_change={"steps"}).config.steps == 7
+
+
+def test_killed_between_its_settings_and_their_checksums_it_goes_on(monkeypatch):
+    train(run="a", kill_after=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module.checkpoint, "write_checksums", Mock(side_effect=Killed))
+        train(resume="runs/a", steps=7)
+    run, _ = train(resume="runs/a", steps=8)
+    assert metrics("a")[-1]["step"] == 8 and verify_files(run.folder) is None
 
 
 def test_another_models_checkpoint_is_refused():

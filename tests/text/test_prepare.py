@@ -2,6 +2,7 @@
 
 import pickle
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from conftest import reversed_digits, write_pairs
 
 from data import collate_for
 from text.cleaning import held_out_rows
-from text.prepare import _worth_keeping, prepare
+from text.prepare import _worth_keeping, find_and_prepare, prepare
 from text.rows import find_text
 from text.store import TokenizedPairs, TokenWriter
 from text.subwords import decode, encode
@@ -86,6 +87,14 @@ def test_the_longest_pair_that_is_kept():
     counts, lengths = Counter(), np.array([15, 16, 15, 1])
     assert _worth_keeping(lengths, np.array([15, 15, 16, 1]), 16, counts).tolist() == [True, False, False, True]
     assert counts == {"kept": 2, "too long": 2}
+
+
+def test_a_vocabulary_beside_a_tokenizer_is_said_to_have_no_effect(toy_text, tmp_path):
+    prepare(toy_text, tmp_path / "cache", say=lambda line: None).target_tokenizer.save_pretrained(tmp_path / "joint")
+    said, sizes = [], dict(source_vocab=0, target_vocab=400, max_length=512)
+    config = SimpleNamespace(data=toy_text.path, source="zh", target="en", tokenizer=str(tmp_path / "joint"), **sizes)
+    find_and_prepare(config, tmp_path / "cache", said.append)
+    assert any("have no effect" in line for line in said)
 
 
 def test_an_own_tokenizer_folder_serves_both_sides(toy_text, tmp_path):
