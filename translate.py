@@ -53,6 +53,8 @@ from text.sentences import join, sentences
 def translate(config: Config) -> None:
     """Translate the arguments, the lines of standard input, or what is typed at a prompt."""
     world = distributed.start(config.device)
+    if world.size > 1 and (config.export or config.serve):
+        raise UserError("--serve and --export take one process; start translate.py without torchrun and srun")
     note = say_on_stderr if world.is_main else lambda _: None
     trained, precision, steps = load_for_decoding(config, 1, world, note)
     if config.export or config.serve:
@@ -72,8 +74,9 @@ def translate(config: Config) -> None:
             texts = iter(translations.texts)
             print("\n".join(join(islice(texts, len(line))) for line in pieces), flush=True)
         if translations and translations.cut:
-            longest = trained.model.config.max_length
-            note(f"note: {translations.cut} sentences were cut to the model's limit of {longest} tokens")
+            note(
+                f"note: {translations.cut} sentences were cut to the model's limit of {trained.model.config.max_length} tokens"
+            )
     world.stop()
 
 
