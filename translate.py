@@ -41,6 +41,7 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a wro
     config = parse_flags(Config, "translate arguments, or lines of standard input", positional="text")
 
 import sys
+from functools import partial
 from itertools import chain, islice
 
 from decoding import translate_lines
@@ -55,7 +56,8 @@ def translate(config: Config) -> None:
     world = distributed.start(config.device)
     if world.size > 1 and (config.export or config.serve):
         raise UserError("--serve and --export take one process; start translate.py without torchrun and srun")
-    note = say_on_stderr if world.is_main else lambda _: None
+    # Not to standard output, which holds translations alone.
+    note = partial(print, file=sys.stderr) if world.is_main else lambda _: None
     trained, precision, steps = load_for_decoding(config, 1, world, note)
     if config.export or config.serve:
         import serving
@@ -74,15 +76,9 @@ def translate(config: Config) -> None:
             texts = iter(translations.texts)
             print("\n".join(join(islice(texts, len(line))) for line in pieces), flush=True)
         if translations and translations.cut:
-            note(
-                f"note: {translations.cut} sentences were cut to the model's limit of {trained.model.config.max_length} tokens"
-            )
+            longest = trained.model.config.max_length
+            note(f"note: {translations.cut} sentences were cut to the model's limit of {longest} tokens")
     world.stop()
-
-
-def say_on_stderr(message: str) -> None:
-    """Not to standard output, which holds translations alone."""
-    print(message, file=sys.stderr)
 
 
 if __name__ == "__main__":
