@@ -41,6 +41,7 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a wro
     config = parse_flags(Config, "translate arguments, or lines of standard input", positional="text")
 
 import sys
+from functools import partial
 from itertools import chain, islice
 
 from decoding import translate_lines
@@ -53,7 +54,10 @@ from text.sentences import join, sentences
 def translate(config: Config) -> None:
     """Translate the arguments, the lines of standard input, or what is typed at a prompt."""
     world = distributed.start(config.device)
-    note = say_on_stderr if world.is_main else lambda _: None
+    if world.size > 1 and (config.export or config.serve):
+        raise UserError("--serve and --export take one process; start translate.py without torchrun and srun")
+    # Not to standard output, which holds translations alone.
+    note = partial(print, file=sys.stderr) if world.is_main else lambda _: None
     trained, precision, steps = load_for_decoding(config, 1, world, note)
     if config.export or config.serve:
         import serving
@@ -75,11 +79,6 @@ def translate(config: Config) -> None:
             longest = trained.model.config.max_length
             note(f"note: {translations.cut} sentences were cut to the model's limit of {longest} tokens")
     world.stop()
-
-
-def say_on_stderr(message: str) -> None:
-    """Not to standard output, which holds translations alone."""
-    print(message, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import numpy as np
 
 from reporting.fonts import families
 
-BYTES_OF_CHARACTER = 4  # at most, in UTF-8
+LONGEST_GROUP = 5  # tokens: a space and the bytes of a character in UTF-8
 END = "end"
 
 
@@ -42,7 +42,8 @@ def group_characters(tokenizer, ids: list[int]) -> list[tuple[list[int], str]]:
         places.append(place)
         text = tokenizer.decode([ids[place] for place in places])
         # U+FFFD stands for bytes that are no character yet; a real one is in some texts.
-        if "\ufffd" not in text or len(places) == BYTES_OF_CHARACTER or place == len(ids) - 1:
+        is_whole = text.strip() and "\ufffd" not in text  # a space alone goes to the word behind it
+        if is_whole or len(places) == LONGEST_GROUP or place == len(ids) - 1:
             groups.append((places, text.strip()))
             places = []
     return [*groups, ([len(ids)], END)]

@@ -10,14 +10,7 @@ from reporting.fonts import families
 from reporting.reading import RunFiles
 
 SIZE, COLUMNS = (4.8, 2.9), 3  # inches; of the overview
-COLOURS = [
-    "#1f5fa8",
-    "#d1495b",
-    "#3a8d5c",
-    "#8a5aab",
-    "#e08e1b",
-    "#4d4d4d",
-]  # one a run, again from the first after six
+COLOURS = "#1f5fa8 #d1495b #3a8d5c #8a5aab #e08e1b #4d4d4d".split()  # one a run, again from the first after six
 STYLES = {  # of one run's curves in a panel: colour where the run is alone, line, width, marker
     "train": ("#9db8d6", "-", 1.0, ""),
     "smoothed": ("#cfcfcf", "-", 0.8, ""),
@@ -25,6 +18,7 @@ STYLES = {  # of one run's curves in a panel: colour where the run is alone, lin
     "test": ("#3a8d5c", "-", 1.6, "s"),
     "other": ("#1f5fa8", "-", 1.2, ""),
 }
+NAMES = {"train": "training", "valid": "validation", "smoothed": "training, smoothed"}
 # Panels in the order they are read in; a curve is in the panel of the last part of its tag.
 PANELS = ["loss", "perplexity", "bleu", "accuracy", "learning_rate", "gradient_norm", "tokens_per_second",
           "images_per_second", "model_flops_utilisation", "padding_share", "wait_share"]  # fmt: skip
@@ -76,9 +70,7 @@ def draw_curves(axes, runs: list[RunFiles], name: str, tags: list[str], say) -> 
             split = "smoothed" if "smoothed" in tag else tag.partition("/")[0].replace("validation", "valid")
             colour, line, width, marker = STYLES.get(split, STYLES["other"])
             colour = STYLES["other"][0] if len(tags) == 1 else colour
-            label = say(
-                {"train": "training", "valid": "validation", "smoothed": "training, smoothed"}.get(split, split)
-            )
+            label = say(NAMES.get(split, split))
             if len(runs) > 1:
                 colour, label = COLOURS[number % len(COLOURS)], f"{run.name}, {label}" if len(tags) > 1 else run.name
                 line = ":" if split == "train" and len(tags) > 1 else "--" if split == "test" else "-"
@@ -101,7 +93,8 @@ def hardware(run: RunFiles, say) -> Figure | None:
     tags = [tag for tag in tags if run.series(tag)[1]]
     if not tags:
         return None
-    figure = Figure(figsize=(SIZE[0], 1.3 * len(tags) + 0.4), layout="constrained")
+    figure = Figure(figsize=(SIZE[0], 1.3 * len(tags) + 0.7), layout="constrained")
+    figure.suptitle(run.name, fontsize=10, family=families(run.name), parse_math=False)
     for axes, tag in zip(figure.subplots(len(tags), sharex=True, squeeze=False)[:, 0], tags):
         device, name = tag.split("/")
         minutes, values = run.minutes(tag), run.series(tag)[1]

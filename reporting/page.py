@@ -27,12 +27,13 @@ small { color: #5a6673 } .missing { background: #fff3cf }
 pre { overflow-x: auto; background: #f4f6f8; padding: .8em; font-size: 12px }
 .wide { overflow-x: auto; margin: .5em 0 } table { border-collapse: collapse }
 td, th { padding: .25em .7em; text-align: left; vertical-align: top; border-bottom: 1px solid #dde3ea }
-th { min-width: 6em } td { min-width: 5em; overflow-wrap: anywhere } .text { min-width: 13em } .mark { background: #fff3cf }
+th { min-width: 6em } td { min-width: 5em; overflow-wrap: anywhere } .text { min-width: 13em }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 350px), 1fr)); gap: 14px }
 figure { margin: 0 } img { max-width: 100%; height: auto }
 .attention td, .attention th { min-width: 1.7em; padding: .1em .3em; border: 1px solid #e6eaef; text-align: center }
 .attention th { font-weight: normal; white-space: nowrap }
-.attention tr > :first-child { text-align: right; position: sticky; left: 0; background: #fff }
+tr > :first-child { position: sticky; left: 0; background: inherit } tr { background: #fff } tr.mark { background: #fff3cf }
+.attention tr > :first-child { text-align: right }
 """.strip()
 
 
@@ -41,15 +42,15 @@ class Page:
 
     def __init__(self, title: str, language: str, folder: str | Path):
         self.language, self.folder, self.html, self.markdown = language, Path(folder), [], []
+        self.words = CHINESE if language == "zh" else ENGLISH
         self.pictures: dict[str, bytes] = {}
         self.last: tuple[list, list] = ([], [])  # see `later`
         self.title = self.say(title)
         self.add(f"<h1>{html.escape(self.title)}</h1>", f"# {self.title}")
 
     def say(self, words: str) -> str:
-        """A label in the language of the page."""
-        words_of_page = CHINESE if self.language == "zh" else ENGLISH
-        return words_of_page.get(words, words if words.startswith("-") else words.replace("_", " "))
+        """A label in the language of the page; names of curves are labels too, names of files and flags stay."""
+        return self.words.get(words, words.replace("_", " ") if words.isidentifier() else words)
 
     def add(self, as_html: str, as_markdown: str) -> None:
         """The same piece in both forms of the page; `as_html` is escaped already."""
@@ -74,7 +75,7 @@ class Page:
 
     def missing(self, lacks: list[tuple[str, ...]]) -> None:
         """What is not there: a place, then words about it."""
-        lines = [" · ".join(map(self.say, lack)) for lack in lacks]
+        lines = [" · ".join(self.words.get(words, words) for words in lack) for lack in lacks]
         items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
         self.add(f'<ul class="missing">{items}</ul>', "\n".join(f"- {line}" for line in lines))
 

@@ -168,14 +168,16 @@ def read_run(folder: str | Path) -> RunFiles:
     if run.model and run.records and run.config.get("label_smoothing") and "train/smoothed_loss" not in run.tags():
         run.missing.append(("train/loss, train/perplexity", "of an older version: these are of the smoothed loss"))
     run.log = read_text(run, "train.log", "what it said is unknown")
-    for path in sorted([*run.folder.glob("test.json"), *run.folder.glob("eval/*.json")]):
+    results = [*run.folder.glob("test.json"), *run.folder.glob("eval/*.json")]
+    # What is graded comes first: the test rows, and of them greedy search.
+    for path in sorted(results, key=lambda path: ("test" not in path.stem, "greedy" not in path.stem, path.stem)):
         name = path.relative_to(run.folder).with_suffix("").as_posix()
         if result := read_json(run, f"{name}.json", dict, "that result is left out"):
             run.results[name] = result
             if path.with_suffix(".txt").exists():
                 run.hypotheses[name] = read_text(run, f"{name}.txt", "").split("\n")[:-1]
     if not run.results:
-        way = ("this makes one:", f"python evaluate.py --ckpt {folder}") if run.model else ()
+        way = ("this makes one", f"python evaluate.py --ckpt {folder}") if run.model else ()
         run.missing.append(("eval/", "no result yet", *way))
     run.pictures = sorted([*run.folder.glob("*.png"), *run.folder.glob("eval/*.png")])
     run.running = is_locked(run.folder / ".lock")

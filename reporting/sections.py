@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from engine.errors import UserError
 from reporting import figures
@@ -87,13 +86,16 @@ def environment(page: Page, runs: list[RunFiles]) -> None:
     """Machine, versions and command of the last start of each run."""
     page.heading("Environment")
 
-    def of(key: str) -> Callable:
-        return partial(RunFiles.fact, file="environment.json", keys=(-1, key))
+    def of(key: str, start: int = -1) -> Callable:
+        return partial(RunFiles.fact, file="environment.json", keys=(start, key))
 
     keys = {"GPU": "gpu", "GPU memory (GiB)": "gpu_memory_gib", "driver": "driver", "CUDA": "cuda", "CPU": "cpu",
             "cores": "cores", "threads": "threads", "processes": "processes", "system": "system", "Python": "python",
-            "torch": "torch", "commit": "commit", "begun": "begun", "command": "command"}  # fmt: skip
-    table(page, runs, {label: of(key) for label, key in keys.items()} | {"time": RunFiles.seconds})
+            "torch": "torch", "commit": "commit"}  # fmt: skip
+    rows = {label: of(key) for label, key in keys.items()}
+    rows |= {"begun": of("begun", 0), "command": of("command", 0), "time": RunFiles.seconds}
+    rows["resumed by"] = lambda run: of("command")(run) if len(run.environment) > 1 else None
+    table(page, runs, rows)
 
 
 def data(page: Page, runs: list[RunFiles]) -> None:
@@ -174,36 +176,40 @@ def speed(page: Page, runs: list[RunFiles]) -> None:
             "padding": ("data/padding_share", ".1%"), "waiting for data": ("data/wait_share", ".1%")}  # fmt: skip
     rows = {f"{page.say(label)} ({page.say('median')})": partial(RunFiles.figure, tag=tag, summary="median", form=form)
             for label, (tag, form) in tags.items()}  # fmt: skip
-    table(
-        page,
-        runs,
-        rows | {"peak memory (GiB)": partial(RunFiles.figure, tag="memory/peak_gib", summary="max", form=".2f")},
-    )
+    rows["peak memory (GiB)"] = partial(RunFiles.figure, tag="memory/peak_gib", summary="max", form=".2f")
+    table(page, runs, rows)
+
+
+def result(*keys, form: str = ".2f") -> Callable:
+    """→ a function of a run and the `name` of a result: the value there."""
+    return lambda run, name: run.fact(f"{name}.json", keys, form)
+
+
+CARD = {
+    "BLEU (nltk, graded)": result("nltk"), "lower end of the interval": result("low"),
+    "upper end of the interval": result("high"), "sacreBLEU": result("sacrebleu"), "signature": result("signature"),
+    "uncased": result("lowercase"), "chrF2": result("chrf"),
+    **{f"{n}-gram": result("precisions", n - 1, form=".1f") for n in (1, 2, 3, 4)},
+    "brevity penalty": result("brevity_penalty", form=".3f"), "length ratio": result("ratio", form=".3f"),
+    "sentences": result("sentences", form=","), "outputs cut at the length limit": result("capped", form=","),
+    "decoding": result("decoding"), "checkpoint": result("checkpoint"),
+}  # fmt: skip
 
 
 def results(page: Page, runs: list[RunFiles]) -> None:
-    """The BLEU card of every evaluation; of a lab's result the plain numbers."""
+    """The BLEU cards, of one run all side by side, of several one evaluation after another; of a lab the plain numbers."""
     names = dict.fromkeys(name for run in runs for name in run.results)
+    cards = [name for name in names if any("nltk" in run.results.get(name, {}) for run in runs)]
     page.heading("Results") if names else None
-    for name in names:
+    if len(runs) == 1 and cards:
+        cells = [[label, *(of(runs[0], name) for name in cards)] for label, of in CARD.items()]
+        page.table(["", *cards], cells)
+    for name in names if len(runs) > 1 else [name for name in names if name not in cards]:
         page.heading(name, 3)
-
-        def of(*keys, form: str = ".2f", name=name) -> Callable:
-            return partial(RunFiles.fact, file=f"{name}.json", keys=keys, form=form)
-
-        if any("nltk" in run.results.get(name, {}) for run in runs):
-            rows = {"BLEU (nltk, graded)": of("nltk"), "lower end of the interval": of("low"),
-                    "upper end of the interval": of("high"), "sacreBLEU": of("sacrebleu"), "signature": of("signature"),
-                    "uncased": of("lowercase"), "chrF2": of("chrf")}  # fmt: skip
-            rows |= {f"{n}-gram": of("precisions", n - 1, form=".1f") for n in (1, 2, 3, 4)}
-            rows |= {"brevity penalty": of("brevity_penalty", form=".3f"), "length ratio": of("ratio", form=".3f"),
-                     "sentences": of("sentences", form=","), "outputs cut at the length limit": of("capped", form=","),
-                     "decoding": of("decoding"), "checkpoint": of("checkpoint")}  # fmt: skip
-        else:
-            keys = dict.fromkeys(key for run in runs for key in run.results.get(name, {}))
-            plain = [key for key in keys if all(is_plain(run.results.get(name, {}).get(key)) for run in runs)]
-            rows = {key: of(key, form=",.6g") for key in plain}
-        table(page, runs, rows)
+        keys = dict.fromkeys(key for run in runs for key in run.results.get(name, {}))
+        plain = [key for key in keys if all(is_plain(run.results.get(name, {}).get(key)) for run in runs)]
+        rows = CARD if name in cards else {key: result(key, form=",.6g") for key in plain}
+        table(page, runs, {label: partial(of, name=name) for label, of in rows.items()})
 
 
 def is_plain(value) -> bool:
@@ -229,6 +235,7 @@ def translations(page: Page, runs: list[RunFiles]) -> tuple[str, list[int]]:
     middle = max(0, len(order) // 2 - SHOWN // 2)
     parts = {"best": order[:SHOWN], "middle": order[middle : middle + SHOWN], "worst": order[-SHOWN:][::-1]}
     page.heading("Translations")
+    page.heading(name, 3)
     page.note("Scores of single sentences are sacreBLEU's sentence BLEU, for reading only: the mean of them is not the "
               "corpus BLEU.")  # fmt: skip
     lines = []
@@ -246,18 +253,21 @@ def translations(page: Page, runs: list[RunFiles]) -> tuple[str, list[int]]:
 
 def attention(page: Page, runs: list[RunFiles], look: Callable, name: str, rows: list[int]) -> None:
     """Tables for these rows of a result; `look(run, name, rows)` gives the weights."""
+    drawn = {}
     for run in runs:
         if not rows or not run.model or rows_of(run, name) != rows_of(runs[0], name):
             continue
         try:
-            sentences = look(run, name, rows)
+            drawn[run.name] = look(run, name, rows)
         except UserError as error:
             run.missing.append(("Cross-attention", str(error)))
-            continue
+    if drawn:
         page.heading("Cross-attention")
         page.note("Columns: source; rows: translation. The darker, the more the last layer looked there.")
+    for run_name, sentences in drawn.items():
+        page.heading(f"{run_name} {name}", 3)
         for number, sentence in enumerate(sentences, 1):
-            page.attention(sentence, f"attention {number} {run.name}", picture(sentence))
+            page.attention(sentence, f"attention {number} {run_name}", picture(sentence))
 
 
 def compare(runs: list[RunFiles]) -> tuple[str, list[Compared]]:
@@ -278,7 +288,7 @@ def compare(runs: list[RunFiles]) -> tuple[str, list[Compared]]:
 
 def compare_scores(run: RunFiles) -> tuple[str, list[Compared]]:
     """The paired bootstrap of one run's evaluations on the same rows; UserError if there is one only."""
-    names = sorted(run.hypotheses, key=lambda name: ("greedy" not in name, name))
+    names = list(run.hypotheses)  # greedy search first
     names = [name for name in names if run.results[name].get("rows") == run.results[names[0]].get("rows")]
     rows = rows_of(run, names[0]) if len(names) > 1 else []
     if not rows:
@@ -334,7 +344,7 @@ def own_pictures(page: Page, runs: list[RunFiles]) -> None:
     pictures = {}
     for run in runs:
         for path in run.pictures:
-            pictures[f"{run.name} {path.stem}"] = Path(path).read_bytes()
+            pictures[f"{run.name} {path.stem}"] = path.read_bytes()
     if pictures:
         page.heading("Pictures of the run")
         page.figures(pictures)

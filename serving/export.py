@@ -8,6 +8,7 @@ Each has the tokenizers as `AutoTokenizer` reads them and a card, README.md, wit
 """
 
 import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -32,15 +33,29 @@ Ids = list[list[int]]  # of sentences, without begin and end
 
 
 def export(trained: Trained, kind: str, words: list[str], quantization: str, say: Callable) -> None:
-    """Write the folder that `words` name, alone. Raises `UserError` if it has files already."""
+    """Write the folder that `words` name, whole or not at all. Raises `UserError` if it has files, or cannot be written."""
     if len(words) != 1:
         raise UserError(f"--export {kind} needs one folder: python translate.py --export {kind} DIR")
     need(f"--export {kind}", *NEEDS[kind])
-    folder = Path(words[0])
+    folder = Path(words[0]).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there already; name a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
     trained.model.cpu().float()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        beside = tempfile.TemporaryDirectory(prefix=".exporting-", dir=folder.parent)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder.parent}: {error.strerror}; choose another folder") from None
+    with beside:
+        building = Path(beside.name) / folder.name
+        building.mkdir()
+        write(trained, kind, building, quantization, say)
+        building.replace(folder)
+    say(f"written to {folder}; how to use it: {folder}/README.md")
+
+
+def write(trained: Trained, kind: str, folder: Path, quantization: str, say: Callable) -> None:
+    """The model, its tokenizers and the card; `say` tells how the trial went."""
     trained.source_tokenizer.save_pretrained(folder / "source")
     trained.target_tokenizer.save_pretrained(folder / "target")
     if kind != "ctranslate2":  # which has a config.json of its own
@@ -54,7 +69,6 @@ def export(trained: Trained, kind: str, words: list[str], quantization: str, say
 
         say(trial(trained, to_onnx(trained, folder), 100))  # sentence by sentence
     write_card(trained, kind, folder)
-    say(f"written to {folder}; how to use it: {folder}/README.md")
 
 
 def trial(trained: Trained, translate: Callable[[Ids], Ids], rows: int) -> str:

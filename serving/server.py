@@ -8,6 +8,7 @@ Requests only queue their sentences; one batch at a time is translated, of what 
 
 import asyncio
 import math
+import os
 import socket
 import sys
 from collections import deque
@@ -37,8 +38,8 @@ from validation import attention_of
 
 MOST_BYTES = 1_000_000  # of a request
 MOST_WAITING = 1000  # sentences, of all requests together
-TOGETHER = 64  # sentences translated at once: a short request waits for no longer one
-SECONDS_TO_END = 5  # what runs at Ctrl-C may take so long
+TOGETHER = 64  # sentences translated at once
+SECONDS_TO_END = 5  # so long do requests under way have at Ctrl-C to be answered
 
 
 class Query(BaseModel):
@@ -70,6 +71,7 @@ class Sentence(BaseModel):
     source: str
     hypotheses: list[Hypothesis]
     attention: Attention | None = None
+    cut: bool = Field(False, description="the source is longer than the model reads: its end is not translated")
 
 
 class Answer(BaseModel):
@@ -135,7 +137,9 @@ def translator(trained: Trained, precision: Precision, steps: Callable | None, l
             else:
                 hypotheses = alternatives(trained, sources, beam, length_penalty)
             answers = [Sentence(source=source, hypotheses=found) for source, found in zip(sources, hypotheses)]
-            for job, answer in zip(jobs, answers):
+            ids = encode(tokenizers[0], [normalise(source) for source in sources], longest + 1)
+            for job, answer, whole in zip(jobs, answers, ids):
+                answer.cut = len(whole) > longest
                 if job.attention and answer.hypotheses[0].text:
                     seen = attention_of(trained.model, tokenizers, job.source, answer.hypotheses[0].text, longest)
                     words = dict(source_words=seen.source_words, target_words=seen.target_words)
@@ -174,7 +178,7 @@ def limited_size(app: Callable) -> Callable:
             message = await receive()
             size += len(message.get("body", b""))
             if size > MOST_BYTES:
-                raise HTTPException(413, f"the request has more than {MOST_BYTES:,} bytes; send the text in parts")
+                raise HTTPException(413, f"文字太长，请分几次 · more than {MOST_BYTES:,} bytes; send the text in parts")
             return message
 
         await app(scope, receive_some, send)
@@ -219,15 +223,19 @@ def make_app(translate: Callable[[list[Job]], list[Sentence]], name: str) -> Fas
     async def translate_text(query: Query) -> Answer:
         """Translate every sentence of every line."""
         text = query.text.encode(errors="replace").decode()  # halves of characters, which JSON can hold, go
-        lines = [sentences(line) if line.strip() else [] for line in text.splitlines()]
+        lines = await asyncio.to_thread(lambda: [sentences(line) if line.strip() else [] for line in text.splitlines()])
         new = asyncio.get_running_loop().create_future
         jobs = [[Job(source.strip(), query.beam, query.attention, new()) for source in line] for line in lines]
         everything = [job for line in jobs for job in line]
         if len(everything) > MOST_WAITING:
-            raise HTTPException(413, f"the text has more than {MOST_WAITING:,} sentences; send it in parts")
+            raise HTTPException(413, f"句子太多，请分几次 · more than {MOST_WAITING:,} sentences; send them in parts")
         if not batcher.submit(everything):
-            raise HTTPException(503, "too many sentences are waiting; try again in a moment", {"Retry-After": "2"})
-        await asyncio.gather(*(job.result for job in everything))
+            why = "排队的句子太多，请稍后再试 · too many sentences are waiting; try again in a moment"
+            raise HTTPException(503, why, {"Retry-After": "2"})
+        try:
+            await asyncio.gather(*(job.result for job in everything))
+        except asyncio.CancelledError:  # uvicorn's, after `SECONDS_TO_END`
+            raise HTTPException(503, "程序正在结束 · the server is ending") from None
         done = [[job.result.result() for job in line] for line in jobs]
         translation = "\n".join(join(sentence.hypotheses[0].text for sentence in line) for line in done)
         return Answer(translation=translation, lines=done)
@@ -242,11 +250,21 @@ def serve(trained: Trained, precision: Precision, steps: Callable | None, config
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind(("127.0.0.1", config.port))
+            listening.listen()
         except OSError as error:
             raise UserError(f"--port {config.port}: {error.strerror}; choose another, or 0 for a free one") from None
-        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
         options = dict(log_level="warning", timeout_graceful_shutdown=SECONDS_TO_END)
         with suppress(KeyboardInterrupt):  # which uvicorn raises again when all is put away
-            print(f"{address} has the page, {address}/docs the JSON endpoint; Ctrl-C ends it", file=sys.stderr)
-            uvicorn.Server(uvicorn.Config(app, **options)).run([listening])
-        print("stopped", file=sys.stderr)
+            asyncio.new_event_loop().run_until_complete(Server(uvicorn.Config(app, **options)).serve([listening]))
+    print("stopped", file=sys.stderr, flush=True)
+    os._exit(0)  # any other way out waits for the thread with the batch under way, which may take minutes
+
+
+class Server(uvicorn.Server):
+    """Says where it is when it is there, and Ctrl-C ends it in order."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's."""
+        await super().startup(sockets)
+        address = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
+        print(f"{address} has the page, {address}/docs the JSON endpoint; Ctrl-C ends it", file=sys.stderr, flush=True)

@@ -208,6 +208,8 @@ class Bytes:
 def test_bytes_of_one_character_are_one_column():
     ids = list("a渲\ufffd".encode()), list(b"b")
     assert [word for _, word in group_characters(Bytes(), ids[0])] == ["a", "渲", "\ufffd", END]
+    spaced = list("a 😀b".encode())  # a space is none of its own
+    assert [word for _, word in group_characters(Bytes(), spaced)] == ["a", "😀", "b", END]
     import numpy as np
 
     weights = np.full((2, 8), 1 / 8)
@@ -247,6 +249,30 @@ def test_runs_of_the_same_name(run, without_drawing):
     other = shutil.copytree(run, run.parent / "c" / "a", symlinks=True)
     page = make(run, other)
     assert f">{run}</data>" in page and f">{other}</data>" in page and Page("", "en", "x").keep("a/b", b"") == b""
+
+
+def test_the_evaluations_of_one_run_stand_side_by_side_greedy_first(run, without_drawing):
+    for end in ("json", "txt"):
+        shutil.copy(run / "eval" / f"test-greedy.{end}", run / "eval" / f"test-beam4.{end}")
+    page = make(run)
+    assert "<tr><th></th><th>eval/test-greedy</th><th>eval/test-beam4</th></tr>" in page
+    assert "<h2>Translations</h2>\n<h3>eval/test-greedy</h3>" in page
+
+
+def test_names_of_files_and_runs_stay_as_they_are(run, without_drawing):
+    other = run.rename(run.with_name("my_run"))
+    shutil.rmtree(other / "eval")
+    page = make(other)
+    assert f"<li>my_run · eval/ · no result yet · this makes one · python evaluate.py --ckpt {other}</li>" in page
+
+
+def test_a_resumed_run_shows_the_command_that_began_it(run, without_drawing):
+    sessions = json.loads((run / "environment.json").read_text())
+    (run / "environment.json").write_text(
+        json.dumps([*sessions, sessions[0] | {"command": "python train.py --resume a"}])
+    )
+    commands = [text for _, source, text in Reader(make(run)).facts if source.endswith("command")]
+    assert commands == [sessions[0]["command"], "python train.py --resume a"]
 
 
 def test_the_paired_bootstrap_is_sacrebleus(run, toy_data, tmp_path, capsys):

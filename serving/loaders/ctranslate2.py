@@ -7,6 +7,7 @@ source, target = (AutoTokenizer.from_pretrained(".", subfolder=side) for side in
 translator = ctranslate2.Translator(".")
 lines = [line.strip() for line in sys.stdin]
 words = [source.convert_ids_to_tokens(source.encode(line, add_special_tokens=False)) for line in lines]
-for result in translator.translate_batch(words, beam_size=1, max_decoding_length=256):
+options = dict(beam_size=1, max_batch_size=64, max_decoding_length=256)
+for line, result in zip(lines, translator.translate_batch(words, **options)):
     ids = target.convert_tokens_to_ids(result.hypotheses[0])
-    print(target.decode(ids, skip_special_tokens=True))
+    print(target.decode(ids, skip_special_tokens=True) if line else "")

@@ -30,4 +30,4 @@ def translate(line):
 
 
 for line in sys.stdin:
-    print(translate(line.strip()))
+    print(translate(line.strip()) if line.strip() else "")

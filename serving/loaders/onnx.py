@@ -28,4 +28,4 @@ if __name__ == "__main__":
     for line in sys.stdin:
         src = [*source.encode(line.strip(), add_special_tokens=False), config["source_eos_token_id"]]
         ids = greedy(encoder, decoder, src, config["bos_token_id"], config["eos_token_id"], config["max_length"])
-        print(target.decode(ids, skip_special_tokens=True))
+        print(target.decode(ids, skip_special_tokens=True) if line.strip() else "")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import HANGS, forked
+from conftest import HANGS, fork_ranks, forked
 
 import serving
 from decoding import translate_lines
@@ -17,7 +17,7 @@ from serving.export import export
 from text.subwords import load_tokenizer
 
 PACKAGES = {"ctranslate2": ["ctranslate2"], "onnx": ["onnx", "onnxscript", "onnxruntime"], "hf": []}
-LINES = ["一二三", "九八七六五四", "没见过的字 English", "零"]
+LINES = ["一二三", "九八七六五四", "没见过的字 English", "", "零"]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,25 @@ def test_the_lines_in_the_card_translate_as_the_run_does(run, tmp_path, kind, qu
         assert fact in card
 
 
+def test_an_export_that_fails_leaves_nothing(run, tmp_path, monkeypatch):
+    def break_off(*_):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("serving.export.write_card", break_off)  # the last file
+    with pytest.raises(RuntimeError, match="no"):
+        export(load_trained(run), "hf", [str(tmp_path / "out")], "", print)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flags", [["--serve"], ["--export", "hf", "out"]])
+def test_several_processes_are_refused(run, tmp_path, flags):
+    ranks = fork_ranks(2, "translate.py", "--ckpt", run, "--device", "cpu", *flags, cwd=tmp_path)
+    assert [rank.wait() for rank in ranks] == [2, 2] and not (tmp_path / "out").exists()
+    assert all(
+        re.fullmatch(r"error \(rank \d\): --serve and --export take one process; .*\n", rank.output) for rank in ranks
+    )
+
+
 def test_tokenizers_open_as_huggingface_has_them(run, tmp_path):
     export(load_trained(run), "hf", [str(tmp_path)], "", print)
     for side in ("source", "target"):
@@ -69,6 +88,7 @@ def test_a_mistake_is_one_line(run, tmp_path, monkeypatch):
         ([], "needs one folder"),
         (["a", "b"], "needs one folder"),
         ([str(tmp_path / "mine")], "is there"),
+        (["/proc/out"], "cannot write to /proc"),
     ]:
         with pytest.raises(UserError, match=message):
             export(trained, "hf", words, "", print)

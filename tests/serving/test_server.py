@@ -1,17 +1,17 @@
 """The page's server: every request is answered, with its own translation or with one line that says why not."""
 
 import asyncio
+import http.client
 import json
 import os
 import signal
 import socket
-import subprocess
-import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import HANGS, ROOT
+from conftest import Forked
 
 import serving
 from decoding import translate_lines
@@ -139,21 +139,39 @@ def test_a_port_in_use_is_one_line(trained):
             server.serve(trained, None, None, config)
 
 
-def test_ctrl_c_ends_it(tiny_run, tmp_path):
-    command = [sys.executable, str(ROOT / "translate.py"), "--ckpt", str(tiny_run), "--serve", "--port", "0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+def never_done():
+    """In the server's process: a model that says when it begins, and has no end."""
+    server.SECONDS_TO_END = 1
+    server.translator = lambda *_: lambda jobs: print("begun", flush=True) or time.sleep(10**6)
+
+
+def wait_for(words: str, script: Forked) -> str:
+    while words not in script.output:
+        assert script.process.is_alive(), script.output
+        time.sleep(0.1)
+    return script.output
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_ctrl_c_ends_it_also_while_a_batch_is_under_way(tiny_run, tmp_path, busy):
+    script = Forked(
+        "translate.py", "--ckpt", tiny_run, "--serve", "--port", 0, "--device", "cpu", cwd=tmp_path, first=(never_done,)
     )
     try:
-        for line in process.stderr:
-            if "Ctrl-C ends it" in line:
-                break
-        process.send_signal(signal.SIGINT)
-        _, rest = process.communicate(timeout=HANGS)
-        assert (process.returncode, rest) == (0, "stopped\n")
+        address = wait_for("Ctrl-C ends it", script).splitlines()[-1].split()[0]
+        if busy:
+            connection = http.client.HTTPConnection(address.removeprefix("http://"))
+            connection.request("POST", "/translate", '{"text": "1"}', {"Content-Type": "application/json"})
+            wait_for("begun", script)
+        os.kill(script.process.pid, signal.SIGINT)
+        assert script.wait() == 0 and script.output.endswith("stopped\n")
+        assert "Traceback" not in script.output and "Exception" not in script.output
     finally:
-        process.kill()
+        script.process.kill()
+
+
+def test_a_sentence_that_the_model_cannot_hold_says_that_it_is_cut(client):
+    assert [ask(client, "一" * count).json()["lines"][0][0]["cut"] for count in (5, 100)] == [False, True]
 
 
 def test_without_the_extras_one_line_says_what_to_install(monkeypatch):
