@@ -27,7 +27,8 @@ def run(optimizers, weights, gradients):
 
 def test_matrices_inside_are_muons_and_all_else_is_adamws():
     model = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.TransformerEncoderLayer(8, 2))
-    others, matrices = (group["params"] for group in make_optimizer("muon", model, model[1], 0.1, torch.float32).param_groups)
+    groups = make_optimizer("muon", model, model[1], 0.1, torch.float32).param_groups
+    others, matrices = (group["params"] for group in groups)
     assert len(matrices) == 4 and all(weight.ndim == 2 for weight in matrices)
     assert {*map(id, others), *map(id, matrices)} == {*map(id, model.parameters())} and others[0] is model[0].weight
     assert type(make_optimizer("adamw", model, model[1], 0.1, torch.float32)) is torch.optim.AdamW
