@@ -57,7 +57,7 @@ def test_the_card_heeds_case(tmp_path):
     scored, translations = {"data": "data", "split": "test"}, Translations(texts, 9, 0, 0)
     card = report(Config(), trained, scored, rows, translations, 1.0, lambda *_: None)
     assert card["nltk"] == pytest.approx(corpus_bleu([target for _, target in rows], texts))
-    assert card["brevity_penalty"] < 1 and card["nltk"] < card["lowercase"] - 10
+    assert card["decoding"] == "greedy" and card["brevity_penalty"] < 1 and card["nltk"] < card["lowercase"] - 10
 
 
 def test_every_row_gets_a_hypothesis_whatever_is_in_it(toy_run, tmp_path):

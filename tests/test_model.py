@@ -220,6 +220,7 @@ def test_presets_are_the_papers(preset, millions, dropout):
         model = Translator(sizes_of(config, 1, 37_000))
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(millions * 1e6, rel=0.04)
     assert model.dropout.p == dropout and model.config.nhead == model.config.d_model // 64
+    assert model.config.num_encoder_layers == model.config.num_decoder_layers == 6
 
 
 def test_counted_flops_are_those_of_the_products_with_weights():
