@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import HANGS
 
 import fast
 from data import BucketSampler, Collate, batches_of, one_ahead
@@ -43,7 +44,7 @@ def checked(tmp_path_factory) -> dict[str, dict]:
     subprocess.run(words, check=True)
     environment = {**os.environ, "CUDA_GUARD": str(guard), "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, HERE / "checks.py"], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, HERE / "checks.py"], env=environment, capture_output=True, text=True, timeout=HANGS
     )
     assert done.returncode == 0, done.stderr
     return {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}

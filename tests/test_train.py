@@ -439,10 +439,13 @@ def test_stops_after_the_minutes(toy_data, here, monkeypatch):
     """On a clock that goes by 0.1 seconds each time it is looked at: that the rate has fallen is no matter of luck."""
     ticks = count()
     monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 10))
+    bar = SimpleNamespace(update=lambda: None, close=lambda: None)
+    monkeypatch.setattr(training, "progress", lambda **_: bar)
     training.train(
         config(data=str(toy_data), run=str(here), max_steps=10**6, max_minutes=0.2, eval_every=10**6, log_every=1)
     )
     rates = list(records(here, "train/learning_rate").values())
+    assert bar.total == pytest.approx(len(rates), abs=1)
     # A step looks three times: 40 steps in 12 seconds, and from the 28th on the rate falls.
     assert 38 <= len(rates) <= 42 and max(rates) == 0.002 and rates[-1] < 0.0002
     log = (here / "train.log").read_text(encoding="utf-8")
