@@ -4,13 +4,15 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engine import checkpoint
+from engine.distributed import World
 from engine.errors import UserError
-from loading import load_trained, newest_run
+from loading import load_for_decoding, load_trained, newest_run
 from text.subwords import encode, special_ids
 
 
@@ -89,6 +91,15 @@ def test_no_run_yet(tmp_path, monkeypatch):
     (tmp_path / "runs" / "begun" / "checkpoints").mkdir(parents=True)
     with pytest.raises(UserError, match="no trained run"):
         load_trained()
+
+
+@pytest.mark.parametrize("beam, faster", [(1, "steps"), (2, None)])
+def test_faster_steps_are_for_greedy_search(run, monkeypatch, beam, faster):
+    monkeypatch.setattr("fast.steps", lambda *_: "steps")
+    flags = SimpleNamespace(ckpt=str(run), precision="int8", beam=beam, captured=False)
+    said = []
+    assert load_for_decoding(flags, 1, World(0, 1, torch.device("cpu")), said.append)[2] == faster
+    assert "rounded to 8 bits" in said[-1]
 
 
 # ---------------------------------------------------------------- averages
