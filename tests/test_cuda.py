@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import HANGS
 
 import fast
 from data import BucketSampler, Collate, batches_of, one_ahead
@@ -43,7 +44,7 @@ def checked(tmp_path_factory) -> dict[str, dict]:
     subprocess.run(words, check=True)
     environment = {**os.environ, "CUDA_GUARD": str(guard), "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, HERE / "checks.py"], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, HERE / "checks.py"], env=environment, capture_output=True, text=True, timeout=HANGS
     )
     assert done.returncode == 0, done.stderr
     return {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
@@ -164,21 +165,6 @@ def test_captured_training_has_the_losses_and_gradients_of_plain_training(norm_f
     assert captured.inputs and not losses[1].requires_grad
     with torch.no_grad():
         assert torch.equal(captured(*inputs)[0], plain(*inputs)[0])
-
-
-def test_captured_training_adds_up_micro_batches():
-    torch.manual_seed(0)
-    model, pairs = Translator(ModelConfig(50, 50, 32, 4, 1, 1, 64, dropout=0.0)), Pairs()
-    sampler = BucketSampler(pairs.lengths, 600, seed=1)
-    plain, batches = SummedLoss(model, 0.1), batches_of(pairs, sampler, Collate(IDS, IDS), 0, CPU)
-    captured, both = CapturedLoss(plain, sampler.shapes()), [next(batches) for _ in range(2)]
-    gradients = []
-    for loss_of in (plain, captured):
-        model.zero_grad()
-        for batch in both:
-            loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)[0].backward()
-        gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
-    assert (gradients[1] - gradients[0]).norm() <= 1e-5 * gradients[0].norm()
 
 
 class Refuses:

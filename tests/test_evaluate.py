@@ -13,7 +13,7 @@ from conftest import TINY_FLAGS, forked, forked_ranks, reversed_digits, run_scri
 
 import fast
 from data import Collate
-from decoding import Translations, beam_search, output_limit, plan_batches, search, translate_lines
+from decoding import Translations, beam_search, output_limit, translate_lines
 from engine.distributed import World
 from engine.errors import UserError
 from engine.precision import choose_precision
@@ -61,7 +61,7 @@ def test_the_card_heeds_case(tmp_path):
     scored, translations = {"data": "data", "split": "test"}, Translations(texts, 9, 0, 0)
     card = report(Config(), trained, scored, rows, translations, 1.0, lambda *_: None)
     assert card["nltk"] == pytest.approx(corpus_bleu([target for _, target in rows], texts))
-    assert card["brevity_penalty"] < 1 and card["nltk"] < card["lowercase"] - 10
+    assert card["decoding"] == "greedy" and card["brevity_penalty"] < 1 and card["nltk"] < card["lowercase"] - 10
 
 
 def test_every_row_gets_a_hypothesis_whatever_is_in_it(toy_run, tmp_path):
@@ -96,26 +96,6 @@ def test_beams_find_likelier_sequences_than_greedy(toy_run):
         beam: beam_search(trained.model, src, src_pad, limits, *ids, beam, length_penalty=0.0)[1] for beam in (1, 4)
     }
     assert (scores[4] >= scores[1] - 1e-4).all()
-    # And beam 1 is greedy, on trained weights too.
-    greedy = search(trained.model, sources, collate)
-    one, _ = beam_search(trained.model, src, src_pad, limits, *ids, 1, length_penalty=0.6)
-    assert [row[: row.index(ids[1])] if ids[1] in row else row for row in one.tolist()] == greedy.tokens
-
-
-def test_trained_weights_cached_greedy_equals_the_stock_model(toy_run):
-    trained = load_trained(str(toy_run / "runs/toy"))
-    model = trained.model.double()
-    collate = Collate(special_ids(trained.source_tokenizer), special_ids(trained.target_tokenizer))
-    sources = encode(trained.source_tokenizer, [source for source, _ in load_rows(Config(limit=40), trained)[0]])
-    src, src_pad = collate.pad_sources(sources)
-    output = torch.full((len(sources), 1), collate.target_ids["bos"])
-    with torch.no_grad():
-        for _ in range(40):
-            output = torch.cat([output, model(src, src_pad, output)[:, -1].argmax(-1, keepdim=True)], 1)
-    eos = collate.target_ids["eos"]
-    limits = output_limit((~src_pad).sum(1), 512).tolist()
-    expected = [row[: row.index(eos)] if eos in row[:n] else row[:n] for row, n in zip(output[:, 1:].tolist(), limits)]
-    assert search(model, sources, collate, batches=plan_batches(list(map(len, sources)), 9)).tokens == expected
 
 
 def test_beam_average_split_and_limit(toy_run):

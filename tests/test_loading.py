@@ -4,13 +4,15 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engine import checkpoint
+from engine.distributed import World
 from engine.errors import UserError
-from loading import load_trained, mean_of, newest_run
+from loading import load_for_decoding, load_trained, newest_run
 from text.subwords import encode, special_ids
 
 
@@ -28,8 +30,9 @@ def run(tiny_run, tmp_path) -> Path:
 
 def same_weights(trained, *folders: Path) -> bool:
     """The model has the mean weights of these checkpoints."""
-    expected, found = mean_of(list(folders)), trained.model.state_dict()
-    return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    members, found = [checkpoint.load_weights(folder) for folder in folders], trained.model.state_dict()
+    means = {name: sum(member[name].double() for member in members) / len(members) for name in members[0]}
+    return all(torch.equal(found[name], mean.to(found[name].dtype)) for name, mean in means.items())
 
 
 # ---------------------------------------------------------------- names
@@ -62,7 +65,7 @@ def test_a_file_of_weights_that_torch_saved(run):
 def test_a_relative_name(run, monkeypatch):
     monkeypatch.chdir(run / "checkpoints")
     assert same_weights(load_trained("last"), run / "checkpoints" / "step-45")
-    monkeypatch.chdir(run.parent)
+    monkeypatch.chdir(run.parent.parent)  # the name stands for runs/tiny
     assert same_weights(load_trained("tiny"), run / "checkpoints" / "step-30")
 
 
@@ -88,6 +91,15 @@ def test_no_run_yet(tmp_path, monkeypatch):
     (tmp_path / "runs" / "begun" / "checkpoints").mkdir(parents=True)
     with pytest.raises(UserError, match="no trained run"):
         load_trained()
+
+
+@pytest.mark.parametrize("beam, faster", [(1, "steps"), (2, None)])
+def test_faster_steps_are_for_greedy_search(run, monkeypatch, beam, faster):
+    monkeypatch.setattr("fast.steps", lambda *_: "steps")
+    flags = SimpleNamespace(ckpt=str(run), precision="int8", beam=beam, captured=False)
+    said = []
+    assert load_for_decoding(flags, 1, World(0, 1, torch.device("cpu")), said.append)[2] == faster
+    assert "rounded to 8 bits" in said[-1]
 
 
 # ---------------------------------------------------------------- averages

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from conftest import TINY
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.errors import UserError
-from model import ModelConfig, SummedLoss, Translator, cross_attention, sinusoids, training_flops
+from model import PRESETS, ModelConfig, SummedLoss, Translator, cross_attention, sinusoids, sizes_of, training_flops
 
 SOURCE_VOCAB, TARGET_VOCAB = 50, 60
 
@@ -210,6 +211,18 @@ def test_wrong_sizes_are_named(wrong):
         ModelConfig(10, 10, **wrong)
 
 
+@pytest.mark.parametrize("preset, millions, dropout", [("base", 65, 0.1), ("big", 213, 0.3)])
+def test_presets_are_the_papers(preset, millions, dropout):
+    """Table 3, where 37,000 tokens share one embedding."""
+    unset = dict.fromkeys(PRESETS[preset], 0) | {"dropout": -1}
+    config = SimpleNamespace(**unset, preset=preset, norm_first=False, max_length=64)
+    with torch.device("meta"):
+        model = Translator(sizes_of(config, 1, 37_000))
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(millions * 1e6, rel=0.04)
+    assert model.dropout.p == dropout and model.config.nhead == model.config.d_model // 64
+    assert model.config.num_encoder_layers == model.config.num_decoder_layers == 6
+
+
 def test_counted_flops_are_those_of_the_products_with_weights():
     model = make_model(dtype=torch.float32, dim_feedforward=256, d_model=128)
     src, src_pad, tgt_in = make_batch(batch=4, source=2, target=2, padding=0)  # short: attention scores hardly count
@@ -227,6 +240,10 @@ def test_cross_attention_rows_sum_to_one_and_skip_padding():
     weights = cross_attention(model, src, src_pad, tgt_in)
     assert weights.shape == (3, 6, 7)
     assert torch.allclose(weights.sum(-1), torch.ones(3, 6)) and not weights[-1, :, -2:].any()
+    last = model.transformer.decoder.layers[-1].multihead_attn
+    torch.nn.init.zeros_(last.in_proj_weight)  # it now looks everywhere alike
+    uniform = cross_attention(model, src, src_pad, tgt_in)[0]
+    assert torch.allclose(uniform, torch.full((6, 7), 1 / 7)) and weights.std() > 0.01
 
 
 def test_another_rate_of_dropout_is_one_everywhere():

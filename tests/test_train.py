@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-import torch.nn.functional as F
 from conftest import TINY_FLAGS, fork_ranks, forked, forked_ranks, run_script, write_pairs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -231,28 +230,6 @@ def prepared_of(run: Path):
     return load_prepared(run.parent / ".cache" / state["data_key"])
 
 
-def test_gradients_of_parts_add_up_to_those_of_the_whole_batch(whole_run):
-    """In float64, where nothing can hide: 1 × 4 and 2 × 2 parts, of uneven token counts."""
-    prepared = prepared_of(whole_run)
-    collate, gradients = collate_for(prepared), []
-    for world_size, accumulate in ((1, 1), (1, 4), (2, 2), (3, 1)):
-        torch.manual_seed(0)
-        model = Translator(ModelConfig(300, 300, 32, 4, 1, 1, 64, dropout=0.0)).double()
-        for rank in range(world_size):
-            sampler = BucketSampler(
-                prepared.train.lengths, 300, rank=rank, world_size=world_size, accumulate=accumulate
-            )
-            tokens = next(sampler.target_tokens(0))
-            for rows in islice(sampler, accumulate):
-                batch = collate([prepared.train[row] for row in rows])
-                logits = model(batch.src, batch.src_pad, batch.tgt_in, batch.real)
-                (F.cross_entropy(logits, batch.tgt_out, reduction="sum") / tokens).backward()
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    for other in gradients[1:]:
-        for name, gradient in gradients[0].items():
-            assert torch.allclose(gradient, other[name], rtol=1e-9, atol=1e-12), name
-
-
 # ---- the same run, whatever it is split into ----
 
 PLAIN = dict(max_steps=24, eval_every=8, log_every=3, warmup=4, dropout=0.0, lr=0.0003)
@@ -441,6 +418,7 @@ def test_what_a_run_leaves(toy_data, here, tmp_path, monkeypatch):
     for name in ("model.json", "metrics.jsonl", "train.log", "tokenizer/source/tokenizer.json", "tokenizer/target"):
         assert (here / name).exists()
     assert sorted(path.name for path in (here / "checkpoints").iterdir()) == ["best", "last", "step-3", "step-6"]
+    assert not re.search("--shard|--captured", (here / "train.log").read_text(encoding="utf-8"))  # nobody asked
     tags = EventAccumulator(str(here)).Reload().Tags()
     others = (
         "train/perplexity speed/tokens_per_second speed/model_flops_utilisation data/padding_share data/wait_share "
@@ -461,10 +439,13 @@ def test_stops_after_the_minutes(toy_data, here, monkeypatch):
     """On a clock that goes by 0.1 seconds each time it is looked at: that the rate has fallen is no matter of luck."""
     ticks = count()
     monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 10))
+    bar = SimpleNamespace(update=lambda: None, close=lambda: None)
+    monkeypatch.setattr(training, "progress", lambda **_: bar)
     training.train(
         config(data=str(toy_data), run=str(here), max_steps=10**6, max_minutes=0.2, eval_every=10**6, log_every=1)
     )
     rates = list(records(here, "train/learning_rate").values())
+    assert bar.total == pytest.approx(len(rates), abs=1)
     # A step looks three times: 40 steps in 12 seconds, and from the 28th on the rate falls.
     assert 38 <= len(rates) <= 42 and max(rates) == 0.002 and rates[-1] < 0.0002
     log = (here / "train.log").read_text(encoding="utf-8")

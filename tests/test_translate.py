@@ -143,6 +143,12 @@ def test_beams(called, reference, monkeypatch):
     assert out.splitlines() == reference(["一二三", "四五"], beam=3, length_penalty=0.9)
 
 
+def test_int8_is_for_greedy_search():
+    assert script.Config(precision="int8").beam == 1
+    with pytest.raises(UserError, match="--precision int8 decodes greedily"):
+        script.Config(precision="int8", beam=2)
+
+
 def test_at_a_prompt(tiny_run, called, reference, monkeypatch):
     typed_lines = iter(["一二 ", "三", "", "never read"])
     monkeypatch.setattr("builtins.input", lambda shown: next(typed_lines))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.optimizer import ADAMW, Muon, orthogonal
+from engine.optimizer import ADAMW, Muon, make_optimizer, orthogonal
 
 SHAPES = [(8, 24), (24, 8), (8, 8), (8, 8)]
 
@@ -23,6 +23,15 @@ def run(optimizers, weights, gradients):
         for optimizer in optimizers:
             optimizer.step()
     return [weight.detach().clone() for weight in weights]
+
+
+def test_matrices_inside_are_muons_and_all_else_is_adamws():
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.TransformerEncoderLayer(8, 2))
+    groups = make_optimizer("muon", model, model[1], 0.1, torch.float32).param_groups
+    others, matrices = (group["params"] for group in groups)
+    assert len(matrices) == 4 and all(weight.ndim == 2 for weight in matrices)
+    assert {*map(id, others), *map(id, matrices)} == {*map(id, model.parameters())} and others[0] is model[0].weight
+    assert type(make_optimizer("adamw", model, model[1], 0.1, torch.float32)) is torch.optim.AdamW
 
 
 @pytest.mark.parametrize("found_inf", [None, torch.tensor(0.0)])

@@ -134,6 +134,22 @@ def test_without_a_limit_nothing_is_fitted():
     assert not any(schedule.fit_time(step, 1e6 * step, 0) for step in range(1, 1001)) and schedule == before
 
 
+def test_the_end_and_the_estimate_of_it():
+    schedule = plan(1.0, 0, 10)
+    assert schedule.why_stop(9, 5.0, 0) is None and schedule.why_stop(10, 5.0, 0) == "all steps are done"
+    assert schedule.why_stop(3, 1.9, 2) is None and schedule.why_stop(3, 2.0, 2) == "the 2 minutes are over"
+    assert [schedule.minutes_left(4, 2.0, limit) for limit in (0, 2.5, 1)] == [3, 0.5, 0]
+    by_time = replace(schedule, by_time=True)  # its last step is where the minutes were to end
+    assert by_time.why_stop(10, 1.9, 2) == "the 2 minutes are over"
+    assert by_time.extended(10, 12).why_stop(12, 1.9, 2) == "all steps are done"
+
+
+def test_a_halt_that_takes_all_the_minutes_leaves_a_rate():
+    schedule = plan(1.0, 1, 100)
+    assert not schedule.fit_time(1, 0.1, 1) and schedule.fit_time(10, 10.0, 1)
+    assert schedule.learning_rate(10) == 1 and schedule.total == 11
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.floats(0.05, 1), st.lists(st.floats(0, 100), min_size=5, max_size=5))
 def test_on_the_way_down_the_rate_is_a_function_of_the_step_alone(seconds, later):

@@ -16,7 +16,7 @@ import fast
 from decoding import plan_batches, search
 from engine.errors import UserError
 from fast import build
-from fast.decoding import CompiledSteps, is_possible
+from fast.decoding import CompiledSteps
 from model import Translator
 
 SIZES = [  # one and several vectors a head, whole and broken panels
@@ -25,7 +25,9 @@ SIZES = [  # one and several vectors a head, whole and broken panels
     (dict(d_model=96, nhead=2, dim_feedforward=64), 64),
     (dict(d_model=256, nhead=8, dim_feedforward=1024), 300),
 ]
-needs_int8 = pytest.mark.skipif(not is_possible(make_model(0), int8=True), reason="no compiler or no VNNI")
+needs_int8 = pytest.mark.skipif(
+    bool(build.why_not()) or not torch.cpu._is_vnni_supported(), reason="no compiler or no VNNI"
+)
 seeds = st.integers(0, 2**31)
 
 
@@ -264,6 +266,7 @@ def test_int8_that_cannot_be_is_a_mistake(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     with pytest.raises(UserError, match="--precision int8 needs a CPU with AVX-512 VNNI"):
         fast.steps(make_model(0), int8=True)
+    assert fast.steps(make_model(0)) or build.why_not()  # fp32 needs no VNNI
 
 
 def test_without_a_compiler(monkeypatch):

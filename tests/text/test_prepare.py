@@ -10,7 +10,7 @@ from conftest import reversed_digits, write_pairs
 
 from data import collate_for
 from text.cleaning import held_out_rows
-from text.prepare import _worth_keeping, find_and_prepare, prepare
+from text.prepare import _tokenizer_key, _worth_keeping, default_vocabulary, find_and_prepare, prepare
 from text.rows import find_text
 from text.store import TokenizedPairs, TokenWriter
 from text.subwords import decode, encode
@@ -51,9 +51,10 @@ def test_prepare(toy_text, tmp_path):
     assert any("no test split; " in line for line in lines) and any("380 rows read" in line for line in lines)
     held_out = held_out_rows(toy_text)
     assert prepared.validation_rows == held_out["validation"] == reversed_digits(400)[380:]
-    assert len(prepared.train) + len(held_out["test"]) == 380
+    assert len(prepared.train) + len(held_out["test"]) == 380 and prepared.summary["unknown"] == 0
     texts = {decode(prepared.target_tokenizer, [target])[0] for _, target in map(prepared.train.__getitem__, range(50))}
     assert texts <= {target for _, target in reversed_digits(400)}
+    assert [default_vocabulary(pairs) for pairs in (380, 10_000, 50_000)] == [1000, 2000, 8000]
     batch = collate_for(prepared)([prepared.train[0], prepared.train[1]])
     assert batch.src.max() < len(prepared.source_tokenizer)
 
@@ -103,5 +104,6 @@ def test_an_own_tokenizer_folder_serves_both_sides(toy_text, tmp_path):
     trained.target_tokenizer.save_pretrained(folder)
     prepared = prepare(toy_text, tmp_path / "cache", tokenizer=str(folder), say=lambda line: None)
     assert prepared.folder != trained.folder
+    assert [_tokenizer_key(name) for name in ("", "bert-base-chinese")] == ["", "bert-base-chinese"]
     line = "three two one"
     assert encode(prepared.source_tokenizer, [line]) == encode(prepared.target_tokenizer, [line])
