@@ -251,10 +251,10 @@ def train(config: Config) -> Path | None:
         if world.is_main:
             result = report(config, sizes, layout, steps.median, peak_flops, loss, state)
             result |= {"processes": world.size, "peak_gib": peaks, "planned_gib": need.total / GIB,
-                       "communication_share": sum(shares) / len(shares) if trace_step else None,
+                       "communication_share": sum(shares) / len(shares) if traced else None,
                        "device": world.device.type, "precision": precision.name}  # fmt: skip
             (run.folder / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-            log(f"memory: {max(peaks):.2f} GiB at most on a rank, {need.total / GIB:.2f} were planned")
+            log(f"memory: {max(peaks):.2f} GiB at most on a rank, {need.total / GIB:.2f} planned for its tensors")
             log(f"speed: {result['tokens_per_second']:,.0f} tokens/s, {result['step_seconds'] * 1000:.0f} ms a step; "
                 f"{result['tflops']:.3f} TFLOP/s, {result['mfu']:.1%} of what these devices can do "
                 f"(the handout's formula says {result['handout_tflops']:.3f})")  # fmt: skip

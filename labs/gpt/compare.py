@@ -94,24 +94,19 @@ def ladder(most: int, gpu: bool) -> list[Row]:
 
 
 def run_row(row: Row, number: int, config: Config, folder: Path) -> dict:
-    """The row's result.json, or {"failed": the last words of the run that had none}."""
+    """The row's result.json, or {"failed": the last words of the run that had none}; and the words that ran it."""
     run = folder.resolve() / f"row-{number}"
     done = run / "outcome.json"
-    if done.exists():
-        return json.loads(done.read_text(encoding="utf-8"))
-    shutil.rmtree(run, ignore_errors=True)  # of an interrupted row
-    flags = (
-        f"--size {config.size} --data_size {config.data_size} --max_steps {config.steps} --trace --run {run}".split()
-    )
-    flags += ["--data", config.data, "--batch_size", str(config.batch_size), "--eval_every", str(config.steps)]
-    flags += [] if "--precision" in row.flags else ["--precision", config.precision]
-    module = ["-m", "--", "labs.gpt"] if row.processes > 1 else ["-m", "labs.gpt"]
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={row.processes}"]
-        if row.processes > 1
-        else []
-    )
-    words = [sys.executable, *launcher, *module, *flags, *row.flags.split()]
+    torchrun = f"-m torch.distributed.run --standalone --nproc_per_node {row.processes} -m --".split()
+    words = [sys.executable, *(torchrun if row.processes > 1 else ["-m"]), "labs.gpt", "--trace", "--run", str(run)]
+    settings = {"size": config.size, "data": config.data, "data_size": config.data_size, "max_steps": config.steps,
+                "eval_every": config.steps, "batch_size": config.batch_size, "precision": config.precision}  # fmt: skip
+    for name, value in settings.items():
+        words += [f"--{name}", str(value)]
+    words += row.flags.split()  # which come later, and so count
+    if done.exists() and (outcome := json.loads(done.read_text(encoding="utf-8"))).get("words") == words:
+        return outcome
+    shutil.rmtree(run, ignore_errors=True)  # of an interrupted row, or one of other settings
     # The same cores for all rows: processes share them, and threads that wait sleep instead of spinning on them.
     threads = str(max(1, len(os.sched_getaffinity(0)) // row.processes))
     environment = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"} | os.environ
@@ -120,10 +115,9 @@ def run_row(row: Row, number: int, config: Config, folder: Path) -> dict:
         said = ended.stderr
     except subprocess.TimeoutExpired:
         said = f"error: not done after {config.minutes:g} minutes"
-    if (run / "result.json").exists():
-        outcome = json.loads((run / "result.json").read_text(encoding="utf-8"))
-    else:
-        outcome = {"failed": last_words(said)}
+    result = run / "result.json"
+    outcome = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {"failed": last_words(said)}
+    outcome["words"] = words
     run.mkdir(exist_ok=True)
     done.write_text(json.dumps(outcome), encoding="utf-8")
     return outcome
@@ -188,10 +182,8 @@ def main(config: Config) -> None:
     for number, row in enumerate(rows):
         got = run_row(row, number, config, folder)
         outcomes.append(got)
-        figures = (
-            f"{got['tokens_per_second']:,.0f} tokens/s, {max(got['peak_gib']):.2f} GiB" if "failed" not in got else ""
-        )
-        log(f"{row.name:24} {row.processes}  {figures or got['failed']}")
+        said = got.get("failed") or f"{got['tokens_per_second']:,.0f} tokens/s, {max(got['peak_gib']):.2f} GiB"
+        log(f"{row.name:24} {row.processes}  {said}")
         # After each row, so that an interrupted table is there as far as it came.
         (folder / "table.md").write_text(table(rows, outcomes), encoding="utf-8")
         named = [{"technique": row.name, "flags": row.flags, **got} for row, got in zip(rows, outcomes)]

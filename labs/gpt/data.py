@@ -133,10 +133,10 @@ def read_documents(path: Path) -> tuple[dict[str, list[str]], str]:
     """{"train": texts, "validation": texts} of a file or folder, and one line on what was read."""
     if not path.exists():
         raise UserError(f"--data {path} does not exist; give a text file, a folder of them, or `random`")
-    files = (
-        [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix.lower() in SUFFIXES and f.is_file())
-    )
-    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+        files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if abstracts := [file for file in files if file.name == "X.txt"]:
         # Web of Science's folders: the largest one contains the others. Beside X.txt lie labels.
         files = [max(abstracts, key=lambda file: file.stat().st_size)]
@@ -145,9 +145,8 @@ def read_documents(path: Path) -> tuple[dict[str, list[str]], str]:
     documents, notes = {}, set()
     for file in files:
         name = file.stem.lower()
-        split = (
-            "validation" if any(word in name for word in ("valid", "dev")) else "test" if "test" in name else "train"
-        )
+        is_validation = any(word in name for word in ("valid", "dev"))
+        split = "validation" if is_validation else "test" if "test" in name else "train"
         texts, note = read_file(file)
         notes.add(note)
         documents.setdefault(split, []).extend(texts)
@@ -156,10 +155,8 @@ def read_documents(path: Path) -> tuple[dict[str, list[str]], str]:
         documents = {"train": [text for texts in documents.values() for text in texts]}
     if "validation" not in documents:
         texts = documents["train"]
-        documents = {
-            "train": [t for n, t in enumerate(texts) if n % VALIDATE_EVERY],
-            "validation": texts[::VALIDATE_EVERY],
-        }
+        rest = [text for number, text in enumerate(texts) if number % VALIDATE_EVERY]
+        documents = {"train": rest, "validation": texts[::VALIDATE_EVERY]}
     if not documents["train"] or not documents["validation"]:
         raise UserError(f"{path} has too few documents to train and to validate on; give more text")
     return {split: documents[split] for split in ("train", "validation")}, note

@@ -16,12 +16,8 @@ class Config:
     ckpt: str = flag("", "a run of labs.gpt, or one of its checkpoints; the newest run", "Generation")
     prompt: str = flag("In this paper", "the text to go on from", "Generation")
     tokens: int = flag(60, "new tokens", "Generation", least=1)
-    temperature: float = flag(
-        0.8, "0: always the likeliest token; 1: as the model says", "Generation", least=0, most=10
-    )
-    top_p: float = flag(
-        0.9, "draw from the likeliest tokens that have this share together", "Generation", above=0, most=1
-    )
+    temperature: float = flag(0.8, "0: always the likeliest; 1: as the model says", "Generation", least=0, most=10)
+    top_p: float = flag(0.9, "draw from the likeliest that have this share together", "Generation", above=0, most=1)
     seed: int = flag(1, "of the draws", "Generation", least=0)
 
 
@@ -69,9 +65,8 @@ def sample(model: GPT, tokenizer, prompt: str, config, longest: int) -> str:
         raise UserError(f"the prompt has {len(ids)} tokens, the model's sequence is {longest}; give a shorter --prompt")
     draw = torch.Generator().manual_seed(config.seed)
     tokens = torch.tensor([ids], device=next(model.parameters()).device)
-    out = generate(
-        model, tokens, config.tokens, config.temperature, config.top_p, draw, longest, tokenizer.eos_token_id
-    )
+    how = (config.tokens, config.temperature, config.top_p, draw, longest, tokenizer.eos_token_id)
+    out = generate(model, tokens, *how)
     return tokenizer.decode(out[0].tolist(), skip_special_tokens=True)
 
 

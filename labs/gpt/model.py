@@ -72,9 +72,9 @@ class GPT(nn.Module):
     A weight has the same name in a stage as in the whole model.
     """
 
-    def __init__(self, sizes: Sizes, recompute: str = "none", chunked_loss: bool = False, blocks: range | None = None):
+    def __init__(self, sizes: Sizes, recompute: str = "none", chunked_loss: bool = False, blocks: list | None = None):
         super().__init__()
-        blocks = blocks or range(sizes.layers)
+        blocks = blocks or list(range(sizes.layers))
         self.recompute, self.chunked_loss = recompute, chunked_loss
         self.is_first, self.is_last = blocks[0] == 0, blocks[-1] == sizes.layers - 1
         if self.is_first or self.is_last:
@@ -173,4 +173,5 @@ def initial_weight(name: str, shape: torch.Size, layers: int, seed: int) -> Tens
     if ".ln_" in f".{name}":
         return torch.ones(shape)
     std = 0.02 / (2 * layers) ** 0.5 if "c_proj" in name else 0.02
-    return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))) * std
+    draw = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    return torch.randn(shape, generator=draw).mul_(std)

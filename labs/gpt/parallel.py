@@ -144,11 +144,8 @@ class Layout:
         if config.pipe == 1:
             return [GPT(sizes, config.recompute, config.chunked_loss)]
         stages = config.pipe * STAGES_PER_RANK[config.schedule]
-        blocks = [
-            range(int(part[0]), int(part[-1]) + 1)
-            for part in torch.arange(sizes.layers, device="cpu").tensor_split(stages)
-        ]
-        return [GPT(sizes, config.recompute, blocks=blocks[number]) for number in self.stage_numbers]
+        blocks = torch.arange(sizes.layers, device="cpu").tensor_split(stages)
+        return [GPT(sizes, config.recompute, blocks=blocks[number].tolist()) for number in self.stage_numbers]
 
     def _weights(self) -> dict[str, nn.Parameter]:
         first, last = self.parts[0], self.parts[-1]
@@ -303,13 +300,12 @@ def shard(model: nn.Module, mesh, config, precision: Precision) -> None:
     zero2 keeps the gathered weights until the backward pass is done, zero3 drops them after each block.
     """
     narrow = precision.dtype if precision.name != "fp32" else None  # the type in which weights are gathered
+    offloads = config.offload == "parameters"
     settings = dict(
         mesh=mesh,
         reshard_after_forward=config.data_parallel == "zero3",
         mp_policy=MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32 if narrow else None),
-        offload_policy=CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-        if config.offload == "parameters"
-        else OffloadPolicy(),
+        offload_policy=CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offloads else OffloadPolicy(),
     )
     for block in model.h.values():
         fully_shard(block, **settings)

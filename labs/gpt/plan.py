@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from engine.distributed import World
 from engine.errors import UserError
@@ -74,23 +75,21 @@ def memory(config, sizes: Sizes, processes: int, narrow: bool) -> Need:
     kept = KEPT[config.model, narrow]
     if config.tensor > 1:  # sequence parallel: all is cut, but what norms give is gathered for the products
         kept = kept / config.tensor + 2 * gathered * (1 - 1 / config.tensor)
-    kept_in_step = {"none": kept, "selective": KEPT_SELECTIVE[narrow] / config.tensor, "all": 4 / config.tensor}[
-        config.recompute
-    ]
-    activations = tokens * sizes.hidden * layers * in_flight * kept_in_step
+    in_step = {"none": kept, "selective": KEPT_SELECTIVE[narrow] / config.tensor, "all": 4 / config.tensor}
+    activations = tokens * sizes.hidden * layers * in_flight * in_step[config.recompute]
     if config.recompute != "none":
         activations += tokens * sizes.hidden * kept  # of the block that is computed again
     logits = tokens * sizes.vocabulary * LOGITS[narrow] / config.tensor
     if config.chunked_loss:  # gradients of hidden states and matrix instead
         logits = tokens * sizes.hidden * 8 + 4 * sizes.vocabulary * sizes.hidden
-    stay = weights + optimizer
     # Gradients are there all the time where they are added up, and in DDP's buckets; else they come as activations go.
     adds_up = config.accumulate > 1 or (data > 1 and config.data_parallel in ("ddp", "zero1"))
-    at_output = (
-        activations + logits + 4 * sizes.vocabulary * sizes.hidden / config.tensor
-    )  # with that matrix's gradient
-    busy = gradients + activations + logits if adds_up else max(at_output, gradients + activations / layers)
-    return Need(weights, gradients, optimizer, activations, logits, host, stay + busy)
+    # The tied matrix gets a gradient as output, which waits for the one as embedding; then there is their sum as well.
+    tied = 4 * sizes.vocabulary * sizes.hidden / config.tensor
+    at_output = activations + logits + tied + (gradients if adds_up else 0)
+    at_embedding = gradients + activations / layers + (3 if adds_up else 2) * tied
+    total = weights + optimizer + max(at_output, at_embedding)
+    return Need(weights, gradients, optimizer, activations, logits, host, total)
 
 
 def device_memory(world: World) -> float:
@@ -106,7 +105,7 @@ def check_fits(config, sizes: Sizes, world: World, narrow: bool) -> Need:
     if need.total > limit:
         raise UserError(
             f"does not fit: needs {need.total / GIB:.1f} GiB a rank, there are {limit / GIB:.1f}; see what would: "
-            f"python -m labs.gpt --plan --gpus {world.size} --memory_gib {limit / GIB:.0f}"
+            f"python -m labs.gpt --plan --size {config.size} --gpus {world.size} --memory_gib {limit / GIB:.1f}"
         )
     return need
 
@@ -114,8 +113,9 @@ def check_fits(config, sizes: Sizes, world: World, narrow: bool) -> Need:
 def techniques(gpus: int):
     """Settings to try, from none to all: (name, what it changes)."""
     yield "one process" if gpus == 1 else f"DDP {gpus}", {}
-    small = dict(recompute="all", chunked_loss=True)
-    yield "+ recompute all, chunked loss", small
+    chunks = hasattr(nn, "LinearCrossEntropyOptions")  # else this PyTorch cannot; see check_grid
+    small = dict(recompute="all") | (dict(chunked_loss=True) if chunks else {})
+    yield f"+ recompute all{', chunked loss' if chunks else ''}", small
     if gpus == 1:
         yield "+ offload optimizer", small | dict(offload="optimizer")
         yield "+ offload parameters (FSDP2)", small | dict(data_parallel="zero3", offload="parameters")
@@ -160,15 +160,13 @@ def table(config, sizes: Sizes, narrow: bool) -> str:
         if trial.offload == "none":
             layers = most_layers(trial, sizes, config, narrow)
             line += f"; at most {layers} layers ({replace(sizes, layers=layers).parameters / 1e9:.2f}B)"
-            deepest = max(
-                deepest, (layers, command_of(config, changes | {"layers": layers, "accumulate": trial.accumulate}))
-            )
+            command = command_of(config, changes | {"layers": layers, "accumulate": trial.accumulate})
+            deepest = max(deepest, (layers, command))
         else:  # how deep is the host's affair
             line += f"; {need.host / GIB:.1f} GiB of host memory a card"
         lines.append(line)
-    return "\n".join(
-        [*lines, f"the deepest on these cards: {deepest[1]}" if deepest[0] else "no depth fits on these cards"]
-    )
+    last = f"the deepest on these cards: {deepest[1]}" if deepest[0] else "no depth fits on these cards"
+    return "\n".join([*lines, last])
 
 
 def trial_of(config, changes: dict):
@@ -178,10 +176,12 @@ def trial_of(config, changes: dict):
 
 
 def command_of(config, changes: dict) -> str:
-    flags = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in changes.items())
+    """What trains with these settings, and with all else that the user gave."""
+    given = sorted(config.given - {"plan", "gpus", "memory_gib", "data_parallel", "tensor", "pipe"})
+    settings = {"size": config.size} | {name: getattr(config, name) for name in given} | changes
+    flags = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in settings.items())
     launcher = "python -m" if config.gpus == 1 else f"torchrun --nproc_per_node {config.gpus} -m --"
-    precision = "" if config.precision == "auto" else f" --precision {config.precision}"
-    return f"{launcher} labs.gpt --size {config.size} {flags}{precision}"
+    return f"{launcher} labs.gpt {flags}"
 
 
 def most_layers(trial, sizes: Sizes, config, narrow: bool) -> int:
