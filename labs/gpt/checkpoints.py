@@ -99,7 +99,8 @@ def optimizer_tensors(layout, optimizer) -> dict:
         if weight in here:
             place = "cpu" if layout.config.offload == "optimizer" else weight.device
             zeros = {key: torch.zeros_like(weight.detach(), device=place) for key in ("exp_avg", "exp_avg_sq")}
-            tensors[name] = optimizer.state.get(weight) or zeros | {"step": torch.zeros(())}
+            # A fused AdamW counts its steps where the weight is.
+            tensors[name] = optimizer.state.get(weight) or zeros | {"step": torch.zeros((), device=place)}
     return tensors
 
 

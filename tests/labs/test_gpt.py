@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labs.gpt import compare, generate, plan
 from labs.gpt.__main__ import Config, sizes_of, train
-from labs.gpt.checkpoints import checkpoint_of, convert, load_weights, newest
+from labs.gpt.checkpoints import checkpoint_of, convert, load_weights, newest, optimizer_tensors
 from labs.gpt.data import Data, read_documents
 from labs.gpt.model import GPT, HuggingFaceGPT, weights_from_hf
 from labs.gpt.parallel import check_grid
@@ -131,6 +132,16 @@ def test_a_damaged_checkpoint_is_passed_over(runs, tmp_path, capsys):
             assert newest(tmp_path / "run") == older and f"sharded-{STEPS} is damaged" in capsys.readouterr().err
     with refused("no whole checkpoint"):
         newest(tmp_path / "run")
+
+
+@pytest.mark.parametrize("offload, place", [("none", "meta"), ("optimizer", "cpu")])
+def test_states_are_read_to_where_adamw_wants_them(offload, place):
+    weight = torch.nn.Parameter(torch.empty(2, device="meta"))
+    layout = SimpleNamespace(weights={"weight": weight}, config=SimpleNamespace(offload=offload))
+    states = optimizer_tensors(layout, torch.optim.AdamW([weight]))["weight"]
+    assert {name: state.device.type for name, state in states.items()} == dict.fromkeys(
+        ("exp_avg", "exp_avg_sq", "step"), place
+    )
 
 
 @pytest.mark.parametrize("name, processes", [("alone", 1), ("pipe-4", 4)])
