@@ -45,15 +45,16 @@ def test_the_loss_is_unsmoothed_and_per_token(checked):
 
 
 def test_bleu_takes_the_raw_references_and_their_case(checked, monkeypatch):
-    """With translations that are too short, for which the two lists make another score when swapped."""
+    """With translations that are too short, for which the two lists make another score when swapped, and no four tokens match."""
     rows = [("一二", "The cat sat on the Mat in the Sun today"), ("三四", "He likes green tea")]
-    texts = ["The cat sat on the mat in the sun", "He likes Tea"]
+    texts = ["The cat sat upon the Mat in Sun", "He likes Tea"]
     checked.prepared.validation_rows[:] = rows
     monkeypatch.setattr(Validation, "translate", lambda *_: Translations(texts, 9, 0, 0))
     checked(7)
     references = [target for _, target in rows]
     assert checked.written["valid/bleu"] == pytest.approx(corpus_bleu(references, texts, smooth=True))
-    assert abs(corpus_bleu(texts, references, smooth=True) - checked.written["valid/bleu"]) > 0.1
+    for other in (corpus_bleu(texts, references, smooth=True), corpus_bleu(references, texts)):
+        assert abs(other - checked.written["valid/bleu"]) > 0.1
 
 
 def test_a_bar_does_not_break_the_table():
