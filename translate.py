@@ -53,9 +53,9 @@ from text.sentences import join, sentences
 
 def translate(config: Config) -> None:
     """Translate the arguments, the lines of standard input, or what is typed at a prompt."""
-    world = distributed.start(config.device)
-    if world.size > 1 and (config.export or config.serve):
+    if (config.export or config.serve) and distributed.several_asked():
         raise UserError("--serve and --export take one process; start translate.py without torchrun and srun")
+    world = distributed.start(config.device)
     # Not to standard output, which holds translations alone.
     note = partial(print, file=sys.stderr) if world.is_main else lambda _: None
     trained, precision, steps = load_for_decoding(config, 1, world, note)

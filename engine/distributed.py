@@ -166,6 +166,12 @@ def cut_like(tensor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(tensor, weight.device_mesh, weight.placements, src_data_rank=None)
 
 
+def several_asked() -> bool:
+    """Whether torchrun or srun started more processes than this one."""
+    adopt_srun()
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
 def start(device_name: str = "auto") -> World:
     """Join the process group that torchrun or srun describes, if any, and choose this rank's device.
 

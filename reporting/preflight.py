@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from engine.checkpoint import RESUMABLE
-from engine.distributed import choose_device, hidden_gpus
+from engine.distributed import choose_device, hidden_gpus, several_asked
 from engine.errors import UserError
 from engine.memory import fewest_parts
 from engine.optimizer import make_optimizer
@@ -67,7 +67,7 @@ def only_asked(config) -> bool:
 
 def check(config) -> None:
     """Print what there is to say about a run with train.py's `config`. Raises `UserError` for what cannot work."""
-    if config.resume or os.environ.get("WORLD_SIZE", "1") != "1":
+    if config.resume or several_asked():
         raise UserError("--check looks at a new run of one process; leave --resume and torchrun out")
     warnings = []
     device = choose_device(config.device, 0)

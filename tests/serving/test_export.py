@@ -66,9 +66,8 @@ def test_an_export_that_fails_leaves_nothing(run, tmp_path, monkeypatch):
 def test_several_processes_are_refused(run, tmp_path, flags):
     ranks = fork_ranks(2, "translate.py", "--ckpt", run, "--device", "cpu", *flags, cwd=tmp_path)
     assert [rank.wait() for rank in ranks] == [2, 2] and not (tmp_path / "out").exists()
-    assert all(
-        re.fullmatch(r"error \(rank \d\): --serve and --export take one process; .*\n", rank.output) for rank in ranks
-    )
+    for rank in ranks:
+        assert re.fullmatch(r"error \(rank \d\): --serve and --export take one process; .*\n", rank.output), rank.output
 
 
 def test_tokenizers_open_as_huggingface_has_them(run, tmp_path):
