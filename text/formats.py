@@ -18,8 +18,8 @@ CHUNK_BYTES = 2**26  # and so many bytes, about: a line may be a megabyte
 
 def read_chunks(form: str, files: list[Path], source: str, target: str) -> Iterator[list[tuple[str, str]]]:
     """The pairs of a file, or of two that belong together, in lists of at most `CHUNK`; UserError if one cannot be read."""
-    pairs = READERS.get(form, _read_arrow)(*files, source, target)
     try:
+        pairs = READERS.get(form, _read_arrow)(*files, source, target)  # some read the whole file here
         # A character has up to four bytes.
         yield from groups_of(pairs, lambda pair: len(pair[0]) + len(pair[1]), CHUNK_BYTES // 4, CHUNK)
     except UnicodeDecodeError as error:

@@ -388,6 +388,8 @@ MISTAKES = {
     "more targets": ({"train.zh": "甲\n", "train.en": "a\nb"}, ["train.zh has 1 ", "train.en 2;"]),
     "no partner": ({"train.zh": "甲\n"}, ["train.en is missing"]),
     "partner in GBK": ({"train.zh": "甲\n", "train.en": "a\n你好\n".encode("gbk")}, ["train.en, line 2: not UTF-8"]),
+    "GBK sgm": ({"x-src.zh.sgm": "<seg>a</seg>", "x-ref.en.sgm": "\n你好".encode("gbk")}, ["ref.en.sgm, line 2: not UTF-8"]),
+    "GBK xml": ({"x.xml": "<doc>\n你好".encode("gbk")}, ["x.xml, line 2: not UTF-8"]),
     "sgm": ({"x-src.zh.sgm": "<seg>a</seg>", "x-ref.en.sgm": "<doc></doc>"}, ["src.zh.sgm has 1 ", "ref.en.sgm 0;"]),
     "references alone": ({"x-ref.en.sgm": "<seg>a</seg>"}, ["not a known type of file", "-src.zh.sgm"]),
     "xml of other languages": ({"x.xml": '<doc><src lang="zh"></src></doc>'}, ["x.xml has no <doc>", "'en'"]),
