@@ -124,8 +124,11 @@ def _pairs_of_batches(batches, prefix: str, source: str, target: str, file: Path
 
     rows_before = 0
     for batch in batches:
-        if prefix:  # a translation that is null becomes two texts that are
-            batch = RecordBatch.from_struct_array(batch.column("translation"))
+        if prefix:
+            # A translation that is null becomes two texts that are. RecordBatch.from_struct_array forgets in pyarrow 21
+            # that the batch is a slice.
+            struct = batch.column("translation")
+            batch = RecordBatch.from_arrays(struct.flatten(), [side.name for side in struct.type])
         try:
             sides = batch.column(source).to_pylist(), batch.column(target).to_pylist()
         except UnicodeDecodeError as error:

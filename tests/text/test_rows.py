@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import datasets
 import huggingface_hub
@@ -331,6 +332,7 @@ def test_columns_with_a_dot_in_their_names(tmp_path):
 
 @pytest.mark.parametrize("name, write", [
     ("x.jsonl", write_jsonl), ("x.tsv", write_tsv), ("x.parquet", write_parquet), ("x.arrow", write_arrow_file),
+    ("nested.arrow", partial(write_arrow, nested=True)),
 ])  # fmt: skip
 def test_long_lines_come_in_small_chunks(tmp_path, monkeypatch, name, write):
     real, read_at_once = formats._pairs_of_batches, []
