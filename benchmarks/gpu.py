@@ -119,7 +119,7 @@ def stages(config: Config, device: torch.device, folder: Path) -> dict[str, list
         cards, launch = torch.cuda.device_count(), "torch.distributed.run --standalone --nproc_per_node"
         speeds["cards"] = [f"{train} {steps} --run {out}/cards-1"]
         if cards > 1:
-            speeds["cards"] += [f"{launch} {cards} -- {ROOT}/{train} {steps} --run {out}/cards-{cards}"]
+            speeds["cards"] += [f"{launch} {cards} -- {train} {steps} --run {out}/cards-{cards}"]
     if config.minutes:
         speeds["run"] = [f"{train} --max_minutes {config.minutes} --run {out}/run", f"evaluate.py --ckpt {out}/run"]
     return checks | speeds

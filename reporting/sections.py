@@ -83,7 +83,7 @@ def parameters(run: RunFiles, described: dict[str, Described]) -> Fact | None:
 
 
 def environment(page: Page, runs: list[RunFiles]) -> None:
-    """Machine, versions and command of the last start of each run."""
+    """Machine and versions of each run's last start; when and how it began, and the command that went on with it."""
     page.heading("Environment")
 
     def of(key: str, start: int = -1) -> Callable:

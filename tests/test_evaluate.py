@@ -13,7 +13,7 @@ from conftest import TINY_FLAGS, forked, forked_ranks, reversed_digits, run_scri
 
 import fast
 from data import Collate
-from decoding import Translations, beam_search, output_limit, translate_lines
+from decoding import Translations, beam_search, output_limit, plan_batches, search, translate_lines
 from engine.distributed import World
 from engine.errors import UserError
 from engine.precision import choose_precision
@@ -96,6 +96,22 @@ def test_beams_find_likelier_sequences_than_greedy(toy_run):
         beam: beam_search(trained.model, src, src_pad, limits, *ids, beam, length_penalty=0.0)[1] for beam in (1, 4)
     }
     assert (scores[4] >= scores[1] - 1e-4).all()
+
+
+def test_trained_weights_cached_greedy_equals_the_stock_model(toy_run):
+    trained = load_trained(str(toy_run / "runs/toy"))
+    model = trained.model.double()
+    collate = Collate(special_ids(trained.source_tokenizer), special_ids(trained.target_tokenizer))
+    sources = encode(trained.source_tokenizer, [source for source, _ in load_rows(Config(limit=40), trained)[0]])
+    src, src_pad = collate.pad_sources(sources)
+    output = torch.full((len(sources), 1), collate.target_ids["bos"])
+    with torch.no_grad():
+        for _ in range(40):
+            output = torch.cat([output, model(src, src_pad, output)[:, -1].argmax(-1, keepdim=True)], 1)
+    eos = collate.target_ids["eos"]
+    limits = output_limit((~src_pad).sum(1), 512).tolist()
+    expected = [row[: row.index(eos)] if eos in row[:n] else row[:n] for row, n in zip(output[:, 1:].tolist(), limits)]
+    assert search(model, sources, collate, batches=plan_batches(list(map(len, sources)), 9)).tokens == expected
 
 
 def test_beam_average_split_and_limit(toy_run):

@@ -230,6 +230,7 @@ def test_pictures_have_chinese_characters_and_fixed_colours(tmp_path):
     assert figure.axes[0].images[0].get_clim() == (0, 1) and "渲染了" in figure.axes[0].get_title()
     charmap = get_font(fonts.OWN).get_charmap()
     assert all(ord(character) in charmap for character in "".join(CHINESE.values()) if ord(character) > 0x2E80)
+    assert CHINESE.keys() >= {*figures.PANELS, "loss_scale", "bubble_share"}  # the names of all curves
 
 
 def test_a_report_of_two_runs(run, without_drawing):

@@ -18,8 +18,8 @@ CHUNK_BYTES = 2**26  # and so many bytes, about: a line may be a megabyte
 
 def read_chunks(form: str, files: list[Path], source: str, target: str) -> Iterator[list[tuple[str, str]]]:
     """The pairs of a file, or of two that belong together, in lists of at most `CHUNK`; UserError if one cannot be read."""
-    pairs = READERS.get(form, _read_arrow)(*files, source, target)
     try:
+        pairs = READERS.get(form, _read_arrow)(*files, source, target)  # some read the whole file here
         # A character has up to four bytes.
         yield from groups_of(pairs, lambda pair: len(pair[0]) + len(pair[1]), CHUNK_BYTES // 4, CHUNK)
     except UnicodeDecodeError as error:
@@ -124,8 +124,11 @@ def _pairs_of_batches(batches, prefix: str, source: str, target: str, file: Path
 
     rows_before = 0
     for batch in batches:
-        if prefix:  # a translation that is null becomes two texts that are
-            batch = RecordBatch.from_struct_array(batch.column("translation"))
+        if prefix:
+            # A translation that is null becomes two texts that are. RecordBatch.from_struct_array forgets in pyarrow 21
+            # that the batch is a slice.
+            struct = batch.column("translation")
+            batch = RecordBatch.from_arrays(struct.flatten(), [side.name for side in struct.type])
         try:
             sides = batch.column(source).to_pylist(), batch.column(target).to_pylist()
         except UnicodeDecodeError as error:

@@ -410,7 +410,8 @@ def test_the_gpu_benchmark(toy_data, tmp_path, monkeypatch, capsys):
             self.stdout, self.returncode = ["done\n"], int("benchmarks.attention_op" in words)
             program, flags = (words[2], words[3:]) if words[1] == "-m" else (words[1].removesuffix(".py"), words[2:])
             if program == "torch.distributed.run":
-                program, flags = "train", flags[flags.index("--") + 2 :]
+                program, *flags = flags[flags.index("--") + 1 :]
+                program = program.removesuffix(".py")  # without the repository's path, which may hold a space
             monkeypatch.setattr("sys.argv", [program, *flags])
             if program != "pytest":
                 parse_flags(importlib.import_module(program + ".__main__" * program.startswith("labs")).Config)

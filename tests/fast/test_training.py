@@ -109,6 +109,21 @@ def test_dropout_is_drawn_from_the_seed_and_unbiased():
     assert loss(ours, 1) == loss(ours, 2) == pytest.approx(loss(plain, 1), rel=1e-6)
 
 
+@needs_compiler
+@torch.no_grad()
+def test_every_dropout_of_the_model_is_drawn():
+    model, batch = make_model(0).train(), make_batch(0, 4, 30, 33)
+    ours, kinds = fast.loss(model, 0.1, torch.float32), {nn.Dropout: "p", nn.MultiheadAttention: "dropout"}
+    rates = [(module, kinds[type(module)]) for module in model.modules() if type(module) in kinds]
+    assert len(rates) == 1 + 2 * 4 + 2 * 6  # embedding; layers of the encoder and of the decoder
+    without = ours(*batch)[0].item()
+    for module, rate in rates:
+        setattr(module, rate, 0.5)
+        assert abs(ours(*batch)[0].item() / without - 1) > 1e-5, module  # ten times the rounding of a sum
+        setattr(module, rate, 0.0)
+    assert ours(*batch)[0].item() == pytest.approx(without, rel=1e-6)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_loss_for_a_gpu_computed_here(seed):
     """`SlicedLoss` is the same on every device; `benchmarks.gpu` checks it on a GPU."""

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import datasets
 import huggingface_hub
@@ -331,6 +332,7 @@ def test_columns_with_a_dot_in_their_names(tmp_path):
 
 @pytest.mark.parametrize("name, write", [
     ("x.jsonl", write_jsonl), ("x.tsv", write_tsv), ("x.parquet", write_parquet), ("x.arrow", write_arrow_file),
+    ("nested.arrow", partial(write_arrow, nested=True)),
 ])  # fmt: skip
 def test_long_lines_come_in_small_chunks(tmp_path, monkeypatch, name, write):
     real, read_at_once = formats._pairs_of_batches, []
@@ -388,6 +390,8 @@ MISTAKES = {
     "more targets": ({"train.zh": "甲\n", "train.en": "a\nb"}, ["train.zh has 1 ", "train.en 2;"]),
     "no partner": ({"train.zh": "甲\n"}, ["train.en is missing"]),
     "partner in GBK": ({"train.zh": "甲\n", "train.en": "a\n你好\n".encode("gbk")}, ["train.en, line 2: not UTF-8"]),
+    "GBK sgm": ({"x-src.zh.sgm": "<seg>a</seg>", "x-ref.en.sgm": "\n你好".encode("gbk")}, ["ref.en.sgm, line 2: not UTF-8"]),
+    "GBK xml": ({"x.xml": "<doc>\n你好".encode("gbk")}, ["x.xml, line 2: not UTF-8"]),
     "sgm": ({"x-src.zh.sgm": "<seg>a</seg>", "x-ref.en.sgm": "<doc></doc>"}, ["src.zh.sgm has 1 ", "ref.en.sgm 0;"]),
     "references alone": ({"x-ref.en.sgm": "<seg>a</seg>"}, ["not a known type of file", "-src.zh.sgm"]),
     "xml of other languages": ({"x.xml": '<doc><src lang="zh"></src></doc>'}, ["x.xml has no <doc>", "'en'"]),
