@@ -254,7 +254,7 @@ def plan_for(model: Translator, lengths: list[int], beam: int = 1) -> list[list[
 
 
 def search(
-    model: Translator, sources: list[list[int]], collate: Collate, *, beam: int = 1, length_penalty: float = 0.6,
+    model: Translator, sources: list[list[int]], collate: Collate, *, beam: int = 1, length_penalty: float = 1.5,
     batches: list[list[int]] | None = None, steps: Callable | None = None, progress: Callable = iter,
 ) -> Hypotheses:  # fmt: skip
     """Translate token ids, without begin and end, into token ids. An empty source gives an empty output.
@@ -324,7 +324,7 @@ class Translations:
 
 def translate_lines(
     model: Translator, source_tokenizer, target_tokenizer, lines: list[str], *, beam: int = 1,
-    length_penalty: float = 0.6, world: World | None = None, steps: Callable | None = None, progress: Callable = iter,
+    length_penalty: float = 1.5, world: World | None = None, steps: Callable | None = None, progress: Callable = iter,
 ) -> Translations | None:  # fmt: skip
     """Text → text, one output a line. With a `world` of many, the batches are shared out and rank 0 gets the whole."""
     longest = model.config.max_length - 1  # one place is left for the end token

@@ -27,7 +27,7 @@ class Config:
     average: int = flag(1, "average the weights of the last N checkpoints", "What", least=1)
 
     beam: int = flag(1, "beam size; 1: greedy, the graded way", "How", least=1, most=1000)
-    length_penalty: float = flag(0.6, "larger: longer outputs; beam search only", "How", least=0, most=10)
+    length_penalty: float = flag(1.5, "larger: longer outputs; beam search only", "How", least=0, most=10)
     teacher_forced: bool = flag(False, "also print teacher-forced accuracy, which is NOT a BLEU", "How")
     precision: str = flag("auto", "(auto|fp32|bf16|fp16|int8); int8: fast greedy decoding on a CPU", "How")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")

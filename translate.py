@@ -19,7 +19,7 @@ class Config:
 
     ckpt: str = flag("", "run, checkpoint folder or weights file; default: newest run", "Options")
     beam: int = flag(1, "beam size; 1: greedy", "Options", least=1, most=1000)
-    length_penalty: float = flag(0.6, "larger: longer outputs; beam search only", "Options", least=0, most=10)
+    length_penalty: float = flag(1.5, "larger: longer outputs; beam search only", "Options", least=0, most=10)
     precision: str = flag("auto", "(auto|fp32|bf16|fp16|int8); int8: faster on a CPU", "Options")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Options")
     captured: bool = flag(False, "decode with CUDA graphs on a GPU: faster, but new", "Options")
