@@ -96,7 +96,7 @@ def test_scores_of_different_things_have_different_names(evaluate):
     evaluate("--ckpt", f"runs/r/checkpoints/{other}")
     evaluate("--ckpt", f"runs/r/checkpoints/{other}/model.safetensors", "--beam", 2)
     evaluate("--average", 2)
-    names = {"greedy", "greedy-fp32", f"greedy-{other}", f"beam2-lp0.6-{other}", "greedy-average2"}
+    names = {"greedy", "greedy-fp32", f"greedy-{other}", f"beam2-lp1.5-{other}", "greedy-average2"}
     assert scores().keys() == {f"test-{name}" for name in names}
 
 
