@@ -1,23 +1,29 @@
-"""What does watching a run cost? Short runs of train.py with its log, curves and samplers, in turns with runs without them.
+"""What does watching a run cost? A short run of train.py that adds up the time inside log, curves, meters and samplers.
 
     python -m benchmarks.telemetry                           # the sample, this machine's best device
-    python -m benchmarks.telemetry --data DIR --steps 200 --rounds 20
+    python -m benchmarks.telemetry --data DIR --steps 200
 
-All take the same steps on the same batches. What is asked for is less than two runs differ by: take many rounds.
+Runs with and without them, in turns, differ by more than they cost, so it is their own time that is counted: of the training
+thread with its waiting, of the sampler's thread what it computes.
 """
 
 import tempfile
 import time
+from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass
 from unittest.mock import patch
 
 import train
-from benchmarks.measuring import Row, measure
 from engine.config import flag, parse_flags
 from engine.errors import run_script
 from engine.precision import Precision
-from engine.telemetry import GpuSampler
+from engine.telemetry import GpuSampler, Log, Meter, ProcessMeter, Telemetry
 
+WATCHING = {  # none of them calls another
+    Log: ["__call__"], Telemetry: ["scalars", "text", "figure"], Meter: ["add", "end_step", "read"],
+    ProcessMeter: ["read"], GpuSampler: ["read", "_sample"],
+}  # fmt: skip
 WARM = 20  # steps before the clock starts
 
 
@@ -26,38 +32,46 @@ class Config:
     """Every setting of this benchmark."""
 
     data: str = flag("", "as train.py's --data", "What")
-    steps: int = flag(100, "steps of a turn", "How", least=20)
-    rounds: int = flag(10, "turns of each", "How", least=1)
+    steps: int = flag(200, "steps that count", "How", least=20)
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
-    out: str = flag("runs/benchmarks/telemetry.json", "file for all turns", "How")
 
 
-def main(config: Config) -> list[Row]:
-    """Take turns, print the table; → its rows."""
-    rows = measure("what watching costs", ["watched", "alone"], config, lambda name: turn(config, name == "watched"),
-                   "steps_per_second", baseline="alone", decimals=2)  # fmt: skip
-    print(f"watching costs {1 - rows[0].ratio:.2%} of the time")
-    return rows
+def main(config: Config) -> float:
+    """Print each method's time; → the share of the training time that all take."""
+    spent, times, step = Counter(), [], Precision.step  # times: when the clock started and stopped
 
+    def counted(name, method, clock):
+        def call(*arguments, **flags):
+            begun = clock()
+            try:
+                return method(*arguments, **flags)
+            finally:
+                spent[name] += (clock() - begun) * (len(times) == 1)
 
-def turn(config: Config, watched: bool) -> dict[str, float]:
-    """Steps a second of one run, from the end of the warm-up to the last step; what follows that does not count."""
-    times, step, sample = [], Precision.step, GpuSampler._sample if watched else lambda sampler: None
+        return call
 
-    def timed(*arguments):
-        norm = step(*arguments)
-        if len(times) in (WARM, WARM + config.steps):
-            norm.item()  # what was only sent to a GPU belongs to this turn
-        times.append(time.perf_counter())
+    def timed(precision, optimizer, parameters, clip, number):
+        norm = step(precision, optimizer, parameters, clip, number)
+        if number in (WARM, WARM + config.steps):
+            norm.item()  # what was only sent to a GPU belongs to the time before
+            times.append(time.perf_counter())
         return norm
 
-    with tempfile.TemporaryDirectory() as folder:
-        settings = train.Config(data=config.data, device=config.device, max_steps=WARM + config.steps + 1, run=f"{folder}/run",
-                                eval_every=10**9, log_every=20 if watched else 10**9)  # fmt: skip
-        settings.given = set()
-        with patch.object(Precision, "step", timed), patch.object(GpuSampler, "_sample", sample):
-            train.train(settings)
-    return {"steps_per_second": config.steps / (times[-1] - times[WARM])}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
+        for owner, names in WATCHING.items():
+            for name in names:
+                clock = time.thread_time if name == "_sample" else time.perf_counter
+                call = counted(f"{owner.__name__}.{name}", getattr(owner, name), clock)
+                patches.enter_context(patch.object(owner, name, call))
+        patches.enter_context(patch.object(Precision, "step", timed))
+        settings = train.Config(data=config.data, device=config.device, max_steps=WARM + config.steps + 1,
+                                run=f"{folder}/run", eval_every=10**9)  # fmt: skip
+        train.train(settings)
+    seconds = times[1] - times[0]
+    for name, value in spent.most_common():
+        print(f"{name:20} {value * 1000:8.2f} ms  {value / seconds:.4%}")
+    print(f"watching costs {sum(spent.values()) / seconds:.3%} of {seconds:.1f} s")
+    return sum(spent.values()) / seconds
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import time
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -285,16 +286,16 @@ def test_limits(toy_data, cache, tmp_path, monkeypatch, capsys):
     assert "ours-bf16: 5 target tokens/s" in capsys.readouterr().out
 
 
-def test_telemetry_is_on_and_off_in_turns(toy_data, tmp_path, monkeypatch, capsys):
+def test_telemetry_counts_the_time_inside(toy_data, tmp_path, monkeypatch, capsys):
     small = dict(d_model=32, nhead=4, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=64)
     monkeypatch.setitem(PRESETS, "lab", PRESETS["lab"] | small)
     monkeypatch.chdir(tmp_path)
-    config = telemetry.Config(str(toy_data), steps=20, rounds=1, device="cpu", out=str(tmp_path / "out.json"))
-    rows = telemetry.main(config)
-    assert [(row.contestant, row.runs) for row in rows] == [("watched", 1), ("alone", 1)]
+    monkeypatch.setattr(telemetry.Meter, "end_step", lambda *_: time.sleep(0.01))
+    share = telemetry.main(telemetry.Config(str(toy_data), steps=20, device="cpu"))
     out = capsys.readouterr().out
-    assert re.findall(r"step +(\d+)  epoch", out) == ["20", "40", "41", "41"]  # the last step always says something
-    assert re.search(r"watching costs -?\d+\.\d\d%", out)
+    assert 0 < share < 1 and f"watching costs {share:.3%}" in out
+    assert float(re.search(r"Meter.end_step +([\d.]+) ms", out)[1]) >= 200  # ms: 20 steps, and a sleep is never shorter
+    assert telemetry.Log.__call__.__qualname__ == "Log.__call__"  # what was patched is as before
 
 
 def test_data_and_growth(toy_data, cache, tmp_path, monkeypatch):
