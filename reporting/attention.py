@@ -58,7 +58,7 @@ def picture(attention: Attention):
     family = families(title + "".join(attention.source_words + attention.target_words))
     figure = Figure(figsize=(2.5 + 0.3 * columns, 2 + 0.25 * rows), layout="constrained")
     axes = figure.subplots()
-    image = axes.imshow(attention.weights, cmap="Blues", vmin=0, vmax=1)
+    image = axes.imshow(attention.weights, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     axes.set_title(title, fontsize=9, family=family, parse_math=False)
     axes.set_xticks(range(columns), attention.source_words, fontsize=8, family=family, parse_math=False)
     axes.set_yticks(range(rows), attention.target_words, fontsize=8, family=family, parse_math=False)

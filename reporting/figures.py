@@ -3,6 +3,9 @@
 Every panel is a figure of its own, 4.8 inches wide: on a telephone they stand one below the other and can still be read.
 """
 
+import math
+import statistics
+
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -13,7 +16,7 @@ SIZE, COLUMNS = (4.8, 2.9), 3  # inches; of the overview
 COLOURS = "#1f5fa8 #d1495b #3a8d5c #8a5aab #e08e1b #4d4d4d".split()  # one a run, again from the first after six
 STYLES = {  # of one run's curves in a panel: colour where the run is alone, line, width, marker
     "train": ("#9db8d6", "-", 1.0, ""),
-    "smoothed": ("#cfcfcf", "-", 0.8, ""),
+    "smoothed": ("#a8a8a8", "-", 0.8, ""),
     "valid": ("#d1495b", "-", 1.6, "o"),
     "test": ("#3a8d5c", "-", 1.6, "s"),
     "other": ("#1f5fa8", "-", 1.2, ""),
@@ -24,6 +27,7 @@ PANELS = ["loss", "perplexity", "bleu", "accuracy", "learning_rate", "gradient_n
           "images_per_second", "model_flops_utilisation", "padding_share", "wait_share"]  # fmt: skip
 TOGETHER = {"smoothed_loss": "loss"}
 NOT_SHOWN = ("cpu/", "gpu/", "memory/", "result/", "speed/target", "test/errors")  # hardware: a figure of its own
+PAUSE = 5  # minutes without a line in the log, and ten times the usual, from which the run stood still
 WIDE_RANGE = 30  # largest / smallest value from which a scale is logarithmic
 
 
@@ -74,7 +78,7 @@ def draw_curves(axes, runs: list[RunFiles], name: str, tags: list[str], say) -> 
             if len(runs) > 1:
                 colour, label = COLOURS[number % len(COLOURS)], f"{run.name}, {label}" if len(tags) > 1 else run.name
                 line = ":" if split == "train" and len(tags) > 1 else "--" if split == "test" else "-"
-            marker = marker or ("." if len(values) == 1 else "")
+            marker = marker or ("o" if len(values) == 1 else "")
             axes.plot(steps, values, line, color=colour, linewidth=width, marker=marker, markersize=3, label=label)
             low, high = min([low, *values]), max([high, *values])
     if low > 0 and high / low > WIDE_RANGE and name != "learning_rate":
@@ -97,17 +101,28 @@ def hardware(run: RunFiles, say) -> Figure | None:
     figure.suptitle(run.name, fontsize=10, family=families(run.name), parse_math=False)
     for axes, tag in zip(figure.subplots(len(tags), sharex=True, squeeze=False)[:, 0], tags):
         device, name = tag.split("/")
-        minutes, values = run.minutes(tag), run.series(tag)[1]
+        values = run.series(tag)[1]
+        top = 100 if tag == "gpu/utilisation_percent" else 1.15 * max(values)
+        minutes, values = with_pauses(run.minutes(tag), values)
         colour = COLOURS[2] if device == "gpu" else COLOURS[0]
         axes.fill_between(minutes, values, color=colour, alpha=0.25, linewidth=0)
         axes.plot(minutes, values, color=colour, linewidth=1.2, marker="." if len(values) < 3 else "")
-        top = 100 if tag == "gpu/utilisation_percent" else 1.15 * max(values)
         axes.set_ylim(0, max(top, 1e-6))
         title = f"{device.upper()} {say(name)} ({names[name]})"
         axes.set_title(title, fontsize=9, loc="left", family=families(title))
         axes.grid(alpha=0.25)
     axes.set_xlabel(say("minutes"), family=families(say("minutes")))
     return figure
+
+
+def with_pauses(minutes: list[float], values: list[float]) -> tuple[list[float], list[float]]:
+    """The same with a NaN in each pause between two starts of the run, over which no line may go."""
+    steps = [after - before for before, after in zip(minutes, minutes[1:])]
+    usual = statistics.median(steps or [0])
+    for place in reversed([n for n, step in enumerate(steps, 1) if step > max(PAUSE, 10 * usual)]):
+        minutes.insert(place, minutes[place])
+        values.insert(place, math.nan)
+    return minutes, values
 
 
 def lengths(runs: list[RunFiles], say) -> Figure | None:

@@ -120,7 +120,7 @@ class RunFiles:
 
     def printed_model(self) -> str:
         """The layers as a lab's script printed them into its log; ''."""
-        printed = [text for text in messages(self.log) if re.match(r"\w+\(\n", text)]
+        printed = [text for text in messages(self.log) if re.match(r"(a block: )?\w+\(\n", text)]
         return printed[-1] if printed else ""
 
 
@@ -176,7 +176,7 @@ def read_run(folder: str | Path) -> RunFiles:
             run.results[name] = result
             if path.with_suffix(".txt").exists():
                 run.hypotheses[name] = read_text(run, f"{name}.txt", "").split("\n")[:-1]
-    if not run.results:
+    if not run.results and (run.model or not run.last_words()):  # some labs make none
         way = ("this makes one", f"python evaluate.py --ckpt {folder}") if run.model else ()
         run.missing.append(("eval/", "no result yet", *way))
     run.pictures = sorted([*run.folder.glob("*.png"), *run.folder.glob("eval/*.png")])

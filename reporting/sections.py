@@ -143,7 +143,7 @@ def curves(page: Page, runs: list[RunFiles]) -> None:
         return
     page.heading("Training curves")
     page.note("Losses are in nats a token, without label smoothing unless it says so; validation BLEU is smoothed and "
-              "of the first rows only.") if "bleu" in panels else None  # fmt: skip
+              "of the first rows only.") if any(run.model for run in runs) else None  # fmt: skip
     page.figures({name: figures.curves(runs, name, tags, page.say) for name, tags in panels.items()})
     page.keep("curves", figures.overview(runs, panels, page.say))
 
@@ -208,8 +208,9 @@ def results(page: Page, runs: list[RunFiles]) -> None:
         page.heading(name, 3)
         keys = dict.fromkeys(key for run in runs for key in run.results.get(name, {}))
         plain = [key for key in keys if all(is_plain(run.results.get(name, {}).get(key)) for run in runs)]
+        shown = [run for run in runs if name in run.results]
         rows = CARD if name in cards else {key: result(key, form=",.6g") for key in plain}
-        table(page, runs, {label: partial(of, name=name) for label, of in rows.items()})
+        table(page, shown, {label: partial(of, name=name) for label, of in rows.items()})
 
 
 def is_plain(value) -> bool:
@@ -267,6 +268,7 @@ def attention(page: Page, runs: list[RunFiles], look: Callable, name: str, rows:
     for run_name, sentences in drawn.items():
         page.heading(f"{run_name} {name}", 3)
         for number, sentence in enumerate(sentences, 1):
+            page.note(sentence.source)
             page.attention(sentence, f"attention {number} {run_name}", picture(sentence))
 
 

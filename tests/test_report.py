@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import re
 import shutil
 import statistics
@@ -26,7 +27,7 @@ from model import ModelConfig, Translator, training_flops
 from reporting import figures, fonts, space
 from reporting.attention import END, group_characters, in_words, picture
 from reporting.page import Page
-from reporting.reading import read_run
+from reporting.reading import RunFiles, read_run
 from reporting.words import CHINESE
 
 NUMBER = re.compile(r"-?[\d,]+(?:\.\d+)?(?:e[+-]\d+)?")
@@ -193,6 +194,8 @@ def test_attention_is_a_table_of_words(run, without_drawing):
         columns = len(words) + 1
         for first in range(0, len(weights), columns):
             assert sum(weights[first : first + columns]) == pytest.approx(1, abs=0.001 * columns)
+    captions = re.findall(r'<small>([^<]*)</small></p>\s*<div class="wide"><table class="attention">', page)
+    assert [set(caption) - set(" ") for caption in captions] == [set("".join(words)) for _, *words, _ in heads]
     assert "训练报告" in page and "交叉注意力" in page
     for word in re.findall(r"<(?:h\d|small|th)>([^<]*)</", page):
         assert not re.search("[a-z]{3} [a-z]{3}", word), f"not translated: {word}"
@@ -231,6 +234,22 @@ def test_pictures_have_chinese_characters_and_fixed_colours(tmp_path):
     charmap = get_font(fonts.OWN).get_charmap()
     assert all(ord(character) in charmap for character in "".join(CHINESE.values()) if ord(character) > 0x2E80)
     assert CHINESE.keys() >= {*figures.PANELS, "loss_scale", "bubble_share"}  # the names of all curves
+
+
+def test_no_line_goes_over_the_pause_between_two_starts():
+    seconds = [0, 60, 120, 4000, 4060]
+    records = [{"step": n, "time": time, "cpu/memory_gib": 1} for n, time in enumerate(seconds)]
+    drawn = figures.hardware(RunFiles(Path(), "a", records=records), str).axes[0].lines[0].get_ydata()
+    assert [math.isnan(value) for value in drawn] == [False, False, False, True, False, False]
+
+
+def test_a_block_in_the_log_of_a_large_model_is_its_layers(tmp_path):
+    block = "a block: Block(\n  (ln_1): LayerNorm()\n)"
+    stamp = "2026-01-01 00:00:00 "
+    (tmp_path / "train.log").write_text(f"{stamp}{block}\n{stamp}stopped: all done\n")
+    run = read_run(tmp_path)
+    assert run.printed_model() == block and block not in run.opening()
+    assert not any(place == "eval/" for place, *_ in run.missing)  # it has ended, and makes no evaluation
 
 
 def test_a_report_of_two_runs(run, without_drawing):
