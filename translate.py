@@ -31,8 +31,9 @@ class Config:
     quantization: str = flag("", "of ctranslate2's weights (int8|float16); default: fp32", "The model elsewhere")
 
     def __post_init__(self):
-        if self.precision == "int8" and self.beam > 1:
-            raise UserError(f"--precision int8 decodes greedily; --beam {self.beam} needs another --precision")
+        if self.precision == "int8" and (self.beam > 1 or self.serve):  # the page shows what a beam finds
+            asked = "--serve" if self.serve else f"--beam {self.beam}"
+            raise UserError(f"--precision int8 decodes greedily; {asked} needs another --precision")
         if self.quantization and self.export != "ctranslate2":
             raise UserError("--quantization is for --export ctranslate2")
 
