@@ -9,7 +9,7 @@ python train.py --resume runs/NAME                 # continue exactly where it s
 
 from dataclasses import asdict, dataclass
 
-from engine.config import flag, parse_flags
+from engine.config import checked, flag, parse_flags
 from engine.errors import UserError, run_script
 
 
@@ -104,7 +104,7 @@ MAY_CHANGE = {"epochs", "max_steps", "max_minutes", "patience", "workers", "devi
 
 def train(config: Config) -> Path:
     """One training run, from the data to the last checkpoint; → its folder."""
-    config = saved_settings(config, MAY_CHANGE) if config.resume else config
+    config = checked(saved_settings(config, MAY_CHANGE) if config.resume else config)
     sizes_of(config, 1, 1)  # reject wrong sizes now, not after an hour of tokenising
     world = distributed.start(config.device)
     with Run.start(config, f"{config.source}-{config.target}", world, MAY_CHANGE) as run:

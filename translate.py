@@ -9,7 +9,7 @@ python translate.py --export ctranslate2 DIR              # the model, for anoth
 
 from dataclasses import dataclass
 
-from engine.config import flag, parse_flags
+from engine.config import checked, flag, parse_flags
 from engine.errors import UserError, run_script
 
 
@@ -56,7 +56,7 @@ def translate(config: Config) -> None:
     """Translate the arguments, the lines of standard input, or what is typed at a prompt."""
     if (config.export or config.serve) and distributed.several_asked():
         raise UserError("--serve and --export take one process; start translate.py without torchrun and srun")
-    world = distributed.start(config.device)
+    world = distributed.start(checked(config).device)
     # Not to standard output, which holds translations alone.
     note = partial(print, file=sys.stderr) if world.is_main else lambda _: None
     trained, precision, steps = load_for_decoding(config, 1, world, note)
