@@ -10,7 +10,7 @@ The model reads the source only and writes a translation of its own; the referen
 
 from dataclasses import dataclass
 
-from engine.config import flag, parse_flags
+from engine.config import checked, flag, parse_flags
 from engine.errors import UserError, run_script
 
 
@@ -65,7 +65,7 @@ from text.subwords import encode, special_ids
 
 def evaluate(config: Config) -> None:
     """Load, translate, score, print; rank 0 alone prints."""
-    world = distributed.start(config.device)
+    world = distributed.start(checked(config).device)
     say = print if world.is_main else lambda *_: None
     trained, precision, steps = load_for_decoding(config, config.average, world, say)
     rows, scored = load_rows(config, trained)

@@ -101,7 +101,7 @@ case "$verb" in
 esac
 
 # On a CPU the run is kept short, so that there is a result to look at: the small sample in minutes, real data in an hour.
-# A settings file comes first on the command line, and says itself how long and under which name.
+# A settings file comes first on the command line, and says itself how long.
 flags=() settings=
 case "${1:-}" in *.yaml | *.yml | *.json) settings=yes ;; esac
 if [[ -z "$settings" && " $* " != *" --resume"* ]] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
@@ -112,6 +112,11 @@ case " $* " in *" --help "* | *" -h "* | *" --check"* | *" --explain"*) # nothin
 esac
 # The name of the run, so that just this one is evaluated.
 name= word=
+if [ -n "$settings" ]; then # which may name it; a wrong file is train.py's to refuse
+    read_name='import pathlib, sys; from engine.config import read_settings
+values = read_settings(pathlib.Path(sys.argv[1])); print(values.get("resume") or values.get("run") or "")'
+    name="$("$python" -c "$read_name" "$1" 2>/dev/null || true)"
+fi
 for next in "$@" ""; do
     case "$word" in
         --run=* | --resume=*) name="${word#*=}" ;;
@@ -119,10 +124,9 @@ for next in "$@" ""; do
     esac
     word="$next"
 done
-[ -n "$name$settings" ] || { name="$(date +%Y-%m-%d_%H-%M-%S)"; flags+=(--run "$name"); }
+[ -n "$name" ] || { name="$(date +%Y-%m-%d_%H-%M-%S)"; set -- "$@" --run "$name"; }
 run "$python" "$root/train.py" ${flags[@]+"${flags[@]}"} "$@"
 
-[ -n "$name" ] || name="$(dirname "$(ls -t runs/*/train.log | head -n 1)")"
 [ -d "runs/$name" ] && folder="runs/$name" || folder="$name"
 if tail -n 1 "$folder/train.log" | grep -q "to go on:"; then
     echo "the training was interrupted, so nothing is evaluated" >&2

@@ -9,7 +9,7 @@ python train.py --resume runs/NAME                 # continue exactly where it s
 
 from dataclasses import asdict, dataclass
 
-from engine.config import flag, parse_flags
+from engine.config import checked, flag, parse_flags
 from engine.errors import UserError, run_script
 
 
@@ -104,7 +104,7 @@ MAY_CHANGE = {"epochs", "max_steps", "max_minutes", "patience", "workers", "devi
 
 def train(config: Config) -> Path:
     """One training run, from the data to the last checkpoint; → its folder."""
-    config = saved_settings(config, MAY_CHANGE) if config.resume else config
+    config = checked(saved_settings(config, MAY_CHANGE) if config.resume else config)
     sizes_of(config, 1, 1)  # reject wrong sizes now, not after an hour of tokenising
     world = distributed.start(config.device)
     with Run.start(config, f"{config.source}-{config.target}", world, MAY_CHANGE) as run:
@@ -237,7 +237,7 @@ def train(config: Config) -> Path:
         if step and state["validated"] != step and (why_stop or step % eval_every == 0):
             save(best=validate(step))  # the run was interrupted when a validation was due
         model.train()
-        while not why_stop:
+        while not why_stop and not 0 < config.patience <= state["stale"]:  # early stopping
             # Learning rate and randomness are functions of the step: a resumed run draws what it would have drawn anyway.
             step = state["step"] + 1
             for group in optimizer.param_groups:
@@ -278,15 +278,12 @@ def train(config: Config) -> Path:
                 log_step(step, gradient_norm)
                 window_loss, window_steps = torch.zeros_like(window_loss), 0
             if finished or (step % eval_every == 0 and not why_stop):
-                improved = validate(step)
-                if not why_stop and config.patience and state["stale"] >= config.patience:
-                    why_stop = f"{state['stale']} validations without a better loss"
-                save(best=improved)
+                save(best=validate(step))
             elif why_stop or state["minutes"] >= state["saved"] + config.save_minutes:
                 save()
 
         bar.close()
-        run.close(why_stop, state["step"])
+        run.close(why_stop or f"{state['stale']} validations without a better loss", state["step"])
         if why_stop != INTERRUPTED:
             results = {"result/best_validation_loss": state["best_loss"], "result/validation_bleu": state["best_bleu"]}
             run.telemetry.hyperparameters(config, {tag: value for tag, value in results.items() if value is not None})

@@ -9,7 +9,7 @@ python translate.py --export ctranslate2 DIR              # the model, for anoth
 
 from dataclasses import dataclass
 
-from engine.config import flag, parse_flags
+from engine.config import checked, flag, parse_flags
 from engine.errors import UserError, run_script
 
 
@@ -31,8 +31,9 @@ class Config:
     quantization: str = flag("", "of ctranslate2's weights (int8|float16); default: fp32", "The model elsewhere")
 
     def __post_init__(self):
-        if self.precision == "int8" and self.beam > 1:
-            raise UserError(f"--precision int8 decodes greedily; --beam {self.beam} needs another --precision")
+        if self.precision == "int8" and (self.beam > 1 or self.serve):  # the page shows what a beam finds
+            asked = "--serve" if self.serve else f"--beam {self.beam}"
+            raise UserError(f"--precision int8 decodes greedily; {asked} needs another --precision")
         if self.quantization and self.export != "ctranslate2":
             raise UserError("--quantization is for --export ctranslate2")
 
@@ -55,7 +56,7 @@ def translate(config: Config) -> None:
     """Translate the arguments, the lines of standard input, or what is typed at a prompt."""
     if (config.export or config.serve) and distributed.several_asked():
         raise UserError("--serve and --export take one process; start translate.py without torchrun and srun")
-    world = distributed.start(config.device)
+    world = distributed.start(checked(config).device)
     # Not to standard output, which holds translations alone.
     note = partial(print, file=sys.stderr) if world.is_main else lambda _: None
     trained, precision, steps = load_for_decoding(config, 1, world, note)

@@ -27,7 +27,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from engine import checkpoint
-from engine.config import command, load_config, save_config, write_whole
+from engine.config import checked, command, load_config, save_config, write_whole
 from engine.distributed import World, cut_like, hidden_gpus, whole
 from engine.environment import environment
 from engine.errors import UserError
@@ -54,7 +54,7 @@ class Run:
         """
         run = cls()
         run.world, run.at_end, run.begun, run.started = world, contextlib.ExitStack(), False, time.perf_counter()
-        run.config = after_restart(saved_settings(config, may_change) if config.resume else config, world)
+        run.config = checked(after_restart(saved_settings(config, may_change) if config.resume else config, world))
         resume = run.config.resume
         # `found_there`: the names of the files that lay in a fresh run's folder before.
         made = (Path(resume), set()) if resume else world.on_main(lambda: new_folder(config.run, kind))

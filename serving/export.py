@@ -50,7 +50,10 @@ def export(trained: Trained, kind: str, words: list[str], quantization: str, say
         building = Path(beside.name) / folder.name
         building.mkdir()
         write(trained, kind, building, quantization, say)
-        building.replace(folder)
+        try:
+            building.replace(folder)
+        except OSError as error:  # a mount point
+            raise UserError(f"cannot make {folder}: {error.strerror}; name a new folder") from None
     say(f"written to {folder}; how to use it: {folder}/README.md")
 
 

@@ -223,16 +223,20 @@ def make_app(translate: Callable[[list[Job]], list[Sentence]], name: str) -> Fas
     async def translate_text(query: Query) -> Answer:
         """Translate every sentence of every line."""
         text = query.text.encode(errors="replace").decode()  # halves of characters, which JSON can hold, go
-        lines = await asyncio.to_thread(lambda: [sentences(line) if line.strip() else [] for line in text.splitlines()])
-        new = asyncio.get_running_loop().create_future
-        jobs = [[Job(source.strip(), query.beam, query.attention, new()) for source in line] for line in lines]
-        everything = [job for line in jobs for job in line]
-        if len(everything) > MOST_WAITING:
-            raise HTTPException(413, f"句子太多，请分几次 · more than {MOST_WAITING:,} sentences; send them in parts")
-        if not batcher.submit(everything):
-            why = "排队的句子太多，请稍后再试 · too many sentences are waiting; try again in a moment"
-            raise HTTPException(503, why, {"Retry-After": "2"})
         try:
+            lines = await asyncio.to_thread(
+                lambda: [sentences(line) if line.strip() else [] for line in text.splitlines()]
+            )
+            new = asyncio.get_running_loop().create_future
+            jobs = [[Job(source.strip(), query.beam, query.attention, new()) for source in line] for line in lines]
+            everything = [job for line in jobs for job in line]
+            if len(everything) > MOST_WAITING:
+                raise HTTPException(
+                    413, f"句子太多，请分几次 · more than {MOST_WAITING:,} sentences; send them in parts"
+                )
+            if not batcher.submit(everything):
+                why = "排队的句子太多，请稍后再试 · too many sentences are waiting; try again in a moment"
+                raise HTTPException(503, why, {"Retry-After": "2"})
             await asyncio.gather(*(job.result for job in everything))
         except asyncio.CancelledError:  # uvicorn's, after `SECONDS_TO_END`
             raise HTTPException(503, "程序正在结束 · the server is ending") from None

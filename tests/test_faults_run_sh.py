@@ -18,6 +18,7 @@ in $PWD" >> "$LOG"
 case "$*" in
     *ensurepip*) exit "${WITHOUT_ENSUREPIP:-0}" ;;
     *is_available*) exit "${WITHOUT_GPU:-0}" ;;
+    *read_settings*) sed -n 's/^run: //p' "${!#}" ;;
     "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
     *train.py*)
         [ -z "${TRAINS_FOR:-}" ] || { trap 'exit 0' TERM; touch started; for i in $(seq "$TRAINS_FOR"); do sleep 0.1; done; }
@@ -74,19 +75,20 @@ def test_a_labs_data_are_seen_from_where_the_user_is(place, lab):
 
 @pytest.mark.parametrize("flags, folder", [
     (["--run", "a"], "runs/a"), (["--run=a"], "runs/a"), (["--resume", "runs/b"], "runs/b"),
-    (["--lr", "1", "--resume=b"], "runs/b"), (["s.yaml"], "runs/from_settings"),
+    (["--lr", "1", "--resume=b"], "runs/b"), (["s.yaml"], "elsewhere/c"), (["s.yaml", "--run", "a"], "runs/a"),
 ])  # fmt: skip
 def test_the_run_that_the_flags_name(place, flags, folder):
-    for name in ("a", "b"):
-        (place / "home/runs" / name).mkdir(parents=True)
-        (place / "home/runs" / name / "train.log").write_text("next: python evaluate.py\n")
-        os.utime(place / "home/runs" / name / "train.log", (0, 0))
+    for folder_there in ("runs/a", "runs/b", "elsewhere/c"):
+        (place / "home" / folder_there).mkdir(parents=True)
+        (place / "home" / folder_there / "train.log").write_text("next: python evaluate.py\n")
+    (place / "home/s.yaml").write_text("lr: 1\nrun: elsewhere/c\n")
     code, _, asked = run_sh(place, "--", *flags)
     assert code == 0 and f"evaluate.py --ckpt {folder}\n" in asked
 
 
 @pytest.mark.parametrize("flags, trains", [
-    (["--lr", "1"], "train.py --max_minutes [0-9.]+ --run [^ ]+ --lr 1"), (["s.yaml", "--lr", "1"], "train.py s.yaml --lr 1"),
+    (["--lr", "1"], "train.py --max_minutes [0-9.]+ --lr 1 --run [^ ]+"),
+    (["s.yaml", "--lr", "1"], "train.py s.yaml --lr 1 --run [^ ]+"),
     (["--resume", "runs/b"], "train.py --resume runs/b"),
 ])  # fmt: skip
 def test_on_a_cpu_time_is_limited_unless_a_file_of_settings_or_a_run_says_how_long(place, flags, trains):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -160,6 +161,14 @@ def test_flags_by_their_names_elsewhere(typed_name, meant):
 def test_wrong_settings(wrong, said):
     with pytest.raises(UserError, match=said):
         under_test.checked(Config(**wrong))
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "translate"])
+def test_wrong_settings_made_in_python(name, monkeypatch):
+    monkeypatch.setattr("engine.distributed.start", None)  # it does not get so far
+    script = import_module(name)
+    with pytest.raises(UserError, match="--precision fp8 is unknown; choose auto, fp32, bf16"):
+        getattr(script, name)(script.Config(precision="fp8"))
 
 
 @pytest.mark.parametrize("work", [lambda: torch.empty(2**50), lambda: np.ones(2**50)])

@@ -7,7 +7,7 @@ import random
 import re
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import count, islice
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
@@ -483,11 +483,17 @@ def test_dropout_begins_after_some_passes(toy_data, here, monkeypatch):
     assert 0 < passes < 20 and rates == [0.0] * passes + [0.1] * (20 - passes)
 
 
-def test_early_stopping(toy_data, here, monkeypatch):
-    losses = iter([3.0, 2.0, 2.5, 2.0, 1.0])
+@pytest.mark.parametrize("cut_after", [[], [7], [8], [5, 8]])
+def test_early_stopping(toy_data, here, monkeypatch, cut_after):
+    """A run that goes on counts on, also with a validation that was due when it was cut off; and then it is over."""
+    losses, steps = iter([3.0, 2.0, 2.5, 2.0, 1.0]), count(1)
     monkeypatch.setattr(training.Validation, "__call__", lambda *_: (next(losses), 0.0))
+    monkeypatch.setattr("engine.run.caught_signals", lambda: nullcontext(lambda: next(steps) in cut_after))
     training.train(config(data=str(toy_data), run=str(here), max_steps=50, eval_every=2, patience=2))
-    assert "step 8: 2 validations without a better loss" in (here / "train.log").read_text(encoding="utf-8")
+    for _ in [*cut_after, "once more"]:
+        training.train(resumed(here))
+    log = (here / "train.log").read_text(encoding="utf-8")
+    assert log.count("stopped after step 8: 2 validations without a better loss") == 2 and next(losses) == 1.0
     assert os.readlink(here / "checkpoints/best") == "step-4"
 
 

@@ -143,10 +143,11 @@ def test_beams(called, reference, monkeypatch):
     assert out.splitlines() == reference(["一二三", "四五"], beam=3, length_penalty=0.9)
 
 
-def test_int8_is_for_greedy_search():
+@pytest.mark.parametrize("asked, told", [(dict(beam=2), "--beam 2"), (dict(serve=True), "--serve")])
+def test_int8_is_for_greedy_search(asked, told):
     assert script.Config(precision="int8").beam == 1
-    with pytest.raises(UserError, match="--precision int8 decodes greedily"):
-        script.Config(precision="int8", beam=2)
+    with pytest.raises(UserError, match=f"--precision int8 decodes greedily; {told} needs another"):
+        script.Config(precision="int8", **asked)
 
 
 def test_at_a_prompt(tiny_run, called, reference, monkeypatch):

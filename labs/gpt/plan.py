@@ -7,6 +7,7 @@ H hidden size, L layers, T sequence, V vocabulary, N = tokens of one micro-batch
 
 import itertools
 import os
+import shlex
 from dataclasses import dataclass, replace
 
 import torch
@@ -179,9 +180,9 @@ def command_of(config, changes: dict) -> str:
     """What trains with these settings, and with all else that the user gave."""
     given = sorted(config.given - {"plan", "gpus", "memory_gib", "data_parallel", "tensor", "pipe"})
     settings = {"size": config.size} | {name: getattr(config, name) for name in given} | changes
-    flags = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in settings.items())
+    pairs = ((f"--{name}",) if value is True else (f"--{name}", str(value)) for name, value in settings.items())
     launcher = "python -m" if config.gpus == 1 else f"torchrun --nproc_per_node {config.gpus} -m --"
-    return f"{launcher} labs.gpt {flags}"
+    return f"{launcher} labs.gpt {shlex.join(itertools.chain(*pairs))}"
 
 
 def most_layers(trial, sizes: Sizes, config, narrow: bool) -> int:

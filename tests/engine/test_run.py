@@ -113,6 +113,14 @@ def test_settings_made_in_python_change_a_run_that_goes_on():
     assert Run.start(Config(resume="runs/a", steps=7), "toy", ALONE, may_change={"steps"}).config.steps == 7
 
 
+@pytest.mark.parametrize("where", [dict(run="b"), dict(resume="runs/a")])
+def test_settings_made_in_python_keep_to_the_bounds(where):
+    train(run="a", kill_after=2)
+    with pytest.raises(UserError, match=r"--lr 2\.0 must be above 0 and below 1"):
+        Run.start(Config(**where, lr=2.0), "toy", ALONE, may_change={"lr"})
+    assert not Path("runs/b").exists()
+
+
 def test_killed_between_its_settings_and_their_checksums_it_goes_on(monkeypatch):
     train(run="a", kill_after=2)
     with monkeypatch.context() as patch:

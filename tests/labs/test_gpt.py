@@ -5,6 +5,7 @@ This very file, run as a script (see the end), is one of four processes that tra
 
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -290,11 +291,11 @@ def test_plan_of_the_handout(capsys):
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_plan_for_cards_of_11_gib(capsys, gpus):
     """The handout's scales 1 and 2; what is proposed is the deepest of all that stays on the cards."""
-    config = config_of(size="1.6b", plan=True, gpus=gpus, memory_gib=11, precision="fp16")
+    config = config_of(["data"], size="1.6b", plan=True, gpus=gpus, memory_gib=11, precision="fp16", data="my data")
     train(config)
-    words = capsys.readouterr().out.splitlines()[-1].split()
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
     layers = int(words[words.index("--layers") + 1])
-    assert layers > 10
+    assert layers > 10 and words[words.index("--data") + 1] == "my data"
     trials = [plan.trial_of(config, changes) for _, changes in plan.techniques(gpus) if "offload" not in changes]
     assert layers == max(plan.most_layers(trial, sizes_of(config), config, True) for trial in trials)
 

@@ -1,5 +1,6 @@
 """An exported model translates as the run does, in the program it was exported for, and its card says how."""
 
+import errno
 import os
 import re
 import subprocess
@@ -79,15 +80,21 @@ def test_tokenizers_open_as_huggingface_has_them(run, tmp_path):
         )
 
 
+def onto_a_mount_point(*_):
+    raise OSError(errno.EBUSY, "Device or resource busy")
+
+
 def test_a_mistake_is_one_line(run, tmp_path, monkeypatch):
     trained = load_trained(run)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "work.txt").touch()
+    monkeypatch.setattr(Path, "replace", onto_a_mount_point)
     for words, message in [
         ([], "needs one folder"),
         (["a", "b"], "needs one folder"),
         ([str(tmp_path / "mine")], "is there"),
         (["/proc/out"], "cannot write to /proc"),
+        ([str(tmp_path / "mount")], "cannot make .*/mount: Device or resource busy; name a new folder"),
     ]:
         with pytest.raises(UserError, match=message):
             export(trained, "hf", words, "", print)

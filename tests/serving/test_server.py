@@ -139,10 +139,12 @@ def test_a_port_in_use_is_one_line(trained):
             server.serve(trained, None, None, config)
 
 
-def never_done():
-    """In the server's process: a model that says when it begins, and has no end."""
+def never_done(busy: str):
+    """In the server's process: translating, or cutting a text into sentences, says when it begins and has no end."""
+    without_end = lambda *_: print("begun", flush=True) or time.sleep(10**6)  # noqa: E731
     server.SECONDS_TO_END = 1
-    server.translator = lambda *_: lambda jobs: print("begun", flush=True) or time.sleep(10**6)
+    server.translator = lambda *_: without_end
+    server.sentences = without_end if busy == "cutting" else server.sentences
 
 
 def wait_for(words: str, script: Forked) -> str:
@@ -152,11 +154,10 @@ def wait_for(words: str, script: Forked) -> str:
     return script.output
 
 
-@pytest.mark.parametrize("busy", [False, True])
-def test_ctrl_c_ends_it_also_while_a_batch_is_under_way(tiny_run, tmp_path, busy):
-    script = Forked(
-        "translate.py", "--ckpt", tiny_run, "--serve", "--port", 0, "--device", "cpu", cwd=tmp_path, first=(never_done,)
-    )
+@pytest.mark.parametrize("busy", ["", "translating", "cutting"])
+def test_ctrl_c_ends_it_also_while_a_text_is_under_way(tiny_run, tmp_path, busy):
+    flags = "--ckpt", tiny_run, "--serve", "--port", 0, "--device", "cpu"
+    script = Forked("translate.py", *flags, cwd=tmp_path, first=(never_done, busy))
     try:
         address = wait_for("Ctrl-C ends it", script).splitlines()[-1].split()[0]
         if busy:
