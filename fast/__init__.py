@@ -1,10 +1,11 @@
 """What is only speed: the same results as the plain code, in less time. Read model.py and decoding.py first.
 
+    fast.keep_tensors_together(device)                                                  # before there are any
     loss_of = fast.loss(model, 0.1, torch.bfloat16, log) or SummedLoss(model, 0.1)      # training
     steps = fast.steps(model) or partial(decoding.start, model)                         # greedy decoding
 
 The doors; behind them, on a CPU, C++ compiled at the first use (build.py): training.py and cross_entropy.py over kernels.cpp,
-decoding.py over decoding.cpp. On a GPU: cross_entropy.py; captured.py and cuda_training.py if they are
+decoding.py over decoding.cpp, and memory.cpp. On a GPU: cross_entropy.py; captured.py and cuda_training.py if they are
 asked for. Where there is no faster way, a door gives None, and the plain code runs.
 """
 
@@ -19,6 +20,12 @@ from fast.captured import CapturedSteps
 from fast.cuda_training import CapturedLoss
 from fast.decoding import CompiledSteps, is_possible
 from fast.training import KernelLoss, SlicedLoss, why_not
+
+
+def keep_tensors_together(device: torch.device) -> bool:
+    """Keep a CPU's large tensors in one region of memory from now on, without holes (memory.cpp); whether that is done."""
+    memory = build.library(build.FOLDER / "memory.cpp") if device.type == "cpu" else None
+    return memory is not None and bool(memory.keep_tensors_together())
 
 
 def loss(

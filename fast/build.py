@@ -1,11 +1,11 @@
-"""C++ files, compiled at first use and called through ctypes: no Python headers, no build system, two seconds.
+"""C++ files, compiled at first use and called through ctypes: no Python headers, no build system, a few seconds.
 
     kernels = library(FOLDER / "kernels.cpp", NARROW="float")     # None without a compiler: callers then take the plain way
     call(kernels.embed, x, 16, 0.5)  # tensors, ints and floats; the caller answers for shapes and formats
 
 The compiled file stays in TORCH_EXTENSIONS_DIR/fast (~/.cache/torch_extensions/fast unless set), one for each version of the
-source, of the compiler's command and of the processor, with its hash beside it; only files are loaded that nobody else could
-have written. `CXX` names the compiler; `CXX=none` does without.
+source, of PyTorch, of the compiler's command and of the processor, with its hash beside it; only files are loaded that nobody
+else could have written. `CXX` names the compiler; `CXX=none` does without.
 """
 
 import atexit
@@ -22,9 +22,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-FOLDER = Path(__file__).parent
+FOLDER, TORCH = Path(__file__).parent, Path(torch.__file__).parent
 # No -ffast-math: it would also let the whole process round small numbers to 0.
 FLAGS = ["-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
 
@@ -59,9 +60,10 @@ def compiler() -> list[str]:
 
 def compiled(source: Path, macros: list[str]) -> Path:
     """The shared object of this file, built unless it is there. Raises `CalledProcessError`, `RuntimeError` or `OSError`."""
-    command = [*compiler(), *FLAGS, *macros, f"-I{FOLDER}", str(source)]
+    command = [*compiler(), *FLAGS, *macros]
+    paths = [f"-I{FOLDER}", f"-isystem{TORCH / 'include'}", str(source), f"-L{TORCH / 'lib'}", "-lc10"]
     texts = [path.read_bytes() for path in (source, *sorted(FOLDER.glob("*.h")))]
-    version = hashlib.sha256(repr((texts, command[:-2], processor())).encode()).hexdigest()[:12]
+    version = hashlib.sha256(repr((texts, command, torch.__version__, processor())).encode()).hexdigest()[:12]
     cache = own_folder(
         Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions") / "fast"
     )
@@ -69,7 +71,7 @@ def compiled(source: Path, macros: list[str]) -> Path:
     if not (is_ours(file) and is_ours(digest) and hash_of(file) == digest.read_text()):  # missing, planted or damaged
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             new = Path(scratch)
-            subprocess.run([*command, "-o", new / "new.so"], check=True, capture_output=True, text=True)
+            subprocess.run([*command, *paths, "-o", new / "new.so"], check=True, capture_output=True, text=True)
             (new / "new.sha256").write_text(hash_of(new / "new.so"))
             for made in new.iterdir():
                 made.chmod(0o700)  # whatever the umask

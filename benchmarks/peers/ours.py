@@ -38,9 +38,9 @@ def make_trainer(
     unsmoothed loss a token, still on the device. `wrap` is put round the loss: DDP, CUDA graphs.
     """
     torch.manual_seed(1)
+    plain or fast.keep_tensors_together(precision.device)
     model = Translator(sizes).to(precision.device).train()
-    log = partial(print, file=sys.stderr)
-    loss_of = None if plain else fast.loss(model, LABEL_SMOOTHING, precision.dtype, log)
+    loss_of = None if plain else fast.loss(model, LABEL_SMOOTHING, precision.dtype, partial(print, file=sys.stderr))
     loss_of, parameters = wrap(loss_of or SummedLoss(model, LABEL_SMOOTHING)), list(model.parameters())
     optimizer = make_optimizer(optimizer, model, model.transformer, LEARNING_RATE, precision.dtype)
     steps = count(1)

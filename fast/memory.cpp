@@ -1,0 +1,94 @@
+// Large tensors in one region of memory, lowest free place first.
+//
+// In malloc's heap the small things that stay (Python's objects, prepared products) come to lie between the large tensors that
+// die with a step. Their holes never join, and with batches of ever new shapes the heap grows for thousands of steps. Here
+// everything but the weights is free after a step, so the region stays as large as the widest step. The kernel is asked for pages of
+// 2 MiB; like malloc under engine/memory.py, the region keeps what it once had.
+
+#include <c10/core/CPUAllocator.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <unordered_map>
+
+namespace {
+
+constexpr size_t kSmallest = 64 << 10, kAlignment = 64;  // bytes; what is smaller is malloc's
+
+struct Region final : c10::Allocator {
+  char *begin, *end;
+  c10::Allocator* others;                 // PyTorch's own, for what is small or does not fit
+  std::mutex mutex;
+  std::map<char*, size_t> holes;          // place → bytes, never two side by side
+  std::unordered_map<char*, size_t> used;
+
+  c10::DataPtr allocate(size_t bytes) override {
+    void* place = bytes < kSmallest ? nullptr : take((bytes + kAlignment - 1) / kAlignment * kAlignment);
+    if (!place) place = others->raw_allocate(bytes);
+    return {place, place, &release, c10::Device(c10::kCPU)};
+  }
+
+  char* take(size_t bytes) {
+    std::lock_guard<std::mutex> alone(mutex);
+    for (auto hole = holes.begin(); hole != holes.end(); ++hole) {
+      const auto [place, size] = *hole;
+      if (size < bytes) continue;
+      holes.erase(hole);
+      if (size > bytes) holes[place + bytes] = size - bytes;
+      used[place] = bytes;
+      return place;
+    }
+    return nullptr;
+  }
+
+  void give(char* place) {
+    std::lock_guard<std::mutex> alone(mutex);
+    auto hole = holes.emplace(place, used[place]).first;
+    used.erase(place);
+    if (const auto next = std::next(hole); next != holes.end() && hole->first + hole->second == next->first) {
+      hole->second += next->second;
+      holes.erase(next);
+    }
+    if (hole == holes.begin()) return;
+    if (const auto before = std::prev(hole); before->first + before->second == place) {
+      before->second += hole->second;
+      holes.erase(hole);
+    }
+  }
+
+  static void release(void* place);
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+};
+
+Region* region = nullptr;  // for ever: tensors are freed until the process has ended
+
+void Region::release(void* place) {
+  const bool ours = place >= region->begin && place < region->end;
+  ours ? region->give(static_cast<char*>(place)) : region->others->raw_deallocate(place);
+}
+
+}  // namespace
+
+// From now on PyTorch's tensors on the CPU live there. 0 where the system has no such region to give; again: nothing new.
+extern "C" int keep_tensors_together() {
+  if (region) return 1;
+  const size_t size = size_t(sysconf(_SC_PHYS_PAGES)) * size_t(sysconf(_SC_PAGESIZE));  // addresses; memory when touched
+  void* begin = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (begin == MAP_FAILED) return 0;
+  madvise(begin, size, MADV_HUGEPAGE);
+  region = new Region;
+  region->begin = static_cast<char*>(begin);
+  region->end = region->begin + size;
+  region->holes[region->begin] = size;
+  region->others = c10::GetCPUAllocator();
+  // A data loader's process, forked while another thread holds the lock, would wait for ever.
+  pthread_atfork([] { region->mutex.lock(); }, [] { region->mutex.unlock(); }, [] { region->mutex.unlock(); });
+  c10::SetCPUAllocator(region, 1);
+  return 1;
+}
