@@ -15,6 +15,8 @@ import hypothesis
 import pytest
 import torch
 
+import fast
+
 # The same examples in every run, and no clock: what fails here fails for everybody, on a busy machine as on a quiet one.
 hypothesis.settings.register_profile("course", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("course")
@@ -24,6 +26,9 @@ TINY = dict(d_model=32, nhead=4, num_encoder_layers=2, num_decoder_layers=2, dim
 TINY_FLAGS = ["--d_model", "32", "--nhead", "4", "--num_encoder_layers", "1", "--num_decoder_layers", "1",
               "--dim_feedforward", "64", "--source_vocab", "300", "--target_vocab", "300"]  # fmt: skip
 HANGS = 1800  # seconds: a process that takes so long on any machine waits for something that never comes
+
+# It is for the whole of a process, and tests of memory share theirs with others: only scripts in processes of their own do it.
+keep_tensors_together, fast.keep_tensors_together = fast.keep_tensors_together, lambda device: False
 
 # ---------------------------------------------------------------- scripts in processes of their own
 

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 import torch
-from conftest import HANGS, ROOT
+from conftest import HANGS, ROOT, keep_tensors_together
 from random_models import needs_compiler
 
-import fast
+from fast import build
 
 BEGIN = """
 import os, random, threading, torch, fast
@@ -80,6 +80,6 @@ def test_the_region(script):
 
 
 def test_none_for_a_gpu_or_without_a_compiler(monkeypatch):
-    assert not fast.keep_tensors_together(torch.device("cuda"))
-    monkeypatch.setattr(fast.build, "library", lambda source: None)
-    assert not fast.keep_tensors_together(torch.device("cpu"))
+    assert not keep_tensors_together(torch.device("cuda"))
+    monkeypatch.setattr(build, "library", lambda source: None)
+    assert not keep_tensors_together(torch.device("cpu"))
