@@ -8,7 +8,7 @@
 # what it asks for: a toolkit that asks for an older torch runs on the one above it all the same.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[ $# -gt 0 ] || set -- opennmt fairseq ctranslate2
+[ $# -gt 0 ] || set -- opennmt fairseq ctranslate2 pymarian
 for name in "$@"; do
     python3 -m venv --clear ".envs/$name"
     pip=(".envs/$name/bin/python" -m pip install --quiet)

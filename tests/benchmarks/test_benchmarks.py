@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +20,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import attention_op, data, decoding, gpu, recipes, scaling, telemetry, training
+import train
+from benchmarks import attention_op, data, decoding, gpu, recipes, scaling, telemetry, time_to_bleu, training
 from benchmarks import corpus as corpus_module
 from benchmarks.corpus import as_ids, load_corpus, read_corpus
 from benchmarks.measuring import Run, tokens_of, write_json
@@ -394,6 +396,56 @@ def test_memory_of_a_pass_is_counted():
         return lambda: (torch.ones(mib * 2**18), torch.ones(mib * 2**18).sum())  # kept, and held for a moment
 
     assert abs(attention_op.peak_mib(pass_of(64)) - 128) < 8
+
+
+MARIAN = """#!/bin/sh
+# In the place of Marian's Python: one validation, whose translations are the references, and training for ever.
+while [ $# -gt 0 ]; do
+    case "$1" in --valid-sets) references=$3 ;; --valid-script-path) script=$2 ;; --train-sets) pairs=$(wc -l < "$2") ;; esac
+    shift
+done
+echo "pairs $pairs"
+"$script" "$references"
+exec sleep 1000
+"""
+
+
+def test_minutes_to_a_bleu(toy_data, cache, tmp_path, monkeypatch, capsys):
+    python = tmp_path / "pymarian/bin/python"
+    monkeypatch.setattr(time_to_bleu, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(time_to_bleu, "ROOT", tmp_path)  # of the runs
+    config = time_to_bleu.Config(str(toy_data), "marian", minutes=0.05)
+    with pytest.raises(UserError, match="to install Marian"):
+        time_to_bleu.main(config)
+    python.parent.mkdir(parents=True)
+    python.write_text(MARIAN)
+    python.chmod(0o700)
+    time_to_bleu.main(config)
+    (log,) = tmp_path.glob("runs/marian-*/log")
+    assert log.read_text().startswith("pairs 2000")
+
+    def call(words, **options):  # in the place of train.py
+        if words[1] != "train.py":
+            return run(words, **options)
+        monkeypatch.setattr("sys.argv", words[1:])
+        settings = parse_flags(train.Config)
+        assert (settings.max_minutes, settings.data) == (0.05, str(toy_data))
+        points = [{"step": 1, "time": time.time() + 60 * minute, "valid/bleu": minute} for minute in (1, 2, 4)]
+        Path(settings.run).mkdir()
+        Path(settings.run, "metrics.jsonl").write_text(
+            "".join(json.dumps(point) + "\n" for point in [{"step": 0}, *points])
+        )
+
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", call)
+    time_to_bleu.main(replace(config, contestants="ours"))
+    last = capsys.readouterr().out.splitlines()[-2:]
+    assert last[0].startswith(
+        "| marian | 0.0 min | 0.0 min | 0.0 min | 0.0 min | 9"
+    )  # smoothed, so short sentences lose some
+    assert last[1] == "| ours | 1.0 min | 2.0 min | 4.0 min | – | 4.00 after 4.0 min |"
+    with pytest.raises(UserError, match="unknown; choose from ours,marian"):
+        time_to_bleu.main(replace(config, contestants="mario"))
 
 
 # ---------------------------------------------------------------- GPU, rehearsed on a CPU
