@@ -1,11 +1,11 @@
-"""Weak scaling of data parallel training: twice the processes, twice the pairs a step.
+"""Data parallel training: twice the processes, and twice the pairs a step (weak scaling) or as many (strong scaling).
 
     python -m benchmarks.scaling                   # 1 process, 2 that talk, 2 that do not; three rounds
     python -m benchmarks.scaling --processes 4     # on a machine with four cores
 
-Each process has one thread on a core of its own and 4,096 target tokens a step of the lab's model, so a perfect machine would
-train N times as many tokens a second with N processes. "apart" are N processes that never talk: what they lose is the
-machine's (they share memory and cache); what the talking ones lose beyond that is communication's.
+Each process has one thread on a core of its own; a step has 4,096 target tokens of each, or of all ("one batch"). A perfect
+machine would train N times as many tokens a second with N processes. "apart" are N processes that never talk: what they lose
+is the machine's (they share memory and cache); what the talking ones lose beyond that is communication's.
 """
 
 import os
@@ -39,7 +39,7 @@ class Config:
     processes: int = flag(2, "processes that train together", "Benchmark", least=2)
     rounds: int = flag(3, "turns of each", "Benchmark", least=1)
     steps: int = flag(10, "optimiser steps measured in each turn", "Benchmark", least=1)
-    tokens: int = flag(4096, "target tokens a step and process", "Benchmark", least=64)
+    tokens: int = flag(4096, "target tokens a step, of each process or of all", "Benchmark", least=64)
     preset: str = flag("lab", "model size (lab|big|tiny)", "Benchmark")
     data: str = flag("", "as train.py's --data; MINIDATASET, else as there", "Benchmark")
     out: str = flag("runs/benchmarks/scaling.json", "file for all turns", "Benchmark")
@@ -50,28 +50,30 @@ def main(config: Config) -> None:
     if config.processes > (cores := len(os.sched_getaffinity(0))):
         raise UserError(f"--processes {config.processes}, but this process may use {cores} cores; each needs one")
     corpus = load_corpus(config.data)
-    together, apart = f"{config.processes} together", f"{config.processes} apart"
-    launches = {"1 process": [(1, 0)], together: [(config.processes, 0)]}  # (processes, the first one's core)
-    launches[apart] = [(1, core) for core in range(config.processes)]
+    tokens, count = config.tokens, config.processes
+    launches = {  # target tokens of a step; (processes, the first one's core) of each job
+        "1 process": (tokens, [(1, 0)]), f"{count} together": (tokens * count, [(count, 0)]),
+        f"{count} on one batch": (tokens, [(count, 0)]), f"{count} apart": (tokens, [(1, core) for core in range(count)]),
+    }  # fmt: skip
 
     def turn(name: str) -> dict:
-        tasks = []
-        for size, first_core in launches[name]:
+        tokens, jobs, tasks = *launches[name], []
+        for size, first_core in jobs:
             with socket.create_server(("127.0.0.1", 0)) as free:  # a port that nobody uses
                 port = free.getsockname()[1]
             tasks += [(first_core + rank, rank, size, port) for rank in range(size)]
         with ProcessPoolExecutor(len(tasks), mp_context=get_context("spawn")) as pool:
-            figures = list(filter(None, pool.map(partial(work, config, corpus.folder), *zip(*tasks))))
+            figures = list(filter(None, pool.map(partial(work, config, corpus.folder, tokens), *zip(*tasks))))
         speed = sum(figure["target_tokens_per_second"] for figure in figures)
         return {"target_tokens_per_second": speed, "seconds_per_step": max(f["seconds_per_step"] for f in figures)}
 
-    title, more = f"weak scaling, all processes together; {corpus.describe()}", ["seconds_per_step"]
+    title, more = f"data parallel training, all processes together; {corpus.describe()}", ["seconds_per_step"]
     rows = measure(title, launches, config, turn, "target_tokens_per_second", baseline="1 process", more=more)
     for row in rows[1:]:
         print(f"{row.contestant}: {row.ratio / config.processes:.1%} of {config.processes} times one process")
 
 
-def work(config: Config, folder: Path, core: int, rank: int, size: int, port: int) -> dict | None:
+def work(config: Config, folder: Path, tokens: int, core: int, rank: int, size: int, port: int) -> dict | None:
     """In a process of its own: train as train.py does; → the speed of all ranks together, from rank 0."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[core]})
     torch.set_num_threads(1)
@@ -80,16 +82,16 @@ def work(config: Config, folder: Path, core: int, rank: int, size: int, port: in
     world, corpus = distributed.start("cpu"), read_corpus(folder)
     sizes = ModelConfig(corpus.source_vocab, corpus.target_vocab, **SIZES[config.preset])
     take_step = make_trainer(sizes, choose_precision(world.device, training=True), wrap=world.data_parallel)
-    sampler = BucketSampler(corpus.lengths, config.tokens * size, rank=rank, world_size=size)
+    sampler = BucketSampler(corpus.lengths, tokens, rank=rank, world_size=size)
     batches = DataLoader(corpus.train, batch_sampler=sampler, collate_fn=Collate(corpus.source_ids, corpus.target_ids))
     tokens_of_steps, counted = sampler.target_tokens(0), 0  # over all ranks
     for step, batch in zip(range(-WARM_STEPS, config.steps), batches):
         if step == 0:
             world.maximum(0)  # all begin together
             begun, counted = time.perf_counter(), 0
-        tokens = next(tokens_of_steps)
-        take_step(batch, tokens / size)  # DDP takes the mean of the gradients
-        counted += tokens
+        real = next(tokens_of_steps)
+        take_step(batch, real / size)  # DDP takes the mean of the gradients
+        counted += real
     seconds = world.maximum(time.perf_counter() - begun)[0]
     world.stop()
     figures = {"target_tokens_per_second": counted / seconds, "seconds_per_step": seconds / config.steps}
@@ -97,4 +99,4 @@ def work(config: Config, folder: Path, core: int, rank: int, size: int, port: in
 
 
 if __name__ == "__main__":
-    run_script(lambda: main(parse_flags(Config, "weak scaling of data parallel training")))
+    run_script(lambda: main(parse_flags(Config, "speed of data parallel training")))

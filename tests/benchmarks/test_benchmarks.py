@@ -369,7 +369,7 @@ def test_scaling(small, tmp_path, monkeypatch):
     config = scaling.Config(rounds=1, steps=1, tokens=64, preset="tiny", out=str(tmp_path / "out.json"))
     if len(os.sched_getaffinity(0)) > 1:
         scaling.main(config)
-        assert list(figures_of(tmp_path / "out.json")) == ["1 process", "2 together", "2 apart"]
+        assert list(figures_of(tmp_path / "out.json")) == ["1 process", "2 together", "2 on one batch", "2 apart"]
         assert all(figures["target_tokens_per_second"] > 0 for figures in figures_of(tmp_path / "out.json").values())
     monkeypatch.setattr(scaling.os, "sched_getaffinity", lambda _: {0, 1})
     with pytest.raises(UserError, match="may use 2 cores"):
