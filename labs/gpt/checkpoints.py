@@ -59,6 +59,7 @@ def restore(path: Path, layout, optimizer) -> None:
 
 
 def load_state(path: Path) -> dict:
+    """The step, the sizes of the model, and what the training noted beside them."""
     return json.loads((path / "state.json").read_text(encoding="utf-8"))
 
 
@@ -128,6 +129,7 @@ def checkpoint_of(run: str) -> Path:
 
 
 def convert(run: str) -> None:
+    """The newest checkpoint of a run, or the one named, as a single file that needs none of this: RUN/model.safetensors."""
     import safetensors.torch
 
     path = checkpoint_of(run)
@@ -139,6 +141,8 @@ def convert(run: str) -> None:
 
 @dataclass
 class Config:
+    """Which run to convert."""
+
     ckpt: str = flag("", "a run of labs.gpt, or one of its checkpoints", "Conversion")
 
 

@@ -24,6 +24,8 @@ from engine.telemetry import Log
 
 @dataclass
 class Config:
+    """Every setting of the table."""
+
     size: str = flag("mini", "preset of labs.gpt (toy|mini|124m|355m|774m|1.5b|1.6b)", "Table")
     data: str = flag("random", "text file or folder, or random", "Table")
     data_size: int = flag(256, "sequences, with random data", "Table", least=1)
@@ -37,6 +39,8 @@ class Config:
 
 @dataclass
 class Row:
+    """One line of the table: what to run, and why it comes out as it does."""
+
     name: str
     processes: int
     flags: str
@@ -139,6 +143,7 @@ HEAD = ["技术 technique", "进程 processes", "tokens/s", "每步 step", "TFLO
 
 
 def table(rows: list[Row], outcomes: list[dict]) -> str:
+    """Markdown; `outcomes` in the order of the rows, each {"failed": why} or its figures."""
     lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
     for row, got in zip(rows, outcomes):
         name = f"{row.name}" + (f"<br>`{row.flags}`" if row.flags else "")
@@ -171,6 +176,7 @@ def draw(rows: list[Row], outcomes: list[dict], path: Path) -> None:
 
 
 def main(config: Config) -> None:
+    """Run the rows that are not there yet, each in processes of its own; write the table after each, and a picture."""
     import torch
 
     gpus = torch.cuda.device_count()

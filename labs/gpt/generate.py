@@ -13,6 +13,8 @@ from engine.errors import UserError, run_script
 
 @dataclass
 class Config:
+    """What to write, and with which model."""
+
     ckpt: str = flag("", "a run of labs.gpt, or one of its checkpoints; the newest run", "Generation")
     prompt: str = flag("In this paper", "the text to go on from", "Generation")
     tokens: int = flag(60, "new tokens", "Generation", least=1)
@@ -71,6 +73,7 @@ def sample(model: GPT, tokenizer, prompt: str, config, longest: int) -> str:
 
 
 def newest_run() -> str:
+    """The run of this lab that saved last. Raises `UserError` if there is none."""
     runs = [path for path in Path("runs").glob("*") if newest(path)]
     if not runs:
         raise UserError("runs/ holds no run of this lab with a checkpoint; train first, or give --ckpt")
@@ -78,6 +81,7 @@ def newest_run() -> str:
 
 
 def main(config: Config) -> None:
+    """Load the model, print what it writes."""
     from transformers import AutoTokenizer
 
     path = checkpoint_of(config.ckpt or newest_run())

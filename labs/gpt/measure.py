@@ -23,6 +23,7 @@ class Steps:
         self.last = time.perf_counter()
 
     def end(self) -> None:
+        """After a step; what was sent to a GPU is waited for."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
@@ -31,6 +32,7 @@ class Steps:
 
     @property
     def median(self) -> float:
+        """Seconds of a step."""
         return statistics.median(self.seconds[self.warm_up :] or self.seconds)
 
 

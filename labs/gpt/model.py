@@ -28,6 +28,8 @@ CHUNK = 512  # tokens whose logits are in memory at a time, with `chunked_loss`
 
 
 class CausalSelfAttention(nn.Module):
+    """Each token looks at itself and those before it, (B, T, D) → (B, T, D)."""
+
     def __init__(self, sizes: Sizes):
         super().__init__()
         self.head_size = sizes.hidden // sizes.heads
@@ -35,6 +37,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(sizes.hidden, sizes.hidden)
 
     def forward(self, x: Tensor, past: list[Tensor] | None = None) -> Tensor:
+        """`past`: keys and values of the tokens before, (B, H, P, W) each; these tokens' are added."""
         # Query, key and value lie head by head (GPT-2 has all queries first): cut into equal parts, the rows of c_attn are
         # whole heads, as tensor parallelism wants them. H is then the number of heads on this rank.
         heads = self.c_attn(x).unflatten(2, (-1, 3, self.head_size))  # (B, T, H, 3, W)
@@ -46,22 +49,28 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
+    """Two layers with GPT-2's GELU between them, each token by itself, (B, T, D) → (B, T, D)."""
+
     def __init__(self, sizes: Sizes):
         super().__init__()
         self.c_fc = nn.Linear(sizes.hidden, 4 * sizes.hidden)
         self.c_proj = nn.Linear(4 * sizes.hidden, sizes.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) → (B, T, 4·D) → (B, T, D)."""
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
 
 
 class Block(nn.Module):
+    """Attention and MLP, a layer norm before each, their results added to what came in, (B, T, D) → (B, T, D)."""
+
     def __init__(self, sizes: Sizes):
         super().__init__()
         self.ln_1, self.attn = nn.LayerNorm(sizes.hidden), CausalSelfAttention(sizes)
         self.ln_2, self.mlp = nn.LayerNorm(sizes.hidden), MLP(sizes)
 
     def forward(self, x: Tensor, past: list[Tensor] | None = None) -> Tensor:
+        """`past` as in the attention."""
         x = x + self.attn(self.ln_1(x), past=past)
         return x + self.mlp(self.ln_2(x))
 
@@ -140,9 +149,11 @@ class HuggingFaceGPT(nn.Module):
 
     @property
     def h(self) -> dict[str, nn.Module]:
+        """Its blocks by number, as `GPT.h`."""
         return dict(self.model.transformer.h.named_children())
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Token ids (B, T) → logits (B, T, V), or the mean loss in nats if there are targets (B, T)."""
         logits = self.model(x).logits
         return logits if targets is None else mean_loss(logits, targets)
 

@@ -10,6 +10,8 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Sizes:
+    """Of a model, and what it is trained with unless a flag says otherwise."""
+
     hidden: int
     heads: int
     layers: int
@@ -25,10 +27,12 @@ class Sizes:
 
     @property
     def embedding_parameters(self) -> int:
+        """Of tokens and positions: (V + T)·H."""
         return (self.vocabulary + self.sequence) * self.hidden
 
     @property
     def parameters(self) -> int:
+        """Of the whole model; the output is the embedding again and is counted once."""
         return self.embedding_parameters + self.layers * self.block_parameters + 2 * self.hidden
 
     def flops_per_token(self) -> float:

@@ -35,6 +35,7 @@ class LeNet5(nn.Module):
             self.apply(xavier if variant == "sigmoid" else as_in_the_paper)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Images (B, 1, 28, 28) with values from 0 to 1 → logits (B, 10)."""
         return self.layers(images)["output"]
 
     def layers(self, images: Tensor) -> dict[str, Tensor]:
@@ -55,6 +56,7 @@ class LossAndHits(nn.Module):
         self.model = model
 
     def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Images (B, 1, 28, 28), labels (B,) → two numbers."""
         logits = self.model(images)  # (B, 10)
         return F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(1) == labels).sum()
 
@@ -127,10 +129,12 @@ class PaperConvolution(nn.Module):
         self.register_buffer("places", torch.tensor(places), persistent=False)
 
     def full_weight(self) -> Tensor:
+        """(16, 6, 5, 5), zeros where a map of C3 does not see one of S2."""
         zeros = self.weight.new_zeros(96, 5, 5)
         return zeros.index_copy(0, self.places, self.weight).view(16, 6, 5, 5)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(B, 6, 14, 14) → (B, 16, 10, 10)."""
         return F.conv2d(x, self.full_weight(), self.bias)
 
 

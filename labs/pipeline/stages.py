@@ -33,6 +33,7 @@ class Embedding(nn.Module):
         self.register_buffer("positions", sinusoids(longest, d_model), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """(B, S) → (B, S, D)."""
         return self.tokens(tokens) + self.positions[: tokens.shape[1]]
 
 
@@ -54,6 +55,7 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(B, S, D) → (B, S, D)."""
         if self.post_norm:
             x = self.norm1(x + self.dropout(self.attention(x)))
             return self.norm2(x + self.dropout(self.feedforward(x)))
@@ -61,6 +63,7 @@ class Layer(nn.Module):
         return x + self.dropout(self.feedforward(self.norm2(x)))
 
     def attention(self, x: Tensor) -> Tensor:
+        """(B, S, D) → (B, S, D); H heads of width W = D / H."""
         heads = self.query_key_value(x).unflatten(2, (3, self.nhead, -1))  # (B, S, 3, H, W)
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()  # (B, H, S, W) each
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)  # (B, H, S, W)
@@ -82,6 +85,7 @@ class LanguageModel(nn.Module):
         nn.init.normal_(self.head[1].weight, std=0.02)  # so that the loss begins at ln V
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """(B, S) → (B, S, V)."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -101,6 +105,7 @@ class Stage(nn.Module):
         self.head = model.head if layers[-1] == len(model.layers) - 1 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
+        """What the stage before gives, or token ids → what the next one takes, or logits."""
         x = self.embedding(x)
         for layer in self.layers.values():
             x = layer(x)
