@@ -113,7 +113,7 @@ esac
 # The name of the run, so that just this one is evaluated.
 name= word=
 if [ -n "$settings" ]; then # which may name it; a wrong file is train.py's to refuse
-    read_name='import pathlib, sys; from engine.config import read_settings
+    read_name='import pathlib, sys; del sys.path[0]; from engine.config import read_settings
 values = read_settings(pathlib.Path(sys.argv[1])); print(values.get("resume") or values.get("run") or "")'
     name="$("$python" -c "$read_name" "$1" 2>/dev/null || true)"
 fi
@@ -128,6 +128,7 @@ done
 run "$python" "$root/train.py" ${flags[@]+"${flags[@]}"} "$@"
 
 [ -d "runs/$name" ] && folder="runs/$name" || folder="$name"
+[ -f "$folder/train.log" ] || exit 0 # a settings file with `check: true`
 if tail -n 1 "$folder/train.log" | grep -q "to go on:"; then
     echo "the training was interrupted, so nothing is evaluated" >&2
     exit 130

@@ -2,7 +2,8 @@
 
     python -m benchmarks.telemetry              # the sample, this machine's best device; --data DIR, --steps 1000
 
-Runs with and without them differ by more than they cost, so their own time is counted; of the sampler's thread, its computing.
+Runs with and without them differ by more than they cost, so their own time is counted; of the sampler's thread, its computing. On
+a GPU a log line also waits for the loss, which is not in it.
 """
 
 import tempfile

@@ -61,8 +61,9 @@ def compiler() -> list[str]:
 def compiled(source: Path, macros: list[str]) -> Path:
     """The shared object of this file, built unless it is there. Raises `CalledProcessError`, `RuntimeError` or `OSError`."""
     command = [*compiler(), *FLAGS, *macros]
-    paths = [f"-I{FOLDER}", f"-isystem{TORCH / 'include'}", str(source), f"-L{TORCH / 'lib'}", "-lc10"]
+    paths = [f"-I{FOLDER}", str(source)]
     texts = [path.read_bytes() for path in (source, *sorted(FOLDER.glob("*.h")))]
+    paths += [f"-isystem{TORCH / 'include'}", f"-L{TORCH / 'lib'}", "-lc10"] if b"#include <c10/" in texts[0] else []
     version = hashlib.sha256(repr((texts, command, torch.__version__, processor())).encode()).hexdigest()[:12]
     cache = own_folder(
         Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions") / "fast"

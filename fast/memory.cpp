@@ -1,13 +1,15 @@
 // Large tensors in one region of memory, lowest free place first.
 //
 // In malloc's heap the small things that stay (Python's objects, prepared products) come to lie between the large tensors that
-// die with a step. Their holes never join, and with batches of ever new shapes the heap grows for thousands of steps. Here
-// everything but the weights is free after a step, so the region stays as large as the widest step. The kernel is asked for pages of
-// 2 MiB; like malloc under engine/memory.py, the region keeps what it once had.
+// die with a step. Their holes never join, and with batches of ever new shapes the heap grows for thousands of steps. Here what
+// stays (weights, and what the optimiser keeps) is there from the first step on, and the rest is free after every step. The
+// kernel is asked for pages of 2 MiB; like malloc under engine/memory.py, the region keeps what it once had.
 
 #include <c10/core/CPUAllocator.h>
+#include <malloc.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -78,6 +80,8 @@ void Region::release(void* place) {
 // From now on PyTorch's tensors on the CPU live there. 0 where the system has no such region to give; again: nothing new.
 extern "C" int keep_tensors_together() {
   if (region) return 1;
+  rlimit addresses;
+  if (getrlimit(RLIMIT_AS, &addresses) || addresses.rlim_cur != RLIM_INFINITY) return 0;  // others need theirs
   const size_t size = size_t(sysconf(_SC_PHYS_PAGES)) * size_t(sysconf(_SC_PAGESIZE));  // addresses; memory when touched
   void* begin = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (begin == MAP_FAILED) return 0;
@@ -90,5 +94,8 @@ extern "C" int keep_tensors_together() {
   // A data loader's process, forked while another thread holds the lock, would wait for ever.
   pthread_atfork([] { region->mutex.lock(); }, [] { region->mutex.unlock(); }, [] { region->mutex.unlock(); });
   c10::SetCPUAllocator(region, 1);
+#ifdef __GLIBC__
+  malloc_trim(0);  // of what was before, such as making the tokens, the heap keeps nothing
+#endif
   return 1;
 }

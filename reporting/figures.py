@@ -106,7 +106,9 @@ def hardware(run: RunFiles, say) -> Figure | None:
         minutes, values = with_pauses(run.minutes(tag), values)
         colour = COLOURS[2] if device == "gpu" else COLOURS[0]
         axes.fill_between(minutes, values, color=colour, alpha=0.25, linewidth=0)
-        axes.plot(minutes, values, color=colour, linewidth=1.2, marker="." if len(values) < 3 else "")
+        axes.plot(
+            minutes, values, color=colour, linewidth=1.2, marker="." if len(values) < 3 or math.nan in values else ""
+        )
         axes.set_ylim(0, max(top, 1e-6))
         title = f"{device.upper()} {say(name)} ({names[name]})"
         axes.set_title(title, fontsize=9, loc="left", family=families(title))

@@ -27,8 +27,13 @@ TINY_FLAGS = ["--d_model", "32", "--nhead", "4", "--num_encoder_layers", "1", "-
               "--dim_feedforward", "64", "--source_vocab", "300", "--target_vocab", "300"]  # fmt: skip
 HANGS = 1800  # seconds: a process that takes so long on any machine waits for something that never comes
 
-# It is for the whole of a process, and tests of memory share theirs with others: only scripts in processes of their own do it.
-keep_tensors_together, fast.keep_tensors_together = fast.keep_tensors_together, lambda device: False
+keep_tensors_together = fast.keep_tensors_together
+
+
+def pytest_configure(config) -> None:
+    """It is for the whole of a process, and tests of memory share theirs with others: processes of their own do it alone."""
+    fast.keep_tensors_together = lambda device: False
+
 
 # ---------------------------------------------------------------- scripts in processes of their own
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ in $PWD" >> "$LOG"
 case "$*" in
     *ensurepip*) exit "${WITHOUT_ENSUREPIP:-0}" ;;
     *is_available*) exit "${WITHOUT_GPU:-0}" ;;
-    *read_settings*) sed -n 's/^run: //p' "${!#}" ;;
+    *read_settings*) exec "$REAL_PYTHON" "$@" ;;
     "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
     *train.py*)
         [ -z "${TRAINS_FOR:-}" ] || { trap 'exit 0' TERM; touch started; for i in $(seq "$TRAINS_FOR"); do sleep 0.1; done; }
@@ -42,6 +43,8 @@ def place(tmp_path, monkeypatch):
         (tmp_path / f"bin/python3.{version}").symlink_to("python3")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("REAL_PYTHON", sys.executable)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("VENV", raising=False)
     monkeypatch.delenv("TORCH_INDEX_URL", raising=False)
     return tmp_path

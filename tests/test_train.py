@@ -396,6 +396,15 @@ def test_a_longer_run_goes_on_from_a_finished_one(toy_data, here, capsys, monkey
     assert max(records(here)) == 8
 
 
+def test_large_tensors_are_kept_together_before_there_are_any(toy_data, here, monkeypatch):
+    devices = []
+    monkeypatch.setattr(training.fast, "keep_tensors_together", devices.append)
+    monkeypatch.setattr(training, "Translator", lambda sizes: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        training.train(config(data=str(toy_data), run=str(here)))
+    assert devices == [torch.device("cpu")]
+
+
 def test_a_validation_cut_off_by_a_signal_is_made_up_for(toy_data, here, monkeypatch):
     """Interrupted at the very step of a validation: saved first, validated when the run goes on."""
 

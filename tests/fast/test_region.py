@@ -37,20 +37,23 @@ assert torch.empty(2**28).data_ptr() == begin  # 1 GiB: all holes are one
 """
 
 WIDTH = """
-widest, place, kept = 0, 0, []
+widest, place, kept, moments = 0, 0, [], []
 for step in range(300):
     width = random.randint(1, 2**10)
     batch = []
     for layer in range(20):
         batch += [torch.empty(width, 256), torch.empty(width, 768), torch.empty(width, 1024)]
         kept.append(torch.empty(100))  # what is small and stays is elsewhere
-        batch.pop(random.randrange(len(batch)))
+        if step == 0:
+            moments.append(torch.empty(2**18))  # what is large and stays lies between what dies
+        del batch[random.randrange(len(batch))]
         place = max(place, *map(end, batch))
     widest = max(widest, 20 * width * (256 + 768 + 1024) * 4)
     random.shuffle(batch)
     while batch:
         batch.pop()
-assert 0 < place <= widest, (place, widest)
+# A third of a layer is freed before the next one comes, so even with holes a step needs little more than all it ever asked for.
+assert 0 < place <= 1.1 * (widest + 20 * 2**20), (place, widest)
 """
 
 FORK = """
