@@ -123,9 +123,9 @@ void add_norm(const float* residual, const Narrow* branch, const float* bias, co
 }
 
 // The gradients of bias, gain and shift are sums over tokens: each thread makes its own, (threads, 3, D), set to 0 before.
-void add_norm_backward(const float* grad, const Narrow* narrow_grad, const float* sum, const float* moments, const float* gain,
-                       float* residual_grad, Narrow* branch_grad, float* sums, int64_t tokens, int64_t width, double p,
-                       int64_t seed, int64_t threads) {
+void add_norm_backward(const float* sum_grad, const float* grad, const Narrow* narrow_grad, const float* sum, const float* moments,
+                       const float* gain, float* residual_grad, Narrow* branch_grad, float* sums, int64_t tokens, int64_t width,
+                       double p, int64_t seed, int64_t threads) {
   const Dropout dropout(p, seed);
 #pragma omp parallel num_threads(threads)
   {
@@ -152,7 +152,8 @@ void add_norm_backward(const float* grad, const Narrow* narrow_grad, const float
       const float mean_grad = sum_of(total) / width, mean_along = sum_of(along) / width;
       by_vectors(width, [&](int64_t j, auto part) {
         const Floats normal = (load(sum + n * width + j, part) - mean) * scale;
-        const Floats g = (load(below + j, part) - mean_grad - normal * mean_along) * scale;
+        Floats g = (load(below + j, part) - mean_grad - normal * mean_along) * scale;
+        if (sum_grad) g += load(sum_grad + n * width + j, part);
         store(below + j, g, part);
         if (branch_grad) {
           const Floats kept = g * dropout.factors(key, j);

@@ -30,8 +30,8 @@ def embed(rows: Tensor, positions: Tensor, factor: float, p: float, dtype: torch
 
 
 def add_norm(residual: Tensor, branch: Tensor | None, bias: Tensor | None, norm: torch.nn.LayerNorm, p: float,
-             dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Wide (N, D), narrow (N, D) → wide and narrow (N, D): `norm(residual + dropout(branch + bias, p))`."""
+             dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Wide (N, D), narrow (N, D) → the sum `residual + dropout(branch + bias, p)`, wide, and its norm, wide and narrow."""
     return AddNorm.apply(residual, branch, bias, norm.weight, norm.bias, norm.eps, float(p), dtype)
 
 
@@ -111,7 +111,7 @@ class AddNorm(Function):
 
     @staticmethod
     def forward(ctx, residual, branch, bias, gain, shift, epsilon, p, dtype):
-        """Both formats of the result."""
+        """The sum, and both formats of its norm."""
         residual, branch = residual.contiguous(), contiguous(branch)
         total, wide = torch.empty_like(residual), torch.empty_like(residual)
         moments = residual.new_empty(len(residual), 2)  # mean and 1 / standard deviation of each row
@@ -122,19 +122,19 @@ class AddNorm(Function):
              written, *residual.shape, epsilon, *ctx.settings, torch.get_num_threads())  # fmt: skip
         ctx.save_for_backward(total, moments, gain)
         ctx.set_materialize_grads(False)
-        return wide, narrow
+        return total, wide, narrow
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad, narrow_grad):
+    def backward(ctx, sum_grad, grad, narrow_grad):
         """Of the residual, the branch, its bias, the norm's gain and shift."""
         total, moments, gain = ctx.saved_tensors
         threads = torch.get_num_threads()
         residual_grad = torch.empty_like(total)
         branch_grad = None if ctx.alone else torch.empty_like(total, dtype=ctx.dtype)
         sums = total.new_zeros(threads, 3, total.size(1))
-        call(ctx.kernels.add_norm_backward, contiguous(grad), contiguous(narrow_grad), total, moments, gain,
-             residual_grad, branch_grad, sums, *total.shape, *ctx.settings, threads)  # fmt: skip
+        call(ctx.kernels.add_norm_backward, contiguous(sum_grad), contiguous(grad), contiguous(narrow_grad), total, moments,
+             gain, residual_grad, branch_grad, sums, *total.shape, *ctx.settings, threads)  # fmt: skip
         bias_grad, gain_grad, shift_grad = sums.sum(0)
         return residual_grad, branch_grad, None if ctx.alone else bias_grad, gain_grad, shift_grad, None, None, None
 

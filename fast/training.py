@@ -6,6 +6,7 @@ products is one kernel (`fast/kernels.py`), with its gradient.
 N = B·S or B·T tokens, D model width. "Wide" is fp32, "narrow" the format of the products.
 """
 
+import itertools
 import math
 
 import torch
@@ -52,15 +53,15 @@ class SlicedLoss(nn.Module):
 
 
 def why_not(model: nn.Module, dtype: torch.dtype) -> str:
-    """Why the kernels do not compute this model; '' if they do: stock post-norm layers with ReLU, in fp32, on a CPU."""
+    """Why the kernels do not compute this model; '' if they do: stock layers with ReLU, in fp32, on a CPU."""
     sizes, layers = model.config, [*model.transformer.encoder.layers, *model.transformer.decoder.layers]
     parts = [part for layer in layers for part in layer.modules()]
     if any(type(part) not in PARTS for part in parts):
         return "the layers are not those of PyTorch"
     if any(getattr(part, hooks) for part in model.modules() for hooks in HOOKS):
         return "a module has a hook, which the kernels would not call"
-    if sizes.norm_first or any(layer.activation is not F.relu for layer in layers):
-        return "the kernels need post-norm layers with ReLU"
+    if any(layer.activation is not F.relu for layer in layers):
+        return "the kernels need layers with ReLU"
     if sizes.d_model // sizes.nhead % 16:
         return "the width of a head is not a multiple of 16"
     if model.output.weight.dtype != torch.float32:
@@ -70,30 +71,53 @@ def why_not(model: nn.Module, dtype: torch.dtype) -> str:
 
 def encode(model: nn.Module, src: Tensor, src_pad: Tensor, dtype: torch.dtype) -> Tensor:
     """(B, S) → narrow memory (N, D)"""
-    x, narrow = embed(model, model.source_embedding, src, dtype)
-    mask = added_mask(src_pad)  # (B, S)
-    encoder = model.transformer.encoder
-    for layer in encoder.layers:
+    stream, mask = Stream(model, model.source_embedding, src, model.transformer.encoder, dtype), added_mask(src_pad)
+    for layer in model.transformer.encoder.layers:
         own = layer.self_attn
-        seen = attend_own(own, narrow, mask, len(src), causal=False)
-        x, narrow = add_norm(x, seen, own.out_proj, layer.dropout1, layer.norm1)
-        x, narrow = add_norm(x, widen(layer, narrow), layer.linear2, layer.dropout2, layer.norm2)
-    return kernels.add_norm(x, None, None, encoder.norm, 0.0, dtype)[1]
+        stream.add(attend_own(own, stream.narrow, mask, len(src), causal=False), own.out_proj, layer.dropout1)
+        stream.add(widen(layer, stream.narrow), layer.linear2, layer.dropout2)
+    return stream.end()[1]
 
 
 def decode(model: nn.Module, memory: Tensor, src_pad: Tensor, tgt_in: Tensor, dtype: torch.dtype) -> Tensor:
     """Narrow (B·S, D), (B, S), (B, T) → wide hidden (B·T, D)"""
-    x, narrow = embed(model, model.target_embedding, tgt_in, dtype)
-    mask = added_mask(src_pad)  # (B, S)
-    decoder, batch = model.transformer.decoder, len(tgt_in)
-    for layer in decoder.layers:
+    stream, mask = Stream(model, model.target_embedding, tgt_in, model.transformer.decoder, dtype), added_mask(src_pad)
+    for layer in model.transformer.decoder.layers:
         own, other = layer.self_attn, layer.multihead_attn
-        seen = attend_own(own, narrow, None, batch, causal=True)
-        x, narrow = add_norm(x, seen, own.out_proj, layer.dropout1, layer.norm1)
-        seen = attend_source(other, narrow, memory, mask, batch)
-        x, narrow = add_norm(x, seen, other.out_proj, layer.dropout2, layer.norm2)
-        x, narrow = add_norm(x, widen(layer, narrow), layer.linear2, layer.dropout3, layer.norm3)
-    return kernels.add_norm(x, None, None, decoder.norm, 0.0, dtype)[0]
+        stream.add(attend_own(own, stream.narrow, None, len(tgt_in), causal=True), own.out_proj, layer.dropout1)
+        stream.add(attend_source(other, stream.narrow, memory, mask, len(tgt_in)), other.out_proj, layer.dropout2)
+        stream.add(widen(layer, stream.narrow), layer.linear2, layer.dropout3)
+    return stream.end()[0]
+
+
+class Stream:
+    """What flows through the layers, (N, D): `x`, wide, to which each sub-layer adds, and `narrow`, which the next one takes.
+
+    Post-norm: both are the norm of the sum. Pre-norm: `x` is the sum alone, and `narrow` is its norm by the sub-layer that
+    comes. So in either a sum and the norm behind it are one kernel.
+    """
+
+    def __init__(self, model: nn.Module, embedding: nn.Embedding, ids: Tensor, coder: nn.Module, dtype: torch.dtype):
+        norms = (part for layer in coder.layers for part in layer.children() if isinstance(part, nn.LayerNorm))
+        self.norms, self.norm_first = itertools.chain(norms, [coder.norm]), model.config.norm_first
+        self.x, self.narrow = embed(model, embedding, ids, dtype)
+        if self.norm_first:
+            self.normalise()
+
+    def add(self, inner: Tensor, out: nn.Linear, dropout: nn.Dropout) -> None:
+        """The end of a sub-layer: its last product, dropout, residual and norm."""
+        self.normalise(linear(inner, out.weight), out.bias, dropout.p if dropout.training else 0.0)
+
+    def normalise(self, branch: Tensor | None = None, bias: Tensor | None = None, p: float = 0.0) -> None:
+        """`x` plus what there is to add, and the next norm of it."""
+        total, self.wide, self.narrow = kernels.add_norm(self.x, branch, bias, next(self.norms), p, self.narrow.dtype)
+        self.x = total if self.norm_first else self.wide
+
+    def end(self) -> tuple[Tensor, Tensor]:
+        """Behind the last norm: wide and narrow (N, D)."""
+        if not self.norm_first:
+            self.normalise()
+        return self.wide, self.narrow
 
 
 def embed(model: nn.Module, embedding: nn.Embedding, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -133,14 +157,6 @@ def attend_source(attention: nn.MultiheadAttention, x: Tensor, memory: Tensor, m
 def widen(layer: nn.Module, x: Tensor) -> Tensor:
     """The inner half of the feed-forward part: (N, D) → (N, feed-forward)"""
     return kernels.relu_dropout(linear(x, layer.linear1.weight), layer.linear1.bias, drop(layer))
-
-
-def add_norm(
-    x: Tensor, inner: Tensor, out: nn.Linear, dropout: nn.Dropout, norm: nn.LayerNorm
-) -> tuple[Tensor, Tensor]:
-    """The end of a sub-layer: its last product, dropout, residual and norm; → wide and narrow (N, D)"""
-    p = dropout.p if dropout.training else 0.0
-    return kernels.add_norm(x, linear(inner, out.weight), out.bias, norm, p, inner.dtype)
 
 
 def drop(module: nn.Module) -> float:

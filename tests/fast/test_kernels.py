@@ -68,8 +68,9 @@ def test_add_norm(seed, tokens, width, alone):
 
     def plain(residual, *rest):
         *branch, gain, shift = rest
-        y = F.layer_norm(sum(branch, residual), (width,), gain, shift, norm.eps)
-        return y, y
+        total = sum(branch, residual)
+        y = F.layer_norm(total, (width,), gain, shift, norm.eps)
+        return total, y, y
 
     # A row of one number has no spread: both divide rounding by √ε there.
     agree(kernel, plain, *tensors, within=2e-6 if width > 2 else 1e-2)
@@ -203,7 +204,7 @@ def test_dropout_of_a_branch():
     norm, p = torch.nn.LayerNorm(96), 0.25
     residual, branch, bias = (x.requires_grad_() for x in numbers(5, (50, 96), (50, 96), (96,)))
     torch.manual_seed(5)
-    y, _ = native.add_norm(residual, branch, bias, norm, p, torch.float32)
+    _, y, _ = native.add_norm(residual, branch, bias, norm, p, torch.float32)
     (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
     factors = branch.grad / residual.grad  # the sum passes the same gradient to both
     assert ((factors == 0) | ((factors - 1 / (1 - p)).abs() < 1e-5)).all() and 0.2 < (
@@ -252,7 +253,7 @@ def test_bfloat16_rounds_and_nothing_else():
     rows, positions, bias, x = numbers(0, (1, 40, 33), (40, 33), (33,), (40, 33))
     wide, narrow = native.embed(rows, positions, 2.0, 0.0, torch.bfloat16)
     assert torch.equal(wide.bfloat16(), narrow)
-    wide, narrow = native.add_norm(wide, narrow, bias, torch.nn.LayerNorm(33), 0.0, torch.bfloat16)
+    _, wide, narrow = native.add_norm(wide, narrow, bias, torch.nn.LayerNorm(33), 0.0, torch.bfloat16)
     assert torch.equal(wide.bfloat16(), narrow)
     x = x.bfloat16()
     assert torch.equal(native.relu_dropout(x.clone(), bias, 0.0), F.relu(x.float() + bias).bfloat16())
