@@ -121,7 +121,7 @@ def train(config: Config) -> Path:
         # -------- model, loss, optimiser; a resumed run restores them
         sizes = sizes_of(config, len(prepared.source_tokenizer), len(prepared.target_tokenizer))
         torch.manual_seed(config.seed)
-        fast.keep_tensors_together(world.device)
+        fast.keep_tensors_together(world.device)  # on a CPU: less memory, less time
         model = Translator(sizes).to(world.device)
         if config.attention:  # the same weights, computed by hand
             from labs.attention_op import use_in

@@ -57,7 +57,7 @@ def main(config: Config) -> None:
     }  # fmt: skip
 
     def turn(name: str) -> dict:
-        tokens, jobs, tasks = *launches[name], []
+        (tokens, jobs), tasks = launches[name], []
         for size, first_core in jobs:
             with socket.create_server(("127.0.0.1", 0)) as free:  # a port that nobody uses
                 port = free.getsockname()[1]

@@ -206,9 +206,9 @@ def results(page: Page, runs: list[RunFiles]) -> None:
         page.table(["", *cards], cells)
     for name in names if len(runs) > 1 else [name for name in names if name not in cards]:
         page.heading(name, 3)
-        keys = dict.fromkeys(key for run in runs for key in run.results.get(name, {}))
-        plain = [key for key in keys if all(is_plain(run.results.get(name, {}).get(key)) for run in runs)]
         shown = [run for run in runs if name in run.results]
+        keys = dict.fromkeys(key for run in shown for key in run.results[name])
+        plain = [key for key in keys if all(is_plain(run.results[name].get(key)) for run in shown)]
         rows = CARD if name in cards else {key: result(key, form=",.6g") for key in plain}
         table(page, shown, {label: partial(of, name=name) for label, of in rows.items()})
 

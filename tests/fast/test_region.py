@@ -1,5 +1,6 @@
 """Tensors in one region: none lies on another, holes join, a forked process can go on, and the region stays as wide as a step."""
 
+import resource
 import subprocess
 import sys
 
@@ -74,6 +75,9 @@ thread.join()
 
 
 @needs_compiler
+@pytest.mark.skipif(
+    resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY, reason="addresses are limited here"
+)
 @pytest.mark.parametrize("script", [WHOLE, WIDTH, FORK], ids=["whole", "width", "fork"])
 def test_the_region(script):
     run = subprocess.run(
