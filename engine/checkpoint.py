@@ -141,12 +141,14 @@ def latest(folder: Path, to_resume: bool = False) -> Path:
     raise UserError(f"no whole checkpoint in {folder}: {reason}; train first, or give another folder")
 
 
-def mend(folder: Path) -> Path:
-    """What a run goes on from, with the links to it and to the best set anew: a kill may have come before they were."""
+def mend(folder: Path) -> Path | None:
+    """What a run goes on from, None if nothing was saved; links are set anew: a kill may have come before they were."""
+    if not steps(folder):
+        return None
     newest = latest(folder, to_resume=True)
     state = load_state(newest)
     with suppress(OSError):  # the folder may be only for reading; who reads does not need the links
-        _link(Path(folder), state["step"], state.get("best_step"))
+        _link(Path(folder), state["step"], state["best_step"])
     return newest
 
 
@@ -171,12 +173,12 @@ def resolve(path: str | Path) -> Path:
 
 
 def _best_of(folder: Path) -> Path:
-    """The best checkpoint by what the newest one says, or by the link of an older version; else the newest."""
+    """The best checkpoint by what the newest one says; the newest if nothing was validated yet."""
     newest = latest(folder)
-    best_step = load_state(newest).get("best_step")
-    best = folder / (f"step-{best_step}" if best_step is not None else "best")
-    if not best.exists() and best_step is None:  # nothing was validated yet
+    best_step = load_state(newest)["best_step"]
+    if best_step is None:
         return newest
+    best = folder / f"step-{best_step}"
     if damage := verify(best):
         _say(f"{folder.parent} has no whole best checkpoint ({best.name}: {damage}); using the latest")
         return newest
@@ -204,7 +206,10 @@ def load_optimizer(checkpoint: Path) -> dict:
 
 def load_state(checkpoint: Path) -> dict:
     """The state of a checkpoint that was verified, as it was given to `save`, with its step and the best one's."""
-    return json.loads((Path(checkpoint) / "state.json").read_bytes())
+    state, best = json.loads((Path(checkpoint) / "state.json").read_bytes()), Path(checkpoint).parent / "best"
+    if "best_step" not in state:  # an older version had the link alone
+        state["best_step"] = int(best.resolve().name.removeprefix("step-")) if best.exists() else None
+    return state
 
 
 def last_whole(checkpoint: Path, count: int) -> list[Path]:

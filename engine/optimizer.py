@@ -29,10 +29,9 @@ class Muon(torch.optim.AdamW):
 
     _step_supports_amp_scaling = True  # fp16's scaler hands us `found_inf` and need not wait for the GPU either
 
-    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], lr: float, dtype: torch.dtype,
-                 momentum: float = 0.95):  # fmt: skip
+    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], lr: float, dtype: torch.dtype):
         super().__init__(others, lr, **ADAMW)
-        self.add_param_group({"params": matrices, "momentum": momentum})
+        self.add_param_group({"params": matrices, "momentum": 0.95})
         self.dtype = dtype  # of the products in between
 
     @torch.no_grad()

@@ -61,12 +61,11 @@ class Run:
         run.folder, run.found_there = made
         # The lock is rank 0's alone: an open file does not travel.
         world.on_main(lambda: run.at_end.enter_context(lock(run.folder)) and None)
-        run.checkpoint = world.on_main(lambda: last_checkpoint(run.folder)) if resume else None
+        # None if it is fresh, or was killed before its first checkpoint: then it begins again.
+        run.checkpoint = world.on_main(lambda: checkpoint.mend(run.folder / "checkpoints")) if resume else None
         run.state = checkpoint.load_state(run.checkpoint) if run.checkpoint else None
-        run.best_step = run.state.get("best_step") if run.state else None
-        if run.state and run.best_step is None and (best := run.checkpoint.parent / "best").exists():
-            run.best_step = int(best.resolve().name.removeprefix("step-"))  # an older version had the link alone
-        run.log = Log(run.folder, enabled=world.is_main)
+        run.best_step = run.state["best_step"] if run.state else None
+        run.log = Log(run.folder)
         run.log(f"run: {run.folder}" + (f", {world.size} processes" if world.size > 1 else ""))
         if hidden := hidden_gpus():
             run.log(f"note: {hidden}")
@@ -102,7 +101,7 @@ class Run:
             checkpoint.write_checksums(self.folder, described(self.folder))
             self.note_environment()
         resume_step = (self.state["step"] if self.state else 0) if self.config.resume else None
-        self.telemetry = Telemetry(self.folder, resume_step, enabled=self.world.is_main)
+        self.telemetry = Telemetry(self.folder, resume_step)
         self.at_end.callback(self.telemetry.close)
         self.process, self.gpu = ProcessMeter(), None
         if self.world.is_main and self.world.device.type == "cuda":
@@ -279,12 +278,6 @@ def saved_settings(config, may_change: set[str]):
         setattr(saved, name, getattr(config, name))
     saved.given, saved.resume = given, str(run)  # `given`: what was asked for and is new
     return saved
-
-
-def last_checkpoint(run: Path) -> Path | None:
-    """What a run goes on from; None if it was killed before its first checkpoint, and begins again."""
-    folder = run / "checkpoints"
-    return checkpoint.mend(folder) if checkpoint.steps(folder) else None
 
 
 def put_in(model: torch.nn.Module, weights: dict[str, torch.Tensor], path: Path) -> None:

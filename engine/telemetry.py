@@ -1,10 +1,11 @@
 """The numbers of a run: to TensorBoard and to metrics.jsonl alike, to the terminal and to train.log.
 
-    telemetry, log = Telemetry(run, resume_step), Log(run)        # ranks other than 0: enabled=False
+    telemetry, log = Telemetry(run, resume_step), Log(run)
     telemetry.scalars(step, {"loss/train": 3.2, **meter.read(), **gpu.read()})
     log(f"step {step}: loss 3.2"); telemetry.close()
 
-Nothing here that a step calls waits for the GPU: it all takes numbers that are on the host already.
+Rank 0 writes and speaks, the others keep silent. Nothing here that a step calls waits for the GPU: it all takes numbers
+that are on the host already.
 """
 
 import functools
@@ -45,14 +46,12 @@ class Telemetry:
     metrics.jsonl has no checksum, for nothing trains or scores by it; report.py leaves out what is no JSON, and says so.
     """
 
-    def __init__(self, run: Path, resume_step: int | None = None, enabled: bool = True):
+    def __init__(self, run: Path, resume_step: int | None = None):
         self.writer = None  # None on the other ranks: then every method does nothing
-        if not enabled:
+        if not is_main():
             return
         from torch.utils.tensorboard import SummaryWriter  # here, because the import takes a second
 
-        run = Path(run)
-        run.mkdir(parents=True, exist_ok=True)
         self.last_step = resume_step or 0
         last = _keep_records(run / "metrics.jsonl", resume_step) if resume_step is not None else {}
         self.result_step = resume_step if any(tag.startswith("result/") for tag in last) else None
@@ -146,14 +145,11 @@ def _keep_records(path: Path, last_step: int) -> dict:
 class Log:
     """`log("…")` prints a line (above a progress bar, if any) and appends it to <run>/train.log with the time."""
 
-    def __init__(self, run: Path | None = None, enabled: bool | None = None):
-        self.enabled = is_main() if enabled is None else enabled
-        self.path = Path(run) / "train.log" if run is not None else None
-        if self.enabled and self.path:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, run: Path | None = None):
+        self.path = run / "train.log" if run else None
 
     def __call__(self, message: str) -> None:
-        if not self.enabled:
+        if not is_main():
             return
         with suppress(BrokenPipeError):  # `python train.py | head` goes on, and train.log has it all
             tqdm.write(message)
@@ -169,9 +165,7 @@ class Log:
 
 def progress(iterable=None, **kwargs) -> tqdm:
     """A tqdm bar; silent when standard error is no terminal (batch jobs) and on ranks other than 0."""
-    kwargs.setdefault("disable", not (sys.stderr.isatty() and is_main()))
-    kwargs.setdefault("dynamic_ncols", True)
-    return tqdm(iterable, **kwargs)
+    return tqdm(iterable, disable=None if is_main() else True, dynamic_ncols=True, **kwargs)  # None: if no terminal
 
 
 class ProcessMeter:
@@ -205,10 +199,7 @@ class GpuSampler(threading.Thread):
         super().__init__(daemon=True, name="gpu-sampler")
         self.interval = interval
         self.handle, self.samples, self.lock, self.ended = None, {}, threading.Lock(), threading.Event()
-        device = torch.device(device)
         try:
-            if device.type != "cuda":
-                raise ValueError(f"this run is on the {device.type}")
             import pynvml
 
             pynvml.nvmlInit()

@@ -183,7 +183,7 @@ def main(config: Config) -> None:
     most = config.processes or gpus or 4
     folder = Path(config.folder or f"runs/compare-{config.size}")
     folder.mkdir(parents=True, exist_ok=True)
-    log = Log(enabled=True)
+    log = Log()
     rows, outcomes = ladder(most, gpus > 0), []
     for number, row in enumerate(rows):
         got = run_row(row, number, config, folder)

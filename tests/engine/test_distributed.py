@@ -162,7 +162,7 @@ def test_seeds_differ_between_ranks_steps_and_runs():
     worlds = [World(rank, 8, torch.device("cpu")) for rank in range(8)]
     drawn = set()
     for world, seed, step in product(worlds, (0, 1, 2**40), (1, 2, 65_537, 10**6)):
-        torch.manual_seed(world.seed(seed, step))
+        world.set_seed(seed, step)
         drawn.add(torch.rand(4).numpy().tobytes())
     assert len(drawn) == 8 * 3 * 4
 
@@ -195,8 +195,9 @@ def work(rank):
         "from_main": str(world.from_main({"path": Path("/a") / str(rank), "none": None})),
         "gather": world.gather(["r"] * rank),
         "on_main": [world.on_main(lambda: f"made by {world.rank}"), world.on_main(lambda: 2)],
-        "seed": world.seed(1, 2),
     }
+    world.set_seed(1, 2)
+    found["seed"] = torch.initial_seed()
     try:
         world.on_main(refuse)
     except UserError as error:
@@ -240,7 +241,8 @@ def test_every_rank_gets_the_same(tmp_path):
         assert found["maximum"] == [size - 1, 0, 1, 0.1 * (size - 1)]  # doubles, not floats
         assert found["from_main"] == str({"path": Path("/a/0"), "none": None})
         assert found["on_main"] == ["made by 0", 2] and found["refused"] == "no"
-        assert found["columns"] == [0, rank] and found["seed"] == World(rank, size, torch.device("cpu")).seed(1, 2)
+        World(rank, size, torch.device("cpu")).set_seed(1, 2)
+        assert found["columns"] == [0, rank] and found["seed"] == torch.initial_seed()
         assert found["gather"] == ([["r"] * other for other in range(size)] if rank == 0 else None)
 
 
