@@ -60,13 +60,12 @@ def parse_flags(config_class, description: str = "", positional: str | None = No
 
 
 def _parse(config_class, description: str, positional: str | None, arguments: list[str]):
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     names = [field.name for field in dataclasses.fields(config_class)]
     for field in dataclasses.fields(config_class):
-        spellings = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
         kind = dict(type=_boolean, nargs="?", const=True) if field.type is bool else dict(type=field.type)
         kind = dict(type=int, nargs="+") if field.type is tuple else kind  # whole numbers: --gpu_devices 0 1 2
-        parser.add_argument(*spellings, default=field.default, **kind)  # --norm_first, --norm_first=false
+        parser.add_argument(f"--{field.name}", f"--{field.name.replace('_', '-')}", **kind)  # --norm_first=false
     end = arguments.index("--") if positional and "--" in arguments else len(arguments)
     arguments, words_after = arguments[:end], arguments[end + 1 :]
     if {"--help", "-h"} & set(arguments):
@@ -87,12 +86,11 @@ def _parse(config_class, description: str, positional: str | None, arguments: li
             raise UserError(f"unknown flag {word.split('=')[0]}{advice}")
     if rest and not positional:
         raise UserError(f"unexpected argument {rest[0]!r}; every setting is a flag (see --help)")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(parsed).items()}
-    config = checked(config_class(**values))
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(parsed).items()}
+    config = checked(config_class(**given))
+    config.given = {*given}
     if positional:
         setattr(config, positional, rest + words_after)
-    words = {word[2:].split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")}
-    config.given = words & set(names)
     return config
 
 

@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -53,16 +54,17 @@ class Run:
         A run that goes on takes its settings from its folder; a flag outside `may_change` would make it another run.
         """
         run = cls()
-        run.world, run.at_end, run.begun, run.started = world, contextlib.ExitStack(), False, time.perf_counter()
+        run.world, run.at_end, run.started = world, contextlib.ExitStack(), time.perf_counter()
         run.config = checked(after_restart(saved_settings(config, may_change) if config.resume else config, world))
         resume = run.config.resume
-        # `found_there`: the names of the files that lay in a fresh run's folder before.
-        made = (Path(resume), set()) if resume else world.on_main(lambda: new_folder(config.run, kind))
-        run.folder, run.found_there = made
-        # The lock is rank 0's alone: an open file does not travel.
-        world.on_main(lambda: run.at_end.enter_context(lock(run.folder)) and None)
-        # None if it is fresh, or was killed before its first checkpoint: then it begins again.
-        run.checkpoint = world.on_main(lambda: checkpoint.mend(run.folder / "checkpoints")) if resume else None
+
+        def open_folder() -> tuple[Path, Path | None]:
+            """The folder, and the checkpoint that a run goes on from."""
+            folder = Path(resume) if resume else run.at_end.enter_context(new_folder(config.run, kind))
+            run.at_end.enter_context(lock(folder))
+            return folder, checkpoint.mend(folder / "checkpoints") if resume else None
+
+        run.folder, run.checkpoint = world.on_main(open_folder)
         run.state = checkpoint.load_state(run.checkpoint) if run.checkpoint else None
         run.best_step = run.state["best_step"] if run.state else None
         run.log = Log(run.folder)
@@ -109,7 +111,6 @@ class Run:
             self.gpu.start()
             self.at_end.callback(self.gpu.stop)
         self.interrupted = self.at_end.enter_context(caught_signals())
-        self.begun = True
 
     def note_environment(self) -> None:
         """Write what this run is made on into its folder, now and, with the seconds it took, at its end."""
@@ -167,11 +168,6 @@ class Run:
 
     def __exit__(self, kind, error, traceback) -> None:
         self.at_end.close()
-        if not self.begun and not self.config.resume and self.world.is_main:  # a mistake: leave no folder behind
-            with contextlib.suppress(OSError):  # a folder that was there before may hold other things
-                for name in {".job", ".lock", "train.log"} - self.found_there:
-                    (self.folder / name).unlink(missing_ok=True)
-                self.folder.rmdir()
         if error is None:  # else other ranks may wait at another place, and a goodbye would wait for them
             self.world.stop()
 
@@ -187,8 +183,9 @@ def folder_of(name: str) -> Path:
     return Path(name) if "/" in name else Path("runs") / name
 
 
-def new_folder(name: str, kind: str) -> tuple[Path, set[str]]:
-    """The folder of a fresh run, and the names of the files in it: one that is named may be there, but be no run yet."""
+@contextlib.contextmanager
+def new_folder(name: str, kind: str) -> Iterator[Path]:
+    """The folder of a fresh run; removed in the end if no run has begun in it. One that is named may be there already."""
     given, name = name, name or time.strftime(f"%Y-%m-%d_%H-%M-%S-{kind}")
     run = folder_of(name)
     if run.name in (".", "..", "") or "\n" in name:
@@ -200,15 +197,21 @@ def new_folder(name: str, kind: str) -> tuple[Path, set[str]]:
         while True:
             try:
                 run.mkdir(exist_ok=bool(given))
-                found_there = {file.name for file in run.iterdir()}
-                (run / ".job").write_text(job_name(), encoding="utf-8")
-                return run, found_there
+                break
             except FileExistsError:
                 if given:
                     raise
                 run = run.with_name(run.name + "+")  # another run was started in the same second
+        found_there = {file.name for file in run.iterdir()}
+        (run / ".job").write_text(job_name(), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write to {run}: {error.strerror}; choose another --run PATH/NAME") from None
+    yield run
+    if not (run / "config.json").exists():  # a mistake: leave no folder behind
+        with contextlib.suppress(OSError):  # one that was there before may hold other things
+            for name in {".job", ".lock", "train.log"} - found_there:
+                (run / name).unlink(missing_ok=True)
+            run.rmdir()
 
 
 def job_name() -> str:

@@ -204,7 +204,7 @@ def test_names_that_cannot_be(settings, words):
 
 def test_runs_started_in_the_same_second_get_folders_of_their_own(monkeypatch):
     monkeypatch.setattr(run_module.time, "strftime", lambda _: "now")
-    assert len({run_module.new_folder("", "toy")[0] for _ in range(3)}) == 3
+    assert len({run_module.new_folder("", "toy").__enter__() for _ in range(3)}) == 3
 
 
 # ---------------------------------------------------------------- the lock
