@@ -76,10 +76,8 @@ def save(
     except OSError as error:
         _settle_replaced(folder)
         whole = next(_whole(folder), None)
-        remedy = (
-            f"fix this, then resume from {whole.name}, which is whole" if whole else "no earlier checkpoint is whole"
-        )
-        raise UserError(f"cannot write step-{step} in {folder}: {error.strerror or error}; {remedy}") from error
+        remedy = f"resume from {whole.name}, which is whole" if whole else "begin anew: no earlier checkpoint is whole"
+        raise UserError(f"cannot write step-{step} in {folder}: {error.strerror}; fix this, then {remedy}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # after success it has its final name, and nothing is left here
     return checkpoint
@@ -143,6 +141,7 @@ def latest(folder: Path, to_resume: bool = False) -> Path:
 
 def mend(folder: Path) -> Path | None:
     """What a run goes on from, None if nothing was saved; links are set anew: a kill may have come before they were."""
+    _settle_replaced(folder)
     if not steps(folder):
         return None
     newest = latest(folder, to_resume=True)

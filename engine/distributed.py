@@ -267,9 +267,7 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     by_srun = "SLURM_LOCALID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
     own_card = by_srun and count == 1 and int(os.environ.get("SLURM_GPUS_ON_NODE", local_size)) >= local_size
     if ":" not in name and local_size > count and not own_card:  # said by every rank, so that none waits for the others
-        raise UserError(
-            f"{local_size} processes but {count} visible GPU(s); start at most {count}, or use --device cpu"
-        )
+        raise UserError(f"{local_size} processes but {count} visible GPU(s); start at most {count}, or --device cpu")
     index = name.partition(":")[2] or str(0 if own_card else local_rank)
     if not index.isdigit() or int(index) >= count:
         raise UserError(f"GPU {index} was asked for but {count} can be seen; use fewer processes or another --device")

@@ -194,14 +194,9 @@ def new_folder(name: str, kind: str) -> Iterator[Path]:
         if (run / "config.json").exists():
             raise UserError(f"run {run} exists; choose another --run, or continue it with --resume {run}")
         run.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            try:
-                run.mkdir(exist_ok=bool(given))
-                break
-            except FileExistsError:
-                if given:
-                    raise
-                run = run.with_name(run.name + "+")  # another run was started in the same second
+        while not given and run.exists():
+            run = run.with_name(run.name + "+")  # another run was started in the same second
+        run.mkdir(exist_ok=bool(given))
         found_there = {file.name for file in run.iterdir()}
         (run / ".job").write_text(job_name(), encoding="utf-8")
     except OSError as error:

@@ -139,6 +139,12 @@ def test_a_run_goes_on_from_the_newest_that_has_all_and_its_links_are_set_anew(t
     assert ck.latest(tmp_path) == tmp_path / "step-1"  # to translate it does
 
 
+def test_the_only_checkpoint_put_aside_by_a_killed_save_is_gone_on_from(tmp_path):
+    assert ck.mend(tmp_path) is None
+    save(tmp_path, 1).rename(tmp_path / ".replaced-step-1")
+    assert ck.mend(tmp_path) == tmp_path / "step-1"
+
+
 def test_the_checkpoint_just_saved_stays_even_if_newer_steps_exist(tmp_path):
     for step in (10, 20, 30):
         save(tmp_path, step)
