@@ -133,9 +133,9 @@ class World:
         return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def set_seed(self, seed: int, step: int) -> None:
-        """Seed torch for this run, step and rank, which are mixed: what a resumed step draws, it draws again.
+        """Seed torch by the run's seed, the step and the rank: what a resumed step draws, it draws again.
 
-        As `torch.manual_seed` does, which looks at absent devices too and takes ten times as long.
+        `torch.manual_seed` takes ten times as long: it looks at absent devices too.
         """
         # Not just shifted into place: of 64 bits torch's generator on the CPU looks at the lower 32 only.
         mixed = int(np.random.SeedSequence((seed, step, self.rank)).generate_state(1, np.uint64)[0])
@@ -192,9 +192,7 @@ def start(device_name: str = "auto") -> World:
     if rank >= size:
         raise UserError(f"RANK {rank} must be below WORLD_SIZE {size}; start with torchrun, or unset both")
     device = choose_device(device_name, local_rank)
-    if size == 1:
-        return World(0, 1, device)
-    return World(rank, size, device, join(rank, size, device))
+    return World(rank, size, device, join(rank, size, device) if size > 1 else None)
 
 
 def join(rank: int, size: int, device: torch.device) -> dist.Store:
