@@ -118,7 +118,7 @@ def checked(config):
         choices = choices_of(field)
         if choices and value not in (*choices, field.default):
             names = f"{', '.join(choices[:-1])} or {choices[-1]}"
-            raise UserError(f"--{field.name} {value} is unknown; choose {names}{nearest(value, choices, hint='')}")
+            raise UserError(f"--{field.name} {value} is unknown; choose {names}{nearest(value, choices)}")
     return config
 
 
@@ -157,12 +157,12 @@ def read_settings(path: Path) -> dict:
     return values
 
 
-def nearest(word: str, names: list[str], prefix: str = "", hint: str = "see --help") -> str:
-    """'; did you mean --lr?' for the name closest to `word`, or the hint when none is close."""
+def nearest(word: str, names: list[str], prefix: str = "") -> str:
+    """'; did you mean --lr?' for the name closest to `word`; where none is close, a flag's help is named."""
     word = word.replace("-", "_")
     same = [OTHER_WORDS[word]] if OTHER_WORDS.get(word) in names else []
     close = same or difflib.get_close_matches(word, names, n=1)
-    return f"; did you mean {prefix}{close[0]}?" if close else f"; {hint}" if prefix and hint else ""
+    return f"; did you mean {prefix}{close[0]}?" if close else "; see --help" if prefix else ""
 
 
 def format_help(config_class, description: str, positional: str | None) -> str:
