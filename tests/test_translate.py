@@ -150,6 +150,18 @@ def test_int8_is_for_greedy_search(asked, told):
         script.Config(precision="int8", **asked)
 
 
+@pytest.mark.parametrize(
+    ("mode", "idle"),
+    [(dict(serve=True), dict(beam=4, whole_lines=True)), (dict(export="hf"), dict(precision="fp32", captured=True)),
+     (dict(export="onnx"), dict(beam=4, length_penalty=1.0))],
+)  # fmt: skip
+def test_a_flag_that_the_page_or_the_export_has_no_use_for(mode, idle):
+    names = ", ".join(f"--{name}" for name in idle)
+    with pytest.raises(UserError, match=f"^--{next(iter(mode))} has no use for {names}; leave it out$"):
+        script.Config(**mode, **idle)
+    script.Config(serve=True, length_penalty=1.0, captured=True)  # both take effect on the page
+
+
 def test_at_a_prompt(tiny_run, called, reference, monkeypatch):
     typed_lines = iter(["一二 ", "三", "", "never read"])
     monkeypatch.setattr("builtins.input", lambda shown: next(typed_lines))
