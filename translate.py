@@ -34,12 +34,6 @@ class Config:
         if self.precision == "int8" and (self.beam > 1 or self.serve):  # the page shows what a beam finds
             asked = "--serve" if self.serve else f"--beam {self.beam}"
             raise UserError(f"--precision int8 decodes greedily; {asked} needs another --precision")
-        idle = {"serve": ["beam", "whole_lines"],  # the page asks for the beam, and cuts lines itself
-                "export": ["beam", "length_penalty", "precision", "captured", "whole_lines"]}  # fmt: skip
-        for mode, names in idle.items():
-            given = [f"--{name}" for name in names if getattr(self, name) != getattr(Config, name)]
-            if getattr(self, mode) and given:
-                raise UserError(f"--{mode} has no use for {', '.join(given)}; leave it out")
         if self.quantization and self.export != "ctranslate2":
             raise UserError("--quantization is for --export ctranslate2")
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import HANGS, ROOT, fork_ranks
 
+import serving
 import translate as script
 from decoding import translate_lines
 from engine.errors import UserError
@@ -151,15 +152,15 @@ def test_int8_is_for_greedy_search(asked, told):
 
 
 @pytest.mark.parametrize(
-    ("mode", "idle"),
-    [(dict(serve=True), dict(beam=4, whole_lines=True)), (dict(export="hf"), dict(precision="fp32", captured=True)),
-     (dict(export="onnx"), dict(beam=4, length_penalty=1.0))],
+    ("mode", "given", "named"),
+    [(dict(serve=True), {"serve", "port", "length_penalty", "beam", "whole_lines"}, "--beam, --whole_lines"),
+     (dict(export="onnx"), {"export", "device", "length_penalty", "precision"}, "--length_penalty, --precision")],
 )  # fmt: skip
-def test_a_flag_that_the_page_or_the_export_has_no_use_for(mode, idle):
-    names = ", ".join(f"--{name}" for name in idle)
-    with pytest.raises(UserError, match=f"^--{next(iter(mode))} has no use for {names}; leave it out$"):
-        script.Config(**mode, **idle)
-    script.Config(serve=True, length_penalty=1.0, captured=True)  # both take effect on the page
+def test_a_flag_that_the_page_or_the_export_has_no_use_for(mode, given, named):
+    config = script.Config(**mode)
+    config.text, config.given = [], given
+    with pytest.raises(UserError, match=f"^--{next(iter(mode))} has no use for {named}; leave it out$"):
+        serving.start(config, None, None, None)
 
 
 def test_at_a_prompt(tiny_run, called, reference, monkeypatch):
