@@ -71,7 +71,7 @@ install() {
         run "$python" -m pip install --disable-pip-version-check --index-url "$TORCH_INDEX_URL" "$(grep '^torch' "$root/requirements.txt")"
     elif [ "$(uname -s)" = Linux ] && ! "$python" -c 'import torch' 2>/dev/null; then
         echo "PyTorch with CUDA takes 5.3 GB. Without an NVIDIA GPU a fraction is enough: stop with Ctrl-C and type"
-        echo "    TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu bash $0"
+        echo "    TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu bash $(printf %q "$0")"
     fi
     run "$python" -m pip install --disable-pip-version-check -r "$1"
     cp "$1" "$stamp"
@@ -134,11 +134,11 @@ if tail -n 1 "$folder/train.log" | grep -q "to go on:"; then
     exit 130
 fi
 run "$python" "$root/evaluate.py" --ckpt "$folder"
-at="$([ "$PWD" = "$root" ] || echo "$root/")"
+at="$([ "$PWD" = "$root" ] || printf %q "$root/")" activate="$(printf %q "$venv/bin/activate")"
 cat <<END
 
 Next 接下来:
-  tensorboard --logdir runs                    # curves 曲线   (source $venv/bin/activate first 先激活环境)
+  tensorboard --logdir runs                    # curves 曲线   (source $activate first 先激活环境)
   python ${at}translate.py 我昨天买了三本书。          # translate 翻译
   python ${at}evaluate.py --beam 4                  # beam search 束搜索
   python ${at}train.py --help                       # every flag 全部参数

@@ -77,6 +77,7 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a wro
 
 import contextlib
 import math
+import shlex
 import time
 from functools import partial
 from pathlib import Path
@@ -288,7 +289,7 @@ def train(config: Config) -> Path:
         if why_stop != INTERRUPTED:
             results = {"result/best_validation_loss": state["best_loss"], "result/validation_bleu": state["best_bleu"]}
             run.telemetry.hyperparameters(config, {tag: value for tag, value in results.items() if value is not None})
-            log(f"next: python evaluate.py --ckpt {run.folder}")
+            log(f"next: python evaluate.py --ckpt {shlex.quote(str(run.folder))}")
         return run.folder
 
 

@@ -46,7 +46,8 @@ def run_script(main) -> None:
     except BrokenPipeError:  # `… | head` has seen enough
         os._exit(0)
     except Exception as error:
-        on_gpu = type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported here
+        # torch's, which is not imported here; on a card that others have filled it is CUDA's own.
+        on_gpu = type(error).__name__ == "OutOfMemoryError" or "CUDA error: out of memory" in str(error)
         if on_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             stop(f"the {'GPU' if on_gpu else 'machine'}'s memory is full; give --preset or the sizes smaller, to train.py "
                  "also --accumulate 2 (the same step in two parts) or fewer --tokens_per_batch")  # fmt: skip

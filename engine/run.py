@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -161,7 +162,7 @@ class Run:
         self.log(f"time: {(time.perf_counter() - self.started) / 60:,.1f} minutes")
         self.log(f"stopped{'' if step is None else f' after step {step:,}'}: {why}")
         if why == INTERRUPTED:
-            self.log(f"to go on: {command()} --resume {self.folder}")
+            self.log(f"to go on: {command()} --resume {shlex.quote(str(self.folder))}")
 
     def __enter__(self) -> "Run":
         return self
@@ -192,7 +193,7 @@ def new_folder(name: str, kind: str) -> Iterator[Path]:
         raise UserError(f"--run {name!r} is no name for a run; choose letters, digits, - and _")
     try:
         if (run / "config.json").exists():
-            raise UserError(f"run {run} exists; choose another --run, or continue it with --resume {run}")
+            raise UserError(f"run {run} exists; choose another --run, or go on with --resume {shlex.quote(str(run))}")
         run.parent.mkdir(parents=True, exist_ok=True)
         while not given and run.exists():
             run = run.with_name(run.name + "+")  # another run was started in the same second

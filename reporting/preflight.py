@@ -39,6 +39,7 @@ ROWS = 500_000  # that are read, and compared for duplicates
 SAMPLE = 5_000  # rows, up to twice as many, that are cleaned and tokenised
 SECONDS = 2.0  # of steps that are tried
 NOTABLE = 0.02  # share of the rows from which on something is worth a warning
+USED = 0.1  # share of a GPU's memory that the driver and a screen do not reach
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,11 @@ def check(config) -> None:
     if config.resume or several_asked():
         raise UserError("--check looks at a new run of one process; leave --resume and torchrun out")
     warnings = []
+    used = describe_cards()
     device = choose_device(config.device, 0)
     precision = choose_precision(device, config.precision, training=True)
     print(precision.describe())
-    describe_cards(device, warnings.append)
+    warn_of_others(device, used, warnings.append)
     if hidden := hidden_gpus():
         warnings.append(hidden)
 
@@ -110,9 +112,9 @@ def check(config) -> None:
     print(f"check: this would run; {len(warnings) or 'no'} warning{'s' * (len(warnings) != 1)}")
 
 
-def describe_cards(device: torch.device, warn: Callable) -> None:
-    """A line for every GPU that PyTorch sees, if NVML tells of it; warns if others compute on the run's own."""
-    others = []  # processes on each card
+def describe_cards() -> list[bool]:
+    """A line for every GPU that PyTorch sees, if NVML tells of it; → whether others use it. Before this process uses one."""
+    used = []
     with suppress(Exception):  # no package, no driver, no permission
         import pynvml
 
@@ -120,13 +122,18 @@ def describe_cards(device: torch.device, warn: Callable) -> None:
         for index in range(torch.cuda.device_count()):
             handle = nvml_handle(pynvml, torch.device("cuda", index))
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            processes = {process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
-            others.append(len(processes - {os.getpid()}))
+            processes = len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
+            used.append(processes > 0 or memory.used > USED * memory.total)  # a container hides processes, not memory
             print(f"cuda:{index}: {torch.cuda.get_device_properties(index).name}, {(memory.total - memory.used) / GIB:.1f} of "
-                  f"{memory.total / GIB:.1f} GiB free, {others[index]} other processes")  # fmt: skip
-    if device.type == "cuda" and len(others) > device.index and others[device.index]:
-        free = [f"cuda:{index}" for index, count in enumerate(others) if not count]
-        warn(f"{others[device.index]} other processes compute on {device}; free: {', '.join(free) or 'no other card'}")
+                  f"{memory.total / GIB:.1f} GiB free, processes: {processes}")  # fmt: skip
+    return used
+
+
+def warn_of_others(device: torch.device, used: list[bool], warn: Callable) -> None:
+    """Warns if others use the run's own card; names those that nobody uses."""
+    if device.type == "cuda" and used[device.index : device.index + 1] == [True]:
+        free = [f"--device cuda:{index}" for index, others in enumerate(used) if not others]
+        warn(f"others use {device}; free: {', '.join(free) or 'no card'}")
 
 
 def sample_of(text: ParallelText) -> tuple[Sample, int, float]:

@@ -9,6 +9,7 @@ import fcntl
 import json
 import math
 import re
+import shlex
 import statistics
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -177,7 +178,7 @@ def read_run(folder: str | Path) -> RunFiles:
             if path.with_suffix(".txt").exists():
                 run.hypotheses[name] = read_text(run, f"{name}.txt", "").split("\n")[:-1]
     if not run.results and (run.model or not run.last_words()):  # some labs make none
-        way = ("this makes one", f"python evaluate.py --ckpt {folder}") if run.model else ()
+        way = ("this makes one", f"python evaluate.py --ckpt {shlex.quote(str(folder))}") if run.model else ()
         run.missing.append(("eval/", "no result yet", *way))
     run.pictures = sorted([*run.folder.glob("*.png"), *run.folder.glob("eval/*.png")])
     run.running = is_locked(run.folder / ".lock")

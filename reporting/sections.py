@@ -1,5 +1,6 @@
 """The parts of a report, each a function that adds to the page; every table has one column a run."""
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -295,7 +296,7 @@ def compare_scores(run: RunFiles) -> tuple[str, list[Compared]]:
     rows = rows_of(run, names[0]) if len(names) > 1 else []
     if not rows:
         raise UserError(f"--compare needs two runs, or two evaluations of one on the same rows: python evaluate.py "
-                        f"--ckpt {run.folder} --beam 4")  # fmt: skip
+                        f"--ckpt {shlex.quote(str(run.folder))} --beam 4")  # fmt: skip
     systems = {name: run.hypotheses[name] for name in names}
     return str(run.folder), paired_bootstrap([reference for _, reference in rows], systems, run.config["target"])
 

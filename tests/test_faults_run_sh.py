@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -50,9 +51,9 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run_sh(place: Path, *words, **environment) -> tuple[int, str, str]:
+def run_sh(place: Path, *words, repo="repo", **environment) -> tuple[int, str, str]:
     """→ exit code, what was printed, and what Python was asked, a call a line."""
-    done = subprocess.run(["bash", "../repo/run.sh", *words], cwd=place / "home", env={**os.environ, **environment},
+    done = subprocess.run(["bash", f"../{repo}/run.sh", *words], cwd=place / "home", env={**os.environ, **environment},
                           capture_output=True, text=True, timeout=HANGS)  # fmt: skip
     log = (place / "log").read_text() if (place / "log").exists() else ""
     (place / "log").unlink(missing_ok=True)
@@ -68,6 +69,16 @@ def test_installs_once_and_evaluates_the_run_that_it_trained(place):
     name = asked.split("--run ")[1].split()[0]
     assert f"evaluate.py --ckpt runs/{name}\n" in asked and f"{place}/repo/train.py" in asked
     assert (place / f"home/runs/{name}/train.log").exists()  # seen from where the user is
+
+
+def test_the_commands_that_it_prints_can_be_typed_wherever_it_lies(place):
+    (place / "repo").rename(place / "my repo")
+    said = run_sh(place, repo="my repo", VENV=f"{place}/it's")[1]
+    typed = [shlex.split(words)[1] for words in re.findall(r"(?:source .*|python .*\.py)", said)]
+    assert typed == [
+        f"{place}/it's/bin/activate",
+        *(f"{place}/my repo/{name}.py" for name in ("translate", "evaluate", "train")),
+    ]
 
 
 @pytest.mark.parametrize("lab", ["lenet", "wikitext", "pipeline", "gpt"])

@@ -141,22 +141,36 @@ def test_a_tokenizer_that_does_not_know_the_characters(tmp_path, pairs, capsys):
         warnings(capsys, data, tokenizer=word_tokenizer(tmp_path / "u", pairs, "seven"))
 
 
-def test_another_process_on_the_card(monkeypatch, capsys):
-    """Card 0 is shared, card 1 is free."""
+@pytest.mark.parametrize(
+    ("cards", "device", "warned"),
+    [  # of each card: GiB in use, processes that are seen
+        ([(39.2, 1), (0.4, 0)], "cuda:0", ["others use cuda:0; free: --device cuda:1"]),
+        ([(39.2, 1), (0.4, 0)], "cuda:1", []),
+        ([(39.2, 1), (0.4, 0)], "cpu", []),
+        ([(30.0, 0), (9.0, 2)], "cuda:0", ["others use cuda:0; free: no card"]),  # in a container only memory is seen
+        ([(0.4, 1), (0.4, 0), (0.4, 0)], "cuda:0", ["others use cuda:0; free: --device cuda:1, --device cuda:2"]),
+    ],
+)
+def test_others_on_the_card(cards, device, warned, monkeypatch, capsys):
     nvml = SimpleNamespace(
         nvmlInit=lambda: None,
-        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=2**35, used=2**33 * (1 - handle)),
-        nvmlDeviceGetComputeRunningProcesses=lambda handle: [SimpleNamespace(pid=-1)] * (1 - handle),
+        nvmlDeviceGetHandleByUUID=lambda uuid: int(uuid.removeprefix("GPU-cuda:")),
+        nvmlDeviceGetMemoryInfo=lambda card: SimpleNamespace(total=40 * 2**30, used=int(cards[card][0] * 2**30)),
+        nvmlDeviceGetComputeRunningProcesses=lambda card: [SimpleNamespace(pid=7)] * cards[card][1],
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(preflight, "nvml_handle", lambda nvml, device: device.index)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="H200"))
-    found = []
-    preflight.describe_cards(torch.device("cuda", 0), found.append)
-    preflight.describe_cards(torch.device("cuda", 1), found.append)
-    assert found == ["1 other processes compute on cuda:0; free: cuda:1"]
-    assert capsys.readouterr().out.splitlines()[0] == "cuda:0: H200, 24.0 of 32.0 GiB free, 1 other processes"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: SimpleNamespace(name="A100", uuid=card))
+    used, found = preflight.describe_cards(), []
+    preflight.warn_of_others(torch.device(device), used, found.append)
+    assert found == warned
+    first = f"cuda:0: A100, {40 - cards[0][0]:.1f} of 40.0 GiB free, processes: {cards[0][1]}\n"
+    assert capsys.readouterr().out.startswith(first)
+    with pytest.raises(UserError, match="--device cuda:9"):
+        preflight.check(config(device="cuda:9"))
+    assert capsys.readouterr().out.startswith(
+        first
+    )  # before this process takes memory of a card, which would be counted
 
 
 def test_check_as_typed(toy_data, tmp_path):

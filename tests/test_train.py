@@ -5,6 +5,7 @@ import math
 import os
 import random
 import re
+import shlex
 import signal
 import sys
 from contextlib import contextmanager, nullcontext
@@ -25,8 +26,11 @@ import train as training
 from data import BucketSampler, collate_for
 from engine.errors import UserError
 from engine.precision import Precision
+from engine.run import INTERRUPTED, Run
 from engine.telemetry import shown_as
 from model import ModelConfig, Translator
+from reporting.reading import read_run
+from reporting.sections import compare
 from text.prepare import load_prepared
 from text.rows import default_path, find_text
 
@@ -380,6 +384,21 @@ def test_sigterm_saves_and_the_resumed_run_is_the_same(uninterrupted, toy_data, 
     assert f"stopped after step 25: interrupted\nto go on: python train.py --resume {here}\n" in output
     assert "resumed after step 25" in forked("train.py", "--resume", here, cwd=tmp_path)
     assert_same_run(uninterrupted[0], here)
+
+
+@pytest.mark.parametrize("name", ["two words", "it's $5", "实验"])
+def test_printed_commands_can_be_typed_whatever_the_name_of_the_run(name, toy_data, here, capsys):
+    folder = here / name
+    training.train(config(data=str(toy_data), run=str(folder)))
+    Run.close(SimpleNamespace(log=print, started=0.0, folder=folder), INTERRUPTED)
+    run = read_run(folder)
+    said = [*capsys.readouterr().out.splitlines(), *(words[-1] for words in run.missing)]
+    for call in (lambda: training.train(config(run=str(folder))), lambda: compare([run])):
+        with pytest.raises(UserError) as error:
+            call()
+        said.append(str(error.value))
+    commands = [shlex.split(words)[0] for line in said for words in re.split("--(?:ckpt|resume) ", line)[1:]]
+    assert commands == [str(folder)] * 5
 
 
 def test_a_longer_run_goes_on_from_a_finished_one(toy_data, here, capsys, monkeypatch):

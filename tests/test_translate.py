@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import HANGS, ROOT, fork_ranks
 
+import serving
 import translate as script
 from decoding import translate_lines
 from engine.errors import UserError
@@ -148,6 +149,18 @@ def test_int8_is_for_greedy_search(asked, told):
     assert script.Config(precision="int8").beam == 1
     with pytest.raises(UserError, match=f"--precision int8 decodes greedily; {told} needs another"):
         script.Config(precision="int8", **asked)
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "named"),
+    [(dict(serve=True), {"serve", "port", "length_penalty", "beam", "whole_lines"}, "--beam, --whole_lines"),
+     (dict(export="onnx"), {"export", "device", "length_penalty", "precision"}, "--length_penalty, --precision")],
+)  # fmt: skip
+def test_a_flag_that_the_page_or_the_export_has_no_use_for(mode, given, named):
+    config = script.Config(**mode)
+    config.text, config.given = [], given
+    with pytest.raises(UserError, match=f"^--{next(iter(mode))} has no use for {named}; leave it out$"):
+        serving.start(config, None, None, None)
 
 
 def test_at_a_prompt(tiny_run, called, reference, monkeypatch):

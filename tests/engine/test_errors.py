@@ -54,6 +54,11 @@ def test_a_script_without_mistake_just_ends():
     assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
 
 
+def test_a_card_that_others_have_filled(capsys):
+    code, said = ended_by(RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"), capsys)
+    assert code == 2 and said.startswith("error: the GPU's memory is full; ") and said.count("\n") == 1
+
+
 @pytest.mark.parametrize("number, remedy", [
     (errno.ENOSPC, "free some space"), (errno.EDQUOT, "free some space"), (errno.EROFS, "choose another place"),
 ])  # fmt: skip
