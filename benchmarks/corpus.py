@@ -97,10 +97,7 @@ def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longe
         size, special = len(tokenizers[side]), special_ids(tokenizers[side])
         facts |= {f"{name}_vocab": size, f"{name}_ids": special}
         counts = np.bincount(np.concatenate([pair[index] for pair in train]), minlength=size).clip(1)
-        for vocabulary, gap in (
-            (f"opennmt.{side}", "\t"),
-            (f"dict.{side}.txt", " "),
-        ):  # who add the special words themselves
+        for vocabulary, gap in ((f"opennmt.{side}", "\t"), (f"dict.{side}.txt", " ")):  # they add the special words
             lines = (f"{LETTERS[side]}{id}{gap}{counts[id]}\n" for id in range(size) if id not in special.values())
             (building / vocabulary).write_text("".join(lines), encoding="utf-8")
     (building / "corpus.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

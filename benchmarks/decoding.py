@@ -20,8 +20,7 @@ import torch
 
 from benchmarks.corpus import Corpus, load_corpus
 from benchmarks.measuring import Row, measure, tokens_of
-from benchmarks.peers.contest import SIZES, Task
-from benchmarks.peers.contestants import Contestant, choose, start
+from benchmarks.peers.contest import SIZES, Contestant, Task, choose, start
 from engine.config import flag, parse_flags
 from engine.distributed import choose_device
 from engine.errors import UserError, run_script
@@ -67,13 +66,14 @@ def main(config: Config) -> list[Row]:
     if config.ckpt:
         trained, length = load_trained(config.ckpt), 0
         corpus = load_corpus(test_rows=config.sentences, run=trained.config)
-        preset, weights, title = preset_of(trained), f"run-{trained.run.name}", f"real lengths, {trained.name}"
+        sizes = {name: getattr(trained.model.config, name) for name in (*SIZES["lab"], "norm_first")}
+        weights, title = f"run-{trained.run.name}", f"real lengths, {trained.name}"
     else:
-        trained, length = None, config.length
+        trained, length, sizes = None, config.length, SIZES[config.preset]
         corpus = load_corpus(config.data, config.vocab, test_rows=config.sentences)
-        preset, weights, title = config.preset, f"random-{config.preset}", f"{length} tokens a sentence, random weights"
-    folder = export(corpus, preset, weights, trained)
-    task = Task("decode", str(corpus.folder), config.seconds, config.threads, config.device, preset, length=length,
+        weights, title = f"random-{config.preset}", f"{length} tokens a sentence, random weights"
+    folder = export(corpus, sizes, weights, trained)
+    task = Task("decode", str(corpus.folder), config.seconds, config.threads, config.device, sizes, length=length,
                 weights=str(folder))  # fmt: skip
 
     def turn(name: str) -> dict | None:
@@ -92,16 +92,7 @@ def main(config: Config) -> list[Row]:
     return rows
 
 
-def preset_of(trained: Trained) -> str:
-    """The preset whose sizes a trained run has; the contestants know no others."""
-    sizes = vars(trained.model.config)
-    for name, values in SIZES.items():
-        if not sizes["norm_first"] and all(sizes[key] == value for key, value in values.items() if key != "dropout"):
-            return name
-    raise UserError(f"{trained.run}: the contestants are of the sizes of a preset; train it with --preset lab or big")
-
-
-def export(corpus: Corpus, preset: str, name: str, trained: Trained | None) -> Path:
+def export(corpus: Corpus, sizes: dict, name: str, trained: Trained | None) -> Path:
     """The weights that all contestants load, of a trained run or random ones; → their folder."""
     folder = corpus.folder / "peers" / name
     vocabularies = (corpus.source_vocab, corpus.target_vocab)
@@ -112,7 +103,7 @@ def export(corpus: Corpus, preset: str, name: str, trained: Trained | None) -> P
     if not (folder / "weights.pt").exists():
         folder.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(1)
-        model = trained.model if trained else Translator(ModelConfig(*vocabularies, **SIZES[preset]))
+        model = trained.model if trained else Translator(ModelConfig(*vocabularies, **sizes))
         torch.save(model.state_dict(), folder / "weights.pt")
     return folder
 

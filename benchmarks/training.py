@@ -30,8 +30,7 @@ import torch
 
 from benchmarks.corpus import Corpus, load_corpus
 from benchmarks.measuring import ROOT, Row, compare, held_gib, in_new_process, measure, pinned, read_json, tokens_of
-from benchmarks.peers.contest import SIZES, Task
-from benchmarks.peers.contestants import KEEP_MEMORY, Contestant, choose, start
+from benchmarks.peers.contest import KEEP_MEMORY, SIZES, Contestant, Task, choose, start
 from data import Batch
 from engine.config import flag, parse_flags
 from engine.distributed import choose_device
@@ -103,7 +102,7 @@ def main(config: Config) -> list[Row]:
     names = choose(config.contestants or everybody, CONTESTANTS)
     if config.device != "cpu" and (toolkits := [name for name in names if CONTESTANTS[name].toolkit]):
         raise UserError(f"--device {config.device}: {', '.join(toolkits)} are measured on a CPU only; leave them out")
-    task = Task("train", str(corpus.folder), config.seconds, config.threads, config.device, config.preset,
+    task = Task("train", str(corpus.folder), config.seconds, config.threads, config.device, SIZES[config.preset],
                 config.tokens_per_batch, parity=config.part == "ladder")  # fmt: skip
 
     def turn(name: str) -> dict | None:
