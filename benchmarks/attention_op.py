@@ -103,22 +103,21 @@ def tasks(config: Config, device: torch.device) -> Iterator[tuple[str, Callable[
         sizes = max(1, TOKENS // length), HEADS, length, length, WIDTH, WIDTH
         inputs = [x.requires_grad_() for x in random_inputs(sizes, torch.float32, device)]
         for name, operator in attentions(device).items():
-            yield f"attention {name}, {length}", forward_and_backward(operator, inputs)
+            grad = torch.randn_like(inputs[-1])  # the output has the shape of the values
+            yield f"attention {name}, {length}", partial(forward_and_backward, operator, inputs, grad)
     for count in map(int, config.numbers.split(",")):
         inputs = [torch.randn(count, device=device, requires_grad=True)]
         for name, operator in gelus(device).items():
-            yield f"gelu {name}, {count}", forward_and_backward(operator, inputs)
+            yield (
+                f"gelu {name}, {count}",
+                partial(forward_and_backward, operator, inputs, torch.randn(count, device=device)),
+            )
 
 
-def forward_and_backward(operator: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], tuple]:
-    """A function that runs both passes once; → output and gradients."""
-    grad = torch.randn_like(inputs[-1])  # the output has the shape of the values
-
-    def run() -> tuple:
-        out = operator(*inputs)
-        return out, *torch.autograd.grad(out, inputs, grad)
-
-    return run
+def forward_and_backward(operator: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> tuple:
+    """Both passes once; → output and gradients."""
+    out = operator(*inputs)
+    return out, *torch.autograd.grad(out, inputs, grad)
 
 
 def milliseconds(task: Callable[[], tuple]) -> dict[str, float]:

@@ -113,18 +113,13 @@ def sample_pairs(store, pairs: int, longest: int) -> list[Pair]:
 
 
 def test_pairs(text, tokenizers: dict, test_rows: int, longest: int) -> list[Pair]:
-    """The first `test_rows` rows of the test split (validation where there is none) that have 1 to `longest` tokens."""
-    from text.cleaning import normalise
+    """The first `test_rows` rows of the test split that have 1 to `longest` tokens a side."""
+    from text.cleaning import held_out_rows, normalise_pair
     from text.subwords import encode
 
-    split = next((name for name in ("test", "validation") if name in text.files), "train")
-    pairs = []
-    for chunk in text.rows(split):
-        sides = [encode(tokenizers[side], [normalise(row[i]) for row in chunk]) for i, side in enumerate(SIDES)]
-        pairs += [pair for pair in zip(*sides) if all(1 <= len(ids) <= longest for ids in pair)]
-        if len(pairs) >= test_rows:
-            break
-    return [(np.array(source), np.array(target)) for source, target in pairs[:test_rows]]
+    sides = zip(SIDES, zip(*map(normalise_pair, held_out_rows(text)["test"])))
+    pairs = zip(*(map(np.array, encode(tokenizers[side], lines)) for side, lines in sides))
+    return [pair for pair in pairs if all(1 <= len(ids) <= longest for ids in pair)][:test_rows]
 
 
 def as_words(sentences: Iterable[np.ndarray], side: str) -> str:

@@ -6,9 +6,9 @@
     python -m benchmarks.decoding --contestants ours-fp32,ctranslate2-int8x2-64 --rounds 3
     python -m benchmarks.decoding --device cuda --batch 512 --contestants ours-plain-bf16,ours-captured-bf16
 
-All decode the same test sentences with the same weights (the handout's way the first few of them), each in a process of its own
-with the same threads on the same cores, in turns; so their outputs are compared too. benchmarks/peers/NAME.py says of each what
-is like for like and what is not. `first_seconds` is the first pass, which is not counted: captured steps make their graphs in it.
+All decode the same test sentences with the same weights (the handout's way the first few of them), so their outputs are compared
+too. benchmarks/peers/NAME.py says of each what is like for like and what is not. `first_seconds` is the first pass, which is not
+counted: captured steps make their graphs in it.
 """
 
 import shutil
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.corpus import Corpus, load_corpus
+from benchmarks.corpus import Corpus, as_ids, load_corpus
 from benchmarks.measuring import Row, measure, tokens_of
 from benchmarks.peers.contest import SIZES, Contestant, Task, choose, start
 from engine.config import flag, parse_flags
@@ -84,7 +84,8 @@ def main(config: Config) -> list[Row]:
     more = ["sentences_per_second", "seconds", "first_seconds", "tokens", "sentences", "peak_gib"]
     title = f"greedy decoding, {title}; {corpus.describe()}"
     rows = measure(title, names, config, turn, "tokens_per_second", baseline=reference, more=more)
-    outputs = {row.contestant: read_outputs(folder / f"{row.contestant}.txt") for row in rows}
+    texts = {row.contestant: (folder / f"{row.contestant}.txt").read_text(encoding="utf-8") for row in rows}
+    outputs = {name: [ids.tolist() for ids in as_ids(text.splitlines())] for name, text in texts.items()}
     print(f"\noutputs that are {reference}'s: sentences, tokens before the first difference")
     for name in outputs if reference in outputs else ():
         sentences, tokens = agreement(outputs[name], outputs[reference])
@@ -114,11 +115,6 @@ def agreement(outputs: list[list[int]], reference: list[list[int]]) -> tuple[flo
     same = sum(left == right for left, right in pairs)
     prefix = sum(1 for pair in pairs for _ in takewhile(lambda tokens: tokens[0] == tokens[1], zip(*pair)))
     return same / len(pairs), (prefix + same) / tokens_of(reference)
-
-
-def read_outputs(path: Path) -> list[list[int]]:
-    """What a contestant wrote with --outputs."""
-    return [list(map(int, line.split())) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
     python -m benchmarks.recipes --data $MINIDATASET --minutes 20                      # every row of RECIPES
     python -m benchmarks.recipes --data $MINIDATASET --minutes 20 --rows "default; default but norm_first"
     python -m benchmarks.recipes --data $MINIDATASET --steps 1000                      # on a busy machine
-    python -m benchmarks.recipes --only_table                                          # what is there by now
 
 Each row is a run of train.py and one of evaluate.py on the validation split; the test split is not looked at. A finished row is
 kept in `--out`, an interrupted one goes on from its checkpoint. Rows compare at equal minutes of the same cores, so let nothing
@@ -57,7 +56,6 @@ class Config:
     rows: str = flag("", "names in RECIPES, with ';' between them; default: all", "Study")
     seed: int = flag(1, "as train.py's --seed", "Study", least=0)
     out: str = flag("runs/recipes", "folder of the runs and of results.json", "Study")
-    only_table: bool = flag(False, "print the results so far, run nothing", "Study")
 
 
 def main(config: Config) -> None:
@@ -68,8 +66,6 @@ def main(config: Config) -> None:
     store = Path(config.out).resolve() / "results.json"
     store.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(store.read_text()) if store.exists() else []
-    if config.only_table:
-        return print(table(results))
     for name in names:
         limit = {"max_steps": config.steps} if config.steps else {"minutes": config.minutes}
         which = {"row": name, "seed": config.seed} | limit

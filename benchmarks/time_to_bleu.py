@@ -102,7 +102,7 @@ def peer(config: Config, folder: Path, corpus, prepared, name: str) -> list[tupl
 
 
 def hf(config: Config, folder: Path, corpus, name: str) -> list[str]:
-    """The command of MarianMTModel's training, with oneDNN's products and kept memory: benchmarks/peers/marian.py."""
+    """The command of MarianMTModel's training, in bf16 where ours is, with kept memory: benchmarks/peers/marian.py."""
     task = Task("learn", str(corpus.folder), variant=HF[name], outputs=str(folder), every=config.every)
     return [sys.executable, "-m", "benchmarks.peers.marian", json.dumps(asdict(task))]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.corpus import Corpus, read_corpus
+from benchmarks.corpus import Corpus, as_words, read_corpus
 from benchmarks.measuring import GIB, ROOT, held_gib, pinned
 from engine.errors import UserError
 from model import PRESETS
@@ -28,6 +28,7 @@ LABEL_SMOOTHING = 0.1
 LEARNING_RATE = 1e-4
 WARM_STEPS = 3  # not counted: cold caches, first allocations
 ENVIRONMENTS = ROOT / "benchmarks" / ".envs"  # of the toolkits; made by benchmarks/peers/install.sh
+OLD_LOAD = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}  # `torch.load` reads pickles, as it did before torch 2.6
 # glibc gives large blocks back to the system at once and takes them again page by page; with these it keeps them.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "268435456"}
 
@@ -60,7 +61,7 @@ class Task:
     length: int = 0  # tokens of every output, end suppressed; 0: to the end
     rows: int = 0  # decode only so many test sentences; 0: all
     batch: int = 64  # sentences decoded at once; ours: 0 as evaluate.py
-    outputs: str = ""  # file for the decoded ids, a sentence a line; learn: folder
+    outputs: str = ""  # file for the decoded words, a sentence a line; learn: folder
     every: int = 0  # learn: steps between translations
 
 
@@ -163,8 +164,7 @@ def time_decoding(task: Task, corpus: Corpus, decode: Callable, warm: bool = Tru
     if len(lengths) != len(corpus.test) or (task.length and set(lengths) != {task.length}):
         raise RuntimeError(f"{len(lengths)} outputs of {min(lengths)} to {max(lengths)} tokens")
     if task.outputs:
-        lines = (" ".join(map(str, output)) + "\n" for output in outputs)
-        Path(task.outputs).write_text("".join(lines), encoding="utf-8")
+        Path(task.outputs).write_text(as_words(outputs, "tgt"), encoding="utf-8")
     seconds = statistics.median(passes[warm:])
     tokens = sum(lengths) + (0 if task.length else len(lengths))
     report({"tokens_per_second": tokens / seconds, "sentences_per_second": len(lengths) / seconds, "seconds": seconds,
@@ -176,9 +176,3 @@ def work_folder(corpus: Corpus, name: str) -> Path:
     folder = corpus.folder / "peers" / name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def restore_torch_load() -> None:
-    """Toolkits older than torch 2.6 read their own checkpoints with pickles in them: `torch.load` as it was then."""
-    load = torch.load
-    torch.load = lambda *arguments, **options: load(*arguments, **({"weights_only": False} | options))

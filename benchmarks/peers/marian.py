@@ -8,6 +8,7 @@ Not like for like: Marian has no layer norm behind the last layer, and decodes w
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from benchmarks.peers.contest import LABEL_SMOOTHING, LEARNING_RATE, TrainingClo
 from benchmarks.peers.handout import cut, padded
 from data import BucketSampler
 from engine.config import write_whole
+from engine.precision import choose_precision
 
 BETAS = (0.9, 0.98)
 IGNORED = -100  # the label of a padded place
@@ -43,14 +45,11 @@ def build(sizes: dict, corpus) -> MarianMTModel:
     return MarianMTModel(config)
 
 
-def make_step(task, corpus, model, optimizer, clip: float = 0.0) -> Callable:
+def make_step(task, corpus, model, optimizer, autocast: Callable, clip: float = 0.0) -> Callable:
     """→ a function that takes one step over these rows: the loss over all places, the padded ones ignored.
 
     Before that it tells `begin` the real tokens of both sides.
     """
-    tuned = bool(task.variant)  # as `learn` always is
-    if tuned:
-        torch.set_float32_matmul_precision("medium")
     source, target = corpus.source_ids, corpus.target_ids
     criterion = nn.CrossEntropyLoss(ignore_index=IGNORED, label_smoothing=LABEL_SMOOTHING)
 
@@ -62,7 +61,7 @@ def make_step(task, corpus, model, optimizer, clip: float = 0.0) -> Callable:
         tgt = padded(targets, target["pad"], max(map(len, targets))).to(task.device)
         labels = tgt[:, 1:].masked_fill(tgt[:, 1:] == target["pad"], IGNORED)
         attended = (src != source["pad"]).long()
-        with torch.autocast("cuda", torch.bfloat16, enabled=tuned and task.device != "cpu"):
+        with autocast():
             logits = model(src, attention_mask=attended, decoder_input_ids=tgt[:, :-1], use_cache=False).logits
             loss = criterion(logits.flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
@@ -77,8 +76,13 @@ def make_step(task, corpus, model, optimizer, clip: float = 0.0) -> Callable:
 
 def train(task, corpus) -> None:
     """Batches of similar length."""
+    tuned = task.variant == "tuned"
+    if tuned:
+        torch.set_float32_matmul_precision("medium")
     model = build(task.sizes, corpus).to(task.device).train()
-    take_step = make_step(task, corpus, model, Adam(model.parameters(), lr=LEARNING_RATE, betas=BETAS))
+    optimizer = Adam(model.parameters(), lr=LEARNING_RATE, betas=BETAS)
+    autocast = partial(torch.autocast, "cuda", torch.bfloat16, enabled=tuned and task.device != "cpu")
+    take_step = make_step(task, corpus, model, optimizer, autocast)
     clock = TrainingClock(task.seconds)
     for rows in BucketSampler(corpus.lengths, task.tokens_per_batch):
         take_step(rows, clock.step)
@@ -87,14 +91,16 @@ def train(task, corpus) -> None:
 def learn(task, corpus) -> None:
     """Train without end, and every `task.every` steps translate valid.src, in the folder `task.outputs`, into TIME.out there.
 
-    The variant is the highest rate and the steps up to it; from there on the rate falls as 1/√step.
+    In the number format that ours takes. The variant is the highest rate and the steps up to it; then it falls as 1/√step.
     """
+    precision = choose_precision(torch.device(task.device), training=True)
+    torch.set_float32_matmul_precision("medium")  # of the translations
     rate, warmup = map(float, task.variant.split())
     torch.manual_seed(1)
     model, folder = build(task.sizes, corpus).train(), Path(task.outputs)
     optimizer = Adam(model.parameters(), lr=rate, betas=BETAS)
     schedule = LambdaLR(optimizer, lambda step: min((step + 1) / warmup, (warmup / (step + 1)) ** 0.5))
-    take_step = make_step(task, corpus, model, optimizer, clip=1.0)
+    take_step = make_step(task, corpus, model, optimizer, precision.autocast, clip=1.0)
     sources = as_ids((folder / "valid.src").read_text().splitlines())
     for step, rows in enumerate(BucketSampler(corpus.lengths, task.tokens_per_batch), 1):
         take_step(rows)
