@@ -31,6 +31,7 @@ from text.subwords import decode
 from validation import BLEU_ROWS
 
 GOALS = (1, 2, 3, 5)  # BLEU
+MARIAN_PYTHON = "pymarian/bin/python"
 # As in marian-examples/transformer (WMT17), and with the rate of our former default, for so little time.
 EXAMPLE = {"learn-rate": 3e-4, "lr-warmup": 16000, "lr-decay-inv-sqrt": 16000}
 MARIAN = {"marian": EXAMPLE, "marian-lr-1e-3": {"learn-rate": 1e-3, "lr-warmup": 1000, "lr-decay-inv-sqrt": 1000}}
@@ -56,6 +57,8 @@ def main(config: Config) -> None:
     """Run who is named, add the curves to those there are, print the table."""
     print(f"minutes to a BLEU\n{describe_machine()}", flush=True)
     names, out = choose(config.contestants or ",".join(EVERYBODY), EVERYBODY), ROOT / config.out
+    if {*names} & {*MARIAN} and not (ENVIRONMENTS / MARIAN_PYTHON).exists():
+        raise UserError("to install Marian: bash benchmarks/peers/install.sh pymarian")
     curves = json.loads(out.read_text()) if out.exists() else {}
     corpus = load_corpus(config.data, vocab=0, pairs=10**9)
     prepared = load_prepared(corpus.folder.with_name(corpus.folder.name.split("-benchmark")[0]))
@@ -109,9 +112,7 @@ def hf(config: Config, folder: Path, corpus, name: str) -> list[str]:
 
 def marian(config: Config, folder: Path, corpus, name: str) -> list[str]:
     """The command of `marian train`, which hands its translations to a script that keeps them."""
-    python, sizes = ENVIRONMENTS / "pymarian" / "bin" / "python", PRESETS["lab"]
-    if not python.exists():
-        raise UserError("to install Marian: bash benchmarks/peers/install.sh pymarian")
+    sizes = PRESETS["lab"]
     for side, vocabulary in (("src", corpus.source_vocab), ("tgt", corpus.target_vocab)):
         tokens = ["</s>", "<unk>", *(f"{LETTERS[side]}{token}" for token in range(vocabulary))]
         (folder / f"vocab.{side}.yml").write_text("".join(f'"{token}": {id}\n' for id, token in enumerate(tokens)))
@@ -131,7 +132,7 @@ def marian(config: Config, folder: Path, corpus, name: str) -> list[str]:
         "beam-size": 1, "valid-max-length": 500, "max-length-factor": 3, "save-freq": 10**6, "disp-freq": 50, "seed": 1,
     }  # fmt: skip
     words = [word for name, value in flags.items() for word in (f"--{name}", *str(value).split())]
-    return [str(python), "-m", "pymarian", "train", *words]
+    return [ENVIRONMENTS / MARIAN_PYTHON, "-m", "pymarian", "train", *words]
 
 
 def table(curves: dict) -> str:
