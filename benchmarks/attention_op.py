@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.measuring import ROOT, Run, compare, held_gib, in_new_process, interleave, write_json
+from benchmarks.measuring import ROOT, Run, compare, held_gib, in_new_process, interleave, markdown, write_json
 from benchmarks.peers.contest import wait_for_gpu
 from engine.config import flag, parse_flags
 from engine.distributed import choose_device
@@ -73,19 +74,13 @@ def attentions(device: torch.device) -> dict[str, Callable[..., Tensor]]:
     def pytorch(kernel: SDPBackend) -> Callable[..., Tensor]:
         return lambda *qkv: sdpa_kernel(kernel)(F.scaled_dot_product_attention)(*qkv)
 
-    def ours(backend: str) -> Callable[..., Tensor]:
-        return lambda *qkv: attention(*qkv, backend=backend)
-
-    on_cpu = device.type == "cpu"  # a GPU's flash attention knows no fp32
-    fused = (
-        {"PyTorch flash": SDPBackend.FLASH_ATTENTION}
-        if on_cpu
-        else {"PyTorch efficient": SDPBackend.EFFICIENT_ATTENTION}
-    )
-    named = {name: pytorch(kernel) for name, kernel in (fused | {"PyTorch math": SDPBackend.MATH}).items()}
+    if device.type == "cpu":
+        named, absent = {"PyTorch flash": pytorch(SDPBackend.FLASH_ATTENTION)}, "triton"
+    else:  # whose flash attention knows no fp32
+        named, absent = {"PyTorch efficient": pytorch(SDPBackend.EFFICIENT_ATTENTION)}, "cpp"
+    named["PyTorch math"] = pytorch(SDPBackend.MATH)
     named["composed"] = lambda q, k, v: (q @ k.mT / math.sqrt(q.size(-1))).softmax(-1) @ v
-    absent = "triton" if on_cpu else "cpp"
-    return named | {f"ours {backend}": ours(backend) for backend in ATTENTION_BACKENDS if backend != absent}
+    return named | {f"ours {name}": partial(attention, backend=name) for name in ATTENTION_BACKENDS if name != absent}
 
 
 def gelus(device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -108,22 +103,21 @@ def tasks(config: Config, device: torch.device) -> Iterator[tuple[str, Callable[
         sizes = max(1, TOKENS // length), HEADS, length, length, WIDTH, WIDTH
         inputs = [x.requires_grad_() for x in random_inputs(sizes, torch.float32, device)]
         for name, operator in attentions(device).items():
-            yield f"attention {name}, {length}", forward_and_backward(operator, inputs)
+            grad = torch.randn_like(inputs[-1])  # the output has the shape of the values
+            yield f"attention {name}, {length}", partial(forward_and_backward, operator, inputs, grad)
     for count in map(int, config.numbers.split(",")):
         inputs = [torch.randn(count, device=device, requires_grad=True)]
         for name, operator in gelus(device).items():
-            yield f"gelu {name}, {count}", forward_and_backward(operator, inputs)
+            yield (
+                f"gelu {name}, {count}",
+                partial(forward_and_backward, operator, inputs, torch.randn(count, device=device)),
+            )
 
 
-def forward_and_backward(operator: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], tuple]:
-    """A function that runs both passes once; → output and gradients."""
-    grad = torch.randn_like(inputs[-1])  # the output has the shape of the values
-
-    def run() -> tuple:
-        out = operator(*inputs)
-        return out, *torch.autograd.grad(out, inputs, grad)
-
-    return run
+def forward_and_backward(operator: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> tuple:
+    """Both passes once; → output and gradients."""
+    out = operator(*inputs)
+    return out, *torch.autograd.grad(out, inputs, grad)
 
 
 def milliseconds(task: Callable[[], tuple]) -> dict[str, float]:
@@ -163,11 +157,9 @@ def print_medians(kind: str, runs: list[Run]) -> None:
     for row in compare([run for run in runs if run.contestant.startswith(kind)], "ms", more=["peak_mib"]):
         name, size = row.contestant.removeprefix(f"{kind} ").rsplit(", ", 1)
         mib = f"{row.more['peak_mib']:,.0f}" if row.more else "–"
-        cells.setdefault(name, {})[int(size)] = f"{row.median:,.{1 if row.median >= 1 else 3}f} / {mib}"
-    sizes = next(iter(cells.values()))
-    print(f"\n| {kind}: ms / MiB | " + " | ".join(f"{size:,}" for size in sizes) + " |\n|---|" + "---:|" * len(sizes))
-    for name, by_size in cells.items():
-        print(f"| {name} | " + " | ".join(by_size.values()) + " |")
+        cells.setdefault(name, {})[f"{int(size):,}"] = f"{row.median:,.{1 if row.median >= 1 else 3}f} / {mib}"
+    head = [f"{kind}: ms / MiB", *next(iter(cells.values()))]
+    print(f"\n{markdown([head, *([name, *by_size.values()] for name, by_size in cells.items())])}")
 
 
 if __name__ == "__main__":

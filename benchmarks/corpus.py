@@ -97,10 +97,7 @@ def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longe
         size, special = len(tokenizers[side]), special_ids(tokenizers[side])
         facts |= {f"{name}_vocab": size, f"{name}_ids": special}
         counts = np.bincount(np.concatenate([pair[index] for pair in train]), minlength=size).clip(1)
-        for vocabulary, gap in (
-            (f"opennmt.{side}", "\t"),
-            (f"dict.{side}.txt", " "),
-        ):  # who add the special words themselves
+        for vocabulary, gap in ((f"opennmt.{side}", "\t"), (f"dict.{side}.txt", " ")):  # they add the special words
             lines = (f"{LETTERS[side]}{id}{gap}{counts[id]}\n" for id in range(size) if id not in special.values())
             (building / vocabulary).write_text("".join(lines), encoding="utf-8")
     (building / "corpus.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -116,18 +113,13 @@ def sample_pairs(store, pairs: int, longest: int) -> list[Pair]:
 
 
 def test_pairs(text, tokenizers: dict, test_rows: int, longest: int) -> list[Pair]:
-    """The first `test_rows` rows of the test split (validation where there is none) that have 1 to `longest` tokens."""
-    from text.cleaning import normalise
+    """The first `test_rows` rows of the test split that have 1 to `longest` tokens a side."""
+    from text.cleaning import held_out_rows, normalise_pair
     from text.subwords import encode
 
-    split = next((name for name in ("test", "validation") if name in text.files), "train")
-    pairs = []
-    for chunk in text.rows(split):
-        sides = [encode(tokenizers[side], [normalise(row[i]) for row in chunk]) for i, side in enumerate(SIDES)]
-        pairs += [pair for pair in zip(*sides) if all(1 <= len(ids) <= longest for ids in pair)]
-        if len(pairs) >= test_rows:
-            break
-    return [(np.array(source), np.array(target)) for source, target in pairs[:test_rows]]
+    sides = zip(SIDES, zip(*map(normalise_pair, held_out_rows(text)["test"])))
+    pairs = zip(*(map(np.array, encode(tokenizers[side], lines)) for side, lines in sides))
+    return [pair for pair in pairs if all(1 <= len(ids) <= longest for ids in pair)][:test_rows]
 
 
 def as_words(sentences: Iterable[np.ndarray], side: str) -> str:

@@ -78,9 +78,6 @@ def time_stages(config: Config, folder: Path) -> list[Row]:
     """The stages of `text.prepare`, once, in order: each needs what the one before it left."""
     text, lines, counts, tokenizers = text_at(config.data), folder / "clean.txt", Counter(), {}
 
-    def read() -> int:
-        return sum(map(len, text.rows("train")))
-
     def clean() -> int:
         with open(lines, "w", encoding="utf-8") as file:
             for source, target in clean_pairs(text, held_out_rows(text), 512, counts):
@@ -97,8 +94,8 @@ def time_stages(config: Config, folder: Path) -> list[Row]:
         _write_train(lines, folder / "train", tokenizers, 512, counts)
         return pairs
 
-    stages = {"reading": read, "reading and cleaning": clean, "training two tokenizers": train_tokenizers}
-    stages["tokenising and writing"] = tokenise
+    stages = {"reading": lambda: sum(map(len, text.rows("train"))), "reading and cleaning": clean,
+              "training two tokenizers": train_tokenizers, "tokenising and writing": tokenise}  # fmt: skip
 
     def turn(name: str) -> dict:
         begun = time.perf_counter()

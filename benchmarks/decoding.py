@@ -6,9 +6,9 @@
     python -m benchmarks.decoding --contestants ours-fp32,ctranslate2-int8x2-64 --rounds 3
     python -m benchmarks.decoding --device cuda --batch 512 --contestants ours-plain-bf16,ours-captured-bf16
 
-All decode the same test sentences with the same weights (the handout's way the first few of them), each in a process of its own
-with the same threads on the same cores, in turns; so their outputs are compared too. benchmarks/peers/NAME.py says of each what
-is like for like and what is not. `first_seconds` is the first pass, which is not counted: captured steps make their graphs in it.
+All decode the same test sentences with the same weights (the handout's way the first few of them), so their outputs are compared
+too. benchmarks/peers/NAME.py says of each what is like for like and what is not. `first_seconds` is the first pass, which is not
+counted: captured steps make their graphs in it.
 """
 
 import shutil
@@ -18,10 +18,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.corpus import Corpus, load_corpus
+from benchmarks.corpus import Corpus, as_ids, load_corpus
 from benchmarks.measuring import Row, measure, tokens_of
-from benchmarks.peers.contest import SIZES, Task
-from benchmarks.peers.contestants import Contestant, choose, start
+from benchmarks.peers.contest import SIZES, Contestant, Task, choose, start
 from engine.config import flag, parse_flags
 from engine.distributed import choose_device
 from engine.errors import UserError, run_script
@@ -67,13 +66,14 @@ def main(config: Config) -> list[Row]:
     if config.ckpt:
         trained, length = load_trained(config.ckpt), 0
         corpus = load_corpus(test_rows=config.sentences, run=trained.config)
-        preset, weights, title = preset_of(trained), f"run-{trained.run.name}", f"real lengths, {trained.name}"
+        sizes = {name: getattr(trained.model.config, name) for name in (*SIZES["lab"], "norm_first")}
+        weights, title = f"run-{trained.run.name}", f"real lengths, {trained.name}"
     else:
-        trained, length = None, config.length
+        trained, length, sizes = None, config.length, SIZES[config.preset]
         corpus = load_corpus(config.data, config.vocab, test_rows=config.sentences)
-        preset, weights, title = config.preset, f"random-{config.preset}", f"{length} tokens a sentence, random weights"
-    folder = export(corpus, preset, weights, trained)
-    task = Task("decode", str(corpus.folder), config.seconds, config.threads, config.device, preset, length=length,
+        weights, title = f"random-{config.preset}", f"{length} tokens a sentence, random weights"
+    folder = export(corpus, sizes, weights, trained)
+    task = Task("decode", str(corpus.folder), config.seconds, config.threads, config.device, sizes, length=length,
                 weights=str(folder))  # fmt: skip
 
     def turn(name: str) -> dict | None:
@@ -84,7 +84,8 @@ def main(config: Config) -> list[Row]:
     more = ["sentences_per_second", "seconds", "first_seconds", "tokens", "sentences", "peak_gib"]
     title = f"greedy decoding, {title}; {corpus.describe()}"
     rows = measure(title, names, config, turn, "tokens_per_second", baseline=reference, more=more)
-    outputs = {row.contestant: read_outputs(folder / f"{row.contestant}.txt") for row in rows}
+    texts = {row.contestant: (folder / f"{row.contestant}.txt").read_text(encoding="utf-8") for row in rows}
+    outputs = {name: [ids.tolist() for ids in as_ids(text.splitlines())] for name, text in texts.items()}
     print(f"\noutputs that are {reference}'s: sentences, tokens before the first difference")
     for name in outputs if reference in outputs else ():
         sentences, tokens = agreement(outputs[name], outputs[reference])
@@ -92,16 +93,7 @@ def main(config: Config) -> list[Row]:
     return rows
 
 
-def preset_of(trained: Trained) -> str:
-    """The preset whose sizes a trained run has; the contestants know no others."""
-    sizes = vars(trained.model.config)
-    for name, values in SIZES.items():
-        if not sizes["norm_first"] and all(sizes[key] == value for key, value in values.items() if key != "dropout"):
-            return name
-    raise UserError(f"{trained.run}: the contestants are of the sizes of a preset; train it with --preset lab or big")
-
-
-def export(corpus: Corpus, preset: str, name: str, trained: Trained | None) -> Path:
+def export(corpus: Corpus, sizes: dict, name: str, trained: Trained | None) -> Path:
     """The weights that all contestants load, of a trained run or random ones; → their folder."""
     folder = corpus.folder / "peers" / name
     vocabularies = (corpus.source_vocab, corpus.target_vocab)
@@ -112,7 +104,7 @@ def export(corpus: Corpus, preset: str, name: str, trained: Trained | None) -> P
     if not (folder / "weights.pt").exists():
         folder.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(1)
-        model = trained.model if trained else Translator(ModelConfig(*vocabularies, **SIZES[preset]))
+        model = trained.model if trained else Translator(ModelConfig(*vocabularies, **sizes))
         torch.save(model.state_dict(), folder / "weights.pt")
     return folder
 
@@ -123,11 +115,6 @@ def agreement(outputs: list[list[int]], reference: list[list[int]]) -> tuple[flo
     same = sum(left == right for left, right in pairs)
     prefix = sum(1 for pair in pairs for _ in takewhile(lambda tokens: tokens[0] == tokens[1], zip(*pair)))
     return same / len(pairs), (prefix + same) / tokens_of(reference)
-
-
-def read_outputs(path: Path) -> list[list[int]]:
-    """What a contestant wrote with --outputs."""
-    return [list(map(int, line.split())) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
     bash run.sh gpu                                             # the report, to send back: runs/benchmarks/gpu.json
     python -m benchmarks.gpu --ckpt runs/NAME                   # decoding with a trained run too, at real lengths
-    python -m benchmarks.gpu --again true                       # all stages anew; else those that are done are not repeated
     python -m benchmarks.gpu --device cpu --presets tiny --seconds 1 --tokens_per_batch 512 --minutes 0   # a rehearsal
 
 parity     tests/fast/test_device.py: every number format against float64 on the CPU
@@ -13,7 +12,8 @@ operators  labs.attention_op, benchmarks.attention_op: our Triton kernels beside
 cards      the same steps of train.py on one card and, over NCCL, on all of them: the same loss?
 run        train.py for some minutes, then evaluate.py: a BLEU
 
-About ten minutes on one card. Every stage is commands of their own; what fails is reported, and the rest goes on.
+About ten minutes on one card. Every stage is commands of their own; what fails is reported, and the rest goes on. Stages that the
+report has already are not repeated.
 """
 
 import json
@@ -30,18 +30,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measuring import ROOT, describe_machine, machine, write_json
+from benchmarks.measuring import ROOT, curve, describe_machine, machine, write_json
 from benchmarks.peers.contest import SIZES
 from engine.config import flag, parse_flags
 from engine.distributed import choose_device
 from engine.errors import UserError, run_script
 from engine.precision import choose_precision
 
-FORMATS = {
-    "bf16": "plain-bf16 bf16 captured-bf16 fp16",
-    "fp16": "fp16",
-    "fp32": "plain-fp32 fp32",
-}  # that a card trains in
+# By what a card trains in.
+FORMATS = {"bf16": "plain-bf16 bf16 captured-bf16 fp16", "fp16": "fp16", "fp32": "plain-fp32 fp32"}
 STEPS = 60  # of train.py in stage cards
 LIMIT = 900  # seconds of a command
 ALLOWED = 1e-2  # relative difference of the validation losses on one card and on all
@@ -57,7 +54,6 @@ class Config:
     data: str = flag("", "as train.py's --data; MINIDATASET, else as there", "What")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
     minutes: float = flag(2.0, "of stage run; 0: without it", "How", least=0)
-    again: bool = flag(False, "repeat the stages that are done", "How")
     seconds: float = flag(8.0, "measured in each turn", "How", above=0)
     out: str = flag("runs/benchmarks/gpu.json", "file for the report; the stages' own lie in a folder beside it", "How")
 
@@ -69,10 +65,10 @@ class Config:
 def main(config: Config) -> int:
     """Do what is not done yet, write, sum up; → the exit code."""
     device, out = choose_device(config.device, 0), ROOT / config.out
-    facts = {"settings": asdict(config) | {"again": False}, "device": choose_precision(device).describe(),
+    facts = {"settings": asdict(config), "device": choose_precision(device).describe(),
              "cuda": torch.version.cuda, "commit": machine()["commit"]}  # fmt: skip
     print(f"{facts['device']}\n{describe_machine()}")
-    earlier = json.loads(out.read_text(encoding="utf-8")) if out.exists() and not config.again else {}
+    earlier = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
     same = all(earlier.get(name) == fact for name, fact in facts.items())
     done = {name: stage for name, stage in earlier["stages"].items() if not stage["failed"]} if same else {}
     folder = out.with_suffix("")
@@ -82,7 +78,8 @@ def main(config: Config) -> int:
             done[name] = run(commands)
             files = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")}
             write_json(out, [], **facts, stages=done, files=files)
-    losses = [valid_loss(run) for run in folder.glob("cards-*") if "cards" in done and not done["cards"]["failed"]]
+    runs = folder.glob("cards-*") if "cards" in done and not done["cards"]["failed"] else []
+    losses = [curve(run, "valid/loss")[-1]["valid/loss"] for run in runs]
     apart = max(losses) / min(losses) - 1 if losses else 0.0
     failed = [f"FAILED {name}: {''.join(stage['lines'][-1:])}" for name, stage in done.items() if stage["failed"]]
     failed += [f"FAILED cards: the validation losses are {apart:.1e} apart, {ALLOWED:.0e} allowed"] * (apart > ALLOWED)
@@ -145,12 +142,6 @@ def run(commands: list[str]) -> dict:
         if code := process.returncode:
             break
     return {"failed": code != 0, "seconds": time.perf_counter() - begun, "lines": lines[-200:]}
-
-
-def valid_loss(run: Path) -> float:
-    """The last validation loss of a run of train.py."""
-    records = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [record["valid/loss"] for record in records if "valid/loss" in record][-1]
 
 
 if __name__ == "__main__":

@@ -58,10 +58,12 @@ class Row:
     ratio: float | None = None  # the median over the baseline's median
 
 
-def measure(title: str, names: Iterable[str], config, turn: Callable, figure: str, **table) -> list[Row]:
+def measure(
+    title: str, names: Iterable[str], config, turn: Callable, figure: str, baseline="", more=(), decimals=0
+) -> list[Row]:
     """Everybody's turns, `config.rounds` of each, kept in the file `config.out`, then the table of one figure; → its rows.
 
-    With `config.append` the turns join those that the file has already. `table`: see `compare` and `print_table`.
+    With `config.append` the turns join those that the file has already. Else see `compare` and `print_table`.
     """
     print(f"{title}\n{describe_machine()}", flush=True)
     names, out = list(names), ROOT / config.out
@@ -69,8 +71,8 @@ def measure(title: str, names: Iterable[str], config, turn: Callable, figure: st
     first = 1 + max((run.round for run in earlier if run.contestant in names), default=0)
     runs = earlier + interleave(names, config.rounds, turn, first)
     write_json(out, runs, title=title, settings=asdict(config))
-    rows = compare(runs, figure, table.pop("baseline", ""), table.pop("more", ()))
-    print_table(rows, f"{title}: {figure}", **table)
+    rows = compare(runs, figure, baseline, more)
+    print_table(rows, f"{title}: {figure}", decimals)
     return rows
 
 
@@ -155,20 +157,29 @@ def compare(runs: list[Run], figure: str, baseline: str = "", more: Iterable[str
 
 
 def print_table(rows: list[Row], title: str, decimals: int = 0) -> None:
-    """The rows as a Markdown table, which reads well on a terminal too."""
+    """The rows, a contestant each."""
     more = list(dict.fromkeys(name for row in rows for name in row.more))
     cells = [["contestant", "median", "least", "most", "ratio", "runs", *more]]
-    cells.append(["---", *["---:"] * (len(cells[0]) - 1)])
     for row in rows:
         figures = [f"{value:,.{decimals}f}" for value in (row.median, row.least, row.most)]
         runs = f"{row.runs}" + (f" ({row.disturbed} disturbed)" if row.disturbed else "")
         extra = [f"{row.more[name]:,.4g}" if name in row.more else "" for name in more]
         cells.append([row.contestant, *figures, f"{row.ratio:.2f}" if row.ratio else "", runs, *extra])
+    print(f"\n{title}\n{markdown(cells)}", flush=True)
+
+
+def markdown(cells: list[list[str]]) -> str:
+    """A table, its head first, as Markdown that reads well on a terminal too."""
+    cells = [cells[0], ["---", *["---:"] * (len(cells[0]) - 1)], *cells[1:]]
     widths = [max(map(len, column)) for column in zip(*cells)]
-    print(f"\n{title}")
-    for first, *others in cells:
-        padded = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
-        print("| " + " | ".join(padded) + " |", flush=True)
+    padded = ([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])] for first, *others in cells)
+    return "\n".join(f"| {' | '.join(row)} |" for row in padded)
+
+
+def curve(run: Path, name: str) -> list[dict]:
+    """The lines of a run's metrics.jsonl that have this figure."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if name in line]
 
 
 def write_json(path: Path | str, runs: list[Run], **facts) -> None:

@@ -3,7 +3,6 @@
     python -m benchmarks.recipes --data $MINIDATASET --minutes 20                      # every row of RECIPES
     python -m benchmarks.recipes --data $MINIDATASET --minutes 20 --rows "default; default but norm_first"
     python -m benchmarks.recipes --data $MINIDATASET --steps 1000                      # on a busy machine
-    python -m benchmarks.recipes --only_table                                          # what is there by now
 
 Each row is a run of train.py and one of evaluate.py on the validation split; the test split is not looked at. A finished row is
 kept in `--out`, an interrupted one goes on from its checkpoint. Rows compare at equal minutes of the same cores, so let nothing
@@ -18,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.measuring import ROOT
+from benchmarks.measuring import ROOT, curve, markdown
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
 from text.prepare import load_prepared
@@ -40,6 +39,11 @@ RECIPES = {  # name: what differs from the defaults of train.py, as its flags
     "default but vocabulary 4000": {"source_vocab": 4000, "target_vocab": 4000},
     "default but vocabulary 16000": {"source_vocab": 16000, "target_vocab": 16000},
 }
+COLUMNS = {  # of the table
+    "recipe": "{row}", "limit": "{limit}", "seed": "{seed}", "steps": "{steps:,}", "tokens/s": "{tokens_per_second:,.0f}",
+    "loss/token": "{loss_per_token:.4f}", "loss/character": "{loss_per_character:.4f}", "BLEU": "{bleu:.2f}",
+    "chrF": "{chrf:.1f}",
+}  # fmt: skip
 
 
 @dataclass
@@ -52,7 +56,6 @@ class Config:
     rows: str = flag("", "names in RECIPES, with ';' between them; default: all", "Study")
     seed: int = flag(1, "as train.py's --seed", "Study", least=0)
     out: str = flag("runs/recipes", "folder of the runs and of results.json", "Study")
-    only_table: bool = flag(False, "print the results so far, run nothing", "Study")
 
 
 def main(config: Config) -> None:
@@ -63,8 +66,6 @@ def main(config: Config) -> None:
     store = Path(config.out).resolve() / "results.json"
     store.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(store.read_text()) if store.exists() else []
-    if config.only_table:
-        return print(table(results))
     for name in names:
         limit = {"max_steps": config.steps} if config.steps else {"minutes": config.minutes}
         which = {"row": name, "seed": config.seed} | limit
@@ -84,10 +85,9 @@ def one_row(config: Config, name: str, out: Path) -> dict:
     begun = (folder / "config.json").exists()
     call("train.py", {"resume": str(folder)} if begun else flags)
     call("evaluate.py", {"ckpt": str(folder), "split": "validation"})
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    losses = [(line["step"], line["valid/loss"]) for line in lines if "valid/loss" in line]
+    losses = [(line["step"], line["valid/loss"]) for line in curve(folder, "valid/loss")]
     best = min(loss for _, loss in losses)  # evaluate.py scores the checkpoint of this one
-    speeds = [line["speed/tokens_per_second"] for line in lines if "speed/tokens_per_second" in line]
+    speeds = [line["speed/tokens_per_second"] for line in curve(folder, "speed/tokens_per_second")]
     score = json.loads((folder / "eval" / "validation-greedy.json").read_text(encoding="utf-8"))
     state = json.loads((folder / "checkpoints" / "last" / "state.json").read_text(encoding="utf-8"))
     prepared = load_prepared(out / ".cache" / state["data_key"])
@@ -102,22 +102,15 @@ def one_row(config: Config, name: str, out: Path) -> dict:
 
 def table(results: list[dict]) -> str:
     """Markdown, the best loss first; runs of other minutes or steps apart."""
-    lines = [
-        "| recipe | limit | seed | steps | tokens/s | loss/token | loss/character | BLEU | chrF |",
-        "|---" * 9 + "|",
-    ]
     limits = [f"{row['max_steps']:,} steps" if "max_steps" in row else f"{row['minutes']:g} min" for row in results]
-    for limit, row in sorted(zip(limits, results), key=lambda pair: (pair[0], pair[1]["loss_per_character"])):
-        lines.append(
-            f"| {row['row']} | {limit} | {row['seed']} | {row['steps']:,} | {row['tokens_per_second']:,.0f} | "
-            f"{row['loss_per_token']:.4f} | {row['loss_per_character']:.4f} | {row['bleu']:.2f} | {row['chrf']:.1f} |"
-        )
-    return "\n".join(lines)
+    rows = [row | {"limit": limit} for row, limit in zip(results, limits)]
+    rows.sort(key=lambda row: (row["limit"], row["loss_per_character"]))
+    return markdown([list(COLUMNS), *([form.format(**row) for form in COLUMNS.values()] for row in rows)])
 
 
 def call(script: str, flags: dict) -> None:
     """Run one of the root's scripts; what it prints goes through."""
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    words = [f"--{name}={value}" for name, value in flags.items()]
     if subprocess.run([sys.executable, str(ROOT / script), *words], cwd=ROOT).returncode:
         raise UserError(f"{script} {' '.join(words)} failed; its lines stand above")
 

@@ -11,6 +11,7 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPConnection
 
 import numpy as np
@@ -28,16 +29,14 @@ class Config:
 
     port: int = flag(8000, "of the server", "Options", least=1, most=65535)
     requests: int = flag(200, "requests, first one after another, then all at once", "Options", least=1, most=1000)
-    beam: int = flag(1, "beam size", "Options", least=1, most=10)
 
 
-def answer(port: int, text: str, beam: int) -> float:
+def answer(port: int, text: str) -> float:
     """Ask for one translation; → seconds. Raises `UserError` for any answer but a translation."""
     begun = time.perf_counter()
     try:
         connection = HTTPConnection("127.0.0.1", port, timeout=300)
-        body = json.dumps({"text": text, "beam": beam})
-        connection.request("POST", "/translate", body, {"Content-Type": "application/json"})
+        connection.request("POST", "/translate", json.dumps({"text": text}), {"Content-Type": "application/json"})
         response = connection.getresponse()
         answered = json.loads(response.read())
     except OSError as error:
@@ -51,16 +50,15 @@ def main(config: Config) -> None:
     """Both ways, in turn."""
     rows = held_out_rows(find_text(str(ROOT / "sample"), "zh", "en"))["test"]
     texts = [rows[number % len(rows)][0] for number in range(config.requests)]
-    answer(config.port, texts[0], config.beam)  # the first one is slow
+    answer(config.port, texts[0])  # the first one is slow
     for name, workers in (("one at a time", 1), ("all at once", config.requests)):
         with ThreadPoolExecutor(workers) as pool:
             begun = time.perf_counter()
-            seconds = list(pool.map(lambda text: answer(config.port, text, config.beam), texts))
+            seconds = list(pool.map(partial(answer, config.port), texts))
             rate = len(texts) / (time.perf_counter() - begun)
         median, late = np.percentile(seconds, [50, 95]) * 1000
-        print(
-            f"{name:<14} {len(seconds)} answered, none lost; median {median:,.0f} ms, p95 {late:,.0f} ms, {rate:,.0f} a second"
-        )
+        times = f"median {median:,.0f} ms, p95 {late:,.0f} ms, {rate:,.0f} a second"
+        print(f"{name:<14} {len(seconds)} answered, none lost; {times}")
 
 
 if __name__ == "__main__":

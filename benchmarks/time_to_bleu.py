@@ -1,4 +1,5 @@
-"""Minutes until a BLEU: this project and Marian (C++), each with a recipe of its own, on the same pairs, subwords and cores.
+"""Minutes until a BLEU: this project, Marian (C++) and Hugging Face's MarianMTModel, each with a recipe of its own, on the same
+pairs, subwords and cores.
 
     bash benchmarks/peers/install.sh pymarian                                          # once: 0.6 GB
     taskset -c 1 python -m benchmarks.time_to_bleu --data $MINIDATASET --minutes 60 --threads 1
@@ -6,8 +7,8 @@
 
 All have the model of the preset `lab` and the same tokens, there before the clock starts. Every `--every` steps each
 translates the first 500 validation rows greedily, and its clock runs on meanwhile; BLEU is the one of train.py's curve. The
-test split is not looked at. Not like for like: Marian has no bf16 on a CPU, skips pairs of more than 126 tokens a side, and
-translates with the mean of its weights over time (its `--exponential-smoothing`).
+test split is not looked at. Not like for like: Marian has no bf16 on a CPU, skips pairs of more than 126 tokens a side (so does
+MarianMTModel here), and translates with the mean of its weights over time (its `--exponential-smoothing`).
 """
 
 import json
@@ -15,12 +16,12 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.corpus import LETTERS, as_words, load_corpus
-from benchmarks.measuring import ROOT, describe_machine, pinned
-from benchmarks.peers.contestants import ENVIRONMENTS
+from benchmarks.measuring import ROOT, curve, describe_machine, markdown, pinned
+from benchmarks.peers.contest import ENVIRONMENTS, KEEP_MEMORY, Task, choose
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
 from model import PRESETS
@@ -30,9 +31,14 @@ from text.subwords import decode
 from validation import BLEU_ROWS
 
 GOALS = (1, 2, 3, 5)  # BLEU
+MARIAN_PYTHON = "pymarian/bin/python"
 # As in marian-examples/transformer (WMT17), and with the rate of our former default, for so little time.
 EXAMPLE = {"learn-rate": 3e-4, "lr-warmup": 16000, "lr-decay-inv-sqrt": 16000}
 MARIAN = {"marian": EXAMPLE, "marian-lr-1e-3": {"learn-rate": 1e-3, "lr-warmup": 1000, "lr-decay-inv-sqrt": 1000}}
+# Peak rate and steps up to it: fairseq's recipe for IWSLT, and the rate of Marian's second. With dropout 0.1, where fairseq has
+# 0.3: that is for many passes over little data, and here no pair is seen often enough to be learnt by heart.
+HF = {"hf": "5e-4 4000", "hf-lr-1e-3": "1e-3 1000"}
+EVERYBODY = ("ours", *MARIAN, *HF)
 
 
 @dataclass
@@ -40,7 +46,7 @@ class Config:
     """Every setting of this benchmark."""
 
     data: str = flag("", "as train.py's --data", "What")
-    contestants: str = flag("ours,marian,marian-lr-1e-3", "who takes part, with commas between them", "What")
+    contestants: str = flag("", "who takes part, with commas between; everybody", "What")
     minutes: float = flag(60.0, "of each", "How", above=0)
     every: int = flag(250, "steps between translations", "How", least=1)
     threads: int = flag(2, "compute threads", "How", least=1)
@@ -50,17 +56,15 @@ class Config:
 def main(config: Config) -> None:
     """Run who is named, add the curves to those there are, print the table."""
     print(f"minutes to a BLEU\n{describe_machine()}", flush=True)
-    out = ROOT / config.out
+    names, out = choose(config.contestants or ",".join(EVERYBODY), EVERYBODY), ROOT / config.out
+    if {*names} & {*MARIAN} and not (ENVIRONMENTS / MARIAN_PYTHON).exists():
+        raise UserError("to install Marian: bash benchmarks/peers/install.sh pymarian")
     curves = json.loads(out.read_text()) if out.exists() else {}
     corpus = load_corpus(config.data, vocab=0, pairs=10**9)
     prepared = load_prepared(corpus.folder.with_name(corpus.folder.name.split("-benchmark")[0]))
-    for name in filter(None, config.contestants.split(",")):
-        if name != "ours" and name not in MARIAN:
-            raise UserError(f"--contestants {name}: unknown; choose from ours,{','.join(MARIAN)}")
+    for name in names:
         folder = ROOT / "runs" / f"{name}-{time.strftime('%Y-%m-%d_%H-%M-%S')}"  # beside the tokens
-        curves[name] = (
-            ours(config, folder, corpus) if name == "ours" else marian(config, folder, corpus, prepared, name)
-        )
+        curves[name] = ours(config, folder, corpus) if name == "ours" else peer(config, folder, corpus, prepared, name)
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(curves, indent=1))
     print(table(curves))
@@ -69,22 +73,47 @@ def main(config: Config) -> None:
 def ours(config: Config, folder: Path, corpus) -> list[tuple[float, float]]:
     """train.py with its defaults; → (minutes, BLEU) of its validations."""
     words = ["--data", corpus.data, "--max_minutes", config.minutes, "--epochs", 1000, "--eval_every", config.every]
-    words += ["--run", folder]
-    begun = time.time()
-    subprocess.run([sys.executable, "train.py", *map(str, words)], cwd=ROOT, env=environment(config), check=True)
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [((line["time"] - begun) / 60, line["valid/bleu"]) for line in lines if "valid/bleu" in line]
+    words, begun = [sys.executable, "train.py", *map(str, words), "--run", str(folder)], time.time()
+    subprocess.run(words, cwd=ROOT, env=os.environ | pinned(config.threads, pin=False), check=True)
+    return [((line["time"] - begun) / 60, line["valid/bleu"]) for line in curve(folder, "valid/bleu")]
 
 
-def marian(config: Config, folder: Path, corpus, prepared, name: str) -> list[tuple[float, float]]:
-    """`marian train`, its translations kept with their time by a script, and scored when it has ended."""
-    python, sizes = ENVIRONMENTS / "pymarian" / "bin" / "python", PRESETS["lab"]
-    if not python.exists():
-        raise UserError("to install Marian: bash benchmarks/peers/install.sh pymarian")
+def peer(config: Config, folder: Path, corpus, prepared, name: str) -> list[tuple[float, float]]:
+    """Another's training, until its time is over; its translations, in files named by their time, are scored then."""
     folder.mkdir(parents=True)
     rows = [prepared.validation[row] for row in range(min(BLEU_ROWS, len(prepared.validation_rows)))]
-    for side, sentences, vocabulary in zip(("src", "tgt"), zip(*rows), (corpus.source_vocab, corpus.target_vocab)):
+    for side, sentences in zip(("src", "tgt"), zip(*rows)):
         (folder / f"valid.{side}").write_text(as_words(sentences, side))
+    words = marian(config, folder, corpus, name) if name in MARIAN else hf(config, folder, corpus, name)
+    environment = os.environ | pinned(config.threads, pin=False) | (KEEP_MEMORY if name in HF else {})
+    begun = time.time()
+    with open(folder / "log", "w") as log:
+        process = subprocess.Popen(words, env=environment, stdout=log, stderr=log)
+        try:
+            process.wait(60 * config.minutes)
+            raise UserError(f"{name} ended with {process.returncode}; its lines are in {folder}/log")
+        except subprocess.TimeoutExpired:
+            process.kill()  # there is nothing to save
+            process.wait()
+    references = [reference for _, reference in prepared.validation_rows[: len(rows)]]
+    points = []
+    for file in sorted(folder.glob("*.out")):
+        ids = [[int(word[1:]) for word in line.split() if word != "<unk>"] for line in file.read_text().splitlines()]
+        score = corpus_bleu(references=references, hypotheses=decode(prepared.target_tokenizer, ids), smooth=True)
+        points.append(((float(file.stem) - begun) / 60, score))
+    return points
+
+
+def hf(config: Config, folder: Path, corpus, name: str) -> list[str]:
+    """The command of MarianMTModel's training, in bf16 where ours is, with kept memory: benchmarks/peers/marian.py."""
+    task = Task("learn", str(corpus.folder), variant=HF[name], outputs=str(folder), every=config.every)
+    return [sys.executable, "-m", "benchmarks.peers.marian", json.dumps(asdict(task))]
+
+
+def marian(config: Config, folder: Path, corpus, name: str) -> list[str]:
+    """The command of `marian train`, which hands its translations to a script that keeps them."""
+    sizes = PRESETS["lab"]
+    for side, vocabulary in (("src", corpus.source_vocab), ("tgt", corpus.target_vocab)):
         tokens = ["</s>", "<unk>", *(f"{LETTERS[side]}{token}" for token in range(vocabulary))]
         (folder / f"vocab.{side}.yml").write_text("".join(f'"{token}": {id}\n' for id, token in enumerate(tokens)))
     keep = folder / "keep.sh"
@@ -103,39 +132,17 @@ def marian(config: Config, folder: Path, corpus, prepared, name: str) -> list[tu
         "beam-size": 1, "valid-max-length": 500, "max-length-factor": 3, "save-freq": 10**6, "disp-freq": 50, "seed": 1,
     }  # fmt: skip
     words = [word for name, value in flags.items() for word in (f"--{name}", *str(value).split())]
-    begun = time.time()
-    with open(folder / "log", "w") as log:
-        process = subprocess.Popen(
-            [python, "-m", "pymarian", "train", *words], env=environment(config), stdout=log, stderr=log
-        )
-        try:
-            process.wait(60 * config.minutes)
-            raise UserError(f"Marian ended with {process.returncode}; its lines are in {folder}/log")
-        except subprocess.TimeoutExpired:
-            process.kill()  # there is nothing to save
-            process.wait()
-    references = [reference for _, reference in prepared.validation_rows[: len(rows)]]
-    curve = []
-    for file in sorted(folder.glob("*.out")):
-        ids = [[int(word[1:]) for word in line.split() if word != "<unk>"] for line in file.read_text().splitlines()]
-        score = corpus_bleu(references=references, hypotheses=decode(prepared.target_tokenizer, ids), smooth=True)
-        curve.append(((float(file.stem) - begun) / 60, score))
-    return curve
-
-
-def environment(config: Config) -> dict[str, str]:
-    """Of a contestant's process."""
-    return {**os.environ, **pinned(config.threads, pin=False)}
+    return [ENVIRONMENTS / MARIAN_PYTHON, "-m", "pymarian", "train", *words]
 
 
 def table(curves: dict) -> str:
     """Markdown: the first time that each BLEU was reached, and the last BLEU."""
-    lines = [f"| | {' | '.join(f'{goal} BLEU' for goal in GOALS)} | at the end |", "|---" * (len(GOALS) + 2) + "|"]
-    for name, curve in curves.items():
-        first = [next((f"{minutes:.1f} min" for minutes, bleu in curve if bleu >= goal), "–") for goal in GOALS]
-        last = "–" if not curve else f"{curve[-1][1]:.2f} after {curve[-1][0]:.1f} min"
-        lines.append(f"| {name} | {' | '.join(first)} | {last} |")
-    return "\n".join(lines)
+    cells = [["", *(f"{goal} BLEU" for goal in GOALS), "at the end"]]
+    for name, points in curves.items():
+        first = [next((f"{minutes:.1f} min" for minutes, bleu in points if bleu >= goal), "–") for goal in GOALS]
+        last = f"{points[-1][1]:.2f} after {points[-1][0]:.1f} min" if points else "–"
+        cells.append([name, *first, last])
+    return markdown(cells)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,8 @@
     python -m benchmarks.training --part limits                          # matrix products alone, and the share ours reach
     python -m benchmarks.training --device cuda --preset big --tokens_per_batch 65536 --contestants ours-bf16,ours-plain-bf16
 
-All train a model of the same sizes (lab: width 256, 8 heads, 3 + 3 layers, feed-forward 1024, dropout and label smoothing 0.1,
-Adam) on the same token sequences, about 4,096 target tokens a batch, in a process of their own with the same threads on the
-same cores, one after another in turns. Counted are real tokens: end token yes, padding no. benchmarks/peers/NAME.py says of
-each what is like for like and what is not.
+All train a model of the same sizes, with dropout and label smoothing 0.1 and Adam, on the same token sequences, in batches of
+about 4,096 target tokens. benchmarks/peers/NAME.py says of each what is like for like and what is not.
 
 ladder   every rung has all tricks of those above it; before its clock starts it takes five steps without dropout on the same
          batches, and the loss after them must be the same but for rounding: a trick that changes it is a mistake
@@ -30,8 +28,7 @@ import torch
 
 from benchmarks.corpus import Corpus, load_corpus
 from benchmarks.measuring import ROOT, Row, compare, held_gib, in_new_process, measure, pinned, read_json, tokens_of
-from benchmarks.peers.contest import SIZES, Task
-from benchmarks.peers.contestants import KEEP_MEMORY, Contestant, choose, start
+from benchmarks.peers.contest import KEEP_MEMORY, OLD_LOAD, SIZES, Contestant, Task, choose, start
 from data import Batch
 from engine.config import flag, parse_flags
 from engine.distributed import choose_device
@@ -43,8 +40,8 @@ from model import ModelConfig, training_flops
 OURS = "random-plain-fp32 plain-fp32 plain-bf16 plain-fp16 fp32 bf16 fp16 captured-bf16".split()
 CONTESTANTS = {
     "handout": Contestant("handout"),
-    "opennmt": Contestant("opennmt", toolkit="opennmt"),
-    "fairseq": Contestant("fairseq", toolkit="fairseq"),
+    "opennmt": Contestant("opennmt", toolkit="opennmt", environment=OLD_LOAD),
+    "fairseq": Contestant("fairseq", toolkit="fairseq", environment=OLD_LOAD),
     "marian": Contestant("marian"),
     "marian-tuned": Contestant("marian", {"variant": "tuned"}, environment=KEEP_MEMORY),
     **{f"ours-{variant}": Contestant("ours", {"variant": variant}) for variant in OURS},
@@ -55,7 +52,6 @@ LADDER = "ours-random-plain-fp32,ours-plain-fp32,ours-fp32,ours-plain-bf16,ours-
 VARIANTS = {  # of the memory benchmark: (plain, freed memory kept, precision)
     "plain, memory given back": (True, False, "fp32"),
     "plain fp32": (True, True, "fp32"),
-    "plain bf16": (True, True, "bf16"),
     "ours fp32": (False, True, "fp32"),
     "ours bf16": (False, True, "bf16"),
 }
@@ -103,7 +99,7 @@ def main(config: Config) -> list[Row]:
     names = choose(config.contestants or everybody, CONTESTANTS)
     if config.device != "cpu" and (toolkits := [name for name in names if CONTESTANTS[name].toolkit]):
         raise UserError(f"--device {config.device}: {', '.join(toolkits)} are measured on a CPU only; leave them out")
-    task = Task("train", str(corpus.folder), config.seconds, config.threads, config.device, config.preset,
+    task = Task("train", str(corpus.folder), config.seconds, config.threads, config.device, SIZES[config.preset],
                 config.tokens_per_batch, parity=config.part == "ladder")  # fmt: skip
 
     def turn(name: str) -> dict | None:

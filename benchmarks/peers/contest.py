@@ -1,23 +1,25 @@
-"""What the processes of all contestants share: their task, their clock, the line of JSON they end with.
+"""Who takes part: how each contestant is started, and what their processes share: task, clock, the line of JSON they end with.
 
 Each contestant is a file of this folder, started as `python -m benchmarks.peers.NAME TASK`, the task in JSON, in an environment
-of its own; so this file needs the standard library, numpy and torch alone.
+of its own, with the same threads on the same cores; so this file needs the standard library, numpy and torch alone.
 """
 
 import contextlib
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from benchmarks.corpus import Corpus, read_corpus
-from benchmarks.measuring import GIB, held_gib
+from benchmarks.corpus import Corpus, as_words, read_corpus
+from benchmarks.measuring import GIB, ROOT, held_gib, pinned
+from engine.errors import UserError
 from model import PRESETS
 
 TINY = dict(d_model=32, nhead=2, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=64, dropout=0.1)
@@ -25,18 +27,33 @@ SIZES = {"lab": PRESETS["lab"], "big": PRESETS["big"], "tiny": TINY}  # of the m
 LABEL_SMOOTHING = 0.1
 LEARNING_RATE = 1e-4
 WARM_STEPS = 3  # not counted: cold caches, first allocations
+ENVIRONMENTS = ROOT / "benchmarks" / ".envs"  # of the toolkits; made by benchmarks/peers/install.sh
+OLD_LOAD = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}  # `torch.load` reads pickles, as it did before torch 2.6
+# glibc gives large blocks back to the system at once and takes them again page by page; with these it keeps them.
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "268435456"}
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """How to start one."""
+
+    module: str  # benchmarks/peers/MODULE.py
+    settings: dict = field(default_factory=dict)  # of its `Task`
+    toolkit: str = ""  # its environment; "": the project's own
+    environment: dict[str, str] = field(default_factory=dict)
+    pin: bool = True  # each compute thread to a core of its own
 
 
 @dataclass
 class Task:
     """What a contestant is to do."""
 
-    what: str  # train or decode
+    what: str  # train or decode; marian: learn
     corpus: str  # folder made by benchmarks.corpus
     seconds: float = 20.0  # of measuring, after the warm-up
     threads: int = 2
     device: str = "cpu"
-    preset: str = "lab"  # a name of SIZES
+    sizes: dict = field(default_factory=lambda: SIZES["lab"])  # of the model
     tokens_per_batch: int = 4096  # target tokens, where it counts tokens
     variant: str = ""  # of this contestant: fp32, int8, …
     parity: bool = False  # ours: also the loss after five steps without dropout
@@ -44,19 +61,47 @@ class Task:
     length: int = 0  # tokens of every output, end suppressed; 0: to the end
     rows: int = 0  # decode only so many test sentences; 0: all
     batch: int = 64  # sentences decoded at once; ours: 0 as evaluate.py
-    outputs: str = ""  # file for the decoded ids, a sentence a line
-
-    @property
-    def sizes(self) -> dict:
-        return SIZES[self.preset]
+    outputs: str = ""  # file for the decoded words, a sentence a line; learn: folder
+    every: int = 0  # learn: steps between translations
 
 
-def run_peer(train: Callable | None = None, decode: Callable | None = None) -> None:
+def choose(names: str, known: dict[str, Contestant]) -> list[str]:
+    """ "a,b" → ["a", "b"]. Raises `UserError` for an unknown name."""
+    chosen = [name for name in names.split(",") if name]
+    if unknown := [name for name in chosen if name not in known]:
+        raise UserError(f"--contestants {unknown[0]}: unknown; choose from {','.join(known)}")
+    return chosen
+
+
+def start(name: str, contestant: Contestant, task: Task, timeout: float = 600) -> dict | None:
+    """One turn of one contestant; → its figures, None with one line that says why if it cannot take part."""
+    home = ENVIRONMENTS / contestant.toolkit
+    if contestant.toolkit and not (home / "complete").exists():
+        print(f"{name}: left out; to install it: bash benchmarks/peers/install.sh {contestant.toolkit}", flush=True)
+        return None
+    python = str(home / "bin/python") if contestant.toolkit else sys.executable
+    threads, task = task.threads, json.dumps(asdict(replace(task, **contestant.settings)))
+    words = [python, "-m", f"benchmarks.peers.{contestant.module}", task]
+    environment = {**os.environ, **pinned(threads, contestant.pin), **contestant.environment}
+    try:
+        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        figures = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        reason = "" if figures and not done.returncode else f"it ended with {done.returncode}: {last}"
+    except subprocess.TimeoutExpired:
+        reason = f"no result after {timeout:.0f} s"
+    if reason:
+        print(f"{name}: left out, {reason}; {' '.join(words)}", flush=True)
+        return None
+    return json.loads(figures[-1])
+
+
+def run_peer(*tasks: Callable) -> None:
     """The main program of a contestant: do its task. Everything it prints meanwhile goes to stderr."""
     task = Task(**json.loads(sys.argv[1]))
     corpus = read_corpus(task.corpus, task.rows)
     with contextlib.redirect_stdout(sys.stderr):
-        (train if task.what == "train" else decode)(task, corpus)
+        {function.__name__: function for function in tasks}[task.what](task, corpus)
 
 
 def wait_for_gpu() -> None:
@@ -119,8 +164,7 @@ def time_decoding(task: Task, corpus: Corpus, decode: Callable, warm: bool = Tru
     if len(lengths) != len(corpus.test) or (task.length and set(lengths) != {task.length}):
         raise RuntimeError(f"{len(lengths)} outputs of {min(lengths)} to {max(lengths)} tokens")
     if task.outputs:
-        lines = (" ".join(map(str, output)) + "\n" for output in outputs)
-        Path(task.outputs).write_text("".join(lines), encoding="utf-8")
+        Path(task.outputs).write_text(as_words(outputs, "tgt"), encoding="utf-8")
     seconds = statistics.median(passes[warm:])
     tokens = sum(lengths) + (0 if task.length else len(lengths))
     report({"tokens_per_second": tokens / seconds, "sentences_per_second": len(lengths) / seconds, "seconds": seconds,
@@ -132,9 +176,3 @@ def work_folder(corpus: Corpus, name: str) -> Path:
     folder = corpus.folder / "peers" / name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def restore_torch_load() -> None:
-    """Toolkits older than torch 2.6 read their own checkpoints with pickles in them: `torch.load` as it was then."""
-    load = torch.load
-    torch.load = lambda *arguments, **options: load(*arguments, **({"weights_only": False} | options))

@@ -9,7 +9,7 @@ Like for like: the same weights, the same tokens, greedy search, a cache. It onl
 import sys
 from pathlib import Path
 
-from benchmarks.peers.contest import restore_torch_load, run_peer, time_decoding, work_folder
+from benchmarks.peers.contest import run_peer, time_decoding, work_folder
 from serving.to_ctranslate2 import convert, name_special
 
 
@@ -18,11 +18,10 @@ def decode(task, corpus) -> None:
     import ctranslate2
     import torch
 
-    restore_torch_load()
     folder = Path(task.weights or work_folder(corpus, "random")) / "ctranslate2"
     if not (folder / "model.bin").exists():
         weights = {name: tensor.float().numpy() for name, tensor in torch.load(folder.parent / "weights.pt").items()}
-        sizes = {**task.sizes, "norm_first": False, "max_length": 512}
+        sizes = {"norm_first": False, **task.sizes, "max_length": 512}
         source_words = name_special([f"s{id}" for id in range(corpus.source_vocab)], corpus.source_ids)
         target_words = name_special([f"t{id}" for id in range(corpus.target_vocab)], corpus.target_ids)
         convert(weights, sizes, source_words, target_words, folder)
@@ -49,4 +48,4 @@ def decode(task, corpus) -> None:
 
 
 if __name__ == "__main__":
-    run_peer(decode=decode)
+    run_peer(decode)

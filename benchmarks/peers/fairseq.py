@@ -1,6 +1,6 @@
 """Contestant "fairseq": fairseq 0.12 (package fairseq-fixed 0.12.3.1), its own trainer.
 
-It runs on today's torch when `torch.load` reads pickles again.
+It runs on today's torch when `torch.load` reads pickles again (`contest.OLD_LOAD`).
 Not like for like: its --max-tokens counts the padded tokens of either side, as ours do. It has no layer norm behind the last
 layer.
 """
@@ -16,7 +16,6 @@ def train(task, corpus) -> None:
     from fairseq.trainer import Trainer
     from fairseq_cli.train import cli_main
 
-    contest.restore_torch_load()
     torch.set_num_threads(task.threads)
     clock, train_step = contest.TrainingClock(task.seconds), Trainer.train_step
 

@@ -6,14 +6,25 @@ autocast); its caller adds the allocator's settings. To decode: `generate`, sent
 Not like for like: Marian has no layer norm behind the last layer, and decodes with random weights of its own.
 """
 
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
 import torch
 from torch import nn
+from torch.optim import Adam
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import MarianConfig, MarianMTModel
 
+from benchmarks.corpus import as_ids, as_words
 from benchmarks.peers.contest import LABEL_SMOOTHING, LEARNING_RATE, TrainingClock, run_peer, time_decoding
-from benchmarks.peers.handout import padded
+from benchmarks.peers.handout import cut, padded
 from data import BucketSampler
+from engine.config import write_whole
+from engine.precision import choose_precision
 
+BETAS = (0.9, 0.98)
 IGNORED = -100  # the label of a padded place
 
 
@@ -34,56 +45,97 @@ def build(sizes: dict, corpus) -> MarianMTModel:
     return MarianMTModel(config)
 
 
-def train(task, corpus) -> None:
-    """Batches of similar length, loss over all places, the padded ones ignored."""
-    tuned = task.variant == "tuned"
-    if tuned:
-        torch.set_float32_matmul_precision("medium")
+def make_step(task, corpus, model, optimizer, autocast: Callable, clip: float = 0.0) -> Callable:
+    """→ a function that takes one step over these rows: the loss over all places, the padded ones ignored.
+
+    Before that it tells `begin` the real tokens of both sides.
+    """
     source, target = corpus.source_ids, corpus.target_ids
-    model = build(task.sizes, corpus).to(task.device).train()
-    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
     criterion = nn.CrossEntropyLoss(ignore_index=IGNORED, label_smoothing=LABEL_SMOOTHING)
-    clock = TrainingClock(task.seconds)
-    for batch in BucketSampler(corpus.lengths, task.tokens_per_batch):
-        sources = [[*corpus.train[row][0].tolist(), source["eos"]] for row in batch]
-        targets = [[target["bos"], *corpus.train[row][1].tolist(), target["eos"]] for row in batch]
-        clock.step(sum(map(len, sources)), sum(map(len, targets)) - len(targets))
+
+    def take_step(rows, begin: Callable = lambda source_tokens, target_tokens: None) -> None:
+        sources = [[*corpus.train[row][0].tolist(), source["eos"]] for row in rows]
+        targets = [[target["bos"], *corpus.train[row][1].tolist(), target["eos"]] for row in rows]
+        begin(sum(map(len, sources)), sum(map(len, targets)) - len(targets))
         src = padded(sources, source["pad"], max(map(len, sources))).to(task.device)
         tgt = padded(targets, target["pad"], max(map(len, targets))).to(task.device)
         labels = tgt[:, 1:].masked_fill(tgt[:, 1:] == target["pad"], IGNORED)
         attended = (src != source["pad"]).long()
-        with torch.autocast("cuda", torch.bfloat16, enabled=tuned and task.device != "cpu"):
+        with autocast():
             logits = model(src, attention_mask=attended, decoder_input_ids=tgt[:, :-1], use_cache=False).logits
             loss = criterion(logits.flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
         loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         loss.item()
+
+    return take_step
+
+
+def train(task, corpus) -> None:
+    """Batches of similar length."""
+    tuned = task.variant == "tuned"
+    if tuned:
+        torch.set_float32_matmul_precision("medium")
+    model = build(task.sizes, corpus).to(task.device).train()
+    optimizer = Adam(model.parameters(), lr=LEARNING_RATE, betas=BETAS)
+    autocast = partial(torch.autocast, "cuda", torch.bfloat16, enabled=tuned and task.device != "cpu")
+    take_step = make_step(task, corpus, model, optimizer, autocast)
+    clock = TrainingClock(task.seconds)
+    for rows in BucketSampler(corpus.lengths, task.tokens_per_batch):
+        take_step(rows, clock.step)
+
+
+def learn(task, corpus) -> None:
+    """Train without end, and every `task.every` steps translate valid.src, in the folder `task.outputs`, into TIME.out there.
+
+    In the number format that ours takes. The variant is the highest rate and the steps up to it; then it falls as 1/√step.
+    """
+    precision = choose_precision(torch.device(task.device), training=True)
+    torch.set_float32_matmul_precision("medium")  # of the translations
+    rate, warmup = map(float, task.variant.split())
+    torch.manual_seed(1)
+    model, folder = build(task.sizes, corpus).train(), Path(task.outputs)
+    optimizer = Adam(model.parameters(), lr=rate, betas=BETAS)
+    schedule = LambdaLR(optimizer, lambda step: min((step + 1) / warmup, (warmup / (step + 1)) ** 0.5))
+    take_step = make_step(task, corpus, model, optimizer, precision.autocast, clip=1.0)
+    sources = as_ids((folder / "valid.src").read_text().splitlines())
+    for step, rows in enumerate(BucketSampler(corpus.lengths, task.tokens_per_batch), 1):
+        take_step(rows)
+        schedule.step()
+        if step % task.every == 0:
+            outputs = translate(task, corpus, model.eval(), sources)
+            outputs = [cut(ids, len(ids), corpus.target_ids["eos"]) for ids in outputs]
+            write_whole(folder / f"{time.time()}.out", as_words(outputs, "tgt"))
+            model.train()
+
+
+def translate(task, corpus, model, sources) -> list[list[int]]:
+    """`generate`, greedy, sentences sorted by length; → ids behind the begin token, until all of a batch have ended."""
+    source, outputs = corpus.source_ids, [[]] * len(sources)
+    order = sorted(range(len(sources)), key=lambda row: -len(sources[row]))
+    for rows in (order[first : first + task.batch] for first in range(0, len(order), task.batch)):
+        ids = [[*sources[row].tolist(), source["eos"]] for row in rows]
+        src = padded(ids, source["pad"], len(ids[0])).to(task.device)
+        generated = model.generate(
+            input_ids=src, attention_mask=(src != source["pad"]).long(), num_beams=1, do_sample=False, use_cache=True,
+            min_new_tokens=task.length, max_new_tokens=task.length or len(ids[0]) * 3 // 2 + 10,
+        )  # fmt: skip
+        for row, ids in zip(rows, generated[:, 1:].tolist()):  # the first is the begin token
+            outputs[row] = ids
+    return outputs
 
 
 @torch.inference_mode()
 def decode(task, corpus) -> None:
-    """`generate`, greedy, with weights of its own: they change nothing in the time of outputs of a given length."""
+    """Greedy, with weights of its own: they change nothing in the time of outputs of a given length."""
     if not task.length:
         raise RuntimeError("it has no trained weights, and so takes no part at real lengths")
-    source, model = corpus.source_ids, build(task.sizes, corpus).eval().to(task.device)
-
-    def once() -> list[list[int]]:
-        outputs = [[]] * len(corpus.test)
-        order = sorted(range(len(corpus.test)), key=lambda row: -len(corpus.test[row][0]))
-        for rows in (order[first : first + task.batch] for first in range(0, len(order), task.batch)):
-            sources = [[*corpus.test[row][0].tolist(), source["eos"]] for row in rows]
-            src = padded(sources, source["pad"], len(sources[0])).to(task.device)
-            generated = model.generate(
-                input_ids=src, attention_mask=(src != source["pad"]).long(), num_beams=1, do_sample=False,
-                min_new_tokens=task.length, max_new_tokens=task.length, use_cache=True,
-            )  # fmt: skip
-            for row, ids in zip(rows, generated[:, 1:].tolist()):  # the first is the begin token
-                outputs[row] = ids
-        return outputs
-
-    time_decoding(task, corpus, once)
+    model, sources = build(task.sizes, corpus).eval().to(task.device), [source for source, _ in corpus.test]
+    time_decoding(task, corpus, lambda: translate(task, corpus, model, sources))
 
 
 if __name__ == "__main__":
-    run_peer(train, decode)
+    run_peer(train, decode, learn)

@@ -1,7 +1,7 @@
 """Contestant "opennmt": OpenNMT-py 3.5.1, its own trainer.
 
-It asks for torch < 2.3, spacy and fasttext: it runs on today's torch when `torch.load` reads pickles again, and without
-the other two, which only text transforms use that are not used here.
+It asks for torch < 2.3, spacy and fasttext: it runs on today's torch when `torch.load` reads pickles again (`contest.OLD_LOAD`),
+and without the other two, which only text transforms use that are not used here.
 Not like for like: the tokens of a batch count the padded target; layer norm stands before each part (it has no other way); the
 source has no end token (it is counted all the same).
 """
@@ -17,7 +17,6 @@ def train(task, corpus) -> None:
     import torch
 
     torch.set_num_threads(task.threads)
-    contest.restore_torch_load()
     for absent in ("spacy", "fasttext"):
         sys.modules[absent] = types.ModuleType(absent)
     from onmt.bin.train import main

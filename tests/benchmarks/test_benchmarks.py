@@ -23,11 +23,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import train
 from benchmarks import attention_op, data, decoding, gpu, recipes, scaling, telemetry, time_to_bleu, training
 from benchmarks import corpus as corpus_module
-from benchmarks.corpus import as_ids, load_corpus, read_corpus
+from benchmarks.corpus import as_ids, as_words, load_corpus, read_corpus
 from benchmarks.measuring import Run, tokens_of, write_json
-from benchmarks.peers import contest, contestants
-from benchmarks.peers.contest import Task
-from benchmarks.peers.contestants import Contestant, choose, start
+from benchmarks.peers import contest, marian
+from benchmarks.peers.contest import TINY, Contestant, Task, choose, start
 from data import Collate
 from engine.config import parse_flags
 from engine.errors import UserError
@@ -74,7 +73,7 @@ def here(monkeypatch):
 
 
 def start_here(name, contestant, task, timeout=0):
-    """As `contestants.start`, in this process."""
+    """As `contest.start`, in this process."""
     task, figures = replace(task, **contestant.settings), {}
     peer = importlib.import_module(f"benchmarks.peers.{contestant.module}")
     with pytest.MonkeyPatch.context() as patch:
@@ -116,13 +115,13 @@ def test_contestants_are_chosen_by_name_and_left_out_with_one_line(monkeypatch, 
         assert all(choose(getattr(known, name), known.CONTESTANTS) for name in names)
     with pytest.raises(UserError, match="unknown; choose from handout"):
         choose("marion", training.CONTESTANTS)
-    monkeypatch.setattr(contestants, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(contest, "ENVIRONMENTS", tmp_path)
     assert start("fairseq", training.CONTESTANTS["fairseq"], Task("train", "")) is None
     assert "bash benchmarks/peers/install.sh fairseq" in capsys.readouterr().out
 
 
 def test_a_process_of_its_own_reports_and_one_that_breaks_says_why(small, capsys):
-    task = Task("train", str(small.folder), seconds=0.05, threads=1, preset="tiny", tokens_per_batch=64)
+    task = Task("train", str(small.folder), seconds=0.05, threads=1, sizes=TINY, tokens_per_batch=64)
     figures = start("ours-fp32", Contestant("ours", {"variant": "fp32"}), task)
     assert figures["target_tokens_per_second"] > 0 and figures["peak_gib"] > 0
     assert start("broken", Contestant("absent"), task) is None
@@ -164,7 +163,7 @@ def test_an_epoch_counts_every_real_token_once(name, variant, small, monkeypatch
 
     monkeypatch.setattr(peer, "TrainingClock", Recorder)
     with pytest.raises(Ended):
-        peer.train(Task("train", "", preset="tiny", variant=variant, tokens_per_batch=512), small)
+        peer.train(Task("train", "", sizes=TINY, variant=variant, tokens_per_batch=512), small)
     assert [sum(side) for side in zip(*counted)] == [tokens_of(source for source, _ in small.train), wanted]
 
 
@@ -196,7 +195,7 @@ def test_memory(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["opennmt", "fairseq"])
 def test_toolkits(name, small):
-    if not (contestants.ENVIRONMENTS / name / "complete").exists():
+    if not (contest.ENVIRONMENTS / name / "complete").exists():
         pytest.skip(f"bash benchmarks/peers/install.sh {name}")
     figures = start(name, training.CONTESTANTS[name], Task("train", str(small.folder), seconds=0.5, threads=1))
     assert 0 < figures["target_tokens_per_step"] <= tokens_of(target for _, target in small.train)
@@ -226,7 +225,8 @@ def test_who_has_the_same_weights_writes_the_same(toy_data, cache, tmp_path, mon
                                  rounds=1, seconds=0.01, batch=7, out=str(tmp_path / "out.json"))  # fmt: skip
         assert [row.more["tokens"] for row in decoding.main(config)] == [20 * length] * len(names)
     folder = load_corpus(str(toy_data), 300, test_rows=20).folder / "peers" / "random-tiny"
-    outputs = {name: decoding.read_outputs(folder / f"{name}.txt") for name in names}
+    texts = {name: (folder / f"{name}.txt").read_text().splitlines() for name in names}
+    outputs = {name: [ids.tolist() for ids in as_ids(text)] for name, text in texts.items()}
     assert len({tuple(row) for row in outputs["ours-fp32"]}) > 10  # else anybody could agree
     for name in names[:-2]:  # marian has weights of its own
         assert decoding.agreement(outputs[name], outputs["ours-fp32"])[0] >= 0.9, name  # a tie may fall either way
@@ -236,17 +236,15 @@ def test_a_trained_run_at_real_lengths(toy_data, cache, tmp_path, monkeypatch):
     config = dict(
         data=str(toy_data), source="zh", target="en", source_vocab=300, target_vocab=300, tokenizer="", max_length=512
     )
+    sizes = TINY | {"dim_feedforward": 32, "norm_first": True}  # no preset's
     trained = SimpleNamespace(config=config, run=tmp_path / "toy", name="toy",
-                              model=Translator(ModelConfig(300, 300, **contest.TINY)))  # fmt: skip
+                              model=Translator(ModelConfig(300, 300, **sizes)))  # fmt: skip
     monkeypatch.setattr(decoding, "load_trained", lambda ckpt: trained)
     config = decoding.Config("ours-fp32", "toy", sentences=20, rounds=1, seconds=0.01, out=str(tmp_path / "out.json"))
     (row,) = decoding.main(config)
     assert row.more["sentences"] == 20
-    trained.model = Translator(ModelConfig(200, 300, **contest.TINY))
+    trained.model = Translator(ModelConfig(200, 300, **TINY))
     with pytest.raises(UserError, match="other vocabularies"):
-        decoding.main(config)
-    trained.model = Translator(ModelConfig(300, 300, **contest.TINY | {"dim_feedforward": 32}))
-    with pytest.raises(UserError, match="of the sizes of a preset"):
         decoding.main(config)
 
 
@@ -267,7 +265,7 @@ def test_what_a_pass_counts(small, monkeypatch, tmp_path):
     contest.time_decoding(task, small, lambda: [[7, 8]] * 20)
     assert [figures["tokens"] for figures in reported] == [60, 40]  # the end is a token where it may come
     assert reported[1]["tokens_per_second"] == 20 and reported[1]["sentences_per_second"] == 10
-    assert decoding.read_outputs(tmp_path / "o") == [[7, 8]] * 20
+    assert (tmp_path / "o").read_text() == "t7 t8\n" * 20
     with pytest.raises(RuntimeError, match="1 to 2 tokens"):
         contest.time_decoding(task, small, lambda: [[1]] + [[7, 8]] * 19, warm=False)
 
@@ -303,7 +301,7 @@ def test_telemetry_counts_the_time_inside(toy_data, tmp_path, monkeypatch, capsy
 def test_data_and_growth(toy_data, cache, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "ROOT", tmp_path)  # of the token cache
     monkeypatch.setattr(data, "PAIRS", (200, 2000))
-    monkeypatch.setattr(data, "LAB", ModelConfig(data.GROWTH_VOCAB, data.GROWTH_VOCAB, **contest.TINY))
+    monkeypatch.setattr(data, "LAB", ModelConfig(data.GROWTH_VOCAB, data.GROWTH_VOCAB, **TINY))
     monkeypatch.setattr(data, "TOKENS", 256)
     config = data.Config(
         "all", str(toy_data), vocab=300, pairs=2000, steps=1, seconds=0.05, rounds=1, out=str(tmp_path)
@@ -328,7 +326,7 @@ def test_the_made_up_store_is_like_text(tmp_path):
 
 def test_attention_as_torch_counts_it():
     """The forward pass of the stock attention at two lengths, counted by torch."""
-    model, counted = ModelConfig(50, 50, **contest.TINY | {"dropout": 0.0}), {}
+    model, counted = ModelConfig(50, 50, **TINY | {"dropout": 0.0}), {}
     for length in (8, 24):
         ids = [3] * (length - 1)
         batch = Collate(data.IDS, data.IDS)([(ids, ids)])
@@ -386,7 +384,7 @@ def test_attention_op(tmp_path, capsys, monkeypatch):
     attention_op.main(attention_op.Config(**settings, device="cpu"))
     assert {"attention PyTorch flash, 8", "gelu composed, 100"} <= set(figures_of(out))
     assert all(figures["ms"] == 1000 for figures in figures_of(out).values())
-    assert "| ours recompute |" in capsys.readouterr().out
+    assert "\n| ours recompute " in capsys.readouterr().out
     with pytest.raises(UserError, match="--lengths 8,x must be positive"):
         attention_op.Config(lengths="8,x")
 
@@ -398,16 +396,34 @@ def test_memory_of_a_pass_is_counted():
     assert abs(attention_op.peak_mib(pass_of(64)) - 128) < 8
 
 
-MARIAN = """#!/bin/sh
-# In the place of Marian's Python: one validation, whose translations are the references, and training for ever.
+PEER = """#!/bin/sh
+# In the place of a peer's Python: one validation, whose translations are the references, and training for ever.
+if [ "$2" = benchmarks.peers.marian ]; then
+    folder=$(echo "$3" | sed 's/.*"outputs": "\\([^"]*\\)".*/\\1/')
+    cp "$folder/valid.tgt" "$folder/$(date +%s.%N).out"
+    echo translated
+    exec sleep 1000
+fi
 while [ $# -gt 0 ]; do
     case "$1" in --valid-sets) references=$3 ;; --valid-script-path) script=$2 ;; --train-sets) pairs=$(wc -l < "$2") ;; esac
     shift
 done
 echo "pairs $pairs"
 "$script" "$references"
+echo translated
 exec sleep 1000
 """
+
+
+class Peer(subprocess.Popen):
+    """A process whose time is over as soon as it has translated, however busy the machine is."""
+
+    def wait(self, timeout=None):
+        if timeout != 0.05 * 60:
+            return super().wait(timeout)
+        while "translated" not in Path(os.readlink(f"/proc/{self.pid}/fd/1")).read_text():
+            time.sleep(0.05)
+        raise subprocess.TimeoutExpired(self.args, timeout)
 
 
 def test_minutes_to_a_bleu(toy_data, cache, tmp_path, monkeypatch, capsys):
@@ -418,8 +434,9 @@ def test_minutes_to_a_bleu(toy_data, cache, tmp_path, monkeypatch, capsys):
     with pytest.raises(UserError, match="to install Marian"):
         time_to_bleu.main(config)
     python.parent.mkdir(parents=True)
-    python.write_text(MARIAN)
+    python.write_text(PEER)
     python.chmod(0o700)
+    monkeypatch.setattr(subprocess, "Popen", Peer)
     time_to_bleu.main(config)
     (log,) = tmp_path.glob("runs/marian-*/log")
     assert log.read_text().startswith("pairs 2000")
@@ -439,13 +456,28 @@ def test_minutes_to_a_bleu(toy_data, cache, tmp_path, monkeypatch, capsys):
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", call)
     time_to_bleu.main(replace(config, contestants="ours"))
-    last = capsys.readouterr().out.splitlines()[-2:]
-    assert last[0].startswith(
-        "| marian | 0.0 min | 0.0 min | 0.0 min | 0.0 min | 9"
-    )  # smoothed, so short sentences lose some
-    assert last[1] == "| ours | 1.0 min | 2.0 min | 4.0 min | – | 4.00 after 4.0 min |"
+    monkeypatch.setattr(time_to_bleu.sys, "executable", str(python))
+    time_to_bleu.main(replace(config, contestants="hf"))
+    rows = [re.split(" *[|] *", line) for line in capsys.readouterr().out.splitlines()[-3:]]
+    for name, row in (("marian", rows[0]), ("hf", rows[2])):
+        minutes, final = row[2], row[6].split()  # smoothed: short sentences lose some
+        assert row[1:6] == [name, *[minutes] * 4] and float(final[0]) > 90 and " ".join(final[2:]) == minutes
+    assert rows[1][1:7] == ["ours", "1.0 min", "2.0 min", "4.0 min", "–", "4.00 after 4.0 min"]
     with pytest.raises(UserError, match="unknown; choose from ours,marian"):
         time_to_bleu.main(replace(config, contestants="mario"))
+
+
+def test_marian_mt_learns_and_translates_without_end(small, tmp_path, monkeypatch):
+    """A few sentences by heart, cut at their end, in the order of valid.src; `every` steps apart."""
+    pairs = sorted(small.train, key=lambda pair: len(pair[1]))[:3]
+    (tmp_path / "valid.src").write_text(as_words([source for source, _ in pairs], "src"))
+    monkeypatch.setattr(marian, "BucketSampler", lambda *_: [range(3)] * 80)  # which ends
+    task = Task(
+        "learn", "", threads=1, sizes=TINY | {"dropout": 0.0}, variant="2e-2 10", outputs=str(tmp_path), every=40
+    )
+    marian.learn(task, replace(small, train=pairs))
+    _, last = sorted(tmp_path.glob("*.out"), key=lambda file: float(file.stem))
+    assert last.read_text() == as_words([target for _, target in pairs], "tgt")
 
 
 # ---------------------------------------------------------------- GPU, rehearsed on a CPU
@@ -522,7 +554,8 @@ def test_a_finished_recipe_is_not_run_again(toy_data, tmp_path, monkeypatch, cap
     assert (row["row"], row["max_steps"], row["seed"], row["steps"]) == ("default", 3, 1, 3)
     assert row["loss_per_token"] == min(loss for _, loss in row["losses"]) < row["losses"][-1][1]
     assert row["loss_per_character"] < row["loss_per_token"] and 0 <= row["low"] <= row["high"]
-    assert f"| default | 3 steps | 1 | 3 | {row['tokens_per_second']:,.0f} |" in capsys.readouterr().out
+    cells = re.split(" *[|] *", capsys.readouterr().out.splitlines()[-1])
+    assert cells[1:6] == ["default", "3 steps", "1", "3", f"{row['tokens_per_second']:,.0f}"]
     (tmp_path / "results.json").unlink()
     shutil.rmtree(tmp_path / "default-3steps-1" / "checkpoints")  # as if it had been killed before the first one
     called = Mock(side_effect=UserError)
