@@ -61,7 +61,9 @@ class Prepared:
 
         A model learns from its data how much to leave out. A gap of less than `CHANCE` is left alone.
         """
-        ours, wanted = (pairs.lengths["target"].sum() / pairs.lengths["source"].sum() for pairs in (self.train, self.validation))
+        ours, wanted = (
+            pairs.lengths["target"].sum() / pairs.lengths["source"].sum() for pairs in (self.train, self.validation)
+        )
         if wanted < (1 + CHANCE) * ours:
             return
         rows = without_short_targets(self.train.lengths["source"], self.train.lengths["target"], wanted)
