@@ -88,6 +88,8 @@ def check(config) -> None:
         sizes = [size or default_vocabulary(pairs) for size in (config.source_vocab, config.target_vocab)]
         prepared = prepare(sample, Path(folder), source_vocab=sizes[0], target_vocab=sizes[1],
                            tokenizer=config.tokenizer, max_length=config.max_length, say=lambda line: None)  # fmt: skip
+        if config.match_lengths:
+            prepared.match_lengths(lambda line: None)
         counts = prepared.summary["counts"]
         kept = counts["kept"] / counts["read"]
         shares = {reason: counts.get(reason, 0) / counts["read"] for reason in REASONS if reason != "held out"}

@@ -13,6 +13,7 @@ import numpy as np
 from text.rows import ParallelText
 
 HELD_OUT_SHARE = 0.01  # of the distinct pairs, for each split that the data does not bring
+SHORT_SHARE = 0.25  # of the training pairs, at most, are dropped for their short targets
 LONGEST_TOKEN = 16  # characters; our own tokenizers learn no longer token
 
 # Zero-width characters vanish, lone surrogates (broken UTF-16) become the replacement character, and every other control
@@ -30,6 +31,7 @@ REASONS = {
     "duplicate": "exact duplicates",
     "too long": "longer than --max_length",
     "length ratio": "with very different lengths",
+    "short target": "with a short target (--match_lengths)",
 }
 
 
@@ -119,6 +121,17 @@ def absurd_ratio(source_tokens, target_tokens):
     """True when one side is so much longer that the pair cannot be a translation; of two numbers or of two arrays."""
     shorter, longer = np.minimum(source_tokens, target_tokens), np.maximum(source_tokens, target_tokens)
     return longer > 4 * shorter + 10
+
+
+def without_short_targets(source_tokens: np.ndarray, target_tokens: np.ndarray, ratio: float) -> np.ndarray:
+    """Which pairs to keep, (n,) row numbers, so that they have `ratio` target tokens for a source token: (pairs,), (pairs,).
+
+    The pairs with the shortest targets for their sources go first, and no more than `SHORT_SHARE` of all.
+    """
+    order = np.argsort(-target_tokens / source_tokens, kind="stable")  # the longest targets first
+    ratios = np.cumsum(target_tokens[order]) / np.cumsum(source_tokens[order])  # of the first n pairs; falls with n
+    dropped = min(np.count_nonzero(ratios < ratio), int(SHORT_SHARE * len(order)))
+    return np.sort(order[: len(order) - dropped])
 
 
 def report(counts: Counter) -> str:

@@ -24,7 +24,15 @@ import numpy as np
 from engine.checkpoint import verify_files, write_checksums
 from engine.errors import UserError
 from engine.telemetry import progress
-from text.cleaning import absurd_ratio, clean_pairs, held_out_rows, missing_splits, normalise, report
+from text.cleaning import (
+    absurd_ratio,
+    clean_pairs,
+    held_out_rows,
+    missing_splits,
+    normalise,
+    report,
+    without_short_targets,
+)
 from text.rows import ParallelText, default_path, find_text
 from text.store import TokenizedPairs, TokenWriter
 from text.subwords import encode, encode_flat, load_tokenizer, train_tokenizer
@@ -32,6 +40,7 @@ from text.subwords import encode, encode_flat, load_tokenizer, train_tokenizer
 FORMAT = 2  # of the token store; raise it when its content changes, and old caches are left alone
 TOKENIZER_LINES = 200_000  # sentences that a tokenizer is trained on; more change little
 CHUNK = 20_000  # sentences tokenised at once
+CHANCE = 0.05  # a difference in the ratio of lengths that may be one between a few hundred rows
 VALIDATION_ROWS = 4000  # rows of validation used while training; evaluate.py scores all
 
 
@@ -46,6 +55,24 @@ class Prepared:
     validation: TokenizedPairs
     validation_rows: list[tuple[str, str]]  # raw, in the order of `validation`
     summary: dict  # counts, sizes
+
+    def match_lengths(self, say) -> None:
+        """Leave out the pairs with the shortest targets, until train has validation's target tokens for a source token.
+
+        A model learns from its data how much to leave out. A gap of less than `CHANCE` is left alone.
+        """
+        ours, wanted = (
+            pairs.lengths["target"].sum() / pairs.lengths["source"].sum() for pairs in (self.train, self.validation)
+        )
+        if wanted < (1 + CHANCE) * ours:
+            return
+        rows = without_short_targets(self.train.lengths["source"], self.train.lengths["target"], wanted)
+        dropped = len(self.train) - len(rows)
+        self.train = TokenizedPairs(self.train.folder, rows)
+        self.summary["counts"] |= {"short target": dropped, "kept": len(rows)}
+        now = self.train.lengths["target"].sum() / self.train.lengths["source"].sum()
+        say(f"data: {dropped:,} pairs with short targets are left out: {now:.2f} target tokens for a source token instead of "
+            f"{ours:.2f}; validation has {wanted:.2f} (--match_lengths)")  # fmt: skip
 
     def describe(self) -> dict:
         """What a run keeps of its data, ready for JSON; `lengths`: how many training sentences have 0, 1, 2, … tokens."""

@@ -32,10 +32,11 @@ class TokenizedPairs(Dataset):
     The ids stay on disk until they are asked for; the memory holds 12 bytes a sentence, its length and its place.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.lengths = {side: np.load(folder / f"{side}.lengths.npy") for side in ("source", "target")}
-        self._starts = {side: starts_of(lengths) for side, lengths in self.lengths.items()}
+    def __init__(self, folder: Path, rows: np.ndarray | slice = slice(None)):
+        self.folder, self.rows = folder, rows  # the numbers of the rows that are there; all, if not named
+        lengths = {side: np.load(folder / f"{side}.lengths.npy") for side in ("source", "target")}
+        self.lengths = {side: of_all[rows] for side, of_all in lengths.items()}
+        self._starts = {side: starts_of(of_all)[:-1][rows] for side, of_all in lengths.items()}
         # As plain arrays over the maps: a slice of a `memmap` costs ten times as much.
         self._ids = {side: np.asarray(np.load(folder / f"{side}.ids.npy", mmap_mode="r")) for side in self.lengths}
 
@@ -44,7 +45,8 @@ class TokenizedPairs(Dataset):
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         source, target = (
-            self._ids[side][self._starts[side][index] : self._starts[side][index + 1]] for side in ("source", "target")
+            self._ids[side][starts[index] : starts[index] + self.lengths[side][index]]
+            for side, starts in self._starts.items()
         )
         return source, target
 
@@ -57,10 +59,10 @@ class TokenizedPairs(Dataset):
         return Rows(self._ids[side][places_of(lengths, self._starts[side][rows])], lengths)
 
     def __getstate__(self):
-        return self.folder  # a worker process maps the files anew
+        return self.folder, self.rows  # a worker process maps the files anew
 
-    def __setstate__(self, folder: Path):
-        self.__init__(folder)
+    def __setstate__(self, state: tuple):
+        self.__init__(*state)
 
 
 class TokenWriter:

@@ -4,6 +4,7 @@ import unicodedata
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from conftest import write_pairs
 from hypothesis import example, given, settings
@@ -13,6 +14,7 @@ from text.cleaning import (
     HELD_OUT_SHARE,
     LONGEST_TOKEN,
     REASONS,
+    SHORT_SHARE,
     absurd_ratio,
     clean_pairs,
     fingerprint,
@@ -20,6 +22,7 @@ from text.cleaning import (
     normalise,
     report,
     side_of,
+    without_short_targets,
 )
 from text.rows import find_text
 
@@ -219,3 +222,18 @@ def test_fingerprints_are_the_same_everywhere():
 def test_the_length_ratio(short, longest):
     assert not absurd_ratio(short, longest) and not absurd_ratio(longest, short)
     assert absurd_ratio(short, longest + 1) and absurd_ratio(longest + 1, short)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=40), st.floats(0.1, 9))
+def test_the_shortest_targets_go_and_no_more_of_them_than_must(lengths, ratio):
+    source, target = np.array(lengths).T
+    kept = without_short_targets(source, target, ratio)
+    gone = np.setdiff1d(np.arange(len(lengths)), kept)
+    assert kept.tolist() == sorted(kept) and len(gone) <= SHORT_SHARE * len(lengths)
+    most_of_gone = max(target[gone] / source[gone], default=0)
+    assert most_of_gone <= min(target[kept] / source[kept])
+    enough = target[kept].sum() / source[kept].sum() >= ratio
+    assert enough or len(gone) == int(SHORT_SHARE * len(lengths))
+    if len(gone):  # with the last of them it would be too few
+        back = [*kept, gone[np.argmax(target[gone] / source[gone])]]
+        assert target[back].sum() / source[back].sum() < ratio

@@ -10,7 +10,7 @@ from conftest import reversed_digits, write_pairs
 
 from data import collate_for
 from text.cleaning import held_out_rows
-from text.prepare import _tokenizer_key, _worth_keeping, default_vocabulary, find_and_prepare, prepare
+from text.prepare import Prepared, _tokenizer_key, _worth_keeping, default_vocabulary, find_and_prepare, prepare
 from text.rows import find_text
 from text.store import TokenizedPairs, TokenWriter
 from text.subwords import decode, encode
@@ -88,6 +88,25 @@ def test_the_longest_pair_that_is_kept():
     counts, lengths = Counter(), np.array([15, 16, 15, 1])
     assert _worth_keeping(lengths, np.array([15, 15, 16, 1]), 16, counts).tolist() == [True, False, False, True]
     assert counts == {"kept": 2, "too long": 2}
+
+
+def test_train_becomes_as_long_for_its_sources_as_validation(tmp_path):
+    """Every fifth pair has half a target: they go, and a worker process has the same rows."""
+    lengths = {"train": [(8, 4 if row % 5 == 0 else 8) for row in range(100)], "validation": [(8, 8)] * 10}
+    for split, pairs in lengths.items():
+        writer = TokenWriter(tmp_path / split, {"source": 400, "target": 400})
+        for index, side in enumerate(("source", "target")):
+            writer.write(side, [[row + 3] * pair[index] for row, pair in enumerate(pairs)])
+        writer.close()
+    train, validation = (TokenizedPairs(tmp_path / split) for split in lengths)
+    said, prepared = [], Prepared(tmp_path, None, None, train, validation, [], {"counts": {"kept": 100}})
+    prepared.match_lengths(said.append)
+    prepared.match_lengths(said.append)  # there is no gap any more
+    assert len(said) == 1 and "20 pairs" in said[0] and prepared.summary["counts"] == {"kept": 80, "short target": 20}
+    for pairs in (prepared.train, pickle.loads(pickle.dumps(prepared.train))):
+        expected = [row + 3 for row in range(100) if row % 5]
+        assert [[ids.tolist() for ids in pairs[row]] for row in range(80)] == [[[id] * 8] * 2 for id in expected]
+        assert pairs.__getitems__(np.array([0, 79]))[1].ids.tolist() == [4] * 8 + [102] * 8
 
 
 def test_a_vocabulary_beside_a_tokenizer_is_said_to_have_no_effect(toy_text, tmp_path):
