@@ -77,7 +77,9 @@ def save(
         _settle_replaced(folder)
         whole = next(_whole(folder), None)
         remedy = f"resume from {whole.name}, which is whole" if whole else "begin anew: no earlier checkpoint is whole"
-        raise UserError(f"cannot write step-{step} in {folder}: {error.strerror}; fix this, then {remedy}") from error
+        raise UserError(
+            f"cannot write step-{step} in {folder}: {error.strerror or error}; fix this, then {remedy}"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # after success it has its final name, and nothing is left here
     return checkpoint

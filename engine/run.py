@@ -195,9 +195,13 @@ def new_folder(name: str, kind: str) -> Iterator[Path]:
         if (run / "config.json").exists():
             raise UserError(f"run {run} exists; choose another --run, or go on with --resume {shlex.quote(str(run))}")
         run.parent.mkdir(parents=True, exist_ok=True)
-        while not given and run.exists():
-            run = run.with_name(run.name + "+")  # another run was started in the same second
-        run.mkdir(exist_ok=bool(given))
+        while not given:
+            try:
+                run.mkdir()
+                break
+            except FileExistsError:
+                run = run.with_name(run.name + "+")  # another run was started in the same second
+        run.mkdir(exist_ok=True)
         found_there = {file.name for file in run.iterdir()}
         (run / ".job").write_text(job_name(), encoding="utf-8")
     except OSError as error:
