@@ -35,6 +35,7 @@ RECIPES = {  # name: what differs from the defaults of train.py, as its flags
     "default but dropout from the start": {"dropout_after": 0},
     "default but label smoothing 0": {"label_smoothing": 0.0},
     "default but norm_first": {"norm_first": True},
+    "default but all pairs": {"match_lengths": False},
     "default but batch 2048": {"tokens_per_batch": 2048},
     "default but vocabulary 4000": {"source_vocab": 4000, "target_vocab": 4000},
     "default but vocabulary 16000": {"source_vocab": 16000, "target_vocab": 16000},

@@ -93,6 +93,7 @@ def check(config) -> None:
         counts = prepared.summary["counts"]
         kept = counts["kept"] / counts["read"]
         shares = {reason: counts.get(reason, 0) / counts["read"] for reason in REASONS if reason != "held out"}
+        short = shares.pop("short target")  # left out on purpose
         for reason, share in (shares | {"duplicate": duplicates}).items():
             if share >= NOTABLE:
                 warnings.append(f"{share:.0%} of the training pairs are dropped: {REASONS[reason]}")
@@ -106,7 +107,7 @@ def check(config) -> None:
         tokens = {side: int(lengths[side].sum()) + pairs for side in lengths}
         about = "about " * (len(sample.taken["train"]) < pairs)
         print(f"data: {text.path} ({text.form}), {about}{pairs:,} training pairs of {tokens['source'] / pairs:.1f} and "
-              f"{tokens['target'] / pairs:.1f} tokens")  # fmt: skip
+              f"{tokens['target'] / pairs:.1f} tokens" + f", {short:.0%} left out (--match_lengths)" * (short > 0))  # fmt: skip
         whole = replace(prepared, train=SimpleNamespace(lengths=lengths))
         say_costs(config, prepared, whole, sum(tokens.values()), precision, warnings.append)
     for warning in warnings:
