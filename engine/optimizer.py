@@ -54,9 +54,9 @@ class Muon(torch.optim.AdamW):
             if skip is not None:  # a mean moved towards itself stays
                 gradients = [torch.where(skip > 0, *pair) for pair in zip(means, gradients)]
             torch._foreach_lerp_(means, gradients, 1 - group["momentum"])
-            ahead = torch._foreach_lerp(gradients, means, group["momentum"])  # Nesterov's look-ahead
+            torch._foreach_lerp_(gradients, means, group["momentum"])  # Nesterov's look-ahead, in the gradients' place
             rate = group["lr"] if skip is None else group["lr"] * (skip == 0)
-            updates = orthogonal(torch.stack([*map(whole, ahead)]), self.dtype).float()
+            updates = orthogonal(torch.stack([*map(whole, gradients)]), self.dtype).float()
             updates *= -0.2 * math.sqrt(max(rows, columns)) * rate
             torch._foreach_mul_(weights, 1 - group["weight_decay"] * rate)
             torch._foreach_add_(weights, [*map(cut_like, updates, weights)])

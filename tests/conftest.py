@@ -5,10 +5,12 @@ import multiprocessing
 import os
 import random
 import runpy
+import secrets
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import hypothesis
@@ -111,12 +113,18 @@ def forked(*arguments, **options) -> str:
     return script.output
 
 
+def free_port() -> int:
+    """A port that stays free until it is used: below those that the system gives to outgoing connections."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)  # by chance, another in each process that runs tests
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 def fork_ranks(count: int, *arguments, **options) -> list[Forked]:
     """`count` ranks, as torchrun would start them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = dict(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    common = dict(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+    common |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     return [Forked(*arguments, RANK=str(rank), LOCAL_RANK=str(rank), **common, **options) for rank in range(count)]
 
 

@@ -3,14 +3,13 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY_FLAGS, Forked, fork_ranks, forked, forked_ranks, write_pairs
+from conftest import ROOT, TINY_FLAGS, Forked, fork_ranks, forked, forked_ranks, free_port, write_pairs
 from test_train import LONG, SAME, assert_close_run, assert_same_run, records, signal_at_step
 
 from engine import distributed
@@ -64,10 +63,16 @@ def test_restarted_by_torchrun_it_goes_on_from_the_last_checkpoint(toy_data, her
 @pytest.mark.slow
 def test_two_machines(whole_run, toy_data, here, tmp_path):
     """Two torchruns that meet, as on two machines; here both are this one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meeting = ["--nnodes", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}", "--rdzv_id", "7"]
+    meeting = [
+        "--nnodes",
+        "2",
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        f"localhost:{free_port()}",
+        "--rdzv_id",
+        "7",
+    ]
     flags = ["--data", toy_data, *TINY_FLAGS, *SAME, "--run", here]
     machines = [start_torchrun(1, *flags, cwd=tmp_path, torchrun=meeting) for _ in range(2)]
     outputs = [machine.communicate() for machine in machines]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
+from conftest import ROOT, free_port
 
 from engine import distributed
 from engine.distributed import World, choose_device, hidden_gpus, start
@@ -217,12 +217,6 @@ if __name__ == "__main__":
         rank.join()
     sys.exit(any(rank.exitcode for rank in ranks))
 """
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def test_every_rank_gets_the_same(tmp_path):

@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from conftest import Forked, fork_ranks
+from conftest import Forked, fork_ranks, free_port
 from helpers import refused, together
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -96,9 +95,7 @@ def losses(folder: Path) -> list[float]:
 def runs(tmp_path_factory) -> Path:
     """The folder with the runs of all cases."""
     folder = tmp_path_factory.mktemp("gpt")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     together([Forked(__file__, rank, port, cwd=folder) for rank in range(4)])
     return folder / "runs"
 
