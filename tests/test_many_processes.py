@@ -63,16 +63,7 @@ def test_restarted_by_torchrun_it_goes_on_from_the_last_checkpoint(toy_data, her
 @pytest.mark.slow
 def test_two_machines(whole_run, toy_data, here, tmp_path):
     """Two torchruns that meet, as on two machines; here both are this one."""
-    meeting = [
-        "--nnodes",
-        "2",
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_endpoint",
-        f"localhost:{free_port()}",
-        "--rdzv_id",
-        "7",
-    ]
+    meeting = f"--nnodes 2 --rdzv_backend c10d --rdzv_endpoint localhost:{free_port()} --rdzv_id 7".split()
     flags = ["--data", toy_data, *TINY_FLAGS, *SAME, "--run", here]
     machines = [start_torchrun(1, *flags, cwd=tmp_path, torchrun=meeting) for _ in range(2)]
     outputs = [machine.communicate() for machine in machines]

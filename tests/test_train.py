@@ -19,7 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from conftest import TINY_FLAGS, fork_ranks, forked, forked_ranks, run_script, write_pairs
+from conftest import TINY_FLAGS, fork_ranks, forked, forked_ranks, reversed_digits, run_script, write_pairs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train as training
@@ -29,6 +29,7 @@ from engine.precision import Precision
 from engine.run import INTERRUPTED, Run
 from engine.telemetry import shown_as
 from model import ModelConfig, Translator
+from reporting.preflight import check
 from reporting.reading import read_run
 from reporting.sections import compare
 from text.prepare import load_prepared
@@ -399,6 +400,27 @@ def test_printed_commands_can_be_typed_whatever_the_name_of_the_run(name, toy_da
         said.append(str(error.value))
     commands = [shlex.split(words)[0] for line in said for words in re.split("--(?:ckpt|resume) ", line)[1:]]
     assert commands == [str(folder)] * 5
+
+
+@pytest.mark.parametrize("match", [True, False])
+def test_pairs_with_short_targets_are_left_out_of_the_run(match, tmp_path, here, capsys):
+    pairs = [
+        (source, target if row % 5 else target.split()[0]) for row, (source, target) in enumerate(reversed_digits(400))
+    ]
+    whole = reversed_digits(500)[400:]
+    splits = {"train": slice(0, 400), "validation": slice(400, 450), "test": slice(450, 500)}
+    settings = config(
+        data=str(write_pairs(tmp_path / "d", pairs + whole, splits)), match_lengths=match, max_steps=1, run=str(here)
+    )
+    check(settings)
+    assert ("left out (--match_lengths)" in capsys.readouterr().out) == match
+    training.train(settings)
+    counts = json.loads((here / "data.json").read_text())["counts"]
+    assert (
+        (counts.get("short target", 0) > 0)
+        == match
+        == ("pairs with short targets are left out" in capsys.readouterr().out)
+    )
 
 
 def test_a_longer_run_goes_on_from_a_finished_one(toy_data, here, capsys, monkeypatch):

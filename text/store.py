@@ -29,7 +29,8 @@ class Rows(NamedTuple):
 class TokenizedPairs(Dataset):
     """Sentence pairs as token ids, without begin and end: `pairs[i]` is (source ids, target ids), two numpy arrays.
 
-    The ids stay on disk until they are asked for; the memory holds 12 bytes a sentence, its length and its place.
+    The ids stay on disk until they are asked for; the memory holds 12 bytes a sentence, its length and its place, and 8
+    for its number where only some are chosen.
     """
 
     def __init__(self, folder: Path, rows: np.ndarray | slice = slice(None)):
