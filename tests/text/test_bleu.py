@@ -82,22 +82,6 @@ def test_wrong_shapes_are_refused_in_one_line(function, references, hypotheses, 
     assert "\n" not in str(caught.value)
 
 
-def test_argument_order_matters():
-    references, hypotheses = ["the cat sat on the mat in the sun today"], ["the cat sat on the mat"]
-    too_short = corpus_bleu(references=references, hypotheses=hypotheses)
-    too_long = corpus_bleu(references=hypotheses, hypotheses=references)
-    assert too_short == pytest.approx(51.34, abs=0.01)  # all n-grams match, the brevity penalty remains
-    assert too_long == pytest.approx(51.70, abs=0.01)  # no penalty, but lower precisions
-
-
-def test_perfect_and_hopeless():
-    assert corpus_bleu(REFERENCES, REFERENCES) == pytest.approx(100)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert corpus_bleu(REFERENCES, [""] * len(PAIRS)) == 0.0
-        assert corpus_bleu(["the cat sat on the mat"], ["the dog sat by the door"]) == 0.0
-
-
 # --- nltk and sacreBLEU agree -----------------------------------------------------------------------------------------
 
 
@@ -208,22 +192,13 @@ def test_card_holds_sacrebleus_own_numbers():
     assert card.chrf_signature.startswith("nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|version:2.")
 
 
-def test_card_prints_and_saves():
-    card = bleu_card(REFERENCES, HYPOTHESES)
-    lines = card.lines()
-    assert len(lines) <= 12
-    assert "scale 0–100" in lines[0] and "no smoothing" in lines[0] and f"{card.nltk:.2f}" in lines[0]
-    assert len({line.index(".", 50) for line in lines[:4]}) == 1  # the scores stand in one column
-    assert json.loads(json.dumps(card.as_dict())) == card.as_dict()
-
-
 def test_no_output_beside_the_result(capsys, caplog):
     tokenised = [hypothesis[:-1] + " ." for hypothesis in HYPOTHESES] * 5  # sacreBLEU would warn from 100 lines on
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bleu_card(REFERENCES * 5, tokenised)
         bleu_card(["我们去北京。"], ["我们去北京。"], target="zh")
-        bleu_card(["a"], [""])
+        bleu_card(["a", "the cat sat on the mat"], ["", "the dog sat by the door"])  # nothing of some length matches
     captured = capsys.readouterr()
     assert (captured.out, captured.err, caplog.text) == ("", "", "")
 

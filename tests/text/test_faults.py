@@ -7,7 +7,6 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,22 +30,6 @@ def test_long_lines_are_encoded_in_groups_and_cut(monkeypatch):
     monkeypatch.setattr(subwords, "CHARACTERS_AT_ONCE", 12)
     assert encode(tokenizer, lines) == plain and encode(tokenizer, []) == []
     assert encode(tokenizer, lines, 3) == [ids[:3] for ids in plain]
-
-
-def test_training_a_tokenizer_shows_how_far_it_is(monkeypatch):
-    from tokenizers import trainers
-
-    real, shown, bar = trainers.BpeTrainer, [], SimpleNamespace(disable=True)
-
-    def trainer(**options):
-        shown.append(options["show_progress"])
-        return real(**options | {"show_progress": False})
-
-    monkeypatch.setattr(trainers, "BpeTrainer", trainer)
-    monkeypatch.setattr(subwords, "progress", lambda: bar)
-    for bar.disable in (False, True):  # on a terminal, and not
-        train_tokenizer(["一二三 four five"] * 20, 300)
-    assert shown == [True, False]
 
 
 def test_a_tokenizer_that_brings_code_is_refused_without_a_question(tmp_path, monkeypatch):

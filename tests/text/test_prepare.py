@@ -29,16 +29,6 @@ def test_token_store_round_trip(tmp_path):
     assert pickle.loads(pickle.dumps(store))[1][1].tolist() == [9, 10, 11]  # as a DataLoader worker gets it
 
 
-def test_flat_and_nested_sentences_are_written_alike(tmp_path):
-    nested, flat = (TokenWriter(tmp_path / name, {"source": 400}) for name in ("nested", "flat"))
-    nested.write("source", [[5, 6], [], [300]])
-    flat.write_flat("source", np.array([5, 6, 300]), np.array([2, 0, 1]))
-    for writer in (nested, flat):
-        writer.close()
-    for name in ("source.ids.npy", "source.lengths.npy"):
-        assert (tmp_path / "nested" / name).read_bytes() == (tmp_path / "flat" / name).read_bytes()
-
-
 @pytest.fixture
 def toy_text(tmp_path):
     pairs = reversed_digits(400)
