@@ -72,38 +72,22 @@ def test_epochs_differ_and_seeds_differ():
     lengths = as_lengths([(n % 7 + 3, n % 5 + 3) for n in range(300)])
     plans = {(seed, epoch): [tuple(batch) for batch in BucketSampler(lengths, 50, seed=seed).epoch_plan(epoch)]
              for seed in (0, 1) for epoch in (0, 1)}  # fmt: skip
-    assert len({tuple(plan) for plan in plans.values()}) == 4
-    assert (
-        len({frozenset(map(frozenset, plan)) for plan in plans.values()}) == 4
-    )  # other batches, not the same reordered
+    # Other batches, not the same in another order.
+    assert len({frozenset(map(frozenset, plan)) for plan in plans.values()}) == 4
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=100), st.integers(1, 200), st.integers(1, 6))
 def test_cut_batches(widths, budget, smallest):
-    widths = np.sort(np.array(widths))
+    widths = np.array(widths)
     bounds = cut_batches(widths, budget, smallest)
     assert bounds[0] == 0 and bounds[-1] == len(widths) and bounds == sorted(set(bounds))
     sizes = np.diff(bounds)
     assert len(sizes) == 1 or sizes.min() >= smallest
     for first, size in zip(bounds, sizes):
         assert size * widths[first : first + size].max() <= budget or size < 2 * smallest
-
-
-def plainly_cut(widths, budget, smallest):
-    """Pair by pair: as many as fit, but at least `smallest`."""
-    bounds = [0]
-    while bounds[-1] < len(widths):
-        last = bounds[-1] + 1
-        while last < len(widths) and (last + 1 - bounds[-1]) * max(widths[bounds[-1] : last + 1]) <= budget:
-            last += 1
-        bounds.append(min(len(widths), max(last, bounds[-1] + smallest)))
-    return bounds
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=100), st.integers(1, 300), st.integers(1, 4))
-def test_batches_are_cut_as_if_pair_by_pair(widths, budget, smallest):
-    plain, cut = plainly_cut(widths, budget, smallest), cut_batches(np.array(widths), budget, smallest)
-    assert cut[:-2] == plain[: len(cut) - 2]  # the last bounds move where the rest is too small to stand alone
+    for first, size in zip(bounds[:-3], sizes):  # the last bounds move where the rest is too small to stand alone
+        more = widths[first : first + size + 1]
+        assert len(more) * more.max() > budget or size == smallest, "one more would fit"
 
 
 def padding_share(lengths, sampler):
@@ -189,9 +173,8 @@ def test_collate_rounds_lengths_up():
 def test_real_data(real_data, tmp_path):
     """All pairs of the course's data: cleaned, tokenised, and losslessly so."""
     said = []
-    prepared = prepare(
-        find_text(str(real_data)), tmp_path / "cache", source_vocab=1000, target_vocab=1000, say=said.append
-    )
+    text = find_text(str(real_data))
+    prepared = prepare(text, tmp_path / "cache", source_vocab=1000, target_vocab=1000, say=said.append)
     counts = prepared.summary["counts"]
     assert counts["read"] == sum(counts[key] for key in counts if key != "read")
     assert len(prepared.train) == counts["kept"] > 0.9 * counts["read"]
