@@ -40,23 +40,21 @@ def pytest_configure(config) -> None:
 # ---------------------------------------------------------------- scripts in processes of their own
 
 
-def run_script(
-    *arguments, cwd: Path, timeout: float = HANGS, threads: int = 1, **environment
-) -> subprocess.CompletedProcess:
-    """`python script.py …` in `cwd`, as a user types it."""
+def run_script(*arguments, cwd: Path, threads: int = 1, stdin="", **environment) -> subprocess.CompletedProcess:
+    """`python script.py …` in `cwd`, as a user types it, with `stdin` on its standard input."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **environment}
     words = [sys.executable, str(ROOT / arguments[0]), *map(str, arguments[1:])]
-    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, input=stdin, timeout=HANGS)
 
 
-def run_ranks(count: int, *arguments, cwd: Path, timeout: float = HANGS) -> subprocess.CompletedProcess:
+def run_ranks(count: int, *arguments, cwd: Path) -> subprocess.CompletedProcess:
     """The same under torchrun with `count` processes."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
     # Without the "--", torchrun takes our --run for an abbreviation of its own --run-path.
     words += ["--", str(ROOT / arguments[0]), *map(str, arguments[1:])]
     # On the CPU wherever the tests run: a GPU for each is seldom there, and TF32 would round otherwise.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=HANGS)
 
 
 # To start Python and import everything takes five seconds. These processes are forked from one that has done it.

@@ -84,15 +84,6 @@ def test_the_newest_run(run, monkeypatch):
     assert newest_run(Path("runs")) == str(Path("runs/z-older"))
 
 
-def test_no_run_yet(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"no trained run in .*runs; train one with `python train.py`"):
-        load_trained()
-    (tmp_path / "runs" / "begun" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(UserError, match="no trained run"):
-        load_trained()
-
-
 @pytest.mark.parametrize("beam, faster", [(1, "steps"), (2, None)])
 def test_faster_steps_are_for_greedy_search(run, monkeypatch, beam, faster):
     monkeypatch.setattr("fast.steps", lambda *_: "steps")
@@ -123,12 +114,6 @@ def test_the_mean_of_more_than_there_are(run):
             load_trained(named, average=average)
 
 
-def test_a_damaged_checkpoint_is_left_out_of_the_mean(run):
-    (run / "checkpoints" / "step-45" / "model.safetensors").write_bytes(b"")
-    trained = load_trained(run, average=2)
-    assert same_weights(trained, *(run / "checkpoints" / f"step-{step}" for step in (15, 30)))
-
-
 def test_a_file_has_no_predecessors(run):
     with pytest.raises(UserError, match="--average needs a run or a checkpoint folder, not the file"):
         load_trained(run / "checkpoints" / "step-45" / "model.safetensors", average=2)
@@ -157,14 +142,6 @@ def test_weights_of_another_model_are_named(run):
         assert "\n" not in message and len(message) < 500
 
 
-def test_weights_that_lie_in_no_run(tmp_path, run):
-    torch.save(checkpoint.load_weights(run), tmp_path / "lost.pt")
-    with pytest.raises(
-        UserError, match=r"lost.pt is not inside a run of train.py .*config.json, model.json, tokenizer"
-    ):
-        load_trained(tmp_path / "lost.pt")
-
-
 DAMAGES = [("config.json", "{"), ("config.json", "{}"), ("config.json", "[]"), ("model.json", ""),
            ("model.json", '{"layers": 3}'), ("model.json", '{"source_vocab": 300}')]  # fmt: skip
 
@@ -175,13 +152,7 @@ def test_damaged_settings(run, file, content):
     with pytest.raises(UserError, match=f"tiny: checksum of {file} differs; put the file back"):
         load_trained(run)
     (run / "checksums.json").unlink()  # as in a run of the version before
-    reason = "config.json or model.json is damaged, or of another script"
-    with pytest.raises(
-        UserError, match=reason if file in ("config.json", "model.json") else "no tokenizer can be read"
-    ):
+    settings = file in ("config.json", "model.json")
+    reason = "config.json or model.json is damaged, or of another script" if settings else "no tokenizer can be read"
+    with pytest.raises(UserError, match=reason):
         load_trained(run)
-
-
-def test_nothing_there(tmp_path):
-    with pytest.raises(UserError, match=r"none does not exist; give a run directory"):
-        load_trained(tmp_path / "none")

@@ -1,13 +1,10 @@
 """One line out for each line in, translations alone on standard output, everything else on standard error."""
 
 import io
-import os
-import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-from conftest import HANGS, ROOT, fork_ranks
+from conftest import fork_ranks, run_script
 
 import serving
 import translate as script
@@ -24,14 +21,6 @@ def reference(tiny_run):
     return lambda lines, **options: translate_lines(*tools, lines, **options).texts
 
 
-def typed(*arguments, cwd, stdin: str = "") -> subprocess.CompletedProcess:
-    """`python translate.py …` with this on standard input."""
-    command = [sys.executable, str(ROOT / "translate.py"), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=cwd, env=environment, input=stdin.encode(), capture_output=True, timeout=HANGS)
-    return SimpleNamespace(code=result.returncode, out=result.stdout.decode(), err=result.stderr.decode())
-
-
 class StandardInput(io.TextIOWrapper):
     terminal = False
 
@@ -41,7 +30,7 @@ class StandardInput(io.TextIOWrapper):
 
 @pytest.fixture
 def called(tiny_run, monkeypatch, capsys):
-    """The same in this process, which is quicker: → standard output and standard error."""
+    """translate.py in this process: → standard output and standard error."""
 
     def called(*text, stdin: bytes = b"", **settings) -> tuple[str, str]:
         monkeypatch.setattr("sys.stdin", StandardInput(io.BytesIO(stdin), encoding="ascii", newline="\n"))
@@ -60,13 +49,13 @@ LINES = ["一二三", "", "九八七六", "   ", "  五\t四 ", "\u3000", "没�
 
 
 def test_lines_of_standard_input(tiny_run, reference):
-    result = typed(cwd=tiny_run.parent.parent, stdin="\n".join(LINES) + "\n")  # the newest run
-    assert result.code == 0, result.err
+    result = run_script("translate.py", cwd=tiny_run.parent.parent, stdin="\n".join(LINES) + "\n")  # the newest run
+    assert result.returncode == 0, result.stderr
     expected = reference(LINES)
-    assert result.out.split("\n") == [*expected, ""] and len(expected) == len(LINES)
+    assert result.stdout.split("\n") == [*expected, ""] and len(expected) == len(LINES)
     assert expected[0] == expected[7] != "" and [expected[row] for row in (1, 3, 5)] == ["", "", ""]
-    assert "no --ckpt given, using the newest run: runs" in result.err and "device: " in result.err
-    assert "Traceback" not in result.err and "Warning" not in result.err
+    assert "no --ckpt given, using the newest run: runs" in result.stderr and "device: " in result.stderr
+    assert "Traceback" not in result.stderr and "Warning" not in result.stderr
 
 
 def give_standard_input(text: str) -> None:
@@ -75,31 +64,19 @@ def give_standard_input(text: str) -> None:
 
 def test_many_processes_translate_each_line_once(tiny_run, reference, tmp_path):
     """Rank 0 reads and prints; the sentences are shared out."""
-    ranks = fork_ranks(
-        2, "translate.py", "--ckpt", tiny_run, cwd=tmp_path, first=(give_standard_input, "\n".join(LINES))
-    )
+    first = give_standard_input, "\n".join(LINES)
+    ranks = fork_ranks(2, "translate.py", "--ckpt", tiny_run, cwd=tmp_path, first=first)
     assert [rank.wait() for rank in ranks] == [0, 0], [rank.output for rank in ranks]
     lines = [line for line in ranks[0].output.split("\n") if not line.startswith("device: ")]
     assert lines == [*reference(LINES), ""] and not ranks[1].output
 
 
-def test_arguments(tiny_run, reference):
-    lines = ["一二三", "", "两 行\n一", "-5", "九八"]
-    words = [*lines[:3], "--device", "cpu", "--", *lines[3:]]
-    result = typed("--ckpt", tiny_run, *words, cwd=tiny_run, stdin="not read\n")
-    assert result.code == 0 and result.out.split("\n") == [*reference(lines), ""]
-
-
-def test_a_mistake_is_one_line_and_nothing_on_standard_output(tiny_run, called, capsys):
-    with pytest.raises(UserError, match=r"^runs/none does not exist"):
-        called("一", ckpt="runs/none")
-    assert capsys.readouterr().out == ""
-    result = typed("--beams", "2", "一", cwd=tiny_run)
-    assert result.code == 2 and result.out == ""
-    assert result.err.startswith("error: unknown flag --beams; did you mean --beam?") and result.err.count("\n") == 1
-
-
 # ---------------------------------------------------------------- in this process
+
+
+def test_arguments_are_translated_and_standard_input_is_not_read(called, reference):
+    lines = ["一二三", "", "两 行\n一", "-5", "九八"]
+    assert called(*lines, stdin=b"not read\n")[0].split("\n") == [*reference(lines), ""]
 
 
 @pytest.mark.parametrize("stdin, lines", [
