@@ -11,16 +11,7 @@ from hypothesis import strategies as st
 
 import decoding
 from data import Collate
-from decoding import (
-    beam_search,
-    greedy,
-    map_in_threads,
-    output_limit,
-    plan_batches,
-    search,
-    start,
-    step,
-)  # fmt: skip
+from decoding import beam_search, greedy, map_in_threads, output_limit, plan_batches, search
 from model import ModelConfig, Translator
 
 PAD, BOS, EOS = 0, 1, 2
@@ -35,6 +26,8 @@ def make_model(norm_first=False, dtype=torch.float64, scale=3.0, seed=0) -> Tran
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(scale)
+            if parameter.dim() == 1:  # biases and norms, or one norm would be like another
+                parameter.add_(0.1 * torch.randn_like(parameter))
         model.output.bias[EOS] += 3.0
     return model
 
@@ -87,17 +80,6 @@ def test_in_float32_only_near_ties_differ(norm_first):
             with torch.no_grad():
                 top = exact(src, src_pad, torch.tensor([[BOS, *expected[:place]]]))[0, -1].topk(2).values
             assert top[0] - top[1] < 1e-3
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_each_step_gives_the_stock_model_s_logits(norm_first):
-    model = make_model(norm_first, scale=1.0)
-    src, src_pad = COLLATE.pad_sources(make_sources(5))
-    tgt_in = torch.randint(3, 40, (5, 12))
-    with torch.inference_mode():
-        cache = start(model, src, src_pad, 12)
-        cached = torch.stack([step(model, cache, tgt_in[:, i], i) for i in range(12)], 1)
-        assert torch.allclose(cached, model(src, src_pad, tgt_in), atol=1e-10)
 
 
 @pytest.mark.parametrize("beam", [1, 2])

@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import sacrebleu
 from conftest import TINY_FLAGS, run_script
@@ -213,16 +214,12 @@ def test_bytes_of_one_character_are_one_column():
     assert [word for _, word in group_characters(Bytes(), ids[0])] == ["a", "渲", "\ufffd", END]
     spaced = list("a 😀b".encode())  # a space is none of its own
     assert [word for _, word in group_characters(Bytes(), spaced)] == ["a", "😀", "b", END]
-    import numpy as np
-
     weights = np.full((2, 8), 1 / 8)
     attention = in_words("a渲\ufffd", "b", (Bytes(), Bytes()), ids, weights)
     assert attention.weights[0] == pytest.approx([1 / 8, 3 / 8, 3 / 8, 1 / 8]) and attention.target_words == ["b", END]
 
 
 def test_pictures_have_chinese_characters_and_fixed_colours(tmp_path):
-    import numpy as np
-
     # With $, which matplotlib would take for mathematics.
     attention = in_words("渲染了 $5$ 张图", "It drew $5.", (Bytes(), Bytes()),
                          (list("渲染了 $5$ 张图".encode()), list(b"It drew $5.")), np.full((12, 23), 1 / 23))  # fmt: skip
@@ -259,9 +256,8 @@ def test_a_report_of_two_runs(run, without_drawing):
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"lr": 0.02}))
     page = make(run, other)
-    assert page.count("<tr class=mark><th>--lr</th>") == 1 and page.count("<tr class=mark>") == 2 - (
-        config["run"] == "a"
-    )
+    differing = {"--lr"} | ({"--run"} if config["run"] != "a" else set())
+    assert set(re.findall("<tr class=mark><th>(.*?)</th>", page)) == differing
     assert "Paired bootstrap" in page and ">b</data>" in page
 
 
@@ -288,9 +284,8 @@ def test_names_of_files_and_runs_stay_as_they_are(run, without_drawing):
 
 def test_a_resumed_run_shows_the_command_that_began_it(run, without_drawing):
     sessions = json.loads((run / "environment.json").read_text())
-    (run / "environment.json").write_text(
-        json.dumps([*sessions, sessions[0] | {"command": "python train.py --resume a"}])
-    )
+    second = sessions[0] | {"command": "python train.py --resume a"}
+    (run / "environment.json").write_text(json.dumps([*sessions, second]))
     commands = [text for _, source, text in Reader(make(run)).facts if source.endswith("command")]
     assert commands == [sessions[0]["command"], "python train.py --resume a"]
 
@@ -450,9 +445,8 @@ def test_what_a_run_writes_for_it(trained):
 
 def test_the_process_meter_counts(monkeypatch):
     now = [10.0, 3.0]  # on the wall, busy
-    monkeypatch.setattr(
-        "engine.telemetry.time", SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: now[1])
-    )
+    clocks = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: now[1])
+    monkeypatch.setattr("engine.telemetry.time", clocks)
     meter = ProcessMeter()
     now[:] = [10.9, 3.9]
     assert meter.read() == {}
