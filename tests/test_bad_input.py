@@ -171,18 +171,14 @@ def not_hacked():
     assert not os.path.exists("hacked")
 
 
-# (what is typed, words of the line): said by the flags themselves, before any file is looked at.
+# (what is typed, words of the line): said by the flags themselves, before any file is looked at; the bounds of a flag, of
+# which each script has one here, are tested in engine/test_config.py.
 OUT_OF_BOUNDS = [
-    *((f"train --{name} -1", f"--{name} -1 must be at least") for name in (
-        "d_model", "nhead", "num_encoder_layers", "dim_feedforward", "tokens_per_batch", "epochs", "max_steps", "max_length",
-        "workers", "accumulate", "warmup", "patience", "seed", "log_every")),
-    ("train --max_minutes -1", "--max_minutes -1.0 must be at least"), ("train --max_minutes inf", "--max_minutes inf"),
-    ("train --dropout 1", "--dropout 1.0 must be at least -1 and below 1"),
+    ("train --d_model -1", "--d_model -1 must be at least"), ("train --max_minutes inf", "--max_minutes inf"),
     ("train --source_vocab 5", "--source_vocab 5 must be at least 300"),
     ("train --source zh --target zh", "--source and --target are both 'zh'"),
     ("train --preset huge", "lab, base or big"), ("train --precision fp8", "fp32, bf16 or fp16"),
     ("train --attention fast", "choose python, recompute"), ("evaluate --split dev", "--split dev is unknown"),
-    ("evaluate --limit -1", "--limit -1 must be at least 0"), ("evaluate --average -1", "must be at least 1"),
     ("evaluate --beam 0", "--beam 0 must be at least 1"), ("translate --beam -2 一", "--beam -2 must be at least 1"),
     ("evaluate --beams=3", "did you mean --beam?"), ("translate --chpt x", "did you mean --ckpt?"),
 ]  # fmt: skip
