@@ -141,13 +141,6 @@ def test_only_harmless_smoothing():
     assert corpus_bleu(**early, smooth=True) == pytest.approx(floor.score)
 
 
-def test_case_counts():
-    shouted = [hypothesis.upper() for hypothesis in HYPOTHESES]
-    card = bleu_card(REFERENCES, shouted)
-    assert card.nltk < 5 < 30 < card.lowercase
-    assert card.lowercase == pytest.approx(bleu_card(REFERENCES, HYPOTHESES).lowercase)
-
-
 @pytest.mark.parametrize("target, name", [("zh-CN", "zh"), ("ja", "char"), ("ko", "char"), ("de", "13a")])
 def test_tokeniser_follows_the_language(target, name):
     references = ["我们明天去北京参观博物馆。", "他喜欢喝绿茶,不喜欢喝咖啡。"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import reversed_digits, write_pairs
+from conftest import HANGS, reversed_digits, write_pairs
 
 from engine.errors import UserError
 from text import prepare as under_test
@@ -72,9 +72,9 @@ def data(tmp_path):
     return write_pairs(tmp_path / "data", reversed_digits(80), {"train": slice(0, 70), "validation": slice(70, 80)})
 
 
-def cached(data: Path, cache: Path) -> tuple[Path, str]:
-    """→ the folder of this data in the cache, and what was said."""
-    said = []
+def cached(data: Path, cache: Path, said=None) -> tuple[Path, str]:
+    """→ the folder of this data in the cache, and what was said, which is added to `said` at once."""
+    said = [] if said is None else said
     prepared = prepare(find_text(str(data)), cache, source_vocab=300, target_vocab=300, say=said.append)
     return prepared.folder, "\n".join(said)
 
@@ -95,7 +95,7 @@ def test_a_flipped_bit_in_the_cache_is_found(data, tmp_path, name):
 
 def test_what_killed_builds_left_is_removed_and_living_ones_are_left_alone(data, tmp_path):
     cache = tmp_path / "cache"
-    for name, age in (("dead", 60), ("young", 0), ("older-version", 7200)):
+    for name, age in (("dead", 60), ("young", -3600), ("older-version", 7200)):  # seconds; young, however slow this is
         (cache / f".building-{name}").mkdir(parents=True)
         if name != "older-version":
             (cache / f".building-{name}/.lock").touch()
@@ -114,13 +114,14 @@ def test_two_builds_of_the_same_data(data, tmp_path):
     cache, said = tmp_path / "cache", []
     cache.mkdir()
     with under_test._made_whole(cache / folder.name) as building:
-        second = threading.Thread(target=lambda: said.append(cached(data, cache)[1]))
+        second = threading.Thread(target=cached, args=(data, cache, said))
         second.start()
         shutil.copytree(folder, building, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checksums.json", ".lock"))
-        time.sleep(0.5)
-        assert second.is_alive()
-    second.join(60)
-    assert "waiting for it" in said[0] and "tokenised earlier" in said[0]
+        while not said:
+            assert second.is_alive()
+            time.sleep(0.01)
+    second.join(HANGS)
+    assert ["waiting for it" in said[0], "tokenised earlier" in said[1]] == [True, True]
     with under_test._made_whole(cache / folder.name) as building:
         (building / "summary.json").write_text("{}")
     assert "tokenised earlier" in cached(data, cache)[1] and not list(cache.glob(".building*"))
