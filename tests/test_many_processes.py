@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY_FLAGS, Forked, fork_ranks, forked, forked_ranks, free_port, write_pairs
+from conftest import ROOT, TINY_FLAGS, Forked, fork_ranks, forked, forked_ranks, free_port
 from test_train import LONG, SAME, assert_close_run, assert_same_run, records, signal_at_step
 
 from engine import distributed
@@ -126,11 +126,3 @@ def test_a_mistake_is_said_by_every_rank_and_nobody_waits(tmp_path):
     lines = [line for rank in ranks for line in rank.output.splitlines() if line.startswith("error (rank")]
     assert any("nowhere" in line for line in lines) and not any("Traceback" in rank.output for rank in ranks)
     assert all("nowhere" in line or "another process of this run has ended" in line for line in lines)
-
-
-def test_more_processes_than_pairs(tmp_path):
-    pairs = [(f"句子{i}", f"sentence {i}") for i in range(6)]
-    data = write_pairs(tmp_path / "few", pairs, {"train": slice(0, 2), "validation": slice(2, 4), "test": slice(4, 6)})
-    ranks = fork_ranks(3, "train.py", "--data", data, *TINY_FLAGS, cwd=tmp_path)
-    assert [rank.wait() for rank in ranks] == [2, 2, 2]
-    assert "2 training pairs are too few for 3 processes" in ranks[0].output

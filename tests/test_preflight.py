@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import forked, reversed_digits, write_pairs
+from conftest import in_this_process, reversed_digits, write_pairs
 from test_train import config
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -168,9 +168,9 @@ def test_others_on_the_card(cards, device, warned, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith(first)
 
 
-def test_check_as_typed(toy_data, tmp_path):
-    out = forked("train.py", "--data", toy_data, "--check", "--d_model", "32", "--device", "cpu", cwd=tmp_path)
-    assert "check: this would run" in out and not (tmp_path / "runs").exists()
+def test_check_as_typed(toy_data, tmp_path, capsys):
+    assert not in_this_process("train.py", "--data", toy_data, "--check", "--d_model", "32", "--device", "cpu")
+    assert "check: this would run" in capsys.readouterr().out and not (tmp_path / "runs").exists()
 
 
 def test_the_masks_shown_are_what_the_model_sees(capsys):
