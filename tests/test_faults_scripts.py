@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import HANGS, ROOT, TINY_FLAGS, in_this_process, reversed_digits, write_pairs
 
+from decoding import translate_lines
 from engine import config as under_test
 from engine.errors import UserError, run_script
 from evaluate import Config
@@ -89,7 +90,14 @@ def test_columns_of_other_data(place, evaluate):
     assert "split all, 2 rows" in output and "reference    two" in output
 
 
-def test_scores_of_different_things_have_different_names(evaluate):
+def test_scores_of_different_things_have_different_names(evaluate, monkeypatch):
+    penalties = []
+
+    def spy(*arguments, **options):
+        penalties.append(options["length_penalty"])
+        return translate_lines(*arguments, **options)
+
+    monkeypatch.setattr("decoding.translate_lines", spy)
     other = {"step-1": "step-2", "step-2": "step-1"}[Path("runs/r/checkpoints/best").resolve().name]
     evaluate()
     evaluate("--precision", "fp32")
@@ -99,7 +107,7 @@ def test_scores_of_different_things_have_different_names(evaluate):
     assert "split validation, 3 rows" in evaluate("--split", "validation", "--limit", 3)
     names = {"greedy", "greedy-fp32", f"greedy-{other}", f"beam2-lp0.3-{other}", "greedy-average2"}
     assert scores().keys() == {f"test-{name}" for name in names} | {"validation-greedy-first3"}
-    assert scores()[f"test-beam2-lp0.3-{other}"]["decoding"] == "beam 2, length penalty 0.3"
+    assert scores()[f"test-beam2-lp0.3-{other}"]["decoding"] == "beam 2, length penalty 0.3" and 0.3 in penalties
 
 
 def test_changed_rows_and_another_checkpoint_are_said(place, evaluate):

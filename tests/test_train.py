@@ -19,7 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from conftest import TINY_FLAGS, fork_ranks, forked, forked_ranks, reversed_digits, run_script, write_pairs
+from conftest import TINY_FLAGS, fork_ranks, forked, forked_ranks, reversed_digits, write_pairs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train as training
@@ -115,8 +115,7 @@ def resumed(run: Path, **values) -> training.Config:
 
 def test_learns_to_reverse_numbers(toy_run):
     """The system test: data → tokenizers → training → greedy decoding → BLEU, nothing mocked."""
-    done = run_script("evaluate.py", cwd=toy_run)
-    assert done.returncode == 0, done.stderr
+    forked("evaluate.py", cwd=toy_run)
     card = json.loads((toy_run / "runs/toy/eval/test-greedy.json").read_text())
     assert card["nltk"] > 95 and card["sentences"] == 100
 
