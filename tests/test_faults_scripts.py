@@ -1,5 +1,6 @@
 """evaluate.py and translate.py: what is scored, where it is kept, and streams, signals and places that are not as usual."""
 
+import ctypes
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import HANGS, ROOT, TINY_FLAGS, in_this_process, reversed_digits, write_pairs
+from conftest import HANGS, ROOT, TINY_FLAGS, forked, in_this_process, reversed_digits, write_pairs
 
 from decoding import translate_lines
 from engine import config as under_test
@@ -222,24 +223,16 @@ def test_windows_is_told_what_to_do(monkeypatch, capsys):
     assert "Linux, macOS or WSL" in capsys.readouterr().err
 
 
+def as_on_macos() -> None:
+    """Another name of the system, no mallopt, no /proc."""
+    exists = Path.exists
+    sys.platform = "darwin"
+    del ctypes.CDLL.__getattr__
+    Path.exists = lambda path: not str(path).startswith("/proc") and exists(path)
+
+
 def test_training_and_scoring_without_what_only_linux_has(place):
-    """As on macOS: another name of the system, no mallopt, no /proc; the kernels are not used, and that is said."""
-    script = """
-import ctypes, pathlib, runpy, sys
-import datasets, matplotlib.figure, torch.utils.tensorboard, transformers
-sys.platform = "darwin"
-del ctypes.CDLL.__getattr__
-exists = pathlib.Path.exists
-pathlib.Path.exists = lambda path: not str(path).startswith("/proc") and exists(path)
-for words in ("train.py --data data --max_steps 2 --run mac --preset lab --device cpu", "evaluate.py --ckpt runs/mac"):
-    sys.argv = words.split()
-    if words.startswith("train"):
-        sys.argv += TINY_FLAGS
-    runpy.run_path(ROOT + "/" + sys.argv[0], run_name="__main__")
-"""
-    script = f"ROOT, TINY_FLAGS = {str(ROOT)!r}, {TINY_FLAGS!r}\n" + script
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-c", script]
-    done = subprocess.run(words, cwd=place, env=environment, capture_output=True, text=True, timeout=HANGS)
-    assert done.returncode == 0, done.stderr
-    assert "the C++ functions need Linux" in done.stdout and "nltk corpus_bleu" in done.stdout
+    """The kernels are not used, and that is said."""
+    flags = ["--data", "data", *TINY_FLAGS, "--max_steps", 2, "--run", "mac"]
+    assert "the C++ functions need Linux" in forked("train.py", *flags, cwd=place, first=(as_on_macos,))
+    assert "nltk corpus_bleu" in forked("evaluate.py", "--ckpt", "runs/mac", cwd=place, first=(as_on_macos,))
