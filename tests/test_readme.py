@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY_FLAGS, run_script
+from conftest import ROOT, TINY_FLAGS, forked
 from torch.distributed.run import get_args_parser
 from torch.distributed.run import parse_args as torchrun_arguments
 
@@ -184,8 +184,7 @@ def run_as_typed(command: str, folder: Path) -> None:
     if script == "evaluate.py":
         flags += ["--limit", 5]
     flags += ["--device", "cpu"] if script != "report.py" else []
-    done = run_script(script, *flags, cwd=folder)
-    assert done.returncode == 0, f"{command}\n{done.stderr}"
+    forked(script, *flags, cwd=folder)
 
 
 @pytest.mark.parametrize("command", runnable("README.md"))
