@@ -1,17 +1,16 @@
 """Alone nothing is waited for; together every rank gets the same; a wrong device is said before anything is loaded."""
 
-import json
 import os
+import re
 import socket
-import subprocess
-import sys
+from datetime import timedelta
 from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, free_port
+from conftest import Forked, fork_ranks, free_port
 
 from engine import distributed
 from engine.distributed import World, choose_device, hidden_gpus, start
@@ -142,13 +141,8 @@ def test_the_first_host_of_a_list(nodes, first):
 
 
 def test_a_grid_of_one():
-    world = World(0, 1, torch.device("cpu"))
-    mesh = world.mesh(data=1, pipe=1)
-    try:
-        assert mesh.mesh_dim_names == ("data", "pipe") and dist.get_world_size(mesh["data"].get_group()) == 1
-    finally:
-        world.stop()
-    assert not dist.is_initialized()
+    mesh = World(0, 1, torch.device("cpu")).mesh(data=1, pipe=1)
+    assert mesh.mesh_dim_names == ("data", "pipe") and dist.get_world_size(mesh["data"].get_group()) == 1
 
 
 @pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 3, "pipe": 2}, {"data": -1, "pipe": -4}, {"data": 0}])
@@ -169,113 +163,59 @@ def test_seeds_differ_between_ranks_steps_and_runs():
 
 # ---------------------------------------------------------------- together
 
-PROGRAM = """
-import json, os, sys
-from multiprocessing import get_context
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from engine import distributed
-from engine.errors import UserError
 
-def refuse():
-    raise UserError("no")
+def check_a_rank() -> None:
+    """In each of three processes."""
 
-def work(rank):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    world = distributed.start("cpu")
+    def refuse():
+        raise UserError("no")
+
+    world = start("cpu")
+    rank, is_main = int(os.environ["RANK"]), os.environ["RANK"] == "0"
+    assert (world.rank, world.size, world.device, world.is_main) == (rank, 3, torch.device("cpu"), is_main)
+    assert "gloo" in dist.get_backend()
     tensor = torch.tensor([rank + 1.0, 10.0 * rank, 0.1], dtype=torch.float64)
-    returned = world.sum(tensor)
-    found = {
-        "world": [world.rank, world.size, str(world.device), world.is_main],
-        "backend": dist.get_backend(),
-        "sum": returned.tolist(),
-        "in place": returned is tensor,
-        "maximum": world.maximum(rank, -rank, rank == 1, 0.1 * rank),
-        "from_main": str(world.from_main({"path": Path("/a") / str(rank), "none": None})),
-        "gather": world.gather(["r"] * rank),
-        "on_main": [world.on_main(lambda: f"made by {world.rank}"), world.on_main(lambda: 2)],
-    }
-    world.set_seed(1, 2)
-    found["seed"] = torch.initial_seed()
-    try:
+    assert world.sum(tensor) is tensor and tensor.tolist() == pytest.approx([6, 30, 0.3], rel=1e-15)
+    assert world.maximum(rank, -rank, rank == 1, 0.1 * rank) == [2, 0, 1, 0.2]  # doubles, not floats
+    assert world.from_main({"path": Path("/a") / str(rank), "none": None}) == {"path": Path("/a/0"), "none": None}
+    assert world.gather(["r"] * rank) == ([[], ["r"], ["r", "r"]] if is_main else None)
+    assert [world.on_main(lambda: f"made by {world.rank}"), world.on_main(lambda: 2)] == ["made by 0", 2]
+    with pytest.raises(UserError, match="no"):
         world.on_main(refuse)
-    except UserError as error:
-        found["refused"] = str(error)
-    mesh = world.mesh(data=1, pipe=world.size)
-    found["columns"] = [dist.get_rank(mesh["data"].get_group()), dist.get_rank(mesh["pipe"].get_group())]
+    mesh = world.mesh(data=1, pipe=3)
+    assert (dist.get_rank(mesh["data"].get_group()), dist.get_rank(mesh["pipe"].get_group())) == (0, rank)
     world.stop()
-    found["left"] = not dist.is_initialized()
-    Path(f"{rank}.json").write_text(json.dumps(found))
-
-if __name__ == "__main__":
-    context = get_context("fork")  # one import of torch for all
-    ranks = [context.Process(target=work, args=(rank,)) for rank in range(int(os.environ["WORLD_SIZE"]))]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    sys.exit(any(rank.exitcode for rank in ranks))
-"""
+    assert not dist.is_initialized()
 
 
 def test_every_rank_gets_the_same(tmp_path):
-    size = 3
-    (tmp_path / "program.py").write_text(PROGRAM)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(size)}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, "program.py"]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    for rank in range(size):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert found["world"] == [rank, size, "cpu", rank == 0]
-        assert "gloo" in found["backend"] and found["left"] and found["in place"]
-        assert found["sum"] == pytest.approx([size * (size + 1) / 2, 5.0 * size * (size - 1), 0.1 * size], rel=1e-15)
-        assert found["maximum"] == [size - 1, 0, 1, 0.1 * (size - 1)]  # doubles, not floats
-        assert found["from_main"] == str({"path": Path("/a/0"), "none": None})
-        assert found["on_main"] == ["made by 0", 2] and found["refused"] == "no"
-        World(rank, size, torch.device("cpu")).set_seed(1, 2)
-        assert found["columns"] == [0, rank] and found["seed"] == torch.initial_seed()
-        assert found["gather"] == ([["r"] * other for other in range(size)] if rank == 0 else None)
+    ranks = fork_ranks(3, "engine/__init__.py", cwd=tmp_path, first=(check_a_rank,))  # a script that does nothing more
+    assert [rank.wait() for rank in ranks] == [0, 0, 0], [rank.output for rank in ranks]
 
 
-MEETING = """
-import sys
-from datetime import timedelta
-from engine import distributed
-from engine.errors import run_script
-distributed.JOIN = timedelta(seconds=float(sys.argv[1]))
-run_script(lambda: distributed.start("cpu"))
-"""
+def wait_a_second() -> None:
+    distributed.JOIN = timedelta(seconds=1)
 
 
-def meet(rank: int, port: int, seconds: float, tmp_path) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    (tmp_path / "meeting.py").write_text(MEETING)
-    command = [sys.executable, str(tmp_path / "meeting.py"), str(seconds)]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+def check_it_meets_nobody(rank: int, port: int, folder: Path) -> str:
+    """One of two processes ends with one line, which is returned."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    script = Forked("train.py", cwd=folder, first=(wait_a_second,), RANK=str(rank), LOCAL_RANK=str(rank), **place)
+    assert script.wait() == 2 and script.output.count("\n") == 1, script.output
+    assert f"rank {rank} cannot meet the others at 127.0.0.1:{port}: " in script.output
+    return script.output
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_port_in_use_ends_every_rank_with_one_line(tmp_path, rank):
     """Rank 0 cannot open it; rank 1 finds a program there that does not answer."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        process = meet(rank, taken.getsockname()[1], 1, tmp_path)
-        _, error = process.communicate(timeout=90)
-    assert process.returncode == 2 and error.count("error") == 1 and "Traceback" not in error
-    assert f"rank {rank} cannot meet the others at 127.0.0.1:" in error
-    assert rank == 1 or "the port is in use by another program" in error
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        said = check_it_meets_nobody(rank, taken.getsockname()[1], tmp_path)
+    assert rank == 1 or "the port is in use by another program" in said
 
 
 def test_a_process_that_never_comes_is_not_waited_for_without_end(tmp_path):
-    process = meet(0, free_port(), 1, tmp_path)
-    _, error = process.communicate(timeout=90)
-    assert process.returncode == 2 and "cannot meet the others" in error and "Traceback" not in error
+    check_it_meets_nobody(0, free_port(), tmp_path)
 
 
 # ---------------------------------------------------------------- devices
@@ -284,21 +224,6 @@ def test_a_process_that_never_comes_is_not_waited_for_without_end(tmp_path):
 def test_without_gpu(gpus):
     gpus(0)
     assert choose_device("auto", 3) == choose_device("cpu", 0) == torch.device("cpu")
-
-
-@pytest.mark.parametrize("hidden, said", [(None, "PyTorch sees no GPU on this machine"), ("they are hidden",) * 2])
-def test_a_gpu_that_is_not_there(gpus, monkeypatch, hidden, said):
-    gpus(0)
-    monkeypatch.setattr(distributed, "hidden_gpus", lambda: hidden)
-    for name in ("cuda", "cuda:0"):
-        with pytest.raises(UserError, match=f"--device {name}: {said}; leave the flag out"):
-            choose_device(name, 0)
-
-
-@pytest.mark.parametrize("name", ["gpu", "cud", "cuda1", "mps", "", "CPU"])
-def test_an_unknown_device(name):
-    with pytest.raises(UserError, match=f"--device {name}: unknown device; choose auto, cpu, cuda or cuda:N"):
-        choose_device(name, 0)
 
 
 @pytest.mark.parametrize("name, local_rank, index", [
@@ -311,16 +236,19 @@ def test_each_rank_has_its_gpu(gpus, name, local_rank, index):
     assert choose_device("cpu", local_rank) == torch.device("cpu") and selected == [device]
 
 
-@pytest.mark.parametrize("name, local_rank, world_size, said", [
-    ("cuda:2", 0, "1", "GPU 2 was asked for but 2 can be seen"), ("cuda:x", 0, "1", "GPU x was asked for"),
-    ("cuda:-1", 0, "1", "GPU -1 was asked for"),
-    *(("auto", rank, "3", r"3 processes but 2 visible GPU\(s\); start at most 2") for rank in range(3)),  # every rank says it
+@pytest.mark.parametrize("seen, processes, name, said", [
+    *((2, 1, name, "unknown device; choose auto, cpu, cuda or cuda:N") for name in ("gpu", "cuda1", "mps", "", "CPU")),
+    *((0, 1, name, f"--device {name}: PyTorch sees no GPU on this machine; leave") for name in ("cuda", "cuda:0")),
+    *((2, 1, f"cuda:{name}", f"GPU {name} was asked for but 2 can be seen") for name in ("2", "x", "-1")),
+    (2, 3, "auto", "3 processes but 2 visible GPU(s); start at most 2"),
 ])  # fmt: skip
-def test_more_gpus_than_there_are(gpus, monkeypatch, name, local_rank, world_size, said):
-    selected = gpus(2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", world_size)
-    with pytest.raises(UserError, match=said):
-        choose_device(name, local_rank)
+def test_a_device_that_is_not_there(gpus, monkeypatch, seen, processes, name, said):
+    selected = gpus(seen)
+    monkeypatch.setattr(distributed, "hidden_gpus", lambda: None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    for rank in range(processes):  # every one says it
+        with pytest.raises(UserError, match=re.escape(said)):
+            choose_device(name, rank)
     assert not selected
 
 
@@ -338,28 +266,26 @@ def test_a_task_of_srun_that_sees_its_own_card_alone(gpus, monkeypatch):
         choose_device("auto", 1)
 
 
-@pytest.fixture
-def three_cards(tmp_path):
-    for place in ("0000:01:00.0", "0000:41:00.0", "0000:81:00.0"):
-        (tmp_path / "gpus" / place).mkdir(parents=True)
-    return tmp_path / "gpus"
-
-
-@pytest.mark.parametrize("visible", ["", "-1", "7"])
-def test_hidden_gpus_are_said(three_cards, gpus, monkeypatch, visible):
-    gpus(0)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert hidden_gpus(three_cards) == f"CUDA_VISIBLE_DEVICES={visible!r} hides all 3 GPU(s) of this machine"
-
-
-def test_no_gpu_is_hidden(three_cards, tmp_path, gpus, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    gpus(0)
-    (tmp_path / "empty").mkdir()
-    assert hidden_gpus(tmp_path / "empty") is hidden_gpus(tmp_path / "none") is None  # no card
-    gpus(1)
-    assert hidden_gpus(three_cards) is None  # one is seen
-    gpus(0)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+@pytest.mark.parametrize("cards, seen, visible, said", [
+    *((3, 0, name, f"CUDA_VISIBLE_DEVICES={name!r} hides all 3 GPU(s) of this machine") for name in ("", "-1", "7")),
+    (0, 0, "", None), (3, 1, "", None),
     # Not by this variable: an old driver, or a build of torch without CUDA. Said as well, in other words.
-    assert "can use none of the 3 GPU(s)" in hidden_gpus(three_cards)
+    (3, 0, None, "can use none of the 3 GPU(s)"),
+])  # fmt: skip
+def test_hidden_gpus_are_said(tmp_path, gpus, monkeypatch, cards, seen, visible, said):
+    gpus(seen)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert hidden_gpus(tmp_path / "gpus") is None  # without a driver there is no folder
+    for place in ("gpus", *(f"gpus/0000:{card:02}:00.0" for card in range(cards))):
+        (tmp_path / place).mkdir()
+    found = hidden_gpus(tmp_path / "gpus")
+    assert said in found if said else found is None
+
+
+def test_why_there_is_no_gpu_is_said(gpus, monkeypatch):
+    gpus(0)
+    monkeypatch.setattr(distributed, "hidden_gpus", lambda: "they are hidden")
+    with pytest.raises(UserError, match="--device cuda: they are hidden; leave the flag out"):
+        choose_device("cuda", 0)
