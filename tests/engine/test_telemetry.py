@@ -8,6 +8,7 @@ import time
 from dataclasses import make_dataclass
 from itertools import chain, repeat
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -42,23 +43,15 @@ def write(run, steps, resume_step=None, value=1.0) -> tm.Telemetry:
 
 
 def test_a_resumed_run_leaves_one_curve_in_both_files(tmp_path):
-    write(tmp_path, range(1, 11))  # killed: not closed
-    write(tmp_path, range(7, 11), resume_step=6, value=2.0).close()
-    expected = [(step, float(step)) for step in range(1, 7)] + [(step, 2.0 * step) for step in range(7, 11)]
+    write(tmp_path, range(1, 6))  # killed: not closed
+    write(tmp_path, range(4, 9), resume_step=3, value=2.0)
+    write(tmp_path, range(3, 6), resume_step=2, value=3.0).close()
+    expected = [(1, 1.0), (2, 2.0), (3, 9.0), (4, 12.0), (5, 15.0)]
     assert curve(tmp_path, "loss/train") == expected
     assert [(record["step"], record["loss/train"]) for record in records(tmp_path)] == expected
+    write(tmp_path, [1], resume_step=0).close()  # from the start
+    assert curve(tmp_path, "loss/train") == [(1, 1.0)] and [record["step"] for record in records(tmp_path)] == [1]
     assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_resumed_twice_and_from_the_start(tmp_path):
-    write(tmp_path, range(1, 6))
-    write(tmp_path, range(4, 9), resume_step=3)
-    write(tmp_path, range(3, 6), resume_step=2).close()
-    assert [step for step, _ in curve(tmp_path, "loss/train")] == [1, 2, 3, 4, 5]
-    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 5]
-    write(tmp_path, [1], resume_step=0).close()
-    assert [step for step, _ in curve(tmp_path, "loss/train")] == [1]
-    assert [record["step"] for record in records(tmp_path)] == [1]
 
 
 def test_a_clock_that_was_set_back_hides_no_point(tmp_path, monkeypatch):
@@ -85,47 +78,49 @@ def test_torn_ends_of_both_files_are_dropped(tmp_path):
 
 def test_another_rank_is_silent_and_creates_nothing(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     telemetry = tm.Telemetry(tmp_path / "run", resume_step=3)
     telemetry.scalars(1, {"loss": 1.0})
     telemetry.text("sample", 1, "text")
     telemetry.figure("attention", 1, None)
     telemetry.hyperparameters(None, {"hparam/bleu": 1.0})
     telemetry.close()
-    log = tm.Log(tmp_path / "run")
-    log("nothing")
-    assert list(tmp_path.iterdir()) == []
-    assert capfd.readouterr() == ("", "")
+    tm.Log(tmp_path / "run")("nothing")
+    assert list(tm.progress(range(3))) == [0, 1, 2]
+    assert list(tmp_path.iterdir()) == [] and capfd.readouterr() == ("", "")
 
 
-def test_text_figure_and_hyperparameters_make_no_folder(tmp_path):
+def test_texts_and_figures(tmp_path):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("Agg")
-    telemetry = write(tmp_path, [5])
+    telemetry = tm.Telemetry(tmp_path)
     figure = pyplot.figure()
     telemetry.text("samples", 5, "我 → I")
     telemetry.figure("attention", 5, figure)
-    config = make_dataclass("Config", [("lr", float, 0.1), ("layers", int, 6), ("tied", bool, False)])(0.2, 6, True)
-    config.given = {"layers"}
-    telemetry.hyperparameters(config, {"hparam/bleu": 30.0})
     telemetry.close()
     telemetry.scalars(6, {"loss": 1.0})  # after close: nothing, no error
-    assert all(path.is_file() for path in tmp_path.iterdir())
-    assert len(list(tmp_path.glob("events.*"))) == 1
+    tags = EventAccumulator(str(tmp_path)).Reload().Tags()
+    assert tags["images"] == ["attention"] and "samples/text_summary" in tags["tensors"] and not tags["scalars"]
     assert not pyplot.fignum_exists(figure.number)
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert events.Tags()["images"] == ["attention"]
-    assert "samples/text_summary" in events.Tags()["tensors"]
+
+
+@pytest.mark.parametrize("values, given, shown", [
+    ((0.2, 6, True), {"layers"}, {"lr": 0.2, "layers": 6, "tied": 1}),  # not as by default, or typed
+    ((0.3, 6, False), None, {"lr": 0.3}),                               # settings made in Python
+])  # fmt: skip
+def test_hyperparameters(tmp_path, values, given, shown):
+    config = make_dataclass("Config", [("lr", float, 0.1), ("layers", int, 6), ("tied", bool, False)])(*values)
+    if given:
+        config.given = given
+    telemetry = write(tmp_path, [5])
+    telemetry.hyperparameters(config, {"hparam/bleu": 30.0})
+    telemetry.close()
+    assert all(path.is_file() for path in tmp_path.iterdir()) and len(list(tmp_path.glob("events.*"))) == 1
     assert curve(tmp_path, "hparam/bleu") == [(5, 30.0)]
     hparams = importlib.import_module("tensorboard.plugins.hparams.plugin_data_pb2")
-    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    settings = hparams.HParamsPluginData.FromString(content).session_start_info.hparams
-    assert {name: value.number_value for name, value in settings.items()} == {"lr": 0.2, "layers": 6, "tied": 1}
-    unchanged = tm.Telemetry(tmp_path / "b")
-    unchanged.hyperparameters(type(config)(lr=0.3), {"hparam/bleu": 30.0})
-    unchanged.close()
-    content = EventAccumulator(str(tmp_path / "b")).Reload().SummaryMetadata("_hparams_/session_start_info")
+    content = EventAccumulator(str(tmp_path)).Reload().SummaryMetadata("_hparams_/session_start_info")
     settings = hparams.HParamsPluginData.FromString(content.plugin_data.content).session_start_info.hparams
-    assert [*settings] == ["lr"]
+    assert {name: value.number_value for name, value in settings.items()} == shown
 
 
 def test_a_curve_that_cannot_be_written_ends_no_training(tmp_path, monkeypatch, capsys):
@@ -153,13 +148,6 @@ def test_log_prints_and_appends_with_the_time(tmp_path, capsys):
     lines = (tmp_path / "train.log").read_text(encoding="utf-8").splitlines()
     assert [line[20:] for line in lines] == ["first 训练", "second"]
     assert time.strptime(lines[0][:19], "%Y-%m-%d %H:%M:%S")
-
-
-def test_no_progress_on_other_ranks(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert list(tm.progress(range(3))) == [0, 1, 2]
-    assert capsys.readouterr() == ("", "")
 
 
 def test_progress_shows_a_bar_on_a_terminal_only(capsys, monkeypatch):
@@ -231,11 +219,8 @@ def test_sampler_finds_its_card_and_averages(nvml, uuid):
     sampler = tm.GpuSampler("cuda:0")
     sampler._sample()
     sampler._sample()
-    assert sampler.read() == {
-        "gpu/utilisation_percent": 75.0,
-        "gpu/memory_gib": 3.0,
-        "gpu/temperature_celsius": 61.0,
-    }
+    expected = {"gpu/utilisation_percent": 75.0, "gpu/memory_gib": 3.0, "gpu/temperature_celsius": 61.0}
+    assert sampler.read() == expected
     assert sampler.read() == {}
     sampler._sample()
     assert sampler.read()["gpu/utilisation_percent"] == 20.0
@@ -270,54 +255,45 @@ def test_sampler_without_a_gpu_says_one_line_and_gives_nothing(monkeypatch, case
 # ---------------------------------------------------------------- Meter
 
 
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> Mock:
+    """`clock.return_value` is the time, in seconds."""
+    return Mock(return_value=1000.0)
 
 
-def test_meter_arithmetic_over_a_sliding_window():
-    clock = Clock()
+def test_meter_arithmetic_over_a_sliding_window(clock):
     meter = tm.Meter(window=2, peak_flops=1000.0, clock=clock)
-    meter.add(1, 1, 2, 400.0)
-    assert meter.read() == {}
-    clock.now += 500  # start-up and compilation
-    meter.end_step(lambda source, target: 7.0)
-    assert meter.read() == {}
-    clock.now += 100  # leaves the window below
-    meter.add(10, 10, 20, 50.0)
-    meter.end_step(lambda source, target: 7.0)
+    # The first step holds start-up and compilation, the second leaves the window below.
+    for seconds, tokens in ((500, 2), (100, 20)):
+        assert meter.read() == {}
+        clock.return_value += seconds
+        meter.add(tokens // 2, tokens // 2, tokens, 50.0)
+        meter.end_step(lambda source, target: 7.0)
     assert meter.read()["speed/tokens_per_second"] == pytest.approx(0.2)
     for seconds, source_tokens, target_tokens in ((1, 60, 40), (3, 120, 80)):
-        clock.now += seconds
+        clock.return_value += seconds
         for _ in range(2):  # micro-batches
             meter.add(source_tokens // 2, target_tokens // 2, 100, wait_seconds=0.25)
         meter.end_step(lambda source, target: 10.0 * source)
-    assert meter.read() == pytest.approx(
-        {
-            "speed/tokens_per_second": 300 / 4,
-            "speed/target_tokens_per_second": 120 / 4,
-            "data/padding_share": 1 - 300 / 400,
-            "data/wait_share": 1 / 4,
-            "speed/model_flops_utilisation": 1800 / 4 / 1000,
-        }
-    )
+    expected = {
+        "speed/tokens_per_second": 300 / 4,
+        "speed/target_tokens_per_second": 120 / 4,
+        "data/padding_share": 1 - 300 / 400,
+        "data/wait_share": 1 / 4,
+        "speed/model_flops_utilisation": 1800 / 4 / 1000,
+    }
+    assert meter.read() == pytest.approx(expected)
 
 
-def test_meter_leaves_out_pauses():
-    clock = Clock()
+def test_meter_leaves_out_pauses(clock):
     meter = tm.Meter(clock=clock)
-    for seconds_before in (0, 1, 3600, 1):
-        if seconds_before == 3600:
-            meter.pause()
-            clock.now += seconds_before
-            meter.resume()
-            continue
-        clock.now += seconds_before
+    for seconds, pause in ((0, 0), (1, 3600), (1, 0)):
+        clock.return_value += seconds
         meter.add(5, 5, 10)
         meter.end_step()
+        meter.pause()
+        clock.return_value += pause
+        meter.resume()
     assert meter.read()["speed/tokens_per_second"] == pytest.approx(10)
     assert "speed/model_flops_utilisation" not in meter.read()
 
