@@ -1,13 +1,12 @@
 """Flags say what was meant: spelled either way, from a file, within bounds; help fits a screen."""
 
-import ast
-import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib import import_module
 
 import pytest
-from conftest import ROOT, run_script
+from conftest import run_script
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -189,8 +188,7 @@ def test_saved_settings_come_back(tmp_path_factory, config):
 
 def test_saved_settings_are_readable(tmp_path):
     save_config(Config(data="数据"), tmp_path / "config.json")
-    text = (tmp_path / "config.json").read_text(encoding="utf-8")
-    assert '"data": "数据"' in text and json.loads(text)["lr"] == 1e-3
+    assert '"data": "数据"' in (tmp_path / "config.json").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("content, said", [
@@ -209,24 +207,16 @@ def test_damaged_settings_are_said(tmp_path, content, said):
 # ---------------------------------------------------------------- help
 
 
-def groups_and_flags(script) -> tuple[list[str], list[str]]:
-    """The groups and flags of a script's settings, read from its source: importing it would import torch."""
-    tree = ast.parse((ROOT / script).read_text(encoding="utf-8"))
-    body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Config").body
-    settings = [node for node in body if isinstance(node, ast.AnnAssign)]
-    groups = list(dict.fromkeys(node.value.args[2].value for node in settings))
-    return groups, [node.target.id for node in settings]
-
-
-@pytest.mark.parametrize("script", ["train.py", "evaluate.py", "translate.py"])
+@pytest.mark.parametrize("script", ["train", "evaluate", "translate"])
 def test_help_fits_a_screen_in_groups_and_comes_at_once(script, tmp_path):
-    result = run_script(script, "--help", cwd=tmp_path, PYTHONPROFILEIMPORTTIME="1")
+    result = run_script(f"{script}.py", "--help", cwd=tmp_path, PYTHONPROFILEIMPORTTIME="1")
     assert result.returncode == 0
     lines = result.stdout.splitlines()
-    assert len(lines) <= 50 and max(map(len, lines)) <= 100 and f"python {script}" in lines[0]
-    groups, flags = groups_and_flags(script)
-    assert [line[:-1] for line in lines[1:] if not line.startswith(" ")] == groups
-    assert [line.split()[0] for line in lines if line.startswith("  --")] == [f"--{name}" for name in flags]
+    assert len(lines) <= 50 and max(map(len, lines)) <= 100 and f"python {script}.py" in lines[0]
+    flags = fields(import_module(script).Config)
+    groups = dict.fromkeys(flag.metadata["group"] for flag in flags)  # each once
+    assert [line[:-1] for line in lines[1:] if not line.startswith(" ")] == [*groups]
+    assert [line.split()[0] for line in lines if line.startswith("  --")] == [f"--{flag.name}" for flag in flags]
     imported = [line.rsplit("|", 1)[1].strip() for line in result.stderr.splitlines() if line.startswith("import time")]
     assert "engine.config" in imported and "torch" not in imported  # which takes seconds
 

@@ -106,11 +106,8 @@ def test_going_on_keeps_the_settings_and_refuses_others():
     assert run.config.lr == 0.02 and run.config.steps == 7
     with pytest.raises(UserError, match=r"another --lr \(0.5, the run has 0.02\)"):
         start(resume="runs/a", lr=0.5)
-
-
-def test_settings_made_in_python_change_a_run_that_goes_on():
-    train(run="a", kill_after=2)
-    assert Run.start(Config(resume="runs/a", steps=7), "toy", ALONE, may_change={"steps"}).config.steps == 7
+    made_in_python = Config(resume="runs/a", steps=8)  # it does not know what was given
+    assert Run.start(made_in_python, "toy", ALONE, may_change={"steps"}).config.steps == 8
 
 
 @pytest.mark.parametrize("where", [dict(run="b"), dict(resume="runs/a")])
@@ -137,14 +134,6 @@ def test_another_models_checkpoint_is_refused():
     assert Path("runs/a/checkpoints/step-2").is_dir()  # a mistake on the way back takes nothing away
 
 
-def test_settings_that_were_changed_by_hand_are_refused():
-    train(run="a", kill_after=2)
-    path = Path("runs/a/config.json")
-    path.write_text(path.read_text().replace("0.1", "0.2"))
-    with pytest.raises(UserError, match=r"checksum of config\.json differs"):
-        start(resume="runs/a")
-
-
 def test_weights_of_a_step_that_was_not_finite_are_not_saved():
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -155,6 +144,7 @@ def test_weights_of_a_step_that_was_not_finite_are_not_saved():
         precision.step(optimizer, list(model.parameters()), 1.0, 1)
         run.save(1, model, optimizer, {}, precision)
     assert not Path("runs/a/checkpoints").exists()
+    assert Path("runs/a/config.json").exists()  # a mistake after the beginning leaves the run
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again():
@@ -183,23 +173,6 @@ def test_a_mistake_leaves_the_files_of_a_folder_that_was_there():
         raise UserError("no data")
     assert sorted(file.name for file in Path("runs/a").iterdir()) == ["notes.txt", "train.log"]
     assert Path("runs/a/train.log").read_text().startswith("mine\n")
-
-
-def test_a_mistake_after_the_beginning_leaves_the_run():
-    with pytest.raises(UserError, match="no data"), start(run="a") as run:
-        run.begin()
-        raise UserError("no data")
-    assert Path("runs/a/config.json").exists()
-
-
-@pytest.mark.parametrize(
-    "settings, words", [({"run": "a"}, "run runs/a exists"), ({"resume": "runs/none"}, "no such run")]
-)
-def test_names_that_cannot_be(settings, words):
-    with start(run="a") as run:
-        run.begin()
-    with pytest.raises(UserError, match=words):
-        start(**settings)
 
 
 def test_runs_started_in_the_same_second_get_folders_of_their_own(monkeypatch):
