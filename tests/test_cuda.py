@@ -16,7 +16,6 @@ from conftest import HANGS
 import fast
 from data import BucketSampler, Collate, batches_of, one_ahead
 from engine.distributed import World
-from engine.precision import choose_precision
 from fast import build, cuda_training
 from fast.cuda_training import CapturedLoss
 from model import ModelConfig, SummedLoss, Translator
@@ -71,19 +70,6 @@ def test_the_pretence_notices_what_is_wrong(checked):
 
 
 # ---------------------------------------------------------------- settings
-
-
-def test_no_attention_of_cudnn_on_any_card(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("engine.precision.Precision", lambda *arguments: arguments)
-    before = torch.backends.cuda.cudnn_sdp_enabled(), torch.get_float32_matmul_precision()
-    try:
-        torch.backends.cuda.enable_cudnn_sdp(True)
-        assert choose_precision(torch.device("cuda", 0))[1] == "bf16"
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before[0])
-        torch.set_float32_matmul_precision(before[1])
 
 
 def test_the_seed_of_a_step_is_that_of_manual_seed():

@@ -15,38 +15,32 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def products_as_before():
-    before = torch.get_float32_matmul_precision()
+def settings_as_before():
+    before = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
     yield
-    torch.set_float32_matmul_precision(before)
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cuda.enable_cudnn_sdp(before[1])
 
 
 # ---------------------------------------------------------------- which format
 
 
-@pytest.mark.parametrize("flags, training, name, said", [
-    ("avx2", True, "fp32", "this CPU has no bf16 instructions"), ("avx2", False, "fp32", "no bf16 instructions"),
-    ("avx512_bf16", True, "bf16", "this CPU has bf16 instructions"), ("amx_bf16", True, "bf16", "bf16 instructions"),
-    ("avx512_bf16", False, "fp32", "full precision"),
+@pytest.mark.parametrize("flags, asked, training, name, said", [
+    ("avx2", "auto", True, "fp32", "this CPU has no bf16 instructions"),
+    ("avx2", "auto", False, "fp32", "this CPU has no bf16 instructions"),
+    ("avx512_bf16", "auto", True, "bf16", "this CPU has bf16 instructions; the loss agrees with fp32 to 1 %"),
+    ("amx_bf16", "auto", True, "bf16", "this CPU has bf16 instructions; the loss agrees with fp32 to 1 %"),
+    ("avx512_bf16", "auto", False, "fp32", "full precision"), ("avx2", "bf16", True, "bf16", "as asked"),
 ])  # fmt: skip
-def test_auto_on_a_cpu(monkeypatch, flags, training, name, said):
+def test_on_a_cpu(monkeypatch, flags, asked, training, name, said):
     monkeypatch.setattr(under_test, "_cpu_flags", lambda: flags)
-    chosen = choose_precision(CPU, training=training)
-    assert chosen.name == name and said in chosen.reason
-    assert chosen.describe() == f"device: cpu, {torch.get_num_threads()} threads; {name} ({chosen.reason})"
-    with chosen.autocast():
-        assert nn.Linear(4, 4)(torch.ones(1, 4)).dtype is chosen.dtype
-
-
-def test_bf16_on_a_cpu():
-    chosen, layer = choose_precision(CPU, "bf16"), nn.Linear(4, 4)
-    assert chosen.name == "bf16" and chosen.describe().endswith("; bf16 (as asked)")
+    chosen, layer = choose_precision(CPU, asked, training), nn.Linear(4, 4)
+    assert chosen.describe() == f"device: cpu, {torch.get_num_threads()} threads; {name} ({said})"
     with chosen.autocast():
         output = layer(torch.ones(1, 4))
-    assert output.dtype is torch.bfloat16 and layer.weight.dtype is torch.float32
+    assert output.dtype is chosen.dtype is {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
     chosen.backward(output.float().sum())
     assert layer.weight.grad.dtype is torch.float32
-    assert layer(torch.ones(1, 4)).dtype is torch.float32  # outside
 
 
 def test_refused():
@@ -63,10 +57,11 @@ def test_auto_on_a_gpu(monkeypatch, capability, name, said):
     # A real one would make a tensor on the GPU.
     make = lambda device, name, reason: SimpleNamespace(device=device, name=name, reason=reason)  # noqa: E731
     monkeypatch.setattr(under_test, "Precision", make)
+    torch.backends.cuda.enable_cudnn_sdp(True)
     gpu = torch.device("cuda", 1)
     chosen = choose_precision(gpu)
     assert chosen.name == name and said in chosen.reason and chosen.device == gpu
-    assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == "high" and not torch.backends.cuda.cudnn_sdp_enabled()
     for asked in ("fp32", "bf16", "fp16"):
         assert choose_precision(gpu, asked) == SimpleNamespace(device=gpu, name=asked, reason="as asked")
 
