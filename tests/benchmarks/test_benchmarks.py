@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -144,27 +144,23 @@ def test_the_clock_leaves_out_the_warm_up_and_the_last_step(monkeypatch):
                         "target_tokens_per_step": 100, "loss": 1.5}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name, variant", [("handout", ""), ("marian", "tuned"), ("ours", "fp32"), ("ours", "random-plain-fp32")]
-)
+@pytest.mark.parametrize("name, variant", [
+    ("handout", ""), ("marian", "tuned"), ("ours", "fp32"), ("ours", "random-plain-fp32"),
+])  # fmt: skip
 def test_an_epoch_counts_every_real_token_once(name, variant, small, monkeypatch):
     """Not the padding, not the begin token; on the source side the end token too."""
     peer, wanted = importlib.import_module(f"benchmarks.peers.{name}"), tokens_of(target for _, target in small.train)
-    counted = []
+    counted = np.zeros(2, int)
 
-    class Recorder:
-        def __init__(self, _seconds):
-            pass
+    def step(source, target):
+        counted[:] += int(source), int(target)
+        if counted[1] >= wanted:
+            raise Ended
 
-        def step(self, source, target):
-            counted.append((int(source), int(target)))
-            if sum(target for _, target in counted) >= wanted:
-                raise Ended
-
-    monkeypatch.setattr(peer, "TrainingClock", Recorder)
+    monkeypatch.setattr(peer, "TrainingClock", lambda _seconds: SimpleNamespace(step=step))
     with pytest.raises(Ended):
         peer.train(Task("train", "", sizes=TINY, variant=variant, tokens_per_batch=512), small)
-    assert [sum(side) for side in zip(*counted)] == [tokens_of(source for source, _ in small.train), wanted]
+    assert [*counted] == [tokens_of(source for source, _ in small.train), wanted]
 
 
 def test_training_and_the_ladder(toy_data, cache, tmp_path, capsys):
@@ -396,68 +392,51 @@ def test_memory_of_a_pass_is_counted():
     assert abs(attention_op.peak_mib(pass_of(64)) - 128) < 8
 
 
-PEER = """#!/bin/sh
-# In the place of a peer's Python: one validation, whose translations are the references, and training for ever.
-if [ "$2" = benchmarks.peers.marian ]; then
-    folder=$(echo "$3" | sed 's/.*"outputs": "\\([^"]*\\)".*/\\1/')
-    cp "$folder/valid.tgt" "$folder/$(date +%s.%N).out"
-    echo translated
-    exec sleep 1000
-fi
-while [ $# -gt 0 ]; do
-    case "$1" in --valid-sets) references=$3 ;; --valid-script-path) script=$2 ;; --train-sets) pairs=$(wc -l < "$2") ;; esac
-    shift
-done
-echo "pairs $pairs"
-"$script" "$references"
-echo translated
-exec sleep 1000
-"""
+class Peer:
+    """In the place of a peer's process: one validation, whose translations are the references, and training for ever."""
 
+    def __init__(self, words, **_):
+        if words[2] == "benchmarks.peers.marian":
+            folder = Path(json.loads(words[3])["outputs"])
+            shutil.copy(folder / "valid.tgt", folder / f"{time.time()}.out")
+            return
+        assert len(Path(words[words.index("--train-sets") + 1]).read_text().splitlines()) == 2000
+        script, references = words[words.index("--valid-script-path") + 1], words[words.index("--valid-sets") + 2]
+        subprocess.run([script, references], check=True)
 
-class Peer(subprocess.Popen):
-    """A process whose time is over as soon as it has translated, however busy the machine is."""
+    def wait(self, seconds=None):
+        if seconds:
+            raise subprocess.TimeoutExpired("", seconds)
 
-    def wait(self, timeout=None):
-        if timeout != 0.05 * 60:
-            return super().wait(timeout)
-        while "translated" not in Path(os.readlink(f"/proc/{self.pid}/fd/1")).read_text():
-            time.sleep(0.05)
-        raise subprocess.TimeoutExpired(self.args, timeout)
+    def kill(self):
+        pass
 
 
 def test_minutes_to_a_bleu(toy_data, cache, tmp_path, monkeypatch, capsys):
-    python = tmp_path / "pymarian/bin/python"
     monkeypatch.setattr(time_to_bleu, "ENVIRONMENTS", tmp_path)
     monkeypatch.setattr(time_to_bleu, "ROOT", tmp_path)  # of the runs
-    config = time_to_bleu.Config(str(toy_data), "marian", minutes=0.05)
-    with pytest.raises(UserError, match="to install Marian"):
-        time_to_bleu.main(config)
-    python.parent.mkdir(parents=True)
-    python.write_text(PEER)
-    python.chmod(0o700)
-    monkeypatch.setattr(subprocess, "Popen", Peer)
-    time_to_bleu.main(config)
-    (log,) = tmp_path.glob("runs/marian-*/log")
-    assert log.read_text().startswith("pairs 2000")
+    config, begun = time_to_bleu.Config(str(toy_data), "marian", minutes=0.05), time.time()
 
-    def call(words, **options):  # in the place of train.py
-        if words[1] != "train.py":
-            return run(words, **options)
+    def call(words, **_):
+        """In the place of train.py."""
         monkeypatch.setattr("sys.argv", words[1:])
         settings = parse_flags(train.Config)
         assert (settings.max_minutes, settings.data) == (0.05, str(toy_data))
-        points = [{"step": 1, "time": time.time() + 60 * minute, "valid/bleu": minute} for minute in (1, 2, 4)]
+        points = [{"step": 1, "time": begun + 60 * minute, "valid/bleu": minute} for minute in (1, 2, 4)]
         Path(settings.run).mkdir()
-        Path(settings.run, "metrics.jsonl").write_text(
-            "".join(json.dumps(point) + "\n" for point in [{"step": 0}, *points])
-        )
+        lines = [json.dumps(point) + "\n" for point in [{"step": 0}, *points]]
+        Path(settings.run, "metrics.jsonl").write_text("".join(lines))
 
-    run = subprocess.run
-    monkeypatch.setattr(subprocess, "run", call)
-    time_to_bleu.main(replace(config, contestants="ours"))
-    monkeypatch.setattr(time_to_bleu.sys, "executable", str(python))
-    time_to_bleu.main(replace(config, contestants="hf"))
+    processes = SimpleNamespace(Popen=Peer, run=call, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(time_to_bleu, "subprocess", processes)
+    monkeypatch.setattr(time_to_bleu, "time", SimpleNamespace(time=lambda: begun, strftime=time.strftime))
+    with pytest.raises(UserError, match="to install Marian"):
+        time_to_bleu.main(config)
+    python = tmp_path / "pymarian/bin/python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    for name in ("marian", "ours", "hf"):
+        time_to_bleu.main(replace(config, contestants=name))
     rows = [re.split(" *[|] *", line) for line in capsys.readouterr().out.splitlines()[-3:]]
     for name, row in (("marian", rows[0]), ("hf", rows[2])):
         minutes, final = row[2], row[6].split()  # smoothed: short sentences lose some
@@ -488,33 +467,24 @@ def test_the_gpu_benchmark(toy_data, tmp_path, monkeypatch, capsys):
     config = gpu.Config("tiny", 512, "runs/x", data=str(toy_data), device="cpu", out=str(tmp_path / "gpu.json"))
     started = []
 
-    class Popen:
+    @contextmanager
+    def process(words, env, **_):
         """In the place of a process: notes the flags as the program reads them."""
+        program, flags = (words[2], words[3:]) if words[1] == "-m" else (words[1].removesuffix(".py"), words[2:])
+        if program == "torch.distributed.run":
+            program, *flags = flags[flags.index("--") + 1 :]
+            program = program.removesuffix(".py")  # without the repository's path, which may hold a space
+        monkeypatch.setattr("sys.argv", [program, *flags])
+        if program != "pytest":
+            parse_flags(importlib.import_module(program + ".__main__" * program.startswith("labs")).Config)
+        if program == "train":
+            (folder := Path(flags[flags.index("--run") + 1])).mkdir(parents=True)
+            (folder / "metrics.jsonl").write_text(f'{{"valid/loss": {2.0 + 0.1 * started.count("train")}}}\n')
+        started.append(program)
+        code = int(program == "benchmarks.attention_op")
+        yield SimpleNamespace(stdout=["done\n"], returncode=code, kill=lambda: pytest.fail("killed at once"))
 
-        def __init__(self, words, env, **_):
-            self.stdout, self.returncode = ["done\n"], int("benchmarks.attention_op" in words)
-            program, flags = (words[2], words[3:]) if words[1] == "-m" else (words[1].removesuffix(".py"), words[2:])
-            if program == "torch.distributed.run":
-                program, *flags = flags[flags.index("--") + 1 :]
-                program = program.removesuffix(".py")  # without the repository's path, which may hold a space
-            monkeypatch.setattr("sys.argv", [program, *flags])
-            if program != "pytest":
-                parse_flags(importlib.import_module(program + ".__main__" * program.startswith("labs")).Config)
-            if program == "train":
-                (folder := Path(flags[flags.index("--run") + 1])).mkdir(parents=True)
-                (folder / "metrics.jsonl").write_text(f'{{"valid/loss": {2.0 + 0.1 * started.count("train")}}}\n')
-            started.append(program)
-
-        def kill(self):
-            pytest.fail("killed at once")
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-    monkeypatch.setattr(gpu.subprocess, "Popen", Popen)
+    monkeypatch.setattr(gpu.subprocess, "Popen", process)
     monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 2)
     stages = gpu.stages
     monkeypatch.setattr(gpu, "stages", lambda config, _, folder: stages(config, torch.device("cuda", 0), folder))

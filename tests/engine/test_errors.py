@@ -69,7 +69,13 @@ def test_interrupted(capsys):
 
 def test_one_of_many_says_its_rank_and_leaves_at_once():
     """Before anything that Python does at its end: a destructor that waits for the others would hold the process for ever."""
-    program = "import atexit; from engine.errors import stop; atexit.register(print, 'late'); print('begun'); stop('wrong')"
+    program = """
+import atexit
+from engine.errors import stop
+atexit.register(print, "late")
+print("begun")
+stop("wrong")
+"""
     words = [sys.executable, "-c", program]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": "3", "WORLD_SIZE": "4"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=HANGS)
