@@ -22,7 +22,7 @@ from engine.optimizer import make_optimizer
 from engine.precision import Precision
 from fast.captured import CapturedSteps
 from fast.cuda_training import CapturedLoss
-from labs.attention_op.operators import attention, gelu
+from labs.attention_op import attention, gelu, use_in
 from model import ModelConfig, SummedLoss, Translator, cross_attention
 from text.store import flatten
 from validation import Validation
@@ -67,11 +67,11 @@ def on_gpu() -> list:
 # ---------------------------------------------------------------- training
 
 
-def train(
-    name: str, loss: str = "plain", accumulate: int = 1, steps: int = 2, optimizer: str = "muon", **sizes
-) -> None:
-    """Steps as in train.py."""
+def train(name: str, loss: str = "plain", accumulate: int = 1, own: str = "", optimizer: str = "muon", **sizes) -> None:
+    """Two steps as in train.py; `own`: the backend of the lab's attention."""
     model, precision = make(**sizes).train(), Precision(CUDA, name, "")
+    if own:
+        use_in(model, own)
     loss_of = SummedLoss(model, 0.1)
     if loss == "fast":
         loss_of = fast.loss(model, 0.1, precision.dtype)
@@ -83,7 +83,7 @@ def train(
     source = batches(accumulate=accumulate)
     window_loss = torch.zeros(2, device=CUDA)
     forget()
-    for number in range(1, steps + 1):
+    for number in (1, 2):
         for batch in (next(source) for _ in range(accumulate)):
             with precision.autocast():
                 losses = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
@@ -139,19 +139,6 @@ def own_attention(backend: str) -> None:
 def own_gelu(kind: str) -> None:
     x = torch.randn(4, 5, device=CUDA, requires_grad=True)
     assert torch.autograd.grad(gelu(x, kind).sum(), x)[0].is_cuda
-
-
-def train_with_own_attention() -> None:
-    from labs.attention_op import use_in
-
-    with patch.object(sys.modules[__name__], "make", partial(made_with, use_in, make)):
-        train("bf16", steps=1)
-
-
-def made_with(use_in, make_model, **sizes) -> Translator:
-    model = make_model(**sizes)
-    use_in(model, "python")
-    return model
 
 
 def step_of(loss_of, parameters: list, precision: Precision, *inputs) -> torch.Tensor:
@@ -233,7 +220,7 @@ CHECKS = {
     "train bf16 captured": partial(train, "bf16", "captured"),
     "train fp32 pre-norm": partial(train, "fp32", norm_first=True),
     "train fp16 accumulate": partial(train, "fp16", accumulate=2),
-    "train own attention": train_with_own_attention,
+    "train own attention": partial(train, "bf16", own="python"),
     "validation loss": validation_loss,
     "attention picture": attention_picture,
     **{f"decode {how}{' pre-norm' * pre}": partial(decode, how, norm_first=pre)

@@ -400,9 +400,30 @@ def test_a_damaged_best_gives_way_to_the_latest(tmp_path, capsys):
     assert "using the latest" in capsys.readouterr().err
 
 
-def test_resolve_of_a_place_and_of_what_is_no_weights_file(tmp_path, monkeypatch):
+def test_resolve_of_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(save(tmp_path, 1))
     assert ck.resolve(".") == tmp_path / "step-1"
+
+
+@pytest.mark.parametrize("name, reason", [
+    ("absent", "does not exist; give a run directory"), ("notes.txt", "is not a weights file"),
+    ("run", "no whole checkpoint in .*nothing is saved yet"), ("empty", "not a whole checkpoint .*give a run directory"),
+])  # fmt: skip
+def test_resolve_of_what_is_not_there(tmp_path, name, reason):
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(UserError, match=r"notes\.txt is not a weights file"):
-        ck.resolve(tmp_path / "notes.txt")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=reason):
+        ck.resolve(tmp_path / name)
+
+
+def test_the_last_whole_ones_up_to_a_checkpoint(tmp_path):
+    for step in range(1, 6):
+        save(tmp_path, step)
+    truncate(tmp_path / "step-3" / "model.safetensors")
+    assert [path.name for path in ck.last_whole(tmp_path / "step-4", 3)] == ["step-1", "step-2", "step-4"]
+    for wanted in (0, 4):
+        with pytest.raises(UserError, match=f"cannot average {wanted} .*: 3 are whole"):
+            ck.last_whole(tmp_path / "step-4", wanted)
+    with pytest.raises(UserError, match="0 are whole"):
+        ck.last_whole(tmp_path / "step-4" / "model.safetensors", 2)

@@ -33,10 +33,13 @@ def trained(tiny_run):
 @pytest.fixture
 def client(trained):
     precision = choose_precision(torch.device("cpu"), "fp32")
-    with testclient.TestClient(
-        server.make_app(server.translator(trained, precision, None, 0.6), "a run"), base_url=HERE
-    ) as client:
+    app = server.make_app(server.translator(trained, precision, None, 0.6), "a run")
+    with testclient.TestClient(app, base_url=HERE) as client:
         yield client
+
+
+def translated(job, text: str):
+    return server.Sentence(source=job.source, hypotheses=[server.Hypothesis(text=text)])
 
 
 def ask(client, text: str, **more):
@@ -51,11 +54,8 @@ def test_lines_and_sentences_come_back_in_their_places(client, trained, beam):
     tools = trained.model, trained.source_tokenizer, trained.target_tokenizer
     first, second, _, last = translate_lines(*tools, pieces, beam=beam, length_penalty=0.6).texts
     assert answer["translation"] == f"{first} {second}\n\n{last}"
-    assert [[sentence["source"] for sentence in line] for line in answer["lines"]] == [
-        ["一二。", "三四！"],
-        [],
-        ["五六"],
-    ]
+    sources = [[sentence["source"] for sentence in line] for line in answer["lines"]]
+    assert sources == [["一二。", "三四！"], [], ["五六"]]
     for sentence in (sentence for line in answer["lines"] for sentence in line):
         scores = [hypothesis["score"] for hypothesis in sentence["hypotheses"]]
         assert scores == ([None] if beam == 1 else sorted(scores, reverse=True)) and len(scores) == beam
@@ -70,9 +70,7 @@ def test_200_requests_at_once_are_all_answered_by_few_batches():
 
     def translate(jobs):
         sizes.append(len(jobs))
-        return [
-            server.Sentence(source=job.source, hypotheses=[server.Hypothesis(text=job.source[::-1])]) for job in jobs
-        ]
+        return [translated(job, job.source[::-1]) for job in jobs]
 
     async def send():
         httpx = testclient.httpx
@@ -123,7 +121,7 @@ def test_an_error_of_the_model_does_not_end_the_server():
     def translate(jobs):
         if jobs[0].source == "bad":
             raise RuntimeError("no")
-        return [server.Sentence(source=job.source, hypotheses=[server.Hypothesis(text="ok")]) for job in jobs]
+        return [translated(job, "ok") for job in jobs]
 
     app = server.make_app(translate, "a run")
     with testclient.TestClient(app, base_url=HERE, raise_server_exceptions=False) as client:
