@@ -24,6 +24,7 @@ class Config:
     source_vocab: int = flag(0, "source vocabulary size; 0: 8000, fewer for little text", "Data", least=0)
     target_vocab: int = flag(0, "target vocabulary size; 0: the same rule", "Data", least=0)
     max_length: int = flag(512, "longest sentence in tokens; longer pairs are dropped", "Data", least=8)
+    match_domain: bool = flag(True, "leave out pairs in words unlike validation's", "Data", before=False)
     match_lengths: bool = flag(True, "leave pairs with short targets out", "Data", before=False)
     workers: int = flag(0, "processes that load batches; 0: none extra", "Data", least=0, most=1000)
 
@@ -117,8 +118,7 @@ def train(config: Config) -> Path:
         # -------- data: made by rank 0 in the cache beside the runs; the other ranks wait, then read it
         folder, config.data = world.on_main(lambda: find_and_prepare(config, run.folder.parent / ".cache", log))
         prepared = load_prepared(folder)
-        if config.match_lengths:
-            prepared.match_lengths(log)
+        prepared.match_validation(config.match_domain, config.match_lengths, log)
         if run.state and run.state["data_key"] != prepared.summary["key"]:
             raise UserError(f"--resume {run.folder}: {config.data} is not what the run began with; put it back")
 

@@ -88,12 +88,11 @@ def check(config) -> None:
         sizes = [size or default_vocabulary(pairs) for size in (config.source_vocab, config.target_vocab)]
         prepared = prepare(sample, Path(folder), source_vocab=sizes[0], target_vocab=sizes[1],
                            tokenizer=config.tokenizer, max_length=config.max_length, say=lambda line: None)  # fmt: skip
-        if config.match_lengths:
-            prepared.match_lengths(lambda line: None)
+        prepared.match_validation(config.match_domain, config.match_lengths, lambda line: None)
         counts = prepared.summary["counts"]
         kept = counts["kept"] / counts["read"]
         shares = {reason: counts.get(reason, 0) / counts["read"] for reason in REASONS if reason != "held out"}
-        short = shares.pop("short target")  # left out on purpose
+        left_out = {reason: shares.pop(reason) for reason in ("unlike validation", "short target")}  # on purpose
         for reason, share in (shares | {"duplicate": duplicates}).items():
             if share >= NOTABLE:
                 warnings.append(f"{share:.0%} of the training pairs are dropped: {REASONS[reason]}")
@@ -107,7 +106,8 @@ def check(config) -> None:
         tokens = {side: int(lengths[side].sum()) + pairs for side in lengths}
         about = "about " * (len(sample.taken["train"]) < pairs)
         print(f"data: {text.path} ({text.form}), {about}{pairs:,} training pairs of {tokens['source'] / pairs:.1f} and "
-              f"{tokens['target'] / pairs:.1f} tokens" + f", {short:.0%} left out (--match_lengths)" * (short > 0))  # fmt: skip
+              f"{tokens['target'] / pairs:.1f} tokens" +
+              "".join(f", {share:.0%} left out {REASONS[reason]}" for reason, share in left_out.items() if share))  # fmt: skip
         whole = replace(prepared, train=SimpleNamespace(lengths=lengths))
         say_costs(config, prepared, whole, sum(tokens.values()), precision, warnings.append)
     for warning in warnings:

@@ -28,6 +28,7 @@ CHINESE = {
     "with an empty side": "有一侧为空", "with source = target": "原文与译文相同", "moved to validation or test": "划入验证集或测试集",
     "with a side that is also in validation or test": "有一侧也在验证集或测试集中", "exact duplicates": "完全重复",
     "longer than --max_length": "超过 --max_length", "with very different lengths": "两侧长度相差太大",
+    "unlike validation's (--match_domain)": "用词与验证集不像（--match_domain）",
     "with a short target (--match_lengths)": "译文偏短（--match_lengths）",
     "FLOPs of a training pair": "每个训练句对的浮点运算", "source": "原文", "target": "译文",
     "tokens per second": "每秒词元数", "target tokens per second": "每秒目标词元数", "images per second": "每秒图片数",

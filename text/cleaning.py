@@ -11,9 +11,15 @@ from hashlib import blake2b
 import numpy as np
 
 from text.rows import ParallelText
+from text.store import TokenizedPairs
 
 HELD_OUT_SHARE = 0.01  # of the distinct pairs, for each split that the data does not bring
-SHORT_SHARE = 0.25  # of the training pairs, at most, are dropped for their short targets
+CHANCE = (
+    0.05  # of the pairs, or in the ratio of lengths: less may be chance between a few hundred rows, and is left alone
+)
+UNLIKE_SHARE = 0.5  # of the training pairs, at most, are dropped because they are unlike validation's
+SHORT_SHARE = 0.25  # and then of the rest for their short targets
+PRIOR_TOKENS = 2000  # of train's frequencies, beside the tokens of validation
 LONGEST_TOKEN = 16  # characters; our own tokenizers learn no longer token
 
 # Zero-width characters vanish, lone surrogates (broken UTF-16) become the replacement character, and every other control
@@ -31,6 +37,7 @@ REASONS = {
     "duplicate": "exact duplicates",
     "too long": "longer than --max_length",
     "length ratio": "with very different lengths",
+    "unlike validation": "unlike validation's (--match_domain)",
     "short target": "with a short target (--match_lengths)",
 }
 
@@ -123,15 +130,68 @@ def absurd_ratio(source_tokens, target_tokens):
     return longer > 4 * shorter + 10
 
 
-def without_short_targets(source_tokens: np.ndarray, target_tokens: np.ndarray, ratio: float) -> np.ndarray:
-    """Which pairs to keep, (n,) row numbers, so that they have `ratio` target tokens for a source token: (pairs,), (pairs,).
+def like_validation(train: TokenizedPairs, validation: TokenizedPairs, vocabularies: list[int]) -> np.ndarray:
+    """Which pairs of `train` to keep, (n,) row numbers: those written in the words of validation.
 
-    The pairs with the shortest targets for their sources go first, and no more than `SHORT_SHARE` of all.
+    A pair's score is the mean of log p(token in validation) / p(token in train) over each side, both sides added (Moore &
+    Lewis 2010, Axelrod et al. 2011, with single tokens for n-grams). Half of validation gives the frequencies. The other half
+    gives the bar, which 99 of 100 of its pairs reach; no more than `UNLIKE_SHARE` of train stays under it.
     """
-    order = np.argsort(-target_tokens / source_tokens, kind="stable")  # the longest targets first
-    ratios = np.cumsum(target_tokens[order]) / np.cumsum(source_tokens[order])  # of the first n pairs; falls with n
-    dropped = min(np.count_nonzero(ratios < ratio), int(SHORT_SHARE * len(order)))
-    return np.sort(order[: len(order) - dropped])
+    if len(validation) < 200:  # too few to tell
+        return np.arange(len(train))
+    known, unseen = (validation.only(np.arange(first, len(validation), 2)) for first in (0, 1))
+    gains = []
+    for of_train, of_known in zip(_counts(train, vocabularies), _counts(known, vocabularies)):
+        p_train = (of_train + 0.5) / (of_train + 0.5).sum()  # every token could occur
+        p_known = (of_known + PRIOR_TOKENS * p_train) / (of_known.sum() + PRIOR_TOKENS)
+        gains.append(np.log(p_known / p_train))
+    scores = _scores(train, gains)
+    under = np.count_nonzero(scores < np.quantile(_scores(unseen, gains), 0.01))
+    if under < CHANCE * len(train):
+        return np.arange(len(train))
+    return _without_last(np.argsort(-scores, kind="stable"), under, UNLIKE_SHARE)
+
+
+def _counts(pairs: TokenizedPairs, vocabularies: list[int]) -> list[np.ndarray]:
+    """How often each token occurs, (V,) for each side."""
+    counts = [np.zeros(size, np.int64) for size in vocabularies]
+    for part in pairs.parts():
+        for of_side, side, size in zip(counts, part, vocabularies):
+            of_side += np.bincount(side.ids, minlength=size)
+    return counts
+
+
+def _scores(pairs: TokenizedPairs, gains: list[np.ndarray]) -> np.ndarray:
+    """The mean of the gains of a pair's tokens on each side, both added: (pairs,)."""
+    scores = []
+    for part in pairs.parts():
+        means = []
+        for (ids, lengths), gain in zip(part, gains):
+            sums = np.append(0, np.cumsum(gain[ids]))  # of the tokens before each, and of all
+            ends = np.cumsum(lengths)
+            means.append((sums[ends] - sums[ends - lengths]) / np.maximum(lengths, 1))
+        scores.append(sum(means))
+    return np.concatenate(scores)
+
+
+def without_short_targets(train: dict[str, np.ndarray], validation: dict[str, np.ndarray]) -> np.ndarray:
+    """Which pairs of train to keep, (n,) row numbers, so that they have as many target tokens for a source token as validation.
+
+    Lengths of both sides by their names, (pairs,) each. The pairs with the shortest targets for their sources go first, and no
+    more than `SHORT_SHARE` of all.
+    """
+    source, target = train["source"], train["target"]
+    wanted = validation["target"].sum() / validation["source"].sum()
+    order = np.argsort(-target / source, kind="stable")  # the longest targets first
+    ratios = np.cumsum(target[order]) / np.cumsum(source[order])  # of the first n pairs; falls with n
+    if wanted < (1 + CHANCE) * ratios[-1]:
+        return np.arange(len(order))
+    return _without_last(order, np.count_nonzero(ratios < wanted), SHORT_SHARE)
+
+
+def _without_last(order: np.ndarray, dropped: int, share: float) -> np.ndarray:
+    """Row numbers in `order` without the last `dropped`, or this share of all if that is less; sorted."""
+    return np.sort(order[: len(order) - min(dropped, int(share * len(order)))])
 
 
 def report(counts: Counter) -> str:

@@ -25,9 +25,11 @@ from engine.checkpoint import verify_files, write_checksums
 from engine.errors import UserError
 from engine.telemetry import progress
 from text.cleaning import (
+    REASONS,
     absurd_ratio,
     clean_pairs,
     held_out_rows,
+    like_validation,
     missing_splits,
     normalise,
     report,
@@ -40,7 +42,6 @@ from text.subwords import encode, encode_flat, load_tokenizer, train_tokenizer
 FORMAT = 2  # of the token store; raise it when its content changes, and old caches are left alone
 TOKENIZER_LINES = 200_000  # sentences that a tokenizer is trained on; more change little
 CHUNK = 20_000  # sentences tokenised at once
-CHANCE = 0.05  # a difference in the ratio of lengths that may be one between a few hundred rows
 VALIDATION_ROWS = 4000  # rows of validation used while training; evaluate.py scores all
 
 
@@ -56,23 +57,23 @@ class Prepared:
     validation_rows: list[tuple[str, str]]  # raw, in the order of `validation`
     summary: dict  # counts, sizes
 
-    def match_lengths(self, say) -> None:
-        """Leave out the pairs with the shortest targets, until train has validation's target tokens for a source token.
+    def match_validation(self, domain: bool, lengths: bool, say) -> None:
+        """Leave out of train what is unlike validation: with `domain` pairs in other words, with `lengths` short targets.
 
-        A model learns from its data how much to leave out. A gap of less than `CHANCE` is left alone.
+        A model learns from its data what to write about, and how much to leave out.
         """
-        ours, wanted = (
-            pairs.lengths["target"].sum() / pairs.lengths["source"].sum() for pairs in (self.train, self.validation)
-        )
-        if wanted < (1 + CHANCE) * ours:
-            return
-        rows = without_short_targets(self.train.lengths["source"], self.train.lengths["target"], wanted)
-        dropped = len(self.train) - len(rows)
-        self.train = TokenizedPairs(self.train.folder, rows)
-        self.summary["counts"] |= {"short target": dropped, "kept": len(rows)}
-        now = self.train.lengths["target"].sum() / self.train.lengths["source"].sum()
-        say(f"data: {dropped:,} pairs with short targets are left out: {now:.2f} target tokens for a source token instead of "
-            f"{ours:.2f}; validation has {wanted:.2f} (--match_lengths)")  # fmt: skip
+        if domain:
+            sizes = [len(self.source_tokenizer), len(self.target_tokenizer)]
+            self._keep(like_validation(self.train, self.validation, sizes), "unlike validation", say)
+        if lengths:
+            self._keep(without_short_targets(self.train.lengths, self.validation.lengths), "short target", say)
+
+    def _keep(self, rows: np.ndarray, reason: str, say) -> None:
+        """These training pairs alone; the number of the others is told, under a key of `REASONS`."""
+        if dropped := len(self.train) - len(rows):
+            say(f"data: {dropped:,} of {len(self.train):,} pairs are left out: {REASONS[reason]}")
+            self.train = self.train.only(rows)
+            self.summary["counts"] |= {reason: dropped, "kept": len(rows)}
 
     def describe(self) -> dict:
         """What a run keeps of its data, ready for JSON; `lengths`: how many training sentences have 0, 1, 2, … tokens."""

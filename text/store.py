@@ -8,7 +8,7 @@ For each side a folder holds the ids of all sentences one after another and the 
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -54,6 +54,16 @@ class TokenizedPairs(Dataset):
     def __getitems__(self, rows: np.ndarray) -> tuple[Rows, Rows]:
         """Both sides of these pairs, for a DataLoader: without a loop over sentences."""
         return self._gather("source", rows), self._gather("target", rows)
+
+    def parts(self, size: int = 20_000) -> Iterator[tuple[Rows, Rows]]:
+        """Both sides of all pairs, so many pairs at a time: all ids at once might not fit into memory."""
+        for first in range(0, len(self), size):
+            yield self.__getitems__(np.arange(first, min(first + size, len(self))))
+
+    def only(self, rows: np.ndarray) -> "TokenizedPairs":
+        """These pairs alone, by their numbers here."""
+        stored = np.arange(len(np.load(self.folder / "source.lengths.npy", mmap_mode="r")))[self.rows]
+        return TokenizedPairs(self.folder, stored[rows])
 
     def _gather(self, side: str, rows: np.ndarray) -> Rows:
         lengths = self.lengths[side][rows].astype(np.int64)

@@ -2,6 +2,7 @@
 
 import pickle
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -80,23 +81,48 @@ def test_the_longest_pair_that_is_kept():
     assert counts == {"kept": 2, "too long": 2}
 
 
+def stored(folder: Path, train: list[tuple], validation: list[tuple]) -> Prepared:
+    """`Prepared` of pairs of token ids; the vocabularies have 400."""
+    for split, pairs in {"train": train, "validation": validation}.items():
+        writer = TokenWriter(folder / split, {"source": 400, "target": 400})
+        for side, rows in zip(("source", "target"), zip(*pairs)):
+            writer.write(side, rows)
+        writer.close()
+    vocabulary, splits = range(400), [TokenizedPairs(folder / split) for split in ("train", "validation")]
+    return Prepared(folder, vocabulary, vocabulary, *splits, [], {"counts": {"kept": len(train)}})
+
+
 def test_train_becomes_as_long_for_its_sources_as_validation(tmp_path):
     """Every fifth pair has half a target: they go, and a worker process has the same rows."""
-    lengths = {"train": [(8, 4 if row % 5 == 0 else 8) for row in range(100)], "validation": [(8, 8)] * 10}
-    for split, pairs in lengths.items():
-        writer = TokenWriter(tmp_path / split, {"source": 400, "target": 400})
-        for index, side in enumerate(("source", "target")):
-            writer.write(side, [[row + 3] * pair[index] for row, pair in enumerate(pairs)])
-        writer.close()
-    train, validation = (TokenizedPairs(tmp_path / split) for split in lengths)
-    said, prepared = [], Prepared(tmp_path, None, None, train, validation, [], {"counts": {"kept": 100}})
-    prepared.match_lengths(said.append)
-    prepared.match_lengths(said.append)  # there is no gap any more
-    assert len(said) == 1 and "20 pairs" in said[0] and prepared.summary["counts"] == {"kept": 80, "short target": 20}
+    train = [([row + 3] * 8, [row + 3] * (4 if row % 5 == 0 else 8)) for row in range(100)]
+    said, prepared = [], stored(tmp_path, train, [([3] * 8, [3] * 8)] * 10)
+    prepared.match_validation(False, True, said.append)
+    prepared.match_validation(True, True, said.append)  # there is no gap any more; and ten rows tell no domain
+    assert len(said) == 1 and "20 of 100 pairs" in said[0]
+    assert prepared.summary["counts"] == {"kept": 80, "short target": 20}
     for pairs in (prepared.train, pickle.loads(pickle.dumps(prepared.train))):
         expected = [row + 3 for row in range(100) if row % 5]
         assert [[ids.tolist() for ids in pairs[row]] for row in range(80)] == [[[id] * 8] * 2 for id in expected]
         assert pairs.__getitems__(np.array([0, 79]))[1].ids.tolist() == [4] * 8 + [102] * 8
+
+
+def words(draw: np.random.Generator, first: int, pairs: int) -> list[tuple]:
+    """Pairs of 10 ids a side, drawn from the 100 that begin with `first`, frequent ones first."""
+    ids = first + np.minimum(draw.geometric(0.05, (pairs, 2, 10)) - 1, 99)
+    return [tuple(pair) for pair in ids.tolist()]
+
+
+@pytest.mark.parametrize(("foreign", "expected"), [(0.3, 0.3), (0.8, 0.5), (0.0, 0.0)])
+def test_pairs_in_other_words_than_validation_are_left_out(foreign, expected, tmp_path):
+    """The other words' pairs go, half of all at most; of data in validation's words all stay, though 1 % are under the bar."""
+    draw = np.random.default_rng(0)
+    other = round(foreign * 1000)
+    train = words(draw, 100, other) + words(draw, 0, 1000 - other)
+    prepared = stored(tmp_path, train, words(draw, 0, 300))
+    prepared.match_validation(True, False, print)
+    left_out = prepared.summary["counts"].get("unlike validation", 0)
+    assert abs(left_out - 1000 * expected) <= 20  # of the pairs in the same words 1 % are under the bar, 7 ± 3 here
+    assert all(ids[0] < 100 for ids, _ in prepared.train) == (foreign <= 0.5)
 
 
 def test_a_vocabulary_beside_a_tokenizer_is_said_to_have_no_effect(toy_text, tmp_path):
