@@ -7,9 +7,9 @@ pairs, subwords and cores.
 
 All have the model of the preset `lab` and the same tokens, there before the clock starts. Every `--every` steps each
 translates the first 500 validation rows greedily, and its clock runs on meanwhile; BLEU is the one of train.py's curve. The
-test split is not looked at. Not like for like: ours leaves out the pairs with the shortest targets (`--match_lengths`), Marian
-and MarianMTModel skip pairs of more than 126 tokens a side; Marian has no bf16 on a CPU, and translates with the mean of its
-weights over time (its `--exponential-smoothing`).
+test split is not looked at. Not like for like: ours leaves out pairs that are unlike validation's (`--match_domain`,
+`--match_lengths`; not as `ours-all-pairs`), Marian and MarianMTModel skip pairs of more than 126 tokens a side; Marian has no
+bf16 on a CPU, and translates with the mean of its weights over time (its `--exponential-smoothing`).
 """
 
 import json
@@ -32,6 +32,7 @@ from text.subwords import decode
 from validation import BLEU_ROWS
 
 GOALS = (1, 2, 3, 5)  # BLEU
+OURS = {"ours": [], "ours-all-pairs": ["--match_domain", "false", "--match_lengths", "false"]}
 MARIAN_PYTHON = "pymarian/bin/python"
 # As in marian-examples/transformer (WMT17), and with the rate of our former default, for so little time.
 EXAMPLE = {"learn-rate": 3e-4, "lr-warmup": 16000, "lr-decay-inv-sqrt": 16000}
@@ -39,7 +40,7 @@ MARIAN = {"marian": EXAMPLE, "marian-lr-1e-3": {"learn-rate": 1e-3, "lr-warmup":
 # Peak rate and steps up to it: fairseq's recipe for IWSLT, and the rate of Marian's second. With dropout 0.1, where fairseq has
 # 0.3: that is for many passes over little data, and here no pair is seen often enough to be learnt by heart.
 HF = {"hf": "5e-4 4000", "hf-lr-1e-3": "1e-3 1000"}
-EVERYBODY = ("ours", *MARIAN, *HF)
+EVERYBODY = (*OURS, *MARIAN, *HF)
 
 
 @dataclass
@@ -62,26 +63,26 @@ def main(config: Config) -> None:
         raise UserError("to install Marian: bash benchmarks/peers/install.sh pymarian")
     curves = json.loads(out.read_text()) if out.exists() else {}
     corpus = load_corpus(config.data, vocab=0, pairs=10**9)
-    prepared = load_prepared(corpus.folder.with_name(corpus.folder.name.split("-benchmark")[0]))
     for name in names:
         folder = ROOT / "runs" / f"{name}-{time.strftime('%Y-%m-%d_%H-%M-%S')}"  # beside the tokens
-        curves[name] = ours(config, folder, corpus) if name == "ours" else peer(config, folder, corpus, prepared, name)
+        curves[name] = (ours if name in OURS else peer)(config, folder, corpus, name)
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(curves, indent=1))
     print(table(curves))
 
 
-def ours(config: Config, folder: Path, corpus) -> list[tuple[float, float]]:
-    """train.py with its defaults; → (minutes, BLEU) of its validations."""
+def ours(config: Config, folder: Path, corpus, name: str) -> list[tuple[float, float]]:
+    """train.py with its defaults, but for the flags of `name`; → (minutes, BLEU) of its validations."""
     words = ["--data", corpus.data, "--max_minutes", config.minutes, "--epochs", 1000, "--eval_every", config.every]
-    words, begun = [sys.executable, "train.py", *map(str, words), "--run", str(folder)], time.time()
+    words, begun = [sys.executable, "train.py", *map(str, words), *OURS[name], "--run", str(folder)], time.time()
     subprocess.run(words, cwd=ROOT, env=os.environ | pinned(config.threads, pin=False), check=True)
     return [((line["time"] - begun) / 60, line["valid/bleu"]) for line in curve(folder, "valid/bleu")]
 
 
-def peer(config: Config, folder: Path, corpus, prepared, name: str) -> list[tuple[float, float]]:
+def peer(config: Config, folder: Path, corpus, name: str) -> list[tuple[float, float]]:
     """Another's training, until its time is over; its translations, in files named by their time, are scored then."""
     folder.mkdir(parents=True)
+    prepared = load_prepared(corpus.folder.with_name(corpus.folder.name.split("-benchmark")[0]))
     rows = [prepared.validation[row] for row in range(min(BLEU_ROWS, len(prepared.validation_rows)))]
     for side, sentences in zip(("src", "tgt"), zip(*rows)):
         (folder / f"valid.{side}").write_text(as_words(sentences, side))
