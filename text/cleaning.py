@@ -14,9 +14,7 @@ from text.rows import ParallelText
 from text.store import TokenizedPairs
 
 HELD_OUT_SHARE = 0.01  # of the distinct pairs, for each split that the data does not bring
-CHANCE = (
-    0.05  # of the pairs, or in the ratio of lengths: less may be chance between a few hundred rows, and is left alone
-)
+CHANCE = 0.05  # a smaller share of the pairs, or gap in their lengths, may be chance between a few hundred rows
 UNLIKE_SHARE = 0.5  # of the training pairs, at most, are dropped because they are unlike validation's
 SHORT_SHARE = 0.25  # and then of the rest for their short targets
 PRIOR_TOKENS = 2000  # of train's frequencies, beside the tokens of validation
