@@ -204,23 +204,6 @@ def test_a_step_needs_nothing_from_another_device(monkeypatch):
     assert {x.device.type for x in tree_leaves(recording.operations) if torch.is_tensor(x)} == {"meta"}
 
 
-def test_a_number_from_python_would_be_noticed():
-    """The two tests above and the stand-in fail for a step that is not static."""
-    model, batch = lively_model(), make_batch(0, 10, 110)
-    steps, count = rehearse(model), iter(range(10**6))
-    right = steps.step
-
-    def wrong(buffers, rows, length):
-        right(buffers, rows, length)
-        buffers.chosen[next(count) % rows] = 7
-
-    steps.step = wrong
-    assert not same(model, batch, steps)
-    places = iter(range(9))
-    both = [Recording(lambda: torch.ones(9)[next(places)]).described() for _ in range(2)]
-    assert both[0] != both[1]
-
-
 class Refuses(Rehearsal):
     def capture(self, step):
         raise RuntimeError("CUDA error: operation not permitted\nwhen stream is capturing")
