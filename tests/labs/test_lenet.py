@@ -199,7 +199,9 @@ def test_equals_the_same_layers_in_a_row(variant, name, activation, pool):
 def test_the_paper_s_weights_begin_near_chance():
     images, labels = map(torch.from_numpy, draw_digits(200, 1))
     loss = F.cross_entropy(LeNet5("paper")(images[:, None] / 255), labels.long())
-    assert abs(loss - np.log(10)) < 0.5
+    assert (
+        abs(loss - np.log(10)) < 0.05
+    )  # logits of ± 0.06; weights ten times as large give 0.1, a network that saturates
 
 
 # ---- pictures
