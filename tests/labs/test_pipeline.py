@@ -271,6 +271,7 @@ def test_a_run_leaves_picture_curves_and_memory(ran):
 
 @pytest.mark.parametrize("post_norm", [True, False])
 def test_a_layer_is_torchs_own_of_the_same_weights(post_norm):
+    torch.manual_seed(0)
     config = lab.Config(**SMALL, post_norm=post_norm)
     names = dict(query_key_value="self_attn.in_proj", out="self_attn.out_proj", norm1="norm1", norm2="norm2",
                  feedforward_0="linear1", feedforward_2="linear2")  # fmt: skip

@@ -438,7 +438,8 @@ def test_learns_a_markov_text_to_its_entropy(lab, tmp_path):
     stationary = torch.linalg.matrix_power(chain, 200)[0]
     entropy = -(stationary[:, None] * torch.special.xlogy(chain, chain)).sum().item()
     scores = json.loads((run / "test.json").read_text())
-    assert scores["loss"] == pytest.approx(entropy, abs=0.06)  # the frequencies alone give at least 0.2 more
+    # Three standard errors of a mean over the 2,400 tokens of the test. The words' frequencies alone would give 0.84 more.
+    assert scores["loss"] == pytest.approx(entropy, abs=0.06)
 
 
 def test_two_processes_have_the_losses_of_one(lab, tmp_path):
