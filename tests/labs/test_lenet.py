@@ -7,6 +7,7 @@ import shutil
 import struct
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from engine.run import Run
 from engine.telemetry import shown_as
 from labs.lenet import pictures
 from labs.lenet.__main__ import Config, main
-from labs.lenet.mnist import Digits, batches, draw_digits, find_folder, rows_of_epoch
+from labs.lenet.mnist import Digits, draw_digits, find_folder, rows_of_epoch
 from labs.lenet.model import CONNECTIONS, LeNet5, PaperConvolution, PaperPooling, xavier
 
 
@@ -116,17 +117,6 @@ def test_every_image_once_an_epoch_and_anew_each_time():
     assert torch.equal(first, again) and not torch.equal(first, next_epoch) and not torch.equal(first, other_seed)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_dataloader_gives_the_same_batches(data, workers):
-    digits = Digits(data, "train")
-    rows = rows_of_epoch(len(digits), 100, 1, 0)[25:]
-    pairs = list(zip(*(batches(digits, rows, torch.device("cpu"), way) for way in (None, workers))))
-    assert len(pairs) == len(rows) == 6
-    for (images, labels), (loaded_images, loaded_labels) in pairs:
-        assert images.shape == (len(labels), 1, 28, 28) and images.dtype == torch.float32
-        assert torch.equal(images, loaded_images) and torch.equal(labels, loaded_labels)
-
-
 def test_without_mnist_digits_are_drawn(tmp_path, monkeypatch):
     """And tested on those held out, and the result says so."""
     monkeypatch.chdir(tmp_path)
@@ -206,31 +196,23 @@ def test_equals_the_same_layers_in_a_row(variant, name, activation, pool):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", ["relu", "sigmoid", "paper"])
-def test_begins_near_chance(variant):
-    torch.manual_seed(1)
+def test_the_paper_s_weights_begin_near_chance():
     images, labels = map(torch.from_numpy, draw_digits(200, 1))
-    loss = F.cross_entropy(LeNet5(variant)(images[:, None] / 255), labels.long())
-    assert abs(loss - np.log(10)) < 0.5
+    loss = F.cross_entropy(LeNet5("paper")(images[:, None] / 255), labels.long())
+    assert (
+        abs(loss - np.log(10)) < 0.05
+    )  # logits of ± 0.06; weights ten times as large give 0.1, a network that saturates
 
 
 # ---- pictures
 
 
-def test_tiles_and_filters_show_every_weight():
-    maps = torch.arange(5 * 2 * 3.0).view(5, 2, 3)
-    picture = pictures.tiles(maps, 3)
-    assert picture.shape == (5, 11)
-    for i in range(5):
-        row, column = divmod(i, 3)
-        assert torch.equal(picture[3 * row : 3 * row + 2, 4 * column : 4 * column + 3], maps[i])
-    assert picture[2].isnan().all() and picture[:, 3].isnan().all()
+def test_filters_show_every_weight():
     model = LeNet5("paper")
     shown = pictures.filters(model).axes[1].images[0].get_array()  # rows: maps of S2, columns: maps of C3
-    for to, origins in enumerate(CONNECTIONS):
-        for origin in range(6):
-            tile = shown[6 * origin : 6 * origin + 5, 6 * to : 6 * to + 5]
-            assert bool((tile != 0).any()) == (origin in origins)
+    for to, origin in product(range(16), range(6)):
+        tile = shown[6 * origin : 6 * origin + 5, 6 * to : 6 * to + 5]
+        assert torch.equal(torch.tensor(tile), model.c3[0].full_weight()[to, origin])
 
 
 @pytest.mark.parametrize("count", [0, 1, 60])
@@ -387,9 +369,8 @@ def test_damaged_files_are_refused(tmp_path, ending, damage, words):
 
 
 @pytest.mark.parametrize("settings, words", [
-    (dict(variant="lenet"), "--variant lenet is unknown"), (dict(activation="elu"), "--activation elu is unknown"),
-    (dict(variant="paper", activation="gelu"), "belongs to --variant relu"), (dict(lr=float("nan")), "--lr nan"),
-    (dict(lr=-1.0), "--lr -1.0"), (dict(epochs=0), "--epochs 0"), (dict(workers=-1), "--workers -1"),
+    (dict(variant="lenet"), "--variant lenet is unknown"), (dict(epochs=0), "--epochs 0"),
+    (dict(variant="paper", activation="gelu"), "belongs to --variant relu"),
 ])  # fmt: skip
 def test_bad_flags_are_refused(settings, words):
     with refused(words):

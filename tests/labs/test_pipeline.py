@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import Forked, fork_ranks, forked_ranks
+from conftest import Forked, forked_ranks
 from helpers import refused, together
 
 from engine import checkpoint
@@ -271,6 +271,7 @@ def test_a_run_leaves_picture_curves_and_memory(ran):
 
 @pytest.mark.parametrize("post_norm", [True, False])
 def test_a_layer_is_torchs_own_of_the_same_weights(post_norm):
+    torch.manual_seed(0)
     config = lab.Config(**SMALL, post_norm=post_norm)
     names = dict(query_key_value="self_attn.in_proj", out="self_attn.out_proj", norm1="norm1", norm2="norm2",
                  feedforward_0="linear1", feedforward_2="linear2")  # fmt: skip
@@ -411,7 +412,6 @@ def test_layers_are_shared_out_evenly(layers, count):
 
 
 @pytest.mark.parametrize("settings, ranks, words", [
-    (dict(stages_per_rank=0), 2, "--stages_per_rank 0"),
     (dict(micro_batches=0), 2, "--micro_batches 0"),
     (dict(batch_size=6), 2, "does not divide"),
     (dict(schedule="fifo"), 2, "choose gpipe, 1f1b"),
@@ -423,11 +423,9 @@ def test_layers_are_shared_out_evenly(layers, count):
     (dict(num_layers=3, schedule="zbv", stages_per_rank=2), 2, "more than --num_layers 3"),
     (dict(schedule="1f1b", micro_batches=2), 4, "as many micro-batches as stages, 4"),
     (dict(schedule="zb", batch_size=9, micro_batches=9), 4, "give --micro_batches 8 or 10"),
-    (dict(build="cut"), 2, "choose traced or by_hand"),
     (dict(nhead=5), 2, "multiple of --nhead 5"),
     (dict(data="nowhere.txt"), 2, "No such file"),
     (dict(data="."), 2, "no .txt file"),
-    (dict(length=-1), 2, "--length -1 must be at least 0"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(settings, ranks, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -443,9 +441,6 @@ def test_a_run_that_goes_on_is_checked_as_a_whole(ran, monkeypatch):
     config.given = {"micro_batches"}
     with refused("--micro_batches 3 does not divide --batch_size 8"):
         lab.train(config)
-    config.resume = "runs/none"
-    with refused("no such run"):
-        lab.train(config)
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
@@ -453,13 +448,6 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
     config = lab.Config(**SMALL, optimizer="sgd", lr=1e30, max_steps=5)
     with refused("smaller --lr"):
         lab.train(config)
-
-
-def test_every_rank_leaves_with_2(tmp_path):
-    for rank in fork_ranks(2, "labs/pipeline/__main__.py", "--num_layers", 1, cwd=tmp_path):
-        assert rank.wait() == 2
-        assert rank.output.count("\n") == 1 and "2 stages, more than --num_layers 1" in rank.output
-    assert not (tmp_path / "runs").exists()
 
 
 def test_the_loss_that_is_printed_is_the_global_one(tmp_path):

@@ -91,10 +91,6 @@ def test_the_loss_is_that_of_a_plain_loop_over_nltk():
     assert Trigram(train, 7).loss(test, eos=3, discount=0.6) == pytest.approx(total / 50)
 
 
-def test_a_word_that_training_never_has_makes_the_loss_infinite():
-    assert Trigram(text(60, 1), 9).loss(np.array([1, 8]), eos=0, discount=0.7) == math.inf
-
-
 def test_a_text_is_scored_alone_and_beside_a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     lines = [f"the ship {'sailed' if n % 3 else 'sank'} in {'may' if n % 2 else 'june'} {n if n % 10 == 0 else n // 3}"

@@ -194,7 +194,7 @@ def test_windows_count_every_token_once_after_half_a_window(tokens, length):
 
 
 @pytest.mark.parametrize("pad", ["left", "right"])
-def test_perplexity_is_that_of_a_plain_loop(pad):
+def test_perplexity_is_that_of_a_plain_loop_on_one_rank_and_two(pad, monkeypatch):
     model, ids = tiny_model(), torch.randint(11, (61,))
     total, right = 0.0, []
     for place in range(61):  # one token at a time, with the context that its window gives
@@ -208,25 +208,10 @@ def test_perplexity_is_that_of_a_plain_loop(pad):
     assert math.exp(sums["loss"] / 61) == pytest.approx(math.exp(total / 61), rel=1e-6)
     assert sums["correct"] == len(right) and sums["correct_known"] == len(right) - right.count(right[0])
     assert table.shape == (3, 4) and table.sum(1).tolist() == ids.bincount(minlength=11)[confused].tolist()
-
-
-def test_ranks_share_the_windows(monkeypatch):
-    class Half(World):
-        def sum(self, values):
-            return values
-
     monkeypatch.setattr("labs.wikitext.model.WINDOWS_AT_ONCE", 2)
-    model, ids = tiny_model(), torch.randint(11, (61,))
-    whole, _ = evaluate(model, ids, 3, 8, "right", ALONE)
-    halves = [evaluate(model, ids, 3, 8, "right", Half(rank, 2, torch.device("cpu")))[0] for rank in (0, 1)]
-    assert sum(half["loss"] for half in halves) == pytest.approx(whole["loss"])
-    assert min(half["loss"] for half in halves) > 0
-
-
-def test_embeddings_are_projected_where_their_width_is_another():
-    model, plain = tiny_model(d_embedding=6), tiny_model(positions="sinusoidal")
-    assert [x.weight.shape for x in (model.embedding, model.up, model.down)] == [(11, 6), (16, 6), (6, 16)]
-    assert [p.shape for p in plain.embedding_parameters()] == [(11, 16)]
+    monkeypatch.setattr(World, "sum", lambda _, values: values)  # of this rank alone
+    halves = [evaluate(model, ids, 3, 8, pad, World(rank, 2, torch.device("cpu")))[0]["loss"] for rank in (0, 1)]
+    assert sum(halves) == pytest.approx(sums["loss"]) and min(halves) > 0
 
 
 def test_the_loss_begins_near_the_unigram_entropy():
@@ -305,19 +290,6 @@ def test_one_draw_serves_as_many_epochs_as_asked():
         assert len(counts) == 1 and (counts == {(1,) * 50}) == (first in (0, 9))  # w = 0
         assert not torch.equal(draws[first], draws[first + 1])
     assert made.weight(5) == made.weight(3) == pytest.approx(1 - 3 / 8.4)
-
-
-def test_the_sampler_goes_on_from_its_state_in_the_middle_of_an_epoch():
-    made, fresh = sampler(), SegmentSampler(7 * 8 - 3, 8, "dynamic", 1.0, 10, seed=5)
-    made.record(torch.tensor([2, 2, 6]), torch.tensor([8.0, 24.0, 10.0]))
-    fresh.load_state_dict(json.loads(json.dumps(made.state_dict(ALONE))), ALONE)
-    for one in (made, fresh):
-        one.end_epoch(ALONE)
-    assert fresh.losses.tolist() == made.losses.tolist() == pytest.approx([0, 0.5, 2, 1.5, 2, 2.5, 2])
-    assert torch.equal(fresh.plan(3), made.plan(3))
-    unseen = SegmentSampler(60, 8, "dynamic", 1.0, 10, seed=5)
-    unseen.load_state_dict(json.loads(json.dumps(unseen.state_dict(ALONE))), ALONE)
-    assert unseen.losses.isnan().all() and unseen.probabilities(1).tolist() == pytest.approx([1 / 8] * 8)
 
 
 # Whole runs
@@ -466,11 +438,8 @@ def test_learns_a_markov_text_to_its_entropy(lab, tmp_path):
     stationary = torch.linalg.matrix_power(chain, 200)[0]
     entropy = -(stationary[:, None] * torch.special.xlogy(chain, chain)).sum().item()
     scores = json.loads((run / "test.json").read_text())
-    text = prepare("markov.txt", RATIOS, "words", 0, 1)
-    frequencies = text.ids["train"].bincount() / len(text.ids["train"])
-    unigram = torch.special.entr(frequencies).sum().item()
-    assert unigram > entropy + 0.2  # else there would be nothing to learn
-    assert entropy - 0.06 < scores["loss"] < entropy + 0.06
+    # Three standard errors of a mean over the 2,400 tokens of the test. The words' frequencies alone would give 0.84 more.
+    assert scores["loss"] == pytest.approx(entropy, abs=0.06)
 
 
 def test_two_processes_have_the_losses_of_one(lab, tmp_path):
@@ -491,7 +460,6 @@ def test_two_processes_have_the_losses_of_one(lab, tmp_path):
     (dict(ratios="0.8,0.3,0.1"), "three numbers above 0 that add up to 1"),
     (dict(ratios="0.8,0.2"), "three numbers"),
     (dict(ratios="a,b,c"), "three numbers"),
-    (dict(tokens="letters"), "--tokens letters is unknown; choose words or subwords"),
     (dict(d_model=10, nhead=4), "multiple of --nhead"),
     (dict(tokens="subwords", vocab=100), "needs at least 300"),
     (dict(embedding_share=-0.1), "--embedding_share -0.1 must be at least 0 and below 1"),
@@ -507,7 +475,6 @@ def test_two_processes_have_the_losses_of_one(lab, tmp_path):
     (dict(glove="words.txt"), "no file of vectors"),
     (dict(glove="foreign.txt"), "none of its words is in the vocabulary"),
     (dict(glove="good.txt", d_embedding=7), "these GloVe vectors have 3 numbers"),
-    (dict(resume="runs/none"), "no such run"),
 ])  # fmt: skip
 def test_mistakes_are_named_in_one_line(lab, tmp_path, settings, message):
     (tmp_path / "empty").mkdir()
@@ -517,7 +484,7 @@ def test_mistakes_are_named_in_one_line(lab, tmp_path, settings, message):
         write(tmp_path / name, text)
     (tmp_path / "latin.txt").write_bytes("caf\xe9 \n".encode("latin-1"))
     with refused(message):
-        lab(**settings if "resume" in settings else dict(data="wiki.txt", run="x") | settings)
+        lab(**dict(data="wiki.txt", run="x") | settings)
     assert not Path("runs/x").exists()
 
 
