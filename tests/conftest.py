@@ -27,6 +27,7 @@ ROOT = Path(__file__).parent.parent
 TINY = dict(d_model=32, nhead=4, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=64, max_length=64)
 TINY_FLAGS = ["--d_model", "32", "--nhead", "4", "--num_encoder_layers", "1", "--num_decoder_layers", "1",
               "--dim_feedforward", "64", "--source_vocab", "300", "--target_vocab", "300"]  # fmt: skip
+THREADS = torch.get_num_threads()  # as the machine has them
 HANGS = 1800  # seconds: a process that takes so long on any machine waits for something that never comes
 
 keep_tensors_together = fast.keep_tensors_together
@@ -231,8 +232,9 @@ def real_data() -> Path:
 
 @pytest.fixture(autouse=True)
 def _few_threads():
+    """As many for every test, whatever the one before has set."""
     most = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # with a file of tests on each core, one core for each
-    torch.set_num_threads(min(most, torch.get_num_threads()))
+    torch.set_num_threads(min(most, THREADS))
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 from conftest import reversed_digits, write_pairs
 
 from data import collate_for
-from text.cleaning import held_out_rows
+from text.cleaning import _scores, held_out_rows
 from text.prepare import Prepared, _tokenizer_key, _worth_keeping, default_vocabulary, find_and_prepare, prepare
 from text.rows import find_text
 from text.store import TokenizedPairs, TokenWriter
@@ -107,22 +107,33 @@ def test_train_becomes_as_long_for_its_sources_as_validation(tmp_path):
 
 
 def words(draw: np.random.Generator, first: int, pairs: int) -> list[tuple]:
-    """Pairs of 10 ids a side, drawn from the 100 that begin with `first`, frequent ones first."""
-    ids = first + np.minimum(draw.geometric(0.05, (pairs, 2, 10)) - 1, 99)
-    return [tuple(pair) for pair in ids.tolist()]
+    """Pairs of 4 to 30 ids a side, drawn from the 100 that begin with `first`, frequent ones first."""
+    lengths = draw.integers(4, 31, pairs)
+    return [tuple((first + np.minimum(draw.geometric(0.05, (2, n)) - 1, 99)).tolist()) for n in lengths]
 
 
 @pytest.mark.parametrize(("foreign", "expected"), [(0.3, 0.3), (0.8, 0.5), (0.0, 0.0)])
 def test_pairs_in_other_words_than_validation_are_left_out(foreign, expected, tmp_path):
     """The other words' pairs go, half of all at most; of data in validation's words all stay, though 1 % are under the bar."""
-    draw = np.random.default_rng(0)
-    other = round(foreign * 1000)
+    draw, other = np.random.default_rng(0), round(foreign * 1000)
     train = words(draw, 100, other) + words(draw, 0, 1000 - other)
     prepared = stored(tmp_path, train, words(draw, 0, 300))
     prepared.match_validation(True, False, print)
     left_out = prepared.summary["counts"].get("unlike validation", 0)
-    assert abs(left_out - 1000 * expected) <= 20  # of the pairs in the same words 1 % are under the bar, 7 ± 3 here
+    chance = 20 if foreign == 0.3 else 0  # 1 % of the 700 pairs in the same words: 7 ± 3
+    assert abs(left_out - 1000 * expected) <= chance
     assert all(ids[0] < 100 for ids, _ in prepared.train) == (foreign <= 0.5)
+    assert len(prepared.train) == prepared.summary["counts"]["kept"] == 1000 - left_out
+
+
+def test_a_pair_scores_the_mean_gain_of_its_tokens_on_each_side(tmp_path):
+    draw = np.random.default_rng(0)
+    pairs, gains = words(draw, 0, 50), draw.normal(size=(2, 400))
+    train = stored(tmp_path, pairs, pairs[:1]).train
+    plain = [gains[0][source].mean() + gains[1][target].mean() for source, target in pairs]
+    np.testing.assert_allclose(_scores(train, gains), plain, rtol=0, atol=1e-12)  # sums of up to 1,500 numbers near 1
+    some = [part[0].ids.tolist() for part in train.parts(size=20)]  # 20, 20 and 10 pairs
+    assert len(some) == 3 and [id for ids in some for id in ids] == [id for source, _ in pairs for id in source]
 
 
 def test_a_vocabulary_beside_a_tokenizer_is_said_to_have_no_effect(toy_text, tmp_path):
