@@ -24,6 +24,8 @@ def make_model(seed: int, words: int = WORDS, scale: float = 1.0, end: float = 0
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(scale)
+            if parameter.ndim == 1:  # norms and biases begin alike; unlike, none can be taken for another
+                parameter.add_(0.1 * torch.randn_like(parameter))
         if scale != 1:
             model.output.bias.normal_()
         model.output.bias[EOS] += end
