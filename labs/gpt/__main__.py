@@ -34,7 +34,7 @@ class Config:
     sequence: int = flag(0, "tokens in a sequence", "Model", least=0, most=2**20)
 
     batch_size: int = flag(0, "sequences a step, of all processes together", "Training", least=0)
-    epochs: int = flag(20, "passes over the data", "Training", least=1)
+    epochs: int = flag(6, "passes over the data", "Training", least=1)
     max_steps: int = flag(0, "stop after so many steps; 0: by epochs", "Training", least=0)
     max_minutes: float = flag(0.0, "stop after so many minutes; 0: no limit", "Training", least=0)
     lr: float = flag(0.0, "peak learning rate", "Training", least=0, below=10)
