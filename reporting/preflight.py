@@ -107,7 +107,7 @@ def check(config) -> None:
         about = "about " * (len(sample.taken["train"]) < pairs)
         print(f"data: {text.path} ({text.form}), {about}{pairs:,} training pairs of {tokens['source'] / pairs:.1f} and "
               f"{tokens['target'] / pairs:.1f} tokens" +
-              "".join(f", {share:.0%} left out {REASONS[reason]}" for reason, share in left_out.items() if share))  # fmt: skip
+              "".join(f", {share:.0%} left out: {REASONS[reason]}" for reason, share in left_out.items() if share))  # fmt: skip
         whole = replace(prepared, train=SimpleNamespace(lengths=lengths))
         say_costs(config, prepared, whole, sum(tokens.values()), precision, warnings.append)
     for warning in warnings:

@@ -404,7 +404,7 @@ def test_pairs_with_short_targets_are_left_out_of_the_run(match, tmp_path, here,
     data = str(write_pairs(tmp_path / "d", pairs, splits))
     settings = config(data=data, match_lengths=match, max_steps=1, run=str(here))
     check(settings)
-    assert ("left out with a short target (--match_lengths)" in capsys.readouterr().out) == match
+    assert ("left out: with a short target (--match_lengths)" in capsys.readouterr().out) == match
     training.train(settings)
     assert ("pairs are left out: with a short target" in capsys.readouterr().out) == match
     assert ("short target" in json.loads((here / "data.json").read_text())["counts"]) == match

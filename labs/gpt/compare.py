@@ -1,6 +1,6 @@
 """The table of the handout: every technique on this machine, the same data for each, with speed, memory and loss.
 
-    python -m labs.gpt.compare                                   # what this machine has; ten minutes on two CPU cores
+    python -m labs.gpt.compare                                   # what this machine has; three minutes on two CPU cores
     python -m labs.gpt.compare --size 124m --processes 1         # on a GPU
     python -m labs.gpt.compare --size 1.6b --processes 4 --data_size 64
 
