@@ -25,8 +25,7 @@ case "$(uname -s)" in Linux | Darwin) ;; *)
     echo "error: this needs Linux, macOS or WSL (the Linux inside Windows: https://aka.ms/wsl)" >&2; exit 2 ;;
 esac
 
-# Waiting threads sleep instead of spinning: on a machine that others use too, spinning costs a multiple of the time.
-export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}" PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1
 venv="${VENV:-$root/.venv}"
 python="$venv/bin/python"
 

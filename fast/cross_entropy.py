@@ -42,6 +42,9 @@ class SlicedCrossEntropy(torch.autograd.Function):
         target = target.long()
         of_truth = F.embedding(target, weight)  # (N, D); raises if there is no such token
         narrow, narrow_weight = hidden.to(dtype), weight.to(dtype)
+        compiled = hidden.device.type == "cpu" and bias.dtype == torch.float32 and kernels.kernels(dtype)
+        if compiled:  # products of few different shapes; rows behind the tokens are 0
+            narrow = F.pad(narrow, (0, 0, 0, kernels.rows_for(len(narrow)) - len(narrow)))
         share, mean_weight = smoothing / len(weight), weight.mean(0)  # (D,)
         hidden_sum = hidden.sum(0, dtype=weight.dtype)  # (D,)
         loss = -smoothing * (hidden_sum @ mean_weight + len(hidden) * bias.mean())
@@ -52,7 +55,8 @@ class SlicedCrossEntropy(torch.autograd.Function):
         rows = max(1, LOGITS_AT_ONCE[hidden.device.type] // len(weight))
         for first in range(0, len(hidden), rows):
             slice_hidden, truth = narrow[first : first + rows], target[first : first + rows, None]  # (R, D), (R, 1)
-            p, p_sum, slice_loss = softmax_loss(slice_hidden, narrow_weight, bias, truth, smoothing)
+            loss_of = compiled_softmax_loss if compiled else softmax_loss
+            p, p_sum, slice_loss = loss_of(slice_hidden, narrow_weight, bias, truth, smoothing)
             loss += slice_loss
             if wants_gradient:
                 torch.mm(p, narrow_weight, out=hidden_grad[first : first + rows])
@@ -64,7 +68,7 @@ class SlicedCrossEntropy(torch.autograd.Function):
         ctx.mark_non_differentiable(unsmoothed)
         if wants_gradient:
             # The truth's part apart, in the format of the weights: bf16 would round 0.9 by 0.2 % in every token alike.
-            hidden_grad = hidden_grad - (1 - smoothing) * of_truth - smoothing * mean_weight
+            hidden_grad = hidden_grad[: len(hidden)] - (1 - smoothing) * of_truth - smoothing * mean_weight
             weight_grad.index_add_(0, target, hidden.to(weight.dtype), alpha=smoothing - 1)
             bias_grad.index_add_(0, target, torch.ones_like(target, dtype=bias.dtype), alpha=smoothing - 1)
             ctx.save_for_backward(hidden_grad.to(hidden.dtype), weight_grad, bias_grad)
@@ -81,15 +85,20 @@ def softmax_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor, truth: Tensor, smoothing: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(R, D), (V, D), (V,), (R, 1) → softmax (R, V), its sum over rows (V,), Σ −log p(truth) + smoothing · logit of the truth."""
-    if hidden.device.type == "cpu" and bias.dtype == torch.float32 and kernels.kernels(hidden.dtype):
-        logits = torch.mm(hidden, weight.t(), out=workspace(len(hidden), len(weight), hidden.dtype))
-        losses, p_sum = kernels.softmax_loss(logits, bias, truth, smoothing)
-        return logits, p_sum, losses.sum()
     logits = F.linear(hidden, weight, bias.to(hidden.dtype))  # (R, V)
     loss = smoothing * logits.gather(1, truth).sum(dtype=bias.dtype)
     p = logits.softmax(-1)  # (R, V)
     loss -= p.gather(1, truth).clamp_min(torch.finfo(p.dtype).tiny).to(bias.dtype).log().sum()
     return p, p.sum(0, dtype=bias.dtype), loss
+
+
+def compiled_softmax_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor, truth: Tensor, smoothing: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by kernels.cpp; of rows without a truth only the logits."""
+    logits = torch.mm(hidden, weight.t(), out=workspace(len(hidden), len(weight), hidden.dtype))
+    losses, p_sum = kernels.softmax_loss(logits, bias, truth, smoothing)
+    return logits, p_sum, losses.sum()
 
 
 def workspace(rows: int, vocabulary: int, dtype: torch.dtype) -> Tensor:

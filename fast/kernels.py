@@ -4,7 +4,8 @@ Every function has the plain PyTorch that computes the same beside it in its doc
 fp32, "narrow" ones have the format of the matrix products, fp32 or bf16: results that go on to a product are given in both.
 Dropout draws one seed from PyTorch's generator; masks follow from it and are never stored.
 
-N tokens, D width, B sentences, T queries, S keys, V vocabulary.
+N tokens, D width, B sentences, T queries, S keys, V vocabulary. There may be more than B·T rows (see `rows_for`): those behind
+the tokens are 0 where they come from an embedding or an attention, their gradients are 0, and nobody looks at them.
 """
 
 import ctypes
@@ -24,8 +25,18 @@ def kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
     return library(FOLDER / "kernels.cpp", NARROW=NUMBERS[dtype]) if dtype in NUMBERS else None
 
 
+def rows_for(tokens: int) -> int:
+    """How many rows to give so many tokens: at most a sixteenth more, and only 16 different numbers up to twice as many.
+
+    oneDNN compiles code for each new shape of a product, and every batch of sentences would have a new one: a quarter of the
+    time of a step.
+    """
+    step = max(1, (1 << (tokens - 1).bit_length()) // 32)
+    return -(-tokens // step) * step
+
+
 def embed(rows: Tensor, positions: Tensor, factor: float, p: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(B, T, D) rows of an embedding, (T, D) → wide and narrow (B·T, D): `dropout(rows * factor + positions, p)`."""
+    """(B, T, D) rows of an embedding, (T, D) → wide and narrow (`rows_for` B·T, D): `dropout(rows * factor + positions, p)`."""
     return Embed.apply(rows, positions, float(factor), float(p), dtype)
 
 
@@ -41,28 +52,29 @@ def relu_dropout(x: Tensor, bias: Tensor, p: float) -> Tensor:
 
 
 def self_attention(
-    qkv: Tensor, bias: Tensor, mask: Tensor | None, batch: int, heads: int, causal: bool, p: float
+    qkv: Tensor, bias: Tensor, mask: Tensor | None, shape: tuple[int, int], heads: int, causal: bool, p: float
 ) -> Tensor:
     """Narrow (B·T, 3·D), query, key and value without their bias (3·D,); added mask (B, T) or None → narrow (B·T, D).
 
-    `scaled_dot_product_attention` of the heads, put side by side again.
+    `scaled_dot_product_attention` of the heads, put side by side again. `shape` is (B, T).
     """
-    return Attention.apply(qkv, None, bias, mask, batch, heads, causal, float(p))
+    return Attention.apply(qkv, None, bias, mask, (*shape, shape[1]), heads, causal, float(p))
 
 
 def cross_attention(
-    q: Tensor, kv: Tensor, bias: Tensor, mask: Tensor | None, batch: int, heads: int, p: float
+    q: Tensor, kv: Tensor, bias: Tensor, mask: Tensor, shape: tuple[int, int], heads: int, p: float
 ) -> Tensor:
-    """Narrow (B·T, D), narrow (B·S, 2·D), (3·D,), added mask (B, S) or None → narrow (B·T, D), as `self_attention`."""
-    return Attention.apply(q, kv, bias, mask, batch, heads, False, float(p))
+    """Narrow (B·T, D), narrow (B·S, 2·D), (3·D,), added mask (B, S) → narrow (B·T, D), as `self_attention`."""
+    return Attention.apply(q, kv, bias, mask, (*shape, mask.size(1)), heads, False, float(p))
 
 
 def softmax_loss(logits: Tensor, bias: Tensor, target: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
     """Narrow (N, V) without bias, overwritten by its softmax; (V,), (N,) → losses (N,) and sum of probabilities (V,), wide.
 
-    A loss is logsumexp − (1 − smoothing) · logit of the target. No gradient: who calls makes it from the softmax.
+    A loss is logsumexp − (1 − smoothing) · logit of the target. No gradient: who calls makes it from the softmax. Rows of
+    logits without a target stay as they are.
     """
-    threads, (tokens, vocabulary) = torch.get_num_threads(), logits.shape
+    threads, tokens, vocabulary = torch.get_num_threads(), len(target), logits.size(1)
     losses, sums = bias.new_empty(tokens), bias.new_zeros(threads, vocabulary)
     call(kernels(logits.dtype).softmax_loss, logits, bias, target.contiguous(), losses, sums, tokens, vocabulary,
          float(smoothing), threads)  # fmt: skip
@@ -86,12 +98,14 @@ class Embed(Function):
     def forward(ctx, rows, positions, factor, p, dtype):
         """Both formats of the result."""
         width = rows.size(-1)
-        wide = rows.new_empty(rows.numel() // width, width)
+        tokens = rows.numel() // width
+        wide = rows.new_empty(rows_for(tokens), width)
         narrow, written = both(wide, dtype)
         ctx.settings = (factor, p, new_seed(p))
         ctx.shape, ctx.kernels = rows.shape, kernels(dtype)
-        call(ctx.kernels.embed, rows.contiguous(), positions.contiguous(), wide, written, len(wide), len(positions), width,
+        call(ctx.kernels.embed, rows.contiguous(), positions.contiguous(), wide, written, tokens, len(positions), width,
              *ctx.settings, torch.get_num_threads())  # fmt: skip
+        wide[tokens:] = narrow[tokens:] = 0
         ctx.set_materialize_grads(False)
         return wide, narrow
 
@@ -184,9 +198,9 @@ class Attention(Function):
     """See `self_attention` and `cross_attention`."""
 
     @staticmethod
-    def forward(ctx, first, second, bias, mask, batch, heads, causal, p):
+    def forward(ctx, first, second, bias, mask, shape, heads, causal, p):
         """The weights themselves are not kept: the backward pass makes them again from the largest scores and the sums."""
-        queries, keys = len(first) // batch, len(first if second is None else second) // batch
+        batch, queries, keys = shape
         ctx.settings = (batch, heads, queries, keys, len(bias) // 3 // heads, causal, p, new_seed(p))
         out = first.new_empty(len(first), len(bias) // 3)
         stats = bias.new_empty(batch, heads, 2, queries)
@@ -194,6 +208,7 @@ class Attention(Function):
         task = Attention.task(ctx, first, second, bias, mask)
         ctx.kernels = kernels(first.dtype)
         call(ctx.kernels.attention, task, out, stats, torch.get_num_threads())
+        out[batch * queries :] = 0
         ctx.save_for_backward(first, second, bias, mask, stats)
         return out
 
@@ -216,6 +231,10 @@ class Attention(Function):
         sums = bias.new_zeros(threads, len(bias))
         call(ctx.kernels.attention_backward, Attention.task(ctx, first, second, bias, mask), grad.contiguous(),
              stats, *split(first_grad, second_grad), sums, threads)  # fmt: skip
+        batch, _, queries, keys, *_ = ctx.settings
+        first_grad[batch * queries :] = 0
+        if second_grad is not None:
+            second_grad[batch * keys :] = 0
         return first_grad, second_grad, sums.sum(0), None, None, None, None, None
 
 

@@ -3,7 +3,7 @@
 At a model width of 256 a product over a few thousand tokens takes about as long as reading and writing its result a dozen
 times, and that is what biases, dropout, residuals, norms, softmax and casts do one after another. Here everything between two
 products is one kernel (`fast/kernels.py`), with its gradient.
-N = B·S or B·T tokens, D model width. "Wide" is fp32, "narrow" the format of the products.
+N = `rows_for` B·S or B·T tokens, D model width. "Wide" is fp32, "narrow" the format of the products.
 """
 
 import itertools
@@ -74,18 +74,18 @@ def encode(model: nn.Module, src: Tensor, src_pad: Tensor, dtype: torch.dtype) -
     stream, mask = Stream(model, model.source_embedding, src, model.transformer.encoder, dtype), added_mask(src_pad)
     for layer in model.transformer.encoder.layers:
         own = layer.self_attn
-        stream.add(attend_own(own, stream.narrow, mask, len(src), causal=False), own.out_proj, layer.dropout1)
+        stream.add(attend_own(own, stream.narrow, mask, src.shape, causal=False), own.out_proj, layer.dropout1)
         stream.add(widen(layer, stream.narrow), layer.linear2, layer.dropout2)
     return stream.end()[1]
 
 
 def decode(model: nn.Module, memory: Tensor, src_pad: Tensor, tgt_in: Tensor, dtype: torch.dtype) -> Tensor:
-    """Narrow (B·S, D), (B, S), (B, T) → wide hidden (B·T, D)"""
+    """Narrow (N, D), (B, S), (B, T) → wide hidden (N, D)"""
     stream, mask = Stream(model, model.target_embedding, tgt_in, model.transformer.decoder, dtype), added_mask(src_pad)
     for layer in model.transformer.decoder.layers:
         own, other = layer.self_attn, layer.multihead_attn
-        stream.add(attend_own(own, stream.narrow, None, len(tgt_in), causal=True), own.out_proj, layer.dropout1)
-        stream.add(attend_source(other, stream.narrow, memory, mask, len(tgt_in)), other.out_proj, layer.dropout2)
+        stream.add(attend_own(own, stream.narrow, None, tgt_in.shape, causal=True), own.out_proj, layer.dropout1)
+        stream.add(attend_source(other, stream.narrow, memory, mask, tgt_in.shape), other.out_proj, layer.dropout2)
         stream.add(widen(layer, stream.narrow), layer.linear2, layer.dropout3)
     return stream.end()[0]
 
@@ -139,19 +139,23 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.to(x.dtype))
 
 
-def attend_own(attention: nn.MultiheadAttention, x: Tensor, mask: Tensor | None, batch: int, causal: bool) -> Tensor:
-    """Self-attention without its last product: (N, D) → (N, D)"""
+def attend_own(
+    attention: nn.MultiheadAttention, x: Tensor, mask: Tensor | None, shape: torch.Size, causal: bool
+) -> Tensor:
+    """Self-attention of (B, T) tokens without its last product: (N, D) → (N, D)"""
     qkv = linear(x, attention.in_proj_weight)  # (N, 3·D)
     return kernels.self_attention(
-        qkv, attention.in_proj_bias, mask, batch, attention.num_heads, causal, drop(attention)
+        qkv, attention.in_proj_bias, mask, shape, attention.num_heads, causal, drop(attention)
     )
 
 
-def attend_source(attention: nn.MultiheadAttention, x: Tensor, memory: Tensor, mask: Tensor, batch: int) -> Tensor:
-    """Attention over the source without its last product: (B·T, D), (B·S, D), added mask (B, S) → (B·T, D)"""
+def attend_source(
+    attention: nn.MultiheadAttention, x: Tensor, memory: Tensor, mask: Tensor, shape: torch.Size
+) -> Tensor:
+    """Attention of (B, T) tokens over the source without its last product: (N, D), (N, D), added mask (B, S) → (N, D)"""
     for_query, for_source = attention.in_proj_weight.split([attention.embed_dim, 2 * attention.embed_dim])
     q, kv = linear(x, for_query), linear(memory, for_source)
-    return kernels.cross_attention(q, kv, attention.in_proj_bias, mask, batch, attention.num_heads, drop(attention))
+    return kernels.cross_attention(q, kv, attention.in_proj_bias, mask, shape, attention.num_heads, drop(attention))
 
 
 def widen(layer: nn.Module, x: Tensor) -> Tensor:

@@ -114,9 +114,9 @@ def run_row(row: Row, number: int, config: Config, folder: Path) -> dict:
     if done.exists() and (outcome := json.loads(done.read_text(encoding="utf-8"))).get("words") == words:
         return outcome
     shutil.rmtree(run, ignore_errors=True)  # of an interrupted row, or one of other settings
-    # The same cores for all rows: processes share them, and threads that wait sleep instead of spinning on them.
+    # The same cores for all rows: processes share them.
     threads = str(max(1, len(os.sched_getaffinity(0)) // row.processes))
-    environment = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"} | os.environ
+    environment = {"OMP_NUM_THREADS": threads} | os.environ
     try:
         ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=config.minutes * 60)
         said = ended.stderr

@@ -100,7 +100,7 @@ def test_self_attention(seed, batch, heads, width, length, causal, masked):
         return attend(*heads_of(qkv, bias, batch, heads, 3), mask, causal)
 
     agree(
-        lambda qkv, bias: native.self_attention(qkv, bias, mask, batch, heads, causal, 0.0),
+        lambda qkv, bias: native.self_attention(qkv, bias, mask, (batch, length), heads, causal, 0.0),
         plain,
         *numbers(seed, (batch * length, 3 * d), (3 * d,)),
         within=1e-5,  # the bias of the keys has no gradient but rounding
@@ -118,11 +118,40 @@ def test_cross_attention(seed, batch, heads, width, queries, keys):
         return attend(q, *heads_of(kv, bias[d:], batch, heads, 2), mask, causal=False)
 
     agree(
-        lambda q, kv, bias: native.cross_attention(q, kv, bias, mask, batch, heads, 0.0),
+        lambda q, kv, bias: native.cross_attention(q, kv, bias, mask, (batch, queries), heads, 0.0),
         plain,
         *numbers(seed, (batch * queries, d), (batch * keys, 2 * d), (3 * d,)),
         within=1e-5,
     )
+
+
+@given(st.integers(0, 10**6))
+def test_few_numbers_of_rows(tokens):
+    rows = native.rows_for(tokens)
+    assert tokens <= rows <= max(tokens, tokens * 17 / 16) and native.rows_for(rows) == rows
+    assert len({native.rows_for(count) for count in range(2049, 4097)}) == 16
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_behind_the_tokens_are_zero_and_change_nothing(dtype):
+    batch, length, keys, d = 3, 23, 12, 32  # 69 tokens have 72 rows
+    mask = padding(batch, keys)
+    rows, positions, kv, bias = numbers(0, (batch, length, d), (length, d), (batch * keys, 2 * d), (3 * d,))
+    x = native.embed(rows, positions, 2.0, 0.0, dtype)[1]
+    assert len(x) == 72 and x[69:].eq(0).all() and x[:69].ne(0).any(1).all()
+    more = torch.cat([kv, torch.full((5, 2 * d), 7.0)]).to(dtype)
+
+    def outputs(q, kv):
+        """Both attentions, and the gradients of what goes in."""
+        qkv, q, kv = (y.detach().clone().requires_grad_() for y in (q.repeat(1, 3), q, kv))
+        own = native.self_attention(qkv, bias, None, (batch, length), 2, True, 0.0)
+        other = native.cross_attention(q, kv, bias, mask, (batch, length), 2, 0.0)
+        (own.float().square().sum() + other.float().square().sum()).backward()
+        return own, other, qkv.grad, q.grad, kv.grad
+
+    for found, wanted in zip(outputs(x, more), outputs(x[:69], kv.to(dtype)), strict=True):
+        assert torch.equal(found[: len(wanted)], wanted) and found[len(wanted) :].eq(0).all() and wanted.ne(0).any()
 
 
 @needs_compiler
@@ -136,7 +165,7 @@ def test_dropout_of_attention_is_the_same_forward_and_backward():
 
     def kernel(x, p=p):
         torch.manual_seed(7)
-        return native.self_attention(x, bias, None, batch, heads, True, p)
+        return native.self_attention(x, bias, None, (batch, length), heads, True, p)
 
     with torch.no_grad():
         dropped, weights = (
@@ -220,7 +249,7 @@ def test_what_is_no_number_stays_none():
     assert native.relu_dropout(x, torch.zeros(4), 0.0).isnan().tolist() == [[False, True, False, False]]
     (qkv,) = numbers(0, (5, 48))
     qkv[0, 3] = torch.nan
-    assert native.self_attention(qkv, torch.zeros(48), None, 1, 1, False, 0.0).isnan().any()
+    assert native.self_attention(qkv, torch.zeros(48), None, (1, 5), 1, False, 0.0).isnan().any()
 
 
 @needs_compiler
@@ -235,8 +264,8 @@ def test_bfloat16_rounds_and_nothing_else():
     assert torch.equal(native.relu_dropout(x.clone(), bias, 0.0), F.relu(x.float() + bias).bfloat16())
     qkv, bias = numbers(1, (2 * 37, 96), (96,))
     qkv = qkv.bfloat16()
-    found = native.self_attention(qkv, bias, None, 2, 2, True, 0.0)
-    wanted = native.self_attention(qkv.float(), bias, None, 2, 2, True, 0.0)
+    found = native.self_attention(qkv, bias, None, (2, 37), 2, True, 0.0)
+    wanted = native.self_attention(qkv.float(), bias, None, (2, 37), 2, True, 0.0)
     assert torch.equal(found, wanted.bfloat16())
 
 
@@ -248,7 +277,7 @@ def test_as_many_threads_as_pytorch_has():
     for count in (1, 2, 3):
         torch.set_num_threads(count)  # which a fixture takes back
         torch.manual_seed(2)
-        found.append(results(lambda x, b: native.self_attention(x, b, None, 3, 2, False, 0.2), *inputs))
+        found.append(results(lambda x, b: native.self_attention(x, b, None, (3, 40), 2, False, 0.2), *inputs))
     # A gradient of the bias is a sum of 120 terms of size 1, in another order: 120 · 6·10⁻⁸.
     for other in found[1:]:
         assert torch.equal(found[0][0], other[0]) and torch.equal(found[0][1], other[1])
