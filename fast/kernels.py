@@ -26,12 +26,12 @@ def kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 def rows_for(tokens: int) -> int:
-    """How many rows to give so many tokens: at most a sixteenth more, and only 16 different numbers up to twice as many.
+    """How many rows to give so many tokens: at most an eighth more, and only 8 different numbers up to twice as many.
 
-    oneDNN compiles code for each new shape of a product, and every batch of sentences would have a new one: a quarter of the
+    oneDNN compiles code for each new shape of a product, and every batch of sentences would have a new one: a seventh of the
     time of a step.
     """
-    step = max(1, (1 << (tokens - 1).bit_length()) // 32)
+    step = max(1, (1 << (tokens - 1).bit_length()) // 16)
     return -(-tokens // step) * step
 
 
