@@ -52,6 +52,16 @@ def test_no_import_runs_upward(folder):
     assert {found for found in upward if found[:2] not in EXCEPTIONS or found[2] == 0} == set()
 
 
+def test_the_engine_comes_before_pytorch():
+    """It says how PyTorch's threads wait, and they look only once."""
+    scripts = [ROOT / f"{name}.py" for name in ("train", "evaluate", "translate", "report")]
+    for path in (*scripts, *ROOT.glob("labs/*/__main__.py")):
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        names = [name for node in body for name, _ in imports(node) if name in {*FOLDERS, *NOUNS, "torch"}]
+        assert names[0] == "engine", path
+    assert "GOMP_SPINCOUNT" in (ROOT / "engine/__init__.py").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("detour", ["__class__", "isinstance(packed"])
 def test_no_object_is_turned_into_another_and_none_is_asked_what_it_is(detour):
     texts = {path: path.read_text(encoding="utf-8") for folder in ("root", *FOLDERS) for path in files(folder)}
