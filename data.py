@@ -219,11 +219,12 @@ class Batch:
 
 @dataclass
 class Collate:
-    """Pairs → `Batch`. Lengths are padded up to a multiple of `pad_multiple`: fewer shapes for a compiler."""
+    """Pairs → `Batch`. Lengths are padded to a multiple of `pad_multiple`, `longest` at most: fewer shapes for a compiler."""
 
     source_ids: dict[str, int]  # {"pad": …, "bos": …, "eos": …}
     target_ids: dict[str, int]
     pad_multiple: int = 1
+    longest: int = 2**31
 
     def __call__(self, pairs: tuple[Rows, Rows] | list[tuple[Sequence[int], Sequence[int]]]) -> Batch:
         source, target = pairs if isinstance(pairs, tuple) else map(flatten, zip(*pairs))
@@ -249,7 +250,7 @@ class Collate:
         return torch.from_numpy(src), torch.from_numpy(src_pad)
 
     def _round_up(self, width: np.int64) -> int:
-        return -(-int(width) // self.pad_multiple) * self.pad_multiple
+        return min(-(-int(width) // self.pad_multiple) * self.pad_multiple, self.longest)
 
 
 def insert(rows: Rows, token: int, before: bool = False) -> np.ndarray:
@@ -259,6 +260,6 @@ def insert(rows: Rows, token: int, before: bool = False) -> np.ndarray:
     return result
 
 
-def collate_for(prepared: Prepared, pad_multiple: int = 1) -> Collate:
+def collate_for(prepared: Prepared, pad_multiple: int = 1, longest: int = 2**31) -> Collate:
     """The `Collate` that knows the special ids of these tokenizers."""
-    return Collate(special_ids(prepared.source_tokenizer), special_ids(prepared.target_tokenizer), pad_multiple)
+    return Collate(*map(special_ids, (prepared.source_tokenizer, prepared.target_tokenizer)), pad_multiple, longest)

@@ -334,7 +334,7 @@ def translate_lines(
     collate = Collate(special_ids(source_tokenizer), special_ids(target_tokenizer))
     batches = plan_for(model, list(map(len, sources)), beam)
     if world:
-        batches = batches[world.rank :: world.size]
+        batches = world.from_main(batches)[world.rank :: world.size]  # the plans of unlike machines differ
     hypotheses = search(
         model, sources, collate, beam=beam, length_penalty=length_penalty, batches=batches, steps=steps,
         progress=progress,

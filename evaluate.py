@@ -135,7 +135,7 @@ def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], 
 
     Other data without a test split are scored whole; of the run's own the rows that training did not see.
     """
-    path, columns = config.data or trained.config["data"], [config.source, config.target]
+    path, columns = os.path.expanduser(config.data or trained.config["data"]), [config.source, config.target]
     columns = [column or trained.config[side] for column, side in zip(columns, ("source", "target"))]
     own = os.path.realpath(path) == os.path.realpath(trained.config["data"])
     own &= columns == [trained.config["source"], trained.config["target"]]

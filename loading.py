@@ -41,11 +41,11 @@ def choose_checkpoint(path: str = "", average: int = 1, say=print, runs: Path = 
     if not path:
         path = newest_run(runs)
         say(f"no --ckpt given, using the newest run: {path}")
-    by_name = not Path(path).exists() and (runs / path).exists()  # NAME for runs/NAME
-    chosen = checkpoint.resolve(runs / path if by_name else path)
+    path = runs / path if not Path(path).exists() and (runs / path).exists() else Path(path)  # NAME for runs/NAME
+    chosen = checkpoint.resolve(path)
     if average > 1 and not chosen.is_dir():
         raise UserError(f"--average needs a run or a checkpoint folder, not the file {chosen}")
-    if average > 1 and Path(path).resolve() != chosen:
+    if average > 1 and path.resolve() != chosen:
         chosen = checkpoint.latest(chosen.parent).resolve()
     return chosen
 

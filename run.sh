@@ -26,6 +26,8 @@ case "$(uname -s)" in Linux | Darwin) ;; *)
 esac
 
 export PYTHONUNBUFFERED=1
+# Waiting threads sleep instead of spinning: where others use the machine too, spinning costs a multiple. Elsewhere engine/ says how.
+[ "$(uname -s)" != Darwin ] || export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 venv="${VENV:-$root/.venv}"
 python="$venv/bin/python"
 

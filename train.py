@@ -147,7 +147,7 @@ def train(config: Config) -> Path:
 
         # -------- the pairs of each step, in this rank's micro-batches; a resumed run goes on with the same ones
         config.tokens_per_batch = config.tokens_per_batch or default_tokens_per_batch(prepared, world.device)
-        collate = collate_for(prepared, pad_multiple=16 if config.compile else 1)
+        collate = collate_for(prepared, 16 if config.compile else 1, config.max_length)
         deal = partial(BucketSampler, prepared.train.lengths, config.tokens_per_batch, seed=config.seed,
                        rank=world.rank, world_size=world.size)  # fmt: skip
 

@@ -102,8 +102,8 @@ def attention_of(
     model: Translator, tokenizers: tuple, source: str, translation: str, widest: int = WIDEST
 ) -> Attention:
     """Which source words the last layer looked at for each word of the translation, of at most `widest` tokens a side."""
-    texts = normalise(source), translation
-    ids = [encode(tokenizer, [text])[0][:widest] for tokenizer, text in zip(tokenizers, texts)]
+    texts, longest = (normalise(source), translation), min(widest, model.config.max_length - 1)  # and an end token
+    ids = [encode(tokenizer, [text])[0][:longest] for tokenizer, text in zip(tokenizers, texts)]
     collate = Collate(*map(special_ids, tokenizers))
     batch = collate([ids]).to(model.output.weight.device)
     weights = cross_attention(model, batch.src, batch.src_pad, batch.tgt_in)[0].float().cpu().numpy()  # (T, S)
@@ -112,4 +112,4 @@ def attention_of(
 
 def cell(text: str) -> str:
     """Text that cannot break a Markdown table."""
-    return text.replace("|", "\\|")
+    return " ".join(text.split()).replace("|", "\\|")

@@ -80,7 +80,7 @@ def main(config: Config) -> list[Row]:
         batch = config.batch if name.startswith("ours") else task.batch
         return start(name, CONTESTANTS[name], replace(task, batch=batch, outputs=str(folder / f"{name}.txt")))
 
-    reference = "ours-fp32" if "ours-fp32" in names else names[0]
+    reference = next((name for name in ("ours-fp32", *names) if name in names and name != "marian"), names[0])
     more = ["sentences_per_second", "seconds", "first_seconds", "tokens", "sentences", "peak_gib"]
     title = f"greedy decoding, {title}; {corpus.describe()}"
     rows = measure(title, names, config, turn, "tokens_per_second", baseline=reference, more=more)
@@ -114,7 +114,7 @@ def agreement(outputs: list[list[int]], reference: list[list[int]]) -> tuple[flo
     pairs = list(zip(outputs, reference))
     same = sum(left == right for left, right in pairs)
     prefix = sum(1 for pair in pairs for _ in takewhile(lambda tokens: tokens[0] == tokens[1], zip(*pair)))
-    return same / len(pairs), (prefix + same) / tokens_of(reference)
+    return same / len(pairs), (prefix + same) / tokens_of(row for _, row in pairs)
 
 
 if __name__ == "__main__":

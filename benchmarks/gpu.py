@@ -40,7 +40,7 @@ from engine.precision import choose_precision
 # By what a card trains in.
 FORMATS = {"bf16": "plain-bf16 bf16 captured-bf16 fp16", "fp16": "fp16", "fp32": "plain-fp32 fp32"}
 STEPS = 60  # of train.py in stage cards
-LIMIT = 900  # seconds of a command
+LIMIT = 900  # seconds of a command, besides --minutes
 ALLOWED = 1e-2  # relative difference of the validation losses on one card and on all
 
 
@@ -75,7 +75,7 @@ def main(config: Config) -> int:
     for name, commands in stages(config, device, folder).items():
         print(f"\n{name}" + ": done before" * (name in done), flush=True)
         if name not in done:
-            done[name] = run(commands)
+            done[name] = run(commands, LIMIT + 60 * config.minutes)
             files = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")}
             write_json(out, [], **facts, stages=done, files=files)
     runs = folder.glob("cards-*") if "cards" in done and not done["cards"]["failed"] else []
@@ -122,7 +122,7 @@ def stages(config: Config, device: torch.device, folder: Path) -> dict[str, list
     return checks | speeds
 
 
-def run(commands: list[str]) -> dict:
+def run(commands: list[str], limit: float) -> dict:
     """Python with each command, [NAME=value …] script or module, flags; to the first that fails; → what came of it."""
     begun, lines, code = time.perf_counter(), [], 0
     for words in map(shlex.split, commands):
@@ -133,7 +133,7 @@ def run(commands: list[str]) -> dict:
         words = words if words[0].endswith(".py") else ["-m", *words]
         options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8")
         with subprocess.Popen([sys.executable, *words], cwd=ROOT, env=os.environ | variables, **options) as process:
-            timer = threading.Timer(LIMIT, process.kill)  # who has a GPU for an hour wants all that does work
+            timer = threading.Timer(limit, process.kill)  # who has a GPU for an hour wants all that does work
             timer.start()
             for line in process.stdout:
                 print(line, end="", flush=True)

@@ -12,7 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 
 import numpy as np
 
@@ -39,7 +39,7 @@ def answer(port: int, text: str) -> float:
         connection.request("POST", "/translate", json.dumps({"text": text}), {"Content-Type": "application/json"})
         response = connection.getresponse()
         answered = json.loads(response.read())
-    except OSError as error:
+    except (OSError, HTTPException, ValueError) as error:  # nobody, or another program
         raise UserError(f"no answer on port {port} ({error}); start python translate.py --serve first") from None
     if response.status != 200 or not answered["translation"]:
         raise UserError(f"the server answered {response.status}: {answered.get('detail')}")

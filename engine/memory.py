@@ -6,9 +6,8 @@ import os
 import torch
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # numbers of malloc.h, see mallopt(3)
-# oneDNN keeps what it prepared for a shape of matrices, 1,024 shapes, half a megabyte each. Batches of sentences have ever new
-# shapes, so only those of a step are worth keeping, in which every layer has the same ones: these numbers hold one step's. With
-# a quarter of them a step in bf16 took 15 % longer.
+# oneDNN keeps what it prepared for a shape of matrices, 1,024 shapes, half a megabyte each. Where batches of
+# sentences have ever new ones (without the kernels of fast/), only those of a step are worth keeping: these numbers hold them.
 CACHES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}  # entries; PyTorch's and oneDNN's own
 
 

@@ -31,10 +31,10 @@ class KernelLoss(nn.Module):
         self.model, self.label_smoothing, self.dtype = model, label_smoothing, dtype
 
     def forward(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor, tgt_out: Tensor):
-        """(B, S), (B, S), (B, T), (N,), (N,) → the loss to minimise and the unsmoothed one, scalars."""
+        """(B, S), (B, S), (B, T), (R,), (R,) → the loss to minimise and the unsmoothed one, scalars. R real target tokens."""
         with torch.autocast("cpu", enabled=False):  # the kernels know what is wide and what is narrow
             memory = encode(self.model, src, src_pad, self.dtype)
-            hidden = decode(self.model, memory, src_pad, tgt_in, self.dtype).index_select(0, real)  # (N, D)
+            hidden = decode(self.model, memory, src_pad, tgt_in, self.dtype).index_select(0, real)  # (R, D)
         output = self.model.output
         return linear_cross_entropy(hidden, output.weight, output.bias, tgt_out, self.label_smoothing, self.dtype)
 
@@ -48,7 +48,7 @@ class SlicedLoss(nn.Module):
 
     def forward(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor, tgt_out: Tensor):
         """As `KernelLoss`."""
-        hidden, output = self.model.hidden(src, src_pad, tgt_in, real), self.model.output  # (N, D)
+        hidden, output = self.model.hidden(src, src_pad, tgt_in, real), self.model.output  # (R, D)
         return linear_cross_entropy(hidden, output.weight, output.bias, tgt_out, self.label_smoothing, self.dtype)
 
 

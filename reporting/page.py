@@ -9,6 +9,7 @@ A cell is a label (translated), a `Fact` (written as it is, with the place it is
 import base64
 import html
 import io
+import re
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
@@ -33,7 +34,7 @@ figure { margin: 0 } img { max-width: 100%; height: auto }
 .attention td, .attention th { min-width: 1.7em; padding: .1em .3em; border: 1px solid #e6eaef; text-align: center }
 .attention th { font-weight: normal; white-space: nowrap }
 tr > :first-child { position: sticky; left: 0; background: inherit } tr { background: #fff } tr.mark { background: #fff3cf }
-.attention tr > :first-child { text-align: right }
+.attention tr > :first-child { text-align: right } .flag { white-space: nowrap }
 """.strip()
 
 
@@ -104,7 +105,9 @@ class Page:
             kind = ' class="text"' if len(cell.text) > 30 else ""
             source = html.escape(cell.source, quote=True)
             return f'<{tag}{kind}><data value="{value}" title="{source}">{html.escape(cell.text)}</data></{tag}>'
-        return f"<{tag}>{html.escape('—' if cell is None else self.say(cell))}</{tag}>"
+        words = html.escape("—" if cell is None else self.say(cell))
+        words = re.sub(r"--\w+", r'<span class="flag">\g<0></span>', words)  # a flag's name stays on its line
+        return f"<{tag}>{words}</{tag}>"
 
     def markdown_cell(self, cell) -> str:
         """The same for a Markdown table: one line, | escaped."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from engine.errors import UserError
 from text.cleaning import held_out_rows
-from text.rows import find_text
+from text.rows import find_text, fingerprint_of
 
 SUMMARIES = {"min": min, "max": max, "mean": statistics.fmean, "median": statistics.median, "last": lambda v: v[-1]}
 STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", re.MULTILINE)  # before every message of train.log
@@ -253,16 +253,21 @@ def rows_of(run: RunFiles, name: str) -> list[tuple[str, str]]:
 
 
 def read_rows(run: RunFiles, name: str) -> list[tuple[str, str]]:
-    """The rows that a result is of; UserError if the data set is gone or has other numbers of rows."""
+    """The rows that a result is of; UserError if the data set is gone, or was not what was scored."""
     data, split, lines = run.config["data"], run.results[name].get("split", "test"), len(run.hypotheses[name])
     if Path(data).is_absolute() and not Path(data).exists():  # else a hub would be asked for it
         raise UserError(f"{data} is not there")
+    if split == "all":  # evaluate.py --data
+        raise UserError(f"{name} is of other data")
     text = find_text(data, run.config["source"], run.config["target"])
     rows = next(text.rows("train"), []) if split == "train" else held_out_rows(text)[split]
     is_first_part = split == "train" or "first" in name  # evaluate.py --limit
     if lines > len(rows) or (lines < len(rows) and not is_first_part):
         raise UserError(f"{name}.txt has {lines:,} lines, the data set {len(rows):,} rows")
-    return rows[:lines]
+    rows = rows[:lines]
+    if run.results[name].get("rows", known := fingerprint_of(rows)) != known:
+        raise UserError(f"{name} is of other rows than {data} has")
+    return rows
 
 
 def newest_run(runs: Path = Path("runs")) -> Path:

@@ -294,7 +294,8 @@ def compare_scores(run: RunFiles) -> tuple[str, list[Compared]]:
     names = list(run.hypotheses)  # greedy search first
     names = [name for name in names if run.results[name].get("rows") == run.results[names[0]].get("rows")]
     rows = rows_of(run, names[0]) if len(names) > 1 else []
-    if not rows:
+    names = [name for name in names if len(run.hypotheses[name]) == len(rows)]  # others lost lines
+    if len(names) < 2:
         raise UserError(f"--compare needs two runs, or two evaluations of one on the same rows: python evaluate.py "
                         f"--ckpt {shlex.quote(str(run.folder))} --beam 4")  # fmt: skip
     systems = {name: run.hypotheses[name] for name in names}

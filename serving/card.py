@@ -56,11 +56,13 @@ Outside Python text: `source/` and `target/` are the tokenizers, and the end tok
 def write_card(trained: Trained, kind: str, folder: Path) -> None:
     """Numbers come from the run's own files; what a run does not have is said."""
     config, sizes, run = trained.config, trained.model.config, read_run(trained.run)
+    loader = (LOADERS / f"{kind}.py").read_text(encoding="utf-8")
     card = CARD.format(
         source=config["source"], target=config["target"], name=run.name, packages=PACKAGES[kind],
         encoder=sizes.num_encoder_layers, decoder=sizes.num_decoder_layers, width=sizes.d_model,
         parameters=sum(weight.numel() for weight in trained.model.parameters()), checkpoint=trained.checkpoint.name,
-        loader=(LOADERS / f"{kind}.py").read_text(encoding="utf-8"), longest=sizes.max_length - 1,
+        loader=loader.replace("max_decoding_length=256", f"max_decoding_length={min(256, sizes.max_length)}"),
+        longest=sizes.max_length - 1,
         end=", which CTranslate2 adds itself" * (kind == "ctranslate2"),
         data=data_of(run), recipe=recipe_of(run, sizes.dropout), bleu=bleu_of(run),
     )  # fmt: skip

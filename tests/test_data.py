@@ -168,6 +168,8 @@ def test_collate(pairs):
 def test_collate_rounds_lengths_up():
     batch = Collate(IDS, IDS, pad_multiple=16)([(np.arange(3, 20), np.arange(3, 6))])
     assert batch.src.shape == (1, 32) and batch.tgt_in.shape == (1, 16)
+    batch = Collate(IDS, IDS, pad_multiple=16, longest=20)([(np.arange(3, 20), np.arange(3, 6))])
+    assert batch.src.shape == (1, 20)  # the model has no more positions
 
 
 @pytest.mark.slow

@@ -76,12 +76,14 @@ def test_every_row_gets_a_hypothesis_whatever_is_in_it(toy_run, tmp_path):
 
 
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
-def test_each_split_gives_its_own_raw_rows(toy_data, split):
+def test_each_split_gives_its_own_raw_rows(toy_data, split, monkeypatch):
     trained = SimpleNamespace(config={"data": str(toy_data), "source": "zh", "target": "en"})
     rows, scored = load_rows(Config(split=split), trained)
     assert [target for _, target in rows] == references(toy_data, split)
     assert (scored["data"], scored["split"]) == (str(toy_data), split)
     assert load_rows(Config(split=split, limit=7), trained)[0] == rows[:7]
+    monkeypatch.setenv("HOME", str(toy_data.parent))
+    assert load_rows(Config(split=split, data=f"~/{toy_data.name}"), trained) == (rows, scored)  # the run's own
 
 
 def test_beams_find_likelier_sequences_than_greedy(toy_run):
@@ -117,6 +119,19 @@ def test_the_length_penalty_is_heeded(tiny_run):
     lines = [source for source, _ in reversed_digits(30, seed=3)]
     short, long = (translate_lines(*tools, lines, beam=4, length_penalty=penalty) for penalty in (0.0, 5.0))
     assert long.tokens > short.tokens and long.texts != short.texts
+
+
+def test_ranks_on_unlike_machines_follow_one_plan(tiny_run):
+    trained, plans, shares = load_trained(tiny_run), [], []
+    tools, lines = (trained.model, trained.source_tokenizer, trained.target_tokenizer), [str(n) for n in range(10, 80)]
+    for rank in (0, 1):
+        torch.set_num_threads(1 + 3 * rank)  # which a fixture takes back
+        world = SimpleNamespace(
+            rank=rank, size=2, from_main=lambda plan: plans.append(plan) or plans[0], gather=shares.append
+        )
+        translate_lines(*tools, lines, world=world)
+    assert plans[0] != plans[1]
+    assert sorted(row for texts, *_ in shares for row in texts) == [*range(len(lines))]
 
 
 def test_int8_from_the_command_line(toy_run):

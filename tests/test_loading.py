@@ -12,7 +12,7 @@ import torch
 from engine import checkpoint
 from engine.distributed import World
 from engine.errors import UserError
-from loading import load_for_decoding, load_trained, newest_run
+from loading import choose_checkpoint, load_for_decoding, load_trained, newest_run
 from text.subwords import encode, special_ids
 
 
@@ -105,6 +105,11 @@ def test_the_mean_of_two(run, named, steps):
     trained = load_trained(run / named, average=2)
     assert same_weights(trained, *folders)
     assert trained.name.startswith(f"mean of {', '.join(folder.name for folder in folders)} of ")
+
+
+def test_the_mean_up_to_a_checkpoint_whose_runs_folder_is_left_out(run):
+    chosen = choose_checkpoint(f"{run.name}/checkpoints/step-30", 2, runs=run.parent)
+    assert chosen == (run / "checkpoints" / "step-30").resolve()
 
 
 def test_the_mean_of_more_than_there_are(run):

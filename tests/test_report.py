@@ -257,7 +257,7 @@ def test_a_report_of_two_runs(run, without_drawing):
     (other / "config.json").write_text(json.dumps(config | {"lr": 0.02}))
     page = make(run, other)
     differing = {"--lr"} | ({"--run"} if config["run"] != "a" else set())
-    assert set(re.findall("<tr class=mark><th>(.*?)</th>", page)) == differing
+    assert set(re.findall('<tr class=mark><th><span class="flag">(.*?)</span></th>', page)) == differing
     assert "Paired bootstrap" in page and ">b</data>" in page
 
 
@@ -320,8 +320,10 @@ def test_two_scores_of_one_run_are_compared(run, capsys):
         script.report(config)
     greedy = json.loads((run / "eval" / "test-greedy.json").read_text())
     worse = "one two\n" * len(hypotheses.read_text().splitlines())
-    for name, rows in (("test-beam4-lp0.6", greedy["rows"]), ("test-beam4-lp0.6-first50", "other rows")):
-        (run / "eval" / f"{name}.txt").write_text(worse)
+    evaluations = {"test-beam4-lp0.6": (greedy["rows"], worse), "test-beam4-lp0.6-first50": ("other rows", worse),
+                   "test-beam9-lp0.6": (greedy["rows"], worse.removesuffix("one two\n"))}  # a line was lost  # fmt: skip
+    for name, (rows, text) in evaluations.items():
+        (run / "eval" / f"{name}.txt").write_text(text)
         (run / "eval" / f"{name}.json").write_text(json.dumps(greedy | {"rows": rows}))
     script.report(config)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:] if line.startswith("BLEU")]
@@ -331,6 +333,10 @@ def test_two_scores_of_one_run_are_compared(run, capsys):
 
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def in_json(path: Path, **values) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 DAMAGES = {
@@ -353,6 +359,8 @@ DAMAGES = {
         '{"step": 2, "time": 2, "train/loss": NaN, "valid/loss": [1], "valid/bleu": true}\n'), "2 · damaged lines"),
     "no result": (lambda run: shutil.rmtree(run / "eval"), "eval/ · no result yet"),
     "torn result": (lambda run: cut(run / "eval" / "test-greedy.json"), "eval/test-greedy.json · damaged"),
+    "other rows": (lambda run: in_json(run / "eval" / "test-greedy.json", rows="0"), "test-greedy is of other rows than"),
+    "other data set": (lambda run: in_json(run / "eval" / "test-greedy.json", split="all"), "test-greedy is of other data"),
     "torn translations": (lambda run: cut(run / "eval" / "test-greedy.txt"), "eval/test-greedy.txt"),
     "no translations": (lambda run: (run / "eval" / "test-greedy.txt").unlink(), ""),
     "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoints"), "Cross-attention"),

@@ -1,8 +1,10 @@
 """What a run looks at between its steps: the right loss, the right BLEU, a table that holds."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,8 +15,9 @@ from decoding import Translations
 from engine.distributed import World
 from engine.precision import choose_precision
 from loading import load_trained
+from model import Translator
 from text.bleu import corpus_bleu
-from validation import Validation, cell
+from validation import Validation, attention_of, cell
 
 
 @pytest.fixture
@@ -58,4 +61,10 @@ def test_bleu_takes_the_raw_references_and_their_case(checked, monkeypatch):
 
 
 def test_a_bar_does_not_break_the_table():
-    assert cell("a|b") == "a\\|b"
+    assert cell("a|b\nc") == "a\\|b c"
+
+
+def test_the_attention_picture_is_cut_to_what_the_model_can_read(checked):
+    model = Translator(replace(checked.model.config, max_length=9)).eval()
+    attention = attention_of(model, checked.tokenizers, "123456789" * 3, "987654321" * 3)
+    assert max(attention.weights.shape) <= 9 and np.allclose(attention.weights.sum(1), 1, atol=1e-5)

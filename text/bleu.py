@@ -49,7 +49,8 @@ def sacrebleu_metric(target: str, lowercase: bool = False):
     Korean are cut into characters, since a whole clause may stand between two spaces."""
     from sacrebleu.metrics import BLEU
 
-    tokeniser = {"zh": "zh", "ja": "char", "ko": "char"}.get(target.lower()[:2], "13a")
+    language = "zh" if target.lower().startswith("chinese") else target.lower()[:2]  # a column may have its name
+    tokeniser = {"zh": "zh", "ja": "char", "ko": "char"}.get(language, "13a")
     return BLEU(tokenize=tokeniser, lowercase=lowercase, force=True)  # force: no warning about lines ending in " ."
 
 

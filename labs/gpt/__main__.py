@@ -132,6 +132,7 @@ def train(config: Config) -> Path | None:
         world.on_main(lambda: load(config, sizes, cache, log) and None)
         data = load(config, sizes, cache, log=lambda line: None)
         sizes = replace(sizes, vocabulary=data.vocabulary)
+        need = plan.check_fits(config, sizes, world, precision.name != "fp32")  # with a named tokenizer's vocabulary
         for split in ("train", "validation"):
             used, whole = data.batches(split) * config.batch_size, data.sequences(split)
             log(f"{split}: {data.batches(split):,} batches of {config.batch_size} × {sizes.sequence} tokens, "
@@ -148,11 +149,14 @@ def train(config: Config) -> Path | None:
                 raise UserError(f"--resume {run.folder}: the data is not what the run began with; put it back")
             checkpoints.restore(checkpoint, layout, optimizer)
             state |= {name: run.state[name] for name in state}
-            precision.scaler.load_state_dict(run.state["scaler"] if precision.scaler.is_enabled() else {})
+            if run.state["scaler"]:  # else it had another --precision
+                precision.scaler.load_state_dict(run.state["scaler"])
             log(f"resumed after step {state['step']:,} from {checkpoint}")
         timetable = schedule.plan(config.lr, config.warmup, config.max_steps or config.epochs * data.batches("train"))
         if run.state and not config.given & {"epochs", "max_steps", "max_minutes"}:
             timetable = schedule.Schedule(**run.state["schedule"])
+        if state["step"] >= timetable.total or 0 < config.max_minutes <= state["minutes"]:
+            raise UserError(f"--resume {run.folder}: all is done; give more --epochs, --max_steps or --max_minutes")
         grid = " × ".join(f"{side} {size}" for side, size in layout.grid.items())
         if world.size == 1:
             log(f"a block: {next(iter(layout.parts[0].h.values()))}")
@@ -162,6 +166,8 @@ def train(config: Config) -> Path | None:
         eval_every = config.eval_every or min(500, max(50, data.batches("train")))
         can_sample = data.tokenizer and config.model == "own" and config.tensor * config.pipe == 1
         can_sample = can_sample and config.data_parallel in ("ddp", "zero1")  # else no rank has the whole model
+        if can_sample and len(data.tokenizer(config.prompt, add_special_tokens=False)["input_ids"]) >= sizes.sequence:
+            raise UserError(f"--prompt has no place for an answer in {sizes.sequence} tokens; give a shorter one")
         if world.is_main and data.tokenizer:
             data.tokenizer.save_pretrained(run.folder / "tokenizer")
         run.begin()

@@ -34,7 +34,11 @@ def save(folder: Path, step: int, layout, optimizer, state: dict, world: World) 
     temporary, target = folder / f".tmp-sharded-{step}", folder / f"sharded-{step}"
     world.on_main(lambda: shutil.rmtree(temporary, ignore_errors=True))
     tensors = {"model": detached(layout.weights), "optimizer": optimizer_tensors(layout, optimizer)}
-    dcp.save(tensors, checkpoint_id=temporary)
+    try:
+        dcp.save(tensors, checkpoint_id=temporary)
+    except dcp.CheckpointException as error:  # no `Exception`; on every rank
+        reason = next(iter(error.failures.values()))[0]
+        raise UserError(f"cannot write {temporary}: {reason}; free some space, then --resume") from None
 
     def finish() -> None:
         text = json.dumps({**state, "step": step, "sizes": asdict(layout.sizes)}, indent=2)

@@ -115,14 +115,18 @@ def run_row(row: Row, number: int, config: Config, folder: Path) -> dict:
         return outcome
     shutil.rmtree(run, ignore_errors=True)  # of an interrupted row, or one of other settings
     # The same cores for all rows: processes share them.
-    threads = str(max(1, len(os.sched_getaffinity(0)) // row.processes))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS has it not
+    threads = str(max(1, cores // row.processes))
     environment = {"OMP_NUM_THREADS": threads} | os.environ
-    try:
-        ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=config.minutes * 60)
-        said = ended.stderr
-    except subprocess.TimeoutExpired:
-        said = f"error: not done after {config.minutes:g} minutes"
-    result = run / "result.json"
+    result, pipes = run / "result.json", dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    with subprocess.Popen(words, env=environment, text=True, **pipes) as process:
+        try:
+            said = process.communicate(timeout=config.minutes * 60)[1]
+        except subprocess.TimeoutExpired:
+            process.terminate()  # on which torchrun ends its processes; a kill would leave them to the rows that follow
+            process.communicate()
+            result.unlink(missing_ok=True)
+            said = f"error: not done after {config.minutes:g} minutes"
     outcome = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {"failed": last_words(said)}
     outcome["words"] = words
     run.mkdir(exist_ok=True)

@@ -10,6 +10,7 @@ import csv
 import hashlib
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,13 +98,19 @@ def prepare(config, splits: dict[str, list[str]], vocabulary: int, folder: Path)
     """Train or load the tokenizer, encode the documents; the folder gets its name when all is written."""
     tokenizer = named_tokenizer(config.tokenizer) if config.tokenizer else train_tokenizer(splits["train"], vocabulary)
     temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a killed process that had this number
     temporary.mkdir(parents=True)
     for split, documents in splits.items():
         ids, lengths = encode_flat(tokenizer, documents)
         ids = np.insert(ids, np.cumsum(lengths), tokenizer.eos_token_id)  # where a document ends, the next may begin
         np.save(temporary / f"{split}.npy", ids.astype(np.uint16 if len(tokenizer) <= 2**16 else np.int32))
     tokenizer.save_pretrained(temporary / "tokenizer")
-    temporary.rename(folder)
+    try:
+        temporary.rename(folder)
+    except OSError:  # another run has made the same meanwhile
+        shutil.rmtree(temporary)
+        if not (folder / "tokenizer").is_dir():
+            raise
 
 
 def named_tokenizer(name: str):

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -46,8 +46,8 @@ class Memory:
         self.device = device
         self.before = 0.0
         if device.type == "cpu":
-            pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
-            self.before = pages * 4096 / GIB
+            with suppress(OSError):  # only Linux says; elsewhere the libraries are counted too
+                self.before = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * 4096 / GIB
         else:
             torch.cuda.reset_peak_memory_stats(device)
 
@@ -65,10 +65,12 @@ def communication(result: dict, device: torch.device):
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    begin = time.perf_counter()
     with torch.profiler.profile(activities=activities) as profile:
+        begin = time.perf_counter()
         yield
-    seconds = time.perf_counter() - begin
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - begin
     spans = [(event.time_range.start, event.time_range.end) for event in profile.events() or []
              if any(word in event.name for word in ("gloo:", "nccl:", "ncclDevKernel"))]  # fmt: skip
     result["communication_share"] = min(1.0, covered(spans) / 1e6 / seconds)  # the profiler counts microseconds

@@ -153,7 +153,7 @@ def loop(run: Run, sequences: Tensor, pipeline: Pipeline, optimizer: torch.optim
     last = config.max_steps or config.epochs * steps_per_epoch
     log_every = config.log_every or min(steps_per_epoch, 50)
     begun, why = state["step"], "all steps are done"
-    since = time.perf_counter()
+    since, before = time.perf_counter(), state["targets"]  # those of an interrupted run
     while state["step"] < last:
         tokens, target = batch_of_step(sequences, state["step"], config.batch_size, config.seed)
         counted = state["step"] == min(begun + 1, last - 1)  # by then the optimizer's state is there
@@ -171,14 +171,15 @@ def loop(run: Run, sequences: Tensor, pipeline: Pipeline, optimizer: torch.optim
         if counted:
             measured.add_memory()
         if step % log_every == 0 or step == last:
-            mean, speed = state["loss"] / state["targets"], state["targets"] / (time.perf_counter() - since)
+            mean = state["loss"] / state["targets"]
+            speed = (state["targets"] - before) / (time.perf_counter() - since)
             bubble = measured.add_step(speed) if step > begun + 2 else None
             run.log(f"step {step:>6,}  epoch {step / steps_per_epoch:6.2f}  loss {mean:.4f}  {speed:,.0f} tokens/s"
                     + (f"  bubble {bubble:.1%}" if bubble is not None else ""))  # fmt: skip
             values = {"train/loss": mean, "speed/tokens_per_second": speed}
             run.scalars(step, values if bubble is None else values | {"pipeline/bubble_share": bubble})
             state |= {"loss": 0.0, "targets": 0}
-            since = time.perf_counter()
+            since, before = time.perf_counter(), 0
         pipeline.recorder.take()
         stopped = run.stop_asked()
         if stopped or step % config.save_every == 0 or step == last:

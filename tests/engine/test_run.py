@@ -99,6 +99,7 @@ def test_a_run_that_goes_on_equals_an_uninterrupted_one():
 def test_going_on_keeps_the_settings_and_refuses_others():
     train(run="a", lr=0.02, kill_after=2)
     run, _ = train(resume="runs/a", steps=7)
+    assert run_module.load_config(Config, run.folder / "config.json").resume == ""  # a settings file for others
     assert run.config.lr == 0.02 and run.config.steps == 7
     with pytest.raises(UserError, match=r"another --lr \(0.5, the run has 0.02\)"):
         start(resume="runs/a", lr=0.5)

@@ -10,15 +10,18 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import Forked, fork_ranks, free_port
 from helpers import refused, together
 from torch.utils.flop_counter import FlopCounterMode
@@ -351,8 +354,16 @@ def test_batches():
 
 def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    text = dict(data=str(write_table(tmp_path / "wos")), max_steps=60, vocabulary=300, run="text")
-    folder = train(config_of(**{**BASE, **text}))
+    text = {**BASE, **dict(data=str(write_table(tmp_path / "wos")), max_steps=60, vocabulary=300, run="text")}
+    with refused("--prompt has no place for an answer"):
+        train(config_of(**{**text, "prompt": "word " * 999, "run": "long"}))
+    full = dcp.CheckpointException("", {0: (OSError("No space left on device"), None)})
+    with refused(": No space left on device; free some space, then --resume"), monkeypatch.context() as patch:
+        patch.setattr(dcp, "save", Mock(side_effect=full))
+        train(config_of(**{**text, "max_steps": 1, "run": "full"}))
+    folder = train(config_of(**text))
+    with refused("all is done; give more"):
+        train(config_of(resume=str(folder)))
     values = losses(folder)
     assert values[0] > 5.5 and values[-1] < 4.0
     assert "labels and keywords are not read" in capsys.readouterr().out
@@ -420,6 +431,18 @@ def test_table_goes_on_after_a_row_that_fails(tmp_path, monkeypatch, capsys):
     written = (tmp_path / "table" / "row-1" / "result.json").stat().st_mtime
     compare.main(config)  # again: all rows are done
     assert (tmp_path / "table" / "row-1" / "result.json").stat().st_mtime == written
+
+
+@pytest.mark.slow
+def test_a_row_that_takes_too_long_leaves_nobody_behind(tmp_path):
+    row = compare.Row("slow", 2, "--max_steps 1000000 --device cpu", "", "never")
+    outcome = compare.run_row(row, 0, compare.Config(size="toy", minutes=0.5), tmp_path)
+    assert outcome["failed"] == "not done after 0.5 minutes"
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            commands.append(path.read_bytes())
+    assert commands and not [words for words in commands if str(tmp_path).encode() in words]
 
 
 if __name__ == "__main__":  # one of the four processes

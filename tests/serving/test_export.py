@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import serving
 from decoding import translate_lines
 from engine.errors import UserError
 from loading import load_trained
+from serving.card import write_card
 from serving.export import NEEDS, export
 from text.subwords import load_tokenizer
 from translate import Config, translate
@@ -74,6 +76,14 @@ def test_tokenizers_open_as_huggingface_has_them(run, tmp_path):
     for side in ("source", "target"):
         exported, own = (load_tokenizer(str(folder / side)) for folder in (tmp_path, run / "tokenizer"))
         assert exported.get_vocab() == own.get_vocab()
+
+
+def test_the_card_asks_for_no_more_tokens_than_the_model_has_places(run, tmp_path):
+    trained = load_trained(run)
+    for places, most in ((64, 64), (512, 256)):
+        trained.model.config = replace(trained.model.config, max_length=places)
+        write_card(trained, "ctranslate2", tmp_path)
+        assert f"max_decoding_length={most})" in (tmp_path / "README.md").read_text(encoding="utf-8")
 
 
 def onto_a_mount_point(*_):

@@ -109,6 +109,11 @@ def test_any_text_gets_a_score_and_sacrebleus_tokens(pairs):
         assert counted.ref_len == sum(map(len, tokens_of(references, metric)))
 
 
+@pytest.mark.parametrize("target", ["zh", "zh_cn", "Chinese", "ja", "ko"])
+def test_languages_without_spaces_are_cut_into_characters(target):
+    assert tokens_of(["我买书。"], sacrebleu_metric(target)) == [[*"我买书。"]]
+
+
 @pytest.mark.parametrize("references", [["", ""], ["a", ""], ["a b c d e", "f"]])
 @pytest.mark.parametrize("hypotheses", [["", ""], ["a", ""], ["a b c d e", "f"], ["   ", "."]])
 def test_empty_and_one_word_sentences_make_a_card(references, hypotheses):
