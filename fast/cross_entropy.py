@@ -43,6 +43,7 @@ class SlicedCrossEntropy(torch.autograd.Function):
         of_truth = F.embedding(target, weight)  # (N, D); raises if there is no such token
         narrow, narrow_weight = hidden.to(dtype), weight.to(dtype)
         compiled = hidden.device.type == "cpu" and bias.dtype == torch.float32 and kernels.kernels(dtype)
+        loss_of = compiled_softmax_loss if compiled else softmax_loss
         if compiled:  # products of few different shapes; rows behind the tokens are 0
             narrow = F.pad(narrow, (0, 0, 0, kernels.rows_for(len(narrow)) - len(narrow)))
         share, mean_weight = smoothing / len(weight), weight.mean(0)  # (D,)
@@ -55,7 +56,6 @@ class SlicedCrossEntropy(torch.autograd.Function):
         rows = max(1, LOGITS_AT_ONCE[hidden.device.type] // len(weight))
         for first in range(0, len(hidden), rows):
             slice_hidden, truth = narrow[first : first + rows], target[first : first + rows, None]  # (R, D), (R, 1)
-            loss_of = compiled_softmax_loss if compiled else softmax_loss
             p, p_sum, slice_loss = loss_of(slice_hidden, narrow_weight, bias, truth, smoothing)
             loss += slice_loss
             if wants_gradient:

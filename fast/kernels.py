@@ -28,8 +28,8 @@ def kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
 def rows_for(tokens: int) -> int:
     """How many rows to give so many tokens: at most an eighth more, and only 8 different numbers up to twice as many.
 
-    oneDNN compiles code for each new shape of a product, and every batch of sentences would have a new one: a seventh of the
-    time of a step.
+    oneDNN compiles code for each new shape of a product, and every batch of sentences would have a new one: a seventh to a
+    quarter of a step.
     """
     step = max(1, (1 << (tokens - 1).bit_length()) // 16)
     return -(-tokens // step) * step

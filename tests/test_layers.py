@@ -1,10 +1,14 @@
 """No import runs upward, no line of old detours is back, and every file stays on its page."""
 
 import ast
+import importlib
+import os
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
+
+import engine
 
 FOLDERS = ("engine", "fast", "text", "reporting", "labs", "serving", "benchmarks", "sample")
 NOUNS = {path.stem for path in ROOT.glob("*.py")}  # the scripts in the root, and the nouns they share
@@ -59,7 +63,15 @@ def test_the_engine_comes_before_pytorch():
         body = ast.parse(path.read_text(encoding="utf-8")).body
         names = [name for node in body for name, _ in imports(node) if name in {*FOLDERS, *NOUNS, "torch"}]
         assert names[0] == "engine", path
-    assert "GOMP_SPINCOUNT" in (ROOT / "engine/__init__.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("policy", [None, "ACTIVE"])
+def test_waiting_threads_are_told_how_unless_somebody_says(policy, monkeypatch):
+    monkeypatch.setenv("GOMP_SPINCOUNT", "")  # noted, so that it comes back
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", policy) if policy else monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    importlib.reload(engine)
+    assert ("GOMP_SPINCOUNT" in os.environ) == (policy is None)
 
 
 @pytest.mark.parametrize("detour", ["__class__", "isinstance(packed"])

@@ -112,7 +112,7 @@ def build(file: Path, flags: list[str]) -> None:
         # What a killed build has left, PyTorch's own lock file too, for which it would wait for ever.
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
-        print("building the C++ operators; this takes a minute, once", file=sys.stderr, flush=True)
+        print("building the C++ operators; this takes some ten seconds, once", file=sys.stderr, flush=True)
         try:
             # A library, not a module of Python: it registers itself with PyTorch when it is loaded.
             cpp_extension.load(file.stem, [str(SOURCE)], extra_cflags=flags, build_directory=str(scratch),
