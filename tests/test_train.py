@@ -274,6 +274,13 @@ def test_compiled_equals_plain(whole_run, toy_data, here):
     assert records(whole_run) == pytest.approx(records(here), rel=1e-4)
 
 
+def test_compiled_pads_no_further_than_the_models_positions(toy_data, here, monkeypatch):
+    """--compile pads to multiples of 16; this model has 13 positions."""
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    training.train(config(data=str(toy_data), run=str(here), compile=True, max_length=13, max_steps=1))
+    assert len(records(here, "valid/loss")) == 1
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU nothing is tried")
 def test_a_step_that_does_not_fit_the_memory_is_split(toy_data, here, monkeypatch):
     """With a loss that pretends to run out of memory above 100 target tokens."""

@@ -4,11 +4,14 @@ This very file, run as a script (see the end), is one of four processes that run
 writes down what they got.
 """
 
+import json
 import os
 import sys
 from contextlib import nullcontext
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from helpers import refused, together
 from engine import checkpoint
 from engine.config import checked
 from engine.distributed import World
+from engine.run import Run
 from labs.pipeline import __main__ as lab
 from labs.pipeline import data, report, schedule, stages
 
@@ -303,6 +307,19 @@ def test_the_handouts_preset_learns_goes_on_and_gives_way_to_flags(tmp_path, mon
     assert all(torch.equal(whole[name], parts[name]) for name in whole)  # the dropped activations are the same
     log = Path("runs/whole/train.log").read_text()
     assert "Dropout(p=0.1" in log and "tokens/s, the median of" in log
+
+
+def test_the_speed_after_a_resume_leaves_out_the_steps_before(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Run, "stop_asked", lambda run: not run.state)  # the first step is the last, between two lines
+    lab.train(lab.Config(**TOY, max_steps=4, log_every=4, run="parts"))
+    clock = count()
+    monkeypatch.setattr(lab, "time", SimpleNamespace(perf_counter=lambda: next(clock)))  # a second between two looks at it
+    lab.train(lab.Config(resume="runs/parts"))
+    lines = [json.loads(line) for line in Path("runs/parts/metrics.jsonl").read_text().splitlines()]
+    [speed] = [line["speed/tokens_per_second"] for line in lines if "speed/tokens_per_second" in line]
+    length = data.load(lab.Config(**TOY))[0].shape[1] - 1
+    assert speed == (5 + 8 + 5) * length  # sequences of steps 2 to 4
 
 
 # ---- the handout's mistakes ------------------------------------------------------------------------------------------
