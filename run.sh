@@ -84,6 +84,7 @@ if [ "$verb" = test ]; then
     cd "$root"
     "$python" -m ruff check .
     "$python" -m ruff format --check .
+    export PYTHONUTF8=1 # what tests read is UTF-8, whatever the terminal's encoding
     export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}" # each core has a file of tests, and no time for waiting threads
     exec "$python" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"  # a file at a time on each core
 fi

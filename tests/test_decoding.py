@@ -181,8 +181,12 @@ def test_what_else_is_in_the_batch_changes_no_beam(seed, length_penalty):
 def test_decodes_under_autocast(beam, norm_first):
     """bf16 products: the cache is bf16 then, the scores stay float32."""
     model, sources = make_model(norm_first, torch.float32, scale=1.0), make_sources(8)
-    with torch.autocast("cpu", torch.bfloat16):
+    src, src_pad = COLLATE.pad_sources(sources)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        cache = decoding.start(model, src, src_pad, 4)
+        scores = decoding.step(model, cache, torch.full((8,), BOS), 0)
         found = search(model, sources, COLLATE, beam=beam)
+    assert cache.own_keys[0].dtype is torch.bfloat16 and scores.dtype is torch.float32
     assert len(found.tokens) == 8 and all(0 <= token < 40 for row in found.tokens for token in row)
 
 

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -189,7 +190,7 @@ def test_out_of_memory(work, capsys):
 
 
 def shell(command: str, place: Path) -> subprocess.CompletedProcess:
-    words = f"{sys.executable} {ROOT}/{command}"
+    words = f"{shlex.quote(sys.executable)} {shlex.quote(str(ROOT))}/{command}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "latin-1"}
     return subprocess.run(["bash", "-c", words], cwd=place, env=environment, capture_output=True, timeout=HANGS)
 

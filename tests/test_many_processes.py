@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY_FLAGS, Forked, fork_ranks, forked, forked_ranks, free_port
+from conftest import HANGS, ROOT, TINY_FLAGS, Forked, fork_ranks, forked, forked_ranks, free_port
 from test_train import LONG, SAME, assert_close_run, assert_same_run, records, signal_at_step
 
 from engine import distributed
@@ -26,7 +26,7 @@ def kill_rank_at_step(launcher: subprocess.Popen, rank: int, folder: Path, step:
     """Wait until the run in `folder` has logged `step`, and kill the child of torchrun with this RANK; → the run."""
     while not any("train/loss" in file.read_text() and max(records(file.parent)) >= step
                   for file in folder.glob("runs/*/metrics.jsonl")):  # fmt: skip
-        assert launcher.poll() is None, launcher.communicate()
+        assert launcher.poll() is None, launcher.communicate(timeout=HANGS)
         time.sleep(0.05)
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     (child,) = [int(pid) for pid in children if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text()]
@@ -38,7 +38,7 @@ def kill_rank_at_step(launcher: subprocess.Popen, rank: int, folder: Path, step:
 def test_a_killed_rank_ends_the_job_with_one_clear_line(toy_data, tmp_path, victim):
     process = start_torchrun(2, "--data", toy_data, *TINY_FLAGS, "--max_steps", 10**5, "--log_every", 5, cwd=tmp_path)
     kill_rank_at_step(process, victim, tmp_path, 10)
-    _, errors = process.communicate()
+    _, errors = process.communicate(timeout=HANGS)
     assert process.returncode != 0
     lines = [line for line in errors.splitlines() if line.startswith("error")]
     assert len(lines) == 1 and f"error (rank {1 - victim}): another process of this run has ended" in lines[0]
@@ -53,7 +53,7 @@ def test_restarted_by_torchrun_it_goes_on_from_the_last_checkpoint(toy_data, her
     flags = ["--data", toy_data, *longer]
     process = start_torchrun(2, *flags, cwd=tmp_path, torchrun=("--standalone", "--max_restarts", "1"))
     run = kill_rank_at_step(process, 1, tmp_path, 28)
-    output, errors = process.communicate()
+    output, errors = process.communicate(timeout=HANGS)
     assert process.returncode == 0, errors
     assert re.search(r"resumed after step \d+ from", output)
     assert len([folder for folder in tmp_path.glob("runs/*") if not folder.name.startswith(".")]) == 1
@@ -66,7 +66,7 @@ def test_two_machines(whole_run, toy_data, here, tmp_path):
     meeting = f"--nnodes 2 --rdzv_backend c10d --rdzv_endpoint localhost:{free_port()} --rdzv_id 7".split()
     flags = ["--data", toy_data, *TINY_FLAGS, *SAME, "--run", here]
     machines = [start_torchrun(1, *flags, cwd=tmp_path, torchrun=meeting) for _ in range(2)]
-    outputs = [machine.communicate() for machine in machines]
+    outputs = [machine.communicate(timeout=HANGS) for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], outputs
     assert "".join(output for output, _ in outputs).count(f"run: {here}, 2 processes") == 1
     assert_close_run(whole_run, here)
@@ -75,7 +75,7 @@ def test_two_machines(whole_run, toy_data, here, tmp_path):
 def test_started_by_srun(whole_run, toy_data, here, tmp_path):
     """As SLURM starts them: nothing but its own variables, the same on both tasks but for the number."""
     slurm = dict(SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NODELIST="localhost", SLURM_STEP_TASKS_PER_NODE="2",
-                 SLURM_JOB_ID=str(os.getpid()), SLURM_STEP_ID="0")  # fmt: skip
+                 SLURM_JOB_ID="7", SLURM_STEP_ID="0", MASTER_PORT=str(free_port()))  # fmt: skip
     flags = ["train.py", "--data", toy_data, *TINY_FLAGS, *SAME, "--run", here]
     tasks = [
         Forked(*flags, cwd=tmp_path, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **slurm) for rank in range(2)

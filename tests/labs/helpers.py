@@ -5,7 +5,7 @@ import re
 import time
 
 import pytest
-from conftest import Forked
+from conftest import HANGS, Forked
 
 from engine.errors import UserError
 
@@ -20,8 +20,9 @@ def refused(words: str):
 
 def together(ranks: list[Forked]) -> None:
     """Wait until all end well. One that fails ends the others, which would wait for it."""
+    begun = time.monotonic()
     while any(rank.process.exitcode is None for rank in ranks):
-        if any(rank.process.exitcode for rank in ranks):
+        if any(rank.process.exitcode for rank in ranks) or time.monotonic() > begun + HANGS:
             for rank in ranks:
                 rank.process.kill()
         time.sleep(0.1)

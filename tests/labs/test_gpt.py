@@ -404,6 +404,7 @@ def test_bad_input_is_one_line_on_every_rank(tmp_path):
 
 def test_a_size_that_cannot_fit(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("labs.gpt.plan.device_memory", lambda world: 2**34)
     with refused("does not fit: needs "):
         train(Config(size="1.6b", layers=2000, device="cpu"))
     assert not Path("runs").exists()

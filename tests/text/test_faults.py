@@ -1,6 +1,5 @@
 """Tokenizers and caches that are damaged, hostile or of an odd size: never other ids, never foreign code."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -48,12 +47,17 @@ def test_a_tokenizer_that_brings_code_is_refused_without_a_question(tmp_path, mo
 def test_any_damage_to_a_tokenizer_is_one_line(tmp_path):
     train_tokenizer(["一二三 four five"] * 20, 300).save_pretrained(tmp_path)
     whole, random = (tmp_path / "tokenizer.json").read_bytes(), np.random.default_rng(0)
+    refused = 0
     for _ in range(40):
         spoiled = bytearray(whole)
         spoiled[random.integers(len(whole))] ^= 1 << random.integers(8)
         (tmp_path / "tokenizer.json").write_bytes(spoiled)
-        with contextlib.suppress(UserError):
+        try:
             load_tokenizer(str(tmp_path))
+        except UserError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > 5  # the others changed a letter of a token
 
 
 @pytest.mark.parametrize("id", [60_000, 65_537])
