@@ -8,6 +8,7 @@
 #   bash run.sh gpu                    on a GPU: is the arithmetic right there, how fast is it; ten minutes, a file to send back
 #
 #   VENV=/path bash run.sh             keep the virtual environment elsewhere (default: .venv beside this file)
+#   PROCESSES=4 bash run.sh gpt        processes of gpt (else 1) or pipeline (else 2)
 #   TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu bash run.sh     PyTorch from there: a build without CUDA
 #
 # Works from any directory: paths are seen from there, and runs/ is made there.

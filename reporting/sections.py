@@ -48,8 +48,8 @@ def summary(page: Page, runs: list[RunFiles], described: dict[str, Described]) -
         "best validation loss": partial(RunFiles.figure, tag="valid/loss", summary="min"),
         "best validation perplexity": partial(RunFiles.figure, tag="valid/perplexity", summary="min"),
         "best validation BLEU (smoothed)": partial(RunFiles.figure, tag="valid/bleu", summary="max", form=".2f"),
-        "best test accuracy": partial(RunFiles.figure, tag="test/accuracy", summary="max", form=".2%"),
-        "fewest test errors": partial(RunFiles.figure, tag="test/errors", summary="min", form=",.0f"),
+        "test accuracy": partial(RunFiles.figure, tag="test/accuracy", summary="last", form=".2%"),
+        "test errors": partial(RunFiles.figure, tag="test/errors", summary="last", form=",.0f"),
     }
     for name in dict.fromkeys(name for run in runs for name in run.results):
         rows[f"BLEU {name}"] = partial(RunFiles.fact, file=f"{name}.json", keys=("nltk",), form=".2f")

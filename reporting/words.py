@@ -22,7 +22,7 @@ CHINESE = {
     "processes": "进程数", "system": "系统", "resumed by": "继续的命令",
     "parameters": "参数量", "best validation loss": "最好的验证损失", "best validation perplexity": "最好的验证困惑度",
     "best validation BLEU (smoothed)": "最好的验证 BLEU（平滑）", "last training loss": "最后的训练损失",
-    "best test accuracy": "最高测试准确率", "fewest test errors": "最少测试错误数",
+    "test accuracy": "测试准确率", "test errors": "测试错误数",
     "data set": "数据集", "pairs read": "读入句对", "pairs kept": "保留句对", "tokens": "词元数", "vocabulary": "词表大小",
     "unknown tokens": "未知词元比例", "validation rows": "验证集行数",
     "with an empty side": "有一侧为空", "with source = target": "原文与译文相同", "moved to validation or test": "划入验证集或测试集",

@@ -95,7 +95,7 @@ from labs.gpt.parallel import Layout, check_grid, make_optimizer
 from labs.gpt.sizes import PRESETS, Sizes, get_model_size, get_tflops
 
 # On --resume; all of the layout, since a checkpoint can be read in any pieces.
-MAY_CHANGE = {"epochs", "max_steps", "max_minutes", "precision", "accumulate", "recompute", "chunked_loss", "compile",
+MAY_CHANGE = {"data", "epochs", "max_steps", "max_minutes", "precision", "accumulate", "recompute", "chunked_loss", "compile",
               "offload", "data_parallel", "tensor", "pipe", "schedule", "eval_every", "log_every", "trace", "prompt",
               "device"}  # fmt: skip
 
@@ -120,7 +120,7 @@ def train(config: Config) -> Path | None:
     world = distributed.start(config.device)
     precision = choose_precision(world.device, config.precision, training=True)
     world.maximum(0)  # all are here; one that left sooner would be missed by those that are still joining
-    check_grid(config, sizes, world.size)
+    check_grid(replace(config, precision=precision.name), sizes, world.size)
     need = plan.check_fits(config, sizes, world, precision.name != "fp32")
     with Run.start(config, "gpt", world, MAY_CHANGE) as run:
         config, log = run.config, run.log
@@ -142,7 +142,7 @@ def train(config: Config) -> Path | None:
         memory = measure.Memory(world.device)
         layout = Layout(config, sizes, world, precision)
         optimizer = make_optimizer(layout)
-        state = {"step": 0, "minutes": 0.0, "best_loss": None}
+        state = {"step": 0, "minutes": 0.0}
         if checkpoint:
             run.state = checkpoints.load_state(checkpoint)
             if run.state["data_key"] != data.key:
@@ -152,11 +152,15 @@ def train(config: Config) -> Path | None:
             if run.state["scaler"]:  # else it had another --precision
                 precision.scaler.load_state_dict(run.state["scaler"])
             log(f"resumed after step {state['step']:,} from {checkpoint}")
-        timetable = schedule.plan(config.lr, config.warmup, config.max_steps or config.epochs * data.batches("train"))
-        if run.state and not config.given & {"epochs", "max_steps", "max_minutes"}:
+        total = config.max_steps or config.epochs * data.batches("train")
+        timetable = schedule.plan(config.lr, config.warmup, total)
+        if run.state:
             timetable = schedule.Schedule(**run.state["schedule"])
+            if config.given & {"epochs", "max_steps", "max_minutes"}:
+                timetable = timetable.extended(state["step"], total)
         if state["step"] >= timetable.total or 0 < config.max_minutes <= state["minutes"]:
-            raise UserError(f"--resume {run.folder}: all is done; give more --epochs, --max_steps or --max_minutes")
+            more = "--max_steps" if config.max_steps else "--epochs"
+            raise UserError(f"--resume {run.folder}: all is done; give more {more} or --max_minutes")
         grid = " × ".join(f"{side} {size}" for side, size in layout.grid.items())
         if world.size == 1:
             log(f"a block: {next(iter(layout.parts[0].h.values()))}")
@@ -184,8 +188,8 @@ def train(config: Config) -> Path | None:
             """This row's sequences of a batch, on the device."""
             return [ids.chunk(layout.data)[layout.row].to(world.device) for ids in batch]
 
-        def validate(step: int) -> bool:
-            """Validation loss and a sample; true if the loss is the best so far."""
+        def validate(step: int) -> None:
+            """Validation loss and a sample."""
             batches = data.batches("validation")
             losses = [layout.loss(*part_of(data.batch("validation", number))).double() for number in range(batches)]
             loss = world.sum(torch.stack(losses).mean()).item()
@@ -196,9 +200,7 @@ def train(config: Config) -> Path | None:
                 run.telemetry.text(
                     "sample", step, sample(layout.parts[0], data.tokenizer, config.prompt, how, sizes.sequence)
                 )
-            improved = state["best_loss"] is None or loss < state["best_loss"]
-            state["best_loss"], state["validation_loss"] = min(loss, state["best_loss"] or loss), loss
-            return improved
+            state["validation_loss"] = loss
 
         def save(step: int) -> None:
             extra = {"schedule": asdict(timetable), "scaler": precision.scaler.state_dict(), "data_key": data.key}
@@ -217,6 +219,9 @@ def train(config: Config) -> Path | None:
                 window_loss += layout.forward_backward(tokens, targets)
                 precision.scaler.unscale_(optimizer)
                 gradient_norm = layout.clip(config.clip)
+                # Before it is in the weights; the step is waited for anyway. fp16's overflows are the scaler's affair.
+                if not (precision.scaler.is_enabled() or gradient_norm.isfinite()):
+                    raise UserError(f"step {step}: loss or gradient is not finite; start again with a lower --lr")
                 precision.scaler.step(optimizer)
                 precision.scaler.update()
                 optimizer.zero_grad(set_to_none=True)
@@ -234,9 +239,8 @@ def train(config: Config) -> Path | None:
                 why_stop = "all steps are done"
 
             if step % config.log_every == 0 or why_stop:
+                precision.check_finite()
                 loss = world.sum(window_loss / window_steps).item()
-                if not math.isfinite(loss):
-                    raise UserError(f"step {step}: the loss is not finite; start again with a lower --lr")
                 speed = tokens_per_step / steps.median
                 run.scalars(step, {"train/loss": loss, "train/perplexity": math.exp(min(loss, 50)),
                                    "train/learning_rate": learning_rate, "train/gradient_norm": gradient_norm.item(),

@@ -89,7 +89,7 @@ def ladder(most: int, gpu: bool) -> list[Row]:
             "The same bubble, but at most two micro-batches are kept."),
         Row("pipe 2, ZB-V", 2, "--pipe 2 --accumulate 4 --schedule zbv", "反向拆成两半，权重梯度填进气泡；调度开销更大。",
             "The backward pass in two, weight gradients fill the bubble; more messages and bookkeeping."),
-        Row("DDP 4", 4, "", "进程比核多时，只是在抢核。", "More processes than cores only share the cores."),
+        Row("DDP 4", 4, "", "CPU 上进程比核多时，只是在抢核。", "On a CPU, more processes than cores only share the cores."),
         Row("FSDP2 × tensor 2×2", 4, "--data_parallel zero3 --tensor 2", "权重切成四份；两种通信都有。",
             "Weights in four parts; both kinds of communication."),
         Row("data × pipe 2×2", 4, "--pipe 2 --accumulate 2 --schedule 1f1b", "两条流水线，每步末平均梯度。",

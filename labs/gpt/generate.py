@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from labs.gpt.checkpoints import checkpoint_of, load_weights, newest
+from labs.gpt.checkpoints import checkpoint_of, load_weights
 from labs.gpt.model import GPT
 
 
@@ -74,10 +74,10 @@ def sample(model: GPT, tokenizer, prompt: str, config, longest: int) -> str:
 
 def newest_run() -> str:
     """The run of this lab that saved last. Raises `UserError` if there is none."""
-    runs = [path for path in Path("runs").glob("*") if newest(path)]
-    if not runs:
+    saved = [state.parent for state in Path("runs").glob("*/checkpoints/sharded-*/state.json")]
+    if not saved:
         raise UserError("runs/ holds no run of this lab with a checkpoint; train first, or give --ckpt")
-    return str(max(runs, key=lambda path: newest(path).stat().st_mtime))
+    return str(max(saved, key=lambda path: path.stat().st_mtime).parent.parent)
 
 
 def main(config: Config) -> None:

@@ -73,7 +73,7 @@ def check_grid(config, sizes: Sizes, processes: int) -> int:
         (config.chunked_loss and not hasattr(nn, "LinearCrossEntropyOptions"),
          f"--chunked_loss needs a newer PyTorch than {torch.__version__}: that of requirements.txt"),
         (config.chunked_loss and config.compile, "--chunked_loss and --compile do not go together in PyTorch 2.13"),
-        (config.precision == "fp16" and pipe > 1, "--precision fp16 with --pipe is not built; use bf16"),
+        (config.precision == "fp16" and pipe > 1, "--precision fp16 with --pipe is not built; use bf16 or fp32"),
         (pipe > 1 and config.recompute != "none" and config.schedule in ("zb", "zbv"),
          f"--schedule {config.schedule} cuts the backward pass in two and cannot recompute; use 1f1b"),
     ]  # fmt: skip
@@ -237,7 +237,8 @@ class Layout:
             for part in self.parts:
                 part.zero_grad()
         elif self.schedule:
-            loss = self._pipeline(tokens, targets, self.schedule.eval)
+            with torch.no_grad():  # eval leaves out the backward pass, but would keep all for it
+                loss = self._pipeline(tokens, targets, self.schedule.eval)
         else:
             micro_batches = zip(tokens.chunk(self.config.accumulate), targets.chunk(self.config.accumulate))
             with torch.no_grad(), self._loss_parallel(), self.precision.autocast():

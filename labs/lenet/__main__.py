@@ -108,7 +108,8 @@ def main(config: Config) -> None:
             model(torch.zeros(1, 1, SIZE, SIZE, device=device))
         precision = choose_precision(device, "fp32")  # bf16 makes layers this small no faster on a CPU
         optimizer = torch.optim.AdamW(parameters, lr=1.0, fused=True)  # its rate is set at every step
-        rates = schedule.plan(config.lr or LEARNING_RATE[config.variant], 0, config.epochs * steps_per_epoch)
+        config.lr = config.lr or LEARNING_RATE[config.variant]
+        rates = schedule.plan(config.lr, 0, config.epochs * steps_per_epoch)
         fresh = {"step": 0, "window": [0.0, 0.0, 0.0], "check_sum": check_sum}
         state = run.restore(model, optimizer, precision) or fresh
         if state["check_sum"] != check_sum:

@@ -111,7 +111,7 @@ from labs.pipeline.data import batch_of_step, load
 from labs.pipeline.report import Measured, report
 from labs.pipeline.stages import NOTHING, LanguageModel, Pipeline
 
-MAY_CHANGE = {"schedule", "stages_per_rank", "micro_batches", "build", "epochs", "max_steps", "log_every", "save_every",
+MAY_CHANGE = {"data", "schedule", "stages_per_rank", "micro_batches", "build", "epochs", "max_steps", "log_every", "save_every",
               "device"}  # fmt: skip
 
 

@@ -207,10 +207,9 @@ def cut_text(lines: list[str], shares: list[float], name: str) -> tuple[list[lis
         raise UserError(f"{name} has {len(lines)} lines, too few to cut {len(shares)} splits from; give more text")
     words_before = [0, *accumulate(len(line.split()) for line in lines)]
     cuts = [0]
-    for number, share in enumerate(accumulate(shares[:-1])):
-        later = len(shares) - 1 - number  # splits that still need a document of their own
+    for begun, share in enumerate(accumulate(shares[:-1]), 2):  # splits that have begun, with this one
         choice = [start for start in starts if start > cuts[-1]]
-        choice = choice[: len(choice) - later + 1] if later > 1 else choice
+        choice = choice[: len(choice) - (len(shares) - begun)]  # each later split needs a document of its own
         cuts.append(min(choice, key=lambda start: abs(words_before[start] - share * words_before[-1])))
     cuts.append(len(lines))
     return [lines[first:end] for first, end in zip(cuts, cuts[1:])], kind

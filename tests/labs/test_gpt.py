@@ -4,6 +4,7 @@ This very file, run as a script (see the end), is one of four processes that tra
 """
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -26,12 +27,13 @@ from conftest import Forked, fork_ranks, free_port
 from helpers import refused, together
 from torch.utils.flop_counter import FlopCounterMode
 
+from engine.precision import choose_precision
 from labs.gpt import compare, generate, plan
 from labs.gpt.__main__ import Config, sizes_of, train
 from labs.gpt.checkpoints import checkpoint_of, convert, load_weights, newest, optimizer_tensors
 from labs.gpt.data import Data, read_documents
 from labs.gpt.model import GPT, HuggingFaceGPT, weights_from_hf
-from labs.gpt.parallel import check_grid
+from labs.gpt.parallel import Layout, check_grid
 from labs.gpt.sizes import PRESETS, get_model_size, get_tflops
 
 STEPS = 20
@@ -362,13 +364,20 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys):
         patch.setattr(dcp, "save", Mock(side_effect=full))
         train(config_of(**{**text, "max_steps": 1, "run": "full"}))
     folder = train(config_of(**text))
-    with refused("all is done; give more"):
-        train(config_of(resume=str(folder)))
+    with refused("all is done; give more --max_steps or"):
+        train(config_of(resume=str(folder), epochs=99, given=("epochs",)))
     values = losses(folder)
     assert values[0] > 5.5 and values[-1] < 4.0
     assert "labels and keywords are not read" in capsys.readouterr().out
     generate.main(generate.Config(ckpt=str(folder), tokens=8))
     assert len(capsys.readouterr().out.split()) >= 4
+    (tmp_path / "wos").rename(tmp_path / "moved")
+    more = dict(resume=str(folder), data=str(tmp_path / "moved"), max_steps=90)
+    train(config_of(**more, given=("data", "max_steps")))
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    rates = [record["train/learning_rate"] for record in records if "train/learning_rate" in record]
+    assert rates[59] < rates[60] < rates[61] < rates[62] <= max(rates)  # up again, not in one jump
+    assert generate.newest_run() == "runs/text"
     events = (path.read_bytes() for path in folder.glob("events.out.tfevents.*"))
     assert b"sample/text_summary" in b"".join(events)
 
@@ -393,6 +402,33 @@ def test_a_grid_that_cannot_be(processes, settings, message):
     config = Config(**{**BASE, "batch_size": 12, **settings})
     with refused(message):
         check_grid(config, sizes_of(config), processes)
+
+
+def test_the_grid_is_checked_for_the_precision_that_auto_means(tmp_path, monkeypatch):
+    """On a card without bf16 that is fp16, which --pipe does not have."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("labs.gpt.__main__.check_grid", lambda config, *_: pytest.fail(config.precision))
+    with pytest.raises(pytest.fail.Exception, match="32$|16$"):
+        train(config_of(**{**BASE, "precision": "auto"}))
+
+
+def test_a_gradient_that_is_no_number_stays_out_of_the_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    norms = iter([1.0, math.inf])
+    monkeypatch.setattr(Layout, "clip", lambda *_: torch.tensor(next(norms)))
+    with refused("step 2: loss or gradient is not finite; start again with a lower --lr"):
+        train(config_of(**{**BASE, "log_every": 99, "eval_every": 1, "run": "nan"}))
+    assert newest(Path("runs/nan")).name == "sharded-1"
+
+
+def test_validation_by_a_pipeline_keeps_nothing_for_a_backward_pass():
+    layout, seen = object.__new__(Layout), []
+    layout.config, layout.data, layout.parts = Config(), 1, []
+    layout.world = SimpleNamespace(device=torch.device("cpu"))
+    layout.precision = choose_precision(layout.world.device, "fp32")
+    layout.schedule = SimpleNamespace(eval=lambda **_: seen.append(torch.is_grad_enabled()))
+    layout.loss(torch.ones(1, 1), torch.ones(1, 1))
+    assert seen == [False]
 
 
 def test_bad_input_is_one_line_on_every_rank(tmp_path):

@@ -248,6 +248,7 @@ def test_learns_drawn_digits_and_writes_all_down(whole_run):
     log = (run / "train.log").read_text(encoding="utf-8")
     assert f"test accuracy {result['accuracy']:.2%}: {result['errors']} errors in 501 test images" in log
     assert "(c1): Sequential(" in log  # the network's layers
+    assert json.loads((run / "config.json").read_text())["lr"] == 0.002
     assert list(records(run, "train/loss")) == [40, 80, 120, 121, 160, 200, 240, 242]
     assert list(records(run, "test/accuracy")) == [121, 242]
     assert records(run, "test/accuracy")[242] == result["accuracy"]

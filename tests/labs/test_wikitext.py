@@ -399,7 +399,8 @@ def test_what_a_run_writes_and_a_finished_one_is_resumed_for_its_samples(lab, tm
     wanted = {"train/smoothed_loss", "train/loss", "train/learning_rate", "train/gradient_norm", "validation/perplexity",
               "validation/accuracy", "sampler/entropy", "sampler/effective_sample_size", "speed/tokens_per_second"}  # fmt: skip
     assert set(map(shown_as, wanted)) <= set(tags["scalars"])
-    lab(resume="runs/x", generate="The ship")
+    (tmp_path / "a.txt").rename(tmp_path / "b.txt")
+    lab(resume="runs/x", data="b.txt", generate="The ship")
     assert "sample: **The ship**" in (run / "train.log").read_text()
     assert all(torch.equal(before[name], tensor) for name, tensor in checkpoint.load_weights(run).items())
 
