@@ -102,13 +102,14 @@ class BucketSampler(Sampler[np.ndarray]):
                 for micro_batch in range(self.accumulate):
                     yield pairs[micro_batch * self.world_size + self.rank :: self.parts]
 
-    def widest_step(self) -> np.ndarray:
-        """The pairs of the step that asks most of the memory: attention grows with pairs × length²."""
-        widths = np.maximum(self.source, self.target)
-        order = np.argsort(widths, kind="stable")
-        longest = widths[order[np.asarray(self.bounds[1:]) - 1]].astype(float)
-        step = int(np.argmax(np.diff(self.bounds) * longest**2))
-        return order[self.bounds[step] : self.bounds[step + 1]]
+    def heaviest_steps(self) -> list[np.ndarray]:
+        """The pairs, the longest first, of the steps that ask most of the memory: for layers, logits, or attention by hand."""
+        steps = np.split(order_by_length(self.source, self.target), self.bounds[1:-1])
+        sides = [(self.source[step].astype(int), self.target[step].astype(int)) for step in steps]
+        places = [len(source) * (source.max() + target.max()) for source, target in sides]
+        tokens = [target.sum() for _, target in sides]
+        squares = [len(source) * max(source.max(), target.max()) ** 2 for source, target in sides]
+        return [steps[heaviest][::-1] for heaviest in dict.fromkeys(map(np.argmax, (places, tokens, squares)))]
 
     def shapes(self, padding: float = 0.08) -> list[tuple[int, int, int, int]]:
         """(B, S, T, N) to pad every micro-batch up to: as few as add no more than this share of places. N: target tokens.

@@ -151,19 +151,19 @@ def train(config: Config) -> Path:
         deal = partial(BucketSampler, prepared.train.lengths, config.tokens_per_batch, seed=config.seed,
                        rank=world.rank, world_size=world.size)  # fmt: skip
 
-        def try_widest_step(parts: int) -> None:
+        def try_heaviest_steps(parts: int) -> None:
             """Run out of memory now, if ever. Beside the gradients: two averages at most and the buckets that DDP sends."""
             held = [torch.empty_like(weight) for weight in parameters for _ in range(3)]
-            pairs = deal(accumulate=1).widest_step()[:: parts * world.size]
-            batch = collate(prepared.train.__getitems__(pairs)).to(world.device)
-            with precision.autocast():
-                loss, _ = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
-            loss.backward()
+            for pairs in deal(accumulate=1).heaviest_steps():
+                batch = collate(prepared.train.__getitems__(pairs[:: parts * world.size])).to(world.device)
+                with precision.autocast():
+                    loss, _ = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
+                loss.backward()
             del held
 
         accumulate = config.accumulate or (state["accumulate"] if state["world_size"] == world.size else 0)
         if not (accumulate or sharded) and world.device.type == "cuda":  # a CPU would swap, and nothing would tell
-            accumulate = int(world.maximum(fewest_parts(try_widest_step))[0])
+            accumulate = int(world.maximum(fewest_parts(try_heaviest_steps))[0])
             model.zero_grad(set_to_none=True)
         sampler = deal(accumulate=accumulate or 1)
         sampler.load_state_dict({"step": state["step"]})

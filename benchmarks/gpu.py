@@ -33,7 +33,7 @@ import torch
 from benchmarks.measuring import ROOT, curve, describe_machine, machine, write_json
 from benchmarks.peers.contest import SIZES
 from engine.config import flag, parse_flags
-from engine.distributed import choose_device
+from engine.distributed import choose_device, hidden_gpus
 from engine.errors import UserError, run_script
 from engine.precision import choose_precision
 
@@ -52,7 +52,7 @@ class Config:
     tokens_per_batch: int = flag(65536, "padded tokens a side in a training step", "What", least=64)
     ckpt: str = flag("", "trained run to decode with at real lengths", "What")
     data: str = flag("", "as train.py's --data; MINIDATASET, else as there", "What")
-    device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
+    device: str = flag("auto", "device (auto|cpu|cuda); CUDA_VISIBLE_DEVICES chooses among cards", "How")
     minutes: float = flag(2.0, "of stage run; 0: without it", "How", least=0)
     seconds: float = flag(8.0, "measured in each turn", "How", above=0)
     out: str = flag("runs/benchmarks/gpu.json", "file for the report; the stages' own lie in a folder beside it", "How")
@@ -65,6 +65,8 @@ class Config:
 def main(config: Config) -> int:
     """Do what is not done yet, write, sum up; → the exit code."""
     device, out = choose_device(config.device, 0), ROOT / config.out
+    if config.device == "auto" and device.type == "cpu":
+        raise UserError(f"{hidden_gpus() or 'PyTorch sees no GPU'}; for a rehearsal: --device cpu --presets tiny")
     facts = {"settings": asdict(config), "device": choose_precision(device).describe(),
              "cuda": torch.version.cuda, "commit": machine()["commit"]}  # fmt: skip
     print(f"{facts['device']}\n{describe_machine()}")
@@ -104,7 +106,7 @@ def stages(config: Config, device: torch.device, folder: Path) -> dict[str, list
         of = f"--preset {preset} --out {out}/{preset}"
         if on_gpu:
             step = f"benchmarks.cuda_step --vocab 8000 --tokens {tokens} {of}-step"
-            speeds[f"{preset} step"] = [f"{step}.json", f"{step}-captured.json --captured"]
+            speeds[f"{preset} step"] = [f"{step}.json"] + [f"{step}-captured.json --captured"] * (taken != "fp16")
         speeds[f"{preset} training"] = [f"{train_all} {of}-training.json"]
         speeds[f"{preset} decoding"] = [f"{decode} {of}-decoding.json"]
     if config.ckpt:
@@ -141,7 +143,8 @@ def run(commands: list[str], limit: float) -> dict:
             timer.cancel()
         if code := process.returncode:
             break
-    return {"failed": code != 0, "seconds": time.perf_counter() - begun, "lines": lines[-200:]}
+    lines += (lost := [line for line in lines if ": left out" in line])  # the last line is what is told of a failure
+    return {"failed": code != 0 or bool(lost), "seconds": time.perf_counter() - begun, "lines": lines[-200:]}
 
 
 if __name__ == "__main__":

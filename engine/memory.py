@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 
 import torch
 
@@ -38,10 +39,9 @@ def fewest_parts(trial, most: int = 256) -> int:
         try:
             trial(parts)
             return parts
-        except torch.OutOfMemoryError:
-            if parts >= most:
+        except RuntimeError as error:  # on a full card also of a kernel that is loaded late, or of cuBLAS's work space
+            if parts >= most or not re.search("out of memory|ALLOC_FAILED|NOT_INITIALIZED", str(error)):
                 raise
         # Out of the handler: while it runs, the error holds the failed trial's tensors by its traceback.
         parts *= 2
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()

@@ -245,6 +245,8 @@ class Graphs:
             Graphs.failed.append(graph)
             with suppress(Exception):  # else the allocator thinks for ever that a capture is on
                 torch._C._cuda_endAllocateToPool(self.stream.device_index, self.pool)
+            with suppress(Exception):  # a capture that ran out of memory may have ended well, and would keep its pool
+                graph.reset()
             raise
         return graph
 

@@ -83,6 +83,7 @@ class CapturedLoss(nn.Module):
                 self.captured[shape] = self.graphs.capture(lambda: self.run(shape))
         except RuntimeError as error:  # too little memory, too
             self.graphs, self.captured = None, {}
+            torch.cuda.empty_cache()  # what the graphs held, for the steps to come
             reason = " ".join(str(error).split())[:200]
             print(f"note: training goes on without CUDA graphs, more slowly, because a capture failed ({reason})",
                   file=sys.stderr)  # fmt: skip

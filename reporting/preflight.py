@@ -253,12 +253,13 @@ def try_steps(config, sample: Prepared, sizes, precision: Precision, sampler, bu
         optimizer.zero_grad()
         return batch.source_tokens + batch.target_tokens
 
-    widest, parts, on_gpu = sampler.widest_step(), config.accumulate or 1, device.type == "cuda"
+    heaviest, parts, on_gpu = sampler.heaviest_steps(), config.accumulate or 1, device.type == "cuda"
     if on_gpu and not config.accumulate:
-        parts = fewest_parts(lambda parts: step(widest[::parts]))
+        parts = fewest_parts(lambda parts: [step(pairs[::parts]) for pairs in heaviest])
         torch.cuda.reset_peak_memory_stats(device)  # of the trials that failed
-    widest, budget = widest[::parts], max(1, budget // parts)
-    step(widest if on_gpu else widest[:1])  # warms up
+    widest, budget = heaviest[0][::parts], max(1, budget // parts)
+    for pairs in heaviest if on_gpu else [widest[:1]]:  # warms up
+        step(pairs[::parts])
     begun, tokens = time.perf_counter(), min(128, budget)
     while True:
         pairs, last = next(iter(BucketSampler(sample.train.lengths, tokens))), time.perf_counter()

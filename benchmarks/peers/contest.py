@@ -80,9 +80,10 @@ def start(name: str, contestant: Contestant, task: Task, timeout: float = 600) -
         print(f"{name}: left out; to install it: bash benchmarks/peers/install.sh {contestant.toolkit}", flush=True)
         return None
     python = str(home / "bin/python") if contestant.toolkit else sys.executable
-    threads, task = task.threads, json.dumps(asdict(replace(task, **contestant.settings)))
-    words = [python, "-m", f"benchmarks.peers.{contestant.module}", task]
-    environment = {**os.environ, **pinned(threads, contestant.pin), **contestant.environment}
+    job = json.dumps(asdict(replace(task, **contestant.settings)))
+    words = [python, "-m", f"benchmarks.peers.{contestant.module}", job]
+    cores = pinned(task.threads, contestant.pin and task.device == "cpu")  # a GPU's threads want cores of their own
+    environment = {**os.environ, **cores, **contestant.environment}
     try:
         done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -66,9 +66,9 @@ def train(task, corpus) -> None:
     *words, name = task.variant.split("-")
     device = choose_device(task.device, 0)
     precision = choose_precision(device, name, training=True)
-    buckets, wrap, more = BucketSampler(corpus.lengths, task.tokens_per_batch), lambda loss: loss, {}
+    buckets, wrap, more, captured = BucketSampler(corpus.lengths, task.tokens_per_batch), lambda loss: loss, {}, []
     if "captured" in words:
-        wrap = partial(fast.captured_loss, dtype=precision.dtype, shapes=buckets.shapes())
+        wrap = lambda loss: captured.append(fast.captured_loss(loss, precision.dtype, buckets.shapes())) or captured[-1]  # noqa: E731
     trainer = partial(make_trainer, precision=precision, plain={"plain", "captured"} & {*words}, wrap=wrap)
     collate = Collate(corpus.source_ids, corpus.target_ids)
     if task.parity:
@@ -79,7 +79,13 @@ def train(task, corpus) -> None:
         more["peak_tflops"] = measured_peak_flops(device, precision.dtype) / 1e12
     batches = random_batches(len(corpus.train)) if "random" in words else buckets
     take_step, clock = trainer(sizes_for(task, corpus)), TrainingClock(task.seconds, **more)
-    for batch in batches_of(corpus.train, batches, collate, 0, device):
+    batches = batches_of(corpus.train, batches, collate, 0, device)
+    warm = 2 * buckets.steps_per_epoch if captured else 0  # each shape once as it is, then captured
+    for batch in islice(batches, warm):
+        take_step(batch)
+    if captured and not captured[-1].captured:
+        raise RuntimeError("no CUDA graphs: this is no CUDA device, or a capture failed")
+    for batch in batches:
         clock.step(batch.source_tokens, batch.target_tokens)
         take_step(batch)
 

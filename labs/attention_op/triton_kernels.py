@@ -95,7 +95,8 @@ def launch(kernel, q: Tensor, length: int, *tensors: Tensor, **call) -> None:
     """A program for every block of `length` of every row and head."""
     blocks = triton.cdiv(length, call.get("OWN", call["BLOCK"]))
     if q.size(0) * q.size(1) * blocks:
-        kernel[(q.size(0) * q.size(1) * blocks,)](*tensors, **call)
+        with torch.cuda.device_of(q):  # Triton takes the current GPU, whose memory the tensors may not be in
+            kernel[(q.size(0) * q.size(1) * blocks,)](*tensors, **call)
 
 
 @triton.jit

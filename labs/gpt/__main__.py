@@ -142,6 +142,8 @@ def train(config: Config) -> Path | None:
         memory = measure.Memory(world.device)
         layout = Layout(config, sizes, world, precision)
         optimizer = make_optimizer(layout)
+        if config.offload == "parameters":  # fp16's scale is where the gradients are: from the GPU it might come late
+            precision.scaler.scale(torch.zeros(()))
         state = {"step": 0, "minutes": 0.0}
         if checkpoint:
             run.state = checkpoints.load_state(checkpoint)

@@ -94,9 +94,9 @@ def memory(config, sizes: Sizes, processes: int, narrow: bool) -> Need:
 
 
 def device_memory(world: World) -> float:
-    """Bytes that a rank may have: those of its GPU, or its share of the machine's memory."""
+    """Bytes that a rank may have: those that are free on its GPU, or its share of the machine's memory."""
     if world.device.type == "cuda":
-        return torch.cuda.get_device_properties(world.device).total_memory
+        return torch.cuda.mem_get_info(world.device)[0]
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks
 

@@ -482,7 +482,8 @@ def test_the_gpu_benchmark(toy_data, tmp_path, monkeypatch, capsys):
             (folder / "metrics.jsonl").write_text(f'{{"valid/loss": {2.0 + 0.1 * started.count("train")}}}\n')
         started.append(program)
         code = int(program == "benchmarks.attention_op")
-        yield SimpleNamespace(stdout=["done\n"], returncode=code, kill=lambda: pytest.fail("killed at once"))
+        said = ["ours-fp32: left out, it ended with 1\n"] * (program == "benchmarks.training") + ["done\n"]
+        yield SimpleNamespace(stdout=said, returncode=code, kill=lambda: pytest.fail("killed at once"))
 
     monkeypatch.setattr(gpu.subprocess, "Popen", process)
     monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 2)
@@ -495,13 +496,17 @@ def test_the_gpu_benchmark(toy_data, tmp_path, monkeypatch, capsys):
     assert gpu.main(config) == 1
     assert started.count("train") == 3 and started.count("benchmarks.decoding") == 2 and started[-1] == "evaluate"
     told = capsys.readouterr().out
-    assert "FAILED operators: done" in told and "FAILED cards: the validation losses are 5.0e-02 apart" in told
+    assert "FAILED operators: done" in told and "FAILED tiny training: ours-fp32: left out" in told
+    assert "FAILED cards: the validation losses are 5.0e-02 apart" in told
     reported = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["stages"]
     assert {"tiny parity", "cards", "run"} <= set(reported)
     started.clear()
     gpu.main(config)
-    assert started == ["labs.attention_op", "benchmarks.attention_op"]
-    assert "tiny training: done before" in capsys.readouterr().out
+    assert started == ["benchmarks.training", "labs.attention_op", "benchmarks.attention_op"]
+    assert "tiny decoding: done before" in capsys.readouterr().out
+    monkeypatch.setattr(gpu, "choose_device", lambda *_: torch.device("cpu"))
+    with pytest.raises(UserError, match="PyTorch sees no GPU; for a rehearsal: --device cpu"):
+        gpu.main(gpu.Config())
     with pytest.raises(UserError, match="--presets: unknown huge"):
         gpu.Config(presets="huge")
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ def device_of(size: int, work: int, seen: list):
     def trial(parts: int) -> None:
         seen.append(parts)
         if -(-work // parts) > size:
-            raise torch.OutOfMemoryError("full")
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
     return trial
 
@@ -36,9 +37,18 @@ def test_what_never_fits_is_an_error():
     assert seen == [1, 2, 4, 8]
 
 
-def test_other_errors_are_not_taken_for_it():
-    with pytest.raises(ZeroDivisionError):
-        fewest_parts(lambda parts: 1 / 0)
+@pytest.mark.parametrize("words", [  # of errors that are no OutOfMemoryError
+    "CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+])  # fmt: skip
+def test_a_full_card_has_other_words_for_it(words):
+    trial = Mock(side_effect=[RuntimeError(words), None])
+    assert fewest_parts(trial) == 2
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), RuntimeError("shapes (1, 2) and (3, 4)")])
+def test_other_errors_are_not_taken_for_it(error):
+    with pytest.raises(type(error)):
+        fewest_parts(Mock(side_effect=error))
 
 
 SCRIPT = """

@@ -269,6 +269,9 @@ def test_a_failed_capture_is_put_right(fails, monkeypatch):
         def capture_end(self):
             call("end")
 
+        def reset(self):
+            calls.append("reset")
+
     class Stream:
         device_index = 0
 
@@ -288,6 +291,8 @@ def test_a_failed_capture_is_put_right(fails, monkeypatch):
     else:
         with pytest.raises(RuntimeError, match=fails):
             ours.capture(lambda: call("step"))
-        assert calls[-1] == (0, (0, 1)) and ("end" in calls) == (fails != "begin") and len(Graphs.failed) == 1
+        assert (
+            calls[-2:] == [(0, (0, 1)), "reset"] and ("end" in calls) == (fails != "begin") and len(Graphs.failed) == 1
+        )
     # A good graph draws from the state that seeds are given to; a failed capture has spoiled it.
     assert (generator.state is generator) == (fails == "nothing") and gc.isenabled()

@@ -382,6 +382,18 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys):
     assert b"sample/text_summary" in b"".join(events)
 
 
+def test_heads_of_any_width_are_padded_on_a_gpu_without_another_result(monkeypatch):
+    torch.manual_seed(1)
+    model = GPT(replace(PRESETS["toy"], hidden=40)).double()  # heads of 10
+    tokens = torch.randint(512, (2, 32))
+    plain, widths, attend = model(tokens), [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    noted = lambda q, *rest, **options: widths.append(q.shape[-1]) or attend(q, *rest, **options)  # noqa: E731
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    torch.testing.assert_close(model(tokens), plain)
+    assert set(widths) == {16}
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -408,7 +420,7 @@ def test_the_grid_is_checked_for_the_precision_that_auto_means(tmp_path, monkeyp
     """On a card without bf16 that is fp16, which --pipe does not have."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("labs.gpt.__main__.check_grid", lambda config, *_: pytest.fail(config.precision))
-    with pytest.raises(pytest.fail.Exception, match="32$|16$"):
+    with pytest.raises(pytest.fail.Exception, match=r"32$|16$"):
         train(config_of(**{**BASE, "precision": "auto"}))
 
 
