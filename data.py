@@ -106,10 +106,8 @@ class BucketSampler(Sampler[np.ndarray]):
         """The pairs, the longest first, of the steps that ask most of the memory: for layers, logits, or attention by hand."""
         steps = np.split(order_by_length(self.source, self.target), self.bounds[1:-1])
         sides = [(self.source[step].astype(int), self.target[step].astype(int)) for step in steps]
-        places = [len(source) * (source.max() + target.max()) for source, target in sides]
-        tokens = [target.sum() for _, target in sides]
-        squares = [len(source) * max(source.max(), target.max()) ** 2 for source, target in sides]
-        return [steps[heaviest][::-1] for heaviest in dict.fromkeys(map(np.argmax, (places, tokens, squares)))]
+        loads = [(len(s) * (s.max() + t.max()), t.sum(), len(s) * max(s.max(), t.max()) ** 2) for s, t in sides]
+        return [steps[heaviest][::-1] for heaviest in dict.fromkeys(np.argmax(loads, axis=0).tolist())]
 
     def shapes(self, padding: float = 0.08) -> list[tuple[int, int, int, int]]:
         """(B, S, T, N) to pad every micro-batch up to: as few as add no more than this share of places. N: target tokens.
