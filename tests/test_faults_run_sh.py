@@ -87,6 +87,25 @@ def test_a_labs_data_are_seen_from_where_the_user_is(place, lab):
     assert code == 0 and re.search(rf"labs\.{lab} .*--data digits\nin {place}/home\n", asked)
 
 
+@pytest.mark.parametrize("words, processes, asked_for", [
+    ("attention", "", "-m labs.attention_op"), ("collectives", "", "-m labs.collectives"),
+    ("gpt -- --lr 1", "", "-m labs.gpt --max_minutes 10 --lr 1"), ("gpt -- --resume runs/a", "", "-m labs.gpt --resume runs/a"),
+    ("gpt", "3", "-m torch.distributed.run --standalone --nproc_per_node 3 -m -- labs.gpt --max_minutes 10"),
+    ("pipeline", "", "-m torch.distributed.run --standalone --nproc_per_node 2 -m -- labs.pipeline"),
+    ("pipeline", "3", "-m torch.distributed.run --standalone --nproc_per_node 3 -m -- labs.pipeline"),
+    ("gpu -- --minutes 1", "", "-m benchmarks.gpu --minutes 1"),
+])  # fmt: skip
+def test_the_verbs(place, words, processes, asked_for):
+    shutil.copy(ROOT / "requirements-dev.txt", place / "repo")
+    code, _, asked = run_sh(place, *words.split(), PROCESSES=processes)
+    assert code == 0 and f"{asked_for}\nin {place}/home\n" in asked
+
+
+def test_an_unknown_verb(place):
+    code, said, asked = run_sh(place, "train_all")
+    assert code == 2 and said.startswith("error: unknown verb 'train_all'; use: ") and not asked
+
+
 @pytest.mark.parametrize("flags, folder", [
     (["--run", "a"], "runs/a"), (["--run=a"], "runs/a"), (["--resume", "runs/b"], "runs/b"),
     (["--lr", "1", "--resume=b"], "runs/b"), (["s.yaml"], "elsewhere/c"), (["s.yaml", "--run", "a"], "runs/a"),

@@ -13,6 +13,7 @@ from itertools import count, islice
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -515,6 +516,18 @@ def test_stops_after_the_minutes(toy_data, here, monkeypatch):
     assert 38 <= len(rates) <= 42 and max(rates) == 0.002 and rates[-1] < 0.0002
     log = (here / "train.log").read_text(encoding="utf-8")
     assert "the learning rate falls from now on" in log and "the 0.2 minutes are over" in log
+
+
+@pytest.mark.parametrize("optimizer, width, peak", [
+    ("muon", 256, 2e-3), ("muon", 512, 1e-3), ("adamw", 32, 1e-3), ("adamw", 1024, 2.5e-4),
+])  # fmt: skip
+def test_the_rate_where_none_is_given(toy_data, here, monkeypatch, optimizer, width, peak):
+    made = Mock(side_effect=ZeroDivisionError)
+    monkeypatch.setattr(training, "make_optimizer", made)
+    with pytest.raises(ZeroDivisionError):
+        training.train(config(data=str(toy_data), run=str(here), optimizer=optimizer, d_model=width))
+    name, _, _, rate, _ = made.call_args.args
+    assert (name, rate) == (optimizer, peak)
 
 
 def test_dropout_begins_after_some_passes(toy_data, here, monkeypatch):
