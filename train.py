@@ -162,8 +162,8 @@ def train(config: Config) -> Path:
             del held
 
         accumulate = config.accumulate or (state["accumulate"] if state["world_size"] == world.size else 0)
-        if not (accumulate or sharded) and world.device.type == "cuda":  # a CPU would swap, and nothing would tell
-            accumulate = int(world.maximum(fewest_parts(try_heaviest_steps))[0])
+        if not (accumulate or sharded):
+            accumulate = int(world.maximum(fewest_parts(try_heaviest_steps, world.device))[0])
             model.zero_grad(set_to_none=True)
         sampler = deal(accumulate=accumulate or 1)
         sampler.load_state_dict({"step": state["step"]})

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import re
 
 import torch
 
@@ -29,19 +28,20 @@ def keep_freed_memory() -> bool:
     return all([mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1), mallopt(M_TOP_PAD, 256 * 2**20)])
 
 
-def fewest_parts(trial, most: int = 256) -> int:
-    """The smallest power of two, at most `most`, so that `trial(parts)` does not run out of the device's memory.
+def fewest_parts(trial, device: torch.device, most: int = 256) -> int:
+    """The smallest power of two, at most `most`, so that `trial(parts)` does not run out of a GPU's memory.
 
-    Raises what the last trial raised if none does.
+    Raises what the last trial raised if none does. 1 on a CPU: it would swap, and nothing would tell.
     """
     parts = 1
-    while True:
+    while device.type == "cuda":
         try:
             trial(parts)
-            return parts
+            break
         except RuntimeError as error:  # on a full card also of a kernel that is loaded late, or of cuBLAS's work space
-            if parts >= most or not re.search("out of memory|ALLOC_FAILED|NOT_INITIALIZED", str(error)):
+            if parts >= most or not ("out of memory" in str(error) or "CUBLAS_STATUS" in str(error)):
                 raise
         # Out of the handler: while it runs, the error holds the failed trial's tensors by its traceback.
         parts *= 2
         torch.cuda.empty_cache()
+    return parts

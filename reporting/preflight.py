@@ -255,7 +255,7 @@ def try_steps(config, sample: Prepared, sizes, precision: Precision, sampler, bu
 
     heaviest, parts, on_gpu = sampler.heaviest_steps(), config.accumulate or 1, device.type == "cuda"
     if on_gpu and not config.accumulate:
-        parts = fewest_parts(lambda parts: [step(pairs[::parts]) for pairs in heaviest])
+        parts = fewest_parts(lambda parts: [step(pairs[::parts]) for pairs in heaviest], device)
         torch.cuda.reset_peak_memory_stats(device)  # of the trials that failed
     widest, budget = heaviest[0][::parts], max(1, budget // parts)
     for pairs in heaviest if on_gpu else [widest[:1]]:  # warms up

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from engine.memory import fewest_parts
 
+CUDA = torch.device("cuda")
+
 
 def device_of(size: int, work: int, seen: list):
     def trial(parts: int) -> None:
@@ -25,7 +27,7 @@ def device_of(size: int, work: int, seen: list):
 @given(st.integers(1, 1000), st.integers(1, 5000))
 def test_the_fewest_powers_of_two(size, work):
     seen = []
-    parts = fewest_parts(device_of(size, work, seen), most=8192)
+    parts = fewest_parts(device_of(size, work, seen), CUDA, most=8192)
     assert -(-work // parts) <= size and (parts == 1 or -(-work // (parts // 2)) > size)
     assert seen == [2**i for i in range(len(seen))] and seen[-1] == parts
 
@@ -33,7 +35,7 @@ def test_the_fewest_powers_of_two(size, work):
 def test_what_never_fits_is_an_error():
     seen = []
     with pytest.raises(torch.OutOfMemoryError):
-        fewest_parts(device_of(0, 10, seen), most=8)
+        fewest_parts(device_of(0, 10, seen), CUDA, most=8)
     assert seen == [1, 2, 4, 8]
 
 
@@ -42,13 +44,13 @@ def test_what_never_fits_is_an_error():
 ])  # fmt: skip
 def test_a_full_card_has_other_words_for_it(words):
     trial = Mock(side_effect=[RuntimeError(words), None])
-    assert fewest_parts(trial) == 2
+    assert fewest_parts(trial, CUDA) == 2
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), RuntimeError("shapes (1, 2) and (3, 4)")])
 def test_other_errors_are_not_taken_for_it(error):
     with pytest.raises(type(error)):
-        fewest_parts(Mock(side_effect=error))
+        fewest_parts(Mock(side_effect=error), CUDA)
 
 
 SCRIPT = """
