@@ -129,6 +129,9 @@ def test_every_file_exists(page):
         assert exists or name.startswith(("runs/", "my_corpus/")), name  # which the user makes
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
         assert ((ROOT / page).parent / link).exists(), link
+    tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
+    for name in re.findall(r"`(test_\w+)…?`", text):  # … stands for the rest of a name
+        assert f"def {name}" in tests, name
 
 
 @pytest.mark.parametrize("page", ["docs/positional_encoding.md", "docs/attention_op.md"])
