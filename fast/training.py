@@ -165,5 +165,5 @@ def widen(layer: nn.Module, x: Tensor) -> Tensor:
 
 def drop(module: nn.Module) -> float:
     """The dropout of an attention, of a feed-forward part or of the embeddings, as things are."""
-    p = module.dropout.p if isinstance(module.dropout, nn.Module) else module.dropout
-    return p if module.training else 0.0
+    whose, p = (module.dropout, module.dropout.p) if isinstance(module.dropout, nn.Module) else (module, module.dropout)
+    return p if whose.training else 0.0

@@ -124,6 +124,9 @@ def test_every_dropout_of_the_model_is_drawn():
     for module, rate in rates:
         setattr(module, rate, 0.5)
         assert abs(ours(*batch)[0].item() / without - 1) > 1e-5, module  # ten times the rounding of a sum
+        module.eval()  # alone: the model still trains
+        assert ours(*batch)[0].item() == pytest.approx(without, rel=1e-6)
+        module.train()
         setattr(module, rate, 0.0)
     assert ours(*batch)[0].item() == pytest.approx(without, rel=1e-6)
 
