@@ -101,6 +101,7 @@ class CompiledCache:
 
     def next_tokens(self, tokens: Tensor, position: int) -> Tensor:
         """Feed (B,) tokens at one position; → (B,) the likeliest next ones. The cache grows by one token."""
+        tokens = tokens.long().contiguous()
         if position == 0:  # from then on they are what C++ chose itself
             check_ids(tokens, self.steps.config.target_vocab)
         if position % TOKENS_PER_BLOCK == 0:
@@ -205,7 +206,7 @@ class CompiledSteps:
         block_shape = (rows, config.num_decoder_layers, 2 * TOKENS_PER_BLOCK * config.d_model)
         source = torch.empty(int(blocks.sum()), *block_shape[1:], dtype=torch.bfloat16 if self.int8 else torch.float32)
         cache = CompiledCache(self, torch.arange(rows), source, blocks.cumsum(0) - blocks, lengths, block_shape)
-        tokens = src[~src_pad]  # (N,)
+        tokens = src[~src_pad].long()  # (N,)
         check_ids(tokens, config.source_vocab)
         call(self.kernels.encode_sources, self.weights, cache.addresses(), tokens, rows)
         return cache

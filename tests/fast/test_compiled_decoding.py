@@ -148,6 +148,15 @@ def test_ids_outside_the_vocabulary_are_refused_not_read_from_foreign_memory(wro
 
 
 @needs_compiler
+def test_ids_of_another_width_and_layout():
+    steps, (src, src_pad), begin = CompiledSteps(lively_model(SIZES[0])), make_batch(0, 9, 5), torch.arange(3, 12)
+    usual = steps.start(src, src_pad, 10).next_tokens(begin, 0)
+    narrow, apart = begin.int(), begin.repeat_interleave(2)[::2]
+    for ids in (narrow, apart):
+        assert torch.equal(steps.start(src.to(ids.dtype), src_pad, 10).next_tokens(ids, 0), usual)
+
+
+@needs_compiler
 def test_too_long_is_an_error_not_a_read_behind_the_end():
     steps = CompiledSteps(lively_model(SIZES[0], max_length=64))
     for source, output in ((65, 10), (10, 65)):
