@@ -35,7 +35,7 @@ def loss(
     if hasattr(model, "unshard"):  # FSDP2, where only `forward` gathers the weights
         log("note: a sharded model trains by PyTorch's own operations: the faster ones in fast/ are not used")
         return None
-    if model.output.weight.device.type == "cuda":
+    if next(model.parameters()).device.type == "cuda":
         # The gradients of fp16, made before the loss is scaled up, would vanish: there the plain loss it is.
         return None if dtype == torch.float16 else SlicedLoss(model, label_smoothing, dtype)
     reason = why_not(model, dtype)

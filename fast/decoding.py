@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fast.build import call, library
+from fast.training import is_known
 
 TOKENS_PER_BLOCK = LANES = 16  # kTokens and kLanes
 
@@ -60,10 +61,12 @@ class CacheAddresses(ctypes.Structure):
 
 
 def is_possible(model: nn.Module, int8: bool = False) -> bool:
-    """Whether the compiled functions are there and are for such a model: fp32, ReLU, and all sizes whole vectors."""
+    """Whether the compiled functions are there and are for such a model: of known parts, fp32, ReLU, all sizes whole vectors."""
     sizes = model.config
     widths = (sizes.d_model, sizes.dim_feedforward, sizes.d_model // sizes.nhead)
     layers = [*model.transformer.encoder.layers, *model.transformer.decoder.layers]
+    if not is_known(model):
+        return False
     if any(width % LANES for width in widths) or any(x.dtype != torch.float32 for x in model.parameters()):
         return False
     if any(layer.activation is not F.relu for layer in layers):

@@ -9,8 +9,18 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_models import BOS, COLLATE, WORDS, make_batch, make_model, make_sources, needs_compiler
-from torch import Tensor
+from random_models import (
+    BOS,
+    COLLATE,
+    OTHER_WEIGHTS,
+    WORDS,
+    layer_of,
+    make_batch,
+    make_model,
+    make_sources,
+    needs_compiler,
+)
+from torch import Tensor, nn
 
 import decoding
 import fast
@@ -18,6 +28,7 @@ from decoding import plan_batches, search
 from engine.errors import UserError
 from fast import build
 from fast.decoding import CompiledSteps
+from labs.attention_op import use_in
 from model import Translator
 
 SIZES = [  # one and several vectors a head, whole and broken panels
@@ -250,6 +261,23 @@ def test_no_faster_steps_for_other_models():
     with torch.autocast("cpu", torch.bfloat16):
         assert not fast.steps(make_model(0))
     assert not fast.steps(make_model(0).double(), captured=True)  # a CPU has no graphs
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "change",
+    [
+        *OTHER_WEIGHTS,
+        lambda model: setattr(layer_of(model), "linear2", nn.Sequential(layer_of(model).linear2)),
+    ],
+)
+def test_no_faster_steps_for_a_changed_model(change):
+    model = make_model(0)
+    assert fast.steps(model)
+    use_in(model, "python")  # the same weights, and the same results
+    assert fast.steps(model)
+    change(model)
+    assert not fast.steps(model)
 
 
 def test_int8_that_cannot_be_is_a_mistake(monkeypatch):
