@@ -70,6 +70,6 @@ def steps(model: nn.Module, int8: bool = False, captured: bool = False) -> Calla
     if device.type == "cpu" and not torch.is_autocast_enabled("cpu") and is_possible(model, int8):
         return CompiledSteps(model, int8).start
     if int8:
-        raise UserError(f"--precision int8 needs a CPU with AVX-512 VNNI or AVX-VNNI, g++, and sizes that are multiples of 16 "
+        raise UserError(f"--precision int8 needs a CPU with AVX-512 VNNI, g++, and sizes that are multiples of 16 "
                         f"({device}{', ' * bool(build.why_not())}{build.why_not()}); use --precision fp32")  # fmt: skip
     return CapturedSteps(model).start if captured and device.type == "cuda" else None
