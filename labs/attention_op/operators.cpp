@@ -87,6 +87,8 @@ Tensor gelu(const Tensor& x, bool tanh) {
 }
 
 Tensor gelu_backward(const Tensor& grad, const Tensor& x, bool tanh) {
+  TORCH_CHECK(grad.sizes() == x.sizes() && grad.scalar_type() == x.scalar_type(),
+              "gelu: the gradient needs the shape and the type of x");
   Tensor in = in_wide(x), grad_out = in_wide(grad), grad_in = at::empty_like(in);
   AT_DISPATCH_FLOATING_TYPES(in.scalar_type(), "gelu_backward", [&] {
     const scalar_t* from = in.const_data_ptr<scalar_t>();

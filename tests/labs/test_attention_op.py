@@ -297,6 +297,13 @@ def test_the_backward_operator_refuses_another_forward_pass():
             raw("attention_backward", (position, value))
 
 
+@needs_compiler
+@pytest.mark.parametrize("grad", [torch.zeros(5), torch.zeros(6).double()])
+def test_the_backward_of_gelu_refuses_another_shape_or_type(grad):
+    with pytest.raises(RuntimeError, match="gelu: the gradient needs the shape and the type of x"):
+        cpp.library().gelu_backward(grad, torch.zeros(6), False)
+
+
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_survives_compiling_as_one_graph(backend, compiler):
