@@ -35,7 +35,7 @@ def loss(
     if hasattr(model, "unshard"):  # FSDP2, where only `forward` gathers the weights
         log("note: a sharded model trains by PyTorch's own operations: the faster ones in fast/ are not used")
         return None
-    if model.output.weight.device.type == "cuda":
+    if next(model.parameters()).device.type == "cuda":
         # The gradients of fp16, made before the loss is scaled up, would vanish: there the plain loss it is.
         return None if dtype == torch.float16 else SlicedLoss(model, label_smoothing, dtype)
     reason = why_not(model, dtype)
@@ -70,6 +70,6 @@ def steps(model: nn.Module, int8: bool = False, captured: bool = False) -> Calla
     if device.type == "cpu" and not torch.is_autocast_enabled("cpu") and is_possible(model, int8):
         return CompiledSteps(model, int8).start
     if int8:
-        raise UserError(f"--precision int8 needs a CPU with AVX-512 VNNI or AVX-VNNI, g++, and sizes that are multiples of 16 "
+        raise UserError(f"--precision int8 needs a CPU with AVX-512 VNNI, g++, and sizes that are multiples of 16 "
                         f"({device}{', ' * bool(build.why_not())}{build.why_not()}); use --precision fp32")  # fmt: skip
     return CapturedSteps(model).start if captured and device.type == "cuda" else None

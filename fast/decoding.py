@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fast.build import call, library
+from fast.training import is_known
 
 TOKENS_PER_BLOCK = LANES = 16  # kTokens and kLanes
 
@@ -60,10 +61,12 @@ class CacheAddresses(ctypes.Structure):
 
 
 def is_possible(model: nn.Module, int8: bool = False) -> bool:
-    """Whether the compiled functions are there and are for such a model: fp32, ReLU, and all sizes whole vectors."""
+    """Whether the compiled functions are there and are for such a model: of known parts, fp32, ReLU, all sizes whole vectors."""
     sizes = model.config
     widths = (sizes.d_model, sizes.dim_feedforward, sizes.d_model // sizes.nhead)
     layers = [*model.transformer.encoder.layers, *model.transformer.decoder.layers]
+    if not is_known(model):
+        return False
     if any(width % LANES for width in widths) or any(x.dtype != torch.float32 for x in model.parameters()):
         return False
     if any(layer.activation is not F.relu for layer in layers):
@@ -101,6 +104,7 @@ class CompiledCache:
 
     def next_tokens(self, tokens: Tensor, position: int) -> Tensor:
         """Feed (B,) tokens at one position; → (B,) the likeliest next ones. The cache grows by one token."""
+        tokens = tokens.long().contiguous()
         if position == 0:  # from then on they are what C++ chose itself
             check_ids(tokens, self.steps.config.target_vocab)
         if position % TOKENS_PER_BLOCK == 0:
@@ -205,7 +209,7 @@ class CompiledSteps:
         block_shape = (rows, config.num_decoder_layers, 2 * TOKENS_PER_BLOCK * config.d_model)
         source = torch.empty(int(blocks.sum()), *block_shape[1:], dtype=torch.bfloat16 if self.int8 else torch.float32)
         cache = CompiledCache(self, torch.arange(rows), source, blocks.cumsum(0) - blocks, lengths, block_shape)
-        tokens = src[~src_pad]  # (N,)
+        tokens = src[~src_pad].long()  # (N,)
         check_ids(tokens, config.source_vocab)
         call(self.kernels.encode_sources, self.weights, cache.addresses(), tokens, rows)
         return cache

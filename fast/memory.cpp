@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <fstream>
 #include <iterator>
 #include <map>
 #include <mutex>
@@ -82,6 +83,7 @@ extern "C" int keep_tensors_together() {
   if (region) return 1;
   rlimit addresses;
   if (getrlimit(RLIMIT_AS, &addresses) || addresses.rlim_cur != RLIM_INFINITY) return 0;  // others need theirs
+  if (std::ifstream("/proc/sys/vm/overcommit_memory").get() == '2') return 0;  // addresses count as memory there
   const size_t size = size_t(sysconf(_SC_PHYS_PAGES)) * size_t(sysconf(_SC_PAGESIZE));  // addresses; memory when touched
   void* begin = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (begin == MAP_FAILED) return 0;

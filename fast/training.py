@@ -17,9 +17,14 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from fast import kernels
 from fast.cross_entropy import linear_cross_entropy
 
-# A layer made of other parts, or a model with hooks, is computed as it says itself.
-PARTS = {nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Linear, NonDynamicallyQuantizableLinear, nn.LayerNorm,
-         nn.MultiheadAttention, nn.Dropout}  # fmt: skip
+# A model made of other parts, with more or fewer weights in them, or with hooks, is computed as it says itself.
+PARTS = {"source_embedding", "target_embedding", "dropout", "transformer", "output"}
+WEIGHTS = {
+    nn.Transformer: set(), nn.TransformerEncoder: set(), nn.TransformerDecoder: set(), nn.ModuleList: set(),
+    nn.TransformerEncoderLayer: set(), nn.TransformerDecoderLayer: set(), nn.Dropout: set(),
+    nn.Linear: {"weight", "bias"}, NonDynamicallyQuantizableLinear: {"weight", "bias"}, nn.LayerNorm: {"weight", "bias"},
+    nn.Embedding: {"weight"}, nn.MultiheadAttention: {"in_proj_weight", "in_proj_bias"},
+}  # fmt: skip
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -56,7 +61,7 @@ def why_not(model: nn.Module, dtype: torch.dtype) -> str:
     """Why the kernels do not compute this model; '' if they do: stock layers with ReLU, in fp32, on a CPU."""
     sizes, layers = model.config, [*model.transformer.encoder.layers, *model.transformer.decoder.layers]
     parts = [part for layer in layers for part in layer.modules()]
-    if any(type(part) not in PARTS for part in parts):
+    if any(type(part) not in WEIGHTS for part in parts):
         return "the layers are not those of PyTorch"
     if any(getattr(part, hooks) for part in model.modules() for hooks in HOOKS):
         return "a module has a hook, which the kernels would not call"
@@ -64,9 +69,26 @@ def why_not(model: nn.Module, dtype: torch.dtype) -> str:
         return "the kernels need layers with ReLU"
     if sizes.d_model // sizes.nhead % 16:
         return "the width of a head is not a multiple of 16"
-    if model.output.weight.dtype != torch.float32:
+    if not is_known(model):
+        return "the model has a part or a weight that the kernels do not know, or lacks one"
+    if any(weight.dtype != torch.float32 for weight in model.parameters()):
         return "the weights are not fp32"
     return "" if kernels.kernels(dtype) else "the kernels are not compiled"
+
+
+def is_known(model: nn.Module) -> bool:
+    """Whether the model's parts are those of model.py, whatever its attentions do with their weights; for decoding.py too.
+
+    A weight more would get no gradient, and one less has no address.
+    """
+    for module in model.modules():
+        kind = nn.MultiheadAttention if isinstance(module, nn.MultiheadAttention) else type(module)
+        known = set() if module is model else WEIGHTS.get(kind)
+        weights = {name for name, _ in module.named_parameters(recurse=False)}
+        if weights != known or getattr(module, "add_zero_attn", False):
+            return False
+    coders = model.transformer.encoder, model.transformer.decoder
+    return {name for name, _ in model.named_children()} == PARTS and all(coder.norm for coder in coders)
 
 
 def encode(model: nn.Module, src: Tensor, src_pad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -165,5 +187,5 @@ def widen(layer: nn.Module, x: Tensor) -> Tensor:
 
 def drop(module: nn.Module) -> float:
     """The dropout of an attention, of a feed-forward part or of the embeddings, as things are."""
-    p = module.dropout.p if isinstance(module.dropout, nn.Module) else module.dropout
-    return p if module.training else 0.0
+    whose, p = (module.dropout, module.dropout.p) if isinstance(module.dropout, nn.Module) else (module, module.dropout)
+    return p if whose.training else 0.0

@@ -22,10 +22,11 @@ The softmax of one row, p = softmax(a), has ∂p_j/∂a_i = p_j ([i = j] − p_i
 
 δ needs no weights: Σ_j P_ij Z_ij Σ_w ∂O_iw V_jw = Σ_w ∂O_iw O_iw, the row sums of ∂O ∘ O.
 
-`Attention` keeps P (S·T numbers a head, and what is dropped) between forward and backward. `RecomputedAttention` keeps one
-number a row, ℓ_i = log Σ_j exp(A_ij), and gets the weights again from P = exp(A − ℓ). It does so for a few queries at a time,
-so that there are never S·T numbers at once: memory grows with S + T (Rabe and Staats 2021; Dao et al. 2022, who also go through
-the keys in parts, which fast memory of a few hundred KiB asks for).
+`Attention` keeps P (S·T numbers a head, and what is dropped) between forward and backward. `RecomputedAttention` keeps ℓ_i =
+log Σ_j exp(A_ij) of each row and gets the weights again from P = exp(A − ℓ). It does so for a few queries at a time, so that
+there are never S·T numbers at once: memory grows with S + T (Rabe and Staats 2021; Dao et al. 2022, who also go through the
+keys in parts, which fast memory of a few hundred KiB asks for). Kept are the two parts of ℓ, the largest score m and
+log Σ exp(A − m): where a row is masked by -1e9 throughout, their sum would be rounded to m, and every weight would be exp(0).
 
 A row that may look nowhere has O = 0 and hands no gradient on.
 """
@@ -106,7 +107,7 @@ class Attention(torch.autograd.Function):
 
 
 class RecomputedAttention(torch.autograd.Function):
-    """Kept is one number for each query; the weights are made again in the backward pass, a block at a time."""
+    """Kept are two numbers for each query; the weights are made again in the backward pass, a block at a time."""
 
     @staticmethod
     @without_autocast
@@ -114,7 +115,7 @@ class RecomputedAttention(torch.autograd.Function):
                 seed: Tensor | None) -> Tensor:  # fmt: skip
         """As `Attention.forward`."""
         out = q.new_empty(*q.shape[:3], v.size(-1))  # (B, H, S, W)
-        log_sum = in_wide(q).new_empty(*q.shape[:3], 1)  # ℓ (B, H, S, 1)
+        peaks, logs = in_wide(q).new_empty(2, *q.shape[:3], 1)  # ℓ in two parts, (B, H, S, 1) each
         for queries, keys in blocks(q, k, causal):
             a = block_of_scores(q, k, bias, causal, scale, queries, keys)  # (b, h, s, t), here and in all of the loop
             # Less the largest score, or exp overflows. The lowest number instead of -inf: -inf − -inf is nan.
@@ -122,11 +123,11 @@ class RecomputedAttention(torch.autograd.Function):
             weights = a.sub_(peak).exp_()
             # A row that sees anything has a term exp(0) = 1, so only the sum of one that sees nothing is changed, from 0.
             total = weights.sum(-1, keepdim=True).clamp_min_(1.0)
-            log_sum[queries] = total.log().add_(peak)
+            peaks[queries], logs[queries] = peak, total.log()
             if dropout:
                 weights *= dropout_factors(weights, (*queries, q.shape[1:3]), dropout, seed)
             out[queries] = (weights @ in_wide(v[keys])).div_(total)  # S·W divisions instead of S·T
-        ctx.save_for_backward(q, k, v, bias, seed, out, log_sum)
+        ctx.save_for_backward(q, k, v, bias, seed, out, peaks, logs)
         ctx.causal, ctx.scale, ctx.dropout = causal, scale, dropout
         return out
 
@@ -135,12 +136,12 @@ class RecomputedAttention(torch.autograd.Function):
     @without_autocast
     def backward(ctx, grad: Tensor):
         """As `Attention.backward`."""
-        q, k, v, bias, seed, out, log_sum = ctx.saved_tensors
+        q, k, v, bias, seed, out, peaks, logs = ctx.saved_tensors
         delta = (in_wide(grad) * in_wide(out)).sum(-1, keepdim=True)  # (B, H, S, 1)
         grad_q, grad_k, grad_v = (torch.zeros_like(in_wide(x)) for x in (q, k, v))
         for queries, keys in blocks(q, k, ctx.causal):
             a = block_of_scores(q, k, bias, ctx.causal, ctx.scale, queries, keys)
-            weights = a.sub_(log_sum[queries]).exp_()  # P
+            weights = a.sub_(peaks[queries]).sub_(logs[queries]).exp_()  # P
             block_grad = in_wide(grad[queries])  # ∂O
             grad_p = block_grad @ in_wide(v[keys]).mT
             if ctx.dropout:

@@ -144,7 +144,7 @@ def register() -> None:
     @define.register_fake("attention_op::attention")
     def _(q, k, v, bias, causal, scale, dropout, seed):
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        return q.new_empty(*q.shape[:3], v.size(3)), q.new_empty(q.shape[:3], dtype=wide)
+        return q.new_empty(*q.shape[:3], v.size(3)), q.new_empty(*q.shape[:3], 2, dtype=wide)
 
     @define.register_fake("attention_op::attention_backward")
     def _(grad, q, k, v, bias, out, log_sum, causal, scale, dropout, seed):

@@ -87,6 +87,8 @@ Tensor gelu(const Tensor& x, bool tanh) {
 }
 
 Tensor gelu_backward(const Tensor& grad, const Tensor& x, bool tanh) {
+  TORCH_CHECK(grad.sizes() == x.sizes() && grad.scalar_type() == x.scalar_type(),
+              "gelu: the gradient needs the shape and the type of x");
   Tensor in = in_wide(x), grad_out = in_wide(grad), grad_in = at::empty_like(in);
   AT_DISPATCH_FLOATING_TYPES(in.scalar_type(), "gelu_backward", [&] {
     const scalar_t* from = in.const_data_ptr<scalar_t>();
@@ -184,11 +186,12 @@ std::tuple<scalar_t, scalar_t> softmax(scalar_t* row, const scalar_t* bias, scal
 
 // A row of Q Kᵀ → P ∘ Z, and a row of ∂O Vᵀ → s ∂A, in one pass. z is null without dropout.
 template <typename scalar_t>
-void softmax_backward(scalar_t* row, scalar_t* grad, const scalar_t* bias, const scalar_t* z, scalar_t log_sum,
-                      scalar_t delta, scalar_t scale, int64_t count) {
+void softmax_backward(scalar_t* row, scalar_t* grad, const scalar_t* bias, const scalar_t* z,
+                      const scalar_t* log_sum, scalar_t delta, scalar_t scale, int64_t count) {
   using V = Vec<scalar_t>;
+  const V peak(log_sum[0]), log_total(log_sum[1]);
   by_vectors<scalar_t>(count, [&](int64_t j, int64_t n) {
-    const V p = (score(row, bias, scale, j, n) - V(log_sum)).exp_u20();
+    const V p = (score(row, bias, scale, j, n) - peak - log_total).exp_u20();
     const V kept = z ? V::loadu(z + j, n) : V(1);
     const V grad_p = V::loadu(grad + j, n) * kept;
     (p * kept).store(row + j, n);
@@ -281,14 +284,14 @@ void check_arguments(const Tensor& q, const Tensor& k, const Tensor& v, const Ma
               "attention: dropout needs a seed of two int32");
 }
 
-// (B, H, S, D), (B, H, T, D), (B, H, T, W) → the output (B, H, S, W) and ℓ (B, H, S)
+// (B, H, S, D), (B, H, T, D), (B, H, T, W) → the output (B, H, S, W) and the two parts of ℓ (B, H, S, 2)
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& some_bias,
                                      bool causal, double scale, double dropout, const MaybeTensor& seed) {
   check_arguments(q, k, v, some_bias, dropout, seed);
   const Tensor queries = by_heads(q), keys = by_heads(k), values = by_heads(v);
   const MaybeTensor bias = spread(some_bias, k.size(2));
   Tensor out = at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, queries.options());
-  Tensor log_sum = at::empty({q.size(0), q.size(1), q.size(2)}, queries.options());
+  Tensor log_sum = at::empty({q.size(0), q.size(1), q.size(2), 2}, queries.options());
   Tensor out_by_heads = out.flatten(0, 1);
   AT_DISPATCH_FLOATING_TYPES(queries.scalar_type(), "attention", [&] {
     using V = Vec<scalar_t>;
@@ -303,9 +306,9 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
       for (int64_t in_head = head; in_head < head + n; ++in_head) {
         for (int64_t query = first; query < first + s; ++query, row += t, ++total) {
           const int64_t seen = rows.seen(query);
-          scalar_t peak;
-          std::tie(peak, *total) = softmax(row, rows.bias_of(in_head, query), rows.scale, seen);
-          log_sums[in_head * rows.queries + query] = peak + std::log(*total);
+          scalar_t* parts = log_sums + 2 * (in_head * rows.queries + query);
+          std::tie(parts[0], *total) = softmax(row, rows.bias_of(in_head, query), rows.scale, seen);
+          parts[1] = std::log(*total);
           if (dropout > 0) {
             rows.dropout_factors(factors, in_head, query, seen);
             at::vec::map2<scalar_t>([](V p, V f) { return p * f; }, row, row, factors, seen);
@@ -336,7 +339,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
     const Tensor& some_log_sum, bool causal, double scale, double dropout, const MaybeTensor& seed) {
   check_arguments(q, k, v, some_bias, dropout, seed);
   const int64_t shape[4] = {q.size(0), q.size(1), q.size(2), v.size(3)};  // B, H, S, W
-  TORCH_CHECK(grad.sizes() == shape && out.sizes() == shape && some_log_sum.sizes() == at::IntArrayRef(shape, 3),
+  const int64_t parts_of_log_sum[4] = {q.size(0), q.size(1), q.size(2), 2};
+  TORCH_CHECK(grad.sizes() == shape && out.sizes() == shape && some_log_sum.sizes() == parts_of_log_sum,
               "attention: the gradient and what the forward pass gave do not fit q and v");
   const Tensor log_sum = in_wide(some_log_sum);
   const Tensor grads = by_heads(grad), queries = by_heads(q), keys = by_heads(k), values = by_heads(v), outs = by_heads(out);
@@ -376,7 +380,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
             rows.dropout_factors(factors, in_head, query, seen);
           }
           const scalar_t* biases = rows.bias_of(in_head, query);
-          softmax_backward(row, grad_row, biases, factors, log_sums[number], delta, rows.scale, seen);
+          softmax_backward(row, grad_row, biases, factors, log_sums + 2 * number, delta, rows.scale, seen);
           std::fill(row + seen, row + t, scalar_t(0));
           std::fill(grad_row + seen, grad_row + t, scalar_t(0));
         }

@@ -5,7 +5,8 @@ N rows times heads, S queries, T keys, D width of queries and keys, W width of v
 
 A GPU has no megabyte of fast memory for a core, so the keys too are gone through in blocks, and the softmax is made on the way:
 with the scores seen so far it has a largest one m, a sum l = Σ exp(a − m) and an output Σ exp(a − m) v; a larger m′ multiplies
-both sums by exp(m − m′) (Milakov and Gimelshein 2018). At the end the output is divided by l, and ℓ = m + log l.
+both sums by exp(m − m′) (Milakov and Gimelshein 2018). At the end the output is divided by l; kept are m and log l, the two
+parts of ℓ.
 
 Backward there are two kernels, so that no two programs add to the same number: one walks over the keys and sums ∂Q, the other
 walks over the queries and sums ∂K and ∂V. Each makes the weights anew.
@@ -32,7 +33,7 @@ class TritonAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, bias, causal: bool, scale: float, dropout: float, seed: Tensor | None) -> Tensor:
         """As `Attention.forward`, contiguous tensors."""
         out = q.new_empty(*q.shape[:3], v.size(3))
-        log_sum = q.new_empty(q.shape[:3], dtype=torch.float32)
+        log_sum = q.new_empty(*q.shape[:2], 2, q.size(2), dtype=torch.float32)
         call = arguments(q, k, v, bias, causal, scale, dropout, seed)
         launch(forward_kernel, q, q.size(2), q, k, v, out, log_sum, **call)
         ctx.save_for_backward(q, k, v, bias, seed, out, log_sum)
@@ -103,7 +104,7 @@ def launch(kernel, q: Tensor, length: int, *tensors: Tensor, **call) -> None:
 def forward_kernel(q, k, v, out, log_sum, bias, seed, bias_b, bias_h, bias_s, bias_t, H, S, T, D, W, scale, threshold, kept,
                    HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr, BLOCK: tl.constexpr,
                    WIDE_D: tl.constexpr, WIDE_W: tl.constexpr):  # fmt: skip
-    """The output and ℓ of a block of queries."""
+    """The output, m and log l of a block of queries."""
     n, first = whose_block(S, BLOCK)
     rows = first + tl.arange(0, BLOCK)
     own_q = load_block(q, n, rows, S, D, WIDE_D)
@@ -127,7 +128,8 @@ def forward_kernel(q, k, v, out, log_sum, bias, seed, bias_b, bias_h, bias_s, bi
         peak = higher
     total = tl.where(total > 0, total, 1.0)  # a row that sees nothing gets 0 / 1
     store_block(out, n, rows, S, W, WIDE_W, seen / total[:, None])
-    tl.store(log_sum + n * S + rows, peak + tl.log(total), mask=rows < S)
+    tl.store(log_sum + 2 * n * S + rows, peak, mask=rows < S)
+    tl.store(log_sum + (2 * n + 1) * S + rows, tl.log(total), mask=rows < S)
 
 
 @triton.jit
@@ -138,7 +140,8 @@ def grad_q_kernel(q, k, v, grad, log_sum, delta, grad_q, bias, seed, bias_b, bia
     n, first = whose_block(S, BLOCK)
     rows = first + tl.arange(0, BLOCK)
     own_q, own_grad = load_block(q, n, rows, S, D, WIDE_D), load_block(grad, n, rows, S, W, WIDE_W)
-    own_log_sum, own_delta = load_row(log_sum, n, rows, S), load_row(delta, n, rows, S)
+    own_peak, own_log = load_row(log_sum, 2 * n, rows, S), load_row(log_sum, 2 * n + 1, rows, S)
+    own_delta = load_row(delta, n, rows, S)
     bias_of_head = bias + n // H * bias_b + n % H * bias_h
     sum_q = tl.zeros((BLOCK, WIDE_D), tl.float32)
     last = tl.minimum(T, first + BLOCK) if CAUSAL else T
@@ -146,7 +149,7 @@ def grad_q_kernel(q, k, v, grad, log_sum, delta, grad_q, bias, seed, bias_b, bia
         cols = key + tl.arange(0, BLOCK)
         some_k, some_v = load_block(k, n, cols, T, D, WIDE_D), load_block(v, n, cols, T, W, WIDE_W)
         a = scores(own_q, some_k, bias_of_head, bias_s, bias_t, rows, cols, S, T, scale, HAS_BIAS, CAUSAL)
-        weights = tl.exp(a - own_log_sum[:, None])
+        weights = tl.exp(a - own_peak[:, None] - own_log[:, None])
         grad_p = tl.dot(own_grad, tl.trans(some_v), input_precision="ieee")
         if DROPS:
             grad_p *= factors(seed, n, rows, cols, S, threshold, kept)
@@ -170,7 +173,8 @@ def grad_kv_kernel(q, k, v, grad, log_sum, delta, grad_k, grad_v, bias, seed, bi
         rows = query + tl.arange(0, BLOCK)
         some_q, some_grad = load_block(q, n, rows, S, D, WIDE_D), load_block(grad, n, rows, S, W, WIDE_W)
         a = scores(some_q, own_k, bias_of_head, bias_s, bias_t, rows, cols, S, T, scale, HAS_BIAS, CAUSAL)
-        weights = tl.exp(a - load_row(log_sum, n, rows, S)[:, None])
+        some_peak, some_log = load_row(log_sum, 2 * n, rows, S), load_row(log_sum, 2 * n + 1, rows, S)
+        weights = tl.exp(a - some_peak[:, None] - some_log[:, None])
         grad_p = tl.dot(some_grad, tl.trans(own_v), input_precision="ieee")
         grad_a = weights * scale
         if DROPS:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data import Collate
 from fast import build
@@ -30,6 +30,31 @@ def make_model(seed: int, words: int = WORDS, scale: float = 1.0, end: float = 0
             model.output.bias.normal_()
         model.output.bias[EOS] += end
     return model
+
+
+def layer_of(model: Translator) -> nn.TransformerEncoderLayer:
+    """The second one of the encoder."""
+    return model.transformer.encoder.layers[1]
+
+
+OTHER_WEIGHTS = [  # changes of a model, after each of which the plain way still computes it
+    lambda model: model.register_parameter("positions", nn.Parameter(model._buffers.pop("positions"))),
+    lambda model: setattr(model, "adapter", nn.Linear(64, 64)),  # a class of the user's own may call it
+    lambda model: setattr(model, "source_embedding", nn.Sequential(model.source_embedding, nn.Linear(64, 64))),
+    lambda model: setattr(model, "output", nn.Sequential(model.output)),
+    lambda model: setattr(model, "output", type("Own", (nn.Linear,), {})(64, WORDS)),
+    lambda model: setattr(model, "output", nn.Linear(64, WORDS, bias=False)),
+    lambda model: setattr(layer_of(model), "linear1", nn.Linear(64, 96, bias=False)),
+    lambda model: setattr(layer_of(model), "norm1", nn.LayerNorm(64, bias=False)),
+    lambda model: setattr(model.transformer.decoder, "norm", nn.LayerNorm(64, elementwise_affine=False)),
+    lambda model: setattr(model.transformer.encoder, "norm", None),
+    *(
+        lambda model, options=options: setattr(
+            layer_of(model), "self_attn", nn.MultiheadAttention(64, 4, batch_first=True, **options)
+        )
+        for options in (dict(bias=False), dict(add_bias_kv=True), dict(add_zero_attn=True))
+    ),
+]
 
 
 def make_sources(seed: int, count: int, longest: int) -> list[list[int]]:

@@ -9,8 +9,18 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_models import BOS, COLLATE, WORDS, make_batch, make_model, make_sources, needs_compiler
-from torch import Tensor
+from random_models import (
+    BOS,
+    COLLATE,
+    OTHER_WEIGHTS,
+    WORDS,
+    layer_of,
+    make_batch,
+    make_model,
+    make_sources,
+    needs_compiler,
+)
+from torch import Tensor, nn
 
 import decoding
 import fast
@@ -18,6 +28,7 @@ from decoding import plan_batches, search
 from engine.errors import UserError
 from fast import build
 from fast.decoding import CompiledSteps
+from labs.attention_op import use_in
 from model import Translator
 
 SIZES = [  # one and several vectors a head, whole and broken panels
@@ -148,6 +159,15 @@ def test_ids_outside_the_vocabulary_are_refused_not_read_from_foreign_memory(wro
 
 
 @needs_compiler
+def test_ids_of_another_width_and_layout():
+    steps, (src, src_pad), begin = CompiledSteps(lively_model(SIZES[0])), make_batch(0, 9, 5), torch.arange(3, 12)
+    usual = steps.start(src, src_pad, 10).next_tokens(begin, 0)
+    narrow, apart = begin.int(), begin.repeat_interleave(2)[::2]
+    for ids in (narrow, apart):
+        assert torch.equal(steps.start(src.to(ids.dtype), src_pad, 10).next_tokens(ids, 0), usual)
+
+
+@needs_compiler
 def test_too_long_is_an_error_not_a_read_behind_the_end():
     steps = CompiledSteps(lively_model(SIZES[0], max_length=64))
     for source, output in ((65, 10), (10, 65)):
@@ -243,9 +263,26 @@ def test_no_faster_steps_for_other_models():
     assert not fast.steps(make_model(0).double(), captured=True)  # a CPU has no graphs
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    "change",
+    [
+        *OTHER_WEIGHTS,
+        lambda model: setattr(layer_of(model), "linear2", nn.Sequential(layer_of(model).linear2)),
+    ],
+)
+def test_no_faster_steps_for_a_changed_model(change):
+    model = make_model(0)
+    assert fast.steps(model)
+    use_in(model, "python")  # the same weights, and the same results
+    assert fast.steps(model)
+    change(model)
+    assert not fast.steps(model)
+
+
 def test_int8_that_cannot_be_is_a_mistake(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    with pytest.raises(UserError, match="--precision int8 needs a CPU with AVX-512 VNNI"):
+    with pytest.raises(UserError, match=r"--precision int8 needs a CPU with AVX-512 VNNI, g\+\+"):
         fast.steps(make_model(0), int8=True)
     assert fast.steps(make_model(0)) or build.why_not()  # fp32 needs no VNNI
 

@@ -73,17 +73,33 @@ stop.set()
 thread.join()
 """
 
-
-@needs_compiler
-@pytest.mark.skipif(
+unlimited = pytest.mark.skipif(
     resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY, reason="addresses are limited here"
 )
+
+
+@needs_compiler
+@unlimited
 @pytest.mark.parametrize("script", [WHOLE, WIDTH, FORK], ids=["whole", "width", "fork"])
 def test_the_region(script):
     run = subprocess.run(
         [sys.executable, "-c", BEGIN + script], cwd=ROOT, capture_output=True, text=True, timeout=HANGS
     )
     assert run.returncode == 0, run.stderr
+
+
+@needs_compiler
+@unlimited
+@pytest.mark.parametrize("mode", ["1", "2"])
+def test_none_where_the_system_promises_no_more_memory_than_it_has(mode, tmp_path):
+    """The region's addresses would count as memory in use there, even those that are never touched."""
+    (tmp_path / "mode").write_text(f"{mode}\n")
+    source = (build.FOLDER / "memory.cpp").read_text().replace("/proc/sys/vm/overcommit_memory", str(tmp_path / "mode"))
+    (tmp_path / "memory.cpp").write_text(source)
+    script = f"import pathlib, torch, fast; fast.build.FOLDER = pathlib.Path({str(tmp_path)!r})"
+    script += "; print(fast.keep_tensors_together(torch.device('cpu')))"
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=HANGS)
+    assert run.stdout.strip() == str(mode == "1"), run.stderr
 
 
 def test_none_for_a_gpu_or_without_a_compiler(monkeypatch):

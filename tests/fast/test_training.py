@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_models import WORDS, make_model, needs_compiler
+from random_models import OTHER_WEIGHTS, WORDS, layer_of, make_model, needs_compiler
 from torch import nn
 
 import fast
 from fast import build
-from fast.training import KernelLoss, SlicedLoss
+from fast.training import KernelLoss, SlicedLoss, why_not
 from labs.attention_op import use_in
 from model import SummedLoss
 
@@ -124,6 +124,9 @@ def test_every_dropout_of_the_model_is_drawn():
     for module, rate in rates:
         setattr(module, rate, 0.5)
         assert abs(ours(*batch)[0].item() / without - 1) > 1e-5, module  # ten times the rounding of a sum
+        module.eval()  # alone: the model still trains
+        assert ours(*batch)[0].item() == pytest.approx(without, rel=1e-6)
+        module.train()
         setattr(module, rate, 0.0)
     assert ours(*batch)[0].item() == pytest.approx(without, rel=1e-6)
 
@@ -147,10 +150,6 @@ def refusal(model, dtype=torch.float32) -> str:
     return said[0]
 
 
-def layer_of(model):
-    return model.transformer.encoder.layers[1]
-
-
 @needs_compiler
 @pytest.mark.parametrize("change, reason", [
     (lambda model: use_in(model, "python"), "not those of PyTorch"),
@@ -160,12 +159,19 @@ def layer_of(model):
     (lambda model: layer_of(model).linear1.register_forward_hook(lambda *_: None), "hook"),
     (lambda model: model.output.register_forward_pre_hook(lambda *_: None), "hook"),
     (lambda model: model.transformer.decoder.register_full_backward_hook(lambda *_: None), "hook"),
+    *((change, "do not know") for change in OTHER_WEIGHTS),
 ])  # fmt: skip
 def test_a_changed_model_takes_the_plain_way(change, reason):
     model = make_model(0)
     assert fast.loss(model, 0.1, torch.float32)
     change(model)
     assert reason in refusal(model)
+
+
+def test_one_weight_of_another_format():
+    model = make_model(0)
+    layer_of(model).norm1.double()
+    assert "not fp32" in why_not(model, torch.float32)
 
 
 @needs_compiler

@@ -91,6 +91,19 @@ def test_nan_stays_visible(backend):
     assert attention(q, k, v, mask, backend=backend).isnan().all()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", ["recompute", CPP])
+def test_a_row_masked_by_large_numbers_sees_all_keys_alike(backend, causal):
+    """In fp32 the log of their number is nothing beside a score of -1e9."""
+    mask, sizes = torch.full((1, 1, 1, 8), -1e9), (2, 3, 8, 8, 4, 4)
+    errors = checks.compare(
+        lambda *x: attention(*x, mask, causal, backend=backend),
+        lambda *x: attention(*x, mask, causal),
+        checks.random_inputs(sizes, torch.float32),
+    )
+    assert max(errors) <= checks.allowed(backend, torch.float32, checks.terms_of(sizes))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_other_scale_and_other_memory_layout(backend):
     q, k, v = (x.transpose(1, 2) for x in checks.random_inputs((2, 5, 3, 3, 4, 4)))  # heads second last in memory
@@ -257,7 +270,7 @@ def test_operators_are_registered_in_full(dtype):
 def raw(name: str, *changed):
     """Calls an operator of torch.ops with right arguments, but for those (position, value) that are changed."""
     q, k, v = checks.random_inputs((2, 3, 4, 5, 6, 7), torch.float32)
-    out, log_sum = torch.zeros(2, 3, 4, 7), torch.zeros(2, 3, 4)
+    out, log_sum = torch.zeros(2, 3, 4, 7), torch.zeros(2, 3, 4, 2)
     arguments = [out, q, k, v, None, out, log_sum, False, 0.5, 0.0, None]
     for position, value in changed:
         arguments[position] = value
@@ -291,10 +304,17 @@ def test_operators_refuse_what_would_read_foreign_memory(name, changed, says):
 
 @needs_compiler
 def test_the_backward_operator_refuses_another_forward_pass():
-    for position, value in [(0, torch.zeros(2, 3, 4, 6)), (5, torch.zeros(2, 3, 3, 7)), (6, torch.zeros(2, 3, 5)),
-                            (6, torch.zeros(2, 3, 4).double())]:  # fmt: skip
+    for position, value in [(0, torch.zeros(2, 3, 4, 6)), (5, torch.zeros(2, 3, 3, 7)), (6, torch.zeros(2, 3, 5, 2)),
+                            (6, torch.zeros(2, 3, 4, 2).double())]:  # fmt: skip
         with pytest.raises(RuntimeError, match="what the forward pass gave"):
             raw("attention_backward", (position, value))
+
+
+@needs_compiler
+@pytest.mark.parametrize("grad", [torch.zeros(5), torch.zeros(6).double()])
+def test_the_backward_of_gelu_refuses_another_shape_or_type(grad):
+    with pytest.raises(RuntimeError, match="gelu: the gradient needs the shape and the type of x"):
+        cpp.library().gelu_backward(grad, torch.zeros(6), False)
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -539,6 +559,9 @@ for backend in ("python", "triton"):
     q, k, v = (x.requires_grad_() for x in checks.random_inputs((2, 2, 70, 80, 16, 16), torch.float32, DEVICE))
     out = attention(q, k, v, torch.randn(2, 1, 70, 80, device=DEVICE), dropout=0.3, backend=backend)
     results.append([out, *torch.autograd.grad(out.sin().sum(), (q, k, v))])
+inputs, mask = checks.random_inputs((1, 2, 8, 8, 4, 4), torch.float32, DEVICE), torch.full((1, 1, 1, 8), -1e9, device=DEVICE)
+plain, ours = ((lambda *x, b=b: attention(*x, mask, backend=b)) for b in ("python", "triton"))
+assert max(checks.compare(ours, plain, inputs)) <= checks.allowed("triton", torch.float32, 24)
 allowed = checks.allowed("triton", torch.float32, checks.terms_of((2, 2, 70, 80, 16, 16)))
 assert all(checks.error(ours, plain) <= allowed for ours, plain in zip(*results))
 for dtype in [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"):  # the interpreter multiplies no bf16
