@@ -42,7 +42,7 @@ from text.subwords import encode, encode_flat, load_tokenizer, train_tokenizer
 FORMAT = 2  # of the token store; raise it when its content changes, and old caches are left alone
 TOKENIZER_LINES = 200_000  # sentences that a tokenizer is trained on; more change little
 CHUNK = 20_000  # sentences tokenised at once
-VALIDATION_ROWS = 4000  # rows of validation used while training; evaluate.py scores all
+VALIDATION_ROWS = 4000  # at most, of validation, are used while training; evaluate.py scores all
 
 
 @dataclass
@@ -96,18 +96,22 @@ def prepare(
                 "tokenizer": _tokenizer_key(tokenizer), "max_length": max_length}  # fmt: skip
     key = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
     folder = cache / key
-    cache.mkdir(parents=True, exist_ok=True)
-    _clear_leftovers(cache, key, say)
-    if folder.exists() and (damage := verify_files(folder)):  # the caches of older versions have no checksums
-        say(f"data: {folder} is made again: {damage}")
-        shutil.rmtree(folder)
-    if folder.exists():
-        say(f"data: {text.path} ({text.form}), tokenised earlier in {folder}")
-    else:
-        say(f"data: {text.path} ({text.form}), {text.source}→{text.target}; tokenising into {folder}")
-        with _made_whole(folder) as building:
-            summary = _build(text, building, source_vocab, target_vocab, tokenizer, max_length, say) | {"key": key}
-            (building / "summary.json").write_text(json.dumps(summary, ensure_ascii=False, indent=1), encoding="utf-8")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        _clear_leftovers(cache, key, say)
+        if folder.exists() and (damage := verify_files(folder)):  # the caches of older versions have no checksums
+            say(f"data: {folder} is made again: {damage}")
+            shutil.rmtree(folder)
+        if folder.exists():
+            say(f"data: {text.path} ({text.form}), tokenised earlier in {folder}")
+        else:
+            say(f"data: {text.path} ({text.form}), {text.source}→{text.target}; tokenising into {folder}")
+            with _made_whole(folder) as building:
+                summary = _build(text, building, source_vocab, target_vocab, tokenizer, max_length, say) | {"key": key}
+                told = json.dumps(summary, ensure_ascii=False, indent=1)
+                (building / "summary.json").write_text(told, encoding="utf-8")
+    except PermissionError as error:  # it may be somebody else's, whose runs lie in the same folder
+        raise UserError(f"cannot write to {cache}: {error.strerror}; choose another --run PATH/NAME") from None
     return load_prepared(folder)
 
 
@@ -207,10 +211,12 @@ def _build(text, building, source_vocab, target_vocab, tokenizer, max_length, sa
             f"tokenizer {tokenizer} does not know {unknown:.1%} of the tokens of {text.path}; choose a tokenizer "
             f"made for {text.source} and {text.target}, or leave --tokenizer out"
         )
-    rows = held_out["validation"][:VALIDATION_ROWS]
+    held = held_out["validation"]
+    rows = held[:: -(-len(held) // VALIDATION_ROWS) or 1]  # from all over: one corpus may stand behind another
     if not rows:
-        remedy = "add rows, or remove the file: then it is cut from train"
-        raise UserError(f"{text.path}: the validation split has no rows; {remedy}")
+        none = "the validation split has no rows; add rows, or remove the file: then it is cut from train"
+        few = f"{counts['kept']:,} pairs are too few to cut 1 % off for validation; add pairs, or a validation file"
+        raise UserError(f"{text.path}: {none if 'validation' in text.files else few}")
     _write_validation(rows, building, tokenizers, max_length, say)
     lines.unlink()
     say(report(counts))
@@ -291,5 +297,9 @@ def _tokenizer_key(name: str) -> str:
     """A hub name stands for itself, a folder for its content."""
     if not name or not Path(name).is_dir():
         return name
-    files = sorted(path for path in Path(name).iterdir() if path.is_file())
-    return hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(path for path in Path(name).iterdir() if path.is_file()):
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 22):  # weights may lie beside it
+                digest.update(block)
+    return digest.hexdigest()
