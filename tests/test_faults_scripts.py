@@ -165,9 +165,10 @@ def test_flags_by_their_names_elsewhere(typed_name, meant):
     assert under_test.nearest("batch", ["batch_size"], "--") == "; did you mean --batch_size?"
 
 
-def test_a_path_with_a_nul():
-    with pytest.raises(UserError, match=r"--out 'a.x00b' holds a NUL"):
-        under_test.checked(Config(out="a\0b"))
+@pytest.mark.parametrize(("path", "shown"), [("a\0b", "a.x00b"), (os.fsdecode(b"a\xff"), "a.udcff")])
+def test_a_path_with_a_nul_or_with_bytes_that_are_not_utf8(path, shown):
+    with pytest.raises(UserError, match=f"--out '{shown}' holds a NUL character, or is not UTF-8; rename it"):
+        under_test.checked(Config(out=path))
 
 
 @pytest.mark.parametrize("name", ["train", "evaluate", "translate"])
