@@ -124,6 +124,8 @@ def find_and_prepare(config, cache: Path, say) -> tuple[Path, str]:
         say("note: --source_vocab and --target_vocab have no effect: they are for tokenizers that are trained here")
     if os.path.exists(os.path.expanduser(data)):  # else a hub name, or a mistake
         data = os.path.realpath(os.path.expanduser(data))
+    if data != data.encode(errors="ignore").decode():  # of other bytes, which no file of the run could hold
+        raise UserError(f"the path {data!r} is not UTF-8; rename the folder")
     text = find_text(data, config.source, config.target)
     prepared = prepare(text, cache, source_vocab=config.source_vocab, target_vocab=config.target_vocab,
                        tokenizer=config.tokenizer, max_length=config.max_length, say=say)  # fmt: skip

@@ -1,7 +1,9 @@
 """From rows to token ids on disk: nothing lost, and a cache that is used only when it is right."""
 
 import hashlib
+import os
 import pickle
+import shutil
 import tracemalloc
 from collections import Counter
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from conftest import reversed_digits, write_pairs
 
 from data import collate_for
+from engine.errors import UserError
 from text.cleaning import _scores, held_out_rows
 from text.prepare import Prepared, _tokenizer_key, _worth_keeping, default_vocabulary, find_and_prepare, prepare
 from text.rows import find_text
@@ -152,6 +155,17 @@ def test_a_vocabulary_beside_a_tokenizer_is_said_to_have_no_effect(toy_text, tmp
     config = SimpleNamespace(data=toy_text.path, source="zh", target="en", tokenizer=str(tmp_path / "joint"), **sizes)
     find_and_prepare(config, tmp_path / "cache", said.append)
     assert any("have no effect" in line for line in said)
+
+
+def test_a_working_directory_whose_name_is_not_utf8(toy_text, tmp_path, monkeypatch):
+    folder = tmp_path / os.fsdecode(b"\xd6\xd0")
+    folder.mkdir()
+    shutil.copytree(toy_text.path, folder / "toy")
+    monkeypatch.chdir(folder)
+    sizes = dict(source_vocab=0, target_vocab=0, max_length=512)
+    config = SimpleNamespace(data="toy", source="zh", target="en", tokenizer="", **sizes)
+    with pytest.raises(UserError, match="is not UTF-8; rename the folder"):
+        find_and_prepare(config, tmp_path / "cache", lambda line: None)
 
 
 def test_an_own_tokenizer_folder_serves_both_sides(toy_text, tmp_path):
