@@ -1,6 +1,7 @@
 """evaluate.py and translate.py: what is scored, where it is kept, and streams, signals and places that are not as usual."""
 
 import ctypes
+import errno
 import json
 import os
 import shlex
@@ -152,6 +153,19 @@ def test_what_is_no_regular_file_is_written_to_and_never_replaced(tmp_path):
     (tmp_path / "new.tmp").symlink_to("file")
     write_lines(tmp_path / "new", ["four"])
     assert (tmp_path / "file").read_text() == "one\n" and (tmp_path / "new").read_text() == "four\n"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_full_disk_leaves_the_score_before(tmp_path, monkeypatch, number):
+    def fill(path, text, **_):
+        open(path, "w").close()
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "score.json").write_text("old")
+    monkeypatch.setattr(Path, "write_text", fill)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        write_lines(tmp_path / "score.json", ["new"])
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
 # Flags.
