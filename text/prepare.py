@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.checkpoint import verify_files, write_checksums
+from engine.checkpoint import load_state, verify_files, write_checksums
 from engine.errors import UserError
 from engine.telemetry import progress
 from text.cleaning import (
@@ -92,9 +92,7 @@ def prepare(
     The cache key is a hash of the files' content and of every setting that changes the ids. Raises `UserError` when no
     pair is left.
     """
-    settings = {"format": FORMAT, "data": text.fingerprint(), "source_vocab": source_vocab, "target_vocab": target_vocab,
-                "tokenizer": _tokenizer_key(tokenizer), "max_length": max_length}  # fmt: skip
-    key = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
+    key = _key(text, source_vocab, target_vocab, tokenizer, max_length)
     folder = cache / key
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -130,6 +128,14 @@ def find_and_prepare(config, cache: Path, say) -> tuple[Path, str]:
     prepared = prepare(text, cache, source_vocab=config.source_vocab, target_vocab=config.target_vocab,
                        tokenizer=config.tokenizer, max_length=config.max_length, say=say)  # fmt: skip
     return prepared.folder, data
+
+
+def began_with(checkpoint: Path, config: dict, text: ParallelText) -> bool:
+    """Whether the run of this checkpoint and these settings was made from just these files, wherever they lie now."""
+    with contextlib.suppress(OSError, ValueError, KeyError):  # a file of weights, an older version
+        settings = (config[name] for name in ("source_vocab", "target_vocab", "tokenizer", "max_length"))
+        return load_state(checkpoint)["data_key"] == _key(text, *settings)
+    return False
 
 
 def load_prepared(folder: Path) -> Prepared:
@@ -293,6 +299,12 @@ def _write_validation(rows, building: Path, tokenizers: dict, max_length: int, s
 def _require_pairs(text: ParallelText, counts: Counter) -> None:
     if counts["kept"] < 2:
         raise UserError(f"{text.path}: {counts['kept']} training pairs left, at least 2 are needed; {report(counts)}")
+
+
+def _key(text: ParallelText, source_vocab: int, target_vocab: int, tokenizer: str, max_length: int) -> str:
+    settings = {"format": FORMAT, "data": text.fingerprint(), "source_vocab": source_vocab, "target_vocab": target_vocab,
+                "tokenizer": _tokenizer_key(tokenizer), "max_length": max_length}  # fmt: skip
+    return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _tokenizer_key(name: str) -> str:
