@@ -42,7 +42,7 @@ from text.subwords import encode, encode_flat, load_tokenizer, train_tokenizer
 FORMAT = 2  # of the token store; raise it when its content changes, and old caches are left alone
 TOKENIZER_LINES = 200_000  # sentences that a tokenizer is trained on; more change little
 CHUNK = 20_000  # sentences tokenised at once
-VALIDATION_ROWS = 4000  # at most, of validation, are used while training; evaluate.py scores all
+VALIDATION_ROWS = 4000  # rows of validation used while training, at most; evaluate.py scores all
 
 
 @dataclass
