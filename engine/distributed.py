@@ -280,6 +280,6 @@ def hidden_gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
     if not cards or torch.cuda.is_available():
         return None
     if visible is None:
-        return (f"PyTorch {torch.__version__} can use none of the {cards} GPU(s) of this machine: its driver is too old "
-                f"for CUDA {torch.version.cuda} (see `nvidia-smi`), or this is a build for CPUs")  # fmt: skip
+        return (f"PyTorch {torch.__version__} can use none of the {cards} GPU(s) of this machine: its driver is too "
+                f"old for CUDA {torch.version.cuda} (see `nvidia-smi`), or this is a build for CPUs")  # fmt: skip
     return f"CUDA_VISIBLE_DEVICES={visible!r} hides all {cards} GPU(s) of this machine"

@@ -365,7 +365,7 @@ MISTAKES = {
     "number in json": ({"x.jsonl": '{"zh": "a", "en": 5}'}, ["line 1", "en is of type int", "not text"]),
     "list in json": ({"x.json": '[{"zh": "a", "en": "b"}, {"zh": ["a"], "en": "b"}]'}, ["row 2", "zh is of type list"]),
     "half a surrogate": ({"x.jsonl": '{"zh": "\\ud800", "en": "b"}'}, ["line 1", "surrogate"]),
-    "GBK csv": ({"x.csv": b"zh,en\na,b\n" + "你好,b\n".encode("gbk")}, ["x.csv, line 3", "not UTF-8", "iconv -f gb18030"]),
+    "GBK csv": ({"x.csv": b"zh,en\na,b\n" + "你好,b\n".encode("gbk")}, ["x.csv, line 3: not UTF-8", "iconv -f gb18030"]),
     "GBK jsonl": ({"x.jsonl": '{"zh": "你好", "en": "b"}'.encode("gbk")}, ["x.jsonl, line 1", "not UTF-8"]),
     "UTF-16 tsv": ({"x.tsv": "zh\ten\na\tb\n".encode("utf-16")}, ["x.tsv, line 1", "not UTF-8", "iconv -f utf-16"]),
     "too many fields": ({"x.csv": "zh,en\na,b\na,b,c\n"}, ["x.csv, line 3: 3 fields, the header has 2"]),
