@@ -59,6 +59,7 @@ from model import Translator
 from text.bleu import bleu_card
 from text.cleaning import held_out_rows, normalise
 from text.output import check_writable, keep_score, write_lines
+from text.prepare import began_with
 from text.rows import find_text, fingerprint_of
 from text.subwords import encode, special_ids
 
@@ -139,21 +140,20 @@ def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], 
     columns = [column or trained.config[side] for column, side in zip(columns, ("source", "target"))]
     own = os.path.realpath(path) == os.path.realpath(trained.config["data"])
     own &= columns == [trained.config["source"], trained.config["target"]]
-    text, splits = find_text(path, *columns), [config.split]
-    if own and config.split != "train":
-        rows = held_out_rows(text)[config.split]
+    text, split, splits = find_text(path, *columns), config.split, [config.split]
+    own = own or (split not in text.files and began_with(trained.checkpoint, trained.config, text))  # moved since
+    if own and split != "train":
+        rows = held_out_rows(text)[split]
     else:
-        if config.split not in text.files:
+        if split not in text.files:
             if own or "split" in getattr(config, "given", ()):
                 advice = "choose another --split" if own else "leave --split out to score all rows"
-                raise UserError(f"{path} has no {config.split} split; {advice}")
-            splits = list(text.files)
-        chunks = (row for split in splits for chunk in text.rows(split) for row in chunk)
-        rows = list(islice(chunks, config.limit or None))
+                raise UserError(f"{path} has no {split} split; {advice}")
+            split, splits = "all", list(text.files)
+        rows = (row for part in splits for chunk in text.rows(part) for row in chunk)
+    rows = list(islice(rows, config.limit or None))
     if not rows:
         raise UserError(f"{path} has no rows in its {config.split} split; choose another --split")
-    rows = rows[: config.limit or None]
-    split = config.split if splits == [config.split] else "all"
     return rows, {"data": path, "split": split, "own": own, "rows": fingerprint_of(rows)}
 
 

@@ -167,7 +167,7 @@ def training_flops(config: ModelConfig, source_tokens: int, target_tokens: int) 
     """Floating-point operations of a forward and backward pass over so many tokens, matrix products with weights only.
 
     A product with W weights costs 2·W a token forward and 4·W backward. Attention scores are left out: under 5 % at the
-    lengths of sentences.
+    lengths of sentences. The end of a source and the begin of a target are tokens too.
     """
     d, ff = config.d_model, config.dim_feedforward
     encoder = config.num_encoder_layers * (4 * d * d + 2 * d * ff)

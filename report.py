@@ -67,7 +67,7 @@ def describe(run: RunFiles) -> sections.Described | None:
         with torch.device("meta"):  # shapes without numbers
             model = Translator(ModelConfig(**run.model))
         pairs, tokens = run.data.get("counts", {}).get("kept"), run.data.get("tokens")
-        flops = pairs and training_flops(model.config, tokens["source"] / pairs, tokens["target"] / pairs)
+        flops = pairs and training_flops(model.config, tokens["source"] / pairs + 1, tokens["target"] / pairs + 1)
     except (TypeError, KeyError, UserError):
         return None
     return sections.Described(str(model), sum(weights.numel() for weights in model.parameters()), flops)

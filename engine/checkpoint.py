@@ -8,6 +8,7 @@ newest = mend(folder); load_optimizer(newest); load_state(newest)   # to resume
 model.load_state_dict(load_weights(resolve("runs/x")))             # to translate
 """
 
+import errno
 import hashlib
 import io
 import json
@@ -34,10 +35,8 @@ RESUMABLE = 2  # checkpoints that keep the optimizer's state: the newest, and on
 WEIGHT_SUFFIXES = [".safetensors", ".pt", ".pth", ".bin"]
 
 
-def save(
-    folder: Path, step: int, model_state: dict, optimizer_state: dict, state: dict, keep: int = 5,
-    best_step: int | None = None,
-) -> Path:  # fmt: skip
+def save(folder: Path, step: int, model_state: dict, optimizer_state: dict, state: dict, keep: int = 5,
+         best_step: int | None = None) -> Path:  # fmt: skip
     """Write `folder/step-N` whole or not at all, re-point `last` and `best`, and keep the newest `keep` and the best.
 
     `state` is any JSON: best score, sampler position, scaler… The optimizer's state, up to twice the size of the
@@ -77,9 +76,8 @@ def save(
         _settle_replaced(folder)
         whole = next(_whole(folder), None)
         remedy = f"resume from {whole.name}, which is whole" if whole else "begin anew: no earlier checkpoint is whole"
-        raise UserError(
-            f"cannot write step-{step} in {folder}: {error.strerror or error}; fix this, then {remedy}"
-        ) from error
+        reason = f"cannot write step-{step} in {folder}: {error.strerror or error}"
+        raise UserError(f"{reason}; fix this, then {remedy}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # after success it has its final name, and nothing is left here
     return checkpoint
@@ -283,8 +281,12 @@ def _link(folder: Path, last: int, best: int | None) -> None:
         if step is not None and (folder / f"step-{step}").is_dir():
             new_link = folder / f".new-{name}"
             new_link.unlink(missing_ok=True)
-            new_link.symlink_to(f"step-{step}")  # relative, so that a run may be moved or copied
-            os.replace(new_link, folder / name)
+            try:
+                new_link.symlink_to(f"step-{step}")  # relative, so that a run may be moved or copied
+                os.replace(new_link, folder / name)
+            except OSError as error:  # exFAT, SMB and Google Drive have no links, and no code needs these
+                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+                    raise
     _wait_for_disk(folder)
 
 

@@ -63,7 +63,8 @@ def _parse(config_class, description: str, positional: str | None, arguments: li
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     names = [field.name for field in dataclasses.fields(config_class)]
     for field in dataclasses.fields(config_class):
-        kind = dict(type=_boolean, nargs="?", const=True) if field.type is bool else dict(type=field.type)
+        kind = dict(type=os.path.expanduser if field.type is str else field.type)  # --run=~/x: the shell leaves it so
+        kind = dict(type=_boolean, nargs="?", const=True) if field.type is bool else kind
         kind = dict(type=int, nargs="+") if field.type is tuple else kind  # whole numbers: --gpu_devices 0 1 2
         parser.add_argument(f"--{field.name}", f"--{field.name.replace('_', '-')}", **kind)  # --norm_first=false
     end = arguments.index("--") if positional and "--" in arguments else len(arguments)
@@ -111,8 +112,8 @@ def checked(config):
         value, bounds = getattr(config, field.name), field.metadata
         if not isinstance(value, (int, float) if field.type is float else field.type):
             raise UserError(f"--{field.name} {value!r} must be of type {field.type.__name__}")
-        if isinstance(value, str) and "\0" in value:
-            raise UserError(f"--{field.name} {value!r} holds a NUL character, which no name can")
+        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):  # surrogates stand for other bytes
+            raise UserError(f"--{field.name} {value!r} holds a NUL character, or is not UTF-8; rename it")
         if isinstance(value, int | float) and not _is_within(value, bounds):
             raise UserError(f"--{field.name} {value} must be {bounds_in_words(bounds, value) or 'a finite number'}")
         choices = choices_of(field)

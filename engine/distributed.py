@@ -185,9 +185,8 @@ def start(device_name: str = "auto") -> World:
         raise UserError(f"{names} missing in the environment; start with torchrun, or unset RANK and WORLD_SIZE")
     words = [os.environ[name] for name in (*variables[:3], "MASTER_PORT")]
     if not all(word.isdecimal() for word in words):
-        raise UserError(
-            f"RANK, WORLD_SIZE, LOCAL_RANK, MASTER_PORT must be numbers, not {', '.join(words)}; use torchrun"
-        )
+        found = ", ".join(words)
+        raise UserError(f"RANK, WORLD_SIZE, LOCAL_RANK, MASTER_PORT must be numbers, not {found}; use torchrun")
     rank, size, local_rank, _ = map(int, words)
     if rank >= size:
         raise UserError(f"RANK {rank} must be below WORLD_SIZE {size}; start with torchrun, or unset both")
@@ -281,8 +280,6 @@ def hidden_gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
     if not cards or torch.cuda.is_available():
         return None
     if visible is None:
-        return (
-            f"PyTorch {torch.__version__} can use none of the {cards} GPU(s) of this machine: its driver is too old for "
-            f"CUDA {torch.version.cuda} (see `nvidia-smi`), or this is a build for CPUs"
-        )
+        return (f"PyTorch {torch.__version__} can use none of the {cards} GPU(s) of this machine: its driver is too "
+                f"old for CUDA {torch.version.cuda} (see `nvidia-smi`), or this is a build for CPUs")  # fmt: skip
     return f"CUDA_VISIBLE_DEVICES={visible!r} hides all {cards} GPU(s) of this machine"

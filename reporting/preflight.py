@@ -31,6 +31,7 @@ from engine.precision import Precision, choose_precision
 from engine.run import folder_of
 from engine.telemetry import GIB, nvml_handle, peak_memory_gib
 from reporting.masks import explain_masks
+from text.bleu import CHINESE
 from text.cleaning import REASONS, missing_splits
 from text.prepare import Prepared, default_vocabulary, prepare
 from text.rows import ParallelText, default_path, find_text
@@ -171,7 +172,7 @@ def rows_in(text: ParallelText, some: list[tuple[str, str]]) -> int:
 def check_languages(sample: Sample, warn: Callable) -> None:
     """Chinese is known by its characters: whether it stands on the other side, or on neither."""
     names = (sample.source, sample.target)
-    chinese = [name.lower().startswith(("zh", "chinese")) for name in names]
+    chinese = [name.lower().startswith(CHINESE) for name in names]
     if sum(chinese) != 1:
         return
     shares = [sum(bool(re.search("[\u4e00-\u9fff]", text)) for text in texts) / len(texts)

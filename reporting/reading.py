@@ -12,7 +12,7 @@ import re
 import shlex
 import statistics
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import chain, islice, takewhile
 from pathlib import Path
 
 from engine.errors import UserError
@@ -260,7 +260,8 @@ def read_rows(run: RunFiles, name: str) -> list[tuple[str, str]]:
     if split == "all":  # evaluate.py --data
         raise UserError(f"{name} is of other data")
     text = find_text(data, run.config["source"], run.config["target"])
-    rows = next(text.rows("train"), []) if split == "train" else held_out_rows(text)[split]
+    train = chain.from_iterable(text.rows("train"))
+    rows = list(islice(train, lines)) if split == "train" else held_out_rows(text)[split]
     is_first_part = split == "train" or "first" in name  # evaluate.py --limit
     if lines > len(rows) or (lines < len(rows) and not is_first_part):
         raise UserError(f"{name}.txt has {lines:,} lines, the data set {len(rows):,} rows")

@@ -12,7 +12,7 @@ PACKAGES = {"ctranslate2": "ctranslate2 transformers", "hf": "torch safetensors 
             "onnx": "onnxruntime transformers"}  # fmt: skip
 RECIPE = ("preset", "epochs", "max_steps", "max_minutes", "tokens_per_batch", "optimizer", "lr", "warmup", "dropout_after",
           "label_smoothing", "clip", "precision", "seed")  # fmt: skip
-HEAD = """| data | sentences | search | nltk | sacreBLEU (95 %) | chrF2 | signature |
+HEAD = """| data | sentences | search | nltk (95 %) | sacreBLEU | chrF2 | signature |
 |---|---|---|---|---|---|---|"""
 CARD = """---
 language: [{source}, {target}]
@@ -97,6 +97,6 @@ def bleu_of(run: RunFiles) -> str:
         with suppress(KeyError):  # of an older version
             low, high, signature = score["low"], score["high"], cell(score["signature"])
             lines.append(f"| {Path(score['data']).name} {score['split']} | {score['sentences']:,} | {score['decoding']} | "
-                         f"{score['nltk']:.2f} | {score['sacrebleu']:.2f} ({low:.2f}–{high:.2f}) | {score['chrf']:.2f} | "
+                         f"{score['nltk']:.2f} ({low:.2f}–{high:.2f}) | {score['sacrebleu']:.2f} | {score['chrf']:.2f} | "
                          f"`{signature}` |")  # fmt: skip
     return "\n".join([HEAD, *lines]) if lines else "Not measured."

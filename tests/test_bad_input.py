@@ -83,6 +83,11 @@ def damaged_parquet():
     Path("bad/train.parquet").write_bytes(data[:100] + b"?" * 300 + data[400:])
 
 
+def header_beside_pairs():
+    in_file("bad/train.csv", "zh,en\n" + "".join(f"{source},{target}\n" for source, target in PAIRS))()
+    in_file("bad/validation.csv", "zh,en\n")()
+
+
 class Hostile:
     """A pickle of it makes a folder named `hacked` when it is opened."""
 
@@ -201,7 +206,10 @@ CASES = {
     "one row": Case("train --data bad", ("1 training pairs left", "at least 2 are needed"), lines(*rows(("一", "one")))),
     "source is target": Case("train --data bad", ("0 training pairs left", "60 with source = target"),
                              lines(*rows(*[(target, target) for _, target in PAIRS[:60]]))),
-    "no validation rows": Case("train --data bad", ("bad", "validation"), lines(*rows(*PAIRS[:5]))),
+    "no validation rows": Case("train --data bad", ("bad: 5 pairs are too few to cut 1 % off for validation",),
+                               lines(*rows(*PAIRS[:5]))),
+    "an empty validation file": Case("train --data bad", ("bad: the validation split has no rows", "remove the file"),
+                                     header_beside_pairs),
     # Flags.
     "flag of train.py": Case("train --epoch 3", ("unknown flag --epoch", "did you mean --epochs?"), process=True),
     "heads that do not divide": Case("train --data pairs --nhead 5", ("--d_model 32", "a multiple of --nhead 5")),

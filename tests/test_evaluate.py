@@ -179,6 +179,12 @@ def test_data_without_splits_is_scored_on_the_part_that_was_cut_off(tmp_path):
     rows, _ = load_rows(Config(), trained)
     assert 3 <= len(rows) < 60 and len((tmp_path / "out.txt").read_text().splitlines()) == len(rows)
     assert set(rows) < set(pairs)
+    moved = data.rename(tmp_path / "moved")
+    found, scored = load_rows(Config(data=str(moved)), trained)
+    assert found == rows and (scored["split"], scored["own"]) == ("test", True)
+    write_pairs(moved, pairs[1:])  # these are other data
+    found, scored = load_rows(Config(data=str(moved)), trained)
+    assert found == pairs[1:] and (scored["split"], scored["own"]) == ("all", False)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """evaluate.py and translate.py: what is scored, where it is kept, and streams, signals and places that are not as usual."""
 
 import ctypes
+import errno
 import json
 import os
 import shlex
@@ -154,6 +155,19 @@ def test_what_is_no_regular_file_is_written_to_and_never_replaced(tmp_path):
     assert (tmp_path / "file").read_text() == "one\n" and (tmp_path / "new").read_text() == "four\n"
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_full_disk_leaves_the_score_before(tmp_path, monkeypatch, number):
+    def fill(path, text, **_):
+        open(path, "w").close()
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "score.json").write_text("old")
+    monkeypatch.setattr(Path, "write_text", fill)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        write_lines(tmp_path / "score.json", ["new"])
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
 # Flags.
 
 
@@ -165,9 +179,10 @@ def test_flags_by_their_names_elsewhere(typed_name, meant):
     assert under_test.nearest("batch", ["batch_size"], "--") == "; did you mean --batch_size?"
 
 
-def test_a_path_with_a_nul():
-    with pytest.raises(UserError, match=r"--out 'a.x00b' holds a NUL"):
-        under_test.checked(Config(out="a\0b"))
+@pytest.mark.parametrize(("path", "shown"), [("a\0b", "a.x00b"), (os.fsdecode(b"a\xff"), "a.udcff")])
+def test_a_path_with_a_nul_or_with_bytes_that_are_not_utf8(path, shown):
+    with pytest.raises(UserError, match=f"--out '{shown}' holds a NUL character, or is not UTF-8; rename it"):
+        under_test.checked(Config(out=path))
 
 
 @pytest.mark.parametrize("name", ["train", "evaluate", "translate"])

@@ -1,5 +1,6 @@
 """`--check` finds what would spoil a run, and says what it costs; `--explain_masks` shows what the model sees."""
 
+import json
 import re
 import sys
 from collections import namedtuple
@@ -109,6 +110,13 @@ def test_ends_with_a_line_for(name, tmp_path, pairs):
     spoil, flags, said = ENDED[name]
     with pytest.raises(UserError, match=said):
         preflight.check(config(data=str(write_pairs(tmp_path / "x", spoil(pairs), SPLITS)), **flags))
+
+
+def test_swapped_languages_by_other_names_of_chinese(tmp_path, pairs):
+    rows = [{"中文": target, "en": source} for source, target in pairs]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    with pytest.raises(UserError, match="swapped: 100% of the texts under 'en' are Chinese"):
+        preflight.check(config(data=str(tmp_path / "train.jsonl"), source="中文"))
 
 
 def test_a_full_disk(tmp_path, pairs, monkeypatch):

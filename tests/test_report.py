@@ -28,7 +28,7 @@ from model import ModelConfig, Translator, training_flops
 from reporting import figures, fonts, space
 from reporting.attention import END, group_characters, in_words, picture
 from reporting.page import Page
-from reporting.reading import RunFiles, read_run
+from reporting.reading import RunFiles, read_run, rows_of
 from reporting.words import CHINESE
 
 NUMBER = re.compile(r"-?[\d,]+(?:\.\d+)?(?:e[+-]\d+)?")
@@ -130,7 +130,8 @@ def computed(run: Path, source: str, rows: list[dict]) -> float:
     if source.endswith("/model.json"):
         return sum(weights.numel() for weights in Translator(sizes).parameters())
     if source.endswith("data.json"):
-        return training_flops(sizes, *(data["tokens"][side] / data["counts"]["kept"] for side in ("source", "target")))
+        of_each = (data["tokens"][side] / data["counts"]["kept"] for side in ("source", "target"))
+        return training_flops(sizes, *(tokens + 1 for tokens in of_each))  # the end of a source, the begin of a target
     file, _, row = source.removeprefix("computed from a/").partition("#")
     hypothesis = (run / file).read_text(encoding="utf-8").splitlines()[int(row)]
     return sacrebleu.sentence_bleu(hypothesis, [rows[int(row)]["en"]]).score
@@ -186,6 +187,14 @@ def test_every_number_on_the_page_is_one_of_the_runs_files(run, toy_data):
     assert all(text.replace("|", "\\|") in markdown for _, _, text in page.facts)
     links = re.findall(r"!\[.*?\]\((.*?)\)", markdown)
     assert len(links) > 10 and all((run / "report" / link.replace("%20", " ")).stat().st_size > 1000 for link in links)
+
+
+def test_the_rows_of_a_large_training_split(trained, toy_data, monkeypatch):
+    monkeypatch.setattr("text.formats.CHUNK", 100)
+    rows = [json.loads(line) for line in (toy_data / "train.jsonl").read_text(encoding="utf-8").splitlines()[:250]]
+    run = RunFiles(trained, "a", config={"data": str(toy_data), "source": "zh", "target": "en"})
+    run.results["eval/train-greedy"], run.hypotheses["eval/train-greedy"] = {"split": "train"}, [""] * 250
+    assert rows_of(run, "eval/train-greedy") == [(row["zh"], row["en"]) for row in rows] and not run.missing
 
 
 def test_attention_is_a_table_of_words(run, without_drawing):

@@ -1,6 +1,7 @@
 """One line out for each line in, translations alone on standard output, everything else on standard error."""
 
 import io
+import os
 import sys
 
 import pytest
@@ -148,6 +149,17 @@ def test_at_a_prompt(tiny_run, called, reference, monkeypatch):
     assert out.splitlines() == [*reference(["一二"]), *reference(["三"])] and "an empty line ends" in err
     assert next(typed_lines) == "never read"
 
+    typed_lines = iter([UnicodeDecodeError("utf-8", b"\xc4", 0, 1, "no"), "\udcc4\udce3", "三", ""])
+
+    def type_line(shown):
+        if isinstance(line := next(typed_lines), UnicodeDecodeError):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", type_line)
+    out, err = called()
+    assert out.splitlines() == reference(["三"]) and err.count("note: this line is not UTF-8") == 2
+
     def end(shown):
         raise EOFError
 
@@ -168,3 +180,5 @@ def test_a_paragraph_is_translated_sentence_by_sentence(called, reference):
 def test_input_that_is_not_utf8(called):
     with pytest.raises(UserError, match=r"standard input is not UTF-8 .*; convert it with iconv first"):
         called(stdin="你好\n".encode("gb18030"))
+    with pytest.raises(UserError, match=r"the text is not UTF-8; .* with iconv"):
+        called("一", os.fsdecode("你好".encode("gb18030")))

@@ -16,6 +16,10 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+# How a column's name may begin: with the code of the language or of a country, with its name in English or in itself.
+CHINESE = ("zh", "chinese", "cmn", "cn", "中", "汉", "漢")
+JAPANESE_OR_KOREAN = ("ja", "jp", "日", "ko", "kr", "韩", "한")
+
 
 def corpus_bleu(references: list[str], hypotheses: list[str], target: str = "en", smooth: bool = False) -> float:
     """The graded score, 0–100: nltk's corpus BLEU (Papineni et al. 2002) on sacreBLEU's tokens, case-sensitive.
@@ -49,8 +53,8 @@ def sacrebleu_metric(target: str, lowercase: bool = False):
     Korean are cut into characters, since a whole clause may stand between two spaces."""
     from sacrebleu.metrics import BLEU
 
-    language = "zh" if target.lower().startswith("chinese") else target.lower()[:2]  # a column may have its name
-    tokeniser = {"zh": "zh", "ja": "char", "ko": "char"}.get(language, "13a")
+    name = target.lower()
+    tokeniser = "zh" if name.startswith(CHINESE) else "char" if name.startswith(JAPANESE_OR_KOREAN) else "13a"
     return BLEU(tokenize=tokeniser, lowercase=lowercase, force=True)  # force: no warning about lines ending in " ."
 
 

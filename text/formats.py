@@ -24,7 +24,9 @@ def read_chunks(form: str, files: list[Path], source: str, target: str) -> Itera
         yield from groups_of(pairs, lambda pair: len(pair[0]) + len(pair[1]), CHUNK_BYTES // 4, CHUNK)
     except UnicodeDecodeError as error:
         file, line = next(((file, line) for file in files if (line := _first_line_not_utf8(file))), (files[0], 0))
-        raise UserError(f"{file}, line {line}: not UTF-8; convert it: iconv -f gb18030 -t utf-8") from error
+        with file.open("rb") as stream:  # what Windows calls Unicode begins so
+            encoding = "utf-16" if stream.read(2) in (b"\xff\xfe", b"\xfe\xff") else "gb18030"
+        raise UserError(f"{file}, line {line}: not UTF-8; convert it: iconv -f {encoding} -t utf-8") from error
     except (OSError, ValueError, LookupError, TypeError, NotImplementedError, MemoryError) as error:
         # What pyarrow raises for a damaged file.
         raise UserError(f"cannot read {files[0]}: {short(error)}; if it is damaged, get it again") from error

@@ -12,6 +12,8 @@ LINES_AT_ONCE = 2000  # of a file: enough to sort by length, few enough to see r
 def groups_of_lines(texts: list[str]) -> Iterator[list[str]]:
     """What to translate, as much at once as is there."""
     if texts:
+        if any(text != text.encode(errors="ignore").decode() for text in texts):  # surrogates stand for other bytes
+            raise UserError("the text is not UTF-8; set the terminal to UTF-8, or convert the text with iconv")
         yield texts
     elif sys.stdin.isatty():
         print("an empty line ends the program", file=sys.stderr)
@@ -28,7 +30,12 @@ def groups_of_lines(texts: list[str]) -> Iterator[list[str]]:
 
 def prompt() -> str:
     """A line typed at the terminal; '' at its end."""
-    try:
-        return input("> ").strip()
-    except EOFError:
-        return ""
+    while True:
+        try:
+            line = input("> ").strip()
+            line.encode()  # in some locales other bytes come as surrogates
+            return line
+        except EOFError:
+            return ""
+        except UnicodeError:
+            print("note: this line is not UTF-8; set the terminal to UTF-8", file=sys.stderr)

@@ -35,9 +35,11 @@ def write_lines(path: Path, lines: list[str]) -> None:
             temporary.write_text(text, encoding="utf-8")
             os.replace(temporary, path)
             return
-        except OSError:  # the folder is not ours, or has no room for two; perhaps the file itself can be written
+        except OSError as error:  # the folder is not ours; perhaps the file itself can be written
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):  # writing over the old file would only lose it
+                raise
     path.write_text(text, encoding="utf-8")
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.checkpoint import verify_files, write_checksums
+from engine.checkpoint import load_state, verify_files, write_checksums
 from engine.errors import UserError
 from engine.telemetry import progress
 from text.cleaning import (
@@ -42,7 +42,7 @@ from text.subwords import encode, encode_flat, load_tokenizer, train_tokenizer
 FORMAT = 2  # of the token store; raise it when its content changes, and old caches are left alone
 TOKENIZER_LINES = 200_000  # sentences that a tokenizer is trained on; more change little
 CHUNK = 20_000  # sentences tokenised at once
-VALIDATION_ROWS = 4000  # rows of validation used while training; evaluate.py scores all
+VALIDATION_ROWS = 4000  # rows of validation used while training, at most; evaluate.py scores all
 
 
 @dataclass
@@ -92,22 +92,24 @@ def prepare(
     The cache key is a hash of the files' content and of every setting that changes the ids. Raises `UserError` when no
     pair is left.
     """
-    settings = {"format": FORMAT, "data": text.fingerprint(), "source_vocab": source_vocab, "target_vocab": target_vocab,
-                "tokenizer": _tokenizer_key(tokenizer), "max_length": max_length}  # fmt: skip
-    key = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
+    key = _key(text, source_vocab, target_vocab, tokenizer, max_length)
     folder = cache / key
-    cache.mkdir(parents=True, exist_ok=True)
-    _clear_leftovers(cache, key, say)
-    if folder.exists() and (damage := verify_files(folder)):  # the caches of older versions have no checksums
-        say(f"data: {folder} is made again: {damage}")
-        shutil.rmtree(folder)
-    if folder.exists():
-        say(f"data: {text.path} ({text.form}), tokenised earlier in {folder}")
-    else:
-        say(f"data: {text.path} ({text.form}), {text.source}→{text.target}; tokenising into {folder}")
-        with _made_whole(folder) as building:
-            summary = _build(text, building, source_vocab, target_vocab, tokenizer, max_length, say) | {"key": key}
-            (building / "summary.json").write_text(json.dumps(summary, ensure_ascii=False, indent=1), encoding="utf-8")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        _clear_leftovers(cache, key, say)
+        if folder.exists() and (damage := verify_files(folder)):  # the caches of older versions have no checksums
+            say(f"data: {folder} is made again: {damage}")
+            shutil.rmtree(folder)
+        if folder.exists():
+            say(f"data: {text.path} ({text.form}), tokenised earlier in {folder}")
+        else:
+            say(f"data: {text.path} ({text.form}), {text.source}→{text.target}; tokenising into {folder}")
+            with _made_whole(folder) as building:
+                summary = _build(text, building, source_vocab, target_vocab, tokenizer, max_length, say) | {"key": key}
+                told = json.dumps(summary, ensure_ascii=False, indent=1)
+                (building / "summary.json").write_text(told, encoding="utf-8")
+    except PermissionError as error:  # it may be somebody else's, whose runs lie in the same folder
+        raise UserError(f"cannot write to {cache}: {error.strerror}; choose another --run PATH/NAME") from None
     return load_prepared(folder)
 
 
@@ -120,10 +122,20 @@ def find_and_prepare(config, cache: Path, say) -> tuple[Path, str]:
         say("note: --source_vocab and --target_vocab have no effect: they are for tokenizers that are trained here")
     if os.path.exists(os.path.expanduser(data)):  # else a hub name, or a mistake
         data = os.path.realpath(os.path.expanduser(data))
+    if data != data.encode(errors="ignore").decode():  # of other bytes, which no file of the run could hold
+        raise UserError(f"the path {data!r} is not UTF-8; rename the folder")
     text = find_text(data, config.source, config.target)
     prepared = prepare(text, cache, source_vocab=config.source_vocab, target_vocab=config.target_vocab,
                        tokenizer=config.tokenizer, max_length=config.max_length, say=say)  # fmt: skip
     return prepared.folder, data
+
+
+def began_with(checkpoint: Path, config: dict, text: ParallelText) -> bool:
+    """Whether the run of this checkpoint and these settings was made from just these files, wherever they lie now."""
+    with contextlib.suppress(OSError, ValueError, KeyError):  # a file of weights, an older version
+        settings = (config[name] for name in ("source_vocab", "target_vocab", "tokenizer", "max_length"))
+        return load_state(checkpoint)["data_key"] == _key(text, *settings)
+    return False
 
 
 def load_prepared(folder: Path) -> Prepared:
@@ -207,10 +219,12 @@ def _build(text, building, source_vocab, target_vocab, tokenizer, max_length, sa
             f"tokenizer {tokenizer} does not know {unknown:.1%} of the tokens of {text.path}; choose a tokenizer "
             f"made for {text.source} and {text.target}, or leave --tokenizer out"
         )
-    rows = held_out["validation"][:VALIDATION_ROWS]
+    held = held_out["validation"]
+    rows = held[:: -(-len(held) // VALIDATION_ROWS) or 1]  # from all over: one corpus may stand behind another
     if not rows:
-        remedy = "add rows, or remove the file: then it is cut from train"
-        raise UserError(f"{text.path}: the validation split has no rows; {remedy}")
+        none = "the validation split has no rows; add rows, or remove the file: then it is cut from train"
+        few = f"{counts['kept']:,} pairs are too few to cut 1 % off for validation; add pairs, or a validation file"
+        raise UserError(f"{text.path}: {none if 'validation' in text.files else few}")
     _write_validation(rows, building, tokenizers, max_length, say)
     lines.unlink()
     say(report(counts))
@@ -287,9 +301,19 @@ def _require_pairs(text: ParallelText, counts: Counter) -> None:
         raise UserError(f"{text.path}: {counts['kept']} training pairs left, at least 2 are needed; {report(counts)}")
 
 
+def _key(text: ParallelText, source_vocab: int, target_vocab: int, tokenizer: str, max_length: int) -> str:
+    settings = {"format": FORMAT, "data": text.fingerprint(), "source_vocab": source_vocab, "target_vocab": target_vocab,
+                "tokenizer": _tokenizer_key(tokenizer), "max_length": max_length}  # fmt: skip
+    return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
 def _tokenizer_key(name: str) -> str:
     """A hub name stands for itself, a folder for its content."""
     if not name or not Path(name).is_dir():
         return name
-    files = sorted(path for path in Path(name).iterdir() if path.is_file())
-    return hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(path for path in Path(name).iterdir() if path.is_file()):
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 22):  # weights may lie beside it
+                digest.update(block)
+    return digest.hexdigest()

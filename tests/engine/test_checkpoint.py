@@ -95,6 +95,22 @@ def test_links_are_relative_and_follow_the_saves(tmp_path):
     assert sorted(path.name for path in (moved / "checkpoints").iterdir()) == ["best", "last", "step-1", "step-2"]
 
 
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+def test_a_disk_without_links_has_checkpoints_all_the_same(tmp_path, monkeypatch, number):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    folder = tmp_path / "run" / "checkpoints"
+    for step in (1, 2):
+        save(folder, step, best_step=1)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2"]
+    assert ck.resolve(tmp_path / "run") == folder / "step-1" and ck.mend(folder) == folder / "step-2"
+    monkeypatch.setattr(os, "symlink", lambda *_, **__: disk_full())
+    with pytest.raises(UserError, match="No space left on device"):
+        save(folder, 3)
+
+
 def test_keeps_the_newest_and_the_best(tmp_path):
     for step in range(1, 8):
         save(tmp_path, step, best_step=2 if step > 1 else None, keep=3)

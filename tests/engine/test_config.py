@@ -155,6 +155,15 @@ def test_a_setting_has_the_type_of_its_flag(parse, tmp_path, value, text):
     assert parse(path).data == text
 
 
+def test_a_path_below_home_wherever_it_stands(parse, tmp_path, monkeypatch):
+    """bash writes it out in `--data ~/x` alone."""
+    monkeypatch.setenv("HOME", "/home/li")
+    (tmp_path / "settings.yaml").write_text("data: ~/x y\n")
+    for words in (["--data=~/x y"], ["--data", "~/x y"], [tmp_path / "settings.yaml"]):
+        assert parse(*words).data == "/home/li/x y"
+    assert [parse("--data", name).data for name in ("x~/y", "./~/x")] == ["x~/y", "./~/x"]
+
+
 @pytest.mark.parametrize("content, said", [
     ("max_step: 7", "unknown setting 'max_step' in the settings file; did you mean max_steps?"),
     ("7: 7", "unknown setting 7"), ("- 7", "must hold `name: value` lines"), ("", "must hold `name: value` lines"),

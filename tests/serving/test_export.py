@@ -15,7 +15,8 @@ import serving
 from decoding import translate_lines
 from engine.errors import UserError
 from loading import load_trained
-from serving.card import write_card
+from reporting.reading import RunFiles
+from serving.card import bleu_of, write_card
 from serving.export import NEEDS, export
 from text.subwords import load_tokenizer
 from translate import Config, translate
@@ -84,6 +85,14 @@ def test_the_card_asks_for_no_more_tokens_than_the_model_has_places(run, tmp_pat
         trained.model.config = replace(trained.model.config, max_length=places)
         write_card(trained, "ctranslate2", tmp_path)
         assert f"max_decoding_length={most})" in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_interval_stands_beside_the_score_that_it_is_of():
+    score = {"data": "d", "split": "test", "sentences": 5, "decoding": "greedy", "signature": "s"}
+    score |= {"nltk": 10, "low": 9, "high": 11, "sacrebleu": 20, "chrf": 30}
+    names, _, line = bleu_of(RunFiles(Path("r"), "r", results={"eval/test-greedy": score})).splitlines()
+    cells = dict(zip(names.split(" | "), line.split(" | ")))
+    assert cells["nltk (95 %)"] == "10.00 (9.00–11.00)" and cells["sacreBLEU"] == "20.00"
 
 
 def onto_a_mount_point(*_):

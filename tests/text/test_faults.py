@@ -1,5 +1,6 @@
 """Tokenizers and caches that are damaged, hostile or of an odd size: never other ids, never foreign code."""
 
+import errno
 import json
 import os
 import shutil
@@ -95,6 +96,19 @@ def test_a_flipped_bit_in_the_cache_is_found(data, tmp_path, name):
     assert "tokenised earlier" in cached(data, tmp_path / "cache")[1]
     (folder / "checksums.json").unlink()  # as in an older version's cache
     assert "is made again: checksums.json is missing" in cached(data, tmp_path / "cache")[1]
+
+
+@pytest.mark.parametrize("call", ["pathlib.Path.mkdir", "pathlib.Path.exists", "shutil.rmtree"])
+def test_a_cache_that_is_somebody_else_s_is_one_line(data, tmp_path, monkeypatch, call):
+    folder, _ = cached(data, tmp_path / "cache")
+    (folder / "summary.json").write_text("{}")  # so that it has to be made again
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(call, refuse)
+    with pytest.raises(UserError, match=r"cannot write to .*cache: Permission denied; choose another --run PATH/NAME"):
+        cached(data, tmp_path / "cache")
 
 
 def test_what_killed_builds_left_is_removed_and_living_ones_are_left_alone(data, tmp_path):

@@ -1,6 +1,10 @@
 """From rows to token ids on disk: nothing lost, and a cache that is used only when it is right."""
 
+import hashlib
+import os
 import pickle
+import shutil
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +14,7 @@ import pytest
 from conftest import reversed_digits, write_pairs
 
 from data import collate_for
+from engine.errors import UserError
 from text.cleaning import _scores, held_out_rows
 from text.prepare import Prepared, _tokenizer_key, _worth_keeping, default_vocabulary, find_and_prepare, prepare
 from text.rows import find_text
@@ -48,6 +53,12 @@ def test_prepare(toy_text, tmp_path):
     assert [default_vocabulary(pairs) for pairs in (380, 10_000, 50_000)] == [1000, 2000, 8000]
     batch = collate_for(prepared)([prepared.train[0], prepared.train[1]])
     assert batch.src.max() < len(prepared.source_tokenizer)
+
+
+def test_the_rows_of_validation_are_from_all_over(toy_text, tmp_path, monkeypatch):
+    monkeypatch.setattr("text.prepare.VALIDATION_ROWS", 8)
+    prepared = prepare(toy_text, tmp_path / "cache", say=lambda line: None)
+    assert prepared.validation_rows == reversed_digits(400)[380::3] and len(prepared.validation) == 7
 
 
 def test_the_cache_is_used_only_for_the_same_data_and_settings(toy_text, tmp_path):
@@ -146,6 +157,17 @@ def test_a_vocabulary_beside_a_tokenizer_is_said_to_have_no_effect(toy_text, tmp
     assert any("have no effect" in line for line in said)
 
 
+def test_a_working_directory_whose_name_is_not_utf8(toy_text, tmp_path, monkeypatch):
+    folder = tmp_path / os.fsdecode(b"\xd6\xd0")
+    folder.mkdir()
+    shutil.copytree(toy_text.path, folder / "toy")
+    monkeypatch.chdir(folder)
+    sizes = dict(source_vocab=0, target_vocab=0, max_length=512)
+    config = SimpleNamespace(data="toy", source="zh", target="en", tokenizer="", **sizes)
+    with pytest.raises(UserError, match="is not UTF-8; rename the folder"):
+        find_and_prepare(config, tmp_path / "cache", lambda line: None)
+
+
 def test_an_own_tokenizer_folder_serves_both_sides(toy_text, tmp_path):
     trained = prepare(toy_text, tmp_path / "cache", say=lambda line: None)
     folder = tmp_path / "joint"
@@ -153,5 +175,13 @@ def test_an_own_tokenizer_folder_serves_both_sides(toy_text, tmp_path):
     prepared = prepare(toy_text, tmp_path / "cache", tokenizer=str(folder), say=lambda line: None)
     assert prepared.folder != trained.folder
     assert [_tokenizer_key(name) for name in ("", "bert-base-chinese")] == ["", "bert-base-chinese"]
+    before = _tokenizer_key(str(folder))
+    (folder / "model.safetensors").write_bytes(bytes(2**25))  # weights, which are not read at once
+    content = b"".join(file.read_bytes() for file in sorted(folder.iterdir()))
+    tracemalloc.start()
+    key = _tokenizer_key(str(folder))
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
+    assert key == hashlib.blake2b(content, digest_size=8).hexdigest() != before
     line = "three two one"
     assert encode(prepared.source_tokenizer, [line]) == encode(prepared.target_tokenizer, [line])
