@@ -13,7 +13,7 @@ import torch
 
 from engine.config import command
 from engine.distributed import World
-from engine.telemetry import GIB
+from engine.telemetry import GIB, nvml_of
 
 
 def environment(world: World) -> dict:
@@ -33,8 +33,5 @@ def environment(world: World) -> dict:
         card = torch.cuda.get_device_properties(world.device)
         facts |= {"gpu": card.name, "gpu_memory_gib": round(card.total_memory / GIB, 1)}
         with suppress(Exception):  # no package, no permission: a run does not need it
-            import pynvml
-
-            pynvml.nvmlInit()
-            facts["driver"] = pynvml.nvmlSystemGetDriverVersion()
+            facts["driver"] = nvml_of(world.device)[0].nvmlSystemGetDriverVersion()
     return facts

@@ -200,10 +200,7 @@ class GpuSampler(threading.Thread):
         self.interval = interval
         self.handle, self.samples, self.lock, self.ended = None, {}, threading.Lock(), threading.Event()
         try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            self.handle, self.nvml = nvml_handle(pynvml, device), pynvml
+            self.nvml, self.handle = nvml_of(device)
         except Exception as error:  # no package, no driver, no GPU, no permission: a run needs none of these figures
             say(f"no GPU figures will be recorded: {' '.join(str(error).split())}")
 
@@ -239,14 +236,20 @@ class GpuSampler(threading.Thread):
         self.ended.set()
 
 
-def nvml_handle(nvml, device: torch.device):
-    """NVML's handle of torch's device: by UUID, for NVML counts all cards and knows no CUDA_VISIBLE_DEVICES."""
+def nvml_of(device: torch.device) -> tuple:
+    """NVML and its handle of torch's device: by UUID, for NVML counts all cards and knows no CUDA_VISIBLE_DEVICES.
+
+    Raises one exception or another where there is no package, no driver, no permission or no such card.
+    """
+    import pynvml as nvml
+
+    nvml.nvmlInit()
     properties = torch.cuda.get_device_properties(device)
     try:
-        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
+        return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
     except nvml.NVMLError:  # a slice of a card (MIG) has a UUID of its own: then by the card's place on the PCI bus
         place = f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-        return nvml.nvmlDeviceGetHandleByPciBusId(place)
+        return nvml, nvml.nvmlDeviceGetHandleByPciBusId(place)
 
 
 class Meter:

@@ -29,7 +29,7 @@ from engine.memory import fewest_parts
 from engine.optimizer import make_optimizer
 from engine.precision import Precision, choose_precision
 from engine.run import folder_of
-from engine.telemetry import GIB, nvml_handle, peak_memory_gib
+from engine.telemetry import GIB, nvml_of, peak_memory_gib
 from reporting.masks import explain_masks
 from text.bleu import CHINESE
 from text.cleaning import REASONS, missing_splits
@@ -120,13 +120,10 @@ def describe_cards() -> list[bool]:
     """A line for every GPU that PyTorch sees, if NVML tells of it; → whether others use it. Before this process uses one."""
     used = []
     with suppress(Exception):  # no package, no driver, no permission
-        import pynvml
-
-        pynvml.nvmlInit()
         for index in range(torch.cuda.device_count()):
-            handle = nvml_handle(pynvml, torch.device("cuda", index))
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            processes = len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
+            nvml, handle = nvml_of(torch.device("cuda", index))
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            processes = len(nvml.nvmlDeviceGetComputeRunningProcesses(handle))
             used.append(processes > 0 or memory.used > USED * memory.total)  # a container hides processes, not memory
             print(f"cuda:{index}: {torch.cuda.get_device_properties(index).name}, {(memory.total - memory.used) / GIB:.1f} of "
                   f"{memory.total / GIB:.1f} GiB free, processes: {processes}")  # fmt: skip
