@@ -157,6 +157,7 @@ def loop(run: Run, sequences: Tensor, pipeline: Pipeline, optimizer: torch.optim
     while state["step"] < last:
         tokens, target = batch_of_step(sequences, state["step"], config.batch_size, config.seed)
         counted = state["step"] == min(begun + 1, last - 1)  # by then the optimizer's state is there
+        due = pipeline.recorder.on = (state["step"] + 1) % log_every == 0 or state["step"] + 1 == last  # a line
         run.world.set_seed(config.seed, state["step"])  # dropout: a resumed run draws what it would have drawn
         optimizer.zero_grad()
         with measured.counting() if counted else nullcontext():
@@ -170,7 +171,7 @@ def loop(run: Run, sequences: Tensor, pipeline: Pipeline, optimizer: torch.optim
         state["step"] = step = state["step"] + 1
         if counted:
             measured.add_memory()
-        if step % log_every == 0 or step == last:
+        if due:
             mean = state["loss"] / state["targets"]
             speed = (state["targets"] - before) / (time.perf_counter() - since)
             bubble = measured.add_step(speed) if step > begun + 2 else None

@@ -314,6 +314,14 @@ def test_the_handouts_preset_learns_goes_on_and_gives_way_to_flags(tmp_path, mon
     assert "Dropout(p=0.1" in log and "tokens/s, the median of" in log
 
 
+def test_only_the_steps_of_lines_are_watched(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    looks, now = [], schedule.Recorder._now
+    monkeypatch.setattr(schedule.Recorder, "_now", lambda recorder: looks.append(1) or now(recorder))
+    lab.train(lab.Config(**TOY, max_steps=8, log_every=4))
+    assert len(looks) == 2 * 4 * (2 + 2 + 1)  # two steps, 4 micro-batches, three pieces of work
+
+
 def test_the_speed_after_a_resume_leaves_out_the_steps_before(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Run, "stop_asked", lambda run: not run.state)  # the first step is the last, between two lines
