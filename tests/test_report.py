@@ -434,12 +434,15 @@ def test_a_labs_run(tmp_path):
     (run / "train.log").write_text("".join(times[n > 1] + line + "\n" for n, line in enumerate(log)))
     gpu = {"gpu/utilisation_percent": 90, "gpu/memory_gib": 3, "gpu/power_watt": 250, "gpu/temperature_celsius": 61}
     records = [
-        {"step": n, "time": 60 * n, "train/accuracy": 0.9, "train/loss": 1 / n, "validation/loss": 2 / n} | gpu
-        for n in range(1, 5)
+        {"step": n, "time": 60 * n, "train/loss": 1 / n, "validation/loss": 2 / n, "test/accuracy": accuracy} | gpu
+        for n, accuracy in enumerate([0.9, 0.995, 0.98, 0.99], 1)
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     page = make(run)
     assert ("0.5", "lenet/metrics.jsonl#validation/loss#min", "0.5") in Reader(page).facts
+    assert ("0.99", "lenet/metrics.jsonl#test/accuracy#last", "99.00%") in Reader(
+        page
+    ).facts  # not the best on the test set
     for words in ("61,706", "Conv2d(1, 6)", "0.99", "<h2>Pictures of the run</h2>", "GPU power (W), mean"):
         assert words in page
     assert "confusion" not in page and (run / "report" / "lenet filters.png").exists()
