@@ -67,10 +67,12 @@ class Page:
         self.html, self.markdown = before
 
     def heading(self, words: str, level: int = 2) -> None:
+        """A heading, in the language of the page."""
         words = self.say(words)
         self.add(f"<h{level}>{html.escape(words)}</h{level}>", f"{'#' * level} {words}")
 
     def note(self, words: str) -> None:
+        """A line in small print, in the language of the page."""
         words = self.say(words)
         self.add(f"<p><small>{html.escape(words)}</small></p>", words)
 

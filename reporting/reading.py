@@ -136,6 +136,7 @@ def is_number(value) -> bool:
 
 
 def in_minutes(seconds: float) -> str:
+    """Minutes, or seconds if they are less than 100, with the unit."""
     return f"{seconds / 60:,.1f} min" if seconds >= 100 else f"{seconds:.0f} s"
 
 

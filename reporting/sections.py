@@ -69,6 +69,7 @@ def status(run: RunFiles) -> Fact | str:
 
 
 def last_step(run: RunFiles) -> Fact | None:
+    """The step of the last record."""
     if not run.records:
         return None
     step = run.records[-1]["step"]
@@ -215,6 +216,7 @@ def results(page: Page, runs: list[RunFiles]) -> None:
 
 
 def is_plain(value) -> bool:
+    """Something for one cell of a table; a list is not."""
     return value is None or isinstance(value, int | float | str)
 
 

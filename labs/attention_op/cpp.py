@@ -157,21 +157,25 @@ def register() -> None:
 
 
 def keep_for_gelu(ctx, inputs: tuple, output: Tensor) -> None:
+    """For the backward pass: x."""
     x, ctx.tanh = inputs
     ctx.save_for_backward(x)
 
 
 def gelu_backward(ctx, grad: Tensor):
+    """→ the gradients of x and of `tanh`, which has none."""
     return torch.ops.attention_op.gelu_backward(grad, *ctx.saved_tensors, ctx.tanh), None
 
 
 def keep_for_attention(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    """For the backward pass: the inputs, the output and ℓ."""
     q, k, v, bias, ctx.causal, ctx.scale, ctx.dropout, seed = inputs
     ctx.save_for_backward(q, k, v, bias, *output, seed)
     ctx.mark_non_differentiable(output[1])  # ℓ is for the backward pass
 
 
 def attention_backward(ctx, grad: Tensor, _):
+    """→ the gradients of q, k and v; the mask and the settings have none."""
     *tensors, seed = ctx.saved_tensors
     settings = ctx.causal, ctx.scale, ctx.dropout
     grads = torch.ops.attention_op.attention_backward(grad, *tensors, *settings, seed)
@@ -179,4 +183,5 @@ def attention_backward(ctx, grad: Tensor, _):
 
 
 def refuse_second_derivative(ctx, *grads):
+    """The backward operators have no backward pass of their own."""
     raise RuntimeError("the C++ operators can be differentiated once; take PyTorch's own for more")

@@ -88,6 +88,7 @@ def newest(run: Path) -> Path | None:
 
 
 def detached(weights: dict) -> dict:
+    """The same tensors without their history: what is saved and what is read into."""
     return {name: weight.detach() for name, weight in weights.items()}
 
 

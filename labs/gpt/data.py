@@ -46,6 +46,7 @@ class Data:
         return max(number, 1) if split == "validation" else number
 
     def sequences(self, split: str) -> int:
+        """Whole sequences in the text; each needs one token more, the last target."""
         return (len(self.ids[split]) - 1) // self.sequence
 
     def batch(self, split: str, step: int) -> tuple[Tensor, Tensor]:
@@ -81,6 +82,7 @@ def load(config, sizes: Sizes, cache: Path, log) -> Data:
 
 
 def open_prepared(folder: Path, config, sizes: Sizes) -> Data:
+    """What `prepare` left in the folder. Raises `UserError` if it is less than a batch."""
     from transformers import AutoTokenizer
 
     ids = {split: np.load(folder / f"{split}.npy", mmap_mode="r") for split in ("train", "validation")}
@@ -114,6 +116,7 @@ def prepare(config, splits: dict[str, list[str]], vocabulary: int, folder: Path)
 
 
 def named_tokenizer(name: str):
+    """By hub name or folder. Raises `UserError` if it cannot be read or has no end token."""
     from transformers import AutoTokenizer
 
     try:

@@ -52,6 +52,7 @@ class Memory:
             torch.cuda.reset_peak_memory_stats(device)
 
     def peak_gib(self) -> float:
+        """The most GiB held so far; on a CPU above what the process held before it had a model."""
         return peak_memory_gib(self.device) - self.before
 
 

@@ -102,6 +102,7 @@ def device_memory(world: World) -> float:
 
 
 def check_fits(config, sizes: Sizes, world: World, narrow: bool) -> Need:
+    """What the fullest rank needs. Raises `UserError`, before anything is allocated, if that is more than there is."""
     need, limit = memory(config, sizes, world.size, narrow), device_memory(world)
     if need.total > limit:
         raise UserError(

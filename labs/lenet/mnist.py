@@ -70,6 +70,7 @@ class Digits(Dataset):
         return first, last
 
     def to(self, device: torch.device) -> "Digits":
+        """Move the images and labels there."""
         self.images, self.labels = self.images.to(device), self.labels.to(device)
         return self
 

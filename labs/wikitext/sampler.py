@@ -74,6 +74,7 @@ class SegmentSampler:
         return segments[torch.randperm(len(segments), generator=generator)]
 
     def generator(self, epoch: int) -> torch.Generator:
+        """Random numbers of an epoch, the same in every process and after a resume."""
         # Not shifted into place: of 64 bits the CPU's generator looks at the lower 32 only.
         return torch.Generator().manual_seed((1_000_003 * self.seed + epoch) % 2**32)
 

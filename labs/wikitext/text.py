@@ -170,6 +170,7 @@ def read_lines(file: Path) -> list[str]:
 
 
 def read_column(file: Path) -> list[str]:
+    """The lines of the column `text`. Raises `UserError` if there is none."""
     import pyarrow.parquet  # here, because a text file needs no pyarrow
 
     try:
@@ -240,6 +241,7 @@ def has_marks_on_words(lines: list[str], notes: list[str]) -> bool:
 
 
 def cut_words(line: str, marks: bool) -> list[str]:
+    """The words of a line; with `marks` they stand behind words, and are cut off as words of their own."""
     return WORDS.findall(line) if marks else line.split()
 
 
