@@ -177,11 +177,11 @@ class ProcessMeter:
     def __init__(self):
         self.last = time.perf_counter(), time.process_time()
 
-    def read(self, least: float = 1.0) -> dict[str, float]:
-        """{} within `least` seconds of the last look: too short to mean anything."""
+    def read(self) -> dict[str, float]:
+        """{} within a second of the last look: too short to mean anything."""
         now = time.perf_counter(), time.process_time()
         seconds, busy = (after - before for after, before in zip(now, self.last))
-        if seconds < least:
+        if seconds < 1:
             return {}
         self.last, held = now, peak_memory_gib("cpu")
         with suppress(OSError):  # not on Linux: then its peak

@@ -19,7 +19,7 @@ from fast import build
 from fast.captured import CapturedSteps
 from fast.cuda_training import CapturedLoss
 from fast.decoding import CompiledSteps, is_possible
-from fast.training import KernelLoss, SlicedLoss, why_not
+from fast.training import KernelLoss, SlicedLoss, is_known, why_not
 
 
 def keep_tensors_together(device: torch.device) -> bool:
@@ -37,7 +37,7 @@ def loss(
         return None
     if next(model.parameters()).device.type == "cuda":
         # The gradients of fp16, made before the loss is scaled up, would vanish: there the plain loss it is.
-        return None if dtype == torch.float16 else SlicedLoss(model, label_smoothing, dtype)
+        return None if dtype == torch.float16 or not is_known(model) else SlicedLoss(model, label_smoothing, dtype)
     reason = why_not(model, dtype)
     if reason:
         missing = build.why_not()
@@ -72,4 +72,4 @@ def steps(model: nn.Module, int8: bool = False, captured: bool = False) -> Calla
     if int8:
         raise UserError(f"--precision int8 needs a CPU with AVX-512 VNNI, g++, and sizes that are multiples of 16 "
                         f"({device}{', ' * bool(build.why_not())}{build.why_not()}); use --precision fp32")  # fmt: skip
-    return CapturedSteps(model).start if captured and device.type == "cuda" else None
+    return CapturedSteps(model).start if captured and device.type == "cuda" and is_known(model) else None

@@ -169,7 +169,7 @@ def rows_in(text: ParallelText, some: list[tuple[str, str]]) -> int:
 def check_languages(sample: Sample, warn: Callable) -> None:
     """Chinese is known by its characters: whether it stands on the other side, or on neither."""
     names = (sample.source, sample.target)
-    chinese = [name.lower().startswith(CHINESE) for name in names]
+    chinese = [bool(CHINESE.match(name.lower())) for name in names]
     if sum(chinese) != 1:
         return
     shares = [sum(bool(re.search("[\u4e00-\u9fff]", text)) for text in texts) / len(texts)
@@ -223,7 +223,7 @@ def say_costs(config, sample: Prepared, whole: Prepared, tokens: int, precision:
 
 
 def try_steps(config, sample: Prepared, sizes, precision: Precision, sampler, budget: int) -> tuple[float, float, int]:
-    """→ real tokens a second, GiB that the widest step needs, the parts in which a step fits the memory.
+    """→ real tokens a second, GiB that the heaviest steps need, the parts in which a step fits the memory.
 
     Steps of a fresh model on the sample, each of twice as many tokens as the last, until `SECONDS` are over. Raises
     `UserError` if a CPU's memory does not hold a step of the whole budget, which is reckoned from smaller ones; a GPU tries

@@ -9,6 +9,7 @@ hypotheses therefore make nltk's score a little lower, and the card says so when
 Both packages take half a second to import, so the functions that need them do it, on the first score.
 """
 
+import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -17,8 +18,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 # How a column's name may begin: with the code of the language or of a country, with its name in English or in itself.
-CHINESE = ("zh", "chinese", "cmn", "cn", "中", "汉", "漢")
-JAPANESE_OR_KOREAN = ("ja", "jp", "日", "ko", "kr", "韩", "한")
+CHINESE = re.compile("zh|chinese|cmn|cn(?![a-z])|[中汉漢]")
+JAPANESE_OR_KOREAN = re.compile("(ja|jpn?|ko|kor|kr)(?![a-z])|japan|korea|[日韩한]")
 
 
 def corpus_bleu(references: list[str], hypotheses: list[str], target: str = "en", smooth: bool = False) -> float:
@@ -54,7 +55,7 @@ def sacrebleu_metric(target: str, lowercase: bool = False):
     from sacrebleu.metrics import BLEU
 
     name = target.lower()
-    tokeniser = "zh" if name.startswith(CHINESE) else "char" if name.startswith(JAPANESE_OR_KOREAN) else "13a"
+    tokeniser = "zh" if CHINESE.match(name) else "char" if JAPANESE_OR_KOREAN.match(name) else "13a"
     return BLEU(tokenize=tokeniser, lowercase=lowercase, force=True)  # force: no warning about lines ending in " ."
 
 

@@ -39,7 +39,9 @@ from text.rows import ParallelText, default_path, find_text
 from text.store import TokenizedPairs, TokenWriter
 from text.subwords import encode, encode_flat, load_tokenizer, train_tokenizer
 
-FORMAT = 2  # of the token store; raise it when its content changes, and old caches are left alone
+# Of the token store; raise it when its content changes, and old caches are left alone. Not when only the choice of validation
+# rows does: an older run could not go on for it.
+FORMAT = 2
 TOKENIZER_LINES = 200_000  # sentences that a tokenizer is trained on; more change little
 CHUNK = 20_000  # sentences tokenised at once
 VALIDATION_ROWS = 4000  # rows of validation used while training, at most; evaluate.py scores all
@@ -219,8 +221,10 @@ def _build(text, building, source_vocab, target_vocab, tokenizer, max_length, sa
             f"tokenizer {tokenizer} does not know {unknown:.1%} of the tokens of {text.path}; choose a tokenizer "
             f"made for {text.source} and {text.target}, or leave --tokenizer out"
         )
-    held = held_out["validation"]
-    rows = held[:: -(-len(held) // VALIDATION_ROWS) or 1]  # from all over: one corpus may stand behind another
+    held, count = held_out["validation"], min(len(held_out["validation"]), VALIDATION_ROWS)
+    rows = [
+        held[number * len(held) // count] for number in range(count)
+    ]  # from all over: corpora stand one behind another
     if not rows:
         none = "the validation split has no rows; add rows, or remove the file: then it is cut from train"
         few = f"{counts['kept']:,} pairs are too few to cut 1 % off for validation; add pairs, or a validation file"

@@ -68,7 +68,11 @@ def train(task, corpus) -> None:
     precision = choose_precision(device, name, training=True)
     buckets, wrap, more, captured = BucketSampler(corpus.lengths, task.tokens_per_batch), lambda loss: loss, {}, []
     if "captured" in words:
-        wrap = lambda loss: captured.append(fast.captured_loss(loss, precision.dtype, buckets.shapes())) or captured[-1]  # noqa: E731
+
+        def wrap(loss):
+            captured.append(fast.captured_loss(loss, precision.dtype, buckets.shapes()))
+            return captured[-1] or loss
+
     trainer = partial(make_trainer, precision=precision, plain={"plain", "captured"} & {*words}, wrap=wrap)
     collate = Collate(corpus.source_ids, corpus.target_ids)
     if task.parity:
@@ -83,7 +87,7 @@ def train(task, corpus) -> None:
     warm = 2 * buckets.steps_per_epoch if captured else 0  # each shape once as it is, then captured
     for batch in islice(batches, warm):
         take_step(batch)
-    if captured and not captured[-1].captured:
+    if captured and not getattr(captured[-1], "captured", None):
         raise RuntimeError("no CUDA graphs: this is no CUDA device, or a capture failed")
     for batch in batches:
         clock.step(batch.source_tokens, batch.target_tokens)

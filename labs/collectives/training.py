@@ -143,9 +143,8 @@ def lesson_ddp(world: World) -> list:
     rows = [(step, f"{losses[step - 1]:.6f}", f"{alone_losses[step - 1]:.6f}") for step in (1, 5, 10, 20)]
     gap = (weights - alone).abs().max().item()
     apart = max((other - weights).abs().max().item() for other in everyone(weights))
-    same = world.on_main(
-        lambda: data_parallel_agrees("cuda:0" if torch.cuda.is_available() else "cpu")
-    )  # all GPUs at once
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    same = world.on_main(lambda: data_parallel_agrees(device))  # which takes all GPUs
     differ = [("processes", "one, with a thread for each GPU", "one for each GPU"),
               ("machines", "one", "one or many"),
               ("model", "copied from the first GPU to all, every step", "copied once; equal steps keep it equal"),

@@ -155,14 +155,18 @@ def train(config: Config) -> Path | None:
                 precision.scaler.load_state_dict(run.state["scaler"])
             log(f"resumed after step {state['step']:,} from {checkpoint}")
         total = config.max_steps or config.epochs * data.batches("train")
+        ends = [config.epochs, config.max_steps, config.max_minutes]
         timetable = schedule.plan(config.lr, config.warmup, total)
-        if run.state:
-            timetable = schedule.Schedule(**run.state["schedule"])
-            if config.given & {"epochs", "max_steps", "max_minutes"}:
-                timetable = timetable.extended(state["step"], total)
-        if state["step"] >= timetable.total or 0 < config.max_minutes <= state["minutes"]:
+        timetable = schedule.Schedule(**run.state["schedule"]) if run.state else timetable
+        # Another end, given now or by a run that was killed before its next checkpoint.
+        if run.state and (config.given & {"epochs", "max_steps", "max_minutes"} or run.state.get("ends", ends) != ends):
+            timetable = timetable.extended(state["step"], total)
+        state["ends"] = ends
+        if 0 < config.max_minutes <= state["minutes"]:
+            raise UserError(f"--resume {run.folder}: its minutes are over; give more --max_minutes")
+        if state["step"] >= timetable.total:
             more = "--max_steps" if config.max_steps else "--epochs"
-            raise UserError(f"--resume {run.folder}: all is done; give more {more} or --max_minutes")
+            raise UserError(f"--resume {run.folder}: all is done; give more {more}")
         grid = " × ".join(f"{side} {size}" for side, size in layout.grid.items())
         if world.size == 1:
             log(f"a block: {next(iter(layout.parts[0].h.values()))}")

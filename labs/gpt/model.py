@@ -44,9 +44,8 @@ class CausalSelfAttention(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in heads.unbind(3))  # (B, H, T, W) each
         if past is not None:  # generation: keys and values of the tokens before, to which these are added
             past[:] = k, v = [torch.cat(pair, dim=2) for pair in zip(past, (k, v))] if past else (k, v)
-        if (
-            x.is_cuda and self.head_size % 8
-        ):  # fused attention wants whole eights: zeros, which add nothing to a product
+        # A GPU's fused attention wants widths of whole eights: zeros, which add nothing to a product.
+        if x.is_cuda and self.head_size % 8:
             q, k, v = (F.pad(part, (0, -self.head_size % 8)) for part in (q, k, v))
         x = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] == k.shape[2], scale=self.head_size**-0.5)
         x = x[..., : self.head_size]  # (B, H, T, W)

@@ -96,7 +96,7 @@ def memory(config, sizes: Sizes, processes: int, narrow: bool) -> Need:
 def device_memory(world: World) -> float:
     """Bytes that a rank may have: those that are free on its GPU, or its share of the machine's memory."""
     if world.device.type == "cuda":
-        return torch.cuda.mem_get_info(world.device)[0]
+        return -world.maximum(-torch.cuda.mem_get_info(world.device)[0])[0]  # the least, for all ranks alike
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks
 
@@ -139,7 +139,7 @@ def techniques(gpus: int):
 def table(config, sizes: Sizes, narrow: bool) -> str:
     """One line a technique: what it needs with micro-batches of one sequence, whether it fits, and how deep a model would.
 
-    The last line is the deepest that stays on the cards, with its command.
+    The last line is the deepest that stays on the cards, with its command; how deep it may be with --offload is the host's affair.
     """
     columns = ("weights", "gradients", "optimizer", "activations", "logits", "total")
     lines = [
@@ -167,7 +167,7 @@ def table(config, sizes: Sizes, narrow: bool) -> str:
         else:  # how deep is the host's affair
             line += f"; {need.host / GIB:.1f} GiB of host memory a card"
         lines.append(line)
-    last = f"the deepest on these cards: {deepest[1]}" if deepest[0] else "no depth fits on these cards"
+    last = f"the deepest without --offload: {deepest[1]}" if deepest[0] else "no depth fits on these cards"
     return "\n".join([*lines, last])
 
 

@@ -505,6 +505,7 @@ def test_the_gpu_benchmark(toy_data, tmp_path, monkeypatch, capsys):
     assert started == ["benchmarks.training", "labs.attention_op", "benchmarks.attention_op"]
     assert "tiny decoding: done before" in capsys.readouterr().out
     monkeypatch.setattr(gpu, "choose_device", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(gpu, "hidden_gpus", lambda: None)
     with pytest.raises(UserError, match="PyTorch sees no GPU; for a rehearsal: --device cpu"):
         gpu.main(gpu.Config())
     with pytest.raises(UserError, match="--presets: unknown huge"):

@@ -100,13 +100,13 @@ def test_a_disk_without_links_has_checkpoints_all_the_same(tmp_path, monkeypatch
     def refuse(*_, **__):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "symlink", refuse)
+    monkeypatch.setattr(Path, "symlink_to", refuse)
     folder = tmp_path / "run" / "checkpoints"
     for step in (1, 2):
         save(folder, step, best_step=1)
     assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2"]
     assert ck.resolve(tmp_path / "run") == folder / "step-1" and ck.mend(folder) == folder / "step-2"
-    monkeypatch.setattr(os, "symlink", lambda *_, **__: disk_full())
+    monkeypatch.setattr(Path, "symlink_to", lambda *_, **__: disk_full())
     with pytest.raises(UserError, match="No space left on device"):
         save(folder, 3)
 

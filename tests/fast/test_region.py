@@ -1,5 +1,6 @@
 """Tensors in one region: none lies on another, holes join, a forked process can go on, and the region stays as wide as a step."""
 
+import os
 import resource
 import subprocess
 import sys
@@ -98,7 +99,8 @@ def test_none_where_the_system_promises_no_more_memory_than_it_has(mode, tmp_pat
     (tmp_path / "memory.cpp").write_text(source)
     script = f"import pathlib, torch, fast; fast.build.FOLDER = pathlib.Path({str(tmp_path)!r})"
     script += "; print(fast.keep_tensors_together(torch.device('cpu')))"
-    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=HANGS)
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=HANGS,
+                         env={**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)})  # fmt: skip
     assert run.stdout.strip() == str(mode == "1"), run.stderr
 
 

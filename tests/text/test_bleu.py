@@ -116,6 +116,11 @@ def test_languages_without_spaces_are_cut_into_characters(target):
     assert tokens_of(["我买书。"], sacrebleu_metric(target)) == [[*"我买书。"]]
 
 
+@pytest.mark.parametrize("target", ["en", "english", "kreyol", "jav", "cnn_summary", "kohde"])
+def test_other_languages_into_words(target):
+    assert tokens_of(["two words"], sacrebleu_metric(target)) == [["two", "words"]]
+
+
 @pytest.mark.parametrize("references", [["", ""], ["a", ""], ["a b c d e", "f"]])
 @pytest.mark.parametrize("hypotheses", [["", ""], ["a", ""], ["a b c d e", "f"], ["   ", "."]])
 def test_empty_and_one_word_sentences_make_a_card(references, hypotheses):
