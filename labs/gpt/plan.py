@@ -139,7 +139,7 @@ def techniques(gpus: int):
 def table(config, sizes: Sizes, narrow: bool) -> str:
     """One line a technique: what it needs with micro-batches of one sequence, whether it fits, and how deep a model would.
 
-    The last line is the deepest that stays on the cards, with its command; how deep it may be with --offload is the host's affair.
+    The last line is the deepest that stays on the cards, with its command; with --offload the depth is the host's affair.
     """
     columns = ("weights", "gradients", "optimizer", "activations", "logits", "total")
     lines = [

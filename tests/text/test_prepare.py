@@ -58,8 +58,8 @@ def test_prepare(toy_text, tmp_path):
 def test_the_rows_of_validation_are_from_all_over(toy_text, tmp_path, monkeypatch):
     monkeypatch.setattr("text.prepare.VALIDATION_ROWS", 8)
     prepared = prepare(toy_text, tmp_path / "cache", say=lambda line: None)
-    whole = reversed_digits(400)[380:]
-    assert prepared.validation_rows == [whole[row] for row in (0, 2, 5, 7, 10, 12, 15, 17)] and len(prepared.validation) == 8
+    rows, picked = reversed_digits(400)[380:], (0, 2, 5, 7, 10, 12, 15, 17)
+    assert prepared.validation_rows == [rows[number] for number in picked] and len(prepared.validation) == 8
 
 
 def test_the_cache_is_used_only_for_the_same_data_and_settings(toy_text, tmp_path):
