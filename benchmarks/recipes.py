@@ -25,13 +25,10 @@ from text.prepare import load_prepared
 PLAIN = {"optimizer": "adamw", "lr": 1e-3, "dropout_after": 0}  # near the paper's
 RECIPES = {  # name: what differs from the defaults of train.py, as its flags
     "plain": PLAIN,
-    "plain but lr 2e-3": PLAIN | {"lr": 2e-3},
     "default": {},
     "default but AdamW, lr 1e-3": {"optimizer": "adamw", "lr": 1e-3},
     "default but AdamW, lr 2e-3": {"optimizer": "adamw", "lr": 2e-3},
-    "default but lr 1e-3": {"lr": 1e-3},
     "default but lr 3e-3": {"lr": 3e-3},
-    "default but lr 4e-3": {"lr": 4e-3},
     "default but dropout from the start": {"dropout_after": 0},
     "default but label smoothing 0": {"label_smoothing": 0.0},
     "default but norm_first": {"norm_first": True},
@@ -39,7 +36,10 @@ RECIPES = {  # name: what differs from the defaults of train.py, as its flags
     "default but short targets": {"match_lengths": False},
     "default but all pairs": {"match_domain": False, "match_lengths": False},
     "default but batch 2048": {"tokens_per_batch": 2048},
+    "default but batch 8192": {"tokens_per_batch": 8192},
+    "default but 5 and 2 layers": {"num_encoder_layers": 5, "num_decoder_layers": 2},
     "default but vocabulary 4000": {"source_vocab": 4000, "target_vocab": 4000},
+    "default but target vocabulary 16000": {"target_vocab": 16000},
     "default but vocabulary 16000": {"source_vocab": 16000, "target_vocab": 16000},
 }
 COLUMNS = {  # of the table
