@@ -33,7 +33,7 @@ from engine.telemetry import GIB, nvml_of, peak_memory_gib
 from reporting.masks import explain_masks
 from text.bleu import CHINESE
 from text.cleaning import REASONS, missing_splits
-from text.prepare import Prepared, default_vocabulary, prepare
+from text.prepare import Prepared, prepare, vocabulary_size
 from text.rows import ParallelText, default_path, find_text
 
 ROWS = 500_000  # that are read, and compared for duplicates
@@ -86,7 +86,7 @@ def check(config) -> None:
     for split in missing_splits(text):
         warnings.append(f"there is no {split} split; 1 % of the pairs are cut from train for it")
     with tempfile.TemporaryDirectory() as folder:
-        sizes = [size or default_vocabulary(pairs) for size in (config.source_vocab, config.target_vocab)]
+        sizes = [vocabulary_size(asked, pairs) for asked in (config.source_vocab, config.target_vocab)]
         prepared = prepare(sample, Path(folder), source_vocab=sizes[0], target_vocab=sizes[1],
                            tokenizer=config.tokenizer, max_length=config.max_length, say=lambda line: None)  # fmt: skip
         prepared.match_validation(config.match_domain, config.match_lengths, lambda line: None)

@@ -87,7 +87,7 @@ class Prepared:
 
 
 def prepare(
-    text: ParallelText, cache: Path, *, source_vocab=0, target_vocab=0, tokenizer="", max_length=512, say=print
+    text: ParallelText, cache: Path, *, source_vocab=-1, target_vocab=-1, tokenizer="", max_length=512, say=print
 ):
     """Tokenizers and token store of `text`, from the cache where it holds just these, else made now. → `Prepared`
 
@@ -120,7 +120,7 @@ def find_and_prepare(config, cache: Path, say) -> tuple[Path, str]:
     data = config.data or default_path()
     if not config.data:
         say(f"data: no --data given, using {data}")
-    if config.tokenizer and (config.source_vocab or config.target_vocab):
+    if config.tokenizer and (config.source_vocab > 0 or config.target_vocab > 0):
         say("note: --source_vocab and --target_vocab have no effect: they are for tokenizers that are trained here")
     if os.path.exists(os.path.expanduser(data)):  # else a hub name, or a mistake
         data = os.path.realpath(os.path.expanduser(data))
@@ -209,7 +209,7 @@ def _build(text, building, source_vocab, target_vocab, tokenizer, max_length, sa
             file.write(f"{source}\n{target}\n")
             counts["kept"] += 1
     _require_pairs(text, counts)
-    sizes = [size or default_vocabulary(counts["kept"]) for size in (source_vocab, target_vocab)]
+    sizes = [vocabulary_size(asked, counts["kept"]) for asked in (source_vocab, target_vocab)]
     tokenizers = _make_tokenizers(lines, counts["kept"], tokenizer, sizes, say)
     for side, tokenizer_of_side in tokenizers.items():
         tokenizer_of_side.save_pretrained(building / "tokenizer" / side)
@@ -237,9 +237,12 @@ def _build(text, building, source_vocab, target_vocab, tokenizer, max_length, sa
     return {"counts": dict(counts), "path": text.path, "unknown": unknown}
 
 
-def default_vocabulary(pairs: int) -> int:
-    """8,000 tokens, and fewer for little text, so that each is seen often enough to be learned."""
-    return min(8000, max(1000, pairs // 5))
+def vocabulary_size(asked: int, pairs: int) -> int:
+    """Tokens of a vocabulary. -1: 16,000, fewer for little text, so that each is seen often enough to be learned.
+
+    0 is what runs from before it was -1 have: the same, but at most 8,000.
+    """
+    return asked if asked > 0 else min(16000 if asked else 8000, max(1000, pairs // 5))
 
 
 def _make_tokenizers(lines: Path, pairs: int, name: str, sizes: list[int], say) -> dict:

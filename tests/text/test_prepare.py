@@ -16,7 +16,7 @@ from conftest import reversed_digits, write_pairs
 from data import collate_for
 from engine.errors import UserError
 from text.cleaning import _scores, held_out_rows
-from text.prepare import Prepared, _tokenizer_key, _worth_keeping, default_vocabulary, find_and_prepare, prepare
+from text.prepare import Prepared, _tokenizer_key, _worth_keeping, find_and_prepare, prepare, vocabulary_size
 from text.rows import find_text
 from text.store import TokenizedPairs, TokenWriter
 from text.subwords import decode, encode
@@ -50,7 +50,8 @@ def test_prepare(toy_text, tmp_path):
     assert len(prepared.train) + len(held_out["test"]) == 380 and prepared.summary["unknown"] == 0
     texts = {decode(prepared.target_tokenizer, [target])[0] for _, target in map(prepared.train.__getitem__, range(50))}
     assert texts <= {target for _, target in reversed_digits(400)}
-    assert [default_vocabulary(pairs) for pairs in (380, 10_000, 50_000)] == [1000, 2000, 8000]
+    assert [vocabulary_size(-1, pairs) for pairs in (380, 10_000, 100_000)] == [1000, 2000, 16000]
+    assert [vocabulary_size(asked, 100_000) for asked in (0, 300)] == [8000, 300]  # 0: of older runs
     batch = collate_for(prepared)([prepared.train[0], prepared.train[1]])
     assert batch.src.max() < len(prepared.source_tokenizer)
 
