@@ -94,7 +94,8 @@ def test_beams_find_likelier_sequences_than_greedy(toy_run):
     ids = collate.target_ids["bos"], collate.target_ids["eos"]
     one, four = (beam_search(trained.model, src, src_pad, limits, *ids, beam, length_penalty=0.0)[1] for beam in (1, 4))
     # No theorem for one sentence: a beam may drop the greedy path for others that are likelier for a while.
-    assert four.sum() >= one.sum() and (four < one - 1e-4).sum() <= 3
+    less = (one - four).clamp(min=0)  # 1e-4: rounding, where both find the same
+    assert (less > 1e-4).sum() <= 3 and four.mean() >= one.mean() - 1e-4
 
 
 def test_trained_weights_cached_greedy_equals_the_stock_model(toy_run):

@@ -248,9 +248,9 @@ def test_zero_bubble_lets_go_of_everything_after_a_step(ran):
 
 
 def losses_of(folder: Path, name: str) -> dict[int, float]:
-    """Step → loss of a run's lines, but for that of the step where one of the runs ended."""
+    """Step → loss of a run's lines, but for those whose window is another one where a run ended at step 5."""
     lines = map(json.loads, (folder / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line and line["step"] != 5}
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line and line["step"] not in (5, 6)}
 
 
 def test_a_run_in_two_parts_equals_a_run_at_once(ran):
@@ -324,6 +324,7 @@ def test_only_the_steps_of_lines_are_watched(tmp_path, monkeypatch):
 
 def test_the_speed_after_a_resume_leaves_out_the_steps_before(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    lab.train(lab.Config(**TOY, max_steps=4, log_every=4, run="whole"))
     monkeypatch.setattr(Run, "stop_asked", lambda run: not run.state)  # the first step is the last, between two lines
     lab.train(lab.Config(**TOY, max_steps=4, log_every=4, run="parts"))
     monkeypatch.setattr(lab, "time", SimpleNamespace(perf_counter=count().__next__))  # a second between two looks at it
@@ -332,6 +333,7 @@ def test_the_speed_after_a_resume_leaves_out_the_steps_before(tmp_path, monkeypa
     [speed] = [line["speed/tokens_per_second"] for line in lines if "speed/tokens_per_second" in line]
     length = data.load(lab.Config(**TOY))[0].shape[1] - 1
     assert speed == (5 + 8 + 5) * length  # sequences of steps 2 to 4
+    assert losses_of(tmp_path, "parts") == losses_of(tmp_path, "whole") != {}  # of all four
 
 
 # ---- the handout's mistakes ------------------------------------------------------------------------------------------
