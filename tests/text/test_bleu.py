@@ -118,7 +118,7 @@ def test_languages_without_spaces_are_cut_into_characters(target):
 
 @pytest.mark.parametrize("target", ["en", "english", "kreyol", "jav", "cnn_summary", "kohde"])
 def test_other_languages_into_words(target):
-    assert tokens_of(["two words"], sacrebleu_metric(target)) == [["two", "words"]]
+    assert sacrebleu_metric(target).tokenizer.signature() == "13a"
 
 
 @pytest.mark.parametrize("references", [["", ""], ["a", ""], ["a b c d e", "f"]])
