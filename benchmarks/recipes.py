@@ -38,9 +38,8 @@ RECIPES = {  # name: what differs from the defaults of train.py, as its flags
     "default but batch 2048": {"tokens_per_batch": 2048},
     "default but batch 8192": {"tokens_per_batch": 8192},
     "default but 5 and 2 layers": {"num_encoder_layers": 5, "num_decoder_layers": 2},
-    "default but vocabulary 4000": {"source_vocab": 4000, "target_vocab": 4000},
-    "default but target vocabulary 16000": {"target_vocab": 16000},
-    "default but vocabulary 16000": {"source_vocab": 16000, "target_vocab": 16000},
+    "default but vocabulary 8000": {"source_vocab": 8000, "target_vocab": 8000},
+    "default but vocabulary 32000": {"source_vocab": 32000, "target_vocab": 32000},
 }
 COLUMNS = {  # of the table
     "recipe": "{row}", "limit": "{limit}", "seed": "{seed}", "steps": "{steps:,}", "tokens/s": "{tokens_per_second:,.0f}",

@@ -222,9 +222,8 @@ def _build(text, building, source_vocab, target_vocab, tokenizer, max_length, sa
             f"made for {text.source} and {text.target}, or leave --tokenizer out"
         )
     held, count = held_out["validation"], min(len(held_out["validation"]), VALIDATION_ROWS)
-    rows = [
-        held[number * len(held) // count] for number in range(count)
-    ]  # from all over: corpora stand one behind another
+    # From all over: corpora stand one behind another.
+    rows = [held[number * len(held) // count] for number in range(count)]
     if not rows:
         none = "the validation split has no rows; add rows, or remove the file: then it is cut from train"
         few = f"{counts['kept']:,} pairs are too few to cut 1 % off for validation; add pairs, or a validation file"

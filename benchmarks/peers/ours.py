@@ -84,7 +84,7 @@ def train(task, corpus) -> None:
     batches = random_batches(len(corpus.train)) if "random" in words else buckets
     take_step, clock = trainer(sizes_for(task, corpus)), TrainingClock(task.seconds, **more)
     batches = batches_of(corpus.train, batches, collate, 0, device)
-    warm = 2 * buckets.steps_per_epoch if captured else 0  # each shape once as it is, then captured
+    warm = 2 * buckets.steps_per_epoch if any(captured) else 0  # each shape once as it is, then captured
     for batch in islice(batches, warm):
         take_step(batch)
     if captured and not getattr(captured[-1], "captured", None):
