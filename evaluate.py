@@ -57,7 +57,7 @@ from engine.telemetry import progress
 from loading import Trained, choose_checkpoint, load_for_decoding
 from model import Translator
 from text.bleu import bleu_card
-from text.cleaning import held_out_rows, normalise
+from text.cleaning import held_out_rows, missing_splits, normalise
 from text.output import check_writable, keep_score, write_lines
 from text.prepare import began_with
 from text.rows import find_text, fingerprint_of
@@ -104,10 +104,9 @@ def report(
     card = bleu_card(references, translations.texts, trained.config["target"])
     settings = "greedy" if config.beam == 1 else f"beam {config.beam}, length penalty {config.length_penalty:g}"
     settings += ", int8" * (config.precision == "int8")
-    say()
-    for line in card.lines():
-        say(line)
-    say(f"scored     {scored['data']}, split {scored['split']}, {len(rows):,} rows")
+    say("\n" + "\n".join(card.lines()))
+    cut = " (cut from train)" * scored["cut"]
+    say(f"scored     {scored['data']}, split {scored['split']}{cut}, {len(rows):,} rows")
     say(f"decoding   {settings}; {len(rows) / seconds:,.1f} sentences/s, {translations.tokens / seconds:,.0f} tokens/s; "
         f"{translations.capped} outputs reached the length limit without ending")  # fmt: skip
     if translations.cut:
@@ -154,7 +153,8 @@ def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], 
     rows = list(islice(rows, config.limit or None))
     if not rows:
         raise UserError(f"{path} has no rows in its {config.split} split; choose another --split")
-    return rows, {"data": path, "split": split, "own": own, "rows": fingerprint_of(rows)}
+    cut = own and split in missing_splits(text)  # from train
+    return rows, dict(data=path, split=split, own=own, cut=cut, rows=fingerprint_of(rows))
 
 
 @torch.inference_mode()

@@ -62,7 +62,7 @@ def main(config: Config) -> None:
     if {*names} & {*MARIAN} and not (ENVIRONMENTS / MARIAN_PYTHON).exists():
         raise UserError("to install Marian: bash benchmarks/peers/install.sh pymarian")
     curves = json.loads(out.read_text()) if out.exists() else {}
-    corpus = load_corpus(config.data, vocab=0, pairs=10**9)
+    corpus = load_corpus(config.data, vocab=-1, pairs=10**9)
     for name in names:
         folder = ROOT / "runs" / f"{name}-{time.strftime('%Y-%m-%d_%H-%M-%S')}"  # beside the tokens
         curves[name] = (ours if name in OURS else peer)(config, folder, corpus, name)

@@ -25,7 +25,8 @@ def explain_masks() -> None:
 
     # fmt: off
     print(f"B {B} 句对 pairs, S {S} 源 source tokens, T {T} 目标 target tokens, N {len(batch.tgt_out)} 要预测的 to predict\n"
-          "掩码 masks: 1 = True = 看不见 may not be seen, 0 = 看得见 may be seen")
+          "掩码 masks: 1 = True = 看不见 may not be seen, 0 = 看得见 may be seen；"
+          "与分词器的 attention_mask 相反 · the opposite of a tokenizer's attention_mask")
     table("src (B, S)：句子、</s>、再补齐 · sentence, </s>, padding", places, pairs, src)
     table("src_pad (B, S)：补齐的位置 · where the padding is", places, pairs, src_pad)
     table("tgt_in 与 and tgt_out (B, T)：同一句错开一位，每个位置预测下面的词；补齐处不算损失\n"

@@ -58,7 +58,7 @@ def test_the_card_heeds_case(tmp_path):
     rows = [("一", "The Cat sat on the Mat in the Sun"), ("二", "He likes green Tea very much")]
     texts = ["The cat sat on the mat", "He likes green Tea"]
     trained = SimpleNamespace(config={"target": "en"}, run=tmp_path, name="x")
-    scored, translations = {"data": "data", "split": "test"}, Translations(texts, 9, 0, 0)
+    scored, translations = {"data": "data", "split": "test", "cut": False}, Translations(texts, 9, 0, 0)
     card = report(Config(), trained, scored, rows, translations, 1.0, lambda *_: None)
     assert card["nltk"] == pytest.approx(corpus_bleu([target for _, target in rows], texts))
     assert card["decoding"] == "greedy" and card["brevity_penalty"] < 1 and card["nltk"] < card["lowercase"] - 10
@@ -175,7 +175,7 @@ def test_data_without_splits_is_scored_on_the_part_that_was_cut_off(tmp_path):
     data = write_pairs(tmp_path / "flat", pairs)
     output = forked("train.py", "--data", data, *TINY_FLAGS, "--max_steps", 2, "--run", "r", cwd=tmp_path)
     assert "no validation split" in output and "no test split" in output
-    evaluate(tmp_path, "--out", "out.txt")
+    assert ", split test (cut from train), " in evaluate(tmp_path, "--out", "out.txt")
     trained = load_trained(str(tmp_path / "runs/r"))
     rows, _ = load_rows(Config(), trained)
     assert 3 <= len(rows) < 60 and len((tmp_path / "out.txt").read_text().splitlines()) == len(rows)

@@ -129,6 +129,7 @@ def run_row(row: Row, number: int, config: Config, folder: Path) -> dict:
             said = f"error: not done after {config.minutes:g} minutes"
     outcome = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {"failed": last_words(said)}
     outcome["words"] = words
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)  # one of 1.6b takes 19 GB, and only the figures are wanted
     run.mkdir(exist_ok=True)
     done.write_text(json.dumps(outcome), encoding="utf-8")
     return outcome
