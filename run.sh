@@ -97,7 +97,7 @@ case "$verb" in
     gpu) exec "$python" -m benchmarks.gpu "$@" ;;
     attention) exec "$python" -m labs.attention_op "$@" ;;
     gpt)  # a result to look at within minutes, wherever it runs
-        [[ " $* " == *" --resume"* ]] || set -- --max_minutes 10 "$@"
+        [[ "${1:-}" =~ \.(yaml|yml|json)$ || " $* " == *" --resume"* ]] || set -- --max_minutes 10 "$@"
         [ "${PROCESSES:-1}" = 1 ] && exec "$python" -m labs.gpt "$@"
         exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$PROCESSES" -m -- labs.gpt "$@" ;;
     train) ;;
@@ -128,6 +128,7 @@ for next in "$@" ""; do
     esac
     word="$next"
 done
+case "$name" in "~/"*) name="$HOME/${name#??}" ;; esac # --run=~/x: the shell leaves it so
 [ -n "$name" ] || { name="$(date +%Y-%m-%d_%H-%M-%S)"; set -- "$@" --run "$name"; }
 run "$python" "$root/train.py" ${flags[@]+"${flags[@]}"} "$@"
 

@@ -58,20 +58,21 @@ def run_script(main) -> None:
         if number is None:
             raise
         where = getattr(error, "filename", None) or os.getcwd()
-        remedy = "choose another place" if number == errno.EROFS else "free some space (`df -h` shows on which disk)"
-        stop(f"cannot write {where}: {os.strerror(number)}; {remedy} and run the same command again")
+        elsewhere, verb = number in (errno.EROFS, errno.EACCES), "use" if number == errno.EACCES else "write"
+        remedy = "choose another place" if elsewhere else "free some space (`df -h` shows on which disk)"
+        stop(f"cannot {verb} {where}: {os.strerror(number)}; {remedy} and run the same command again")
     except KeyboardInterrupt:
         stop("interrupted", code=130)
 
 
 def _disk_error(error: BaseException | None) -> int | None:
-    """The number of the error if a disk is full, read-only or broken, whatever library says so, else None."""
+    """The number of the error if a disk is full, read-only, forbidden or broken, whatever library says so, else None."""
     number = error.errno if isinstance(error, OSError) else None
     if found := re.search(r"\(os error (\d+)\)", str(error)):  # a library in Rust
         number = int(found[1])
     elif number is None and re.search(r"\d+ requested and \d+ written", str(error)):  # numpy
         number = errno.ENOSPC
-    return number if number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO) else None
+    return number if number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO) else None
 
 
 def stop(message: str, code: int = 2) -> None:

@@ -22,7 +22,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
@@ -100,7 +100,9 @@ class Run:
         if self.world.is_main:
             # A kill in between leaves none: settings that differ from their checksum would be refused for ever.
             (self.folder / "checksums.json").unlink(missing_ok=True)
-            save_config(replace(self.config, resume=""), self.folder / "config.json")
+            settled = replace(self.config, resume="")
+            save_config(settled, self.folder / "config.json")
+            self.log("settings: " + json.dumps(asdict(settled), ensure_ascii=False))
             checkpoint.write_checksums(self.folder, described(self.folder))
             self.note_environment()
         resume_step = (self.state["step"] if self.state else 0) if self.config.resume else None

@@ -1,6 +1,7 @@
 """Cached decoding gives, token for token, what re-running the stock model gives; beams are at least as good as greedy."""
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -216,12 +217,25 @@ def test_order_empty_sources_and_the_cap():
     assert search(model, sources, COLLATE).tokens == [[]] * 5
 
 
+def test_no_step_once_all_have_ended(monkeypatch):
+    model, positions, step = make_model(), [], decoding.step
+    model.output.bias.data[EOS] = 1e9
+    monkeypatch.setattr(decoding, "step", lambda *given: positions.append(given[3]) or step(*given))
+    for beam in (1, 3):
+        search(model, make_sources(8), COLLATE, beam=beam)
+    assert max(positions) <= 1  # the limits are 13 and more
+
+
 def test_output_limit_stays_within_the_positions():
     assert output_limit(torch.tensor([2, 10, 500]), 512).tolist() == [13, 25, 512]
 
 
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 10))
 def test_every_sentence_is_in_exactly_one_batch(lengths, rows):
-    batches = plan_batches(lengths, rows)
+    with patch.object(decoding, "TOKENS_PER_BATCH", 100):
+        batches = plan_batches(lengths, rows)
+    widths = [lengths[row] for batch in batches for row in batch]
+    assert widths == sorted(widths, reverse=True)
+    assert all(len(batch) == 1 or len(batch) * (lengths[batch[0]] + 1) <= 100 for batch in batches)
     assert sorted(row for batch in batches for row in batch) == [row for row, length in enumerate(lengths) if length]
     assert all(len(batch) <= math.ceil(1.5 * rows) for batch in batches)  # rather one larger batch than a tiny last one

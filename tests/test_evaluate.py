@@ -58,10 +58,27 @@ def test_the_card_heeds_case(tmp_path):
     rows = [("一", "The Cat sat on the Mat in the Sun"), ("二", "He likes green Tea very much")]
     texts = ["The cat sat on the mat", "He likes green Tea"]
     trained = SimpleNamespace(config={"target": "en"}, run=tmp_path, name="x")
-    scored, translations = {"data": "data", "split": "test", "cut": False}, Translations(texts, 9, 0, 0)
-    card = report(Config(), trained, scored, rows, translations, 1.0, lambda *_: None)
+    scored, translations = {"data": "data", "split": "test", "cut": False}, Translations(texts, 9, 3, 0)
+    said = []
+    card = report(Config(), trained, scored, rows, translations, 1.0, lambda *line: said.extend(line))
+    assert all(words in "\n".join(said) for words in ("3 outputs reached the length limit", "n-gram precisions"))
     assert card["nltk"] == pytest.approx(corpus_bleu([target for _, target in rows], texts))
     assert card["decoding"] == "greedy" and card["brevity_penalty"] < 1 and card["nltk"] < card["lowercase"] - 10
+
+
+def test_outputs_that_never_end_are_counted_over_all_ranks(tiny_run):
+    trained = load_trained(str(tiny_run))
+    trained.model.output.bias.data[2] = -1e9  # the end token
+    world = SimpleNamespace(rank=0, size=1, from_main=lambda plan: plan, gather=lambda share: [share, ({}, 7, 5)])
+    tools = trained.model, trained.source_tokenizer, trained.target_tokenizer
+    assert translate_lines(*tools, ["一", "", "二三"], world=world).capped == 2 + 5
+
+
+def test_a_chinese_target_is_scored_by_characters(tmp_path):
+    trained = SimpleNamespace(config={"target": "zh"}, run=tmp_path, name="x")
+    scored, rows = {"data": "data", "split": "test", "cut": False}, [("a", "我们明天去北京。")]
+    card = report(Config(), trained, scored, rows, Translations(["我们明天到北京。"], 9, 0, 0), 1.0, lambda *_: None)
+    assert "tok:zh|" in card["signature"]
 
 
 def test_every_row_gets_a_hypothesis_whatever_is_in_it(toy_run, tmp_path):

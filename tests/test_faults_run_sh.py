@@ -89,7 +89,8 @@ def test_a_labs_data_are_seen_from_where_the_user_is(place, lab):
 
 @pytest.mark.parametrize("words, processes, asked_for", [
     ("attention", "", "-m labs.attention_op"), ("collectives", "", "-m labs.collectives"),
-    ("gpt -- --lr 1", "", "-m labs.gpt --max_minutes 10 --lr 1"), ("gpt -- --resume runs/a", "", "-m labs.gpt --resume runs/a"),
+    ("gpt -- --lr 1", "", "-m labs.gpt --max_minutes 10 --lr 1"), ("gpt -- s.yaml", "", "-m labs.gpt s.yaml"),
+    ("gpt -- --resume runs/a", "", "-m labs.gpt --resume runs/a"),
     ("gpt", "3", "-m torch.distributed.run --standalone --nproc_per_node 3 -m -- labs.gpt --max_minutes 10"),
     ("pipeline", "", "-m torch.distributed.run --standalone --nproc_per_node 2 -m -- labs.pipeline"),
     ("pipeline", "3", "-m torch.distributed.run --standalone --nproc_per_node 3 -m -- labs.pipeline"),
@@ -109,14 +110,15 @@ def test_an_unknown_verb(place):
 @pytest.mark.parametrize("flags, folder", [
     (["--run", "a"], "runs/a"), (["--run=a"], "runs/a"), (["--resume", "runs/b"], "runs/b"),
     (["--lr", "1", "--resume=b"], "runs/b"), (["s.yaml"], "elsewhere/c"), (["s.yaml", "--run", "a"], "runs/a"),
+    (["--run=~/elsewhere/c"], "{home}/elsewhere/c"),
 ])  # fmt: skip
 def test_the_run_that_the_flags_name(place, flags, folder):
     for folder_there in ("runs/a", "runs/b", "elsewhere/c"):
         (place / "home" / folder_there).mkdir(parents=True)
         (place / "home" / folder_there / "train.log").write_text("next: python evaluate.py\n")
     (place / "home/s.yaml").write_text("lr: 1\nrun: elsewhere/c\n")
-    code, _, asked = run_sh(place, "--", *flags)
-    assert code == 0 and f"evaluate.py --ckpt {folder}\n" in asked
+    code, _, asked = run_sh(place, "--", *flags, HOME=str(place / "home"))
+    assert code == 0 and f"evaluate.py --ckpt {folder.format(home=place / 'home')}\n" in asked
 
 
 @pytest.mark.parametrize("flags, trains", [

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ FOLDERS = ("engine", "fast", "text", "reporting", "labs", "serving", "benchmarks
 NOUNS = {path.stem for path in ROOT.glob("*.py")}  # the scripts in the root, and the nouns they share
 MAY_IMPORT = {
     "root": {"fast", "text", "engine", "reporting", *NOUNS},
-    "labs": {"labs", "text", "engine", *NOUNS} - {"train", "evaluate", "translate", "report"},
+    "labs": {"labs", "text", "engine", "reporting", *NOUNS} - {"train", "evaluate", "translate", "report"},
     "serving": {"serving", "text", "engine", "reporting", *NOUNS} - {"train", "evaluate", "translate", "report"},
     "reporting": {"reporting", "text", "engine"},
     "fast": {"fast", "engine"},
@@ -94,3 +95,16 @@ def test_no_function_is_longer_than_a_page():
             if lines > 70 and not (path.name in MAIN_STORIES and node.name in ("train", "main")):
                 long.append((str(path.relative_to(ROOT)), node.name, lines))
     assert long == []
+
+
+def test_text_files_have_an_encoding():
+    """The default is the machine's: GBK on a Chinese Windows. /proc is ASCII; a file opened to append is closed at once."""
+    harmless, bare = re.compile(r"encoding=|'[rwa]b'|/proc/|/sys/|devnull|'a'\)|\.lock"), []
+    for path in (
+        path for folder in ("root", "engine", "text", "reporting", "labs", "serving") for path in files(folder)
+    ):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = isinstance(node, ast.Call) and ast.unparse(node.func)
+            if called and re.search(r"^open$|(?<!os)\.open$|\.(read|write)_text$", called):
+                bare += [(str(path), node.lineno)] * (not harmless.search(ast.unparse(node)))
+    assert bare == []

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engine.errors import UserError
 from model import PRESETS, ModelConfig, SummedLoss, Translator, cross_attention, sizes_of, training_flops
+from train import Config
 
 SOURCE_VOCAB, TARGET_VOCAB = 50, 60
 
@@ -152,6 +153,11 @@ def test_too_long_a_sentence_is_an_error():
 def test_wrong_sizes_are_named(wrong):
     with pytest.raises(UserError, match=next(iter(wrong))):
         ModelConfig(10, 10, **wrong)
+
+
+def test_without_flags_the_model_is_the_handouts():
+    assert sizes_of(Config(), 1, 1) == ModelConfig(1, 1, 256, 8, 3, 3, 1024, 0.1, False, 512)
+    assert Config().label_smoothing == 0.1
 
 
 @pytest.mark.parametrize("preset, millions, dropout", [("base", 65, 0.1), ("big", 213, 0.3)])

@@ -278,9 +278,52 @@ def test_compiled_equals_plain(whole_run, toy_data, here):
 
 def test_compiled_pads_no_further_than_the_models_positions(toy_data, here, monkeypatch):
     """--compile pads to multiples of 16; this model has 13 positions."""
-    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    widths = set()
+
+    def compiled(module, **_):
+        module.register_forward_pre_hook(lambda _, inputs: widths.add(inputs[0].size(1)))
+        return module
+
+    monkeypatch.setattr(torch, "compile", compiled)
     training.train(config(data=str(toy_data), run=str(here), compile=True, max_length=13, max_steps=1))
-    assert len(records(here, "valid/loss")) == 1
+    assert len(records(here, "valid/loss")) == 1 and widths == {13}
+
+
+@pytest.mark.parametrize("part", ["loss", "translate"])
+def test_a_fault_of_the_validation_comes_before_the_first_step(toy_data, here, monkeypatch, part):
+    monkeypatch.setattr(training.Validation, part, lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        training.train(config(data=str(toy_data), run=str(here)))
+    assert not (here / "config.json").exists()  # no run has begun
+
+
+def test_epochs_are_passes_over_the_data(toy_data, here):
+    settings = dict(max_steps=0, epochs=2, tokens_per_batch=2000, accumulate=2)
+    training.train(config(data=str(toy_data), run=str(here), **settings))
+    steps = int(re.search(r"(\d+) steps per epoch", (here / "train.log").read_text(encoding="utf-8"))[1])
+    assert max(records(here)) == 2 * steps > 4
+
+
+def test_validations_are_not_in_the_speed(toy_data, here, monkeypatch):
+    """A step takes a second, a validation an hour."""
+    now = [0.0]
+
+    class Clocked(training.Meter):
+        def __init__(self, *arguments):
+            super().__init__(*arguments, clock=lambda: now[0])
+
+        def end_step(self, *arguments):
+            now[0] += 1
+            super().end_step(*arguments)
+
+    def validate(*_):
+        now[0] += 3600
+        return 1.0, 0.0
+
+    monkeypatch.setattr(training, "Meter", Clocked)
+    monkeypatch.setattr(training.Validation, "__call__", validate)
+    training.train(config(data=str(toy_data), run=str(here), eval_every=2))
+    assert min(records(here, "speed/tokens_per_second").values()) > 1
 
 
 def test_a_step_that_does_not_fit_the_memory_is_split(toy_data, here, monkeypatch):

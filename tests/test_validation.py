@@ -58,6 +58,9 @@ def test_bleu_takes_the_raw_references_and_their_case(checked, monkeypatch):
     assert checked.written["valid/bleu"] == pytest.approx(corpus_bleu(references, texts, smooth=True))
     for other in (corpus_bleu(texts, references, smooth=True), corpus_bleu(references, texts)):
         assert abs(other - checked.written["valid/bleu"]) > 0.1
+    checked.run.config.target = "ja"
+    checked(8)
+    assert checked.written["valid/bleu"] == pytest.approx(corpus_bleu(references, texts, "ja", smooth=True))
 
 
 def test_a_bar_does_not_break_the_table():

@@ -10,6 +10,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from engine.telemetry import progress
 from text.rows import ParallelText
 from text.store import TokenizedPairs
 
@@ -73,7 +74,8 @@ def held_out_rows(text: ParallelText) -> dict[str, list[tuple[str, str]]]:
     missing = missing_splits(text)
     rows = {split: [row for chunk in text.rows(split) for row in chunk] for split in text.files if split != "train"}
     cut = {split: {} for split in missing}  # hash → pair: a dict keeps the order and drops repetitions
-    for chunk in text.rows("train") if missing and "train" in text.files else ():
+    train = text.rows("train") if missing and "train" in text.files else ()
+    for chunk in progress(train, desc="holding out", unit=" × 10,000 rows", leave=False):
         for row in chunk:
             pair = normalise_pair(row)
             pair_hash = fingerprint(*pair)

@@ -43,7 +43,8 @@ def error(ours: Tensor, theirs: Tensor) -> float:
     """The largest difference, relative to the largest number where that is above 1; 0 if there are no numbers."""
     if not theirs.numel():
         return 0.0
-    return ((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1.0)).item()
+    difference = (ours - theirs).abs().max() / theirs.abs().max().clamp_min(1.0)
+    return difference.nan_to_num(torch.inf).item()  # of several errors `max` would pass over nan
 
 
 def compare(ours: Callable, theirs: Callable, inputs: list[Tensor]) -> tuple[float, float]:

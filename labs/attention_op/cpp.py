@@ -104,7 +104,7 @@ def build(file: Path, flags: list[str]) -> None:
     if not cpp_extension.is_ninja_available():
         raise UserError(f"{BUILD}: no ninja; `pip install ninja`, {WITHOUT}")
     file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file.parent / "mine", "w") as lock:
+    with open(file.parent / "mine", "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # let go of by the kernel, however the process ends
         if file.exists():  # another process has built it meanwhile
             return

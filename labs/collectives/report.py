@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from engine.distributed import World, start
-from engine.errors import UserError
+from engine.errors import UserError, prepare_process
 
 
 def launch(work, size: int, *arguments, port: int = 0):
@@ -35,6 +35,7 @@ def launch(work, size: int, *arguments, port: int = 0):
 
 
 def _rank(rank: int, variables: dict, work, arguments: tuple) -> None:
+    prepare_process()  # here nobody has made the streams safe
     os.environ.update({name: str(value) for name, value in dict(variables, RANK=rank, LOCAL_RANK=rank).items()})
     work(*arguments)
 

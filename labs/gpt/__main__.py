@@ -30,7 +30,7 @@ class Config:
     model: str = flag("own", "ours, or Hugging Face's GPT2LMHeadModel (own|hf)", "Model")
     hidden: int = flag(0, "width", "Model", least=0, most=2**16)
     heads: int = flag(0, "attention heads", "Model", least=0, most=2**10)
-    layers: int = flag(0, "blocks", "Model", least=0, most=2**12)
+    layers: int = flag(0, "blocks", "Model", least=0, most=2**20)
     sequence: int = flag(0, "tokens in a sequence", "Model", least=0, most=2**20)
 
     batch_size: int = flag(0, "sequences a step, of all processes together", "Training", least=0)
@@ -165,7 +165,7 @@ def train(config: Config) -> Path | None:
         if 0 < config.max_minutes <= state["minutes"]:
             raise UserError(f"--resume {run.folder}: its minutes are over; give more --max_minutes")
         if state["step"] >= timetable.total:
-            more = "--max_steps" if config.max_steps else "--epochs"
+            more = "--max_minutes" if timetable.by_time else "--max_steps" if config.max_steps else "--epochs"
             raise UserError(f"--resume {run.folder}: all is done; give more {more}")
         grid = " × ".join(f"{side} {size}" for side, size in layout.grid.items())
         if world.size == 1:
@@ -237,12 +237,8 @@ def train(config: Config) -> Path | None:
             # The slowest clock and anybody's signal count for all ranks, or they would part.
             stop_asked, state["minutes"] = world.maximum(run.interrupted(), (time.perf_counter() - begun) / 60)
             timetable.fit_time(step, state["minutes"], config.max_minutes)
-            if stop_asked:
-                why_stop = INTERRUPTED
-            elif config.max_minutes and state["minutes"] >= config.max_minutes:
-                why_stop = f"the {config.max_minutes:g} minutes are over"
-            elif step >= timetable.total:
-                why_stop = "all steps are done"
+            finished = timetable.why_stop(step, state["minutes"], config.max_minutes)
+            why_stop = finished or (INTERRUPTED if stop_asked else None)
 
             if step % config.log_every == 0 or why_stop:
                 precision.check_finite()

@@ -111,7 +111,8 @@ def run_row(row: Row, number: int, config: Config, folder: Path) -> dict:
     for name, value in settings.items():
         words += [f"--{name}", str(value)]
     words += row.flags.split()  # which come later, and so count
-    if done.exists() and (outcome := json.loads(done.read_text(encoding="utf-8"))).get("words") == words:
+    outcome = json.loads(done.read_text(encoding="utf-8")) if done.exists() else {}
+    if outcome.get("words") == words and "failed" not in outcome:
         return outcome
     shutil.rmtree(run, ignore_errors=True)  # of an interrupted row, or one of other settings
     # The same cores for all rows: processes share them.

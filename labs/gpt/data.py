@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine.errors import UserError
 from labs.gpt.sizes import Sizes
+from labs.wikitext.text import split_of
 from text.subwords import encode_flat, train_tokenizer
 
 SUFFIXES = (".txt", ".tokens", ".raw", ".md", ".tsv")
@@ -120,8 +121,8 @@ def named_tokenizer(name: str):
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # a damaged file raises anything
         raise UserError(f"--tokenizer {name}: cannot be read ({' '.join(str(error).split())[:150]})") from None
     if tokenizer.eos_token_id is None:
         raise UserError(f"--tokenizer {name} has no end token; choose one that has, such as gpt2")
@@ -154,9 +155,7 @@ def read_documents(path: Path) -> tuple[dict[str, list[str]], str]:
         raise UserError(f"--data {path} holds no {' '.join(SUFFIXES)} file; give a folder with text in it")
     documents, notes = {}, set()
     for file in files:
-        name = file.stem.lower()
-        is_validation = any(word in name for word in ("valid", "dev"))
-        split = "validation" if is_validation else "test" if "test" in name else "train"
+        split = split_of(file) or "train"
         texts, note = read_file(file)
         notes.add(note)
         documents.setdefault(split, []).extend(texts)

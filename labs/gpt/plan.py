@@ -59,8 +59,11 @@ def memory(config, sizes: Sizes, processes: int, narrow: bool) -> Need:
         weights += gathered * (2 * block + ends)
     elif narrow:  # autocast's copies
         weights += 2 * here / cut
-    gradients = 4 * here / cut + (4 * (2 * block + ends) if cut > config.tensor else 0)
-    optimizer = 8 * here / (cut * (data if config.data_parallel == "zero1" else 1))
+    gathers = cut > config.tensor or config.offload == "parameters"
+    gradients = 4 * here / cut + (4 * (2 * block + ends) if gathers else 0)
+    optimizer = 8 * here / cut
+    if config.data_parallel == "zero1":  # deals out whole matrices
+        optimizer = 8 * max(here / data, sizes.vocabulary * sizes.hidden)
     host = 0.0
     if config.offload == "optimizer":  # on the way to the CPU and back: one matrix at a time
         host, optimizer = optimizer, 4.0 * sizes.vocabulary * sizes.hidden
@@ -105,9 +108,11 @@ def check_fits(config, sizes: Sizes, world: World, narrow: bool) -> Need:
     """What the fullest rank needs. Raises `UserError`, before anything is allocated, if that is more than there is."""
     need, limit = memory(config, sizes, world.size, narrow), device_memory(world)
     if need.total > limit:
+        given = ("layers", "hidden", "heads", "sequence", "vocabulary", "batch_size")
+        given = "".join(f" --{name} {getattr(config, name)}" for name in given if getattr(config, name))
         raise UserError(
             f"does not fit: needs {need.total / GIB:.1f} GiB a rank, there are {limit / GIB:.1f}; see what would: "
-            f"python -m labs.gpt --plan --size {config.size} --gpus {world.size} --memory_gib {limit / GIB:.1f}"
+            f"python -m labs.gpt --plan --size {config.size} --gpus {world.size} --memory_gib {limit / GIB:.1f}{given}"
         )
     return need
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from engine.distributed import World
 from labs.wikitext.text import Vocabulary
 from model import sinusoids
+from reporting.fonts import families
 
 WINDOWS_AT_ONCE = 64  # rows of a batch that is scored
 
@@ -200,12 +201,15 @@ def confusion_figure(table: Tensor, names: list[str]):
     """The table (K, K + 1) as a matplotlib figure of shares in each row."""
     from matplotlib.figure import Figure
 
-    shares = table / table.sum(1, keepdim=True).clamp_min(1)
+    shares, how = (
+        table / table.sum(1, keepdim=True).clamp_min(1),
+        dict(family=families("".join(names)), parse_math=False),
+    )
     figure = Figure(figsize=(7, 6), layout="constrained")
     axes = figure.add_subplot()
     image = axes.imshow(shares.numpy(), vmin=0, vmax=1, cmap="Blues", aspect="auto")
-    axes.set_xticks(range(len(names) + 1), [*names, "(other)"], rotation=60)
-    axes.set_yticks(range(len(names)), names)
+    axes.set_xticks(range(len(names) + 1), [*names, "(other)"], rotation=60, **how)
+    axes.set_yticks(range(len(names)), names, **how)
     axes.set_xlabel("likeliest token of the model")
     axes.set_ylabel("token in the test text")
     figure.colorbar(image, label="share of the row")

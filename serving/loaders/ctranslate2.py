@@ -1,11 +1,9 @@
-import sys
-
 import ctranslate2
 from transformers import AutoTokenizer
 
 source, target = (AutoTokenizer.from_pretrained(".", subfolder=side) for side in ("source", "target"))
 translator = ctranslate2.Translator(".")
-lines = [line.strip() for line in sys.stdin]
+lines = [line.strip() for line in open(0, encoding="utf-8")]
 words = [source.convert_ids_to_tokens(source.encode(line, add_special_tokens=False)) for line in lines]
 options = dict(beam_size=1, max_batch_size=64, max_decoding_length=256)
 for line, result in zip(lines, translator.translate_batch(words, **options)):

@@ -1,12 +1,11 @@
 import json
-import sys
 
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 source, target = (AutoTokenizer.from_pretrained(".", subfolder=side) for side in ("source", "target"))
-config, weights = json.load(open("config.json")), load_file("model.safetensors")
+config, weights = json.load(open("config.json", encoding="utf-8")), load_file("model.safetensors")
 layers = config["num_encoder_layers"], config["num_decoder_layers"]
 options = dict(dim_feedforward=config["dim_feedforward"], norm_first=config["norm_first"], batch_first=True)
 model = torch.nn.Transformer(config["d_model"], config["nhead"], *layers, **options).eval()
@@ -29,5 +28,5 @@ def translate(line):
     return target.decode(tgt, skip_special_tokens=True)
 
 
-for line in sys.stdin:
+for line in open(0, encoding="utf-8"):
     print(translate(line.strip()) if line.strip() else "")

@@ -1,5 +1,4 @@
 import json
-import sys
 
 import numpy as np
 from onnxruntime import InferenceSession
@@ -24,8 +23,8 @@ def greedy(encoder, decoder, src, bos, eos, longest):
 if __name__ == "__main__":
     source, target = (AutoTokenizer.from_pretrained(".", subfolder=side) for side in ("source", "target"))
     encoder, decoder = InferenceSession("encoder.onnx"), InferenceSession("decoder.onnx")
-    config = json.load(open("config.json"))
-    for line in sys.stdin:
+    config = json.load(open("config.json", encoding="utf-8"))
+    for line in open(0, encoding="utf-8"):
         src = [*source.encode(line.strip(), add_special_tokens=False), config["source_eos_token_id"]]
         ids = greedy(encoder, decoder, src, config["bos_token_id"], config["eos_token_id"], config["max_length"])
         print(target.decode(ids, skip_special_tokens=True) if line.strip() else "")

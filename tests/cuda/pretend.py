@@ -88,7 +88,13 @@ def GPU():
     answers = {"__int__": NUMBER, "__bool__": False}
 
     def asked(name: str):
-        return lambda tensor: answers[name] if isinstance(tensor, FakeTensor) else plain[name](tensor)
+        def answer(tensor):
+            if not isinstance(tensor, FakeTensor):
+                return plain[name](tensor)
+            Watch.newest.waits.append(f"{name} at {place()}")
+            return answers[name]
+
+        return answer
 
     with ExitStack() as stack:
         for name in answers:

@@ -218,6 +218,14 @@ def check_whole(folder: Path) -> None:
     assert not list(folder.glob(".*"))
 
 
+def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """A power cut behind the renaming would otherwise leave a checkpoint of zeros."""
+    calls = fail_at(monkeypatch, 0, disk_full)  # none fails
+    save(tmp_path / "checkpoints", 1)
+    named = calls.index("replace")
+    assert calls[:named] == ["mkdir"] * 2 + ["write_bytes", "fsync"] * 4 + ["fsync"] and "fsync" in calls[named:]
+
+
 @pytest.mark.parametrize("step", [3, 2], ids=["new step", "step again"])
 def test_an_error_at_any_stage_leaves_an_earlier_checkpoint_whole(tmp_path, step):
     stopped = 0

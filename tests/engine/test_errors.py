@@ -48,6 +48,7 @@ FULL, ELSEWHERE = "free some space", "choose another place"
     (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be …"), "the GPU's memory is full; "),  # by others
     *((OSError(number, os.strerror(number), "/x/file"), f"cannot write /x/file: {os.strerror(number)}; {remedy}")
       for number, remedy in ((errno.ENOSPC, FULL), (errno.EDQUOT, FULL), (errno.EROFS, ELSEWHERE), (errno.EIO, FULL))),
+    (PermissionError(errno.EACCES, "Permission denied", "/x"), f"cannot use /x: Permission denied; {ELSEWHERE}"),
     (OSError(errno.ENOSPC, "full"), "cannot write /"),  # write() knows no file name: the working directory
     (OSError("1000 requested and 0 written"), "No space left on device; free some space"),  # numpy's words
 ])  # fmt: skip

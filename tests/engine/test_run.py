@@ -278,3 +278,13 @@ def test_a_rank_that_ends_by_an_error_outlives_the_request_to_stop(world_size, l
     with run_module.caught_signals():
         caught = handlers()
     assert handlers() != caught
+
+
+def test_the_gpus_figures_are_among_the_curves(monkeypatch):
+    sampler = Mock(**{"read.return_value": {"gpu/utilisation_percent": 97.0}})
+    monkeypatch.setattr(run_module, "GpuSampler", lambda *_, **__: sampler)
+    monkeypatch.setattr(run_module, "environment", lambda world: {})
+    with Run.start(config(run="a"), "toy", World(0, 1, torch.device("cuda", 0))) as run:
+        run.begin()
+        run.scalars(1, {"train/loss": 1.0})
+    assert metrics("a")[0]["gpu/utilisation_percent"] == 97 and sampler.start.called and sampler.stop.called

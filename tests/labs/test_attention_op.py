@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import math
 import os
 import shutil
 import signal
@@ -69,6 +70,10 @@ def test_attention_is_pytorchs_at_any_shape(backend, sizes, masked, causal, dtyp
     # 28 terms, those of the largest shape: the few operations beside the sums weigh more in the smallest ones. The largest
     # error of 1,500 draws was a quarter of what this allows.
     assert max(errors) <= checks.allowed(backend, dtype, checks.terms_of((3, 3, 9, 9, 5, 5)))
+
+
+def test_a_number_that_is_none_is_the_largest_error():
+    assert max(1e-7, checks.error(torch.tensor([1.0, math.nan]), torch.ones(2))) == math.inf
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -278,6 +278,20 @@ def test_planned_memory_of_124m_is_what_came(tmp_path):
     assert float(done.stdout) == pytest.approx(1, abs=0.1), done.stderr
 
 
+def test_plans_of_what_is_dealt_out_or_gathered_whole():
+    """Zero1 hands out whole matrices; FSDP2 gathers a block's gradients on one card, too."""
+    small, large = (
+        config_of(size="124m", data_parallel="zero1"),
+        config_of(size="1.6b", data_parallel="zero3", offload="parameters"),
+    )
+    assert (
+        plan.memory(small, sizes_of(small), 8, True).optimizer
+        >= 8 * sizes_of(small).vocabulary * sizes_of(small).hidden
+    )
+    alone, two = (plan.memory(replace(large, batch_size=n), sizes_of(large), n, True).gradients for n in (1, 2))
+    assert alone == pytest.approx(two) and alone > 0
+
+
 def test_plan_of_the_handout(capsys):
     train(config_of(size="1.6b", plan=True, gpus=4, memory_gib=24))
     said = capsys.readouterr().out.splitlines()
@@ -342,6 +356,26 @@ def test_wikitext_keeps_its_splits(tmp_path):
     splits, _ = read_documents(tmp_path)
     assert len(splits["train"]) == 2 and "more" in splits["train"][0]
     assert splits["validation"] == ["= C = \n\n c ."]
+
+
+def test_only_whole_words_of_a_name_make_a_split(tmp_path):
+    for name in ("train", "Old Testament", "The Devil's Dictionary", "book.valid"):
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n")
+    splits, _ = read_documents(tmp_path)
+    assert splits == {"train": ["Old Testament", "The Devil's Dictionary", "train"], "validation": ["book.valid"]}
+
+
+def test_a_run_that_its_minutes_end_says_so(tmp_path, monkeypatch):
+    """Whether the clock ends it or the plan that was fitted to the clock."""
+    monkeypatch.chdir(tmp_path)
+    train(
+        config_of(
+            **{**BASE, "max_steps": 10**6, "max_minutes": 0.02, "log_every": 10**6, "eval_every": 10**6, "run": "a"}
+        )
+    )
+    assert "the 0.02 minutes are over" in Path("runs/a/train.log").read_text(encoding="utf-8")
+    with refused("; give more --max_minutes"):
+        train(config_of(["resume"], **{**BASE, "resume": "runs/a", "max_minutes": 0.02}))
 
 
 def test_batches():
@@ -411,6 +445,7 @@ def test_heads_of_any_width_are_padded_on_a_gpu_without_another_result(monkeypat
     (2, dict(pipe=2, accumulate=2, data_parallel="zero3"), "--pipe goes with --data_parallel ddp"),
     (2, dict(tensor=2, model="hf"), "--model hf"),
     (1, dict(offload="parameters"), "--offload parameters needs"),
+    (6, dict(tensor=2, data_parallel="zero3"), "--tensor 2 does not divide the vocabulary of 511"),
     (1, dict(hidden=30, heads=4), "--hidden 30 must be divisible by --heads 4"),
 ])  # fmt: skip
 def test_a_grid_that_cannot_be(processes, settings, message):
@@ -456,7 +491,7 @@ def test_bad_input_is_one_line_on_every_rank(tmp_path):
 def test_a_size_that_cannot_fit(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("labs.gpt.plan.device_memory", lambda world: 2**34)
-    with refused("does not fit: needs "):
+    with refused("--size 1.6b --gpus 1 --memory_gib 16.0 --layers 2000"):
         train(Config(size="1.6b", layers=2000, device="cpu"))
     assert not Path("runs").exists()
 
@@ -480,9 +515,12 @@ def test_table_goes_on_after_a_row_that_fails(tmp_path, monkeypatch, capsys):
     lines = (tmp_path / "table" / "table.md").read_text().splitlines()
     assert len(lines) == 4 and "tokens" in lines[0] and "no grid" in lines[2] and "GiB" in lines[3]
     assert (tmp_path / "table" / "table.png").stat().st_size > 1000
+    assert not (tmp_path / "table" / "row-1" / "checkpoints").exists()
     written = (tmp_path / "table" / "row-1" / "result.json").stat().st_mtime
-    compare.main(config)  # again: all rows are done
+    failed = (tmp_path / "table" / "row-0" / "outcome.json").stat().st_mtime_ns
+    compare.main(config)  # again: what is done is not done again, what failed is tried again
     assert (tmp_path / "table" / "row-1" / "result.json").stat().st_mtime == written
+    assert (tmp_path / "table" / "row-0" / "outcome.json").stat().st_mtime_ns > failed
 
 
 @pytest.mark.slow

@@ -23,7 +23,15 @@ from engine.precision import choose_precision
 from engine.telemetry import shown_as
 from labs.wikitext import __main__ as wikitext
 from labs.wikitext.__main__ import Config
-from labs.wikitext.model import LanguageModel, SmoothedLoss, evaluate, gather_segments, generate, windows
+from labs.wikitext.model import (
+    LanguageModel,
+    SmoothedLoss,
+    confusion_figure,
+    evaluate,
+    gather_segments,
+    generate,
+    windows,
+)
 from labs.wikitext.sampler import SegmentSampler, systematic
 from labs.wikitext.text import EOS, SPLITS, UNK, Vocabulary, coverage, load_glove, prepare, read_splits
 
@@ -522,3 +530,8 @@ def test_the_key_tells_every_change_of_vocabulary_and_splits(tmp_path):
     moved = {"train": text.ids["train"][:-1], "validation": torch.cat([text.ids["train"][-1:], text.ids["validation"]])}
     others.append(replace(text, ids=text.ids | moved))
     assert len({text.key(), *(other.key() for other in others)}) == 6
+
+
+@pytest.mark.filterwarnings("error:Glyph")
+def test_the_confusion_table_shows_chinese(tmp_path):
+    confusion_figure(torch.eye(2, 3), ["你", "$好$"]).savefig(tmp_path / "confusion.png")

@@ -46,7 +46,7 @@ def test_the_lines_in_the_card_translate_as_the_run_does(run, tmp_path, kind, qu
     card = (folder / "README.md").read_text(encoding="utf-8")
     (loader,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     done = subprocess.run([sys.executable, "-c", loader], cwd=folder, input="\n".join(LINES), capture_output=True, text=True,
-                          timeout=HANGS, env={**os.environ, "PYTHONPATH": "", "PYTHONIOENCODING": "utf-8"})  # fmt: skip
+                          timeout=HANGS, env={**os.environ, "PYTHONPATH": "", "PYTHONIOENCODING": "gbk"})  # fmt: skip
     assert done.returncode == 0, done.stderr
     expected = translate_lines(trained.model, trained.source_tokenizer, trained.target_tokenizer, LINES).texts
     same = list(map(str.__eq__, done.stdout.splitlines(), expected))

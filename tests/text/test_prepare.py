@@ -19,7 +19,7 @@ from text.cleaning import _scores, held_out_rows
 from text.prepare import Prepared, _tokenizer_key, _worth_keeping, find_and_prepare, prepare, vocabulary_size
 from text.rows import find_text
 from text.store import TokenizedPairs, TokenWriter
-from text.subwords import decode, encode
+from text.subwords import decode, encode, train_tokenizer
 
 
 def test_token_store_round_trip(tmp_path):
@@ -33,6 +33,7 @@ def test_token_store_round_trip(tmp_path):
     assert [(source.tolist(), target.tolist()) for source, target in map(store.__getitem__, range(len(store)))] == pairs
     assert store[0][0].dtype == np.uint16 and store[0][1].dtype == np.int32  # as small as the vocabulary allows
     assert pickle.loads(pickle.dumps(store))[1][1].tolist() == [9, 10, 11]  # as a DataLoader worker gets it
+    assert not any(ids.flags.owndata for ids in store._ids.values())  # they stay on disk
 
 
 @pytest.fixture
@@ -56,6 +57,16 @@ def test_prepare(toy_text, tmp_path):
     assert batch.src.max() < len(prepared.source_tokenizer)
 
 
+def test_the_tokenizers_learn_from_a_part_from_all_over(toy_text, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("text.prepare.TOKENIZER_LINES", 100)
+    monkeypatch.setattr("text.prepare.train_tokenizer",
+                        lambda lines, size: seen.append(list(lines)) or train_tokenizer(seen[-1], size))  # fmt: skip
+    prepare(toy_text, tmp_path / "cache", say=lambda line: None)
+    source, target = seen
+    assert 80 < len(source) == len(target) <= 100 and set(zip(source, target)) <= set(reversed_digits(400))
+
+
 def test_the_rows_of_validation_are_from_all_over(toy_text, tmp_path, monkeypatch):
     monkeypatch.setattr("text.prepare.VALIDATION_ROWS", 8)
     prepared = prepare(toy_text, tmp_path / "cache", say=lambda line: None)
@@ -69,6 +80,7 @@ def test_the_cache_is_used_only_for_the_same_data_and_settings(toy_text, tmp_pat
     again = prepare(toy_text, cache, say=said.append)
     assert again.folder == first.folder and "tokenised earlier" in said[0] and len(said) == 1
     assert prepare(toy_text, cache, target_vocab=500, say=lambda line: None).folder != first.folder
+    assert prepare(toy_text, cache, source_vocab=500, say=lambda line: None).folder != first.folder
     assert prepare(toy_text, cache, max_length=100, say=lambda line: None).folder != first.folder
     file = toy_text.files["train"][0]
     file.write_text(file.read_text(encoding="utf-8").replace("one", "two", 1), encoding="utf-8")
