@@ -58,7 +58,7 @@ def test_everything_on_the_gpu_and_no_waiting(checked):
 def test_the_pretence_notices_what_is_wrong(checked):
     device, question, copy = (checked[name] for name in WRONG)
     assert device["error"].startswith("FakeTensorDeviceMismatchError")
-    assert "_local_scalar_dense" in question["waits"][0] and "_to_copy" in copy["waits"][0]
+    assert "_local_scalar_dense" in question["waits"][0] and "_to_copy" in copy["waits"][-1]
 
 
 # ---------------------------------------------------------------- data
