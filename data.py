@@ -50,7 +50,7 @@ class BucketSampler(Sampler[np.ndarray]):
         widths = np.maximum(self.source, self.target)
         self.bounds = cut_batches(np.sort(widths, kind="stable"), tokens_per_batch, self.parts)
         self.planned = (None, None, None)  # epoch, its pairs in order of length, its batches in order
-        self.step = 0  # optimiser steps handed out so far
+        self.step = 0  # optimiser steps handed out so far, in whatever epoch; set it to go on from there
 
     def __len__(self) -> int:  # micro-batches of this rank in an epoch
         return self.steps_per_epoch * self.accumulate
@@ -72,14 +72,6 @@ class BucketSampler(Sampler[np.ndarray]):
             return f"{change}; every step keeps its pairs, shared between the processes anew"
         # A step needs a pair for every process, so the smallest ones were cut in another place.
         return f"{change}; small batches are cut again: the order continues at step {state['step']:,} of the new plan"
-
-    def state_dict(self) -> dict:
-        """The place in the endless row of batches: the optimiser steps handed out. The rest follows from lengths and seed."""
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Go on after `state["step"]` optimiser steps, in whatever epoch that is."""
-        self.step = state["step"]
 
     def epoch_plan(self, epoch: int) -> Iterator[np.ndarray]:
         """The pairs of each step of an epoch, over all ranks."""

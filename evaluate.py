@@ -8,7 +8,7 @@
 The model reads the source only and writes a translation of its own; the reference is the raw text of the data set.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from engine.config import checked, flag, parse_flags
 from engine.errors import UserError, run_script
@@ -116,7 +116,7 @@ def report(
         say(f"\n  source       {normalise(source)}\n  translation  {text}\n  reference    {normalise(reference)}")
     say()
     result = scored | {"checkpoint": trained.name, "decoding": settings, "average": config.average}
-    return result | card.as_dict() | {"capped": translations.capped, "seconds": seconds, "tokens": translations.tokens}
+    return result | asdict(card) | {"capped": translations.capped, "seconds": seconds, "tokens": translations.tokens}
 
 
 def name_of_score(config: Config, trained: Trained, scored: dict) -> str:
@@ -125,7 +125,7 @@ def name_of_score(config: Config, trained: Trained, scored: dict) -> str:
     name += f"-average{config.average}" * (config.average > 1) + f"-first{config.limit}" * bool(config.limit)
     name += f"-{config.precision}" * (config.precision != "auto")
     chosen = trained.checkpoint
-    if chosen != choose_checkpoint(str(trained.run), config.average):
+    if not (trained.run / "checkpoints").is_dir() or chosen != choose_checkpoint(str(trained.run), config.average):
         name += f"-{chosen.parent.name if chosen.name == 'model.safetensors' else chosen.stem}"
     return name + f"-data-{scored['rows']}" * (not scored["own"])
 

@@ -107,7 +107,7 @@ MAY_CHANGE = {"epochs", "max_steps", "max_minutes", "patience", "workers", "devi
 
 def train(config: Config) -> Path:
     """One training run, from the data to the last checkpoint; → its folder."""
-    config = checked(saved_settings(config, MAY_CHANGE) if config.resume else config)
+    config = checked(saved_settings(config, MAY_CHANGE))
     sizes_of(config, 1, 1)  # reject wrong sizes now, not after an hour of tokenising
     world = distributed.start(config.device)
     with Run.start(config, f"{config.source}-{config.target}", world, MAY_CHANGE) as run:
@@ -116,7 +116,8 @@ def train(config: Config) -> Path:
         log(precision.describe())
 
         # -------- data: made by rank 0 in the cache beside the runs; the other ranks wait, then read it
-        folder, config.data = world.on_main(lambda: find_and_prepare(config, run.folder.parent / ".cache", log))
+        cache = run.folder.absolute().parent / ".cache"  # of "." too
+        folder, config.data = world.on_main(lambda: find_and_prepare(config, cache, log))
         prepared = load_prepared(folder)
         prepared.match_validation(config.match_domain, config.match_lengths, log)
         if run.state and run.state["data_key"] != prepared.summary["key"]:
@@ -166,7 +167,7 @@ def train(config: Config) -> Path:
             accumulate = int(world.maximum(fewest_parts(try_heaviest_steps, world.device))[0])
             model.zero_grad(set_to_none=True)
         sampler = deal(accumulate=accumulate or 1)
-        sampler.load_state_dict({"step": state["step"]})
+        sampler.step = state["step"]
         if run.state and (state["world_size"], state["plan"]) != (world.size, sampler.plan_id):
             log(sampler.describe_change(state))
         loss_of = (captured and fast.captured_loss(loss_of, precision.dtype, sampler.shapes(), log)) or loss_of
@@ -177,11 +178,15 @@ def train(config: Config) -> Path:
         # -------- the plan of the learning rate
         total = config.max_steps or config.epochs * sampler.steps_per_epoch
         plan = schedule.Schedule(**state["schedule"]) if run.state else schedule.plan(config.lr, config.warmup, total)
-        ends = [config.epochs, config.max_steps, config.max_minutes]
-        # Another end, given now or by a run that was killed before its next checkpoint.
-        if run.state and (config.given & {"epochs", "max_steps", "max_minutes"} or state.get("ends", ends) != ends):
+        end = [
+            config.max_steps or f"{config.epochs} epochs",
+            config.max_minutes,
+        ]  # an older run has flags alone to go by
+        if run.state and (
+            state["end"] != end if "end" in state else config.given & {"epochs", "max_steps", "max_minutes"}
+        ):
             plan = plan.extended(state["step"], total)
-        state |= {"ends": ends, "world_size": world.size, "accumulate": sampler.accumulate, "plan": sampler.plan_id}
+        state |= {"end": end, "world_size": world.size, "accumulate": sampler.accumulate, "plan": sampler.plan_id}
         log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens per step, "
             f"in {sampler.parts} part(s), {sampler.steps_per_epoch:,} steps per epoch, {plan.total:,} steps in total"
             + (f" or {config.max_minutes:g} minutes" if config.max_minutes else ""))  # fmt: skip

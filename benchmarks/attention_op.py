@@ -7,25 +7,24 @@ Contestants take turns; `python -m labs.attention_op` says whether they agree. M
 most it held during a forward and backward pass, less what it held with the inputs before.
 """
 
-import ctypes
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.measuring import ROOT, Run, compare, held_gib, in_new_process, interleave, markdown, write_json
+from benchmarks.measuring import ROOT, Run, compare, in_new_process, interleave, markdown, write_json
 from benchmarks.peers.contest import wait_for_gpu
 from engine.config import flag, parse_flags
 from engine.distributed import choose_device
 from engine.errors import UserError, run_script
+from engine.memory import forget_peak, held_gib
 from labs.attention_op import ATTENTION_BACKENDS, attention, gelu
 from labs.attention_op.checks import random_inputs
 
@@ -139,10 +138,7 @@ def peaks(config: Config) -> dict[str, dict[str, float]]:
 def peak_mib(task: Callable[[], tuple]) -> float | None:
     """What a pass needs beside its inputs; None where it cannot be counted. The results count too."""
     task()  # buffers that libraries keep are there from now on
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # freed memory is given back …
-        Path("/proc/self/clear_refs").write_text("5")  # … and the most ever held set to what is held now
-    except (OSError, AttributeError):
+    if not forget_peak():
         return None
     before = held_gib("VmRSS")
     result = task()

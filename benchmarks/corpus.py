@@ -13,7 +13,6 @@ told to split at spaces, works on exactly the same sequences.
 
 import json
 import os
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,7 @@ from benchmarks.measuring import ROOT
 Pair = tuple[np.ndarray, np.ndarray]
 
 SEED = 1  # of the sample
-SIDES = ("src", "tgt")
-LETTERS = {"src": "s", "tgt": "t"}  # a word is the letter of its side and the number of its token
+SIDES = ("src", "tgt")  # a word is the first letter of its side and the number of its token
 
 
 @dataclass
@@ -84,25 +82,23 @@ def load_corpus(data="", vocab=16000, pairs=20000, test_rows=500, longest=126, r
 
 def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longest: int) -> None:
     """Draw the sample and write all files; the folder gets its name when it is complete."""
+    from text.prepare import made_whole
     from text.subwords import special_ids
 
-    building = folder.with_name(f".building-{folder.name}-{os.getpid()}")
-    building.mkdir(parents=True)
     tokenizers = {"src": prepared.source_tokenizer, "tgt": prepared.target_tokenizer}
     train, facts = sample_pairs(prepared.train, pairs, longest), {"data": str(text.path)}
-    for name, rows in (("train", train), ("test", test_pairs(text, tokenizers, test_rows, longest))):
-        for side, sentences in zip(SIDES, zip(*rows)):
-            (building / f"{name}.{side}").write_text(as_words(sentences, side), encoding="utf-8")
-    for index, (side, name) in enumerate(zip(SIDES, ("source", "target"))):
-        size, special = len(tokenizers[side]), special_ids(tokenizers[side])
-        facts |= {f"{name}_vocab": size, f"{name}_ids": special}
-        counts = np.bincount(np.concatenate([pair[index] for pair in train]), minlength=size).clip(1)
-        for vocabulary, gap in ((f"opennmt.{side}", "\t"), (f"dict.{side}.txt", " ")):  # they add the special words
-            lines = (f"{LETTERS[side]}{id}{gap}{counts[id]}\n" for id in range(size) if id not in special.values())
-            (building / vocabulary).write_text("".join(lines), encoding="utf-8")
-    (building / "corpus.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(building, folder)
+    with made_whole(folder) as building:
+        for name, rows in (("train", train), ("test", test_pairs(text, tokenizers, test_rows, longest))):
+            for side, sentences in zip(SIDES, zip(*rows)):
+                (building / f"{name}.{side}").write_text(as_words(sentences, side), encoding="utf-8")
+        for index, (side, name) in enumerate(zip(SIDES, ("source", "target"))):
+            size, special = len(tokenizers[side]), special_ids(tokenizers[side])
+            facts |= {f"{name}_vocab": size, f"{name}_ids": special}
+            counts = np.bincount(np.concatenate([pair[index] for pair in train]), minlength=size).clip(1)
+            for vocabulary, gap in ((f"opennmt.{side}", "\t"), (f"dict.{side}.txt", " ")):  # they add the special words
+                lines = (f"{side[0]}{id}{gap}{counts[id]}\n" for id in range(size) if id not in special.values())
+                (building / vocabulary).write_text("".join(lines), encoding="utf-8")
+        (building / "corpus.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 def sample_pairs(store, pairs: int, longest: int) -> list[Pair]:
@@ -124,7 +120,7 @@ def test_pairs(text, tokenizers: dict, test_rows: int, longest: int) -> list[Pai
 
 def as_words(sentences: Iterable[np.ndarray], side: str) -> str:
     """[[1, 2]] → "s1 s2\\n" """
-    return "".join(" ".join(f"{LETTERS[side]}{token}" for token in ids) + "\n" for ids in sentences)
+    return "".join(" ".join(f"{side[0]}{token}" for token in ids) + "\n" for ids in sentences)
 
 
 def as_ids(lines: Iterable[str]) -> list[np.ndarray]:

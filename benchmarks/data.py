@@ -31,11 +31,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.corpus import text_at
-from benchmarks.measuring import ROOT, Row, held_gib, in_new_process, measure
+from benchmarks.measuring import ROOT, Row, in_new_process, measure
 from benchmarks.peers.contest import SIZES, WARM_STEPS
+from benchmarks.peers.ours import make_trainer
 from data import Batch, BucketSampler, Collate, collate_for
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
+from engine.memory import held_gib
 from engine.precision import choose_precision
 from model import ModelConfig, training_flops
 from text.cleaning import clean_pairs, held_out_rows
@@ -117,7 +119,7 @@ def time_epochs(config: Config, folder: Path) -> list[Row]:
     return measure(title, STARTS, config, turn, "seconds", more=more, decimals=2)
 
 
-def make_store(folder: Path, pairs: int, longest: int = 200, vocab: int = GROWTH_VOCAB) -> None:
+def make_store(folder: Path, pairs: int, vocab: int = GROWTH_VOCAB) -> None:
     """Made-up pairs as `TokenizedPairs` reads them: lengths like those of text (log-normal, median 20), ids at random."""
     random = np.random.default_rng(1)
     writer = TokenWriter(folder, {"source": vocab, "target": vocab})
@@ -126,19 +128,18 @@ def make_store(folder: Path, pairs: int, longest: int = 200, vocab: int = GROWTH
         count = min(10**6, pairs - first)
         meaning = random.normal(3.0, 0.6, count)  # what both sides have to say, as the logarithm of its length
         for side in ("source", "target"):
-            lengths = np.exp(meaning + random.normal(0, 0.15, count)).clip(1, longest).astype(np.int32)
+            lengths = np.exp(meaning + random.normal(0, 0.15, count)).clip(1, 200).astype(np.int32)
             writer.write_flat(side, np.resize(ids, lengths.sum()), lengths)
     writer.close()
 
 
-def start_epoch(store: Path, epochs_done: float, tokens_per_batch: int = 4096) -> dict:
+def start_epoch(store: Path, epochs_done: float) -> dict:
     """Seconds from opening the store to the first batch of a run that has done so many epochs, and the memory it took."""
     before, begun = held_gib("VmRSS"), time.perf_counter()
     pairs = TokenizedPairs(store)
-    sampler = BucketSampler(pairs.lengths, tokens_per_batch)
-    step = int(epochs_done * sampler.steps_per_epoch)
-    sampler.load_state_dict({"step": step})
-    next(sampler.target_tokens(step))
+    sampler = BucketSampler(pairs.lengths, TOKENS)
+    sampler.step = int(epochs_done * sampler.steps_per_epoch)
+    next(sampler.target_tokens(sampler.step))
     next(iter(DataLoader(pairs, batch_sampler=sampler, collate_fn=Collate(IDS, IDS))))
     seconds, peak = time.perf_counter() - begun, held_gib()
     return {"seconds": seconds, "peak_gib": peak, "growth_gib": peak - before, "pairs": len(pairs)}
@@ -226,8 +227,6 @@ def time_growth(config: Config, folder: Path) -> list[Row]:
 
 def time_steps(batches: Iterator[Batch], steps: int) -> dict:
     """Real target tokens a second of the loop of train.py without its log and checkpoints, in fp32."""
-    from benchmarks.peers.ours import make_trainer
-
     take_step, tokens = make_trainer(LAB, choose_precision(torch.device("cpu"), "fp32")), 0
     for step in range(-WARM_STEPS, steps):
         if step == 0:

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.measuring import ROOT, curve, describe_machine, machine, write_json
-from benchmarks.peers.contest import SIZES
+from benchmarks.peers.contest import SIZES, choose
 from engine.config import flag, parse_flags
 from engine.distributed import choose_device, hidden_gpus
 from engine.errors import UserError, run_script
@@ -58,8 +58,7 @@ class Config:
     out: str = flag("runs/benchmarks/gpu.json", "file for the report; the stages' own lie in a folder beside it", "How")
 
     def __post_init__(self):
-        if unknown := set(self.presets.split(",")) - set(SIZES):
-            raise UserError(f"--presets: unknown {', '.join(sorted(unknown))}; choose of {', '.join(SIZES)}")
+        choose(self.presets, SIZES, "--presets")
 
 
 def main(config: Config) -> int:
@@ -101,7 +100,7 @@ def stages(config: Config, device: torch.device, folder: Path) -> dict[str, list
     train, tokens = f"train.py {where}", config.tokens_per_batch
     train_all = f"benchmarks.training {turns} --tokens_per_batch {tokens} --contestants {training}"
     checks, speeds = {}, {}
-    for preset in config.presets.split(","):
+    for preset in choose(config.presets, SIZES):
         checks[f"{preset} parity"] = [f"PRESET={preset} DEVICE={device} pytest -s tests/fast/test_device.py"]
         of = f"--preset {preset} --out {out}/{preset}"
         if on_gpu:

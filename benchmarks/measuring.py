@@ -18,13 +18,14 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
 from engine.config import write_whole
+from engine.memory import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
-GIB = 2**30
 QUIET = 0.05  # cores taken by others, from which on a run is marked as disturbed
 
 
@@ -97,20 +98,13 @@ def interleave(
 
 def in_new_process(function: Callable, *arguments, **environment: str):
     """The function's result, from a process that has done nothing before and has these environment variables."""
-    before = dict(os.environ)
-    os.environ.update(environment)
-    try:
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            return pool.submit(function, *arguments).result()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    with patch.dict(os.environ, environment), ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def describe_run(run: Run) -> str:
     """One line while the measurement goes on."""
-    numbers = {name: value for name, value in run.figures.items() if isinstance(value, int | float)}
-    figures = "  ".join(f"{name} {value:,.{'4g' if abs(value) < 100 else '0f'}}" for name, value in numbers.items())
+    figures = "  ".join(f"{name} {value:,.{'4g' if abs(value) < 100 else '0f'}}" for name, value in run.figures.items())
     others = "" if run.others is None else f"  [others {run.others:.2f} cores{', DISTURBED' * run.disturbed}]"
     return f"round {run.round}  {run.contestant}: {figures}  ({run.seconds:.0f} s){others}"
 
@@ -124,15 +118,6 @@ def others_seconds() -> float | None:
     ticks = list(map(int, read("/proc/stat").partition("\n")[0].split()[1:9]))
     busy = (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
     return busy - sum(os.times()[:4]) if ticks else None
-
-
-def held_gib(which: str = "VmHWM") -> float:
-    """Memory of this process: VmRSS now, VmHWM at most; nan where /proc is missing.
-
-    Not getrusage's ru_maxrss: that counts what the parent process held, too.
-    """
-    held = re.search(rf"{which}:\s+(\d+)", read("/proc/self/status"))
-    return int(held[1]) / 2**20 if held else float("nan")
 
 
 def tokens_of(sentences: Iterable) -> int:

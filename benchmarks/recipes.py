@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measuring import ROOT, curve, markdown
+from benchmarks.peers.contest import choose
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
 from text.prepare import load_prepared
@@ -62,9 +63,7 @@ class Config:
 
 def main(config: Config) -> None:
     """Run what is missing; print the table after every row."""
-    names = [name.strip() for name in config.rows.split(";") if name.strip()] or list(RECIPES)
-    if unknown := [name for name in names if name not in RECIPES]:
-        raise UserError(f"--rows {unknown[0]}: unknown; choose from {'; '.join(RECIPES)}")
+    names = choose(config.rows, RECIPES, "--rows", ";") or list(RECIPES)
     store = Path(config.out).resolve() / "results.json"
     store.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(store.read_text()) if store.exists() else []

@@ -20,7 +20,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.corpus import LETTERS, as_words, load_corpus
+from benchmarks.corpus import SIDES, as_words, load_corpus
 from benchmarks.measuring import ROOT, curve, describe_machine, markdown, pinned
 from benchmarks.peers.contest import ENVIRONMENTS, KEEP_MEMORY, Task, choose
 from engine.config import flag, parse_flags
@@ -84,7 +84,7 @@ def peer(config: Config, folder: Path, corpus, name: str) -> list[tuple[float, f
     folder.mkdir(parents=True)
     prepared = load_prepared(corpus.folder.with_name(corpus.folder.name.split("-benchmark")[0]))
     rows = [prepared.validation[row] for row in range(min(BLEU_ROWS, len(prepared.validation_rows)))]
-    for side, sentences in zip(("src", "tgt"), zip(*rows)):
+    for side, sentences in zip(SIDES, zip(*rows)):
         (folder / f"valid.{side}").write_text(as_words(sentences, side))
     words = marian(config, folder, corpus, name) if name in MARIAN else hf(config, folder, corpus, name)
     environment = os.environ | pinned(config.threads, pin=False) | (KEEP_MEMORY if name in HF else {})
@@ -115,8 +115,8 @@ def hf(config: Config, folder: Path, corpus, name: str) -> list[str]:
 def marian(config: Config, folder: Path, corpus, name: str) -> list[str]:
     """The command of `marian train`, which hands its translations to a script that keeps them."""
     sizes = PRESETS["lab"]
-    for side, vocabulary in (("src", corpus.source_vocab), ("tgt", corpus.target_vocab)):
-        tokens = ["</s>", "<unk>", *(f"{LETTERS[side]}{token}" for token in range(vocabulary))]
+    for side, vocabulary in zip(SIDES, (corpus.source_vocab, corpus.target_vocab)):
+        tokens = ["</s>", "<unk>", *(f"{side[0]}{token}" for token in range(vocabulary))]
         (folder / f"vocab.{side}.yml").write_text("".join(f'"{token}": {id}\n' for id, token in enumerate(tokens)))
     keep = folder / "keep.sh"
     keep.write_text('#!/bin/sh\ncp "$1" "$(dirname "$0")/$(date +%s.%N).out"\necho 0\n')

@@ -27,13 +27,14 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.corpus import Corpus, load_corpus
-from benchmarks.measuring import ROOT, Row, compare, held_gib, in_new_process, measure, pinned, read_json, tokens_of
+from benchmarks.measuring import ROOT, Row, compare, in_new_process, measure, pinned, read_json, tokens_of
 from benchmarks.peers.contest import KEEP_MEMORY, OLD_LOAD, SIZES, Contestant, Task, choose, start
+from benchmarks.peers.ours import make_trainer
 from data import Batch
 from engine.config import flag, parse_flags
 from engine.distributed import choose_device
 from engine.errors import UserError, run_script
-from engine.memory import keep_freed_memory
+from engine.memory import held_gib, keep_freed_memory
 from engine.precision import Precision
 from model import ModelConfig, training_flops
 
@@ -131,8 +132,6 @@ def measure_memory(config: Config) -> list[Row]:
 
 def peak_of_step(name: str, sizes: ModelConfig, tokens: int) -> dict[str, float]:
     """Three steps of one variant; → GiB. Runs in a process of its own."""
-    from benchmarks.peers.ours import make_trainer
-
     plain, kept, precision = VARIANTS[name]
     torch.set_float32_matmul_precision("medium")
     if kept:

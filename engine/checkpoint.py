@@ -294,9 +294,12 @@ def _remove_old(folder: Path, kept: set[int | None], keep: int) -> None:
     newest = steps(folder)[::-1]
     for old in newest[RESUMABLE:]:
         optimizer_file = folder / f"step-{old}" / "optimizer.pt"
-        with suppress(OSError):  # what cannot be removed is no reason to stop the training
+        with suppress(OSError, ValueError, AttributeError):  # what cannot be removed is no reason to stop the training
             if optimizer_file.exists():
-                write_checksums(optimizer_file.parent, [name for name in CONTENT if name != "optimizer.pt"])
+                file = optimizer_file.with_name("checksums.json")
+                known = json.loads(file.read_bytes())  # not made anew: what was damaged since would pass for whole
+                known.pop("optimizer.pt", None)
+                write_whole(file, _as_json(known).decode())
                 optimizer_file.unlink()
     for old in set(newest[max(keep, 1) :]) - kept:
         doomed = folder / f".tmp-removed-step-{old}-{os.getpid()}"

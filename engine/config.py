@@ -77,8 +77,14 @@ def _parse(config_class, description: str, positional: str | None, arguments: li
         for name in values:
             if name not in names:
                 raise UserError(f"unknown setting {name!r} in the settings file{nearest(str(name), names)}")
+        if "resume" in values:  # the settings of a run: of flags that are newer than it, what it did
+            values = befores(config_class) | values
         # As flags before the others: so a value is checked and converted in one way, wherever it comes from.
         arguments = [f"--{name}={value}" for name, value in values.items() if value is not None] + arguments
+    if positional:  # the word behind `--compare` is a run, unless it says true or false
+        yes = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(config_class) if field.type is bool]
+        arguments = [f"{word}=true" if word.replace("_", "-") in yes and after.lower() not in SAYS_TRUE + SAYS_FALSE else word
+                     for word, after in zip(arguments, [*arguments[1:], ""])]  # fmt: skip
     parsed, rest = parser.parse_known_args(arguments)
     for word in rest:
         if word.startswith("-") and len(word) > 1:
@@ -208,12 +214,17 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def befores(config_class) -> dict:
+    """By name, what runs did before a flag was there."""
+    told = {field.name: field.metadata.get("before") for field in dataclasses.fields(config_class)}
+    return {name: value for name, value in told.items() if value is not None}
+
+
 def load_config(config_class, path: Path):
     """The dataclass saved at `path`; unknown settings are the user's affair, said in one line."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        befores = {field.name: field.metadata.get("before") for field in dataclasses.fields(config_class)}
-        config = config_class(**{name: value for name, value in befores.items() if value is not None} | values)
+        config = config_class(**befores(config_class) | values)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; is {path.parent} a run of this script?") from None
     except (ValueError, TypeError) as error:

@@ -2,9 +2,15 @@
 
 import ctypes
 import os
+import re
+import resource
+import sys
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
+GIB = 2**30
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # numbers of malloc.h, see mallopt(3)
 # oneDNN keeps what it prepared for a shape of matrices, 1,024 shapes, half a megabyte each. Where batches of
 # sentences have ever new ones (without the kernels of fast/), only those of a step are worth keeping: these numbers hold them.
@@ -26,6 +32,27 @@ def keep_freed_memory() -> bool:
         return False
     # No mappings of their own, no giving back (-1: never), and the heap grows by 256 MiB at a time.
     return all([mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1), mallopt(M_TOP_PAD, 256 * 2**20)])
+
+
+def held_gib(which: str = "VmHWM") -> float:
+    """Memory of this process: VmRSS now, VmHWM the most so far; where /proc does not tell (macOS, gVisor) the most.
+
+    Not `ru_maxrss` where it can be helped: that counts what the parent process held, too.
+    """
+    with suppress(OSError, TypeError):
+        return int(re.search(rf"{which}:\s+(\d+)", Path("/proc/self/status").read_text(errors="replace"))[1]) / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, else KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+
+
+def forget_peak() -> bool:
+    """From here on VmHWM is the most held since, freed memory given back first; False where that cannot be (not Linux)."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    except (OSError, AttributeError):
+        return False
+    return True
 
 
 def fewest_parts(trial, device: torch.device, most: int = 256) -> int:

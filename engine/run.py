@@ -56,7 +56,7 @@ class Run:
         """
         run = cls()
         run.world, run.at_end, run.started = world, contextlib.ExitStack(), time.perf_counter()
-        run.config = checked(after_restart(saved_settings(config, may_change) if config.resume else config, world))
+        run.config = checked(after_restart(saved_settings(config, may_change), world))
         resume = run.config.resume
 
         def open_folder() -> tuple[Path, Path | None]:
@@ -112,7 +112,7 @@ class Run:
         if self.world.is_main and self.world.device.type == "cuda":
             self.gpu = GpuSampler(self.world.device, gpu_seconds, say=self.log)
             self.gpu.start()
-            self.at_end.callback(self.gpu.stop)
+            self.at_end.callback(self.gpu.ended.set)
         self.interrupted = self.at_end.enter_context(caught_signals())
 
     def note_environment(self) -> None:
@@ -264,7 +264,9 @@ def lock(run: Path):
 
 
 def saved_settings(config, may_change: set[str]):
-    """The settings that the run to go on with was started with, changed by those flags that may change."""
+    """The settings; with `resume` those that the run was started with, changed by those flags that may change."""
+    if not config.resume:
+        return config
     run = Path(config.resume) if Path(config.resume).is_dir() else folder_of(config.resume)
     differing = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
     given = getattr(config, "given", differing)  # settings made in Python do not know which of them were given

@@ -34,7 +34,7 @@ class Schedule:
     def extended(self, step: int, total: int) -> "Schedule":
         """The plan of a run that goes on after `step` to another end. The rate goes on from where it was, up again if it fell."""
         total = max(total, step)
-        decay_start = min(max(step + 1, math.ceil(total * (1 - DECAY_SHARE))), total)
+        decay_start = min(max(step + 2, math.ceil(total * (1 - DECAY_SHARE))), total)  # after the next `fit_time`
         fell = step >= self.decay_start
         start, share = (step, self.learning_rate(step) / self.peak) if fell else (self.start, self.start_share)
         return replace(self, total=total, decay_start=decay_start, start=start, start_share=share, by_time=False)

@@ -12,7 +12,6 @@ import functools
 import json
 import math
 import os
-import resource
 import sys
 import threading
 import time
@@ -25,8 +24,8 @@ import torch
 from tqdm import tqdm
 
 from engine.config import write_whole
+from engine.memory import GIB, held_gib
 
-GIB = 2**30
 # TensorBoard sorts its charts by name. These are what a run is watched by: they come first, in this order.
 FIRST = [
     *("train/loss", "valid/loss", "validation/loss", "test/loss", "valid/perplexity", "validation/perplexity"),
@@ -183,10 +182,8 @@ class ProcessMeter:
         seconds, busy = (after - before for after, before in zip(now, self.last))
         if seconds < 1:
             return {}
-        self.last, held = now, peak_memory_gib("cpu")
-        with suppress(OSError):  # not on Linux: then its peak
-            held = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / GIB
-        return {"cpu/utilisation_percent": 100 * busy / seconds, "cpu/memory_gib": held}
+        self.last = now
+        return {"cpu/utilisation_percent": 100 * busy / seconds, "cpu/memory_gib": held_gib("VmRSS")}
 
 
 class GpuSampler(threading.Thread):
@@ -230,10 +227,6 @@ class GpuSampler(threading.Thread):
         with self.lock:
             samples, self.samples = self.samples, {}
         return {tag: sum(values) / len(values) for tag, values in samples.items()}
-
-    def stop(self) -> None:
-        """End the thread; it would end with the process as well."""
-        self.ended.set()
 
 
 def nvml_of(device: torch.device) -> tuple:
@@ -324,7 +317,4 @@ def measured_peak_flops(device: torch.device | str, dtype: torch.dtype) -> float
 def peak_memory_gib(device: torch.device | str) -> float:
     """The most memory held so far: by tensors on the GPU, or by this process on the CPU."""
     device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+    return torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else held_gib()

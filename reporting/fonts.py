@@ -10,17 +10,19 @@ import io
 from pathlib import Path
 
 OWN = Path(__file__).with_name("NotoSansCJKsc-subset.otf")
-LATIN = "DejaVu Sans"  # which matplotlib brings
+LATIN = "DejaVu Sans"  # for all that is not Chinese; matplotlib brings it
 
 
 def families(text: str) -> list[str]:
     """The fonts that draw `text`, for matplotlib's `family=`: for each character it takes the first that has it."""
+    from matplotlib import font_manager
+
     missing = frozenset(ord(c) for c in text if not c.isspace()) - characters_of(own_family()[1])
-    names = [LATIN, own_family()[0]]
-    for name, path in installed() if missing - characters_of(latin_path()) else []:
-        if missing & characters_of(path) and name not in names:
-            names.append(name)
-            missing -= characters_of(path)
+    names, latin = [LATIN, own_family()[0]], characters_of(font_manager.findfont(LATIN))
+    for font in font_manager.fontManager.ttflist if missing - latin else []:  # all that are on this machine
+        if font.style == "normal" and missing & characters_of(font.fname) and font.name not in names:
+            names.append(font.name)
+            missing -= characters_of(font.fname)
     return names
 
 
@@ -31,20 +33,6 @@ def own_family() -> tuple[str, str]:
 
     font_manager.fontManager.addfont(OWN)
     return font_manager.get_font(OWN).family_name, str(OWN)
-
-
-def latin_path() -> str:
-    """The font of everything that is not Chinese."""
-    from matplotlib import font_manager
-
-    return font_manager.findfont(LATIN)
-
-
-def installed() -> list[tuple[str, str]]:
-    """Names and paths of all fonts that matplotlib found on this machine."""
-    from matplotlib import font_manager
-
-    return [(font.name, font.fname) for font in font_manager.fontManager.ttflist if font.style == "normal"]
 
 
 @functools.lru_cache(maxsize=1000)

@@ -4,7 +4,6 @@ Asked of the run's own code, on a sample of the rows, in about ten seconds. What
 what works, but perhaps not as it was meant, is a line that begins with "warning".
 """
 
-import ctypes
 import os
 import re
 import resource
@@ -25,11 +24,11 @@ import torch
 from engine.checkpoint import RESUMABLE
 from engine.distributed import choose_device, hidden_gpus, several_asked
 from engine.errors import UserError
-from engine.memory import fewest_parts
+from engine.memory import GIB, fewest_parts, forget_peak, held_gib
 from engine.optimizer import make_optimizer
 from engine.precision import Precision, choose_precision
 from engine.run import folder_of
-from engine.telemetry import GIB, nvml_of, peak_memory_gib
+from engine.telemetry import nvml_of, peak_memory_gib
 from reporting.masks import explain_masks
 from text.bleu import CHINESE
 from text.cleaning import REASONS, missing_splits
@@ -284,13 +283,9 @@ def try_steps(config, sample: Prepared, sizes, precision: Precision, sampler, bu
 
 def peak_of(work: Callable) -> float:
     """The most GiB that this process holds during `work()`; not on Linux: that it ever held."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)  # freed memory is given back …
-        Path("/proc/self/clear_refs").write_text("5")  # … and the most ever held set to what is held now
+    forget_peak()
     work()
-    with suppress(OSError):
-        return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024 / GIB
-    return peak_memory_gib("cpu")
+    return held_gib()
 
 
 def memory_limit(device: torch.device) -> float:
@@ -300,8 +295,7 @@ def memory_limit(device: torch.device) -> float:
     limit = os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
     with suppress(OSError, TypeError):  # Linux tells what is free
         free = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
-        held = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-        limit = int(free[1]) * 1024 + held
+        limit = int(free[1]) * 1024 + int(held_gib("VmRSS") * GIB)
     with suppress(OSError, ValueError):  # of a container; "max" without one
         limit = min(limit, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return limit / GIB

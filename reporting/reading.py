@@ -88,10 +88,8 @@ class RunFiles:
             return None
         if value is None or value == "":
             return None
-        is_plain = is_number(value) and not isinstance(value, str)
-        return Fact(
-            value, format(value, form) if is_plain else str(value), f"{self.name}/{file}#{'.'.join(map(str, keys))}"
-        )
+        text = format(value, form) if is_number(value) else str(value)
+        return Fact(value, text, f"{self.name}/{file}#{'.'.join(map(str, keys))}")
 
     def seconds(self) -> Fact | None:
         """How long the run took, over all its starts; at least so long if it was killed, or is under way."""

@@ -347,11 +347,7 @@ def settings(page: Page, runs: list[RunFiles]) -> None:
 
 def own_pictures(page: Page, runs: list[RunFiles]) -> None:
     """What the lab's script drew itself: filters, confusion matrix, schedule."""
-    pictures = {}
-    for run in runs:
-        for path in run.pictures:
-            pictures[f"{run.name} {path.stem}"] = path.read_bytes()
-    if pictures:
+    if pictures := {f"{run.name} {path.stem}": path.read_bytes() for run in runs for path in run.pictures}:
         page.heading("Pictures of the run")
         page.figures(pictures)
 

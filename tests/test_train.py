@@ -211,7 +211,7 @@ def test_the_run_of_two_processes_is_the_loop_by_hand(toy_data, here, tmp_path):
     lengths = {side: prepared.train.lengths[side] + 1 for side in ("source", "target")}
     sampler = BucketSampler(prepared.train.lengths, 300, seed=7, world_size=2, accumulate=2)
     target = [int(lengths["target"][rows].sum()) for rows in islice(sampler, 12)]  # of each micro-batch
-    sampler.load_state_dict({"step": 0})
+    sampler.step = 0
     source = [int(lengths["source"][rows].sum()) for rows in islice(sampler, 12)]
     steps = {step: slice(2 * step - 2, 2 * step) for step in range(2, 7)}
     speeds = {step: 2 * sum(target[part]) for step, part in steps.items()}

@@ -13,7 +13,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -99,10 +99,6 @@ class BleuCard:
     high: float
     sentences: int
     short: int  # hypotheses of fewer than 4 tokens, which nltk and sacreBLEU count differently
-
-    def as_dict(self) -> dict:
-        """Ready for JSON."""
-        return asdict(self)
 
     def lines(self) -> list[str]:
         """The printed card."""

@@ -18,6 +18,7 @@ HELD_OUT_SHARE = 0.01  # of the distinct pairs, for each split that the data doe
 CHANCE = 0.05  # a smaller share of the pairs, or gap in their lengths, may be chance between a few hundred rows
 UNLIKE_SHARE = 0.5  # of the training pairs, at most, are dropped because they are unlike validation's
 SHORT_SHARE = 0.25  # and then of the rest for their short targets
+TELLING_ROWS = 200  # of validation, to tell how train differs from it
 PRIOR_TOKENS = 2000  # of train's frequencies, beside the tokens of validation
 LONGEST_TOKEN = 16  # characters; our own tokenizers learn no longer token
 
@@ -137,8 +138,6 @@ def like_validation(train: TokenizedPairs, validation: TokenizedPairs, vocabular
     Lewis 2010, Axelrod et al. 2011, with single tokens for n-grams). Half of validation gives the frequencies. The other half
     gives the bar, which 99 of 100 of its pairs reach; no more than `UNLIKE_SHARE` of train stays under it.
     """
-    if len(validation) < 200:  # too few to tell
-        return np.arange(len(train))
     known, unseen = (validation.only(np.arange(first, len(validation), 2)) for first in (0, 1))
     gains = []
     for of_train, of_known in zip(_counts(train, vocabularies), _counts(known, vocabularies)):

@@ -26,6 +26,7 @@ from engine.errors import UserError
 from engine.telemetry import progress
 from text.cleaning import (
     REASONS,
+    TELLING_ROWS,
     absurd_ratio,
     clean_pairs,
     held_out_rows,
@@ -62,8 +63,11 @@ class Prepared:
     def match_validation(self, domain: bool, lengths: bool, say) -> None:
         """Leave out of train what is unlike validation: with `domain` pairs in other words, with `lengths` short targets.
 
-        A model learns from its data what to write about, and how much to leave out.
+        A model learns from its data what to write about, and how much to leave out. Of a small validation split chance alone
+        would make a gap.
         """
+        if len(self.validation) < TELLING_ROWS:
+            return
         if domain:
             sizes = [len(self.source_tokenizer), len(self.target_tokenizer)]
             self._keep(like_validation(self.train, self.validation, sizes), "unlike validation", say)
@@ -106,7 +110,7 @@ def prepare(
             say(f"data: {text.path} ({text.form}), tokenised earlier in {folder}")
         else:
             say(f"data: {text.path} ({text.form}), {text.source}→{text.target}; tokenising into {folder}")
-            with _made_whole(folder) as building:
+            with made_whole(folder) as building:
                 summary = _build(text, building, source_vocab, target_vocab, tokenizer, max_length, say) | {"key": key}
                 told = json.dumps(summary, ensure_ascii=False, indent=1)
                 (building / "summary.json").write_text(told, encoding="utf-8")
@@ -151,7 +155,7 @@ def load_prepared(folder: Path) -> Prepared:
 
 
 @contextlib.contextmanager
-def _made_whole(folder: Path) -> Iterator[Path]:
+def made_whole(folder: Path) -> Iterator[Path]:
     """A new folder that gets the name `folder` when it is complete; nothing is left of it when that fails.
 
     It is this process's alone: its name is drawn by chance (process ids repeat in containers), and its lock goes with the
@@ -168,8 +172,10 @@ def _made_whole(folder: Path) -> Iterator[Path]:
             write_checksums(building, [name for name in files if name != ".lock"])
             with contextlib.suppress(OSError):  # another run may have made the same just now: then that one is used
                 os.replace(building, folder)
-            if damage := verify_files(folder):
-                raise UserError(f"{folder}: {damage} just after it was written; check the disk")
+        with contextlib.suppress(OSError):  # WSL renames no folder on a Windows drive while a file in it is open
+            os.replace(building, folder)
+        if damage := verify_files(folder):
+            raise UserError(f"{folder}: {damage} just after it was written; check the disk")
     except OSError as error:
         if error.errno:  # numpy's have none, but words that `run_script` knows
             error.filename = error.filename or str(building)  # a write, unlike an open, does not say where
@@ -199,7 +205,12 @@ def _clear_leftovers(cache: Path, key: str, say) -> None:
 
 def _build(text, building, source_vocab, target_vocab, tokenizer, max_length, say) -> dict:
     """Clean, train tokenizers, tokenise, into this folder; → what there is to know about it."""
+    _ = tokenizer and load_tokenizer(tokenizer)  # a wrong name is said now, not after the cleaning
     held_out = held_out_rows(text)
+    if not held_out["validation"] and "validation" in text.files:
+        raise UserError(
+            f"{text.path}: the validation split has no rows; add rows, or remove the file: then it is cut from train"
+        )
     for split in missing_splits(text):
         say(f"data: no {split} split; {len(held_out[split]):,} pairs are cut from train by a hash of the pair")
     counts = Counter()
@@ -225,9 +236,8 @@ def _build(text, building, source_vocab, target_vocab, tokenizer, max_length, sa
     # From all over: corpora stand one behind another.
     rows = [held[number * len(held) // count] for number in range(count)]
     if not rows:
-        none = "the validation split has no rows; add rows, or remove the file: then it is cut from train"
         few = f"{counts['kept']:,} pairs are too few to cut 1 % off for validation; add pairs, or a validation file"
-        raise UserError(f"{text.path}: {none if 'validation' in text.files else few}")
+        raise UserError(f"{text.path}: {few}")
     _write_validation(rows, building, tokenizers, max_length, say)
     lines.unlink()
     say(report(counts))

@@ -45,11 +45,10 @@ class TokenizedPairs(Dataset):
         return len(self.lengths["source"])
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        source, target = (
+        return tuple(
             self._ids[side][starts[index] : starts[index] + self.lengths[side][index]]
             for side, starts in self._starts.items()
         )
-        return source, target
 
     def __getitems__(self, rows: np.ndarray) -> tuple[Rows, Rows]:
         """Both sides of these pairs, for a DataLoader: without a loop over sentences."""
@@ -69,11 +68,8 @@ class TokenizedPairs(Dataset):
         lengths = self.lengths[side][rows].astype(np.int64)
         return Rows(self._ids[side][places_of(lengths, self._starts[side][rows])], lengths)
 
-    def __getstate__(self):
-        return self.folder, self.rows  # a worker process maps the files anew
-
-    def __setstate__(self, state: tuple):
-        self.__init__(*state)
+    def __reduce__(self):
+        return TokenizedPairs, (self.folder, self.rows)  # a worker process maps the files anew
 
 
 class TokenWriter:

@@ -16,7 +16,7 @@ from engine.errors import UserError
 from engine.telemetry import progress
 from text.cleaning import LONGEST_TOKEN
 from text.formats import groups_of
-from text.store import flatten, starts_of
+from text.store import flatten, places_of, starts_of
 
 SPACE = "▁"  # U+2581, which stands for a space at the head of a word
 WORDS_AT_ONCE = 100
@@ -154,11 +154,8 @@ def encode_flat(tokenizer, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray
     ids, starts = encode_words(tokenizer, list(distinct))
     numbers = np.fromiter(map(distinct.__getitem__, words), np.int64, len(words))
     lengths = np.diff(starts)[numbers]  # (words,) how many ids each word of the text has
-    # The ids of word w are those from starts[w] on: a running number, shifted to there word by word.
-    ends = starts_of(lengths)
-    places = np.arange(ends[-1]) + np.repeat(starts[numbers] - ends[:-1], lengths)
     words_in_line = np.fromiter((line.count(" ") + 1 for line in lines), np.int64, len(lines))
-    return ids[places], np.add.reduceat(lengths, starts_of(words_in_line)[:-1])
+    return ids[places_of(lengths, starts[numbers])], np.add.reduceat(lengths, starts_of(words_in_line)[:-1])
 
 
 def encode_words(tokenizer, words: list[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -11,15 +11,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from benchmarks.corpus import Corpus, as_words, read_corpus
-from benchmarks.measuring import GIB, ROOT, held_gib, pinned
+from benchmarks.measuring import ROOT, pinned
 from engine.errors import UserError
+from engine.memory import GIB, held_gib
 from model import PRESETS
 
 TINY = dict(d_model=32, nhead=2, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=64, dropout=0.1)
@@ -57,7 +58,7 @@ class Task:
     tokens_per_batch: int = 4096  # target tokens, where it counts tokens
     variant: str = ""  # of this contestant: fp32, int8, …
     parity: bool = False  # ours: also the loss after five steps without dropout
-    weights: str = ""  # folder with weights.pt, the project's; else random
+    weights: str = ""  # decode: folder with weights.pt, the project's
     length: int = 0  # tokens of every output, end suppressed; 0: to the end
     rows: int = 0  # decode only so many test sentences; 0: all
     batch: int = 64  # sentences decoded at once; ours: 0 as evaluate.py
@@ -65,11 +66,11 @@ class Task:
     every: int = 0  # learn: steps between translations
 
 
-def choose(names: str, known: dict[str, Contestant]) -> list[str]:
+def choose(names: str, known: Iterable[str], flag: str = "--contestants", between: str = ",") -> list[str]:
     """ "a,b" → ["a", "b"]. Raises `UserError` for an unknown name."""
-    chosen = [name for name in names.split(",") if name]
+    chosen = [name.strip() for name in names.split(between) if name.strip()]
     if unknown := [name for name in chosen if name not in known]:
-        raise UserError(f"--contestants {unknown[0]}: unknown; choose from {','.join(known)}")
+        raise UserError(f"{flag} {unknown[0]}: unknown; choose from {between.join(known)}")
     return chosen
 
 

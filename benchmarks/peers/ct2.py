@@ -9,7 +9,7 @@ Like for like: the same weights, the same tokens, greedy search, a cache. It onl
 import sys
 from pathlib import Path
 
-from benchmarks.peers.contest import run_peer, time_decoding, work_folder
+from benchmarks.peers.contest import run_peer, time_decoding
 from serving.to_ctranslate2 import convert, name_special
 
 
@@ -18,7 +18,7 @@ def decode(task, corpus) -> None:
     import ctranslate2
     import torch
 
-    folder = Path(task.weights or work_folder(corpus, "random")) / "ctranslate2"
+    folder = Path(task.weights) / "ctranslate2"
     if not (folder / "model.bin").exists():
         weights = {name: tensor.float().numpy() for name, tensor in torch.load(folder.parent / "weights.pt").items()}
         sizes = {"norm_first": False, **task.sizes, "max_length": 512}

@@ -80,8 +80,8 @@ def decode(task, corpus) -> None:
     """The whole model, encoder too, once for every token, until all sentences of the batch have ended."""
     source, target = corpus.source_ids, corpus.target_ids
     model = Seq2Seq(task.sizes, corpus).eval()
-    if task.weights:  # the project's own: the names are the same, for the parts are
-        model.load_state_dict(torch.load(f"{task.weights}/weights.pt"))
+    # The project's own: the names are the same, for the parts are.
+    model.load_state_dict(torch.load(f"{task.weights}/weights.pt"))
     model.to(task.device)
 
     def once() -> list[list[int]]:

@@ -25,7 +25,6 @@ from engine.config import write_whole
 from engine.precision import choose_precision
 
 BETAS = (0.9, 0.98)
-IGNORED = -100  # the label of a padded place
 
 
 def build(sizes: dict, corpus) -> MarianMTModel:
@@ -51,7 +50,7 @@ def make_step(task, corpus, model, optimizer, autocast: Callable, clip: float = 
     Before that it tells `begin` the real tokens of both sides.
     """
     source, target = corpus.source_ids, corpus.target_ids
-    criterion = nn.CrossEntropyLoss(ignore_index=IGNORED, label_smoothing=LABEL_SMOOTHING)
+    criterion = nn.CrossEntropyLoss(ignore_index=target["pad"], label_smoothing=LABEL_SMOOTHING)
 
     def take_step(rows, begin: Callable = lambda source_tokens, target_tokens: None) -> None:
         sources = [[*corpus.train[row][0].tolist(), source["eos"]] for row in rows]
@@ -59,11 +58,10 @@ def make_step(task, corpus, model, optimizer, autocast: Callable, clip: float = 
         begin(sum(map(len, sources)), sum(map(len, targets)) - len(targets))
         src = padded(sources, source["pad"], max(map(len, sources))).to(task.device)
         tgt = padded(targets, target["pad"], max(map(len, targets))).to(task.device)
-        labels = tgt[:, 1:].masked_fill(tgt[:, 1:] == target["pad"], IGNORED)
         attended = (src != source["pad"]).long()
         with autocast():
             logits = model(src, attention_mask=attended, decoder_input_ids=tgt[:, :-1], use_cache=False).logits
-            loss = criterion(logits.flatten(0, 1), labels.flatten())
+            loss = criterion(logits.flatten(0, 1), tgt[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         if clip:

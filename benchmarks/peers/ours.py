@@ -106,10 +106,8 @@ def decode(task, corpus) -> None:
     *words, name = task.variant.split("-")
     device = choose_device(task.device, 0)
     precision = choose_precision(device, "fp32" if name == "int8" else name)
-    torch.manual_seed(1)
     model = Translator(sizes_for(task, corpus)).eval().requires_grad_(False)
-    if task.weights:
-        model.load_state_dict(torch.load(f"{task.weights}/weights.pt"))
+    model.load_state_dict(torch.load(f"{task.weights}/weights.pt"))
     limit = decoding.output_limit
     if task.length:  # no output may end before it, and none goes on after
         model.output.bias[corpus.target_ids["eos"]] = -1e9

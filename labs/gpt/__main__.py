@@ -108,8 +108,7 @@ def sizes_of(config: Config) -> Sizes:
 
 def train(config: Config) -> Path | None:
     """One run, from the data to the last checkpoint; → its folder."""
-    if config.resume:
-        config = saved_settings(config, MAY_CHANGE)
+    config = saved_settings(config, MAY_CHANGE)
     sizes = sizes_of(config)
     config.lr, config.batch_size = config.lr or sizes.lr, config.batch_size or sizes.batch_size
     if config.plan:
@@ -155,13 +154,13 @@ def train(config: Config) -> Path | None:
                 precision.scaler.load_state_dict(run.state["scaler"])
             log(f"resumed after step {state['step']:,} from {checkpoint}")
         total = config.max_steps or config.epochs * data.batches("train")
-        ends = [config.epochs, config.max_steps, config.max_minutes]
+        end = [config.max_steps or f"{config.epochs} epochs", config.max_minutes]
         timetable = schedule.plan(config.lr, config.warmup, total)
         timetable = schedule.Schedule(**run.state["schedule"]) if run.state else timetable
-        # Another end, given now or by a run that was killed before its next checkpoint.
-        if run.state and (config.given & {"epochs", "max_steps", "max_minutes"} or run.state.get("ends", ends) != ends):
+        asked = config.given & {"epochs", "max_steps", "max_minutes"}  # all that an older run has to go by
+        if run.state and (run.state["end"] != end if "end" in run.state else asked):
             timetable = timetable.extended(state["step"], total)
-        state["ends"] = ends
+        state["end"] = end
         if 0 < config.max_minutes <= state["minutes"]:
             raise UserError(f"--resume {run.folder}: its minutes are over; give more --max_minutes")
         if state["step"] >= timetable.total:

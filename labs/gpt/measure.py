@@ -1,15 +1,13 @@
 """What a step cost: time, memory, and the share of it in which messages were under way."""
 
-import ctypes
-import resource
 import statistics
 import time
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 
 import torch
 
-from engine.telemetry import GIB, peak_memory_gib
+from engine.memory import forget_peak, held_gib
+from engine.telemetry import peak_memory_gib
 
 
 class Steps:
@@ -48,12 +46,8 @@ class Memory:
         self.device = device
         self.before = 0.0
         if device.type == "cpu":
-            # What the text left behind is given back, and the peak set to what is held now.
-            with suppress(OSError, AttributeError):  # only Linux does; elsewhere the libraries are counted too
-                ctypes.CDLL(None).malloc_trim(0)
-                Path("/proc/self/clear_refs").write_text("5")
-                pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
-                self.before = pages * resource.getpagesize() / GIB
+            forget_peak()
+            self.before = held_gib("VmRSS")
         else:
             torch.cuda.reset_peak_memory_stats(device)
 

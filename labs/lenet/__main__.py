@@ -77,8 +77,7 @@ MAY_CHANGE = {"data", "dataloader", "workers", "epochs", "log_every", "compile",
 
 def main(config: Config) -> None:
     """One run, from the data to the result on the test images."""
-    if config.resume:
-        config = saved_settings(config, MAY_CHANGE)  # the device is one of them
+    config = saved_settings(config, MAY_CHANGE)  # the device is one of them
     world = distributed.start(config.device)
     device = world.device
     if device.type == "cpu":

@@ -117,7 +117,7 @@ MAY_CHANGE = {"data", "schedule", "stages_per_rank", "micro_batches", "build", "
 
 def train(config: Config) -> None:
     """The whole run."""
-    config = saved_settings(config, MAY_CHANGE) if config.resume else config
+    config = saved_settings(config, MAY_CHANGE)
     # Everything is checked before the processes meet: who leaves while others are still joining leaves them with errors.
     distributed.adopt_srun()
     ranks = os.environ.get("WORLD_SIZE", "")

@@ -104,8 +104,7 @@ CONFUSED = 12  # tokens in the confusion table
 
 def main(config: Config) -> None:
     """One run, from the text to the test."""
-    if config.resume:
-        config = saved_settings(config, MAY_CHANGE)  # the device is one of them
+    config = saved_settings(config, MAY_CHANGE)  # the device is one of them
     world = distributed.start(config.device)
     device = world.device
 

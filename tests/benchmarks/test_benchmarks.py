@@ -508,7 +508,7 @@ def test_the_gpu_benchmark(toy_data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "hidden_gpus", lambda: None)
     with pytest.raises(UserError, match="PyTorch sees no GPU; for a rehearsal: --device cpu"):
         gpu.main(gpu.Config())
-    with pytest.raises(UserError, match="--presets: unknown huge"):
+    with pytest.raises(UserError, match="--presets huge: unknown"):
         gpu.Config(presets="huge")
 
 

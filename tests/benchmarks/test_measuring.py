@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from benchmarks import measuring as ms
+from engine.memory import held_gib
 
 RUNS = [
     ms.Run("slow", 1, {"speed": 10.0, "gib": 1.0}, 1.0, 0.0),
@@ -82,10 +83,10 @@ def test_own_work_and_idle_time_are_not_the_others(monkeypatch):
 
 
 def test_memory_grows_with_what_is_held():
-    before = ms.held_gib("VmRSS")
+    before = held_gib("VmRSS")
     held = mmap.mmap(-1, 2**28)  # new memory, whatever malloc has left over from other tests
     held[:: 2**12] = b"x" * len(held[:: 2**12])  # touch every page
-    assert before + 0.24 < ms.held_gib("VmRSS") <= ms.held_gib()
+    assert before + 0.24 < held_gib("VmRSS") <= held_gib()
 
 
 def test_threads_are_pinned_to_cores():

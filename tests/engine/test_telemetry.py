@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PageAccumulator
 from tensorboard.util import tensor_util
 
+from engine import memory
 from engine import telemetry as tm
 
 
@@ -221,7 +222,7 @@ def test_sampler_runs_beside_the_training_and_ends(nvml, monkeypatch):
     sampler.start()
     sampled.wait()
     assert sampler.read()["gpu/memory_gib"] == 3.0 and sampler.daemon
-    sampler.stop()
+    sampler.ended.set()
     sampler.join()
 
 
@@ -301,6 +302,7 @@ def test_measured_peak_is_the_best_of_many_products(monkeypatch):
 
 @pytest.mark.parametrize("platform, unit", [("linux", 2**10), ("darwin", 1)])
 def test_peak_memory_of_the_process_is_in_gib(monkeypatch, platform, unit):
-    monkeypatch.setattr(tm.sys, "platform", platform)
-    monkeypatch.setattr(tm.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=3 * 2**30 // unit))
+    monkeypatch.setattr(memory.Path, "read_text", Mock(return_value="VmRSS:\t1 kB\n"))  # all that gVisor tells
+    monkeypatch.setattr(memory.sys, "platform", platform)
+    monkeypatch.setattr(memory.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=3 * 2**30 // unit))
     assert tm.peak_memory_gib("cpu") == 3

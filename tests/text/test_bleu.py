@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -125,7 +126,7 @@ def test_other_languages_into_words(target):
 @pytest.mark.parametrize("hypotheses", [["", ""], ["a", ""], ["a b c d e", "f"], ["   ", "."]])
 def test_empty_and_one_word_sentences_make_a_card(references, hypotheses):
     card = bleu_card(references, hypotheses, resamples=20)
-    json.dumps(card.as_dict(), allow_nan=False)
+    json.dumps(asdict(card), allow_nan=False)
     assert 0 <= card.low <= card.high <= 100 + 1e-9
     assert card.lines()
 

@@ -118,7 +118,7 @@ def test_what_killed_builds_left_is_removed_and_living_ones_are_left_alone(data,
         if name != "older-version":
             (cache / f".building-{name}/.lock").touch()
         os.utime(cache / f".building-{name}", (0, time.time() - age))
-    with under_test._made_whole(cache / "other") as living:
+    with under_test.made_whole(cache / "other") as living:
         os.utime(living, (0, 0))
         folder, _ = cached(data, cache)
         assert {path.name for path in cache.iterdir()} == {folder.name, ".building-young", living.name}
@@ -131,7 +131,7 @@ def test_two_builds_of_the_same_data(data, tmp_path):
     folder, _ = cached(data, tmp_path / "first")
     cache, said = tmp_path / "cache", []
     cache.mkdir()
-    with under_test._made_whole(cache / folder.name) as building:
+    with under_test.made_whole(cache / folder.name) as building:
         second = threading.Thread(target=cached, args=(data, cache, said))
         second.start()
         shutil.copytree(folder, building, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checksums.json", ".lock"))
@@ -140,6 +140,6 @@ def test_two_builds_of_the_same_data(data, tmp_path):
             time.sleep(0.01)
     second.join(HANGS)
     assert ["waiting for it" in said[0], "tokenised earlier" in said[1]] == [True, True]
-    with under_test._made_whole(cache / folder.name) as building:
+    with under_test.made_whole(cache / folder.name) as building:
         (building / "summary.json").write_text("{}")
     assert "tokenised earlier" in cached(data, cache)[1] and not list(cache.glob(".building*"))
