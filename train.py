@@ -116,8 +116,7 @@ def train(config: Config) -> Path:
         log(precision.describe())
 
         # -------- data: made by rank 0 in the cache beside the runs; the other ranks wait, then read it
-        cache = run.folder.absolute().parent / ".cache"  # of "." too
-        folder, config.data = world.on_main(lambda: find_and_prepare(config, cache, log))
+        folder, config.data = world.on_main(lambda: find_and_prepare(config, run.cache, log))
         prepared = load_prepared(folder)
         prepared.match_validation(config.match_domain, config.match_lengths, log)
         if run.state and run.state["data_key"] != prepared.summary["key"]:
@@ -178,13 +177,9 @@ def train(config: Config) -> Path:
         # -------- the plan of the learning rate
         total = config.max_steps or config.epochs * sampler.steps_per_epoch
         plan = schedule.Schedule(**state["schedule"]) if run.state else schedule.plan(config.lr, config.warmup, total)
-        end = [
-            config.max_steps or f"{config.epochs} epochs",
-            config.max_minutes,
-        ]  # an older run has flags alone to go by
-        if run.state and (
-            state["end"] != end if "end" in state else config.given & {"epochs", "max_steps", "max_minutes"}
-        ):
+        end = [config.max_steps or f"{config.epochs} epochs", config.max_minutes]
+        asked = config.given & {"epochs", "max_steps", "max_minutes"}  # all that an older run has to go by
+        if run.state and (state["end"] != end if "end" in state else asked):
             plan = plan.extended(state["step"], total)
         state |= {"end": end, "world_size": world.size, "accumulate": sampler.accumulate, "plan": sampler.plan_id}
         log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens per step, "

@@ -155,7 +155,8 @@ def resolve(path: str | Path) -> Path:
     """What `--ckpt` takes: a run directory (its best, else its latest), a checkpoint directory, or a weights file."""
     path = Path(path)
     if path.is_file() and path.suffix in WEIGHT_SUFFIXES:
-        if path.name in CONTENT and (path.parent / "checksums.json").exists() and (damage := verify(path.parent)):
+        in_checkpoint = (path.parent / "state.json").exists()  # else checksums.json, if there is one, is a run's
+        if path.name in CONTENT and in_checkpoint and (damage := verify(path.parent)):
             raise UserError(f"{path} belongs to a checkpoint that is not whole ({damage}); use another one")
         return path
     if not path.is_dir():

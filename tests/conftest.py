@@ -6,18 +6,28 @@ import os
 import random
 import runpy
 import secrets
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fast
+
+# Nothing is one of many processes, wherever the tests were started.
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+             "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"):  # fmt: skip
+    os.environ.pop(name, None)
 
 # The same examples in every run, and no clock: what fails here fails for everybody, on a busy machine as on a quiet one.
 hypothesis.settings.register_profile("course", deadline=None, derandomize=True, print_blob=True)
@@ -48,14 +58,23 @@ def run_script(*arguments, cwd: Path, threads: int = 1, stdin="", **environment)
     return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, input=stdin, timeout=HANGS)
 
 
-def run_ranks(count: int, *arguments, cwd: Path) -> subprocess.CompletedProcess:
-    """The same under torchrun with `count` processes."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
+def run_code(code: str, *arguments, **environment) -> str:
+    """What a short program prints, which ends well."""
+    words = [sys.executable, "-c", code, *map(str, arguments)]
+    environment = {**os.environ, **environment}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def torchrun(count: int, *arguments, cwd: Path, own=("--standalone",)) -> subprocess.Popen:
+    """A script under torchrun with `count` processes; `own`: flags for torchrun itself."""
+    words = [sys.executable, "-m", "torch.distributed.run", *own, "--nproc_per_node", str(count)]
     # Without the "--", torchrun takes our --run for an abbreviation of its own --run-path.
     words += ["--", str(ROOT / arguments[0]), *map(str, arguments[1:])]
     # On the CPU wherever the tests run: a GPU for each is seldom there, and TF32 would round otherwise.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=HANGS)
+    return subprocess.Popen(words, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 # To start Python and import everything takes five seconds. These processes are forked from one that has done it.
@@ -74,7 +93,7 @@ class Forked:
     """
 
     def __init__(self, *arguments, cwd: Path, first: tuple[Callable, ...] = (), **environment):
-        self.file = Path(cwd) / f"output-{random.getrandbits(64):x}.txt"
+        self.file = Path(cwd) / f"output-{secrets.token_hex(8)}.txt"
         call = _run_forked, (list(map(str, arguments)), str(cwd), str(self.file), environment, first)
         self.process = FORKING.Process(target=call[0], args=call[1])
         self.process.start()
@@ -84,6 +103,14 @@ class Forked:
         self.process.join(HANGS)
         assert self.process.exitcode is not None, f"it still runs: {self.output}"
         return self.process.exitcode
+
+    def wait_for(self, words: str) -> str:
+        """The output as soon as it holds these words."""
+        end = time.monotonic() + HANGS
+        while words not in self.output:
+            assert self.process.is_alive() and time.monotonic() < end, self.output
+            time.sleep(0.05)
+        return self.output
 
     @property
     def output(self) -> str:
@@ -112,11 +139,13 @@ def forked(*arguments, **options) -> str:
     return script.output
 
 
-def free_port() -> int:
-    """A port that stays free until it is used: below those that the system gives to outgoing connections."""
+def free_port(count: int = 1) -> int:
+    """The first of `count` ports that stay free until they are used: below those of the system's outgoing connections."""
     while True:
         port = 20_000 + secrets.randbelow(12_000)  # by chance, another in each process that runs tests
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+        with suppress(OSError), ExitStack() as opened:
+            for number in range(port, port + count):
+                opened.enter_context(socket.create_server(("127.0.0.1", number)))
             return port
 
 
@@ -139,18 +168,39 @@ def forked_ranks(count: int, *arguments, **options) -> str:
 def in_this_process(*words) -> int | None:
     """Run a script as __main__ here, where the heavy imports are done; → its exit code (None: it came to its end)."""
     script, *flags = map(str, words)
-    before = sys.argv
+    before, hook, handler = sys.argv, threading.excepthook, signal.getsignal(signal.SIGINT)  # which scripts take
     sys.argv = [script, *flags]
     try:
         runpy.run_path(str(ROOT / script), run_name="__main__")
     except SystemExit as leaving:
         return leaving.code
     finally:
-        sys.argv = before
+        sys.argv, threading.excepthook = before, hook
+        signal.signal(signal.SIGINT, handler)
     return None
 
 
+class LargestTensor(TorchDispatchMode):
+    """Remembers how many numbers the largest tensor had that was made inside."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        made = (x for x in tree_leaves(result) if torch.is_tensor(x) and x._base is None)
+        self.numbers = max([self.numbers, *(x.numel() for x in made)])
+        return result
+
+
 # ---------------------------------------------------------------- data and runs
+
+
+def records(run: Path, key: str = "train/loss") -> dict[int, float]:
+    """Step → value, from metrics.jsonl; a step that stands there twice is an error."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    points = [(line["step"], line[key]) for line in lines if key in line]
+    assert len(dict(points)) == len(points)
+    return dict(points)
 
 
 def write_pairs(folder: Path, pairs: list[tuple[str, str]], splits: dict[str, slice] | None = None) -> Path:

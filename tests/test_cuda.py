@@ -69,9 +69,8 @@ class Pairs:
 
     def __init__(self, count: int = 600, vocabulary: int = 50):
         random = np.random.default_rng(3)
-        self.lengths = {
-            side: np.clip(random.lognormal(2, 0.6, count), 1, 40).astype(int) for side in ("source", "target")
-        }
+        lengths = np.clip(random.lognormal(2, 0.6, (2, count)), 1, 40).astype(int)
+        self.lengths = dict(zip(("source", "target"), lengths))
         self.tokens = {side: [random.integers(3, vocabulary, n) for n in self.lengths[side]] for side in self.lengths}
 
     def __getitems__(self, rows) -> tuple[Rows, Rows]:

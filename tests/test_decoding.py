@@ -9,15 +9,11 @@ import torch.nn.functional as F
 from conftest import TINY
 from hypothesis import given
 from hypothesis import strategies as st
+from random_models import BOS, COLLATE, EOS, make_sources
 
 import decoding
-from data import Collate
 from decoding import beam_search, greedy, map_in_threads, output_limit, plan_batches, search
 from model import ModelConfig, Translator
-
-PAD, BOS, EOS = 0, 1, 2
-IDS = {"pad": PAD, "bos": BOS, "eos": EOS}
-COLLATE = Collate(IDS, IDS)
 
 
 def make_model(norm_first=False, dtype=torch.float64, scale=3.0, seed=0) -> Translator:
@@ -31,12 +27,6 @@ def make_model(norm_first=False, dtype=torch.float64, scale=3.0, seed=0) -> Tran
                 parameter.add_(0.1 * torch.randn_like(parameter))
         model.output.bias[EOS] += 3.0
     return model
-
-
-def make_sources(count=20, seed=0, longest=15) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
-    return [torch.randint(3, 40, (length,), generator=generator).tolist() for length in lengths]
 
 
 def batches_of(sources, rows: int) -> list[list[int]]:
@@ -61,7 +51,7 @@ def greedy_by_the_stock_model(model, source: list[int]) -> list[int]:
 @pytest.mark.parametrize("seed", range(4))
 def test_cached_greedy_equals_the_stock_model_in_float64(norm_first, seed):
     model = make_model(norm_first, seed=seed, scale=2.0 + seed % 3)
-    sources = make_sources(seed=seed)
+    sources = make_sources(seed, 20, 14)
     found = search(model, sources, COLLATE, batches=batches_of(sources, 1 + 3 * seed))  # ragged; rows leave one by one
     expected = [greedy_by_the_stock_model(model, source) for source in sources]
     assert found.tokens == expected
@@ -72,7 +62,7 @@ def test_cached_greedy_equals_the_stock_model_in_float64(norm_first, seed):
 def test_in_float32_only_near_ties_differ(norm_first):
     model, exact = make_model(norm_first, torch.float32), make_model(norm_first)
     exact.load_state_dict(model.state_dict())
-    sources = make_sources(60)
+    sources = make_sources(0, 60, 14)
     for source, tokens in zip(sources, search(model, sources, COLLATE).tokens):
         expected = greedy_by_the_stock_model(exact, source)
         if tokens != expected:
@@ -85,18 +75,12 @@ def test_in_float32_only_near_ties_differ(norm_first):
 
 @pytest.mark.parametrize("beam", [1, 2])
 def test_threads_change_nothing(beam):
-    model, sources = make_model(), make_sources(30)
-    threads, products = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    found = {}
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            found[count] = search(model, sources, COLLATE, beam=beam, batches=batches_of(sources, 7))
-            assert torch.get_num_threads() == count
-    finally:
-        torch.set_num_threads(threads)
+    model, sources, found = make_model(), make_sources(0, 30, 14), {}
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)  # which a fixture takes back
+        found[count] = search(model, sources, COLLATE, beam=beam, batches=batches_of(sources, 7))
+        assert torch.get_num_threads() == count
     assert found[1] == found[2] == found[3]
-    assert torch.get_float32_matmul_precision() == products
 
 
 def test_threads_keep_the_order_the_autocast_and_the_errors():
@@ -117,7 +101,7 @@ def test_threads_keep_the_order_the_autocast_and_the_errors():
 @pytest.mark.parametrize("seed", range(3))
 def test_beam_of_one_is_greedy(seed, length_penalty):
     model = make_model(seed=seed)
-    src, src_pad = COLLATE.pad_sources(make_sources(12, seed))
+    src, src_pad = COLLATE.pad_sources(make_sources(seed, 12, 14))
     limits = output_limit((~src_pad).sum(1), model.config.max_length)
     expected = greedy(model, src, src_pad, limits, BOS, EOS)
     found, _ = beam_search(model, src, src_pad, limits, BOS, EOS, beam=1, length_penalty=length_penalty)
@@ -138,7 +122,7 @@ def model_score(model, source: list[int], tokens: list[int], ended: bool = True)
 
 def test_beam_scores_are_the_model_s():
     model = make_model(scale=2.0)
-    sources = make_sources(10)
+    sources = make_sources(0, 10, 14)
     src, src_pad = COLLATE.pad_sources(sources)
     limits = output_limit((~src_pad).sum(1), model.config.max_length)
     found, scores = beam_search(model, src, src_pad, limits, BOS, EOS, beam=3, length_penalty=0.8)
@@ -166,7 +150,7 @@ def test_beam_search_finds_the_best_of_a_tiny_space():
 def test_what_else_is_in_the_batch_changes_no_beam(seed, length_penalty):
     """A sentence that is done, by its limit or because nothing better can come, stays as it is while longer ones go on."""
     model = make_model(scale=2.0, seed=seed)
-    sources = make_sources(12, seed)
+    sources = make_sources(seed, 12, 14)
     src, src_pad = COLLATE.pad_sources(sources)
     limits = output_limit((~src_pad).sum(1), model.config.max_length)
     together, scores = beam_search(model, src, src_pad, limits, BOS, EOS, beam=3, length_penalty=length_penalty)
@@ -181,7 +165,7 @@ def test_what_else_is_in_the_batch_changes_no_beam(seed, length_penalty):
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_decodes_under_autocast(beam, norm_first):
     """bf16 products: the cache is bf16 then, the scores stay float32."""
-    model, sources = make_model(norm_first, torch.float32, scale=1.0), make_sources(8)
+    model, sources = make_model(norm_first, torch.float32, scale=1.0), make_sources(0, 8, 14)
     src, src_pad = COLLATE.pad_sources(sources)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         cache = decoding.start(model, src, src_pad, 4)
@@ -209,9 +193,9 @@ def test_order_empty_sources_and_the_cap():
     model = make_model()
     with torch.no_grad():
         model.output.bias[EOS] = -1e9  # never ends
-    sources = [[], [5], [6] * 30, [], [7] * 3]
+    sources = [[], [5], [6] * 30, [], [7] * 40]
     found = search(model, sources, COLLATE)
-    assert [len(row) for row in found.tokens] == [0, 13, 56, 0, 16]  # 1.5 × (source + end) + 10
+    assert [len(row) for row in found.tokens] == [0, 13, 56, 0, 64]  # 1.5 × (source + end) + 10, and 64 positions
     assert found.capped == 3
     model.output.bias.data[EOS] = 1e9  # ends at once
     assert search(model, sources, COLLATE).tokens == [[]] * 5
@@ -222,12 +206,8 @@ def test_no_step_once_all_have_ended(monkeypatch):
     model.output.bias.data[EOS] = 1e9
     monkeypatch.setattr(decoding, "step", lambda *given: positions.append(given[3]) or step(*given))
     for beam in (1, 3):
-        search(model, make_sources(8), COLLATE, beam=beam)
+        search(model, make_sources(0, 8, 14), COLLATE, beam=beam)
     assert max(positions) <= 1  # the limits are 13 and more
-
-
-def test_output_limit_stays_within_the_positions():
-    assert output_limit(torch.tensor([2, 10, 500]), 512).tolist() == [13, 25, 512]
 
 
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 10))

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,10 +34,11 @@ def references(toy_data: Path, split: str = "test") -> list[str]:
 
 
 def test_the_card_is_the_score_of_the_written_hypotheses(toy_run, toy_data):
+    """The system test too: data → tokenizers → training → greedy decoding → BLEU, nothing mocked."""
     output = evaluate(toy_run, "--ckpt", "runs/toy", "--out", "hypotheses.txt")
     hypotheses = (toy_run / "hypotheses.txt").read_text(encoding="utf-8").splitlines()
     card = json.loads((toy_run / "runs/toy/eval/test-greedy.json").read_text())
-    assert len(hypotheses) == 100 == card["sentences"]
+    assert len(hypotheses) == 100 == card["sentences"] and card["nltk"] > 95  # it has learned to reverse
     assert card["nltk"] == pytest.approx(corpus_bleu(references(toy_data), hypotheses), abs=0.005)
     assert (toy_run / "runs/toy/eval/test-greedy.txt").read_text() == (toy_run / "hypotheses.txt").read_text()
     for words in ("nltk corpus_bleu", "scale 0–100", "sacreBLEU", "nrefs:1|case:mixed", "chrF2", "brevity", "greedy",
@@ -145,9 +147,8 @@ def test_ranks_on_unlike_machines_follow_one_plan(tiny_run):
     tools, lines = (trained.model, trained.source_tokenizer, trained.target_tokenizer), [str(n) for n in range(10, 80)]
     for rank in (0, 1):
         torch.set_num_threads(1 + 3 * rank)  # which a fixture takes back
-        world = SimpleNamespace(
-            rank=rank, size=2, from_main=lambda plan: plans.append(plan) or plans[0], gather=shares.append
-        )
+        world = SimpleNamespace(rank=rank, size=2, gather=shares.append)
+        world.from_main = lambda plan: plans.append(plan) or plans[0]
         translate_lines(*tools, lines, world=world)
     assert plans[0] != plans[1]
     assert sorted(row for texts, *_ in shares for row in texts) == [*range(len(lines))]
@@ -205,6 +206,13 @@ def test_data_without_splits_is_scored_on_the_part_that_was_cut_off(tmp_path):
     assert found == pairs[1:] and (scored["split"], scored["own"]) == ("all", False)
 
 
+def test_a_model_that_was_handed_on_without_its_checkpoints(tiny_run, tmp_path):
+    given = shutil.copytree(tiny_run, tmp_path / "given", ignore=shutil.ignore_patterns("checkpoints", "eval"))
+    shutil.copy(tiny_run / "checkpoints/best/model.safetensors", given)
+    evaluate(tmp_path, "--ckpt", "given/model.safetensors", "--limit", 3)
+    assert len(list((given / "eval").glob("test-greedy*.json"))) == 1
+
+
 @pytest.mark.slow
 def test_real_test_split(real_data, tmp_path):
     """2,001 rows, one hypothesis each, with a model that has hardly begun."""
@@ -220,9 +228,7 @@ def test_a_flag_without_effect_says_so(toy_run):
     assert any("--captured has no effect" in line for line in said)
 
 
-@pytest.mark.parametrize(
-    "number, note", [(errno.EACCES, "not saved"), (errno.EROFS, "not saved"), (errno.ENOSPC, None)]
-)
+@pytest.mark.parametrize("number, note", [(errno.EACCES, "not saved"), (errno.EROFS, "not saved"), (errno.ENOSPC, "")])
 def test_a_run_that_is_only_for_reading_is_scored_all_the_same(tmp_path, monkeypatch, number, note):
     def refuse(*_, **__):
         raise OSError(number, os.strerror(number))

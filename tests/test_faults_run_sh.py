@@ -75,10 +75,8 @@ def test_the_commands_that_it_prints_can_be_typed_wherever_it_lies(place):
     (place / "repo").rename(place / "my repo")
     said = run_sh(place, repo="my repo", VENV=f"{place}/it's")[1]
     typed = [shlex.split(words)[1] for words in re.findall(r"(?:source .*|python .*\.py)", said)]
-    assert typed == [
-        f"{place}/it's/bin/activate",
-        *(f"{place}/my repo/{name}.py" for name in ("translate", "evaluate", "train")),
-    ]
+    names = ("translate", "evaluate", "train")
+    assert typed == [f"{place}/it's/bin/activate", *(f"{place}/my repo/{name}.py" for name in names)]
 
 
 @pytest.mark.parametrize("lab", ["lenet", "wikitext", "pipeline", "gpt"])
@@ -158,7 +156,7 @@ SIGNALS = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.g
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_it_and_nothing_is_evaluated(place, number):
-    process = subprocess.Popen(["bash", "../repo/run.sh"], cwd=place / "home", env={**os.environ, "TRAINS_FOR": "300"})
+    process = subprocess.Popen(["bash", "../repo/run.sh"], cwd=place / "home", env={**os.environ, "TRAINS_FOR": "3000"})
     deadline = time.monotonic() + HANGS
     while not (place / "home/started").exists():
         assert process.poll() is None and time.monotonic() < deadline

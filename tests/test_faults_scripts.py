@@ -117,8 +117,9 @@ def test_changed_rows_and_another_checkpoint_are_said(place, evaluate):
     assert "have changed" not in evaluate()
     old = Path("data/test.jsonl").read_text()
     Path("data/test.jsonl").write_text(old.replace("one", "1"))
-    assert "test-greedy.json is of: the data have changed" in evaluate()
-    Path("data/test.jsonl").write_text(old)
+    said = evaluate()
+    Path("data/test.jsonl").write_text(old)  # the folder is everybody's
+    assert "test-greedy.json is of: the data have changed" in said
     score = Path("runs/r/eval/test-greedy.json")
     score.write_text(score.read_text().replace(str(Path("runs/r/checkpoints").resolve()), "elsewhere"))
     assert "was of elsewhere/step-" in evaluate()

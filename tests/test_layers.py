@@ -1,4 +1,4 @@
-"""No import runs upward, no line of old detours is back, and every file stays on its page."""
+"""No import runs upward, and every file stays on its page."""
 
 import ast
 import importlib
@@ -28,7 +28,7 @@ MAY_IMPORT = {
 ASKED = {(f"reporting/{name}.py", noun) for name in ("preflight", "masks") for noun in ("data", "model", "fast")}
 EXCEPTIONS = {("train.py", "labs"), ("translate.py", "serving"), *ASKED}
 MAIN_STORIES = ("__main__.py", "train.py")  # a lab's main and train.py's train: one story from top to bottom
-LINES = {"*.py": 1720, "train.py": 300, "decoding.py": 350, "engine/*.py": 1895, "benchmarks/**/*.py": 2650}
+LINES = {"*.py": 1720, "train.py": 300, "decoding.py": 350, "engine/*.py": 1933, "benchmarks/**/*.py": 2619}
 
 
 def files(folder: str) -> list[Path]:
@@ -75,12 +75,6 @@ def test_waiting_threads_are_told_how_unless_somebody_says(policy, monkeypatch):
     assert ("GOMP_SPINCOUNT" in os.environ) == (policy is None)
 
 
-@pytest.mark.parametrize("detour", ["__class__", "isinstance(packed"])
-def test_no_object_is_turned_into_another_and_none_is_asked_what_it_is(detour):
-    texts = {path: path.read_text(encoding="utf-8") for folder in ("root", *FOLDERS) for path in files(folder)}
-    assert [str(path.relative_to(ROOT)) for path, text in texts.items() if detour in text] == []
-
-
 @pytest.mark.parametrize("pattern", LINES)
 def test_files_stay_on_their_pages(pattern):
     ours = [path for path in ROOT.glob(pattern) if ".envs" not in path.parts]
@@ -100,9 +94,8 @@ def test_no_function_is_longer_than_a_page():
 def test_text_files_have_an_encoding():
     """The default is the machine's: GBK on a Chinese Windows. /proc is ASCII; a file opened to append is closed at once."""
     harmless, bare = re.compile(r"encoding=|'[rwa]b'|/proc/|/sys/|devnull|'a'\)|\.lock"), []
-    for path in (
-        path for folder in ("root", "engine", "text", "reporting", "labs", "serving") for path in files(folder)
-    ):
+    folders = ("root", "engine", "text", "reporting", "labs", "serving")
+    for path in (path for folder in folders for path in files(folder)):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             called = isinstance(node, ast.Call) and ast.unparse(node.func)
             if called and re.search(r"^open$|(?<!os)\.open$|\.(read|write)_text$", called):

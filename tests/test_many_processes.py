@@ -4,22 +4,14 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from conftest import HANGS, ROOT, TINY_FLAGS, Forked, fork_ranks, forked, forked_ranks, free_port
-from test_train import LONG, SAME, assert_close_run, assert_same_run, records, signal_at_step
+from conftest import HANGS, TINY_FLAGS, Forked, fork_ranks, forked_ranks, free_port, records, torchrun
+from test_train import LONG, SAME, assert_close_run, assert_same_run, signal_at_step
 
 from engine import distributed
-
-
-def start_torchrun(count: int, *arguments, cwd: Path, torchrun=("--standalone",)) -> subprocess.Popen:
-    words = [sys.executable, "-m", "torch.distributed.run", *torchrun, "--nproc_per_node", str(count), "--"]
-    words += [str(ROOT / "train.py"), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(words, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def kill_rank_at_step(launcher: subprocess.Popen, rank: int, folder: Path, step: int) -> Path:
@@ -36,7 +28,8 @@ def kill_rank_at_step(launcher: subprocess.Popen, rank: int, folder: Path, step:
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_the_job_with_one_clear_line(toy_data, tmp_path, victim):
-    process = start_torchrun(2, "--data", toy_data, *TINY_FLAGS, "--max_steps", 10**5, "--log_every", 5, cwd=tmp_path)
+    flags = ["--data", toy_data, *TINY_FLAGS, "--max_steps", 10**5, "--log_every", 5]
+    process = torchrun(2, "train.py", *flags, cwd=tmp_path)
     kill_rank_at_step(process, victim, tmp_path, 10)
     _, errors = process.communicate(timeout=HANGS)
     assert process.returncode != 0
@@ -51,7 +44,7 @@ def test_restarted_by_torchrun_it_goes_on_from_the_last_checkpoint(toy_data, her
     forked_ranks(2, "train.py", "--data", toy_data, *longer, "--run", here, cwd=tmp_path)
     # No --run: the new processes find the run that the old ones began.
     flags = ["--data", toy_data, *longer]
-    process = start_torchrun(2, *flags, cwd=tmp_path, torchrun=("--standalone", "--max_restarts", "1"))
+    process = torchrun(2, "train.py", *flags, cwd=tmp_path, own=("--standalone", "--max_restarts", "1"))
     run = kill_rank_at_step(process, 1, tmp_path, 28)
     output, errors = process.communicate(timeout=HANGS)
     assert process.returncode == 0, errors
@@ -65,7 +58,7 @@ def test_two_machines(whole_run, toy_data, here, tmp_path):
     """Two torchruns that meet, as on two machines; here both are this one."""
     meeting = f"--nnodes 2 --rdzv_backend c10d --rdzv_endpoint localhost:{free_port()} --rdzv_id 7".split()
     flags = ["--data", toy_data, *TINY_FLAGS, *SAME, "--run", here]
-    machines = [start_torchrun(1, *flags, cwd=tmp_path, torchrun=meeting) for _ in range(2)]
+    machines = [torchrun(1, "train.py", *flags, cwd=tmp_path, own=meeting) for _ in range(2)]
     outputs = [machine.communicate(timeout=HANGS) for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], outputs
     assert "".join(output for output, _ in outputs).count(f"run: {here}, 2 processes") == 1
@@ -77,9 +70,7 @@ def test_started_by_srun(whole_run, toy_data, here, tmp_path):
     slurm = dict(SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NODELIST="localhost", SLURM_STEP_TASKS_PER_NODE="2",
                  SLURM_JOB_ID="7", SLURM_STEP_ID="0", MASTER_PORT=str(free_port()))  # fmt: skip
     flags = ["train.py", "--data", toy_data, *TINY_FLAGS, *SAME, "--run", here]
-    tasks = [
-        Forked(*flags, cwd=tmp_path, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **slurm) for rank in range(2)
-    ]
+    tasks = [Forked(*flags, cwd=tmp_path, SLURM_PROCID=rank, SLURM_LOCALID=rank, **slurm) for rank in ("0", "1")]
     assert [task.wait() for task in tasks] == [0, 0], [task.output for task in tasks]
     assert "2 processes" in tasks[0].output and not tasks[1].output  # rank 0 alone speaks
     assert_close_run(whole_run, here)
@@ -91,32 +82,23 @@ def signal_and_wait_less(number: int, step: int, rank: str) -> None:
     signal_at_step(number, step, rank=rank)
 
 
-@pytest.mark.parametrize("before, after", [(1, 2), (2, 3), pytest.param(3, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("before, after", [
+    ((1,), (2,)), ((2,), (3,)), pytest.param((3,), (1,), marks=pytest.mark.slow),
+    ((2, "--shard", "--accumulate", "2"), (1,)), ((1,), (3, "--shard")),  # parts of a weight on three ranks differ in size
+])  # fmt: skip
 def test_a_signal_to_one_rank_stops_all_and_more_or_fewer_go_on(whole_run, toy_data, here, tmp_path, before, after):
-    flags, last = ["--data", toy_data, *TINY_FLAGS, *SAME, "--run", here], str(before - 1)
-    ranks = fork_ranks(before, "train.py", *flags, cwd=tmp_path, first=(signal_and_wait_less, signal.SIGTERM, 10, last))
-    assert [rank.wait() for rank in ranks] == [0] * before, [rank.output for rank in ranks]
-    assert "stopped after step 10: interrupted" in ranks[0].output
-    if after == 1:
-        output = forked("train.py", "--resume", here, cwd=tmp_path)
-    else:
-        output = forked_ranks(after, "train.py", "--resume", here, cwd=tmp_path)
-    assert f"note: {before} processes before, {after} from now on" in output
-    assert_close_run(whole_run, here)
-
-
-@pytest.mark.parametrize("before, after", [((2, "--shard", "--accumulate", "2"), (1,)), ((1,), (3, "--shard"))])
-def test_a_sharded_run_is_that_of_one_process_and_goes_on_as_one(whole_run, toy_data, here, tmp_path, before, after):
-    """With validations on the way; parts of a weight on three ranks differ in size."""
-    (size, *flags), stop = before, (signal_and_wait_less, signal.SIGTERM, 10, "0")
+    """Sharded or not, with validations on the way."""
+    (size, *flags), (later, *more) = before, after
     flags += ["--data", toy_data, *TINY_FLAGS, *SAME, "--run", here]
+    stop = signal_and_wait_less, signal.SIGTERM, 10, str(size - 1)
     ranks = fork_ranks(size, "train.py", *flags, cwd=tmp_path, first=stop)
     assert [rank.wait() for rank in ranks] == [0] * size, [rank.output for rank in ranks]
     assert "stopped after step 10: interrupted" in ranks[0].output
-    size, *flags = after
-    ranks = fork_ranks(size, "train.py", "--resume", here, *flags, cwd=tmp_path)
-    assert [rank.wait() for rank in ranks] == [0] * size, [rank.output for rank in ranks]
-    assert ("note: --shard has no effect" in ranks[0].output) == (size == 1)
+    ranks = fork_ranks(later, "train.py", "--resume", here, *more, cwd=tmp_path)
+    assert [rank.wait() for rank in ranks] == [0] * later, [rank.output for rank in ranks]
+    assert f"note: {size} processes before, {later} from now on" in ranks[0].output
+    assert more or not any(rank.output for rank in ranks[1:])
+    assert ("note: --shard has no effect" in ranks[0].output) == ("--shard" in before)
     assert_close_run(whole_run, here)
 
 

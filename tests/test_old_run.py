@@ -10,8 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import in_this_process, reversed_digits, write_pairs
-from test_train import records
+from conftest import in_this_process, records, reversed_digits, write_pairs
 
 from evaluate import Config, load_rows
 from loading import load_trained
@@ -44,6 +43,15 @@ def test_it_goes_on_where_it_stopped(old, capfd):
     assert sorted(records(old)) == [4, 8, 12, 16, 20, 24]
     settings = json.loads((old / "config.json").read_text(encoding="utf-8"))
     assert (settings["optimizer"], settings["dropout_after"]) == ("adamw", 0)  # flags that it did not have
+
+
+def test_its_settings_as_a_settings_file_are_its_recipe(old):
+    """Of flags that it did not have as well, and those given now win."""
+    words = ["runs/old/config.json", "--run", "again", "--max_steps", "1", "--match_lengths"]
+    assert in_this_process("train.py", *words) is None
+    settings = json.loads(Path("runs/again/config.json").read_text(encoding="utf-8"))
+    assert (settings["optimizer"], settings["dropout_after"], settings["match_domain"]) == ("adamw", 0, False)
+    assert settings["match_lengths"] and settings["max_steps"] == 1
 
 
 def test_its_best_checkpoint_stays(old, monkeypatch):

@@ -96,11 +96,7 @@ def test_a_large_data_set_is_looked_at_in_part(sample, least, most, tmp_path, pa
 
 
 ENDED = {  # name → what is done to the pairs, flags, what the line says
-    "languages swapped": (
-        lambda p: [pair[::-1] for pair in p],
-        {},
-        "swapped: 100% of the texts under 'en' are Chinese",
-    ),
+    "languages swapped": (lambda p: [(b, a) for a, b in p], {}, "swapped: 100% of the texts under 'en' are Chinese"),
     "everything too long": (lambda p: [(a * 40, b * 40) for a, b in p], {"max_length": 16}, "0 training pairs left"),
 }
 
@@ -145,16 +141,12 @@ def test_a_tokenizer_that_does_not_know_the_characters(tmp_path, pairs, capsys):
         warnings(capsys, data, tokenizer=word_tokenizer(tmp_path / "u", pairs, "seven"))
 
 
-@pytest.mark.parametrize(
-    ("cards", "device", "warned"),
-    [  # of each card: GiB in use, processes that are seen
-        ([(39.2, 1), (0.4, 0)], "cuda:0", ["others use cuda:0; free: --device cuda:1"]),
-        ([(39.2, 1), (0.4, 0)], "cuda:1", []),
-        ([(39.2, 1), (0.4, 0)], "cpu", []),
-        ([(30.0, 0), (9.0, 2)], "cuda:0", ["others use cuda:0; free: no card"]),  # in a container only memory is seen
-        ([(0.4, 1), (0.4, 0), (0.4, 0)], "cuda:0", ["others use cuda:0; free: --device cuda:1, --device cuda:2"]),
-    ],
-)
+@pytest.mark.parametrize("cards, device, warned", [  # of each card: GiB in use, processes that are seen
+    ([(39.2, 1), (0.4, 0)], "cuda:0", ["others use cuda:0; free: --device cuda:1"]),
+    ([(39.2, 1), (0.4, 0)], "cuda:1", []), ([(39.2, 1), (0.4, 0)], "cpu", []),
+    ([(30.0, 0), (9.0, 2)], "cuda:0", ["others use cuda:0; free: no card"]),  # in a container only memory is seen
+    ([(0.4, 1), (0.4, 0), (0.4, 0)], "cuda:0", ["others use cuda:0; free: --device cuda:1, --device cuda:2"]),
+])  # fmt: skip
 def test_others_on_the_card(cards, device, warned, monkeypatch, capsys):
     nvml = SimpleNamespace(
         nvmlInit=lambda: None,

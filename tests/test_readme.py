@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY_FLAGS, forked
+from conftest import HANGS, ROOT, TINY_FLAGS, forked
 from torch.distributed.run import get_args_parser
 from torch.distributed.run import parse_args as torchrun_arguments
 
@@ -217,10 +217,10 @@ def test_training_without_flags(ranks, tmp_path):
     process = subprocess.Popen([*launcher, str(ROOT / "train.py")], cwd=tmp_path, env=environment, text=True,
                                start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     while not any("train/loss" in file.read_text() for file in tmp_path.glob("runs/*/metrics.jsonl")):
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.communicate(timeout=HANGS)
         time.sleep(0.2)
     os.killpg(process.pid, signal.SIGTERM)
-    output, _ = process.communicate()
+    output, _ = process.communicate(timeout=HANGS)
     typed = "python train.py" if ranks == 1 else "torchrun --nproc_per_node 2 -- train.py"
     assert f"to go on: {typed} --resume runs/" in output
     assert output.count("no --data given") == output.count("device: ") == 1

@@ -445,10 +445,9 @@ def test_a_labs_run(tmp_path):
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     page = make(run)
-    assert ("0.5", "lenet/metrics.jsonl#validation/loss#min", "0.5") in Reader(page).facts
-    assert ("0.99", "lenet/metrics.jsonl#test/accuracy#last", "99.00%") in Reader(
-        page
-    ).facts  # not the best on the test set
+    facts = Reader(page).facts
+    assert ("0.5", "lenet/metrics.jsonl#validation/loss#min", "0.5") in facts
+    assert ("0.99", "lenet/metrics.jsonl#test/accuracy#last", "99.00%") in facts  # not the best on the test set
     for words in ("61,706", "Conv2d(1, 6)", "0.99", "<h2>Pictures of the run</h2>", "GPU power (W), mean"):
         assert words in page
     assert "confusion" not in page and (run / "report" / "lenet filters.png").exists()

@@ -127,9 +127,8 @@ def train(config: Config) -> Path | None:
         checkpoint = world.on_main(lambda: checkpoints.newest(run.folder)) if config.resume else None
 
         # -------- data: made by rank 0 in the cache beside the runs; the others wait, then read it
-        cache = run.folder.parent / ".cache"
-        world.on_main(lambda: load(config, sizes, cache, log) and None)
-        data = load(config, sizes, cache, log=lambda line: None)
+        world.on_main(lambda: load(config, sizes, run.cache, log) and None)
+        data = load(config, sizes, run.cache, log=lambda line: None)
         sizes = replace(sizes, vocabulary=data.vocabulary)
         need = plan.check_fits(config, sizes, world, precision.name != "fp32")  # with a named tokenizer's vocabulary
         for split in ("train", "validation"):

@@ -86,7 +86,7 @@ def test_memory_grows_with_what_is_held():
     before = held_gib("VmRSS")
     held = mmap.mmap(-1, 2**28)  # new memory, whatever malloc has left over from other tests
     held[:: 2**12] = b"x" * len(held[:: 2**12])  # touch every page
-    assert before + 0.24 < held_gib("VmRSS") <= held_gib()
+    assert before + 0.24 < held_gib("VmRSS") <= held_gib() + 0.01  # read one after the other
 
 
 def test_threads_are_pinned_to_cores():

@@ -30,9 +30,8 @@ from validation import Validation
 IDS = {"pad": 0, "bos": 1, "eos": 2}
 SIZES = dict(d_model=64, nhead=4, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=64, max_length=64)
 WORLD = World(0, 1, CUDA)
-SENTENCES = [
-    [list(range(3, 3 + n)), list(range(3, 3 + m))] for n, m in ((5, 7), (3, 2), (8, 4), (6, 6), (2, 3), (4, 9))
-]
+LENGTHS = ((5, 7), (3, 2), (8, 4), (6, 6), (2, 3), (4, 9))
+SENTENCES = [[list(range(3, 3 + length)) for length in pair] for pair in LENGTHS]
 
 
 class Pairs:
@@ -53,9 +52,8 @@ def make(**sizes) -> Translator:
 
 def batches(tokens: int = 24, accumulate: int = 1):
     with patch("data.one_ahead", lambda batches, device: batches):  # the modes of this thread are not those of another
-        return batches_of(
-            Pairs(), BucketSampler(Pairs.lengths, tokens, accumulate=accumulate), Collate(IDS, IDS), 0, CUDA
-        )
+        sampler = BucketSampler(Pairs.lengths, tokens, accumulate=accumulate)
+        return batches_of(Pairs(), sampler, Collate(IDS, IDS), 0, CUDA)
 
 
 def on_gpu() -> list:
@@ -183,9 +181,8 @@ def wikitext(pad: str, stage: str) -> None:
 def pipeline() -> None:
     from labs.pipeline.stages import LanguageModel, Stage, summed_loss
 
-    config = SimpleNamespace(
-        d_model=16, nhead=2, dim_feedforward=16, num_layers=2, causal=True, dropout=0.0, post_norm=False
-    )
+    sizes = dict(d_model=16, nhead=2, dim_feedforward=16, num_layers=2)
+    config = SimpleNamespace(**sizes, causal=True, dropout=0.0, post_norm=False)
     with CUDA:
         model = LanguageModel(30, 8, config)
         tokens = torch.zeros(4, 8, dtype=torch.long)
@@ -248,9 +245,8 @@ def main() -> None:
             frames = [f for f in traceback.extract_tb(problem.__traceback__) if "site-packages" not in f.filename]
             where = " < ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames[:-5:-1])
             error = f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}; {where}"
-        print(
-            json.dumps(dict(name=name, error=error, waits=watched.waits, mixed=watched.mixed, operations=watched.count))
-        )
+        line = dict(name=name, error=error, waits=watched.waits, mixed=watched.mixed, operations=watched.count)
+        print(json.dumps(line))
 
 
 if __name__ == "__main__":

@@ -64,11 +64,7 @@ class Watch(TorchDispatchMode):
 
 def place() -> str:
     """The innermost line of the project that is running."""
-    frames = [
-        frame
-        for frame in traceback.extract_stack()
-        if frame.filename.startswith(ROOT) and "pretend" not in frame.filename
-    ]
+    frames = [f for f in traceback.extract_stack() if f.filename.startswith(ROOT) and "pretend" not in f.filename]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "backward"
 
 

@@ -84,6 +84,12 @@ def test_positional_words(parse, refused):
     config = parse("今天", "--lr", "0.5", "你好 吗", "-", positional="text")
     assert config.text == ["今天", "你好 吗", "-"] and config.lr == 0.5 and config.given == {"lr"}
     assert parse(positional="text").text == []
+    config = parse(
+        "--norm-first", "一", "--norm_first", "--lr", "2", positional="text"
+    )  # a switch takes no word but yes or no
+    assert (config.text, config.norm_first, config.lr) == (["一"], True, 2)
+    config = parse("二", "--norm_first", "no", positional="text")
+    assert (config.text, config.norm_first) == (["二"], False)
     line = refused("--lrr", "1", positional="text")
     assert "did you mean --lr?" in line and "text that begins with - goes after --" in line
     config = parse("一", "--lr", "2", "--", "-5度", "--lr", "--", positional="text")

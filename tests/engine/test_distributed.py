@@ -258,13 +258,11 @@ def test_a_task_of_srun_that_sees_its_own_card_alone(gpus, monkeypatch):
     monkeypatch.setenv("SLURM_LOCALID", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert choose_device("auto", 1) == torch.device("cuda", 0) and len(selected) == 1
-    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")  # two tasks that were given one card together
-    with pytest.raises(UserError, match="2 processes but 1 visible GPU"):
-        choose_device("auto", 1)
-    monkeypatch.delenv("SLURM_GPUS_ON_NODE")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun in a batch script
-    with pytest.raises(UserError, match="2 processes but 1 visible GPU"):
-        choose_device("auto", 1)
+    # Two tasks that were given one card together; torchrun in a batch script.
+    for name, value in (("SLURM_GPUS_ON_NODE", "1"), ("TORCHELASTIC_RUN_ID", "none")):
+        with monkeypatch.context() as patch, pytest.raises(UserError, match="2 processes but 1 visible GPU"):
+            patch.setenv(name, value)
+            choose_device("auto", 1)
 
 
 @pytest.mark.parametrize("cards, seen, visible, said", [

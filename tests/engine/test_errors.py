@@ -24,12 +24,6 @@ def ended_by(error: BaseException, capsys) -> tuple[int, str]:
     return ended.value.code, capsys.readouterr().err
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-
-
 @given(st.text(st.characters(codec="utf-8")))
 @example("first\n  second\r\n\tthird ")
 def test_any_message_is_one_line(message):

@@ -1,12 +1,10 @@
 """Freed memory stays for the next step; as few parts as fit, and the error itself where none do."""
 
-import subprocess
-import sys
 from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import run_code
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,8 +69,7 @@ print(by_default, faults(), took_it)
 
 
 def test_freed_memory_is_used_again():
-    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, cwd=ROOT)
-    by_default, kept, took_it = run.stdout.split()
+    by_default, kept, took_it = run_code(SCRIPT).split()
     if took_it == "False":
         pytest.skip("the C library is not glibc")
     assert int(by_default) >= 8 * 64 // 2  # pages, if all are huge ones of 2 MiB

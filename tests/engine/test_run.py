@@ -45,8 +45,6 @@ def start(**settings) -> Run:
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
     before = {number: signal.getsignal(number) for number in run_module.SIGNALS}
     yield
     for number, handler in before.items():
@@ -187,7 +185,8 @@ def test_a_killed_process_leaves_no_lock_with_its_copies(tmp_path):
             os.write(writing, b"x")
         signal.pause()
         os._exit(held is None)
-    os.read(reading, 1)
+    os.close(writing)  # else there would be no end, should the locker die
+    assert os.read(reading, 1)
     with pytest.raises(UserError, match="in use by another process"):
         run_module.lock(tmp_path)
     os.kill(locker, signal.SIGKILL)
@@ -254,17 +253,14 @@ def test_a_run_under_nohup_outlives_its_terminal():
     ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "python script.py"),  # srun
 ])  # fmt: skip
 def test_the_way_back_is_what_was_typed(monkeypatch, environment, typed):
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["/somewhere/script.py"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     assert command() == typed
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="labs.toy.__main__"))
-    assert command() == typed.replace("-- script.py", "-m -- labs.toy").replace(
-        "python script.py", "python -m labs.toy"
-    )
+    of_a_lab = typed.replace("-- script.py", "-m -- labs.toy").replace("python script.py", "python -m labs.toy")
+    assert command() == of_a_lab
 
 
 @pytest.mark.parametrize("world_size, lives", [("2", True), ("1", False)])
@@ -287,4 +283,11 @@ def test_the_gpus_figures_are_among_the_curves(monkeypatch):
     with Run.start(config(run="a"), "toy", World(0, 1, torch.device("cuda", 0))) as run:
         run.begin()
         run.scalars(1, {"train/loss": 1.0})
-    assert metrics("a")[0]["gpu/utilisation_percent"] == 97 and sampler.start.called and sampler.stop.called
+    assert metrics("a")[0]["gpu/utilisation_percent"] == 97 and sampler.start.called and sampler.ended.set.called
+
+
+def test_the_cache_lies_beside_the_run_wherever_one_stands(monkeypatch):
+    run, _ = train()
+    monkeypatch.chdir(run.folder)
+    with Run.start(config(resume="."), "toy", ALONE, may_change=set()) as again:
+        assert again.cache == run.cache.absolute() == Path.cwd().parent / ".cache"

@@ -145,6 +145,17 @@ def test_on_the_way_down_the_rate_is_a_function_of_the_step_alone(seconds, later
     assert schedule == saved and rates_of(schedule) == rates
 
 
+@pytest.mark.parametrize("step, limit", [(8000, 110), (9000, 120)])
+def test_minutes_given_late_are_fitted_too(step, limit):
+    """A run of 10,000 steps, 80 a minute, that goes on on its way down: it still ends with a rate near 0."""
+    schedule = plan(1.0, 0, 10_000).extended(step, 10_000)
+    while not schedule.why_stop(step, step / 80, limit):
+        step += 1
+        rate = schedule.learning_rate(step)
+        schedule.fit_time(step, step / 80, limit)
+    assert step / 80 == pytest.approx(limit, rel=0.01) and rate < 0.01
+
+
 @given(plans, st.integers(1, 2000), st.integers(1, 4000))
 def test_a_run_that_goes_on_to_another_end_has_no_jump_in_its_rate(schedule, step, total):
     step = min(step, schedule.total)

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from conftest import HANGS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PageAccumulator
 from tensorboard.util import tensor_util
@@ -139,7 +140,6 @@ def test_log_prints_and_appends_with_the_time(tmp_path, capsys):
 
 
 def test_progress_shows_a_bar_on_a_terminal_only(capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
     assert list(tm.progress(range(3))) == [0, 1, 2]
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
@@ -154,45 +154,28 @@ def test_progress_shows_a_bar_on_a_terminal_only(capsys, monkeypatch):
 # ---------------------------------------------------------------- GpuSampler
 
 
-class FakeNvml:
+class NVMLError(Exception):
+    pass
+
+
+def fake_nvml() -> SimpleNamespace:
     """Two cards in NVML's order; CUDA sees the second one only, as its device 0. The second card tells no power."""
-
-    NVML_TEMPERATURE_GPU = 0
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self):
-        self.utilisation = chain([50, 100], repeat(20))
-
-    def nvmlInit(self):
-        pass
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):
-        if uuid not in ("GPU-aaaa", "GPU-bbbb"):
-            raise self.NVMLError("Not Found")
-        return uuid[-1]
-
-    def nvmlDeviceGetHandleByPciBusId(self, place):
-        return {"00000000:0a:00.0": "a", "00000000:b1:00.0": "b"}[place]
-
-    def nvmlDeviceGetUtilizationRates(self, handle):
-        assert handle == "b"
-        return SimpleNamespace(gpu=next(self.utilisation))
-
-    def nvmlDeviceGetMemoryInfo(self, handle):
-        return SimpleNamespace(used=3 * 2**30)
-
-    def nvmlDeviceGetPowerUsage(self, handle):
-        raise self.NVMLError("Not Supported")
-
-    def nvmlDeviceGetTemperature(self, handle, sensor):
-        return 61
+    utilisation = {"b": chain([50, 100], repeat(20))}
+    cards, places = {"GPU-aaaa": "a", "GPU-bbbb": "b"}, {"00000000:0a:00.0": "a", "00000000:b1:00.0": "b"}
+    refuse = Mock(side_effect=NVMLError("not found, or not supported"))
+    return SimpleNamespace(
+        NVMLError=NVMLError, NVML_TEMPERATURE_GPU=0, nvmlInit=lambda: None, nvmlDeviceGetPowerUsage=refuse,
+        nvmlDeviceGetHandleByUUID=lambda uuid: cards.get(uuid) or refuse(),
+        nvmlDeviceGetHandleByPciBusId=places.__getitem__,
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=next(utilisation[handle])),
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=3 * 2**30),
+        nvmlDeviceGetTemperature=lambda handle, sensor: 61,
+    )  # fmt: skip
 
 
 @pytest.fixture
 def nvml(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
 
     def see(uuid):
         properties = SimpleNamespace(uuid=uuid, pci_domain_id=0, pci_bus_id=0xB1, pci_device_id=0)
@@ -220,7 +203,7 @@ def test_sampler_runs_beside_the_training_and_ends(nvml, monkeypatch):
     sample = sampler._sample
     monkeypatch.setattr(sampler, "_sample", lambda: (sample(), sampled.set()))
     sampler.start()
-    sampled.wait()
+    assert sampled.wait(HANGS)
     assert sampler.read()["gpu/memory_gib"] == 3.0 and sampler.daemon
     sampler.ended.set()
     sampler.join()
@@ -228,10 +211,10 @@ def test_sampler_runs_beside_the_training_and_ends(nvml, monkeypatch):
 
 @pytest.mark.parametrize("case", ["no package", "no driver", "no GPU", "device cpu"])
 def test_sampler_without_a_gpu_says_one_line_and_gives_nothing(monkeypatch, case):
-    fake = FakeNvml()
+    fake = fake_nvml()
     monkeypatch.setitem(sys.modules, "pynvml", None if case == "no package" else fake)
     if case == "no driver":
-        monkeypatch.setattr(fake, "nvmlInit", lambda: fake.nvmlDeviceGetHandleByUUID("NVML Shared\nLibrary Not Found"))
+        monkeypatch.setattr(fake, "nvmlInit", Mock(side_effect=NVMLError("NVML Shared\nLibrary Not Found")))
     said = []
     sampler = tm.GpuSampler("cpu" if case == "device cpu" else "cuda", say=said.append)
     sampler.start()

@@ -62,9 +62,7 @@ def planted(file) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "change", [cut_short, planted, lambda file: file.chmod(0o777), lambda file: file.write_text("x")]
-)
+@pytest.mark.parametrize("change", [cut_short, planted, lambda f: f.chmod(0o777), lambda f: f.write_text("x")])
 def test_a_file_that_is_not_as_it_was_made_is_built_anew(source, change):
     build.compiled(source, ["-DNUMBER=7"])
     (file,) = kept(source)
@@ -112,9 +110,7 @@ def test_what_fails_is_one_line(source, monkeypatch, capsys, case):
 def test_the_kernels_run_clean_under_sanitizers(tmp_path):
     """Their tests, hostile token ids among them, where the first access outside a tensor ends the process."""
     names = ("libasan.so", "libubsan.so")
-    paths = [
-        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True).stdout for name in names
-    ]
+    paths = [subprocess.check_output(["g++", f"-print-file-name={name}"], text=True) for name in names]
     if not all(path.startswith("/") for path in paths):
         pytest.skip("g++ has no sanitizers here")
     environment = {**os.environ, "LD_PRELOAD": " ".join(path.strip() for path in paths), "ASAN_OPTIONS": "detect_leaks=0",

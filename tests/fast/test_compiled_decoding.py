@@ -37,9 +37,8 @@ SIZES = [  # one and several vectors a head, whole and broken panels
     (dict(d_model=96, nhead=2, dim_feedforward=64), 64),
     (dict(d_model=256, nhead=8, dim_feedforward=1024), 300),
 ]
-needs_int8 = pytest.mark.skipif(
-    bool(build.why_not()) or not torch.cpu._is_vnni_supported(), reason="no compiler or no VNNI"
-)
+NO_INT8 = bool(build.why_not()) or not torch.cpu._is_vnni_supported()
+needs_int8 = pytest.mark.skipif(NO_INT8, reason="no compiler or no VNNI")
 seeds = st.integers(0, 2**31)
 
 
@@ -264,13 +263,9 @@ def test_no_faster_steps_for_other_models():
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "change",
-    [
-        *OTHER_WEIGHTS,
-        lambda model: setattr(layer_of(model), "linear2", nn.Sequential(layer_of(model).linear2)),
-    ],
-)
+@pytest.mark.parametrize("change", [
+    *OTHER_WEIGHTS, lambda model: setattr(layer_of(model), "linear2", nn.Sequential(layer_of(model).linear2)),
+])  # fmt: skip
 def test_no_faster_steps_for_a_changed_model(change):
     model = make_model(0)
     assert fast.steps(model)

@@ -28,11 +28,8 @@ from model import PRESETS, ModelConfig, SummedLoss, Translator
 
 DEVICE, PRESET = os.environ.get("DEVICE", "cpu"), os.environ.get("PRESET")
 SIZES = PRESETS.get(PRESET, SMALL) | {"dropout": 0.0}
-VOCABULARY, SMOOTHING, SLICE_ROWS = (
-    8000 if PRESET in PRESETS else 50,
-    0.1,
-    100,
-)  # rows of a slice of logits: many, the last one smaller
+VOCABULARY, SMOOTHING = 8000 if PRESET in PRESETS else 50, 0.1
+SLICE_ROWS = 100  # rows of a slice of logits: many, the last one smaller
 FORMATS = {  # name: (weights, precision, fp32 products, limit of loss and gradients, of sentences that differ)
     "float64": (torch.float64, "fp32", "highest", 1e-6, 0.0),  # the plain loss is summed in fp32 even then
     "fp32": (torch.float32, "fp32", "highest", 1e-4, 0.1),
@@ -69,12 +66,8 @@ def moved(request):
     torch.set_float32_matmul_precision(products)
     torch.backends.cuda.enable_cudnn_sdp(False)  # as choose_precision does: the attention that training has
     device = choose_device(DEVICE, 0)
-    yield (
-        model_of("greedy" in request.node.name).to(device, weights),
-        Precision(device, precision, ""),
-        request.param,
-        *limits,
-    )
+    model = model_of("greedy" in request.node.name).to(device, weights)
+    yield model, Precision(device, precision, ""), request.param, *limits
     torch.set_float32_matmul_precision(before)
 
 

@@ -1,13 +1,10 @@
 """Tensors in one region: none lies on another, holes join, a forked process can go on, and the region stays as wide as a step."""
 
-import os
 import resource
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import HANGS, ROOT, keep_tensors_together
+from conftest import keep_tensors_together, run_code
 from random_models import needs_compiler
 
 from fast import build
@@ -83,10 +80,7 @@ unlimited = pytest.mark.skipif(
 @unlimited
 @pytest.mark.parametrize("script", [WHOLE, WIDTH, FORK], ids=["whole", "width", "fork"])
 def test_the_region(script):
-    run = subprocess.run(
-        [sys.executable, "-c", BEGIN + script], cwd=ROOT, capture_output=True, text=True, timeout=HANGS
-    )
-    assert run.returncode == 0, run.stderr
+    run_code(BEGIN + script)
 
 
 @needs_compiler
@@ -99,9 +93,7 @@ def test_none_where_the_system_promises_no_more_memory_than_it_has(mode, tmp_pat
     (tmp_path / "memory.cpp").write_text(source)
     script = f"import pathlib, torch, fast; fast.build.FOLDER = pathlib.Path({str(tmp_path)!r})"
     script += "; print(fast.keep_tensors_together(torch.device('cpu')))"
-    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=HANGS,
-                         env={**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)})  # fmt: skip
-    assert run.stdout.strip() == str(mode == "1"), run.stderr
+    assert run_code(script, TORCH_EXTENSIONS_DIR=str(tmp_path)).strip() == str(mode == "1")
 
 
 def test_none_for_a_gpu_or_without_a_compiler(monkeypatch):

@@ -63,9 +63,7 @@ def distance(found, wanted):
 
 @needs_compiler
 @settings(max_examples=12, deadline=None)
-@given(
-    seeds, st.integers(1, 4), st.integers(1, 40), st.integers(1, 70), st.integers(1, 96), st.booleans(), st.booleans()
-)
+@given(seeds, st.integers(1, 4), st.integers(1, 40), st.integers(1, 70), st.integers(1, 96), *[st.booleans()] * 2)
 def test_as_the_plain_loss_in_float64(seed, pairs, source, target, feedforward, training, norm_first):
     model = make_model(seed, dim_feedforward=feedforward, norm_first=norm_first).train(training)
     batch = make_batch(seed, pairs, source, target)

@@ -6,7 +6,6 @@ import os
 import shutil
 import struct
 import sys
-import time
 from itertools import product
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Forked, forked_ranks
+from conftest import Forked, forked_ranks, records
 from helpers import refused
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
@@ -74,14 +73,6 @@ def train(*flags, stop_at: int = 0, kill_at: int = 0) -> None:
         patch.setattr(Run, "stop_asked", stop_asked)
         patch.setattr(sys, "argv", ["lenet", "--device", "cpu", *map(str, flags)])
         main(parse_flags(Config))
-
-
-def records(run: Path, tag: str) -> dict[int, float]:
-    """Step → value, from metrics.jsonl."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    points = [(line["step"], line[tag]) for line in lines if tag in line]
-    assert len(dict(points)) == len(points)  # no step twice
-    return dict(points)
 
 
 # ---- the data set
@@ -144,9 +135,8 @@ def test_the_paper_s_sizes():
     assert counts.pop("output") == 850
     assert counts == dict(c1=156, s2=12, c3=1516, s4=32, c5=48120, f6=10164) and sum(counts.values()) == 60_000
     shapes = {name: tuple(output.shape[1:]) for name, output in model.layers(torch.rand(2, 1, 28, 28)).items()}
-    assert shapes == dict(
-        c1=(6, 28, 28), s2=(6, 14, 14), c3=(16, 10, 10), s4=(16, 5, 5), c5=(120,), f6=(84,), output=(10,)
-    )
+    papers = dict(c1=(6, 28, 28), s2=(6, 14, 14), c3=(16, 10, 10), s4=(16, 5, 5), c5=(120,), f6=(84,), output=(10,))
+    assert shapes == papers
 
 
 def test_c3_sees_the_connected_maps_only():
@@ -199,9 +189,8 @@ def test_equals_the_same_layers_in_a_row(variant, name, activation, pool):
 def test_the_paper_s_weights_begin_near_chance():
     images, labels = map(torch.from_numpy, draw_digits(200, 1))
     loss = F.cross_entropy(LeNet5("paper")(images[:, None] / 255), labels.long())
-    assert (
-        abs(loss - np.log(10)) < 0.05
-    )  # logits of ± 0.06; weights ten times as large give 0.1, a network that saturates
+    # Logits of ± 0.06; weights ten times as large give 0.1, a network that saturates.
+    assert abs(loss - np.log(10)) < 0.05
 
 
 # ---- pictures
@@ -278,11 +267,9 @@ def test_a_stopped_and_a_killed_run_ends_as_the_whole_one(data, whole_run, monke
 
 
 def test_the_command_stops_at_sigterm(data, tmp_path):
-    lab = Forked(
-        "labs/lenet/__main__.py", "--data", data, "--epochs", 10_000, "--log_every", 1, "--run", "x", cwd=tmp_path
-    )
-    while lab.process.is_alive() and "\nstep" not in lab.output:
-        time.sleep(0.05)
+    flags = ["--data", data, "--epochs", 10_000, "--log_every", 1, "--run", "x"]
+    lab = Forked("labs/lenet/__main__.py", *flags, cwd=tmp_path)
+    lab.wait_for("\nstep")
     lab.process.terminate()
     assert lab.wait() == 0 and "--resume runs/x" in lab.output
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import HANGS, forked
@@ -112,8 +113,11 @@ def test_a_folder_that_cannot_be_is_one_line(run, tmp_path, monkeypatch, words, 
     assert [file.name for file in tmp_path.iterdir()] == ["work.txt"]
 
 
-def test_a_package_that_is_missing_is_one_line(monkeypatch):
+@pytest.mark.parametrize("start, needs", [
+    (lambda: export(None, "onnx", ["new"], "", print), "onnx needs onnx, onnxscript, onnxruntime"),
+    (lambda: serving.start(SimpleNamespace(serve=True, export="", text=[]), None, None, None), "--serve needs fastapi, uvicorn"),
+])  # fmt: skip
+def test_a_package_that_is_missing_is_one_line(monkeypatch, start, needs):
     monkeypatch.setattr(serving, "find_spec", lambda module: None)
-    needs = r"onnx needs onnx, onnxscript, onnxruntime; pip install -r requirements-extras\.txt"
-    with pytest.raises(UserError, match=needs):
-        export(None, "onnx", ["new"], "", print)
+    with pytest.raises(UserError, match=rf"{needs}; pip install -r requirements-extras\.txt$"):
+        start()

@@ -14,7 +14,6 @@ import pytest
 import torch
 from conftest import HANGS, Forked
 
-import serving
 from decoding import translate_lines
 from engine.errors import UserError
 from engine.precision import choose_precision
@@ -154,23 +153,16 @@ def never_done(busy: str):
     server.sentences = without_end if busy == "cutting" else server.sentences
 
 
-def wait_for(words: str, script: Forked) -> str:
-    while words not in script.output:
-        assert script.process.is_alive(), script.output
-        time.sleep(0.1)
-    return script.output
-
-
 @pytest.mark.parametrize("busy", ["", "translating", "cutting"])
 def test_ctrl_c_ends_it_also_while_a_text_is_under_way(tiny_run, tmp_path, busy):
     flags = "--ckpt", tiny_run, "--serve", "--port", 0, "--device", "cpu"
     script = Forked("translate.py", *flags, cwd=tmp_path, first=(never_done, busy))
     try:
-        address = wait_for("Ctrl-C ends it", script).splitlines()[-1].split()[0]
+        address = script.wait_for("Ctrl-C ends it").splitlines()[-1].split()[0]
         if busy:
             connection = http.client.HTTPConnection(address.removeprefix("http://"))
             connection.request("POST", "/translate", '{"text": "1"}', {"Content-Type": "application/json"})
-            wait_for("begun", script)
+            script.wait_for("begun")
         os.kill(script.process.pid, signal.SIGINT)
         assert script.wait() == 0 and script.output.endswith("stopped\n")
         assert "Traceback" not in script.output and "Exception" not in script.output
@@ -180,9 +172,3 @@ def test_ctrl_c_ends_it_also_while_a_text_is_under_way(tiny_run, tmp_path, busy)
 
 def test_a_sentence_that_the_model_cannot_hold_says_that_it_is_cut(client):
     assert [ask(client, "一" * count).json()["lines"][0][0]["cut"] for count in (5, 100)] == [False, True]
-
-
-def test_without_the_extras_one_line_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(serving, "find_spec", lambda module: None)
-    with pytest.raises(UserError, match=r"^--serve needs fastapi, uvicorn; pip install -r requirements-extras\.txt$"):
-        serving.start(SimpleNamespace(serve=True, export="", text=[]), None, None, None)

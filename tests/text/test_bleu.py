@@ -1,13 +1,11 @@
 """BLEU: one right number, and the wrong ones that look like it."""
 
 import json
-import subprocess
-import sys
 import warnings
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
+from conftest import run_code
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sacrebleu.metrics import BLEU, CHRF
@@ -82,7 +80,7 @@ WORDS = "the The cat sat on a mat . , can't 3.5 U.S. &amp; é -".split()
 SENTENCES = st.lists(st.sampled_from(WORDS), max_size=12).map(" ".join)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(SENTENCES, SENTENCES), min_size=1, max_size=6))
 def test_short_hypotheses_differ_only_by_the_guard_against_zero_totals(pairs):
     """nltk adds one n-gram to the total of order n for each hypothesis of fewer than n tokens. Give sacreBLEU's formula
@@ -98,7 +96,7 @@ def test_short_hypotheses_differ_only_by_the_guard_against_zero_totals(pairs):
     assert graded <= like_for_like.score + 0.01
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.text(max_size=30), st.text(max_size=30)), min_size=1, max_size=4))
 def test_any_text_gets_a_score_and_sacrebleus_tokens(pairs):
     references, hypotheses = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -228,12 +226,9 @@ def test_interval_depends_on_the_seed_only():
 
 def test_import_is_light():
     """Importing the module loads neither scorer; scoring loads no deep-learning package."""
-    code = (
-        "import sys; import text.bleu; loaded = {'nltk', 'sacrebleu', 'torch', 'transformers'} & set(sys.modules);"
-        "assert not loaded, loaded; text.bleu.bleu_card(['a'], ['a']);"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    run_code("import sys; import text.bleu; loaded = {'nltk', 'sacrebleu', 'torch', 'transformers'} & set(sys.modules);"
+             "assert not loaded, loaded; text.bleu.bleu_card(['a'], ['a']);"
+             "assert not {'torch', 'transformers'} & set(sys.modules)")  # fmt: skip
 
 
 def test_a_short_sentence_is_scored_by_the_n_grams_it_has():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import write_pairs
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from text.cleaning import (
@@ -174,7 +174,6 @@ def test_each_row_is_dropped_for_its_reason():
     assert counts == {"read": len(train), **expected}
 
 
-@settings(deadline=None)
 @given(row_lists, row_lists, st.booleans())
 @example([("你好", "Hello"), ("你好", "Hello")], [], True)
 def test_the_counts_add_up(train, validation, with_test):

@@ -143,3 +143,29 @@ def test_two_builds_of_the_same_data(data, tmp_path):
     with under_test.made_whole(cache / folder.name) as building:
         (building / "summary.json").write_text("{}")
     assert "tokenised earlier" in cached(data, cache)[1] and not list(cache.glob(".building*"))
+
+
+def test_a_drive_that_renames_no_folder_with_an_open_file(data, tmp_path, monkeypatch):
+    """Windows' under WSL; the lock is such a file."""
+    replace, opened = os.replace, []
+
+    def rename(old, new):
+        if Path(old).is_dir() and not opened.append(old) and len(opened) == 1:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), old)
+        replace(old, new)
+
+    monkeypatch.setattr("os.replace", rename)
+    assert cached(data, tmp_path / "cache")[0].is_dir() and len(opened) == 2
+
+
+@pytest.mark.parametrize("change, said", [
+    (lambda text: dict(tokenizer="no/such"), "tokenizer no/such"),
+    (lambda text: text.files["validation"][0].write_text("zh\ten\n") and {}, "the validation split has no rows; add rows"),
+])  # fmt: skip
+def test_what_is_wrong_from_the_start_is_said_before_the_cleaning(tmp_path, monkeypatch, change, said):
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.tsv").write_text("zh\ten\n一\tone\n", encoding="utf-8")
+    text = find_text(str(tmp_path))
+    monkeypatch.setattr(under_test, "clean_pairs", lambda *_: pytest.fail("cleaned"))
+    with pytest.raises(UserError, match=said):
+        prepare(text, tmp_path / "cache", say=lambda line: None, **change(text))

@@ -52,10 +52,8 @@ def sweep(data: Path, folder: Path, fault: str, step: int) -> None:
             os.utime(building, (0, 0))
         library.arm(ctypes.c_long(-1), 0)
         tokenise(data, cache)
-        assert verify_files(next(cache.glob("[!.]*"))) is None and len(list(cache.iterdir())) == 1, (
-            nth,
-            list(cache.iterdir()),
-        )
+        left = list(cache.iterdir())
+        assert verify_files(next(cache.glob("[!.]*"))) is None and len(left) == 1, (nth, left)
     print(f"{calls} calls")
 
 

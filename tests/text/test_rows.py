@@ -5,8 +5,6 @@ import html
 import json
 import os
 import shutil
-import subprocess
-import sys
 from functools import partial
 
 import datasets
@@ -14,7 +12,7 @@ import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import HANGS, ROOT
+from conftest import ROOT, run_code
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -434,10 +432,8 @@ for place in range(8, len(content), 61):
     except UserError as error:
         print(error)
 """
-    words = [sys.executable, "-c", script, tmp_path / "good.arrow", tmp_path / "bad.arrow"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=HANGS)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) > 10 and "get it again" in done.stdout
+    said = run_code(script, tmp_path / "good.arrow", tmp_path / "bad.arrow")
+    assert len(said.splitlines()) > 10 and "get it again" in said
 
 
 @pytest.mark.parametrize("columns, said", [

@@ -1,10 +1,7 @@
 """A pasted paragraph is cut where a sentence ends, nowhere else, and nothing of it is lost."""
 
-import subprocess
-import sys
-
 import pytest
-from conftest import HANGS, ROOT
+from conftest import run_code
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,7 +44,7 @@ def test_nothing_is_lost_and_every_piece_has_a_word(line):
 def test_a_long_line_takes_time_in_proportion():
     """Seconds; by the square of the length it would be hours."""
     code = """for text in ("。 ", ")", '"', ". ", "He came. "): join(sentences(text * 300_000))"""
-    subprocess.run([sys.executable, "-c", f"from text.sentences import *\n{code}"], cwd=ROOT, timeout=HANGS, check=True)
+    run_code(f"from text.sentences import *\n{code}")
 
 
 @pytest.mark.parametrize("texts, line", [

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import regex
 from conftest import reversed_digits
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
@@ -201,7 +201,6 @@ UNTIDY = ["", " ", "a  b", " a", "a ", "▁", "a▁b", "x ▁a", "<s> </s>", "tw
 @given(st.lists(st.sampled_from(UNTIDY) | st.text(alphabet="ab今天鸞1,'<s>/ ▁é\u0301", max_size=20), max_size=8))
 @example(LINES)
 @example([*UNTIDY, *LINES])
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_words_apart_give_the_ids_of_whole_lines(tokenizer, lines):
     ids, lengths = encode_flat(tokenizer, lines)
     assert (ids.tolist(), lengths.tolist()) == plainly(tokenizer, lines)

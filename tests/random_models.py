@@ -1,4 +1,4 @@
-"""Small translators and batches for the tests of this folder; all random numbers come from a seed."""
+"""Small translators and batches; all random numbers come from a seed."""
 
 import pytest
 import torch
