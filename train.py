@@ -112,7 +112,7 @@ def train(config: Config) -> Path:
     world = distributed.start(config.device)
     with Run.start(config, f"{config.source}-{config.target}", world, MAY_CHANGE) as run:
         config, log = run.config, run.log
-        precision = choose_precision(world.device, config.precision, training=True)
+        precision = choose_precision(world.device, config.precision, training=True, world=world)
         log(precision.describe())
 
         # -------- data: made by rank 0 in the cache beside the runs; the other ranks wait, then read it

@@ -69,10 +69,11 @@ class Precision:
         return f"device: {where}; {self.name} ({self.reason})"
 
 
-def choose_precision(device: torch.device, name: str = "auto", training: bool = False) -> Precision:
+def choose_precision(device: torch.device, name: str = "auto", training: bool = False, world=None) -> Precision:
     """The fastest format the device computes well in, or the one named. Raises `UserError` if it cannot.
 
     A CPU trains in bf16 where it has the instructions, and evaluates in fp32: scores are then the same on every machine.
+    The ranks of a `world` agree on the format of the weakest: gradients scaled for fp16 must not be added to plain ones.
     """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 on Ampere and later; no effect on older cards
@@ -95,6 +96,9 @@ def choose_precision(device: torch.device, name: str = "auto", training: bool = 
         best = "fp32", "full precision" if has_bf16 else "this CPU has no bf16 instructions"
         if training and has_bf16:
             best = "bf16", "this CPU has bf16 instructions; the loss agrees with fp32 to 1 %"
+    formats = ("bf16", "fp16", "fp32")
+    weakest = formats[int(world.maximum(formats.index(best[0]))[0])] if world else best[0]
+    best = best if weakest == best[0] else (weakest, "the weakest device of this run wants it")
     return Precision(device, *(best if name == "auto" else (name, "as asked")))
 
 

@@ -117,7 +117,7 @@ def train(config: Config) -> Path | None:
 
     # -------- what cannot be is refused here, by every rank, before anything is allocated
     world = distributed.start(config.device)
-    precision = choose_precision(world.device, config.precision, training=True)
+    precision = choose_precision(world.device, config.precision, training=True, world=world)
     world.maximum(0)  # all are here; one that left sooner would be missed by those that are still joining
     check_grid(replace(config, precision=precision.name), sizes, world.size)
     need = plan.check_fits(config, sizes, world, precision.name != "fp32")

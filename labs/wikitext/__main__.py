@@ -120,7 +120,7 @@ def main(config: Config) -> None:
         if vectors is not None:
             model.embedding.weight.data.copy_(vectors)
         model.to(device)
-        precision = choose_precision(device, config.precision, training=True)
+        precision = choose_precision(device, config.precision, training=True, world=world)
         exact = choose_precision(device, "fp32")  # for scores; on a recent GPU its products are TF32
         decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
         rest = [parameter for parameter in model.parameters() if parameter.dim() < 2]  # biases and norms

@@ -64,6 +64,11 @@ def test_auto_on_a_gpu(monkeypatch, capability, name, said):
     assert torch.get_float32_matmul_precision() == "high" and not torch.backends.cuda.cudnn_sdp_enabled()
     for asked in ("fp32", "bf16", "fp16"):
         assert choose_precision(gpu, asked) == SimpleNamespace(device=gpu, name=asked, reason="as asked")
+    formats = ["bf16", "fp16", "fp32"]
+    for other in formats:  # of another rank's card: the ranks of a run have one format
+        world = SimpleNamespace(maximum=lambda mine, other=formats.index(other): [max(mine, other)])
+        agreed = choose_precision(gpu, "auto", True, world)
+        assert agreed.name == max(name, other, key=formats.index) and (said in agreed.reason) == (agreed.name == name)
 
 
 # ---------------------------------------------------------------- products

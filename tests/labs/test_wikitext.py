@@ -363,7 +363,7 @@ def test_scores_are_in_fp32_where_training_chooses_a_shorter_format(lab, tmp_pat
     settings = dict(data="a.txt", epochs=1, precision="fp32")
     expected = (lab(run="here", **settings) / "test.json").read_text()
 
-    def as_on_a_gpu(device, name="auto", training=False):
+    def as_on_a_gpu(device, name="auto", training=False, world=None):
         return choose_precision(device, "bf16" if name == "auto" else name, training)
 
     monkeypatch.setattr(wikitext, "choose_precision", as_on_a_gpu)
