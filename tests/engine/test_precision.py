@@ -65,8 +65,8 @@ def test_auto_on_a_gpu(monkeypatch, capability, name, said):
     for asked in ("fp32", "bf16", "fp16"):
         assert choose_precision(gpu, asked) == SimpleNamespace(device=gpu, name=asked, reason="as asked")
     formats = ["bf16", "fp16", "fp32"]
-    for other in formats:  # of another rank's card: the ranks of a run have one format
-        world = SimpleNamespace(maximum=lambda mine, other=formats.index(other): [max(mine, other)])
+    for number, other in enumerate(formats):  # of another rank's card: the ranks of a run have one format
+        world = SimpleNamespace(maximum=lambda mine, other=number: [max(mine, other)])
         agreed = choose_precision(gpu, "auto", True, world)
         assert agreed.name == max(name, other, key=formats.index) and (said in agreed.reason) == (agreed.name == name)
 
