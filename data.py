@@ -67,6 +67,8 @@ class BucketSampler(Sampler[np.ndarray]):
 
     def describe_change(self, state: dict) -> str:
         """What becomes of the order of the pairs when a run goes on with more or fewer processes."""
+        if (state["world_size"], state["accumulate"]) == (self.world_size, self.accumulate):
+            return "note: other pairs are left out than when this run began, and the order is a new one"
         change = f"note: {state['world_size']} processes before, {self.world_size} from now on"
         if state["plan"] == self.plan_id:
             return f"{change}; every step keeps its pairs, shared between the processes anew"

@@ -104,9 +104,7 @@ def mean_of(members: list[Path]) -> dict[str, Tensor]:
 
 def save_description(run: Path, sizes: ModelConfig, prepared: Prepared) -> None:
     """What `load_trained` needs beside the weights and config.json, and what report.py tells of the data."""
-    (run / "checksums.json").unlink(
-        missing_ok=True
-    )  # of these files; a kill in between leaves none that differ from it
+    (run / "checksums.json").unlink(missing_ok=True)  # a kill in between leaves no file that differs from it
     prepared.source_tokenizer.save_pretrained(run / "tokenizer" / "source")
     prepared.target_tokenizer.save_pretrained(run / "tokenizer" / "target")
     (run / "model.json").write_text(json.dumps(asdict(sizes), indent=2) + "\n", encoding="utf-8")

@@ -13,6 +13,7 @@ told to split at spaces, works on exactly the same sequences.
 
 import json
 import os
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,7 @@ def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longe
 
     tokenizers = {"src": prepared.source_tokenizer, "tgt": prepared.target_tokenizer}
     train, facts = sample_pairs(prepared.train, pairs, longest), {"data": str(text.path)}
+    shutil.rmtree(folder, ignore_errors=True)  # one that has lost a file
     with made_whole(folder) as building:
         for name, rows in (("train", train), ("test", test_pairs(text, tokenizers, test_rows, longest))):
             for side, sentences in zip(SIDES, zip(*rows)):

@@ -155,8 +155,9 @@ def resolve(path: str | Path) -> Path:
     """What `--ckpt` takes: a run directory (its best, else its latest), a checkpoint directory, or a weights file."""
     path = Path(path)
     if path.is_file() and path.suffix in WEIGHT_SUFFIXES:
-        in_checkpoint = (path.parent / "state.json").exists()  # else checksums.json, if there is one, is a run's
-        if path.name in CONTENT and in_checkpoint and (damage := verify(path.parent)):
+        of_run = (path.parent / "config.json").exists()  # then checksums.json is the run's
+        vouched = path.name in CONTENT and not of_run and (path.parent / "checksums.json").exists()
+        if vouched and (damage := verify(path.parent)):
             raise UserError(f"{path} belongs to a checkpoint that is not whole ({damage}); use another one")
         return path
     if not path.is_dir():
@@ -295,7 +296,8 @@ def _remove_old(folder: Path, kept: set[int | None], keep: int) -> None:
     newest = steps(folder)[::-1]
     for old in newest[RESUMABLE:]:
         optimizer_file = folder / f"step-{old}" / "optimizer.pt"
-        with suppress(OSError, ValueError, AttributeError):  # what cannot be removed is no reason to stop the training
+        # What cannot be removed, or is damaged, is no reason to stop the training.
+        with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
             if optimizer_file.exists():
                 file = optimizer_file.with_name("checksums.json")
                 known = json.loads(file.read_bytes())  # not made anew: what was damaged since would pass for whole

@@ -77,7 +77,7 @@ def _parse(config_class, description: str, positional: str | None, arguments: li
         for name in values:
             if name not in names:
                 raise UserError(f"unknown setting {name!r} in the settings file{nearest(str(name), names)}")
-        if "resume" in values:  # the settings of a run: of flags that are newer than it, what it did
+        if values.get("resume") == "":  # config.json of a run: of flags that are newer than it, what it did
             values = befores(config_class) | values
         # As flags before the others: so a value is checked and converted in one way, wherever it comes from.
         arguments = [f"--{name}={value}" for name, value in values.items() if value is not None] + arguments

@@ -68,7 +68,7 @@ class Run:
         run.folder, run.checkpoint = world.on_main(open_folder)
         run.state = checkpoint.load_state(run.checkpoint) if run.checkpoint else None
         run.best_step = run.state["best_step"] if run.state else None
-        run.cache = run.folder.absolute().parent / ".cache"  # of all runs beside it
+        run.cache = Path(os.path.abspath(run.folder)).parent / ".cache"  # of all runs beside it
         run.log = Log(run.folder)
         run.log(f"run: {run.folder}" + (f", {world.size} processes" if world.size > 1 else ""))
         if hidden := hidden_gpus():

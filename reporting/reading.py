@@ -110,7 +110,8 @@ class RunFiles:
     def opening(self) -> str:
         """What the script said before its first step, without the model it printed."""
         lines = takewhile(lambda text: not text.startswith(("step", "epoch", "stopped")), messages(self.log))
-        return "\n".join(text for text in lines if text and text != self.printed_model())
+        elsewhere = ("", self.printed_model())  # on the page; so are the settings
+        return "\n".join(text for text in lines if text not in elsewhere and not text.startswith("settings: "))
 
     def logged(self, pattern: str) -> Fact | None:
         """The last number that the log tells in these words."""

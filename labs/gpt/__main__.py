@@ -117,8 +117,8 @@ def train(config: Config) -> Path | None:
 
     # -------- what cannot be is refused here, by every rank, before anything is allocated
     world = distributed.start(config.device)
+    # All ranks agree, so all are here: one that left sooner would be missed by those that are still joining.
     precision = choose_precision(world.device, config.precision, training=True, world=world)
-    world.maximum(0)  # all are here; one that left sooner would be missed by those that are still joining
     check_grid(replace(config, precision=precision.name), sizes, world.size)
     need = plan.check_fits(config, sizes, world, precision.name != "fp32")
     with Run.start(config, "gpt", world, MAY_CHANGE) as run:

@@ -168,6 +168,7 @@ def read_documents(path: Path) -> tuple[dict[str, list[str]], str]:
         documents = {"train": rest, "validation": texts[::VALIDATE_EVERY]}
     if not documents["train"] or not documents["validation"]:
         raise UserError(f"{path} has too few documents to train and to validate on; give more text")
+    note += f"; {len(documents['test']):,} of test are not read" if "test" in documents else ""
     return {split: documents[split] for split in ("train", "validation")}, note
 
 

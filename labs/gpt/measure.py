@@ -46,8 +46,8 @@ class Memory:
         self.device = device
         self.before = 0.0
         if device.type == "cpu":
-            forget_peak()
-            self.before = held_gib("VmRSS")
+            if forget_peak():  # else, on macOS, the libraries are counted too
+                self.before = held_gib("VmRSS")
         else:
             torch.cuda.reset_peak_memory_stats(device)
 

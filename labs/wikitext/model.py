@@ -201,10 +201,8 @@ def confusion_figure(table: Tensor, names: list[str]):
     """The table (K, K + 1) as a matplotlib figure of shares in each row."""
     from matplotlib.figure import Figure
 
-    shares, how = (
-        table / table.sum(1, keepdim=True).clamp_min(1),
-        dict(family=families("".join(names)), parse_math=False),
-    )
+    shares = table / table.sum(1, keepdim=True).clamp_min(1)
+    how = dict(family=families("".join(names)), parse_math=False)
     figure = Figure(figsize=(7, 6), layout="constrained")
     axes = figure.add_subplot()
     image = axes.imshow(shares.numpy(), vmin=0, vmax=1, cmap="Blues", aspect="auto")

@@ -84,9 +84,8 @@ def test_positional_words(parse, refused):
     config = parse("今天", "--lr", "0.5", "你好 吗", "-", positional="text")
     assert config.text == ["今天", "你好 吗", "-"] and config.lr == 0.5 and config.given == {"lr"}
     assert parse(positional="text").text == []
-    config = parse(
-        "--norm-first", "一", "--norm_first", "--lr", "2", positional="text"
-    )  # a switch takes no word but yes or no
+    # A switch takes no word but yes or no.
+    config = parse("--norm-first", "一", "--norm_first", "--lr", "2", positional="text")
     assert (config.text, config.norm_first, config.lr) == (["一"], True, 2)
     config = parse("二", "--norm_first", "no", positional="text")
     assert (config.text, config.norm_first) == (["二"], False)
