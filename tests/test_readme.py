@@ -150,7 +150,7 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
 def runnable(page: str) -> list[str]:
     """The commands of a page that one process can run on a CPU, without the network and the course's data."""
     scripts = tuple(f"python {name}.py" for name in ("train", "evaluate", "translate", "report"))
-    elsewhere = re.compile(r"wmt/|google-bert/|my_tokenizer/|--source |--captured|int8|--attention|--serve|\$|DIR")
+    elsewhere = re.compile(r"wmt/|~/|google-bert/|my_tokenizer/|--source |--captured|int8|--attention|--serve|\$|DIR")
     return [command for command in dict.fromkeys(commands(page))
             if command.startswith(scripts) and not elsewhere.search(command)]  # fmt: skip
 
