@@ -94,7 +94,7 @@ class World:
         """The module as one of many, whose gradients are averaged in the backward pass; alone or sharded, the module itself."""
         if self.size == 1 or any(hasattr(part, "unshard") for part in module.modules()):
             return module
-        # Gradients live in the buckets that travel, instead of being copied into them. Buffers are constants here, and not
+        # Gradients are kept in the buckets that travel, not beside them. Buffers are constants here, and not
         # sent at every step; the flag for it has a new name since torch 2.13.
         names = inspect.signature(DistributedDataParallel).parameters
         sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"

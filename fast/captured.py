@@ -243,8 +243,9 @@ class Graphs:
                     graph.capture_end()
         except BaseException:
             Graphs.failed.append(graph)
-            with suppress(Exception):  # else the allocator thinks for ever that a capture is on
+            with suppress(Exception):  # else the allocator thinks for ever that a capture is on, and keeps its pool
                 torch._C._cuda_endAllocateToPool(self.stream.device_index, self.pool)
+                torch._C._cuda_releasePool(self.stream.device_index, self.pool)
             with suppress(Exception):  # a capture that ran out of memory may have ended well, and would keep its pool
                 graph.reset()
             raise

@@ -51,6 +51,7 @@ class CapturedLoss(nn.Module):
         if self.dropout != (p := self.plain.model.dropout.p):
             self.dropout, self.inputs, self.captured = p, {}, {}  # other kernels: each shape once as it is again
             self.graphs = self.graphs and Graphs(src.device)
+            torch.cuda.empty_cache()  # what the old ones held: a capture takes nothing back
         first_time = shape not in self.inputs
         if first_time:
             self.inputs[shape] = empty_inputs(shape, src.device)
@@ -63,8 +64,14 @@ class CapturedLoss(nn.Module):
             self.capture(shape)
         if shape in self.captured:
             self.captured[shape].replay()
-        else:
-            self.run(shape)
+            return
+        try:
+            return self.run(shape)
+        except torch.OutOfMemoryError:  # the memory of the graphs is nobody else's
+            if not self.captured:
+                raise
+        self.give_up("there is no memory for another shape beside them")
+        self.run(shape)
 
     def run(self, shape: Shape) -> None:
         """The kernels themselves: no number in here comes from the GPU."""
@@ -78,17 +85,22 @@ class CapturedLoss(nn.Module):
         """Write down the kernels of this shape; or none from now on, if that fails."""
         # Autocast has kept nothing of an earlier pass: else the graph would hold weights that have grown old.
         torch.clear_autocast_cache()
+        failure = ""
         try:
             with self.graphs.stream_of_its_own():
                 self.captured[shape] = self.graphs.capture(lambda: self.run(shape))
         except RuntimeError as error:  # too little memory, too
-            self.graphs, self.captured = None, {}
-            torch.cuda.empty_cache()  # what the graphs held, for the steps to come
-            reason = " ".join(str(error).split())[:200]
-            print(f"note: training goes on without CUDA graphs, more slowly, because a capture failed ({reason})",
-                  file=sys.stderr)  # fmt: skip
+            failure = f"a capture failed ({' '.join(str(error).split())[:200]})"
         finally:
             torch.clear_autocast_cache()  # nor may what belongs to the graph be used outside
+        if failure:  # out here, where the error holds no tensors any more
+            self.give_up(failure)
+
+    def give_up(self, reason: str) -> None:
+        """No graphs from now on; what they held is for the steps to come."""
+        self.graphs, self.captured = None, {}
+        torch.cuda.empty_cache()
+        print(f"note: training goes on without CUDA graphs, more slowly, because {reason}", file=sys.stderr)
 
 
 class GradientsAtOnce(torch.autograd.Function):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -160,6 +161,25 @@ def test_training_goes_on_as_it_is_if_a_capture_fails(capsys):
     error = capsys.readouterr().err
     assert error.startswith("note: training goes on without CUDA graphs") and error.count("\n") == 1
     assert "not permitted" in error
+
+
+def test_a_shape_for_which_the_graphs_leave_no_memory_is_computed_without_them(monkeypatch, capsys):
+    model, sampler, batches = set_up()
+    captured, run = CapturedLoss(SummedLoss(model, 0.1), sampler.shapes()), CapturedLoss.run
+    captured.captured[0, 0, 0, 0] = object()  # of another shape
+
+    def crowded(self, shape):
+        if self.captured:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        run(self, shape)
+
+    monkeypatch.setattr(CapturedLoss, "run", crowded)
+    inputs = inputs_of(next(batches))
+    assert captured(*inputs)[0].item() == pytest.approx(captured.plain(*inputs)[0].item(), rel=1e-5)
+    assert not captured.captured and "goes on without CUDA graphs" in capsys.readouterr().err
+    monkeypatch.setattr(CapturedLoss, "run", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
+    with pytest.raises(torch.OutOfMemoryError):  # no fault of theirs
+        captured(*inputs)
 
 
 def test_graphs_do_not_outlive_their_dropout():

@@ -280,7 +280,10 @@ def test_a_failed_capture_is_put_right(fails, monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "default_generators", [generator])
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *arguments: calls.append(arguments))
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(
+            torch._C, name, lambda *arguments, name=name: calls.append((name, *arguments)), raising=False
+        )
     monkeypatch.setattr(Graphs, "failed", [])
     ours = Graphs(torch.device("cuda"))
     if fails == "nothing":
@@ -289,7 +292,9 @@ def test_a_failed_capture_is_put_right(fails, monkeypatch):
     else:
         with pytest.raises(RuntimeError, match=fails):
             ours.capture(lambda: call("step"))
-        assert calls[-2:] == [(0, (0, 1)), "reset"] and len(Graphs.failed) == 1
+        pool = (0, (0, 1))
+        assert calls[-3:] == [("_cuda_endAllocateToPool", *pool), ("_cuda_releasePool", *pool), "reset"]
+        assert len(Graphs.failed) == 1
         assert ("end" in calls) == (fails != "begin")
     # A good graph draws from the state that seeds are given to; a failed capture has spoiled it.
     assert (generator.state is generator) == (fails == "nothing") and gc.isenabled()
