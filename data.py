@@ -5,6 +5,7 @@ sampler = BucketSampler(prepared.train.lengths, tokens_per_batch=4096)
 batches = batches_of(prepared.train, sampler, collate_for(prepared), workers=0, device=torch.device("cpu"))
 """
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,17 +38,18 @@ class BucketSampler(Sampler[np.ndarray]):
     """
 
     def __init__(self, lengths, tokens_per_batch, *, seed=0, rank=0, world_size=1, accumulate=1):
-        # With the end token; in few bits, which halves the memory, and numpy sorts 16 bits at a time, in linear time.
-        bits = np.min_scalar_type(-2 - max(int(side.max(initial=0)) for side in lengths.values()))
-        self.source, self.target = (lengths[side].astype(bits) + bits.type(1) for side in ("source", "target"))
-        self.parts = world_size * accumulate
+        # Half the memory in the smallest type; 16 bits numpy sorts in linear time. Signed: order_by_length subtracts.
+        longest = 1 + max(int(side.max(initial=0)) for side in lengths.values())  # with the end token, as all below
+        dtype = np.min_scalar_type(-longest - 1)  # a negative number asks for a signed type
+        self.source, self.target = (lengths[side].astype(dtype) + dtype.type(1) for side in ("source", "target"))
+        self.parts = world_size * accumulate  # micro-batches of a step, over all ranks
         self.rank, self.world_size, self.accumulate, self.seed = rank, world_size, accumulate, seed
         if len(self.source) < self.parts:
             raise UserError(
                 f"{len(self.source)} training pairs are too few for {world_size} processes × {accumulate} "
                 "micro-batches; use fewer"
             )
-        widths = np.maximum(self.source, self.target)
+        widths = np.maximum(self.source, self.target)  # order_by_length's first key: the cuts below fit its order
         self.bounds = cut_batches(np.sort(widths, kind="stable"), tokens_per_batch, self.parts)
         self.planned = (None, None, None)  # epoch, its pairs in order of length, its batches in order
         self.step = 0  # optimiser steps handed out so far, in whatever epoch; set it to go on from there
@@ -113,7 +115,7 @@ class BucketSampler(Sampler[np.ndarray]):
         shapes, places, steps = [], 0, 0  # places of the steps that share the last shape, and their number
         for first, last in zip(self.bounds, self.bounds[1:]):
             tokens = max(target[first + part : last : self.parts].sum() for part in range(self.parts))
-            shape = (-(-(last - first) // self.parts), source[first:last].max(), target[first:last].max(), tokens)
+            shape = (math.ceil((last - first) / self.parts), source[first:last].max(), target[first:last].max(), tokens)
             own = shape[0] * (shape[1] + shape[2])
             b, s, t, n = map(max, shape, shapes[-1] if shapes else shape)
             if shapes and (steps + 1) * b * (s + t) <= (1 + padding) * (places + own):
@@ -123,7 +125,7 @@ class BucketSampler(Sampler[np.ndarray]):
         return [tuple(map(int, shape)) for shape in shapes]
 
     def target_tokens(self, step: int) -> Iterator[int]:
-        """Real target tokens, over all ranks, of the steps after `step`: what a loss is divided by, known without asking."""
+        """Real target tokens, over all ranks, of the steps after `step`: what a loss is divided by, with no rank asked."""
         while True:
             epoch, done = divmod(step, self.steps_per_epoch)
             for pairs in islice(self.epoch_plan(epoch), done, None):
@@ -134,12 +136,12 @@ class BucketSampler(Sampler[np.ndarray]):
 def batches_of(
     pairs, sampler: BucketSampler, collate: Callable, workers: int, device: torch.device
 ) -> Iterator["Batch"]:
-    """The sampler's micro-batches on the device, without end. To be closed: the loader's processes do not listen to signals."""
+    """The sampler's micro-batches on the device, without end. Only its `close()` ends the loader's processes."""
     loader = DataLoader(
         pairs, batch_sampler=sampler, collate_fn=collate, num_workers=workers, pin_memory=device.type == "cuda",
         worker_init_fn=leave_signals_to_main,
     )  # fmt: skip
-    # The loader starts here, not at the first batch: it draws a random number, which would be missing in a step.
+    # iter(loader) runs here, not at the first batch: it draws a random number, and within a step dropout would miss it.
     batches = (batch.to(device) for batch in loader)
     return one_ahead(batches, device) if device.type == "cuda" else batches
 
@@ -162,7 +164,7 @@ def order_by_length(source: np.ndarray, target: np.ndarray) -> np.ndarray:
     and the next begins there is no leap on the other side, and a batch that holds both has little padding.
     """
     longer, difference = np.maximum(source, target), source - target
-    return np.lexsort((np.where(longer % 2, -difference, difference), longer))
+    return np.lexsort((np.where(longer % 2, -difference, difference), longer))  # the last key counts first
 
 
 def cut_batches(widths: np.ndarray, budget: int, smallest: int = 1) -> list[int]:
@@ -173,12 +175,12 @@ def cut_batches(widths: np.ndarray, budget: int, smallest: int = 1) -> list[int]
     bounds = [0]
     while bounds[-1] < len(widths):
         most = max(budget // int(widths[bounds[-1]]), smallest)  # if all were as narrow as the first
-        window = np.maximum.accumulate(widths[bounds[-1] : bounds[-1] + most])
-        fits = int(np.searchsorted(window * np.arange(1, len(window) + 1), budget, side="right"))
+        widest = np.maximum.accumulate(widths[bounds[-1] : bounds[-1] + most])  # of the first 1, 2, 3, … pairs
+        fits = int(np.searchsorted(widest * np.arange(1, len(widest) + 1), budget, side="right"))
         bounds.append(min(len(widths), bounds[-1] + max(fits, smallest)))
     if len(bounds) > 2 and bounds[-1] - bounds[-2] < smallest:  # the rest is too small to stand alone
-        bounds[-2] = bounds[-1] - smallest
-        if bounds[-2] - bounds[-3] < smallest:
+        bounds[-2] = bounds[-1] - smallest  # so it takes pairs from the piece before it,
+        if bounds[-2] - bounds[-3] < smallest:  # or all of them, if that would then be too small itself
             del bounds[-2]
     return bounds
 
@@ -194,7 +196,7 @@ class Batch:
     src_pad: torch.Tensor  # (B, S) True = padding
     tgt_in: torch.Tensor  # (B, T) begins with bos
     tgt_out: torch.Tensor  # (N,) the N real tokens to predict, row after row
-    real: torch.Tensor  # (N,) where they stand in the flattened (B·T) positions
+    real: torch.Tensor  # (N,) where they stand in the flattened (B·T) positions: see train.py --explain_masks
     source_tokens: int  # real tokens, end included
     target_tokens: int
 
@@ -220,11 +222,11 @@ class Collate:
     longest: int = 2**31
 
     def __call__(self, pairs: tuple[Rows, Rows] | list[tuple[Sequence[int], Sequence[int]]]) -> Batch:
-        source, target = pairs if isinstance(pairs, tuple) else map(flatten, zip(*pairs))
+        source, target = pairs if isinstance(pairs, tuple) else map(flatten, zip(*pairs))  # a tuple: by __getitems__
         src, src_pad = self.pad_sources(source)
         lengths = target.lengths + 1  # with begin or end
         width = self._round_up(lengths.max())
-        real = places_of(lengths, np.arange(len(lengths)) * width)  # (N,)
+        real = places_of(lengths, np.arange(len(lengths)) * width)  # (N,): row r has the places r·T, r·T + 1, …
         tgt_in = np.full((len(lengths), width), self.target_ids["pad"], np.int64)
         tgt_in.ravel()[real] = insert(target, self.target_ids["bos"], before=True)
         tgt_out = insert(target, self.target_ids["eos"])
@@ -243,13 +245,14 @@ class Collate:
         return torch.from_numpy(src), torch.from_numpy(src_pad)
 
     def _round_up(self, width: np.int64) -> int:
-        return min(-(-int(width) // self.pad_multiple) * self.pad_multiple, self.longest)
+        return min(math.ceil(width / self.pad_multiple) * self.pad_multiple, self.longest)
 
 
 def insert(rows: Rows, token: int, before: bool = False) -> np.ndarray:
     """The ids with one more token at the end of each row, or at its beginning: (N,) → (N + rows,)"""
-    result = np.full(len(rows.ids) + len(rows.lengths), token, np.int64)
-    result[places_of(rows.lengths, starts_of(rows.lengths + 1)[:-1] + before)] = rows.ids
+    result = np.full(len(rows.ids) + len(rows.lengths), token, np.int64)  # what the ids leave over stays `token`
+    places = places_of(rows.lengths, starts_of(rows.lengths + 1)[:-1] + int(before))  # one further on, if `before`
+    result[places] = rows.ids
     return result
 
 

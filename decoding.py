@@ -91,7 +91,7 @@ def step(model: Translator, cache: Cache, tokens: Tensor, position: int) -> Tens
             x = layer.norm1(x + attend_own(layer, x, cache, index, position))
             x = layer.norm2(x + attend_source(layer, x, cache, index))
             x = layer.norm3(x + feed_forward(layer, x))
-    # In full precision even under autocast: the logits of bf16, of 8 bits, would tie.
+    # In fp32 even under autocast: bf16 has 8 significant bits, so different tokens would often get equal logits.
     with torch.autocast(x.device.type, enabled=False):
         return model.output(decoder.norm(x[:, 0].to(model.output.weight.dtype)))  # (B, V)
 
@@ -138,7 +138,7 @@ def greedy(
 ) -> Tensor:
     """The likeliest token at every step: (B, S) → (B, T) ids, padded with eos. `limits` (B,) caps each row's tokens.
 
-    `steps(src, src_pad, length)` gives a cache, as `start` does, which is what is used without it.
+    `steps`: called in place of `start`, as steps(src, src_pad, length), for a faster cache; see `fast.steps`.
     """
     longest = int(limits.max())
     cache = (steps or partial(start, model))(src, src_pad, longest)
@@ -218,7 +218,7 @@ def n_best(
 
 
 def output_limit(source_tokens: Tensor, max_length: int) -> Tensor:
-    """The most tokens an output may have: 1.5 × source + 10, and no more than the model has positions."""
+    """The most tokens an output may have: 1.5 × source + 10 (references: some 1.2 ×), positions permitting."""
     return (source_tokens * 3 // 2 + 10).clamp(max=max_length)
 
 
@@ -233,11 +233,11 @@ class Hypotheses:
 def plan_batches(lengths: list[int], rows: int, workers: int = 1) -> list[list[int]]:
     """Sentence numbers in batches of similar length, longest first: what does not fit in memory fails at once.
 
-    At most about `rows` in a batch, and as many batches for each worker, with as many sentences in each.
+    About `rows` sentences in a batch; every worker gets the same number of batches, all of about the same size.
     """
     order = sorted((row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row])
-    each = -(-len(order) // workers)
-    rows = max(1, -(-each // max(1, round(each / rows))))
+    share = math.ceil(len(order) / workers)  # sentences of a worker
+    rows = max(1, math.ceil(share / max(1, round(share / rows))))  # in each of its batches
     batches, first = [], 0
     while first < len(order):
         fitting = max(1, TOKENS_PER_BATCH // (lengths[order[first]] + 1))
@@ -259,7 +259,7 @@ def search(
 ) -> Hypotheses:  # fmt: skip
     """Translate token ids, without begin and end, into token ids. An empty source gives an empty output.
 
-    `batches` names the rows to do, in batches (all by default); rows not named come back empty. `steps`: see `greedy`.
+    `batches`: which rows to do (all by default); others come back empty. `progress` wraps them, as tqdm does.
     """
     device = next(model.parameters()).device
     model.eval()
@@ -328,7 +328,7 @@ def translate_lines(
 ) -> Translations | None:  # fmt: skip
     """Text → text, one output a line. With a `world` of many, the batches are shared out and rank 0 gets the whole."""
     longest = model.config.max_length - 1  # one place is left for the end token
-    sources = encode(source_tokenizer, [normalise(line) for line in lines], longest + 1)
+    sources = encode(source_tokenizer, [normalise(line) for line in lines], longest + 1)  # one more shows what is cut
     cut = sum(len(source) > longest for source in sources)
     sources = [source[:longest] for source in sources]
     collate = Collate(special_ids(source_tokenizer), special_ids(target_tokenizer))

@@ -47,6 +47,7 @@ import time
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from data import Collate, cut_batches
@@ -103,7 +104,7 @@ def report(
     references = [target for _, target in rows]
     card = bleu_card(references, translations.texts, trained.config["target"])
     settings = "greedy" if config.beam == 1 else f"beam {config.beam}, length penalty {config.length_penalty:g}"
-    settings += ", int8" * (config.precision == "int8")
+    settings += ", int8" * (config.precision == "int8")  # a text × False is ""
     say("\n" + "\n".join(card.lines()))
     cut = " (cut from train)" * scored["cut"]
     say(f"scored     {scored['data']}, split {scored['split']}{cut}, {len(rows):,} rows")
@@ -112,7 +113,7 @@ def report(
     if translations.cut:
         longest = trained.model.config.max_length
         say(f"note: {translations.cut} sources were cut to the model's limit of {longest} tokens")
-    for source, text, reference in list(zip((s for s, _ in rows), translations.texts, references))[:3]:
+    for (source, reference), text in zip(rows[:3], translations.texts):
         say(f"\n  source       {normalise(source)}\n  translation  {text}\n  reference    {normalise(reference)}")
     say()
     result = scored | {"checkpoint": trained.name, "decoding": settings, "average": config.average}
@@ -140,7 +141,7 @@ def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], 
     own = os.path.realpath(path) == os.path.realpath(trained.config["data"])
     own &= columns == [trained.config["source"], trained.config["target"]]
     text, split, splits = find_text(path, *columns), config.split, [config.split]
-    own = own or (split not in text.files and began_with(trained.checkpoint, trained.config, text))  # moved since
+    own = own or (split not in text.files and began_with(trained.checkpoint, trained.config, text))  # it has moved
     if own and split != "train":
         rows = held_out_rows(text)[split]
     else:
@@ -154,7 +155,7 @@ def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], 
     if not rows:
         raise UserError(f"{path} has no rows in its {config.split} split; choose another --split")
     cut = own and split in missing_splits(text)  # from train
-    return rows, dict(data=path, split=split, own=own, cut=cut, rows=fingerprint_of(rows))
+    return rows, dict(data=path, split=split, own=own, cut=cut, rows=fingerprint_of(rows))  # rows: a hash of them
 
 
 @torch.inference_mode()
@@ -169,8 +170,8 @@ def teacher_forced_match(trained: Trained, rows, world: distributed.World, preci
     sources, targets = (encode(tokenizer, [normalise(row[side]) for row in rows], longest) for tokenizer, side in sides)
     pairs = sorted(zip(sources, targets), key=lambda pair: len(pair[1]))
     collate = Collate(special_ids(trained.source_tokenizer), special_ids(trained.target_tokenizer))
-    widths = torch.tensor([max(map(len, pair)) + 1 for pair in pairs]).numpy()
-    bounds = cut_batches(widths, 8192)
+    widths = np.array([max(map(len, pair)) + 1 for pair in pairs])
+    bounds = cut_batches(widths, 8192)  # padded tokens at once
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
     for first, last in list(zip(bounds, bounds[1:]))[world.rank :: world.size]:
         batch = collate(pairs[first:last]).to(world.device)

@@ -45,7 +45,7 @@ def choose_checkpoint(path: str = "", average: int = 1, say=print, runs: Path = 
     chosen = checkpoint.resolve(path)
     if average > 1 and not chosen.is_dir():
         raise UserError(f"--average needs a run or a checkpoint folder, not the file {chosen}")
-    if average > 1 and path.resolve() != chosen:
+    if average > 1 and path.resolve() != chosen:  # `path` is a run, not one of its checkpoints
         chosen = checkpoint.latest(chosen.parent).resolve()
     return chosen
 
@@ -62,7 +62,7 @@ def load_trained(path: str | Path = "", average: int = 1, say=print) -> Trained:
     try:
         config = json.loads((run / "config.json").read_text(encoding="utf-8"))
         sizes = ModelConfig(**json.loads((run / "model.json").read_text(encoding="utf-8")))
-        config["data"], config["source"], config["target"]
+        config["data"], config["source"], config["target"]  # KeyError if one is missing
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{run}: config.json or model.json is damaged, or of another script ({error})") from None
     tokenizers = {side: load_tokenizer(str(run / "tokenizer" / side)) for side in ("source", "target")}
@@ -104,7 +104,7 @@ def mean_of(members: list[Path]) -> dict[str, Tensor]:
 
 def save_description(run: Path, sizes: ModelConfig, prepared: Prepared) -> None:
     """What `load_trained` needs beside the weights and config.json, and what report.py tells of the data."""
-    (run / "checksums.json").unlink(missing_ok=True)  # a kill in between leaves no file that differs from it
+    (run / "checksums.json").unlink(missing_ok=True)  # first: a kill in between leaves no checksum of another file
     prepared.source_tokenizer.save_pretrained(run / "tokenizer" / "source")
     prepared.target_tokenizer.save_pretrained(run / "tokenizer" / "target")
     (run / "model.json").write_text(json.dumps(asdict(sizes), indent=2) + "\n", encoding="utf-8")
@@ -119,7 +119,7 @@ def load_for_decoding(config, average: int, world: World, say) -> tuple[Trained,
     chosen = world.on_main(lambda: choose_checkpoint(config.ckpt, average, say))
     trained = load_trained(chosen, average, say)
     trained.model.to(world.device)
-    with precision.autocast():
+    with precision.autocast():  # fast.steps asks whether it is on
         steps = fast.steps(trained.model, int8, config.captured) if config.beam == 1 else None
     if config.captured and (config.beam > 1 or world.device.type != "cuda"):
         say("note: --captured has no effect: it needs a GPU and greedy search")

@@ -73,9 +73,9 @@ class Translator(nn.Module):
         nn.init.zeros_(self.output.bias)
         if config.norm_first:
             # Pre-norm carries the input token's embedding through to the tied output, which then bets on that very token;
-            # a small gain before the output keeps that bet, and the first loss, low.
+            # a small gain before the output keeps that bet low: by 8 / √D the first loss is within 1 of ln V.
             nn.init.constant_(self.transformer.decoder.norm.weight, min(1.0, 8 / math.sqrt(config.d_model)))
-        # Not learned and made anew from the sizes, so not part of the checkpoint. Triangle: True = may not be seen.
+        # Not learned, made anew from the sizes: not in the checkpoint. Triangle: True = the row must not look there.
         self.register_buffer("positions", sinusoids(config.max_length, config.d_model), persistent=False)
         triangle = torch.ones(config.max_length, config.max_length, dtype=torch.bool).triu(1)
         self.register_buffer("causal_mask", triangle, persistent=False)
@@ -108,20 +108,20 @@ class Translator(nn.Module):
 
     def embed(self, embedding: nn.Embedding, ids: Tensor, first: int = 0) -> Tensor:
         """(B, T) ids standing at positions first, first + 1, … → (B, T, D)"""
-        length = self.check_length(ids, first)
+        end = self.check_length(ids, first)
         # √D brings the embeddings, N(0, 1/D), to the scale of the sinusoids (section 3.4 of the paper).
-        return self.dropout(embedding(ids) * math.sqrt(self.config.d_model) + self.positions[first:length])
+        return self.dropout(embedding(ids) * math.sqrt(self.config.d_model) + self.positions[first:end])
 
     def set_dropout(self, p: float) -> None:
         """Another rate of dropout everywhere, from now on."""
         for module in self.modules():
             if isinstance(module, nn.Dropout):
                 module.p = p
-            elif isinstance(module, nn.MultiheadAttention):
+            elif isinstance(module, nn.MultiheadAttention):  # keeps its rate as a number, not as an nn.Dropout
                 module.dropout = p
 
     def check_length(self, ids: Tensor, first: int = 0) -> int:
-        """Where (B, T) ids from position `first` on end. Raises `ValueError` if the model has no such positions."""
+        """The position behind the last of (B, T) ids that begin at `first`; `ValueError` if there are not so many."""
         length = first + ids.size(1)
         if length > self.config.max_length:
             raise ValueError(f"{length} tokens are more than the {self.config.max_length} this model has positions for")
@@ -140,7 +140,7 @@ def build_transformer(config: ModelConfig) -> nn.Transformer:
 
 def sinusoids(length: int, d_model: int) -> Tensor:
     """(length, D): position p has sin(p / 10000^(2i/D)) at 2i and the cosine at 2i + 1 (section 3.5 of the paper)."""
-    position = torch.arange(length, dtype=torch.float64).unsqueeze(1)  # (length, 1)
+    position = torch.arange(length, dtype=torch.float64).unsqueeze(1)  # (length, 1); fp32 would blur large angles
     frequency = torch.exp(torch.arange(0, d_model, 2, dtype=torch.float64) * (-math.log(10000.0) / d_model))  # (D/2,)
     angle = position * frequency  # (length, D/2)
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1).float()  # (length, D)

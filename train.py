@@ -15,7 +15,7 @@ from engine.errors import UserError, run_script
 
 @dataclass
 class Config:
-    """Every setting of a training run."""
+    """Every setting of a training run; reasons: docs/training.md. `before`: what runs older than the flag did."""
 
     data: str = flag("", "directory, file or hub id; default: /opt/minidataset or sample/", "Data")
     source: str = flag("zh", "source language", "Data")
@@ -24,8 +24,8 @@ class Config:
     source_vocab: int = flag(-1, "source vocabulary size; -1: 16000, fewer for little text", "Data", least=-1)
     target_vocab: int = flag(-1, "target vocabulary size; -1: the same rule", "Data", least=-1)
     max_length: int = flag(512, "longest sentence in tokens; longer pairs are dropped", "Data", least=8)
-    match_domain: bool = flag(True, "leave out pairs in words unlike validation's", "Data", before=False)
-    match_lengths: bool = flag(True, "leave pairs with short targets out", "Data", before=False)
+    match_domain: bool = flag(True, "leave out pairs whose words are unlike validation's", "Data", before=False)
+    match_lengths: bool = flag(True, "leave out short targets, until train is like validation", "Data", before=False)
     workers: int = flag(0, "processes that load batches; 0: none extra", "Data", least=0, most=1000)
 
     preset: str = flag("lab", "model size (lab|base|big); the flags below change it", "Model")
@@ -100,18 +100,18 @@ from reporting.preflight import only_asked
 from text.prepare import find_and_prepare, load_prepared
 from validation import Validation
 
-# On --resume; anything else would make it another run.
+# Flags that --resume may change; any other would make it another run.
 MAY_CHANGE = {"epochs", "max_steps", "max_minutes", "patience", "workers", "device", "precision", "compile", "captured",
               "shard", "accumulate", "attention", "eval_every", "log_every", "save_minutes", "keep", "data"}  # fmt: skip
 
 
 def train(config: Config) -> Path:
     """One training run, from the data to the last checkpoint; → its folder."""
-    config = checked(saved_settings(config, MAY_CHANGE))
+    config = checked(saved_settings(config, MAY_CHANGE))  # on --resume the run's: the device is one of them
     sizes_of(config, 1, 1)  # reject wrong sizes now, not after an hour of tokenising
-    world = distributed.start(config.device)
+    world = distributed.start(config.device)  # this process among those of torchrun: world.rank of world.size
     with Run.start(config, f"{config.source}-{config.target}", world, MAY_CHANGE) as run:
-        config, log = run.config, run.log
+        config, log = run.config, run.log  # run.state: what the last checkpoint saved; None in a fresh run
         precision = choose_precision(world.device, config.precision, training=True, world=world)
         log(precision.describe())
 
@@ -136,50 +136,50 @@ def train(config: Config) -> Path:
         if config.captured and not captured:
             log("note: --captured has no effect: it needs a GPU, and neither --compile nor --shard")
         loss_of = None if config.compile or captured else fast.loss(model, config.label_smoothing, precision.dtype, log)
-        loss_of = loss_of or SummedLoss(model, config.label_smoothing)
+        loss_of = loss_of or SummedLoss(model, config.label_smoothing)  # plain, for --compile and --captured to wrap
         parameters = list(model.parameters())
         config.lr = config.lr or {"muon": 2e-3, "adamw": 1e-3}[config.optimizer] * min(1, 256 / sizes.d_model)
         optimizer = make_optimizer(config.optimizer, model, model.transformer, config.lr, precision.dtype)
-        state = {"step": 0, "minutes": 0.0, "best_loss": None, "best_bleu": None, "stale": 0, "validated": 0}
-        state |= {"saved": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}  # minutes at the last checkpoint
+        state = {"step": 0, "minutes": 0.0, "saved": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}
+        state |= {"best_loss": None, "best_bleu": None, "validated": 0, "stale": 0}  # stale: validations since the best
         state |= {"world_size": world.size, "accumulate": 0, "plan": 0}  # how the pairs of a step were dealt
         state |= run.restore(model, optimizer, precision) or {}
 
         # -------- the pairs of each step, in this rank's micro-batches; a resumed run goes on with the same ones
         config.tokens_per_batch = config.tokens_per_batch or default_tokens_per_batch(prepared, world.device)
-        collate = collate_for(prepared, 16 if config.compile else 1, config.max_length)
-        deal = partial(BucketSampler, prepared.train.lengths, config.tokens_per_batch, seed=config.seed,
-                       rank=world.rank, world_size=world.size)  # fmt: skip
+        collate = collate_for(prepared, pad_multiple=16 if config.compile else 1, longest=config.max_length)
+        new_sampler = partial(BucketSampler, prepared.train.lengths, config.tokens_per_batch, seed=config.seed,
+                              rank=world.rank, world_size=world.size)  # fmt: skip
 
-        def try_heaviest_steps(parts: int) -> None:
-            """Run out of memory now, if ever. Beside the gradients: two averages at most and the buckets that DDP sends."""
+        def try_heaviest_steps(accumulate: int) -> None:
+            """Run out of memory now, if ever. `held`: as large as AdamW's two averages and the buckets DDP sends."""
             held = [torch.empty_like(weight) for weight in parameters for _ in range(3)]
-            for pairs in deal(accumulate=1).heaviest_steps():
-                batch = collate(prepared.train.__getitems__(pairs[:: parts * world.size])).to(world.device)
+            for pairs in new_sampler(accumulate=1).heaviest_steps():
+                batch = collate(prepared.train.__getitems__(pairs[:: accumulate * world.size])).to(world.device)
                 with precision.autocast():
                     loss, _ = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
                 loss.backward()
             del held
 
         accumulate = config.accumulate or (state["accumulate"] if state["world_size"] == world.size else 0)
-        if not (accumulate or sharded):
+        if not (accumulate or sharded):  # neither asked for nor known from before: as few as fit, on all ranks alike
             accumulate = int(world.maximum(fewest_parts(try_heaviest_steps, world.device))[0])
             model.zero_grad(set_to_none=True)
-        sampler = deal(accumulate=accumulate or 1)
+        sampler = new_sampler(accumulate=accumulate or 1)
         sampler.step = state["step"]
         if run.state and (state["world_size"], state["plan"]) != (world.size, sampler.plan_id):
             log(sampler.describe_change(state))
         loss_of = (captured and fast.captured_loss(loss_of, precision.dtype, sampler.shapes(), log)) or loss_of
-        batches = batches_of(prepared.train, sampler, collate, config.workers, world.device)
-        micro_batches = run.at_end.enter_context(contextlib.closing(batches))
+        micro_batches = batches_of(prepared.train, sampler, collate, config.workers, world.device)
+        run.at_end.callback(micro_batches.close)  # ends the loader's processes, however the run ends
         tokens_of_steps = sampler.target_tokens(state["step"])  # real ones, over all ranks
 
         # -------- the plan of the learning rate
         total = config.max_steps or config.epochs * sampler.steps_per_epoch
         plan = schedule.Schedule(**state["schedule"]) if run.state else schedule.plan(config.lr, config.warmup, total)
-        end = [config.max_steps or f"{config.epochs} epochs", config.max_minutes]
-        asked = config.given & {"epochs", "max_steps", "max_minutes"}  # all that an older run has to go by
-        if run.state and (state["end"] != end if "end" in state else asked):
+        end = [config.max_steps or f"{config.epochs} epochs", config.max_minutes]  # a list, as JSON gives it back
+        asked = config.given & {"epochs", "max_steps", "max_minutes"}  # for checkpoints that do not tell their `end`
+        if run.state and (state["end"] != end if "end" in state else asked):  # resumed, to end elsewhere
             plan = plan.extended(state["step"], total)
         state |= {"end": end, "world_size": world.size, "accumulate": sampler.accumulate, "plan": sampler.plan_id}
         log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens per step, "
@@ -195,16 +195,17 @@ def train(config: Config) -> Path:
         # -------- the loop
         runner = world.data_parallel(torch.compile(loss_of, dynamic=True) if config.compile else loss_of)
         meter = Meter(config.log_every, measured_peak_flops(world.device, precision.dtype))
+        bar = progress(total=plan.total, initial=state["step"], unit="step", desc=run.folder.name)
         eval_every = config.eval_every or min(1000, max(250, sampler.steps_per_epoch))
-        # The losses, to minimise and to report, since the log's last line: this rank's part, and the steps they are of.
-        losses, window_steps = state["window"]["losses"], state["window"]["steps"]
-        mine = losses[world.rank] if len(losses) == world.size else [sum(pair) * world.is_main for pair in zip(*losses)]
+        # [smoothed, plain] loss summed since the log's last line, by rank; resumed with other ranks, rank 0 takes all.
+        sums, window_steps = state["window"]["losses"], state["window"]["steps"]
+        mine = sums[world.rank] if len(sums) == world.size else [sum(pair) * world.is_main for pair in zip(*sums)]
         window_loss = torch.tensor(mine, device=world.device)  # (2,)
 
         def log_step(step: int, gradient_norm: torch.Tensor) -> None:
             """The figures since the last line. No step in between waits for the GPU."""
             precision.check_finite()
-            smoothed, loss = (world.sum(window_loss.clone()) / window_steps).tolist()
+            smoothed, loss = (world.sum(window_loss.clone()) / window_steps).tolist()  # a clone: it sums in place
             figures = meter.read(ranks=world.size)
             speed = figures.get("speed/tokens_per_second", 0.0)
             lr, norm = plan.learning_rate(step), gradient_norm.item()
@@ -213,7 +214,7 @@ def train(config: Config) -> Path:
             values |= {"train/loss_scale": precision.scaler.get_scale()} if precision.scaler.is_enabled() else {}
             run.scalars(step, values | figures | {"memory/peak_gib": peak_memory_gib(world.device)})
             left = plan.minutes_left(step, state["minutes"], config.max_minutes)
-            bar.total = round(step * (1 + left / state["minutes"]))  # the bar's estimate is this one
+            bar.total = round(step * (1 + left / state["minutes"]))  # makes tqdm's own estimate equal `left`
             log(f"step {step:>6,}  epoch {step / sampler.steps_per_epoch:5.2f}  loss {loss:.4f}  lr {lr:.2e}  "
                 f"|gradient| {norm:.2f}  {speed:,.0f} tokens/s  {left:,.1f} min left")  # fmt: skip
 
@@ -230,19 +231,18 @@ def train(config: Config) -> Path:
         def save(best: bool = False) -> None:
             """A checkpoint of this step, with all that a resumed run needs to write the same lines."""
             meter.pause()
-            state["saved"] = state["minutes"]
+            state["saved"] = state["minutes"]  # at the last checkpoint
             extra = {"schedule": asdict(plan), "data_key": prepared.summary["key"]}
             extra["window"] = {"steps": window_steps, "losses": world.gather(window_loss.tolist())}
             run.save(state["step"], model, optimizer, state | extra, precision, best=best, keep=config.keep)
             meter.resume()
 
         begun, step, limit = time.perf_counter() - 60 * state["minutes"], state["step"], config.max_minutes
-        bar = progress(total=plan.total, initial=state["step"], unit="step", desc=run.folder.name)
         why_stop = plan.why_stop(step, state["minutes"], limit)
         if step and state["validated"] != step and (why_stop or step % eval_every == 0):
             save(best=validate(step))  # the run was interrupted when a validation was due
         model.train()
-        while not why_stop and not 0 < config.patience <= state["stale"]:  # early stopping
+        while not why_stop and (config.patience == 0 or state["stale"] < config.patience):  # else early stopping
             # Learning rate and randomness are functions of the step: a resumed run draws what it would have drawn anyway.
             step = state["step"] + 1
             for group in optimizer.param_groups:
@@ -255,16 +255,16 @@ def train(config: Config) -> Path:
             for micro_batch in range(sampler.accumulate):
                 waiting = time.perf_counter()
                 batch = next(micro_batches)
-                places = batch.src.numel() + batch.tgt_in.numel()
+                places = batch.src.numel() + batch.tgt_in.numel()  # tokens and padding
                 meter.add(batch.source_tokens, batch.target_tokens, places, time.perf_counter() - waiting)
                 # DDP averages gradients over the ranks at the end of a backward pass; only the last one needs it.
                 is_last = micro_batch == sampler.accumulate - 1
                 with contextlib.nullcontext() if is_last or sharded or world.size == 1 else runner.no_sync():
                     with precision.autocast():
-                        losses = runner(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
+                        smoothed, plain = runner(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
                     # × size undoes DDP's average: the step's loss is one sum over all ranks, divided by all tokens.
-                    precision.backward(losses[0] / tokens * world.size)
-                window_loss += torch.stack(losses).detach() / tokens
+                    precision.backward(smoothed / tokens * world.size)
+                window_loss += torch.stack((smoothed, plain)).detach() / tokens
 
             # Clip, update, clear the gradients.
             gradient_norm = precision.step(optimizer, parameters, config.clip, step)
@@ -272,11 +272,11 @@ def train(config: Config) -> Path:
             meter.end_step(partial(training_flops, sizes))
             bar.update()
 
-            # The slowest clock and anybody's signal count for all ranks, or they would part.
+            # The minutes of all sessions. The slowest clock and any rank's signal count for all, or they would part.
             stop_asked, state["minutes"] = world.maximum(run.interrupted(), (time.perf_counter() - begun) / 60)
-            if plan.fit_time(step, state["minutes"], limit):
+            if plan.fit_time(step, state["minutes"], limit):  # true once, when 70 % of --max_minutes are over
                 log(f"step {step:,}: {state['minutes']:.1f} minutes used; the learning rate falls from now on")
-            finished = plan.why_stop(step, state["minutes"], limit)
+            finished = plan.why_stop(step, state["minutes"], limit)  # the reason, or None
             why_stop = finished or (INTERRUPTED if stop_asked else None)
 
             if step % config.log_every == 0 or finished:
@@ -284,7 +284,7 @@ def train(config: Config) -> Path:
                 window_loss, window_steps = torch.zeros_like(window_loss), 0
             if finished or (step % eval_every == 0 and not why_stop):
                 save(best=validate(step))
-            elif why_stop or state["minutes"] >= state["saved"] + config.save_minutes:
+            elif why_stop or state["minutes"] >= state["saved"] + config.save_minutes:  # interrupted: no validating now
                 save()
 
         bar.close()
@@ -297,4 +297,4 @@ def train(config: Config) -> Path:
 
 
 if __name__ == "__main__":
-    run_script(lambda: only_asked(config) or train(config))
+    run_script(lambda: only_asked(config) or train(config))  # --check and --explain_masks are answered, nothing trained

@@ -34,10 +34,10 @@ class Validation:
         self.run, self.world, self.precision = run, run.world, precision
         lengths = prepared.validation.lengths
         widths = np.maximum(lengths["source"], lengths["target"]) + 1
-        order = np.lexsort((lengths["source"], lengths["target"]))
+        order = np.lexsort((lengths["source"], lengths["target"]))  # by target, then by source
         bounds = cut_batches(widths[order], tokens_per_batch)
         self.batches = [order[first:last] for first, last in zip(bounds, bounds[1:])]
-        # A rehearsal, the shortest and the longest batch and a translation: a fault here costs no hour now.
+        # A rehearsal (shortest and longest batch, a translation): what would fail after an hour fails now.
         model = whole_copy(model)
         self.loss(model, [self.batches[0], self.batches[-1]])
         self.translate(model, self.prepared.validation_rows[:SAMPLES])
@@ -53,7 +53,7 @@ class Validation:
             texts, references = translations.texts, [target for _, target in rows]
             # Smoothed, because a young model has no 4-gram right; evaluate.py's score is not.
             bleu = corpus_bleu(references, texts, self.run.config.target, smooth=True)
-            perplexity = math.exp(min(loss, 50))
+            perplexity = math.exp(min(loss, 50))  # past e^709 exp raises, and e^50 is as bad as any
             self.run.scalars(step, {"valid/loss": loss, "valid/perplexity": perplexity, "valid/bleu": bleu})
             table = "".join(
                 f"| {cell(source)} | {cell(text)} | {cell(reference)} |\n"
@@ -83,7 +83,7 @@ class Validation:
 
     def translate(self, model: Translator, rows: list[tuple[str, str]]) -> Translations | None:
         """Greedy translations of the rows, on rank 0; on a CPU in fp32, as evaluate.py does."""
-        steps = fast.steps(model)  # of the weights as they are now
+        steps = fast.steps(model)  # in place of decoding.start; of the weights as they are now
         with self.precision.autocast() if self.world.device.type == "cuda" else nullcontext():
             return translate_lines(
                 model, *self.tokenizers, [source for source, _ in rows], world=self.world, steps=steps
@@ -92,7 +92,7 @@ class Validation:
 
 def whole_copy(model: Translator) -> Translator:
     """The model; of a sharded one a plain copy with all its weights, which the ranks make together."""
-    if not hasattr(model, "unshard"):
+    if not hasattr(model, "unshard"):  # a method that fully_shard (FSDP2) adds
         return model
     copy = Translator(model.config).to(model.output.weight.device)
     copy.load_state_dict({name: whole(weight) for name, weight in model.state_dict().items()})
