@@ -68,8 +68,8 @@ class BucketSampler(Sampler[np.ndarray]):
         return zlib.crc32(np.asarray([self.seed, *self.bounds]).tobytes())
 
     def describe_change(self, state: dict) -> str:
-        """What becomes of the order of the pairs when a run goes on with more or fewer processes."""
-        if (state["world_size"], state["accumulate"]) == (self.world_size, self.accumulate):
+        """What becomes of the order of the pairs when a run goes on with more or fewer processes, or other pairs."""
+        if state["world_size"] == self.world_size and state["accumulate"] in (0, self.accumulate):
             return "note: other pairs are left out than when this run began, and the order is a new one"
         change = f"note: {state['world_size']} processes before, {self.world_size} from now on"
         if state["plan"] == self.plan_id:

@@ -233,7 +233,7 @@ class Hypotheses:
 def plan_batches(lengths: list[int], rows: int, workers: int = 1) -> list[list[int]]:
     """Sentence numbers in batches of similar length, longest first: what does not fit in memory fails at once.
 
-    About `rows` sentences in a batch; every worker gets the same number of batches, all of about the same size.
+    About `rows` sentences in a batch; where there are many, every worker gets as many batches, all of about one size.
     """
     order = sorted((row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row])
     share = math.ceil(len(order) / workers)  # sentences of a worker

@@ -136,7 +136,7 @@ def train(config: Config) -> Path:
         if config.captured and not captured:
             log("note: --captured has no effect: it needs a GPU, and neither --compile nor --shard")
         loss_of = None if config.compile or captured else fast.loss(model, config.label_smoothing, precision.dtype, log)
-        loss_of = loss_of or SummedLoss(model, config.label_smoothing)  # plain, for --compile and --captured to wrap
+        loss_of = loss_of or SummedLoss(model, config.label_smoothing)  # plain: also what --compile and --captured wrap
         parameters = list(model.parameters())
         config.lr = config.lr or {"muon": 2e-3, "adamw": 1e-3}[config.optimizer] * min(1, 256 / sizes.d_model)
         optimizer = make_optimizer(config.optimizer, model, model.transformer, config.lr, precision.dtype)
@@ -167,7 +167,7 @@ def train(config: Config) -> Path:
             model.zero_grad(set_to_none=True)
         sampler = new_sampler(accumulate=accumulate or 1)
         sampler.step = state["step"]
-        if run.state and (state["world_size"], state["plan"]) != (world.size, sampler.plan_id):
+        if run.state and (state["world_size"], state["plan"] or sampler.plan_id) != (world.size, sampler.plan_id):
             log(sampler.describe_change(state))
         loss_of = (captured and fast.captured_loss(loss_of, precision.dtype, sampler.shapes(), log)) or loss_of
         micro_batches = batches_of(prepared.train, sampler, collate, config.workers, world.device)

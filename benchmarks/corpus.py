@@ -88,7 +88,8 @@ def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longe
 
     tokenizers = {"src": prepared.source_tokenizer, "tgt": prepared.target_tokenizer}
     train, facts = sample_pairs(prepared.train, pairs, longest), {"data": str(text.path)}
-    shutil.rmtree(folder, ignore_errors=True)  # one that has lost a file
+    if not (folder / "corpus.json").exists():  # one that has lost a file, not what another process has just made
+        shutil.rmtree(folder, ignore_errors=True)
     with made_whole(folder) as building:
         for name, rows in (("train", train), ("test", test_pairs(text, tokenizers, test_rows, longest))):
             for side, sentences in zip(SIDES, zip(*rows)):

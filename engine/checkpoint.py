@@ -155,9 +155,9 @@ def resolve(path: str | Path) -> Path:
     """What `--ckpt` takes: a run directory (its best, else its latest), a checkpoint directory, or a weights file."""
     path = Path(path)
     if path.is_file() and path.suffix in WEIGHT_SUFFIXES:
+        marked = any((path.parent / name).exists() for name in ("checksums.json", "state.json"))
         of_run = (path.parent / "config.json").exists()  # then checksums.json is the run's
-        vouched = path.name in CONTENT and not of_run and (path.parent / "checksums.json").exists()
-        if vouched and (damage := verify(path.parent)):
+        if marked and path.name in CONTENT and not of_run and (damage := verify(path.parent)):
             raise UserError(f"{path} belongs to a checkpoint that is not whole ({damage}); use another one")
         return path
     if not path.is_dir():

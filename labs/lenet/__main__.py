@@ -16,7 +16,7 @@ The test images are never looked at to choose anything: the result is that of th
 as one that was not, on a CPU bit for bit (on a GPU, sums in cuDNN may come in another order each time).
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
@@ -111,6 +111,9 @@ def main(config: Config) -> None:
         rates = schedule.plan(config.lr, 0, config.epochs * steps_per_epoch)
         fresh = {"step": 0, "window": [0.0, 0.0, 0.0], "check_sum": check_sum}
         state = run.restore(model, optimizer, precision) or fresh
+        if "schedule" in state:  # it goes on; to another end, from the rate that it had
+            saved = schedule.Schedule(**state["schedule"])
+            rates = saved if saved.total == rates.total else saved.extended(state["step"], rates.total)
         if state["check_sum"] != check_sum:
             raise UserError(f"--resume {config.resume}: the images in {config.data} are others than the run began with; "
                             "name their folder with --data, or start a new run")  # fmt: skip
@@ -122,7 +125,7 @@ def main(config: Config) -> None:
 
         def save() -> None:
             """A checkpoint; a point of the curves that is only half collected goes with it."""
-            values = {"window": world.sum(window.clone()).tolist(), "check_sum": check_sum}
+            values = {"window": world.sum(window.clone()).tolist(), "check_sum": check_sum, "schedule": asdict(rates)}
             run.save(step, model, optimizer, values, precision)
 
         def draw_layers() -> None:

@@ -250,6 +250,14 @@ def test_learns_drawn_digits_and_writes_all_down(whole_run):
         "filters.png", "feature-maps.png", "confusion.png", "mistakes.png"}  # fmt: skip
 
 
+def test_more_epochs_go_on_from_the_rate_that_a_run_had(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train("--data", data, *FLAGS, "--epochs", 1, "--run", "short")
+    train("--resume", "runs/short", "--epochs", 2, "--log_every", 1)
+    rates = records(Path("runs/short"), "train/learning_rate")
+    assert rates[121] < rates[122] < 0.2 * max(rates.values()) and rates[242] < 0.1 * max(rates.values())
+
+
 def test_a_stopped_and_a_killed_run_ends_as_the_whole_one(data, whole_run, monkeypatch):
     monkeypatch.chdir(whole_run)
     train("--data", data, *FLAGS, "--run", "parts", stop_at=51)
