@@ -121,7 +121,7 @@ def verify(checkpoint: Path, to_resume: bool = False) -> str | None:
     recorded = json.loads(Path(checkpoint, "checksums.json").read_bytes())
     if to_resume and "optimizer.pt" not in recorded:
         return "its optimizer state was removed, to save space"
-    return None if {*recorded, "optimizer.pt"} == {*CONTENT} else "checksums.json is damaged"
+    return None if {*recorded, "optimizer.pt"} == {*CONTENT} else "checksums.json is damaged"  # optimizer.pt may go
 
 
 def latest(folder: Path, to_resume: bool = False) -> Path:
@@ -130,7 +130,8 @@ def latest(folder: Path, to_resume: bool = False) -> Path:
     damaged = []
     for checkpoint in _newest_first(folder):
         if damage := verify(checkpoint, to_resume):
-            damaged.append(f"{checkpoint.name} is damaged ({damage})")
+            what = "damaged" if verify(checkpoint) else "whole, but not enough to go on from"
+            damaged.append(f"{checkpoint.name} is {what} ({damage})")
             continue
         for passed_over in damaged:
             _say(f"checkpoint {passed_over}; using {checkpoint.name}")
@@ -152,12 +153,12 @@ def mend(folder: Path) -> Path | None:
 
 
 def resolve(path: str | Path) -> Path:
-    """What `--ckpt` takes: a run directory (its best, else its latest), a checkpoint directory, or a weights file."""
+    """The checkpoint or weights file `--ckpt` names, of a run its best checkpoint, else its latest; or `UserError`."""
     path = Path(path)
     if path.is_file() and path.suffix in WEIGHT_SUFFIXES:
-        marked = any((path.parent / name).exists() for name in ("checksums.json", "state.json"))
-        of_run = (path.parent / "config.json").exists()  # then checksums.json is the run's
-        if marked and path.name in CONTENT and not of_run and (damage := verify(path.parent)):
+        in_checkpoint = any((path.parent / name).exists() for name in ("checksums.json", "state.json"))
+        in_run = (path.parent / "config.json").exists()  # then checksums.json is the run's, and not about this file
+        if in_checkpoint and path.name in CONTENT and not in_run and (damage := verify(path.parent)):
             raise UserError(f"{path} belongs to a checkpoint that is not whole ({damage}); use another one")
         return path
     if not path.is_dir():
@@ -165,7 +166,7 @@ def resolve(path: str | Path) -> Path:
         raise UserError(f"{path} {what}; give a run directory, a checkpoint directory or a weights file")
     is_folder_of_run = (path / "checkpoints").is_dir() or (path / "config.json").exists()
     folder = path / "checkpoints" if is_folder_of_run else path
-    is_run = folder != path or bool(steps(folder))
+    is_run = is_folder_of_run or bool(steps(folder))  # or `path` is a run's checkpoints/
     if not is_run and (damage := verify(path.resolve())):
         whole = next(_whole(path.resolve().parent), None)
         advice = f"use {whole}, which is whole" if whole else "give a run directory or another checkpoint"
@@ -292,19 +293,19 @@ def _link(folder: Path, last: int, best: int | None) -> None:
     _wait_for_disk(folder)
 
 
-def _remove_old(folder: Path, kept: set[int | None], keep: int) -> None:
-    newest = steps(folder)[::-1]
-    for old in newest[RESUMABLE:]:
+def _remove_old(folder: Path, spared: set[int | None], keep: int) -> None:
+    newest_first = steps(folder)[::-1]
+    for old in newest_first[RESUMABLE:]:
         optimizer_file = folder / f"step-{old}" / "optimizer.pt"
         # What cannot be removed, or is damaged, is no reason to stop the training.
         with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
             if optimizer_file.exists():
-                file = optimizer_file.with_name("checksums.json")
-                known = json.loads(file.read_bytes())  # not made anew: what was damaged since would pass for whole
-                known.pop("optimizer.pt", None)
-                write_whole(file, _as_json(known).decode())
-                optimizer_file.unlink()
-    for old in set(newest[max(keep, 1) :]) - kept:
+                checksums = optimizer_file.with_name("checksums.json")
+                hashes = json.loads(checksums.read_bytes())  # not hashed anew: a damaged file would pass for whole
+                hashes.pop("optimizer.pt", None)
+                write_whole(checksums, _as_json(hashes).decode())
+                optimizer_file.unlink()  # last: after a kill it may lie there unnamed, but not be named and missing
+    for old in set(newest_first[max(keep, 1) :]) - spared:
         doomed = folder / f".tmp-removed-step-{old}-{os.getpid()}"
         with suppress(OSError):
             os.replace(folder / f"step-{old}", doomed)  # first out of sight: a kill halfway leaves no half step-N

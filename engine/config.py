@@ -28,7 +28,7 @@ OTHER_WORDS = {  # what a flag is called elsewhere
     "num_beams": "beam", "output": "out", "model": "ckpt", "checkpoint": "ckpt", "name": "run",
 }  # fmt: skip
 LARGEST = 2**31 - 1  # whole number, where a flag names no other limit
-BOUNDS = {"least": (operator.ge, "at least", ">="), "above": (operator.gt, "above", ">"),
+BOUNDS = {"least": (operator.ge, "at least", ">="), "above": (operator.gt, "above", ">"),  # test, words, sign
           "most": (operator.le, "at most", "<="), "below": (operator.lt, "below", "<")}  # fmt: skip
 SAYS_TRUE, SAYS_FALSE = ("true", "yes", "1"), ("false", "no", "0")
 
@@ -37,7 +37,7 @@ def flag(default, help: str, group: str, *, least=None, above=None, most=None, b
     """A dataclass field that is a command-line flag, listed under `group` in --help.
 
     Its values: least ≤ value ≤ most, above < value < below; and where the help names choices as (a|b), one of them.
-    `before`: what a run did that is older than the flag, if not what the default does.
+    `before`: the value for runs that are older than the flag, where the default would change what they do.
     """
     if isinstance(default, int) and most is None and below is None:
         most = LARGEST  # a slip of some zeros too many is said at once, not by an allocator in an hour
@@ -63,10 +63,10 @@ def _parse(config_class, description: str, positional: str | None, arguments: li
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     names = [field.name for field in dataclasses.fields(config_class)]
     for field in dataclasses.fields(config_class):
-        kind = dict(type=os.path.expanduser if field.type is str else field.type)  # --run=~/x: the shell leaves it so
-        kind = dict(type=_boolean, nargs="?", const=True) if field.type is bool else kind
+        kind = dict(type=os.path.expanduser if field.type is str else field.type)  # the shell expands no ~ in --run=~/x
+        kind = dict(type=_boolean, nargs="?", const=True) if field.type is bool else kind  # --check, --norm_first=false
         kind = dict(type=int, nargs="+") if field.type is tuple else kind  # whole numbers: --gpu_devices 0 1 2
-        parser.add_argument(f"--{field.name}", f"--{field.name.replace('_', '-')}", **kind)  # --norm_first=false
+        parser.add_argument(f"--{field.name}", f"--{field.name.replace('_', '-')}", **kind)  # _ or - in the name
     end = arguments.index("--") if positional and "--" in arguments else len(arguments)
     arguments, words_after = arguments[:end], arguments[end + 1 :]
     if {"--help", "-h"} & set(arguments):
@@ -77,11 +77,11 @@ def _parse(config_class, description: str, positional: str | None, arguments: li
         for name in values:
             if name not in names:
                 raise UserError(f"unknown setting {name!r} in the settings file{nearest(str(name), names)}")
-        if values.get("resume") == "":  # config.json of a run: of flags that are newer than it, what it did
+        if values.get("resume") == "":  # a run's config.json: for flags newer than it, what it did without them
             values = befores(config_class) | values
         # As flags before the others: so a value is checked and converted in one way, wherever it comes from.
         arguments = [f"--{name}={value}" for name, value in values.items() if value is not None] + arguments
-    if positional:  # the word behind `--compare` is a run, unless it says true or false
+    if positional:  # `--compare runs/a` → `--compare=true runs/a`, or argparse takes the run for the switch's value
         yes = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(config_class) if field.type is bool]
         arguments = [f"{word}=true" if word.replace("_", "-") in yes and after.lower() not in SAYS_TRUE + SAYS_FALSE else word
                      for word, after in zip(arguments, [*arguments[1:], ""])]  # fmt: skip
@@ -180,7 +180,7 @@ def format_help(config_class, description: str, positional: str | None) -> str:
         lines.append(f"{group}:")
         for field in fields:
             told, default = field.metadata, field.default
-            default = "-" if default in ("", (), None) or default is False else default  # 0 is shown
+            default = "-" if default in ("", (), None) or default is False else default  # `is`: 0 == False, yet shown
             limits = {sign: told[name] for name, (*_, sign) in BOUNDS.items() if told[name] not in (None, LARGEST)}
             bounds = [f"{sign} {limit:g}" for sign, limit in limits.items()]
             shown = f" [{', '.join(bounds)}]" if bounds else ""
@@ -215,13 +215,13 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def befores(config_class) -> dict:
-    """By name, what runs did before a flag was there."""
+    """Flag → its value in runs that are older than it, for the flags made with a `before`."""
     told = {field.name: field.metadata.get("before") for field in dataclasses.fields(config_class)}
     return {name: value for name, value in told.items() if value is not None}
 
 
 def load_config(config_class, path: Path):
-    """The dataclass saved at `path`; unknown settings are the user's affair, said in one line."""
+    """The dataclass saved at `path`. Raises `UserError` for a file that is missing, damaged or of another script."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         config = config_class(**befores(config_class) | values)

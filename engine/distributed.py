@@ -38,7 +38,7 @@ class World:
     size: int
     device: torch.device
     store: dist.Store | None = field(default=None, compare=False)  # the ranks' common notice board
-    turns: itertools.count = field(default_factory=itertools.count, compare=False)  # how often rank 0 worked alone
+    turns: itertools.count = field(default_factory=itertools.count, compare=False)  # numbers on_main's calls
 
     @property
     def is_main(self) -> bool:
@@ -91,11 +91,11 @@ class World:
         return boxes
 
     def data_parallel(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The module as one of many, whose gradients are averaged in the backward pass; alone or sharded, the module itself."""
-        if self.size == 1 or any(hasattr(part, "unshard") for part in module.modules()):
+        """The module in DDP, which averages gradients in the backward pass; alone, or after `shard`, as it is."""
+        if self.size == 1 or any(hasattr(part, "unshard") for part in module.modules()):  # a method of FSDP2's
             return module
-        # Gradients are kept in the buckets that travel, not beside them. Buffers are constants here, and not
-        # sent at every step; the flag for it has a new name since torch 2.13.
+        # A gradient is a view into the bucket that is sent: no second copy. Buffers are constants here, so they are not
+        # sent at every step; torch 2.13 renamed the flag for that.
         names = inspect.signature(DistributedDataParallel).parameters
         sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
         # Without `device_ids` inputs stay where they are: some are to stay on the CPU.
@@ -150,17 +150,17 @@ class World:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that lies in pieces on the ranks, which call this together; any other as it is."""
+    """A DTensor, in pieces on the ranks (FSDP2), put together: all ranks must call; any other tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def cut_like(tensor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The tensor, which every rank has whole, in pieces as `weight` is, without a message; itself if that is whole."""
+    """This rank's piece of a tensor that all have whole, cut like the DTensor `weight`; if that is whole, all of it."""
     if not hasattr(weight, "full_tensor"):
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(tensor, weight.device_mesh, weight.placements, src_data_rank=None)
+    return distribute_tensor(tensor, weight.device_mesh, weight.placements, src_data_rank=None)  # None: no rank sends
 
 
 def several_asked() -> bool:
@@ -232,10 +232,10 @@ def adopt_srun(environment=os.environ) -> None:
         raise UserError(f"srun started {tasks} tasks, but {', '.join(missing)} missing; use torchrun")
     rank, local_rank, nodes, tasks_per_node, job = (environment[name] for name in names)
     environment.update(RANK=rank, WORLD_SIZE=tasks, LOCAL_RANK=local_rank)
-    # "2(x3),1": three machines with 2 tasks, one with 1. Of all machines the largest number does.
+    # "2(x3),1": three machines with 2 tasks, one with 1. The largest number stands for all machines.
     environment["LOCAL_WORLD_SIZE"] = str(max(map(int, re.findall(r"(\d+)(?:\(x\d+\))?", tasks_per_node))))
     environment.setdefault("MASTER_ADDR", first_host(nodes))
-    # Every job and every step of it has a port of its own, and all its tasks reckon the same one.
+    # Another port for each job and step, alike in all its tasks: 10,000–29,999, below what Linux gives to clients.
     step = int(environment.get("SLURM_STEP_ID", 0))
     environment.setdefault("MASTER_PORT", str(10_000 + (int(job) * 7 + step) % 20_000))
 
@@ -266,7 +266,7 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     if ":" not in name and local_size > count and not own_card:  # said by every rank, so that none waits for the others
         raise UserError(f"{local_size} processes but {count} visible GPU(s); start at most {count}, or --device cpu")
     index = name.partition(":")[2] or str(0 if own_card else local_rank)
-    if not index.isdigit() or int(index) >= count:
+    if not index.isdecimal() or int(index) >= count:
         raise UserError(f"GPU {index} was asked for but {count} can be seen; use fewer processes or another --device")
     device = torch.device("cuda", int(index))
     torch.cuda.set_device(device)  # without it NCCL puts every rank's buffers on GPU 0

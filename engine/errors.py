@@ -30,14 +30,14 @@ def prepare_process() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal in ASCII or Latin-1
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `run_script`
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends without a traceback; until `run_script`
 
 
 def run_script(main) -> None:
     """Call `main()`; turn a `UserError`, or a disk that is full or read-only, into one line and exit code 2."""
-    # TensorBoard writes in a thread, whose error the next write raises here again: one traceback too many.
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a KeyboardInterrupt again
+    # TensorBoard writes in a thread, whose error the next write raises here again: one traceback too many.
     threading.excepthook = lambda args: None if _disk_error(args.exc_value) else threading.__excepthook__(args)
     try:
         main()

@@ -12,8 +12,8 @@ import torch
 
 GIB = 2**30
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # numbers of malloc.h, see mallopt(3)
-# oneDNN keeps what it prepared for a shape of matrices, 1,024 shapes, half a megabyte each. Where batches of
-# sentences have ever new ones (without the kernels of fast/), only those of a step are worth keeping: these numbers hold them.
+# oneDNN keeps the code it made for a shape of matrices: 1,024 shapes, half a megabyte each. Without fast/'s kernels
+# batches of sentences have ever new shapes, and only those of one step are worth keeping: so many.
 CACHES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}  # entries; PyTorch's and oneDNN's own
 
 
@@ -30,14 +30,14 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # another C library
         return False
-    # No mappings of their own, no giving back (-1: never), and the heap grows by 256 MiB at a time.
+    # No mappings of their own, no giving back (-1: never), heap grows by 256 MiB. A list, so that all three are called.
     return all([mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1), mallopt(M_TOP_PAD, 256 * 2**20)])
 
 
 def held_gib(which: str = "VmHWM") -> float:
-    """Memory of this process: VmRSS now, VmHWM the most so far; where /proc does not tell (macOS, gVisor) the most.
+    """GiB of this process: now (`which` VmRSS), at most (VmHWM); where /proc does not tell (macOS, gVisor), at most.
 
-    Not `ru_maxrss` where it can be helped: that counts what the parent process held, too.
+    Not by `ru_maxrss` where it can be helped: that counts what the parent process held, too. "kB" in /proc are KiB.
     """
     with suppress(OSError, TypeError):
         return int(re.search(rf"{which}:\s+(\d+)", Path("/proc/self/status").read_text(errors="replace"))[1]) / 2**20
@@ -49,7 +49,7 @@ def forget_peak() -> bool:
     """From here on VmHWM is the most held since, freed memory given back first; False where that cannot be (not Linux)."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")  # the kernel's code for this, proc(5)
     except (OSError, AttributeError):
         return False
     return True

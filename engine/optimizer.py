@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from engine.distributed import cut_like, whole
 
-ADAMW = {"betas": (0.9, 0.98), "weight_decay": 0.01, "fused": True}
+ADAMW = {"betas": (0.9, 0.98), "weight_decay": 0.01, "fused": True}  # betas: Vaswani et al. 2017
 
 
 def make_optimizer(name: str, model: nn.Module, inside: nn.Module, lr: float, dtype: torch.dtype) -> torch.optim.AdamW:
-    """AdamW, or by the name "muon" Muon for the matrices of `inside`, the part of `model` between embeddings and output."""
+    """AdamW, or for `name` "muon" Muon in `dtype` for the matrices of `inside`: `model` less embeddings and output."""
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), lr, **ADAMW)
     matrices = {weight: None for weight in inside.parameters() if weight.ndim == 2}  # a set that keeps the order
@@ -23,7 +23,7 @@ class Muon(torch.optim.AdamW):
     """A matrix moves by its mean gradient made orthogonal (Jordan et al. 2024), every other weight as AdamW moves it.
 
     An orthogonal update moves all directions of a matrix alike, also those that AdamW hardly moves. It is scaled to the
-    usual size of AdamW's (0.2 a weight; Liu et al. 2025), so both share a rate. `torch.optim.Muon` computes the same, one
+    usual size of AdamW's (RMS 0.2; Liu et al. 2025), so both share a rate. `torch.optim.Muon` computes the same, one
     matrix after another and with a wait for the GPU; here matrices of one shape go together, and nothing waits.
     """
 
@@ -31,8 +31,8 @@ class Muon(torch.optim.AdamW):
 
     def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], lr: float, dtype: torch.dtype):
         super().__init__(others, lr, **ADAMW)
-        self.add_param_group({"params": matrices, "momentum": 0.95})
-        self.dtype = dtype  # of the products in between
+        self.add_param_group({"params": matrices, "momentum": 0.95})  # as in Jordan et al.
+        self.dtype = dtype  # of the products of `orthogonal`
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
@@ -46,18 +46,18 @@ class Muon(torch.optim.AdamW):
             shapes[weight.shape].append(weight)
         for (rows, columns), weights in shapes.items():
             for weight in weights:
-                if not self.state[weight]:  # AdamW's names: its loading looks for a step
+                if not self.state[weight]:  # under AdamW's names, as its load_state_dict looks for `step`
                     self.state[weight].update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(weight))
             means = [self.state[weight]["exp_avg"] for weight in weights]
             gradients = [weight.grad for weight in weights]
-            skip = getattr(self, "found_inf", None)
-            if skip is not None:  # a mean moved towards itself stays
+            skip = getattr(self, "found_inf", None)  # a tensor on the device: 1 if this step must change nothing
+            if skip is not None:  # then each mean takes the gradient's place: moved towards itself, it stays
                 gradients = [torch.where(skip > 0, *pair) for pair in zip(means, gradients)]
             torch._foreach_lerp_(means, gradients, 1 - group["momentum"])
             torch._foreach_lerp_(gradients, means, group["momentum"])  # Nesterov's look-ahead, in the gradients' place
             rate = group["lr"] if skip is None else group["lr"] * (skip == 0)
             updates = orthogonal(torch.stack([*map(whole, gradients)]), self.dtype).float()
-            updates *= -0.2 * math.sqrt(max(rows, columns)) * rate
+            updates *= -0.2 * math.sqrt(max(rows, columns)) * rate  # an orthogonal matrix has RMS 1 / √(longer side)
             torch._foreach_mul_(weights, 1 - group["weight_decay"] * rate)
             torch._foreach_add_(weights, [*map(cut_like, updates, weights)])
 
@@ -67,12 +67,12 @@ def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
     Each step is an odd polynomial of the singular values that the matrix products apply to all of them at once.
     """
-    if matrices.size(1) > matrices.size(2):
+    if matrices.size(1) > matrices.size(2):  # so that x xᵀ, below, is of the shorter side
         return orthogonal(matrices.mT, dtype).mT
     norms = matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-30)
     x = (matrices / norms).to(dtype)  # in this order, because a small gradient is 0 in fp16
-    for _ in range(5):  # x ← 3.4445 x − 4.7750 x³ + 2.0315 x⁵
-        square = x @ x.mT
-        polynomial = torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315)
+    for _ in range(5):  # x ← 3.4445 x − 4.7750 x³ + 2.0315 x⁵, x³ standing for x xᵀ x (Jordan et al. 2024)
+        square = x @ x.mT  # (n, rows, rows)
+        polynomial = torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315)  # beta · 1st + alpha · 2nd @ 3rd
         x = torch.baddbmm(x, polynomial, x, beta=3.4445)
     return x

@@ -40,7 +40,7 @@ class Precision:
         decision stays on the device, so that no step waits for it. fp16's overflows are the scaler's affair.
         """
         self.scaler.unscale_(optimizer)
-        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, clip or float("inf")))
+        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, clip or float("inf")))  # clip 0: only measure
         if not self.scaler.is_enabled():
             first = (self.bad_step == 0) & ~torch.isfinite(norm)
             self.bad_step = torch.where(first, float(step), self.bad_step)
@@ -52,7 +52,7 @@ class Precision:
 
     def check_finite(self) -> None:
         """Stop the run if a step's gradient was not finite. Waits for the device: ask when logging, before saving."""
-        if self.scaler.is_enabled() and self.scaler.get_scale() < 2**-10:
+        if self.scaler.is_enabled() and self.scaler.get_scale() < 2**-10:  # from 2**16, halved by each overflow
             raise UserError("the gradient overflows fp16 at every scale; start anew with a lower --lr or in fp32")
         if self.bad_step.item():
             other = "" if self.name == "fp32" else ", or --resume this one with --precision fp32"
@@ -96,12 +96,12 @@ def choose_precision(device: torch.device, name: str = "auto", training: bool = 
         best = "fp32", "full precision" if has_bf16 else "this CPU has no bf16 instructions"
         if training and has_bf16:
             best = "bf16", "this CPU has bf16 instructions; the loss agrees with fp32 to 1 %"
-    formats = ("bf16", "fp16", "fp32")
+    formats = ("bf16", "fp16", "fp32")  # best first, so the largest index is the weakest rank's
     weakest = formats[int(world.maximum(formats.index(best[0]))[0])] if world else best[0]
     best = best if weakest == best[0] else (weakest, "the weakest device of this run wants it")
     return Precision(device, *(best if name == "auto" else (name, "as asked")))
 
 
-def _cpu_flags() -> str:
+def _cpu_flags() -> str:  # of x86 or ARM; "bf16" is in avx512_bf16, amx_bf16 and ARM's bf16
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""

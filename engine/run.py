@@ -106,8 +106,8 @@ class Run:
             self.log("settings: " + json.dumps(asdict(settled), ensure_ascii=False))
             checkpoint.write_checksums(self.folder, described(self.folder))
             self.note_environment()
-        resume_step = (self.state["step"] if self.state else 0) if self.config.resume else None
-        self.telemetry = Telemetry(self.folder, resume_step)
+        last_step = self.state["step"] if self.state else 0  # 0: stopped before its first checkpoint
+        self.telemetry = Telemetry(self.folder, last_step if self.config.resume else None)
         self.at_end.callback(self.telemetry.close)
         self.process, self.gpu = ProcessMeter(), None
         if self.world.is_main and self.world.device.type == "cuda":
@@ -301,7 +301,7 @@ def put_in(model: torch.nn.Module, weights: dict[str, torch.Tensor], path: Path)
 
 @contextlib.contextmanager
 def caught_signals():
-    """Inside, a signal is asked for, not obeyed at once: gives a function that tells whether one came."""
+    """Inside, the first signal is noted and not obeyed; yields a function that tells whether one came."""
     came = []
 
     def remember(number, _frame):

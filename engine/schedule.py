@@ -28,13 +28,13 @@ class Schedule:
     def learning_rate(self, step: int) -> float:
         """The rate of update `step`, counted from 1."""
         rising = self.start_share + (1 - self.start_share) * ((step - self.start) / self.warmup) if self.warmup else 1.0
-        falling = (self.total + 1 - step) / (self.total + 1 - self.decay_start)
+        falling = (self.total + 1 - step) / (self.total + 1 - self.decay_start)  # + 1: the last step still learns
         return self.peak * max(0.0, min(1.0, rising, falling))
 
     def extended(self, step: int, total: int) -> "Schedule":
-        """The plan of a run that goes on after `step` to another end. The rate goes on from where it was, up again if it fell."""
+        """The plan of a run that goes on after `step` to another end: the rate goes on where it was, up if it fell."""
         total = max(total, step)
-        decay_start = min(max(step + 2, math.ceil(total * (1 - DECAY_SHARE))), total)  # after the next `fit_time`
+        decay_start = min(max(step + 2, math.ceil(total * (1 - DECAY_SHARE))), total)  # + 2: after one more `fit_time`
         fell = step >= self.decay_start
         start, share = (step, self.learning_rate(step) / self.peak) if fell else (self.start, self.start_share)
         return replace(self, total=total, decay_start=decay_start, start=start, start_share=share, by_time=False)
@@ -47,7 +47,7 @@ class Schedule:
             self.first_minutes = minutes
             return False
         minutes_a_step = max(minutes - self.first_minutes, 1e-9) / (step - 1)
-        estimate = math.ceil(step + (max_minutes - minutes) / minutes_a_step)
+        estimate = math.ceil(step + (max_minutes - minutes) / minutes_a_step)  # the last step's number
         if step <= SPEED_KNOWN:  # the rate is still next to nothing, so a steeper rise makes no jump
             self.warmup = min(self.warmup, max(SPEED_KNOWN, estimate // 10))
         if minutes < (1 - DECAY_SHARE) * max_minutes:

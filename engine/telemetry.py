@@ -27,7 +27,7 @@ from engine.config import write_whole
 from engine.memory import GIB, held_gib
 
 # TensorBoard sorts its charts by name. These are what a run is watched by: they come first, in this order.
-FIRST = [
+FIRST = [  # unpacked tuples, or the formatter would give each name a line
     *("train/loss", "valid/loss", "validation/loss", "test/loss", "valid/perplexity", "validation/perplexity"),
     *("valid/bleu", "test/accuracy", "train/learning_rate", "gpu/utilisation_percent", "cpu/utilisation_percent"),
 ]
@@ -55,8 +55,8 @@ class Telemetry:
         last = _keep_records(run / "metrics.jsonl", resume_step) if resume_step is not None else {}
         self.result_step = resume_step if any(tag.startswith("result/") for tag in last) else None
         self.ahead = max(0.0, last.get("time", 0.0) - time.time())  # seconds; 0 unless the clock was set back since
-        # TensorBoard reads event files by name, that is by time, and a new file before an old one would be hidden by it:
-        # after a clock that was set back, or two starts within a second, the old ones get names that come first.
+        # TensorBoard reads event files by name, events.out.tfevents.SECONDS.HOST…, and would hide a new one that sorts
+        # before an old one: after a clock set back, or two starts within a second, the old ones get earlier names.
         old = sorted(run.glob("events.out.tfevents.*"))
         for number, file in enumerate(old if old and old[-1].name.split(".")[3] >= str(int(time.time())) else []):
             file.rename(file.with_name(f"events.out.tfevents.{number:010}.{file.name.split('.', 4)[4]}"))
@@ -252,7 +252,7 @@ class Meter:
     """
 
     def __init__(self, window: int = 50, peak_flops: float | None = None, clock=time.perf_counter):
-        self.steps = deque(maxlen=window)
+        self.steps = deque(maxlen=window)  # of each: seconds, source and target tokens, places, seconds waited, FLOP
         self.peak_flops = peak_flops  # FLOP/s of this device
         self.clock = clock
         self.last_time = None  # seconds; None: the clock stands still

@@ -160,6 +160,7 @@ def sentence_counts(references: list[list[str]], hypotheses: list[list[str]]) ->
     for reference, hypothesis in zip(references, hypotheses, strict=True):
         matches, totals = [], []
         for order in (1, 2, 3, 4):
+            # n-grams: a list zipped with itself from its 2nd, 3rd, … token on.
             wanted = Counter(zip(*(reference[start:] for start in range(order))))
             offered = Counter(zip(*(hypothesis[start:] for start in range(order))))
             # Clipped: an n-gram counts at most as often as the reference has it ("the the the" earns one "the").
@@ -191,7 +192,8 @@ def sentence_scores(references: list[str], hypotheses: list[str], target: str = 
     """sacreBLEU's BLEU of each sentence, 0–100: to find good and bad ones by; their mean is not the corpus score."""
     metric = sacrebleu_metric(target)
     metric.effective_order = True  # a sentence of three words has no 4-grams, and is scored by what it has
-    return [metric.sentence_score(theirs, [reference]).score for reference, theirs in zip(references, hypotheses)]
+    pairs = zip(references, hypotheses)
+    return [metric.sentence_score(hypothesis, [reference]).score for reference, hypothesis in pairs]
 
 
 @dataclass(frozen=True)
@@ -207,9 +209,9 @@ class Compared:
 
 
 def paired_bootstrap(references: list[str], systems: dict[str, list[str]], target: str = "en") -> list[Compared]:
-    """sacreBLEU's paired bootstrap (Koehn 2004): do the others translate otherwise than the first, or is it these rows?
+    """sacreBLEU's paired bootstrap (Koehn 2004): do the others differ from the first system, or only on these rows?
 
-    All systems are scored on the same 1,000 resamples of the rows. p: how often chance alone would give such a difference.
+    All are scored on the same 1,000 resamples of the rows. p: how often chance alone would give such a difference.
     """
     from sacrebleu.metrics import CHRF
     from sacrebleu.significance import PairedTest

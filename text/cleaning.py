@@ -57,7 +57,7 @@ def side_of(pair_hash: int, missing: list[str]) -> str:
 
     Depends on the pair alone, so a pair stays on its side whatever the seed, the order or the rest of the data.
     """
-    place = (pair_hash >> 20) / 2**44  # uniform in [0, 1)
+    place = (pair_hash >> 20) / 2**44  # the upper 44 of 64 bits: uniform in [0, 1), and exact, as a float holds 53
     if place < HELD_OUT_SHARE and "validation" in missing:
         return "validation"
     if HELD_OUT_SHARE <= place < 2 * HELD_OUT_SHARE and "test" in missing:
@@ -76,7 +76,7 @@ def held_out_rows(text: ParallelText) -> dict[str, list[tuple[str, str]]]:
     rows = {split: [row for chunk in text.rows(split) for row in chunk] for split in text.files if split != "train"}
     cut = {split: {} for split in missing}  # hash → pair: a dict keeps the order and drops repetitions
     train = text.rows("train") if missing and "train" in text.files else ()
-    for chunk in progress(train, desc="holding out", unit=" × 10,000 rows", leave=False):
+    for chunk in progress(train, desc="holding out", unit=" chunks", leave=False):
         for row in chunk:
             pair = normalise_pair(row)
             pair_hash = fingerprint(*pair)
@@ -141,8 +141,8 @@ def like_validation(train: TokenizedPairs, validation: TokenizedPairs, vocabular
     known, unseen = (validation.only(np.arange(first, len(validation), 2)) for first in (0, 1))
     gains = []
     for of_train, of_known in zip(_counts(train, vocabularies), _counts(known, vocabularies)):
-        p_train = (of_train + 0.5) / (of_train + 0.5).sum()  # every token could occur
-        p_known = (of_known + PRIOR_TOKENS * p_train) / (of_known.sum() + PRIOR_TOKENS)
+        p_train = (of_train + 0.5) / (of_train + 0.5).sum()  # + 0.5: no token has p = 0
+        p_known = (of_known + PRIOR_TOKENS * p_train) / (of_known.sum() + PRIOR_TOKENS)  # smoothed towards train
         gains.append(np.log(p_known / p_train))
     scores = _scores(train, gains)
     under = np.count_nonzero(scores < np.quantile(_scores(unseen, gains), 0.01))
@@ -166,7 +166,7 @@ def _scores(pairs: TokenizedPairs, gains: list[np.ndarray]) -> np.ndarray:
     for part in pairs.parts():
         means = []
         for (ids, lengths), gain in zip(part, gains):
-            sums = np.append(0, np.cumsum(gain[ids]))  # of the tokens before each, and of all
+            sums = np.append(0, np.cumsum(gain[ids]))  # sums[i]: of the first i tokens
             ends = np.cumsum(lengths)
             means.append((sums[ends] - sums[ends - lengths]) / np.maximum(lengths, 1))
         scores.append(sum(means))

@@ -47,6 +47,7 @@ def groups_of(items: Iterable, size_of: Callable, together: int, count: int | No
 
 
 def _first_line_not_utf8(file: Path) -> int:
+    """Its number, from 1; 0 if there is none. What decoding ignores is missing when the line is encoded again."""
     with file.open("rb") as stream:
         return next((n for n, line in enumerate(stream, 1) if line.decode(errors="ignore").encode() != line), 0)
 
@@ -114,6 +115,7 @@ def _column_prefix(schema, source: str, target: str, file: Path) -> str:
     for prefix, columns in (("translation.", nested), ("", flat)):
         if source in columns and target in columns:
             for name in (source, target):
+                # Dictionary-encoded texts are numbers into a list of texts: the type of the list counts.
                 kind = columns[name].value_type if types.is_dictionary(columns[name]) else columns[name]
                 if str(kind) not in ("string", "large_string", "string_view", "null"):
                     raise UserError(f"{file}, row 1: column {prefix + name} holds {kind}, not text")
@@ -279,6 +281,6 @@ def _together(sources: Iterator[str], targets: Iterator[str], first: str, second
         yield pair
 
 
-# What is not here is arrow: save_to_disk and the hub's cache too.
+# Every other form is read as arrow: "arrow", "save_to_disk" and "hub", whose cache is arrow files.
 READERS = {"parquet": _read_parquet, "json": _read_json, "csv": _read_csv, "tsv": _read_tsv, "xml": _read_xml,
            "sgm": _read_sgm, "moses": _read_moses}  # fmt: skip

@@ -44,7 +44,7 @@ def write_lines(path: Path, lines: list[str]) -> None:
 
 
 def keep_score(folder: Path, name: str, result: dict, texts: list[str], say) -> None:
-    """The score and the hypotheses among the run's files; what an earlier score was of, if that was something else."""
+    """Write score and hypotheses into `folder`; say which score there is of other rows or another checkpoint."""
     for file in sorted(folder.glob("*.json")):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # damaged, or of an older version
             earlier = json.loads(file.read_text(encoding="utf-8"))

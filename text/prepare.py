@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -40,8 +41,8 @@ from text.rows import ParallelText, default_path, find_text
 from text.store import TokenizedPairs, TokenWriter
 from text.subwords import encode, encode_flat, load_tokenizer, train_tokenizer
 
-# Of the token store; raise it when its content changes, and old caches are left alone. Not when only the choice of validation
-# rows does: an older run could not go on for it.
+# Version of the token store, part of its key: raise it when its content changes, and old caches are no longer read. Not
+# when only the choice of validation rows changes: older runs, which look for their key, could not go on.
 FORMAT = 2
 TOKENIZER_LINES = 200_000  # sentences that a tokenizer is trained on; more change little
 CHUNK = 20_000  # sentences tokenised at once
@@ -205,7 +206,8 @@ def _clear_leftovers(cache: Path, key: str, say) -> None:
 
 def _build(text, building, source_vocab, target_vocab, tokenizer, max_length, say) -> dict:
     """Clean, train tokenizers, tokenise, into this folder; → what there is to know about it."""
-    _ = tokenizer and load_tokenizer(tokenizer)  # a wrong name is said now, not after the cleaning
+    if tokenizer:
+        load_tokenizer(tokenizer)  # a wrong name is said now, not after the cleaning
     held_out = held_out_rows(text)
     if not held_out["validation"] and "validation" in text.files:
         raise UserError(
@@ -249,7 +251,7 @@ def _build(text, building, source_vocab, target_vocab, tokenizer, max_length, sa
 def vocabulary_size(asked: int, pairs: int) -> int:
     """Tokens of a vocabulary. -1: 16,000, fewer for little text, so that each is seen often enough to be learned.
 
-    0 is what runs from before it was -1 have: the same, but at most 8,000.
+    0, the default of older runs: the same rule, but at most 8,000.
     """
     return asked if asked > 0 else min(16000 if asked else 8000, max(1000, pairs // 5))
 
@@ -258,12 +260,12 @@ def _make_tokenizers(lines: Path, pairs: int, name: str, sizes: list[int], say) 
     if name:
         both = load_tokenizer(name)
         return {"source": both, "target": both}
-    every = -(-pairs // TOKENIZER_LINES)
+    every = math.ceil(pairs / TOKENIZER_LINES)  # each so many-th pair is read
     tokenizers = {}
     for first, side, size in ((0, "source", sizes[0]), (1, "target", sizes[1])):
-        say(f"tokens: training the {side} tokenizer on {-(-pairs // every):,} sentences")
+        say(f"tokens: training the {side} tokenizer on {math.ceil(pairs / every):,} sentences")
         with open(lines, encoding="utf-8") as file:
-            sample = (line.rstrip("\n") for line in islice(file, first, None, 2 * every))
+            sample = (line.rstrip("\n") for line in islice(file, first, None, 2 * every))  # a pair has two lines
             tokenizers[side] = train_tokenizer(sample, size)
     return tokenizers
 
@@ -296,7 +298,7 @@ def _worth_keeping(source: np.ndarray, target: np.ndarray, max_length: int, coun
     empty = (np.minimum(source, target) == 0) & ~too_long & ~lopsided
     kept = ~(too_long | lopsided | empty)
     for reason, pairs in {"too long": too_long, "length ratio": lopsided, "empty": empty, "kept": kept}.items():
-        counts.update({reason: int(pairs.sum())} if pairs.any() else {})
+        counts.update({reason: int(pairs.sum())} if pairs.any() else {})  # adds; no entries of 0
     return kept
 
 

@@ -55,7 +55,7 @@ class ParallelText:
             yield from read_chunks(self.form, files[first : first + together], self.source, self.target)
 
     def fingerprint(self) -> str:
-        """Hex hash over the content of all files; a copy elsewhere has the same, one changed byte gives another."""
+        """Hex hash of all files' names and content: the same for a copy in another folder; any changed byte shows."""
         digest = hashlib.blake2b(digest_size=16)
         for split, files in self.files.items():
             for file in files:
@@ -155,7 +155,7 @@ def _leads_back(root: Path, folder: Path) -> bool:
 
 
 def _natural(name: str) -> list:
-    # Odd places hold the numbers, so that an int never meets a str.
+    """For sorting: part-2 before part-10. Odd places hold the numbers, so that an int never meets a str."""
     return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"(\d+)", name))]
 
 
@@ -196,6 +196,7 @@ def _saved_files(root: Path) -> dict[str, list[Path]]:
 
 
 def _hub_files(path: str, source: str, target: str) -> dict[str, list[Path]]:
+    # data/train.csv looks like a hub id, owner/name, but is a file that is missing.
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) or _form_of(Path(path), source):
         raise UserError(f"{path or '(an empty path)'} does not exist; check the path")
     import datasets

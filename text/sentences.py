@@ -15,6 +15,7 @@ HAN = "\u3000-\u303f\u3400-\u9fff\uff00-\uffef"  # characters, Chinese punctuati
 ABBREVIATIONS = "Mr Mrs Ms Dr Prof St Sr Jr Gen Gov Sen Rep Rev Hon Col Lt Capt vs No Vol Fig pp al approx e.g i.e"
 
 _PAIR = "|".join(f"{re.escape(a)}[^{re.escape(a + b)}]{{1,{LONGEST_PAIR}}}{re.escape(b)}" for a, b in PAIRS.split())
+# What is read at once: a pair with its inside, a run of stops, a run of other characters, or one character.
 _UNIT = re.compile(rf"(?P<pair>{_PAIR})|(?P<stop>[{STOPS}]+)|[^{STOPS}{re.escape(PAIRS)}]+|.", re.DOTALL)
 _CLOSING = re.compile(r"[）)】\]」』》”’]*(?:[\"']+(?=\s|$))?\s*")  # what a sentence takes along behind its stop
 _WORD = re.compile(r"\w")
@@ -24,7 +25,7 @@ _NO_END = re.compile(rf"(?:^|[^\w.])(?:{'|'.join(map(re.escape, ABBREVIATIONS.sp
 
 def sentences(line: str) -> list[str]:
     """The sentences of a line, each with the spaces behind it: joined they are the line. Of one sentence: [line]."""
-    pieces, first, at, has_word = [], 0, 0, False
+    pieces, first, at, has_word = [], 0, 0, False  # first: where the sentence begins; at: how far it is read
     while at < len(line):
         unit = _UNIT.match(line, at)
         at, has_word = unit.end(), has_word or bool(_WORD.search(unit[0]))
@@ -53,7 +54,9 @@ def end_at(line: str, first: int, unit: re.Match) -> int:
     spaced = not follows or line[end - 1].isspace() or bool(re.match(f"[{HAN}]", follows))  # not 3.14, not a.com
     if not spaced or follows.islower():
         return 0
-    return 0 if text == "." and _NO_END.search(line[max(first, unit.start() - 20) : unit.start()]) else end
+    # 20: longer than any abbreviation; an x for what is cut off, so that it does not look like the sentence's beginning.
+    before = "x" * (unit.start() - first > 20) + line[max(first, unit.start() - 20) : unit.start()]
+    return 0 if text == "." and _NO_END.search(before) else end
 
 
 def join(translations: Iterable[str]) -> str:

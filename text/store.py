@@ -100,6 +100,7 @@ class TokenWriter:
             file.close()
             lengths = np.concatenate([np.zeros(0, np.int32), *self.lengths[side]])
             np.save(self.folder / f"{side}.lengths.npy", lengths)
+            # Through a map, so that not all ids are in memory; numpy maps no empty file.
             raw = np.memmap(file.name, self.dtypes[side], "r") if lengths.sum() else np.zeros(0, self.dtypes[side])
             np.save(self.folder / f"{side}.ids.npy", raw)
             os.remove(file.name)

@@ -53,7 +53,7 @@ def train_tokenizer(lines: Iterable[str], vocabulary: int):
     # The trainer knows no bytes: put them behind the special tokens and move the rest up.
     learned = json.loads(tokenizer.to_str())["model"]
     order = sorted(learned["vocab"], key=learned["vocab"].get)
-    order = order[:3] + BYTES + order[3:]
+    order = order[:3] + BYTES + order[3:]  # 3: pad, bos, eos
     merges = [tuple(merge) for merge in learned["merges"]]
     vocab = {token: index for index, token in enumerate(order)}
     tokenizer.model = models.BPE(vocab=vocab, merges=merges, byte_fallback=True)
@@ -71,7 +71,7 @@ def commonest_characters(lines: list[str], limit: int) -> list[str]:
     """
     counts = Counter(chain.from_iterable(lines))
     counts.pop(" ", None)
-    counts[SPACE] = len(lines) * 10**6
+    counts[SPACE] = len(lines) * 10**6  # more than any character's: always the first
     return sorted(counts, key=lambda character: (-counts[character], character))[: max(limit, 1)]
 
 
@@ -155,6 +155,7 @@ def encode_flat(tokenizer, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray
     numbers = np.fromiter(map(distinct.__getitem__, words), np.int64, len(words))
     lengths = np.diff(starts)[numbers]  # (words,) how many ids each word of the text has
     words_in_line = np.fromiter((line.count(" ") + 1 for line in lines), np.int64, len(lines))
+    # The ids word by word, and their number in each line: lengths summed from each line's first word to the next's.
     return ids[places_of(lengths, starts[numbers])], np.add.reduceat(lengths, starts_of(words_in_line)[:-1])
 
 

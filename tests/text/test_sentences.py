@@ -19,7 +19,7 @@ SEVERAL = [
     "“你好。”|“再见。”", "他说“好！”|她也说“好！”", "【新华社】他来了。|他走了。", "“" + "长" * 90 + "。|短。”|完。",
     "“没有合上。|他走了。", "他用Python.|然后他走了。", "来了。|走了。。 ！ ",
     "He came. |He saw! |Did he win? |Yes", 'He said "no." |Then he left.', "He is 5. |It was 1998. |Then (really) it ended.",
-    "“Go.” |“No.”", "Prices rose 3.5%. |Mr. Li left.",
+    "“Go.” |“No.”", "It grew by 12345678901234567890. |Then he left.", "Prices rose 3.5%. |Mr. Li left.",
     "He left.\u3000|她来了。", "一。|Two. |三。",
 ]  # fmt: skip
 
