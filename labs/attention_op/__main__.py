@@ -88,7 +88,8 @@ def check(backends: list[str]) -> bool:
 
 def check_attention(backend: str) -> bool:
     """Sizes that are no multiples of a block; Triton computes no fp64, which numerical derivatives need."""
-    dtypes, sizes = [torch.float32] if backend == "triton" else [torch.float32, torch.float64], (3, 2, 37, 41, 16, 24)
+    dtypes = [torch.float32] if backend == "triton" else [torch.float32, torch.float64]
+    sizes = (3, 2, 37, 41, 16, 24)  # B, H, S, T, D, W
     errors = {dtype: checks.check_attention(backend, sizes, dtype, device_of(backend)) for dtype in dtypes}
     derivative = None if backend == "triton" else checks.gradcheck_attention(backend)
     return check_line("attention", backend, checks.terms_of(sizes), errors, derivative)
@@ -133,10 +134,8 @@ def time_gelu(config: Config, backends: list[str]) -> None:
     contestants = {"F.gelu": ("cpu", F.gelu)}
     for backend in (b for b in backends if b in GELU_BACKENDS):
         contestants[backend] = "cpu", lambda x, b=backend: gelu(x, backend=b)
-    shape = (
-        config.batch * config.seq,
-        4 * config.heads * config.width,
-    )  # the hidden layer of a Transformer of this width
+    # The hidden layer of a Transformer of this width: four times as wide.
+    shape = (config.batch * config.seq, 4 * config.heads * config.width)
     print(f"gelu of {shape}")
     race(contestants, lambda device: [torch.randn(shape, device=device)], config.turns)
 

@@ -226,7 +226,7 @@ def threshold(dropout: float) -> int:
 
 def mix(x: Tensor) -> Tensor:
     """Scramble int32 numbers in place: "lowbias32" of Chris Wellons's hash prospector. PyTorch's >> copies the sign bit,
-    so the shifted number is masked; its product wraps around."""
+    so the shifted number is masked; a product wraps around, and − 2**32 makes its factor an int32 of the same bits."""
     x ^= (x >> 16) & 0xFFFF
     x *= 0x7FEB352D
     x ^= (x >> 15) & 0x1FFFF

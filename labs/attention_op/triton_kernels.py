@@ -1,7 +1,8 @@
 """Attention for an NVIDIA GPU in Triton: `RecomputedAttention` with a program for each block (Dao et al. 2022; Tillet et al.
 2019). The formulas are derived in attention_python.py.
 
-N rows times heads, S queries, T keys, D width of queries and keys, W width of values.
+N rows times heads (n: one of them), S queries, T keys, D width of queries and keys, W width of values. In a kernel
+own_…: of the block that its program is for; some_…: of the block that its loop is at.
 
 A GPU has no megabyte of fast memory for a core, so the keys too are gone through in blocks, and the softmax is made on the way:
 with the scores seen so far it has a largest one m, a sum l = Σ exp(a − m) and an output Σ exp(a − m) v; a larger m′ multiplies

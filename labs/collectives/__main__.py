@@ -60,8 +60,8 @@ def main(config: Config) -> None:
     if under_torchrun and config.given & {"processes", "port"}:
         raise UserError("--processes and --port are torchrun's here; give it --nproc_per_node and --master_port")
     size = config.processes if "processes" in config.given else len(config.gpu_devices) or config.processes
-    words = os.environ.get("WORLD_SIZE", "")
-    check_devices(config, int(words) if words.isdecimal() else size)
+    world_size = os.environ.get("WORLD_SIZE", "")  # torchrun's
+    check_devices(config, int(world_size) if world_size.isdecimal() else size)
     if "gather" in lessons:
         gather = partial(lesson_gather, gpus=config.gpu_devices, target=config.target_device)
         lessons = lessons | {"gather": gather}

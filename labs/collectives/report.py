@@ -27,6 +27,7 @@ def launch(work, size: int, *arguments, port: int = 0):
     except OSError as error:
         raise UserError(f"--port {port}: {os.strerror(error.errno)}; give another, or leave the flag out") from None
     port = listener.getsockname()[1]
+    # The store takes the listening socket over, so nobody can take the port in between.
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     variables = dict(WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE=True)
     rest = (variables, work, arguments)

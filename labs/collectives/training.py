@@ -66,7 +66,7 @@ def scaling_settings(size: int) -> tuple[int, list[tuple[str, int, float, int]]]
     On normal data SGD is stable for lr < 2 / (1 + (D + 1) / B). While B is far below D the batch's noise sets this limit,
     and it grows with B: that is what the linear rule rests on. One process takes 0.6 of the limit.
     """
-    features, batch, steps = 16 * size**2, 2 * size, 80 * size
+    features, batch, steps = 16 * size**2, 2 * size, 80 * size  # even rule 2's batch, 2 N², is far below D = 16 N²
     lr = 0.6 * 2 / (1 + (features + 1) / batch)
     larger = scaled_lr(lr, batch * size, batch, "linear")
     return features, [("rule 1: batch / N, lr", batch, lr, steps),
@@ -198,6 +198,7 @@ def train_half(
     Products and gradients in `number_format`; the weights and their update in fp32 (master weights), or without `master` in
     `number_format` too, as after `model.half()`.
     """
+    # 1e-3 and 4e-3: gradients so small that fp16 rounds most to 0; times 50 they are steps of 0.4 · mean(error · x).
     x, y = synthetic(rows=64, features=16, seed=7)
     y, w, zeros = y[:, None] * 1e-3, torch.zeros(16, 1), []  # (B, 1), (D, 1)
     for _ in range(steps):

@@ -117,7 +117,7 @@ def train(config: Config) -> Path | None:
 
     # -------- what cannot be is refused here, by every rank, before anything is allocated
     world = distributed.start(config.device)
-    # All ranks agree, so all are here: one that left sooner would be missed by those that are still joining.
+    # The ranks agree on the format, so all have joined: one refused sooner would have left the others waiting.
     precision = choose_precision(world.device, config.precision, training=True, world=world)
     check_grid(replace(config, precision=precision.name), sizes, world.size)
     need = plan.check_fits(config, sizes, world, precision.name != "fp32")
@@ -127,7 +127,7 @@ def train(config: Config) -> Path | None:
         checkpoint = world.on_main(lambda: checkpoints.newest(run.folder)) if config.resume else None
 
         # -------- data: made by rank 0 in the cache beside the runs; the others wait, then read it
-        world.on_main(lambda: load(config, sizes, run.cache, log) and None)
+        world.on_main(lambda: load(config, sizes, run.cache, log) and None)  # None: nothing to send
         data = load(config, sizes, run.cache, log=lambda line: None)
         sizes = replace(sizes, vocabulary=data.vocabulary)
         need = plan.check_fits(config, sizes, world, precision.name != "fp32")  # with a named tokenizer's vocabulary
@@ -140,7 +140,7 @@ def train(config: Config) -> Path | None:
         memory = measure.Memory(world.device)
         layout = Layout(config, sizes, world, precision)
         optimizer = make_optimizer(layout)
-        if config.offload == "parameters":  # fp16's scale is where the gradients are: from the GPU it might come late
+        if config.offload == "parameters":  # fp16's scale is made on the CPU, as gradients: from the GPU it may be late
             precision.scaler.scale(torch.zeros(()))
         state = {"step": 0, "minutes": 0.0}
         if checkpoint:
@@ -153,10 +153,11 @@ def train(config: Config) -> Path | None:
                 precision.scaler.load_state_dict(run.state["scaler"])
             log(f"resumed after step {state['step']:,} from {checkpoint}")
         total = config.max_steps or config.epochs * data.batches("train")
+        # What ends the run: resumed with another end, it plans the rest of the learning rate anew.
         end = [config.max_steps or f"{config.epochs} epochs", config.max_minutes]
         timetable = schedule.plan(config.lr, config.warmup, total)
         timetable = schedule.Schedule(**run.state["schedule"]) if run.state else timetable
-        asked = config.given & {"epochs", "max_steps", "max_minutes"}  # all that an older run has to go by
+        asked = config.given & {"epochs", "max_steps", "max_minutes"}  # for runs saved without `end`
         if run.state and (run.state["end"] != end if "end" in run.state else asked):
             timetable = timetable.extended(state["step"], total)
         state["end"] = end

@@ -36,7 +36,7 @@ def save(folder: Path, step: int, layout, optimizer, state: dict, world: World) 
     tensors = {"model": detached(layout.weights), "optimizer": optimizer_tensors(layout, optimizer)}
     try:
         dcp.save(tensors, checkpoint_id=temporary)
-    except dcp.CheckpointException as error:  # no `Exception`; on every rank
+    except dcp.CheckpointException as error:  # a BaseException, not an `Exception`; raised on every rank
         reason = next(iter(error.failures.values()))[0]
         raise UserError(f"cannot write {temporary}: {reason}; free some space, then --resume") from None
 

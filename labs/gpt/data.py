@@ -8,6 +8,7 @@ Of Web of Science (https://data.mendeley.com/datasets/9rw3vkcfy4/6) only the abs
 
 import csv
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -56,6 +57,7 @@ class Data:
         if split == "train":
             order = np.random.default_rng((self.seed, epoch)).permutation(self.sequences(split))
         else:
+            # It begins at the front again where a batch needs more sequences than there are.
             order = np.resize(np.arange(self.sequences(split)), self.batches(split) * self.batch_size)
         chosen = order[number * self.batch_size : (number + 1) * self.batch_size]
         # One token more than T, so that each token has a next one.
@@ -181,10 +183,10 @@ def read_file(file: Path) -> tuple[list[str], str]:
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
     header = text.partition("\n")[0].split("\t")
-    if len(header) > 1:
+    if len(header) > 1 and (ABSTRACT in header or file.suffix.lower() == ".tsv"):  # else a line with a tab in it
         if ABSTRACT not in header:
             raise UserError(f"{file} is a table without the column {ABSTRACT}; it has {', '.join(header)[:100]}")
-        rows = csv.DictReader(text.splitlines(keepends=True), delimiter="\t")  # undoes the quotes
+        rows = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t")  # undoes the quotes
         texts = [row[ABSTRACT].strip() for row in rows if row[ABSTRACT]]
         return texts, "abstracts of Web of Science, their labels and keywords are not read"
     lines = text.splitlines()

@@ -43,10 +43,12 @@ class CausalSelfAttention(nn.Module):
         heads = self.c_attn(x).unflatten(2, (-1, 3, self.head_size))  # (B, T, H, 3, W)
         q, k, v = (part.transpose(1, 2) for part in heads.unbind(3))  # (B, H, T, W) each
         if past is not None:  # generation: keys and values of the tokens before, to which these are added
-            past[:] = k, v = [torch.cat(pair, dim=2) for pair in zip(past, (k, v))] if past else (k, v)
+            k, v = [torch.cat(pair, dim=2) for pair in zip(past, (k, v))] if past else (k, v)  # (B, H, P + T, W) each
+            past[:] = k, v
         # A GPU's fused attention wants widths of whole eights: zeros, which add nothing to a product.
         if x.is_cuda and self.head_size % 8:
             q, k, v = (F.pad(part, (0, -self.head_size % 8)) for part in (q, k, v))
+        # Behind a past comes one token at a time, which may see all keys: no mask.
         x = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] == k.shape[2], scale=self.head_size**-0.5)
         x = x[..., : self.head_size]  # (B, H, T, W)
         return self.c_proj(x.transpose(1, 2).flatten(2))  # (B, T, D)

@@ -157,6 +157,7 @@ class Layout:
             last.wte.weight = nn.Parameter(first.wte.weight.detach())
         if self.config.model == "hf":
             first.model.tie_weights()  # which `to_empty` has undone
+        # Reversed: of a name that both have (wte.weight, with ZB-V) the first stage's weight stays.
         return {name: weight for part in reversed(self.parts) for name, weight in part.named_parameters()}
 
     def _make_schedule(self) -> None:

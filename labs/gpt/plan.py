@@ -48,11 +48,11 @@ def memory(config, sizes: Sizes, processes: int, narrow: bool) -> Need:
     """What the fullest rank needs. `narrow`: matrix products in bf16 or fp16 (the weights themselves stay fp32)."""
     data = processes // (config.tensor * config.pipe)
     cut = config.tensor * (data if config.data_parallel in ("zero2", "zero3") else 1)  # into how many a weight is cut
-    layers = -(-sizes.layers // config.pipe)
+    layers = -(-sizes.layers // config.pipe)  # of the rank that has most: rounded up
     here = sizes.embedding_parameters + layers * sizes.block_parameters  # the first stage; the last has about the same
     block, ends = sizes.block_parameters / config.tensor, sizes.embedding_parameters / config.tensor
     gathered = 2 if narrow else 4  # bytes a weight as it is computed with
-    weights = 4 * here / cut
+    weights = 4 * here / cut  # fp32
     if config.data_parallel == "zero2":  # all are gathered until the backward pass is done
         weights += gathered * here / config.tensor
     elif config.data_parallel == "zero3":  # the one at work, the next one on its way, and the embedding
@@ -61,13 +61,13 @@ def memory(config, sizes: Sizes, processes: int, narrow: bool) -> Need:
         weights += 2 * here / cut
     gathers = cut > config.tensor or config.offload == "parameters"
     gradients = 4 * here / cut + (4 * (2 * block + ends) if gathers else 0)
-    optimizer = 8 * here / cut
+    optimizer = 8 * here / cut  # AdamW's two moments, in fp32
     if config.data_parallel == "zero1":  # deals out whole matrices
         optimizer = 8 * max(here / data, sizes.vocabulary * sizes.hidden)
     host = 0.0
     if config.offload == "optimizer":  # on the way to the CPU and back: one matrix at a time
         host, optimizer = optimizer, 4.0 * sizes.vocabulary * sizes.hidden
-    elif config.offload == "parameters":
+    elif config.offload == "parameters":  # a weight, its gradient and its moments are 16 bytes
         host, weights, gradients, optimizer = 16 * here / cut, weights - 4 * here / cut, gradients - 4 * here / cut, 0.0
 
     tokens = config.batch_size / (data * config.accumulate) * sizes.sequence

@@ -46,7 +46,7 @@ class Sizes:
         return 6.0 * matrices + 12.0 * self.layers * self.sequence * self.hidden
 
 
-# 124m to 1.5b are GPT-2's own; 1.6b is the handout's row, which differs in the number of heads.
+# Hidden size, heads, layers, sequence. 124m to 1.5b are GPT-2's own; 1.6b is the handout's row, of 32 heads.
 PRESETS = {
     "toy": Sizes(32, 4, 4, 32, vocabulary=512, lr=3e-3, batch_size=12),
     "mini": Sizes(192, 6, 4, 128, vocabulary=4096, lr=2e-3, batch_size=8),

@@ -57,6 +57,7 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a wro
     config = parse_flags(Config, "LeNet-5 on MNIST; the result goes to runs/NAME")
 
 import json
+import math
 import time
 import zlib
 
@@ -77,7 +78,7 @@ MAY_CHANGE = {"data", "dataloader", "workers", "epochs", "log_every", "compile",
 
 def main(config: Config) -> None:
     """One run, from the data to the result on the test images."""
-    config = saved_settings(config, MAY_CHANGE)  # the device is one of them
+    config = saved_settings(config, MAY_CHANGE)  # on --resume the run's own, its device among them
     world = distributed.start(config.device)
     device = world.device
     if device.type == "cpu":
@@ -91,10 +92,10 @@ def main(config: Config) -> None:
         if config.data == "drawn":
             run.log(f"data: printed digits drawn here, easier than handwriting. For MNIST {HOW_TO_GET}")
         check_sum = check_sum_of(digits, tests)
-        steps_per_epoch = -(-len(digits) // config.batch)
+        steps_per_epoch = math.ceil(len(digits) / config.batch)
         if len(digits) // steps_per_epoch < world.size:
             raise UserError(f"--batch {config.batch} leaves no image for some of {world.size} processes; give more")
-        if not config.dataloader:  # whose processes and pinned memory want them on the CPU
+        if not config.dataloader:  # its processes and its pinned memory need the images on the CPU
             digits.to(device)
         tests.to(device)
 
@@ -108,10 +109,10 @@ def main(config: Config) -> None:
         precision = choose_precision(device, "fp32")  # bf16 makes layers this small no faster on a CPU
         optimizer = torch.optim.AdamW(parameters, lr=1.0, fused=True)  # its rate is set at every step
         config.lr = config.lr or LEARNING_RATE[config.variant]
-        rates = schedule.plan(config.lr, 0, config.epochs * steps_per_epoch)
+        rates = schedule.plan(config.lr, 0, config.epochs * steps_per_epoch)  # 0: warm-up in a tenth of the steps
         fresh = {"step": 0, "window": [0.0, 0.0, 0.0], "check_sum": check_sum}
         state = run.restore(model, optimizer, precision) or fresh
-        if "schedule" in state:  # it goes on; to another end, from the rate that it had
+        if "schedule" in state:  # of a resumed run; with other --epochs it goes on from the rate that it had reached
             saved = schedule.Schedule(**state["schedule"])
             rates = saved if saved.total == rates.total else saved.extended(state["step"], rates.total)
         if state["check_sum"] != check_sum:
@@ -120,7 +121,7 @@ def main(config: Config) -> None:
         loss_and_hits = LossAndHits(model)
         loss_and_hits = world.data_parallel(torch.compile(loss_and_hits) if config.compile else loss_and_hits)
         step = state["step"]
-        # (3,): this rank's losses, hits and images since the last point of the curves; what was saved is rank 0's.
+        # (3,): this rank's losses, hits, images since the curves' last point; rank 0 takes the sum that `save` wrote.
         window = torch.tensor(state["window"], device=device) * world.is_main
 
         def save() -> None:
@@ -244,12 +245,13 @@ def score(model: LeNet5, tests: Digits, world: distributed.World) -> Tensor:
         scores[rows] = model(tests[rows][0]).log_softmax(1)
         times_seen[rows] += 1
     assert (world.sum(times_seen) == 1).all(), "every test image counts exactly once"
-    return world.sum(scores).cpu()
+    return world.sum(scores).cpu()  # every row is zeros on all ranks but one
 
 
 def result_of(scores: Tensor, labels: Tensor) -> dict:
     """Accuracy, confusion matrix (rows: the true digit, columns: the answer) and the mistakes, surest ones first."""
     answers = scores.argmax(1)
+    # Each pair (digit, answer) becomes one number below 100, so one call counts all pairs.
     confusion = torch.bincount(labels * DIGITS + answers, minlength=DIGITS**2).view(DIGITS, DIGITS)
     wrong = (answers != labels).nonzero().flatten()
     wrong = wrong[scores[wrong].amax(1).argsort(descending=True, stable=True)]

@@ -142,7 +142,8 @@ def rows_of_epoch(count: int, batch: int, seed: int, epoch: int) -> tuple[Tensor
 
     Batches differ by one image at most; there is no small last one.
     """
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**32)  # it looks at 32 bits only
+    # Neighbouring seeds lie a million epochs apart; the CPU's generator looks at 32 bits only.
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**32)
     return torch.randperm(count, generator=generator).tensor_split(math.ceil(count / batch))
 
 

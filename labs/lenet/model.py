@@ -24,7 +24,7 @@ class LeNet5(nn.Module):
         squash = {"relu": ACTIVATIONS[activation], "sigmoid": nn.Sigmoid, "paper": ScaledTanh}[variant]
         pool = {"relu": lambda _: nn.MaxPool2d(2), "sigmoid": lambda _: nn.AvgPool2d(2), "paper": PaperPooling}[variant]
         self.c1 = nn.Sequential(nn.Conv2d(1, 6, 5), squash())  # (B, 6, 28, 28), from images padded to 32 × 32
-        self.s2 = pool(6)  # (B, 6, 14, 14)
+        self.s2 = pool(6)  # (B, 6, 14, 14); only the paper's pooling, which has weights, needs the number of maps
         self.c3 = nn.Sequential(PaperConvolution() if paper else nn.Conv2d(6, 16, 5), squash())  # (B, 16, 10, 10)
         self.s4 = pool(16)  # (B, 16, 5, 5)
         # A 5 × 5 convolution of a 5 × 5 map sees all of it: a linear layer, and quicker as one.
@@ -122,7 +122,7 @@ class PaperConvolution(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(60, 5, 5))
+        self.weight = nn.Parameter(torch.empty(60, 5, 5))  # a kernel for each connection
         self.bias = nn.Parameter(torch.zeros(16))
         # Where each kernel stands in the full weight (16 × 6, 5, 5). Zeros elsewhere: quicker than 16 small convolutions.
         places = [6 * to + origin for to, origins in enumerate(CONNECTIONS) for origin in origins]
@@ -130,7 +130,7 @@ class PaperConvolution(nn.Module):
 
     def full_weight(self) -> Tensor:
         """(16, 6, 5, 5), zeros where a map of C3 does not see one of S2."""
-        zeros = self.weight.new_zeros(96, 5, 5)
+        zeros = self.weight.new_zeros(16 * 6, 5, 5)
         return zeros.index_copy(0, self.places, self.weight).view(16, 6, 5, 5)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class Config:
     preset: str = flag("lab", "handout: its sizes and settings, for the flags left out (lab|handout)", "Model")
     d_model: int = flag(64, "model width", "Model", least=1)
     nhead: int = flag(4, "attention heads", "Model", least=1)
-    dim_feedforward: int = flag(256, "", "Model", least=1)
+    dim_feedforward: int = flag(256, "width of the feed-forward layers", "Model", least=1)
     num_layers: int = flag(8, "layers, shared out over the stages", "Model", least=1)
     post_norm: bool = flag(False, "layer norm behind attention and feed-forward net, not before them", "Model")
     dropout: float = flag(0.0, "share of activations dropped; each process draws its own", "Model", least=0, below=1)
@@ -89,7 +89,7 @@ class Config:
         if self.schedule in ("interleaved", "zb") and self.micro_batches % rounds:
             raise UserError(
                 f"--schedule {self.schedule} takes micro-batches in rounds of about one a process: {self.micro_batches} do "
-                f"not divide into {rounds} equal rounds; give --micro_batches {rounds * ranks} or {rounds * ranks + rounds}"
+                f"not divide into {rounds} equal rounds; give --micro_batches {rounds * ranks} or {(rounds + 1) * ranks}"
             )
 
 
@@ -149,18 +149,19 @@ def train(config: Config) -> None:
 def loop(run: Run, sequences: Tensor, pipeline: Pipeline, optimizer: torch.optim.Optimizer, state: dict) -> None:
     """Step after step until all are done or a signal came."""
     config, measured = run.config, Measured(run.world, pipeline)
-    steps_per_epoch = -(-len(sequences) // config.batch_size)
+    steps_per_epoch = math.ceil(len(sequences) / config.batch_size)
     last = config.max_steps or config.epochs * steps_per_epoch
     log_every = config.log_every or min(steps_per_epoch, 50)
     begun, why = state["step"], "all steps are done"
-    since, before = time.perf_counter(), state["targets"]  # those of an interrupted run
+    since, before = time.perf_counter(), state["targets"]  # targets before `since`: those of an interrupted run
     while state["step"] < last:
         tokens, target = batch_of_step(sequences, state["step"], config.batch_size, config.seed)
-        counted = state["step"] == min(begun + 1, last - 1)  # by then the optimizer's state is there
-        due = pipeline.recorder.on = (state["step"] + 1) % log_every == 0 or state["step"] + 1 == last  # a line
+        memory_step = state["step"] == min(begun + 1, last - 1)  # the second: by then the optimizer's state is there
+        line_due = (state["step"] + 1) % log_every == 0 or state["step"] + 1 == last
+        pipeline.recorder.on = line_due  # looking at the clock makes a GPU wait: only in steps that a line tells of
         run.world.set_seed(config.seed, state["step"])  # dropout: a resumed run draws what it would have drawn
         optimizer.zero_grad()
-        with measured.counting() if counted else nullcontext():
+        with measured.counting() if memory_step else nullcontext():
             loss = pipeline.forward_backward(tokens, target)
         if not math.isfinite(loss):  # on all ranks alike
             raise UserError(f"the loss is {loss} at step {state['step'] + 1}; go on from the last checkpoint, or give "
@@ -169,9 +170,9 @@ def loop(run: Run, sequences: Tensor, pipeline: Pipeline, optimizer: torch.optim
         state["targets"] += int((target != NOTHING).sum())
         optimizer.step()
         state["step"] = step = state["step"] + 1
-        if counted:
+        if memory_step:
             measured.add_memory()
-        if due:
+        if line_due:
             mean = state["loss"] / state["targets"]
             speed = (state["targets"] - before) / (time.perf_counter() - since)
             bubble = measured.add_step(speed) if step > begun + 2 else None
@@ -204,7 +205,7 @@ def whole(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> tuple[dict, d
     weights = {name: weight.detach().cpu() for name, weight in pipeline.parameters.items()}
     states = {name: {key: value.cpu() for key, value in optimizer.state[weight].items() if value is not None}
               for name, weight in pipeline.parameters.items()}  # fmt: skip
-    gathered = pipeline.world.gather((weights, states))
+    gathered = pipeline.world.gather((weights, states))  # a pair of dicts for each rank → one pair for all
     return tuple({k: v for part in parts for k, v in part.items()} for parts in zip(*gathered)) if gathered else None
 
 

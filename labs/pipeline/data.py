@@ -3,6 +3,7 @@
 N sequences in all, B in a batch, S tokens that the model sees.
 """
 
+import math
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,14 +18,14 @@ from labs.pipeline.stages import NOTHING
 def load(config) -> tuple[Tensor, int]:
     """The sequences, (N, S+1) with NOTHING behind the end of a text, whose tokens are bytes; the size of the vocabulary."""
     if not config.data:
-        length = config.length or 9
+        length = config.length or 9  # the handout's: DATASET_LENGTH − 1 here, VOCAB_SIZE 100 below
         return torch.arange(config.sequences).unsqueeze(1).expand(-1, length + 1), max(100, config.sequences)
     content = read_text(Path(config.data).expanduser())
     if len(content) < 2:
         raise UserError(f"--data {config.data} holds {len(content)} bytes; a text needs at least two")
     tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8).int()
     length = config.length or 128
-    rows = -(-(len(tokens) - 1) // length)  # each token but the first is a target once; the last row may be short
+    rows = math.ceil((len(tokens) - 1) / length)  # each token but the first is a target once; the last row may be short
     tokens = F.pad(tokens, (0, rows * length + 1 - len(tokens)), value=NOTHING)
     return tokens.unfold(0, length + 1, length), 256
 
@@ -52,9 +53,9 @@ def batch_of_step(sequences: Tensor, step: int, batch_size: int, seed: int) -> t
     The last batch of an epoch may be short: it is filled up with rows of NOTHING, which change neither loss nor
     gradient, since the stages exchange tensors of one size.
     """
-    steps_per_epoch = -(-len(sequences) // batch_size)
+    steps_per_epoch = math.ceil(len(sequences) / batch_size)
     epoch, number = divmod(step, steps_per_epoch)
     order = order_of_epoch(len(sequences), seed, epoch)
     rows = sequences[order[number * batch_size : (number + 1) * batch_size]].long()
     rows = F.pad(rows, (0, 0, 0, batch_size - len(rows)), value=NOTHING)  # (B, S+1)
-    return rows[:, :-1].clamp(min=0), rows[:, 1:]
+    return rows[:, :-1].clamp(min=0), rows[:, 1:]  # NOTHING has no embedding: as an input it is token 0

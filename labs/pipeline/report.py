@@ -66,6 +66,7 @@ def report(measured: Measured, run: Run, step: int) -> None:
     config, ranks, events = run.config, run.world.size, measured.typical()
     order = order_of(events)
     theory = bubble_in_theory(config.schedule, ranks, config.stages_per_rank, config.micro_batches)
+    # The order with F = I = W: what is called theory below where no formula holds.
     equal = bubble_share(simulate(order, lambda kind, stage: 2.0 if kind == "B" else 1.0), ranks)
     own_times = bubble_share(simulate(order, mean_seconds(events)), ranks)
     share = median(bubble_share(events, ranks) for events in measured.steps)

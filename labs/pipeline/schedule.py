@@ -82,9 +82,9 @@ def bubble_share(events: list[Event], ranks: int) -> float:
 
 def own_bubble_share(events: list[Event], ranks: int) -> float:
     """As `bubble_share`, each rank between its own first and last event: what Qi et al. call zero is this one."""
-    spans = [[event for event in events if event.rank == rank] for rank in range(ranks)]
+    by_rank = [[event for event in events if event.rank == rank] for rank in range(ranks)]
     return 1 - sum(event.end - event.start for event in events) / sum(
-        max(event.end for event in span) - min(event.start for event in span) for span in spans
+        max(event.end for event in own) - min(event.start for event in own) for own in by_rank
     )
 
 
@@ -117,6 +117,7 @@ def simulate(order: dict[int, list[tuple[str, int, int]]], seconds) -> list[Even
     done, free, waiting = {}, defaultdict(float), {rank: list(actions) for rank, actions in order.items()}
 
     def inputs(kind, stage, micro_batch):
+        """F waits for the stage before; B and I for the one behind, in the last stage for its F; W for its own I."""
         if kind == "W":
             return [("I", stage, micro_batch)]
         if kind == "F":

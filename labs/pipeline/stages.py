@@ -40,7 +40,8 @@ class Embedding(nn.Module):
 class Layer(nn.Module):
     """Self-attention and a feed-forward net, a layer norm before each (or behind, `post_norm`), (B, S, D) → (B, S, D).
 
-    The mask is made in here: a mask handed down through the stages can be forgotten on the way, as in the handout.
+    The mask is made in here: a mask handed down through the stages can be forgotten on the way, as in the handout:
+    its `Transformer` takes one and gives none to its `TransformerBlock`s, which are these layers.
     """
 
     def __init__(self, config):
@@ -81,7 +82,7 @@ class LanguageModel(nn.Module):
         self.embedding = Embedding(vocab, config.d_model, longest)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         last_norm = nn.Identity() if config.post_norm else nn.LayerNorm(config.d_model)  # post-norm: the layer's own
-        self.head = nn.Sequential(last_norm, nn.Linear(config.d_model, vocab))
+        self.head = nn.Sequential(last_norm, nn.Linear(config.d_model, vocab))  # the handout's `out_linear`
         nn.init.normal_(self.head[1].weight, std=0.02)  # so that the loss begins at ln V
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -161,7 +162,7 @@ class Pipeline:
             self.recorder.watch(stage)
             if world.device.type == "cpu":
                 # A greeting of neighbours that NCCL wants. In torch 2.11 a ZB-V rank would greet itself, which gloo refuses.
-                stage._get_init_p2p_neighbors_ops = list
+                stage._get_init_p2p_neighbors_ops = list  # which returns [], no messages
         schedule = SCHEDULES[config.schedule]
         self.schedule = schedule(
             self.stages[0] if issubclass(schedule, pipelining.schedules.PipelineScheduleSingle) else self.stages,

@@ -34,7 +34,7 @@ class Config:
     d_embedding: int = flag(0, "embedding width; 0: GloVe's, else d_model", "Model", least=0)
     nhead: int = flag(4, "attention heads", "Model", least=1)
     layers: int = flag(2, "encoder layers", "Model", least=1)
-    dim_feedforward: int = flag(512, "", "Model", least=1)
+    dim_feedforward: int = flag(512, "width of the feed-forward layers", "Model", least=1)
     dropout: float = flag(0.3, "share of activations dropped", "Model", least=0, below=1)
     positions: str = flag("learned", "positional encoding (learned|sinusoidal)", "Model")
     glove: str = flag("", "text file of vectors that the embedding begins with", "Model")
@@ -45,7 +45,7 @@ class Config:
     batch: int = flag(32, "segments in a step, of all processes together", "Training", least=1)
     lr: float = flag(2e-3, "peak learning rate", "Training", above=0, below=10)
     warmup: int = flag(0, "steps of rising learning rate; 0: a tenth, at most 1000", "Training", least=0)
-    weight_decay: float = flag(0.1, "", "Training", least=0)
+    weight_decay: float = flag(0.1, "of matrices, not of biases and norms", "Training", least=0)
     label_smoothing: float = flag(0.1, "share of probability spread over all tokens", "Training", least=0, below=1)
     clip: float = flag(0.5, "largest norm of the gradient; 0: not clipped", "Training", least=0)
     sampling: str = flag("static", "segments: each once an epoch, or by loss (static|dynamic)", "Training")
@@ -104,7 +104,7 @@ CONFUSED = 12  # tokens in the confusion table
 
 def main(config: Config) -> None:
     """One run, from the text to the test."""
-    config = saved_settings(config, MAY_CHANGE)  # the device is one of them
+    config = saved_settings(config, MAY_CHANGE)  # on --resume the run's own, its device among them
     world = distributed.start(config.device)
     device = world.device
 
@@ -125,7 +125,7 @@ def main(config: Config) -> None:
         decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
         rest = [parameter for parameter in model.parameters() if parameter.dim() < 2]  # biases and norms
         groups = [dict(params=decayed, weight_decay=config.weight_decay), dict(params=rest, weight_decay=0.0)]
-        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.98), fused=True)
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.98), fused=True)  # Vaswani et al. 2017
         sampler = SegmentSampler(len(text.ids["train"]), config.segment, config.sampling, config.sharpness, config.epochs,
                                  config.seed, device, config.resample_every)  # fmt: skip
         steps_per_epoch = math.ceil(len(sampler.lengths) / config.batch)
@@ -157,7 +157,7 @@ def main(config: Config) -> None:
                 sums, table = evaluate(
                     model, ids, vocabulary.eos, config.segment, config.pad, world, confused, vocabulary.unk
                 )
-            loss = sums["loss"] / len(ids)
+            loss = sums["loss"] / len(ids)  # nats; at most 50 go into exp, here and below: it overflows at 710
             scores = {"loss": loss, "perplexity": math.exp(min(loss, 50)), "accuracy": sums["correct"] / len(ids)}
             if vocabulary.unk is not None:  # guessing <unk> everywhere is right for every sixth word of WikiText-2
                 scores["accuracy_without_unk"] = sums["correct_known"] / max(1, (ids != vocabulary.unk).sum().item())
@@ -203,7 +203,7 @@ def main(config: Config) -> None:
                 tokens_of_step = sampler.lengths[segments].sum().item()  # of all ranks
                 mine = segments[world.rank :: world.size]
                 spans = sampler.spans(mine if len(mine) else segments[:1])
-                # They stay on the CPU, and the model sends on what it needs: so the GPU is asked for no length.
+                # They stay on the CPU until the model sends on what it needs: no length has to be asked of the GPU.
                 ids = text.ids["train"]
                 tokens, targets, real = gather_segments(ids, spans, vocabulary.eos, config.segment, config.pad)
                 counted = real & (len(mine) > 0)  # DDP wants a forward pass of a rank without a segment, too
@@ -218,8 +218,9 @@ def main(config: Config) -> None:
                 norm = precision.step(optimizer, trained, config.clip, step)
 
                 rows = send(counted.nonzero()[:, 0], device)  # (N,) the segment of each loss
-                sampler.record(mine, losses.new_zeros(len(spans)).index_add_(0, rows, losses)[: len(mine)])
-                meter.add(0, tokens_of_step, config.batch * config.segment)
+                segment_losses = losses.new_zeros(len(spans)).index_add_(0, rows, losses)  # (B,) summed over tokens
+                sampler.record(mine, segment_losses[: len(mine)])
+                meter.add(0, tokens_of_step, config.batch * config.segment)  # 0: there is no source text
                 meter.end_step()
                 if step % config.log_every == 0 or step == total_steps:
                     precision.check_finite()
@@ -292,12 +293,12 @@ def read_text(config: Config) -> tuple[Text, Tensor | None, Config]:
 
 
 def start_stage(model: LanguageModel, config: Config, run: Run, embedding_only: bool) -> torch.nn.Module:
-    """Freeze all but embedding and positions, or nothing; → model and loss in one, under DDP with several processes."""
+    """The handout's 预训练 (all but embedding and positions frozen) or 微调 (nothing frozen); → model and loss in one."""
     first = {id(parameter) for parameter in model.embedding_parameters()}
     for parameter in model.parameters():
         parameter.requires_grad_(not embedding_only or id(parameter) in first)
     run.log("stage: " + ("embedding and positions are trained" if embedding_only else "all weights are trained"))
-    return run.world.data_parallel(SmoothedLoss(model, config.label_smoothing))
+    return run.world.data_parallel(SmoothedLoss(model, config.label_smoothing))  # DDP asks here what is frozen
 
 
 def samples(model: LanguageModel, text: Text, config: Config) -> list[str]:

@@ -23,11 +23,11 @@ class LanguageModel(nn.Module):
     def __init__(self, vocabulary: int, sizes):
         """`sizes`: d_model, d_embedding, nhead, layers, dim_feedforward, dropout, positions, segment."""
         super().__init__()
-        self.width, self.nhead, embedding = sizes.d_model, sizes.nhead, sizes.d_embedding or sizes.d_model
-        self.embedding = nn.Embedding(vocabulary, embedding)
-        nn.init.normal_(self.embedding.weight, std=embedding**-0.5)
-        self.up = nn.Linear(embedding, self.width) if embedding != self.width else nn.Identity()
-        self.down = nn.Linear(self.width, embedding) if embedding != self.width else nn.Identity()
+        self.width, self.nhead, d_embedding = sizes.d_model, sizes.nhead, sizes.d_embedding or sizes.d_model
+        self.embedding = nn.Embedding(vocabulary, d_embedding)
+        nn.init.normal_(self.embedding.weight, std=d_embedding**-0.5)
+        self.up = nn.Linear(d_embedding, self.width) if d_embedding != self.width else nn.Identity()  # E → D
+        self.down = nn.Linear(self.width, d_embedding) if d_embedding != self.width else nn.Identity()  # D → E
         if sizes.positions == "learned":
             self.positions = nn.Parameter(torch.randn(sizes.segment, self.width) * 0.02)
         else:
@@ -75,8 +75,8 @@ class LanguageModel(nn.Module):
         else:
             # A padded place may see itself: a row that may see nothing would be a row of nan.
             itself = torch.eye(length, dtype=torch.bool, device=device)
-            hidden = (self.later[:length, :length] | ~send(real, device).unsqueeze(1)) & ~itself  # (B, S, S)
-            x = self.encoder(x, mask=hidden.repeat_interleave(self.nhead, 0))
+            unseen = (self.later[:length, :length] | ~send(real, device).unsqueeze(1)) & ~itself  # (B, S, S)
+            x = self.encoder(x, mask=unseen.repeat_interleave(self.nhead, 0))  # (B·H, S, S), as torch wants it
         if counted is not None:  # (N, D): the largest product is made for them only
             x = x.flatten(0, 1).index_select(0, send(counted.flatten().nonzero()[:, 0], device))
         return self.down(self.dropout(x))
@@ -95,13 +95,13 @@ class SmoothedLoss(nn.Module):
         hidden, truth = self.model.hidden(tokens, real, counted), send(targets[counted], bias.device)  # (N, E), (N,)
         loss = F.cross_entropy(F.linear(hidden, weight, bias).float(), truth, reduction="none")  # (N,): −log p(truth)
         # Smoothed: (1 − s) · loss + s · (−log p, averaged over the vocabulary) = loss + s · (logit of truth − mean logit).
-        # Both logits are products with one vector, so that the (N, V) logits are passed over once only.
+        # That difference, `ahead`, is `hidden` times one vector a token: no second pass over the (N, V) logits.
         ahead = (hidden * (weight[truth] - weight.mean(0))).sum(-1) + bias[truth] - bias.mean()
         return (loss + self.smoothing * ahead).sum(), loss.detach()
 
 
 def send(x: Tensor, device: torch.device) -> Tensor:
-    """To the device; from pinned memory, for which nobody has to wait."""
+    """To the device; from pinned memory, so that the CPU need not wait until the copy is made."""
     return x if x.device == device else x.pin_memory().to(device, non_blocking=True)
 
 
@@ -144,11 +144,11 @@ def evaluate(
     Table (K, K + 1): how often token i was to be predicted and j was the likeliest; the last column is any other token.
     """
     device, spans = world.device, windows(len(ids), length)
-    known = torch.empty(0, dtype=torch.int64) if confused is None else confused
-    number = torch.full((model.embedding.num_embeddings,), len(known), dtype=torch.int64)
-    number[known] = torch.arange(len(known))
-    number, sums = number.to(device), torch.zeros(3, dtype=torch.float64, device=device)
-    table = torch.zeros(len(known) + 1, len(known) + 1, dtype=torch.int64, device=device)
+    shown = torch.empty(0, dtype=torch.int64) if confused is None else confused  # (K,)
+    place = torch.full((model.embedding.num_embeddings,), len(shown), dtype=torch.int64)  # K: any other token
+    place[shown] = torch.arange(len(shown))
+    place, sums = place.to(device), torch.zeros(3, dtype=torch.float64, device=device)
+    table = torch.zeros(len(shown) + 1, len(shown) + 1, dtype=torch.int64, device=device)
     batches = [spans[first : first + WINDOWS_AT_ONCE] for first in range(0, len(spans), WINDOWS_AT_ONCE)]
     for batch in batches[world.rank :: world.size]:
         tokens, targets, real = gather_segments(ids, batch, eos, length, pad)
@@ -161,10 +161,10 @@ def evaluate(
         right, losses = guess == truth, F.cross_entropy(logits, truth, reduction="none")  # (N,)
         right_known = right if unk is None else right & (truth != unk)
         sums += torch.stack([losses.double().sum(), right.sum(), right_known.sum()])
-        pairs = number[truth] * (len(known) + 1) + number[guess]
+        pairs = place[truth] * (len(shown) + 1) + place[guess]  # each pair as one number
         table += pairs.bincount(minlength=table.numel()).view_as(table)
     names = ("loss", "correct", "correct_known")
-    return dict(zip(names, world.sum(sums).tolist())), world.sum(table)[: len(known)].cpu()
+    return dict(zip(names, world.sum(sums).tolist())), world.sum(table)[: len(shown)].cpu()
 
 
 @torch.no_grad()

@@ -69,13 +69,13 @@ class SegmentSampler:
         generator, segments = self.generator(self.draw_of(epoch)), torch.arange(len(self.losses))
         if self.weight(epoch) > 0:
             segments = systematic(self.probabilities(epoch), torch.rand((), generator=generator, dtype=torch.float64))
-        if epoch != self.draw_of(epoch):
+        if epoch != self.draw_of(epoch):  # the same draw once more, in an order of its own
             generator = self.generator(epoch)
         return segments[torch.randperm(len(segments), generator=generator)]
 
     def generator(self, epoch: int) -> torch.Generator:
         """Random numbers of an epoch, the same in every process and after a resume."""
-        # Not shifted into place: of 64 bits the CPU's generator looks at the lower 32 only.
+        # Not seed << 32 | epoch: the CPU's generator looks at 32 bits only. So seeds lie a million epochs apart.
         return torch.Generator().manual_seed((1_000_003 * self.seed + epoch) % 2**32)
 
     def record(self, segments: Tensor, sums: Tensor) -> None:
@@ -125,4 +125,5 @@ def systematic(p: Tensor, shift: Tensor) -> Tensor:
     """M draws from p (M,) at the points shift, shift + 1, … of M times its distribution function; shift in [0, 1)."""
     points = torch.arange(len(p), dtype=torch.float64) + shift
     edges = (p / p.sum()).cumsum(0) * len(p)
+    # i where edges[i − 1] ≤ point < edges[i]; clamped, for rounding may leave the last edge below the last point.
     return torch.searchsorted(edges, points, right=True).clamp_max(len(p) - 1)

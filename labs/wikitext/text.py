@@ -223,7 +223,7 @@ def boundaries(lines: list[str], parts: int) -> tuple[list[int], str]:
     paragraphs = [n for n in range(len(lines)) if not blank[n] and (n == 0 or blank[n - 1])]
     for starts, kind in ((titles, "documents"), (paragraphs, "paragraphs")):
         if len(starts) > parts:
-            return [0, *starts[1:]], kind
+            return [0, *starts[1:]], kind  # lines before the first title or paragraph belong to it
     return list(range(len(lines))), "lines"
 
 

@@ -111,7 +111,7 @@ def taken_off(counts: np.ndarray, discounts: np.ndarray) -> np.ndarray:
 
 def interpolate(counts, discounts, total, freed, shorter) -> np.ndarray:
     """The lowered counts as shares of their context's `total`; what that freed goes to `shorter`, p in the shorter context."""
-    at_least_1 = np.maximum(total, 1)  # a context that the text does not have
+    at_least_1 = np.maximum(total, 1)  # total is 0 for a context that the text does not have
     return (counts - taken_off(counts, discounts)) / at_least_1 + np.where(total > 0, freed / at_least_1, 1) * shorter
 
 

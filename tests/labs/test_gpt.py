@@ -327,6 +327,17 @@ def test_only_abstracts_are_read(tmp_path):
     assert "labels and keywords are not read" in note
 
 
+def test_what_is_a_table_and_where_its_lines_end(tmp_path):
+    rows = [f"{n}\tfirst\u2028half\x85and\x0csecond {n}" for n in range(3)]
+    (tmp_path / "a.txt").write_text("\n".join(["Y\tAbstract", *rows]) + "\n", encoding="utf-8")
+    assert [text[-1] for texts in read_documents(tmp_path / "a.txt")[0].values() for text in texts] == ["1", "2", "0"]
+    (tmp_path / "novel.txt").write_text("\tChapter One\nIt was\na night.\n")
+    assert sum(map(len, read_documents(tmp_path / "novel.txt")[0].values())) == 3
+    (tmp_path / "b.tsv").write_text("a\tb\n1\t2\n")
+    with refused("is a table without the column Abstract; it has a, b"):
+        read_documents(tmp_path / "b.tsv")
+
+
 def test_largest_x_of_the_archive(tmp_path):
     for name, count in (("WOS5736", 25), ("WOS11967", 50)):
         (tmp_path / name).mkdir()
