@@ -178,7 +178,7 @@ def train(config: Config) -> Path:
         total = config.max_steps or config.epochs * sampler.steps_per_epoch
         plan = schedule.Schedule(**state["schedule"]) if run.state else schedule.plan(config.lr, config.warmup, total)
         end = [config.max_steps or f"{config.epochs} epochs", config.max_minutes]  # a list, as JSON gives it back
-        asked = config.given & {"epochs", "max_steps", "max_minutes"}  # for checkpoints that do not tell their `end`
+        asked = run.state and config.given & {"epochs", "max_steps", "max_minutes"}  # for checkpoints without `end`
         if run.state and (state["end"] != end if "end" in state else asked):  # resumed, to end elsewhere
             plan = plan.extended(state["step"], total)
         state |= {"end": end, "world_size": world.size, "accumulate": sampler.accumulate, "plan": sampler.plan_id}

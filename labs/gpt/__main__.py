@@ -157,7 +157,7 @@ def train(config: Config) -> Path | None:
         end = [config.max_steps or f"{config.epochs} epochs", config.max_minutes]
         timetable = schedule.plan(config.lr, config.warmup, total)
         timetable = schedule.Schedule(**run.state["schedule"]) if run.state else timetable
-        asked = config.given & {"epochs", "max_steps", "max_minutes"}  # for runs saved without `end`
+        asked = run.state and config.given & {"epochs", "max_steps", "max_minutes"}  # for checkpoints without `end`
         if run.state and (run.state["end"] != end if "end" in run.state else asked):
             timetable = timetable.extended(state["step"], total)
         state["end"] = end
