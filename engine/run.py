@@ -22,7 +22,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -103,7 +103,9 @@ class Run:
             (self.folder / "checksums.json").unlink(missing_ok=True)
             settled = replace(self.config, resume="")
             save_config(settled, self.folder / "config.json")
-            self.log("settings: " + json.dumps(asdict(settled), ensure_ascii=False))
+            values = ((field.name, getattr(settled, field.name), field.default) for field in fields(settled))
+            told = ", ".join(f"{name} {value}" for name, value, default in values if value != default)
+            self.log(f"settings: {told}; the rest as by default")
             checkpoint.write_checksums(self.folder, described(self.folder))
             self.note_environment()
         last_step = self.state["step"] if self.state else 0  # 0: stopped before its first checkpoint

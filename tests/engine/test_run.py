@@ -91,6 +91,7 @@ def test_a_run_that_goes_on_equals_an_uninterrupted_one():
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parted.parameters()))
     assert metrics("whole") == metrics("parted") and len(metrics("whole")) == 6
     log = (run.folder / "train.log").read_text()
+    assert " settings: run parted; the rest as by default\n" in log
     assert "resumed after step 3" in log and "stopped after step 6: all steps are done" in log and "to go on" not in log
 
 
