@@ -220,7 +220,6 @@ def train(config: Config) -> Path:
 
         def validate(step: int) -> bool:
             """Validation loss, BLEU and samples; true if the loss is the best so far."""
-            meter.pause()
             loss, bleu = validation(step)
             improved = state["best_loss"] is None or loss < state["best_loss"]
             state.update(validated=step, stale=0 if improved else state["stale"] + 1)
@@ -230,12 +229,11 @@ def train(config: Config) -> Path:
 
         def save(best: bool = False) -> None:
             """A checkpoint of this step, with all that a resumed run needs to write the same lines."""
-            meter.pause()
             state["saved"] = state["minutes"]  # at the last checkpoint
             extra = {"schedule": asdict(plan), "data_key": prepared.summary["key"]}
             extra["window"] = {"steps": window_steps, "losses": world.gather(window_loss.tolist())}
             run.save(state["step"], model, optimizer, state | extra, precision, best=best, keep=config.keep)
-            meter.resume()
+            meter.resume()  # the speed is that of steps alone, without this and the validation before
 
         begun, step, limit = time.perf_counter() - 60 * state["minutes"], state["step"], config.max_minutes
         why_stop = plan.why_stop(step, state["minutes"], limit)
