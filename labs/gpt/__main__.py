@@ -119,8 +119,9 @@ def train(config: Config) -> Path | None:
     world = distributed.start(config.device)
     # The ranks agree on the format, so all have joined: one refused sooner would have left the others waiting.
     precision = choose_precision(world.device, config.precision, training=True, world=world)
-    check_grid(replace(config, precision=precision.name), sizes, world.size)
-    need = plan.check_fits(config, sizes, world, precision.name != "fp32")
+    known = replace(sizes, vocabulary=0) if config.tokenizer else sizes  # the tokenizer's is known with the data
+    check_grid(replace(config, precision=precision.name), known, world.size)
+    plan.check_fits(config, known, world, precision.name)
     with Run.start(config, "gpt", world, MAY_CHANGE) as run:
         config, log = run.config, run.log
         log(precision.describe())
@@ -130,7 +131,7 @@ def train(config: Config) -> Path | None:
         world.on_main(lambda: load(config, sizes, run.cache, log) and None)  # None: nothing to send
         data = load(config, sizes, run.cache, log=lambda line: None)
         sizes = replace(sizes, vocabulary=data.vocabulary)
-        need = plan.check_fits(config, sizes, world, precision.name != "fp32")  # with a named tokenizer's vocabulary
+        need = plan.check_fits(config, sizes, world, precision.name)
         for split in ("train", "validation"):
             used, whole = data.batches(split) * config.batch_size, data.sequences(split)
             log(f"{split}: {data.batches(split):,} batches of {config.batch_size} × {sizes.sequence} tokens, "

@@ -123,6 +123,8 @@ def run_row(row: Row, number: int, config: Config, folder: Path) -> dict:
     with subprocess.Popen(words, env=environment, text=True, **pipes) as process:
         try:
             said = process.communicate(timeout=config.minutes * 60)[1]
+            if process.returncode < 0:
+                said += f"\nerror: ended by signal {-process.returncode}"  # 9: mostly because the memory was full
         except subprocess.TimeoutExpired:
             process.terminate()  # on which torchrun ends its processes; a kill would leave them to the rows that follow
             process.communicate()

@@ -7,6 +7,7 @@ Of Web of Science (https://data.mendeley.com/datasets/9rw3vkcfy4/6) only the abs
 """
 
 import csv
+import functools
 import hashlib
 import io
 import json
@@ -55,7 +56,7 @@ class Data:
         """Batch `step` (from 0): training text in a new order each epoch, validation text as it stands."""
         epoch, number = divmod(step, self.batches(split))
         if split == "train":
-            order = np.random.default_rng((self.seed, epoch)).permutation(self.sequences(split))
+            order = order_of_epoch(self.sequences(split), self.seed, epoch)
         else:
             # It begins at the front again where a batch needs more sequences than there are.
             order = np.resize(np.arange(self.sequences(split)), self.batches(split) * self.batch_size)
@@ -64,6 +65,12 @@ class Data:
         rows = [self.ids[split][row * self.sequence :][: self.sequence + 1] for row in chosen]
         rows = torch.from_numpy(np.stack(rows).astype(np.int64))  # (B, T + 1)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+@functools.lru_cache(maxsize=1)
+def order_of_epoch(sequences: int, seed: int, epoch: int) -> np.ndarray:
+    """All sequences once, shuffled."""
+    return np.random.default_rng((seed, epoch)).permutation(sequences)
 
 
 def load(config, sizes: Sizes, cache: Path, log) -> Data:
@@ -183,17 +190,20 @@ def read_file(file: Path) -> tuple[list[str], str]:
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
     header = text.partition("\n")[0].split("\t")
-    if len(header) > 1 and (ABSTRACT in header or file.suffix.lower() == ".tsv"):  # else a line with a tab in it
+    second = text.split("\n", 2)[1:2]
+    is_table = len(header) > 2 and any(row.count("\t") == len(header) - 1 for row in second)
+    # Else it is a line with a tab in it.
+    if len(header) > 1 and (ABSTRACT in header or is_table or file.suffix.lower() == ".tsv"):
         if ABSTRACT not in header:
             raise UserError(f"{file} is a table without the column {ABSTRACT}; it has {', '.join(header)[:100]}")
         rows = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t")  # undoes the quotes
         texts = [row[ABSTRACT].strip() for row in rows if row[ABSTRACT]]
         return texts, "abstracts of Web of Science, their labels and keywords are not read"
-    lines = text.splitlines()
+    lines = text.rstrip("\n").split("\n")  # not at U+2028 and its like, which stand within a line
     titles = [n for n, line in enumerate(lines) if line.startswith(" = ") and not line.startswith(" = = ")]
     if titles:
         parts, kind = ["\n".join(lines[a:b]) for a, b in zip([0, *titles], [*titles, len(lines)])], "articles"
-    elif any(not line.strip() for line in lines):
+    elif "\n\n" in text.strip() and file.name != "X.txt":  # which has an abstract a line
         parts, kind = text.split("\n\n"), "paragraphs"
     else:
         parts, kind = lines, "lines"

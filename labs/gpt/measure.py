@@ -39,15 +39,15 @@ class Steps:
 class Memory:
     """The most that was held since `Memory()`: by tensors on a GPU, by the whole process on a CPU.
 
-    A process holds some 0.3 GiB of libraries before it has a model; that is left out here where the peak can be reset (Linux).
+    A process holds some 0.3 GiB of libraries before it has a model; that is left out here where it is known (Linux).
     """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.before = 0.0
         if device.type == "cpu":
-            if forget_peak():  # else the libraries are counted too
-                self.before = held_gib("VmRSS")
+            forget_peak()  # where that cannot be done, it may be one of before
+            self.before = held_gib("VmRSS")
         else:
             torch.cuda.reset_peak_memory_stats(device)
 

@@ -136,7 +136,8 @@ def recomputed(block: nn.Module, x: Tensor, selective: bool) -> Tensor:
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of each next token, in nats; logits (B, T, V), targets (B, T)."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    wide = torch.promote_types(logits.dtype, torch.float32)  # CUDA's autocast, unlike the CPU's, leaves them narrow
+    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
 
 
 class HuggingFaceGPT(nn.Module):

@@ -56,7 +56,7 @@ def check_grid(config, sizes: Sizes, processes: int) -> int:
         (sizes.heads % tensor, f"--tensor {tensor} does not divide the {sizes.heads} heads"),
         # FSDP2 cuts what a tensor-parallel rank has; PyTorch, asked for such a piece of a whole matrix, cuts it elsewhere.
         (sharded and tensor > 1 and data > 2 and sizes.vocabulary % tensor, f"--tensor {tensor} does not divide the "
-         f"vocabulary of {sizes.vocabulary}, as {config.data_parallel} over {data} processes needs"),
+         f"vocabulary of {sizes.vocabulary}, as {config.data_parallel} over {data} processes needs; give --vocabulary or ddp"),
         (sizes.sequence % tensor, f"--tensor {tensor} does not divide a sequence of {sizes.sequence} tokens"),
         (pipe > 1 and stages > sizes.layers, f"{sizes.layers} layers are no {stages} stages; use a smaller --pipe"),
         (rest or not micro_batch, f"--batch_size {config.batch_size} does not divide into {data} × {config.accumulate} "
@@ -77,13 +77,21 @@ def check_grid(config, sizes: Sizes, processes: int) -> int:
          f"--chunked_loss needs a newer PyTorch than {torch.__version__}: that of requirements.txt"),
         (config.chunked_loss and config.compile, "--chunked_loss and --compile do not go together in PyTorch 2.13"),
         (config.precision == "fp16" and pipe > 1, "--precision fp16 with --pipe is not built; use bf16 or fp32"),
-        (pipe > 1 and config.recompute != "none" and config.schedule in ("zb", "zbv"),
-         f"--schedule {config.schedule} cuts the backward pass in two and cannot recompute; use 1f1b"),
+        (pipe > 1 and (config.recompute != "none" or config.compile) and config.schedule in ("zb", "zbv"),
+         f"--schedule {config.schedule} cuts the backward pass in two and can neither recompute nor compile; use 1f1b"),
     ]  # fmt: skip
     for wrong, message in checks:
         if wrong:
             raise UserError(message)
     return data
+
+
+class Newest(dict):
+    """Keeps one entry: in a validation a stage's output is needed until it is sent, and the last stage's are logits."""
+
+    def __setitem__(self, key, value):
+        self.clear()
+        super().__setitem__(key, value)
 
 
 class Layout:
@@ -241,8 +249,12 @@ class Layout:
             for part in self.parts:
                 part.zero_grad()
         elif self.schedule:
-            with torch.no_grad():  # eval leaves out the backward pass, but would keep all for it
+            for stage in self.stages:  # eval leaves out the backward pass, but would keep all for it
+                stage.fwd_cache = Newest()
+            with torch.no_grad():
                 loss = self._pipeline(tokens, targets, self.schedule.eval)
+            for stage in self.stages:
+                stage.fwd_cache = {}
         else:
             micro_batches = zip(tokens.chunk(self.config.accumulate), targets.chunk(self.config.accumulate))
             with torch.no_grad(), self._loss_parallel(), self.precision.autocast():

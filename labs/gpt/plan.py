@@ -24,6 +24,7 @@ from labs.gpt.sizes import Sizes
 KEPT = {("own", False): 64, ("own", True): 36, ("hf", False): 112, ("hf", True): 60}
 KEPT_SELECTIVE = {False: 44, True: 24}  # the input, and the results of products and attention: 10 × 4 or × 2
 LOGITS = {False: 12, True: 16}  # a logit: itself, its log-softmax and their gradient; narrow ones are made wide as well
+KEPT_LOGITS = {False: 8, True: 6}  # of these, what waits for the backward pass: the logit and its log-softmax
 
 
 @dataclass
@@ -76,21 +77,26 @@ def memory(config, sizes: Sizes, processes: int, narrow: bool) -> Need:
         in_flight = config.accumulate if config.schedule == "gpipe" else min(config.accumulate, config.pipe)
         if STAGES_PER_RANK[config.schedule] == 2:  # a rank's first stage runs ahead
             in_flight = min(config.accumulate, in_flight + (config.pipe - 1) / 2)
-    kept = KEPT[config.model, narrow]
-    if config.tensor > 1:  # sequence parallel: all is cut, but what norms give is gathered for the products
-        kept = kept / config.tensor + 2 * gathered * (1 - 1 / config.tensor)
-    in_step = {"none": kept, "selective": KEPT_SELECTIVE[narrow] / config.tensor, "all": 4 / config.tensor}
-    activations = tokens * sizes.hidden * layers * in_flight * in_step[config.recompute]
-    if config.recompute != "none":
-        activations += tokens * sizes.hidden * kept  # of the block that is computed again
+    # Sequence parallel: all is cut, but what norms give (selective: what the second products give) is whole for a while.
+    whole = 2 * gathered * (1 - 1 / config.tensor)
+    kept = KEPT[config.model, narrow] / config.tensor + whole
+    in_step = {"none": kept, "selective": KEPT_SELECTIVE[narrow] / config.tensor + whole, "all": 4 / config.tensor}
+    micro_batch = tokens * sizes.hidden * layers * in_step[config.recompute]
+    again = tokens * sizes.hidden * kept * (config.recompute != "none")  # of the block that is computed again
+    activations = in_flight * micro_batch + again
     logits = tokens * sizes.vocabulary * LOGITS[narrow] / config.tensor
+    if config.pipe > 1 and config.schedule == "gpipe":  # the last stage keeps those of all, and their log-softmax
+        logits += (in_flight - 1) * tokens * sizes.vocabulary * KEPT_LOGITS[narrow]
     if config.chunked_loss:  # gradients of hidden states and matrix instead
         logits = tokens * sizes.hidden * 8 + 4 * sizes.vocabulary * sizes.hidden
     # Gradients are there all the time where they are added up, and in DDP's buckets; else they come as activations go.
     adds_up = config.accumulate > 1 or (data > 1 and config.data_parallel in ("ddp", "zero1"))
     # The tied matrix gets a gradient as output, which waits for the one as embedding; then there is their sum as well.
     tied = 4 * sizes.vocabulary * sizes.hidden / config.tensor
-    at_output = activations + logits + tied + (gradients if adds_up else 0)
+    at_output = activations + logits + tied
+    if config.pipe > 1 and config.schedule == "1f1b":  # the first rank has the activations, the last the logits
+        at_output = max(activations, micro_batch + again + logits + tied)
+    at_output += gradients if adds_up else 0
     at_embedding = gradients + activations / layers + (3 if adds_up else 2) * tied
     total = weights + optimizer + max(at_output, at_embedding)
     return Need(weights, gradients, optimizer, activations, logits, host, total)
@@ -100,16 +106,24 @@ def device_memory(world: World) -> float:
     """Bytes that a rank may have: those that are free on its GPU, or its share of the machine's memory."""
     if world.device.type == "cuda":
         return -world.maximum(-torch.cuda.mem_get_info(world.device)[0])[0]  # the least, for all ranks alike
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks
+    return host_memory()
 
 
-def check_fits(config, sizes: Sizes, world: World, narrow: bool) -> Need:
+def host_memory() -> float:
+    """Bytes of a rank's share of the machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def check_fits(config, sizes: Sizes, world: World, precision: str) -> Need:
     """What the fullest rank needs. Raises `UserError`, before anything is allocated, if that is more than there is."""
-    need, limit = memory(config, sizes, world.size, narrow), device_memory(world)
+    need, limit = memory(config, sizes, world.size, precision != "fp32"), device_memory(world)
+    if need.host and need.host + (need.total if world.device.type == "cpu" else 0) > host_memory():
+        raise UserError(f"does not fit: --offload {config.offload} puts {need.host / GIB:.1f} GiB a rank into the machine's "
+                        f"memory, and there are {host_memory() / GIB:.1f}; give a smaller --size")  # fmt: skip
     if need.total > limit:
-        given = ("layers", "hidden", "heads", "sequence", "vocabulary", "batch_size")
-        given = "".join(f" --{name} {getattr(config, name)}" for name in given if getattr(config, name))
+        given = ("layers", "hidden", "heads", "sequence", "vocabulary", "batch_size", "data", "tokenizer")
+        values = {name: getattr(config, name) for name in given} | {"precision": precision}
+        given = "".join(f" --{name} {shlex.quote(str(value))}" for name, value in values.items() if value)
         raise UserError(
             f"does not fit: needs {need.total / GIB:.1f} GiB a rank, there are {limit / GIB:.1f}; see what would: "
             f"python -m labs.gpt --plan --size {config.size} --gpus {world.size} --memory_gib {limit / GIB:.1f}{given}"

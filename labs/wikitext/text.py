@@ -153,7 +153,7 @@ def find_files(path: Path) -> dict[str, list[Path]]:
 
 def split_of(file: Path) -> str:
     """wiki.train.tokens → "train"; "" if no word of the name tells."""
-    words = re.split(r"[^a-z]+", file.name.lower())
+    words = [re.sub("(set|data)$", "", word) for word in re.split(r"[^a-z]+", file.name.lower())]
     return next((split for split, names in KEYWORDS.items() if set(words) & set(names)), "")
 
 

@@ -26,12 +26,13 @@ from conftest import Forked, fork_ranks, free_port, run_code
 from helpers import refused, together
 from torch.utils.flop_counter import FlopCounterMode
 
+from engine.checkpoint import write_checksums
 from engine.precision import choose_precision
 from labs.gpt import compare, generate, plan
 from labs.gpt.__main__ import Config, sizes_of, train
 from labs.gpt.checkpoints import checkpoint_of, convert, load_weights, newest, optimizer_tensors
 from labs.gpt.data import Data, read_documents
-from labs.gpt.model import GPT, HuggingFaceGPT, weights_from_hf
+from labs.gpt.model import GPT, HuggingFaceGPT, mean_loss, weights_from_hf
 from labs.gpt.parallel import Layout, check_grid
 from labs.gpt.sizes import PRESETS, get_model_size, get_tflops
 
@@ -281,6 +282,28 @@ def test_plans_of_what_is_dealt_out_or_gathered_whole():
     assert alone == pytest.approx(two) and alone > 0
 
 
+def test_plans_of_pipelines_are_of_the_fullest_rank():
+    """GPipe's last rank keeps the logits of all micro-batches; 1F1B's activations and logits lie on different ranks."""
+    config = config_of(size="124m", pipe=2, accumulate=8, batch_size=8)
+    sizes = sizes_of(config)
+    gpipe, other = (plan.memory(replace(config, schedule=name), sizes, 2, False) for name in ("gpipe", "1f1b"))
+    logits = sizes.sequence * sizes.vocabulary * 4  # of a micro-batch
+    assert gpipe.logits - other.logits == 7 * 2 * logits  # themselves and their log-softmax
+    both = other.weights + other.optimizer + other.gradients + other.activations + other.logits
+    assert other.total < both - other.activations / 2 + sizes.vocabulary * sizes.hidden * 4 + 1
+
+
+def test_offloading_counts_the_memory_of_the_machine(monkeypatch):
+    config = config_of(size="1.6b", data_parallel="zero3", offload="parameters", batch_size=1)
+    world = SimpleNamespace(device=torch.device("cuda"), size=1, maximum=lambda number: [number])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 2**40))
+    monkeypatch.setattr(plan, "host_memory", lambda: 16 * 2**30)
+    with refused("--offload parameters puts 23.2 GiB a rank into the machine's memory, and there are 16.0"):
+        plan.check_fits(config, sizes_of(config), world, "bf16")
+    monkeypatch.setattr(plan, "host_memory", lambda: 32 * 2**30)
+    assert plan.check_fits(config, sizes_of(config), world, "bf16").host > 0
+
+
 def test_plan_of_the_handout(capsys):
     train(config_of(size="1.6b", plan=True, gpus=4, memory_gib=24))
     said = capsys.readouterr().out.splitlines()
@@ -303,6 +326,15 @@ def test_plan_for_cards_of_11_gib(capsys, gpus):
     assert layers > 10 and words[words.index("--data") + 1] == "my data"
     trials = [plan.trial_of(config, changes) for _, changes in plan.techniques(gpus) if "offload" not in changes]
     assert layers == max(plan.most_layers(trial, sizes_of(config), config, True) for trial in trials)
+
+
+def test_the_loss_of_narrow_logits_is_computed_in_fp32():
+    """As CUDA's autocast hands them over; on a CPU it widens them by itself."""
+    torch.manual_seed(1)
+    logits, targets = torch.randn(2, 3, 300).bfloat16(), torch.randint(300, (2, 3))
+    loss = mean_loss(logits, targets)
+    assert loss.dtype == torch.float32 and loss == mean_loss(logits.float(), targets)
+    assert mean_loss(logits.double(), targets).dtype == torch.float64
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -334,14 +366,26 @@ def test_what_is_a_table_and_where_its_lines_end(tmp_path):
     (tmp_path / "novel.txt").write_text("\tChapter One\nIt was\na night.\n")
     assert sum(map(len, read_documents(tmp_path / "novel.txt")[0].values())) == 3
     (tmp_path / "b.tsv").write_text("a\tb\n1\t2\n")
-    with refused("is a table without the column Abstract; it has a, b"):
-        read_documents(tmp_path / "b.tsv")
+    (tmp_path / "c.txt").write_text("a\tb\tabstract\n1\t2\tthree\n")
+    for name, columns in (("b.tsv", "a, b"), ("c.txt", "a, b, abstract")):
+        with refused(f"is a table without the column Abstract; it has {columns}"):
+            read_documents(tmp_path / name)
+
+
+@pytest.mark.parametrize("text, found", [
+    ("a\nb\nc\n\n", ["b", "c", "a"]), ("a b\n\nc\nd\n\ne\n", ["c\nd", "e", "a b"]),
+    ("a\u2028b\x85\nc\nd\n", ["c", "d", "a\u2028b"]),
+])  # fmt: skip
+def test_documents_are_lines_unless_blank_lines_part_them(tmp_path, text, found):
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    splits, _ = read_documents(tmp_path / "a.txt")
+    assert splits["train"] + splits["validation"] == found
 
 
 def test_largest_x_of_the_archive(tmp_path):
     for name, count in (("WOS5736", 25), ("WOS11967", 50)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "X.txt").write_text("\n".join(f"abstract {n}" for n in range(count)))
+        (tmp_path / name / "X.txt").write_text("\n".join(f"abstract {n}" + "\n" * (n == 9) for n in range(count)))
         (tmp_path / name / "Y.txt").write_text("1\n" * count)
     splits, _ = read_documents(tmp_path)
     assert sum(map(len, splits.values())) == 50 and all(t.startswith("abstract") for t in splits["train"])
@@ -358,9 +402,10 @@ def test_wikitext_keeps_its_splits(tmp_path):
 
 
 def test_only_whole_words_of_a_name_make_a_split(tmp_path):
-    for name in ("train", "Old Testament", "The Devil's Dictionary", "book.valid"):
+    for name in ("train", "Old Testament", "The Devil's Dictionary", "book.valid", "testset"):
         (tmp_path / f"{name}.txt").write_text(f"{name}\n")
-    splits, _ = read_documents(tmp_path)
+    splits, note = read_documents(tmp_path)
+    assert "1 of test are not read" in note
     assert splits == {"train": ["Old Testament", "The Devil's Dictionary", "train"], "validation": ["book.valid"]}
 
 
@@ -372,6 +417,19 @@ def test_a_run_that_its_minutes_end_says_so(tmp_path, monkeypatch):
     assert "the 0.02 minutes are over" in Path("runs/a/train.log").read_text(encoding="utf-8")
     with refused("; give more --max_minutes"):
         train(config_of(["resume"], **{**BASE, "resume": "runs/a", "max_minutes": 0.02}))
+
+
+def test_what_to_give_more_of_to_a_run_whose_plan_is_done(tmp_path, monkeypatch):
+    """A plan that was fitted to the minutes wants more of them, though the clock has some left."""
+    monkeypatch.chdir(tmp_path)
+    last = newest(train(config_of(**{**BASE, "max_steps": 2, "max_minutes": 999, "run": "a"})))
+    for by_time, more in ((False, "--max_steps"), (True, "--max_minutes")):
+        state = json.loads((last / "state.json").read_text())
+        state["schedule"]["by_time"] = by_time
+        (last / "state.json").write_text(json.dumps(state))
+        write_checksums(last, [path.name for path in last.iterdir() if path.name != "checksums.json"])
+        with refused(f"; give more {more}"):
+            train(config_of(resume="runs/a"))
 
 
 def test_batches():
@@ -472,9 +530,16 @@ def test_validation_by_a_pipeline_keeps_nothing_for_a_backward_pass():
     layout.config, layout.data, layout.parts = Config(), 1, []
     layout.world = SimpleNamespace(device=torch.device("cpu"))
     layout.precision = choose_precision(layout.world.device, "fp32")
-    layout.schedule = SimpleNamespace(eval=lambda **_: seen.append(torch.is_grad_enabled()))
+    layout.stages = [SimpleNamespace(fwd_cache={})]
+
+    def evaluate(**_):
+        for part in range(3):
+            layout.stages[0].fwd_cache[part] = "logits"
+        seen.append((torch.is_grad_enabled(), dict(layout.stages[0].fwd_cache)))
+
+    layout.schedule = SimpleNamespace(eval=evaluate)
     layout.loss(torch.ones(1, 1), torch.ones(1, 1))
-    assert seen == [False]
+    assert seen == [(False, {2: "logits"})] and type(layout.stages[0].fwd_cache) is dict
 
 
 def test_bad_input_is_one_line_on_every_rank(tmp_path):
@@ -487,8 +552,8 @@ def test_bad_input_is_one_line_on_every_rank(tmp_path):
 def test_a_size_that_cannot_fit(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("labs.gpt.plan.device_memory", lambda world: 2**34)
-    with refused("--size 1.6b --gpus 1 --memory_gib 16.0 --layers 2000"):
-        train(Config(size="1.6b", layers=2000, device="cpu"))
+    with refused("--gpus 1 --memory_gib 16.0 --layers 2000 --batch_size 8 --data 'my data' --precision fp32"):
+        train(Config(size="1.6b", layers=2000, data="my data", precision="fp32", device="cpu"))
     assert not Path("runs").exists()
 
 
@@ -500,6 +565,15 @@ def test_a_size_that_cannot_fit(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_a_row_that_fails_says_why_in_one_line(words, expected):
     assert compare.last_words(words).startswith(expected)
+
+
+def test_a_row_that_was_killed_says_so(tmp_path, monkeypatch):
+    killed = tmp_path / "python"
+    killed.write_text("#!/bin/sh\necho some warning >&2\nkill -9 $$\n")
+    killed.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(killed))
+    outcome = compare.run_row(compare.Row("a", 1, "", "", "fine"), 1, compare.Config(size="toy"), tmp_path)
+    assert outcome["failed"] == "ended by signal 9"
 
 
 def test_table_goes_on_after_a_row_that_fails(tmp_path, monkeypatch, capsys):
