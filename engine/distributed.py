@@ -269,7 +269,12 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     if not index.isdecimal() or int(index) >= count:
         raise UserError(f"GPU {index} was asked for but {count} can be seen; use fewer processes or another --device")
     device = torch.device("cuda", int(index))
-    torch.cuda.set_device(device)  # without it NCCL puts every rank's buffers on GPU 0
+    try:
+        torch.cuda.set_device(device)  # without it NCCL puts every rank's buffers on GPU 0
+        torch.cuda.synchronize(device)  # makes its context, for which there must be memory
+    except RuntimeError as error:  # others have filled it, or have it for themselves
+        raise UserError(f"GPU {index} cannot be used ({str(error).splitlines()[0]}); `nvidia-smi` shows who is on it and which "
+                        "are free: choose one with CUDA_VISIBLE_DEVICES=N") from None  # fmt: skip
     return device
 
 

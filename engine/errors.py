@@ -34,7 +34,7 @@ def prepare_process() -> None:
 
 
 def run_script(main) -> None:
-    """Call `main()`; turn a `UserError`, or a disk that is full or read-only, into one line and exit code 2."""
+    """Call `main()`; turn a `UserError`, or a disk that is full, read-only or forbidden, into one line and exit code 2."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a KeyboardInterrupt again
     # TensorBoard writes in a thread, whose error the next write raises here again: one traceback too many.
@@ -47,10 +47,13 @@ def run_script(main) -> None:
         os._exit(0)
     except Exception as error:
         # torch's, which is not imported here; on a card that others have filled it is CUDA's own.
-        on_gpu = type(error).__name__ == "OutOfMemoryError" or "CUDA error: out of memory" in str(error)
+        full = r"CUDA error: out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
+        on_gpu = type(error).__name__ == "OutOfMemoryError" or re.search(full, str(error))
         if on_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-            stop(f"the {'GPU' if on_gpu else 'machine'}'s memory is full; give --preset or the sizes smaller, to train.py "
-                 "also --accumulate 2 (the same step in two parts) or fewer --tokens_per_batch")  # fmt: skip
+            stop(f"the {'GPU' if on_gpu else 'machine'}'s memory is full; where others fill it choose another GPU, else give "
+                 "--preset or the sizes smaller, to train.py also --accumulate 2 (the same step in two parts)")  # fmt: skip
+        if re.search(r"C(\+\+)? compiler", str(error)):  # torch.compile's, or Triton's
+            stop("--compile needs a C and C++ compiler (gcc, g++) and Python's headers; install them, or leave it out")
         many = os.environ.get("WORLD_SIZE", "1") != "1"
         if many and not isinstance(error, OSError) and re.search(_PEER_LOST, str(error)):  # a download's is an OSError
             stop("another process of this run has ended or does not answer; its own message says why")
@@ -67,7 +70,8 @@ def run_script(main) -> None:
 
 def _disk_error(error: BaseException | None) -> int | None:
     """The number of the error if a disk is full, read-only, forbidden or broken, whatever library says so, else None."""
-    number = error.errno if isinstance(error, OSError) else None
+    # What is forbidden and has no name may be no file.
+    number = error.errno if isinstance(error, OSError) and (error.filename or error.errno != errno.EACCES) else None
     if found := re.search(r"\(os error (\d+)\)", str(error)):  # a library in Rust
         number = int(found[1])
     elif number is None and re.search(r"\d+ requested and \d+ written", str(error)):  # numpy

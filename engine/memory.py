@@ -64,11 +64,11 @@ def fewest_parts(trial, device: torch.device, most: int = 256) -> int:
     while device.type == "cuda":
         try:
             trial(parts)
-            break
+            return parts
         except RuntimeError as error:  # on a full card also of a kernel that is loaded late, or of cuBLAS's work space
             if parts >= most or not ("out of memory" in str(error) or "CUBLAS_STATUS" in str(error)):
                 raise
-        # Out of the handler: while it runs, the error holds the failed trial's tensors by its traceback.
+        finally:  # while the handler runs, the error holds the trial's tensors; NCCL cannot have what PyTorch keeps
+            torch.cuda.empty_cache()
         parts *= 2
-        torch.cuda.empty_cache()
     return parts

@@ -59,6 +59,10 @@ def implementation(backend: str):
         except ImportError:
             raise UserError("attention: 'triton' needs the package triton, which PyTorch for CUDA brings along; choose "
                             "'recompute', or 'cpp' on a CPU") from None  # fmt: skip
+        except Exception as error:  # Triton compiles a few lines of C when it begins
+            reason = " ".join(str(error).split())[:150]
+            raise UserError(f"attention: 'triton' needs gcc and Python's headers (python3-dev): {reason}; choose "
+                            "'recompute'") from None  # fmt: skip
 
         return triton_attention
     return {"python": Attention.apply, "recompute": RecomputedAttention.apply}[backend]

@@ -23,6 +23,9 @@ from torch import Tensor
 from engine.errors import UserError
 from labs.attention_op.attention_python import once, threshold
 
+if torch.cuda.is_available():
+    triton.runtime.driver.active.get_current_device()  # begins here, where it can be said that a compiler is missing
+
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 

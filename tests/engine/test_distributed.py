@@ -6,6 +6,7 @@ import socket
 from datetime import timedelta
 from itertools import combinations, product
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ def gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "set_device", selected.append)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         return selected
 
     return gpus
@@ -251,6 +253,14 @@ def test_a_device_that_is_not_there(gpus, monkeypatch, seen, processes, name, sa
         with pytest.raises(UserError, match=re.escape(said)):
             choose_device(name, rank)
     assert not selected
+
+
+def test_a_gpu_that_others_have_filled(gpus, monkeypatch):
+    gpus(2)
+    full = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be …")
+    monkeypatch.setattr(torch.cuda, "synchronize", Mock(side_effect=full))
+    with pytest.raises(UserError, match=r"^GPU 1 cannot be used \(CUDA error: out of memory\); .*CUDA_VISIBLE_DEVICES"):
+        choose_device("cuda:1", 0)
 
 
 def test_a_task_of_srun_that_sees_its_own_card_alone(gpus, monkeypatch):

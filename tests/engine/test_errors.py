@@ -40,6 +40,8 @@ FULL, ELSEWHERE = "free some space", "choose another place"
 
 @pytest.mark.parametrize("error, said", [
     (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be …"), "the GPU's memory is full; "),  # by others
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "choose another GPU"),
+    (RuntimeError("Failed to find C compiler. Please specify …"), "--compile needs a C and C++ compiler"),
     *((OSError(number, os.strerror(number), "/x/file"), f"cannot write /x/file: {os.strerror(number)}; {remedy}")
       for number, remedy in ((errno.ENOSPC, FULL), (errno.EDQUOT, FULL), (errno.EROFS, ELSEWHERE), (errno.EIO, FULL))),
     (PermissionError(errno.EACCES, "Permission denied", "/x"), f"cannot use /x: Permission denied; {ELSEWHERE}"),
@@ -51,7 +53,10 @@ def test_what_the_machine_does_not_give_is_one_line(error, said, capsys):
     assert code == 2 and line.startswith("error: ") and said in line and line.count("\n") == 1
 
 
-@pytest.mark.parametrize("bug", [ZeroDivisionError(), FileNotFoundError(errno.ENOENT, "No such file", "/no/such/file")])
+@pytest.mark.parametrize("bug", [
+    ZeroDivisionError(), FileNotFoundError(errno.ENOENT, "No such file", "/no/such/file"),
+    PermissionError(errno.EACCES, "Permission denied"),  # no file: a semaphore, in a container
+])  # fmt: skip
 def test_a_bug_keeps_its_traceback(bug, capsys):
     with pytest.raises(type(bug)):
         ended_by(bug, capsys)

@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, LargestTensor, run_code
+from conftest import HANGS, ROOT, LargestTensor, run_code
 from helpers import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -495,7 +495,7 @@ def test_the_command_checks_and_times(monkeypatch, capsys):
     script.main(script.Config(seq=32, turns=1))
     out = capsys.readouterr().out
     lines = [line for line in out.splitlines() if line.endswith("passes")]
-    assert len(lines) == (7 if can_build else 4) and "F.gelu" in out and "FAILS" not in out
+    assert len(lines) == (4 if "cpp: left out" in out else 7) and "F.gelu" in out and "FAILS" not in out
 
 
 def test_an_operator_that_is_wrong_is_named(monkeypatch, capsys):
@@ -528,7 +528,7 @@ def test_processes_that_start_at_once_build_once_even_after_a_killed_one(tmp_pat
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
     processes = [start_build(tmp_path) for _ in range(3)]
-    outputs = [process.communicate(timeout=300) for process in processes]
+    outputs = [process.communicate(timeout=HANGS) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     assert sum("building" in errors for _, errors in outputs) == 1 and len({out for out, _ in outputs}) == 1
 
