@@ -94,7 +94,7 @@ def write_checksums(folder: Path, names: list[str]) -> None:
     write_whole(folder / "checksums.json", _as_json({name: _hash_of(folder / name) for name in sorted(names)}).decode())
 
 
-def verify_files(folder: Path) -> str | None:
+def verify_files(folder: Path, may_miss: str = "") -> str | None:
     """None if every file that checksums.json names is exactly as it was written, else a few words on what is wrong."""
     try:
         text = Path(folder, "checksums.json").read_bytes()
@@ -103,7 +103,7 @@ def verify_files(folder: Path) -> str | None:
         if text != _as_json(recorded):
             return "checksums.json is damaged"
         for name, digest in recorded.items():
-            if _hash_of(Path(folder, name)) != digest:
+            if (name != may_miss or Path(folder, name).exists()) and _hash_of(Path(folder, name)) != digest:
                 return f"checksum of {name} differs"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
@@ -116,12 +116,13 @@ def verify_files(folder: Path) -> str | None:
 
 def verify(checkpoint: Path, to_resume: bool = False) -> str | None:
     """None if the checkpoint is exactly as it was saved, else a few words on what is wrong or, `to_resume`, missing."""
-    if damage := verify_files(checkpoint):
+    if damage := verify_files(checkpoint, may_miss="optimizer.pt"):
         return damage
     recorded = json.loads(Path(checkpoint, "checksums.json").read_bytes())
-    if to_resume and "optimizer.pt" not in recorded:
+    if to_resume and not ("optimizer.pt" in recorded and Path(checkpoint, "optimizer.pt").exists()):
         return "its optimizer state was removed, to save space"
-    return None if {*recorded, "optimizer.pt"} == {*CONTENT} else "checksums.json is damaged"  # optimizer.pt may go
+    named = {*recorded, "optimizer.pt"}  # once its name was taken out with the file
+    return None if named == {*CONTENT} else "checksums.json is damaged"
 
 
 def latest(folder: Path, to_resume: bool = False) -> Path:
@@ -137,7 +138,8 @@ def latest(folder: Path, to_resume: bool = False) -> Path:
             _say(f"checkpoint {passed_over}; using {checkpoint.name}")
         return checkpoint
     reason = ", ".join(damaged) or "nothing is saved yet"
-    raise UserError(f"no whole checkpoint in {folder}: {reason}; train first, or give another folder")
+    wanted = "checkpoint to go on from" if to_resume else "whole checkpoint"
+    raise UserError(f"no {wanted} in {folder}: {reason}; train first, or give another folder")
 
 
 def mend(folder: Path) -> Path | None:
@@ -296,15 +298,8 @@ def _link(folder: Path, last: int, best: int | None) -> None:
 def _remove_old(folder: Path, spared: set[int | None], keep: int) -> None:
     newest_first = steps(folder)[::-1]
     for old in newest_first[RESUMABLE:]:
-        optimizer_file = folder / f"step-{old}" / "optimizer.pt"
-        # What cannot be removed, or is damaged, is no reason to stop the training.
-        with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
-            if optimizer_file.exists():
-                checksums = optimizer_file.with_name("checksums.json")
-                hashes = json.loads(checksums.read_bytes())  # not hashed anew: a damaged file would pass for whole
-                hashes.pop("optimizer.pt", None)
-                write_whole(checksums, _as_json(hashes).decode())
-                optimizer_file.unlink()  # last: after a kill it may lie there unnamed, but not be named and missing
+        with suppress(OSError):  # what cannot be removed is no reason to stop the training
+            (folder / f"step-{old}" / "optimizer.pt").unlink(missing_ok=True)
     for old in set(newest_first[max(keep, 1) :]) - spared:
         doomed = folder / f".tmp-removed-step-{old}-{os.getpid()}"
         with suppress(OSError):

@@ -43,7 +43,7 @@ def main(config: Config) -> None:
     every = [part for parts in could_go.values() for part in parts]
     total = f"{sum(map(mib, could_go)):>9,.1f} MiB  in all; {sum(map(mib, every)):,.1f} MiB"
     for part in every if config.delete else []:
-        delete(part)
+        shutil.rmtree(part) if part.is_dir() else part.unlink()
     print(f"{total} {'deleted' if config.delete else 'could go, with --delete'}")
 
 
@@ -60,15 +60,6 @@ def old_parts(run: Path, optimizer: bool) -> list[Path]:
     parts = [folder / f"step-{step}" for step in checkpoint.steps(folder) if f"step-{step}" not in kept]
     states = [folder / name / "optimizer.pt" for name in sorted(kept) if optimizer]
     return [*parts, *folder.glob(".tmp-*"), *(path for path in states if path.exists())]
-
-
-def delete(part: Path) -> None:
-    """A folder, or the optimizer's state of a checkpoint, which stays whole without it."""
-    if part.is_dir():
-        shutil.rmtree(part)
-    else:
-        checkpoint.write_checksums(part.parent, [name for name in checkpoint.CONTENT if name != part.name])
-        part.unlink()
 
 
 def key_of(state: Path) -> str | None:

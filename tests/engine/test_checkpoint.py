@@ -133,9 +133,8 @@ def test_a_run_goes_on_from_the_newest_that_has_all_and_its_links_are_set_anew(t
     assert os.readlink(tmp_path / "best") == "step-2" and os.readlink(tmp_path / "last") == "step-3"
     for step in (2, 3):
         spoil(tmp_path / f"step-{step}" / "model.safetensors")
-    with pytest.raises(
-        UserError, match=r"step-1 is whole, but not enough to go on from \(its optimizer state was removed"
-    ):
+    said = r"^no checkpoint to go on from in .* step-1 is whole, but not enough to go on from \(its optimizer state was removed"
+    with pytest.raises(UserError, match=said):
         ck.mend(tmp_path)
     assert ck.latest(tmp_path) == tmp_path / "step-1"  # to translate it does
 
@@ -244,7 +243,7 @@ def test_an_error_at_any_stage_leaves_an_earlier_checkpoint_whole(tmp_path, step
             break
         assert not list(folder.glob(".tmp-step-*"))
         check_whole(folder)
-    assert stopped >= 12, calls
+    assert stopped >= 11, calls
 
 
 @pytest.mark.parametrize("step", [3, 2], ids=["new step", "step again"])
@@ -285,8 +284,10 @@ def truncate(path: Path) -> None:
     spoil(path, change=0)
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", [truncate, spoil, Path.unlink])
+@pytest.mark.parametrize("damage, name", [
+    (damage, name) for damage in (truncate, spoil, Path.unlink) for name in FILES
+    if (damage, name) != (Path.unlink, "optimizer.pt")  # that is how old checkpoints are made smaller
+])  # fmt: skip
 def test_damage_is_seen_and_the_checkpoint_before_is_used(tmp_path, capsys, name, damage):
     save(tmp_path, 200)
     save(tmp_path, 300)
@@ -305,6 +306,14 @@ def test_checksums_that_are_no_table(tmp_path, text):
     checkpoint = save(tmp_path, 1)
     (checkpoint / "checksums.json").write_text(text, encoding="utf-8")
     assert ck.verify(checkpoint) == "checksums.json is damaged"
+
+
+def test_a_lost_optimizer_is_no_damage_but_nothing_to_go_on_from(tmp_path, capsys):
+    for step in (1, 2):
+        save(tmp_path, step)
+    (tmp_path / "step-2" / "optimizer.pt").unlink()
+    assert ck.latest(tmp_path) == tmp_path / "step-2" and ck.mend(tmp_path) == tmp_path / "step-1"
+    assert "step-2 is whole, but not enough to go on from (its optimizer state" in capsys.readouterr().err
 
 
 def test_what_was_damaged_before_its_optimizer_goes_stays_damaged(tmp_path):
