@@ -255,7 +255,7 @@ class Meter:
         self.steps = deque(maxlen=window)  # of each: seconds, source and target tokens, places, seconds waited, FLOP
         self.peak_flops = peak_flops  # FLOP/s of this device
         self.clock = clock
-        self.last_time = None  # seconds; None: the clock stands still
+        self.last_time = None  # seconds; None: before the first step's end
         self.micro_batches = []  # of the step that is under way
 
     def add(self, source_tokens: int, target_tokens: int, places: int, wait_seconds: float = 0.0) -> None:
@@ -269,12 +269,8 @@ class Meter:
             self.steps.append((now - self.last_time, *counts, flops_of(*counts[:2])))
         self.last_time, self.micro_batches = now, []
 
-    def pause(self) -> None:
-        """Stop the clock, right after `end_step` and before validating or saving."""
-        self.last_time = None
-
     def resume(self) -> None:
-        """Start the clock again, before the next batch is fetched."""
+        """Start the clock again, after validating or saving and before the next batch is fetched."""
         self.last_time = self.clock()
 
     def read(self, ranks: int = 1) -> dict[str, float]:

@@ -144,10 +144,10 @@ def main(config: Config) -> None:
             progress = {name: state[name] for name in progress}
 
         def save(step: int, best: bool = False) -> None:
-            """A checkpoint of this step."""
-            meter.pause()
+            """A checkpoint of this step; then the clock of the steps starts again."""
             state = progress | {"sampler": sampler.state_dict(world), "key": text.key()}
             run.save(step, model, optimizer, state, precision, best=best)
+            meter.resume()
 
         def score(split: str, confused: Tensor | None = None) -> tuple[dict, Tensor]:
             """Unsmoothed loss in nats a token, perplexity (per word too where tokens are pieces), accuracy; table."""
@@ -187,7 +187,6 @@ def main(config: Config) -> None:
         smoothed_loss = None
         for epoch in range(progress["epoch"], config.epochs):
             batches = sampler.plan(epoch).split(config.batch)
-            meter.pause()
             model.train()
             for number in range(progress["batch"], steps_per_epoch):
                 step = epoch * steps_per_epoch + number + 1

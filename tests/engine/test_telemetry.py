@@ -262,7 +262,6 @@ def test_meter_leaves_out_pauses(clock):
         clock.return_value += seconds
         meter.add(5, 5, 10)
         meter.end_step()
-        meter.pause()
         clock.return_value += pause
         meter.resume()
     assert meter.read()["speed/tokens_per_second"] == pytest.approx(10)
