@@ -68,13 +68,14 @@ class BucketSampler(Sampler[np.ndarray]):
         return zlib.crc32(np.asarray([self.seed, *self.bounds]).tobytes())
 
     def describe_change(self, state: dict) -> str:
-        """What becomes of the order of the pairs when a run goes on with more or fewer processes, or other pairs."""
+        """What becomes of the order of the pairs when a run goes on with other pairs, or in more or fewer parts."""
         if state["world_size"] == self.world_size and state["accumulate"] in (0, self.accumulate):
             return "note: other pairs are left out than when this run began, and the order is a new one"
-        change = f"note: {state['world_size']} processes before, {self.world_size} from now on"
+        before = f"{state['world_size']} processes × {state['accumulate'] or '?'} micro-batches"
+        change = f"note: {before} before, {self.world_size} × {self.accumulate} from now on"
         if state["plan"] == self.plan_id:
-            return f"{change}; every step keeps its pairs, shared between the processes anew"
-        # A step needs a pair for every process, so the smallest ones were cut in another place.
+            return f"{change}; every step keeps its pairs, shared out anew"
+        # A step needs a pair for every part, so the smallest ones were cut in another place.
         return f"{change}; small batches are cut again: the order continues at step {state['step']:,} of the new plan"
 
     def epoch_plan(self, epoch: int) -> Iterator[np.ndarray]:

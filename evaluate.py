@@ -52,7 +52,7 @@ import torch
 
 from data import Collate, cut_batches
 from decoding import Translations, translate_lines
-from engine import distributed
+from engine import checkpoint, distributed
 from engine.precision import Precision
 from engine.telemetry import progress
 from loading import Trained, choose_checkpoint, load_for_decoding
@@ -125,8 +125,8 @@ def name_of_score(config: Config, trained: Trained, scored: dict) -> str:
     name = f"{scored['split']}-{'greedy' if config.beam == 1 else f'beam{config.beam}-lp{config.length_penalty:g}'}"
     name += f"-average{config.average}" * (config.average > 1) + f"-first{config.limit}" * bool(config.limit)
     name += f"-{config.precision}" * (config.precision != "auto")
-    chosen = trained.checkpoint
-    if not (trained.run / "checkpoints").is_dir() or chosen != choose_checkpoint(str(trained.run), config.average):
+    chosen, saved = trained.checkpoint, checkpoint.steps(trained.run / "checkpoints")  # a run may be handed on without
+    if not saved or chosen != choose_checkpoint(str(trained.run), config.average):
         name += f"-{chosen.parent.name if chosen.name == 'model.safetensors' else chosen.stem}"
     return name + f"-data-{scored['rows']}" * (not scored["own"])
 

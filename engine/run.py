@@ -105,7 +105,7 @@ class Run:
             save_config(settled, self.folder / "config.json")
             values = ((field.name, getattr(settled, field.name), field.default) for field in fields(settled))
             told = ", ".join(f"{name} {value}" for name, value, default in values if value != default)
-            self.log(f"settings: {told}; the rest as by default")
+            self.log(f"settings: {told + '; the rest' if told else 'all'} as by default")
             checkpoint.write_checksums(self.folder, described(self.folder))
             self.note_environment()
         last_step = self.state["step"] if self.state else 0  # 0: stopped before its first checkpoint

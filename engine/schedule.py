@@ -52,8 +52,8 @@ class Schedule:
             self.warmup = min(self.warmup, max(SPEED_KNOWN, estimate // 10))
         if minutes < (1 - DECAY_SHARE) * max_minutes:
             return False
-        self.total, self.decay_start = min(self.total, max(step + 1, estimate)), step
-        self.by_time = True
+        last = max(step + 1, estimate)
+        self.by_time, self.total, self.decay_start = last < self.total, min(self.total, last), step
         return True
 
     def why_stop(self, step: int, minutes: float, max_minutes: float) -> str | None:

@@ -26,6 +26,10 @@ def kill_rank_at_step(launcher: subprocess.Popen, rank: int, folder: Path, step:
     return next(folder.glob("runs/*/metrics.jsonl")).parent
 
 
+needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+
+
+@needs_proc
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_the_job_with_one_clear_line(toy_data, tmp_path, victim):
     flags = ["--data", toy_data, *TINY_FLAGS, "--max_steps", 10**5, "--log_every", 5]
@@ -38,6 +42,7 @@ def test_a_killed_rank_ends_the_job_with_one_clear_line(toy_data, tmp_path, vict
     assert errors.count("Traceback (most recent call last)") == 1  # torchrun's own, after our line
 
 
+@needs_proc
 @pytest.mark.slow
 def test_restarted_by_torchrun_it_goes_on_from_the_last_checkpoint(toy_data, here, tmp_path):
     longer = [*TINY_FLAGS, *LONG, "--max_steps", "400"]  # not over before it is killed
@@ -96,7 +101,8 @@ def test_a_signal_to_one_rank_stops_all_and_more_or_fewer_go_on(whole_run, toy_d
     assert "stopped after step 10: interrupted" in ranks[0].output
     ranks = fork_ranks(later, "train.py", "--resume", here, *more, cwd=tmp_path)
     assert [rank.wait() for rank in ranks] == [0] * later, [rank.output for rank in ranks]
-    assert f"note: {size} processes before, {later} from now on" in ranks[0].output
+    parts = 2 if "--accumulate" in before else 1
+    assert f"note: {size} processes × {parts} micro-batches before, {later} × {parts} from now on" in ranks[0].output
     assert more or not any(rank.output for rank in ranks[1:])
     assert ("note: --shard has no effect" in ranks[0].output) == ("--shard" in before)
     assert_close_run(whole_run, here)

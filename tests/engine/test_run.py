@@ -95,6 +95,11 @@ def test_a_run_that_goes_on_equals_an_uninterrupted_one():
     assert "resumed after step 3" in log and "stopped after step 6: all steps are done" in log and "to go on" not in log
 
 
+def test_a_run_with_no_setting_of_its_own(tmp_path, monkeypatch):
+    folder = train()[0].folder
+    assert " settings: all as by default\n" in (folder / "train.log").read_text()
+
+
 def test_going_on_keeps_the_settings_and_refuses_others():
     train(run="a", lr=0.02, kill_after=2)
     run, _ = train(resume="runs/a", steps=7)

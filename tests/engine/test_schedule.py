@@ -156,6 +156,13 @@ def test_minutes_given_late_are_fitted_too(step, limit):
     assert step / 80 == pytest.approx(limit, rel=0.01) and rate < 0.01
 
 
+def test_steps_that_are_done_before_the_minutes_are_not_called_minutes():
+    schedule = plan(1.0, 0, 10_000).extended(9000, 10_000)
+    for step in range(9000, 10_000):
+        schedule.fit_time(step, step / 80, 130)
+    assert schedule.why_stop(10_000, 125, 130) == "all steps are done"
+
+
 @given(plans, st.integers(1, 2000), st.integers(1, 4000))
 def test_a_run_that_goes_on_to_another_end_has_no_jump_in_its_rate(schedule, step, total):
     step = min(step, schedule.total)
