@@ -87,9 +87,11 @@ class Config:
             raise UserError(f"--schedule 1f1b needs as many micro-batches as stages, {stages}, not --micro_batches "
                             f"{self.micro_batches}")  # fmt: skip
         if self.schedule in ("interleaved", "zb") and self.micro_batches % rounds:
+            fit = [n for n in range(1, self.batch_size + 1) if not (self.batch_size % n or n % max(1, n // ranks))]
+            nearest = min(fit, key=lambda n: abs(n - self.micro_batches))
             raise UserError(
                 f"--schedule {self.schedule} takes micro-batches in rounds of about one a process: {self.micro_batches} do "
-                f"not divide into {rounds} equal rounds; give --micro_batches {rounds * ranks} or {(rounds + 1) * ranks}"
+                f"not divide into {rounds} equal rounds; give --micro_batches {nearest}"
             )
 
 

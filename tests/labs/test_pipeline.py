@@ -239,8 +239,9 @@ def peaks(ran: dict, name: str) -> list[int]:
 
 def test_1f1b_holds_the_activations_of_as_many_micro_batches_as_stages_gpipe_of_all(ran):
     gpipe, one_forward_one_backward = (peaks(ran, name) for name in ("gpipe-twice-2", "1f1b-twice-2"))
-    assert one_forward_one_backward[0] == pytest.approx(gpipe[0] * 2 / 8, rel=0.02)
-    assert one_forward_one_backward[1] == pytest.approx(gpipe[1] * 1 / 8, rel=0.05)
+    # One micro-batch more would be half as much again, or twice; what is kept once, whatever the schedule, is far less.
+    assert one_forward_one_backward[0] == pytest.approx(gpipe[0] * 2 / 8, rel=0.2)
+    assert one_forward_one_backward[1] == pytest.approx(gpipe[1] * 1 / 8, rel=0.2)
 
 
 def test_zero_bubble_lets_go_of_everything_after_a_step(ran):
@@ -453,7 +454,7 @@ def test_layers_are_shared_out_evenly(layers, count):
     (dict(num_layers=3), 4, "more than --num_layers 3"),
     (dict(num_layers=3, schedule="zbv", stages_per_rank=2), 2, "more than --num_layers 3"),
     (dict(schedule="1f1b", micro_batches=2), 4, "as many micro-batches as stages, 4"),
-    (dict(schedule="zb", batch_size=9, micro_batches=9), 4, "give --micro_batches 8 or 12"),
+    (dict(schedule="zb", batch_size=9, micro_batches=9), 4, "equal rounds; give --micro_batches 3"),
     (dict(nhead=5), 2, "multiple of --nhead 5"),
     (dict(data="nowhere.txt"), 2, "No such file"),
     (dict(data="."), 2, "no .txt file"),
