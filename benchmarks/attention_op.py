@@ -1,7 +1,7 @@
 """Time and peak memory of attention and GELU, forward and backward: PyTorch's, composed of its operations, and written by hand.
 
     python -m benchmarks.attention_op                                    # 64 to 4096 tokens a sequence, always 4096 in all
-    python -m benchmarks.attention_op --lengths 128,512 --numbers 1000   # other lengths
+    python -m benchmarks.attention_op --lengths 128 512 --numbers 1000   # other lengths
 
 Contestants take turns; `python -m labs.attention_op` says whether they agree. Memory is counted in a process of its own: the
 most it held during a forward and backward pass, less what it held with the inputs before.
@@ -23,7 +23,7 @@ from benchmarks.measuring import ROOT, Run, compare, in_new_process, interleave,
 from benchmarks.peers.contest import wait_for_gpu
 from engine.config import flag, parse_flags
 from engine.distributed import choose_device
-from engine.errors import UserError, run_script
+from engine.errors import run_script
 from engine.memory import forget_peak, held_gib
 from labs.attention_op import ATTENTION_BACKENDS, attention, gelu
 from labs.attention_op.checks import random_inputs
@@ -35,16 +35,11 @@ TOKENS, HEADS, WIDTH = 4096, 8, 64  # tokens in all, so that the number of seque
 class Config:
     """Every setting of this benchmark."""
 
-    lengths: str = flag("64,256,1024,4096", "tokens of a sequence, as many queries as keys", "Sizes")
-    numbers: str = flag("65536,1048576,16777216", "numbers that GELU gets", "Sizes")
+    lengths: tuple = flag((64, 256, 1024, 4096), "tokens of a sequence, as many queries as keys", "Sizes")
+    numbers: tuple = flag((65536, 1048576, 16777216), "numbers that GELU gets", "Sizes")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
     rounds: int = flag(5, "turns of each", "How", least=1)
     out: str = flag("runs/benchmarks/attention_op.json", "where the figures go", "How")
-
-    def __post_init__(self):
-        for name in ("lengths", "numbers"):
-            if not all(word.strip().isdigit() and int(word) > 0 for word in getattr(self, name).split(",")):
-                raise UserError(f"--{name} {getattr(self, name)} must be positive numbers with commas between")
 
 
 def main(config: Config) -> None:
@@ -98,19 +93,17 @@ def gelus(device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
 
 def tasks(config: Config, device: torch.device) -> Iterator[tuple[str, Callable[[], tuple]]]:
     """(name "attention CONTESTANT, LENGTH" or "gelu CONTESTANT, NUMBERS", a forward and backward pass)"""
-    for length in map(int, config.lengths.split(",")):
+    for length in config.lengths:
         sizes = max(1, TOKENS // length), HEADS, length, length, WIDTH, WIDTH
         inputs = [x.requires_grad_() for x in random_inputs(sizes, torch.float32, device)]
         for name, operator in attentions(device).items():
             grad = torch.randn_like(inputs[-1])  # the output has the shape of the values
             yield f"attention {name}, {length}", partial(forward_and_backward, operator, inputs, grad)
-    for count in map(int, config.numbers.split(",")):
+    for count in config.numbers:
         inputs = [torch.randn(count, device=device, requires_grad=True)]
         for name, operator in gelus(device).items():
-            yield (
-                f"gelu {name}, {count}",
-                partial(forward_and_backward, operator, inputs, torch.randn(count, device=device)),
-            )
+            grad = torch.randn(count, device=device)
+            yield f"gelu {name}, {count}", partial(forward_and_backward, operator, inputs, grad)
 
 
 def forward_and_backward(operator: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> tuple:

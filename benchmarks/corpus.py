@@ -13,7 +13,6 @@ told to split at spaces, works on exactly the same sequences.
 
 import json
 import os
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,8 +87,6 @@ def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longe
 
     tokenizers = {"src": prepared.source_tokenizer, "tgt": prepared.target_tokenizer}
     train, facts = sample_pairs(prepared.train, pairs, longest), {"data": str(text.path)}
-    if not (folder / "corpus.json").exists():  # one that has lost a file, not what another process has just made
-        shutil.rmtree(folder, ignore_errors=True)
     with made_whole(folder) as building:
         for name, rows in (("train", train), ("test", test_pairs(text, tokenizers, test_rows, longest))):
             for side, sentences in zip(SIDES, zip(*rows)):

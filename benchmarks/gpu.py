@@ -17,6 +17,7 @@ report has already are not repeated.
 """
 
 import json
+import math
 import os
 import re
 import shlex
@@ -36,6 +37,7 @@ from engine.config import flag, parse_flags
 from engine.distributed import choose_device, hidden_gpus
 from engine.errors import UserError, run_script
 from engine.precision import choose_precision
+from engine.telemetry import GIB
 
 # By what a card trains in.
 FORMATS = {"bf16": "plain-bf16 bf16 captured-bf16 fp16", "fp16": "fp16", "fp32": "plain-fp32 fp32"}
@@ -49,7 +51,7 @@ class Config:
     """Every setting of this benchmark."""
 
     presets: str = flag("lab,big", "model sizes, with commas between", "What")
-    tokens_per_batch: int = flag(65536, "padded tokens a side in a training step", "What", least=64)
+    tokens_per_batch: int = flag(0, "padded tokens a side in a step; 0: 65536 on 80 GB", "What", least=0)
     ckpt: str = flag("", "trained run to decode with at real lengths", "What")
     data: str = flag("", "as train.py's --data; MINIDATASET, else as there", "What")
     device: str = flag("auto", "device (auto|cpu|cuda); CUDA_VISIBLE_DEVICES chooses among cards", "How")
@@ -97,7 +99,7 @@ def stages(config: Config, device: torch.device, folder: Path) -> dict[str, list
     where = f"--device {device}" + f" --data {shlex.quote(data)}" * bool(data)
     turns = f"{where} --vocab 8000 --rounds 1 --seconds {config.seconds}"
     decode = f"benchmarks.decoding {turns} --contestants {decoding} --batch 512 --sentences 2001"
-    train, tokens = f"train.py {where}", config.tokens_per_batch
+    train, tokens = f"train.py {where}", config.tokens_per_batch or tokens_for(device)
     train_all = f"benchmarks.training {turns} --tokens_per_batch {tokens} --contestants {training}"
     checks, speeds = {}, {}
     for preset in choose(config.presets, SIZES):
@@ -111,8 +113,8 @@ def stages(config: Config, device: torch.device, folder: Path) -> dict[str, list
     if config.ckpt:
         speeds["real lengths"] = [f"{decode} --ckpt {shlex.quote(config.ckpt)} --out {out}/real-lengths.json"]
     if on_gpu:
-        sizes = f"--lengths 64,1024 --numbers {2**20} --rounds 3 --device {device}"
-        speeds["operators"] = ["labs.attention_op", f"benchmarks.attention_op {sizes} --out {out}/operators.json"]
+        sizes = f"--lengths 64 1024 --numbers {2**20} --rounds 3 --device {device} --out {out}/operators.json"
+        speeds["operators"] = ["labs.attention_op --backend triton", f"benchmarks.attention_op {sizes}"]
         steps = f"--device cuda --max_steps {STEPS} --eval_every {STEPS} --dropout 0"
         cards, launch = torch.cuda.device_count(), "torch.distributed.run --standalone --nproc_per_node"
         speeds["cards"] = [f"{train} {steps} --run {out}/cards-1"]
@@ -121,6 +123,12 @@ def stages(config: Config, device: torch.device, folder: Path) -> dict[str, list
     if config.minutes:
         speeds["run"] = [f"{train} --max_minutes {config.minutes} --run {out}/run", f"evaluate.py --ckpt {out}/run"]
     return checks | speeds
+
+
+def tokens_for(device: torch.device) -> int:
+    """Tokens of a step for which there should be memory, of preset big too: 65536 in 80 GB, 32768 in 40, 8192 in 11."""
+    memory = torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else 80
+    return 2 ** min(16, int(math.log2(65536 * memory / 70)))
 
 
 def run(commands: list[str], limit: float) -> dict:
