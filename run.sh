@@ -80,6 +80,7 @@ install() {
 }
 
 install "$root/requirements.txt"
+export PATH="$venv/bin:$PATH" # PyTorch calls ninja, which was installed there, by its name
 if [ "$verb" = test ]; then
     install "$root/requirements-dev.txt"
     cd "$root"

@@ -4,12 +4,14 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import runpy
 import secrets
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -26,8 +28,13 @@ import fast
 
 # Nothing is one of many processes, wherever the tests were started.
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-             "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"):  # fmt: skip
+             "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", *filter(re.compile("SLURM_").match, os.environ)):  # fmt: skip
     os.environ.pop(name, None)
+# On the CPU wherever the tests run: a GPU rounds otherwise, and each rank would want its own. DEVICE=cuda asks for it.
+if "DEVICE" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+if not os.access(Path.home(), os.W_OK):  # what is compiled needs a place
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", tempfile.mkdtemp())
 
 # The same examples in every run, and no clock: what fails here fails for everybody, on a busy machine as on a quiet one.
 hypothesis.settings.register_profile("course", deadline=None, derandomize=True, print_blob=True)

@@ -64,6 +64,15 @@ def make_sources(seed: int, count: int, longest: int) -> list[list[int]]:
     return [torch.randint(3, WORDS, (length,), generator=generator).tolist() for length in lengths]
 
 
+def nearly_tie(exact: Translator, source: list[int], one: list[int], other: list[int]) -> bool:
+    """Whether the two words at which these outputs first differ are as likely as each other; `exact` is in float64."""
+    place = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    src, src_pad = COLLATE.pad_sources([source])
+    with torch.no_grad():
+        top = exact(src, src_pad, torch.tensor([[BOS, *other[:place]]]))[0, -1].topk(2).values
+    return (top[0] - top[1] < 1e-3).item()
+
+
 def make_batch(seed: int, count: int, longest: int) -> tuple[Tensor, Tensor]:
     """(B, S) sources, longest first, and their padding."""
     return COLLATE.pad_sources(sorted(make_sources(seed, count, longest), key=len, reverse=True))

@@ -23,8 +23,9 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch, tmp_path):
-    """One step, in a folder without runs."""
+    """One step, in a folder without runs, on a machine without GPUs."""
     monkeypatch.setattr(preflight, "SECONDS", 0.0)
+    monkeypatch.setattr(preflight, "hidden_gpus", lambda: None)
     monkeypatch.chdir(tmp_path)
 
 

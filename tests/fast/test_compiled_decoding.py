@@ -18,6 +18,7 @@ from random_models import (
     make_batch,
     make_model,
     make_sources,
+    nearly_tie,
     needs_compiler,
 )
 from torch import Tensor, nn
@@ -75,12 +76,14 @@ def test_every_step_chooses_the_largest_logit(sizes, rows, norm_first):
 @settings(max_examples=20, deadline=None)
 @given(seeds, st.booleans(), st.integers(1, 9))
 def test_search_finds_what_the_plain_search_finds(seed, norm_first, rows):
-    """Both in fp32: after a near tie two outputs may go apart, so one of twelve may differ."""
+    """Both in fp32: after a near tie two outputs may go apart."""
     model, sources = lively_model(SIZES[0], seed, norm_first=norm_first), make_sources(seed, 12, 9)
     batches = plan_batches(list(map(len, sources)), rows)
     ours = search(model, sources, COLLATE, batches=batches, steps=fast.steps(model))
     plain = search(model, sources, COLLATE, batches=batches)
-    assert sum(map(list.__ne__, ours.tokens, plain.tokens)) <= 1
+    exact = copy.deepcopy(model).double()
+    for source, found, wanted in zip(sources, ours.tokens, plain.tokens, strict=True):
+        assert found == wanted or nearly_tie(exact, source, found, wanted)
 
 
 @needs_compiler
