@@ -12,15 +12,19 @@ LONGEST_PAIR = 80  # characters inside; a longer one is a speech, or was never c
 QUOTES = '”’」』"'
 STOPS = "。！？!?．."
 HAN = "\u3000-\u303f\u3400-\u9fff\uff00-\uffef"  # characters, Chinese punctuation, full-width forms
-ABBREVIATIONS = "Mr Mrs Ms Dr Prof St Sr Jr Gen Gov Sen Rep Rev Hon Col Lt Capt vs No Vol Fig pp al approx e.g i.e"
+ABBREVIATIONS = (
+    "Mr Mrs Ms Dr Prof St Sr Jr Gen Gov Sen Rep Rev Hon Col Lt Capt vs No Vol Fig pp al approx e.g i.e a.m p.m Ph.D Inc Corp "
+    "Co Ltd Jan Feb Mar Apr Jun Jul Aug Sep Sept Oct Nov Dec"
+)
 
 _PAIR = "|".join(f"{re.escape(a)}[^{re.escape(a + b)}]{{1,{LONGEST_PAIR}}}{re.escape(b)}" for a, b in PAIRS.split())
 # What is read at once: a pair with its inside, a run of stops, a run of other characters, or one character.
 _UNIT = re.compile(rf"(?P<pair>{_PAIR})|(?P<stop>[{STOPS}]+)|[^{STOPS}{re.escape(PAIRS)}]+|.", re.DOTALL)
 _CLOSING = re.compile(r"[）)】\]」』》”’]*(?:[\"']+(?=\s|$))?\s*")  # what a sentence takes along behind its stop
 _WORD = re.compile(r"\w")
-# "Mr. Li", "U.S. dollars", "3. The third": a full stop that ends no sentence.
-_NO_END = re.compile(rf"(?:^|[^\w.])(?:{'|'.join(map(re.escape, ABBREVIATIONS.split()))}|[A-Z](?:\.[A-Z])*)$|^\W*\d+$")
+# "Mr. Li", "U.S. dollars", "作家J.K.罗琳", "3. The third": a full stop that ends no sentence.
+_SHORT = "|".join(map(re.escape, ABBREVIATIONS.split()))
+_NO_END = re.compile(rf"(?:^|[^A-Za-z0-9_.])(?:{_SHORT}|[A-Z](?:\.[A-Z])*)$|^\W*\d+$")
 
 
 def sentences(line: str) -> list[str]:
@@ -48,7 +52,8 @@ def end_at(line: str, first: int, unit: re.Match) -> int:
     if unit["pair"]:  # 他说：“好。”然后 has two sentences, “好。”他说 one
         if not follows or follows in PAIRS:
             return end
-        return end if not follows.islower() and line[first : unit.start()].strip() else 0
+        goes_on = not follows.isalnum() or follows.islower() or follows in "的和与或等"  # 喊着“加油！”，然后跑了
+        return end if line[first : unit.start()].strip() and not goes_on else 0
     if text[-1] in "。！？．":
         return end
     spaced = not follows or line[end - 1].isspace() or bool(re.match(f"[{HAN}]", follows))  # not 3.14, not a.com

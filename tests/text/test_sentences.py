@@ -12,6 +12,10 @@ ONE = [  # lines of one sentence: | would stand where they are cut
     "圆周率是3.14，网址是a.com。", "他说：“你好。我走了。”", "“你好吗？”她问。", "“一切终于好起来了。”他说。",
     "他（一九九八年生。）来自北京。", "我喜欢《你好吗？》这本书。", "他等了……又等。", "花了3.5亿元",
     "Mr. Li met Dr. J. R. Wang of the U.S. Army.", "It cost 3.50 at noon, e.g. in No. 5 street.", "3. The third rule.",
+    "他大喊“救命！”，然后跑了。", "人们高喊“加油！”的口号。", "她问：“真的？”。", "写着“欢迎！”、“你好！”和“再见！”。",
+    'He asked "Why?", then left.',
+    "作家J.K.罗琳来到北京。", "他是Dr. Wang的学生。", "皇马vs.巴萨的比赛", "The talks opened on Jan. 5 at 10 a.m. Monday.",
+    "Huawei Technologies Co. Ltd. Chairman Ren spoke.",
     '"Stop!" he said.', "He said (She left. Really.) nothing.", "Yahoo! rose.", "Wait... what?",
 ]  # fmt: skip
 SEVERAL = [
