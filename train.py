@@ -23,7 +23,7 @@ class Config:
     tokenizer: str = flag("", "pretrained tokenizer for both sides; default: train two", "Data")
     source_vocab: int = flag(-1, "source vocabulary size; -1: 16000, fewer for little text", "Data", least=-1)
     target_vocab: int = flag(-1, "target vocabulary size; -1: the same rule", "Data", least=-1)
-    max_length: int = flag(512, "longest sentence in tokens; longer pairs are dropped", "Data", least=8)
+    max_length: int = flag(512, "longest sentence in tokens, end included; longer dropped", "Data", least=8)
     match_domain: bool = flag(True, "leave out pairs whose words are unlike validation's", "Data", before=False)
     match_lengths: bool = flag(True, "leave out short targets, until train is like validation", "Data", before=False)
     workers: int = flag(0, "processes that load batches; 0: none extra", "Data", least=0, most=1000)
@@ -35,7 +35,7 @@ class Config:
     num_decoder_layers: int = flag(0, "decoder layers", "Model", least=0, most=1000)
     dim_feedforward: int = flag(0, "width of the feed-forward layers", "Model", least=0)
     dropout: float = flag(-1.0, "dropout rate; -1: from the preset", "Model", least=-1, below=1)
-    dropout_after: int = flag(10, "passes over the data before dropout begins", "Model", least=0, before=0)
+    dropout_after: int = flag(-1, "passes before dropout; -1: 10, with --dropout 0", "Model", least=-1, before=0)
     norm_first: bool = flag(False, "layer norm before each sub-layer (pre-norm)", "Model")
     attention: str = flag("", "attention by hand (python|recompute|cpp|triton)", "Model")
 
@@ -47,7 +47,7 @@ class Config:
     accumulate: int = flag(0, "micro-batches per step; 0: as few as fit in GPU memory", "Training", least=0)
     optimizer: str = flag("muon", "muon: for matrices, AdamW for the rest (muon|adamw)", "Training", before="adamw")
     lr: float = flag(0.0, "peak rate; 0: 0.002 (adamw: 0.001), less if wider", "Training", least=0, below=10)
-    warmup: int = flag(0, "warm-up steps; 0: a tenth of all, at most 1000", "Training", least=0)
+    warmup: int = flag(0, "warm-up steps, cut to fit minutes; 0: a tenth, at most 1000", "Training", least=0)
     label_smoothing: float = flag(0.1, "label smoothing", "Training", least=0, below=1)
     clip: float = flag(1.0, "gradient clipping: largest norm; 0: off", "Training", least=0)
 
@@ -138,11 +138,13 @@ def train(config: Config) -> Path:
         loss_of = None if config.compile or captured else fast.loss(model, config.label_smoothing, precision.dtype, log)
         loss_of = loss_of or SummedLoss(model, config.label_smoothing)  # plain: also what --compile and --captured wrap
         parameters = list(model.parameters())
+        if config.dropout_after < 0:  # who asks for a rate wants to see what it does
+            config.dropout_after = 0 if config.dropout >= 0 else 10
         config.lr = config.lr or {"muon": 2e-3, "adamw": 1e-3}[config.optimizer] * min(1, 256 / sizes.d_model)
         optimizer = make_optimizer(config.optimizer, model, model.transformer, config.lr, precision.dtype)
         state = {"step": 0, "minutes": 0.0, "saved": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}
         state |= {"best_loss": None, "best_bleu": None, "validated": 0, "stale": 0}  # stale: validations since the best
-        state |= {"world_size": world.size, "accumulate": 0, "plan": 0}  # how the pairs of a step were dealt
+        state |= {"world_size": world.size, "accumulate": 0, "plan": 0}  # how pairs were dealt; `plan_id`
         state |= run.restore(model, optimizer, precision) or {}
 
         # -------- the pairs of each step, in this rank's micro-batches; a resumed run goes on with the same ones
@@ -255,7 +257,7 @@ def train(config: Config) -> Path:
                 batch = next(micro_batches)
                 places = batch.src.numel() + batch.tgt_in.numel()  # tokens and padding
                 meter.add(batch.source_tokens, batch.target_tokens, places, time.perf_counter() - waiting)
-                # DDP averages gradients over the ranks at the end of a backward pass; only the last one needs it.
+                # DDP averages gradients over the ranks while a backward pass runs; only the last one of a step needs it.
                 is_last = micro_batch == sampler.accumulate - 1
                 with contextlib.nullcontext() if is_last or sharded or world.size == 1 else runner.no_sync():
                     with precision.autocast():

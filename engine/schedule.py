@@ -24,6 +24,7 @@ class Schedule:
     start: int = 0  # where the rise begins, and from which share of the peak
     start_share: float = 0.0
     by_time: bool = False  # `total` follows from the minutes of the run
+    planned: int = 0  # the warm-up before it was fitted to the minutes
 
     def learning_rate(self, step: int) -> float:
         """The rate of update `step`, counted from 1."""
@@ -49,7 +50,7 @@ class Schedule:
         minutes_a_step = max(minutes - self.first_minutes, 1e-9) / (step - 1)
         estimate = math.ceil(step + (max_minutes - minutes) / minutes_a_step)  # the last step's number
         if step <= SPEED_KNOWN:  # the rate is still next to nothing, so a steeper rise makes no jump
-            self.warmup = min(self.warmup, max(SPEED_KNOWN, estimate // 10))
+            self.warmup = min(self.planned, max(SPEED_KNOWN, estimate // 10))
         if minutes < (1 - DECAY_SHARE) * max_minutes:
             return False
         last = max(step + 1, estimate)
@@ -70,5 +71,5 @@ class Schedule:
 
 def plan(peak: float, warmup: int, total: int) -> Schedule:
     """A schedule of `total` steps; `warmup` 0 means a tenth of them, at most 1,000."""
-    warmup = warmup or max(1, min(1000, total // 10))
-    return Schedule(peak, min(warmup, total), total, decay_start=max(1, math.ceil(total * (1 - DECAY_SHARE))))
+    warmup = min(warmup or max(1, min(1000, total // 10)), total)
+    return Schedule(peak, warmup, total, max(1, math.ceil(total * (1 - DECAY_SHARE))), planned=warmup)

@@ -568,12 +568,17 @@ def test_the_rate_where_none_is_given(toy_data, here, monkeypatch, optimizer, wi
     assert (name, rate) == (optimizer, peak)
 
 
-def test_dropout_begins_after_some_passes(toy_data, here, monkeypatch):
+@pytest.mark.parametrize("flags, passes, rate", [
+    (dict(dropout_after=2), 2, 0.1), (dict(dropout=0.3, dropout_after=2), 2, 0.3),
+    (dict(dropout=0.3), 0, 0.3),  # who asks for a rate wants to see what it does
+    ({}, 10, 0.1),
+])  # fmt: skip
+def test_dropout_begins_after_some_passes(toy_data, here, monkeypatch, flags, passes, rate):
     rates = []
     monkeypatch.setattr(Translator, "set_dropout", lambda model, p: rates.append(p))
-    training.train(config(data=str(toy_data), run=str(here), tokens_per_batch=10000, dropout_after=2, max_steps=20))
-    passes = 2 * int(re.search(r"(\d+) steps per epoch", (here / "train.log").read_text(encoding="utf-8"))[1])
-    assert 0 < passes < 20 and rates == [0.0] * passes + [0.1] * (20 - passes)
+    training.train(config(data=str(toy_data), run=str(here), tokens_per_batch=10000, max_steps=50, **flags))
+    without = passes * int(re.search(r"(\d+) steps per epoch", (here / "train.log").read_text(encoding="utf-8"))[1])
+    assert without < 50 and rates == [0.0] * without + [rate] * (50 - without)
 
 
 @pytest.mark.parametrize("cut_after", [[], [7], [8], [5, 8]])

@@ -111,6 +111,12 @@ def test_a_warm_up_that_the_minutes_allow(asked, first, seconds, minutes, fitted
     assert schedule.warmup == pytest.approx(fitted, abs=1)
 
 
+def test_a_slow_step_while_the_speed_is_measured_does_not_cut_the_warm_up():
+    schedule = plan(1.0, 0, 1_000_000)
+    simulate(lambda step, share: 2.0 if step == 2 else 0.2, 10, schedule)
+    assert schedule.warmup == pytest.approx(203, abs=1)  # by the average of 19; by the slow one alone it would be 30
+
+
 def test_without_a_limit_nothing_is_fitted():
     schedule = plan(1.0, 0, 1000)
     before = replace(schedule)
