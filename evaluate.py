@@ -155,7 +155,7 @@ def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], 
     if not rows:
         raise UserError(f"{path} has no rows in its {config.split} split; choose another --split")
     cut = own and split in missing_splits(text)  # from train
-    return rows, dict(data=path, split=split, own=own, cut=cut, rows=fingerprint_of(rows))  # rows: a hash of them
+    return rows, dict(data=path, columns=columns, split=split, own=own, cut=cut, rows=fingerprint_of(rows))  # a hash
 
 
 @torch.inference_mode()

@@ -169,7 +169,7 @@ def read_run(folder: str | Path) -> RunFiles:
     if run.model and run.records and run.config.get("label_smoothing") and "train/smoothed_loss" not in run.tags():
         run.missing.append(("train/loss, train/perplexity", "of an older version: these are of the smoothed loss"))
     run.log = read_text(run, "train.log", "what it said is unknown")
-    results = [*run.folder.glob("test.json"), *run.folder.glob("eval/*.json")]
+    results = [path for form in ("test.json", "result.json", "eval/*.json") for path in run.folder.glob(form)]
     # What is graded comes first: the test rows, and of them greedy search.
     for path in sorted(results, key=lambda path: ("test" not in path.stem, "greedy" not in path.stem, path.stem)):
         name = path.relative_to(run.folder).with_suffix("").as_posix()
@@ -254,19 +254,19 @@ def rows_of(run: RunFiles, name: str) -> list[tuple[str, str]]:
 
 def read_rows(run: RunFiles, name: str) -> list[tuple[str, str]]:
     """The rows that a result is of; UserError if the data set is gone, or was not what was scored."""
-    data, split, lines = run.config["data"], run.results[name].get("split", "test"), len(run.hypotheses[name])
+    result, lines = run.results[name], len(run.hypotheses[name])
+    data, split = result.get("data", run.config["data"]), result.get("split", "test")
     if Path(data).is_absolute() and not Path(data).exists():  # else a hub would be asked for it
         raise UserError(f"{data} is not there")
-    if split == "all":  # evaluate.py --data
-        raise UserError(f"{name} is of other data")
-    text = find_text(data, run.config["source"], run.config["target"])
-    train = chain.from_iterable(text.rows("train"))
-    rows = list(islice(train, lines)) if split == "train" else held_out_rows(text)[split]
-    is_first_part = split == "train" or "first" in name  # evaluate.py --limit
+    text = find_text(data, *result.get("columns", (run.config["source"], run.config["target"])))
+    parts = {"train": ["train"], "all": list(text.files)}.get(split, [])  # "all": of data without that split
+    read = chain.from_iterable(chunk for part in parts for chunk in text.rows(part))
+    rows = list(islice(read, lines)) if parts else held_out_rows(text)[split]
+    is_first_part = parts or "first" in name  # evaluate.py --limit
     if lines > len(rows) or (lines < len(rows) and not is_first_part):
         raise UserError(f"{name}.txt has {lines:,} lines, the data set {len(rows):,} rows")
     rows = rows[:lines]
-    if run.results[name].get("rows", known := fingerprint_of(rows)) != known:
+    if result.get("rows", known := fingerprint_of(rows)) != known:
         raise UserError(f"{name} is of other rows than {data} has")
     return rows
 

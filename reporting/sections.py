@@ -81,7 +81,7 @@ def parameters(run: RunFiles, described: dict[str, Described]) -> Fact | None:
     if run.name in described:
         count = described[run.name].parameters
         return Fact(count, f"{count:,}", f"computed from {run.name}/model.json")
-    return run.logged(r"([\d,]+) parameters")
+    return run.logged(r"(\d[\d,]*) parameters")
 
 
 def environment(page: Page, runs: list[RunFiles]) -> None:
@@ -288,7 +288,13 @@ def compare(runs: list[RunFiles]) -> tuple[str, list[Compared]]:
             references = [reference for _, reference in rows]
             systems = {run.name: run.hypotheses[name] for run in runs}
             return f"{name}.txt", paired_bootstrap(references, systems, runs[0].config["target"])
-    raise UserError("the runs have no translations of the same rows; run evaluate.py with the same flags on each")
+    raise UserError(why_no_rows(runs) or "the runs have no translations of the same rows; run evaluate.py with the same "
+                    "flags on each")  # fmt: skip
+
+
+def why_no_rows(runs: list[RunFiles]) -> str:
+    """Why data sets could not be read again, if so."""
+    return "; ".join(words[1] for run in runs for words in run.missing if words[0] == "data set")
 
 
 def compare_scores(run: RunFiles) -> tuple[str, list[Compared]]:
@@ -298,8 +304,8 @@ def compare_scores(run: RunFiles) -> tuple[str, list[Compared]]:
     rows = rows_of(run, names[0]) if len(names) > 1 else []
     names = [name for name in names if len(run.hypotheses[name]) == len(rows)]  # others lost lines
     if len(names) < 2:
-        raise UserError(f"--compare needs two runs, or two evaluations of one on the same rows: python evaluate.py "
-                        f"--ckpt {shlex.quote(str(run.folder))} --beam 4")  # fmt: skip
+        raise UserError(why_no_rows([run]) or "--compare needs two runs, or two evaluations of one on the same rows: python "
+                        f"evaluate.py --ckpt {shlex.quote(str(run.folder))} --beam 4")  # fmt: skip
     systems = {name: run.hypotheses[name] for name in names}
     return str(run.folder), paired_bootstrap([reference for _, reference in rows], systems, run.config["target"])
 

@@ -64,7 +64,7 @@ def write_card(trained: Trained, kind: str, folder: Path) -> None:
         loader=loader.replace("max_decoding_length=256", f"max_decoding_length={min(256, sizes.max_length)}"),
         longest=sizes.max_length - 1,
         end=", which CTranslate2 adds itself" * (kind == "ctranslate2"),
-        data=data_of(run), recipe=recipe_of(run, sizes.dropout), bleu=bleu_of(run),
+        data=data_of(run), recipe=recipe_of(run, sizes.dropout), bleu=bleu_of(run, trained.checkpoint.name),
     )  # fmt: skip
     (folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -90,11 +90,13 @@ def recipe_of(run: RunFiles, dropout: float) -> str:
     return f"{', '.join(settings)}, `dropout {dropout}`.{where}"
 
 
-def bleu_of(run: RunFiles) -> str:
-    """A line for each score that evaluate.py left."""
+def bleu_of(run: RunFiles, checkpoint: str) -> str:
+    """A line for each score that evaluate.py left of this checkpoint."""
     lines = []
     for score in run.results.values():
         with suppress(KeyError):  # of an older version
+            if Path(score["checkpoint"]).name != checkpoint:  # of other weights, or of a mean of several
+                continue
             low, high, signature = score["low"], score["high"], cell(score["signature"])
             lines.append(f"| {Path(score['data']).name} {score['split']} | {score['sentences']:,} | {score['decoding']} | "
                          f"{score['nltk']:.2f} ({low:.2f}–{high:.2f}) | {score['sacrebleu']:.2f} | {score['chrf']:.2f} | "

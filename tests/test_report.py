@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import sacrebleu
-from conftest import TINY_FLAGS, forked
+from conftest import TINY_FLAGS, forked, write_pairs
 from matplotlib.font_manager import get_font
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -30,6 +30,7 @@ from reporting.attention import END, group_characters, in_words, picture
 from reporting.page import Page
 from reporting.reading import RunFiles, read_run, rows_of
 from reporting.words import CHINESE
+from text.rows import fingerprint_of
 
 NUMBER = re.compile(r"-?[\d,]+(?:\.\d+)?(?:e[+-]\d+)?")
 WORDS_WITH_DIGITS = ["chrF2", "1-gram", "2-gram", "3-gram", "4-gram", "100 %", "95 %", "0.05"]
@@ -339,15 +340,17 @@ def test_two_scores_of_one_run_are_compared(run, capsys):
         script.report(config)
     greedy = json.loads((run / "eval" / "test-greedy.json").read_text())
     worse = "one two\n" * len(hypotheses.read_text().splitlines())
-    evaluations = {"test-beam4-lp0.6": (greedy["rows"], worse), "test-beam4-lp0.6-first50": ("other rows", worse),
+    evaluations = {"test-greedy-fp32": (greedy["rows"], hypotheses.read_text()),
+                   "test-beam4-lp0.6": (greedy["rows"], worse), "test-beam4-lp0.6-first50": ("other rows", worse),
                    "test-beam9-lp0.6": (greedy["rows"], worse.removesuffix("one two\n"))}  # a line was lost  # fmt: skip
     for name, (rows, text) in evaluations.items():
         (run / "eval" / f"{name}.txt").write_text(text)
         (run / "eval" / f"{name}.json").write_text(json.dumps(greedy | {"rows": rows}))
     script.report(config)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:] if line.startswith("BLEU")]
-    assert [line[1] for line in lines] == ["eval/test-greedy", "eval/test-beam4-lp0.6"] and lines[1][-2] == "="
-    assert float(lines[0][2]) == pytest.approx(greedy["sacrebleu"], abs=0.006) and float(lines[1][2]) == 0
+    assert [line[1] for line in lines] == ["eval/test-greedy", "eval/test-greedy-fp32", "eval/test-beam4-lp0.6"]
+    assert lines[1][-3:] == ["p", "=", "1.0000"] and lines[2][-2] == "="  # the same outputs differ by nothing
+    assert float(lines[0][2]) == pytest.approx(greedy["sacrebleu"], abs=0.006) and float(lines[2][2]) == 0
 
 
 def cut(path: Path) -> None:
@@ -379,7 +382,7 @@ DAMAGES = {
     "no result": (lambda run: shutil.rmtree(run / "eval"), "eval/ · no result yet"),
     "torn result": (lambda run: cut(run / "eval" / "test-greedy.json"), "eval/test-greedy.json · damaged"),
     "other rows": (lambda run: in_json(run / "eval" / "test-greedy.json", rows="0"), "test-greedy is of other rows than"),
-    "other data set": (lambda run: in_json(run / "eval" / "test-greedy.json", split="all"), "test-greedy is of other data"),
+    "other data set": (lambda run: in_json(run / "eval" / "test-greedy.json", split="all"), "test-greedy is of other rows than"),
     "torn translations": (lambda run: cut(run / "eval" / "test-greedy.txt"), "eval/test-greedy.txt"),
     "no translations": (lambda run: (run / "eval" / "test-greedy.txt").unlink(), ""),
     "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoints"), "Cross-attention"),
@@ -397,10 +400,23 @@ def test_a_damaged_run_gives_a_report_that_says_so(run, damage, without_drawing)
 
 
 def test_data_that_is_gone(run, without_drawing):
-    config = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps(config | {"data": str(run / "gone")}))
+    in_json(run / "eval" / "test-greedy.json", data=str(run / "gone"))
     page = make(run)
     assert "gone is not there" in page and "BLEU (nltk, graded)" in page and "<h2>Translations</h2>" not in page
+
+
+def test_a_run_is_no_place_for_its_report(run, without_drawing):
+    with pytest.raises(UserError, match="a is a run itself; name a folder of its own by --out DIR"):
+        Page("title", "en", run).write()
+
+
+def test_an_evaluation_of_other_data_is_read_from_there(run, tmp_path):
+    rows = [("一 二", "one two"), ("三", "three")]
+    other = write_pairs(tmp_path / "other", rows, {"train": slice(None)})
+    (run / "eval" / "test-greedy.txt").write_text("some words\n" * len(rows))
+    said = dict(data=str(other), columns=["zh", "en"], split="all", rows=fingerprint_of(rows))
+    in_json(run / "eval" / "test-greedy.json", **said)
+    assert rows_of(read_run(run), "eval/test-greedy") == rows
 
 
 def test_a_run_under_way(run):

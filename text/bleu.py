@@ -26,8 +26,8 @@ def corpus_bleu(references: list[str], hypotheses: list[str], target: str = "en"
     """The graded score, 0–100: nltk's corpus BLEU (Papineni et al. 2002) on sacreBLEU's tokens, case-sensitive.
 
     Both lists hold plain sentences in the language `target`, one reference for each hypothesis. References come first,
-    as in nltk; swapped, the score changes, since only hypotheses that are too short pay the brevity penalty. So name
-    them: `corpus_bleu(references=..., hypotheses=...)`.
+    as in nltk; swapped, the score changes: matches are divided by the n-grams of the hypotheses, and only these pay the
+    brevity penalty. So name them: `corpus_bleu(references=..., hypotheses=...)`.
     `smooth` is for the training curve only: an early model matches no four tokens in a row and would score 0.
     """
     references, hypotheses = checked(references, hypotheses)
@@ -220,8 +220,10 @@ def paired_bootstrap(references: list[str], systems: dict[str, list[str]], targe
         checked(references, hypotheses)
     metrics = {"BLEU": sacrebleu_metric(target), "chrF2": CHRF()}
     _, scores = PairedTest(list(systems.items()), metrics, [references], test_type="bs")()
+    same = [name for name in systems if systems[name] == next(iter(systems.values()))]  # of these sacreBLEU says 1/1001
     return [
-        Compared(name, metric, result.score, result.mean - result.ci, result.mean + result.ci, result.p_value)
+        Compared(name, metric, result.score, result.mean - result.ci, result.mean + result.ci,
+                 1.0 if result.p_value is not None and name in same else result.p_value)
         for metric in metrics
         for name, result in zip(systems, scores[metric], strict=True)
-    ]
+    ]  # fmt: skip

@@ -137,13 +137,15 @@ def train(config: Config) -> None:
             raise UserError(f"--resume {run.folder}: --data {config.data} is not what the run began with; put it back")
         state = run.restore(model) or {"step": 0, "loss": 0.0, "targets": 0, "data": data}
         run.log(str(model))
+        parameters = sum(weight.numel() for weight in model.parameters())
         pipeline = Pipeline(model, config, world)
         del model
         optimizer = make_optimizer(config, pipeline.parameters.values())
         if run.checkpoint:
             restore_optimizer(checkpoint.load_optimizer(run.checkpoint), pipeline, optimizer)
-        run.log(f"data: {len(sequences):,} sequences of {sequences.shape[1] - 1} tokens, vocabulary {vocab:,}; model: "
-                f"{config.num_layers} layers, stages: {world.size * config.stages_per_rank}")  # fmt: skip
+        run.log(f"data: {len(sequences):,} sequences of {sequences.shape[1] - 1} tokens, vocabulary {vocab:,}")
+        stages = world.size * config.stages_per_rank
+        run.log(f"model: {config.num_layers} layers, {parameters:,} parameters, stages: {stages}")
         run.begin()
         loop(run, sequences, pipeline, optimizer, state)
 

@@ -80,7 +80,7 @@ def report(measured: Measured, run: Run, step: int) -> None:
     )
     for rank, (peak, weights) in enumerate(measured.memory or []):
         stages = ", ".join(map(str, stages_of_rank(rank, ranks, config)))
-        run.log(f"rank {rank} (stage {stages}): {weights:,} parameters, {what} {peak / MIB:.2f} MiB")
+        run.log(f"rank {rank} (stage {stages}): {weights:,} weights, {what} {peak / MIB:.2f} MiB")
     title = (f"{config.schedule}, {ranks} rank{'s' * (ranks > 1)} × {config.stages_per_rank} stage"
              f"{'s' * (config.stages_per_rank > 1)}, {config.micro_batches} micro-batches: "
              f"bubble {bubble_share(events, ranks):.1%}")  # fmt: skip

@@ -95,9 +95,9 @@ def bubble_in_theory(schedule: str, ranks: int, stages_per_rank: int, micro_batc
     interleaved stages a V-th of that; they divide by the time without bubble, here it is the share of the whole time.
     Qi et al. 2023 (zero bubble), section 2, schedule ZB-H1: (R-1)(F+I-W) idle instead of 1F1B's (R-1)(F+I+W). Their ZB-V
     (section 6) idles only before a rank's first and after its last event, (R-1)F of one stage, if there are at least
-    2R-1 micro-batches; None for fewer.
+    2R-1 micro-batches. Interleaved and ZB-H1 want R. None for fewer.
     """
-    if schedule == "zbv" and micro_batches < 2 * ranks - 1:
+    if micro_batches < {"zbv": 2 * ranks - 1, "zb": ranks, "interleaved": ranks}.get(schedule, 1):
         return None
     idle = (ranks - 1) * (1 if schedule in ("zb", "zbv") else 3)  # in units of F, of one stage
     return idle / (idle + 3 * stages_per_rank * micro_batches)

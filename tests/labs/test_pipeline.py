@@ -227,6 +227,12 @@ def test_the_order_has_the_bubble_of_the_papers(ran, name):
     assert (theory is None) == (name == "zbv-4")  # 4 micro-batches are too few
 
 
+@pytest.mark.parametrize("name, least", [("gpipe", 1), ("1f1b", 1), ("interleaved", 4), ("zb", 4), ("zbv", 7)])
+def test_formulas_hold_from_so_many_micro_batches_on(name, least):
+    known = [schedule.bubble_in_theory(name, 4, 2, number) is not None for number in range(1, 9)]
+    assert known == [number >= least for number in range(1, 9)]
+
+
 def test_zb_v_is_never_idle_between_its_first_and_last_work(ran):
     order = schedule.order_of(ran["zbv-2"]["events"][-1])
     assert schedule.own_bubble_share(schedule.simulate(order, lambda *_: 1.0), 2) == pytest.approx(0)

@@ -90,8 +90,9 @@ def test_the_card_asks_for_no_more_tokens_than_the_model_has_places(run, tmp_pat
 
 def test_the_interval_stands_beside_the_score_that_it_is_of():
     score = {"data": "d", "split": "test", "sentences": 5, "decoding": "greedy", "signature": "s"}
-    score |= {"nltk": 10, "low": 9, "high": 11, "sacrebleu": 20, "chrf": 30}
-    names, _, line = bleu_of(RunFiles(Path("r"), "r", results={"eval/test-greedy": score})).splitlines()
+    score |= {"nltk": 10, "low": 9, "high": 11, "sacrebleu": 20, "chrf": 30, "checkpoint": "r/checkpoints/step-2"}
+    scores = {"eval/test-greedy": score, "eval/test-greedy-step-1": score | {"checkpoint": "r/checkpoints/step-1"}}
+    names, _, line = bleu_of(RunFiles(Path("r"), "r", results=scores), "step-2").splitlines()
     cells = dict(zip(names.split(" | "), line.split(" | ")))
     assert cells["nltk (95 %)"] == "10.00 (9.00–11.00)" and cells["sacreBLEU"] == "20.00"
 
