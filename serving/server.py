@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import uvicorn
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
 from pydantic import BaseModel, Field
@@ -220,7 +220,7 @@ def make_app(translate: Callable[[list[Job]], list[Sentence]], name: str) -> Fas
         return FileResponse(fonts.OWN)
 
     @app.post("/translate", responses={413: {"description": "too long"}, 503: {"description": "the queue is full"}})
-    async def translate_text(query: Query) -> Answer:
+    async def translate_text(query: Query, request: Request) -> Answer:
         """Translate every sentence of every line."""
         text = query.text.encode(errors="replace").decode()  # halves of characters, which JSON can hold, go
         try:
@@ -237,7 +237,11 @@ def make_app(translate: Callable[[list[Job]], list[Sentence]], name: str) -> Fas
             if not batcher.submit(everything):
                 why = "排队的句子太多，请稍后再试 · too many sentences are waiting; try again in a moment"
                 raise HTTPException(503, why, {"Retry-After": "2"})
-            await asyncio.gather(*(job.result for job in everything))
+            waiting = asyncio.gather(*(job.result for job in everything))
+            while not (await asyncio.wait([waiting], timeout=1))[0]:
+                if await request.is_disconnected():  # nobody waits: what is not begun goes
+                    waiting.cancel()
+            await waiting
         except asyncio.CancelledError:  # uvicorn's, after `SECONDS_TO_END`
             raise HTTPException(503, "程序正在结束 · the server is ending") from None
         done = [[job.result.result() for job in line] for line in jobs]
