@@ -39,7 +39,7 @@ class Steps:
 class Memory:
     """The most that was held since `Memory()`: by tensors on a GPU, by the whole process on a CPU.
 
-    A process holds some 0.3 GiB of libraries before it has a model; that is left out here where it is known (Linux).
+    A process holds some 0.3 GiB of libraries before it has a model; that is left out here.
     """
 
     def __init__(self, device: torch.device):

@@ -56,7 +56,7 @@ def check_grid(config, sizes: Sizes, processes: int) -> int:
         (sizes.heads % tensor, f"--tensor {tensor} does not divide the {sizes.heads} heads"),
         # FSDP2 cuts what a tensor-parallel rank has; PyTorch, asked for such a piece of a whole matrix, cuts it elsewhere.
         (sharded and tensor > 1 and data > 2 and sizes.vocabulary % tensor, f"--tensor {tensor} does not divide the "
-         f"vocabulary of {sizes.vocabulary}, as {config.data_parallel} over {data} processes needs; give --vocabulary or ddp"),
+         f"vocabulary of {sizes.vocabulary}, as {config.data_parallel} over {data} processes needs; take another, or ddp"),
         (sizes.sequence % tensor, f"--tensor {tensor} does not divide a sequence of {sizes.sequence} tokens"),
         (pipe > 1 and stages > sizes.layers, f"{sizes.layers} layers are no {stages} stages; use a smaller --pipe"),
         (rest or not micro_batch, f"--batch_size {config.batch_size} does not divide into {data} × {config.accumulate} "

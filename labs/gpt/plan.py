@@ -75,8 +75,9 @@ def memory(config, sizes: Sizes, processes: int, narrow: bool) -> Need:
     in_flight = 1
     if config.pipe > 1:  # 1F1B lets in as many micro-batches as there are ranks, GPipe all of them
         in_flight = config.accumulate if config.schedule == "gpipe" else min(config.accumulate, config.pipe)
-        if STAGES_PER_RANK[config.schedule] == 2:  # a rank's first stage runs ahead
-            in_flight = min(config.accumulate, in_flight + (config.pipe - 1) / 2)
+        if STAGES_PER_RANK[config.schedule] == 2:  # the first stage runs ahead, or (zb, zbv) gradients wait for W
+            in_flight += (config.pipe - 1) / 2
+            in_flight = min(config.accumulate, in_flight) if config.schedule == "interleaved" else in_flight
     # Sequence parallel: all is cut, but what norms give (selective: what the second products give) is whole for a while.
     whole = 2 * gathered * (1 - 1 / config.tensor)
     kept = KEPT[config.model, narrow] / config.tensor + whole
@@ -94,11 +95,15 @@ def memory(config, sizes: Sizes, processes: int, narrow: bool) -> Need:
     # The tied matrix gets a gradient as output, which waits for the one as embedding; then there is their sum as well.
     tied = 4 * sizes.vocabulary * sizes.hidden / config.tensor
     at_output = activations + logits + tied
-    if config.pipe > 1 and config.schedule == "1f1b":  # the first rank has the activations, the last the logits
-        at_output = max(activations, micro_batch + again + logits + tied)
+    at_last = {"1f1b": 1, "interleaved": (config.pipe + 1) / 2}.get(config.schedule)  # micro-batches on the last rank
+    if config.pipe > 1 and at_last:  # the first rank has the activations, the last the logits
+        at_output = max(activations, at_last * micro_batch + again + logits + tied)
     at_output += gradients if adds_up else 0
     at_embedding = gradients + activations / layers + (3 if adds_up else 2) * tied
     total = weights + optimizer + max(at_output, at_embedding)
+    if config.pipe > 1:  # PyTorch keeps a buffer for each micro-batch's input and its gradient, in every stage
+        buffers = 2 * STAGES_PER_RANK[config.schedule] - (config.pipe == 2)
+        total += 4 * tokens * sizes.hidden * config.accumulate * buffers
     return Need(weights, gradients, optimizer, activations, logits, host, total)
 
 
@@ -117,17 +122,19 @@ def host_memory() -> float:
 def check_fits(config, sizes: Sizes, world: World, precision: str) -> Need:
     """What the fullest rank needs. Raises `UserError`, before anything is allocated, if that is more than there is."""
     need, limit = memory(config, sizes, world.size, precision != "fp32"), device_memory(world)
-    if need.host and need.host + (need.total if world.device.type == "cpu" else 0) > host_memory():
-        raise UserError(f"does not fit: --offload {config.offload} puts {need.host / GIB:.1f} GiB a rank into the machine's "
-                        f"memory, and there are {host_memory() / GIB:.1f}; give a smaller --size")  # fmt: skip
     if need.total > limit:
-        given = ("layers", "hidden", "heads", "sequence", "vocabulary", "batch_size", "data", "tokenizer")
-        values = {name: getattr(config, name) for name in given} | {"precision": precision}
+        given = ("layers", "hidden", "heads", "sequence", "batch_size", "data", "tokenizer", "model")
+        values = {name: getattr(config, name) for name in given}
+        values |= {"vocabulary": sizes.vocabulary, "precision": precision}
         given = "".join(f" --{name} {shlex.quote(str(value))}" for name, value in values.items() if value)
         raise UserError(
             f"does not fit: needs {need.total / GIB:.1f} GiB a rank, there are {limit / GIB:.1f}; see what would: "
             f"python -m labs.gpt --plan --size {config.size} --gpus {world.size} --memory_gib {limit / GIB:.1f}{given}"
         )
+    held = need.host + (need.total if world.device.type == "cpu" else 0)
+    if need.host and held > host_memory():
+        raise UserError(f"does not fit: --offload {config.offload} puts {held / GIB:.1f} GiB a rank into the machine's memory, "
+                        f"and there are {host_memory() / GIB:.1f}; give a smaller --size")  # fmt: skip
     return need
 
 
