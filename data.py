@@ -38,7 +38,7 @@ class BucketSampler(Sampler[np.ndarray]):
     """
 
     def __init__(self, lengths, tokens_per_batch, *, seed=0, rank=0, world_size=1, accumulate=1):
-        # Half the memory in the smallest type; 16 bits numpy sorts in linear time. Signed: order_by_length subtracts.
+        # Half the memory in the smallest type; numpy sorts 16-bit integers in linear time. Signed: order_by_length subtracts.
         longest = 1 + max(int(side.max(initial=0)) for side in lengths.values())  # with the end token, as all below
         dtype = np.min_scalar_type(-longest - 1)  # a negative number asks for a signed type
         self.source, self.target = (lengths[side].astype(dtype) + dtype.type(1) for side in ("source", "target"))
@@ -107,13 +107,13 @@ class BucketSampler(Sampler[np.ndarray]):
         return [steps[heaviest][::-1] for heaviest in dict.fromkeys(np.argmax(loads, axis=0).tolist())]
 
     def shapes(self, padding: float = 0.08) -> list[tuple[int, int, int, int]]:
-        """(B, S, T, N) to pad every micro-batch up to: as few as add no more than this share of places. N: target tokens.
+        """(B, S, T, N) that CUDA graphs pad micro-batches to: few, adding at most this share of places. N: target tokens.
 
         Steps that are neighbours by length share one. That is possible because the cuts are the same in every epoch.
         """
         order = order_by_length(self.source, self.target)
         source, target = self.source[order].astype(int), self.target[order].astype(int)
-        shapes, places, steps = [], 0, 0  # places of the steps that share the last shape, and their number
+        shapes, places, steps = [], 0, 0  # places (padding too) of the steps that share the last shape; how many
         for first, last in zip(self.bounds, self.bounds[1:]):
             tokens = max(target[first + part : last : self.parts].sum() for part in range(self.parts))
             shape = (math.ceil((last - first) / self.parts), source[first:last].max(), target[first:last].max(), tokens)
@@ -142,7 +142,7 @@ def batches_of(
         pairs, batch_sampler=sampler, collate_fn=collate, num_workers=workers, pin_memory=device.type == "cuda",
         worker_init_fn=leave_signals_to_main,
     )  # fmt: skip
-    # iter(loader) runs here, not at the first batch: it draws a random number, and within a step dropout would miss it.
+    # iter(loader) runs here, not at the first batch: it draws from torch's generator, which within a step is dropout's.
     batches = (batch.to(device) for batch in loader)
     return one_ahead(batches, device) if device.type == "cuda" else batches
 
@@ -188,16 +188,16 @@ def cut_batches(widths: np.ndarray, budget: int, smallest: int = 1) -> list[int]
 
 @dataclass
 class Batch:
-    """B pairs padded to S source and T target tokens. Masks are boolean, True = padding: made here and nowhere else.
+    """B pairs padded to S source and T target tokens. `src_pad`, the padding mask (True = padding), is made here alone.
 
     No target padding mask: padding stands behind the sentence, and the causal mask keeps what is behind out of sight.
     """
 
     src: torch.Tensor  # (B, S) ids, each row ends with eos
     src_pad: torch.Tensor  # (B, S) True = padding
-    tgt_in: torch.Tensor  # (B, T) begins with bos
-    tgt_out: torch.Tensor  # (N,) the N real tokens to predict, row after row
-    real: torch.Tensor  # (N,) where they stand in the flattened (B·T) positions: see train.py --explain_masks
+    tgt_in: torch.Tensor  # (B, T) bos, then the target: what the decoder is given (teacher forcing)
+    tgt_out: torch.Tensor  # (N,) what it is to predict, row after row: the target, then eos; no padding
+    real: torch.Tensor  # (N,) the places in the flattened (B·T) tgt_in that predict them: see train.py --explain_masks
     source_tokens: int  # real tokens, end included
     target_tokens: int
 

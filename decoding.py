@@ -2,8 +2,8 @@
 
     hypotheses = search(model, sources, collate, beam=1)      # lists of token ids in, lists of token ids out
 
-A decoder layer needs, for one new token, only that token's query and the keys and values of the tokens before it. The stock
-layers recompute those at every step; here they are kept: a step costs one token's work, whatever the length.
+A decoder layer needs, for one new token, only that token's query and the keys and values of all tokens up to it. The stock
+layers recompute those at every step; here they are kept: a step projects one token, and only its attention grows with the length.
 Letters in shape comments: B rows of a batch, K beams, S source tokens, T target tokens, D model width, V vocabulary,
 H heads, W = D / H.
 """
@@ -172,9 +172,9 @@ def n_best(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`beam` hypotheses a sentence, best first: (B, S) → ids (B, K, T) padded with eos, and their scores (B, K).
 
-    A hypothesis is scored by its log-probability divided by ((5 + length) / 6) ** length_penalty (Wu et al. 2016). One that
-    ends while among the `beam` best is finished. A sentence is done when `beam` have finished and no unfinished one scores
-    better than the best of them: weak hypotheses that end early must not cut off a strong one. With beam 1 this is greedy.
+    A hypothesis is scored by its log-probability divided by ((5 + length) / 6) ** length_penalty (Wu et al. 2016), its end
+    token counted. One that ends while among the `beam` best is finished. A sentence is done when `beam` have finished and no
+    unfinished one scores better than the best of them: weak ones that end early must not cut off a strong one. Beam 1: greedy.
     """
     batch, longest, device = len(src), int(limits.max()), src.device
     vocabulary = model.config.target_vocab
@@ -211,7 +211,7 @@ def n_best(
         alive = candidates.gather(1, keep[:, :, None].expand(-1, -1, longest))
         tokens, parent = token.gather(1, keep), parent.gather(1, keep)
         cache.select((first_row + parent).flatten(), source_too=False)
-        done |= (count >= beam) & (finished_scores[:, 0] >= scores[:, 0] / penalty) | (limits <= position + 1)
+        done |= ((count >= beam) & (finished_scores[:, 0] >= scores[:, 0] / penalty)) | (limits <= position + 1)
         if (device.type == "cpu" or position % CHECK_EVERY == CHECK_EVERY - 1) and bool(done.all()):
             break
     return finished, finished_scores
@@ -291,7 +291,7 @@ def map_in_threads(function: Callable, items: list, workers: int) -> Iterator:
     """`function` of each item, in order, by so many Python threads, which share out PyTorch's threads.
 
     Two batches with one thread each finish before one batch after the other with two: a decoding step is many small
-    operations, most too small to divide. Python is no hindrance, because PyTorch's operations run without its lock.
+    operations, most too small to divide. Python's global lock (GIL) is no hindrance: PyTorch's operations run without it.
     """
     if workers <= 1:
         yield from map(function, items)

@@ -67,7 +67,7 @@ class Translator(nn.Module):
         self.output = nn.Linear(config.d_model, config.target_vocab)
         self.output.weight = self.target_embedding.weight  # tied (Press and Wolf 2017)
 
-        # With N(0, 1), the default, a tied output starts at a loss near 90 instead of ln V: logits would be √D too large.
+        # With N(0, 1), the default, a tied output starts at a loss near 90 instead of ln V: logits are √D times too large.
         nn.init.normal_(self.source_embedding.weight, std=config.d_model**-0.5)
         nn.init.normal_(self.target_embedding.weight, std=config.d_model**-0.5)
         nn.init.zeros_(self.output.bias)
@@ -156,7 +156,7 @@ class SummedLoss(nn.Module):
     def forward(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor, tgt_out: Tensor):
         """(B, S), (B, S), (B, T), (N,), (N,) → cross-entropy in nats summed over N tokens: to minimise, and to report.
 
-        The first has label smoothing and a gradient; exp of the second, divided by N, is a perplexity.
+        The first has label smoothing and a gradient; exp(second / N) is the perplexity.
         """
         logits = self.model(src, src_pad, tgt_in, real).float()  # (N, V)
         smoothed = F.cross_entropy(logits, tgt_out, label_smoothing=self.label_smoothing, reduction="sum")
@@ -166,8 +166,8 @@ class SummedLoss(nn.Module):
 def training_flops(config: ModelConfig, source_tokens: int, target_tokens: int) -> float:
     """Floating-point operations of a forward and backward pass over so many tokens, matrix products with weights only.
 
-    A product with W weights costs 2·W a token forward and 4·W backward. Attention scores are left out: under 5 % at the
-    lengths of sentences. The end of a source and the begin of a target are tokens too.
+    A product with W weights costs 2·W per token forward (multiply, add) and 4·W backward (gradients of its input and of the
+    weights). Attention scores are left out: under 5 % at the lengths of sentences. A source's end, a target's begin are tokens.
     """
     d, ff = config.d_model, config.dim_feedforward
     encoder = config.num_encoder_layers * (4 * d * d + 2 * d * ff)

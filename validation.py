@@ -25,7 +25,7 @@ WIDEST = 60  # tokens of a sentence in a picture of attention
 
 
 class Validation:
-    """The validation split, cut into batches of at most `tokens_per_batch` padded tokens a side."""
+    """The validation split, cut into batches of at most `tokens_per_batch` padded tokens per side."""
 
     def __init__(self, model: Translator, prepared: Prepared, collate: Collate, run: Run, precision: Precision,
                  tokens_per_batch: int):  # fmt: skip
@@ -68,7 +68,7 @@ class Validation:
 
     @torch.inference_mode()
     def loss(self, model: Translator, batches: list[np.ndarray]) -> float:
-        """Unsmoothed cross-entropy in nats a token; each rank does its share of the batches."""
+        """Unsmoothed cross-entropy in nats per token; each rank does its share of the batches."""
         model.eval()
         loss_of = fast.loss(model, 0.0, self.precision.dtype) or SummedLoss(model, 0.0)
         totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
@@ -82,7 +82,7 @@ class Validation:
         return loss / tokens
 
     def translate(self, model: Translator, rows: list[tuple[str, str]]) -> Translations | None:
-        """Greedy translations of the rows, on rank 0; on a CPU in fp32, as evaluate.py does."""
+        """Greedy translations of the rows, by all ranks, for rank 0; on a CPU in fp32, as evaluate.py does."""
         steps = fast.steps(model)  # in place of decoding.start; of the weights as they are now
         with self.precision.autocast() if self.world.device.type == "cuda" else nullcontext():
             return translate_lines(

@@ -35,8 +35,8 @@ TOKENS, HEADS, WIDTH = 4096, 8, 64  # tokens in all, so that the number of seque
 class Config:
     """Every setting of this benchmark."""
 
-    lengths: tuple = flag((64, 256, 1024, 4096), "tokens of a sequence, as many queries as keys", "Sizes")
-    numbers: tuple = flag((65536, 1048576, 16777216), "numbers that GELU gets", "Sizes")
+    lengths: tuple = flag((64, 256, 1024, 4096), "tokens of a sequence, as many queries as keys", "Sizes", least=1)
+    numbers: tuple = flag((65536, 1048576, 16777216), "numbers that GELU gets", "Sizes", least=1)
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
     rounds: int = flag(5, "turns of each", "How", least=1)
     out: str = flag("runs/benchmarks/attention_op.json", "where the figures go", "How")

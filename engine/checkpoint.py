@@ -115,14 +115,13 @@ def verify_files(folder: Path, may_miss: str = "") -> str | None:
 
 
 def verify(checkpoint: Path, to_resume: bool = False) -> str | None:
-    """None if the checkpoint is exactly as it was saved, else a few words on what is wrong or, `to_resume`, missing."""
+    """None if the checkpoint is as it was saved (optimizer.pt may be gone), else what is wrong or, `to_resume`, missing."""
     if damage := verify_files(checkpoint, may_miss="optimizer.pt"):
         return damage
     recorded = json.loads(Path(checkpoint, "checksums.json").read_bytes())
     if to_resume and not ("optimizer.pt" in recorded and Path(checkpoint, "optimizer.pt").exists()):
         return "its optimizer state was removed, to save space"
-    named = {*recorded, "optimizer.pt"}  # once its name was taken out with the file
-    return None if named == {*CONTENT} else "checksums.json is damaged"
+    return None if {*recorded, "optimizer.pt"} == {*CONTENT} else "checksums.json is damaged"  # or unlisted
 
 
 def latest(folder: Path, to_resume: bool = False) -> Path:
@@ -134,8 +133,8 @@ def latest(folder: Path, to_resume: bool = False) -> Path:
             what = "damaged" if verify(checkpoint) else "whole, but not enough to go on from"
             damaged.append(f"{checkpoint.name} is {what} ({damage})")
             continue
-        for passed_over in damaged:
-            _say(f"checkpoint {passed_over}; using {checkpoint.name}")
+        for passed_over in damaged if is_main() else []:  # of the processes of one run, one speaks
+            print(f"checkpoint {passed_over}; using {checkpoint.name}", file=sys.stderr, flush=True)
         return checkpoint
     reason = ", ".join(damaged) or "nothing is saved yet"
     wanted = "checkpoint to go on from" if to_resume else "whole checkpoint"
@@ -184,7 +183,8 @@ def _best_of(folder: Path) -> Path:
         return newest
     best = folder / f"step-{best_step}"
     if damage := verify(best):
-        _say(f"{folder.parent} has no whole best checkpoint ({best.name}: {damage}); using the latest")
+        if is_main():
+            print(f"{best} is no whole checkpoint ({damage}), so not the best but the latest is used", file=sys.stderr)
         return newest
     return best
 
@@ -305,8 +305,3 @@ def _remove_old(folder: Path, spared: set[int | None], keep: int) -> None:
         with suppress(OSError):
             os.replace(folder / f"step-{old}", doomed)  # first out of sight: a kill halfway leaves no half step-N
         shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _say(message: str) -> None:
-    if is_main():  # of the processes of one run, one speaks
-        print(message, file=sys.stderr, flush=True)

@@ -120,8 +120,10 @@ def checked(config):
             raise UserError(f"--{field.name} {value!r} must be of type {field.type.__name__}")
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):  # surrogates stand for other bytes
             raise UserError(f"--{field.name} {value!r} holds a NUL character, or is not UTF-8; rename it")
-        if isinstance(value, int | float) and not _is_within(value, bounds):
-            raise UserError(f"--{field.name} {value} must be {bounds_in_words(bounds, value) or 'a finite number'}")
+        for number in value if isinstance(value, tuple) else [value]:
+            if isinstance(number, int | float) and not _is_within(number, bounds):
+                must = bounds_in_words(bounds, number) or "a finite number"
+                raise UserError(f"--{field.name} {number} must be {must}")
         choices = choices_of(field)
         if choices and value not in (*choices, field.default):
             names = f"{', '.join(choices[:-1])} or {choices[-1]}"

@@ -37,7 +37,7 @@ class World:
     rank: int
     size: int
     device: torch.device
-    store: dist.Store | None = field(default=None, compare=False)  # the ranks' common notice board
+    store: dist.Store | None = field(default=None, compare=False)  # the ranks' common key-value store
     turns: itertools.count = field(default_factory=itertools.count, compare=False)  # numbers on_main's calls
 
     @property
@@ -74,7 +74,7 @@ class World:
             except UserError as error:
                 mistake = str(error)
         if self.size > 1:
-            # The others wait at the notice board: in a collective they would give up on a rank 0 that works for long.
+            # The others wait at the store: in a collective they would give up on a rank 0 that works for long.
             done = f"on_main/{next(self.turns)}"
             self.store.set(done, "") if self.is_main else self.store.wait([done], WORK)
         result, mistake = self.from_main((result, mistake))

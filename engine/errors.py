@@ -50,8 +50,8 @@ def run_script(main) -> None:
         full = r"CUDA error: out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
         on_gpu = type(error).__name__ == "OutOfMemoryError" or re.search(full, str(error))
         if on_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-            stop(f"the {'GPU' if on_gpu else 'machine'}'s memory is full; where others fill it choose another GPU, else give "
-                 "--preset or the sizes smaller, to train.py also --accumulate 2 (the same step in two parts)")  # fmt: skip
+            first = "GPU's memory is full; choose a free GPU, or" if on_gpu else "machine's memory is full;"
+            stop(f"the {first} give --preset or the sizes smaller, or to train.py --accumulate 2 (a step in two parts)")
         if re.search(r"C(\+\+)? compiler", str(error)):  # torch.compile's, or Triton's
             stop("--compile needs a C and C++ compiler (gcc, g++) and Python's headers; install them, or leave it out")
         many = os.environ.get("WORLD_SIZE", "1") != "1"

@@ -15,12 +15,12 @@ def make_optimizer(name: str, model: nn.Module, inside: nn.Module, lr: float, dt
     """AdamW, or for `name` "muon" Muon in `dtype` for the matrices of `inside`: `model` less embeddings and output."""
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), lr, **ADAMW)
-    matrices = {weight: None for weight in inside.parameters() if weight.ndim == 2}  # a set that keeps the order
+    matrices = {weight: None for weight in inside.parameters() if weight.ndim == 2}  # q, k, v of a layer are one
     return Muon([*matrices], [weight for weight in model.parameters() if weight not in matrices], lr, dtype)
 
 
 class Muon(torch.optim.AdamW):
-    """A matrix moves by its mean gradient made orthogonal (Jordan et al. 2024), every other weight as AdamW moves it.
+    """A matrix moves by its momentum (a running mean of gradients) made orthogonal (Jordan et al. 2024), others as by AdamW.
 
     An orthogonal update moves all directions of a matrix alike, also those that AdamW hardly moves. It is scaled to the
     usual size of AdamW's (RMS 0.2; Liu et al. 2025), so both share a rate. `torch.optim.Muon` computes the same, one

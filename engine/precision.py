@@ -1,7 +1,7 @@
 """Which number format a device computes in, and why.
 
-fp32 is always right; bf16 has fp32's range and needs nothing more; fp16 has a small range, so its gradients are scaled up
-before the backward pass and down again before the step (Micikevicius et al. 2018), and a step that overflowed is skipped.
+fp32 is always right; bf16 has fp32's range and needs nothing more; fp16 has a small range, so the loss is scaled up before the
+backward pass and its gradients down again before the step (Micikevicius et al. 2018), and a step that overflowed is skipped.
 """
 
 from pathlib import Path
@@ -99,7 +99,8 @@ def choose_precision(device: torch.device, name: str = "auto", training: bool = 
     formats = ("bf16", "fp16", "fp32")  # best first, so the largest index is the weakest rank's
     weakest = formats[int(world.maximum(formats.index(best[0]))[0])] if world else best[0]
     best = best if weakest == best[0] else (weakest, "the weakest device of this run wants it")
-    return Precision(device, *(best if name == "auto" else (name, "as asked")))
+    tf32 = "; its products are TF32" * (name == "fp32" and device.type == "cuda" and capability >= (8, 0))
+    return Precision(device, *(best if name == "auto" else (name, f"as asked{tf32}")))
 
 
 def _cpu_flags() -> str:  # of x86 or ARM; "bf16" is in avx512_bf16, amx_bf16 and ARM's bf16

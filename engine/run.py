@@ -41,9 +41,9 @@ SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]  # asked to stop, Ctrl-
 
 
 class Run:
-    """One run of a training script, fresh or gone on with; a context manager that puts everything away at its end.
+    """One run of a training script, fresh or resumed; a context manager that puts everything away at its end.
 
-    config      the settings; those of the run's beginning, with the flags that may change, where it goes on
+    config      the settings; of a resumed run those it began with, except for flags that may change
     folder      runs/<name>
     state       what was saved with the last checkpoint; None if there is none
     """

@@ -187,7 +187,7 @@ class ProcessMeter:
 
 
 class GpuSampler(threading.Thread):
-    """Asks NVML every `interval` seconds how busy, full, thirsty and hot the GPU is; `read()` gives averages.
+    """Asks NVML every `interval` seconds how busy, full and hot the GPU is and what power it draws; `read()`: averages.
 
     Without a GPU or without NVML (package nvidia-ml-py) it says so once, and `read()` gives {}.
     """

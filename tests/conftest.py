@@ -33,7 +33,7 @@ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 # On the CPU wherever the tests run: a GPU rounds otherwise, and each rank would want its own. DEVICE=cuda asks for it.
 if "DEVICE" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-if not os.access(Path.home(), os.W_OK):  # what is compiled needs a place
+if not os.access(os.path.expanduser("~"), os.W_OK):  # what is compiled needs a place
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", tempfile.mkdtemp())
 
 # The same examples in every run, and no clock: what fails here fails for everybody, on a busy machine as on a quiet one.

@@ -19,7 +19,7 @@ CHANCE = 0.05  # a smaller share of the pairs, or gap in their lengths, may be c
 UNLIKE_SHARE = 0.5  # of the training pairs, at most, are dropped because they are unlike validation's
 SHORT_SHARE = 0.25  # and then of the rest for their short targets
 TELLING_ROWS = 200  # of validation, to tell how train differs from it
-PRIOR_TOKENS = 2000  # of train's frequencies, beside the tokens of validation
+PRIOR_TOKENS = 2000  # pseudo-counts by train's frequencies, added to validation's counts
 LONGEST_TOKEN = 16  # characters; our own tokenizers learn no longer token
 
 # Zero-width characters vanish, lone surrogates (broken UTF-16) become the replacement character, and every other control
@@ -134,9 +134,9 @@ def absurd_ratio(source_tokens, target_tokens):
 def like_validation(train: TokenizedPairs, validation: TokenizedPairs, vocabularies: list[int]) -> np.ndarray:
     """Which pairs of `train` to keep, (n,) row numbers: those written in the words of validation.
 
-    A pair's score is the mean of log p(token in validation) / p(token in train) over each side, both sides added (Moore &
-    Lewis 2010, Axelrod et al. 2011, with single tokens for n-grams). Half of validation gives the frequencies. The other half
-    gives the bar, which 99 of 100 of its pairs reach; no more than `UNLIKE_SHARE` of train stays under it.
+    A pair's score is the mean of log p(token in validation) / p(token in train) over each side, both added: a cross-entropy
+    difference (Moore & Lewis 2010, Axelrod et al. 2011), of single tokens. Half of validation gives the frequencies, the other
+    half the bar, which 99 % of its pairs reach. Pairs under it go, at most `UNLIKE_SHARE` of all; none if under `CHANCE` do.
     """
     known, unseen = (validation.only(np.arange(first, len(validation), 2)) for first in (0, 1))
     gains = []

@@ -2,7 +2,8 @@
 
     prepared = prepare(find_text("/opt/minidataset"), Path("runs/.cache"))     # the second time in no time
 
-Tokenised once, before training, into flat arrays that are memory-mapped: 26 million pairs train in the memory of one batch.
+Tokenised once, before training, into flat arrays that are memory-mapped: ids stay on disk, and the memory holds some
+40 bytes a pair.
 """
 
 import contextlib

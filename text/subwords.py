@@ -24,7 +24,7 @@ CHARACTERS_AT_ONCE = 2**22  # of the lines that are encoded together; the librar
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 # Chinese is written without spaces: a run of Han characters is one "word" that merges may divide as they like. Digits stand
-# alone, so that a number is copied figure by figure; so does every punctuation mark. U+2581 (▁) stands for a space.
+# alone, so that a number is copied figure by figure; so does every punctuation mark. An English word, in between, stays whole.
 PIECES = r"▁?\p{Han}+|▁?\p{N}|▁?[^\p{L}\p{M}\p{N}▁]"
 
 
@@ -37,7 +37,7 @@ def train_tokenizer(lines: Iterable[str], vocabulary: int):
     tokenizer.pre_tokenizer = own_pre_tokenizer()
     room = vocabulary - len(BYTES)
     lines = list(lines)
-    # At least half of the vocabulary is left for merges; rarer characters are spelled in bytes.
+    # Half of the room, less the three special tokens, is left for merges; rarer characters are spelled in bytes.
     alphabet = commonest_characters(lines, room // 2)
     trainer = trainers.BpeTrainer(
         vocab_size=room,
@@ -76,7 +76,7 @@ def commonest_characters(lines: list[str], limit: int) -> list[str]:
 
 
 def own_pre_tokenizer():
-    """Cuts a text first at its spaces, each of which becomes the ▁ of the word behind it, then into `PIECES`."""
+    """Cuts a text at its spaces, each of which becomes the ▁ of the word behind it, then around each of `PIECES`."""
     from tokenizers import Regex, pre_tokenizers
 
     spaces = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)

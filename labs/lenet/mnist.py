@@ -84,8 +84,8 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; download it again") from None
     header, magic = 4 + 4 * axes, bytes([0, 0, 8, axes])  # 8: unsigned bytes
     if content[:4] != magic or len(content) < header:
-        raise UserError(f"{path} begins with {content[:4].hex(' ') or 'nothing'}, not with {magic.hex(' ')} as an IDX file "
-                        f"of {axes} axes; download it again")  # fmt: skip
+        raise UserError(f"{path} ({len(content):,} bytes) begins with {content[:4].hex(' ') or 'nothing'}; an IDX file of {axes} "
+                        f"axes begins with {magic.hex(' ')} and {axes} sizes; download it again")  # fmt: skip
     sizes = np.frombuffer(content, ">u4", axes, offset=4).tolist()
     if len(content) - header != math.prod(sizes):
         raise UserError(f"{path} holds {len(content) - header:,} values instead of {' × '.join(map(str, sizes))}; "

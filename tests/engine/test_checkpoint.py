@@ -441,12 +441,12 @@ def test_a_damaged_best_gives_way_to_the_latest(tmp_path, capsys):
         save(folder, step, best_step=2 if step > 1 else None)
     spoil(folder / "step-2" / "model.safetensors")
     assert ck.resolve(tmp_path / "run") == folder / "step-3"
-    assert "no whole best checkpoint (step-2: checksum of model.safetensors differs)" in capsys.readouterr().err
+    assert "step-2 is no whole checkpoint (checksum of model.safetensors differs)" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"best is not a whole checkpoint .*use .*step-3, which is whole"):
         ck.resolve(folder / "best")
     (folder / "best").unlink()
     assert ck.resolve(tmp_path / "run") == folder / "step-3"
-    assert "using the latest" in capsys.readouterr().err
+    assert "the latest is used" in capsys.readouterr().err
 
 
 def test_resolve_of_the_working_directory(tmp_path, monkeypatch):

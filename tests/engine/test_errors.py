@@ -40,7 +40,7 @@ FULL, ELSEWHERE = "free some space", "choose another place"
 
 @pytest.mark.parametrize("error, said", [
     (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be …"), "the GPU's memory is full; "),  # by others
-    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "choose another GPU"),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "choose a free GPU"),
     (RuntimeError("Failed to find C compiler. Please specify …"), "--compile needs a C and C++ compiler"),
     *((OSError(number, os.strerror(number), "/x/file"), f"cannot write /x/file: {os.strerror(number)}; {remedy}")
       for number, remedy in ((errno.ENOSPC, FULL), (errno.EDQUOT, FULL), (errno.EROFS, ELSEWHERE), (errno.EIO, FULL))),

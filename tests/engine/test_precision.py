@@ -63,7 +63,8 @@ def test_auto_on_a_gpu(monkeypatch, capability, name, said):
     assert chosen.name == name and said in chosen.reason and chosen.device == gpu
     assert torch.get_float32_matmul_precision() == "high" and not torch.backends.cuda.cudnn_sdp_enabled()
     for asked in ("fp32", "bf16", "fp16"):
-        assert choose_precision(gpu, asked) == SimpleNamespace(device=gpu, name=asked, reason="as asked")
+        reason = "as asked; its products are TF32" if asked == "fp32" and capability >= (8, 0) else "as asked"
+        assert choose_precision(gpu, asked) == SimpleNamespace(device=gpu, name=asked, reason=reason)
     formats = ["bf16", "fp16", "fp32"]
     for number, other in enumerate(formats):  # of another rank's card: the ranks of a run have one format
         world = SimpleNamespace(maximum=lambda mine, other=number: [max(mine, other)])
