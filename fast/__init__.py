@@ -18,7 +18,7 @@ from engine.errors import UserError
 from fast import build
 from fast.captured import CapturedSteps
 from fast.cuda_training import CapturedLoss
-from fast.decoding import CompiledSteps, is_possible
+from fast.decoding import CompiledSteps, agrees, is_possible
 from fast.training import KernelLoss, SlicedLoss, is_known, why_not
 
 
@@ -36,8 +36,12 @@ def loss(
         log("note: a sharded model trains by PyTorch's own operations: the faster ones in fast/ are not used")
         return None
     if next(model.parameters()).device.type == "cuda":
-        # The gradients of fp16, made before the loss is scaled up, would vanish: there the plain loss it is.
-        return None if dtype == torch.float16 or not is_known(model) else SlicedLoss(model, label_smoothing, dtype)
+        if dtype != torch.float16 and is_known(model):
+            return SlicedLoss(model, label_smoothing, dtype)
+        # The gradients of fp16, made before the loss is scaled up, would vanish.
+        why = "fp16" if dtype == torch.float16 else "a model of other parts"
+        log(f"note: all logits are in memory at once ({why})")
+        return None
     reason = why_not(model, dtype)
     if reason:
         missing = build.why_not()
@@ -67,9 +71,10 @@ def steps(model: nn.Module, int8: bool = False, captured: bool = False) -> Calla
     asked for and cannot be.
     """
     device = next(model.parameters()).device
-    if device.type == "cpu" and not torch.is_autocast_enabled("cpu") and is_possible(model, int8):
-        return CompiledSteps(model, int8).start
+    possible = device.type == "cpu" and not torch.is_autocast_enabled("cpu") and is_possible(model, int8)
+    if possible and agrees(compiled := CompiledSteps(model), model):
+        return CompiledSteps(model, int8).start if int8 else compiled.start
     if int8:
-        raise UserError(f"--precision int8 needs a CPU with AVX-512 VNNI, g++, and sizes that are multiples of 16 "
+        raise UserError(f"--precision int8 needs a CPU with AVX-512 VNNI, g++, model.py as it is, sizes that are multiples of 16 "
                         f"({device}{', ' * bool(build.why_not())}{build.why_not()}); use --precision fp32")  # fmt: skip
     return CapturedSteps(model).start if captured and device.type == "cuda" and is_known(model) else None

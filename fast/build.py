@@ -69,10 +69,12 @@ def compiled(source: Path, macros: list[str]) -> Path:
         Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions") / "fast"
     )
     file, digest = cache / f"{source.stem}_{version}.so", cache / f"{source.stem}_{version}.sha256"
-    if not (is_ours(file) and is_ours(digest) and hash_of(file) == digest.read_text()):  # missing, planted or damaged
+    # It may be missing, planted or damaged.
+    if not (is_ours(file) and is_ours(digest) and hash_of(file) == digest.read_text(errors="replace")):
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             new = Path(scratch)
-            subprocess.run([*command, *paths, "-o", new / "new.so"], check=True, capture_output=True, text=True)
+            told = dict(capture_output=True, text=True, errors="replace", env=os.environ | {"LC_ALL": "C"})
+            subprocess.run([*command, *paths, "-o", new / "new.so"], check=True, **told)  # in English
             (new / "new.sha256").write_text(hash_of(new / "new.so"))
             for made in new.iterdir():
                 made.chmod(0o700)  # whatever the umask

@@ -83,6 +83,21 @@ def kernels(int8: bool) -> ctypes.CDLL | None:
     return library(Path(__file__).with_suffix(".cpp"), **({"INT8": "1"} if int8 else {}))
 
 
+@torch.inference_mode()
+def agrees(steps: "CompiledSteps", model: nn.Module) -> bool:
+    """Whether the model's own methods, which a reader may have changed, find likeliest what fp32 `steps` choose."""
+    config, training = model.config, model.training
+    src = torch.arange(24).view(4, 6) % config.source_vocab
+    src_pad, tokens = torch.zeros_like(src, dtype=torch.bool), [torch.arange(4) % config.target_vocab]
+    cache = steps.start(src, src_pad, 4)
+    for position in range(3):
+        tokens.append(cache.next_tokens(tokens[-1], position))
+    logits = model.eval()(src, src_pad, torch.stack(tokens[:-1], 1))  # (4, 3, V)
+    model.train(training)
+    best, chosen = logits.amax(-1), logits.gather(-1, torch.stack(tokens[1:], 1)[..., None])[..., 0]
+    return bool((best - chosen).mean() <= 1e-3 * (best - logits.mean(-1)).mean())  # a near tie costs nothing
+
+
 def check_ids(tokens: Tensor, vocabulary: int) -> None:
     """Raises `IndexError` for ids outside the vocabulary: in C++ they would be places in foreign memory."""
     if bool(((tokens < 0) | (tokens >= vocabulary)).any()):

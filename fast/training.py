@@ -73,7 +73,22 @@ def why_not(model: nn.Module, dtype: torch.dtype) -> str:
         return "the model has a part or a weight that the kernels do not know, or lacks one"
     if any(weight.dtype != torch.float32 for weight in model.parameters()):
         return "the weights are not fp32"
-    return "" if kernels.kernels(dtype) else "the kernels are not compiled"
+    if not kernels.kernels(dtype):
+        return "the kernels are not compiled"
+    return "" if agrees(model, dtype) else "model.py was changed: it computes something else than they do"
+
+
+def agrees(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether the model's own methods, which a reader may have changed, give on a toy batch what is computed here."""
+    training, ids, pad = model.training, torch.tensor([[0, 1, 2], [2, 1, 0]]), torch.zeros(2, 3, dtype=torch.bool)
+    pad[1, 2] = True
+    model.eval()
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        ours = decode(model, encode(model, ids, pad, dtype), pad, ids, dtype)[: ids.numel()]
+        theirs = model.hidden(ids, pad, ids).flatten(0, 1)
+    model.train(training)
+    limit = 1e-3 if dtype == torch.float32 else 0.1  # bf16 rounds to 8 bits in every product: 1 to 3 % in all
+    return bool((ours - theirs).norm() <= limit * theirs.norm())
 
 
 def is_known(model: nn.Module) -> bool:

@@ -278,6 +278,16 @@ def test_no_faster_steps_for_a_changed_model(change):
     assert not fast.steps(model)
 
 
+@needs_compiler
+def test_no_faster_steps_for_a_changed_model_py():
+    model = make_model(0)
+    model.embed = lambda embedding, ids, first=0: embedding(ids) + model.positions[first : first + ids.size(1)]
+    assert not fast.steps(model) and model.training
+    if not NO_INT8:
+        with pytest.raises(UserError, match=r"model\.py as it is"):
+            fast.steps(model, int8=True)
+
+
 def test_int8_that_cannot_be_is_a_mistake(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     with pytest.raises(UserError, match=r"--precision int8 needs a CPU with AVX-512 VNNI, g\+\+"):

@@ -14,7 +14,7 @@ import fast
 from fast import build
 from fast.training import KernelLoss, SlicedLoss, why_not
 from labs.attention_op import use_in
-from model import SummedLoss
+from model import SummedLoss, Translator
 
 seeds = st.integers(0, 2**31)
 
@@ -164,6 +164,29 @@ def test_a_changed_model_takes_the_plain_way(change, reason):
     assert fast.loss(model, 0.1, torch.float32)
     change(model)
     assert reason in refusal(model)
+
+
+class Unscaled(Translator):
+    """As a reader who tries what √D is for would change model.py."""
+
+    def embed(self, embedding, ids, first=0):
+        return embedding(ids) + self.positions[first : first + ids.size(1)]
+
+
+class Uncovered(Translator):
+    """Without the padding mask of the source."""
+
+    def decode(self, memory, src_pad, tgt_in):
+        return super().decode(memory, torch.zeros_like(src_pad), tgt_in)
+
+
+@needs_compiler
+@pytest.mark.parametrize("changed", [Unscaled, Uncovered])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_changed_model_py_takes_the_plain_way(changed, dtype):
+    model = make_model(0)
+    model.__class__ = changed
+    assert "model.py was changed" in refusal(model, dtype) and model.training
 
 
 def test_one_weight_of_another_format():
