@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# How a column's name may begin: with the code of the language or of a country, with its name in English or in itself.
-CHINESE = re.compile("zh|chinese|cmn|cn(?![a-z])|[中汉漢]")
+# What a column's name may hold: the code of the language or of a country, its name in English or in itself.
+CHINESE = re.compile("(.*[^a-z])?(zh|chinese|cmn|cn(?![a-z]))|.*[中汉漢]")
 JAPANESE_OR_KOREAN = re.compile("(ja|jpn?|ko|kor|kr)(?![a-z])|japan|korea|[日韩한]")
 
 
@@ -220,10 +220,13 @@ def paired_bootstrap(references: list[str], systems: dict[str, list[str]], targe
         checked(references, hypotheses)
     metrics = {"BLEU": sacrebleu_metric(target), "chrF2": CHRF()}
     _, scores = PairedTest(list(systems.items()), metrics, [references], test_type="bs")()
-    same = [name for name in systems if systems[name] == next(iter(systems.values()))]  # of these sacreBLEU says 1/1001
-    return [
-        Compared(name, metric, result.score, result.mean - result.ci, result.mean + result.ci,
-                 1.0 if result.p_value is not None and name in same else result.p_value)
-        for metric in metrics
-        for name, result in zip(systems, scores[metric], strict=True)
-    ]  # fmt: skip
+    compared = []
+    for metric in metrics:
+        first, *others = scores[metric]
+        for other in others:
+            if (other.score, other.mean, other.ci) == (first.score, first.mean, first.ci):
+                other.p_value = 1.0  # no resample differs; sacreBLEU says 1/1001
+        for name, result in zip(systems, scores[metric], strict=True):
+            low, high = result.mean - result.ci, result.mean + result.ci
+            compared.append(Compared(name, metric, result.score, low, high, result.p_value))
+    return compared

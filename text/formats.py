@@ -75,7 +75,8 @@ def _read_parquet(file: Path, source: str, target: str) -> Pairs:
     with pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20) as parquet:
         prefix = _column_prefix(parquet.schema_arrow, source, target, file)
         groups = [parquet.metadata.row_group(index) for index in range(parquet.num_row_groups)]
-        at_once = min((_rows_at_once(group.total_byte_size, group.num_rows) for group in groups), default=CHUNK)
+        sizes = [_rows_at_once(group.total_byte_size, group.num_rows) for group in groups if group.num_rows]
+        at_once = min(sizes, default=CHUNK)
         batches = parquet.iter_batches(at_once, columns=[prefix + source, prefix + target])
         yield from _pairs_of_batches(batches, prefix, source, target, file)
 
@@ -227,6 +228,7 @@ def _csv_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
 def _below_header(rows: Iterator[tuple[int, list[str]]], file: Path, source: str, target: str, remedy: str) -> Pairs:
     """The two columns that the first of these (line, fields) names; every row must have as many fields."""
     line, columns = next(rows, (1, []))
+    columns = [name.strip() for name in columns]
     if not columns:
         raise UserError(f"{file} has no header line; its first line must name the columns")
     if source not in columns or target not in columns:

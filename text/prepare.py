@@ -129,7 +129,7 @@ def find_and_prepare(config, cache: Path, say) -> tuple[Path, str]:
     if config.tokenizer and (config.source_vocab > 0 or config.target_vocab > 0):
         say("note: --source_vocab and --target_vocab have no effect: they are for tokenizers that are trained here")
     if os.path.exists(os.path.expanduser(data)):  # else a hub name, or a mistake
-        data = os.path.realpath(os.path.expanduser(data))
+        data = os.path.abspath(os.path.expanduser(data))  # not realpath: a link's target may have another name
     if data != data.encode(errors="ignore").decode():  # of other bytes, which no file of the run could hold
         raise UserError(f"the path {data!r} is not UTF-8; rename the folder")
     text = find_text(data, config.source, config.target)
@@ -190,15 +190,15 @@ def _clear_leftovers(cache: Path, key: str, say) -> None:
     """Remove what killed processes left of their work, and wait for one that makes just what is wanted."""
     for building in cache.glob(".building-*"):
         with contextlib.suppress(OSError):  # gone by now, or somebody else's
-            age = time.time() - building.stat().st_mtime  # seconds
+            # Seconds since the last write: where locks do not reach another machine, this tells of its work.
+            age = time.time() - max(path.stat().st_mtime for path in (building, *building.rglob("*")))
             if not (building / ".lock").exists():  # of an older version, or made this very moment
                 shutil.rmtree(building, ignore_errors=True) if age > 3600 else None
                 continue
             with open(building / ".lock", "r+", encoding="utf-8") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    # Of a younger one the maker may be about to take the lock.
-                    shutil.rmtree(building, ignore_errors=True) if age > 5 else None
+                    shutil.rmtree(building, ignore_errors=True) if age > 600 else None
                 except BlockingIOError:
                     if building.name.startswith(f".building-{key}-"):
                         say(f"data: another process tokenises the same data into {building}; waiting for it")

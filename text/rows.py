@@ -24,14 +24,16 @@ from engine.errors import UserError
 from text.formats import read_chunks, short
 
 KEYWORDS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "dev", "val"),
-    "test": ("test", "testing", "eval", "evaluation"),
+    "train": ("train", "training", "训练", "训练集"),
+    "validation": ("validation", "valid", "dev", "val", "验证", "验证集"),
+    "test": ("test", "testing", "eval", "evaluation", "测试", "测试集"),
 }
-# The order counts: of a directory with several forms, the first is read.
 FORMS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv",
          ".tsv": "tsv", ".xml": "xml"}  # fmt: skip
-PAIRED = ("sgm", "moses")  # forms of two files; they come last
+PAIRED = ("sgm", "moses")  # forms of two files
+# Of a directory with several forms the first is read. sgm and xml are those of WMT's test sets, beside a corpus in another.
+ORDER = ("parquet", "arrow", "json", "csv", "tsv", "moses", "sgm", "xml")
+PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 NOT_DATA = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 
 
@@ -135,12 +137,15 @@ def _directory_files(root: Path, source: str) -> tuple[str, dict[str, list[Path]
         visible = [name for name in subfolders if not name.startswith(".")]
         subfolders[:] = [name for name in visible if not _leads_back(root, Path(folder, name))]
         for file in (Path(folder, name) for name in names if not name.startswith(".") and name not in NOT_DATA):
+            unpacked = file.with_suffix("")
+            if file.suffix in PACKED and _form_of(unpacked, source) and not unpacked.exists():
+                raise UserError(f"{file} is compressed; unpack it first")
             if form := _form_of(file, source):
                 by_form.setdefault(form, []).append((str(file.relative_to(root)), file))
     if not by_form:
         raise UserError(f"{root} holds no parquet, arrow, json, csv or tsv file, nor one ending in .{source} beside its "
                         "translation; point to the directory of the shards")  # fmt: skip
-    form = next(form for form in (*FORMS.values(), *PAIRED) if form in by_form)
+    form = next(form for form in ORDER if form in by_form)
     if len(by_form) > 1:
         print(f"{root} holds {', '.join(sorted(by_form))} files; only the {form} files are read")
     return form, _split_files(sorted(by_form[form], key=lambda named: _natural(named[0])))
@@ -175,6 +180,8 @@ def _split_files(named: list[tuple[str, Path]]) -> dict[str, list[Path]]:
     unnamed = splits.pop(None)
     if not splits["train"]:
         splits["train"] = unnamed
+        if len(unnamed) > 1:  # a newstest2019 may be among them
+            print(f"no file's name contains train, so these are: {short(', '.join(file.name for file in unnamed))}")
     elif unnamed:
         # As load_dataset does: next to train.csv, a newstest2019.csv must not end up among the training pairs.
         names = short(", ".join(str(file) for file in unnamed))

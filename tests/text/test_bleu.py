@@ -109,7 +109,8 @@ def test_any_text_gets_a_score_and_sacrebleus_tokens(pairs):
 
 
 @pytest.mark.parametrize(
-    "target", ["zh", "zh_cn", "Chinese", "cn", "cmn", "中文", "汉语", "ja", "jp", "日本語", "ko", "kr"]
+    "target",
+    ["zh", "zh_cn", "Chinese", "cn", "cmn", "中文", "汉语", "简体中文", "text_zh", "ja", "jp", "日本語", "ko", "kr"],
 )
 def test_languages_without_spaces_are_cut_into_characters(target):
     assert tokens_of(["我买书。"], sacrebleu_metric(target)) == [[*"我买书。"]]

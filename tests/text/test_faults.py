@@ -113,11 +113,12 @@ def test_a_cache_that_is_somebody_else_s_is_one_line(data, tmp_path, monkeypatch
 
 def test_what_killed_builds_left_is_removed_and_living_ones_are_left_alone(data, tmp_path):
     cache = tmp_path / "cache"
-    for name, age in (("dead", 60), ("young", -3600), ("older-version", 7200)):  # seconds; young, however slow this is
+    for name, age in (("dead", 900), ("young", -3600), ("older-version", 7200)):  # seconds; young, however slow this is
         (cache / f".building-{name}").mkdir(parents=True)
         if name != "older-version":
             (cache / f".building-{name}/.lock").touch()
-        os.utime(cache / f".building-{name}", (0, time.time() - age))
+        for path in (*(cache / f".building-{name}").iterdir(), cache / f".building-{name}"):
+            os.utime(path, (0, time.time() - age))
     with under_test.made_whole(cache / "other") as living:
         os.utime(living, (0, 0))
         folder, _ = cached(data, cache)

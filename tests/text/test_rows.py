@@ -338,6 +338,37 @@ def test_long_lines_come_in_small_chunks(tmp_path, monkeypatch, name, write):
     assert max(read_at_once, default=1) <= 2
 
 
+@pytest.mark.parametrize("names, form, splits", [
+    ("corpus newstest2017-zhen", "moses", {"train": 2}),  # WMT's test set in sgm lies beside the corpus
+    ("训练集.tsv 验证集.tsv 测试集.tsv", "tsv", {"train": 1, "validation": 1, "test": 1}),
+    ("a.tsv b.tsv", "tsv", {"train": 2}),
+])  # fmt: skip
+def test_which_files_are_which_split(names, form, splits, tmp_path, capsys):
+    for name in names.split():
+        make = write_sgm if "newstest" in name else write_tsv if name.endswith("tsv") else write_moses
+        make(tmp_path / name, [("你好", "hello")])
+    text = find_text(str(tmp_path))
+    assert text.form == form and {split: len(files) for split, files in text.files.items()} == splits
+    assert ("no file's name contains train, so these are: a.tsv, b.tsv" in capsys.readouterr().out) == (names[0] == "a")
+
+
+def test_a_compressed_shard_is_not_passed_over(tmp_path):
+    write_jsonl(tmp_path / "train-1.jsonl", [("你好", "hello")])
+    (tmp_path / "train-1.jsonl.gz").touch()  # from which it was unpacked
+    assert find_text(str(tmp_path)).files
+    (tmp_path / "train-0.jsonl.gz").touch()
+    with pytest.raises(UserError, match=r"train-0\.jsonl\.gz is compressed; unpack it first"):
+        find_text(str(tmp_path))
+
+
+def test_an_empty_row_group_makes_no_small_chunks(tmp_path):
+    schema = pyarrow.schema([("zh", pyarrow.string()), ("en", pyarrow.string())])
+    with pyarrow.parquet.ParquetWriter(tmp_path / "train.parquet", schema) as writer:
+        for count in (3, 0, 2):
+            writer.write_table(pyarrow.table({"zh": ["你好"] * count, "en": ["hello"] * count}, schema=schema))
+    assert [len(chunk) for chunk in find_text(str(tmp_path)).rows("train")] == [5]
+
+
 # Mistakes: name → (files, of which the first is read; what the one line must say).
 
 GOOD = '{"zh": "a", "en": "b"}\n'
@@ -345,6 +376,7 @@ FAR = "a,b\n" * 25_000  # beyond the first chunk, line numbers still count from 
 
 MISTAKES = {
     "unknown type": ({"x.txt": b"a\tb"}, ["x.txt", "not a known type of file", ".parquet"]),
+    "blank in the header": ({"x.csv": "zh, en\n你好,Hello,more\n"}, ["line 2: 3 fields, the header has 2"]),
     "zero bytes": ({"x.csv": b""}, ["x.csv", "empty (0 bytes)"]),
     "no header": ({"x.csv": b"\n\n"}, ["x.csv", "header"]),
     "not parquet": ({"x.parquet": b"PAR1 and then something else"}, ["x.parquet", "get it again"]),

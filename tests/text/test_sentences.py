@@ -22,6 +22,7 @@ SEVERAL = [
     "我来了。|我看见了！|我赢了？|好", "我来了。 |我看见了。", "真的！！！|是吗？！|是。", "他说：“好。”|然后他走了。",
     "“你好。”|“再见。”", "他说“好！”|她也说“好！”", "【新华社】他来了。|他走了。", "“" + "长" * 90 + "。|短。”|完。",
     "“没有合上。|他走了。", "他用Python.|然后他走了。", "来了。|走了。。 ！ ",
+    "他说：“一切都好。”|与此同时，股价下跌。", "She moved to Montréal. |Her son stayed.",
     "He came. |He saw! |Did he win? |Yes", 'He said "no." |Then he left.', "He is 5. |It was 1998. |Then (really) it ended.",
     "“Go.” |“No.”", "It grew by 12345678901234567890. |Then he left.", "Prices rose 3.5%. |Mr. Li left.",
     "He left.\u3000|她来了。", "一。|Two. |三。",
