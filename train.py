@@ -35,7 +35,7 @@ class Config:
     num_decoder_layers: int = flag(0, "decoder layers", "Model", least=0, most=1000)
     dim_feedforward: int = flag(0, "width of the feed-forward layers", "Model", least=0)
     dropout: float = flag(-1.0, "dropout rate; -1: from the preset", "Model", least=-1, below=1)
-    dropout_after: int = flag(-1, "passes before dropout; -1: 10, with --dropout 0", "Model", least=-1, before=0)
+    dropout_after: int = flag(-1, "passes before dropout; -1: 10, or 0 with a --dropout", "Model", least=-1, before=0)
     norm_first: bool = flag(False, "layer norm before each sub-layer (pre-norm)", "Model")
     attention: str = flag("", "attention by hand (python|recompute|cpp|triton)", "Model")
 

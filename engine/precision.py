@@ -88,9 +88,9 @@ def choose_precision(device: torch.device, name: str = "auto", training: bool = 
             best = "fp16", "this card has fast fp16 but no bf16; the loss is scaled"
     else:
         # 'medium' sends fp32 products to oneDNN instead of MKL: the same rounding, and faster on AMD. On a CPU with
-        # AMX it would compute them in bf16, so there the default stays.
-        amx, has_bf16 = "amx_bf16" in _cpu_flags(), "bf16" in _cpu_flags()
-        torch.set_float32_matmul_precision("highest" if amx else "medium")
+        # AMX, or an ARM one with bf16, it would compute them in bf16, so there the default stays.
+        rounds, has_bf16 = {"amx_bf16", "bf16"} & {*_cpu_flags().split()}, "bf16" in _cpu_flags()
+        torch.set_float32_matmul_precision("highest" if rounds else "medium")
         if name == "fp16":
             raise UserError("--precision fp16 needs a GPU; use fp32 or bf16 on the CPU")
         best = "fp32", "full precision" if has_bf16 else "this CPU has no bf16 instructions"

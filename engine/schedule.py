@@ -50,7 +50,7 @@ class Schedule:
         minutes_a_step = max(minutes - self.first_minutes, 1e-9) / (step - 1)
         estimate = math.ceil(step + (max_minutes - minutes) / minutes_a_step)  # the last step's number
         if step <= SPEED_KNOWN:  # the rate is still next to nothing, so a steeper rise makes no jump
-            self.warmup = min(self.planned, max(SPEED_KNOWN, estimate // 10))
+            self.warmup = min(self.planned or self.warmup, max(SPEED_KNOWN, estimate // 10))
         if minutes < (1 - DECAY_SHARE) * max_minutes:
             return False
         last = max(step + 1, estimate)

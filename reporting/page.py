@@ -46,6 +46,8 @@ class Page:
         self.words = CHINESE if language == "zh" else ENGLISH
         self.pictures: dict[str, bytes] = {}
         self.last: tuple[list, list] = ([], [])  # see `later`
+        if (self.folder / "config.json").exists():  # its own pictures would count as the run's
+            raise UserError(f"{self.folder} is a run itself; name a folder of its own by --out DIR")
         self.title = self.say(title)
         self.add(f"<h1>{html.escape(self.title)}</h1>", f"# {self.title}")
 
@@ -153,8 +155,6 @@ class Page:
 
     def write(self) -> Path:
         """report.html, report.md and the pictures in the folder; → the page."""
-        if (self.folder / "config.json").exists():  # its own pictures would count as the run's
-            raise UserError(f"{self.folder} is a run itself; name a folder of its own by --out DIR")
         body, markdown = ("\n".join(blocks + last) for blocks, last in zip((self.html, self.markdown), self.last))
         head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         style = f"<style>{STYLE}\n{embedded(body)}</style>"

@@ -255,10 +255,11 @@ def rows_of(run: RunFiles, name: str) -> list[tuple[str, str]]:
 def read_rows(run: RunFiles, name: str) -> list[tuple[str, str]]:
     """The rows that a result is of; UserError if the data set is gone, or was not what was scored."""
     result, lines = run.results[name], len(run.hypotheses[name])
-    data, split = result.get("data", run.config["data"]), result.get("split", "test")
-    if Path(data).is_absolute() and not Path(data).exists():  # else a hub would be asked for it
+    data, split = result.get("data") or run.config.get("data", ""), result.get("split", "test")
+    of_hub = data == run.config.get("data") and not Path(data).is_absolute()  # other names are not asked for there
+    if not (of_hub or Path(data).exists()):
         raise UserError(f"{data} is not there")
-    text = find_text(data, *result.get("columns", (run.config["source"], run.config["target"])))
+    text = find_text(data, *result.get("columns", (run.config.get("source", ""), run.config["target"])))
     parts = {"train": ["train"], "all": list(text.files)}.get(split, [])  # "all": of data without that split
     read = chain.from_iterable(chunk for part in parts for chunk in text.rows(part))
     rows = list(islice(read, lines)) if parts else held_out_rows(text)[split]

@@ -242,9 +242,9 @@ def translations(page: Page, runs: list[RunFiles]) -> tuple[str, list[int]]:
     page.heading(name, 3)
     page.note("Scores of single sentences are sacreBLEU's sentence BLEU, for reading only: the mean of them is not the "
               "corpus BLEU.")  # fmt: skip
-    lines = []
+    lines, data = [], runs[0].results[name].get("data", runs[0].config["data"])
     for part, row in ((part, row) for part, numbers in parts.items() for row in numbers):
-        line = [part, *(Fact(row, text, f"{runs[0].config['data']}#{row}") for text in rows[row])]
+        line = [part, *(Fact(row, text, f"{data}#{row}") for text in rows[row])]
         for run, score in zip(runs, scores):
             source = f"{run.name}/{name}.txt#{row}"
             line.append(Fact(row, run.hypotheses[name][row], source))
@@ -293,8 +293,9 @@ def compare(runs: list[RunFiles]) -> tuple[str, list[Compared]]:
 
 
 def why_no_rows(runs: list[RunFiles]) -> str:
-    """Why data sets could not be read again, if so."""
-    return "; ".join(words[1] for run in runs for words in run.missing if words[0] == "data set")
+    """Why data sets could not be read again, if so, and what to do."""
+    why = dict.fromkeys(words[1] for run in runs for words in run.missing if words[0] == "data set")
+    return f"{'; '.join(why)}; put the data back, or run evaluate.py again on each" if why else ""
 
 
 def compare_scores(run: RunFiles) -> tuple[str, list[Compared]]:

@@ -64,7 +64,7 @@ def write_card(trained: Trained, kind: str, folder: Path) -> None:
         loader=loader.replace("max_decoding_length=256", f"max_decoding_length={min(256, sizes.max_length)}"),
         longest=sizes.max_length - 1,
         end=", which CTranslate2 adds itself" * (kind == "ctranslate2"),
-        data=data_of(run), recipe=recipe_of(run, sizes.dropout), bleu=bleu_of(run, trained.checkpoint.name),
+        data=data_of(run), recipe=recipe_of(run, sizes.dropout), bleu=bleu_of(run, str(trained.checkpoint)),
     )  # fmt: skip
     (folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -95,7 +95,8 @@ def bleu_of(run: RunFiles, checkpoint: str) -> str:
     lines = []
     for score in run.results.values():
         with suppress(KeyError):  # of an older version
-            if Path(score["checkpoint"]).name != checkpoint:  # of other weights, or of a mean of several
+            scored = Path(score["checkpoint"].removesuffix("/model.safetensors")).name
+            if scored != checkpoint.removesuffix("/model.safetensors").rpartition("/")[2]:  # other weights, or a mean
                 continue
             low, high, signature = score["low"], score["high"], cell(score["signature"])
             lines.append(f"| {Path(score['data']).name} {score['split']} | {score['sentences']:,} | {score['decoding']} | "

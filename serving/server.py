@@ -99,6 +99,7 @@ class Batcher:
 
     def submit(self, jobs: list[Job]) -> bool:
         """Queue all of them; False if there is no room, now."""
+        self.jobs = deque(job for job in self.jobs if not job.result.done())  # of a page that was left, or at Ctrl-C
         if len(self.jobs) + len(jobs) > MOST_WAITING:
             return False
         self.jobs.extend(jobs)
@@ -111,7 +112,7 @@ class Batcher:
             batch = [self.jobs.popleft() for _ in range(min(TOGETHER, len(self.jobs)))]
             if not self.jobs:
                 self.came.clear()
-            batch = [job for job in batch if not job.result.done()]  # at Ctrl-C requests are given up
+            batch = [job for job in batch if not job.result.done()]  # given up since
             for beam in {job.beam for job in batch}:
                 alike = [job for job in batch if job.beam == beam]
                 try:
@@ -238,11 +239,13 @@ def make_app(translate: Callable[[list[Job]], list[Sentence]], name: str) -> Fas
                 why = "排队的句子太多，请稍后再试 · too many sentences are waiting; try again in a moment"
                 raise HTTPException(503, why, {"Retry-After": "2"})
             waiting = asyncio.gather(*(job.result for job in everything))
-            while not (await asyncio.wait([waiting], timeout=1))[0]:
-                if await request.is_disconnected():  # nobody waits: what is not begun goes
-                    waiting.cancel()
+            try:
+                while not (await asyncio.wait([waiting], timeout=1))[0] and not await request.is_disconnected():
+                    pass
+            finally:
+                waiting.cancel()  # of what is done nothing; what is not begun goes
             await waiting
-        except asyncio.CancelledError:  # uvicorn's, after `SECONDS_TO_END`
+        except asyncio.CancelledError:  # the page was left; or uvicorn's, after `SECONDS_TO_END`
             raise HTTPException(503, "程序正在结束 · the server is ending") from None
         done = [[job.result.result() for job in line] for line in jobs]
         translation = "\n".join(join(sentence.hypotheses[0].text for sentence in line) for line in done)

@@ -407,7 +407,7 @@ def test_data_that_is_gone(run, without_drawing):
 
 def test_a_run_is_no_place_for_its_report(run, without_drawing):
     with pytest.raises(UserError, match="a is a run itself; name a folder of its own by --out DIR"):
-        Page("title", "en", run).write()
+        Page("title", "en", run)
 
 
 def test_an_evaluation_of_other_data_is_read_from_there(run, tmp_path):

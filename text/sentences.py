@@ -24,7 +24,7 @@ _CLOSING = re.compile(r"[）)】\]」』》”’]*(?:[\"']+(?=\s|$))?\s*")  # w
 _WORD = re.compile(r"\w")
 # "Mr. Li", "U.S. dollars", "作家J.K.罗琳", "3. The third": a full stop that ends no sentence.
 _SHORT = "|".join(map(re.escape, ABBREVIATIONS.split()))
-_NO_END = re.compile(rf"(?:^|[^A-Za-z0-9_.])(?:{_SHORT}|[A-Z](?:\.[A-Z])*)$|^\W*\d+$")
+_NO_END = re.compile(rf"(?:^|[^\w.]|[{HAN}])(?:{_SHORT}|[A-Z](?:\.[A-Z])*)$|^\W*\d+$")
 
 
 def sentences(line: str) -> list[str]:
@@ -52,7 +52,8 @@ def end_at(line: str, first: int, unit: re.Match) -> int:
     if unit["pair"]:  # 他说：“好。”然后 has two sentences, “好。”他说 one
         if not follows or follows in PAIRS:
             return end
-        goes_on = not follows.isalnum() or follows.islower() or follows in "的和与或等"  # 喊着“加油！”，然后跑了
+        joined = follows in "的和与或等" and text[-2] in "！？!?"  # 喊着“加油！”的口号
+        goes_on = not follows.isalnum() or follows.islower() or joined
         return end if line[first : unit.start()].strip() and not goes_on else 0
     if text[-1] in "。！？．":
         return end

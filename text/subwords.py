@@ -37,7 +37,7 @@ def train_tokenizer(lines: Iterable[str], vocabulary: int):
     tokenizer.pre_tokenizer = own_pre_tokenizer()
     room = vocabulary - len(BYTES)
     lines = list(lines)
-    # Half of the room, less the three special tokens, is left for merges; rarer characters are spelled in bytes.
+    # At least half of the room, less the three special tokens, is left for merges; rarer characters are spelled in bytes.
     alphabet = commonest_characters(lines, room // 2)
     trainer = trainers.BpeTrainer(
         vocab_size=room,

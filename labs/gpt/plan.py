@@ -176,6 +176,7 @@ def table(config, sizes: Sizes, narrow: bool) -> str:
     ]
     deepest = (0, "")
     for name, changes in techniques(config.gpus):
+        name = name.replace("1f1b", config.schedule)
         trial = trial_of(config, changes)
         try:
             check_grid(trial, sizes, config.gpus)

@@ -16,7 +16,8 @@ class SegmentSampler:
         p_i = (1 − w) / M + w · exp(β ℓ_i) / Σ_j exp(β ℓ_j)
         w = 0 in the first epoch, else max(0, 1 − e / (0.7 · E))
 
-    ℓ_i: the mean unsmoothed loss of its tokens, in nats, over its visits since the last draw (before: the mean of the others);
+    ℓ_i: the mean unsmoothed loss of its tokens, in nats, over its visits since the last draw (none: as it was; before any:
+    the mean of the others);
     β: `sharpness`; e: epochs done; E: epochs in all. With β = 1 a segment's extra share is proportional to its perplexity.
     w falls from nearly 1 to 0 where the learning rate begins to fall: draws in the last 30 % of the epochs are static again.
     One draw serves `resample_every` epochs, in another order each; e is the first of them.

@@ -93,7 +93,8 @@ def test_fp32_products_are_exact_to_fp32(rows, inner, columns):
     assert product_error(left.bfloat16(), right.bfloat16()) > 1e-4  # what a rounded product would show
 
 
-@pytest.mark.parametrize("flags, setting", [("avx512f", "medium"), ("avx512f amx_bf16", "highest"), ("", "medium")])
+@pytest.mark.parametrize("flags, setting", [("avx512f", "medium"), ("avx512f amx_bf16", "highest"), ("", "medium"),
+                                            ("avx512_bf16", "medium"), ("asimd bf16", "highest")])  # fmt: skip
 def test_a_cpu_that_would_round_is_not_let(monkeypatch, flags, setting):
     monkeypatch.setattr(under_test, "_cpu_flags", lambda: flags)
     choose_precision(CPU)

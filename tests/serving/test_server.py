@@ -126,6 +126,40 @@ def test_nothing_of_the_user_is_html(client, tiny_run):
     assert str(tiny_run.parent) not in page + client.get("/docs").text
 
 
+def test_sentences_of_a_page_that_was_left_are_not_translated():
+    begun, left, batches = threading.Event(), threading.Event(), []
+
+    def translate(jobs):
+        batches.append([job.source for job in jobs])
+        begun.set()
+        assert left.wait(HANGS)
+        return [translated(job, "x") for job in jobs]
+
+    async def leave_and_ask_again():
+        app, body = server.make_app(translate, "a run"), json.dumps({"text": "一。" * (server.TOGETHER + 1)}).encode()
+        scope = dict(type="http", method="POST", path="/translate", raw_path=b"/translate", query_string=b"", root_path="",
+                     scheme="http", http_version="1.1", client=None, server=("127.0.0.1", 80), state={}, asgi={"version": "3.0"},
+                     headers=[(b"host", b"127.0.0.1"), (b"content-type", b"application/json")])  # fmt: skip
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive():
+            if messages:
+                return messages.pop()
+            if not begun.is_set():
+                await asyncio.Event().wait()  # asked whether the page was left: not yet
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            pass
+
+        async with app.router.lifespan_context(app):
+            await app(scope, receive, send)
+            left.set()
+
+    asyncio.run(leave_and_ask_again())
+    assert [len(batch) for batch in batches] == [server.TOGETHER]  # the sentence that was left is in none
+
+
 def test_an_error_of_the_model_does_not_end_the_server():
     def translate(jobs):
         if jobs[0].source == "bad":
