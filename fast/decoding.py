@@ -88,7 +88,7 @@ def agrees(steps: "CompiledSteps", model: nn.Module) -> bool:
     """Whether the model's own methods, which a reader may have changed, find likeliest what fp32 `steps` choose."""
     config, training = model.config, model.training
     src = torch.arange(24).view(4, 6) % config.source_vocab
-    src_pad, tokens = torch.zeros_like(src, dtype=torch.bool), [torch.arange(4) % config.target_vocab]
+    src_pad, tokens = torch.arange(6) > torch.arange(2, 6)[:, None], [torch.arange(4) % config.target_vocab]
     cache = steps.start(src, src_pad, 4)
     for position in range(3):
         tokens.append(cache.next_tokens(tokens[-1], position))

@@ -258,7 +258,7 @@ def read_rows(run: RunFiles, name: str) -> list[tuple[str, str]]:
     data, split = result.get("data") or run.config.get("data", ""), result.get("split", "test")
     of_hub = data == run.config.get("data") and not Path(data).is_absolute()  # other names are not asked for there
     if not (of_hub or Path(data).exists()):
-        raise UserError(f"{data} is not there")
+        raise UserError(f"{data} is not on this disk")
     text = find_text(data, *result.get("columns", (run.config.get("source", ""), run.config["target"])))
     parts = {"train": ["train"], "all": list(text.files)}.get(split, [])  # "all": of data without that split
     read = chain.from_iterable(chunk for part in parts for chunk in text.rows(part))

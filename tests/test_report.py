@@ -402,7 +402,7 @@ def test_a_damaged_run_gives_a_report_that_says_so(run, damage, without_drawing)
 def test_data_that_is_gone(run, without_drawing):
     in_json(run / "eval" / "test-greedy.json", data=str(run / "gone"))
     page = make(run)
-    assert "gone is not there" in page and "BLEU (nltk, graded)" in page and "<h2>Translations</h2>" not in page
+    assert "gone is not on this disk" in page and "BLEU (nltk, graded)" in page and "<h2>Translations</h2>" not in page
 
 
 def test_a_run_is_no_place_for_its_report(run, without_drawing):

@@ -133,19 +133,22 @@ def _directory_files(root: Path, source: str) -> tuple[str, dict[str, list[Path]
         raise UserError(f"cannot list {error.filename}: {error.strerror}; check its permissions")
 
     by_form: dict[str, list[tuple[str, Path]]] = {}
+    packed: dict[str, Path] = {}
     for folder, subfolders, names in os.walk(root, onerror=stop, followlinks=True):
         visible = [name for name in subfolders if not name.startswith(".")]
         subfolders[:] = [name for name in visible if not _leads_back(root, Path(folder, name))]
         for file in (Path(folder, name) for name in names if not name.startswith(".") and name not in NOT_DATA):
             unpacked = file.with_suffix("")
-            if file.suffix in PACKED and _form_of(unpacked, source) and not unpacked.exists():
-                raise UserError(f"{file} is compressed; unpack it first")
+            if file.suffix in PACKED and (form := _form_of(unpacked, source)) and not unpacked.exists():
+                packed[form] = file
             if form := _form_of(file, source):
                 by_form.setdefault(form, []).append((str(file.relative_to(root)), file))
-    if not by_form:
+    form = next((form for form in ORDER if form in (by_form or packed)), None)
+    if form in packed:
+        raise UserError(f"{packed[form]} is compressed; unpack it first")
+    if not form:
         raise UserError(f"{root} holds no parquet, arrow, json, csv or tsv file, nor one ending in .{source} beside its "
                         "translation; point to the directory of the shards")  # fmt: skip
-    form = next(form for form in ORDER if form in by_form)
     if len(by_form) > 1:
         print(f"{root} holds {', '.join(sorted(by_form))} files; only the {form} files are read")
     return form, _split_files(sorted(by_form[form], key=lambda named: _natural(named[0])))
@@ -181,7 +184,8 @@ def _split_files(named: list[tuple[str, Path]]) -> dict[str, list[Path]]:
     if not splits["train"]:
         splits["train"] = unnamed
         if len(unnamed) > 1:  # a newstest2019 may be among them
-            print(f"no file's name contains train, so these are: {short(', '.join(file.name for file in unnamed))}")
+            names = short(", ".join(file.name for file in unnamed))
+            print(f"no file's name contains train, so all are read as train: {names}")
     elif unnamed:
         # As load_dataset does: next to train.csv, a newstest2019.csv must not end up among the training pairs.
         names = short(", ".join(str(file) for file in unnamed))

@@ -52,7 +52,7 @@ def end_at(line: str, first: int, unit: re.Match) -> int:
     if unit["pair"]:  # 他说：“好。”然后 has two sentences, “好。”他说 one
         if not follows or follows in PAIRS:
             return end
-        joined = follows in "的和与或等" and text[-2] in "！？!?"  # 喊着“加油！”的口号
+        joined = follows == "的" or (follows in "和与或等" and text[-2] in "！？!?")  # 喊着“加油！”的口号
         goes_on = not follows.isalnum() or follows.islower() or joined
         return end if line[first : unit.start()].strip() and not goes_on else 0
     if text[-1] in "。！？．":

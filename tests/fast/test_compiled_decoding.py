@@ -3,6 +3,7 @@
 import copy
 import math
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -279,9 +280,14 @@ def test_no_faster_steps_for_a_changed_model(change):
 
 
 @needs_compiler
-def test_no_faster_steps_for_a_changed_model_py():
-    model = make_model(0)
-    model.embed = lambda embedding, ids, first=0: embedding(ids) + model.positions[first : first + ids.size(1)]
+@pytest.mark.parametrize("name, method", [
+    ("embed", lambda model, embedding, ids, first=0: embedding(ids) + model.positions[first : first + ids.size(1)]),
+    ("encode", lambda model, src, src_pad: Translator.encode(model, src, torch.zeros_like(src_pad))),
+])  # fmt: skip
+def test_no_faster_steps_for_a_changed_model_py(name, method):
+    model = make_model(0, scale=3.0)
+    assert fast.steps(model)
+    setattr(model, name, partial(method, model))
     assert not fast.steps(model) and model.training
     if not NO_INT8:
         with pytest.raises(UserError, match=r"model\.py as it is"):

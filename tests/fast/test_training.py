@@ -180,8 +180,15 @@ class Uncovered(Translator):
         return super().decode(memory, torch.zeros_like(src_pad), tgt_in)
 
 
+class Cooled(Translator):
+    """With a temperature."""
+
+    def forward(self, *batch):
+        return super().forward(*batch) / 16
+
+
 @needs_compiler
-@pytest.mark.parametrize("changed", [Unscaled, Uncovered])
+@pytest.mark.parametrize("changed", [Unscaled, Uncovered, Cooled])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_changed_model_py_takes_the_plain_way(changed, dtype):
     model = make_model(0)

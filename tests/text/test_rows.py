@@ -349,12 +349,14 @@ def test_which_files_are_which_split(names, form, splits, tmp_path, capsys):
         make(tmp_path / name, [("你好", "hello")])
     text = find_text(str(tmp_path))
     assert text.form == form and {split: len(files) for split, files in text.files.items()} == splits
-    assert ("no file's name contains train, so these are: a.tsv, b.tsv" in capsys.readouterr().out) == (names[0] == "a")
+    assert ("so all are read as train: a.tsv, b.tsv" in capsys.readouterr().out) == (names[0] == "a")
 
 
 def test_a_compressed_shard_is_not_passed_over(tmp_path):
     write_jsonl(tmp_path / "train-1.jsonl", [("你好", "hello")])
     (tmp_path / "train-1.jsonl.gz").touch()  # from which it was unpacked
+    assert find_text(str(tmp_path)).files
+    (tmp_path / "raw.csv.gz").touch()  # of another form than what is read
     assert find_text(str(tmp_path)).files
     (tmp_path / "train-0.jsonl.gz").touch()
     with pytest.raises(UserError, match=r"train-0\.jsonl\.gz is compressed; unpack it first"):
