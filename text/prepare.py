@@ -129,9 +129,8 @@ def find_and_prepare(config, cache: Path, say) -> tuple[Path, str]:
     if config.tokenizer and (config.source_vocab > 0 or config.target_vocab > 0):
         say("note: --source_vocab and --target_vocab have no effect: they are for tokenizers that are trained here")
     if os.path.exists(os.path.expanduser(data)):  # else a hub name, or a mistake
-        data = os.path.join(
-            os.getcwd(), os.path.expanduser(data)
-        )  # not realpath: a link's target may have another name
+        # Not realpath: a link's target may have another name. Nor abspath: `link/..` is where the link leads to.
+        data = str(Path(os.getcwd(), os.path.expanduser(data)))
     if data != data.encode(errors="ignore").decode():  # of other bytes, which no file of the run could hold
         raise UserError(f"the path {data!r} is not UTF-8; rename the folder")
     text = find_text(data, config.source, config.target)
