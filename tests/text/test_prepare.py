@@ -184,6 +184,20 @@ def test_a_working_directory_whose_name_is_not_utf8(toy_text, tmp_path, monkeypa
         find_and_prepare(config, tmp_path / "cache", lambda line: None)
 
 
+def test_links_are_read_by_their_own_names_and_from_where_they_lead(tmp_path, monkeypatch):
+    """As in the hub's cache, whose files are links to names without an ending."""
+    (tmp_path / "far" / "near").mkdir(parents=True)
+    table = "zh\ten\n" + "".join(f"{n}一\t{n} one\n" for n in range(400))
+    (tmp_path / "far" / "blob").write_text(table, encoding="utf-8")
+    (tmp_path / "far" / "pairs.tsv").symlink_to("blob")
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "near")
+    monkeypatch.chdir(tmp_path)
+    sizes = dict(source_vocab=300, target_vocab=300, max_length=512)
+    config = SimpleNamespace(data="link/../pairs.tsv", source="zh", target="en", tokenizer="", **sizes)
+    _, found = find_and_prepare(config, tmp_path / "cache", lambda line: None)
+    assert os.path.isabs(found) and found.endswith("pairs.tsv") and os.path.samefile(found, tmp_path / "far" / "blob")
+
+
 def test_an_own_tokenizer_folder_serves_both_sides(toy_text, tmp_path):
     trained = prepare(toy_text, tmp_path / "cache", say=lambda line: None)
     folder = tmp_path / "joint"
