@@ -95,8 +95,11 @@ def test_200_requests_at_once_are_all_answered_by_few_batches(monkeypatch):
 
 def test_a_full_queue_says_so(client, monkeypatch):
     batcher = server.Batcher(None)  # does not run: what waits goes on waiting
-    jobs = [server.Job("一", 1, False, None)] * 600
+    left = SimpleNamespace(done=lambda: False)
+    jobs = [server.Job("一", 1, False, left)] * 600
     assert batcher.submit(jobs) and not batcher.submit(jobs) and batcher.submit(jobs[:400])
+    left.done = lambda: True  # the pages are gone: nobody waits for these
+    assert batcher.submit(jobs)
     monkeypatch.setattr(server.Batcher, "submit", lambda *_: False)
     full = ask(client, "一。")
     assert full.status_code == 503 and "try again" in full.json()["detail"] and full.headers["retry-after"]
