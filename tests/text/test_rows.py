@@ -363,12 +363,15 @@ def test_a_compressed_shard_is_not_passed_over(tmp_path):
         find_text(str(tmp_path))
 
 
-def test_an_empty_row_group_makes_no_small_chunks(tmp_path):
+def test_an_empty_row_group_makes_no_small_batches(tmp_path, monkeypatch):
+    read_at_once, real = [], formats._pairs_of_batches
+    record = lambda batches: (read_at_once.append(batch.num_rows) or batch for batch in batches)  # noqa: E731
+    monkeypatch.setattr(formats, "_pairs_of_batches", lambda batches, *rest: real(record(batches), *rest))
     schema = pyarrow.schema([("zh", pyarrow.string()), ("en", pyarrow.string())])
     with pyarrow.parquet.ParquetWriter(tmp_path / "train.parquet", schema) as writer:
         for count in (3, 0, 2):
             writer.write_table(pyarrow.table({"zh": ["你好"] * count, "en": ["hello"] * count}, schema=schema))
-    assert [len(chunk) for chunk in find_text(str(tmp_path)).rows("train")] == [5]
+    assert [len(chunk) for chunk in find_text(str(tmp_path)).rows("train")] == [5] == read_at_once
 
 
 # Mistakes: name → (files, of which the first is read; what the one line must say).
