@@ -371,7 +371,7 @@ def test_an_empty_row_group_makes_no_small_batches(tmp_path, monkeypatch):
     with pyarrow.parquet.ParquetWriter(tmp_path / "train.parquet", schema) as writer:
         for count in (3, 0, 2):
             writer.write_table(pyarrow.table({"zh": ["你好"] * count, "en": ["hello"] * count}, schema=schema))
-    assert [len(chunk) for chunk in find_text(str(tmp_path)).rows("train")] == [5] == read_at_once
+    assert [len(chunk) for chunk in find_text(str(tmp_path)).rows("train")] == [5] and {*read_at_once} == {5}
 
 
 # Mistakes: name → (files, of which the first is read; what the one line must say).
