@@ -28,7 +28,7 @@ from benchmarks.measuring import Run, tokens_of, write_json
 from benchmarks.peers import contest, marian
 from benchmarks.peers.contest import TINY, Contestant, Task, choose, start
 from data import Collate
-from engine.config import parse_flags
+from engine.config import checked, parse_flags
 from engine.errors import UserError
 from engine.precision import choose_precision
 from labs.attention_op import cpp
@@ -362,6 +362,8 @@ def test_attention_op(tmp_path, capsys, monkeypatch):
     assert {"attention PyTorch flash, 8", "gelu composed, 100"} <= set(figures_of(out))
     assert all(figures["ms"] == 1000 for figures in figures_of(out).values())
     assert "\n| ours recompute " in capsys.readouterr().out
+    with pytest.raises(UserError, match="--lengths 0 must be at least 1"):
+        checked(attention_op.Config(lengths=(8, 0)))
 
 
 def test_memory_of_a_pass_is_counted():

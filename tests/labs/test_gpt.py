@@ -317,6 +317,11 @@ def test_plan_of_the_handout(capsys):
     assert "torchrun --nproc_per_node 4 -m -- labs.gpt --size 1.6b" in said[-1]
 
 
+def test_a_plan_names_the_schedule_that_was_asked_for(capsys):
+    train(config_of(size="124m", plan=True, gpus=2, schedule="gpipe"))
+    assert "pipe 2 × data 1, gpipe " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_plan_for_cards_of_11_gib(capsys, gpus):
     """The handout's scales 1 and 2; what is proposed is the deepest of all that stays on the cards."""
