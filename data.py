@@ -99,31 +99,16 @@ class BucketSampler(Sampler[np.ndarray]):
                 for micro_batch in range(self.accumulate):
                     yield pairs[micro_batch * self.world_size + self.rank :: self.parts]
 
+    def steps_by_length(self) -> list[np.ndarray]:
+        """The pairs of each step, the shortest first: the cuts, and so the lengths of a step, are the same in every epoch."""
+        return np.split(order_by_length(self.source, self.target), self.bounds[1:-1])
+
     def heaviest_steps(self) -> list[np.ndarray]:
         """The pairs, the longest first, of the steps that ask most of the memory: for layers, logits, or attention by hand."""
-        steps = np.split(order_by_length(self.source, self.target), self.bounds[1:-1])
+        steps = self.steps_by_length()
         sides = [(self.source[step].astype(int), self.target[step].astype(int)) for step in steps]
         loads = [(len(s) * (s.max() + t.max()), t.sum(), len(s) * max(s.max(), t.max()) ** 2) for s, t in sides]
         return [steps[heaviest][::-1] for heaviest in dict.fromkeys(np.argmax(loads, axis=0).tolist())]
-
-    def shapes(self, padding: float = 0.08) -> list[tuple[int, int, int, int]]:
-        """(B, S, T, N) that CUDA graphs pad micro-batches to: few, adding at most this share of places. N: target tokens.
-
-        Steps that are neighbours by length share one. That is possible because the cuts are the same in every epoch.
-        """
-        order = order_by_length(self.source, self.target)
-        source, target = self.source[order].astype(int), self.target[order].astype(int)
-        shapes, places, steps = [], 0, 0  # places (padding too) of the steps that share the last shape; how many
-        for first, last in zip(self.bounds, self.bounds[1:]):
-            tokens = max(target[first + part : last : self.parts].sum() for part in range(self.parts))
-            shape = (math.ceil((last - first) / self.parts), source[first:last].max(), target[first:last].max(), tokens)
-            own = shape[0] * (shape[1] + shape[2])
-            b, s, t, n = map(max, shape, shapes[-1] if shapes else shape)
-            if shapes and (steps + 1) * b * (s + t) <= (1 + padding) * (places + own):
-                shapes[-1], places, steps = (b, s, t, n), places + own, steps + 1
-            else:
-                shapes, places, steps = [*shapes, shape], own, 1
-        return [tuple(map(int, shape)) for shape in shapes]
 
     def target_tokens(self, step: int) -> Iterator[int]:
         """Real target tokens, over all ranks, of the steps after `step`: what a loss is divided by, with no rank asked."""

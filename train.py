@@ -171,7 +171,7 @@ def train(config: Config) -> Path:
         sampler.step = state["step"]
         if run.state and (state["world_size"], state["plan"] or sampler.plan_id) != (world.size, sampler.plan_id):
             log(sampler.describe_change(state))
-        loss_of = (captured and fast.captured_loss(loss_of, precision.dtype, sampler.shapes(), log)) or loss_of
+        loss_of = (captured and fast.captured_loss(loss_of, precision.dtype, sampler, log)) or loss_of
         micro_batches = batches_of(prepared.train, sampler, collate, config.workers, world.device)
         run.at_end.callback(micro_batches.close)  # ends the loader's processes, however the run ends
         tokens_of_steps = sampler.target_tokens(state["step"])  # real ones, over all ranks

@@ -85,7 +85,7 @@ def measure(config: Config) -> dict[str, float]:
         pairs = TokenizedPairs(Path(folder) / "store")
     sampler, wrap = BucketSampler(pairs.lengths, config.tokens, seed=1), lambda loss: loss
     if config.captured:
-        wrap = lambda loss: fast.captured_loss(loss, precision.dtype, sampler.shapes(), print) or loss  # noqa: E731
+        wrap = lambda loss: fast.captured_loss(loss, precision.dtype, sampler, print) or loss  # noqa: E731
     sizes = ModelConfig(config.vocab, config.vocab, **SIZES[config.preset])
     take_step = make_trainer(sizes, precision, config.captured, wrap, config.optimizer)
     batches, waited = batches_of(pairs, sampler, Collate(IDS, IDS), 0, device), 0.0

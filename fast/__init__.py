@@ -17,7 +17,7 @@ from torch import nn
 from engine.errors import UserError
 from fast import build
 from fast.captured import CapturedSteps
-from fast.cuda_training import CapturedLoss
+from fast.cuda_training import CapturedLoss, shapes_of
 from fast.decoding import CompiledSteps, agrees, is_possible
 from fast.training import KernelLoss, SlicedLoss, is_known, why_not
 
@@ -53,15 +53,13 @@ def loss(
     return KernelLoss(model, label_smoothing, dtype)
 
 
-def captured_loss(
-    plain: nn.Module, dtype: torch.dtype, shapes: list, log: Callable = lambda line: None
-) -> nn.Module | None:
-    """`plain`, a `SummedLoss`, by CUDA graphs of these shapes (see `BucketSampler.shapes`), or None; `log` is told why."""
+def captured_loss(plain: nn.Module, dtype: torch.dtype, sampler, log: Callable = lambda line: None) -> nn.Module | None:
+    """`plain`, a `SummedLoss`, by CUDA graphs for the batches of a `data.BucketSampler`, or None; `log` is told why."""
     device = next(plain.parameters()).device
     if device.type != "cuda" or dtype == torch.float16:  # whose gradients would vanish, as above
         log("note: --captured has no effect: training by CUDA graphs needs a GPU, and bf16 or fp32")
         return None
-    return CapturedLoss(plain, shapes)
+    return CapturedLoss(plain, shapes_of(sampler))
 
 
 def steps(model: nn.Module, int8: bool = False, captured: bool = False) -> Callable | None:

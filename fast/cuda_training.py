@@ -2,11 +2,12 @@
 
 A step of a small model is some 800 kernels, which a GPU finishes sooner than Python asks for them. So forward and backward pass
 are written down once as a CUDA graph, and replayed with a single call (fast/captured.py says how that works). A graph has one
-shape, and the batches have hundreds: each is padded up to one of the few of `data.BucketSampler.shapes`. What is added has no
-part in the loss, and so no gradient.
+shape, and the batches have hundreds: each is padded up to one of the few of `shapes_of`. What is added has no part in the loss,
+and so no gradient.
 B sentence pairs, S source and T target tokens, N real target tokens of a batch; B', S', T', N' of a graph.
 """
 
+import math
 import sys
 
 import torch
@@ -17,6 +18,25 @@ from fast.captured import Graphs
 
 IGNORED = -100  # `F.cross_entropy` leaves out such targets
 Shape = tuple[int, int, int, int]  # B', S', T', N'
+
+
+def shapes_of(sampler, padding: float = 0.08) -> list[Shape]:
+    """Few shapes for the micro-batches of a `data.BucketSampler`, that add at most this share of places.
+
+    Steps that are neighbours by length share one.
+    """
+    shapes, places, steps = [], 0, 0  # places (padding too) of the steps that share the last shape; how many
+    for pairs in sampler.steps_by_length():
+        source, target = (side[pairs].astype(int) for side in (sampler.source, sampler.target))
+        tokens = max(target[part :: sampler.parts].sum() for part in range(sampler.parts))
+        shape = (math.ceil(len(pairs) / sampler.parts), source.max(), target.max(), tokens)
+        own = shape[0] * (shape[1] + shape[2])
+        b, s, t, n = map(max, shape, shapes[-1] if shapes else shape)
+        if shapes and (steps + 1) * b * (s + t) <= (1 + padding) * (places + own):
+            shapes[-1], places, steps = (b, s, t, n), places + own, steps + 1
+        else:
+            shapes, places, steps = [*shapes, shape], own, 1
+    return [tuple(map(int, shape)) for shape in shapes]
 
 
 class CapturedLoss(nn.Module):

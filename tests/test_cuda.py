@@ -18,7 +18,7 @@ from conftest import HANGS
 import fast
 from data import BucketSampler, Collate, batches_of, one_ahead
 from fast import build, cuda_training
-from fast.cuda_training import CapturedLoss
+from fast.cuda_training import CapturedLoss, shapes_of
 from model import ModelConfig, SummedLoss, Translator
 from text.store import Rows
 
@@ -105,7 +105,7 @@ def test_every_micro_batch_fits_a_shape_with_little_padding(ranks, accumulate):
     pairs, added, plain = Pairs(), 0, 0
     for rank in range(ranks):
         sampler = BucketSampler(pairs.lengths, 600, seed=1, rank=rank, world_size=ranks, accumulate=accumulate)
-        shapes = sampler.shapes()
+        shapes = shapes_of(sampler)
         assert len(shapes) < sampler.steps_per_epoch
         batches = batches_of(pairs, sampler, Collate(IDS, IDS), 0, CPU)
         for batch in (next(batches) for _ in range(2 * len(sampler))):
@@ -125,7 +125,7 @@ def test_captured_training_has_the_losses_and_gradients_of_plain_training(norm_f
     """fp32 sums of some thousand terms, in another order: 1e-5 of the whole is ten times what is seen."""
     model, sampler, batches = set_up(num_encoder_layers=2, num_decoder_layers=2, norm_first=norm_first)
     plain = SummedLoss(model, 0.1)
-    captured = CapturedLoss(plain, sampler.shapes())
+    captured = CapturedLoss(plain, shapes_of(sampler))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in (next(batches) for _ in range(20)):
         inputs, results = inputs_of(batch), []
@@ -154,7 +154,7 @@ class Refuses:
 
 def test_training_goes_on_as_it_is_if_a_capture_fails(capsys):
     model, sampler, batches = set_up()
-    captured, inputs = CapturedLoss(SummedLoss(model, 0.1), sampler.shapes()), inputs_of(next(batches))
+    captured, inputs = CapturedLoss(SummedLoss(model, 0.1), shapes_of(sampler)), inputs_of(next(batches))
     captured.graphs = Refuses()
     losses = [captured(*inputs)[0].item() for _ in range(3)]
     assert len(set(losses)) == 1 and captured.graphs is None
@@ -165,7 +165,7 @@ def test_training_goes_on_as_it_is_if_a_capture_fails(capsys):
 
 def test_a_shape_for_which_the_graphs_leave_no_memory_is_computed_without_them(monkeypatch, capsys):
     model, sampler, batches = set_up()
-    captured, run = CapturedLoss(SummedLoss(model, 0.1), sampler.shapes()), CapturedLoss.run
+    captured, run = CapturedLoss(SummedLoss(model, 0.1), shapes_of(sampler)), CapturedLoss.run
     captured.captured[0, 0, 0, 0] = object()  # of another shape
 
     def crowded(self, shape):
@@ -184,7 +184,7 @@ def test_a_shape_for_which_the_graphs_leave_no_memory_is_computed_without_them(m
 
 def test_graphs_do_not_outlive_their_dropout():
     model, sampler, batches = set_up(dropout=0.1)
-    captured, old = CapturedLoss(SummedLoss(model, 0.1), sampler.shapes()), object()
+    captured, old = CapturedLoss(SummedLoss(model, 0.1), shapes_of(sampler)), object()
     for p, kept in ((0.1, True), (0.0, False)):
         model.set_dropout(p)
         captured.inputs[0, 0, 0, 0] = captured.captured[0, 0, 0, 0] = old  # of a shape that does not come up

@@ -70,7 +70,7 @@ def train(task, corpus) -> None:
     if "captured" in words:
 
         def wrap(loss):
-            captured.append(fast.captured_loss(loss, precision.dtype, buckets.shapes()))
+            captured.append(fast.captured_loss(loss, precision.dtype, buckets))
             return captured[-1] or loss
 
     trainer = partial(make_trainer, precision=precision, plain={"plain", "captured"} & {*words}, wrap=wrap)

@@ -21,7 +21,7 @@ from engine.distributed import World
 from engine.optimizer import make_optimizer
 from engine.precision import Precision
 from fast.captured import CapturedSteps
-from fast.cuda_training import CapturedLoss
+from fast.cuda_training import CapturedLoss, shapes_of
 from labs.attention_op import attention, gelu, use_in
 from model import ModelConfig, SummedLoss, Translator, cross_attention
 from text.store import flatten
@@ -75,7 +75,7 @@ def train(name: str, loss: str = "plain", accumulate: int = 1, own: str = "", op
         loss_of = fast.loss(model, 0.1, precision.dtype)
     if loss == "captured":
         with patch("fast.cuda_training.Graphs", lambda device: None):  # every step as it is
-            loss_of = CapturedLoss(loss_of, BucketSampler(Pairs.lengths, 24).shapes())
+            loss_of = CapturedLoss(loss_of, shapes_of(BucketSampler(Pairs.lengths, 24)))
     parameters = list(model.parameters())
     optimizer = make_optimizer(optimizer, model, model.transformer, 1e-3, precision.dtype)
     source = batches(accumulate=accumulate)

@@ -23,7 +23,7 @@ from engine.distributed import choose_device
 from engine.precision import Precision
 from fast.captured import CapturedSteps
 from fast.cross_entropy import LOGITS_AT_ONCE
-from fast.cuda_training import CapturedLoss
+from fast.cuda_training import CapturedLoss, shapes_of
 from model import PRESETS, ModelConfig, SummedLoss, Translator
 
 DEVICE, PRESET = os.environ.get("DEVICE", "cpu"), os.environ.get("PRESET")
@@ -125,7 +125,7 @@ def test_losses_and_gradients(moved, exact):
     if faster := fast.loss(model, SMOOTHING, dtype):
         check(f"{name}, fast", gradients(model, precision, faster), wanted, limit)
     if name != "fp16":  # logits are in fp32 even for float64, and padding changes the order of their sum
-        graphs = CapturedLoss(plain, SAMPLER.shapes())
+        graphs = CapturedLoss(plain, shapes_of(SAMPLER))
         for _ in ("as it is", "captured", "replayed"):
             captured = gradients(model, precision, graphs)
         assert graphs.captured or DEVICE == "cpu"
