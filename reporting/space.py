@@ -55,7 +55,7 @@ def old_parts(run: Path, optimizer: bool) -> list[Path]:
     try:
         kept = {checkpoint.latest(folder), checkpoint.resolve(run)}
     except UserError:  # none is whole: nothing is known to be worth less than another
-        return []
+        return [*folder.glob(".tmp-*")]
     kept = {path.name for path in kept}
     parts = [folder / f"step-{step}" for step in checkpoint.steps(folder) if f"step-{step}" not in kept]
     states = [folder / name / "optimizer.pt" for name in sorted(kept) if optimizer]

@@ -40,7 +40,7 @@ from text.cleaning import (
 )
 from text.rows import ParallelText, default_path, find_text
 from text.store import TokenizedPairs, TokenWriter
-from text.subwords import encode, encode_flat, load_tokenizer, train_tokenizer
+from text.subwords import encode, encode_flat, load_tokenizer, tokenizer_key, train_tokenizer
 
 # Version of the token store, part of its key: raise it when its content changes, and old caches are no longer read. Not
 # when only the choice of validation rows changes: older runs, which look for their key, could not go on.
@@ -323,17 +323,5 @@ def _require_pairs(text: ParallelText, counts: Counter) -> None:
 
 def _key(text: ParallelText, source_vocab: int, target_vocab: int, tokenizer: str, max_length: int) -> str:
     settings = {"format": FORMAT, "data": text.fingerprint(), "source_vocab": source_vocab, "target_vocab": target_vocab,
-                "tokenizer": _tokenizer_key(tokenizer), "max_length": max_length}  # fmt: skip
+                "tokenizer": tokenizer_key(tokenizer), "max_length": max_length}  # fmt: skip
     return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def _tokenizer_key(name: str) -> str:
-    """A hub name stands for itself, a folder for its content."""
-    if not name or not Path(name).is_dir():
-        return name
-    digest = hashlib.blake2b(digest_size=8)
-    for file in sorted(path for path in Path(name).iterdir() if path.is_file()):
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 22):  # weights may lie beside it
-                digest.update(block)
-    return digest.hexdigest()

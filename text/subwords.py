@@ -4,6 +4,7 @@ Byte-pair encoding (Sennrich et al. 2016) over characters; a character too rare 
 bytes, so nothing is ever unknown, and decoding gives the text back letter for letter.
 """
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -84,7 +85,14 @@ def own_pre_tokenizer():
 
 
 def load_tokenizer(name: str):
-    """Any tokenizer that `AutoTokenizer` knows, from a folder or by name; it must have pad, begin and end tokens.
+    """Any tokenizer that `open_tokenizer` opens; it must have pad, begin and end tokens."""
+    tokenizer = open_tokenizer(name)
+    special_ids(tokenizer, name)
+    return tokenizer
+
+
+def open_tokenizer(name: str):
+    """Any tokenizer that `AutoTokenizer` knows, from a folder or by name.
 
     Never one that brings its own code: left to itself, transformers would ask on standard input whether to run it.
     """
@@ -104,8 +112,19 @@ def load_tokenizer(name: str):
         missing = "no such folder, and it cannot be loaded from the hub"
         what = "no tokenizer can be read from this folder" if is_folder else missing
         raise UserError(f"tokenizer {name}: {what} ({' '.join(str(failure or error).split())[:200]})") from None
-    special_ids(tokenizer, name)
     return tokenizer
+
+
+def tokenizer_key(name: str) -> str:
+    """A hub name stands for itself, a folder for its content."""
+    if not name or not Path(name).is_dir():
+        return name
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(path for path in Path(name).iterdir() if path.is_file()):
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 22):  # weights may lie beside it
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def special_ids(tokenizer, name: str = "") -> dict[str, int]:

@@ -62,6 +62,7 @@ class Config:
     resume: str = flag("", "run folder to go on with", "Run")
     eval_every: int = flag(0, "steps between validations; 0: an epoch, 50 to 500", "Run", least=0)
     log_every: int = flag(10, "steps between lines of the log", "Run", least=1)
+    keep: int = flag(2, "newest checkpoints that stay; 0: nothing is saved", "Run", least=0)
     trace: bool = flag(False, "trace one step: what share of it is communication", "Run")
     prompt: str = flag("In this paper", "what samples go on from", "Run")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Run")
@@ -96,8 +97,8 @@ from labs.gpt.sizes import PRESETS, Sizes, get_model_size, get_tflops
 
 # On --resume; all of the layout, since a checkpoint can be read in any pieces.
 MAY_CHANGE = {"data", "epochs", "max_steps", "max_minutes", "precision", "accumulate", "recompute", "chunked_loss", "compile",
-              "offload", "data_parallel", "tensor", "pipe", "schedule", "eval_every", "log_every", "trace", "prompt",
-              "device"}  # fmt: skip
+              "offload", "data_parallel", "tensor", "pipe", "schedule", "eval_every", "log_every", "keep", "trace",
+              "prompt", "device"}  # fmt: skip
 
 
 def sizes_of(config: Config) -> Sizes:
@@ -253,7 +254,7 @@ def train(config: Config) -> Path | None:
                 window_loss, window_steps = torch.zeros_like(window_loss), 0
             if why_stop != INTERRUPTED and (step % eval_every == 0 or why_stop):
                 validate(step)
-            if step % eval_every == 0 or why_stop:
+            if config.keep and (step % eval_every == 0 or why_stop):
                 save(step)
             steps.start()
 

@@ -26,17 +26,17 @@ from engine.errors import UserError, run_script
 from labs.gpt.sizes import Sizes
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process alone is meant to be alone
-KEEP = 2  # newest checkpoints of a run; one of 1.6b takes 19 GB
 
 
 def save(folder: Path, step: int, layout, optimizer, state: dict, world: World) -> None:
-    """Write folder/sharded-N, all ranks together; it gets its name when all is written."""
+    """Write folder/sharded-N, all ranks together; it gets its name when all is written. Of others the newest stay."""
     temporary, target = folder / f".tmp-sharded-{step}", folder / f"sharded-{step}"
-    world.on_main(lambda: shutil.rmtree(temporary, ignore_errors=True))
+    world.on_main(lambda: [shutil.rmtree(left, ignore_errors=True) for left in folder.glob(".tmp-sharded-*")])
     tensors = {"model": detached(layout.weights), "optimizer": optimizer_tensors(layout, optimizer)}
     try:
         dcp.save(tensors, checkpoint_id=temporary)
     except dcp.CheckpointException as error:  # a BaseException, not an `Exception`; raised on every rank
+        world.on_main(lambda: shutil.rmtree(temporary, ignore_errors=True))
         reason = next(iter(error.failures.values()))[0]
         raise UserError(f"cannot write {temporary}: {reason}; free some space, then --resume") from None
 
@@ -46,7 +46,7 @@ def save(folder: Path, step: int, layout, optimizer, state: dict, world: World) 
         write_checksums(temporary, [path.name for path in temporary.iterdir()])
         shutil.rmtree(target, ignore_errors=True)
         os.replace(temporary, target)
-        for old in list_checkpoints(folder)[:-KEEP]:
+        for old in list_checkpoints(folder)[: -layout.config.keep]:
             shutil.rmtree(old, ignore_errors=True)
 
     world.on_main(finish)

@@ -5,7 +5,7 @@
     python -m labs.gpt.compare --size 1.6b --processes 4 --data_size 64
 
 Each row is a run of its own, in processes of its own; a row that is done is not done again, so after an interruption the same
-command goes on. The table lies in runs/compare-SIZE/: table.md, table.json, table.png.
+command goes on. The table lies in runs/compare-SIZE-CARD/: table.md, table.json, table.png.
 """
 
 import json
@@ -34,7 +34,7 @@ class Config:
     processes: int = flag(0, "at most; 0: 4 on a CPU, else the GPUs of this machine", "Table", least=0, most=64)
     precision: str = flag("fp32", "of the rows that do not say (fp32|bf16|fp16)", "Table")
     minutes: float = flag(10.0, "longest time of a row", "Table", above=0)
-    folder: str = flag("", "where the table lies; runs/compare-SIZE", "Table")
+    folder: str = flag("", "where the table lies; runs/compare-SIZE-CARD", "Table")
 
 
 @dataclass
@@ -81,8 +81,8 @@ def ladder(most: int, gpu: bool) -> list[Row]:
             "Gradients and state are cut; weights gathered in the forward pass stay for the backward."),
         Row("FSDP2 2, ZeRO-3", 2, "--data_parallel zero3", "权重也切分，用前收集、用后即丢：最省内存，通信多一半。",
             "Weights are cut as well, gathered twice a step: least memory, half more communication."),
-        Row("tensor 2", 2, "--tensor 2", "每层四次集合通信，都要等：需要 NVLink 那样快的线。",
-            "Four collectives a block, all waited for: it wants links as fast as NVLink."),
+        Row("tensor 2", 2, "--tensor 2", "每层前向、反向各四次集合通信，都要等：需要 NVLink 那样快的线。",
+            "Four collectives a block and direction, all waited for: it wants links as fast as NVLink."),
         Row("pipe 2, GPipe", 2, "--pipe 2 --accumulate 4 --schedule gpipe", "气泡 1/(4+1)；四个微批的激活都留着。",
             "Bubble 1/(4+1); keeps the activations of all four micro-batches."),
         Row("pipe 2, 1F1B", 2, "--pipe 2 --accumulate 4 --schedule 1f1b", "气泡相同，但最多留两个微批的激活。",
@@ -107,7 +107,7 @@ def run_row(row: Row, number: int, config: Config, folder: Path) -> dict:
     torchrun = f"-m torch.distributed.run --standalone --nproc_per_node {row.processes} -m --".split()
     words = [sys.executable, *(torchrun if row.processes > 1 else ["-m"]), "labs.gpt", "--trace", "--run", str(run)]
     settings = {"size": config.size, "data": config.data, "data_size": config.data_size, "max_steps": config.steps,
-                "eval_every": config.steps, "batch_size": config.batch_size, "precision": config.precision}  # fmt: skip
+                "eval_every": config.steps, "batch_size": config.batch_size, "precision": config.precision, "keep": 0}  # fmt: skip
     for name, value in settings.items():
         words += [f"--{name}", str(value)]
     words += row.flags.split()  # which come later, and so count
@@ -132,7 +132,6 @@ def run_row(row: Row, number: int, config: Config, folder: Path) -> dict:
             said = f"error: not done after {config.minutes:g} minutes"
     outcome = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {"failed": last_words(said)}
     outcome["words"] = words
-    shutil.rmtree(run / "checkpoints", ignore_errors=True)  # one of 1.6b takes 19 GB, and only the figures are wanted
     run.mkdir(exist_ok=True)
     done.write_text(json.dumps(outcome), encoding="utf-8")
     return outcome
@@ -192,7 +191,8 @@ def main(config: Config) -> None:
 
     gpus = torch.cuda.device_count()
     most = config.processes or gpus or 4
-    folder = Path(config.folder or f"runs/compare-{config.size}")
+    card = torch.cuda.get_device_name().replace(" ", "-") if gpus else "cpu"  # one home may serve unlike machines
+    folder = Path(config.folder or f"runs/compare-{config.size}-{card}")
     folder.mkdir(parents=True, exist_ok=True)
     log = Log()
     rows, outcomes = ladder(most, gpus > 0), []

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from engine.errors import UserError
 from labs.gpt.sizes import Sizes
-from labs.wikitext.text import split_of
-from text.subwords import encode_flat, train_tokenizer
+from labs.wikitext.text import NO_TEXT, split_of
+from text.subwords import encode_flat, open_tokenizer, tokenizer_key, train_tokenizer
 
 SUFFIXES = (".txt", ".tokens", ".raw", ".md", ".tsv")
 ABSTRACT = "Abstract"  # the column of Web of Science's table
@@ -78,7 +78,7 @@ def load(config, sizes: Sizes, cache: Path, log) -> Data:
     if config.data == "random":
         return random_data(config, sizes)
     splits, note = read_documents(Path(config.data).expanduser())
-    recipe = json.dumps([config.tokenizer, config.vocabulary or sizes.vocabulary])
+    recipe = json.dumps([tokenizer_key(config.tokenizer), config.vocabulary or sizes.vocabulary])
     digest = hashlib.sha256(recipe.encode())
     for documents in splits.values():
         digest.update("\0".join(documents).encode("utf-8", "surrogatepass") + b"\0\0")
@@ -127,12 +127,7 @@ def prepare(config, splits: dict[str, list[str]], vocabulary: int, folder: Path)
 
 def named_tokenizer(name: str):
     """By hub name or folder. Raises `UserError` if it cannot be read or has no end token."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # a damaged file raises anything
-        raise UserError(f"--tokenizer {name}: cannot be read ({' '.join(str(error).split())[:150]})") from None
+    tokenizer = open_tokenizer(name)
     if tokenizer.eos_token_id is None:
         raise UserError(f"--tokenizer {name} has no end token; choose one that has, such as gpt2")
     return tokenizer
@@ -156,6 +151,7 @@ def read_documents(path: Path) -> tuple[dict[str, list[str]], str]:
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+        files = [file for file in files if file.stem.lower() not in NO_TEXT]
         files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if abstracts := [file for file in files if file.name == "X.txt"]:
         # Web of Science's folders: the largest one contains the others. Beside X.txt lie labels.

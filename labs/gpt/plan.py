@@ -8,7 +8,9 @@ H hidden size, L layers, T sequence, V vocabulary, N = tokens of one micro-batch
 import itertools
 import os
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -115,8 +117,11 @@ def device_memory(world: World) -> float:
 
 
 def host_memory() -> float:
-    """Bytes of a rank's share of the machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    """Bytes of a rank's share of the machine's memory, or of its container's."""
+    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # no container, or "max": one without a limit
+        limit = min(limit, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return limit / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def check_fits(config, sizes: Sizes, world: World, precision: str) -> Need:

@@ -16,10 +16,10 @@ from conftest import reversed_digits, write_pairs
 from data import collate_for
 from engine.errors import UserError
 from text.cleaning import _scores, held_out_rows
-from text.prepare import Prepared, _tokenizer_key, _worth_keeping, find_and_prepare, prepare, vocabulary_size
+from text.prepare import Prepared, _worth_keeping, find_and_prepare, prepare, vocabulary_size
 from text.rows import find_text
 from text.store import TokenizedPairs, TokenWriter
-from text.subwords import decode, encode, train_tokenizer
+from text.subwords import decode, encode, tokenizer_key, train_tokenizer
 
 
 def test_token_store_round_trip(tmp_path):
@@ -204,12 +204,12 @@ def test_an_own_tokenizer_folder_serves_both_sides(toy_text, tmp_path):
     trained.target_tokenizer.save_pretrained(folder)
     prepared = prepare(toy_text, tmp_path / "cache", tokenizer=str(folder), say=lambda line: None)
     assert prepared.folder != trained.folder
-    assert [_tokenizer_key(name) for name in ("", "bert-base-chinese")] == ["", "bert-base-chinese"]
-    before = _tokenizer_key(str(folder))
+    assert [tokenizer_key(name) for name in ("", "bert-base-chinese")] == ["", "bert-base-chinese"]
+    before = tokenizer_key(str(folder))
     (folder / "model.safetensors").write_bytes(bytes(2**25))  # weights, which are not read at once
     content = b"".join(file.read_bytes() for file in sorted(folder.iterdir()))
     tracemalloc.start()
-    key = _tokenizer_key(str(folder))
+    key = tokenizer_key(str(folder))
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()
     assert key == hashlib.blake2b(content, digest_size=8).hexdigest() != before
