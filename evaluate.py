@@ -70,7 +70,7 @@ def evaluate(config: Config) -> None:
     world = distributed.start(checked(config).device)
     say = print if world.is_main else lambda *_: None
     trained, precision, steps = load_for_decoding(config, config.average, world, say)
-    rows, scored = load_rows(config, trained)
+    rows, scored = world.on_main(lambda: load_rows(config, trained))
     say(f"{trained.name}: {scored['data']}, split {scored['split']}, {len(rows):,} rows")
     if hidden := distributed.hidden_gpus():
         say(f"note: {hidden}")
@@ -142,7 +142,7 @@ def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], 
     own &= columns == [trained.config["source"], trained.config["target"]]
     text, split, splits = find_text(path, *columns), config.split, [config.split]
     own = own or (split not in text.files and began_with(trained.checkpoint, trained.config, text))  # it has moved
-    if own and split != "train":
+    if own and split in missing_splits(text):
         rows = held_out_rows(text)[split]
     else:
         if split not in text.files:

@@ -122,6 +122,12 @@ def test_beams(called, reference, monkeypatch):
     assert out.splitlines() == reference(["一二三", "四五"], beam=3, length_penalty=0.9)
 
 
+def test_a_file_belongs_on_standard_input(called, tmp_path):
+    (tmp_path / "zh.txt").write_text("一二")
+    with pytest.raises(UserError, match=r"zh.txt is a file; give its lines on standard input: < .*zh.txt$"):
+        called("三", str(tmp_path / "zh.txt"))
+
+
 @pytest.mark.parametrize("asked, told", [(dict(beam=2), "--beam 2"), (dict(serve=True), "--serve")])
 def test_int8_is_for_greedy_search(asked, told):
     assert script.Config(precision="int8").beam == 1
@@ -142,28 +148,23 @@ def test_a_flag_that_the_page_or_the_export_has_no_use_for(mode, given, named):
 
 
 def test_at_a_prompt(tiny_run, called, reference, monkeypatch):
-    typed_lines = iter(["一二 ", "三", "", "never read"])
-    monkeypatch.setattr("builtins.input", lambda shown: next(typed_lines))
-    monkeypatch.setattr(StandardInput, "terminal", True)
-    out, err = called()
-    assert out.splitlines() == [*reference(["一二"]), *reference(["三"])] and "an empty line ends" in err
-    assert next(typed_lines) == "never read"
-
-    typed_lines = iter([UnicodeDecodeError("utf-8", b"\xc4", 0, 1, "no"), "\udcc4\udce3", "三", ""])
+    typed_lines = iter(["一二 ", "", "三", EOFError(), "never read"])
 
     def type_line(shown):
-        if isinstance(line := next(typed_lines), UnicodeDecodeError):
+        if isinstance(line := next(typed_lines), Exception):
             raise line
         return line
 
     monkeypatch.setattr("builtins.input", type_line)
+    monkeypatch.setattr(StandardInput, "terminal", True)
+    out, err = called()
+    assert out.splitlines() == [*reference(["一二"]), *reference(["三"])] and "Ctrl-D ends the program" in err
+    assert next(typed_lines) == "never read"
+
+    typed_lines = iter([UnicodeDecodeError("utf-8", b"\xc4", 0, 1, "no"), "\udcc4\udce3", "三", EOFError()])
     out, err = called()
     assert out.splitlines() == reference(["三"]) and err.count("note: this line is not UTF-8") == 2
-
-    def end(shown):
-        raise EOFError
-
-    monkeypatch.setattr("builtins.input", end)
+    typed_lines = iter([EOFError()])
     assert called()[0] == ""
 
 

@@ -31,7 +31,7 @@ def corpus_bleu(references: list[str], hypotheses: list[str], target: str = "en"
     `smooth` is for the training curve only: an early model matches no four tokens in a row and would score 0.
     """
     references, hypotheses = checked(references, hypotheses)
-    metric = sacrebleu_metric(target)
+    metric = sacrebleu_metric(target, references)
     return nltk_bleu(tokens_of(references, metric), tokens_of(hypotheses, metric), smooth)
 
 
@@ -49,13 +49,16 @@ def checked(references: list[str], hypotheses: list[str]) -> tuple[list[str], li
     return list(references), list(hypotheses)
 
 
-def sacrebleu_metric(target: str, lowercase: bool = False):
+def sacrebleu_metric(target: str, references: Sequence[str] = (), lowercase: bool = False):
     """sacreBLEU's standard BLEU for a language. Its tokeniser 13a cuts at spaces and punctuation; Chinese, Japanese and
-    Korean are cut into characters, since a whole clause may stand between two spaces."""
+    Korean are cut into characters, since a whole clause may stand between two spaces. Chinese `references` are known by
+    their characters, too: the column may be called `target`."""
     from sacrebleu.metrics import BLEU
 
     name = target.lower()
-    tokeniser = "zh" if CHINESE.match(name) else "char" if JAPANESE_OR_KOREAN.match(name) else "13a"
+    chinese = 2 * sum(bool(re.search("[\u4e00-\u9fff]", text)) for text in references) > len(references)
+    japanese_or_korean = JAPANESE_OR_KOREAN.match(name)
+    tokeniser = "char" if japanese_or_korean else "zh" if chinese or CHINESE.match(name) else "13a"
     return BLEU(tokenize=tokeniser, lowercase=lowercase, force=True)  # force: no warning about lines ending in " ."
 
 
@@ -130,7 +133,7 @@ def bleu_card(
     from sacrebleu.metrics import CHRF
 
     references, hypotheses = checked(references, hypotheses)
-    cased, uncased, chrf = sacrebleu_metric(target), sacrebleu_metric(target, lowercase=True), CHRF()
+    (cased, uncased), chrf = (sacrebleu_metric(target, references, lowercase) for lowercase in (False, True)), CHRF()
     reference_tokens, hypothesis_tokens = tokens_of(references, cased), tokens_of(hypotheses, cased)
     counts = sentence_counts(reference_tokens, hypothesis_tokens)
     low, high = bootstrap_interval(counts, resamples, seed)
@@ -190,7 +193,7 @@ def bootstrap_interval(counts: np.ndarray, resamples: int, seed: int) -> tuple[f
 
 def sentence_scores(references: list[str], hypotheses: list[str], target: str = "en") -> list[float]:
     """sacreBLEU's BLEU of each sentence, 0–100: to find good and bad ones by; their mean is not the corpus score."""
-    metric = sacrebleu_metric(target)
+    metric = sacrebleu_metric(target, references)
     metric.effective_order = True  # a sentence of three words has no 4-grams, and is scored by what it has
     pairs = zip(references, hypotheses)
     return [metric.sentence_score(hypothesis, [reference]).score for reference, hypothesis in pairs]
@@ -218,7 +221,7 @@ def paired_bootstrap(references: list[str], systems: dict[str, list[str]], targe
 
     for hypotheses in systems.values():
         checked(references, hypotheses)
-    metrics = {"BLEU": sacrebleu_metric(target), "chrF2": CHRF()}
+    metrics = {"BLEU": sacrebleu_metric(target, references), "chrF2": CHRF()}
     _, scores = PairedTest(list(systems.items()), metrics, [references], test_type="bs")()
     compared = []
     for metric in metrics:

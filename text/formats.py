@@ -26,7 +26,10 @@ def read_chunks(form: str, files: list[Path], source: str, target: str) -> Itera
         file, line = next(((file, line) for file in files if (line := _first_line_not_utf8(file))), (files[0], 0))
         with file.open("rb") as stream:  # what Windows calls Unicode begins so
             encoding = "utf-16" if stream.read(2) in (b"\xff\xfe", b"\xfe\xff") else "gb18030"
-        raise UserError(f"{file}, line {line}: not UTF-8; convert it: iconv -f {encoding} -t utf-8") from error
+        others = "look at the result: Traditional Chinese may be big5, English from Windows cp1252"
+        raise UserError(
+            f"{file}, line {line}: not UTF-8; convert it: iconv -f {encoding} -t utf-8, and {others}"
+        ) from error
     except (OSError, ValueError, LookupError, TypeError, NotImplementedError, MemoryError) as error:
         # What pyarrow raises for a damaged file.
         raise UserError(f"cannot read {files[0]}: {short(error)}; if it is damaged, get it again") from error

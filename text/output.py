@@ -48,7 +48,7 @@ def keep_score(folder: Path, name: str, result: dict, texts: list[str], say) -> 
     for file in sorted(folder.glob("*.json")):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # damaged, or of an older version
             earlier = json.loads(file.read_text(encoding="utf-8"))
-            same_rows = all(earlier[key] == result[key] for key in ("data", "split", "sentences"))
+            same_rows = all(earlier[key] == result[key] for key in ("data", "columns", "split", "sentences"))
             if same_rows and earlier["rows"] != result["rows"]:
                 say(f"note: these rows are not those that {file} is of: the data have changed")
             if file.stem == name and earlier["checkpoint"] != result["checkpoint"]:

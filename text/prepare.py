@@ -38,6 +38,7 @@ from text.cleaning import (
     report,
     without_short_targets,
 )
+from text.formats import short
 from text.rows import ParallelText, default_path, find_text
 from text.store import TokenizedPairs, TokenWriter
 from text.subwords import encode, encode_flat, load_tokenizer, tokenizer_key, train_tokenizer
@@ -134,6 +135,8 @@ def find_and_prepare(config, cache: Path, say) -> tuple[Path, str]:
     if data != data.encode(errors="ignore").decode():  # of other bytes, which no file of the run could hold
         raise UserError(f"the path {data!r} is not UTF-8; rename the folder")
     text = find_text(data, config.source, config.target)
+    for split, files in text.files.items():
+        say(f"data: {split} is {short(', '.join(file.name for file in files))}")
     prepared = prepare(text, cache, source_vocab=config.source_vocab, target_vocab=config.target_vocab,
                        tokenizer=config.tokenizer, max_length=config.max_length, say=say)  # fmt: skip
     return prepared.folder, data

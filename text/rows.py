@@ -21,18 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import UserError
+from text.bleu import CHINESE
 from text.formats import read_chunks, short
 
 KEYWORDS = {
-    "train": ("train", "training", "训练", "训练集"),
-    "validation": ("validation", "valid", "dev", "val", "验证", "验证集"),
-    "test": ("test", "testing", "eval", "evaluation", "测试", "测试集"),
+    "train": ("train", "training", "训练", "訓練"),
+    "validation": ("validation", "valid", "dev", "val", "验证", "驗證"),
+    "test": ("test", "testing", "eval", "evaluation", "测试", "測試"),
 }
 FORMS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv",
          ".tsv": "tsv", ".xml": "xml"}  # fmt: skip
 PAIRED = ("sgm", "moses")  # forms of two files
 # Of a directory with several forms the first is read. sgm and xml are those of WMT's test sets, beside a corpus in another.
-ORDER = ("parquet", "arrow", "json", "csv", "tsv", "moses", "sgm", "xml")
+# A json file beside a corpus in yet another form mostly tells of it.
+ORDER = ("parquet", "arrow", "csv", "tsv", "moses", "json", "sgm", "xml")
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 NOT_DATA = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 
@@ -102,8 +104,20 @@ def find_text(path: str, source: str = "zh", target: str = "en") -> ParallelText
     text = ParallelText(path, form, source, target, files)
     for split in files:
         # Wrong columns in the last split are an error now, not after an hour of reading the first.
-        next(text.rows(split), None)
+        refuse_swapped(text, next(text.rows(split), []))
     return text
+
+
+def refuse_swapped(text: ParallelText, rows: list[tuple[str, str]]) -> None:
+    """Raises `UserError` if the column that is called Chinese is not, and the other one is. Chinese has its own characters."""
+    chinese = [bool(CHINESE.match(name.lower())) for name in (text.source, text.target)]
+    if sum(chinese) == 1 and rows:
+        shares = [sum(bool(re.search("[\u4e00-\u9fff]", line)) for line in side) / len(rows) for side in zip(*rows)]
+        there, elsewhere = shares if chinese[0] else shares[::-1]
+        if there < 0.5 < elsewhere:
+            name, other = (text.source, text.target) if chinese[0] else (text.target, text.source)
+            raise UserError(f"the languages are swapped: {elsewhere:.0%} of the texts under {other!r} are Chinese, "
+                            f"{there:.0%} of those under {name!r}; exchange the names in {text.path}")  # fmt: skip
 
 
 def fingerprint_of(rows: list[tuple[str, str]]) -> str:
@@ -168,7 +182,8 @@ def _natural(name: str) -> list:
 
 
 def _split_of(name: str) -> str | None:
-    words = re.findall(r"[^\W\d_]+", name.lower())
+    # Chinese has no spaces: 中英训练集 is not one word.
+    words = re.findall("[^\\W\\d_\u4e00-\u9fff]+|训练|訓練|验证|驗證|测试|測試", name.lower())
     splits = [split for split, keywords in KEYWORDS.items() if any(word in keywords for word in words)]
     return splits[0] if len(splits) == 1 else None  # "train-test-corpus" says nothing
 

@@ -55,14 +55,18 @@ def end_at(line: str, first: int, unit: re.Match) -> int:
         joined = follows == "的" or (follows in "和与或等" and text[-2] in "！？!?")  # 喊着“加油！”的口号
         goes_on = not follows.isalnum() or follows.islower() or joined
         return end if line[first : unit.start()].strip() and not goes_on else 0
-    if text[-1] in "。！？．":
+    if text[-1] in "。！？":
         return end
-    spaced = not follows or line[end - 1].isspace() or bool(re.match(f"[{HAN}]", follows))  # not 3.14, not a.com
+    in_chinese = re.match(f"(?![０-ｚ])[{HAN}]", follows) and text[-2:] not in (
+        "..",
+        "．．",
+    )  # not ３．１４, not 我...我
+    spaced = not follows or line[end - 1].isspace() or bool(in_chinese)  # not 3.14, not a.com
     if not spaced or follows.islower():
         return 0
     # 20: longer than any abbreviation; an x for what is cut off, so that it does not look like the sentence's beginning.
     before = "x" * (unit.start() - first > 20) + line[max(first, unit.start() - 20) : unit.start()]
-    return 0 if text == "." and _NO_END.search(before) else end
+    return 0 if text in ".．" and _NO_END.search(before) else end
 
 
 def join(translations: Iterable[str]) -> str:

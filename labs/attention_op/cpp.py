@@ -39,7 +39,8 @@ def cpp_attention(q, k, v, bias, causal: bool, scale: float, dropout: float, see
 def check_device(operator: str, x: Tensor) -> None:
     """Raises `UserError` off the CPU."""
     if x.device.type not in ("cpu", "meta"):
-        raise UserError(f"{operator}: 'cpp' is for the CPU, the input is on {x.device}; choose 'python' or 'triton'")
+        other = "'python'" + " or 'triton'" * (operator == "attention")
+        raise UserError(f"{operator}: 'cpp' is for the CPU, not for {x.device}; choose {other}, or --device cpu")
 
 
 @torch.compiler.assume_constant_result

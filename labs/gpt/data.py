@@ -151,7 +151,7 @@ def read_documents(path: Path) -> tuple[dict[str, list[str]], str]:
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-        files = [file for file in files if file.stem.lower() not in NO_TEXT]
+        files = [file for file in files if not file.stem.lower().startswith(NO_TEXT)]
         files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if abstracts := [file for file in files if file.name == "X.txt"]:
         # Web of Science's folders: the largest one contains the others. Beside X.txt lie labels.

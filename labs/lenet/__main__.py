@@ -51,6 +51,8 @@ class Config:
     def __post_init__(self):
         if self.variant != "relu" and self.activation != "relu":
             raise UserError(f"--activation belongs to --variant relu; leave it out, for {self.variant} has its own")
+        if self.workers and not (self.dataloader or self.resume):
+            raise UserError("--workers belongs to --dataloader; give it, or leave --workers out")
 
 
 if __name__ == "__main__":  # before the heavy imports, so that --help and a wrong flag answer at once

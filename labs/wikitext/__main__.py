@@ -66,6 +66,10 @@ class Config:
         least = 3 if self.tokens == "words" else 300  # a subword vocabulary holds the 256 single bytes
         if 0 < self.vocab < least:
             raise UserError(f"--vocab {self.vocab}: a vocabulary of {self.tokens} needs at least {least}")
+        if self.glove and self.tokens == "subwords":
+            raise UserError("--glove has vectors of words, --tokens subwords cuts words into pieces; leave one out")
+        if not self.resume and self.sampling == "static" and (self.sharpness != 1 or self.resample_every != 1):
+            raise UserError("--sharpness and --resample_every belong to --sampling dynamic; give it, or leave them out")
         self.split_ratios()
 
     def split_ratios(self) -> tuple[float, ...]:

@@ -141,7 +141,7 @@ def find_files(path: Path) -> dict[str, list[Path]]:
     if not path.is_dir():
         raise UserError(f"--data {path}: no such file or folder; give a text file, or a folder with some")
     files = sorted(file for file in path.iterdir() if file.is_file() and file.suffix in SUFFIXES
-                   and not file.name.startswith(".") and file.stem.lower() not in NO_TEXT)  # fmt: skip
+                   and not file.name.startswith(".") and not file.stem.lower().startswith(NO_TEXT))  # fmt: skip
     if not files:
         raise UserError(f"--data {path}: no text file there ({' '.join(SUFFIXES)}); give a text file, or its folder")
     files_of = {}

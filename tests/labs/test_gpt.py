@@ -305,6 +305,13 @@ def test_offloading_counts_the_memory_of_the_machine(monkeypatch):
     assert plan.check_fits(config, sizes_of(config), world, "bf16").host > 0
 
 
+def test_a_container_has_less_memory_than_its_machine(monkeypatch):
+    told = iter(["max\n", f"{2**30}\n"])
+    monkeypatch.setattr(Path, "read_text", lambda path: next(told))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert plan.host_memory() > 2**29 == plan.host_memory()
+
+
 def test_plan_of_the_handout(capsys):
     train(config_of(size="1.6b", plan=True, gpus=4, memory_gib=24))
     said = capsys.readouterr().out.splitlines()
@@ -371,6 +378,8 @@ def test_what_is_a_table_and_where_its_lines_end(tmp_path):
     assert [text[-1] for texts in read_documents(tmp_path / "a.txt")[0].values() for text in texts] == ["1", "2", "0"]
     (tmp_path / "novel.txt").write_text("\tChapter One\nIt was\na night.\n")
     assert sum(map(len, read_documents(tmp_path / "novel.txt")[0].values())) == 3
+    (tmp_path / "README.md").write_text("about it\n\nand more")
+    assert sum(map(len, read_documents(tmp_path)[0].values())) == 6  # of both files, without it
     (tmp_path / "b.tsv").write_text("a\tb\n1\t2\n")
     (tmp_path / "c.txt").write_text("a\tb\tabstract\n1\t2\tthree\n")
     for name, columns in (("b.tsv", "a, b"), ("c.txt", "a, b, abstract")):
@@ -457,6 +466,8 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys):
     with refused(": No space left on device; free some space, then --resume"), monkeypatch.context() as patch:
         patch.setattr(dcp, "save", Mock(side_effect=full))
         train(config_of(**{**text, "max_steps": 1, "run": "full"}))
+    unsaved = train(config_of(**{**text, "max_steps": 1, "run": "unsaved", "keep": 0}))
+    assert (unsaved / "result.json").exists() and not (unsaved / "checkpoints").exists()
     folder = train(config_of(**text))
     with refused("all is done; give more --max_steps"):
         train(config_of(resume=str(folder), epochs=99, given=("epochs",)))
@@ -465,6 +476,7 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys):
     assert "labels and keywords are not read" in capsys.readouterr().out
     generate.main(generate.Config(ckpt=str(folder), tokens=8))
     assert len(capsys.readouterr().out.split()) >= 4
+    (folder / "checkpoints/.tmp-sharded-61").mkdir()  # a save that was killed
     (tmp_path / "wos").rename(tmp_path / "moved")
     more = dict(resume=str(folder), data=str(tmp_path / "moved"), max_steps=90)
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):  # ended before its first checkpoint
@@ -474,7 +486,7 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys):
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     rates = [record["train/learning_rate"] for record in records if "train/learning_rate" in record]
     assert rates[59] < rates[60] < rates[61] < rates[62] <= max(rates)  # up again, not in one jump
-    assert generate.newest_run() == "runs/text"
+    assert generate.newest_run() == "runs/text" and not (folder / "checkpoints/.tmp-sharded-61").exists()
     events = (path.read_bytes() for path in folder.glob("events.out.tfevents.*"))
     assert b"sample/text_summary" in b"".join(events)
 

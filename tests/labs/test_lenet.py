@@ -366,7 +366,7 @@ def test_damaged_files_are_refused(tmp_path, ending, damage, words):
 
 @pytest.mark.parametrize("settings, words", [
     (dict(variant="lenet"), "--variant lenet is unknown"), (dict(epochs=0), "--epochs 0"),
-    (dict(variant="paper", activation="gelu"), "belongs to --variant relu"),
+    (dict(variant="paper", activation="gelu"), "belongs to --variant relu"), (dict(workers=1), "belongs to --dataloader"),
 ])  # fmt: skip
 def test_bad_flags_are_refused(settings, words):
     with refused(words):

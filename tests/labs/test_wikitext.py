@@ -82,7 +82,7 @@ def test_a_folder_of_the_hub_is_read_without_its_readme_and_hidden_files(tmp_pat
     lines = [line and line + "\n" for line in wiki(9).splitlines()]  # the hub's rows: with their ends, "" for none
     for split in ("train", "validation", "test"):
         pyarrow.parquet.write_table(pyarrow.table({"text": lines}), tmp_path / f"{split}-00000-of-00001.parquet")
-    for name in ("README.md", ".train.txt", "LICENSE.txt"):
+    for name in ("README.md", ".train.txt", "LICENSE.txt", "readme_zh.md"):
         write(tmp_path / name, "not a text")
     assert read_splits(str(tmp_path), RATIOS, []) == dict.fromkeys(SPLITS, wiki(9).splitlines())
     for file in tmp_path.glob("*.parquet"):  # then nothing is left
@@ -479,6 +479,8 @@ def test_two_processes_have_the_losses_of_one(lab, tmp_path):
     (dict(data="latin.txt"), "is not UTF-8"),
     (dict(data="line.txt"), "too few to cut 3 splits"),
     (dict(data="short.txt", segment=64), "less than one --segment"),
+    (dict(glove="good.txt", tokens="subwords"), "--glove has vectors of words"),
+    (dict(resample_every=10), "belong to --sampling dynamic"),
     (dict(glove="nowhere.txt"), "No such file"),
     (dict(glove="broken.txt"), "no file of vectors (line 2 has 2 numbers instead of 3)"),
     (dict(glove="words.txt"), "no file of vectors"),

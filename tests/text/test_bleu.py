@@ -116,6 +116,13 @@ def test_languages_without_spaces_are_cut_into_characters(target):
     assert tokens_of(["我买书。"], sacrebleu_metric(target)) == [[*"我买书。"]]
 
 
+def test_chinese_references_are_known_by_their_characters():
+    references, hypotheses = ["我想买书。", "你好，世界。", "GPU"], ["我想买书。", "你好，世上。", "GPU"]
+    for score in (corpus_bleu, lambda *texts, target: bleu_card(*texts, target).nltk):
+        assert score(references, hypotheses, target="译文") == score(references, hypotheses, target="zh") > 50
+    assert sacrebleu_metric("en", ["a", "我", "b"]).tokenizer.signature() == "13a"  # a name in one line of three
+
+
 @pytest.mark.parametrize("target", ["en", "english", "kreyol", "jav", "cnn_summary", "kohde"])
 def test_other_languages_into_words(target):
     assert sacrebleu_metric(target).tokenizer.signature() == "13a"

@@ -256,6 +256,21 @@ def test_files_that_are_not_read_are_named(tmp_path, capsys):
     assert capsys.readouterr().out == f"{tmp_path} holds csv, parquet files; only the parquet files are read\n"
 
 
+def test_a_json_file_beside_a_corpus_is_not_the_corpus(tmp_path):
+    write_tsv(tmp_path / "train.tsv", TRAIN)
+    (tmp_path / "stats.json").write_text('{"pairs": 3}')
+    assert read_path(tmp_path) == {"train": TRAIN}
+
+
+def test_swapped_columns_are_refused(tmp_path):
+    """Chinese or not is seen in the characters; half of one side may be names or numbers."""
+    write_jsonl(tmp_path / "train.jsonl", [("hello", "你好"), ("3", "三"), ("GPU 卡", "GPU card")])
+    with pytest.raises(UserError, match="swapped: 67% of the texts under 'en' are Chinese, 33% of those under 'zh'"):
+        find_text(str(tmp_path))
+    write_jsonl(tmp_path / "train.jsonl", [("hello", "你好"), ("三", "3"), ("GPU 卡", "GPU card")])
+    assert find_text(str(tmp_path)).files
+
+
 def test_other_languages(tmp_path):
     (tmp_path / "x.tsv").write_text("EN\tde\nHello\tHallo\n")
     assert read(find_text(str(tmp_path), "de", "EN")) == {"train": [("Hallo", "Hello")]}
@@ -341,6 +356,7 @@ def test_long_lines_come_in_small_chunks(tmp_path, monkeypatch, name, write):
 @pytest.mark.parametrize("names, form, splits", [
     ("corpus newstest2017-zhen", "moses", {"train": 2}),  # WMT's test set in sgm lies beside the corpus
     ("训练集.tsv 验证集.tsv 测试集.tsv", "tsv", {"train": 1, "validation": 1, "test": 1}),
+    ("训练数据.tsv 中英驗證集.tsv 测试-1.tsv", "tsv", {"train": 1, "validation": 1, "test": 1}),
     ("a.tsv b.tsv", "tsv", {"train": 2}),
 ])  # fmt: skip
 def test_which_files_are_which_split(names, form, splits, tmp_path, capsys):
