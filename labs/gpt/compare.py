@@ -106,8 +106,8 @@ def run_row(row: Row, number: int, config: Config, folder: Path) -> dict:
     done = run / "outcome.json"
     torchrun = f"-m torch.distributed.run --standalone --nproc_per_node {row.processes} -m --".split()
     words = [sys.executable, *(torchrun if row.processes > 1 else ["-m"]), "labs.gpt", "--trace", "--run", str(run)]
-    settings = {"size": config.size, "data": config.data, "data_size": config.data_size, "max_steps": config.steps,
-                "eval_every": config.steps, "keep": 0, "batch_size": config.batch_size, "precision": config.precision}  # fmt: skip
+    settings = {"size": config.size, "data": config.data, "data_size": config.data_size, "precision": config.precision,
+                "max_steps": config.steps, "eval_every": config.steps, "batch_size": config.batch_size, "keep": 0}  # fmt: skip
     for name, value in settings.items():
         words += [f"--{name}", str(value)]
     words += row.flags.split()  # which come later, and so count

@@ -144,7 +144,7 @@ def main(config: Config) -> None:
     perplexities = {name: math.exp(trigram.loss(ids["test"], eos, discount)) for name, discount in models.items()}
     if math.inf in perplexities.values():
         raise UserError("some test tokens have probability 0, for the training text does not have them (<unk> is one if "
-                        "no word is rare, so are rare pieces of words); give a larger --min_count, or a --run with it")  # fmt: skip
+                        "no word is rare, so are rare pieces of words); give a larger --min_count, or --run with it")  # fmt: skip
 
     a, b, _ = triples(ids["test"])
     places = random.Random(0).sample(range(len(a)), min(SUMMED, len(a)))
