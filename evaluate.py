@@ -97,9 +97,7 @@ def evaluate(config: Config) -> None:
     world.stop()
 
 
-def report(
-    config: Config, trained: Trained, scored: dict, rows, translations: Translations, seconds: float, say
-) -> dict:
+def report(config: Config, trained: Trained, scored: dict, rows, translations: Translations, seconds, say) -> dict:
     """Print the BLEU card and sample translations; → all figures."""
     references = [target for _, target in rows]
     card = bleu_card(references, translations.texts, trained.config["target"])
@@ -176,8 +174,9 @@ def teacher_forced_match(trained: Trained, rows, world: distributed.World, preci
     for first, last in list(zip(bounds, bounds[1:]))[world.rank :: world.size]:
         batch = collate(pairs[first:last]).to(world.device)
         with precision.autocast():
-            logits = model(batch.src, batch.src_pad, batch.tgt_in, batch.real)
-        totals += torch.tensor([(logits.argmax(-1) == batch.tgt_out).sum(), len(batch.tgt_out)], device=world.device)
+            hidden = model.hidden(batch.src, batch.src_pad, batch.tgt_in, batch.real)
+        chosen = model.output(hidden.float()).argmax(-1)  # in fp32, as when decoding: bf16 has many equal logits
+        totals += torch.tensor([(chosen == batch.tgt_out).sum(), len(chosen)], device=world.device)
     right, total = world.sum(totals).tolist()
     return 100 * right / total
 

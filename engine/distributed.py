@@ -280,11 +280,12 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 
 def hidden_gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
     """One line if the machine has NVIDIA cards and PyTorch can use none of them, with the reason; else None."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
     cards = len(list(proc.iterdir())) if proc.is_dir() else 0
     if not cards or torch.cuda.is_available():
         return None
-    if visible is None:
+    first = visible.split(",")[0].strip()  # at the first card that is not there CUDA stops
+    if first.startswith(("GPU-", "MIG-")) or (first.isdecimal() and int(first) < cards):
         return (f"PyTorch {torch.__version__} can use none of the {cards} GPU(s) of this machine: its driver is too "
                 f"old for CUDA {torch.version.cuda} (see `nvidia-smi`), or this is a build for CPUs")  # fmt: skip
     return f"CUDA_VISIBLE_DEVICES={visible!r} hides all {cards} GPU(s) of this machine"

@@ -110,7 +110,7 @@ class CapturedSteps:
         """Encode (B, S), under the caller's autocast, with room for `length` tokens."""
         shape = (round_up(len(src), 8), round_up(src.size(1), 32), round_up(length, 64))
         if shape not in self.buffers:
-            if len(self.buffers) >= MOST_SHAPES:
+            if len(self.buffers) >= MOST_SHAPES or self.is_crowded():
                 self.buffers = {}
                 if self.graphs:  # a pool whose graphs are gone cannot be captured into again
                     self.graphs = Graphs(self.device)
@@ -123,6 +123,14 @@ class CapturedSteps:
                 heads = project(layer.multihead_attn, memory, "kv")  # (B, S, 2, H, W)
                 both[:, : len(src), :, : src.size(1)] = heads.permute(2, 0, 3, 1, 4)
         return CapturedCache(self, buffers)
+
+    def is_crowded(self) -> bool:
+        """Whether little memory is left. Batches come longest first, so the buffers that there are will hardly be used again."""
+        if not self.graphs or self.device.type == "cpu":
+            return False
+        free, whole = torch.cuda.mem_get_info(self.device)
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)  # PyTorch's own
+        return free < whole / 4
 
     def advance(self, buffers: Buffers, rows: int, length: int) -> None:
         """One step: as it is the first time, and by its graph from then on."""

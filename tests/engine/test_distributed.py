@@ -279,7 +279,7 @@ def test_a_task_of_srun_that_sees_its_own_card_alone(gpus, monkeypatch):
     *((3, 0, name, f"CUDA_VISIBLE_DEVICES={name!r} hides all 3 GPU(s) of this machine") for name in ("", "-1", "7")),
     (0, 0, "", None), (3, 1, "", None),
     # Not by this variable: an old driver, or a build of torch without CUDA. Said as well, in other words.
-    (3, 0, None, "can use none of the 3 GPU(s)"),
+    *((3, 0, name, "can use none of the 3 GPU(s)") for name in (None, "1", "2,7", "GPU-8932f937-d72c")),
 ])  # fmt: skip
 def test_hidden_gpus_are_said(tmp_path, gpus, monkeypatch, cards, seen, visible, said):
     gpus(seen)

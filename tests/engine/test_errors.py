@@ -39,6 +39,7 @@ FULL, ELSEWHERE = "free some space", "choose another place"
 
 
 @pytest.mark.parametrize("error, said", [
+    (RuntimeError("CUDA error: no kernel image is available for execution on the device"), "this GPU is too old for"),
     (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be …"), "the GPU's memory is full; "),  # by others
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "choose a free GPU"),
     (RuntimeError("Failed to find C compiler. Please specify …"), "--compile needs a C and C++ compiler"),
