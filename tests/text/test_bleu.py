@@ -160,7 +160,7 @@ def test_only_harmless_smoothing():
     assert corpus_bleu(**early, smooth=True) == pytest.approx(floor.score)
 
 
-@pytest.mark.parametrize("target, name", [("zh-CN", "zh"), ("ja", "char"), ("ko", "char"), ("de", "13a")])
+@pytest.mark.parametrize("target, name", [("zh-CN", "zh"), ("ja", "char"), ("ko", "char")])
 def test_tokeniser_follows_the_language(target, name):
     references = ["我们明天去北京参观博物馆。", "他喜欢喝绿茶,不喜欢喝咖啡。"]
     hypotheses = ["我们明天到北京参观博物馆。", "他喜欢喝绿茶,不爱喝咖啡。"]
@@ -169,7 +169,7 @@ def test_tokeniser_follows_the_language(target, name):
     assert f"{name} tokens" in card.lines()[0]
     assert card.nltk == corpus_bleu(references, hypotheses, target=target)
     assert card.nltk == pytest.approx(unsmoothed_sacrebleu(references, hypotheses, name).score, abs=0.01)
-    assert (card.nltk > 50) == (name != "13a")  # as words between spaces, nothing would match
+    assert card.nltk > 50  # as words between spaces, nothing would match
 
 
 # --- the card ---------------------------------------------------------------------------------------------------------

@@ -257,9 +257,9 @@ def test_files_that_are_not_read_are_named(tmp_path, capsys):
 
 
 def test_a_json_file_beside_a_corpus_is_not_the_corpus(tmp_path):
-    write_tsv(tmp_path / "train.tsv", TRAIN)
+    write_tsv(tmp_path / "train.tsv", [("你好", "hello")])
     (tmp_path / "stats.json").write_text('{"pairs": 3}')
-    assert read_path(tmp_path) == {"train": TRAIN}
+    assert read_path(tmp_path) == {"train": [("你好", "hello")]}
 
 
 def test_swapped_columns_are_refused(tmp_path):
