@@ -69,13 +69,13 @@ def describe(run: RunFiles) -> sections.Described | None:
         pairs, tokens = run.data.get("counts", {}).get("kept"), run.data.get("tokens")
         flops = pairs and training_flops(model.config, tokens["source"] / pairs + 1, tokens["target"] / pairs + 1)
     except (TypeError, KeyError, UserError):
-        return None
+        return run.model and run.missing.append(("model.json", "damaged", "the sizes of the model are unknown"))
     return sections.Described(str(model), sum(weights.numel() for weights in model.parameters()), flops)
 
 
 def look(run: RunFiles, name: str, chosen: list[int]) -> list[Attention]:
-    """Where the best checkpoint looks for its translations of these rows."""
-    trained = load_trained(run.folder, say=lambda _: None)
+    """Where the checkpoint that was scored looks for its translations of these rows."""
+    trained = load_trained(run.scored(name), say=lambda _: None)
     tokenizers, rows = (trained.source_tokenizer, trained.target_tokenizer), rows_of(run, name)
     return [attention_of(trained.model, tokenizers, rows[row][0], run.hypotheses[name][row]) for row in chosen]
 

@@ -104,9 +104,9 @@ def attention_of(
 ) -> Attention:
     """Which source words the last layer looked at for each word of the translation, of at most `widest` tokens a side."""
     texts, longest = (normalise(source), translation), min(widest, model.config.max_length - 1)  # and an end token
-    ids = [encode(tokenizer, [text])[0][:longest] for tokenizer, text in zip(tokenizers, texts)]
+    ids = [encode(tokenizer, [text], longest + 1)[0] for tokenizer, text in zip(tokenizers, texts)]  # + 1 shows a cut
     collate = Collate(*map(special_ids, tokenizers))
-    batch = collate([ids]).to(model.output.weight.device)
+    batch = collate([[own[:longest] for own in ids]]).to(model.output.weight.device)
     weights = cross_attention(model, batch.src, batch.src_pad, batch.tgt_in)[0].float().cpu().numpy()  # (T, S)
     return in_words(*texts, tokenizers, ids, weights)
 

@@ -27,12 +27,20 @@ class Attention:
 
 
 def in_words(source: str, translation: str, tokenizers, ids, weights: np.ndarray) -> Attention:
-    """(T, S) weights of tokens, the end tokens included → those of readable words."""
+    """(T, S) weights of tokens, the end tokens included → those of readable words; of a text that was cut its beginning."""
+    lengths = weights.shape[1] - 1, weights.shape[0] - 1
+    texts = list(map(beginning, (source, translation), tokenizers, ids, lengths))
+    ids = [own[:length] for own, length in zip(ids, lengths)]
     source_groups, target_groups = (group_characters(*pair) for pair in zip(tokenizers, ids))
     weights = np.stack([weights[:, group].sum(1) for group, _ in source_groups], 1)
     weights = np.stack([weights[group].mean(0) for group, _ in target_groups])
     words = [[word for _, word in groups] for groups in (source_groups, target_groups)]
-    return Attention(source, translation, *words, weights)
+    return Attention(*texts, *words, weights)
+
+
+def beginning(text: str, tokenizer, ids: list[int], length: int) -> str:
+    """The text, or what its first `length` tokens say if it has more."""
+    return text if len(ids) <= length else f"{tokenizer.decode(ids[:length]).strip()} …"
 
 
 def group_characters(tokenizer, ids: list[int]) -> list[tuple[list[int], str]]:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from reporting.fonts import families
-from reporting.reading import RunFiles
+from reporting.reading import RunFiles, is_pause
 
 SIZE, COLUMNS = (4.8, 2.9), 3  # inches; of the overview
 COLOURS = "#1f5fa8 #d1495b #3a8d5c #8a5aab #e08e1b #4d4d4d".split()  # one a run, again from the first after six
@@ -27,7 +27,6 @@ PANELS = ["loss", "perplexity", "bleu", "accuracy", "learning_rate", "gradient_n
           "images_per_second", "model_flops_utilisation", "padding_share", "wait_share"]  # fmt: skip
 TOGETHER = {"smoothed_loss": "loss"}
 NOT_SHOWN = ("cpu/", "gpu/", "memory/", "result/", "speed/target", "test/errors")  # hardware: a figure of its own
-PAUSE = 5  # minutes without a line in the log, and ten times the usual, from which the run stood still
 WIDE_RANGE = 30  # largest / smallest value from which a scale is logarithmic
 
 
@@ -121,7 +120,7 @@ def with_pauses(minutes: list[float], values: list[float]) -> tuple[list[float],
     """The same with a NaN in each pause between two starts of the run, over which no line may go."""
     steps = [after - before for before, after in zip(minutes, minutes[1:])]
     usual = statistics.median(steps or [0])
-    for place in reversed([n for n, step in enumerate(steps, 1) if step > max(PAUSE, 10 * usual)]):
+    for place in reversed([n for n, step in enumerate(steps, 1) if is_pause(step, usual)]):
         minutes.insert(place, minutes[place])
         values.insert(place, math.nan)
     return minutes, values

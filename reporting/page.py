@@ -140,15 +140,16 @@ class Page:
 
     def attention(self, attention: Attention, name: str, figure) -> None:
         """Words as they are, weights as colours; in Markdown, which has no colours, the picture."""
-        label = {END: self.say("end")}
-        head = "".join(f"<th>{html.escape(label.get(word, word))}</th>" for word in attention.source_words)
+        sides = ([*words[:-1], self.say(END)] for words in (attention.source_words, attention.target_words))
+        source_words, target_words = (list(map(html.escape, words)) for words in sides)
+        head = "".join(f"<th>{word}</th>" for word in source_words)
         lines = [f"<tr><th></th>{head}</tr>"]
-        for word, weights in zip(attention.target_words, attention.weights):
+        for word, weights in zip(target_words, attention.weights):
             cells = "".join(
                 f'<td style="background: rgba(31, 95, 168, {weight:.3f})" title="{weight:.3f}"></td>'
                 for weight in weights
             )
-            lines.append(f"<tr><th>{html.escape(label.get(word, word))}</th>{cells}</tr>")
+            lines.append(f"<tr><th>{word}</th>{cells}</tr>")
         self.keep(name, figure)
         table = f'<div class="wide"><table class="attention">{"".join(lines)}</table></div>'
         self.add(table, f"![{name}]({quote(file_name(name))})")

@@ -4,6 +4,7 @@ Asked of the run's own code, on a sample of the rows, in about ten seconds. What
 what works, but perhaps not as it was meant, is a line that begins with "warning".
 """
 
+import fileinput
 import os
 import re
 import resource
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,6 +71,8 @@ def check(config) -> None:
     """Print what there is to say about a run with train.py's `config`. Raises `UserError` for what cannot work."""
     if config.resume or several_asked():
         raise UserError("--check looks at a new run of one process; leave --resume and torchrun out")
+    if config.run and (folder_of(config.run) / "config.json").exists():
+        raise UserError(f"run {folder_of(config.run)} exists; choose another --run, or go on with --resume")
     warnings = []
     used = describe_cards()
     device = choose_device(config.device, 0)
@@ -150,19 +153,26 @@ def sample_of(text: ParallelText) -> tuple[Sample, int, float]:
     if not read:
         raise UserError(f"{text.path}: the train split has no rows")
     held_out = {split: next(text.rows(split), [])[:SAMPLE] for split in text.files if split != "train"}
-    rows = read if read < ROWS else rows_in(text, taken)
+    rows = read if read < ROWS else rows_in(text, taken, read)
     sample = Sample(**vars(text), taken=held_out | {"train": taken})
     return sample, rows * len(seen) // read, 1 - len(seen) / read
 
 
-def rows_in(text: ParallelText, some: list[tuple[str, str]]) -> int:
+def rows_in(text: ParallelText, some: list[tuple[str, str]], read: int) -> int:
     """The number of training rows: parquet knows it, of another form the size of the files tells it roughly."""
+    files = text.files["train"]
     if text.form == "parquet":
         import pyarrow.parquet
 
-        return sum(pyarrow.parquet.read_metadata(file).num_rows for file in text.files["train"])
+        return sum(pyarrow.parquet.read_metadata(file).num_rows for file in files)
+    size = sum(file.stat().st_size for file in files)
+    with files[0].open("rb") as file:
+        # A row a line, not one array, alone or under "data". Names of columns and \u1234 for a character are much of it.
+        if text.form == "json" and re.match(rb'\s*\{(?!\s*("data"\s*:|\n))', file.read(4096)):
+            with fileinput.FileInput(files, mode="rb") as lines:
+                return round(read * size / sum(map(len, islice(lines, read))))
     row_bytes = sum(len("".join(row).encode()) for row in some) / len(some) + 2  # with what stands between the texts
-    return round(sum(file.stat().st_size for file in text.files["train"]) / row_bytes)
+    return round(size / row_bytes)
 
 
 def check_languages(sample: Sample, warn: Callable) -> None:

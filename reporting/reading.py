@@ -11,6 +11,7 @@ import math
 import re
 import shlex
 import statistics
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice, takewhile
 from pathlib import Path
@@ -19,7 +20,8 @@ from engine.errors import UserError
 from text.cleaning import held_out_rows
 from text.rows import find_text, fingerprint_of
 
-SUMMARIES = {"min": min, "max": max, "mean": statistics.fmean, "median": statistics.median, "last": lambda v: v[-1]}
+SUMMARIES = {"min": min, "max": max, "median": statistics.median, "last": lambda v: v[-1]}
+PAUSE = 5  # minutes without a line in the log, and ten times the usual, from which the run stood still
 STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", re.MULTILINE)  # before every message of train.log
 
 
@@ -73,7 +75,7 @@ class RunFiles:
             return self.figure(tag.replace("valid/", "validation/"), summary, form)
         if not values:
             return None
-        value = SUMMARIES[summary](values)
+        value = mean_over_time(self.minutes(tag), values) if summary == "mean" else SUMMARIES[summary](values)
         return Fact(value, format(value, form), f"{self.name}/metrics.jsonl#{tag}#{summary}")
 
     def fact(self, file: str, keys: tuple, form: str = "") -> Fact | None:
@@ -88,6 +90,7 @@ class RunFiles:
             return None
         if value is None or value == "":
             return None
+        form = "," if isinstance(value, int) and "g" in form else form  # whole numbers keep all their digits
         text = format(value, form) if is_number(value) else str(value)
         return Fact(value, text, f"{self.name}/{file}#{'.'.join(map(str, keys))}")
 
@@ -99,7 +102,15 @@ class RunFiles:
             return Fact(total, in_minutes(total), source)
         if len(self.records) > 1 and "resumed after step" not in self.log:  # the hours between two starts do not count
             total, source = self.records[-1]["time"] - self.records[0]["time"], f"{self.name}/metrics.jsonl#time#span"
+        with suppress(OSError, ValueError, KeyError, TypeError):  # a checkpoint knows the minutes of all starts
+            saved = 60 * json.loads((self.folder / "checkpoints/last/state.json").read_bytes())["minutes"]
+            total, source = max((total, source), (saved, f"{self.name}/checkpoints/last/state.json#minutes"))
         return Fact(total, f"≥ {in_minutes(total)}", source) if total else None
+
+    def scored(self, name: str) -> Path:
+        """The checkpoint that a result is of; the run itself where the result names none, or a mean of several."""
+        checkpoint = Path(str(self.results[name].get("checkpoint"))).name
+        return self.folder / "checkpoints" / checkpoint if checkpoint.startswith("step-") else self.folder
 
     def last_words(self) -> str:
         """Why it stopped, as the log says it; '' if it does not."""
@@ -122,6 +133,19 @@ class RunFiles:
         """The layers as a lab's script printed them into its log; ''."""
         printed = [text for text in messages(self.log) if re.match(r"(a block: )?\w+\(\n", text)]
         return printed[-1] if printed else ""
+
+
+def mean_over_time(minutes: list[float], values: list[float]) -> float:
+    """Each value counts for the time since the one before, the first and one after a pause for the usual time."""
+    spans = [max(0.0, after - before) for before, after in zip(minutes, minutes[1:])]  # a clock may be put back
+    usual = statistics.median(spans or [1]) or 1
+    spans = [usual, *(usual if is_pause(span, usual) else span for span in spans)]
+    return sum(span * value for span, value in zip(spans, values)) / sum(spans)
+
+
+def is_pause(span: float, usual: float) -> bool:
+    """Whether the run stood still in these minutes between two lines of the log, as between two starts."""
+    return span > max(PAUSE, 10 * usual)
 
 
 def messages(log: str) -> list[str]:
@@ -177,6 +201,13 @@ def read_run(folder: str | Path) -> RunFiles:
             run.results[name] = result
             if path.with_suffix(".txt").exists():
                 run.hypotheses[name] = read_text(run, f"{name}.txt", "").split("\n")[:-1]
+            elif run.model:
+                run.missing.append((f"{name}.txt", "not there", "so the translations are not shown"))
+            best, scored = (run.folder / "checkpoints/best").resolve().name, run.scored(name).name
+            # The name of a result tells a checkpoint that was not the best one when it was scored.
+            if best.startswith("step-") and scored.startswith("step-") and scored != best and scored not in name:
+                why = "of an earlier checkpoint than the best; run evaluate.py again"
+                run.missing.append((f"{name}.json", scored, why))
     if not run.results and (run.model or not run.last_words()):  # some labs make none
         way = ("this makes one", f"python evaluate.py --ckpt {shlex.quote(str(folder))}") if run.model else ()
         run.missing.append(("eval/", "no result yet", *way))

@@ -69,7 +69,9 @@ def status(run: RunFiles) -> Fact | str:
 
 
 def last_step(run: RunFiles) -> Fact | None:
-    """The step of the last record."""
+    """The step it stopped after, as the log says: an interrupted run is steps ahead of its last record. Else that one's."""
+    if run.last_words() and (told := run.logged(r"stopped after step ([\d,]+)")):
+        return told
     if not run.records:
         return None
     step = run.records[-1]["step"]
@@ -85,7 +87,7 @@ def parameters(run: RunFiles, described: dict[str, Described]) -> Fact | None:
 
 
 def environment(page: Page, runs: list[RunFiles]) -> None:
-    """Machine and versions of each run's last start; when and how it began, and the command that went on with it."""
+    """Machines and versions of each run's starts; when and how it began, and the command that went on with it."""
     page.heading("Environment")
 
     def of(key: str, start: int = -1) -> Callable:
@@ -94,10 +96,18 @@ def environment(page: Page, runs: list[RunFiles]) -> None:
     keys = {"GPU": "gpu", "GPU memory (GiB)": "gpu_memory_gib", "driver": "driver", "CUDA": "cuda", "CPU": "cpu",
             "cores": "cores", "threads": "threads", "processes": "processes", "system": "system", "Python": "python",
             "torch": "torch", "commit": "commit"}  # fmt: skip
-    rows = {label: of(key) for label, key in keys.items()}
+    rows = {label: partial(of_all_starts, key=key) for label, key in keys.items()}
     rows |= {"begun": of("begun", 0), "command": of("command", 0), "time": RunFiles.seconds}
     rows["resumed by"] = lambda run: of("command")(run) if len(run.environment) > 1 else None
     table(page, runs, rows)
+
+
+def of_all_starts(run: RunFiles, key: str) -> Fact | None:
+    """What environment.json says; where a run went on elsewhere, one value after another, each once."""
+    told = dict.fromkeys(str(start.get(key) or "—") for start in run.environment)
+    if len(told) < 2:
+        return run.fact("environment.json", (-1, key))
+    return Fact(text := " → ".join(told), text, f"{run.name}/environment.json#*.{key}")
 
 
 def data(page: Page, runs: list[RunFiles]) -> None:
@@ -227,6 +237,7 @@ def shared_results(runs: list[RunFiles]) -> list[str]:
 
 def translations(page: Page, runs: list[RunFiles]) -> tuple[str, list[int]]:
     """The best, middle and worst of the first run, all runs side by side; → the result, and the first row of each part."""
+    runs = [run for run in runs if run.hypotheses] or runs  # a lab's has none
     name = next(iter(shared_results(runs)), "")
     rows = rows_of(runs[0], name) if name else []
     runs = [run for run in runs if rows and rows_of(run, name) == rows]  # the same data set
@@ -257,7 +268,7 @@ def translations(page: Page, runs: list[RunFiles]) -> tuple[str, list[int]]:
 
 def attention(page: Page, runs: list[RunFiles], look: Callable, name: str, rows: list[int]) -> None:
     """Tables for these rows of a result; `look(run, name, rows)` gives the weights."""
-    drawn = {}
+    drawn, runs = {}, [run for run in runs if name in run.hypotheses]
     for run in runs:
         if not rows or not run.model or rows_of(run, name) != rows_of(runs[0], name):
             continue

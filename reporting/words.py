@@ -66,5 +66,6 @@ CHINESE = {
     "the run is still under way: these are its figures so far": "实验仍在运行，以下是到目前为止的数字",
     "no last words: the run was killed, or ended with an error": "没有结束语：实验被强行终止，或因错误结束",
     "of an older version: these are of the smoothed loss": "旧版本的记录：这是带标签平滑的损失",
+    "of an earlier checkpoint than the best; run evaluate.py again": "这个结果属于较早的检查点，不是最好的；请重新运行 evaluate.py",
     "damaged lines are left out": "行损坏，已略去", "so the translations are not shown": "所以不显示译文",
 }  # fmt: skip

@@ -57,6 +57,7 @@ def write_card(trained: Trained, kind: str, folder: Path) -> None:
     """Numbers come from the run's own files; what a run does not have is said."""
     config, sizes, run = trained.config, trained.model.config, read_run(trained.run)
     loader = (LOADERS / f"{kind}.py").read_text(encoding="utf-8")
+    loader = loader.replace("max_input_length=512", f"max_input_length={sizes.max_length}")
     card = CARD.format(
         source=config["source"], target=config["target"], name=run.name, packages=PACKAGES[kind],
         encoder=sizes.num_encoder_layers, decoder=sizes.num_decoder_layers, width=sizes.d_model,

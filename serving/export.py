@@ -118,7 +118,8 @@ def to_ctranslate2(trained: Trained, folder: Path, quantization: str) -> Callabl
         lengths = torch.tensor([len(source) + 1 for source in sources])
         most = output_limit(lengths, sizes.max_length).tolist()  # as `search` has it
         words = [[vocabularies[0][id] for id in source] for source in sources]
-        options = dict(beam_size=1, max_batch_size=64, max_input_length=0, max_decoding_length=max(most))
+        options = dict(beam_size=1, max_batch_size=64, max_input_length=0, min_decoding_length=0,
+                       max_decoding_length=max(most))  # fmt: skip
         results = translator.translate_batch(words, **options)
         return [[numbers[word] for word in result.hypotheses[0]][:limit] for result, limit in zip(results, most)]
 

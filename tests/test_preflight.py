@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from data import Collate
 from engine.errors import UserError
 from reporting import masks, preflight
+from text.rows import find_text
 
 SPLITS = {"train": slice(200, None), "validation": slice(100), "test": slice(100, 200)}
 Usage = namedtuple("Usage", "total used free")
@@ -114,6 +115,21 @@ def test_swapped_languages_by_other_names_of_chinese(tmp_path, pairs):
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     with pytest.raises(UserError, match="swapped: 100% of the texts under 'en' are Chinese"):
         preflight.check(config(data=str(tmp_path / "train.jsonl"), source="中文"))
+
+
+def test_a_run_that_is_there(tmp_path):
+    (tmp_path / "runs/a").mkdir(parents=True)
+    (tmp_path / "runs/a/config.json").touch()
+    with pytest.raises(UserError, match="run runs/a exists; choose another --run"):
+        preflight.check(config(run="a"))
+
+
+def test_rows_of_json_are_as_long_as_they_are_written(tmp_path, pairs):
+    """Names of columns and escaped characters included: of 300 rows the whole is reckoned."""
+    rows = [json.dumps({"translation": {"zh": source, "en": target}}) for source, target in pairs]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    text = find_text(str(tmp_path / "train.jsonl"))
+    assert preflight.rows_in(text, pairs[:300], 300) == pytest.approx(700, rel=0.03)
 
 
 def test_a_full_disk(tmp_path, pairs, monkeypatch):

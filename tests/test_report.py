@@ -24,9 +24,10 @@ import report as script
 from engine import checkpoint
 from engine.errors import UserError
 from engine.telemetry import ProcessMeter
+from loading import load_trained
 from model import ModelConfig, Translator, training_flops
 from reporting import figures, fonts, space
-from reporting.attention import END, group_characters, in_words, picture
+from reporting.attention import END, Attention, group_characters, in_words, picture
 from reporting.page import Page
 from reporting.reading import RunFiles, read_run, rows_of
 from reporting.words import CHINESE
@@ -119,8 +120,10 @@ def value_at(runs: Path, source: str):
     if file == "metrics.jsonl":
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         tag, how = keys
-        values = [record[tag] for record in records if record.get(tag) is not None]
-        spans = {"span": lambda v: v[-1] - v[0], "last": lambda v: v[-1], "mean": statistics.fmean}
+        times, values = zip(*((record["time"], record[tag]) for record in records if record.get(tag) is not None))
+        if how == "mean":  # over the time; the first value counts for the usual one
+            return np.average(values, weights=[np.median(np.diff(times)), *np.diff(times)])
+        spans = {"span": lambda v: v[-1] - v[0], "last": lambda v: v[-1]}
         return (spans | {"min": min, "max": max, "median": statistics.median})[how](values)
     if keys == ["seconds", "sum"]:
         return sum(session["seconds"] for session in json.loads(path.read_text()))
@@ -239,6 +242,12 @@ def test_bytes_of_one_character_are_one_column():
     assert attention.weights[0] == pytest.approx([1 / 8, 3 / 8, 3 / 8, 1 / 8]) and attention.target_words == ["b", END]
 
 
+def test_the_word_end_is_no_end_of_a_sentence(tmp_path):
+    page = Page("", "zh", tmp_path)
+    page.attention(Attention("", "", ["the", END, END], [END, END], np.eye(2, 3)), "x", b"")
+    assert [page.html[-1].count(f"<th>{word}</th>") for word in (END, CHINESE[END])] == [2, 2]
+
+
 def test_pictures_have_chinese_characters_and_fixed_colours(tmp_path):
     # With $, which matplotlib would take for mathematics.
     attention = in_words("渲染了 $5$ 张图", "It drew $5.", (Bytes(), Bytes()),
@@ -253,11 +262,13 @@ def test_pictures_have_chinese_characters_and_fixed_colours(tmp_path):
     assert CHINESE.keys() >= {*figures.PANELS, "loss_scale", "bubble_share"}  # the names of all curves
 
 
-def test_no_line_goes_over_the_pause_between_two_starts():
-    seconds = [0, 60, 120, 4000, 4060]
-    records = [{"step": n, "time": time, "cpu/memory_gib": 1} for n, time in enumerate(seconds)]
-    drawn = figures.hardware(RunFiles(Path(), "a", records=records), str).axes[0].lines[0].get_ydata()
-    assert [math.isnan(value) for value in drawn] == [False, False, False, True, False, False]
+def test_no_line_goes_over_the_pause_between_two_starts_and_no_mean_counts_it():
+    points = {0: 1, 60: 1, 180: 8, 240: 1, 4000: 1, 4060: 1}  # seconds → GiB; those of 8 stand for twice the usual time
+    records = [{"step": n, "time": time, "cpu/memory_gib": gib} for n, (time, gib) in enumerate(points.items())]
+    run = RunFiles(Path(), "a", records=records)
+    drawn = figures.hardware(run, str).axes[0].lines[0].get_ydata()
+    assert [math.isnan(value) for value in drawn] == [False, False, False, False, True, False, False]
+    assert run.figure("cpu/memory_gib", "mean").value == pytest.approx((5 * 1 + 2 * 8) / 7)
 
 
 def test_a_block_in_the_log_of_a_large_model_is_its_layers(tmp_path):
@@ -281,6 +292,14 @@ def test_a_report_of_two_runs(run, without_drawing):
     assert "Paired bootstrap" in page and ">b</data>" in page
 
 
+def test_a_labs_run_beside_it_hides_no_translations(run, without_drawing):
+    lab = run.with_name("lenet")
+    lab.mkdir()
+    (lab / "config.json").write_text('{"variant": "relu"}')
+    page = make(lab, run)
+    assert "<h2>Translations</h2>" in page and "<h2>Cross-attention</h2>" in page and "· data set ·" not in page
+
+
 def test_runs_of_the_same_name(run, without_drawing):
     other = shutil.copytree(run, run.parent / "c" / "a", symlinks=True)
     page = make(run, other)
@@ -302,12 +321,35 @@ def test_names_of_files_and_runs_stay_as_they_are(run, without_drawing):
     assert f"<li>my_run · eval/ · no result yet · this makes one · python evaluate.py --ckpt {other}</li>" in page
 
 
-def test_a_resumed_run_shows_the_command_that_began_it(run, without_drawing):
-    sessions = json.loads((run / "environment.json").read_text())
-    second = sessions[0] | {"command": "python train.py --resume a"}
-    (run / "environment.json").write_text(json.dumps([*sessions, second]))
-    commands = [text for _, source, text in Reader(make(run)).facts if source.endswith("command")]
-    assert commands == [sessions[0]["command"], "python train.py --resume a"]
+def test_a_resumed_run_shows_the_command_that_began_it_all_machines_and_its_last_step(run, without_drawing):
+    (first,) = json.loads((run / "environment.json").read_text())
+    second = first | {"command": "python train.py --resume a"}
+    (run / "environment.json").write_text(json.dumps([first | {"gpu": "A100"}, second]))
+    log = (run / "train.log").read_text()
+    (run / "train.log").write_text(log.replace("stopped after step 30", "stopped after step 33"))
+    facts = Reader(make(run)).facts
+    assert [text for _, source, text in facts if source.endswith("command")] == [first["command"], second["command"]]
+    assert ("A100 → —", "a/environment.json#*.gpu", "A100 → —") in facts and ("33", "a/train.log", "33") in facts
+
+
+def test_the_time_of_a_run_that_was_killed_is_at_least_that_of_its_checkpoint(run):
+    (session,) = json.loads((run / "environment.json").read_text())
+    (run / "environment.json").write_text(json.dumps([session | {"seconds": None}, session | {"seconds": 300}]))
+    in_json(run / "checkpoints/last/state.json", minutes=600)
+    assert read_run(run).seconds().text == "≥ 600.0 min"
+
+
+def test_a_score_of_an_earlier_checkpoint_is_said_and_its_attention_is_of_that_one(run, without_drawing, monkeypatch):
+    (earlier,) = {"step-15", "step-30"} - {(run / "checkpoints/best").resolve().name}
+    in_json(run / "eval/test-greedy.json", checkpoint=f"/elsewhere/a/checkpoints/{earlier}")
+    looked_at = []
+    monkeypatch.setattr(script, "load_trained", lambda path, say: looked_at.append(path) or load_trained(path, say=say))
+    words = "of an earlier checkpoint than the best"
+    assert f"eval/test-greedy.json · {earlier} · {words}" in make(run)
+    assert looked_at == [run / "checkpoints" / earlier]
+    for end in ("json", "txt"):  # as evaluate.py calls it when it is asked for that checkpoint
+        (run / f"eval/test-greedy.{end}").rename(run / f"eval/test-greedy-{earlier}.{end}")
+    assert words not in make(run)
 
 
 def test_the_paired_bootstrap_is_sacrebleus(run, toy_data, tmp_path, capsys):
@@ -365,7 +407,7 @@ DAMAGES = {
     "no config": (lambda run: (run / "config.json").unlink(), "config.json · not there"),
     "torn config": (lambda run: cut(run / "config.json"), "config.json · damaged"),
     "no sizes": (lambda run: (run / "model.json").unlink(), "model.json · not there"),
-    "wrong sizes": (lambda run: (run / "model.json").write_text('{"d_model": "wide"}'), ""),
+    "wrong sizes": (lambda run: (run / "model.json").write_text('{"d_model": "wide"}'), "model.json · damaged"),
     "no environment": (lambda run: (run / "environment.json").unlink(), "environment.json · not there"),
     "not a list": (lambda run: (run / "environment.json").write_text("{}"), "environment.json · damaged"),
     "no data": (lambda run: (run / "data.json").unlink(), "data.json · not there"),
@@ -374,7 +416,7 @@ DAMAGES = {
     "no last words": (lambda run: cut(run / "train.log"), "train.log · no last words"),
     "no curves": (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl · not there"),
     "torn curves": (lambda run: cut(run / "metrics.jsonl"), "metrics.jsonl · 1 · damaged"),
-    "no figures": (lambda run: (run / "metrics.jsonl").write_text(""), ""),
+    "no figures": (lambda run: (run / "metrics.jsonl").write_text(""), "<h2>Results</h2>"),
     "binary": (lambda run: (run / "metrics.jsonl").write_bytes(bytes(range(256)) * 9), "damaged lines"),
     "strange": (lambda run: (run / "metrics.jsonl").write_text(
         '{"step": 1, "time": 1, "train/loss": null, "valid/loss": "low"}\n[]\n{"step": "x"}\n'
@@ -384,7 +426,7 @@ DAMAGES = {
     "other rows": (lambda run: in_json(run / "eval" / "test-greedy.json", rows="0"), "test-greedy is of other rows than"),
     "other data set": (lambda run: in_json(run / "eval" / "test-greedy.json", split="all"), "test-greedy is of other rows than"),
     "torn translations": (lambda run: cut(run / "eval" / "test-greedy.txt"), "eval/test-greedy.txt"),
-    "no translations": (lambda run: (run / "eval" / "test-greedy.txt").unlink(), ""),
+    "no translations": (lambda run: (run / "eval" / "test-greedy.txt").unlink(), "eval/test-greedy.txt · not there"),
     "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoints"), "Cross-attention"),
     "begun just now": (lambda run: [shutil.rmtree(path) if path.is_dir() else path.unlink() for path in run.iterdir()
                                     if path.name not in ("config.json", "train.log")], "metrics.jsonl · not there"),
@@ -448,7 +490,7 @@ def test_a_labs_run(tmp_path):
     run = tmp_path / "lenet"
     (run / "eval").mkdir(parents=True)
     (run / "config.json").write_text('{"variant": "relu", "data": "mnist"}')
-    (run / "eval" / "test.json").write_text('{"accuracy": 0.99, "errors": 100, "confusion": [[1, 2]]}')
+    (run / "eval" / "test.json").write_text('{"accuracy": 0.99, "places": 124439808, "confusion": [[1, 2]]}')
     (run / "eval" / "filters.png").write_bytes(b"PNG" * 400)
     network = "LeNet5(\n  (c1): Conv2d(1, 6)\n)"
     times = ["2026-01-01 00:00:00 ", "2026-01-01 00:03:00 "]
@@ -464,6 +506,7 @@ def test_a_labs_run(tmp_path):
     facts = Reader(page).facts
     assert ("0.5", "lenet/metrics.jsonl#validation/loss#min", "0.5") in facts
     assert ("0.99", "lenet/metrics.jsonl#test/accuracy#last", "99.00%") in facts  # not the best on the test set
+    assert "124,439,808" in page  # a whole number, with all its digits
     for words in ("61,706", "Conv2d(1, 6)", "0.99", "<h2>Pictures of the run</h2>", "GPU power (W), mean"):
         assert words in page
     assert "confusion" not in page and (run / "report" / "lenet filters.png").exists()

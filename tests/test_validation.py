@@ -71,3 +71,6 @@ def test_the_attention_picture_is_cut_to_what_the_model_can_read(checked):
     model = Translator(replace(checked.model.config, max_length=9)).eval()
     attention = attention_of(model, checked.tokenizers, "123456789" * 3, "987654321" * 3)
     assert max(attention.weights.shape) <= 9 and np.allclose(attention.weights.sum(1), 1, atol=1e-5)
+    for text, words in ((attention.source, attention.source_words), (attention.translation, attention.target_words)):
+        assert text == f"{''.join(words[:-1])} …"
+    assert attention_of(model, checked.tokenizers, "一二", "two one").source == "一二"

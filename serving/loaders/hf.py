@@ -6,6 +6,7 @@ from transformers import AutoTokenizer
 
 source, target = (AutoTokenizer.from_pretrained(".", subfolder=side) for side in ("source", "target"))
 config, weights = json.load(open("config.json", encoding="utf-8")), load_file("model.safetensors")
+plain = dict(add_special_tokens=False, split_special_tokens=True)  # "<s>" in a text is text
 layers = config["num_encoder_layers"], config["num_decoder_layers"]
 options = dict(dim_feedforward=config["dim_feedforward"], norm_first=config["norm_first"], batch_first=True)
 model = torch.nn.Transformer(config["d_model"], config["nhead"], *layers, **options).eval()
@@ -18,7 +19,8 @@ def embed(side, ids):
 
 @torch.inference_mode()
 def translate(line):
-    src, tgt = [*source.encode(line, add_special_tokens=False), config["source_eos_token_id"]], [config["bos_token_id"]]
+    src = [*source.encode(line, **plain)[: config["max_length"] - 1], config["source_eos_token_id"]]
+    tgt = [config["bos_token_id"]]
     memory = model.encoder(embed("source", src))
     while tgt[-1] != config["eos_token_id"] and len(tgt) <= min(len(src) * 3 // 2 + 10, config["max_length"]):
         mask = model.generate_square_subsequent_mask(len(tgt))
@@ -28,5 +30,6 @@ def translate(line):
     return target.decode(tgt, skip_special_tokens=True)
 
 
-for line in open(0, encoding="utf-8"):
-    print(translate(line.strip()) if line.strip() else "")
+for line in open(0, encoding="utf-8-sig"):
+    line = " ".join(line.split())
+    print(translate(line) if line else "")

@@ -24,7 +24,9 @@ if __name__ == "__main__":
     source, target = (AutoTokenizer.from_pretrained(".", subfolder=side) for side in ("source", "target"))
     encoder, decoder = InferenceSession("encoder.onnx"), InferenceSession("decoder.onnx")
     config = json.load(open("config.json", encoding="utf-8"))
-    for line in open(0, encoding="utf-8"):
-        src = [*source.encode(line.strip(), add_special_tokens=False), config["source_eos_token_id"]]
+    plain = dict(add_special_tokens=False, split_special_tokens=True)  # "<s>" in a text is text
+    for line in open(0, encoding="utf-8-sig"):
+        line = " ".join(line.split())
+        src = [*source.encode(line, **plain)[: config["max_length"] - 1], config["source_eos_token_id"]]
         ids = greedy(encoder, decoder, src, config["bos_token_id"], config["eos_token_id"], config["max_length"])
-        print(target.decode(ids, skip_special_tokens=True) if line.strip() else "")
+        print(target.decode(ids, skip_special_tokens=True) if line else "")

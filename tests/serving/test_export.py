@@ -19,10 +19,13 @@ from loading import load_trained
 from reporting.reading import RunFiles
 from serving.card import bleu_of, write_card
 from serving.export import NEEDS, export
-from text.subwords import load_tokenizer
+from text.subwords import load_tokenizer, special_ids
 from translate import Config, translate
 
 LINES = ["一二三", "九八七六五四", "没见过的字 English", "", "零"]
+# A byte order mark, spaces of all kinds, the names of special tokens, more tokens than the model has places.
+ODD_LINES = ["\ufeff一二三", "四\u3000五\t六 \u00a0七", "一</s>二", "一二" * 300]
+PLACES = 32  # tokens
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +40,8 @@ def test_the_lines_in_the_card_translate_as_the_run_does(run, tmp_path, kind, qu
     for package in NEEDS[kind]:
         pytest.importorskip(package)
     said, folder, trained = [], tmp_path / "out", load_trained(run)
+    trained.model.config = replace(trained.model.config, max_length=PLACES)
+    trained.model.positions = trained.model.positions[:PLACES]
     export(trained, kind, [str(folder)], quantization, said.append)
     assert "how to use it" in said[-1]
     if kind != "hf":
@@ -45,15 +50,30 @@ def test_the_lines_in_the_card_translate_as_the_run_does(run, tmp_path, kind, qu
         assert int(tried[1]) == 100 and int(tried[2]) >= (98 if quantization else 100)
         assert abs(float(tried[3]) - float(tried[4])) <= (2 if quantization else 0)
     card = (folder / "README.md").read_text(encoding="utf-8")
-    (loader,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", loader], cwd=folder, input="\n".join(LINES), capture_output=True, text=True,
-                          timeout=HANGS, env={**os.environ, "PYTHONPATH": "", "PYTHONIOENCODING": "gbk"})  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    expected = translate_lines(trained.model, trained.source_tokenizer, trained.target_tokenizer, LINES).texts
-    same = list(map(str.__eq__, done.stdout.splitlines(), expected))
-    assert len(same) == len(LINES) and sum(same) >= len(LINES) - bool(quantization)  # 8 bits may tip a close choice
+    lines = LINES if quantization else ODD_LINES + LINES
+    expected = translate_lines(trained.model, trained.source_tokenizer, trained.target_tokenizer, lines).texts
+    same = list(map(str.__eq__, translated(folder, lines), expected))
+    assert len(same) == len(lines) and sum(same) >= len(lines) - bool(quantization)  # 8 bits may tip a close choice
     for fact in ("2,000 training pairs", "`max_steps 500`", " test | 50 | greedy | "):
         assert fact in card
+
+
+def translated(folder: Path, lines: list[str]) -> list[str]:
+    """What the lines of Python in the card make of these lines."""
+    (loader,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", loader], cwd=folder, input="\n".join(lines), capture_output=True, text=True,
+                          timeout=HANGS, env={**os.environ, "PYTHONPATH": "", "PYTHONIOENCODING": "gbk"})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_an_empty_translation_stays_empty(run, tmp_path):
+    """Of a model that ends each one at once."""
+    pytest.importorskip("ctranslate2")
+    said, folder, trained = [], tmp_path / "out", load_trained(run)
+    trained.model.output.bias[special_ids(trained.target_tokenizer)["eos"]] += 1000
+    export(trained, "ctranslate2", [str(folder)], "", said.append)
+    assert "100 come out token for token" in said[0] and translated(folder, LINES) == [""] * len(LINES)
 
 
 def test_an_export_that_fails_leaves_nothing(run, tmp_path, monkeypatch):
