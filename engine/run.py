@@ -194,7 +194,7 @@ def new_folder(name: str, kind: str) -> Iterator[Path]:
     """The folder of a fresh run; removed in the end if no run has begun in it. One that is named may be there already."""
     given, name = name, name or time.strftime(f"%Y-%m-%d_%H-%M-%S-{kind}")
     run = folder_of(name)
-    if run.name in (".", "..", "") or "\n" in name:
+    if Path(name).name in ("..", "") or "\n" in name:
         raise UserError(f"--run {name!r} is no name for a run; choose letters, digits, - and _")
     try:
         if (run / "config.json").exists():

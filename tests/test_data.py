@@ -2,6 +2,7 @@
 
 from collections import Counter
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import BucketSampler, Collate, collate_for, cut_batches, order_by_length
+from data import BucketSampler, Collate, collate_for, cut_batches, default_tokens_per_batch, order_by_length
 from engine.errors import UserError
 from text.prepare import prepare
 from text.rows import find_text
@@ -43,6 +44,13 @@ def test_every_epoch_deals_every_pair_once(pairs, budget, world_size, accumulate
             assert len(step) * widest <= budget or len(step) < 2 * world_size * accumulate
             seen += step
         assert Counter(seen) == Counter(range(len(pairs)))
+
+
+@pytest.mark.parametrize("tokens, on_cpu, on_gpu", [(10**4, 1024, 1024), (3 * 10**5, 3000, 3000), (10**7, 4096, 16384)])
+def test_the_automatic_size_of_a_step(tokens, on_cpu, on_gpu):
+    prepared = SimpleNamespace(train=SimpleNamespace(lengths={"target": np.array([tokens])}))
+    sizes = [default_tokens_per_batch(prepared, torch.device(name)) for name in ("cpu", "cuda")]
+    assert sizes == [on_cpu, on_gpu]
 
 
 @given(lengths_of_pairs, st.integers(20, 300))

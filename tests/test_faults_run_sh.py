@@ -92,12 +92,13 @@ def test_a_labs_data_are_seen_from_where_the_user_is(place, lab):
     ("gpt", "3", "-m torch.distributed.run --standalone --nproc_per_node 3 -m -- labs.gpt --max_minutes 10"),
     ("pipeline", "", "-m torch.distributed.run --standalone --nproc_per_node 2 -m -- labs.pipeline"),
     ("pipeline", "3", "-m torch.distributed.run --standalone --nproc_per_node 3 -m -- labs.pipeline"),
-    ("gpu -- --minutes 1", "", "-m benchmarks.gpu --minutes 1"),
+    ("gpu -- --minutes 1", "", "-m benchmarks.gpu --minutes 1"), ("test -- -x", "", "--no-loadscope-reorder -x"),
 ])  # fmt: skip
 def test_the_verbs(place, words, processes, asked_for):
     shutil.copy(ROOT / "requirements-dev.txt", place / "repo")
     code, _, asked = run_sh(place, *words.split(), PROCESSES=processes)
-    assert code == 0 and f"{asked_for}\nin {place}/home\n" in asked
+    folder = "repo" if words.startswith("test") else "home"
+    assert code == 0 and f"{asked_for}\nin {place}/{folder}\n" in asked
 
 
 def test_an_unknown_verb(place):
@@ -120,7 +121,8 @@ def test_the_run_that_the_flags_name(place, flags, folder):
 
 
 @pytest.mark.parametrize("flags, trains", [
-    (["--lr", "1"], "train.py --max_minutes [0-9.]+ --lr 1 --run [^ ]+"),
+    (["--data", "d"], "train.py --max_minutes 60 --data d --run [^ ]+"),
+    (["--lr", "1"], f"train.py --max_minutes {60 if os.path.isdir('/opt/minidataset') else 3.5} --lr 1 --run [^ ]+"),
     (["s.yaml", "--lr", "1"], "train.py s.yaml --lr 1 --run [^ ]+"),
     (["--resume", "runs/b"], "train.py --resume runs/b"),
 ])  # fmt: skip

@@ -18,6 +18,7 @@ from torch.distributed.run import parse_args as torchrun_arguments
 
 from engine.config import parse_flags
 from engine.run import SIGNALS
+from train import MAY_CHANGE
 
 PAGES = [ROOT / "README.md", ROOT / "sample/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -132,6 +133,21 @@ def test_every_file_exists(page):
     tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
     for name in re.findall(r"`(test_\w+)…?`", text):  # … stands for the rest of a name
         assert f"def {name}" in tests, name
+
+
+@pytest.mark.parametrize("page, words, program, name", [
+    ("evaluation", r"默认 ([\d.]+)，在验证集上选定", "evaluate.py", "length_penalty"),
+    ("training", r"按轮数；默认 (\d+)", "train.py", "epochs"), ("training", r"最近 (\d+) 个与最好的", "train.py", "keep"),
+])  # fmt: skip
+def test_the_pages_name_the_defaults(page, words, program, name):
+    text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
+    assert float(re.search(words, text)[1]) == getattr(config_class(program)(), name)
+
+
+def test_the_page_names_the_flags_that_may_change():
+    text = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    named = re.search(r"flags that may change on `--resume`: (.*?)\.\n", text, re.DOTALL)[1]
+    assert set(re.findall(r"--(\w+)", named)) == MAY_CHANGE
 
 
 @pytest.mark.parametrize("page", ["docs/positional_encoding.md", "docs/attention_op.md"])

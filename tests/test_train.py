@@ -2,6 +2,7 @@
 
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -19,9 +20,9 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-import torch.nn.functional as F
 from conftest import TINY_FLAGS, fork_ranks, forked, forked_ranks, records, reversed_digits, write_pairs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.nn.parallel import DistributedDataParallel
 
 import train as training
 from data import BucketSampler, collate_for
@@ -186,7 +187,8 @@ def test_the_run_of_two_processes_is_the_loop_by_hand(toy_data, here, tmp_path):
     """Each with a dropout of its own, in two micro-batches."""
     c = config(data=str(toy_data), run=str(here), accumulate=2, **BY_HAND)
     flags = [f"--{name}={getattr(c, name)}" for name in vars(c) if name not in ("given", "resume")]
-    forked_ranks(2, "train.py", *flags, cwd=tmp_path, first=(make_a_step_last_a_second,))
+    output = forked_ranks(2, "train.py", *flags, cwd=tmp_path, first=(make_a_step_last_a_second,))
+    assert output.count("no_sync\n") == 6  # gradients are sent once a step, not with each micro-batch
     assert_run_is(here, *trained_by_hand(prepared_of(here), c, ranks=2, parts=2))
     # Of the last window, one step: the tokens of all ranks, though rank 0 has counted its own alone.
     prepared = prepared_of(here)
@@ -203,6 +205,7 @@ def test_the_run_of_two_processes_is_the_loop_by_hand(toy_data, here, tmp_path):
 
 
 def make_a_step_last_a_second() -> None:
+    """And rank 0 tell of each backward pass that sends no gradients."""
     import engine.telemetry
 
     class SteadyMeter(engine.telemetry.Meter):
@@ -211,32 +214,13 @@ def make_a_step_last_a_second() -> None:
             super().__init__(*arguments, clock=lambda: float(next(ticks)))
 
     engine.telemetry.Meter = SteadyMeter
+    plain, says = DistributedDataParallel.no_sync, os.environ["RANK"] == "0"
+    DistributedDataParallel.no_sync = lambda module: (says and print("no_sync"), plain(module))[1]
 
 
 def prepared_of(run: Path):
     state = json.loads((run / "checkpoints/last/state.json").read_text())
     return load_prepared(run.parent / ".cache" / state["data_key"])
-
-
-def test_gradients_of_parts_add_up_to_those_of_the_whole_batch(whole_run):
-    """In float64, where nothing can hide: 1 × 4 and 2 × 2 parts, of uneven token counts."""
-    prepared = prepared_of(whole_run)
-    collate, gradients = collate_for(prepared), []
-    for world_size, accumulate in ((1, 1), (1, 4), (2, 2), (3, 1)):
-        torch.manual_seed(0)
-        model = Translator(ModelConfig(300, 300, 32, 4, 1, 1, 64, dropout=0.0)).double()
-        for rank in range(world_size):
-            options = dict(rank=rank, world_size=world_size, accumulate=accumulate)
-            sampler = BucketSampler(prepared.train.lengths, 300, **options)
-            tokens = next(sampler.target_tokens(0))
-            for rows in islice(sampler, accumulate):
-                batch = collate([prepared.train[row] for row in rows])
-                logits = model(batch.src, batch.src_pad, batch.tgt_in, batch.real)
-                (F.cross_entropy(logits, batch.tgt_out, reduction="sum") / tokens).backward()
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    for other in gradients[1:]:
-        for name, gradient in gradients[0].items():
-            assert torch.allclose(gradient, other[name], rtol=1e-9, atol=1e-12), name
 
 
 # ---- the same run, whatever it is split into ----
@@ -286,6 +270,26 @@ def test_epochs_are_passes_over_the_data(toy_data, here):
     assert max(records(here)) == 2 * steps > 4
 
 
+def test_validations_come_every_250_steps_where_an_epoch_has_fewer(toy_data, here, monkeypatch):
+    validated = []
+    monkeypatch.setattr(training.Validation, "__call__", lambda _, step: validated.append(step) or (1.0, 0.0))
+    training.train(config(data=str(toy_data), run=str(here), eval_every=0, max_steps=251))
+    assert validated == [250, 251]
+
+
+def test_the_chosen_format_reaches_every_forward_pass(toy_data, here, monkeypatch):
+    seen, plain, chosen = [], training.SummedLoss.forward, Mock(side_effect=training.choose_precision)
+
+    def forward(loss_of, *batch):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return plain(loss_of, *batch)
+
+    monkeypatch.setattr(training, "choose_precision", chosen)
+    monkeypatch.setattr(training.SummedLoss, "forward", forward)
+    training.train(config(data=str(toy_data), run=str(here), max_steps=1, precision="bf16", attention="python"))
+    assert len(seen) > 2 and all(seen) and chosen.call_args.kwargs["training"]
+
+
 def test_validations_are_not_in_the_speed(toy_data, here, monkeypatch):
     """A step takes a second, a validation an hour."""
     now = [0.0]
@@ -326,7 +330,7 @@ def test_a_step_that_does_not_fit_the_memory_is_split(toy_data, here, monkeypatc
 
 # ---- killed and resumed ----
 
-LONG = "--max_steps 60 --eval_every 10 --log_every 7 --tokens_per_batch 300 --precision fp32".split()
+LONG = "--max_steps 60 --eval_every 10 --log_every 7 --tokens_per_batch 300 --precision fp32 --dropout 0.1".split()
 
 
 @pytest.fixture(scope="session")
@@ -371,6 +375,7 @@ def signal_at_step(number: int, step: int, whole_group: bool = False, rank: str 
         def end_step(self, *arguments):
             self.done += 1
             if self.done == step and os.environ.get("RANK", "0") == rank:
+                print("workers:", len(multiprocessing.active_children()))
                 os.killpg(0, number) if whole_group else os.kill(os.getpid(), number)
             super().end_step(*arguments)
 
@@ -411,6 +416,7 @@ def test_sigterm_saves_and_the_resumed_run_is_the_same(uninterrupted, toy_data, 
     flags = ["--data", toy_data, *TINY_FLAGS, *LONG, "--workers", workers, "--run", here]
     output = forked("train.py", *flags, cwd=tmp_path, first=(signal_at_step, signal.SIGTERM, 25, True))
     assert f"stopped after step 25: interrupted\nto go on: python train.py --resume {here}\n" in output
+    assert f"workers: {workers}\n" in output
     assert "resumed after step 25" in forked("train.py", "--resume", here, cwd=tmp_path)
     assert_same_run(uninterrupted[0], here)
 

@@ -244,11 +244,13 @@ def test_each_rank_has_its_gpu(gpus, name, local_rank, index):
     *((0, 1, name, f"--device {name}: PyTorch sees no GPU on this machine; leave") for name in ("cuda", "cuda:0")),
     *((2, 1, f"cuda:{name}", f"GPU {name} was asked for but 2 can be seen") for name in ("2", "x", "-1")),
     (2, 3, "auto", "3 processes but 2 visible GPU(s); start at most 2"),
+    (2, 2, "cuda:1", "--device cuda:1 gives all processes the same GPU"),
 ])  # fmt: skip
 def test_a_device_that_is_not_there(gpus, monkeypatch, seen, processes, name, said):
     selected = gpus(seen)
     monkeypatch.setattr(distributed, "hidden_gpus", lambda: None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(variable, str(processes))
     for rank in range(processes):  # every one says it
         with pytest.raises(UserError, match=re.escape(said)):
             choose_device(name, rank)

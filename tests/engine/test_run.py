@@ -95,9 +95,10 @@ def test_a_run_that_goes_on_equals_an_uninterrupted_one():
     assert "resumed after step 3" in log and "stopped after step 6: all steps are done" in log and "to go on" not in log
 
 
-def test_a_run_with_no_setting_of_its_own(tmp_path, monkeypatch):
-    folder = train()[0].folder
-    assert " settings: all as by default\n" in (folder / "train.log").read_text()
+def test_the_log_of_a_run_with_no_setting_of_its_own_on_a_machine_of_hidden_gpus(monkeypatch):
+    monkeypatch.setattr(run_module, "hidden_gpus", lambda: "they are hidden")
+    log = (train()[0].folder / "train.log").read_text()
+    assert " settings: all as by default\n" in log and " note: they are hidden\n" in log
 
 
 def test_going_on_keeps_the_settings_and_refuses_others():
@@ -150,6 +151,12 @@ def test_a_mistake_before_the_beginning_leaves_no_folder():
         with pytest.raises(UserError, match="no data"), start(run=name):
             raise UserError("no data")
     assert not list(Path("runs").iterdir()) and not list(Path("elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("name", [".", "..", "a/..", "./", "a\nb"])
+def test_what_is_no_name_for_a_run(name):
+    with pytest.raises(UserError, match="is no name for a run"):
+        start(run=name)
 
 
 def test_a_mistake_leaves_the_files_of_a_folder_that_was_there():

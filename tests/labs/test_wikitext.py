@@ -370,6 +370,21 @@ def test_scores_are_in_fp32_where_training_chooses_a_shorter_format(lab, tmp_pat
     assert (lab(run="there", **settings) / "test.json").read_text() == expected
 
 
+def test_the_best_weights_are_tested(lab, tmp_path, monkeypatch):
+    losses, seen = iter([1.0, 2.0, 0.0]), []  # of two validations and the test
+
+    def judge(model, ids, eos, length, pad, world, confused, unk):
+        seen.append({name: weight.clone() for name, weight in model.state_dict().items()})
+        table = None if confused is None else torch.eye(len(confused), len(confused) + 1)
+        return dict(loss=next(losses), correct=0, correct_known=0), table
+
+    monkeypatch.setattr(wikitext, "evaluate", judge)
+    write(tmp_path / "a.txt", wiki(12))
+    lab(run="x", data="a.txt", epochs=2)
+    *validated, tested = seen
+    assert [all(torch.equal(tested[name], weights[name]) for name in tested) for weights in validated] == [True, False]
+
+
 def test_a_run_goes_on_on_its_own_device(lab, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(wikitext.distributed, "start", lambda device: asked.append(device) or ALONE)

@@ -217,6 +217,8 @@ def test_the_benchmark_asks_one_after_another_and_all_at_once(tiny_run, tmp_path
     try:
         address = script.wait_for("Ctrl-C ends it").splitlines()[-1].split()[0]
         config = benchmark.Config(port=int(address.rpartition(":")[2]), requests=3)
+        with pytest.raises(OSError):  # by another address of this machine: the page is for its user alone
+            socket.create_connection(("127.0.0.2", config.port), timeout=5)
         benchmark.main(config)
     finally:
         script.process.kill()

@@ -544,7 +544,15 @@ def test_hub_out_of_reach(monkeypatch, offline):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", offline)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
     monkeypatch.setattr("socket.getaddrinfo", no_name_service)
+    told, load_dataset = [], datasets.load_dataset
+
+    def loading(*words):
+        told.extend([datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE])
+        return load_dataset(*words)
+
+    monkeypatch.setattr(datasets, "load_dataset", loading)
     check_error("wmt/no-such-data", ["wmt/no-such-data does not exist on disk", "hub cannot be reached"])
+    assert told and all(told)
 
 
 @pytest.mark.parametrize("available", ["zh-en", "en-zh", None])
