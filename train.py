@@ -90,10 +90,10 @@ import fast
 from data import BucketSampler, batches_of, collate_for, default_tokens_per_batch
 from engine import distributed, schedule
 from engine.memory import fewest_parts
-from engine.optimizer import make_optimizer
 from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
 from engine.telemetry import Meter, measured_peak_flops, peak_memory_gib, progress
+from fast.muon import make_optimizer
 from loading import save_description
 from model import SummedLoss, Translator, sizes_of, training_flops
 from reporting.preflight import only_asked

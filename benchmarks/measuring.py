@@ -184,7 +184,7 @@ def read_json(path: Path | str) -> list[Run]:
 def machine() -> dict:
     """What the figures depend on."""
     from engine.distributed import World  # here, because a contestant's own environment has torch and numpy alone
-    from engine.environment import environment
+    from engine.run import environment
 
     cpu = read("/proc/cpuinfo").partition("\n\n")[0]
     facts = {"flags": sorted(set(re.findall(r"\b(?:avx2|avx512f|avx512_vnni|avx512_bf16|amx_bf16)\b", cpu)))}

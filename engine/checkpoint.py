@@ -26,7 +26,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from engine.config import write_whole
+from engine.config import wait_for_disk, write_whole
 from engine.errors import UserError
 from engine.telemetry import is_main
 
@@ -42,7 +42,6 @@ def save(folder: Path, step: int, model_state: dict, optimizer_state: dict, stat
     `state` is any JSON: best score, sampler position, scaler… The optimizer's state, up to twice the size of the
     weights, stays in the newest `RESUMABLE` only. To be called by one process only (rank 0).
     """
-    folder = Path(folder)
     checkpoint, temporary = folder / f"step-{step}", folder / f".tmp-step-{step}-{os.getpid()}"
     # Everything becomes bytes first and then goes to disk in one way, so that a full disk has one kind of error.
     # The price is a second copy of the checkpoint in host memory for as long as the writing takes.
@@ -64,8 +63,8 @@ def save(folder: Path, step: int, model_state: dict, optimizer_state: dict, stat
         temporary.mkdir()
         for name, content in files.items():
             (temporary / name).write_bytes(content)
-            _wait_for_disk(temporary / name)
-        _wait_for_disk(temporary)
+            wait_for_disk(temporary / name)
+        wait_for_disk(temporary)
         if checkpoint.exists():  # a resumed run does a step again, and a folder cannot be renamed onto a full one
             os.replace(checkpoint, folder / f".replaced-{checkpoint.name}")
         os.replace(temporary, checkpoint)
@@ -129,13 +128,12 @@ def latest(folder: Path, to_resume: bool = False) -> Path:
     _settle_replaced(Path(folder))
     damaged = []
     for checkpoint in _newest_first(folder):
-        if damage := verify(checkpoint, to_resume):
-            what = "damaged" if verify(checkpoint) else "whole, but not enough to go on from"
-            damaged.append(f"{checkpoint.name} is {what} ({damage})")
-            continue
-        for passed_over in damaged if is_main() else []:  # of the processes of one run, one speaks
-            print(f"checkpoint {passed_over}; using {checkpoint.name}", file=sys.stderr, flush=True)
-        return checkpoint
+        if not (damage := verify(checkpoint, to_resume)):
+            for passed_over in damaged if is_main() else []:  # of the processes of one run, one speaks
+                print(f"checkpoint {passed_over}; using {checkpoint.name}", file=sys.stderr, flush=True)
+            return checkpoint
+        what = "damaged" if verify(checkpoint) else "whole, but not enough to go on from"
+        damaged.append(f"{checkpoint.name} is {what} ({damage})")
     reason = ", ".join(damaged) or "nothing is saved yet"
     wanted = "checkpoint to go on from" if to_resume else "whole checkpoint"
     raise UserError(f"no {wanted} in {folder}: {reason}; train first, or give another folder")
@@ -167,26 +165,20 @@ def resolve(path: str | Path) -> Path:
         raise UserError(f"{path} {what}; give a run directory, a checkpoint directory or a weights file")
     is_folder_of_run = (path / "checkpoints").is_dir() or (path / "config.json").exists()
     folder = path / "checkpoints" if is_folder_of_run else path
-    is_run = is_folder_of_run or bool(steps(folder))  # or `path` is a run's checkpoints/
-    if not is_run and (damage := verify(path.resolve())):
-        whole = next(_whole(path.resolve().parent), None)
-        advice = f"use {whole}, which is whole" if whole else "give a run directory or another checkpoint"
-        raise UserError(f"{path} is not a whole checkpoint ({damage}); {advice}")
-    return _best_of(folder).resolve() if is_run else path.resolve()  # from a link such as `best` to its step-N
-
-
-def _best_of(folder: Path) -> Path:
-    """The best checkpoint by what the newest one says; the newest if nothing was validated yet."""
+    if not is_folder_of_run and not steps(folder):  # nor is it a run's checkpoints/
+        if damage := verify(path.resolve()):
+            whole = next(_whole(path.resolve().parent), None)
+            advice = f"use {whole}, which is whole" if whole else "give a run directory or another checkpoint"
+            raise UserError(f"{path} is not a whole checkpoint ({damage}); {advice}")
+        return path.resolve()  # from a link such as `best` to its step-N
     newest = latest(folder)
     best_step = load_state(newest)["best_step"]
-    if best_step is None:
-        return newest
-    best = folder / f"step-{best_step}"
-    if damage := verify(best):
+    best = newest if best_step is None else folder / f"step-{best_step}"  # None: nothing was validated yet
+    if best != newest and (damage := verify(best)):
         if is_main():
             print(f"{best} is no whole checkpoint ({damage}), so not the best but the latest is used", file=sys.stderr)
-        return newest
-    return best
+        best = newest
+    return best.resolve()
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
@@ -265,13 +257,6 @@ def _hash_of(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _wait_for_disk(path: Path) -> None:
-    """Without it a power cut may leave a file of zeros. A new name lasts only once its folder is on disk as well."""
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
-
-
 def _settle_replaced(folder: Path) -> None:
     """Remove a step-N that was replaced; or, if the new one never came (a kill in between), give it its name back."""
     for replaced in folder.glob(".replaced-step-*"):
@@ -292,7 +277,7 @@ def _link(folder: Path, last: int, best: int | None) -> None:
             except OSError as error:  # exFAT, SMB and Google Drive have no links, and no code needs these
                 if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
                     raise
-    _wait_for_disk(folder)
+    wait_for_disk(folder)
 
 
 def _remove_old(folder: Path, spared: set[int | None], keep: int) -> None:

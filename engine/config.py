@@ -74,9 +74,8 @@ def _parse(config_class, description: str, positional: str | None, arguments: li
         sys.exit(0)
     if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
         values = read_settings(Path(arguments.pop(0)))
-        for name in values:
-            if name not in names:
-                raise UserError(f"unknown setting {name!r} in the settings file{nearest(str(name), names)}")
+        if unknown := [name for name in values if name not in names]:
+            raise UserError(f"unknown setting {unknown[0]!r} in the settings file{nearest(str(unknown[0]), names)}")
         if values.get("resume") == "":  # a run's config.json: for flags newer than it, what it did without them
             values = befores(config_class) | values
         # As flags before the others: so a value is checked and converted in one way, wherever it comes from.
@@ -115,37 +114,31 @@ def _boolean(word: str) -> bool:
 def checked(config):
     """The same settings. Raises `UserError` for the first one outside the bounds or choices of its flag."""
     for field in dataclasses.fields(config):
-        value, bounds = getattr(config, field.name), field.metadata
+        value, told = getattr(config, field.name), field.metadata
         if not isinstance(value, (int, float) if field.type is float else field.type):
             raise UserError(f"--{field.name} {value!r} must be of type {field.type.__name__}")
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):  # surrogates stand for other bytes
             raise UserError(f"--{field.name} {value!r} holds a NUL character, or is not UTF-8; rename it")
         for number in value if isinstance(value, tuple) else [value]:
-            if isinstance(number, int | float) and not _is_within(number, bounds):
-                must = bounds_in_words(bounds, number) or "a finite number"
-                raise UserError(f"--{field.name} {number} must be {must}")
-        choices = choices_of(field)
+            if isinstance(number, int | float) and (bounds := _missed_bounds(number, told)):
+                raise UserError(f"--{field.name} {number} must be {bounds}")
+        in_help = field.type is str and re.search(r"\(([\w.-]+(?:\|[\w.-]+)+)\)", told["help"])  # (a|b)
+        choices = in_help[1].split("|") if in_help else []
         if choices and value not in (*choices, field.default):
             names = f"{', '.join(choices[:-1])} or {choices[-1]}"
             raise UserError(f"--{field.name} {value} is unknown; choose {names}{nearest(value, choices)}")
     return config
 
 
-def _is_within(value: int | float, bounds) -> bool:
-    finite = -math.inf < value < math.inf  # false for nan too, and right for whole numbers that no float can hold
-    return finite and all(bounds[name] is None or fits(value, bounds[name]) for name, (fits, *_) in BOUNDS.items())
-
-
-def bounds_in_words(bounds, value: int | float) -> str:
-    """'at least 1 and below 10'; '' without bounds. The limit of every whole number goes without saying until it is hit."""
-    shown = [name for name in BOUNDS if bounds[name] is not None and (bounds[name] != LARGEST or value > LARGEST)]
-    return " and ".join(f"{BOUNDS[name][1]} {bounds[name]:,}" for name in shown)
-
-
-def choices_of(field: dataclasses.Field) -> list[str]:
-    """The words in (a|b) of a flag's help."""
-    found = re.search(r"\(([\w.-]+(?:\|[\w.-]+)+)\)", field.metadata["help"])
-    return found[1].split("|") if found and field.type is str else []
+def _missed_bounds(number: int | float, told) -> str:
+    """'' for a number within the bounds of its flag, else the bounds in words: 'at least 1 and below 10'."""
+    bounds = {name: told[name] for name in BOUNDS if told[name] is not None}
+    finite = -math.inf < number < math.inf  # false for nan too, and right for whole numbers that no float can hold
+    if finite and all(BOUNDS[name][0](number, bound) for name, bound in bounds.items()):
+        return ""
+    # The limit of every whole number goes without saying until it is hit.
+    shown = [name for name, bound in bounds.items() if bound != LARGEST or number > LARGEST]
+    return " and ".join(f"{BOUNDS[name][1]} {bounds[name]:,}" for name in shown) or "a finite number"
 
 
 def read_settings(path: Path) -> dict:
@@ -209,11 +202,16 @@ def write_whole(path: Path, text: str) -> None:
     """A file that is there whole or not at all, whenever this process is killed or the power fails."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # never written through a link that somebody put there
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    temporary.write_text(text, encoding="utf-8")
+    wait_for_disk(temporary)
     os.replace(temporary, path)
+
+
+def wait_for_disk(path: Path) -> None:
+    """Without it a power cut may leave a file of zeros. A new name lasts only once its folder is on disk as well."""
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
 
 
 def befores(config_class) -> dict:

@@ -2,12 +2,10 @@
 
 world = start("auto")                  # reads what torchrun or srun sets; alone when nothing is set
 total = world.sum(torch.tensor([loss, count], dtype=torch.float64))
-mesh = world.mesh(data=2, pipe=4)      # eight ranks as a grid with named sides
 """
 
 import inspect
 import itertools
-import math
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -110,36 +108,20 @@ class World:
         if self.size == 1:
             log("note: --shard has no effect: one process keeps the whole model; start several with torchrun")
             return False
-        from torch.distributed.fsdp import fully_shard  # here, because few scripts pay for the import
+        from torch.distributed.device_mesh import init_device_mesh  # here, because few scripts pay for the import
+        from torch.distributed.fsdp import fully_shard
 
-        mesh = self.mesh(data=self.size)
+        mesh = init_device_mesh(self.device.type, (self.size,))
         layers = [layer for part in model.modules() if isinstance(part, torch.nn.ModuleList) for layer in part]
         for part in [*layers, model]:
             fully_shard(part, mesh=mesh)
         return True
 
-    def mesh(self, **sizes: int):
-        """The ranks as a grid, torch's `DeviceMesh`: mesh(data=2, pipe=4) has two rows of four, and rank 5 is in row 1, column 1.
-
-        `mesh["pipe"].get_group()` is the process group of this rank's row. Raises `UserError` if the sizes do not fit.
-        """
-        from torch.distributed.device_mesh import init_device_mesh  # here, because few scripts pay for the import
-
-        if math.prod(sizes.values()) != self.size or min(sizes.values()) < 1:
-            grid = " × ".join(f"{name} {size}" for name, size in sizes.items())
-            raise UserError(f"{self.size} processes do not form a grid of {grid}; start the product of the sizes")
-        if not dist.is_initialized():  # alone: a group of one, so that the same code runs
-            dist.init_process_group(backend_for(self.device), store=dist.HashStore(), rank=0, world_size=1)
-        return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
     def set_seed(self, seed: int, step: int) -> None:
-        """Seed torch by the run's seed, the step and the rank: what a resumed step draws, it draws again.
-
-        `torch.manual_seed` takes ten times as long: it looks at absent devices too.
-        """
+        """Seed torch by the run's seed, the step and the rank: what a resumed step draws, it draws again."""
         # Not just shifted into place: of 64 bits torch's generator on the CPU looks at the lower 32 only.
         mixed = int(np.random.SeedSequence((seed, step, self.rank)).generate_state(1, np.uint64)[0])
-        torch.default_generator.manual_seed(mixed)
+        torch.default_generator.manual_seed(mixed)  # torch.manual_seed looks at absent devices too, ten times as long
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index].manual_seed(mixed)
 
@@ -183,7 +165,7 @@ def start(device_name: str = "auto") -> World:
     if missing:
         names = ", ".join(missing)
         raise UserError(f"{names} missing in the environment; start with torchrun, or unset RANK and WORLD_SIZE")
-    words = [os.environ[name] for name in (*variables[:3], "MASTER_PORT")]
+    words = [os.environ[name] for name in variables if name != "MASTER_ADDR"]
     if not all(word.isdecimal() for word in words):
         found = ", ".join(words)
         raise UserError(f"RANK, WORLD_SIZE, LOCAL_RANK, MASTER_PORT must be numbers, not {found}; use torchrun")
@@ -234,16 +216,12 @@ def adopt_srun(environment=os.environ) -> None:
     environment.update(RANK=rank, WORLD_SIZE=tasks, LOCAL_RANK=local_rank)
     # "2(x3),1": three machines with 2 tasks, one with 1. The largest number stands for all machines.
     environment["LOCAL_WORLD_SIZE"] = str(max(map(int, re.findall(r"(\d+)(?:\(x\d+\))?", tasks_per_node))))
-    environment.setdefault("MASTER_ADDR", first_host(nodes))
+    # The first machine of the list: of 'gpu[03-05,9],cpu1' gpu03.
+    prefix, numbers, suffix = re.match(r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\])?([^,\[]*)", nodes).groups()
+    environment.setdefault("MASTER_ADDR", prefix + (numbers or "") + suffix)
     # Another port for each job and step, alike in all its tasks: 10,000–29,999, below what Linux gives to clients.
     step = int(environment.get("SLURM_STEP_ID", 0))
     environment.setdefault("MASTER_PORT", str(10_000 + (int(job) * 7 + step) % 20_000))
-
-
-def first_host(nodes: str) -> str:
-    """The first machine of SLURM's list: 'gpu[03-05,9],cpu1' → 'gpu03'."""
-    prefix, numbers, suffix = re.match(r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\])?([^,\[]*)", nodes).groups()
-    return prefix + (numbers or "") + suffix
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:

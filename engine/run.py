@@ -15,9 +15,11 @@ import contextlib
 import fcntl
 import json
 import os
+import platform
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import time
 import weakref
@@ -31,10 +33,10 @@ from torch.utils._pytree import tree_map
 from engine import checkpoint
 from engine.config import checked, command, load_config, save_config, write_whole
 from engine.distributed import World, cut_like, hidden_gpus, whole
-from engine.environment import environment
 from engine.errors import UserError
+from engine.memory import GIB
 from engine.precision import Precision
-from engine.telemetry import GpuSampler, Log, ProcessMeter, Telemetry
+from engine.telemetry import GpuSampler, Log, ProcessMeter, Telemetry, nvml_of
 
 INTERRUPTED = "interrupted"
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]  # asked to stop, Ctrl-C, the terminal was closed
@@ -61,8 +63,12 @@ class Run:
 
         def open_folder() -> tuple[Path, Path | None]:
             """The folder, and the checkpoint that a run goes on from."""
-            folder = Path(resume) if resume else run.at_end.enter_context(new_folder(config.run, kind))
-            run.at_end.enter_context(lock(folder))
+            try:
+                folder = Path(resume) if resume else run.at_end.enter_context(new_folder(config.run, kind))
+                run.at_end.enter_context(lock(folder))
+            except OSError as error:
+                place = resume or folder_of(config.run)
+                raise UserError(f"cannot write to {place}: {error.strerror}; choose another --run PATH/NAME") from None
             return folder, checkpoint.mend(folder / "checkpoints") if resume else None
 
         run.folder, run.checkpoint = world.on_main(open_folder)
@@ -106,7 +112,9 @@ class Run:
             values = ((field.name, getattr(settled, field.name), field.default) for field in fields(settled))
             told = ", ".join(f"{name} {value}" for name, value, default in values if value != default)
             self.log(f"settings: {told + '; the rest' if told else 'all'} as by default")
-            checkpoint.write_checksums(self.folder, described(self.folder))
+            patterns = ("config.json", "model.json", "tokenizer/**/*")  # the files that say what the run is
+            files = [path for pattern in patterns for path in self.folder.glob(pattern) if path.is_file()]
+            checkpoint.write_checksums(self.folder, [str(path.relative_to(self.folder)) for path in files])
             self.note_environment()
         last_step = self.state["step"] if self.state else 0  # 0: stopped before its first checkpoint
         self.telemetry = Telemetry(self.folder, last_step if self.config.resume else None)
@@ -178,10 +186,25 @@ class Run:
             self.world.stop()
 
 
-def described(folder: Path) -> list[str]:
-    """The files that say what a run is: checksums.json vouches for them."""
-    files = [folder / "config.json", folder / "model.json", *sorted((folder / "tokenizer").rglob("*"))]
-    return [str(path.relative_to(folder)) for path in files if path.is_file()]
+def environment(world: World) -> dict:
+    """Machine, versions, commit and command of this process; None for what cannot be found out."""
+    facts = {"begun": time.strftime("%Y-%m-%d %H:%M:%S"), "seconds": None}  # seconds: written at the end
+    facts |= {"command": f"{command()} {shlex.join(sys.argv[1:])}".strip(), "commit": None, "driver": None}
+    facts |= {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    facts |= {"system": platform.platform(), "cpu": platform.processor(), "cores": os.cpu_count()}
+    facts |= {"threads": torch.get_num_threads(), "processes": world.size, "gpu": None, "gpu_memory_gib": None}
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # "-dirty": files were changed since that commit
+        words = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+        told = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5, check=True)
+        facts["commit"] = told.stdout.strip()
+    with contextlib.suppress(OSError, IndexError):  # Linux alone tells the processor's name so
+        facts["cpu"] = Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].split("\n")[0]
+    if world.device.type == "cuda":
+        card = torch.cuda.get_device_properties(world.device)
+        facts |= {"gpu": card.name, "gpu_memory_gib": round(card.total_memory / GIB, 1)}
+        with contextlib.suppress(Exception):  # no package, no permission: a run does not need it
+            facts["driver"] = nvml_of(world.device)[0].nvmlSystemGetDriverVersion()
+    return facts
 
 
 def folder_of(name: str) -> Path:
@@ -196,21 +219,18 @@ def new_folder(name: str, kind: str) -> Iterator[Path]:
     run = folder_of(name)
     if Path(name).name in ("..", "") or "\n" in name:
         raise UserError(f"--run {name!r} is no name for a run; choose letters, digits, - and _")
-    try:
-        if (run / "config.json").exists():
-            raise UserError(f"run {run} exists; choose another --run, or go on with --resume {shlex.quote(str(run))}")
-        run.parent.mkdir(parents=True, exist_ok=True)
-        while not given:
-            try:
-                run.mkdir()
-                break
-            except FileExistsError:
-                run = run.with_name(run.name + "+")  # another run was started in the same second
-        run.mkdir(exist_ok=True)
-        found_there = {file.name for file in run.iterdir()}
-        (run / ".job").write_text(job_name(), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write to {run}: {error.strerror}; choose another --run PATH/NAME") from None
+    if (run / "config.json").exists():
+        raise UserError(f"run {run} exists; choose another --run, or go on with --resume {shlex.quote(str(run))}")
+    run.parent.mkdir(parents=True, exist_ok=True)
+    while not given:
+        try:
+            run.mkdir()
+            break
+        except FileExistsError:
+            run = run.with_name(run.name + "+")  # another run was started in the same second
+    run.mkdir(exist_ok=True)
+    found_there = {file.name for file in run.iterdir()}
+    (run / ".job").write_text(job_name(), encoding="utf-8")
     yield run
     if not (run / "config.json").exists():  # a mistake: leave no folder behind
         with contextlib.suppress(OSError):  # one that was there before may hold other things
@@ -249,11 +269,7 @@ def run_of_this_job(name: str) -> Path | None:
 
 def lock(run: Path):
     """Keep a second process from writing to the same run: an open file. The lock goes with this process, however it ends."""
-    try:
-        # Not through a link that somebody put there: it would empty the file that it leads to.
-        file = open(run / ".lock", "w", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666))
-    except OSError as error:
-        raise UserError(f"cannot write to {run}: {error.strerror}; choose another --run PATH/NAME") from None
+    file = open(run / ".lock", "a")  # not "w": through a link that somebody put there it would empty a file
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

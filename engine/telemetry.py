@@ -194,19 +194,18 @@ class GpuSampler(threading.Thread):
 
     def __init__(self, device="cuda", interval: float = 5.0, say=print):
         super().__init__(daemon=True, name="gpu-sampler")
-        self.interval = interval
-        self.handle, self.samples, self.lock, self.ended = None, {}, threading.Lock(), threading.Event()
+        self.interval, self.samples, self.lock, self.ended = interval, {}, threading.Lock(), threading.Event()
         try:
             self.nvml, self.handle = nvml_of(device)
         except Exception as error:  # no package, no driver, no GPU, no permission: a run needs none of these figures
             say(f"no GPU figures will be recorded: {' '.join(str(error).split())}")
+            self.ended.set()
 
     def run(self) -> None:
         """The thread: a sample every `interval` seconds, until `ended`."""
-        while self.handle is not None:
+        while not self.ended.is_set():
             self._sample()
-            if self.ended.wait(self.interval):
-                return
+            self.ended.wait(self.interval)
 
     def _sample(self) -> None:
         nvml, handle = self.nvml, self.handle
@@ -291,17 +290,15 @@ class Meter:
 
 
 @functools.cache
-def measured_peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
+def measured_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of one large matrix product on this device: what a perfect model could reach. Call it before training."""
-    device = torch.device(device)
     size, seconds = (8192, 1.0) if device.type == "cuda" else (1024, 0.2)
     # Random numbers, not zeros: multiplying zeros draws less power, and the GPU then clocks higher than it ever will.
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best_seconds, end = float("inf"), time.perf_counter() + seconds
     while (begun := time.perf_counter()) < end:
         left @ right
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the product is only queued until here
+        torch.get_device_module(device).synchronize(device)  # on a GPU the product is only queued until here
         best_seconds = min(best_seconds, time.perf_counter() - begun)
     del left, right
     if device.type == "cuda":  # leave no trace in the memory figures of the run
@@ -310,7 +307,6 @@ def measured_peak_flops(device: torch.device | str, dtype: torch.dtype) -> float
     return 2 * size**3 / best_seconds  # a multiplication and an addition for each of size³ pairs
 
 
-def peak_memory_gib(device: torch.device | str) -> float:
+def peak_memory_gib(device: torch.device) -> float:
     """The most memory held so far: by tensors on the GPU, or by this process on the CPU."""
-    device = torch.device(device)
     return torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else held_gib()

@@ -6,7 +6,8 @@
 
 The doors; behind them, on a CPU, C++ compiled at the first use (build.py): training.py and cross_entropy.py over kernels.cpp,
 decoding.py over decoding.cpp, and memory.cpp. On a GPU: cross_entropy.py; captured.py and cuda_training.py if they are
-asked for. Where there is no faster way, a door gives None, and the plain code runs.
+asked for. Where there is no faster way, a door gives None, and the plain code runs. train.py's optimizer stands in muon.py:
+torch.optim.Muon and AdamW in one, for the same weights with fewer waits.
 """
 
 from collections.abc import Callable

@@ -26,7 +26,6 @@ from engine.checkpoint import RESUMABLE
 from engine.distributed import choose_device, hidden_gpus, several_asked
 from engine.errors import UserError
 from engine.memory import GIB, fewest_parts, forget_peak, held_gib
-from engine.optimizer import make_optimizer
 from engine.precision import Precision, choose_precision
 from engine.run import folder_of
 from engine.telemetry import nvml_of, peak_memory_gib
@@ -237,6 +236,7 @@ def try_steps(config, sample: Prepared, sizes, precision: Precision, sampler, bu
     """
     import fast
     from data import BucketSampler, collate_for
+    from fast.muon import make_optimizer
     from model import SummedLoss, Translator
 
     device, collate = precision.device, collate_for(sample)

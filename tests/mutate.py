@@ -32,7 +32,7 @@ TESTS = {  # of each file, in tests/
     "train.py": "test_train.py", "evaluate.py": "test_faults_scripts.py test_evaluate.py", "decoding.py": DECODING,
     "model.py": "test_model.py", "loading.py": "test_loading.py test_translate.py test_evaluate.py",
     "translate.py": "test_translate.py", "validation.py": "test_validation.py test_train.py",
-    "engine/schedule.py": "engine/test_schedule.py", "engine/optimizer.py": "engine/test_optimizer.py test_train.py",
+    "engine/schedule.py": "engine/test_schedule.py", "fast/muon.py": "fast/test_muon.py test_train.py",
     "data.py": "test_data.py test_cuda.py", "text/bleu.py": "text/test_bleu.py",
     "text/cleaning.py": f"text/test_cleaning.py {TEXT}",
     "text/prepare.py": TEXT, "text/rows.py": "text/test_rows.py", "text/formats.py": "text/test_rows.py",

@@ -34,7 +34,7 @@ from engine.errors import UserError
 from engine.precision import Precision
 from labs.gpt.model import GPT, HuggingFaceGPT, initial_weight, mean_loss
 from labs.gpt.sizes import Sizes
-from labs.pipeline.stages import SCHEDULES
+from labs.pipeline.stages import SCHEDULES, grid
 
 # The norm of the gradients on a grid of two sides takes two messages of one number each; PyTorch would warn of it.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -107,7 +107,7 @@ class Layout:
         self.grid = {"data": self.data, "pipe": config.pipe, "tensor": config.tensor}
         self.row = world.rank // (config.pipe * config.tensor)  # which part of a batch is this rank's
         sharded = config.data_parallel in ("zero2", "zero3")
-        self.mesh = world.mesh(**self.grid) if world.size > 1 or sharded else None
+        self.mesh = grid(world, **self.grid) if world.size > 1 or sharded else None
         self.schedule = self.ends = None
         with torch.device("meta"):  # nothing is allocated before it is known which part of a weight is needed here
             self.parts = self._parts()

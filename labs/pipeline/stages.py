@@ -3,14 +3,18 @@
 B sequences in a micro-batch, S tokens, D model width, H heads, W = D / H, V vocabulary.
 """
 
+import math
 import warnings
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine import distributed
+from engine.errors import UserError
 from labs.pipeline.schedule import Recorder
 from model import sinusoids
 
@@ -130,12 +134,26 @@ def stages_of_rank(rank: int, ranks: int, config) -> list[int]:
     return [rank + ranks * turn for turn in range(config.stages_per_rank)]
 
 
+def grid(world: distributed.World, **sizes: int) -> DeviceMesh:
+    """The ranks as a grid: grid(world, data=2, pipe=4) has two rows of four, and rank 5 is in row 1, column 1.
+
+    `grid(…)["pipe"].get_group()` is the process group of this rank's row. Raises `UserError` if the sizes do not fit.
+    """
+    if math.prod(sizes.values()) != world.size or min(sizes.values()) < 1:
+        sides = " × ".join(f"{name} {size}" for name, size in sizes.items())
+        raise UserError(f"{world.size} processes do not form a grid of {sides}; start the product of the sizes")
+    if not dist.is_initialized():  # alone: a group of one, so that the same code runs
+        backend = distributed.backend_for(world.device)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
 class Pipeline:
     """This rank's stages of the model, and the schedule that runs them."""
 
     def __init__(self, model: LanguageModel, config, world: distributed.World):
         self.world = world
-        self.group = world.mesh(pipe=world.size).get_group("pipe")  # stages want one, also of one process alone
+        self.group = grid(world, pipe=world.size).get_group("pipe")  # stages want one, also of one process alone
         self.targets = 0  # of the batch that is being worked on
         example = torch.zeros(
             config.batch_size // config.micro_batches, len(model.embedding.positions), dtype=torch.long

@@ -18,10 +18,10 @@ import decoding
 import fast
 from data import BucketSampler, Collate, batches_of
 from engine.distributed import World
-from engine.optimizer import make_optimizer
 from engine.precision import Precision
 from fast.captured import CapturedSteps
 from fast.cuda_training import CapturedLoss, shapes_of
+from fast.muon import make_optimizer
 from labs.attention_op import attention, gelu, use_in
 from model import ModelConfig, SummedLoss, Translator, cross_attention
 from text.store import flatten

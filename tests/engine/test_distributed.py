@@ -136,21 +136,11 @@ def test_half_of_what_srun_sets(name):
     ("a[1-2]b,c", "a1b"), ("node-1,node-2", "node-1"),
 ])  # fmt: skip
 def test_the_first_host_of_a_list(nodes, first):
-    assert distributed.first_host(nodes) == first
+    distributed.adopt_srun(found := SRUN | {"SLURM_STEP_NODELIST": nodes})
+    assert found["MASTER_ADDR"] == first
 
 
-# ---------------------------------------------------------------- grids
-
-
-def test_a_grid_of_one():
-    mesh = World(0, 1, torch.device("cpu")).mesh(data=1, pipe=1)
-    assert mesh.mesh_dim_names == ("data", "pipe") and dist.get_world_size(mesh["data"].get_group()) == 1
-
-
-@pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 3, "pipe": 2}, {"data": -1, "pipe": -4}, {"data": 0}])
-def test_a_grid_that_does_not_fit(sizes):
-    with pytest.raises(UserError, match="4 processes do not form a grid of data"):
-        World(0, 4, torch.device("cpu")).mesh(**sizes)
+# ---------------------------------------------------------------- seeds
 
 
 def test_seeds_differ_between_ranks_steps_and_runs():
@@ -184,8 +174,6 @@ def check_a_rank() -> None:
     assert [world.on_main(lambda: f"made by {world.rank}"), world.on_main(lambda: 2)] == ["made by 0", 2]
     with pytest.raises(UserError, match="no"):
         world.on_main(refuse)
-    mesh = world.mesh(data=1, pipe=3)
-    assert (dist.get_rank(mesh["data"].get_group()), dist.get_rank(mesh["pipe"].get_group())) == (0, rank)
     world.stop()
     assert not dist.is_initialized()
 

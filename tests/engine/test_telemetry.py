@@ -276,9 +276,9 @@ def test_measured_peak_is_the_best_of_many_products(monkeypatch):
     waits = chain([0.0], cycle([0.0, 0.03, 0.0, 0.02]))
     monkeypatch.setattr(tm.time, "perf_counter", accumulate(waits).__next__)
     tm.measured_peak_flops.cache_clear()
-    peak = tm.measured_peak_flops("cpu", torch.float32)
+    peak = tm.measured_peak_flops(torch.device("cpu"), torch.float32)
     assert peak == pytest.approx(2 * 1024**3 / 0.02, rel=1e-6)
-    assert tm.measured_peak_flops("cpu", torch.float32) == peak  # kept
+    assert tm.measured_peak_flops(torch.device("cpu"), torch.float32) == peak  # kept
     tm.measured_peak_flops.cache_clear()
 
 
@@ -287,4 +287,4 @@ def test_peak_memory_of_the_process_is_in_gib(monkeypatch, platform, unit):
     monkeypatch.setattr(memory.Path, "read_text", Mock(return_value="VmRSS:\t1 kB\n"))  # all that gVisor tells
     monkeypatch.setattr(memory.sys, "platform", platform)
     monkeypatch.setattr(memory.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=3 * 2**30 // unit))
-    assert tm.peak_memory_gib("cpu") == 3
+    assert tm.peak_memory_gib(torch.device("cpu")) == 3

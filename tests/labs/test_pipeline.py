@@ -23,6 +23,7 @@ from helpers import refused, together
 from engine import checkpoint
 from engine.config import checked
 from engine.distributed import World
+from engine.errors import UserError
 from engine.run import Run
 from labs.pipeline import __main__ as lab
 from labs.pipeline import data, report, schedule, stages
@@ -127,6 +128,12 @@ def a_short_batch_as_it_is(world: World) -> str | None:
     return None
 
 
+def places_in_a_grid(world: World) -> list | None:
+    """Of each rank, in its column and in its row, on rank 0."""
+    mesh = stages.grid(world, data=1, pipe=3)
+    return world.gather([dist.get_rank(mesh[side].get_group()) for side in ("data", "pipe")])
+
+
 def run_trainings(world_rank: int, folder: Path) -> None:
     """Whole runs by `train`: ten steps at once, and five and then five more, also on another number of processes."""
     common = dict(SMALL, sequences=13, log_every=3, save_every=4, schedule="1f1b")
@@ -167,6 +174,7 @@ def process(rank: int, folder: Path) -> None:
             done = {name: run_case(lab.Config(**settings), world)
                     for name, (wanted, settings) in CASES.items() if wanted == ranks}  # fmt: skip
             if ranks == 3:
+                done |= {"grid": places_in_a_grid(world)}
                 done |= {"handout": as_in_the_handout(world), "short batch": a_short_batch_as_it_is(world)}
             return done
 
@@ -280,6 +288,21 @@ def test_a_run_leaves_picture_curves_and_memory(ran):
     log = (folder / "train.log").read_text()
     assert "rank 1 (stage 1)" in log and "MiB" in log and "in theory 20.0%" in log
     assert "pipeline/bubble_share" in (folder / "metrics.jsonl").read_text()
+
+
+# ---- grids -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_grid_of_many_and_of_one(ran):
+    assert ran["grid"] == [[0, 0], [0, 1], [0, 2]]
+    mesh = stages.grid(World(0, 1, torch.device("cpu")), data=1, pipe=1)
+    assert mesh.mesh_dim_names == ("data", "pipe") and dist.get_world_size(mesh["data"].get_group()) == 1
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 3, "pipe": 2}, {"data": -1, "pipe": -4}, {"data": 0}])
+def test_a_grid_that_does_not_fit(sizes):
+    with pytest.raises(UserError, match="4 processes do not form a grid of data"):
+        stages.grid(World(0, 4, torch.device("cpu")), **sizes)
 
 
 # ---- the handout's model and settings --------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.optimizer import ADAMW, Muon, make_optimizer, orthogonal
+from fast.muon import ADAMW, Muon, make_optimizer, orthogonal
 
 SHAPES = [(8, 24), (24, 8), (8, 8), (8, 8)]
 
