@@ -3,23 +3,22 @@
     python -m benchmarks.attention_op                                    # 64 to 4096 tokens a sequence, always 4096 in all
     python -m benchmarks.attention_op --lengths 128 512 --numbers 1000   # other lengths
 
-Contestants take turns; `python -m labs.attention_op` says whether they agree. Memory is counted in a process of its own: the
-most it held during a forward and backward pass, less what it held with the inputs before.
+Contestants take turns; `python -m labs.attention_op` says whether they agree. Memory is counted on a CPU alone, in a process of
+its own: the most it held during a forward and backward pass, less what it held with the inputs before.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.measuring import ROOT, Run, compare, in_new_process, interleave, markdown, write_json
+from benchmarks.measuring import in_new_process, measure
 from benchmarks.peers.contest import wait_for_gpu
 from engine.config import flag, parse_flags
 from engine.distributed import choose_device
@@ -33,8 +32,6 @@ TOKENS, HEADS, WIDTH = 4096, 8, 64  # tokens in all, so that the number of seque
 
 @dataclass
 class Config:
-    """Every setting of this benchmark."""
-
     lengths: tuple = flag((64, 256, 1024, 4096), "tokens of a sequence, as many queries as keys", "Sizes", least=1)
     numbers: tuple = flag((65536, 1048576, 16777216), "numbers that GELU gets", "Sizes", least=1)
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
@@ -43,23 +40,14 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Measure, print, write."""
+    """Memory first, then the turns."""
     torch.manual_seed(1)
     # Before CUDA is begun. Without arenas for threads all freed memory can be given back.
     on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
     memory = {} if on_gpu else in_new_process(peaks, config, MALLOC_ARENA_MAX="1")
-    device = choose_device(config.device, 0)
-    print(f"{torch.get_num_threads()} threads; {device}", flush=True)
-    runs = []
-    for _, group in groupby(tasks(config, device), lambda task: task[0].split(", ")[1]):
-        group = dict(group)  # one length after another; at each, the contestants take turns
-        for task in group.values():
-            task()  # the first time is not counted
-        turn = lambda name, group=group: milliseconds(group[name]) | memory.get(name, {})  # noqa: E731
-        runs += interleave(group, config.rounds, turn)
-    write_json(ROOT / config.out, runs, title="attention and GELU, forward and backward", settings=asdict(config))
-    for kind in ("attention", "gelu"):
-        print_medians(kind, runs)
+    passes = dict(tasks(config, choose_device(config.device, 0)))
+    turn = lambda name: milliseconds(passes[name]) | memory.get(name, {})  # noqa: E731
+    measure("attention and GELU, forward and backward", passes, config, turn, "ms")
 
 
 def attentions(device: torch.device) -> dict[str, Callable[..., Tensor]]:
@@ -96,13 +84,12 @@ def tasks(config: Config, device: torch.device) -> Iterator[tuple[str, Callable[
     for length in config.lengths:
         sizes = max(1, TOKENS // length), HEADS, length, length, WIDTH, WIDTH
         inputs = [x.requires_grad_() for x in random_inputs(sizes, torch.float32, device)]
+        grad = torch.randn_like(inputs[-1])  # the output has the shape of the values
         for name, operator in attentions(device).items():
-            grad = torch.randn_like(inputs[-1])  # the output has the shape of the values
             yield f"attention {name}, {length}", partial(forward_and_backward, operator, inputs, grad)
     for count in config.numbers:
-        inputs = [torch.randn(count, device=device, requires_grad=True)]
+        inputs, grad = [torch.randn(count, device=device, requires_grad=True)], torch.randn(count, device=device)
         for name, operator in gelus(device).items():
-            grad = torch.randn(count, device=device)
             yield f"gelu {name}, {count}", partial(forward_and_backward, operator, inputs, grad)
 
 
@@ -113,7 +100,9 @@ def forward_and_backward(operator: Callable[..., Tensor], inputs: list[Tensor], 
 
 
 def milliseconds(task: Callable[[], tuple]) -> dict[str, float]:
-    """One turn: as many passes as fit a quarter of a second, at least one."""
+    """One turn: after one pass that does not count, as many as fit a quarter of a second, at least one."""
+    task()
+    wait_for_gpu()
     passes, seconds, begun = 0, 0.0, time.perf_counter()
     while seconds <= 0.25:
         task()
@@ -123,32 +112,18 @@ def milliseconds(task: Callable[[], tuple]) -> dict[str, float]:
 
 
 def peaks(config: Config) -> dict[str, dict[str, float]]:
-    """Peak memory of every task on the CPU, in MiB; {} where it cannot be counted. Runs in a process of its own."""
-    counted = {name: peak_mib(task) for name, task in tasks(config, torch.device("cpu"))}
-    return {name: {"peak_mib": mib} for name, mib in counted.items() if mib is not None}
+    """Peak memory of every task on the CPU. Runs in a process of its own."""
+    return {name: peak(task) for name, task in tasks(config, torch.device("cpu"))}
 
 
-def peak_mib(task: Callable[[], tuple]) -> float | None:
-    """What a pass needs beside its inputs; None where it cannot be counted. The results count too."""
+def peak(task: Callable[[], tuple]) -> dict[str, float]:
+    """What a pass needs beside its inputs, its results included; {} where that cannot be counted."""
     task()  # buffers that libraries keep are there from now on
     if not forget_peak():
-        return None
+        return {}
     before = held_gib("VmRSS")
-    result = task()
-    peak = held_gib("VmHWM")
-    del result
-    return (peak - before) * 1024
-
-
-def print_medians(kind: str, runs: list[Run]) -> None:
-    """ms / MiB for every contestant and size, as Markdown."""
-    cells = {}  # contestant: size: cell
-    for row in compare([run for run in runs if run.contestant.startswith(kind)], "ms", more=["peak_mib"]):
-        name, size = row.contestant.removeprefix(f"{kind} ").rsplit(", ", 1)
-        mib = f"{row.more['peak_mib']:,.0f}" if row.more else "–"
-        cells.setdefault(name, {})[f"{int(size):,}"] = f"{row.median:,.{1 if row.median >= 1 else 3}f} / {mib}"
-    head = [f"{kind}: ms / MiB", *next(iter(cells.values()))]
-    print(f"\n{markdown([head, *([name, *by_size.values()] for name, by_size in cells.items())])}")
+    task()
+    return {"peak_mib": (held_gib("VmHWM") - before) * 1024}
 
 
 if __name__ == "__main__":

@@ -21,9 +21,6 @@ import numpy as np
 
 from benchmarks.measuring import ROOT
 
-Pair = tuple[np.ndarray, np.ndarray]
-
-SEED = 1  # of the sample
 SIDES = ("src", "tgt")  # a word is the first letter of its side and the number of its token
 
 
@@ -32,8 +29,8 @@ class Corpus:
     """Token ids, without begin and end, and the folder where they stand as words."""
 
     folder: Path
-    train: list[Pair]
-    test: list[Pair]
+    train: list[tuple[np.ndarray, np.ndarray]]
+    test: list[tuple[np.ndarray, np.ndarray]]
     source_vocab: int
     target_vocab: int
     source_ids: dict[str, int]  # {"pad": …, "bos": …, "eos": …}, as `data.Collate` takes them
@@ -82,40 +79,29 @@ def load_corpus(data="", vocab=16000, pairs=20000, test_rows=500, longest=126, r
 
 def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longest: int) -> None:
     """Draw the sample and write all files; the folder gets its name when it is complete."""
+    from text.cleaning import held_out_rows, normalise_pair
     from text.prepare import made_whole
-    from text.subwords import special_ids
+    from text.subwords import encode, special_ids
 
-    tokenizers = {"src": prepared.source_tokenizer, "tgt": prepared.target_tokenizer}
-    train, facts = sample_pairs(prepared.train, pairs, longest), {"data": str(text.path)}
+    tokenizers, lengths = (prepared.source_tokenizer, prepared.target_tokenizer), prepared.train.lengths
+    fits = np.flatnonzero(np.maximum(lengths["source"], lengths["target"]) <= longest)
+    train = [prepared.train[int(row)] for row in np.random.default_rng(1).permutation(fits)[:pairs]]
+    sides = zip(tokenizers, zip(*map(normalise_pair, held_out_rows(text)["test"])))
+    test = zip(*(map(np.array, encode(tokenizer, lines)) for tokenizer, lines in sides))
+    test = [pair for pair in test if all(1 <= len(ids) <= longest for ids in pair)][:test_rows]
+    facts = {"data": str(text.path)}
     with made_whole(folder) as building:
-        for name, rows in (("train", train), ("test", test_pairs(text, tokenizers, test_rows, longest))):
+        for name, rows in (("train", train), ("test", test)):
             for side, sentences in zip(SIDES, zip(*rows)):
                 (building / f"{name}.{side}").write_text(as_words(sentences, side), encoding="utf-8")
         for index, (side, name) in enumerate(zip(SIDES, ("source", "target"))):
-            size, special = len(tokenizers[side]), special_ids(tokenizers[side])
+            size, special = len(tokenizers[index]), special_ids(tokenizers[index])
             facts |= {f"{name}_vocab": size, f"{name}_ids": special}
             counts = np.bincount(np.concatenate([pair[index] for pair in train]), minlength=size).clip(1)
             for vocabulary, gap in ((f"opennmt.{side}", "\t"), (f"dict.{side}.txt", " ")):  # they add the special words
                 lines = (f"{side[0]}{id}{gap}{counts[id]}\n" for id in range(size) if id not in special.values())
                 (building / vocabulary).write_text("".join(lines), encoding="utf-8")
         (building / "corpus.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-
-
-def sample_pairs(store, pairs: int, longest: int) -> list[Pair]:
-    """At most `pairs` pairs that fit, drawn by a fixed seed from a `text.store.TokenizedPairs`."""
-    fits = np.flatnonzero(np.maximum(store.lengths["source"], store.lengths["target"]) <= longest)
-    chosen = np.random.default_rng(SEED).permutation(fits)[:pairs]
-    return [store[int(row)] for row in chosen]
-
-
-def test_pairs(text, tokenizers: dict, test_rows: int, longest: int) -> list[Pair]:
-    """The first `test_rows` rows of the test split that have 1 to `longest` tokens a side."""
-    from text.cleaning import held_out_rows, normalise_pair
-    from text.subwords import encode
-
-    sides = zip(SIDES, zip(*map(normalise_pair, held_out_rows(text)["test"])))
-    pairs = zip(*(map(np.array, encode(tokenizers[side], lines)) for side, lines in sides))
-    return [pair for pair in pairs if all(1 <= len(ids) <= longest for ids in pair)][:test_rows]
 
 
 def as_words(sentences: Iterable[np.ndarray], side: str) -> str:

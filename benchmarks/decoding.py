@@ -1,9 +1,7 @@
 """Speed of greedy decoding, side by side: this project, the handout's way, Hugging Face's Marian and CTranslate2.
 
-    bash benchmarks/peers/install.sh ctranslate2              # once
     python -m benchmarks.decoding                               # random weights, exactly 40 tokens a sentence
     python -m benchmarks.decoding --ckpt runs/NAME              # a trained model at the lengths it chooses
-    python -m benchmarks.decoding --contestants ours-fp32,ctranslate2-int8x2-64 --rounds 3
     python -m benchmarks.decoding --device cuda --batch 512 --contestants ours-plain-bf16,ours-captured-bf16
 
 All decode the same test sentences with the same weights (the handout's way the first few of them), so their outputs are compared
@@ -42,8 +40,6 @@ ON_GPU = "marian,ours-plain-bf16,ours-captured-bf16"
 
 @dataclass
 class Config:
-    """Every setting of this benchmark."""
-
     contestants: str = flag("", "who takes part, with commas between; everybody", "What")
     ckpt: str = flag("", "trained run to decode with, at real lengths", "What")
     preset: str = flag("lab", "model size without --ckpt (lab|big|tiny)", "What")
@@ -81,9 +77,8 @@ def main(config: Config) -> list[Row]:
         return start(name, CONTESTANTS[name], replace(task, batch=batch, outputs=str(folder / f"{name}.txt")))
 
     reference = next((name for name in ("ours-fp32", *names) if name in names and name != "marian"), names[0])
-    more = ["sentences_per_second", "seconds", "first_seconds", "tokens", "sentences", "peak_gib"]
     title = f"greedy decoding, {title}; {corpus.describe()}"
-    rows = measure(title, names, config, turn, "tokens_per_second", baseline=reference, more=more)
+    rows = measure(title, names, config, turn, "tokens_per_second", reference)
     texts = {row.contestant: (folder / f"{row.contestant}.txt").read_text(encoding="utf-8") for row in rows}
     outputs = {name: [ids.tolist() for ids in as_ids(text.splitlines())] for name, text in texts.items()}
     print(f"\noutputs that are {reference}'s: sentences, tokens before the first difference")

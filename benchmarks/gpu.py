@@ -5,8 +5,7 @@
     python -m benchmarks.gpu --device cpu --presets tiny --seconds 1 --tokens_per_batch 512 --minutes 0   # a rehearsal
 
 parity     tests/fast/test_device.py: every number format against float64 on the CPU
-step       benchmarks.cuda_step: host time, kernels and how busy the GPU is, plain and by CUDA graphs
-training   benchmarks.training, plain, fast and captured, in the formats of the card
+training   benchmarks.training, plain, fast and captured, in the formats of the card; host time, kernels, how busy the GPU is
 decoding   benchmarks.decoding: random weights and exactly 40 tokens a sentence, with --ckpt its own lengths; plain and captured
 operators  labs.attention_op, benchmarks.attention_op: our Triton kernels beside PyTorch's, right and how fast
 cards      the same steps of train.py on one card and, over NCCL, on all of them: the same loss?
@@ -31,16 +30,17 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measuring import ROOT, curve, describe_machine, machine, write_json
+from benchmarks.measuring import ROOT, describe_machine, machine, write_json
 from benchmarks.peers.contest import SIZES, choose
 from engine.config import flag, parse_flags
 from engine.distributed import choose_device, hidden_gpus
 from engine.errors import UserError, run_script
 from engine.precision import choose_precision
 from engine.telemetry import GIB
+from reporting.reading import read_run
 
-# By what a card trains in.
-FORMATS = {"bf16": "plain-bf16 bf16 captured-bf16 fp16", "fp16": "fp16", "fp32": "plain-fp32 fp32"}
+FORMATS = {"bf16": "plain-bf16 bf16 captured-bf16 muon-bf16 muon-captured-bf16 fp16", "fp16": "fp16 muon-fp16",
+           "fp32": "plain-fp32 fp32 muon-fp32"}  # by what a card trains in  # fmt: skip
 STEPS = 60  # of train.py in stage cards
 LIMIT = 900  # seconds of a command, besides --minutes
 ALLOWED = 1e-2  # relative difference of the validation losses on one card and on all
@@ -48,8 +48,6 @@ ALLOWED = 1e-2  # relative difference of the validation losses on one card and o
 
 @dataclass
 class Config:
-    """Every setting of this benchmark."""
-
     presets: str = flag("lab,big", "model sizes, with commas between", "What")
     tokens_per_batch: int = flag(0, "padded tokens a side in a step; 0: 65536 on 80 GB", "What", least=0)
     ckpt: str = flag("", "trained run to decode with at real lengths", "What")
@@ -58,9 +56,6 @@ class Config:
     minutes: float = flag(2.0, "of stage run; 0: without it", "How", least=0)
     seconds: float = flag(8.0, "measured in each turn", "How", above=0)
     out: str = flag("runs/benchmarks/gpu.json", "file for the report; the stages' own lie in a folder beside it", "How")
-
-    def __post_init__(self):
-        choose(self.presets, SIZES, "--presets")
 
 
 def main(config: Config) -> int:
@@ -82,7 +77,7 @@ def main(config: Config) -> int:
             files = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")}
             write_json(out, [], **facts, stages=done, files=files)
     runs = folder.glob("cards-*") if "cards" in done and not done["cards"]["failed"] else []
-    losses = [curve(run, "valid/loss")[-1]["valid/loss"] for run in runs]
+    losses = [read_run(run).series("valid/loss")[1][-1] for run in runs]
     apart = max(losses) / min(losses) - 1 if losses else 0.0
     failed = [f"FAILED {name}: {''.join(stage['lines'][-1:])}" for name, stage in done.items() if stage["failed"]]
     failed += [f"FAILED cards: the validation losses are {apart:.1e} apart, {ALLOWED:.0e} allowed"] * (apart > ALLOWED)
@@ -102,12 +97,9 @@ def stages(config: Config, device: torch.device, folder: Path) -> dict[str, list
     train, tokens = f"train.py {where}", config.tokens_per_batch or tokens_for(device)
     train_all = f"benchmarks.training {turns} --tokens_per_batch {tokens} --contestants {training}"
     checks, speeds = {}, {}
-    for preset in choose(config.presets, SIZES):
+    for preset in choose(config.presets, SIZES, "--presets"):
         checks[f"{preset} parity"] = [f"PRESET={preset} DEVICE={device} pytest -s tests/fast/test_device.py"]
         of = f"--preset {preset} --out {out}/{preset}"
-        if on_gpu:
-            step = f"benchmarks.cuda_step --vocab 8000 --tokens {tokens} {of}-step"
-            speeds[f"{preset} step"] = [f"{step}.json"] + [f"{step}-captured.json --captured"] * (taken != "fp16")
         speeds[f"{preset} training"] = [f"{train_all} {of}-training.json"]
         speeds[f"{preset} decoding"] = [f"{decode} {of}-decoding.json"]
     if config.ckpt:

@@ -5,13 +5,15 @@
 prints every turn and a table of medians, and writes all turns to config.out.
 
 Token accounting, the same for everybody: a sentence of n subwords counts as n + 1 tokens on either side (the end token, which
-the model reads or has to predict), padding never counts. `tokens_of` does it.
+the model reads or has to predict), padding never counts.
 """
 
 import json
 import os
 import re
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -23,6 +25,7 @@ from unittest.mock import patch
 import torch
 
 from engine.config import write_whole
+from engine.errors import UserError
 from engine.memory import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,6 +47,11 @@ class Run:
         """Whether others kept the machine noticeably busy."""
         return self.others is not None and self.others > QUIET
 
+    def __str__(self) -> str:
+        figures = (f"{name} {shown(value)}" for name, value in self.figures.items())
+        others = "" if self.others is None else f"  [others {self.others:.2f} cores{', DISTURBED' * self.disturbed}]"
+        return f"round {self.round}  {self.contestant}: {'  '.join(figures)}  ({self.seconds:.0f} s){others}"
+
 
 @dataclass
 class Row:
@@ -55,45 +63,41 @@ class Row:
     most: float
     runs: int
     disturbed: int  # turns in which others took more than `QUIET` cores
-    more: dict[str, float]  # medians of further figures
+    more: dict[str, float]  # medians of the other figures
     ratio: float | None = None  # the median over the baseline's median
 
 
-def measure(
-    title: str, names: Iterable[str], config, turn: Callable, figure: str, baseline="", more=(), decimals=0
-) -> list[Row]:
-    """Everybody's turns, `config.rounds` of each, kept in the file `config.out`, then the table of one figure; → its rows.
+def measure(title: str, names: Iterable[str], config, turn: Callable, figure: str, baseline="") -> list[Row]:
+    """Everybody's turns, `config.rounds` of each, kept in the file `config.out`, then the table by one figure; → its rows.
 
-    With `config.append` the turns join those that the file has already. Else see `compare` and `print_table`.
+    `turn(name)` returns figures, None if this one cannot take part. With `config.append` the turns join those of the file.
     """
     print(f"{title}\n{describe_machine()}", flush=True)
     names, out = list(names), ROOT / config.out
-    earlier = read_json(out) if getattr(config, "append", False) else []
-    first = 1 + max((run.round for run in earlier if run.contestant in names), default=0)
-    runs = earlier + interleave(names, config.rounds, turn, first)
+    runs = read_json(out) if getattr(config, "append", False) else []
+    first = 1 + max((run.round for run in runs if run.contestant in names), default=0)
+    for number in range(first, first + config.rounds):
+        for name in list(names):
+            begun, before = time.perf_counter(), others_seconds()
+            figures = turn(name)
+            seconds = time.perf_counter() - begun
+            if figures is None:
+                names.remove(name)
+                continue
+            others = None if before is None else max(0.0, others_seconds() - before) / seconds
+            runs.append(Run(name, number, figures, seconds, others))
+            print(runs[-1], flush=True)
     write_json(out, runs, title=title, settings=asdict(config))
-    rows = compare(runs, figure, baseline, more)
-    print_table(rows, f"{title}: {figure}", decimals)
+    rows = compare(runs, figure, baseline)
+    print_table(rows, f"{title}: {figure}")
     return rows
 
 
-def interleave(
-    contestants: Iterable[str], rounds: int, turn: Callable[[str], dict | None], first: int = 1
-) -> list[Run]:
-    """Give every contestant a turn, `rounds` times over. `turn` returns its figures, None if it cannot take part."""
-    runs, contestants = [], list(contestants)
-    for number in range(first, first + rounds):
-        for contestant in list(contestants):
-            begun, before = time.perf_counter(), others_seconds()
-            figures = turn(contestant)
-            seconds = max(time.perf_counter() - begun, 1e-9)
-            if figures is None:
-                contestants.remove(contestant)
-                continue
-            others = None if before is None else max(0.0, others_seconds() - before) / seconds
-            runs.append(Run(contestant, number, figures, seconds, others))
-            print(describe_run(runs[-1]), flush=True)
-    return runs
+def call(script: str, flags: dict, **environment: str) -> None:
+    """Run one of the root's scripts; what it prints goes through. Raises `UserError` if it fails."""
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    if subprocess.run([sys.executable, script, *words], cwd=ROOT, env=os.environ | environment).returncode:
+        raise UserError(f"{script} {' '.join(words)} failed; its lines stand above")
 
 
 def in_new_process(function: Callable, *arguments, **environment: str):
@@ -102,19 +106,9 @@ def in_new_process(function: Callable, *arguments, **environment: str):
         return pool.submit(function, *arguments).result()
 
 
-def describe_run(run: Run) -> str:
-    """One line while the measurement goes on."""
-    figures = "  ".join(f"{name} {value:,.{'4g' if abs(value) < 100 else '0f'}}" for name, value in run.figures.items())
-    others = "" if run.others is None else f"  [others {run.others:.2f} cores{', DISTURBED' * run.disturbed}]"
-    return f"round {run.round}  {run.contestant}: {figures}  ({run.seconds:.0f} s){others}"
-
-
 def others_seconds() -> float | None:
-    """CPU seconds that all but this process and its ended children took since the machine was started; None without /proc.
-
-    Time that a hypervisor took away (steal) counts as somebody else's.
-    """
-    # user nice system idle iowait irq softirq steal, in clock ticks
+    """CPU seconds that all but this process and its ended children took since the machine was started; None without /proc."""
+    # user nice system idle iowait irq softirq steal, in clock ticks; what a hypervisor took away (steal) others took
     ticks = list(map(int, read("/proc/stat").partition("\n")[0].split()[1:9]))
     busy = (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
     return busy - sum(os.times()[:4]) if ticks else None
@@ -125,32 +119,36 @@ def tokens_of(sentences: Iterable) -> int:
     return sum(len(sentence) + 1 for sentence in sentences)
 
 
-def compare(runs: list[Run], figure: str, baseline: str = "", more: Iterable[str] = ()) -> list[Row]:
+def compare(runs: list[Run], figure: str, baseline: str = "") -> list[Row]:
     """Median, least and most of a figure for every contestant, in their order, and the ratio to the baseline's median."""
     rows, counted = [], [run for run in runs if figure in run.figures]
     for name in dict.fromkeys(run.contestant for run in counted):
         turns = [run for run in counted if run.contestant == name]
-        values = [turn.figures[figure] for turn in turns]
-        known = [key for key in more if all(turn.figures.get(key) is not None for turn in turns)]
+        known = [key for key in turns[0].figures if all(key in turn.figures for turn in turns)]
         medians = {key: statistics.median(turn.figures[key] for turn in turns) for key in known}
-        disturbed = sum(turn.disturbed for turn in turns)
-        rows.append(Row(name, statistics.median(values), min(values), max(values), len(turns), disturbed, medians))
+        values, disturbed = [turn.figures[figure] for turn in turns], sum(turn.disturbed for turn in turns)
+        rows.append(Row(name, medians.pop(figure), min(values), max(values), len(turns), disturbed, medians))
     base = next((row.median for row in rows if row.contestant == baseline), None)
     for row in rows:
         row.ratio = row.median / base if base else None
     return rows
 
 
-def print_table(rows: list[Row], title: str, decimals: int = 0) -> None:
+def print_table(rows: list[Row], title: str) -> None:
     """The rows, a contestant each."""
     more = list(dict.fromkeys(name for row in rows for name in row.more))
     cells = [["contestant", "median", "least", "most", "ratio", "runs", *more]]
     for row in rows:
-        figures = [f"{value:,.{decimals}f}" for value in (row.median, row.least, row.most)]
-        runs = f"{row.runs}" + (f" ({row.disturbed} disturbed)" if row.disturbed else "")
-        extra = [f"{row.more[name]:,.4g}" if name in row.more else "" for name in more]
-        cells.append([row.contestant, *figures, f"{row.ratio:.2f}" if row.ratio else "", runs, *extra])
+        ratio = f"{row.ratio:.2f}" if row.ratio else ""
+        runs = f"{row.runs}" + f" ({row.disturbed} disturbed)" * (row.disturbed > 0)
+        extra = (shown(row.more[name]) if name in row.more else "" for name in more)
+        cells.append([row.contestant, *map(shown, (row.median, row.least, row.most)), ratio, runs, *extra])
     print(f"\n{title}\n{markdown(cells)}", flush=True)
+
+
+def shown(value: float) -> str:
+    """12,345 or 12.35"""
+    return f"{value:,.{'4g' if abs(value) < 100 else '0f'}}"
 
 
 def markdown(cells: list[list[str]]) -> str:
@@ -159,12 +157,6 @@ def markdown(cells: list[list[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells)]
     padded = ([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])] for first, *others in cells)
     return "\n".join(f"| {' | '.join(row)} |" for row in padded)
-
-
-def curve(run: Path, name: str) -> list[dict]:
-    """The lines of a run's metrics.jsonl that have this figure."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [line for line in lines if name in line]
 
 
 def write_json(path: Path | str, runs: list[Run], **facts) -> None:
@@ -176,9 +168,8 @@ def write_json(path: Path | str, runs: list[Run], **facts) -> None:
 
 def read_json(path: Path | str) -> list[Run]:
     """The turns of an earlier measurement; [] if there is none."""
-    if not Path(path).exists():
-        return []
-    return [Run(**run) for run in json.loads(Path(path).read_text(encoding="utf-8"))["runs"]]
+    told = read(path)
+    return [Run(**run) for run in json.loads(told)["runs"]] if told else []
 
 
 def machine() -> dict:
@@ -200,8 +191,8 @@ def describe_machine() -> str:
             f"torch {facts['torch']}; commit {facts['commit']}")  # fmt: skip
 
 
-def read(path: str) -> str:
-    """A file of /proc; "" where there is none."""
+def read(path: Path | str) -> str:
+    """A text; "" where there is no such file, as /proc on another system."""
     return Path(path).read_text(encoding="utf-8", errors="replace") if Path(path).exists() else ""
 
 
@@ -209,5 +200,5 @@ def pinned(threads: int, pin: bool = True) -> dict[str, str]:
     """Environment variables that give a child process so many compute threads, each bound to a core of its own."""
     count = str(threads)
     variables = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "TOKENIZERS_PARALLELISM": "false"}
-    cores = sorted(os.sched_getaffinity(0))[:threads] if hasattr(os, "sched_getaffinity") else []
-    return variables | ({"GOMP_CPU_AFFINITY": " ".join(map(str, cores))} if pin and cores else {})
+    cores = sorted(os.sched_getaffinity(0))[:threads] if pin and hasattr(os, "sched_getaffinity") else []
+    return variables | ({"GOMP_CPU_AFFINITY": " ".join(map(str, cores))} if cores else {})

@@ -12,20 +12,18 @@ stands a character of the references, too, because vocabularies cut them into di
 
 import json
 import statistics
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.measuring import ROOT, curve, markdown
+from benchmarks.measuring import call, markdown
 from benchmarks.peers.contest import choose
 from engine.config import flag, parse_flags
-from engine.errors import UserError, run_script
+from engine.errors import run_script
+from reporting.reading import read_run
 from text.prepare import load_prepared
 
-PLAIN = {"optimizer": "adamw", "lr": 1e-3, "dropout_after": 0}  # near the paper's
 RECIPES = {  # name: what differs from the defaults of train.py, as its flags
-    "plain": PLAIN,
+    "plain": {"optimizer": "adamw", "lr": 1e-3, "dropout_after": 0},  # near the paper's
     "default": {},
     "default but AdamW, lr 1e-3": {"optimizer": "adamw", "lr": 1e-3},
     "default but AdamW, lr 2e-3": {"optimizer": "adamw", "lr": 2e-3},
@@ -51,8 +49,6 @@ COLUMNS = {  # of the table
 
 @dataclass
 class Config:
-    """Every setting of this study."""
-
     data: str = flag("", "as train.py's --data", "Study")
     minutes: float = flag(20.0, "training minutes of a row", "Study", above=0)
     steps: int = flag(0, "training steps of a row, instead of --minutes; 0: use --minutes", "Study", least=0)
@@ -86,18 +82,17 @@ def one_row(config: Config, name: str, out: Path) -> dict:
     begun = (folder / "config.json").exists()
     call("train.py", {"resume": str(folder)} if begun else flags)
     call("evaluate.py", {"ckpt": str(folder), "split": "validation"})
-    losses = [(line["step"], line["valid/loss"]) for line in curve(folder, "valid/loss")]
-    best = min(loss for _, loss in losses)  # evaluate.py scores the checkpoint of this one
-    speeds = [line["speed/tokens_per_second"] for line in curve(folder, "speed/tokens_per_second")]
-    score = json.loads((folder / "eval" / "validation-greedy.json").read_text(encoding="utf-8"))
+    run = read_run(folder)
+    steps, losses = run.series("valid/loss")
+    best, score = min(losses), run.results["eval/validation-greedy"]  # of the same checkpoint
     state = json.loads((folder / "checkpoints" / "last" / "state.json").read_text(encoding="utf-8"))
     prepared = load_prepared(out / ".cache" / state["data_key"])
     tokens = int((prepared.validation.lengths["target"] + 1).sum())
     characters = sum(len(target) for _, target in prepared.validation_rows)
     return {
-        "steps": losses[-1][0], "tokens_per_second": statistics.median(speeds), "loss_per_token": best,
-        "loss_per_character": best * tokens / characters, "bleu": score["sacrebleu"], "chrf": score["chrf"],
-        "low": score["low"], "high": score["high"], "losses": losses,
+        "steps": steps[-1], "tokens_per_second": statistics.median(run.series("speed/tokens_per_second")[1]),
+        "loss_per_token": best, "loss_per_character": best * tokens / characters, "bleu": score["sacrebleu"],
+        "chrf": score["chrf"], "low": score["low"], "high": score["high"], "losses": [*zip(steps, losses)],
     }  # fmt: skip
 
 
@@ -107,13 +102,6 @@ def table(results: list[dict]) -> str:
     rows = [row | {"limit": limit} for row, limit in zip(results, limits)]
     rows.sort(key=lambda row: (row["limit"], row["loss_per_character"]))
     return markdown([list(COLUMNS), *([form.format(**row) for form in COLUMNS.values()] for row in rows)])
-
-
-def call(script: str, flags: dict) -> None:
-    """Run one of the root's scripts; what it prints goes through."""
-    words = [f"--{name}={value}" for name, value in flags.items()]
-    if subprocess.run([sys.executable, str(ROOT / script), *words], cwd=ROOT).returncode:
-        raise UserError(f"{script} {' '.join(words)} failed; its lines stand above")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ is the machine's (they share memory and cache); what the talking ones lose beyon
 
 import os
 import socket
-import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +17,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader
 
 from benchmarks.corpus import load_corpus, read_corpus
 from benchmarks.measuring import measure
-from benchmarks.peers.contest import SIZES, WARM_STEPS
-from benchmarks.peers.ours import make_trainer
-from data import BucketSampler, Collate
+from benchmarks.peers.contest import SIZES
+from benchmarks.peers.ours import make_trainer, time_steps
+from data import BucketSampler, Collate, batches_of
 from engine import distributed
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
@@ -34,8 +32,6 @@ from model import ModelConfig
 
 @dataclass
 class Config:
-    """Every setting of this benchmark."""
-
     processes: int = flag(2, "processes that train together", "Benchmark", least=2)
     rounds: int = flag(3, "turns of each", "Benchmark", least=1)
     steps: int = flag(10, "optimiser steps measured in each turn", "Benchmark", least=1)
@@ -67,8 +63,8 @@ def main(config: Config) -> None:
         speed = sum(figure["target_tokens_per_second"] for figure in figures)
         return {"target_tokens_per_second": speed, "seconds_per_step": max(f["seconds_per_step"] for f in figures)}
 
-    title, more = f"data parallel training, all processes together; {corpus.describe()}", ["seconds_per_step"]
-    rows = measure(title, launches, config, turn, "target_tokens_per_second", baseline="1 process", more=more)
+    title = f"data parallel training, all processes together; {corpus.describe()}"
+    rows = measure(title, launches, config, turn, "target_tokens_per_second", "1 process")
     for row in rows[1:]:
         print(f"{row.contestant}: {row.ratio / config.processes:.1%} of {config.processes} times one process")
 
@@ -83,18 +79,16 @@ def work(config: Config, folder: Path, tokens: int, core: int, rank: int, size: 
     sizes = ModelConfig(corpus.source_vocab, corpus.target_vocab, **SIZES[config.preset])
     take_step = make_trainer(sizes, choose_precision(world.device, training=True), wrap=world.data_parallel)
     sampler = BucketSampler(corpus.lengths, tokens, rank=rank, world_size=size)
-    batches = DataLoader(corpus.train, batch_sampler=sampler, collate_fn=Collate(corpus.source_ids, corpus.target_ids))
-    tokens_of_steps, counted = sampler.target_tokens(0), 0  # over all ranks
-    for step, batch in zip(range(-WARM_STEPS, config.steps), batches):
-        if step == 0:
-            world.maximum(0)  # all begin together
-            begun, counted = time.perf_counter(), 0
-        real = next(tokens_of_steps)
-        take_step(batch, real / size)  # DDP takes the mean of the gradients
-        counted += real
-    seconds = world.maximum(time.perf_counter() - begun)[0]
+    collate = Collate(corpus.source_ids, corpus.target_ids)
+    batches, tokens_of_steps = batches_of(corpus.train, sampler, collate, 0, world.device), sampler.target_tokens(0)
+
+    def step() -> int:
+        real = next(tokens_of_steps)  # over all ranks
+        take_step(next(batches), real / size)  # DDP takes the mean of the gradients
+        return real
+
+    figures = time_steps(step, config.steps, lambda seconds: world.maximum(seconds)[0])
     world.stop()
-    figures = {"target_tokens_per_second": counted / seconds, "seconds_per_step": seconds / config.steps}
     return figures if world.is_main else None
 
 

@@ -25,8 +25,6 @@ from text.rows import find_text
 
 @dataclass
 class Config:
-    """Every setting."""
-
     port: int = flag(8000, "of the server", "Options", least=1, most=65535)
     requests: int = flag(200, "requests, first one after another, then all at once", "Options", least=1, most=1000)
 

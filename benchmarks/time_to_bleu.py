@@ -17,22 +17,24 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.corpus import SIDES, as_words, load_corpus
-from benchmarks.measuring import ROOT, curve, describe_machine, markdown, pinned
+from benchmarks.measuring import ROOT, call, describe_machine, markdown, pinned
 from benchmarks.peers.contest import ENVIRONMENTS, KEEP_MEMORY, Task, choose
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
 from model import PRESETS
+from reporting.reading import read_run
 from text.bleu import corpus_bleu
 from text.prepare import load_prepared
 from text.subwords import decode
 from validation import BLEU_ROWS
 
 GOALS = (1, 2, 3, 5)  # BLEU
-OURS = {"ours": [], "ours-all-pairs": ["--match_domain", "false", "--match_lengths", "false"]}
+OURS = {"ours": {}, "ours-all-pairs": {"match_domain": False, "match_lengths": False}}  # flags of train.py
 MARIAN_PYTHON = "pymarian/bin/python"
 # As in marian-examples/transformer (WMT17), and with the rate of our former default, for so little time.
 EXAMPLE = {"learn-rate": 3e-4, "lr-warmup": 16000, "lr-decay-inv-sqrt": 16000}
@@ -45,8 +47,6 @@ EVERYBODY = (*OURS, *MARIAN, *HF)
 
 @dataclass
 class Config:
-    """Every setting of this benchmark."""
-
     data: str = flag("", "as train.py's --data", "What")
     contestants: str = flag("", "who takes part, with commas between; everybody", "What")
     minutes: float = flag(60.0, "of each", "How", above=0)
@@ -73,10 +73,10 @@ def main(config: Config) -> None:
 
 def ours(config: Config, folder: Path, corpus, name: str) -> list[tuple[float, float]]:
     """train.py with its defaults, but for the flags of `name`; → (minutes, BLEU) of its validations."""
-    words = ["--data", corpus.data, "--max_minutes", config.minutes, "--epochs", 1000, "--eval_every", config.every]
-    words, begun = [sys.executable, "train.py", *map(str, words), *OURS[name], "--run", str(folder)], time.time()
-    subprocess.run(words, cwd=ROOT, env=os.environ | pinned(config.threads, pin=False), check=True)
-    return [((line["time"] - begun) / 60, line["valid/bleu"]) for line in curve(folder, "valid/bleu")]
+    flags, begun = {"max_minutes": config.minutes, "epochs": 1000, "eval_every": config.every} | OURS[name], time.time()
+    call("train.py", {"data": corpus.data, "run": folder} | flags, **pinned(config.threads, pin=False))
+    validations = (record for record in read_run(folder).records if "valid/bleu" in record)
+    return [((record["time"] - begun) / 60, record["valid/bleu"]) for record in validations]
 
 
 def peer(config: Config, folder: Path, corpus, name: str) -> list[tuple[float, float]]:
@@ -86,17 +86,17 @@ def peer(config: Config, folder: Path, corpus, name: str) -> list[tuple[float, f
     rows = [prepared.validation[row] for row in range(min(BLEU_ROWS, len(prepared.validation_rows)))]
     for side, sentences in zip(SIDES, zip(*rows)):
         (folder / f"valid.{side}").write_text(as_words(sentences, side))
-    words = marian(config, folder, corpus, name) if name in MARIAN else hf(config, folder, corpus, name)
-    environment = os.environ | pinned(config.threads, pin=False) | (KEEP_MEMORY if name in HF else {})
+    environment = os.environ | pinned(config.threads, pin=False)
+    if name in MARIAN:
+        words = marian(config, folder, corpus, name)
+    else:  # MarianMTModel: in bf16 where ours is, with kept memory
+        task = Task("learn", str(corpus.folder), variant=HF[name], outputs=str(folder), every=config.every)
+        words = [sys.executable, "-m", "benchmarks.peers.marian", json.dumps(asdict(task))]
+        environment |= KEEP_MEMORY
     begun = time.time()
-    with open(folder / "log", "w") as log:
-        process = subprocess.Popen(words, env=environment, stdout=log, stderr=log)
-        try:
-            process.wait(60 * config.minutes)
-            raise UserError(f"{name} ended with {process.returncode}; its lines are in {folder}/log")
-        except subprocess.TimeoutExpired:
-            process.kill()  # there is nothing to save
-            process.wait()
+    with open(folder / "log", "w") as log, suppress(subprocess.TimeoutExpired):  # killed: there is nothing to save
+        done = subprocess.run(words, env=environment, stdout=log, stderr=log, timeout=60 * config.minutes)
+        raise UserError(f"{name} ended with {done.returncode}; its lines are in {folder}/log")
     references = [reference for _, reference in prepared.validation_rows[: len(rows)]]
     points = []
     for file in sorted(folder.glob("*.out")):
@@ -104,12 +104,6 @@ def peer(config: Config, folder: Path, corpus, name: str) -> list[tuple[float, f
         score = corpus_bleu(references=references, hypotheses=decode(prepared.target_tokenizer, ids), smooth=True)
         points.append(((float(file.stem) - begun) / 60, score))
     return points
-
-
-def hf(config: Config, folder: Path, corpus, name: str) -> list[str]:
-    """The command of MarianMTModel's training, in bf16 where ours is, with kept memory: benchmarks/peers/marian.py."""
-    task = Task("learn", str(corpus.folder), variant=HF[name], outputs=str(folder), every=config.every)
-    return [sys.executable, "-m", "benchmarks.peers.marian", json.dumps(asdict(task))]
 
 
 def marian(config: Config, folder: Path, corpus, name: str) -> list[str]:

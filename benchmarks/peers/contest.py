@@ -36,8 +36,6 @@ KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"
 
 @dataclass(frozen=True)
 class Contestant:
-    """How to start one."""
-
     module: str  # benchmarks/peers/MODULE.py
     settings: dict = field(default_factory=dict)  # of its `Task`
     toolkit: str = ""  # its environment; "": the project's own
@@ -47,9 +45,7 @@ class Contestant:
 
 @dataclass
 class Task:
-    """What a contestant is to do."""
-
-    what: str  # train or decode; marian: learn
+    what: str  # train or decode; marian: learn; toolkits: which
     corpus: str  # folder made by benchmarks.corpus
     seconds: float = 20.0  # of measuring, after the warm-up
     threads: int = 2
@@ -57,7 +53,6 @@ class Task:
     sizes: dict = field(default_factory=lambda: SIZES["lab"])  # of the model
     tokens_per_batch: int = 4096  # target tokens, where it counts tokens
     variant: str = ""  # of this contestant: fp32, int8, …
-    parity: bool = False  # ours: also the loss after five steps without dropout
     weights: str = ""  # decode: folder with weights.pt, the project's
     length: int = 0  # tokens of every output, end suppressed; 0: to the end
     rows: int = 0  # decode only so many test sentences; 0: all
@@ -112,10 +107,16 @@ def wait_for_gpu() -> None:
         torch.cuda.synchronize()
 
 
+def memory_gib(which: str = "VmHWM") -> float:
+    """The most that this process, or its tensors on a GPU, held so far; with VmRSS what they hold now."""
+    if torch.cuda.is_initialized():
+        return (torch.cuda.max_memory_allocated() if which == "VmHWM" else torch.cuda.memory_allocated()) / GIB
+    return held_gib(which)
+
+
 def report(figures: dict) -> None:
     """Print the figures for the process that started this one."""
-    figures["peak_gib"] = torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_initialized() else held_gib()
-    print(json.dumps(figures), file=sys.__stdout__, flush=True)
+    print(json.dumps(figures | {"peak_gib": memory_gib()}), file=sys.__stdout__, flush=True)
 
 
 class TrainingClock:
@@ -123,7 +124,7 @@ class TrainingClock:
 
     `step(source_tokens, target_tokens)` is called at the start of every optimiser step and so counts everything from there to
     the next one: loading, forward, backward, update, logging. Once `seconds` are over it reports and ends the process.
-    `more`: further figures to report.
+    `step_gib`: what the steps took beside what was there before the first. `more`: further figures to report.
     """
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.perf_counter, **more: float):
@@ -132,7 +133,9 @@ class TrainingClock:
 
     def step(self, source_tokens: int, target_tokens: int) -> None:
         """A step over so many real tokens (end tokens counted, padding not) begins now."""
-        if self.steps == 0:
+        if self.steps == -WARM_STEPS:
+            self.held = memory_gib("VmRSS")
+        elif self.steps == 0:
             wait_for_gpu()
             self.begun = self.now()
         elif self.steps > 0 and self.now() - self.begun >= self.seconds:
@@ -140,7 +143,8 @@ class TrainingClock:
             seconds = self.now() - self.begun  # of all steps but the one that begins now
             report({"target_tokens_per_second": self.target / seconds,
                     "tokens_per_second": (self.source + self.target) / seconds, "seconds_per_step": seconds / self.steps,
-                    "target_tokens_per_step": self.target / self.steps, "steps": self.steps, **self.more})  # fmt: skip
+                    "target_tokens_per_step": self.target / self.steps, "steps": self.steps,
+                    "step_gib": memory_gib() - self.held, **self.more})  # fmt: skip
             sys.stderr.flush()
             os._exit(0)  # some toolkits would now write checkpoints
         self.steps += 1
@@ -154,13 +158,11 @@ def time_decoding(task: Task, corpus: Corpus, decode: Callable, warm: bool = Tru
     `read(decode())` are the output ids of every sentence without begin and end; the reading is not timed. Each sentence
     counts its tokens, and one more for its end where that was not suppressed.
     """
-    passes, begun = [], time.perf_counter()
-    while len(passes) < 1 + warm or time.perf_counter() - begun < task.seconds:
-        start = time.perf_counter()
+    passes = []
+    while len(passes) < 1 + warm or sum(passes[warm:]) < task.seconds:
+        begun = time.perf_counter()
         outputs = decode()
-        passes.append(time.perf_counter() - start)
-        if warm and len(passes) == 1:
-            begun = time.perf_counter()
+        passes.append(time.perf_counter() - begun)
     outputs = read(outputs)
     lengths = [len(output) for output in outputs]
     if len(lengths) != len(corpus.test) or (task.length and set(lengths) != {task.length}):
@@ -171,10 +173,3 @@ def time_decoding(task: Task, corpus: Corpus, decode: Callable, warm: bool = Tru
     tokens = sum(lengths) + (0 if task.length else len(lengths))
     report({"tokens_per_second": tokens / seconds, "sentences_per_second": len(lengths) / seconds, "seconds": seconds,
             "first_seconds": passes[0], "tokens": tokens, "sentences": len(lengths), "passes": len(passes) - warm})  # fmt: skip
-
-
-def work_folder(corpus: Corpus, name: str) -> Path:
-    """Where a toolkit keeps its own form of the corpus and its checkpoints."""
-    folder = corpus.folder / "peers" / name
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder

@@ -9,15 +9,15 @@ Like for like: the same weights, the same tokens, greedy search, a cache. It onl
 import sys
 from pathlib import Path
 
+import ctranslate2
+import torch
+
 from benchmarks.peers.contest import run_peer, time_decoding
 from serving.to_ctranslate2 import convert, name_special
 
 
 def decode(task, corpus) -> None:
     """All test sentences in one call."""
-    import ctranslate2
-    import torch
-
     folder = Path(task.weights) / "ctranslate2"
     if not (folder / "model.bin").exists():
         weights = {name: tensor.float().numpy() for name, tensor in torch.load(folder.parent / "weights.pt").items()}
@@ -30,8 +30,7 @@ def decode(task, corpus) -> None:
     threads = dict(inter_threads=workers, intra_threads=max(1, task.threads // workers))
     translator = ctranslate2.Translator(str(folder), device=task.device, compute_type=kind, **threads)
     print("computes in", translator.compute_type, "of", ctranslate2.get_supported_compute_types("cpu"), file=sys.stderr)
-    lines = (corpus.folder / "test.src").read_text(encoding="utf-8").splitlines()[: len(corpus.test)]
-    sources = [line.split() for line in lines]
+    sources = [[f"s{id}" for id in source] for source, _ in corpus.test]
     limits = [task.length or (len(source) + 1) * 3 // 2 + 10 for source in sources]
 
     def once():

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from benchmarks.peers.contest import LABEL_SMOOTHING, LEARNING_RATE, TrainingClock, run_peer, time_decoding
+from data import Batch, Collate
 from model import sinusoids
 
-LENGTH = 128
-SENTENCES = 32
+LENGTH, SENTENCES = 128, 32  # of a batch
 
 
 class Seq2Seq(nn.Module):
@@ -44,29 +44,27 @@ class Seq2Seq(nn.Module):
         return self.output(hidden)
 
 
-def padded(rows, pad: int, length: int) -> torch.Tensor:
-    """(B, length) ids"""
-    out = torch.full((len(rows), length), pad)
-    for row, ids in zip(out, rows):
-        row[: len(ids)] = torch.as_tensor(ids)
-    return out
+def labels(batch: Batch, pad: int) -> torch.Tensor:
+    """(B, T) what is to be predicted: `tgt_out`, and behind each sentence padding."""
+    places = torch.full_like(batch.tgt_in, pad)
+    places.view(-1)[batch.real] = batch.tgt_out
+    return places
 
 
 def train(task, corpus) -> None:
     """Random batches of 32, padded to 128 beforehand as the handout's tokenizer call does."""
     source, target = corpus.source_ids, corpus.target_ids
-    src = padded([[*s.tolist(), source["eos"]] for s, _ in corpus.train], source["pad"], LENGTH)
-    tgt = padded([[target["bos"], *t.tolist(), target["eos"]] for _, t in corpus.train], target["pad"], LENGTH + 1)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(src, tgt), SENTENCES, shuffle=True)
+    every = Collate(source, target, pad_multiple=LENGTH)(corpus.train)
+    pairs = torch.utils.data.TensorDataset(every.src, every.tgt_in, labels(every, target["pad"]))
+    loader = torch.utils.data.DataLoader(pairs, SENTENCES, shuffle=True)
     model = Seq2Seq(task.sizes, corpus).to(task.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     criterion = nn.CrossEntropyLoss(ignore_index=target["pad"], label_smoothing=LABEL_SMOOTHING)
     clock = TrainingClock(task.seconds)
     while True:
-        for src, tgt in loader:
-            clock.step((src != source["pad"]).sum(), (tgt[:, 1:] != target["pad"]).sum())
-            src, tgt = src.to(task.device), tgt.to(task.device)
-            tgt_in, tgt_out = tgt[:, :-1], tgt[:, 1:]
+        for src, tgt_in, tgt_out in loader:
+            clock.step((src != source["pad"]).sum(), (tgt_out != target["pad"]).sum())
+            src, tgt_in, tgt_out = src.to(task.device), tgt_in.to(task.device), tgt_out.to(task.device)
             logits = model(src, tgt_in, src == source["pad"], tgt_in == target["pad"])
             loss = criterion(logits.flatten(0, 1), tgt_out.flatten())
             optimizer.zero_grad()
@@ -78,7 +76,7 @@ def train(task, corpus) -> None:
 @torch.no_grad()
 def decode(task, corpus) -> None:
     """The whole model, encoder too, once for every token, until all sentences of the batch have ended."""
-    source, target = corpus.source_ids, corpus.target_ids
+    collate, eos = Collate(corpus.source_ids, corpus.target_ids, pad_multiple=LENGTH), corpus.target_ids["eos"]
     model = Seq2Seq(task.sizes, corpus).eval()
     # The project's own: the names are the same, for the parts are.
     model.load_state_dict(torch.load(f"{task.weights}/weights.pt"))
@@ -87,18 +85,18 @@ def decode(task, corpus) -> None:
     def once() -> list[list[int]]:
         outputs = []
         for first in range(0, len(corpus.test), SENTENCES):
-            rows = [[*s.tolist(), source["eos"]] for s, _ in corpus.test[first : first + SENTENCES]]
-            src = padded(rows, source["pad"], LENGTH).to(task.device)
-            tgt = torch.full((len(rows), 1), target["bos"], device=task.device)
-            limits = [task.length or len(row) * 3 // 2 + 10 for row in rows]
+            sources = [source for source, _ in corpus.test[first : first + SENTENCES]]
+            src, src_pad = (tensor.to(task.device) for tensor in collate.pad_sources(sources))
+            tgt = torch.full((len(src), 1), corpus.target_ids["bos"], device=task.device)
+            limits = [task.length or (len(source) + 1) * 3 // 2 + 10 for source in sources]
             for _ in range(max(limits)):
-                logits = model(src, tgt, src == source["pad"], tgt == target["pad"])[:, -1]
+                logits = model(src, tgt, src_pad, tgt == corpus.target_ids["pad"])[:, -1]
                 if task.length:
-                    logits[:, target["eos"]] = -math.inf
+                    logits[:, eos] = -math.inf
                 tgt = torch.cat([tgt, logits.argmax(-1, keepdim=True)], 1)
-                if not task.length and (tgt == target["eos"]).any(1).all():
+                if not task.length and (tgt == eos).any(1).all():
                     break
-            outputs += [cut(ids, limit, target["eos"]) for ids, limit in zip(tgt[:, 1:].tolist(), limits)]
+            outputs += [cut(ids, limit, eos) for ids, limit in zip(tgt[:, 1:].tolist(), limits)]
         return outputs
 
     time_decoding(task, corpus, once, warm=False)

@@ -19,8 +19,8 @@ from transformers import MarianConfig, MarianMTModel
 
 from benchmarks.corpus import as_ids, as_words
 from benchmarks.peers.contest import LABEL_SMOOTHING, LEARNING_RATE, TrainingClock, run_peer, time_decoding
-from benchmarks.peers.handout import cut, padded
-from data import BucketSampler
+from benchmarks.peers.handout import cut, labels
+from data import BucketSampler, Collate
 from engine.config import write_whole
 from engine.precision import choose_precision
 
@@ -45,23 +45,18 @@ def build(sizes: dict, corpus) -> MarianMTModel:
 
 
 def make_step(task, corpus, model, optimizer, autocast: Callable, clip: float = 0.0) -> Callable:
-    """→ a function that takes one step over these rows: the loss over all places, the padded ones ignored.
-
-    Before that it tells `begin` the real tokens of both sides.
-    """
-    source, target = corpus.source_ids, corpus.target_ids
-    criterion = nn.CrossEntropyLoss(ignore_index=target["pad"], label_smoothing=LABEL_SMOOTHING)
+    """→ a function that tells `begin` the real tokens of these rows and takes one step: padded places count nothing."""
+    collate, pad = Collate(corpus.source_ids, corpus.target_ids), corpus.target_ids["pad"]
+    criterion = nn.CrossEntropyLoss(ignore_index=pad, label_smoothing=LABEL_SMOOTHING)
 
     def take_step(rows, begin: Callable = lambda source_tokens, target_tokens: None) -> None:
-        sources = [[*corpus.train[row][0].tolist(), source["eos"]] for row in rows]
-        targets = [[target["bos"], *corpus.train[row][1].tolist(), target["eos"]] for row in rows]
-        begin(sum(map(len, sources)), sum(map(len, targets)) - len(targets))
-        src = padded(sources, source["pad"], max(map(len, sources))).to(task.device)
-        tgt = padded(targets, target["pad"], max(map(len, targets))).to(task.device)
-        attended = (src != source["pad"]).long()
+        batch = collate([corpus.train[row] for row in rows])
+        begin(batch.source_tokens, batch.target_tokens)
+        batch = batch.to(torch.device(task.device))
         with autocast():
-            logits = model(src, attention_mask=attended, decoder_input_ids=tgt[:, :-1], use_cache=False).logits
-            loss = criterion(logits.flatten(0, 1), tgt[:, 1:].flatten())
+            attended = (~batch.src_pad).long()
+            logits = model(batch.src, attention_mask=attended, decoder_input_ids=batch.tgt_in, use_cache=False).logits
+            loss = criterion(logits.flatten(0, 1), labels(batch, pad).flatten())
         optimizer.zero_grad()
         loss.backward()
         if clip:
@@ -75,8 +70,7 @@ def make_step(task, corpus, model, optimizer, autocast: Callable, clip: float = 
 def train(task, corpus) -> None:
     """Batches of similar length."""
     tuned = task.variant == "tuned"
-    if tuned:
-        torch.set_float32_matmul_precision("medium")
+    torch.set_float32_matmul_precision("medium" if tuned else "highest")
     model = build(task.sizes, corpus).to(task.device).train()
     optimizer = Adam(model.parameters(), lr=LEARNING_RATE, betas=BETAS)
     autocast = partial(torch.autocast, "cuda", torch.bfloat16, enabled=tuned and task.device != "cpu")
@@ -112,14 +106,13 @@ def learn(task, corpus) -> None:
 
 def translate(task, corpus, model, sources) -> list[list[int]]:
     """`generate`, greedy, sentences sorted by length; → ids behind the begin token, until all of a batch have ended."""
-    source, outputs = corpus.source_ids, [[]] * len(sources)
+    collate, outputs = Collate(corpus.source_ids, corpus.target_ids), [[]] * len(sources)
     order = sorted(range(len(sources)), key=lambda row: -len(sources[row]))
     for rows in (order[first : first + task.batch] for first in range(0, len(order), task.batch)):
-        ids = [[*sources[row].tolist(), source["eos"]] for row in rows]
-        src = padded(ids, source["pad"], len(ids[0])).to(task.device)
+        src, src_pad = (tensor.to(task.device) for tensor in collate.pad_sources([sources[row] for row in rows]))
         generated = model.generate(
-            input_ids=src, attention_mask=(src != source["pad"]).long(), num_beams=1, do_sample=False, use_cache=True,
-            min_new_tokens=task.length, max_new_tokens=task.length or len(ids[0]) * 3 // 2 + 10,
+            input_ids=src, attention_mask=(~src_pad).long(), num_beams=1, do_sample=False, use_cache=True,
+            min_new_tokens=task.length, max_new_tokens=task.length or src.size(1) * 3 // 2 + 10,
         )  # fmt: skip
         for row, ids in zip(rows, generated[:, 1:].tolist()):  # the first is the begin token
             outputs[row] = ids

@@ -1,11 +1,13 @@
 """Contestant "ours": this project, as train.py trains and evaluate.py decodes. Other benchmarks time its steps too.
 
 `--variant` is a precision, fp32, bf16, fp16 or int8, with words before it: plain- does without fast/, random- has batches of 128
-sentences of any length, captured- trains or decodes by CUDA graphs. For example plain-bf16.
+sentences of any length, captured- trains or decodes by CUDA graphs, muon- trains by train.py's own optimiser, where all others
+have Adam. For example plain-bf16.
 Its Python threads must not be pinned to a core by GOMP_CPU_AFFINITY when it decodes: each takes a batch of its own.
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count, islice
@@ -13,11 +15,12 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 import decoding
 import fast
-from benchmarks.peers.contest import LABEL_SMOOTHING, LEARNING_RATE, TrainingClock, run_peer, time_decoding
+from benchmarks.peers.contest import LABEL_SMOOTHING, LEARNING_RATE, WARM_STEPS, TrainingClock, run_peer, time_decoding
 from data import Batch, BucketSampler, Collate, batches_of
 from engine.distributed import choose_device
 from engine.precision import Precision, choose_precision
@@ -26,7 +29,6 @@ from fast.muon import make_optimizer
 from model import ModelConfig, SummedLoss, Translator
 
 CLIP = 1.0  # train.py's default; the other contestants do not clip
-PARITY_STEPS = 5
 
 
 def make_trainer(
@@ -34,8 +36,8 @@ def make_trainer(
 ) -> Callable:
     """A fresh model, always the same, with train.py's loss; → a function that takes one step. The peers have AdamW.
 
-    It is given a batch and what the summed loss is divided by (the batch's own tokens if nothing is said), and returns the
-    unsmoothed loss a token, still on the device. `wrap` is put round the loss: DDP, CUDA graphs.
+    It is given a batch and what the summed loss is divided by (the batch's own tokens if nothing is said). `wrap` is put
+    round the loss: DDP, CUDA graphs.
     """
     torch.manual_seed(1)
     plain or fast.keep_tensors_together(precision.device)
@@ -45,53 +47,84 @@ def make_trainer(
     optimizer = make_optimizer(optimizer, model, model.transformer, LEARNING_RATE, precision.dtype)
     steps = count(1)
 
-    def take_step(batch: Batch, tokens: float = 0.0) -> Tensor:
+    def take_step(batch: Batch, tokens: float = 0.0) -> None:
         batch = batch.to(precision.device)
         with precision.autocast():
-            smoothed, unsmoothed = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
+            smoothed, _ = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
         precision.backward(smoothed / (tokens or batch.target_tokens))
         precision.step(optimizer, parameters, CLIP, next(steps))
-        return unsmoothed.detach() / batch.target_tokens
 
     return take_step
 
 
-def sizes_for(task, corpus, **changed) -> ModelConfig:
-    """The sizes that the task asks for, with the corpus's vocabularies."""
-    return ModelConfig(corpus.source_vocab, corpus.target_vocab, **task.sizes | changed)
+def time_steps(step: Callable[[], int], steps: int, slowest: Callable = lambda seconds: seconds) -> dict[str, float]:
+    """So many steps after the warm-up; `step` takes one and tells its target tokens, `slowest` the time of all processes."""
+    for _ in range(WARM_STEPS):
+        step()
+    slowest(0.0)  # all begin together
+    begun = time.perf_counter()
+    tokens = sum(step() for _ in range(steps))
+    seconds = slowest(time.perf_counter() - begun)
+    return {"target_tokens_per_second": tokens / seconds, "seconds_per_step": seconds / steps}
 
 
 def train(task, corpus) -> None:
     """The loop of train.py without its log and checkpoints."""
     *words, name = task.variant.split("-")
     device = choose_device(task.device, 0)
-    precision = choose_precision(device, name, training=True)
-    buckets, wrap, more, captured = BucketSampler(corpus.lengths, task.tokens_per_batch), lambda loss: loss, {}, []
-    if "captured" in words:
+    precision, captured = choose_precision(device, name, training=True), None
+    buckets = BucketSampler(corpus.lengths, task.tokens_per_batch)
 
-        def wrap(loss):
-            captured.append(fast.captured_loss(loss, precision.dtype, buckets))
-            return captured[-1] or loss
+    def capture(loss):
+        nonlocal captured
+        captured = fast.captured_loss(loss, precision.dtype, buckets) if "captured" in words else None
+        return captured or loss
 
-    trainer = partial(make_trainer, precision=precision, plain={"plain", "captured"} & {*words}, wrap=wrap)
-    collate = Collate(corpus.source_ids, corpus.target_ids)
-    if task.parity:
-        take_step = trainer(sizes_for(task, corpus, dropout=0.0))
-        for rows in islice(buckets, PARITY_STEPS):
-            more["loss"] = take_step(collate([corpus.train[row] for row in rows])).item()
-    if device.type == "cuda":
-        more["peak_tflops"] = measured_peak_flops(device, precision.dtype) / 1e12
+    more = {"peak_tflops": measured_peak_flops(device, precision.dtype) / 1e12} if device.type == "cuda" else {}
+    sizes, plain = ModelConfig(corpus.source_vocab, corpus.target_vocab, **task.sizes), {"plain", "captured"} & {*words}
+    take_step = make_trainer(sizes, precision, plain, capture, "muon" if "muon" in words else "adamw")
     batches = random_batches(len(corpus.train)) if "random" in words else buckets
-    take_step, clock = trainer(sizes_for(task, corpus)), TrainingClock(task.seconds, **more)
-    batches = batches_of(corpus.train, batches, collate, 0, device)
-    warm = 2 * buckets.steps_per_epoch if any(captured) else 0  # each shape once as it is, then captured
+    batches = batches_of(corpus.train, batches, Collate(corpus.source_ids, corpus.target_ids), 0, device)
+    warm = 2 * buckets.steps_per_epoch if captured else 0  # each shape once as it is, then captured
     for batch in islice(batches, warm):
         take_step(batch)
-    if captured and not getattr(captured[-1], "captured", None):
+    if "captured" in words and not getattr(captured, "captured", None):
         raise RuntimeError("no CUDA graphs: this is no CUDA device, or a capture failed")
+    if device.type == "cuda":
+        more |= ask_of_gpu(take_step, batches)
+    clock = TrainingClock(task.seconds, **more)
     for batch in batches:
         clock.step(batch.source_tokens, batch.target_tokens)
         take_step(batch)
+
+
+def ask_of_gpu(take_step: Callable, batches: Iterator[Batch], steps: int = 10) -> dict[str, float]:
+    """What a step asks: CPU time, time waited for data, kernels, and the share of the time in which one runs.
+
+    A GPU whose step takes less than the CPU's waits for Python. A wait for the GPU that PyTorch knows of is an error here.
+    """
+    for batch in islice(batches, WARM_STEPS):
+        take_step(batch)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    waited, cpu = 0.0, time.process_time()
+    for _ in range(steps):
+        begun = time.perf_counter()
+        batch = next(batches)
+        waited += time.perf_counter() - begun
+        take_step(batch)
+    figures = {"cpu_ms": 1e3 * (time.process_time() - cpu) / steps, "wait_ms": 1e3 * waited / steps}
+    torch.cuda.set_sync_debug_mode("default")
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for batch in islice(batches, steps):
+            take_step(batch)
+        torch.cuda.synchronize()
+    on_gpu = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    spans = [event.time_range for event in on_gpu if not event.is_user_annotation]  # a name spans its kernels
+    if spans:  # else the profiler sees none
+        whole = max(span.end for span in spans) - min(span.start for span in spans)
+        figures |= {"kernels": len(spans) / steps, "gpu_busy": sum(span.elapsed_us() for span in spans) / whole}
+    return figures
 
 
 def random_batches(pairs: int) -> Iterator[list[int]]:
@@ -106,7 +139,8 @@ def decode(task, corpus) -> None:
     *words, name = task.variant.split("-")
     device = choose_device(task.device, 0)
     precision = choose_precision(device, "fp32" if name == "int8" else name)
-    model = Translator(sizes_for(task, corpus)).eval().requires_grad_(False)
+    sizes = ModelConfig(corpus.source_vocab, corpus.target_vocab, **task.sizes)
+    model = Translator(sizes).eval().requires_grad_(False)
     model.load_state_dict(torch.load(f"{task.weights}/weights.pt"))
     limit = decoding.output_limit
     if task.length:  # no output may end before it, and none goes on after
