@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.corpus import Corpus, as_ids, load_corpus
-from benchmarks.measuring import Row, measure, tokens_of
+from benchmarks.measuring import Row, in_new_process, measure, tokens_of
 from benchmarks.peers.contest import SIZES, Contestant, Task, choose, start
 from engine.config import flag, parse_flags
 from engine.distributed import choose_device
@@ -57,7 +57,7 @@ class Config:
 
 def main(config: Config) -> list[Row]:
     """Take turns, print the tables; → the rows of speed."""
-    choose_device(config.device, 0)  # which must be there
+    in_new_process(choose_device, config.device, 0)  # which must be there; in this process it would hold the card
     names = choose(config.contestants or (EVERYBODY if config.device == "cpu" else ON_GPU), CONTESTANTS)
     if config.ckpt:
         trained, length = load_trained(config.ckpt), 0

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measuring import ROOT, describe_machine, machine, write_json
+from benchmarks.measuring import ROOT, describe_machine, in_new_process, machine, write_json
 from benchmarks.peers.contest import SIZES, choose
 from engine.config import flag, parse_flags
 from engine.distributed import choose_device, hidden_gpus
@@ -60,17 +60,17 @@ class Config:
 
 def main(config: Config) -> int:
     """Do what is not done yet, write, sum up; → the exit code."""
-    device, out = choose_device(config.device, 0), ROOT / config.out
+    device, described, taken = in_new_process(look_at, config.device)  # in this process it would hold the card
+    out = ROOT / config.out
     if config.device == "auto" and device.type == "cpu":
         raise UserError(f"{hidden_gpus() or 'PyTorch sees no GPU'}; for a rehearsal: --device cpu --presets tiny")
-    facts = {"settings": asdict(config), "device": choose_precision(device).describe(),
-             "cuda": torch.version.cuda, "commit": machine()["commit"]}  # fmt: skip
+    facts = {"settings": asdict(config), "device": described, "cuda": torch.version.cuda, "commit": machine()["commit"]}
     print(f"{facts['device']}\n{describe_machine()}")
     earlier = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
     same = all(earlier.get(name) == fact for name, fact in facts.items())
     done = {name: stage for name, stage in earlier["stages"].items() if not stage["failed"]} if same else {}
     folder = out.with_suffix("")
-    for name, commands in stages(config, device, folder).items():
+    for name, commands in stages(config, device, taken, folder).items():
         print(f"\n{name}" + ": done before" * (name in done), flush=True)
         if name not in done:
             done[name] = run(commands, LIMIT + 60 * config.minutes)
@@ -85,9 +85,15 @@ def main(config: Config) -> int:
     return int(bool(failed))
 
 
-def stages(config: Config, device: torch.device, folder: Path) -> dict[str, list[str]]:
+def look_at(name: str) -> tuple[torch.device, str, str]:
+    """The device, in words, and the format that it trains in."""
+    device = choose_device(name, 0)
+    return device, choose_precision(device).describe(), choose_precision(device, training=True).name
+
+
+def stages(config: Config, device: torch.device, taken: str, folder: Path) -> dict[str, list[str]]:
     """The commands of every stage, in order: first what is wrong, last what takes long. They write into the folder."""
-    on_gpu, taken = device.type == "cuda", choose_precision(device, training=True).name
+    on_gpu = device.type == "cuda"
     training = ",".join(f"ours-{name}" for name in (FORMATS[taken] if on_gpu else "fp32").split())
     decoding = f"ours-plain-{taken},ours-captured-{taken}" if on_gpu else "ours-fp32"
     data, out = config.data or os.environ.get("MINIDATASET", ""), shlex.quote(str(folder))

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.corpus import Corpus, load_corpus
-from benchmarks.measuring import ROOT, Row, compare, measure, read_json, tokens_of
+from benchmarks.measuring import ROOT, Row, compare, in_new_process, measure, read_json, tokens_of
 from benchmarks.peers.contest import KEEP_MEMORY, OLD_LOAD, SIZES, Contestant, Task, choose, start
 from engine.config import flag, parse_flags
 from engine.distributed import choose_device
@@ -69,7 +69,7 @@ class Config:
 
 def main(config: Config) -> list[Row]:
     """Take turns, print the table; → its rows."""
-    choose_device(config.device, 0)  # which must be there
+    in_new_process(choose_device, config.device, 0)  # which must be there; in this process it would hold the card
     config.out = config.out or f"runs/benchmarks/{config.part}.json"
     if config.device != "cpu" and config.part == "limits":
         raise UserError("--part limits is measured on a CPU only")

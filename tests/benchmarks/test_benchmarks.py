@@ -463,7 +463,10 @@ def test_the_gpu_benchmark(toy_data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu.subprocess, "Popen", process)
     monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 2)
     stages = gpu.stages
-    monkeypatch.setattr(gpu, "stages", lambda config, _, folder: stages(config, torch.device("cuda", 0), folder))
+    monkeypatch.setattr(
+        gpu, "stages", lambda config, _, taken, folder: stages(config, torch.device("cuda", 0), taken, folder)
+    )
+    monkeypatch.setattr(gpu, "in_new_process", lambda function, *arguments: function(*arguments))
     monkeypatch.setattr(gpu, "choose_precision", lambda *_, **__: choose_precision(torch.device("cpu")))
     monkeypatch.setattr("benchmarks.measuring.machine", dict)
     monkeypatch.setattr(gpu, "machine", lambda: {"commit": "1"})
