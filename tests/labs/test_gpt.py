@@ -31,10 +31,11 @@ from engine.precision import choose_precision
 from labs.gpt import compare, generate, plan
 from labs.gpt.__main__ import Config, sizes_of, train
 from labs.gpt.checkpoints import checkpoint_of, convert, load_weights, newest, optimizer_tensors
-from labs.gpt.data import Data, read_documents
+from labs.gpt.data import Data, load, read_documents
 from labs.gpt.model import GPT, HuggingFaceGPT, mean_loss, weights_from_hf
 from labs.gpt.parallel import Layout, check_grid
 from labs.gpt.sizes import PRESETS, get_model_size, get_tflops
+from text.subwords import train_tokenizer
 
 STEPS = 20
 # 12 sequences a step: divisible by 2, 3 and 4; the vocabulary by none of them, so parts of a weight differ in size.
@@ -370,6 +371,15 @@ def test_only_abstracts_are_read(tmp_path):
     assert (len(splits["train"]), len(splits["validation"])) == (57, 3)
     assert splits["validation"][1].endswith('"quoted" 20.') and "SecretLabel" not in " ".join(splits["train"])
     assert "labels and keywords are not read" in note
+
+
+def test_another_tokenizer_in_the_same_folder_makes_other_data(tmp_path):
+    config = config_of(data=str(write_table(tmp_path / "wos")), tokenizer=str(tmp_path / "tokenizer"), batch_size=2)
+    keys = []
+    for words in ("some words of a text", "others, not the same"):
+        train_tokenizer([words], 300).save_pretrained(tmp_path / "tokenizer")
+        keys.append(load(config, sizes_of(config), tmp_path / "cache", print).key)
+    assert len(set(keys)) == 2
 
 
 def test_what_is_a_table_and_where_its_lines_end(tmp_path):
