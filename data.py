@@ -119,9 +119,7 @@ class BucketSampler(Sampler[np.ndarray]):
                 yield int(self.target[pairs].sum())
 
 
-def batches_of(
-    pairs, sampler: BucketSampler, collate: Callable, workers: int, device: torch.device
-) -> Iterator["Batch"]:
+def batches_of(pairs, sampler: BucketSampler, collate: Callable, workers: int, device) -> Iterator["Batch"]:
     """The sampler's micro-batches on the device, without end. Only its `close()` ends the loader's processes."""
     loader = DataLoader(
         pairs, batch_sampler=sampler, collate_fn=collate, num_workers=workers, pin_memory=device.type == "cuda",

@@ -99,9 +99,7 @@ def whole_copy(model: Translator) -> Translator:
     return copy
 
 
-def attention_of(
-    model: Translator, tokenizers: tuple, source: str, translation: str, widest: int = WIDEST
-) -> Attention:
+def attention_of(model: Translator, tokenizers: tuple, source: str, translation: str, widest=WIDEST) -> Attention:
     """Which source words the last layer looked at for each word of the translation, of at most `widest` tokens a side."""
     texts, longest = (normalise(source), translation), min(widest, model.config.max_length - 1)  # and an end token
     ids = [encode(tokenizer, [text], longest + 1)[0] for tokenizer, text in zip(tokenizers, texts)]  # + 1 shows a cut
