@@ -57,10 +57,8 @@ def end_at(line: str, first: int, unit: re.Match) -> int:
         return end if line[first : unit.start()].strip() and not goes_on else 0
     if text[-1] in "。！？":
         return end
-    in_chinese = re.match(f"(?![０-ｚ])[{HAN}]", follows) and text[-2:] not in (
-        "..",
-        "．．",
-    )  # not ３．１４, not 我...我
+    ellipsis = text[-2:] in ("..", "．．")  # 我...我不知道
+    in_chinese = not ellipsis and re.match(f"(?![０-ｚ])[{HAN}]", follows)  # not ３．１４
     spaced = not follows or line[end - 1].isspace() or bool(in_chinese)  # not 3.14, not a.com
     if not spaced or follows.islower():
         return 0
