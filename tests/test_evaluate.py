@@ -187,6 +187,10 @@ def test_teacher_forcing_is_labelled_and_flatters(toy_run):
         right += (logits.argmax(-1) == batch.tgt_out).sum().item()
         total += len(batch.tgt_out)
     assert rate == pytest.approx(100 * right / total, abs=0.2)
+    formats = []
+    trained.model.output.register_forward_hook(lambda part, taken, logits: formats.append(logits.dtype))
+    teacher_forced_match(trained, rows[:9], world, choose_precision(world.device, "bf16"))
+    assert set(formats) == {torch.float32}
 
 
 def test_data_without_splits_is_scored_on_the_part_that_was_cut_off(tmp_path):

@@ -347,7 +347,7 @@ def make_optimizer(layout: Layout) -> torch.optim.Optimizer:
 class AdamWOnCPU(torch.optim.AdamW):
     """The optimiser's state stays in host memory and the update is computed there (ZeRO-Offload, Ren et al. 2021).
 
-    Each gradient travels to the CPU and each new weight back: 8 bytes a weight and step, instead of 8 bytes a weight on the GPU.
+    Weights and gradients travel to the CPU and new weights back: 12 bytes a weight and step, for 8 bytes a weight on the GPU.
     """
 
     @torch.no_grad()

@@ -157,6 +157,16 @@ def test_shapes_are_thrown_away_all_at_once(monkeypatch):
     assert [round_up(rows, 8) for rows in (1, 8, 9, 100, 256, 257)] == [8, 8, 16, 128, 256, 512]
 
 
+@pytest.mark.parametrize("free, crowded", [(20, False), (14, True)])  # of 100; 10 more are PyTorch's own
+def test_buffers_go_when_little_memory_is_left(free, crowded, monkeypatch):
+    steps = rehearse(lively_model())
+    assert not steps.is_crowded()  # on a CPU
+    steps.device = torch.device("cuda")
+    for name, told in {"mem_get_info": (free, 100), "memory_reserved": 30, "memory_allocated": 20}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, told=told: told)
+    assert steps.is_crowded() == crowded
+
+
 def test_what_nan_left_behind_does_not_stay():
     model, batch = lively_model(), make_batch(0, 10, 20)
     steps = rehearse(model)
