@@ -26,6 +26,7 @@ class Config:
     max_length: int = flag(512, "longest sentence in tokens, end included; longer dropped", "Data", least=8)
     match_domain: bool = flag(True, "leave out pairs whose words are unlike validation's", "Data", before=False)
     match_lengths: bool = flag(True, "leave out short targets, until train is like validation", "Data", before=False)
+    match_late: bool = flag(True, "leave them out only while the rate falls", "Data", before=False)
     workers: int = flag(0, "processes that load batches; 0: none extra", "Data", least=0, most=1000)
 
     preset: str = flag("lab", "model size (lab|base|big); the flags below change it", "Model")
@@ -118,7 +119,7 @@ def train(config: Config) -> Path:
         # -------- data: made by rank 0 in the cache beside the runs; the other ranks wait, then read it
         folder, config.data = world.on_main(lambda: find_and_prepare(config, run.cache, log))
         prepared = load_prepared(folder)
-        prepared.match_validation(config.match_domain, config.match_lengths, log)
+        matched = prepared.match_validation(config.match_domain, config.match_lengths, log, late=config.match_late)
         if run.state and run.state["data_key"] != prepared.summary["key"]:
             raise UserError(f"--resume {run.folder}: {config.data} is not what the run began with; put it back")
 
@@ -145,18 +146,19 @@ def train(config: Config) -> Path:
         state = {"step": 0, "minutes": 0.0, "saved": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}
         state |= {"best_loss": None, "best_bleu": None, "validated": 0, "stale": 0}  # stale: validations since the best
         state |= {"world_size": world.size, "accumulate": 0, "plan": 0}  # how pairs were dealt; `plan_id`
+        state["matched_after"] = 0  # the step after which pairs were left out; 0: not yet, or from the beginning
         state |= run.restore(model, optimizer, precision) or {}
 
         # -------- the pairs of each step, in this rank's micro-batches; a resumed run goes on with the same ones
         config.tokens_per_batch = config.tokens_per_batch or default_tokens_per_batch(prepared, world.device)
         collate = collate_for(prepared, pad_multiple=16 if config.compile else 1, longest=config.max_length)
-        new_sampler = partial(BucketSampler, prepared.train.lengths, config.tokens_per_batch, seed=config.seed,
-                              rank=world.rank, world_size=world.size)  # fmt: skip
+        sampler_of = partial(BucketSampler, tokens_per_batch=config.tokens_per_batch, seed=config.seed,
+                             rank=world.rank, world_size=world.size)  # fmt: skip
 
         def try_heaviest_steps(accumulate: int) -> None:
             """Run out of memory now, if ever. `held`: as large as AdamW's two averages and the buckets DDP sends."""
             held = [torch.empty_like(weight) for weight in parameters for _ in range(3)]
-            for pairs in new_sampler(accumulate=1).heaviest_steps():
+            for pairs in sampler_of(prepared.train.lengths).heaviest_steps():
                 batch = collate(prepared.train.__getitems__(pairs[:: accumulate * world.size])).to(world.device)
                 with precision.autocast():
                     loss, _ = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
@@ -167,29 +169,34 @@ def train(config: Config) -> Path:
         if not (accumulate or sharded):  # neither asked for nor known from before: as few as fit, on all ranks alike
             accumulate = int(world.maximum(fewest_parts(try_heaviest_steps, world.device))[0])
             model.zero_grad(set_to_none=True)
-        sampler = new_sampler(accumulate=accumulate or 1)
-        sampler.step = state["step"]
-        if run.state and (state["world_size"], state["plan"] or sampler.plan_id) != (world.size, sampler.plan_id):
-            log(sampler.describe_change(state))
-        loss_of = (captured and fast.captured_loss(loss_of, precision.dtype, sampler, log)) or loss_of
-        micro_batches = batches_of(prepared.train, sampler, collate, config.workers, world.device)
-        run.at_end.callback(micro_batches.close)  # ends the loader's processes, however the run ends
-        tokens_of_steps = sampler.target_tokens(state["step"])  # real ones, over all ranks
+        accumulate = accumulate or 1
+        samplers = [sampler_of(pairs.lengths, accumulate=accumulate) for pairs in (prepared.train, matched)]
+        steps_per_epoch = samplers[0].steps_per_epoch  # over all pairs, also when fewer are left
+        loss_of = (captured and fast.captured_loss(loss_of, precision.dtype, samplers[0], log)) or loss_of
+
+        def deal() -> tuple:
+            """The pairs after state["step"]: → micro-batches, and the real target tokens of every step, over all ranks."""
+            late = state["matched_after"] > 0
+            pairs, sampler = matched if late else prepared.train, samplers[late]
+            sampler.step = state["step"] - state["matched_after"]
+            if (state["world_size"], state["plan"] or sampler.plan_id) != (world.size, sampler.plan_id):
+                log(sampler.describe_change(state))
+            state.update(world_size=world.size, accumulate=accumulate, plan=sampler.plan_id)
+            micro_batches = batches_of(pairs, sampler, collate, config.workers, world.device)
+            run.at_end.callback(micro_batches.close)  # ends the loader's processes, however the run ends
+            return micro_batches, sampler.target_tokens(sampler.step)
+
+        micro_batches, tokens_of_steps = deal()
 
         # -------- the plan of the learning rate
-        total = config.max_steps or config.epochs * sampler.steps_per_epoch
-        plan = schedule.Schedule(**state["schedule"]) if run.state else schedule.plan(config.lr, config.warmup, total)
-        end = [config.max_steps or f"{config.epochs} epochs", config.max_minutes]  # a list, as JSON gives it back
-        asked = run.state and config.given & {"epochs", "max_steps", "max_minutes"}  # for checkpoints without `end`
-        if run.state and (state["end"] != end if "end" in state else asked):  # resumed, to end elsewhere
-            plan = plan.extended(state["step"], total)
-        state |= {"end": end, "world_size": world.size, "accumulate": sampler.accumulate, "plan": sampler.plan_id}
+        total = config.max_steps or config.epochs * steps_per_epoch
+        plan, state["end"] = schedule.plan_of_run(config, total, run.state)
         log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens per step, "
-            f"in {sampler.parts} part(s), {sampler.steps_per_epoch:,} steps per epoch, {plan.total:,} steps in total"
+            f"in {samplers[0].parts} part(s), {steps_per_epoch:,} steps per epoch, {plan.total:,} steps in total"
             + (f" or {config.max_minutes:g} minutes" if config.max_minutes else ""))  # fmt: skip
 
         # -------- what would break after an hour breaks now; from here on the folder is a run
-        validation = Validation(model, prepared, collate, run, precision, config.tokens_per_batch // sampler.parts)
+        validation = Validation(model, prepared, collate, run, precision, config.tokens_per_batch // samplers[0].parts)
         if world.is_main and not run.state:
             save_description(run.folder, sizes, prepared)
         run.begin()
@@ -198,7 +205,7 @@ def train(config: Config) -> Path:
         runner = world.data_parallel(torch.compile(loss_of, dynamic=True) if config.compile else loss_of)
         meter = Meter(config.log_every, measured_peak_flops(world.device, precision.dtype))
         bar = progress(total=plan.total, initial=state["step"], unit="step", desc=run.folder.name)
-        eval_every = config.eval_every or min(1000, max(250, sampler.steps_per_epoch))
+        eval_every = config.eval_every or min(1000, max(250, steps_per_epoch))
         # [smoothed, plain] loss summed since the log's last line, by rank; resumed with other ranks, rank 0 takes all.
         sums, window_steps = state["window"]["losses"], state["window"]["steps"]
         mine = sums[world.rank] if len(sums) == world.size else [sum(pair) * world.is_main for pair in zip(*sums)]
@@ -217,7 +224,7 @@ def train(config: Config) -> Path:
             run.scalars(step, values | figures | {"memory/peak_gib": peak_memory_gib(world.device)})
             left = plan.minutes_left(step, state["minutes"], config.max_minutes)
             bar.total = round(step * (1 + left / state["minutes"]))  # makes tqdm's own estimate equal `left`
-            log(f"step {step:>6,}  epoch {step / sampler.steps_per_epoch:5.2f}  loss {loss:.4f}  lr {lr:.2e}  "
+            log(f"step {step:>6,}  epoch {step / steps_per_epoch:5.2f}  loss {loss:.4f}  lr {lr:.2e}  "
                 f"|gradient| {norm:.2f}  {speed:,.0f} tokens/s  {left:,.1f} min left")  # fmt: skip
 
         def validate(step: int) -> bool:
@@ -245,20 +252,25 @@ def train(config: Config) -> Path:
         while not why_stop and (config.patience == 0 or state["stale"] < config.patience):  # else early stopping
             # Learning rate and randomness are functions of the step: a resumed run draws what it would have drawn anyway.
             step = state["step"] + 1
+            if step > plan.decay_start and not state["matched_after"] and len(matched) < len(prepared.train):
+                log(f"step {step:,}: from now on the {len(matched):,} pairs that are like validation's")
+                state |= {"matched_after": step - 1, "plan": 0}
+                micro_batches.close()
+                micro_batches, tokens_of_steps = deal()
             for group in optimizer.param_groups:
                 group["lr"] = plan.learning_rate(step)
             world.set_seed(config.seed, step)
-            model.set_dropout(sizes.dropout if step > config.dropout_after * sampler.steps_per_epoch else 0.0)
+            model.set_dropout(sizes.dropout if step > config.dropout_after * steps_per_epoch else 0.0)
 
             # The gradient of the loss over every pair of this step, in all micro-batches and on all ranks.
             tokens = next(tokens_of_steps)
-            for micro_batch in range(sampler.accumulate):
+            for micro_batch in range(accumulate):
                 waiting = time.perf_counter()
                 batch = next(micro_batches)
                 places = batch.src.numel() + batch.tgt_in.numel()  # tokens and padding
                 meter.add(batch.source_tokens, batch.target_tokens, places, time.perf_counter() - waiting)
                 # DDP averages gradients over the ranks while a backward pass runs; only the last one of a step needs it.
-                is_last = micro_batch == sampler.accumulate - 1
+                is_last = micro_batch == accumulate - 1
                 with contextlib.nullcontext() if is_last or sharded or world.size == 1 else runner.no_sync():
                     with precision.autocast():
                         smoothed, plain = runner(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)

@@ -73,3 +73,14 @@ def plan(peak: float, warmup: int, total: int) -> Schedule:
     """A schedule of `total` steps; `warmup` 0 means a tenth of them, at most 1,000."""
     warmup = min(warmup or max(1, min(1000, total // 10)), total)
     return Schedule(peak, warmup, total, max(1, math.ceil(total * (1 - DECAY_SHARE))), planned=warmup)
+
+
+def plan_of_run(config, total: int, saved: dict | None) -> tuple[Schedule, list]:
+    """The plan of a run, and the end that it was made for; `saved`: a checkpoint's, extended if its end was another."""
+    end = [config.max_steps or f"{config.epochs} epochs", config.max_minutes]  # a list, as JSON gives it back
+    if not saved:
+        return plan(config.lr, config.warmup, total), end
+    kept = Schedule(**saved["schedule"])
+    asked = config.given & {"epochs", "max_steps", "max_minutes"}  # for checkpoints without `end`
+    changed = saved["end"] != end if "end" in saved else asked
+    return kept.extended(saved["step"], total) if changed else kept, end

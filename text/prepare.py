@@ -63,26 +63,32 @@ class Prepared:
     validation_rows: list[tuple[str, str]]  # raw, in the order of `validation`
     summary: dict  # counts, sizes
 
-    def match_validation(self, domain: bool, lengths: bool, say) -> None:
-        """Leave out of train what is unlike validation: with `domain` pairs in other words, with `lengths` short targets.
+    def match_validation(self, domain: bool, lengths: bool, say, late: bool = False) -> TokenizedPairs:
+        """→ train without what is unlike validation: with `domain` pairs in other words, with `lengths` short targets.
 
         A model learns from its data what to write about, and how much to leave out. Of a small validation split chance alone
-        would make a gap.
+        would make a gap. `train` itself keeps them if they are left out `late`, when the learning rate falls.
         """
-        if len(self.validation) < TELLING_ROWS:
-            return
-        if domain:
+        matched = self.train
+        if domain and len(self.validation) >= TELLING_ROWS:
             sizes = [len(self.source_tokenizer), len(self.target_tokenizer)]
-            self._keep(like_validation(self.train, self.validation, sizes), "unlike validation", say)
-        if lengths:
-            self._keep(without_short_targets(self.train.lengths, self.validation.lengths), "short target", say)
+            rows = like_validation(matched, self.validation, sizes)
+            matched = self._only(matched, rows, "unlike validation", late, say)
+        if lengths and len(self.validation) >= TELLING_ROWS:
+            rows = without_short_targets(matched.lengths, self.validation.lengths)
+            matched = self._only(matched, rows, "short target", late, say)
+        if not late:
+            self.train = matched
+        return matched
 
-    def _keep(self, rows: np.ndarray, reason: str, say) -> None:
-        """These training pairs alone; the number of the others is told, under a key of `REASONS`."""
-        if dropped := len(self.train) - len(rows):
-            say(f"data: {dropped:,} of {len(self.train):,} pairs are left out: {REASONS[reason]}")
-            self.train = self.train.only(rows)
-            self.summary["counts"] |= {reason: dropped, "kept": len(rows)}
+    def _only(self, pairs: TokenizedPairs, rows: np.ndarray, reason: str, late: bool, say) -> TokenizedPairs:
+        """These rows of the pairs; the number of the others is told, under a key of `REASONS`."""
+        if len(rows) == len(pairs):
+            return pairs
+        when = " while the learning rate falls" if late else ""
+        say(f"data: {len(pairs) - len(rows):,} of {len(pairs):,} pairs are left out{when}: {REASONS[reason]}")
+        self.summary["counts"] |= {reason: len(pairs) - len(rows), "kept late" if late else "kept": len(rows)}
+        return pairs.only(rows)
 
     def describe(self) -> dict:
         """What a run keeps of its data, ready for JSON; `lengths`: how many training sentences have 0, 1, 2, … tokens."""

@@ -155,14 +155,7 @@ def train(config: Config) -> Path | None:
                 precision.scaler.load_state_dict(run.state["scaler"])
             log(f"resumed after step {state['step']:,} from {checkpoint}")
         total = config.max_steps or config.epochs * data.batches("train")
-        # What ends the run: resumed with another end, it plans the rest of the learning rate anew.
-        end = [config.max_steps or f"{config.epochs} epochs", config.max_minutes]
-        timetable = schedule.plan(config.lr, config.warmup, total)
-        timetable = schedule.Schedule(**run.state["schedule"]) if run.state else timetable
-        asked = run.state and config.given & {"epochs", "max_steps", "max_minutes"}  # for checkpoints without `end`
-        if run.state and (run.state["end"] != end if "end" in run.state else asked):
-            timetable = timetable.extended(state["step"], total)
-        state["end"] = end
+        timetable, state["end"] = schedule.plan_of_run(config, total, run.state)
         if 0 < config.max_minutes <= state["minutes"]:
             raise UserError(f"--resume {run.folder}: its minutes are over; give more --max_minutes")
         if state["step"] >= timetable.total:
