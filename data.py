@@ -68,15 +68,13 @@ class BucketSampler(Sampler[np.ndarray]):
         return zlib.crc32(np.asarray([self.seed, *self.bounds]).tobytes())
 
     def describe_change(self, state: dict) -> str:
-        """What becomes of the order of the pairs when a run goes on with other pairs, or in more or fewer parts."""
-        if state["world_size"] == self.world_size and state["accumulate"] in (0, self.accumulate):
-            return "note: other pairs are left out than when this run began, and the order is a new one"
+        """What becomes of the order when a run goes on from `state` with other pairs, ranks or micro-batches; '' if nothing."""
         before = f"{state['world_size']} processes × {state['accumulate'] or '?'} micro-batches"
         change = f"note: {before} before, {self.world_size} × {self.accumulate} from now on"
-        if state["plan"] == self.plan_id:
-            return f"{change}; every step keeps its pairs, shared out anew"
-        # A step needs a pair for every part, so the smallest ones were cut in another place.
-        return f"{change}; small batches are cut again: the order continues at step {state['step']:,} of the new plan"
+        same_ranks = state["world_size"] == self.world_size
+        if state["plan"] == self.plan_id or (same_ranks and not state["plan"]):  # 0: nobody noted it
+            return "" if same_ranks else f"{change}; every step keeps its pairs, shared out anew"
+        return f"{change}; steps have other pairs: the order continues at step {state['step']:,} of a new plan"
 
     def epoch_plan(self, epoch: int) -> Iterator[np.ndarray]:
         """The pairs of each step of an epoch, over all ranks."""

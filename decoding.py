@@ -333,8 +333,8 @@ def translate_lines(
     sources = [source[:longest] for source in sources]
     collate = Collate(special_ids(source_tokenizer), special_ids(target_tokenizer))
     batches = plan_for(model, list(map(len, sources)), beam)
-    if world:
-        batches = world.from_main(batches)[world.rank :: world.size]  # the plans of unlike machines differ
+    if world:  # the plans of unlike machines differ
+        batches = world.on_main(lambda plan=batches: plan)[world.rank :: world.size]
     hypotheses = search(
         model, sources, collate, beam=beam, length_penalty=length_penalty, batches=batches, steps=steps,
         progress=progress,

@@ -133,9 +133,7 @@ def train(config: Config) -> Path:
 
             use_in(model, config.attention)
         sharded = config.shard and world.shard(model, log)
-        captured = config.captured and not (config.compile or config.shard) and world.device.type == "cuda"
-        if config.captured and not captured:
-            log("note: --captured has no effect: it needs a GPU, and neither --compile nor --shard")
+        captured = config.captured and fast.can_capture(model, precision.dtype, config.compile, log)
         loss_of = None if config.compile or captured else fast.loss(model, config.label_smoothing, precision.dtype, log)
         loss_of = loss_of or SummedLoss(model, config.label_smoothing)  # plain: also what --compile and --captured wrap
         parameters = list(model.parameters())
@@ -145,8 +143,7 @@ def train(config: Config) -> Path:
         optimizer = make_optimizer(config.optimizer, model, model.transformer, config.lr, precision.dtype)
         state = {"step": 0, "minutes": 0.0, "saved": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}
         state |= {"best_loss": None, "best_bleu": None, "validated": 0, "stale": 0}  # stale: validations since the best
-        state |= {"world_size": world.size, "accumulate": 0, "plan": 0}  # how pairs were dealt; `plan_id`
-        state["matched_after"] = 0  # the step after which pairs were left out; 0: not yet, or from the beginning
+        state |= {"world_size": world.size, "accumulate": 0, "plan": 0, "matched_after": 0}  # what `deal` did last
         state |= run.restore(model, optimizer, precision) or {}
 
         # -------- the pairs of each step, in this rank's micro-batches; a resumed run goes on with the same ones
@@ -156,47 +153,41 @@ def train(config: Config) -> Path:
                              rank=world.rank, world_size=world.size)  # fmt: skip
 
         def try_heaviest_steps(accumulate: int) -> None:
-            """Run out of memory now, if ever. `held`: as large as AdamW's two averages and the buckets DDP sends."""
-            held = [torch.empty_like(weight) for weight in parameters for _ in range(3)]
+            """Run out of memory now, if ever. `_held`: as large as AdamW's two averages and the buckets DDP sends."""
+            _held = [torch.empty_like(weight) for weight in parameters for _ in range(3)]
             for pairs in sampler_of(prepared.train.lengths).heaviest_steps():
                 batch = collate(prepared.train.__getitems__(pairs[:: accumulate * world.size])).to(world.device)
                 with precision.autocast():
                     loss, _ = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
                 loss.backward()
-            del held
 
         accumulate = config.accumulate or (state["accumulate"] if state["world_size"] == world.size else 0)
-        if not (accumulate or sharded):  # neither asked for nor known from before: as few as fit, on all ranks alike
-            accumulate = int(world.maximum(fewest_parts(try_heaviest_steps, world.device))[0])
+        if not accumulate:  # neither asked for nor known from before: as few as fit, on all ranks alike
+            accumulate = 1 if sharded else int(world.maximum(fewest_parts(try_heaviest_steps, world.device))[0])
             model.zero_grad(set_to_none=True)
-        accumulate = accumulate or 1
-        samplers = [sampler_of(pairs.lengths, accumulate=accumulate) for pairs in (prepared.train, matched)]
-        steps_per_epoch = samplers[0].steps_per_epoch  # over all pairs, also when fewer are left
-        loss_of = (captured and fast.captured_loss(loss_of, precision.dtype, samplers[0], log)) or loss_of
+        stages = [(pairs, sampler_of(pairs.lengths, accumulate=accumulate)) for pairs in (prepared.train, matched)]
+        steps_per_epoch = stages[0][1].steps_per_epoch  # over all pairs, also when fewer are left
+        loss_of = fast.captured_loss(loss_of, stages[0][1]) if captured else loss_of
 
         def deal() -> tuple:
-            """The pairs after state["step"]: → micro-batches, and the real target tokens of every step, over all ranks."""
-            late = state["matched_after"] > 0
-            pairs, sampler = matched if late else prepared.train, samplers[late]
-            sampler.step = state["step"] - state["matched_after"]
-            if (state["world_size"], state["plan"] or sampler.plan_id) != (world.size, sampler.plan_id):
-                log(sampler.describe_change(state))
+            """The pairs from the next step on: → micro-batches, and every step's real target tokens, over all ranks."""
+            pairs, sampler = stages[state["matched_after"] > 0]
+            sampler.step = done = state["step"] - state["matched_after"]
+            if note := sampler.describe_change(state):
+                log(note)
             state.update(world_size=world.size, accumulate=accumulate, plan=sampler.plan_id)
             micro_batches = batches_of(pairs, sampler, collate, config.workers, world.device)
             run.at_end.callback(micro_batches.close)  # ends the loader's processes, however the run ends
-            return micro_batches, sampler.target_tokens(sampler.step)
+            return micro_batches, sampler.target_tokens(done)  # not of sampler.step: workers have asked for more by now
 
         micro_batches, tokens_of_steps = deal()
-
-        # -------- the plan of the learning rate
-        total = config.max_steps or config.epochs * steps_per_epoch
-        plan, state["end"] = schedule.plan_of_run(config, total, run.state)
+        plan, state["end"] = schedule.plan_of_run(config, steps_per_epoch, run.state)  # of the learning rate
         log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens per step, "
-            f"in {samplers[0].parts} part(s), {steps_per_epoch:,} steps per epoch, {plan.total:,} steps in total"
+            f"in {stages[0][1].parts} part(s), {steps_per_epoch:,} steps per epoch, {plan.total:,} steps in total"
             + (f" or {config.max_minutes:g} minutes" if config.max_minutes else ""))  # fmt: skip
 
         # -------- what would break after an hour breaks now; from here on the folder is a run
-        validation = Validation(model, prepared, collate, run, precision, config.tokens_per_batch // samplers[0].parts)
+        validation = Validation(model, prepared, collate, run, precision, config.tokens_per_batch // stages[0][1].parts)
         if world.is_main and not run.state:
             save_description(run.folder, sizes, prepared)
         run.begin()
@@ -211,13 +202,12 @@ def train(config: Config) -> Path:
         mine = sums[world.rank] if len(sums) == world.size else [sum(pair) * world.is_main for pair in zip(*sums)]
         window_loss = torch.tensor(mine, device=world.device)  # (2,)
 
-        def log_step(step: int, gradient_norm: torch.Tensor) -> None:
+        def log_step(step: int, norm: float) -> None:
             """The figures since the last line. No step in between waits for the GPU."""
             precision.check_finite()
             smoothed, loss = (world.sum(window_loss.clone()) / window_steps).tolist()  # a clone: it sums in place
             figures = meter.read(ranks=world.size)
-            speed = figures.get("speed/tokens_per_second", 0.0)
-            lr, norm = plan.learning_rate(step), gradient_norm.item()
+            speed, lr = figures.get("speed/tokens_per_second", 0.0), plan.learning_rate(step)
             values = {"train/loss": loss, "train/perplexity": math.exp(min(loss, 50)), "train/smoothed_loss": smoothed}
             values |= {"train/learning_rate": lr, "train/gradient_norm": norm}
             values |= {"train/loss_scale": precision.scaler.get_scale()} if precision.scaler.is_enabled() else {}
@@ -238,10 +228,9 @@ def train(config: Config) -> Path:
 
         def save(best: bool = False) -> None:
             """A checkpoint of this step, with all that a resumed run needs to write the same lines."""
-            state["saved"] = state["minutes"]  # at the last checkpoint
-            extra = {"schedule": asdict(plan), "data_key": prepared.summary["key"]}
-            extra["window"] = {"steps": window_steps, "losses": world.gather(window_loss.tolist())}
-            run.save(state["step"], model, optimizer, state | extra, precision, best=best, keep=config.keep)
+            state.update(saved=state["minutes"], schedule=asdict(plan), data_key=prepared.summary["key"])
+            state["window"] = {"steps": window_steps, "losses": world.gather(window_loss.tolist())}
+            run.save(state["step"], model, optimizer, state, precision, best=best, keep=config.keep)
             meter.resume()  # the speed is that of steps alone, without this and the validation before
 
         begun, step, limit = time.perf_counter() - 60 * state["minutes"], state["step"], config.max_minutes
@@ -278,8 +267,7 @@ def train(config: Config) -> Path:
                     precision.backward(smoothed / tokens * world.size)
                 window_loss += torch.stack((smoothed, plain)).detach() / tokens
 
-            # Clip, update, clear the gradients.
-            gradient_norm = precision.step(optimizer, parameters, config.clip, step)
+            gradient_norm = precision.step(optimizer, parameters, config.clip, step)  # clips, updates, clears
             state["step"], window_steps = step, window_steps + 1
             meter.end_step(partial(training_flops, sizes))
             bar.update()
@@ -292,7 +280,7 @@ def train(config: Config) -> Path:
             why_stop = finished or (INTERRUPTED if stop_asked else None)
 
             if step % config.log_every == 0 or finished:
-                log_step(step, gradient_norm)
+                log_step(step, gradient_norm.item())
                 window_loss, window_steps = torch.zeros_like(window_loss), 0
             if finished or (step % eval_every == 0 and not why_stop):
                 save(best=validate(step))

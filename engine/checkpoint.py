@@ -26,7 +26,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from engine.config import wait_for_disk, write_whole
+from engine.config import as_json, wait_for_disk, write_whole
 from engine.errors import UserError
 from engine.telemetry import is_main
 
@@ -52,9 +52,9 @@ def save(folder: Path, step: int, model_state: dict, optimizer_state: dict, stat
     files = {
         "model.safetensors": safetensors.torch.save(tensors, metadata={"format": "pt"}),
         "optimizer.pt": optimizer_file.getbuffer(),
-        "state.json": _as_json({**state, "step": step, "best_step": best_step}),
+        "state.json": as_json({**state, "step": step, "best_step": best_step}).encode(),
     }
-    files["checksums.json"] = _as_json({name: hashlib.sha256(files[name]).hexdigest() for name in CONTENT})
+    files["checksums.json"] = as_json({name: hashlib.sha256(files[name]).hexdigest() for name in CONTENT}).encode()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _settle_replaced(folder)
@@ -84,13 +84,13 @@ def save(folder: Path, step: int, model_state: dict, optimizer_state: dict, stat
 
 def steps(folder: Path) -> list[int]:
     """The steps that have a folder, ascending. A folder gets the name step-N only once all its files are written."""
-    folders = [path.name for path in Path(folder).glob("step-*") if path.is_dir()]
-    return sorted(int(name[5:]) for name in folders if re.fullmatch(r"step-(0|[1-9][0-9]*)", name))
+    names = (path.name for path in Path(folder).glob("step-*") if path.is_dir())
+    return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-(0|[1-9][0-9]*)", name))
 
 
 def write_checksums(folder: Path, names: list[str]) -> None:
     """checksums.json, the hashes of these files in `folder`, for `verify_files`; whole or not at all."""
-    write_whole(folder / "checksums.json", _as_json({name: _hash_of(folder / name) for name in sorted(names)}).decode())
+    write_whole(folder / "checksums.json", as_json({name: _hash_of(folder / name) for name in sorted(names)}))
 
 
 def verify_files(folder: Path, may_miss: str = "") -> str | None:
@@ -99,7 +99,7 @@ def verify_files(folder: Path, may_miss: str = "") -> str | None:
         text = Path(folder, "checksums.json").read_bytes()
         recorded = json.loads(text)
         # Comparing with what we would write shows any changed byte of this file too, even a space turned into a tab.
-        if text != _as_json(recorded):
+        if text != as_json(recorded).encode():
             return "checksums.json is damaged"
         for name, digest in recorded.items():
             if (name != may_miss or Path(folder, name).exists()) and _hash_of(Path(folder, name)) != digest:
@@ -127,7 +127,7 @@ def latest(folder: Path, to_resume: bool = False) -> Path:
     """The newest whole checkpoint in `folder`; every damaged one that is passed over is named in one line."""
     _settle_replaced(Path(folder))
     damaged = []
-    for checkpoint in _newest_first(folder):
+    for checkpoint in (Path(folder) / f"step-{step}" for step in reversed(steps(folder))):
         if not (damage := verify(checkpoint, to_resume)):
             for passed_over in damaged if is_main() else []:  # of the processes of one run, one speaks
                 print(f"checkpoint {passed_over}; using {checkpoint.name}", file=sys.stderr, flush=True)
@@ -237,16 +237,9 @@ def _load_tensors(path: Path):
         raise UserError(f"{path} {reason}") from error
 
 
-def _newest_first(folder: Path) -> list[Path]:
-    return [Path(folder) / f"step-{step}" for step in reversed(steps(folder))]
-
-
 def _whole(folder: Path) -> Iterator[Path]:
-    return (path for path in _newest_first(folder) if verify(path) is None)
-
-
-def _as_json(value) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
+    """The whole checkpoints, the newest first."""
+    return (path for step in reversed(steps(folder)) if verify(path := Path(folder) / f"step-{step}") is None)
 
 
 def _hash_of(file: Path) -> str:

@@ -193,9 +193,9 @@ def command() -> str:
     return f"torchrun --nproc_per_node {os.environ['LOCAL_WORLD_SIZE']} {'-m -- ' if module else '-- '}{name}"
 
 
-def save_config(config, path: Path) -> None:
-    """Write the dataclass as JSON, what `load_config` reads again."""
-    write_whole(path, json.dumps(dataclasses.asdict(config), ensure_ascii=False, indent=2) + "\n")
+def as_json(value) -> str:
+    """The text of a JSON file."""
+    return json.dumps(value, ensure_ascii=False, indent=2) + "\n"
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -56,15 +56,8 @@ class World:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.tolist()
 
-    def from_main(self, value):
-        """Rank 0's value of any picklable object, on every rank."""
-        box = [value]
-        if self.size > 1:
-            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        return box[0]
-
     def on_main(self, work):
-        """Rank 0's result of `work()` on every rank; its `UserError` as well, so that all stop together."""
+        """Rank 0's picklable result of `work()` on every rank; its `UserError` as well, so that all stop together."""
         result = mistake = None
         if self.is_main:
             try:
@@ -75,7 +68,9 @@ class World:
             # The others wait at the store: in a collective they would give up on a rank 0 that works for long.
             done = f"on_main/{next(self.turns)}"
             self.store.set(done, "") if self.is_main else self.store.wait([done], WORK)
-        result, mistake = self.from_main((result, mistake))
+            box = [(result, mistake)]
+            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+            result, mistake = box[0]
         if mistake:
             raise UserError(mistake)
         return result

@@ -24,14 +24,14 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
 from torch.utils._pytree import tree_map
 
 from engine import checkpoint
-from engine.config import checked, command, load_config, save_config, write_whole
+from engine.config import as_json, checked, command, load_config, write_whole
 from engine.distributed import World, cut_like, hidden_gpus, whole
 from engine.errors import UserError
 from engine.memory import GIB
@@ -108,7 +108,7 @@ class Run:
             # A kill in between leaves none: settings that differ from their checksum would be refused for ever.
             (self.folder / "checksums.json").unlink(missing_ok=True)
             settled = replace(self.config, resume="")
-            save_config(settled, self.folder / "config.json")
+            write_whole(self.folder / "config.json", as_json(asdict(settled)))
             values = ((field.name, getattr(settled, field.name), field.default) for field in fields(settled))
             told = ", ".join(f"{name} {value}" for name, value, default in values if value != default)
             self.log(f"settings: {told + '; the rest' if told else 'all'} as by default")
@@ -138,7 +138,7 @@ class Run:
         def write(seconds: float | None) -> None:
             sessions[-1]["seconds"] = seconds
             with contextlib.suppress(OSError):  # a full disk ends no training
-                write_whole(path, json.dumps(sessions, ensure_ascii=False, indent=1) + "\n")
+                write_whole(path, as_json(sessions))
 
         write(None)
         self.at_end.callback(lambda: write(round(time.perf_counter() - self.started, 1)))

@@ -75,12 +75,12 @@ def plan(peak: float, warmup: int, total: int) -> Schedule:
     return Schedule(peak, warmup, total, max(1, math.ceil(total * (1 - DECAY_SHARE))), planned=warmup)
 
 
-def plan_of_run(config, total: int, saved: dict | None) -> tuple[Schedule, list]:
-    """The plan of a run, and the end that it was made for; `saved`: a checkpoint's, extended if its end was another."""
+def plan_of_run(config, steps_per_epoch: int, saved: dict | None) -> tuple[Schedule, list]:
+    """The plan that flags of train.py ask for, and its end; of a resumed run what it `saved`, extended to another end."""
     end = [config.max_steps or f"{config.epochs} epochs", config.max_minutes]  # a list, as JSON gives it back
+    total = config.max_steps or config.epochs * steps_per_epoch
     if not saved:
         return plan(config.lr, config.warmup, total), end
-    kept = Schedule(**saved["schedule"])
     asked = config.given & {"epochs", "max_steps", "max_minutes"}  # for checkpoints without `end`
-    changed = saved["end"] != end if "end" in saved else asked
-    return kept.extended(saved["step"], total) if changed else kept, end
+    before, same = Schedule(**saved["schedule"]), saved.get("end", None if asked else end) == end
+    return before if same else before.extended(saved["step"], total), end

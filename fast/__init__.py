@@ -54,12 +54,17 @@ def loss(
     return KernelLoss(model, label_smoothing, dtype)
 
 
-def captured_loss(plain: nn.Module, dtype: torch.dtype, sampler, log: Callable = lambda line: None) -> nn.Module | None:
-    """`plain`, a `SummedLoss`, by CUDA graphs for the batches of a `data.BucketSampler`, or None; `log` is told why."""
-    device = next(plain.parameters()).device
-    if device.type != "cuda" or dtype == torch.float16:  # whose gradients would vanish, as above
-        log("note: --captured has no effect: training by CUDA graphs needs a GPU, and bf16 or fp32")
-        return None
+def can_capture(model: nn.Module, dtype: torch.dtype, compiled=False, log: Callable = lambda line: None) -> bool:
+    """Whether `captured_loss` can train this model; `log` is told if not."""
+    on_gpu, whole = next(model.parameters()).device.type == "cuda", not hasattr(model, "unshard")
+    possible = on_gpu and whole and not compiled and dtype != torch.float16  # whose gradients would vanish, as above
+    if not possible:
+        log("note: --captured has no effect: it needs a GPU, bf16 or fp32, and neither --compile nor --shard")
+    return possible
+
+
+def captured_loss(plain: nn.Module, sampler) -> nn.Module:
+    """`plain`, a `SummedLoss`, by CUDA graphs for the batches of a `data.BucketSampler`."""
     return CapturedLoss(plain, shapes_of(sampler))
 
 

@@ -90,11 +90,12 @@ def check(config) -> None:
         sizes = [vocabulary_size(asked, pairs) for asked in (config.source_vocab, config.target_vocab)]
         prepared = prepare(sample, Path(folder), source_vocab=sizes[0], target_vocab=sizes[1],
                            tokenizer=config.tokenizer, max_length=config.max_length, say=lambda line: None)  # fmt: skip
-        prepared.match_validation(config.match_domain, config.match_lengths, lambda line: None)
+        prepared.match_validation(config.match_domain, config.match_lengths, lambda line: None, late=config.match_late)
         counts = prepared.summary["counts"]
         kept = counts["kept"] / counts["read"]
         shares = {reason: counts.get(reason, 0) / counts["read"] for reason in REASONS if reason != "held out"}
         left_out = {reason: shares.pop(reason) for reason in ("unlike validation", "short target")}  # on purpose
+        left = "left out while the learning rate falls" if config.match_late else "left out"
         for reason, share in (shares | {"duplicate": duplicates}).items():
             if share >= NOTABLE:
                 warnings.append(f"{share:.0%} of the training pairs are dropped: {REASONS[reason]}")
@@ -109,7 +110,7 @@ def check(config) -> None:
         about = "about " * (len(sample.taken["train"]) < pairs)
         print(f"data: {text.path} ({text.form}), {about}{pairs:,} training pairs of {tokens['source'] / pairs:.1f} and "
               f"{tokens['target'] / pairs:.1f} tokens" +
-              "".join(f", {share:.0%} left out: {REASONS[reason]}" for reason, share in left_out.items() if share))  # fmt: skip
+              "".join(f", {share:.0%} {left}: {REASONS[reason]}" for reason, share in left_out.items() if share))  # fmt: skip
         whole = replace(prepared, train=SimpleNamespace(lengths=lengths))
         say_costs(config, prepared, whole, sum(tokens.values()), precision, warnings.append)
     for warning in warnings:

@@ -118,7 +118,7 @@ def data(page: Page, runs: list[RunFiles]) -> None:
         return partial(RunFiles.fact, file="data.json", keys=keys, form=form)
 
     rows = {"data set": partial(RunFiles.fact, file="config.json", keys=("data",)), "pairs read": of("counts", "read"),
-            "pairs kept": of("counts", "kept")}  # fmt: skip
+            "pairs kept": of("counts", "kept"), "pairs kept while the rate falls": of("counts", "kept late")}  # fmt: skip
     rows |= {words: of("counts", reason) for reason, words in REASONS.items()}
     rows |= {"validation rows": of("validation_rows"), "unknown tokens": of("unknown", form=".2%")}
     for side in ("source", "target"):

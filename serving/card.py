@@ -78,7 +78,10 @@ def data_of(run: RunFiles) -> str:
         return f"{name}; the run kept no counts."
     tokens = ", ".join(f"{count:,} {side} tokens" for side, count in data["tokens"].items())
     sizes = ", ".join(f"{count:,} {side}" for side, count in data["vocabulary"].items())
-    return f"{name}: {data['counts']['kept']:,} training pairs, {tokens}; subword vocabularies: {sizes}."
+    pairs = f"{data['counts']['kept']:,} training pairs"
+    if late := data["counts"].get("kept late"):
+        pairs += f" ({late:,} while the learning rate fell)"
+    return f"{name}: {pairs}, {tokens}; subword vocabularies: {sizes}."
 
 
 def recipe_of(run: RunFiles, dropout: float) -> str:

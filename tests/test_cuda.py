@@ -194,8 +194,8 @@ def test_graphs_do_not_outlive_their_dropout():
 
 def test_captured_training_is_for_gpus_and_says_so():
     model, said = set_up()[0], []
-    assert fast.captured_loss(SummedLoss(model, 0.1), torch.bfloat16, [], said.append) is None
-    assert said == ["note: --captured has no effect: training by CUDA graphs needs a GPU, and bf16 or fp32"]
+    assert not fast.can_capture(model, torch.bfloat16, log=said.append)
+    assert said == ["note: --captured has no effect: it needs a GPU, bf16 or fp32, and neither --compile nor --shard"]
 
 
 # ---------------------------------------------------------------- torch.compile

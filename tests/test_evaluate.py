@@ -71,7 +71,7 @@ def test_the_card_heeds_case(tmp_path):
 def test_outputs_that_never_end_are_counted_over_all_ranks(tiny_run):
     trained = load_trained(str(tiny_run))
     trained.model.output.bias.data[2] = -1e9  # the end token
-    world = SimpleNamespace(rank=0, size=1, from_main=lambda plan: plan, gather=lambda share: [share, ({}, 7, 5)])
+    world = SimpleNamespace(rank=0, size=1, on_main=lambda work: work(), gather=lambda share: [share, ({}, 7, 5)])
     tools = trained.model, trained.source_tokenizer, trained.target_tokenizer
     assert translate_lines(*tools, ["一", "", "二三"], world=world).capped == 2 + 5
 
@@ -149,7 +149,7 @@ def test_ranks_on_unlike_machines_follow_one_plan(tiny_run):
     for rank in (0, 1):
         torch.set_num_threads(1 + 3 * rank)  # which a fixture takes back
         world = SimpleNamespace(rank=rank, size=2, gather=shares.append)
-        world.from_main = lambda plan: plans.append(plan) or plans[0]
+        world.on_main = lambda work: plans.append(work()) or plans[0]
         translate_lines(*tools, lines, world=world)
     assert plans[0] != plans[1]
     assert sorted(row for texts, *_ in shares for row in texts) == [*range(len(lines))]

@@ -333,20 +333,34 @@ def test_a_step_that_does_not_fit_the_memory_is_split(toy_data, here, monkeypatc
 LONG = "--max_steps 60 --eval_every 10 --log_every 7 --tokens_per_batch 300 --precision fp32 --dropout 0.1".split()
 
 
+def with_short_targets(folder: Path, train: int) -> Path:
+    """So many training pairs, every fifth with a target of one word. Validation's are so long that a quarter goes."""
+    pairs = reversed_digits(train + 250)
+    pairs[:train:5] = [(source, target.split()[0]) for source, target in pairs[:train:5]]
+    pairs[train:] = [(source, f"{target} {target}") for source, target in pairs[train:]]
+    splits = {"train": slice(train), "validation": slice(train, train + 200), "test": slice(train + 200, None)}
+    return write_pairs(folder, pairs, splits)
+
+
 @pytest.fixture(scope="session")
-def uninterrupted(toy_data, tmp_path_factory) -> tuple[Path, int]:
+def long_data(tmp_path_factory) -> Path:
+    return with_short_targets(tmp_path_factory.mktemp("short"), 2000)
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(long_data, tmp_path_factory) -> tuple[Path, int]:
     """With dropout: the randomness must be resumed as well. And how many file operations it took, tokenising included."""
     folder = tmp_path_factory.mktemp("unbroken")
-    output = forked("train.py", "--data", toy_data, *TINY_FLAGS, *LONG, "--run", folder / "run", cwd=folder,
+    output = forked("train.py", "--data", long_data, *TINY_FLAGS, *LONG, "--run", folder / "run", cwd=folder,
                     first=(count_file_operations,))  # fmt: skip
     return folder / "run", int(output.split("file operations: ")[1].split()[0])
 
 
 @pytest.fixture(scope="session")
-def uninterrupted_by_two(toy_data, tmp_path_factory) -> Path:
+def uninterrupted_by_two(long_data, tmp_path_factory) -> Path:
     """The same by two processes."""
     folder = tmp_path_factory.mktemp("two")
-    forked_ranks(2, "train.py", "--data", toy_data, *TINY_FLAGS, *LONG, "--run", folder / "run", cwd=folder)
+    forked_ranks(2, "train.py", "--data", long_data, *TINY_FLAGS, *LONG, "--run", folder / "run", cwd=folder)
     return folder / "run"
 
 
@@ -385,7 +399,7 @@ def signal_at_step(number: int, step: int, whole_group: bool = False, rank: str 
 @pytest.mark.parametrize("ranks, seed, kills", [
     (1, 1, 3), (1, 2, 3), *(pytest.param(ranks, seed, 10, marks=pytest.mark.slow) for seed in range(5) for ranks in (1, 2)),
 ])  # fmt: skip
-def test_killed_at_any_moment_and_resumed_is_the_same(uninterrupted, toy_data, tmp_path, ranks, seed, kills, request):
+def test_killed_at_any_moment_and_resumed_is_the_same(uninterrupted, long_data, tmp_path, ranks, seed, kills, request):
     """At file operations drawn by lot (of starting, tokenising, saving, logging), and in the middle of a step."""
     unbroken = uninterrupted[0] if ranks == 1 else request.getfixturevalue("uninterrupted_by_two")
     draw, run, killed = random.Random(seed), tmp_path / "run", 0
@@ -393,7 +407,7 @@ def test_killed_at_any_moment_and_resumed_is_the_same(uninterrupted, toy_data, t
     steps = [draw.randrange(1, 15) for _ in range(kills // 3)]
     ways += [(signal_at_step, signal.SIGKILL, step, False, str(draw.randrange(ranks))) for step in steps]
     draw.shuffle(ways)
-    begin = ["--data", toy_data, *TINY_FLAGS, *LONG, "--run", run]
+    begin = ["--data", long_data, *TINY_FLAGS, *LONG, "--run", run]
     for way in [*ways, ()]:
         flags = ["--resume", run] if (run / "config.json").exists() else begin
         scripts = fork_ranks(ranks, "train.py", *flags, cwd=tmp_path, first=way)
@@ -410,14 +424,19 @@ def test_killed_at_any_moment_and_resumed_is_the_same(uninterrupted, toy_data, t
     assert_same_run(unbroken, run)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_sigterm_saves_and_the_resumed_run_is_the_same(uninterrupted, toy_data, here, tmp_path, workers):
-    """Sent to every process, as torchrun, SLURM and Ctrl-C on a terminal do: to the loader's workers too."""
-    flags = ["--data", toy_data, *TINY_FLAGS, *LONG, "--workers", workers, "--run", here]
-    output = forked("train.py", *flags, cwd=tmp_path, first=(signal_at_step, signal.SIGTERM, 25, True))
-    assert f"stopped after step 25: interrupted\nto go on: python train.py --resume {here}\n" in output
+@pytest.mark.parametrize("workers, step", [(0, 25), (2, 25), (2, 42), (0, 50)])
+def test_sigterm_saves_and_the_resumed_run_is_the_same(uninterrupted, long_data, here, tmp_path, workers, step):
+    """Sent to every process, as torchrun, SLURM and Ctrl-C on a terminal do: to the loader's workers too.
+
+    Before pairs are left out, right before, and after it.
+    """
+    flags = ["--data", long_data, *TINY_FLAGS, *LONG, "--workers", workers, "--run", here]
+    output = forked("train.py", *flags, cwd=tmp_path, first=(signal_at_step, signal.SIGTERM, step, True))
+    assert f"stopped after step {step}: interrupted\nto go on: python train.py --resume {here}\n" in output
     assert f"workers: {workers}\n" in output
-    assert "resumed after step 25" in forked("train.py", "--resume", here, cwd=tmp_path)
+    output += forked("train.py", "--resume", here, cwd=tmp_path)
+    assert f"resumed after step {step}" in output
+    assert output.count("step 43: from now on the 1,500 pairs that are like validation's") == 1
     assert_same_run(uninterrupted[0], here)
 
 
@@ -436,18 +455,34 @@ def test_printed_commands_can_be_typed_whatever_the_name_of_the_run(name, toy_da
     assert commands == [str(folder)] * 5
 
 
-@pytest.mark.parametrize("match", [True, False])
-def test_pairs_with_short_targets_are_left_out_of_the_run(match, tmp_path, here, capsys):
-    pairs = reversed_digits(650)
-    pairs[:400:5] = [(source, target.split()[0]) for source, target in pairs[:400:5]]
-    splits = {"train": slice(0, 400), "validation": slice(400, 600), "test": slice(600, 650)}
-    data = str(write_pairs(tmp_path / "d", pairs, splits))
-    settings = config(data=data, match_lengths=match, max_steps=1, run=str(here))
+@pytest.mark.parametrize("match, late, last_short", [(True, True, 7), (True, False, 0), (False, True, 10)])
+def test_pairs_with_short_targets_are_left_out_of_the_run(match, late, last_short, tmp_path, here, monkeypatch, capsys):
+    """While the rate falls, here in the last 3 of 10 steps; or from the start."""
+    settings = config(data=str(with_short_targets(tmp_path / "d", 400)), max_steps=10, run=str(here))
+    settings.match_lengths, settings.match_late = match, late
     check(settings)
-    assert ("left out: with a short target (--match_lengths)" in capsys.readouterr().out) == match
+    when = " while the learning rate falls" * late
+    assert (f"25% left out{when}: with a short target (--match_lengths)" in capsys.readouterr().out) == match
+    batches_of, short = training.batches_of, []
+
+    def watched(*arguments):
+        for batch in batches_of(*arguments):
+            lengths = (batch.real // batch.tgt_in.size(1)).bincount()  # target tokens and an end: 2 of the short ones
+            short.append(int(lengths.min()) == 2)
+            yield batch
+
+    monkeypatch.setattr(training, "batches_of", watched)
     training.train(settings)
-    assert ("pairs are left out: with a short target" in capsys.readouterr().out) == match
-    assert ("short target" in json.loads((here / "data.json").read_text())["counts"]) == match
+    assert len(short) == 10 and not any(short[last_short:]) and any(short[:last_short]) == (last_short > 0)
+    assert any(short[7:]) == (last_short == 10)
+    said = capsys.readouterr().out
+    assert (f"data: 100 of 400 pairs are left out{when}: with a short target" in said) == match
+    assert ("step 8: from now on the 300 pairs that are like validation's" in said) == (match and late)
+    counts = json.loads((here / "data.json").read_text())["counts"]
+    assert counts["kept"] == (300 if match and not late else 400) and counts.get("short target") == (
+        100 if match else None
+    )
+    assert counts.get("kept late") == (300 if match and late else None)
 
 
 def test_a_longer_run_goes_on_from_a_finished_one(toy_data, here, capsys, monkeypatch):

@@ -77,8 +77,8 @@ def train(task, corpus) -> None:
 
     def capture(loss):
         nonlocal captured
-        captured = fast.captured_loss(loss, precision.dtype, buckets) if "captured" in words else None
-        return captured or loss
+        possible = "captured" in words and fast.can_capture(loss.model, precision.dtype)
+        return (captured := possible and fast.captured_loss(loss, buckets)) or loss
 
     more = {"peak_tflops": measured_peak_flops(device, precision.dtype) / 1e12} if device.type == "cuda" else {}
     sizes, plain = ModelConfig(corpus.source_vocab, corpus.target_vocab, **task.sizes), {"plain", "captured"} & {*words}

@@ -154,8 +154,7 @@ def train(config: Config) -> Path | None:
             if run.state["scaler"]:  # else it had another --precision
                 precision.scaler.load_state_dict(run.state["scaler"])
             log(f"resumed after step {state['step']:,} from {checkpoint}")
-        total = config.max_steps or config.epochs * data.batches("train")
-        timetable, state["end"] = schedule.plan_of_run(config, total, run.state)
+        timetable, state["end"] = schedule.plan_of_run(config, data.batches("train"), run.state)
         if 0 < config.max_minutes <= state["minutes"]:
             raise UserError(f"--resume {run.folder}: its minutes are over; give more --max_minutes")
         if state["step"] >= timetable.total:
@@ -177,7 +176,7 @@ def train(config: Config) -> Path | None:
         run.begin()
 
         # -------- the loop
-        peak_flops = sum(world.from_main(world.gather(measured_peak_flops(world.device, precision.dtype))))
+        peak_flops = world.sum(torch.tensor(measured_peak_flops(world.device, precision.dtype))).item()
         tokens_per_step = config.batch_size * sizes.sequence
         steps, traced = measure.Steps(world.device), {}
         trace_step = state["step"] + 4 if config.trace and world.size > 1 else None

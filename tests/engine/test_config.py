@@ -2,7 +2,7 @@
 
 import math
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 
 import pytest
@@ -10,7 +10,7 @@ from conftest import run_script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import checked, flag, load_config, parse_flags, save_config
+from engine.config import as_json, checked, flag, load_config, parse_flags, write_whole
 from engine.errors import UserError
 
 
@@ -193,12 +193,12 @@ lr = st.floats(0, 10, exclude_min=True, exclude_max=True)
                  numbers, st.booleans()))  # fmt: skip
 def test_saved_settings_come_back(tmp_path_factory, config):
     path = tmp_path_factory.getbasetemp() / "config.json"
-    save_config(config, path)
+    write_whole(path, as_json(asdict(config)))
     assert load_config(Config, path) == config
 
 
 def test_saved_settings_are_readable(tmp_path):
-    save_config(Config(data="数据"), tmp_path / "config.json")
+    write_whole(tmp_path / "config.json", as_json(asdict(Config(data="数据"))))
     assert '"data": "数据"' in (tmp_path / "config.json").read_text(encoding="utf-8")
 
 

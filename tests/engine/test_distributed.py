@@ -60,7 +60,7 @@ def check_alone(world):
     assert world.sum(values) is values and values.tolist() == [1.0, -2.0]
     assert world.maximum(0.25, -3) == [0.25, -3]
     value = object()
-    assert world.from_main(value) is value and world.gather(value) == [value]
+    assert world.on_main(lambda: value) is value and world.gather(value) == [value]
     world.stop()
 
 
@@ -169,7 +169,7 @@ def check_a_rank() -> None:
     tensor = torch.tensor([rank + 1.0, 10.0 * rank, 0.1], dtype=torch.float64)
     assert world.sum(tensor) is tensor and tensor.tolist() == pytest.approx([6, 30, 0.3], rel=1e-15)
     assert world.maximum(rank, -rank, rank == 1, 0.1 * rank) == [2, 0, 1, 0.2]  # doubles, not floats
-    assert world.from_main({"path": Path("/a") / str(rank), "none": None}) == {"path": Path("/a/0"), "none": None}
+    assert world.on_main(lambda: {"path": Path("/a") / str(rank), "none": None}) == {"path": Path("/a/0"), "none": None}
     assert world.gather(["r"] * rank) == ([[], ["r"], ["r", "r"]] if is_main else None)
     assert [world.on_main(lambda: f"made by {world.rank}"), world.on_main(lambda: 2)] == ["made by 0", 2]
     with pytest.raises(UserError, match="no"):

@@ -6,6 +6,7 @@ import os
 import shutil
 import struct
 import sys
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from engine import checkpoint, distributed
-from engine.config import checked, parse_flags, save_config
+from engine.config import as_json, checked, parse_flags, write_whole
 from engine.errors import UserError
 from engine.run import Run
 from engine.telemetry import shown_as
@@ -300,7 +301,7 @@ def test_a_resumed_run_keeps_its_device_and_threads(tmp_path, monkeypatch):
     alone = distributed.World(0, 1, torch.device("cpu"))
     monkeypatch.setattr(distributed, "start", lambda device: seen.append(device) or alone)
     monkeypatch.setattr(torch, "set_num_threads", seen.append)
-    save_config(Config(data="nowhere", device="cuda:1", threads=3), tmp_path / "config.json")
+    write_whole(tmp_path / "config.json", as_json(asdict(Config(data="nowhere", device="cuda:1", threads=3))))
     monkeypatch.setattr(sys, "argv", ["lenet", "--resume", str(tmp_path)])
     with refused("no MNIST files in nowhere; download the four .gz files of https://"):
         main(parse_flags(Config))

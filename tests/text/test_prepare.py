@@ -122,10 +122,14 @@ def test_train_becomes_as_long_for_its_sources_as_validation(tmp_path):
     train = [([row + 3] * 8, [row + 3] * (4 if row % 5 == 0 else 8)) for row in range(100)]
     for rows in (199, 200):  # of fewer chance alone makes gaps
         said, prepared = [], stored(tmp_path / str(rows), train, [([3] * 8, [3] * 8)] * rows)
+        kept = prepared.match_validation(rows < 200, True, said.append, late=True)
+        assert len(prepared.train) == 100 and len(kept) == (80 if rows == 200 else 100)
+        prepared.summary["counts"] = {"kept": 100}
         prepared.match_validation(rows < 200, True, said.append)
         prepared.match_validation(False, True, said.append)  # there is no gap any more
-        assert len(said) == (rows == 200)
-    assert "20 of 100 pairs" in said[0]
+        assert len(said) == 2 * (rows == 200)
+    words = "data: 20 of 100 pairs are left out{}: with a short target (--match_lengths)".format
+    assert said == [words(" while the learning rate falls"), words("")]
     assert prepared.summary["counts"] == {"kept": 80, "short target": 20}
     for pairs in (prepared.train, pickle.loads(pickle.dumps(prepared.train))):
         expected = [row + 3 for row in range(100) if row % 5]
