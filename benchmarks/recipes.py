@@ -31,6 +31,7 @@ RECIPES = {  # name: what differs from the defaults of train.py, as its flags
     "default but dropout from the start": {"dropout_after": 0},
     "default but label smoothing 0": {"label_smoothing": 0.0},
     "default but norm_first": {"norm_first": True},
+    "default but like validation throughout": {"match_late": False},
     "default but all domains": {"match_domain": False},
     "default but short targets": {"match_lengths": False},
     "default but all pairs": {"match_domain": False, "match_lengths": False},
