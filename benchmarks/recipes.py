@@ -80,8 +80,7 @@ def one_row(config: Config, name: str, out: Path) -> dict:
     flags = {"max_steps": config.steps} if config.steps else {"max_minutes": config.minutes, "epochs": 1000}
     flags |= {"seed": config.seed, "eval_every": 2000, "keep": 1, "run": str(folder)} | RECIPES[name]
     flags |= {"data": config.data} if config.data else {}
-    begun = (folder / "config.json").exists()
-    call("train.py", {"resume": str(folder)} if begun else flags)
+    call("train.py", {"resume": str(folder)} if (folder / "config.json").exists() else flags)
     call("evaluate.py", {"ckpt": str(folder), "split": "validation"})
     run = read_run(folder)
     steps, losses = run.series("valid/loss")

@@ -8,7 +8,7 @@ pairs, subwords and cores.
 All have the model of the preset `lab` and the same tokens, there before the clock starts. Every `--every` steps each
 translates the first 500 validation rows greedily, and its clock runs on meanwhile; BLEU is the one of train.py's curve. The
 test split is not looked at. Not like for like: ours leaves out pairs that are unlike validation's while the rate falls
-(`--match_domain`, `--match_lengths`; not as `ours-all-pairs`), Marian and MarianMTModel skip pairs of more than 126 tokens a side; Marian has no
+(`--match_…`; not as `ours-all-pairs`), Marian and MarianMTModel skip pairs of more than 126 tokens a side; Marian has no
 bf16 on a CPU, and translates with the mean of its weights over time (its `--exponential-smoothing`).
 """
 
