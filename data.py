@@ -74,7 +74,7 @@ class BucketSampler(Sampler[np.ndarray]):
         same_ranks = state["world_size"] == self.world_size
         if state["plan"] == self.plan_id or (same_ranks and not state["plan"]):  # 0: nobody noted it
             return "" if same_ranks else f"{change}; every step keeps its pairs, shared out anew"
-        return f"{change}; steps have other pairs: the order continues at step {state['step']:,} of a new plan"
+        return f"{change}; steps have other pairs: the order continues at step {self.step:,} of a new plan"
 
     def epoch_plan(self, epoch: int) -> Iterator[np.ndarray]:
         """The pairs of each step of an epoch, over all ranks."""

@@ -143,7 +143,7 @@ def train(config: Config) -> Path:
         optimizer = make_optimizer(config.optimizer, model, model.transformer, config.lr, precision.dtype)
         state = {"step": 0, "minutes": 0.0, "saved": 0.0, "window": {"steps": 0, "losses": [[0.0, 0.0]]}}
         state |= {"best_loss": None, "best_bleu": None, "validated": 0, "stale": 0}  # stale: validations since the best
-        state |= {"world_size": world.size, "accumulate": 0, "plan": 0, "matched_after": 0}  # what `deal` did last
+        state |= {"world_size": world.size, "accumulate": 0, "plan": 0, "late": False, "late_steps": 0}  # see `deal`
         state |= run.restore(model, optimizer, precision) or {}
 
         # -------- the pairs of each step, in this rank's micro-batches; a resumed run goes on with the same ones
@@ -167,20 +167,20 @@ def train(config: Config) -> Path:
             model.zero_grad(set_to_none=True)
         stages = [(pairs, sampler_of(pairs.lengths, accumulate=accumulate)) for pairs in (prepared.train, matched)]
         steps_per_epoch = stages[0][1].steps_per_epoch  # over all pairs, also when fewer are left
-        loss_of = fast.captured_loss(loss_of, stages[0][1]) if captured else loss_of
+        loss_of = fast.captured_loss(loss_of, *(sampler for _, sampler in stages)) if captured else loss_of
 
-        def deal() -> tuple:
-            """The pairs from the next step on: → micro-batches, and every step's real target tokens, over all ranks."""
-            pairs, sampler = stages[state["matched_after"] > 0]
-            sampler.step = done = state["step"] - state["matched_after"]
-            if note := sampler.describe_change(state):
+        def deal(late: bool) -> tuple:
+            """All pairs, or the matched ones, go on: → micro-batches, and every step's real target tokens, over all ranks."""
+            pairs, sampler = stages[late]
+            sampler.step = done = state["late_steps"] if late else state["step"] - state["late_steps"]
+            if late == state["late"] and (note := sampler.describe_change(state)):
                 log(note)
-            state.update(world_size=world.size, accumulate=accumulate, plan=sampler.plan_id)
+            state.update(world_size=world.size, accumulate=accumulate, plan=sampler.plan_id, late=late)
             micro_batches = batches_of(pairs, sampler, collate, config.workers, world.device)
             run.at_end.callback(micro_batches.close)  # ends the loader's processes, however the run ends
             return micro_batches, sampler.target_tokens(done)  # not of sampler.step: workers have asked for more by now
 
-        micro_batches, tokens_of_steps = deal()
+        micro_batches, tokens_of_steps = deal(state["late"])
         plan, state["end"] = schedule.plan_of_run(config, steps_per_epoch, run.state)  # of the learning rate
         log(f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens per step, "
             f"in {stages[0][1].parts} part(s), {steps_per_epoch:,} steps per epoch, {plan.total:,} steps in total"
@@ -241,11 +241,11 @@ def train(config: Config) -> Path:
         while not why_stop and (config.patience == 0 or state["stale"] < config.patience):  # else early stopping
             # Learning rate and randomness are functions of the step: a resumed run draws what it would have drawn anyway.
             step = state["step"] + 1
-            if step > plan.decay_start and not state["matched_after"] and len(matched) < len(prepared.train):
-                log(f"step {step:,}: from now on the {len(matched):,} pairs that are like validation's")
-                state |= {"matched_after": step - 1, "plan": 0}
+            late = step > plan.decay_start and len(matched) < len(prepared.train)
+            if late != state["late"]:
+                log(f"step {step:,}: from now on {len(stages[late][0]):,} of {len(prepared.train):,} pairs")
                 micro_batches.close()
-                micro_batches, tokens_of_steps = deal()
+                micro_batches, tokens_of_steps = deal(late)
             for group in optimizer.param_groups:
                 group["lr"] = plan.learning_rate(step)
             world.set_seed(config.seed, step)
@@ -268,7 +268,7 @@ def train(config: Config) -> Path:
                 window_loss += torch.stack((smoothed, plain)).detach() / tokens
 
             gradient_norm = precision.step(optimizer, parameters, config.clip, step)  # clips, updates, clears
-            state["step"], window_steps = step, window_steps + 1
+            state["step"], state["late_steps"], window_steps = step, state["late_steps"] + late, window_steps + 1
             meter.end_step(partial(training_flops, sizes))
             bar.update()
 

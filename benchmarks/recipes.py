@@ -5,9 +5,9 @@
     python -m benchmarks.recipes --data $MINIDATASET --steps 1000                      # on a busy machine
 
 Each row is a run of train.py and one of evaluate.py on the validation split; the test split is not looked at. A finished row is
-kept in `--out`, an interrupted one goes on from its checkpoint. Rows compare at equal minutes of the same cores, so let nothing
-else run on them; those whose steps cost the same compare at equal steps, too. Loss and BLEU are of the best checkpoint. The loss
-stands a character of the references, too, because vocabularies cut them into different numbers of tokens.
+kept in `--out` (name another after a change of defaults), an interrupted one goes on from its checkpoint. Rows compare at equal
+minutes of the same cores, so let nothing else run on them; those whose steps cost the same compare at equal steps, too. Loss and
+BLEU are of the best checkpoint. The loss stands a character of the references, too: vocabularies cut them into other numbers.
 """
 
 import json

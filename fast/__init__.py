@@ -63,9 +63,9 @@ def can_capture(model: nn.Module, dtype: torch.dtype, compiled=False, log: Calla
     return possible
 
 
-def captured_loss(plain: nn.Module, sampler) -> nn.Module:
-    """`plain`, a `SummedLoss`, by CUDA graphs for the batches of a `data.BucketSampler`."""
-    return CapturedLoss(plain, shapes_of(sampler))
+def captured_loss(plain: nn.Module, *samplers) -> nn.Module:
+    """`plain`, a `SummedLoss`, by CUDA graphs for the batches of each `data.BucketSampler`."""
+    return CapturedLoss(plain, [shape for sampler in samplers for shape in shapes_of(sampler)])
 
 
 def steps(model: nn.Module, int8: bool = False, captured: bool = False) -> Callable | None:

@@ -80,7 +80,7 @@ def data_of(run: RunFiles) -> str:
     sizes = ", ".join(f"{count:,} {side}" for side, count in data["vocabulary"].items())
     pairs = f"{data['counts']['kept']:,} training pairs"
     if late := data["counts"].get("kept late"):
-        pairs += f" ({late:,} while the learning rate fell)"
+        pairs += f" ({late:,} for when the learning rate falls)"
     return f"{name}: {pairs}, {tokens}; subword vocabularies: {sizes}."
 
 

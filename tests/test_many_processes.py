@@ -59,10 +59,10 @@ def test_restarted_by_torchrun_it_goes_on_from_the_last_checkpoint(toy_data, her
 
 
 @pytest.mark.slow
-def test_two_machines(whole_run, toy_data, here, tmp_path):
+def test_two_machines(whole_run, long_data, here, tmp_path):
     """Two torchruns that meet, as on two machines; here both are this one."""
     meeting = f"--nnodes 2 --rdzv_backend c10d --rdzv_endpoint localhost:{free_port()} --rdzv_id 7".split()
-    flags = ["--data", toy_data, *TINY_FLAGS, *SAME, "--run", here]
+    flags = ["--data", long_data, *TINY_FLAGS, *SAME, "--run", here]
     machines = [torchrun(1, "train.py", *flags, cwd=tmp_path, own=meeting) for _ in range(2)]
     outputs = [machine.communicate(timeout=HANGS) for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], outputs
@@ -70,11 +70,11 @@ def test_two_machines(whole_run, toy_data, here, tmp_path):
     assert_close_run(whole_run, here)
 
 
-def test_started_by_srun(whole_run, toy_data, here, tmp_path):
+def test_started_by_srun(whole_run, long_data, here, tmp_path):
     """As SLURM starts them: nothing but its own variables, the same on both tasks but for the number."""
     slurm = dict(SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NODELIST="localhost", SLURM_STEP_TASKS_PER_NODE="2",
                  SLURM_JOB_ID="7", SLURM_STEP_ID="0", MASTER_PORT=str(free_port()))  # fmt: skip
-    flags = ["train.py", "--data", toy_data, *TINY_FLAGS, *SAME, "--run", here]
+    flags = ["train.py", "--data", long_data, *TINY_FLAGS, *SAME, "--run", here]
     tasks = [Forked(*flags, cwd=tmp_path, SLURM_PROCID=rank, SLURM_LOCALID=rank, **slurm) for rank in ("0", "1")]
     assert [task.wait() for task in tasks] == [0, 0], [task.output for task in tasks]
     assert "2 processes" in tasks[0].output and not tasks[1].output  # rank 0 alone speaks
@@ -87,18 +87,20 @@ def signal_and_wait_less(number: int, step: int, rank: str) -> None:
     signal_at_step(number, step, rank=rank)
 
 
-@pytest.mark.parametrize("before, after", [
-    ((1,), (2,)), ((2,), (3,)), pytest.param((3,), (1,), marks=pytest.mark.slow),
-    ((2, "--shard", "--accumulate", "2"), (1,)), ((1,), (3, "--shard")),  # parts of a weight on three ranks differ in size
+@pytest.mark.parametrize("before, step, after", [
+    ((1,), 10, (2,)), ((2,), 20, (3,)), pytest.param((3,), 20, (1,), marks=pytest.mark.slow),
+    ((2, "--shard", "--accumulate", "2"), 20, (1,)), ((1,), 10, (3, "--shard")),  # three parts of a weight differ in size
 ])  # fmt: skip
-def test_a_signal_to_one_rank_stops_all_and_more_or_fewer_go_on(whole_run, toy_data, here, tmp_path, before, after):
-    """Sharded or not, with validations on the way."""
+def test_a_signal_to_one_rank_stops_all_and_more_or_fewer_go_on(
+    whole_run, long_data, here, tmp_path, before, step, after
+):
+    """Sharded or not, with validations on the way; before or after pairs are left out."""
     (size, *flags), (later, *more) = before, after
-    flags += ["--data", toy_data, *TINY_FLAGS, *SAME, "--run", here]
-    stop = signal_and_wait_less, signal.SIGTERM, 10, str(size - 1)
+    flags += ["--data", long_data, *TINY_FLAGS, *SAME, "--run", here]
+    stop = signal_and_wait_less, signal.SIGTERM, step, str(size - 1)
     ranks = fork_ranks(size, "train.py", *flags, cwd=tmp_path, first=stop)
     assert [rank.wait() for rank in ranks] == [0] * size, [rank.output for rank in ranks]
-    assert "stopped after step 10: interrupted" in ranks[0].output
+    assert f"stopped after step {step}: interrupted" in ranks[0].output
     ranks = fork_ranks(later, "train.py", "--resume", here, *more, cwd=tmp_path)
     assert [rank.wait() for rank in ranks] == [0] * later, [rank.output for rank in ranks]
     parts = 2 if "--accumulate" in before else 1

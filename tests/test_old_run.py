@@ -50,7 +50,8 @@ def test_its_settings_as_a_settings_file_are_its_recipe(old):
     words = ["runs/old/config.json", "--run", "again", "--max_steps", "1", "--match_lengths"]
     assert in_this_process("train.py", *words) is None
     settings = json.loads(Path("runs/again/config.json").read_text(encoding="utf-8"))
-    assert (settings["optimizer"], settings["dropout_after"], settings["match_domain"]) == ("adamw", 0, False)
+    assert (settings["optimizer"], settings["dropout_after"]) == ("adamw", 0)
+    assert (settings["match_domain"], settings["match_late"]) == (False, False)
     assert settings["match_lengths"] and settings["max_steps"] == 1
 
 

@@ -20,7 +20,15 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from conftest import TINY_FLAGS, fork_ranks, forked, forked_ranks, records, reversed_digits, write_pairs
+from conftest import (
+    TINY_FLAGS,
+    fork_ranks,
+    forked,
+    forked_ranks,
+    records,
+    with_short_targets,
+    write_pairs,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.parallel import DistributedDataParallel
 
@@ -230,14 +238,14 @@ SAME = [word for name, value in (SMALL | PLAIN).items() for word in (f"--{name}"
 
 
 @pytest.mark.parametrize("change", [dict(accumulate=4), dict(attention="python")], ids=str)
-def test_another_way_to_the_same_run(whole_run, toy_data, here, change):
-    training.train(config(data=str(toy_data), run=str(here), **PLAIN, **change))
+def test_another_way_to_the_same_run(whole_run, long_data, here, change):
+    training.train(config(data=str(long_data), run=str(here), **PLAIN, **change))
     assert_close_run(whole_run, here)
 
 
 @pytest.mark.slow
-def test_compiled_equals_plain(whole_run, toy_data, here):
-    training.train(config(data=str(toy_data), run=str(here), compile=True, **PLAIN))
+def test_compiled_equals_plain(whole_run, long_data, here):
+    training.train(config(data=str(long_data), run=str(here), compile=True, **PLAIN))
     # The compiler fuses and reorders within a step too.
     assert records(whole_run) == pytest.approx(records(here), rel=1e-4)
 
@@ -333,20 +341,6 @@ def test_a_step_that_does_not_fit_the_memory_is_split(toy_data, here, monkeypatc
 LONG = "--max_steps 60 --eval_every 10 --log_every 7 --tokens_per_batch 300 --precision fp32 --dropout 0.1".split()
 
 
-def with_short_targets(folder: Path, train: int) -> Path:
-    """So many training pairs, every fifth with a target of one word. Validation's are so long that a quarter goes."""
-    pairs = reversed_digits(train + 250)
-    pairs[:train:5] = [(source, target.split()[0]) for source, target in pairs[:train:5]]
-    pairs[train:] = [(source, f"{target} {target}") for source, target in pairs[train:]]
-    splits = {"train": slice(train), "validation": slice(train, train + 200), "test": slice(train + 200, None)}
-    return write_pairs(folder, pairs, splits)
-
-
-@pytest.fixture(scope="session")
-def long_data(tmp_path_factory) -> Path:
-    return with_short_targets(tmp_path_factory.mktemp("short"), 2000)
-
-
 @pytest.fixture(scope="session")
 def uninterrupted(long_data, tmp_path_factory) -> tuple[Path, int]:
     """With dropout: the randomness must be resumed as well. And how many file operations it took, tokenising included."""
@@ -436,7 +430,7 @@ def test_sigterm_saves_and_the_resumed_run_is_the_same(uninterrupted, long_data,
     assert f"workers: {workers}\n" in output
     output += forked("train.py", "--resume", here, cwd=tmp_path)
     assert f"resumed after step {step}" in output
-    assert output.count("step 43: from now on the 1,500 pairs that are like validation's") == 1
+    assert output.count("step 43: from now on 1,500 of 2,000 pairs") == 1
     assert_same_run(uninterrupted[0], here)
 
 
@@ -477,17 +471,18 @@ def test_pairs_with_short_targets_are_left_out_of_the_run(match, late, last_shor
     assert any(short[7:]) == (last_short == 10)
     said = capsys.readouterr().out
     assert (f"data: 100 of 400 pairs are left out{when}: with a short target" in said) == match
-    assert ("step 8: from now on the 300 pairs that are like validation's" in said) == (match and late)
+    assert ("step 8: from now on 300 of 400 pairs" in said) == (match and late)
     counts = json.loads((here / "data.json").read_text())["counts"]
-    assert counts["kept"] == (300 if match and not late else 400) and counts.get("short target") == (
-        100 if match else None
-    )
+    assert counts["kept"] == (300 if match and not late else 400)
     assert counts.get("kept late") == (300 if match and late else None)
+    assert counts.get("short target") == (100 if match else None)
 
 
-def test_a_longer_run_goes_on_from_a_finished_one(toy_data, here, capsys, monkeypatch):
-    training.train(config(data=str(toy_data), run=str(here)))
+def test_a_longer_run_goes_on_from_a_finished_one(long_data, here, capsys, monkeypatch):
+    """At a higher rate, with all pairs, until the rate falls again."""
+    training.train(config(data=str(long_data), run=str(here)))
     before, said = weights(here), capsys.readouterr().out
+    assert "step 6: from now on 1,500 of 2,000 pairs" in said
     training.train(resumed(here))
     said = capsys.readouterr().out
     assert "stopped after step 6: all steps are done" in said and "  loss " not in said
@@ -497,6 +492,9 @@ def test_a_longer_run_goes_on_from_a_finished_one(toy_data, here, capsys, monkey
         training.train(resumed(here, max_steps=8))
     training.train(resumed(here))
     assert max(records(here)) == 8
+    training.train(resumed(here, max_steps=20))
+    said = capsys.readouterr().out
+    assert "step 7: from now on 2,000 of 2,000 pairs" in said and "step 15: from now on 1,500 of 2,000 pairs" in said
 
 
 def test_the_end_that_a_run_has_anyway_changes_nothing(toy_data, here, monkeypatch):
@@ -580,21 +578,22 @@ def test_what_a_run_leaves(toy_data, here, tmp_path, monkeypatch):
     assert curve(here) == pytest.approx(records(here))
 
 
-def test_stops_after_the_minutes(toy_data, here, monkeypatch):
+def test_stops_after_the_minutes(long_data, here, monkeypatch):
     """On a clock that goes by 0.1 seconds each time it is looked at: that the rate has fallen is no matter of luck."""
     ticks = count()
     monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 10))
     bar = SimpleNamespace(update=lambda: None, close=lambda: None)
     monkeypatch.setattr(training, "progress", lambda **_: bar)
     endless = dict(max_steps=10**6, eval_every=10**6, log_every=1)
-    training.train(config(data=str(toy_data), run=str(here), max_minutes=0.2, save_minutes=0.05, keep=9, **endless))
+    training.train(config(data=str(long_data), run=str(here), max_minutes=0.2, save_minutes=0.05, keep=9, **endless))
     assert len([*(here / "checkpoints").glob("step-*")]) == 4  # after each 3 of the 12 seconds, the end included
     rates = list(records(here, "train/learning_rate").values())
     assert bar.total == pytest.approx(len(rates), abs=1)
     # A step looks three times: 40 steps in 12 seconds, and from the 28th on the rate falls.
     assert 38 <= len(rates) <= 42 and max(rates) == 0.002 and rates[-1] < 0.0002
     log = (here / "train.log").read_text(encoding="utf-8")
-    assert "the learning rate falls from now on" in log and "the 0.2 minutes are over" in log
+    begins = re.search(r"step (\d+): \S+ minutes used; the learning rate falls from now on", log)
+    assert f"step {int(begins[1]) + 1}: from now on 1,500 of 2,000 pairs" in log and "the 0.2 minutes are over" in log
 
 
 @pytest.mark.parametrize("optimizer, width, peak", [

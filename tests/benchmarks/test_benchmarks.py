@@ -394,7 +394,7 @@ def test_minutes_to_a_bleu(toy_data, cache, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr("sys.argv", [script, *(f"--{name}={value}" for name, value in flags.items())])
         settings = parse_flags(train.Config)
         assert (settings.max_minutes, settings.data) == (0.05, str(toy_data))
-        assert settings.match_domain == settings.match_lengths == ("all-pairs" not in settings.run)
+        assert settings.match_domain and settings.match_late == ("like-validation" not in settings.run)
         points = [{"step": 1, "time": begun + 60 * minute, "valid/bleu": minute} for minute in (1, 2, 4)]
         Path(settings.run).mkdir()
         lines = [json.dumps(point) + "\n" for point in [{"step": 0, "time": begun}, *points]]
@@ -409,15 +409,15 @@ def test_minutes_to_a_bleu(toy_data, cache, tmp_path, monkeypatch, capsys):
     python = tmp_path / "pymarian/bin/python"
     python.parent.mkdir(parents=True)
     python.touch()
-    for name in ("marian", "ours", "hf", "ours-all-pairs"):
+    for name in ("marian", "ours", "hf", "ours-like-validation"):
         time_to_bleu.main(replace(config, contestants=name))
     rows = [re.split(" *[|] *", line) for line in capsys.readouterr().out.splitlines()[-4:]]
     for name, row in (("marian", rows[0]), ("hf", rows[2])):
         minutes, final = row[2], row[6].split()  # smoothed: short sentences lose some
         assert row[1:6] == [name, *[minutes] * 4] and float(final[0]) > 90 and " ".join(final[2:]) == minutes
-    for row, name in ((rows[1], "ours"), (rows[3], "ours-all-pairs")):
+    for row, name in ((rows[1], "ours"), (rows[3], "ours-like-validation")):
         assert row[1:7] == [name, "1.0 min", "2.0 min", "4.0 min", "–", "4.00 after 4.0 min"]
-    with pytest.raises(UserError, match="unknown; choose from ours,ours-all-pairs,marian"):
+    with pytest.raises(UserError, match="unknown; choose from ours,ours-like-validation,marian"):
         time_to_bleu.main(replace(config, contestants="mario"))
 
 
