@@ -230,7 +230,7 @@ class Hypotheses:
     capped: int  # outputs that reached the limit without ending
 
 
-def plan_batches(lengths: list[int], rows: int, workers: int = 1) -> list[list[int]]:
+def plan_batches(lengths: list[int], rows: int, workers: int = 1, copies: int = 1) -> list[list[int]]:
     """Sentence numbers in batches of similar length, longest first: what does not fit in memory fails at once.
 
     About `rows` sentences in a batch; where there are many, every worker gets as many batches, all of about one size.
@@ -240,7 +240,7 @@ def plan_batches(lengths: list[int], rows: int, workers: int = 1) -> list[list[i
     rows = max(1, math.ceil(share / max(1, round(share / rows))))  # in each of its batches
     batches, first = [], 0
     while first < len(order):
-        fitting = max(1, TOKENS_PER_BATCH // (lengths[order[first]] + 1))
+        fitting = max(1, TOKENS_PER_BATCH // copies // (lengths[order[first]] + 1))
         batches.append(order[first : first + min(rows, fitting)])
         first += len(batches[-1])
     return batches
@@ -250,7 +250,7 @@ def plan_for(model: Translator, lengths: list[int], beam: int = 1) -> list[list[
     """Batches for the model's device: on a CPU every thread decodes some of its own."""
     if next(model.parameters()).device.type == "cpu":
         return plan_batches(lengths, max(1, ROWS_PER_BATCH // beam), torch.get_num_threads())
-    return plan_batches(lengths, max(1, 4 * ROWS_PER_BATCH // beam))
+    return plan_batches(lengths, max(1, 4 * ROWS_PER_BATCH // beam), copies=beam)
 
 
 def search(

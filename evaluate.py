@@ -89,6 +89,7 @@ def evaluate(config: Config) -> None:
         if config.out:
             write_lines(Path(config.out), translations.texts)
             say(f"hypotheses written to {config.out}, one a line")
+        result["precision"] = precision.name  # with auto that of the device: scores differ a little between formats
         keep_score(trained.run / "eval", name_of_score(config, trained, scored), result, translations.texts, say)
     if config.teacher_forced:
         match = teacher_forced_match(trained, rows, world, precision)
@@ -124,7 +125,7 @@ def name_of_score(config: Config, trained: Trained, scored: dict) -> str:
     name += f"-average{config.average}" * (config.average > 1) + f"-first{config.limit}" * bool(config.limit)
     name += f"-{config.precision}" * (config.precision != "auto")
     chosen, saved = trained.checkpoint, checkpoint.steps(trained.run / "checkpoints")  # a run may be handed on without
-    if not saved or chosen != choose_checkpoint(str(trained.run), config.average):
+    if chosen.is_file() or not saved or chosen != choose_checkpoint(str(trained.run), config.average):
         name += f"-{chosen.parent.name if chosen.name == 'model.safetensors' else chosen.stem}"
     return name + f"-data-{scored['rows']}" * (not scored["own"])
 

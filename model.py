@@ -64,7 +64,7 @@ class Translator(nn.Module):
         self.target_embedding = nn.Embedding(config.target_vocab, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.transformer = build_transformer(config)
-        self.output = nn.Linear(config.d_model, config.target_vocab)
+        self.output = nn.Linear(config.d_model, config.target_vocab)  # logits: the loss has the softmax
         self.output.weight = self.target_embedding.weight  # tied (Press and Wolf 2017)
 
         # With N(0, 1), the default, a tied output starts at a loss near 90 instead of ln V: logits are √D times too large.

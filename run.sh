@@ -72,7 +72,7 @@ install() {
     if [ -n "${TORCH_INDEX_URL:-}" ]; then
         run "$python" -m pip install --disable-pip-version-check --index-url "$TORCH_INDEX_URL" "$(grep '^torch' "$root/requirements.txt")"
     elif [ "$(uname -s)" = Linux ] && ! "$python" -c 'import torch' 2>/dev/null; then
-        echo "PyTorch with CUDA takes 5.3 GB. Without an NVIDIA GPU a fraction is enough: stop with Ctrl-C and type"
+        echo "PyTorch with CUDA takes 5.3 GB. Without an NVIDIA GPU, here or where your jobs run, a fraction is enough: stop with Ctrl-C and type"
         echo "    TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu bash $(printf %q "$0")"
     fi
     run "$python" -m pip install --disable-pip-version-check -r "$1"

@@ -259,6 +259,6 @@ def hidden_gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
         return None
     first = visible.split(",")[0].strip()  # at the first card that is not there CUDA stops
     if first.startswith(("GPU-", "MIG-")) or (first.isdecimal() and int(first) < cards):
-        return (f"PyTorch {torch.__version__} can use none of the {cards} GPU(s) of this machine: its driver is too "
-                f"old for CUDA {torch.version.cuda} (see `nvidia-smi`), or this is a build for CPUs")  # fmt: skip
+        return (f"PyTorch {torch.__version__} can use none of the {cards} GPU(s) of this machine: its driver is too old for "
+                f"CUDA {torch.version.cuda} (see `nvidia-smi`), or it is a build for CPUs: docs/troubleshooting.md")  # fmt: skip
     return f"CUDA_VISIBLE_DEVICES={visible!r} hides all {cards} GPU(s) of this machine"

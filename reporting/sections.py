@@ -335,7 +335,8 @@ def comparison(page: Page, runs: list[RunFiles]) -> None:
         return
     page.heading("Paired bootstrap")
     page.note(
-        "As sacreBLEU does it: both systems on the same resampled rows. p under 0.05: the difference is hardly chance."
+        "As sacreBLEU does it: both systems on the same resampled rows. p counts one direction: under 0.025 the difference "
+        "is hardly chance."
     )
     source = f"computed from {name} of {', '.join(run.name for run in runs)}"
 
@@ -372,7 +373,7 @@ def own_pictures(page: Page, runs: list[RunFiles]) -> None:
 
 def in_lines(name: str, systems: list[Compared]) -> str:
     """The paired bootstrap for the terminal: one line a metric and system."""
-    lines = [f"{name}, paired bootstrap of 1,000 resamples; p: how often chance alone gives such a difference"]
+    lines = [f"{name}, paired bootstrap of 1,000 resamples; p: how often chance alone gives so much in this direction"]
     for system in systems:
         p_value = "compared with" if system.p_value is None else f"p = {system.p_value:.4f}"
         interval = f"95 % [{system.low:.2f}, {system.high:.2f}]"

@@ -57,8 +57,9 @@ CHINESE = {
         "列为原文，行为译文；颜色越深，最后一层对该处的注意力越大。",
     "Scores of single sentences are sacreBLEU's sentence BLEU, for reading only: the mean of them is not the corpus BLEU.":
         "单句得分是 sacreBLEU 的 sentence BLEU，只供阅读参考：它们的平均不是语料级 BLEU。",
-    "As sacreBLEU does it: both systems on the same resampled rows. p under 0.05: the difference is hardly chance.":
-        "按 sacreBLEU 的做法：两个系统在同样的重采样行上比较。p 小于 0.05 时，差别不大可能是偶然。",
+    "As sacreBLEU does it: both systems on the same resampled rows. p counts one direction: under 0.025 the difference "
+    "is hardly chance.":
+        "按 sacreBLEU 的做法：两个系统在同样的重采样行上比较。p 只算一个方向，小于 0.025 时，差别不大可能是偶然。",
     "Only what differs between the runs is marked.": "各实验之间不同的设置已标出。",
     "not there": "没有这个文件", "damaged": "已损坏", "end": "结束", "no result yet": "还没有评测结果", "this makes one": "评测的命令",
     "the settings are unknown": "不知道设置", "the sizes of the model are unknown": "不知道模型大小",

@@ -205,12 +205,12 @@ def test_no_step_once_all_have_ended(monkeypatch):
     assert max(positions) <= 1  # the limits are 13 and more
 
 
-@given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 10))
-def test_every_sentence_is_in_exactly_one_batch(lengths, rows):
+@given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 10), st.integers(1, 3))
+def test_every_sentence_is_in_exactly_one_batch(lengths, rows, copies):
     with patch.object(decoding, "TOKENS_PER_BATCH", 100):
-        batches = plan_batches(lengths, rows)
+        batches = plan_batches(lengths, rows, copies=copies)
     widths = [lengths[row] for batch in batches for row in batch]
     assert widths == sorted(widths, reverse=True)
-    assert all(len(batch) == 1 or len(batch) * (lengths[batch[0]] + 1) <= 100 for batch in batches)
+    assert all(len(batch) == 1 or copies * len(batch) * (lengths[batch[0]] + 1) <= 100 for batch in batches)
     assert sorted(row for batch in batches for row in batch) == [row for row, length in enumerate(lengths) if length]
     assert all(len(batch) <= math.ceil(1.5 * rows) for batch in batches)  # rather one larger batch than a tiny last one

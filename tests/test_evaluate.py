@@ -39,6 +39,7 @@ def test_the_card_is_the_score_of_the_written_hypotheses(toy_run, toy_data):
     hypotheses = (toy_run / "hypotheses.txt").read_text(encoding="utf-8").splitlines()
     card = json.loads((toy_run / "runs/toy/eval/test-greedy.json").read_text())
     assert len(hypotheses) == 100 == card["sentences"] and card["nltk"] > 95  # it has learned to reverse
+    assert (card["decoding"], card["precision"]) == ("greedy", "fp32")
     assert card["nltk"] == pytest.approx(corpus_bleu(references(toy_data), hypotheses), abs=0.005)
     assert (toy_run / "runs/toy/eval/test-greedy.txt").read_text() == (toy_run / "hypotheses.txt").read_text()
     for words in ("nltk corpus_bleu", "scale 0–100", "sacreBLEU", "nrefs:1|case:mixed", "chrF2", "brevity", "greedy",
@@ -218,6 +219,10 @@ def test_a_model_that_was_handed_on_without_its_checkpoints(tiny_run, tmp_path):
         evaluate(tmp_path, "--ckpt", "given/model.safetensors", "--limit", number)
         assert len(list((given / "eval").glob("test-greedy*.json"))) == number
         (given / "checkpoints").mkdir(exist_ok=True)  # an empty one is none
+    (given / "checkpoints/step-5").mkdir()  # nor one of which only the weights were copied
+    (given / "model.safetensors").rename(given / "checkpoints/step-5/model.safetensors")
+    evaluate(tmp_path, "--ckpt", "given/checkpoints/step-5/model.safetensors", "--limit", 2)
+    assert (given / "eval/test-greedy-first2-step-5.json").exists()
 
 
 @pytest.mark.slow

@@ -148,10 +148,10 @@ def test_what_is_no_regular_file_is_written_to_and_never_replaced(tmp_path):
     assert os.read(reader, 99) == b"two\n" and (tmp_path / "pipe").is_fifo()
     os.close(reader)
     (tmp_path / "old").write_text("old")
-    (tmp_path / "old.tmp").mkdir()  # no new file can be made: as in a folder that is not ours
+    (tmp_path / ".old.tmp").mkdir()  # no new file can be made: as in a folder that is not ours
     write_lines(tmp_path / "old", ["three"])
     assert (tmp_path / "old").read_text() == "three\n"
-    (tmp_path / "new.tmp").symlink_to("file")
+    (tmp_path / ".new.tmp").symlink_to("file")
     write_lines(tmp_path / "new", ["four"])
     assert (tmp_path / "file").read_text() == "one\n" and (tmp_path / "new").read_text() == "four\n"
 

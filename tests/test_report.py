@@ -34,7 +34,7 @@ from reporting.words import CHINESE
 from text.rows import fingerprint_of
 
 NUMBER = re.compile(r"-?[\d,]+(?:\.\d+)?(?:e[+-]\d+)?")
-WORDS_WITH_DIGITS = ["chrF2", "1-gram", "2-gram", "3-gram", "4-gram", "100 %", "95 %", "0.05"]
+WORDS_WITH_DIGITS = ["chrF2", "1-gram", "2-gram", "3-gram", "4-gram", "100 %", "95 %", "0.025"]
 
 
 def look_at_once() -> None:

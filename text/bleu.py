@@ -19,7 +19,7 @@ import numpy as np
 
 # What a column's name may hold: the code of the language or of a country, its name in English or in itself.
 CHINESE = re.compile("(.*[^a-z])?(zh|chinese|cmn|cn(?![a-z]))|.*[中汉漢]")
-JAPANESE_OR_KOREAN = re.compile("(ja|jpn?|ko|kor|kr)(?![a-z])|japan|korea|[日韩한]")
+JAPANESE_OR_KOREAN = re.compile("(.*[^a-z])?(ja|jpn?|ko|kor|kr)(?![a-z])|japan|korea|[日韩한]")
 
 
 def corpus_bleu(references: list[str], hypotheses: list[str], target: str = "en", smooth: bool = False) -> float:
@@ -214,7 +214,8 @@ class Compared:
 def paired_bootstrap(references: list[str], systems: dict[str, list[str]], target: str = "en") -> list[Compared]:
     """sacreBLEU's paired bootstrap (Koehn 2004): do the others differ from the first system, or only on these rows?
 
-    All are scored on the same 1,000 resamples of the rows. p: how often chance alone would give such a difference.
+    All are scored on the same 1,000 resamples of the rows. p: how often chance alone would give so large a difference in this
+    direction; in either direction it is about twice that.
     """
     from sacrebleu.metrics import CHRF
     from sacrebleu.significance import PairedTest

@@ -29,7 +29,7 @@ def write_lines(path: Path, lines: list[str]) -> None:
     """One hypothesis a line; whole or not at all, where a file can be replaced by another."""
     text = "".join(line + "\n" for line in lines)
     if not os.path.lexists(path) or (path.is_file() and not path.is_symlink()):  # no device, nor what a link leads to
-        temporary = path.with_name(path.name + ".tmp")
+        temporary = path.with_name(f".{path.name}.tmp")
         try:
             temporary.unlink(missing_ok=True)  # never written through a link that somebody put there
             temporary.write_text(text, encoding="utf-8")

@@ -70,4 +70,5 @@ def end_at(line: str, first: int, unit: re.Match) -> int:
 def join(translations: Iterable[str]) -> str:
     """The translations of a line's sentences as one line, a space between them where the language has spaces."""
     texts = [*filter(None, translations), ""]
-    return "".join(text + " " * bool(after and re.match(f"[^{HAN}]", text[-1])) for text, after in pairwise(texts))
+    apart = re.compile(f"[^{HAN}]{{2}}")  # not where a Chinese sentence ends in a quotation mark or dots of its own
+    return "".join(text + " " * bool(apart.match(text[-1] + after[:1])) for text, after in pairwise(texts))

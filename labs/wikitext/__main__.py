@@ -39,7 +39,7 @@ class Config:
     positions: str = flag("learned", "positional encoding (learned|sinusoidal)", "Model")
     glove: str = flag("", "text file of vectors that the embedding begins with", "Model")
 
-    epochs: int = flag(0, "passes over the text; 0: 2.4 million tokens' worth, 1 to 30", "Training", least=0)
+    epochs: int = flag(0, "passes; 0: 2.4 million tokens' worth, 1 (dynamic: 6) to 30", "Training", least=0)
     embedding_share: float = flag(0.125, "share of steps, the first, that train embeddings only", "Training",
                                   least=0, below=1)  # fmt: skip
     batch: int = flag(32, "segments in a step, of all processes together", "Training", least=1)
@@ -291,7 +291,8 @@ def read_text(config: Config) -> tuple[Text, Tensor | None, Config]:
         text.notes.append(f"GloVe: {vectors.shape[1]} numbers a word, projected to {config.d_model}; {types:.1%} of the "
                           f"vocabulary has a vector, {running:.1%} of the running tokens")  # fmt: skip
     config.d_embedding = config.d_embedding or config.d_model
-    config.epochs = config.epochs or min(30, max(1, round(TOKENS_IN_ALL / len(text.ids["train"]))))
+    fewest = 6 if config.sampling == "dynamic" else 1  # the first epoch of dynamic sampling is like static
+    config.epochs = config.epochs or min(30, max(fewest, round(TOKENS_IN_ALL / len(text.ids["train"]))))
     return text, vectors, config
 
 

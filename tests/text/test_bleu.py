@@ -110,7 +110,7 @@ def test_any_text_gets_a_score_and_sacrebleus_tokens(pairs):
 
 @pytest.mark.parametrize(
     "target",
-    ["zh", "zh_cn", "Chinese", "cn", "cmn", "中文", "汉语", "简体中文", "text_zh", "ja", "jp", "日本語", "ko", "kr"],
+    "zh zh_cn Chinese cn cmn 中文 汉语 简体中文 text_zh ja jp 日本語 ko kr text_ja target_ko".split(),
 )
 def test_languages_without_spaces_are_cut_into_characters(target):
     assert tokens_of(["我买书。"], sacrebleu_metric(target)) == [[*"我买书。"]]

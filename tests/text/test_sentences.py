@@ -56,6 +56,7 @@ def test_a_long_line_takes_time_in_proportion():
 @pytest.mark.parametrize("texts, line", [
     ([], ""), ([""], ""), (["He came.", "", "He saw."], "He came. He saw."), (["他来了。", "他走了。"], "他来了。他走了。"),
     (["One  piece "], "One  piece "), (["他来了", "A."], "他来了A."),
+    (["“你好。”", "他走了……", "又来了——", "坐下。"], "“你好。”他走了……又来了——坐下。"), (["“Go!”", "He went."], "“Go!” He went."),
 ])  # fmt: skip
 def test_translations_are_joined(texts, line):
     assert join(texts) == line
