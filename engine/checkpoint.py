@@ -8,7 +8,6 @@ newest = mend(folder); load_optimizer(newest); load_state(newest)   # to resume
 model.load_state_dict(load_weights(resolve("runs/x")))             # to translate
 """
 
-import errno
 import hashlib
 import io
 import json
@@ -69,6 +68,7 @@ def save(folder: Path, step: int, model_state: dict, optimizer_state: dict, stat
             os.replace(checkpoint, folder / f".replaced-{checkpoint.name}")
         os.replace(temporary, checkpoint)
         _link(folder, step, best_step)
+        wait_for_disk(folder)
         _settle_replaced(folder)
         _remove_old(folder, {step, best_step}, keep)
     except OSError as error:
@@ -78,7 +78,8 @@ def save(folder: Path, step: int, model_state: dict, optimizer_state: dict, stat
         reason = f"cannot write step-{step} in {folder}: {error.strerror or error}"
         raise UserError(f"{reason}; fix this, then {remedy}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # after success it has its final name, and nothing is left here
+        for leftover in folder.glob(".tmp-*"):  # what failed or is old; what was saved has its final name
+            shutil.rmtree(leftover, ignore_errors=True)
     return checkpoint
 
 
@@ -130,13 +131,11 @@ def latest(folder: Path, to_resume: bool = False) -> Path:
     for checkpoint in (Path(folder) / f"step-{step}" for step in reversed(steps(folder))):
         if not (damage := verify(checkpoint, to_resume)):
             for passed_over in damaged if is_main() else []:  # of the processes of one run, one speaks
-                print(f"checkpoint {passed_over}; using {checkpoint.name}", file=sys.stderr, flush=True)
+                print(f"checkpoint {passed_over} is passed over; using {checkpoint.name}", file=sys.stderr, flush=True)
             return checkpoint
-        what = "damaged" if verify(checkpoint) else "whole, but not enough to go on from"
-        damaged.append(f"{checkpoint.name} is {what} ({damage})")
+        damaged.append(f"{checkpoint.name} ({damage})")
     reason = ", ".join(damaged) or "nothing is saved yet"
-    wanted = "checkpoint to go on from" if to_resume else "whole checkpoint"
-    raise UserError(f"no {wanted} in {folder}: {reason}; train first, or give another folder")
+    raise UserError(f"no checkpoint in {folder} can be used: {reason}; train first, or give another folder")
 
 
 def mend(folder: Path) -> Path | None:
@@ -145,9 +144,7 @@ def mend(folder: Path) -> Path | None:
     if not steps(folder):
         return None
     newest = latest(folder, to_resume=True)
-    state = load_state(newest)
-    with suppress(OSError):  # the folder may be only for reading; who reads does not need the links
-        _link(Path(folder), state["step"], state["best_step"])
+    _link(folder, int(newest.name[5:]), load_state(newest)["best_step"])
     return newest
 
 
@@ -155,9 +152,8 @@ def resolve(path: str | Path) -> Path:
     """The checkpoint or weights file `--ckpt` names, of a run its best checkpoint, else its latest; or `UserError`."""
     path = Path(path)
     if path.is_file() and path.suffix in WEIGHT_SUFFIXES:
-        in_checkpoint = any((path.parent / name).exists() for name in ("checksums.json", "state.json"))
-        in_run = (path.parent / "config.json").exists()  # then checksums.json is the run's, and not about this file
-        if in_checkpoint and path.name in CONTENT and not in_run and (damage := verify(path.parent)):
+        of_checkpoint = path.name in CONTENT and (path.parent / "state.json").exists()  # no weights file of its own
+        if of_checkpoint and (damage := verify(path.parent)):
             raise UserError(f"{path} belongs to a checkpoint that is not whole ({damage}); use another one")
         return path
     if not path.is_dir():
@@ -182,8 +178,7 @@ def resolve(path: str | Path) -> Path:
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """The weights of a checkpoint directory or a weights file, on the CPU, without the prefixes of DDP and compile."""
-    path = resolve(path)
+    """The weights of a checkpoint that was verified or of a weights file, on the CPU, without prefixes of DDP and compile."""
     weights = _load_tensors(path / "model.safetensors" if path.is_dir() else path)
     for key in ["model", "state_dict"]:
         if isinstance(weights, dict) and isinstance(weights.get(key), dict):
@@ -261,16 +256,11 @@ def _settle_replaced(folder: Path) -> None:
 def _link(folder: Path, last: int, best: int | None) -> None:
     """Point `last` and `best` to their checkpoints. Whoever looks finds the old one or the new one, never none."""
     for name, step in {"last": last, "best": best}.items():
-        if step is not None and (folder / f"step-{step}").is_dir():
-            new_link = folder / f".new-{name}"
-            new_link.unlink(missing_ok=True)
-            try:
-                new_link.symlink_to(f"step-{step}")  # relative, so that a run may be moved or copied
-                os.replace(new_link, folder / name)
-            except OSError as error:  # exFAT, SMB and Google Drive have no links, and no code needs these
-                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
-                    raise
-    wait_for_disk(folder)
+        if (folder / f"step-{step}").is_dir():  # "step-None": nothing was validated yet
+            with suppress(OSError):  # exFAT, SMB and Google Drive have no links, and no code needs these
+                (folder / f".new-{name}").unlink(missing_ok=True)
+                (folder / f".new-{name}").symlink_to(f"step-{step}")  # relative, so that a run may be moved or copied
+                os.replace(folder / f".new-{name}", folder / name)
 
 
 def _remove_old(folder: Path, spared: set[int | None], keep: int) -> None:
@@ -279,7 +269,5 @@ def _remove_old(folder: Path, spared: set[int | None], keep: int) -> None:
         with suppress(OSError):  # what cannot be removed is no reason to stop the training
             (folder / f"step-{old}" / "optimizer.pt").unlink(missing_ok=True)
     for old in set(newest_first[max(keep, 1) :]) - spared:
-        doomed = folder / f".tmp-removed-step-{old}-{os.getpid()}"
-        with suppress(OSError):
-            os.replace(folder / f"step-{old}", doomed)  # first out of sight: a kill halfway leaves no half step-N
-        shutil.rmtree(doomed, ignore_errors=True)
+        with suppress(OSError):  # only out of sight, for `save` to sweep: a kill halfway leaves no half step-N
+            os.replace(folder / f"step-{old}", folder / f".tmp-removed-step-{old}")

@@ -223,8 +223,7 @@ def befores(config_class) -> dict:
 def load_config(config_class, path: Path):
     """The dataclass saved at `path`. Raises `UserError` for a file that is missing, damaged or of another script."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        config = config_class(**befores(config_class) | values)
+        config = config_class(**befores(config_class) | json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; is {path.parent} a run of this script?") from None
     except (ValueError, TypeError) as error:

@@ -42,7 +42,7 @@ INTERRUPTED = "interrupted"
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]  # asked to stop, Ctrl-C, the terminal was closed
 
 
-class Run:
+class Run(contextlib.AbstractContextManager):
     """One run of a training script, fresh or resumed; a context manager that puts everything away at its end.
 
     config      the settings; of a resumed run those it began with, except for flags that may change
@@ -158,9 +158,7 @@ class Run:
         def gather(value):
             """A tensor that lies in pieces on all ranks, put together on rank 0's CPU; anything else as it is."""
             together = whole(value)
-            if together is value:
-                return value
-            return together.cpu() if self.world.is_main else None
+            return value if together is value else together.cpu() if self.world.is_main else None
 
         weights, moments = tree_map(gather, (model.state_dict(), optimizer.state_dict()))
         if self.world.is_main:
@@ -176,9 +174,6 @@ class Run:
         self.log(f"stopped{'' if step is None else f' after step {step:,}'}: {why}")
         if why == INTERRUPTED:
             self.log(f"to go on: {command()} --resume {shlex.quote(str(self.folder))}")
-
-    def __enter__(self) -> "Run":
-        return self
 
     def __exit__(self, kind, error, traceback) -> None:
         self.at_end.close()
@@ -223,11 +218,10 @@ def new_folder(name: str, kind: str) -> Iterator[Path]:
         raise UserError(f"run {run} exists; choose another --run, or go on with --resume {shlex.quote(str(run))}")
     run.parent.mkdir(parents=True, exist_ok=True)
     while not given:
-        try:
+        with contextlib.suppress(FileExistsError):
             run.mkdir()
             break
-        except FileExistsError:
-            run = run.with_name(run.name + "+")  # another run was started in the same second
+        run = run.with_name(run.name + "+")  # another run was started in the same second
     run.mkdir(exist_ok=True)
     found_there = {file.name for file in run.iterdir()}
     (run / ".job").write_text(job_name(), encoding="utf-8")
@@ -241,9 +235,7 @@ def new_folder(name: str, kind: str) -> Iterator[Path]:
 
 def job_name() -> str:
     """What the processes have in common that one torchrun starts again and again; '' without torchrun."""
-    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
-        return ""
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return name if name != "none" else f"{socket.gethostname()}-{os.getppid()}"  # without --standalone and --rdzv_id
 
 
@@ -295,8 +287,7 @@ def saved_settings(config, may_change: set[str]):
         raise UserError(f"--resume {run}: {damage}; put the file back as it was, or start a new run")
     saved, may_change = load_config(type(config), run / "config.json"), {*may_change, "resume"}
     given = {name for name in given if getattr(config, name) != getattr(saved, name)}
-    changed = sorted(given - may_change)
-    if changed:
+    if changed := sorted(given - may_change):
         asked, has = (getattr(settings, changed[0]) for settings in (config, saved))
         raise UserError(f"--resume {run} with another --{changed[0]} ({asked!r}, the run has {has!r}); leave the flag out, "
                         "or start a new run")  # fmt: skip

@@ -54,16 +54,11 @@ class Telemetry:
         self.last_step = resume_step or 0
         last = _keep_records(run / "metrics.jsonl", resume_step) if resume_step is not None else {}
         self.result_step = resume_step if any(tag.startswith("result/") for tag in last) else None
-        self.ahead = max(0.0, last.get("time", 0.0) - time.time())  # seconds; 0 unless the clock was set back since
-        # TensorBoard reads event files by name, events.out.tfevents.SECONDS.HOST…, and would hide a new one that sorts
-        # before an old one: after a clock set back, or two starts within a second, the old ones get earlier names.
-        old = sorted(run.glob("events.out.tfevents.*"))
-        for number, file in enumerate(old if old and old[-1].name.split(".")[3] >= str(int(time.time())) else []):
-            file.rename(file.with_name(f"events.out.tfevents.{number:010}.{file.name.split('.', 4)[4]}"))
         # TensorBoard hides what a killed run wrote from purge_step on. But it takes the first such mark of a folder for
         # the beginning, not for a restart, and hides nothing: so a fresh run sets one as well, at step 0.
         self.writer = SummaryWriter(str(run), purge_step=0 if resume_step is None else resume_step + 1)
-        self.metrics_file = open(run / "metrics.jsonl", "a", encoding="utf-8")
+        # Line by line out of this process, so that kill -9 loses the current one at most.
+        self.metrics_file = open(run / "metrics.jsonl", "a", buffering=1, encoding="utf-8")
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Write each value under its tag, and all of them as one line {"step": …, "time": seconds since 1970, …}."""
@@ -71,25 +66,23 @@ class Telemetry:
         values = {tag: float(value) for tag, value in values.items()}
 
         def write() -> None:
-            now = time.time() + self.ahead
+            now = time.time()
             # One add_scalar per tag: add_scalars makes a folder for every curve, which purge_step does not reach.
             for tag, value in values.items():
                 self.writer.add_scalar(shown_as(tag), value, step, walltime=now)
             # JSON knows no infinity (the gradient of an fp16 step that overflowed): null stands for it.
             finite = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
             self.metrics_file.write(json.dumps({"step": step, "time": now, **finite}) + "\n")
-            # Out of this process at once, so that kill -9 loses the current line at most.
-            self.metrics_file.flush()
 
         self._try(write)
 
     def text(self, tag: str, step: int, text: str) -> None:
         """Write a text (Markdown), such as sample translations."""
-        self._try(lambda: self.writer.add_text(tag, text, step, walltime=time.time() + self.ahead))
+        self._try(lambda: self.writer.add_text(tag, text, step))
 
     def figure(self, tag: str, step: int, figure) -> None:
         """Write a matplotlib figure and close it."""
-        self._try(lambda: self.writer.add_figure(tag, figure, step, walltime=time.time() + self.ahead))
+        self._try(lambda: self.writer.add_figure(tag, figure, step))
 
     def hyperparameters(self, config, metrics: dict) -> None:
         """The settings (a dataclass) that are not as by default, and the results, for TensorBoard's HPARAMS page, once."""
@@ -99,13 +92,8 @@ class Telemetry:
 
         given = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
         chosen = {name: getattr(config, name) for name in sorted(given | getattr(config, "given", set()))}
-
-        def write() -> None:
-            # SummaryWriter.add_hparams would open a folder for a second run; the same three records may as well lie here.
-            for summary in hparams(chosen, metrics):
-                self.writer.file_writer.add_summary(summary, walltime=time.time() + self.ahead)
-
-        self._try(write)
+        # SummaryWriter.add_hparams would open a folder for a second run; the same three records may as well lie here.
+        self._try(lambda: [self.writer.file_writer.add_summary(summary) for summary in hparams(chosen, metrics)])
         self.scalars(self.last_step, metrics)
 
     def close(self) -> None:

@@ -208,7 +208,7 @@ CASES = {
     "resume with other data": Case("resume --data pairs", ("runs/good", "not what the run began with", "put it back"),
                                    change_the_data),
     "resume with another model": Case("resume --d_model 64", ("another --d_model (64, the run has 32)",)),
-    "resume from damage": Case("resume", ("step-2 is damaged (checksum of model.safetensors differs)",), flip_a_bit),
+    "resume from damage": Case("resume", ("step-2 (checksum of model.safetensors differs)",), flip_a_bit),
     "resume of a damaged config": Case("resume", ("--resume runs/good: checksum of config.json differs",),
                                        in_file("runs/good/config.json", "{")),
     "a run that exists": Case("train --data pairs --run good", ("run runs/good exists", "--resume runs/good")),

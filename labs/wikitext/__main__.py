@@ -252,7 +252,7 @@ def main(config: Config) -> None:
             save(step, best=improved)
 
         # ---- test: the best weights, to the log, TensorBoard and <run>/test.json
-        model.load_state_dict(world.on_main(lambda: checkpoint.load_weights(run.folder)))
+        model.load_state_dict(world.on_main(lambda: checkpoint.load_weights(checkpoint.resolve(run.folder))))
         ids = text.ids["test"]
         frequent = ids.bincount(minlength=len(vocabulary.tokens)).topk(min(CONFUSED, len(ids.unique()))).indices
         scores, table = score("test", frequent)

@@ -271,7 +271,7 @@ def test_a_stopped_and_a_killed_run_ends_as_the_whole_one(data, whole_run, monke
     assert "--resume runs/parts" in log and "resumed after step 50" in log and "resumed after step 121" in log
     for tag in ("train/loss", "train/accuracy", "train/gradient_norm", "test/loss", "test/accuracy"):
         assert records(run, tag) == records(Path("runs/whole"), tag) != {}  # bit for bit
-    ours, theirs = (checkpoint.load_weights(folder) for folder in (run, Path("runs/whole")))
+    ours, theirs = (checkpoint.load_weights(folder / "checkpoints/last") for folder in (run, Path("runs/whole")))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
