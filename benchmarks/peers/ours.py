@@ -15,8 +15,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 import decoding
 import fast
@@ -99,7 +97,7 @@ def train(task, corpus) -> None:
 
 
 def ask_of_gpu(take_step: Callable, batches: Iterator[Batch], steps: int = 10) -> dict[str, float]:
-    """What a step asks: CPU time, time waited for data, kernels, and the share of the time in which one runs.
+    """What a step asks: CPU time, and time waited for data.
 
     A GPU whose step takes less than the CPU's waits for Python. A wait for the GPU that PyTorch knows of is an error here.
     """
@@ -113,18 +111,8 @@ def ask_of_gpu(take_step: Callable, batches: Iterator[Batch], steps: int = 10) -
         batch = next(batches)
         waited += time.perf_counter() - begun
         take_step(batch)
-    figures = {"cpu_ms": 1e3 * (time.process_time() - cpu) / steps, "wait_ms": 1e3 * waited / steps}
     torch.cuda.set_sync_debug_mode("default")
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        for batch in islice(batches, steps):
-            take_step(batch)
-        torch.cuda.synchronize()
-    on_gpu = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
-    spans = [event.time_range for event in on_gpu if not event.is_user_annotation]  # a name spans its kernels
-    if spans:  # else the profiler sees none
-        whole = max(span.end for span in spans) - min(span.start for span in spans)
-        figures |= {"kernels": len(spans) / steps, "gpu_busy": sum(span.elapsed_us() for span in spans) / whole}
-    return figures
+    return {"cpu_ms": 1e3 * (time.process_time() - cpu) / steps, "wait_ms": 1e3 * waited / steps}
 
 
 def random_batches(pairs: int) -> Iterator[list[int]]:

@@ -181,7 +181,7 @@ def test_what_a_step_asks_of_a_gpu(small, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     taken, batches = [], iter(range(100))
     figures = ours.ask_of_gpu(taken.append, batches, steps=4)
-    assert taken == list(range(3 + 4 + 4)) and set(figures) == {"cpu_ms", "wait_ms"}  # no kernel was seen
+    assert taken == list(range(3 + 4)) and set(figures) == {"cpu_ms", "wait_ms"}
 
 
 @pytest.mark.slow
@@ -437,7 +437,7 @@ def test_marian_mt_learns_and_translates_without_end(small, tmp_path, monkeypatc
 
 
 def test_the_gpu_benchmark(toy_data, tmp_path, monkeypatch, capsys):
-    """Every command of a GPU's stages can be given; a stage that fails is reported, the rest goes on, and is not repeated."""
+    """Every command of a GPU's stages can be given; a stage that fails is reported, and the rest goes on."""
     config = gpu.Config("tiny", 512, "runs/x", data=str(toy_data), device="cpu", out=str(tmp_path / "gpu.json"))
     started = []
 
@@ -476,12 +476,12 @@ def test_the_gpu_benchmark(toy_data, tmp_path, monkeypatch, capsys):
     told = capsys.readouterr().out
     assert "FAILED operators: done" in told and "FAILED tiny training: ours-fp32: left out" in told
     assert "FAILED cards: the validation losses are 5.0e-02 apart" in told
-    reported = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["stages"]
-    assert {"tiny parity", "cards", "run"} <= set(reported)
-    started.clear()
+    first = list(started)
+    (tmp_path / "gpu/operators.json").write_text("{}")  # of a stage that fails the second time
     gpu.main(config)
-    assert started == ["benchmarks.training", "labs.attention_op", "benchmarks.attention_op"]
-    assert "tiny decoding: done before" in capsys.readouterr().out
+    assert started == 2 * first
+    reported = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
+    assert {"tiny parity", "cards", "run"} <= set(reported["stages"]) and not reported["files"]
     monkeypatch.setattr(gpu, "choose_device", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(gpu, "hidden_gpus", lambda: None)
     with pytest.raises(UserError, match="PyTorch sees no GPU; for a rehearsal: --device cpu"):
