@@ -32,11 +32,7 @@ CLIP = 1.0  # train.py's default; the other contestants do not clip
 def make_trainer(
     sizes: ModelConfig, precision: Precision, plain=False, wrap: Callable = lambda loss: loss, optimizer: str = "adamw"
 ) -> Callable:
-    """A fresh model, always the same, with train.py's loss; → a function that takes one step. The peers have AdamW.
-
-    It is given a batch and what the summed loss is divided by (the batch's own tokens if nothing is said). `wrap` is put
-    round the loss: DDP, CUDA graphs.
-    """
+    """A fresh model, always the same, and train.py's loss in `wrap`; → a function that takes one step. The peers have AdamW."""
     torch.manual_seed(1)
     plain or fast.keep_tensors_together(precision.device)
     model = Translator(sizes).to(precision.device).train()
@@ -45,24 +41,23 @@ def make_trainer(
     optimizer = make_optimizer(optimizer, model, model.transformer, LEARNING_RATE, precision.dtype)
     steps = count(1)
 
-    def take_step(batch: Batch, tokens: float = 0.0) -> None:
+    def take_step(batch: Batch) -> None:
         batch = batch.to(precision.device)
         with precision.autocast():
             smoothed, _ = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
-        precision.backward(smoothed / (tokens or batch.target_tokens))
+        precision.backward(smoothed / batch.target_tokens)
         precision.step(optimizer, parameters, CLIP, next(steps))
 
     return take_step
 
 
-def time_steps(step: Callable[[], int], steps: int, slowest: Callable = lambda seconds: seconds) -> dict[str, float]:
-    """So many steps after the warm-up; `step` takes one and tells its target tokens, `slowest` the time of all processes."""
+def time_steps(step: Callable[[], int], steps: int) -> dict[str, float]:
+    """So many steps after the warm-up; `step` takes one and tells its target tokens."""
     for _ in range(WARM_STEPS):
         step()
-    slowest(0.0)  # all begin together
     begun = time.perf_counter()
     tokens = sum(step() for _ in range(steps))
-    seconds = slowest(time.perf_counter() - begun)
+    seconds = time.perf_counter() - begun
     return {"target_tokens_per_second": tokens / seconds, "seconds_per_step": seconds / steps}
 
 
