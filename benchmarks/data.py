@@ -1,49 +1,35 @@
-"""How fast do texts become batches, how long until the first step, does the cost grow as it should, what does watching cost?
+"""How fast do texts become batches, and does the cost of training grow as it should?
 
-    python -m benchmarks.data                                        # stages, epoch and loader
+    python -m benchmarks.data                                        # epoch and loader
     python -m benchmarks.data --part growth --steps 15 --rounds 1    # or another part
-    python -m benchmarks.data --part telemetry --steps 200
 
-stages     reading, cleaning, training tokenizers, tokenising, one after the other, once
 epoch      from opening the store to the first batch out of the loader, over made-up pairs (random lengths, random ids); every
            start in a process of its own, and so is its memory: what the process holds at most beyond its imports
 loader     real target tokens a second out of the loader alone, and the share of padding
-startup    train.py to its first step, evaluate.py to the score of 128 rows, as a user starts them; the data is tokenised already
 growth     training by number of pairs (it should not change) and by their length (as the FLOPs say); lab's model, made-up pairs
-telemetry  the time that log, curves, meters and samplers take of steps of train.py, once
 """
 
-import re
-import shutil
-import subprocess
-import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import torch
 
-import train
 from benchmarks.corpus import text_at
 from benchmarks.measuring import ROOT, in_new_process, measure
 from benchmarks.peers.contest import SIZES
 from benchmarks.peers.ours import make_trainer, time_steps
 from data import Batch, BucketSampler, Collate, batches_of, collate_for
 from engine.config import flag, parse_flags
-from engine.errors import UserError, run_script
+from engine.errors import run_script
 from engine.memory import held_gib
-from engine.precision import Precision, choose_precision
-from engine.telemetry import GpuSampler, Log, Meter, ProcessMeter, Telemetry
+from engine.precision import choose_precision
 from model import ModelConfig, training_flops
-from text.cleaning import clean_pairs, held_out_rows
-from text.prepare import TOKENIZER_LINES, _make_tokenizers, _write_train, prepare
+from text.prepare import prepare
 from text.store import TokenizedPairs, TokenWriter
 
 CPU = torch.device("cpu")
@@ -52,62 +38,26 @@ STARTS = {"epoch 1": 0.0, "epoch 3": 2.0, "middle of epoch 3": 2.5}  # epochs th
 GROWTH_VOCAB, TOKENS = 8000, 4096  # of growth: the vocabularies, padded tokens a side in a step
 LAB = ModelConfig(GROWTH_VOCAB, GROWTH_VOCAB, **SIZES["lab"])
 PAIRS, LENGTHS = (10_000, 100_000, 1_000_000), (16, 32, 64, 128, 256)
-WATCHING = [(Log, "__call__"), (Telemetry, "scalars"), (Meter, "add"), (Meter, "end_step"), (Meter, "read"),
-            (ProcessMeter, "read"), (GpuSampler, "read"), (GpuSampler, "_sample")]  # fmt: skip
-WARM = 20  # steps of train.py before the clock of `WATCHING` starts
 
 
 @dataclass
 class Config:
-    part: str = flag("all", "what to measure (all|stages|epoch|loader|startup|growth|telemetry)", "What")
+    part: str = flag("all", "what to measure (all|epoch|loader|growth)", "What")
     data: str = flag("", "parallel text; MINIDATASET, else /opt/minidataset, else sample/", "What")
     vocab: int = flag(8000, "tokens in each vocabulary", "What", least=300, most=60000)
     pairs: int = flag(10_000_000, "made-up pairs of the epoch, and at most of growth", "What", least=100)
-    steps: int = flag(30, "growth, telemetry: steps of a turn", "How", least=1)
+    steps: int = flag(30, "growth: steps of a turn", "How", least=1)
     seconds: float = flag(5.0, "loader: of each turn", "How", above=0)
     rounds: int = flag(3, "turns of each", "How", least=1)
     out: str = flag("runs/benchmarks/data", "folder for all turns, a file PART.json each", "How")
 
 
 def main(config: Config) -> None:
-    """One part, or the first three."""
-    parts = dict(stages=time_stages, epoch=time_epoch, loader=time_loader, startup=time_startup, growth=time_growth,
-                 telemetry=time_telemetry)  # fmt: skip
-    for part in [config.part] if config.part != "all" else ["stages", "epoch", "loader"]:
+    """One part, or the first two."""
+    parts = dict(epoch=time_epoch, loader=time_loader, growth=time_growth)
+    for part in [config.part] if config.part != "all" else ["epoch", "loader"]:
         with tempfile.TemporaryDirectory() as folder:
             parts[part](replace(config, out=f"{config.out}/{part}.json"), Path(folder))
-
-
-def time_stages(config: Config, folder: Path) -> None:
-    """The stages of `text.prepare`, once, in order: each needs what the one before it left."""
-    text, lines, counts, tokenizers = text_at(config.data), folder / "clean.txt", Counter(), {}
-
-    def clean() -> int:
-        with open(lines, "w", encoding="utf-8") as file:
-            for source, target in clean_pairs(text, held_out_rows(text), 512, counts):
-                file.write(f"{source}\n{target}\n")
-                counts["kept"] += 1
-        return counts["read"]
-
-    def train_tokenizers() -> int:
-        tokenizers.update(_make_tokenizers(lines, counts["kept"], "", [config.vocab] * 2, lambda line: None))
-        return -(-counts["kept"] // -(-counts["kept"] // TOKENIZER_LINES))
-
-    def tokenise() -> int:
-        pairs = counts["kept"]
-        _write_train(lines, folder / "train", tokenizers, 512, counts)
-        return pairs
-
-    stages = {"reading": lambda: sum(map(len, text.rows("train"))), "reading and cleaning": clean,
-              "training two tokenizers": train_tokenizers, "tokenising and writing": tokenise}  # fmt: skip
-
-    def turn(name: str) -> dict:
-        begun = time.perf_counter()
-        pairs = stages[name]()
-        seconds = time.perf_counter() - begun
-        return {"pairs_per_second": pairs / seconds, "seconds": seconds, "pairs": pairs}
-
-    measure("text to tokens", stages, replace(config, rounds=1), turn, "pairs_per_second")
 
 
 def time_epoch(config: Config, folder: Path) -> None:
@@ -163,35 +113,6 @@ def time_loader(config: Config, folder: Path) -> None:
     measure("the loader alone", names, config, turn, "target_tokens_per_second")
 
 
-def time_startup(config: Config, folder: Path) -> None:
-    """Both scripts, as a user starts them: to the first step, to the score of a first batch of sentences."""
-    data = Path(text_at(config.data).path).resolve()
-    commands = {
-        "train.py": (r"step +1 .* loss", "--data", data, "--max_steps", 1, "--log_every", 1, "--run", "first"),
-        "evaluate.py": ("BLEU", "--ckpt", "runs/first", "--limit", 128),
-    }
-
-    def turn(script: str) -> dict:
-        if script == "train.py":
-            shutil.rmtree(folder / "runs" / "first", ignore_errors=True)
-        return {"seconds": seconds_to(script, *commands[script], cwd=folder)}
-
-    turn("train.py")  # which fills the cache
-    measure("from the command to the first step or score", commands, config, turn, "seconds")
-
-
-def seconds_to(script: str, pattern: str, *arguments, cwd: Path) -> float:
-    """From the command to the first line like `pattern`; the script goes on to its end. `UserError` if it fails."""
-    words, begun, times = [sys.executable, str(ROOT / script), *map(str, arguments)], time.perf_counter(), []
-    options = dict(cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8")
-    with subprocess.Popen(words, **options) as process:
-        for line in process.stdout:
-            times += [time.perf_counter()] * bool(re.match(pattern, line))
-    if process.returncode:
-        raise UserError(f"{' '.join(words)} failed; the last it said was: {line.strip()}")
-    return times[0] - begun
-
-
 def time_growth(config: Config, folder: Path) -> None:
     """Training speed by number of pairs and by length."""
     stores = {f"{pairs:,} pairs": folder / str(pairs) for pairs in PAIRS if pairs <= config.pairs}
@@ -235,42 +156,5 @@ def flops_per_token(model: ModelConfig, length: int) -> float:
     return training_flops(model, 1, 1) + 3 * 4 * length * model.d_model * attentions
 
 
-def time_telemetry(config: Config, folder: Path) -> None:
-    """The time inside each method of `WATCHING`, of the sampler's thread its computing. Runs differ by more than that takes.
-
-    On a GPU a log line also waits for the loss, which is not in it.
-    """
-    spent, times, take_step = Counter(), [], Precision.step  # times: when the clock started and stopped
-
-    def counted(owner: type, name: str):
-        method, clock = getattr(owner, name), time.thread_time if name == "_sample" else time.perf_counter
-
-        def call(*arguments, **flags):
-            begun, result = clock(), method(*arguments, **flags)
-            spent[f"{owner.__name__}.{name}"] += (clock() - begun) * (len(times) == 1)
-            return result
-
-        return patch.object(owner, name, call)
-
-    def timed(*arguments):
-        norm = take_step(*arguments)
-        if arguments[-1] in (WARM, WARM + config.steps):  # the step's number
-            norm.item()  # what was only sent to a GPU belongs to the time before
-            times.append(time.perf_counter())
-        return norm
-
-    def turn(_) -> dict:
-        with ExitStack() as patches:
-            for owner, name in WATCHING:  # none of them calls another
-                patches.enter_context(counted(owner, name))
-            patches.enter_context(patch.object(Precision, "step", timed))
-            data, run, steps = text_at(config.data).path, f"{folder}/run", WARM + config.steps + 1
-            train.train(train.Config(data=data, run=run, max_steps=steps, eval_every=10**9))
-        seconds = times[1] - times[0]
-        return {"share": sum(spent.values()) / seconds, "seconds": seconds, **spent}
-
-    measure("time spent watching", ["telemetry"], replace(config, rounds=1), turn, "share")
-
-
 if __name__ == "__main__":
-    run_script(lambda: main(parse_flags(Config, "texts to batches, to the first step, cost of growth and of watching")))
+    run_script(lambda: main(parse_flags(Config, "from texts to batches, cost of growth")))

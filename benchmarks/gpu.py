@@ -5,14 +5,13 @@
     python -m benchmarks.gpu --device cpu --presets tiny --seconds 1 --tokens_per_batch 512 --minutes 0   # a rehearsal
 
 parity     tests/fast/test_device.py: every number format against float64 on the CPU
-training   benchmarks.training, plain, fast and captured, in the formats of the card; host time, kernels, how busy the GPU is
+training   benchmarks.training, plain, fast and captured, in the formats of the card; CPU time, wait for data
 decoding   benchmarks.decoding: random weights and exactly 40 tokens a sentence, with --ckpt its own lengths; plain and captured
 operators  labs.attention_op, benchmarks.attention_op: our Triton kernels beside PyTorch's, right and how fast
 cards      the same steps of train.py on one card and, over NCCL, on all of them: the same loss?
 run        train.py for some minutes, then evaluate.py: a BLEU
 
-About ten minutes on one card. Every stage is commands of their own; what fails is reported, and the rest goes on. Stages that the
-report has already are not repeated.
+About ten minutes on one card. Every stage is commands of their own; what fails is reported, and the rest goes on.
 """
 
 import json
@@ -59,23 +58,19 @@ class Config:
 
 
 def main(config: Config) -> int:
-    """Do what is not done yet, write, sum up; → the exit code."""
+    """Do every stage, write, sum up; → the exit code."""
     device, described, taken = in_new_process(look_at, config.device)  # in this process it would hold the card
     out = ROOT / config.out
     if config.device == "auto" and device.type == "cpu":
         raise UserError(f"{hidden_gpus() or 'PyTorch sees no GPU'}; for a rehearsal: --device cpu --presets tiny")
     facts = {"settings": asdict(config), "device": described, "cuda": torch.version.cuda, "commit": machine()["commit"]}
     print(f"{facts['device']}\n{describe_machine()}")
-    earlier = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    same = all(earlier.get(name) == fact for name, fact in facts.items())
-    done = {name: stage for name, stage in earlier["stages"].items() if not stage["failed"]} if same else {}
-    folder = out.with_suffix("")
+    done, folder = {}, out.with_suffix("")
     for name, commands in stages(config, device, taken, folder).items():
-        print(f"\n{name}" + ": done before" * (name in done), flush=True)
-        if name not in done:
-            done[name] = run(commands, LIMIT + 60 * config.minutes)
-            files = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")}
-            write_json(out, [], **facts, stages=done, files=files)
+        print(f"\n{name}", flush=True)
+        done[name] = run(commands, LIMIT + 60 * config.minutes)
+        files = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")}
+        write_json(out, [], **facts, stages=done, files=files)
     runs = folder.glob("cards-*") if "cards" in done and not done["cards"]["failed"] else []
     losses = [read_run(run).series("valid/loss")[1][-1] for run in runs]
     apart = max(losses) / min(losses) - 1 if losses else 0.0
@@ -135,6 +130,8 @@ def run(commands: list[str], limit: float) -> dict:
     for words in map(shlex.split, commands):
         if "--run" in words:
             shutil.rmtree(words[-1], ignore_errors=True)  # of an earlier attempt
+        if "--out" in words:
+            Path(words[-1]).unlink(missing_ok=True)  # likewise: a stage that fails has no figures in the report
         variables = dict(word.split("=") for word in words if re.match("[A-Z]+=", word))
         words = words[len(variables) :]
         words = words if words[0].endswith(".py") else ["-m", *words]

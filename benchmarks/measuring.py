@@ -70,13 +70,11 @@ class Row:
 def measure(title: str, names: Iterable[str], config, turn: Callable, figure: str, baseline="") -> list[Row]:
     """Everybody's turns, `config.rounds` of each, kept in the file `config.out`, then the table by one figure; → its rows.
 
-    `turn(name)` returns figures, None if this one cannot take part. With `config.append` the turns join those of the file.
+    `turn(name)` returns figures, None if this one cannot take part.
     """
     print(f"{title}\n{describe_machine()}", flush=True)
-    names, out = list(names), ROOT / config.out
-    runs = read_json(out) if getattr(config, "append", False) else []
-    first = 1 + max((run.round for run in runs if run.contestant in names), default=0)
-    for number in range(first, first + config.rounds):
+    names, runs = list(names), []
+    for number in range(1, config.rounds + 1):
         for name in list(names):
             begun, before = time.perf_counter(), others_seconds()
             figures = turn(name)
@@ -87,7 +85,7 @@ def measure(title: str, names: Iterable[str], config, turn: Callable, figure: st
             others = None if before is None else max(0.0, others_seconds() - before) / seconds
             runs.append(Run(name, number, figures, seconds, others))
             print(runs[-1], flush=True)
-    write_json(out, runs, title=title, settings=asdict(config))
+    write_json(ROOT / config.out, runs, title=title, settings=asdict(config))
     rows = compare(runs, figure, baseline)
     print_table(rows, f"{title}: {figure}")
     return rows

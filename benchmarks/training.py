@@ -1,7 +1,6 @@
 """Training speed, side by side: this project, the handout's way and three toolkits; what fast/ brings, in time and memory.
 
     python -m benchmarks.training                                        # everybody, two rounds
-    python -m benchmarks.training --contestants marian --rounds 1 --append   # one more turn, beside the earlier ones
     python -m benchmarks.training --part ladder                          # plain → fast, fp32 and bf16
     python -m benchmarks.training --part limits                          # matrix products alone, and the share ours reach
     python -m benchmarks.training --device cuda --preset big --tokens_per_batch 65536 --contestants ours-bf16,ours-plain-bf16
@@ -64,7 +63,6 @@ class Config:
     seconds: float = flag(20.0, "measured in each turn", "How", above=0)
     threads: int = flag(2, "compute threads of each", "How", least=1)
     out: str = flag("", "file for all turns; runs/benchmarks/PART.json", "How")
-    append: bool = flag(False, "add to the turns that are in --out", "How")
 
 
 def main(config: Config) -> list[Row]:

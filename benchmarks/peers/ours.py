@@ -15,8 +15,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 import decoding
 import fast
@@ -34,11 +32,7 @@ CLIP = 1.0  # train.py's default; the other contestants do not clip
 def make_trainer(
     sizes: ModelConfig, precision: Precision, plain=False, wrap: Callable = lambda loss: loss, optimizer: str = "adamw"
 ) -> Callable:
-    """A fresh model, always the same, with train.py's loss; → a function that takes one step. The peers have AdamW.
-
-    It is given a batch and what the summed loss is divided by (the batch's own tokens if nothing is said). `wrap` is put
-    round the loss: DDP, CUDA graphs.
-    """
+    """A fresh model, always the same, and train.py's loss in `wrap`; → a function that takes one step. The peers have AdamW."""
     torch.manual_seed(1)
     plain or fast.keep_tensors_together(precision.device)
     model = Translator(sizes).to(precision.device).train()
@@ -47,24 +41,23 @@ def make_trainer(
     optimizer = make_optimizer(optimizer, model, model.transformer, LEARNING_RATE, precision.dtype)
     steps = count(1)
 
-    def take_step(batch: Batch, tokens: float = 0.0) -> None:
+    def take_step(batch: Batch) -> None:
         batch = batch.to(precision.device)
         with precision.autocast():
             smoothed, _ = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
-        precision.backward(smoothed / (tokens or batch.target_tokens))
+        precision.backward(smoothed / batch.target_tokens)
         precision.step(optimizer, parameters, CLIP, next(steps))
 
     return take_step
 
 
-def time_steps(step: Callable[[], int], steps: int, slowest: Callable = lambda seconds: seconds) -> dict[str, float]:
-    """So many steps after the warm-up; `step` takes one and tells its target tokens, `slowest` the time of all processes."""
+def time_steps(step: Callable[[], int], steps: int) -> dict[str, float]:
+    """So many steps after the warm-up; `step` takes one and tells its target tokens."""
     for _ in range(WARM_STEPS):
         step()
-    slowest(0.0)  # all begin together
     begun = time.perf_counter()
     tokens = sum(step() for _ in range(steps))
-    seconds = slowest(time.perf_counter() - begun)
+    seconds = time.perf_counter() - begun
     return {"target_tokens_per_second": tokens / seconds, "seconds_per_step": seconds / steps}
 
 
@@ -99,7 +92,7 @@ def train(task, corpus) -> None:
 
 
 def ask_of_gpu(take_step: Callable, batches: Iterator[Batch], steps: int = 10) -> dict[str, float]:
-    """What a step asks: CPU time, time waited for data, kernels, and the share of the time in which one runs.
+    """What a step asks: CPU time, and time waited for data.
 
     A GPU whose step takes less than the CPU's waits for Python. A wait for the GPU that PyTorch knows of is an error here.
     """
@@ -113,18 +106,8 @@ def ask_of_gpu(take_step: Callable, batches: Iterator[Batch], steps: int = 10) -
         batch = next(batches)
         waited += time.perf_counter() - begun
         take_step(batch)
-    figures = {"cpu_ms": 1e3 * (time.process_time() - cpu) / steps, "wait_ms": 1e3 * waited / steps}
     torch.cuda.set_sync_debug_mode("default")
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        for batch in islice(batches, steps):
-            take_step(batch)
-        torch.cuda.synchronize()
-    on_gpu = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
-    spans = [event.time_range for event in on_gpu if not event.is_user_annotation]  # a name spans its kernels
-    if spans:  # else the profiler sees none
-        whole = max(span.end for span in spans) - min(span.start for span in spans)
-        figures |= {"kernels": len(spans) / steps, "gpu_busy": sum(span.elapsed_us() for span in spans) / whole}
-    return figures
+    return {"cpu_ms": 1e3 * (time.process_time() - cpu) / steps, "wait_ms": 1e3 * waited / steps}
 
 
 def random_batches(pairs: int) -> Iterator[list[int]]:

@@ -22,7 +22,6 @@ RUNS = [
 class Config:
     out: str
     rounds: int = 2
-    append: bool = False
 
 
 def test_contestants_take_turns(tmp_path, capsys):
@@ -61,15 +60,6 @@ def test_json_comes_back(tmp_path):
     content = json.loads((tmp_path / "new" / "file.json").read_text())
     assert content["title"] == "test" and content["machine"]["cores"] >= 1
     assert ms.read_json(tmp_path / "none.json") == []
-
-
-def test_turns_are_added_to_those_of_the_file(tmp_path, capsys):
-    out = str(tmp_path / "out.json")
-    ms.measure("test", ["a"], Config(out), lambda name: {"speed": 1.0}, "speed")
-    rows = ms.measure("test", ["a", "b"], Config(out, 1, True), lambda name: {"speed": 4.0}, "speed", baseline="a")
-    assert [(row.contestant, row.runs, row.median, row.ratio) for row in rows] == [("a", 3, 1, 1), ("b", 1, 4, 4)]
-    assert [run.round for run in ms.read_json(tmp_path / "out.json")] == [1, 2, 3, 3]
-    assert "| b" in capsys.readouterr().out
 
 
 def test_tokens_count_the_end_and_no_padding():

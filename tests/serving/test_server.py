@@ -14,7 +14,6 @@ import pytest
 import torch
 from conftest import HANGS, Forked
 
-from benchmarks import serving as benchmark
 from decoding import translate_lines
 from engine.errors import UserError
 from engine.precision import choose_precision
@@ -194,13 +193,17 @@ def never_done(busy: str):
 @pytest.mark.parametrize("busy", ["", "translating", "cutting"])
 def test_ctrl_c_ends_it_also_while_a_text_is_under_way(tiny_run, tmp_path, busy):
     flags = "--ckpt", tiny_run, "--serve", "--port", 0, "--device", "cpu"
-    script = Forked("translate.py", *flags, cwd=tmp_path, first=(never_done, busy))
+    script = Forked("translate.py", *flags, cwd=tmp_path, first=(never_done, busy) if busy else ())
     try:
         address = script.wait_for("Ctrl-C ends it").splitlines()[-1].split()[0]
+        connection = http.client.HTTPConnection(address.removeprefix("http://"))
+        connection.request("POST", "/translate", '{"text": "1"}', {"Content-Type": "application/json"})
         if busy:
-            connection = http.client.HTTPConnection(address.removeprefix("http://"))
-            connection.request("POST", "/translate", '{"text": "1"}', {"Content-Type": "application/json"})
             script.wait_for("begun")
+        else:
+            assert connection.getresponse().status == 200
+        with pytest.raises(OSError):  # by another address of this machine: the page is for its user alone
+            socket.create_connection(("127.0.0.2", int(address.rpartition(":")[2])), timeout=5)
         os.kill(script.process.pid, signal.SIGINT)
         assert script.wait() == 0 and script.output.endswith("stopped\n")
         assert "Traceback" not in script.output and "Exception" not in script.output
@@ -210,19 +213,3 @@ def test_ctrl_c_ends_it_also_while_a_text_is_under_way(tiny_run, tmp_path, busy)
 
 def test_a_sentence_that_the_model_cannot_hold_says_that_it_is_cut(client):
     assert [ask(client, "一" * count).json()["lines"][0][0]["cut"] for count in (5, 100)] == [False, True]
-
-
-def test_the_benchmark_asks_one_after_another_and_all_at_once(tiny_run, tmp_path, capsys):
-    script = Forked("translate.py", "--ckpt", tiny_run, "--serve", "--port", 0, "--device", "cpu", cwd=tmp_path)
-    try:
-        address = script.wait_for("Ctrl-C ends it").splitlines()[-1].split()[0]
-        config = benchmark.Config(port=int(address.rpartition(":")[2]), requests=3)
-        with pytest.raises(OSError):  # by another address of this machine: the page is for its user alone
-            socket.create_connection(("127.0.0.2", config.port), timeout=5)
-        benchmark.main(config)
-    finally:
-        script.process.kill()
-        script.process.join()
-    assert capsys.readouterr().out.count(" a second") == 2
-    with pytest.raises(UserError, match=f"no answer on port {config.port} .* start python translate.py --serve first"):
-        benchmark.main(config)
