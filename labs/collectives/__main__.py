@@ -27,7 +27,7 @@ class Config:
     """Which lesson, on how many processes."""
 
     lesson: str = flag("all", "(all|gather|all_gather|mean|sampler|scaling|ddp|fp16)", "Collectives")
-    processes: int = flag(3, "to start; under torchrun: as many as torchrun has", "Collectives", least=1, most=64)
+    processes: int = flag(3, "to start; under torchrun: as many as torchrun has", "Collectives", least=1, most=32)
     gpu_devices: tuple = flag((), "gather on these GPUs by NCCL, a process for each; without: by gloo", "Collectives")
     target_device: int = flag(1, "the GPU (or what stands for it) that gather gathers to", "Collectives", least=0)
     port: int = flag(0, "TCP port where the processes meet; 0: a free one", "Collectives", least=0, most=65535)

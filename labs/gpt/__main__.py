@@ -54,7 +54,7 @@ class Config:
     pipe: int = flag(1, "processes that share the layers", "Processes", least=1, most=2**10)
     schedule: str = flag("1f1b", "order in a pipeline (gpipe|1f1b|interleaved|zb|zbv)", "Processes")
 
-    plan: bool = flag(False, "only tell what would fit on the cards below", "Planner")
+    plan: bool = flag(False, "only tell what would fit below; with --tokenizer give --vocabulary", "Planner")
     gpus: int = flag(1, "cards", "Planner", least=1, most=2**14)
     memory_gib: float = flag(24.0, "of each card", "Planner", above=0, most=2**12)
 
@@ -136,7 +136,7 @@ def train(config: Config) -> Path | None:
         for split in ("train", "validation"):
             used, whole = data.batches(split) * config.batch_size, data.sequences(split)
             log(f"{split}: {data.batches(split):,} batches of {config.batch_size} × {sizes.sequence} tokens, "
-                f"{used:,} of {whole:,} sequences")  # fmt: skip
+                f"{min(used, whole):,} of {whole:,} sequences")  # fmt: skip
 
         # -------- this rank's part of the model, and its optimiser; and all as it was, where a run goes on
         memory = measure.Memory(world.device)

@@ -124,7 +124,7 @@ def load_weights(path: Path) -> tuple[dict[str, torch.Tensor], Sizes]:
 def checkpoint_of(run: str) -> Path:
     """What --ckpt takes: a run, or one of its checkpoints."""
     path = Path(run)
-    if not (path / "state.json").exists():
+    if not (path / ".metadata").exists():
         path = newest(path)
     elif damage := verify_files(path):
         raise UserError(f"{path} is damaged ({damage}); name another one, or the run")
@@ -133,10 +133,19 @@ def checkpoint_of(run: str) -> Path:
     return path
 
 
+def newest_run() -> str:
+    """The run of this lab that saved last. Raises `UserError` if there is none."""
+    saved = [state.parent for state in Path("runs").glob("*/checkpoints/sharded-*/state.json")]
+    if not saved:
+        raise UserError("runs/ holds no run of this lab with a checkpoint; train first, or give --ckpt")
+    return str(max(saved, key=lambda path: path.stat().st_mtime).parent.parent)
+
+
 def convert(run: str) -> None:
     """The newest checkpoint of a run, or the one named, as a single file that needs none of this: RUN/model.safetensors."""
     import safetensors.torch
 
+    run = run or newest_run()
     path = checkpoint_of(run)
     weights, sizes = load_weights(path)
     target = Path(run) / "model.safetensors"
@@ -148,7 +157,7 @@ def convert(run: str) -> None:
 class Config:
     """Which run to convert."""
 
-    ckpt: str = flag("", "a run of labs.gpt, or one of its checkpoints", "Conversion")
+    ckpt: str = flag("", "a run of labs.gpt, or one of its checkpoints; the newest run", "Conversion")
 
 
 if __name__ == "__main__":

@@ -26,12 +26,10 @@ class Config:
 if __name__ == "__main__":
     config = parse_flags(Config, "write on from a text")
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
-from labs.gpt.checkpoints import checkpoint_of, load_weights
+from labs.gpt.checkpoints import checkpoint_of, load_weights, newest_run
 from labs.gpt.model import GPT
 
 
@@ -70,14 +68,6 @@ def sample(model: GPT, tokenizer, prompt: str, config, longest: int) -> str:
     how = (config.tokens, config.temperature, config.top_p, draw, longest, tokenizer.eos_token_id)
     out = generate(model, tokens, *how)
     return tokenizer.decode(out[0].tolist(), skip_special_tokens=True)
-
-
-def newest_run() -> str:
-    """The run of this lab that saved last. Raises `UserError` if there is none."""
-    saved = [state.parent for state in Path("runs").glob("*/checkpoints/sharded-*/state.json")]
-    if not saved:
-        raise UserError("runs/ holds no run of this lab with a checkpoint; train first, or give --ckpt")
-    return str(max(saved, key=lambda path: path.stat().st_mtime).parent.parent)
 
 
 def main(config: Config) -> None:

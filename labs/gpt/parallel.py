@@ -61,7 +61,9 @@ def check_grid(config, sizes: Sizes, processes: int) -> int:
         (pipe > 1 and stages > sizes.layers, f"{sizes.layers} layers are no {stages} stages; use a smaller --pipe"),
         (rest or not micro_batch, f"--batch_size {config.batch_size} does not divide into {data} × {config.accumulate} "
          "parts (data-parallel processes × --accumulate)"),
-        (pipe > 1 and config.schedule != "gpipe" and config.accumulate % pipe,
+        (config.schedule == "1f1b" and config.accumulate < pipe,
+         f"--schedule 1f1b wants --accumulate of at least --pipe {pipe}, not {config.accumulate}"),
+        (stages > pipe > 1 and config.accumulate % pipe,
          f"--schedule {config.schedule} wants --accumulate to be a multiple of --pipe {pipe}, not {config.accumulate}"),
         (tensor > 1 and pipe > 1, "--tensor and --pipe together are not built; use one of them, with data parallelism"),
         (pipe > 1 and config.data_parallel != "ddp", f"--pipe goes with --data_parallel ddp, not {config.data_parallel}"),

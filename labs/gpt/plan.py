@@ -88,6 +88,8 @@ def memory(config, sizes: Sizes, processes: int, narrow: bool) -> Need:
     again = tokens * sizes.hidden * kept * (config.recompute != "none")  # of the block that is computed again
     activations = in_flight * micro_batch + again
     logits = tokens * sizes.vocabulary * LOGITS[narrow] / config.tensor
+    if config.pipe > 1 and not narrow:  # the last stage's output stays until its backward pass is done
+        logits += 4 * tokens * sizes.vocabulary
     if config.pipe > 1 and config.schedule == "gpipe":  # the last stage keeps those of all, and their log-softmax
         logits += (in_flight - 1) * tokens * sizes.vocabulary * KEPT_LOGITS[narrow]
     if config.chunked_loss:  # gradients of hidden states and matrix instead
@@ -199,7 +201,10 @@ def table(config, sizes: Sizes, narrow: bool) -> str:
         else:  # how deep is the host's affair
             line += f"; {need.host / GIB:.1f} GiB of host memory a card"
         lines.append(line)
-    last = f"the deepest without --offload: {deepest[1]}" if deepest[0] else "no depth fits on these cards"
+    layers, command = deepest
+    last = f"the deepest without --offload: {command}" if layers else "no depth fits on these cards"
+    if not command:
+        last = "no row can be run as it stands; give a --batch_size that the cards divide"
     return "\n".join([*lines, last])
 
 

@@ -101,7 +101,7 @@ from labs.wikitext.model import LanguageModel, SmoothedLoss, confusion_figure, e
 from labs.wikitext.sampler import SegmentSampler
 from labs.wikitext.text import Text, coverage, load_glove, prepare
 
-MAY_CHANGE = {"data", "generate", "log_every", "precision", "device"}  # on --resume
+MAY_CHANGE = {"data", "glove", "generate", "log_every", "precision", "device"}  # on --resume
 TOKENS_IN_ALL = 2_400_000  # some minutes of a CPU core at the default sizes and six thousand words
 CONFUSED = 12  # tokens in the confusion table
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from engine.config import flag, load_config, parse_flags, write_whole
 from engine.errors import UserError, run_script
+from labs.collectives.report import make_writable
 from labs.wikitext.__main__ import Config as TextConfig
 from labs.wikitext.text import Text, prepare
 
@@ -133,6 +134,7 @@ def lookup(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarr
 
 def main(config: Config) -> None:
     """Count, choose the discount, check, score, write."""
+    make_writable(Path(config.out))
     text = read_text(config)
     ids = {split: row.numpy() for split, row in text.ids.items()}
     size, eos = len(text.vocabulary.tokens), text.vocabulary.eos
@@ -160,7 +162,6 @@ def main(config: Config) -> None:
     for name, perplexity in perplexities.items():
         ratio = f"; the model's is {figures['model'] / perplexity:.1%} of it" if config.run else ""
         print(f"Kneser–Ney trigram, {name}: test perplexity {perplexity:.2f}{ratio}")
-    Path(config.out).parent.mkdir(parents=True, exist_ok=True)
     write_whole(Path(config.out), json.dumps(figures, ensure_ascii=False, indent=1) + "\n")
 
 

@@ -333,7 +333,7 @@ def test_one_process_says_what_it_cannot_show(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("settings, environment, message", [
     (dict(lesson="gathr"), {}, "did you mean gather?"),
-    (dict(processes=0), {}, "--processes 0 must be at least 1 and at most 64"),
+    (dict(processes=0), {}, "--processes 0 must be at least 1 and at most 32"),
     (dict(port="TAKEN"), {}, "Address already in use; give another"),
     (dict(out="/proc/none/a.md"), {}, "--out /proc/none/a.md: No such file or directory"),
     (dict(gpu_devices=(0, 1), target_device=0), {}, "--gpu_devices 0 1: this machine has 0 GPUs"),

@@ -57,7 +57,7 @@ CASES = {  # by name: the processes, and the settings
     "pipe-2-interleaved": (2, dict(pipe=2, accumulate=4, schedule="interleaved")),
     "pipe-2-zb": (2, dict(pipe=2, accumulate=4, schedule="zb")),
     "pipe-2-zbv": (2, dict(pipe=2, accumulate=4, schedule="zbv")),
-    "pipe-4": (4, dict(pipe=4, accumulate=4, recompute="all")),
+    "pipe-4": (4, dict(pipe=4, accumulate=6, recompute="all")),  # no multiple of 4
     "data-2-pipe-2": (4, dict(pipe=2, accumulate=2)),
     "data-2-tensor-2": (4, dict(tensor=2)),
     "zero3-2-tensor-2": (4, dict(tensor=2, data_parallel="zero3", recompute="selective")),
@@ -136,6 +136,13 @@ def test_a_damaged_checkpoint_is_passed_over(runs, tmp_path, capsys):
             assert newest(tmp_path / "run") == older and f"sharded-{STEPS} is damaged" in capsys.readouterr().err
     with refused("no whole checkpoint"):
         newest(tmp_path / "run")
+
+
+def test_a_checkpoint_of_another_lab_is_refused(tmp_path):
+    (tmp_path / "state.json").write_text("{}")
+    write_checksums(tmp_path, ["state.json"])
+    with refused("holds no checkpoint of this lab"):
+        checkpoint_of(str(tmp_path))
 
 
 @pytest.mark.parametrize("offload, place", [("none", "meta"), ("optimizer", "cpu")])
@@ -290,6 +297,7 @@ def test_plans_of_pipelines_are_of_the_fullest_rank():
     gpipe, other = (plan.memory(replace(config, schedule=name), sizes, 2, False) for name in ("gpipe", "1f1b"))
     logits = sizes.sequence * sizes.vocabulary * 4  # of a micro-batch
     assert gpipe.logits - other.logits == 7 * 2 * logits  # themselves and their log-softmax
+    assert other.logits == 4 * logits  # both, and a gradient of each
     both = other.weights + other.optimizer + other.gradients + other.activations + other.logits
     tied, buffers = 4 * sizes.vocabulary * sizes.hidden, 8 * 4 * sizes.sequence * sizes.hidden
     assert other.total == both - other.activations / 2 + tied + buffers
@@ -328,6 +336,15 @@ def test_plan_of_the_handout(capsys):
 def test_a_plan_names_the_schedule_that_was_asked_for(capsys):
     train(config_of(size="124m", plan=True, gpus=2, schedule="gpipe"))
     assert "pipe 2 × data 1, gpipe " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("cards, why", [
+    (dict(gpus=3), "no row can be run as it stands; give a --batch_size that the cards divide"),
+    (dict(memory_gib=0.1), "no depth fits on these cards"),
+])  # fmt: skip
+def test_a_plan_without_a_proposal_says_why(capsys, cards, why):
+    train(config_of(size="124m", plan=True, **cards))
+    assert capsys.readouterr().out.splitlines()[-1] == why
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
@@ -476,7 +493,8 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys):
     with refused(": No space left on device; free some space, then --resume"), monkeypatch.context() as patch:
         patch.setattr(dcp, "save", Mock(side_effect=full))
         train(config_of(**{**text, "max_steps": 1, "run": "full"}))
-    unsaved = train(config_of(**{**text, "max_steps": 1, "run": "unsaved", "keep": 0}))
+    unsaved = train(config_of(**{**text, "max_steps": 1, "run": "unsaved", "keep": 0, "batch_size": 24}))
+    assert "validation: 1 batches of 24 × 32 tokens, 18 of 18 sequences" in (unsaved / "train.log").read_text("utf-8")
     assert (unsaved / "result.json").exists() and not (unsaved / "checkpoints").exists()
     folder = train(config_of(**text))
     with refused("all is done; give more --max_steps"):
@@ -496,7 +514,8 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys):
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     rates = [record["train/learning_rate"] for record in records if "train/learning_rate" in record]
     assert rates[59] < rates[60] < rates[61] < rates[62] <= max(rates)  # up again, not in one jump
-    assert generate.newest_run() == "runs/text" and not (folder / "checkpoints/.tmp-sharded-61").exists()
+    convert("")  # the newest run
+    assert (folder / "model.safetensors").exists() and not (folder / "checkpoints/.tmp-sharded-61").exists()
     events = (path.read_bytes() for path in folder.glob("events.out.tfevents.*"))
     assert b"sample/text_summary" in b"".join(events)
 
@@ -522,7 +541,8 @@ def test_heads_of_any_width_are_padded_on_a_gpu_without_another_result(monkeypat
     (8, dict(pipe=8, accumulate=8, batch_size=8), "4 layers are no 8 stages"),
     (4, dict(pipe=4, accumulate=4, schedule="zb"), "4 layers are no 8 stages"),
     (5, {}, "--batch_size 12 does not divide into 5"),
-    (4, dict(pipe=4, accumulate=3, batch_size=12), "wants --accumulate to be a multiple of --pipe 4"),
+    (4, dict(pipe=4, accumulate=3), "--schedule 1f1b wants --accumulate of at least --pipe 4, not 3"),
+    (2, dict(pipe=2, accumulate=3, schedule="zb"), "--schedule zb wants --accumulate to be a multiple of --pipe 2, not 3"),
     (4, dict(tensor=2, pipe=2, accumulate=2), "--tensor and --pipe together"),
     (2, dict(pipe=2, accumulate=2, data_parallel="zero3"), "--pipe goes with --data_parallel ddp"),
     (2, dict(tensor=2, model="hf"), "--model hf"),

@@ -121,6 +121,7 @@ def test_a_text_is_scored_alone_and_beside_a_run(tmp_path, monkeypatch, capsys):
     (dict(run="nowhere"), "no test.json there"),
     (dict(data="nowhere"), "no such file"),
     (dict(data="a.txt", min_count=1), "probability 0"),
+    (dict(data="a.txt", out="."), "--out .: Is a directory"),
 ])  # fmt: skip
 def test_mistakes_are_named_in_one_line(tmp_path, monkeypatch, settings, message):
     monkeypatch.chdir(tmp_path)

@@ -423,10 +423,17 @@ def test_what_a_run_writes_and_a_finished_one_is_resumed_for_its_samples(lab, tm
               "validation/accuracy", "sampler/entropy", "sampler/effective_sample_size", "speed/tokens_per_second"}  # fmt: skip
     assert set(map(shown_as, wanted)) <= set(tags["scalars"])
     (tmp_path / "a.txt").rename(tmp_path / "b.txt")
-    lab(resume="runs/x", data="b.txt", generate="The ship")
+    lab(resume="runs/x", data="b.txt", glove=str(glove.rename(tmp_path / "h.txt")), generate="The ship")
     assert "sample: **The ship**" in (run / "train.log").read_text()
     after = checkpoint.load_weights(run / "checkpoints" / "last")
     assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+
+
+@pytest.mark.parametrize("sampling, epochs", [("static", 1), ("dynamic", 6)])
+def test_a_long_text_is_read_as_often_as_its_sampling_wants(tmp_path, monkeypatch, sampling, epochs):
+    monkeypatch.setattr(wikitext, "TOKENS_IN_ALL", 100)  # fewer than the text has, as with the whole of WikiText-2
+    _, _, config = wikitext.read_text(Config(data=str(write(tmp_path / "a.txt", wiki())), segment=8, sampling=sampling))
+    assert config.epochs == epochs
 
 
 def test_subwords_are_scored_per_word_as_well(lab, tmp_path):
