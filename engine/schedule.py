@@ -20,7 +20,8 @@ class Schedule:
     warmup: int
     total: int
     decay_start: int
-    first_minutes: float = 0.0  # of the first step; it compiles and fills caches, so it says nothing about the speed
+    first_step: int = 0  # since the start or the last resume; it compiles and fills caches: no measure of the speed
+    first_minutes: float = 0.0  # at its end
     start: int = 0  # where the rise begins, and from which share of the peak
     start_share: float = 0.0
     by_time: bool = False  # `total` follows from the minutes of the run
@@ -35,27 +36,31 @@ class Schedule:
     def extended(self, step: int, total: int) -> "Schedule":
         """The plan of a run that goes on after `step` to another end: the rate goes on where it was, up if it fell."""
         total = max(total, step)
-        decay_start = min(max(step + 2, math.ceil(total * (1 - DECAY_SHARE))), total)  # + 2: after one more `fit_time`
+        decay_start = min(max(step + 3, math.ceil(total * (1 - DECAY_SHARE))), total)  # + 3: after two more `fit_time`
         fell = step >= self.decay_start
         start, share = (step, self.learning_rate(step) / self.peak) if fell else (self.start, self.start_share)
         return replace(self, total=total, decay_start=decay_start, start=start, start_share=share, by_time=False)
 
     def fit_time(self, step: int, minutes: float, max_minutes: float) -> bool:
         """Fit the plan to a run of `max_minutes`, after `step` steps took `minutes`; true if the way down begins now."""
-        if not max_minutes or not step or step >= self.decay_start:
+        if not self.first_step:
+            self.first_step, self.first_minutes = step, minutes
+        if not max_minutes or step <= self.first_step or step >= self.decay_start:
             return False
-        if step == 1:
-            self.first_minutes = minutes
-            return False
-        minutes_a_step = max(minutes - self.first_minutes, 1e-9) / (step - 1)
-        estimate = math.ceil(step + (max_minutes - minutes) / minutes_a_step)  # the last step's number
+        estimate = math.ceil(step + (max_minutes - minutes) / self.minutes_a_step(step, minutes))
         if step <= SPEED_KNOWN:  # the rate is still next to nothing, so a steeper rise makes no jump
             self.warmup = min(self.planned or self.warmup, max(SPEED_KNOWN, estimate // 10))
-        if minutes < (1 - DECAY_SHARE) * max_minutes:
+        resumed_now = self.first_step > 1 and step < min(self.first_step + SPEED_KNOWN, self.decay_start - 1)
+        if minutes < (1 - DECAY_SHARE) * max_minutes or resumed_now:
             return False
         last = max(step + 1, estimate)
         self.by_time, self.total, self.decay_start = last < self.total, min(self.total, last), step
         return True
+
+    def minutes_a_step(self, step: int, minutes: float) -> float:
+        """Since the start or the last resume, which may be on another machine; before its second step, of all steps."""
+        first, before = (self.first_step, self.first_minutes) if step > self.first_step else (0, 0.0)
+        return max(minutes - before, 1e-9) / (step - first)
 
     def why_stop(self, step: int, minutes: float, max_minutes: float) -> str | None:
         """Why `step`, after `minutes`, was the last one, if it was."""
@@ -65,7 +70,7 @@ class Schedule:
 
     def minutes_left(self, step: int, minutes: float, max_minutes: float) -> float:
         """An estimate, after `step` steps took `minutes`: what the steps need, or what is left of the time."""
-        by_steps = (self.total - step) * minutes / step
+        by_steps = (self.total - step) * self.minutes_a_step(step, minutes)
         return max(0.0, min(by_steps, max_minutes - minutes)) if max_minutes else by_steps
 
 
@@ -82,5 +87,5 @@ def plan_of_run(config, steps_per_epoch: int, saved: dict | None) -> tuple[Sched
     if not saved:
         return plan(config.lr, config.warmup, total), end
     asked = config.given & {"epochs", "max_steps", "max_minutes"}  # for checkpoints without `end`
-    before, same = Schedule(**saved["schedule"]), saved.get("end", None if asked else end) == end
+    before, same = Schedule(**saved["schedule"] | {"first_step": 0}), saved.get("end", None if asked else end) == end
     return before if same else before.extended(saved["step"], total), end

@@ -1,13 +1,15 @@
 """The learning rate's shape for any plan, and plans that end with the minutes."""
 
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.schedule import SPEED_KNOWN, Schedule, plan
+from engine.schedule import SPEED_KNOWN, Schedule, plan, plan_of_run
 
 peaks = st.floats(1e-6, 1.0)
 plans = st.builds(plan, peaks, st.integers(0, 600), st.integers(1, 2000))
@@ -91,7 +93,7 @@ def test_steps_that_end_first_are_not_stretched():
     before = replace(schedule)
     minutes, rates, down = simulate(lambda step, share: 0.2, 20, schedule)
     assert len(rates) == 500 and down is None and minutes < 2
-    assert replace(schedule, first_minutes=0.0) == before
+    assert replace(schedule, first_step=0, first_minutes=0.0) == before
 
 
 def test_a_warm_up_fitted_to_the_minutes_makes_no_jump():
@@ -120,7 +122,8 @@ def test_a_slow_step_while_the_speed_is_measured_does_not_cut_the_warm_up():
 def test_without_a_limit_nothing_is_fitted():
     schedule = plan(1.0, 0, 1000)
     before = replace(schedule)
-    assert not any(schedule.fit_time(step, 1e6 * step, 0) for step in range(1, 1001)) and schedule == before
+    assert not any(schedule.fit_time(step, 1e6 * step, 0) for step in range(1, 1001))
+    assert replace(schedule, first_step=0, first_minutes=0.0) == before
 
 
 def test_the_end_and_the_estimate_of_it():
@@ -160,6 +163,23 @@ def test_minutes_given_late_are_fitted_too(step, limit):
         rate = schedule.learning_rate(step)
         schedule.fit_time(step, step / 80, limit)
     assert step / 80 == pytest.approx(limit, rel=0.01) and rate < 0.01
+
+
+@pytest.mark.parametrize("speeds", [(400, 100), (100, 400), (100, 100)])
+@pytest.mark.parametrize("interrupted", [0.1, 60, 83.9, 84.5])
+def test_a_run_that_goes_on_at_another_speed_ends_with_its_minutes(speeds, interrupted):
+    """As on other cards; interrupted on its level part, or on its way down, which is planned already."""
+    config = SimpleNamespace(lr=1.0, warmup=0, epochs=1, max_steps=10**6, max_minutes=120, given=set())
+    schedule, end = plan_of_run(config, 10, None)
+    step, minutes = 0, 0.0
+    for speed, until in zip(speeds, (interrupted, math.inf)):
+        while not schedule.why_stop(step, minutes, 120) and minutes < until:
+            step, minutes = step + 1, minutes + (step == 0) + (1 + 0.5 * (-1) ** step) / speed
+            schedule.fit_time(step, minutes, 120)
+        falls = step >= schedule.decay_start
+        schedule, _ = plan_of_run(config, 10, {"schedule": asdict(schedule), "end": end, "step": step})
+    assert falls and (interrupted == 84.5 or minutes == pytest.approx(120, rel=0.01))
+    assert interrupted == 84.5 or schedule.learning_rate(step) < 0.02
 
 
 def test_steps_that_are_done_before_the_minutes_are_not_called_minutes():
