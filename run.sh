@@ -14,7 +14,7 @@
 # Works from any directory: paths are seen from there, and runs/ is made there.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+root="$(CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 verb="${1:-train}"
 [ "$verb" = "--" ] && verb=train || shift || true
 [ "${1:-}" = "--" ] && shift
@@ -30,6 +30,7 @@ export PYTHONUNBUFFERED=1
 # Waiting threads sleep instead of spinning: where others use the machine too, spinning costs a multiple. Elsewhere engine/ says how.
 [ "$(uname -s)" != Darwin ] || export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 venv="${VENV:-$root/.venv}"
+[ "${venv#/}" != "$venv" ] || venv="$PWD/$venv"
 python="$venv/bin/python"
 
 # run COMMAND: as a child, to which the signals that come here are sent on. After one of them nothing more is begun.
@@ -58,8 +59,10 @@ run() {
 install() {
     local stamp="$venv/.installed-$(basename "$1")"
     [ -x "$python" ] && cmp -s "$1" "$stamp" && return
+    mkdir -p "$venv"; exec 9>>"$venv/.lock"; ! command -v flock >/dev/null || flock 9 || true # two at once would write over each other
+    if [ -x "$python" ] && cmp -s "$1" "$stamp"; then exec 9>&-; return; fi
     if ! "$python" -m pip --version >/dev/null 2>&1; then # no environment, or one whose making was broken off
-        for candidate in python3 python3.12 python3.11 python3.10; do
+        for candidate in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
             # On Debian and Ubuntu ensurepip is missing until python3-venv is installed.
             "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && break
             candidate=
@@ -76,7 +79,7 @@ install() {
         echo "    TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu bash $(printf %q "$0")"
     fi
     run "$python" -m pip install --disable-pip-version-check -r "$1"
-    cp "$1" "$stamp"
+    cp "$1" "$stamp"; exec 9>&-
 }
 
 install "$root/requirements.txt"
@@ -94,13 +97,14 @@ fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # for the labs, which are modules
 [ "$verb" != gpu ] || install "$root/requirements-dev.txt" # its first stage is a test
 case "$verb" in
-    pipeline) exec "$python" -m torch.distributed.run --standalone --nproc_per_node "${PROCESSES:-2}" -m -- labs.pipeline "$@" ;;
+    pipeline) [ "${PROCESSES:-2}" = 1 ] && exec "$python" -m labs.pipeline "$@"
+        exec "$python" -m torch.distributed.run --standalone --nproc_per_node "${PROCESSES:-2}" -m -- labs.pipeline "$@" ;;
     gpu) exec "$python" -m benchmarks.gpu "$@" ;;
     attention) exec "$python" -m labs.attention_op "$@" ;;
     gpt)  # a result to look at within minutes, wherever it runs
         # On a CPU, with glibc before 2.38: else a freed tensor's place seldom holds the next one of its size.
         export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.tcache_count=0}"
-        [[ "${1:-}" =~ \.(yaml|yml|json)$ || " $* " == *" --resume"* ]] || set -- --max_minutes 10 "$@"
+        [[ "${1:-}" =~ \.(yaml|yml|json)$ || " $* " =~ " --"(resume|plan) ]] || set -- --max_minutes 10 "$@"
         [ "${PROCESSES:-1}" = 1 ] && exec "$python" -m labs.gpt "$@"
         exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$PROCESSES" -m -- labs.gpt "$@" ;;
     train) ;;
@@ -111,7 +115,8 @@ esac
 # A settings file comes first on the command line, and says itself how long.
 flags=() settings=
 case "${1:-}" in *.yaml | *.yml | *.json) settings=yes ;; esac
-if [[ -z "$settings" && " $* " != *" --resume"* ]] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+if [[ -z "$settings" && " $* " != *" --resume"* ]] &&
+    { [[ " $* " =~ " --device"[\ =]"cpu " ]] || ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; }; then
     if [[ -d /opt/minidataset || " $* " == *" --data"* ]]; then flags=(--max_minutes 60); else flags=(--max_minutes 3.5); fi
 fi
 case " $* " in *" --help "* | *" -h "* | *" --check"* | *" --explain"*) # nothing is trained, so nothing is evaluated
@@ -132,7 +137,7 @@ for next in "$@" ""; do
     word="$next"
 done
 case "$name" in "~/"*) name="$HOME/${name#??}" ;; esac # --run=~/x: the shell leaves it so
-[ -n "$name" ] || { name="$(date +%Y-%m-%d_%H-%M-%S)"; set -- "$@" --run "$name"; }
+[ -n "$name" ] || { name="$(date +%Y-%m-%d_%H-%M-%S)-$$"; set -- "$@" --run "$name"; }
 run "$python" "$root/train.py" ${flags[@]+"${flags[@]}"} "$@"
 
 [ -d "runs/$name" ] && folder="runs/$name" || folder="$name"

@@ -79,6 +79,12 @@ def test_the_commands_that_it_prints_can_be_typed_wherever_it_lies(place):
     assert typed == [f"{place}/it's/bin/activate", *(f"{place}/my repo/{name}.py" for name in names)]
 
 
+def test_an_environment_elsewhere_is_seen_from_where_the_user_is(place):
+    shutil.copy(ROOT / "requirements-dev.txt", place / "repo")
+    code, _, asked = run_sh(place, "test", VENV="env", CDPATH=f"..:{place}")
+    assert code == 0 and (place / "home/env/bin/python").exists() and f"in {place}/repo\n" in asked
+
+
 @pytest.mark.parametrize("lab", ["lenet", "wikitext", "pipeline", "gpt"])
 def test_a_labs_data_are_seen_from_where_the_user_is(place, lab):
     code, _, asked = run_sh(place, lab, "--", "--data", "digits")
@@ -88,9 +94,10 @@ def test_a_labs_data_are_seen_from_where_the_user_is(place, lab):
 @pytest.mark.parametrize("words, processes, asked_for", [
     ("attention", "", "-m labs.attention_op"), ("collectives", "", "-m labs.collectives"),
     ("gpt -- --lr 1", "", "-m labs.gpt --max_minutes 10 --lr 1"), ("gpt -- s.yaml", "", "-m labs.gpt s.yaml"),
-    ("gpt -- --resume runs/a", "", "-m labs.gpt --resume runs/a"),
+    ("gpt -- --resume runs/a", "", "-m labs.gpt --resume runs/a"), ("gpt -- --plan", "", "-m labs.gpt --plan"),
     ("gpt", "3", "-m torch.distributed.run --standalone --nproc_per_node 3 -m -- labs.gpt --max_minutes 10"),
     ("pipeline", "", "-m torch.distributed.run --standalone --nproc_per_node 2 -m -- labs.pipeline"),
+    ("pipeline", "1", "-m labs.pipeline"),
     ("pipeline", "3", "-m torch.distributed.run --standalone --nproc_per_node 3 -m -- labs.pipeline"),
     ("gpu -- --minutes 1", "", "-m benchmarks.gpu --minutes 1"), ("test -- -x", "", "--no-loadscope-reorder -x"),
 ])  # fmt: skip
@@ -123,11 +130,12 @@ def test_the_run_that_the_flags_name(place, flags, folder):
 @pytest.mark.parametrize("flags, trains", [
     (["--data", "d"], "train.py --max_minutes 60 --data d --run [^ ]+"),
     (["--lr", "1"], f"train.py --max_minutes {60 if os.path.isdir('/opt/minidataset') else 3.5} --lr 1 --run [^ ]+"),
+    (["--data", "d", "--device", "cpu"], "train.py --max_minutes 60 --data d --device cpu --run [^ ]+"),
     (["s.yaml", "--lr", "1"], "train.py s.yaml --lr 1 --run [^ ]+"),
     (["--resume", "runs/b"], "train.py --resume runs/b"),
 ])  # fmt: skip
 def test_on_a_cpu_time_is_limited_unless_a_file_of_settings_or_a_run_says_how_long(place, flags, trains):
-    code, _, asked = run_sh(place, "--", *flags, WITHOUT_GPU="1")
+    code, _, asked = run_sh(place, "--", *flags, **({} if "--device" in flags else {"WITHOUT_GPU": "1"}))
     assert code == 0 and re.search(rf"{trains}\n", asked) and "evaluate.py" in asked
 
 
