@@ -40,7 +40,7 @@ def report(config: Config) -> None:
     """Read the runs; add the sections in the order they are read in; write the page."""
     runs = read_runs(config.runs or [newest_run()])
     if config.compare:
-        print(sections.in_lines(*sections.compare(runs)))
+        print(sections.comparison_in_lines(runs))
         return
     described = {run.name: description for run in runs if (description := describe(run))}
     page = Page("Training report", config.language, config.out or runs[0].folder / "report")

@@ -109,7 +109,7 @@ class RunFiles:
 
     def scored(self, name: str) -> Path:
         """The checkpoint that a result is of; the run itself where the result names none, or a mean of several."""
-        checkpoint = Path(str(self.results[name].get("checkpoint"))).name
+        checkpoint = Path(str(self.results[name].get("checkpoint")).removesuffix("/model.safetensors")).name
         return self.folder / "checkpoints" / checkpoint if checkpoint.startswith("step-") else self.folder
 
     def last_words(self) -> str:

@@ -13,6 +13,7 @@ from reporting.reading import Fact, RunFiles, rows_of
 from text.bleu import Compared, paired_bootstrap, sentence_scores
 from text.cleaning import REASONS
 
+MOST_COMPARED = 50_000  # rows: the paired bootstrap takes 72 kB of memory for each
 SHOWN = 3  # best, middle and worst translations, so many of each
 
 
@@ -238,7 +239,7 @@ def shared_results(runs: list[RunFiles]) -> list[str]:
 def translations(page: Page, runs: list[RunFiles]) -> tuple[str, list[int]]:
     """The best, middle and worst of the first run, all runs side by side; → the result, and the first row of each part."""
     runs = [run for run in runs if run.hypotheses] or runs  # a lab's has none
-    name = next(iter(shared_results(runs)), "")
+    name = next((name for name in shared_results(runs) if rows_of(runs[0], name)), "")
     rows = rows_of(runs[0], name) if name else []
     runs = [run for run in runs if rows and rows_of(run, name) == rows]  # the same data set
     if not runs:
@@ -294,13 +295,13 @@ def compare(runs: list[RunFiles]) -> tuple[str, list[Compared]]:
     if len(runs) == 1:
         return compare_scores(runs[0])
     for name in shared_results(runs):
-        rows = rows_of(runs[0], name)
+        rows = rows_of(runs[0], name) if len(runs[0].hypotheses[name]) <= MOST_COMPARED else []
         if rows and all(rows_of(run, name) == rows for run in runs[1:]):
             references = [reference for _, reference in rows]
             systems = {run.name: run.hypotheses[name] for run in runs}
             return f"{name}.txt", paired_bootstrap(references, systems, runs[0].config["target"])
-    raise UserError(why_no_rows(runs) or "the runs have no translations of the same rows; run evaluate.py with the same "
-                    "flags on each")  # fmt: skip
+    raise UserError(why_no_rows(runs) or f"the runs have no translations of the same rows, at most {MOST_COMPARED:,}; run "
+                    "evaluate.py with the same flags on each")  # fmt: skip
 
 
 def why_no_rows(runs: list[RunFiles]) -> str:
@@ -311,9 +312,9 @@ def why_no_rows(runs: list[RunFiles]) -> str:
 
 def compare_scores(run: RunFiles) -> tuple[str, list[Compared]]:
     """The paired bootstrap of one run's evaluations on the same rows; UserError if there is one only."""
-    names = list(run.hypotheses)  # greedy search first
+    names = [name for name, lines in run.hypotheses.items() if len(lines) <= MOST_COMPARED]  # greedy search first
     names = [name for name in names if run.results[name].get("rows") == run.results[names[0]].get("rows")]
-    rows = rows_of(run, names[0]) if len(names) > 1 else []
+    rows = next(filter(None, (rows_of(run, name) for name in names)), []) if len(names) > 1 else []
     names = [name for name in names if len(run.hypotheses[name]) == len(rows)]  # others lost lines
     if len(names) < 2:
         raise UserError(why_no_rows([run]) or "--compare needs two runs, or two evaluations of one on the same rows: python "
@@ -324,14 +325,14 @@ def compare_scores(run: RunFiles) -> tuple[str, list[Compared]]:
 
 def comparison(page: Page, runs: list[RunFiles]) -> None:
     """The paired bootstrap of several translation runs."""
+    runs = [run for run in runs if run.model]  # a lab's translates nothing
     if len(runs) < 2:
         return
     try:
         name, systems = compare(runs)
     except UserError as error:
-        if all(run.model for run in runs):
-            page.heading("Paired bootstrap")
-            page.missing([("--compare", str(error))])
+        page.heading("Paired bootstrap")
+        page.missing([("--compare", str(error))])
         return
     page.heading("Paired bootstrap")
     page.note(
@@ -371,11 +372,13 @@ def own_pictures(page: Page, runs: list[RunFiles]) -> None:
         page.figures(pictures)
 
 
-def in_lines(name: str, systems: list[Compared]) -> str:
-    """The paired bootstrap for the terminal: one line a metric and system."""
+def comparison_in_lines(runs: list[RunFiles]) -> str:
+    """The paired bootstrap for the terminal: one line a metric and system, and what is to be known of the scores."""
+    name, systems = compare(runs)
     lines = [f"{name}, paired bootstrap of 1,000 resamples; p: how often chance alone gives so much in this direction"]
     for system in systems:
         p_value = "compared with" if system.p_value is None else f"p = {system.p_value:.4f}"
         interval = f"95 % [{system.low:.2f}, {system.high:.2f}]"
         lines.append(f"{system.metric:<6} {system.name:<30} {system.score:6.2f}  {interval}  {p_value}")
+    lines += [f"note: {run.name} · {' · '.join(told)}" for run in runs for told in run.missing if "eval/" in told[0]]
     return "\n".join(lines)

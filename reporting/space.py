@@ -8,6 +8,7 @@ Of each run the newest and the best checkpoint stay. A run that is under way kee
 """
 
 import json
+import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,7 +44,9 @@ def main(config: Config) -> None:
     every = [part for parts in could_go.values() for part in parts]
     total = f"{sum(map(mib, could_go)):>9,.1f} MiB  in all; {sum(map(mib, every)):,.1f} MiB"
     for part in every if config.delete else []:
+        before = part.parent.stat().st_mtime  # by which translate.py knows the newest run
         shutil.rmtree(part) if part.is_dir() else part.unlink()
+        os.utime(part.parent, (before, before))
     print(f"{total} {'deleted' if config.delete else 'could go, with --delete'}")
 
 

@@ -47,6 +47,7 @@ CHINESE = {
     "model_flops_utilisation": "模型算力利用率（MFU）", "padding_share": "填充比例", "wait_share": "等待数据的时间比例",
     "step": "步", "training": "训练", "validation": "验证", "test": "测试", "training, smoothed": "训练（标签平滑）", "minutes": "分钟",
     "utilisation_percent": "利用率", "memory_gib": "内存", "power_watt": "功率", "temperature_celsius": "温度",
+    "entropy": "采样分布的熵", "effective_sample_size": "有效样本数", "weight": "动态采样的权重",
     "sentence lengths": "训练句子的长度", "bubble_share": "空泡比例", "peak_gib": "内存峰值（GiB）", "loss_scale": "损失缩放",
     # sentences
     "Hover over a number to see the file it is from.": "鼠标停在数字上，可以看到它来自哪个文件。",

@@ -1,9 +1,11 @@
 """The report says what the run's files say: every number is walked back; what is missing or damaged is said."""
 
 import fcntl
+import html
 import json
 import math
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -296,8 +298,9 @@ def test_a_labs_run_beside_it_hides_no_translations(run, without_drawing):
     lab = run.with_name("lenet")
     lab.mkdir()
     (lab / "config.json").write_text('{"variant": "relu"}')
-    page = make(lab, run)
+    page = make(lab, run, shutil.copytree(run, run.with_name("b"), symlinks=True))
     assert "<h2>Translations</h2>" in page and "<h2>Cross-attention</h2>" in page and "· data set ·" not in page
+    assert "<h2>Paired bootstrap</h2>" in page
 
 
 def test_runs_of_the_same_name(run, without_drawing):
@@ -318,7 +321,8 @@ def test_names_of_files_and_runs_stay_as_they_are(run, without_drawing):
     other = run.rename(run.with_name("my_run"))
     shutil.rmtree(other / "eval")
     page = make(other)
-    assert f"<li>my_run · eval/ · no result yet · this makes one · python evaluate.py --ckpt {other}</li>" in page
+    command = html.escape(f"python evaluate.py --ckpt {shlex.quote(str(other))}")
+    assert f"<li>my_run · eval/ · no result yet · this makes one · {command}</li>" in page
 
 
 def test_a_resumed_run_shows_the_command_that_began_it_all_machines_and_its_last_step(run, without_drawing):
@@ -393,6 +397,9 @@ def test_two_scores_of_one_run_are_compared(run, capsys):
     assert [line[1] for line in lines] == ["eval/test-greedy", "eval/test-greedy-fp32", "eval/test-beam4-lp0.6"]
     assert lines[1][-3:] == ["p", "=", "1.0000"] and lines[2][-2] == "="  # the same outputs differ by nothing
     assert float(lines[0][2]) == pytest.approx(greedy["sacrebleu"], abs=0.006) and float(lines[2][2]) == 0
+    in_json(run / "eval" / "test-greedy.json", checkpoint="checkpoints/step-1")
+    script.report(config)
+    assert "note: a · eval/test-greedy.json · step-1 · of an earlier checkpoint" in capsys.readouterr().out
 
 
 def cut(path: Path) -> None:
@@ -445,6 +452,13 @@ def test_data_that_is_gone(run, without_drawing):
     in_json(run / "eval" / "test-greedy.json", data=str(run / "gone"))
     page = make(run)
     assert "gone is not on this disk" in page and "BLEU (nltk, graded)" in page and "<h2>Translations</h2>" not in page
+    for end in ("json", "txt"):  # evaluated again, of data in another place
+        shutil.copy(run / f"eval/test-greedy.{end}", run / f"eval/test-greedy-data-1.{end}")
+    in_json(run / "eval" / "test-greedy-data-1.json", data=json.loads((run / "config.json").read_text())["data"])
+    assert "<h2>Translations</h2>" in make(run)
+    config = script.Config(compare=True)
+    config.runs = [str(run)]
+    script.report(config)
 
 
 def test_a_run_is_no_place_for_its_report(run, without_drawing):
@@ -568,7 +582,9 @@ def test_what_could_go_goes_on_request_and_the_newest_and_the_best_stay(run, mon
     said = main()
     assert "step-7" in said and "1.0 MiB  runs/.cache/stale; 1.0 MiB could go: all of it" in said
     assert f"MiB  runs/.cache/{key}\n" in said and old.exists() and Path("runs/.cache/stale").exists()
+    before = (run / "checkpoints").stat().st_mtime  # which tells the newest run
     main(delete=True)
+    assert (run / "checkpoints").stat().st_mtime == before
     assert {f"step-{step}" for step in checkpoint.steps(run / "checkpoints")} == kept
     assert [cache.name for cache in Path("runs/.cache").iterdir()] == [key]
     assert checkpoint.latest(run / "checkpoints", to_resume=True)
