@@ -106,6 +106,8 @@ def to_ctranslate2(trained: Trained, folder: Path, quantization: str) -> Callabl
     sizes = trained.model.config
     vocabularies = []
     tokenizers = trained.source_tokenizer, trained.target_tokenizer
+    if len({*special_ids(tokenizers[1]).values()}) < 3:
+        raise UserError("CTranslate2 needs a tokenizer whose begin, end and pad tokens differ; use --export hf")
     for tokenizer, size in zip(tokenizers, (sizes.source_vocab, sizes.target_vocab)):
         words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         words += [f"<unused {id}>" for id in range(len(tokenizer), size)]

@@ -22,7 +22,8 @@ def translate(line):
     src = [*source.encode(line, **plain)[: config["max_length"] - 1], config["source_eos_token_id"]]
     tgt = [config["bos_token_id"]]
     memory = model.encoder(embed("source", src))
-    while tgt[-1] != config["eos_token_id"] and len(tgt) <= min(len(src) * 3 // 2 + 10, config["max_length"]):
+    longest = min(len(src) * 3 // 2 + 10, config["max_length"])
+    while (len(tgt) < 2 or tgt[-1] != config["eos_token_id"]) and len(tgt) <= longest:
         mask = model.generate_square_subsequent_mask(len(tgt))
         hidden = model.decoder(embed("target", tgt), memory, tgt_mask=mask)
         logits = weights["target_embedding.weight"] @ hidden[-1] + weights["output.bias"]
@@ -30,6 +31,6 @@ def translate(line):
     return target.decode(tgt, skip_special_tokens=True)
 
 
-for line in open(0, encoding="utf-8-sig"):
+for line in open(0, encoding="utf-8-sig", newline="\n"):
     line = " ".join(line.split())
     print(translate(line) if line else "")

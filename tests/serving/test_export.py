@@ -24,7 +24,7 @@ from translate import Config, translate
 
 LINES = ["一二三", "九八七六五四", "没见过的字 English", "", "零"]
 # A byte order mark, spaces of all kinds, the names of special tokens, more tokens than the model has places.
-ODD_LINES = ["\ufeff一二三", "四\u3000五\t六 \u00a0七", "一</s>二", "一二" * 300]
+ODD_LINES = ["\ufeff一二三", "四\u3000五\t六 \u00a0七", "一</s>二", "一\r二", "一二" * 300]
 PLACES = 32  # tokens
 
 
