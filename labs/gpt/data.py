@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine.errors import UserError
 from labs.gpt.sizes import Sizes
-from labs.wikitext.text import NO_TEXT, split_of
+from labs.wikitext.text import NO_TEXT, TITLE, split_of
 from text.subwords import encode_flat, open_tokenizer, tokenizer_key, train_tokenizer
 
 SUFFIXES = (".txt", ".tokens", ".raw", ".md", ".tsv")
@@ -196,10 +196,10 @@ def read_file(file: Path) -> tuple[list[str], str]:
         texts = [row[ABSTRACT].strip() for row in rows if row[ABSTRACT]]
         return texts, "abstracts of Web of Science, their labels and keywords are not read"
     lines = text.rstrip("\n").split("\n")  # not at U+2028 and its like, which stand within a line
-    titles = [n for n, line in enumerate(lines) if line.startswith(" = ") and not line.startswith(" = = ")]
+    titles = [n for n, line in enumerate(lines) if TITLE.fullmatch(line)]
     if titles:
         parts, kind = ["\n".join(lines[a:b]) for a, b in zip([0, *titles], [*titles, len(lines)])], "articles"
-    elif "\n\n" in text.strip() and file.name != "X.txt":  # which has an abstract a line
+    elif text.strip().count("\n\n") * 100 >= len(lines) and file.name != "X.txt":  # a stray blank line parts no lines
         parts, kind = text.split("\n\n"), "paragraphs"
     else:
         parts, kind = lines, "lines"

@@ -324,7 +324,7 @@ def shard(model: nn.Module, mesh, config, precision: Precision) -> None:
         mesh=mesh,
         reshard_after_forward=config.data_parallel == "zero3",
         mp_policy=MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32 if narrow else None),
-        offload_policy=CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offloads else OffloadPolicy(),
+        offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offloads else OffloadPolicy(),
     )
     for block in model.h.values():
         fully_shard(block, **settings)

@@ -145,10 +145,12 @@ def check_fits(config, sizes: Sizes, world: World, precision: str) -> Need:
     return need
 
 
-def techniques(gpus: int):
+def techniques(config):
     """Settings to try, from none to all: (name, what it changes)."""
+    gpus = config.gpus
     yield "one process" if gpus == 1 else f"DDP {gpus}", {}
-    chunks = hasattr(nn, "LinearCrossEntropyOptions")  # else this PyTorch cannot; see check_grid
+    # Else this PyTorch or this model cannot; see check_grid.
+    chunks = hasattr(nn, "LinearCrossEntropyOptions") and config.model == "own" and not config.compile
     small = dict(recompute="all") | (dict(chunked_loss=True) if chunks else {})
     yield f"+ recompute all{', chunked loss' if chunks else ''}", small
     if gpus == 1:
@@ -182,7 +184,7 @@ def table(config, sizes: Sizes, narrow: bool) -> str:
         f"{'GiB a card':32}" + "".join(f"{name:>13}" for name in columns),
     ]
     deepest = (0, "")
-    for name, changes in techniques(config.gpus):
+    for name, changes in techniques(config):
         name = name.replace("1f1b", config.schedule)
         trial = trial_of(config, changes)
         try:
@@ -210,13 +212,13 @@ def table(config, sizes: Sizes, narrow: bool) -> str:
 
 def trial_of(config, changes: dict):
     """The settings with a technique; the batch in micro-batches of one sequence."""
-    trial = replace(config, **{"data_parallel": "ddp", "tensor": 1, "pipe": 1} | changes)
+    trial = replace(config, **{"data_parallel": "ddp", "tensor": 1, "pipe": 1, "offload": "none"} | changes)
     return replace(trial, accumulate=max(1, config.batch_size * trial.tensor * trial.pipe // config.gpus))
 
 
 def command_of(config, changes: dict) -> str:
     """What trains with these settings, and with all else that the user gave."""
-    given = sorted(config.given - {"plan", "gpus", "memory_gib", "data_parallel", "tensor", "pipe"})
+    given = sorted(config.given - {"plan", "gpus", "memory_gib", "data_parallel", "tensor", "pipe", "offload"})
     settings = {"size": config.size} | {name: getattr(config, name) for name in given} | changes
     pairs = ((f"--{name}",) if value is True else (f"--{name}", str(value)) for name, value in settings.items())
     launcher = "python -m" if config.gpus == 1 else f"torchrun --nproc_per_node {config.gpus} -m --"

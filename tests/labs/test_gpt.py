@@ -338,6 +338,15 @@ def test_a_plan_names_the_schedule_that_was_asked_for(capsys):
     assert "pipe 2 × data 1, gpipe " in capsys.readouterr().out
 
 
+def test_a_plan_tries_what_can_be_tried_whatever_was_asked_for(capsys):
+    for asked in (dict(offload="optimizer"), dict(model="hf")):
+        train(config_of(["offload"], size="124m", plan=True, memory_gib=24, **asked))
+        *_, plain, recomputed, offloaded, parameters, last = capsys.readouterr().out.splitlines()
+        assert all("fits" in line for line in (plain, recomputed, offloaded, parameters))
+        assert "host memory" in offloaded and "host memory" not in plain
+        assert last.startswith("the deepest without --offload: python -m labs.gpt") and last.count("--offload") == 1
+
+
 @pytest.mark.parametrize("cards, why", [
     (dict(gpus=3), "no row can be run as it stands; give a --batch_size that the cards divide"),
     (dict(memory_gib=0.1), "no depth fits on these cards"),
@@ -355,7 +364,7 @@ def test_plan_for_cards_of_11_gib(capsys, gpus):
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])
     layers = int(words[words.index("--layers") + 1])
     assert layers > 10 and words[words.index("--data") + 1] == "my data"
-    trials = [plan.trial_of(config, changes) for _, changes in plan.techniques(gpus) if "offload" not in changes]
+    trials = [plan.trial_of(config, changes) for _, changes in plan.techniques(config) if "offload" not in changes]
     assert layers == max(plan.most_layers(trial, sizes_of(config), config, True) for trial in trials)
 
 
@@ -416,7 +425,7 @@ def test_what_is_a_table_and_where_its_lines_end(tmp_path):
 
 @pytest.mark.parametrize("text, found", [
     ("a\nb\nc\n\n", ["b", "c", "a"]), ("a b\n\nc\nd\n\ne\n", ["c\nd", "e", "a b"]),
-    ("a\u2028b\x85\nc\nd\n", ["c", "d", "a\u2028b"]),
+    ("a\u2028b\x85\nc\nd\n", ["c", "d", "a\u2028b"]), ("a\n" * 99 + "\n" + "b\n = c\n", [*"a" * 94, "b", *"a" * 5, "= c"]),
 ])  # fmt: skip
 def test_documents_are_lines_unless_blank_lines_part_them(tmp_path, text, found):
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
