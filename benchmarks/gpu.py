@@ -65,7 +65,8 @@ def main(config: Config) -> int:
         raise UserError(f"{hidden_gpus() or 'PyTorch sees no GPU'}; for a rehearsal: --device cpu --presets tiny")
     facts = {"settings": asdict(config), "device": described, "cuda": torch.version.cuda, "commit": machine()["commit"]}
     print(f"{facts['device']}\n{describe_machine()}")
-    done, folder = {}, out.with_suffix("")
+    done, folder = {}, out.with_name(f"{out.stem}-stages")
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier start
     for name, commands in stages(config, device, taken, folder).items():
         print(f"\n{name}", flush=True)
         done[name] = run(commands, LIMIT + 60 * config.minutes)
@@ -76,7 +77,7 @@ def main(config: Config) -> int:
     apart = max(losses) / min(losses) - 1 if losses else 0.0
     failed = [f"FAILED {name}: {''.join(stage['lines'][-1:])}" for name, stage in done.items() if stage["failed"]]
     failed += [f"FAILED cards: the validation losses are {apart:.1e} apart, {ALLOWED:.0e} allowed"] * (apart > ALLOWED)
-    print("\n".join(["", *failed, f"{len(done)} stages, {len(failed)} failed; written to {config.out}"]))
+    print("\n".join(["", *failed, f"{len(done)} stages, {len(failed)} failed; written to {out}"]))
     return int(bool(failed))
 
 
@@ -92,6 +93,7 @@ def stages(config: Config, device: torch.device, taken: str, folder: Path) -> di
     training = ",".join(f"ours-{name}" for name in (FORMATS[taken] if on_gpu else "fp32").split())
     decoding = f"ours-plain-{taken},ours-captured-{taken}" if on_gpu else "ours-fp32"
     data, out = config.data or os.environ.get("MINIDATASET", ""), shlex.quote(str(folder))
+    data, ckpt = (os.path.abspath(path) if os.path.exists(path) else path for path in (data, config.ckpt))
     where = f"--device {device}" + f" --data {shlex.quote(data)}" * bool(data)
     turns = f"{where} --vocab 8000 --rounds 1 --seconds {config.seconds}"
     decode = f"benchmarks.decoding {turns} --contestants {decoding} --batch 512 --sentences 2001"
@@ -103,8 +105,8 @@ def stages(config: Config, device: torch.device, taken: str, folder: Path) -> di
         of = f"--preset {preset} --out {out}/{preset}"
         speeds[f"{preset} training"] = [f"{train_all} {of}-training.json"]
         speeds[f"{preset} decoding"] = [f"{decode} {of}-decoding.json"]
-    if config.ckpt:
-        speeds["real lengths"] = [f"{decode} --ckpt {shlex.quote(config.ckpt)} --out {out}/real-lengths.json"]
+    if ckpt:
+        speeds["real lengths"] = [f"{decode} --ckpt {shlex.quote(ckpt)} --out {out}/real-lengths.json"]
     if on_gpu:
         sizes = f"--lengths 64 1024 --numbers {2**20} --rounds 3 --device {device} --out {out}/operators.json"
         speeds["operators"] = ["labs.attention_op --backend triton", f"benchmarks.attention_op {sizes}"]
@@ -128,16 +130,13 @@ def run(commands: list[str], limit: float) -> dict:
     """Python with each command, [NAME=value …] script or module, flags; to the first that fails; → what came of it."""
     begun, lines, code = time.perf_counter(), [], 0
     for words in map(shlex.split, commands):
-        if "--run" in words:
-            shutil.rmtree(words[-1], ignore_errors=True)  # of an earlier attempt
-        if "--out" in words:
-            Path(words[-1]).unlink(missing_ok=True)  # likewise: a stage that fails has no figures in the report
         variables = dict(word.split("=") for word in words if re.match("[A-Z]+=", word))
         words = words[len(variables) :]
         words = words if words[0].endswith(".py") else ["-m", *words]
         options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8")
         with subprocess.Popen([sys.executable, *words], cwd=ROOT, env=os.environ | variables, **options) as process:
-            timer = threading.Timer(limit, process.kill)  # who has a GPU for an hour wants all that does work
+            # Who has a GPU for an hour wants all that does work. Killed, torchrun would leave its processes.
+            timer = threading.Timer(limit, process.terminate if "torch.distributed.run" in words else process.kill)
             timer.start()
             for line in process.stdout:
                 print(line, end="", flush=True)

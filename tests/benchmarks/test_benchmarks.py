@@ -427,7 +427,8 @@ def test_the_gpu_benchmark(toy_data, tmp_path, monkeypatch, capsys):
         started.append(program)
         code = int(program == "benchmarks.attention_op")
         said = ["ours-fp32: left out, it ended with 1\n"] * (program == "benchmarks.training") + ["done\n"]
-        yield SimpleNamespace(stdout=said, returncode=code, kill=lambda: pytest.fail("killed at once"))
+        ended = lambda: pytest.fail("ended at once")  # noqa: E731
+        yield SimpleNamespace(stdout=said, returncode=code, kill=ended, terminate=ended)
 
     monkeypatch.setattr(gpu.subprocess, "Popen", process)
     monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 2)
@@ -446,7 +447,7 @@ def test_the_gpu_benchmark(toy_data, tmp_path, monkeypatch, capsys):
     assert "FAILED operators: done" in told and "FAILED tiny training: ours-fp32: left out" in told
     assert "FAILED cards: the validation losses are 5.0e-02 apart" in told
     first = list(started)
-    (tmp_path / "gpu/operators.json").write_text("{}")  # of a stage that fails the second time
+    (tmp_path / "gpu-stages/operators.json").write_text("{}")  # of a stage that fails the second time
     gpu.main(config)
     assert started == 2 * first
     reported = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
