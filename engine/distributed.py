@@ -182,18 +182,15 @@ def join(rank: int, size: int, device: torch.device) -> dist.Store:
         if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # on one machine all processes know which attempt this is
             # torchrun keeps its store when it restarts the processes: what the dead ones wrote there is not for these.
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=size, timeout=ANSWER)
+        # gloo carries CPU tensors (flags, Python objects), NCCL the gradients of GPUs.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=ANSWER)
     except (MeetingTimeout, dist.DistError, RuntimeError, ValueError, OSError) as error:
         reason = (str(error).strip() or f"no answer for {JOIN}").splitlines()[0]
         if "EADDRINUSE" in str(error):
             reason = "the port is in use by another program; choose another: --master_port of torchrun, or MASTER_PORT"
         raise UserError(f"rank {rank} cannot meet the others at {place}: {reason}") from None
     return store
-
-
-def backend_for(device: torch.device) -> str:
-    """gloo carries CPU tensors (flags, Python objects), NCCL the gradients of GPUs."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def adopt_srun(environment=os.environ) -> None:

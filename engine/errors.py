@@ -51,7 +51,7 @@ def run_script(main) -> None:
         on_gpu = type(error).__name__ == "OutOfMemoryError" or re.search(full, str(error))
         if on_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             first = "GPU's memory is full; choose a free GPU, or" if on_gpu else "machine's memory is full;"
-            stop(f"the {first} train with a smaller --preset or --size, or --accumulate 2; decode with less --beam")
+            stop(f"the {first} train with a smaller --preset or --size, a larger --accumulate; decode with less --beam")
         if "no kernel image" in str(error):
             stop("this GPU is too old for this build of PyTorch; see docs/troubleshooting.md, or give --device cpu")
         if re.search(r"C(\+\+)? compiler", str(error)):  # torch.compile's, or Triton's

@@ -61,12 +61,9 @@ class Precision:
 
     def describe(self) -> str:
         """One line: the device, its precision and why."""
-        if self.device.type == "cuda":
-            properties = torch.cuda.get_device_properties(self.device)
-            where = f"{self.device}, {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-        else:
-            where = f"cpu, {torch.get_num_threads()} threads"
-        return f"device: {where}; {self.name} ({self.reason})"
+        on_gpu = self.device.type == "cuda"
+        where = torch.cuda.get_device_name(self.device) if on_gpu else f"{torch.get_num_threads()} threads"
+        return f"device: {self.device}, {where}; {self.name} ({self.reason})"
 
 
 def choose_precision(device: torch.device, name: str = "auto", training: bool = False, world=None) -> Precision:

@@ -229,7 +229,8 @@ class Graphs:
         callers = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(callers)
         try:
-            with torch.cuda.stream(self.stream):
+            # Of a thread that has not chosen the device too, as the server's.
+            with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
                 yield
         finally:
             callers.wait_stream(self.stream)
