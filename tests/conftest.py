@@ -36,6 +36,9 @@ if "DEVICE" not in os.environ:
 if not os.access(os.path.expanduser("~"), os.W_OK):  # what is compiled needs a place
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", tempfile.mkdtemp())
 
+# gloo would warn, in every process, of a machine whose own name does not resolve.
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+
 # The same examples in every run, and no clock: what fails here fails for everybody, on a busy machine as on a quiet one.
 hypothesis.settings.register_profile("course", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("course")

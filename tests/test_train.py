@@ -426,7 +426,8 @@ def test_sigterm_saves_and_the_resumed_run_is_the_same(uninterrupted, long_data,
     """
     flags = ["--data", long_data, *TINY_FLAGS, *LONG, "--workers", workers, "--run", here]
     output = forked("train.py", *flags, cwd=tmp_path, first=(signal_at_step, signal.SIGTERM, step, True))
-    assert f"stopped after step {step}: interrupted\nto go on: python train.py --resume {here}\n" in output
+    command = f"python train.py --resume {shlex.quote(str(here))}"
+    assert f"stopped after step {step}: interrupted\nto go on: {command}\n" in output
     assert f"workers: {workers}\n" in output
     output += forked("train.py", "--resume", here, cwd=tmp_path)
     assert f"resumed after step {step}" in output

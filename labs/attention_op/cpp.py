@@ -9,6 +9,7 @@ import functools
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -115,6 +116,8 @@ def build(file: Path, flags: list[str]) -> None:
         scratch.mkdir()
         print("building the C++ operators; this takes some ten seconds, once", file=sys.stderr, flush=True)
         try:
+            # PyTorch writes this one path into the linker's command without quotes.
+            cpp_extension.TORCH_LIB_PATH = shlex.quote(str(Path(torch.__file__).with_name("lib")))
             # A library, not a module of Python: it registers itself with PyTorch when it is loaded.
             cpp_extension.load(file.stem, [str(SOURCE)], extra_cflags=flags, build_directory=str(scratch),
                                is_python_module=False)  # fmt: skip

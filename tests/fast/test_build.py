@@ -1,6 +1,7 @@
 """C++ is compiled once, kept, built anew where it is broken; without a compiler a line says why, and nothing else happens."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -96,7 +97,7 @@ def test_what_fails_is_one_line(source, monkeypatch, capsys, case):
         compiler = source.parent / "c++"
         compiler.write_text("#!/bin/sh\necho 'some words' >&2; echo 'error: too old for this' >&2\nexit 1\n")
         compiler.chmod(0o755)
-        monkeypatch.setenv("CXX", str(compiler))
+        monkeypatch.setenv("CXX", shlex.quote(str(compiler)))
     else:
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(source / "cache"))  # below a file
     assert library(source, NUMBER="7") is None
