@@ -36,7 +36,7 @@ def prompt() -> str | None:
     """A line typed at the terminal; None at its end."""
     while True:
         try:
-            line = input("> ").strip()
+            line = input("> " if sys.stdout.isatty() else "").strip()  # in a file there are translations alone
             line.encode()  # in some locales other bytes come as surrogates
             return line
         except EOFError:
