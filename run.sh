@@ -59,7 +59,8 @@ run() {
 install() {
     local stamp="$venv/.installed-$(basename "$1")"
     [ -x "$python" ] && cmp -s "$1" "$stamp" && return
-    mkdir -p "$venv"; exec 9>>"$venv/.lock"; ! command -v flock >/dev/null || flock 9 || true # two at once would write over each other
+    mkdir -p "$venv"; exec 9>>"$venv/.lock" # two at once would write over each other
+    ! command -v flock >/dev/null || flock -n 9 || { echo "another run.sh installs into $venv; waiting for it"; flock 9 || true; }
     if [ -x "$python" ] && cmp -s "$1" "$stamp"; then exec 9>&-; return; fi
     if ! "$python" -m pip --version >/dev/null 2>&1; then # no environment, or one whose making was broken off
         for candidate in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
