@@ -210,8 +210,9 @@ void for_blocks(const Tensor& q, int64_t keys, bool causal, const Block& block) 
   const int64_t groups = (all_heads + heads_at_once - 1) / heads_at_once;
   std::atomic<int64_t> next{0};  // whoever is free takes the next group: a core that other programs disturb takes fewer
   at::parallel_for(0, std::min<int64_t>(groups, at::get_num_threads()), 1, [&](int64_t, int64_t) {
-    // These apply to a thread, so each sets them: no graph is recorded in here, and autocast changes no product.
-    at::AutoDispatchBelowAutograd no_graph;
+    // These apply to a thread, so each sets them: no graph is recorded in here, the caller's inference mode, which the thread
+    // knows nothing of, forbids no write, and autocast changes no product.
+    at::AutoDispatchBelowADInplaceOrView no_graph;
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const Tensor room = at::empty({2, heads_at_once * queries_at_once * keys}, q.options());
     for (int64_t group = next++; group < groups; group = next++) {

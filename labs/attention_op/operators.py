@@ -42,7 +42,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causa
     bias = None if mask is None else as_bias(mask, q)
     if k.size(2) == 0:  # no keys are one key that nobody may see: then no implementation has to know
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-        bias = torch.full((1, 1, 1, 1), -torch.inf, dtype=q.dtype, device=q.device)
+        bias = as_bias(torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device), q)
     seed = torch.randint(-(2**31), 2**31 - 1, (2,), dtype=torch.int32, device=q.device) if dropout else None
     return implementation(backend)(q, k, v, bias, causal, scale, dropout, seed)
 

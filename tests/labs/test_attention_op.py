@@ -84,6 +84,14 @@ def test_attention_is_pytorchs_in_several_blocks_and_threads(backend, sizes, thr
     for dtype in (torch.float32, torch.float64):
         errors = checks.check_attention(backend, sizes, dtype)
         assert max(errors) <= checks.allowed(backend, dtype, checks.terms_of(sizes))
+    with torch.inference_mode():  # which is a thread's own affair
+        attention(*checks.random_inputs(sizes, torch.float32), backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_keys_there_is_nothing_to_see(backend):
+    q, k, v = torch.zeros(1, 1, 3, 8).bfloat16(), *torch.zeros(2, 1, 1, 0, 8).bfloat16()
+    assert attention(q, k, v, backend=backend).count_nonzero() == 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
