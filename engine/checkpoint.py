@@ -4,7 +4,7 @@ runs/x/checkpoints/step-200/     model.safetensors  optimizer.pt  state.json  ch
 runs/x/checkpoints/best, last    symbolic links, each to one of the step-N folders
 
 save(folder, step, model.state_dict(), optimizer.state_dict(), {"best_score": 31.2}, best_step=step)
-newest = mend(folder); load_optimizer(newest); load_state(newest)   # to resume
+newest = mend(folder); load_tensors(newest / "optimizer.pt"); load_state(newest)   # to resume
 model.load_state_dict(load_weights(resolve("runs/x")))             # to translate
 """
 
@@ -35,7 +35,7 @@ WEIGHT_SUFFIXES = [".safetensors", ".pt", ".pth", ".bin"]
 
 
 def save(folder: Path, step: int, model_state: dict, optimizer_state: dict, state: dict, keep: int = 5,
-         best_step: int | None = None) -> Path:  # fmt: skip
+         best_step: int | None = None) -> None:  # fmt: skip
     """Write `folder/step-N` whole or not at all, re-point `last` and `best`, and keep the newest `keep` and the best.
 
     `state` is any JSON: best score, sampler position, scaler… The optimizer's state, up to twice the size of the
@@ -80,7 +80,6 @@ def save(folder: Path, step: int, model_state: dict, optimizer_state: dict, stat
     finally:
         for leftover in folder.glob(".tmp-*"):  # what failed or is old; what was saved has its final name
             shutil.rmtree(leftover, ignore_errors=True)
-    return checkpoint
 
 
 def steps(folder: Path) -> list[int]:
@@ -152,8 +151,7 @@ def resolve(path: str | Path) -> Path:
     """The checkpoint or weights file `--ckpt` names, of a run its best checkpoint, else its latest; or `UserError`."""
     path = Path(path)
     if path.is_file() and path.suffix in WEIGHT_SUFFIXES:
-        of_checkpoint = path.name in CONTENT and (path.parent / "state.json").exists()  # no weights file of its own
-        if of_checkpoint and (damage := verify(path.parent)):
+        if path.name in CONTENT and (path.parent / "state.json").exists() and (damage := verify(path.parent)):
             raise UserError(f"{path} belongs to a checkpoint that is not whole ({damage}); use another one")
         return path
     if not path.is_dir():
@@ -179,7 +177,7 @@ def resolve(path: str | Path) -> Path:
 
 def load_weights(path: Path) -> dict[str, Tensor]:
     """The weights of a checkpoint that was verified or of a weights file, on the CPU, without prefixes of DDP and compile."""
-    weights = _load_tensors(path / "model.safetensors" if path.is_dir() else path)
+    weights = load_tensors(path / "model.safetensors" if path.is_dir() else path)
     for key in ["model", "state_dict"]:
         if isinstance(weights, dict) and isinstance(weights.get(key), dict):
             weights = weights[key]
@@ -188,11 +186,6 @@ def load_weights(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path} contains no state_dict (names and tensors); give a weights file")
     # DistributedDataParallel puts "module." before each name and torch.compile "_orig_mod.", in either order.
     return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): tensor for name, tensor in entries}
-
-
-def load_optimizer(checkpoint: Path) -> dict:
-    """The optimizer's state of a checkpoint that was verified; tensors on the CPU."""
-    return _load_tensors(Path(checkpoint) / "optimizer.pt")
 
 
 def load_state(checkpoint: Path) -> dict:
@@ -212,7 +205,7 @@ def last_whole(checkpoint: Path, count: int) -> list[Path]:
     return whole[:count][::-1]
 
 
-def _load_tensors(path: Path):
+def load_tensors(path: Path):
     """Tensors and plain values of a safetensors or torch file; what else a pickle asks for is refused, never run."""
     try:
         if path.suffix == ".safetensors":

@@ -176,8 +176,7 @@ def format_help(config_class, description: str, positional: str | None) -> str:
         for field in fields:
             told, default = field.metadata, field.default
             default = "-" if default in ("", (), None) or default is False else default  # `is`: 0 == False, yet shown
-            limits = {sign: told[name] for name, (*_, sign) in BOUNDS.items() if told[name] not in (None, LARGEST)}
-            bounds = [f"{sign} {limit:g}" for sign, limit in limits.items()]
+            bounds = [f"{sign} {told[n]:g}" for n, (*_, sign) in BOUNDS.items() if told[n] not in (None, LARGEST)]
             shown = f" [{', '.join(bounds)}]" if bounds else ""
             lines.append(f"  --{field.name:<19} {default!s:<6} {told['help']}{shown}".rstrip())
     return "\n".join(lines) + "\n"
@@ -216,8 +215,7 @@ def wait_for_disk(path: Path) -> None:
 
 def befores(config_class) -> dict:
     """Flag → its value in runs that are older than it, for the flags made with a `before`."""
-    told = {field.name: field.metadata.get("before") for field in dataclasses.fields(config_class)}
-    return {name: value for name, value in told.items() if value is not None}
+    return {f.name: told for f in dataclasses.fields(config_class) if (told := f.metadata.get("before")) is not None}
 
 
 def load_config(config_class, path: Path):

@@ -4,7 +4,6 @@ world = start("auto")                  # reads what torchrun or srun sets; alone
 total = world.sum(torch.tensor([loss, count], dtype=torch.float64))
 """
 
-import inspect
 import itertools
 import os
 import re
@@ -79,6 +78,9 @@ class World:
         """Every rank's value, in the order of ranks, on rank 0; None elsewhere."""
         if self.size == 1:
             return [value]
+        turn = f"gather/{next(self.turns)}"  # at the store, as above: shares of work may end far apart
+        self.store.set(f"{turn}/{self.rank}", "")
+        self.store.wait([f"{turn}/{rank}" for rank in range(self.size)], WORK)
         boxes = [None] * self.size if self.is_main else None
         dist.gather_object(value, boxes, dst=0)
         return boxes
@@ -87,12 +89,11 @@ class World:
         """The module in DDP, which averages gradients in the backward pass; alone, or after `shard`, as it is."""
         if self.size == 1 or any(hasattr(part, "unshard") for part in module.modules()):  # a method of FSDP2's
             return module
-        # A gradient is a view into the bucket that is sent: no second copy. Buffers are constants here, so they are not
-        # sent at every step; torch 2.13 renamed the flag for that.
-        names = inspect.signature(DistributedDataParallel).parameters
-        sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
-        # Without `device_ids` inputs stay where they are: some are to stay on the CPU.
-        return DistributedDataParallel(module, gradient_as_bucket_view=True, **{sync_buffers: False})
+        # A gradient is a view into the bucket that is sent: no second copy. Without `device_ids` inputs stay where they
+        # are: some are to stay on the CPU.
+        parallel = DistributedDataParallel(module, gradient_as_bucket_view=True)
+        parallel.broadcast_buffers = False  # they are constants here, and not to be sent at every step
+        return parallel
 
     def shard(self, model: torch.nn.Module, log) -> bool:
         """Fully shard it (FSDP2, ZeRO-3): each process keeps its part of every weight. Alone: a note in `log`, and False.
@@ -182,15 +183,18 @@ def join(rank: int, size: int, device: torch.device) -> dist.Store:
         if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # on one machine all processes know which attempt this is
             # torchrun keeps its store when it restarts the processes: what the dead ones wrote there is not for these.
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        # gloo carries CPU tensors (flags, Python objects), NCCL the gradients of GPUs.
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=ANSWER)
+        dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=size, timeout=ANSWER)
     except (MeetingTimeout, dist.DistError, RuntimeError, ValueError, OSError) as error:
         reason = (str(error).strip() or f"no answer for {JOIN}").splitlines()[0]
         if "EADDRINUSE" in str(error):
             reason = "the port is in use by another program; choose another: --master_port of torchrun, or MASTER_PORT"
         raise UserError(f"rank {rank} cannot meet the others at {place}: {reason}") from None
     return store
+
+
+def backend_for(device: torch.device) -> str:
+    """gloo carries CPU tensors (flags, Python objects), NCCL the gradients of GPUs."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def adopt_srun(environment=os.environ) -> None:

@@ -17,8 +17,8 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # numbers of malloc.h, see
 CACHES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}  # entries; PyTorch's and oneDNN's own
 
 
-def keep_freed_memory() -> bool:
-    """From now on `free` keeps what `malloc` once got; true if the C library is glibc and took the settings.
+def keep_freed_memory() -> None:
+    """From now on `free` keeps what `malloc` once got, where the C library is glibc.
 
     By default every tensor above 32 MiB is a mapping of its own: the kernel clears its pages when they are first touched and
     takes them back when the tensor dies, a thousand times a step. The price: the process never shrinks below its peak. To be
@@ -26,12 +26,10 @@ def keep_freed_memory() -> bool:
     """
     for name, entries in CACHES.items():
         os.environ.setdefault(name, entries)
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # another C library
-        return False
-    # No mappings of their own, no giving back (-1: never), heap grows by 256 MiB. A list, so that all three are called.
-    return all([mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1), mallopt(M_TOP_PAD, 256 * 2**20)])
+    with suppress(OSError, AttributeError):  # another C library
+        # No mappings of their own, no giving back (-1: never), heap grows by 256 MiB.
+        for setting, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, 256 * 2**20)):
+            ctypes.CDLL(None).mallopt(setting, value)
 
 
 def held_gib(which: str = "VmHWM") -> float:

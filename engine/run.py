@@ -81,15 +81,14 @@ class Run(contextlib.AbstractContextManager):
             run.log(f"note: {hidden}")
         return run
 
-    def restore(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, precision: Precision | None = None
-    ) -> dict | None:
+    def restore(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None,
+                precision: Precision | None = None) -> dict | None:  # fmt: skip
         """The last checkpoint put in place: weights, optimizer, loss scaler; → the state saved with them, None if fresh."""
         if not self.checkpoint:
             return None
         put_in(model, checkpoint.load_weights(self.checkpoint), self.checkpoint)
         if optimizer:
-            moments = checkpoint.load_optimizer(self.checkpoint)
+            moments = checkpoint.load_tensors(self.checkpoint / "optimizer.pt")
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             for number, values in moments["state"].items():
                 values |= {name: cut_like(value, weights[number]) for name, value in values.items() if name != "step"}
@@ -148,11 +147,10 @@ class Run(contextlib.AbstractContextManager):
         self.telemetry.scalars(step, values | self.process.read() | (self.gpu.read() if self.gpu else {}))
 
     def save(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict,
-             precision: Precision | None = None, best: bool = False, keep: int = 5) -> None:  # fmt: skip
+             precision: Precision, best: bool = False, keep: int = 5) -> None:  # fmt: skip
         """A checkpoint of this step, by rank 0; `state` is any JSON. Never of weights after a step that was not finite."""
-        if precision:
-            precision.check_finite()
-            state = state | {"scaler": precision.scaler.state_dict()}
+        precision.check_finite()
+        state = state | {"scaler": precision.scaler.state_dict()}
         self.best_step = step if best else self.best_step
 
         def gather(value):

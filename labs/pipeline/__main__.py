@@ -142,7 +142,7 @@ def train(config: Config) -> None:
         del model
         optimizer = make_optimizer(config, pipeline.parameters.values())
         if run.checkpoint:
-            restore_optimizer(checkpoint.load_optimizer(run.checkpoint), pipeline, optimizer)
+            restore_optimizer(checkpoint.load_tensors(run.checkpoint / "optimizer.pt"), pipeline, optimizer)
         run.log(f"data: {len(sequences):,} sequences of {sequences.shape[1] - 1} tokens, vocabulary {vocab:,}")
         stages = world.size * config.stages_per_rank
         run.log(f"model: {config.num_layers} layers, {parameters:,} parameters, stages: {stages}")
