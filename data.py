@@ -54,9 +54,6 @@ class BucketSampler(Sampler[np.ndarray]):
         self.planned = (None, None, None)  # epoch, its pairs in order of length, its batches in order
         self.step = 0  # optimiser steps handed out so far, in whatever epoch; set it to go on from there
 
-    def __len__(self) -> int:  # micro-batches of this rank in an epoch
-        return self.steps_per_epoch * self.accumulate
-
     @property
     def steps_per_epoch(self) -> int:
         """Optimiser steps, over all ranks, in which every pair comes once."""
@@ -184,10 +181,7 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`; from pinned memory the copy overlaps with computing."""
-        moved = {
-            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if torch.is_tensor(value)
-        }
-        return Batch(**(vars(self) | moved))
+        return Batch(**{n: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for n, v in vars(self).items()})
 
     def pin_memory(self) -> "Batch":
         """Called by the DataLoader."""

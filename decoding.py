@@ -160,14 +160,8 @@ def greedy(
     return output
 
 
-def beam_search(model, src, src_pad, limits, bos, eos, beam: int, length_penalty: float) -> tuple[Tensor, Tensor]:
-    """The best one that `n_best` finds for each sentence: ids (B, T), and their scores (B,)."""
-    hypotheses, scores = n_best(model, src, src_pad, limits, bos, eos, beam, length_penalty)
-    return hypotheses[:, 0], scores[:, 0]
-
-
 @torch.inference_mode()
-def n_best(
+def beam_search(
     model: Translator, src: Tensor, src_pad: Tensor, limits: Tensor, bos: int, eos: int, beam: int, length_penalty: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`beam` hypotheses a sentence, best first: (B, S) → ids (B, K, T) padded with eos, and their scores (B, K).
@@ -246,11 +240,11 @@ def plan_batches(lengths: list[int], rows: int, workers: int = 1, copies: int = 
     return batches
 
 
-def plan_for(model: Translator, lengths: list[int], beam: int = 1) -> list[list[int]]:
-    """Batches for the model's device: on a CPU every thread decodes some of its own."""
+def plan_for(model: Translator, lengths: list[int], beam: int = 1, ranks: int = 1) -> list[list[int]]:
+    """Batches for the model's device, of all ranks: on a CPU every thread decodes some of its own."""
     if next(model.parameters()).device.type == "cpu":
-        return plan_batches(lengths, max(1, ROWS_PER_BATCH // beam), torch.get_num_threads())
-    return plan_batches(lengths, max(1, 4 * ROWS_PER_BATCH // beam), copies=beam)
+        return plan_batches(lengths, max(1, ROWS_PER_BATCH // beam), ranks * torch.get_num_threads())
+    return plan_batches(lengths, max(1, 4 * ROWS_PER_BATCH // beam), ranks, copies=beam)
 
 
 def search(
@@ -273,7 +267,7 @@ def search(
         if beam == 1:
             output = greedy(model, src, src_pad, limits, bos, eos, steps)
         else:
-            output, _ = beam_search(model, src, src_pad, limits, bos, eos, beam, length_penalty)
+            output = beam_search(model, src, src_pad, limits, bos, eos, beam, length_penalty)[0][:, 0]
         return output.tolist(), limits.tolist()
 
     hypotheses = Hypotheses([[] for _ in sources], 0)
@@ -332,7 +326,7 @@ def translate_lines(
     cut = sum(len(source) > longest for source in sources)
     sources = [source[:longest] for source in sources]
     collate = Collate(special_ids(source_tokenizer), special_ids(target_tokenizer))
-    batches = plan_for(model, list(map(len, sources)), beam)
+    batches = plan_for(model, list(map(len, sources)), beam, world.size if world else 1)
     if world:  # the plans of unlike machines differ
         batches = world.on_main(lambda plan=batches: plan)[world.rank :: world.size]
     hypotheses = search(

@@ -26,7 +26,7 @@ from pydantic import BaseModel, Field
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from data import Collate
-from decoding import n_best, output_limit, plan_for, translate_lines
+from decoding import beam_search, output_limit, plan_for, translate_lines
 from engine.errors import UserError
 from engine.precision import Precision
 from loading import Trained
@@ -160,7 +160,7 @@ def alternatives(trained: Trained, sources: list[str], beam: int, length_penalty
     for rows in plan_for(model, list(map(len, ids)), beam):
         src, src_pad = (side.to(model.output.weight.device) for side in collate.pad_sources([ids[row] for row in rows]))
         limits = output_limit((~src_pad).sum(1), longest)
-        tokens, scores = n_best(model, src, src_pad, limits, bos, eos, beam, length_penalty)
+        tokens, scores = beam_search(model, src, src_pad, limits, bos, eos, beam, length_penalty)
         for row, limit, outputs, values in zip(rows, limits.tolist(), tokens.tolist(), scores.tolist()):
             texts = decode(trained.target_tokenizer, [output[:limit] for output in outputs])  # without end tokens
             found[row] = [Hypothesis(text=text, score=round(score, 3))
@@ -228,13 +228,13 @@ def make_app(translate: Callable[[list[Job]], list[Sentence]], name: str) -> Fas
             lines = await asyncio.to_thread(
                 lambda: [sentences(line) if line.strip() else [] for line in text.splitlines()]
             )
-            new = asyncio.get_running_loop().create_future
-            jobs = [[Job(source.strip(), query.beam, query.attention, new()) for source in line] for line in lines]
-            everything = [job for line in jobs for job in line]
-            if len(everything) > MOST_WAITING:
+            if sum(map(len, lines)) > MOST_WAITING:
                 raise HTTPException(
                     413, f"句子太多，请分几次 · more than {MOST_WAITING:,} sentences; send them in parts"
                 )
+            new = asyncio.get_running_loop().create_future
+            jobs = [[Job(source.strip(), query.beam, query.attention, new()) for source in line] for line in lines]
+            everything = [job for line in jobs for job in line]
             if not batcher.submit(everything):
                 why = "排队的句子太多，请稍后再试 · too many sentences are waiting; try again in a moment"
                 raise HTTPException(503, why, {"Retry-After": "2"})

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import decoding
 from data import Collate
 from fast import build
 from model import ModelConfig, Translator
@@ -62,6 +63,12 @@ def make_sources(seed: int, count: int, longest: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
     return [torch.randint(3, WORDS, (length,), generator=generator).tolist() for length in lengths]
+
+
+def beam_search(*arguments, **options) -> tuple[Tensor, Tensor]:
+    """The best hypothesis of each sentence, (B, T), and its score, (B,)."""
+    hypotheses, scores = decoding.beam_search(*arguments, **options)
+    return hypotheses[:, 0], scores[:, 0]
 
 
 def nearly_tie(exact: Translator, source: list[int], one: list[int], other: list[int]) -> bool:

@@ -108,7 +108,7 @@ def test_every_micro_batch_fits_a_shape_with_little_padding(ranks, accumulate):
         shapes = shapes_of(sampler)
         assert len(shapes) < sampler.steps_per_epoch
         batches = batches_of(pairs, sampler, Collate(IDS, IDS), 0, CPU)
-        for batch in (next(batches) for _ in range(2 * len(sampler))):
+        for batch in (next(batches) for _ in range(2 * sampler.steps_per_epoch)):
             sizes = (*batch.src.shape, batch.tgt_in.size(1), len(batch.real))
             fitting = [shape for shape in shapes if all(map(int.__le__, sizes, shape))]
             places = [b * (s + t) for b, s, t, _ in [sizes, *fitting]]

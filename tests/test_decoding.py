@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from conftest import TINY
 from hypothesis import given
 from hypothesis import strategies as st
-from random_models import BOS, COLLATE, EOS, make_sources, nearly_tie
+from random_models import BOS, COLLATE, EOS, beam_search, make_sources, nearly_tie
 
 import decoding
-from decoding import beam_search, greedy, map_in_threads, output_limit, plan_batches, search
+from decoding import greedy, map_in_threads, output_limit, plan_batches, search
 from model import ModelConfig, Translator
 
 
@@ -203,6 +203,13 @@ def test_no_step_once_all_have_ended(monkeypatch):
     for beam in (1, 3):
         search(model, make_sources(0, 8, 14), COLLATE, beam=beam)
     assert max(positions) <= 1  # the limits are 13 and more
+
+
+def test_all_ranks_have_work():
+    for ranks in (1, 2, 4):
+        batches = decoding.plan_for(make_model(), [20] * 300, ranks=ranks)
+        shares = [sum(map(len, batches[rank::ranks])) for rank in range(ranks)]
+        assert max(shares) - min(shares) <= len(batches)
 
 
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 10), st.integers(1, 3))

@@ -113,7 +113,7 @@ def test_beams_find_likelier_sequences_than_greedy(toy_run):
     src, src_pad = collate.pad_sources(encode(trained.source_tokenizer, [source for source, _ in rows]))
     limits = output_limit((~src_pad).sum(1), trained.model.config.max_length)
     ids = collate.target_ids["bos"], collate.target_ids["eos"]
-    one, four = (beam_search(trained.model, src, src_pad, limits, *ids, beam, length_penalty=0.0)[1] for beam in (1, 4))
+    one, four = (beam_search(trained.model, src, src_pad, limits, *ids, beam, 0.0)[1][:, 0] for beam in (1, 4))
     # No theorem for one sentence: a beam may drop the greedy path for others that are likelier for a while.
     less = (one - four).clamp(min=0)  # 1e-4: rounding, where both find the same
     assert (less > 1e-4).sum() <= 3 and four.mean() >= one.mean() - 1e-4
@@ -194,7 +194,7 @@ def test_teacher_forcing_is_labelled_and_flatters(toy_run):
     assert set(formats) == {torch.float32}
 
 
-def test_data_without_splits_is_scored_on_the_part_that_was_cut_off(tmp_path):
+def test_data_without_splits_is_scored_on_the_part_that_was_cut_off(tmp_path, capsys):
     pairs = reversed_digits(1500)
     data = write_pairs(tmp_path / "flat", pairs)
     output = forked("train.py", "--data", data, *TINY_FLAGS, "--max_steps", 2, "--run", "r", cwd=tmp_path)
@@ -207,6 +207,10 @@ def test_data_without_splits_is_scored_on_the_part_that_was_cut_off(tmp_path):
     moved = data.rename(tmp_path / "moved")
     found, scored = load_rows(Config(data=str(moved)), trained)
     assert found == rows and (scored["split"], scored["own"]) == ("test", True)
+    assert not capsys.readouterr().err
+    write_pairs(data, pairs[1:])
+    load_rows(Config(), trained)
+    assert "is not as the run found it" in capsys.readouterr().err
     write_pairs(moved, pairs[1:])  # these are other data
     found, scored = load_rows(Config(data=str(moved)), trained)
     assert found == pairs[1:] and (scored["split"], scored["own"]) == ("all", False)

@@ -115,7 +115,7 @@ def decode(how: str, **sizes) -> None:
     model, (src, src_pad, limits) = make(**sizes).eval().requires_grad_(False), on_gpu()
     with torch.autocast("cuda", torch.bfloat16):
         if how == "beam":
-            result = decoding.beam_search(model, src, src_pad, limits, 1, 2, 4, 0.6)[0]
+            result = decoding.beam_search(model, src, src_pad, limits, 1, 2, 4, 0.6)[0][:, 0]
         else:
             with patch("fast.captured.Graphs", lambda device: None):
                 steps = CapturedSteps(model).start if how == "captured" else None
