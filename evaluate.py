@@ -43,6 +43,7 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a wro
     config = parse_flags(Config, "BLEU of a trained model")
 
 import os
+import sys
 import time
 from itertools import islice
 from pathlib import Path
@@ -89,7 +90,8 @@ def evaluate(config: Config) -> None:
         if config.out:
             write_lines(Path(config.out), translations.texts)
             say(f"hypotheses written to {config.out}, one a line")
-        result["precision"] = precision.name  # with auto that of the device: scores differ a little between formats
+        # With auto that of the device: scores differ a little between formats.
+        result["precision"] = "int8" if config.precision == "int8" else precision.name
         keep_score(trained.run / "eval", name_of_score(config, trained, scored), result, translations.texts, say)
     if config.teacher_forced:
         match = teacher_forced_match(trained, rows, world, precision)
@@ -142,6 +144,8 @@ def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], 
     text, split, splits = find_text(path, *columns), config.split, [config.split]
     own = own or (split not in text.files and began_with(trained.checkpoint, trained.config, text))  # it has moved
     if own and split in missing_splits(text):
+        if not began_with(trained.checkpoint, trained.config, text):  # a test file may have been there
+            print(f"note: {path} is not as the run found it: it may have learned these rows", file=sys.stderr)
         rows = held_out_rows(text)[split]
     else:
         if split not in text.files:
