@@ -57,7 +57,7 @@ def _first_line_not_utf8(file: Path) -> int:
 
 def _wrong_columns(where, columns: list[str], source: str, target: str) -> UserError:
     spelled = {name.lower(): name for name in columns}
-    hint = "name the two columns with --source and --target"
+    hint = "name the two columns with --source and --target (of csv and tsv line 1 must hold their names)"
     if source.lower() in spelled and target.lower() in spelled:
         hint = f"use --source {spelled[source.lower()]} --target {spelled[target.lower()]}"
     return UserError(f"{where}: wanted the columns {source} and {target}, found {short(', '.join(columns))}; {hint}")

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+from engine.config import write_whole
 from engine.errors import UserError
 
 
@@ -31,9 +32,7 @@ def write_lines(path: Path, lines: list[str]) -> None:
     if not os.path.lexists(path) or (path.is_file() and not path.is_symlink()):  # no device, nor what a link leads to
         temporary = path.with_name(f".{path.name}.tmp")
         try:
-            temporary.unlink(missing_ok=True)  # never written through a link that somebody put there
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
+            write_whole(path, text)
             return
         except OSError as error:  # the folder is not ours; perhaps the file itself can be written
             with contextlib.suppress(OSError):

@@ -40,7 +40,7 @@ from text.cleaning import (
 )
 from text.formats import short
 from text.rows import ParallelText, default_path, find_text
-from text.store import TokenizedPairs, TokenWriter
+from text.store import TokenizedPairs, TokenWriter, flatten
 from text.subwords import encode, encode_flat, load_tokenizer, tokenizer_key, train_tokenizer
 
 # Version of the token store, part of its key: raise it when its content changes, and old caches are no longer read. Not
@@ -293,7 +293,7 @@ def _write_train(lines: Path, folder: Path, tokenizers: dict, max_length: int, c
             kept = _worth_keeping(*(lengths for _, lengths in encoded.values()), max_length, counts)
             for side, (ids, lengths) in encoded.items():
                 ids = ids[np.repeat(kept, lengths)]
-                writer.write_flat(side, ids, lengths[kept])
+                writer.write(side, ids, lengths[kept])
                 unknown += int((ids == tokenizers[side].unk_token_id).sum()) if tokenizers[side].unk_token else 0
                 total += len(ids)
             bar.update(len(kept))
@@ -319,7 +319,7 @@ def _write_validation(rows, building: Path, tokenizers: dict, max_length: int, s
         encoded = encode(tokenizers[side], [normalise(row[index]) for row in rows], max_length)
         if long := sum(len(row) >= max_length for row in encoded):
             say(f"validation: {long} {side} sentences are cut to {max_length - 1} tokens for the validation loss")
-        writer.write(side, [row[: max_length - 1] for row in encoded])
+        writer.write(side, *flatten([row[: max_length - 1] for row in encoded]))
     writer.close()
     with open(building / "validation.jsonl", "w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)

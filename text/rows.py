@@ -160,6 +160,8 @@ def _directory_files(root: Path, source: str) -> tuple[str, dict[str, list[Path]
     form = next((form for form in ORDER if form in (by_form or packed)), None)
     if form in packed:
         raise UserError(f"{packed[form]} is compressed; unpack it first")
+    if packed:
+        print(f"not read, because compressed: {short(', '.join(map(str, packed.values())))}")
     if not form:
         raise UserError(f"{root} holds no parquet, arrow, json, csv or tsv file, nor one ending in .{source} beside its "
                         "translation; point to the directory of the shards")  # fmt: skip
@@ -184,16 +186,17 @@ def _natural(name: str) -> list:
 def _split_of(name: str) -> str | None:
     # Chinese has no spaces: 中英训练集 is not one word.
     words = re.findall("[^\\W\\d_\u4e00-\u9fff]+|训练|訓練|验证|驗證|测试|測試", name.lower())
-    splits = [split for split, keywords in KEYWORDS.items() if any(word in keywords for word in words)]
+    words = {re.sub("(data)?(set)?$", "", word) for word in words}  # testset, traindata
+    splits = [split for split, keywords in KEYWORDS.items() if words & {*keywords}]
     return splits[0] if len(splits) == 1 else None  # "train-test-corpus" says nothing
 
 
 def _split_files(named: list[tuple[str, Path]]) -> dict[str, list[Path]]:
-    """Sort (name, file) into splits by the keyword in a folder's name, the nearest first, else in the file's."""
+    """Sort (name, file) into splits by the keyword in the file's name, else in a folder's, the nearest first."""
     splits: dict[str | None, list[Path]] = {split: [] for split in (*KEYWORDS, None)}
     for name, file in named:
         *folders, last = Path(name).parts
-        of_parts = [_split_of(part) for part in (*reversed(folders), last)]
+        of_parts = [_split_of(part) for part in (last, *reversed(folders))]
         splits[next((split for split in of_parts if split), None)].append(file)
     unnamed = splits.pop(None)
     if not splits["train"]:

@@ -22,9 +22,10 @@ _PAIR = "|".join(f"{re.escape(a)}[^{re.escape(a + b)}]{{1,{LONGEST_PAIR}}}{re.es
 _UNIT = re.compile(rf"(?P<pair>{_PAIR})|(?P<stop>[{STOPS}]+)|[^{STOPS}{re.escape(PAIRS)}]+|.", re.DOTALL)
 _CLOSING = re.compile(r"[）)】\]」』》”’]*(?:[\"']+(?=\s|$))?\s*")  # what a sentence takes along behind its stop
 _WORD = re.compile(r"\w")
-# "Mr. Li", "U.S. dollars", "作家J.K.罗琳", "3. The third": a full stop that ends no sentence.
+# "Mr. Li", "U.S. dollars", "作家J.K.罗琳", "3. The third", "两点：1.快；2.好": a full stop that ends no sentence.
 _SHORT = "|".join(map(re.escape, ABBREVIATIONS.split()))
-_NO_END = re.compile(rf"(?:^|[^\w.]|[{HAN}])(?:{_SHORT}|[A-Z](?:\.[A-Z])*)$|^\W*\d+$")
+_NUMBER = r"^\W*[\d一二三四五六七八九十]+|\D[：；，、:;,]\s*\d\d?"  # of an item in a list
+_NO_END = re.compile(rf"(?:(?:^|[^\w.]|[{HAN}])(?:{_SHORT}|[A-Z](?:\.[A-Z])*)|{_NUMBER})$")
 
 
 def sentences(line: str) -> list[str]:

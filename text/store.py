@@ -1,7 +1,8 @@
 """Token ids of sentence pairs on disk: written as a stream, read through a memory map.
 
     writer = TokenWriter(folder, {"source": 8000, "target": 8000})
-    writer.write("source", [[5, 6], [8]]); writer.write("target", [[7], [9, 10]]); writer.close()
+    for side, rows in (("source", [[5, 6], [8]]), ("target", [[7], [9, 10]])): writer.write(side, *flatten(rows))
+    writer.close()
     source, target = TokenizedPairs(folder)[1]                  # array([8]), array([9, 10])
 
 For each side a folder holds the ids of all sentences one after another and the number of ids in each sentence.
@@ -82,12 +83,8 @@ class TokenWriter:
         self.files = {side: open(folder / f"{side}.ids", "wb") for side in vocabularies}
         self.lengths = {side: [] for side in vocabularies}
 
-    def write(self, side: str, rows: list[list[int]]) -> None:
-        """Append sentences to one side."""
-        self.write_flat(side, *flatten(rows))
-
-    def write_flat(self, side: str, ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Append sentences given as their ids one after another, (N,), and the number of ids in each, (sentences,)."""
+    def write(self, side: str, ids: np.ndarray, lengths: np.ndarray) -> None:
+        """Append sentences to a side: their ids one after another, (N,), and the number of ids in each, (sentences,)."""
         if len(ids) and ids.max() >= self.vocabularies[side]:  # the model has no such token, and 16 bits would wrap
             raise UserError(f"the {side} tokenizer gives the id {ids.max()}, but has {self.vocabularies[side]} tokens; "
                             "choose another --tokenizer")  # fmt: skip

@@ -17,7 +17,7 @@ from text import prepare as under_test
 from text import subwords
 from text.prepare import prepare
 from text.rows import find_text
-from text.store import TokenWriter
+from text.store import TokenWriter, flatten
 from text.subwords import encode, load_tokenizer, train_tokenizer
 
 # Tokenizers and ids.
@@ -64,9 +64,9 @@ def test_any_damage_to_a_tokenizer_is_one_line(tmp_path):
 @pytest.mark.parametrize("id", [60_000, 65_537])
 def test_ids_beyond_the_vocabulary_do_not_wrap(tmp_path, id):
     writer = TokenWriter(tmp_path / "store", {"source": 60_000, "target": 60_000})
-    writer.write("source", [[1, 59_999]])
+    writer.write("source", *flatten([[1, 59_999]]))
     with pytest.raises(UserError, match=f"the target tokenizer gives the id {id}, but has 60000 tokens"):
-        writer.write("target", [[id]])
+        writer.write("target", *flatten([[id]]))
 
 
 # The cache.

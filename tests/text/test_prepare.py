@@ -18,16 +18,16 @@ from engine.errors import UserError
 from text.cleaning import _scores, held_out_rows
 from text.prepare import Prepared, _worth_keeping, find_and_prepare, prepare, vocabulary_size
 from text.rows import find_text
-from text.store import TokenizedPairs, TokenWriter
+from text.store import TokenizedPairs, TokenWriter, flatten
 from text.subwords import decode, encode, tokenizer_key, train_tokenizer
 
 
 def test_token_store_round_trip(tmp_path):
     pairs = [([5, 6], [7]), ([8], [9, 10, 11]), ([300, 3], [4])]
     writer = TokenWriter(tmp_path / "store", {"source": 400, "target": 70000})
-    writer.write("source", [source for source, _ in pairs])
-    writer.write("target", [target for _, target in pairs[:2]])
-    writer.write("target", [pairs[2][1]])
+    writer.write("source", *flatten([source for source, _ in pairs]))
+    writer.write("target", *flatten([target for _, target in pairs[:2]]))
+    writer.write("target", *flatten([pairs[2][1]]))
     writer.close()
     store = TokenizedPairs(tmp_path / "store")
     assert [(source.tolist(), target.tolist()) for source, target in map(store.__getitem__, range(len(store)))] == pairs
@@ -111,7 +111,7 @@ def stored(folder: Path, train: list[tuple], validation: list[tuple]) -> Prepare
     for split, pairs in {"train": train, "validation": validation}.items():
         writer = TokenWriter(folder / split, {"source": 400, "target": 400})
         for side, rows in zip(("source", "target"), zip(*pairs)):
-            writer.write(side, rows)
+            writer.write(side, *flatten(rows))
         writer.close()
     vocabulary, splits = range(400), [TokenizedPairs(folder / split) for split in ("train", "validation")]
     return Prepared(folder, vocabulary, vocabulary, *splits, [], {"counts": {"kept": len(train)}})

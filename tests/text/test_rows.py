@@ -357,10 +357,13 @@ def test_long_lines_come_in_small_chunks(tmp_path, monkeypatch, name, write):
     ("corpus newstest2017-zhen", "moses", {"train": 2}),  # WMT's test set in sgm lies beside the corpus
     ("训练集.tsv 验证集.tsv 测试集.tsv", "tsv", {"train": 1, "validation": 1, "test": 1}),
     ("训练数据.tsv 中英驗證集.tsv 测试-1.tsv", "tsv", {"train": 1, "validation": 1, "test": 1}),
+    ("trainset.tsv UNv1.0.devset.tsv TestData.tsv", "tsv", {"train": 1, "validation": 1, "test": 1}),
+    ("training_data/train.tsv training_data/dev.tsv test/0.tsv", "tsv", {"train": 1, "validation": 1, "test": 1}),
     ("a.tsv b.tsv", "tsv", {"train": 2}),
 ])  # fmt: skip
 def test_which_files_are_which_split(names, form, splits, tmp_path, capsys):
     for name in names.split():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         make = write_sgm if "newstest" in name else write_tsv if name.endswith("tsv") else write_moses
         make(tmp_path / name, [("你好", "hello")])
     text = find_text(str(tmp_path))
@@ -368,12 +371,12 @@ def test_which_files_are_which_split(names, form, splits, tmp_path, capsys):
     assert ("so all are read as train: a.tsv, b.tsv" in capsys.readouterr().out) == (names[0] == "a")
 
 
-def test_a_compressed_shard_is_not_passed_over(tmp_path):
+def test_a_compressed_shard_is_not_passed_over(tmp_path, capsys):
     write_jsonl(tmp_path / "train-1.jsonl", [("你好", "hello")])
     (tmp_path / "train-1.jsonl.gz").touch()  # from which it was unpacked
     assert find_text(str(tmp_path)).files
     (tmp_path / "raw.csv.gz").touch()  # of another form than what is read
-    assert find_text(str(tmp_path)).files
+    assert find_text(str(tmp_path)).files and "not read, because compressed: " in capsys.readouterr().out
     (tmp_path / "train-0.jsonl.gz").touch()
     with pytest.raises(UserError, match=r"train-0\.jsonl\.gz is compressed; unpack it first"):
         find_text(str(tmp_path))

@@ -18,6 +18,7 @@ ONE = [  # lines of one sentence: | would stand where they are cut
     "作家J.K.罗琳来到北京。", "他是Dr. Wang的学生。", "皇马vs.巴萨的比赛", "The talks opened on Jan. 5 at 10 a.m. Monday.",
     "Huawei Technologies Co. Ltd. Chairman Ren spoke.",
     '"Stop!" he said.', "He said (She left. Really.) nothing.", "Yahoo! rose.", "Wait... what?",
+    "有三个原因：1.时间不够；2.经费不足；3.人手不够。", "Two reasons: 1. Time is short; 2. Money is short.", "一．概述",
 ]  # fmt: skip
 SEVERAL = [
     "我来了。|我看见了！|我赢了？|好", "我来了。 |我看见了。", "真的！！！|是吗？！|是。", "他说：“好。”|然后他走了。",
@@ -26,7 +27,7 @@ SEVERAL = [
     "他说：“一切都好。”|与此同时，股价下跌。", "She moved to Montréal. |Her son stayed.",
     "He came. |He saw! |Did he win? |Yes", 'He said "no." |Then he left.', "He is 5. |It was 1998. |Then (really) it ended.",
     "“Go.” |“No.”", "It grew by 12345678901234567890. |Then he left.", "Prices rose 3.5%. |Mr. Li left.",
-    "He left.\u3000|她来了。", "一。|Two. |三。",
+    "He left.\u3000|她来了。", "一。|Two. |三。", "比分3:2.|我们赢了。", "In May 5, 19. |Then he left.",
 ]  # fmt: skip
 
 
