@@ -11,8 +11,6 @@ import functools
 import hashlib
 import io
 import json
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +20,11 @@ from torch import Tensor
 
 from engine.errors import UserError
 from labs.gpt.sizes import Sizes
-from labs.wikitext.text import NO_TEXT, TITLE, split_of
+from labs.wikitext.text import NO_TEXT, TITLE, read_lines, split_of
+from text.prepare import made_whole
 from text.subwords import encode_flat, open_tokenizer, tokenizer_key, train_tokenizer
 
-SUFFIXES = (".txt", ".tokens", ".raw", ".md", ".tsv")
+SUFFIXES = (".txt", ".tokens", ".raw", ".md", ".tsv", ".parquet")
 ABSTRACT = "Abstract"  # the column of Web of Science's table
 VALIDATE_EVERY = 20  # of the documents, each 20th is for validation
 csv.field_size_limit(2**30)
@@ -109,20 +108,14 @@ def open_prepared(folder: Path, config, sizes: Sizes) -> Data:
 def prepare(config, splits: dict[str, list[str]], vocabulary: int, folder: Path) -> None:
     """Train or load the tokenizer, encode the documents; the folder gets its name when all is written."""
     tokenizer = named_tokenizer(config.tokenizer) if config.tokenizer else train_tokenizer(splits["train"], vocabulary)
-    temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a killed process that had this number
-    temporary.mkdir(parents=True)
-    for split, documents in splits.items():
-        ids, lengths = encode_flat(tokenizer, documents)
-        ids = np.insert(ids, np.cumsum(lengths), tokenizer.eos_token_id)  # where a document ends, the next may begin
-        np.save(temporary / f"{split}.npy", ids.astype(np.uint16 if len(tokenizer) <= 2**16 else np.int32))
-    tokenizer.save_pretrained(temporary / "tokenizer")
-    try:
-        temporary.rename(folder)
-    except OSError:  # another run has made the same meanwhile
-        shutil.rmtree(temporary)
-        if not (folder / "tokenizer").is_dir():
-            raise
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with made_whole(folder) as building:
+        for split, documents in splits.items():
+            ids, lengths = encode_flat(tokenizer, documents)
+            # Where a document ends, the next may begin.
+            ids = np.insert(ids, np.cumsum(lengths), tokenizer.eos_token_id)
+            np.save(building / f"{split}.npy", ids.astype(np.uint16 if len(tokenizer) <= 2**16 else np.int32))
+        tokenizer.save_pretrained(building / "tokenizer")
 
 
 def named_tokenizer(name: str):
@@ -180,7 +173,8 @@ def read_documents(path: Path) -> tuple[dict[str, list[str]], str]:
 def read_file(file: Path) -> tuple[list[str], str]:
     """The documents of one file: rows of a table, articles under WikiText's titles, paragraphs, or lines."""
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        # Of the hub's parquet files the column `text`.
+        text = "\n".join(read_lines(file)) if file.suffix == ".parquet" else file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise UserError(f"{file} is not UTF-8 text; convert it, or name another file") from None
     except OSError as error:

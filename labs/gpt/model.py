@@ -165,21 +165,6 @@ class HuggingFaceGPT(nn.Module):
         return logits if targets is None else mean_loss(logits, targets)
 
 
-def weights_from_hf(weights: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
-    """GPT-2's weights as Hugging Face has them → ours. Its Conv1D keeps a matrix transposed, (in, out)."""
-    ours = {}
-    for name, weight in weights.items():
-        name = name.removeprefix("model.").removeprefix("transformer.")
-        if name == "lm_head.weight":
-            continue
-        if "attn.c_" in name or "mlp.c_" in name:
-            weight = weight.t() if weight.dim() == 2 else weight
-        if "attn.c_attn" in name:  # (3, H, W, …) → (H, 3, W, …)
-            weight = weight.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
-        ours[name] = weight.contiguous()
-    return ours
-
-
 def initial_weight(name: str, shape: torch.Size, layers: int, seed: int) -> Tensor:
     """GPT-2's: N(0, 0.02²), what adds to the residual stream smaller by √(2·layers); biases 0, norms 1.
 

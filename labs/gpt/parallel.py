@@ -128,14 +128,10 @@ class Layout:
                     block.compile()
         if config.pipe > 1:
             self._make_schedule()
-        self.runner = self.parts[0]
         # DistributedDataParallel takes whole models; gradients of stages and of cut weights are averaged by hand.
-        self.by_hand = self.data > 1 and not sharded and config.tensor * config.pipe > 1
-        if self.data > 1 and not sharded and not self.by_hand:
-            on_gpu = world.device.type == "cuda"
-            self.runner = DistributedDataParallel(
-                self.parts[0], device_ids=[world.device] if on_gpu else None, gradient_as_bucket_view=True
-            )
+        in_parts = config.tensor * config.pipe > 1
+        self.by_hand = self.data > 1 and not sharded and in_parts
+        self.runner = self.parts[0] if in_parts else world.data_parallel(self.parts[0])
 
     @property
     def stage_numbers(self) -> list[int]:

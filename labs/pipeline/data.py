@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.errors import UserError
 from labs.pipeline.stages import NOTHING
+from labs.wikitext.text import read_lines
 
 
 def load(config) -> tuple[Tensor, int]:
@@ -31,14 +32,19 @@ def load(config) -> tuple[Tensor, int]:
 
 
 def read_text(path: Path) -> bytes:
-    """The bytes of a file, or of all .txt files in a folder in the order of their names."""
+    """The bytes of a file, or of all .txt and .parquet files in a folder in the order of their names."""
     try:
-        files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+        files = sorted([*path.glob("*.txt"), *path.glob("*.parquet")]) if path.is_dir() else [path]
         if not files:
             raise UserError(f"--data {path}: no .txt file in this folder; give a text file or a folder of them")
-        return b"".join(file.read_bytes() for file in files)
+        return b"".join(map(bytes_of, files))
     except OSError as error:
         raise UserError(f"--data {path}: {error.strerror}; give a text file or a folder of .txt files") from None
+
+
+def bytes_of(file: Path) -> bytes:
+    """A text file as it is; of one of the hub's parquet files the lines of its column `text`."""
+    return "\n".join([*read_lines(file), ""]).encode() if file.suffix == ".parquet" else file.read_bytes()
 
 
 @lru_cache(maxsize=1)

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import safetensors.torch
 import torch
@@ -32,7 +33,7 @@ from labs.gpt import compare, generate, plan
 from labs.gpt.__main__ import Config, sizes_of, train
 from labs.gpt.checkpoints import checkpoint_of, convert, load_weights, newest, optimizer_tensors
 from labs.gpt.data import Data, load, read_documents
-from labs.gpt.model import GPT, HuggingFaceGPT, mean_loss, weights_from_hf
+from labs.gpt.model import GPT, HuggingFaceGPT, mean_loss
 from labs.gpt.parallel import Layout, check_grid
 from labs.gpt.sizes import PRESETS, get_model_size, get_tflops
 from text.subwords import train_tokenizer
@@ -163,6 +164,21 @@ def test_result_has_the_figures_of_the_table(runs, name, processes):
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def weights_from_hf(weights: dict[str, torch.Tensor], heads: int) -> dict[str, torch.Tensor]:
+    """GPT-2's weights as Hugging Face has them → ours. Its Conv1D keeps a matrix transposed, (in, out)."""
+    ours = {}
+    for name, weight in weights.items():
+        name = name.removeprefix("model.").removeprefix("transformer.")
+        if name == "lm_head.weight":
+            continue
+        if "attn.c_" in name or "mlp.c_" in name:
+            weight = weight.t() if weight.dim() == 2 else weight
+        if "attn.c_attn" in name:  # (3, H, W, …) → (H, 3, W, …)
+            weight = weight.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
+        ours[name] = weight.contiguous()
+    return ours
 
 
 @pytest.fixture
@@ -431,6 +447,13 @@ def test_documents_are_lines_unless_blank_lines_part_them(tmp_path, text, found)
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     splits, _ = read_documents(tmp_path / "a.txt")
     assert splits["train"] + splits["validation"] == found
+
+
+def test_the_hubs_parquet_files(tmp_path):
+    for split in ("train", "validation", "test"):
+        rows = {"text": ["", f" = {split} = \n", "", " b . \n"]}
+        pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / f"{split}-00000-of-00001.parquet")
+    assert read_documents(tmp_path)[0] == {split: [f"= {split} = \n\n b ."] for split in ("train", "validation")}
 
 
 def test_largest_x_of_the_archive(tmp_path):

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow.parquet
 import pytest
 import torch
 import torch.distributed as dist
@@ -273,7 +274,7 @@ def test_a_run_in_two_parts_equals_a_run_at_once(ran):
     for name in ("at-once", "in-two", "wider"):
         folder = checkpoint.latest(ran["folder"] / "runs" / name / "checkpoints")
         assert folder.name == "step-10"
-        parts[name] = checkpoint.load_weights(folder), checkpoint.load_optimizer(folder)
+        parts[name] = checkpoint.load_weights(folder), checkpoint.load_tensors(folder / "optimizer.pt")
     for name in ("in-two", "wider"):  # each layer is computed whole, whatever the ranks: the same sums in one order
         for key, weight in parts["at-once"][0].items():
             assert torch.equal(parts[name][0][key], weight), (name, key)
@@ -452,6 +453,10 @@ def test_text_becomes_sequences_that_lose_nothing(tmp_path):
     assert vocab == 256 and sequences.shape == (4, 9)
     assert sequences[:, 1:][sequences[:, 1:] >= 0].tolist() == list(range(91, 117))  # each but the first once
     assert sequences[:, 0].tolist() == [90, 98, 106, 114]
+    rows = pyarrow.table({"text": ["", " = A = \n", " b \n"]})  # as the hub has them
+    pyarrow.parquet.write_table(rows, tmp_path / "c.parquet")
+    assert data.read_text(tmp_path / "c.parquet") == b"\n = A = \n b \n"
+    assert data.read_text(tmp_path) == bytes(range(90, 117)) + b"\n = A = \n b \n"
 
 
 def test_an_epoch_shows_every_sequence_once():
