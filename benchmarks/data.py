@@ -77,7 +77,7 @@ def make_store(folder: Path, pairs: int) -> None:
         meaning = random.normal(3.0, 0.6, count)  # what both sides have to say, as the logarithm of its length
         for side in ("source", "target"):
             lengths = np.exp(meaning + random.normal(0, 0.15, count)).clip(1, 200).astype(np.int32)
-            writer.write_flat(side, np.resize(ids, lengths.sum()), lengths)
+            writer.write(side, np.resize(ids, lengths.sum()), lengths)
     writer.close()
 
 

@@ -6,7 +6,7 @@
 
 All decode the same test sentences with the same weights (the handout's way the first few of them), so their outputs are compared
 too. benchmarks/peers/NAME.py says of each what is like for like and what is not. `first_seconds` is the first pass, which is not
-counted: captured steps make their graphs in it.
+counted (but of the handout's): captured steps make their graphs in it.
 """
 
 import shutil

@@ -3,7 +3,8 @@
 It computes what our model computes, so that its outputs can be compared with ours word for word. `--variant` is its
 compute type (float32, bfloat16, int8, int8_float32, …), a number behind it how many batches it works on at once: int8x2 has two
 workers with one thread each. It sorts the sentences by length itself.
-Like for like: the same weights, the same tokens, greedy search, a cache. It only decodes.
+Like for like: the same weights, the same tokens, greedy search, a cache. It only decodes. Not like for like at real lengths: it
+has one limit for all, so an output that does not end goes on to the longest's; what is too long is cut and not counted.
 """
 
 import sys

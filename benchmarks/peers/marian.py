@@ -112,7 +112,7 @@ def translate(task, corpus, model, sources) -> list[list[int]]:
         src, src_pad = (tensor.to(task.device) for tensor in collate.pad_sources([sources[row] for row in rows]))
         generated = model.generate(
             input_ids=src, attention_mask=(~src_pad).long(), num_beams=1, do_sample=False, use_cache=True,
-            min_new_tokens=task.length, max_new_tokens=task.length or src.size(1) * 3 // 2 + 10,
+            min_new_tokens=task.length, max_new_tokens=task.length or min(512, src.size(1) * 3 // 2 + 10),
         )  # fmt: skip
         for row, ids in zip(rows, generated[:, 1:].tolist()):  # the first is the begin token
             outputs[row] = ids
@@ -125,7 +125,8 @@ def decode(task, corpus) -> None:
     if not task.length:
         raise RuntimeError("it has no trained weights, and so takes no part at real lengths")
     model, sources = build(task.sizes, corpus).eval().to(task.device), [source for source, _ in corpus.test]
-    time_decoding(task, corpus, lambda: translate(task, corpus, model, sources))
+    with torch.autocast("cuda", torch.bfloat16, enabled=task.device != "cpu"):  # as ours there
+        time_decoding(task, corpus, lambda: translate(task, corpus, model, sources))
 
 
 if __name__ == "__main__":
