@@ -1,7 +1,7 @@
 """One report as a page that opens without network, as Markdown, and as PNG pictures.
 
 page = Page("Training report", "zh", Path("runs/NAME/report"))
-page.heading("Speed"); page.table(["", "a run"], [["time", fact]]); page.figure("loss", figure, "…"); page.write()
+page.heading("Speed"); page.table(["", "a run"], [["time", fact]]); page.figures({"loss": figure}); page.write()
 
 A cell is a label (translated), a `Fact` (written as it is, with the place it is from), or None (—).
 """

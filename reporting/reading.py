@@ -42,7 +42,7 @@ class RunFiles:
     name: str
     config: dict = field(default_factory=dict)
     model: dict = field(default_factory=dict)  # of train.py's runs: the sizes
-    data: dict = field(default_factory=dict)  # of train.py's runs: what text.prepare.describe wrote
+    data: dict = field(default_factory=dict)  # of train.py's runs: what `Prepared.describe` told
     environment: list[dict] = field(default_factory=list)  # one a start of the script
     records: list[dict] = field(default_factory=list)
     log: str = ""

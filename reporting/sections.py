@@ -28,7 +28,7 @@ class Described:
 
 def header(runs: list[RunFiles]) -> list:
     """The first row of a table: one column a run."""
-    return ["run", *(Fact(run.name, run.name, f"{run.name}") for run in runs)]
+    return ["run", *(Fact(run.name, run.name, run.name) for run in runs)]
 
 
 def table(page: Page, runs: list[RunFiles], rows: dict[str, Callable], mark: set[int] = frozenset()) -> None:

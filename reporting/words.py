@@ -34,7 +34,7 @@ CHINESE = {
     "FLOPs of a training pair": "每个训练句对的浮点运算", "source": "原文", "target": "译文",
     "tokens per second": "每秒词元数", "target tokens per second": "每秒目标词元数", "images per second": "每秒图片数",
     "model FLOPs utilisation": "模型算力利用率（MFU）", "padding": "填充比例", "waiting for data": "等待数据的时间比例",
-    "median": "中位数", "mean": "平均", "highest": "最高", "peak memory (GiB)": "内存峰值（GiB）",
+    "median": "中位数", "mean": "平均", "highest": "最高", "peak memory (GiB)": "内存峰值（GiB；在 GPU 上是显存）",
     # results
     "BLEU (nltk, graded)": "BLEU（nltk，课程打分）", "lower end of the interval": "95 % 区间下限", "upper end of the interval": "95 % 区间上限",
     "uncased": "不分大小写", "signature": "签名", "brevity penalty": "过短惩罚", "length ratio": "长度比",
@@ -48,7 +48,7 @@ CHINESE = {
     "step": "步", "training": "训练", "validation": "验证", "test": "测试", "training, smoothed": "训练（标签平滑）", "minutes": "分钟",
     "utilisation_percent": "利用率", "memory_gib": "内存", "power_watt": "功率", "temperature_celsius": "温度",
     "entropy": "采样分布的熵", "effective_sample_size": "有效样本数", "weight": "动态采样的权重",
-    "sentence lengths": "训练句子的长度", "bubble_share": "空泡比例", "peak_gib": "内存峰值（GiB）", "loss_scale": "损失缩放",
+    "sentence lengths": "训练句子的长度", "bubble_share": "气泡比例", "peak_gib": "内存峰值（GiB；在 GPU 上是显存）", "loss_scale": "损失缩放",
     # sentences
     "Hover over a number to see the file it is from.": "鼠标停在数字上，可以看到它来自哪个文件。",
     "Losses are in nats a token, without label smoothing unless it says so; validation BLEU is smoothed and of the first rows only.":
