@@ -23,7 +23,7 @@ from train import MAY_CHANGE
 PAGES = [ROOT / "README.md", ROOT / "sample/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 LABS = {"lenet", "wikitext", "attention", "pipeline", "collectives", "gpt"}
-COMMAND = re.compile(r"(?:^| )((?:python|torchrun) \S.*|bash run\.sh.*)$")  # what stands before it sets variables
+COMMAND = re.compile(r'(?:^| )((?:python|torchrun) \S.*|bash run\.sh[^"]*)"?$')  # what stands before it sets variables
 
 
 def commands(page: str) -> list[str]:
