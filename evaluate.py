@@ -142,9 +142,10 @@ def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], 
     own = os.path.realpath(path) == os.path.realpath(trained.config["data"])
     own &= columns == [trained.config["source"], trained.config["target"]]
     text, split, splits = find_text(path, *columns), config.split, [config.split]
-    own = own or (split not in text.files and began_with(trained.checkpoint, trained.config, text))  # it has moved
+    as_it_was = split not in text.files and began_with(trained.checkpoint, trained.config, text)
+    own = own or as_it_was  # it has moved
     if own and split in missing_splits(text):
-        if not began_with(trained.checkpoint, trained.config, text):  # a test file may have been there
+        if not as_it_was:  # a test file may have been there
             print(f"note: {path} is not as the run found it: it may have learned these rows", file=sys.stderr)
         rows = held_out_rows(text)[split]
     else:

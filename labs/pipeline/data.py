@@ -36,7 +36,7 @@ def read_text(path: Path) -> bytes:
     try:
         files = sorted([*path.glob("*.txt"), *path.glob("*.parquet")]) if path.is_dir() else [path]
         if not files:
-            raise UserError(f"--data {path}: no .txt file in this folder; give a text file or a folder of them")
+            raise UserError(f"--data {path}: no .txt or .parquet file in this folder; give a text or a folder of them")
         return b"".join(map(bytes_of, files))
     except OSError as error:
         raise UserError(f"--data {path}: {error.strerror}; give a text file or a folder of .txt files") from None

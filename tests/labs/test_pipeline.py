@@ -491,7 +491,7 @@ def test_layers_are_shared_out_evenly(layers, count):
     (dict(schedule="zb", batch_size=9, micro_batches=9), 4, "equal rounds; give --micro_batches 3"),
     (dict(nhead=5), 2, "multiple of --nhead 5"),
     (dict(data="nowhere.txt"), 2, "No such file"),
-    (dict(data="."), 2, "no .txt file"),
+    (dict(data="."), 2, "no .txt or .parquet file"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(settings, ranks, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

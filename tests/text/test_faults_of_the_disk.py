@@ -67,7 +67,9 @@ def test_the_disk_fails_while_the_cache_is_made(fault, step, tmp_path):
     library = tmp_path / "faulty_disk.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, HERE / "faulty_disk.c", "-ldl"], check=True)
     data = write_pairs(tmp_path / "data", reversed_digits(80), {"train": slice(0, 70), "validation": slice(70, 80)})
-    environment = {**os.environ, "LD_PRELOAD": library.name, "LD_LIBRARY_PATH": str(tmp_path), "OMP_NUM_THREADS": "1",
+    # LD_PRELOAD is cut at spaces, which a path may hold.
+    folders = f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    environment = {**os.environ, "LD_PRELOAD": library.name, "LD_LIBRARY_PATH": folders, "OMP_NUM_THREADS": "1",
                    "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}  # fmt: skip
     words = [sys.executable, __file__, data, tmp_path, fault, str(step)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=HANGS)
