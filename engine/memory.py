@@ -27,9 +27,10 @@ def keep_freed_memory() -> None:
     for name, entries in CACHES.items():
         os.environ.setdefault(name, entries)
     with suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
         # No mappings of their own, no giving back (-1: never), heap grows by 256 MiB.
         for setting, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, 256 * 2**20)):
-            ctypes.CDLL(None).mallopt(setting, value)
+            mallopt(setting, value)
 
 
 def held_gib(which: str = "VmHWM") -> float:
