@@ -11,7 +11,8 @@ operators  labs.attention_op, benchmarks.attention_op: our Triton kernels beside
 cards      the same steps of train.py on one card and, over NCCL, on all of them: the same loss?
 run        train.py for some minutes, then evaluate.py: a BLEU
 
-About ten minutes on one card. Every stage is commands of their own; what fails is reported, and the rest goes on.
+About ten minutes on one card. Every stage is commands of their own; what fails is reported, and the rest goes on. Started again
+at the same commit with the same settings, it does what failed or is missing.
 """
 
 import json
@@ -29,7 +30,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measuring import ROOT, describe_machine, in_new_process, machine, write_json
+from benchmarks.measuring import ROOT, describe_machine, in_new_process, machine, shown, write_json
 from benchmarks.peers.contest import SIZES, choose
 from engine.config import flag, parse_flags
 from engine.distributed import choose_device, hidden_gpus
@@ -43,6 +44,9 @@ FORMATS = {"bf16": "plain-bf16 bf16 captured-bf16 muon-bf16 muon-captured-bf16 f
 STEPS = 60  # of train.py in stage cards
 LIMIT = 900  # seconds of a command, besides --minutes
 ALLOWED = 1e-2  # relative difference of the validation losses on one card and on all
+# What an H100 should reach in bf16 by reckoning, by file of a stage; nobody has seen it.
+EXPECTED = {"lab-training": ("tokens_per_second", 2e6), "big-training": ("model_flops_utilisation", 0.45),
+            "lab-decoding": ("sentences_per_second", 2001), "real-lengths": ("sentences_per_second", 2001)}  # fmt: skip
 
 
 @dataclass
@@ -65,13 +69,21 @@ def main(config: Config) -> int:
         raise UserError(f"{hidden_gpus() or 'PyTorch sees no GPU'}; for a rehearsal: --device cpu --presets tiny")
     facts = {"settings": asdict(config), "device": described, "cuda": torch.version.cuda, "commit": machine()["commit"]}
     print(f"{facts['device']}\n{describe_machine()}")
-    done, folder = {}, out.with_name(f"{out.stem}-stages")
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier start
+    folder = out.with_name(f"{out.stem}-stages")
+    earlier = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    same = "dirty" not in str(facts["commit"]) and all(earlier.get(name) == fact for name, fact in facts.items())
+    done = {name: stage for name, stage in earlier["stages"].items() if not stage["failed"]} if same else {}
+    if not done:
+        shutil.rmtree(folder, ignore_errors=True)
     for name, commands in stages(config, device, taken, folder).items():
-        print(f"\n{name}", flush=True)
-        done[name] = run(commands, LIMIT + 60 * config.minutes)
+        print(f"\n{name}" + ": done before" * (name in done), flush=True)
+        if name not in done:
+            done[name] = run(commands, LIMIT + 60 * config.minutes)
         files = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")}
         write_json(out, [], **facts, stages=done, files=files)
+    scores = [line for line in done.get("run", {"lines": []})["lines"] if re.match("(sacreBLEU|decoding)  ", line)]
+    seconds = ", ".join(f"{name} {stage['seconds']:.0f}" for name, stage in done.items())
+    print("\n".join(["", *summary(files), *scores, f"seconds: {seconds}"]))
     runs = folder.glob("cards-*") if "cards" in done and not done["cards"]["failed"] else []
     losses = [read_run(run).series("valid/loss")[1][-1] for run in runs]
     apart = max(losses) / min(losses) - 1 if losses else 0.0
@@ -79,6 +91,24 @@ def main(config: Config) -> int:
     failed += [f"FAILED cards: the validation losses are {apart:.1e} apart, {ALLOWED:.0e} allowed"] * (apart > ALLOWED)
     print("\n".join(["", *failed, f"{len(done)} stages, {len(failed)} failed; written to {out}"]))
     return int(bool(failed))
+
+
+def summary(files: dict[str, dict]) -> list[str]:
+    """A line for each table of speed: who is fastest; if that is less than expected, what its training steps wait for."""
+    lines = []
+    for name, file in files.items():
+        every = [(run["contestant"], run["figures"]) for run in file["runs"] if "tokens_per_second" in run["figures"]]
+        for contestant, got in sorted(every, key=lambda run: -run[1]["tokens_per_second"])[:1]:
+            lines.append(f"{name}: {contestant} {got['tokens_per_second']:,.0f} tokens/s")
+            figure, expected = EXPECTED.get(name, ("tokens_per_second", 0))
+            if got.get(figure, 0) < expected:
+                lines[-1] += f"; {figure} {shown(got.get(figure, 0))}, of an H100 {shown(expected)} is expected"
+            if got.get(figure, 0) < expected and "cpu_ms" in got:
+                step = 1e3 * got["seconds_per_step"]
+                lines[-1] += (
+                    f"; a step of {step:.1f} ms has {got['cpu_ms']:.1f} of CPU, and waits {got['wait_ms']:.1f} for data"
+                )
+    return lines
 
 
 def look_at(name: str) -> tuple[torch.device, str, str]:
@@ -116,7 +146,9 @@ def stages(config: Config, device: torch.device, taken: str, folder: Path) -> di
         if cards > 1:
             speeds["cards"] += [f"{launch} {cards} -- {train} {steps} --run {out}/cards-{cards}"]
     if config.minutes:
-        speeds["run"] = [f"{train} --max_minutes {config.minutes} --run {out}/run", f"evaluate.py --ckpt {out}/run"]
+        speeds["run"] = [f"{train} --max_minutes {config.minutes} --run {out}/run", f"evaluate.py --ckpt {out}/run",
+                         f"evaluate.py --ckpt {out}/run --beam 5"]  # fmt: skip
+
     return checks | speeds
 
 
@@ -132,6 +164,9 @@ def run(commands: list[str], limit: float) -> dict:
     for words in map(shlex.split, commands):
         variables = dict(word.split("=") for word in words if re.match("[A-Z]+=", word))
         words = words[len(variables) :]
+        for path in (path for name, path in zip(words, words[1:]) if name in ("--run", "--out")):
+            shutil.rmtree(path, ignore_errors=True)  # of an attempt that failed: its figures are not of this one
+            Path(path).unlink(missing_ok=True)
         words = words if words[0].endswith(".py") else ["-m", *words]
         options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8")
         with subprocess.Popen([sys.executable, *words], cwd=ROOT, env=os.environ | variables, **options) as process:

@@ -250,7 +250,7 @@ def _link(folder: Path, last: int, best: int | None) -> None:
     """Point `last` and `best` to their checkpoints. Whoever looks finds the old one or the new one, never none."""
     for name, step in {"last": last, "best": best}.items():
         if (folder / f"step-{step}").is_dir():  # "step-None": nothing was validated yet
-            with suppress(OSError):  # exFAT, SMB and Google Drive have no links, and no code needs these
+            with suppress(OSError):  # exFAT, SMB and Google Drive have no links; no training needs these
                 (folder / f".new-{name}").unlink(missing_ok=True)
                 (folder / f".new-{name}").symlink_to(f"step-{step}")  # relative, so that a run may be moved or copied
                 os.replace(folder / f".new-{name}", folder / name)

@@ -161,11 +161,11 @@ def start(device_name: str = "auto") -> World:
     if missing:
         names = ", ".join(missing)
         raise UserError(f"{names} missing in the environment; start with torchrun, or unset RANK and WORLD_SIZE")
-    words = [os.environ[name] for name in variables if name != "MASTER_ADDR"]
-    if not all(word.isdecimal() for word in words):
-        found = ", ".join(words)
-        raise UserError(f"RANK, WORLD_SIZE, LOCAL_RANK, MASTER_PORT must be numbers, not {found}; use torchrun")
-    rank, size, local_rank, _ = map(int, words)
+    numbers = [os.environ[name] for name in variables if name != "MASTER_ADDR"]
+    if not all(number.isdecimal() for number in numbers):
+        told = ", ".join(numbers)
+        raise UserError(f"RANK, WORLD_SIZE, LOCAL_RANK, MASTER_PORT must be numbers, not {told}; use torchrun")
+    rank, size, local_rank, _ = map(int, numbers)
     if rank >= size:
         raise UserError(f"RANK {rank} must be below WORLD_SIZE {size}; start with torchrun, or unset both")
     device = choose_device(device_name, local_rank)

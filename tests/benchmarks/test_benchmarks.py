@@ -405,6 +405,22 @@ def test_marian_mt_learns_and_translates_without_end(small, tmp_path, monkeypatc
 # ---------------------------------------------------------------- GPU, rehearsed on a CPU
 
 
+def test_the_gpu_benchmark_sums_up_and_says_what_is_slow():
+    def file(**figures) -> dict:
+        return {"runs": [{"contestant": "slow", "figures": {"tokens_per_second": 1.0}},
+                         {"contestant": "fast", "figures": figures}, {"contestant": "other", "figures": {}}]}  # fmt: skip
+
+    step = dict(tokens_per_second=1e6, seconds_per_step=0.01, cpu_ms=9.0, wait_ms=0.2)
+    files = {"lab-training": file(**step), "big-training": file(**step, model_flops_utilisation=0.5),
+             "lab-decoding": file(tokens_per_second=8e4, sentences_per_second=1e3), "operators": {"runs": []}}  # fmt: skip
+    assert gpu.summary(files) == [
+        "lab-training: fast 1,000,000 tokens/s; tokens_per_second 1,000,000, of an H100 2,000,000 is expected; "
+        "a step of 10.0 ms has 9.0 of CPU, and waits 0.2 for data",
+        "big-training: fast 1,000,000 tokens/s",
+        "lab-decoding: fast 80,000 tokens/s; sentences_per_second 1,000, of an H100 2,001 is expected",
+    ]
+
+
 def test_the_gpu_benchmark(toy_data, tmp_path, monkeypatch, capsys):
     """Every command of a GPU's stages can be given; a stage that fails is reported, and the rest goes on."""
     config = gpu.Config("tiny", 512, "runs/x", data=str(toy_data), device="cpu", out=str(tmp_path / "gpu.json"))
@@ -447,11 +463,14 @@ def test_the_gpu_benchmark(toy_data, tmp_path, monkeypatch, capsys):
     assert "FAILED operators: done" in told and "FAILED tiny training: ours-fp32: left out" in told
     assert "FAILED cards: the validation losses are 5.0e-02 apart" in told
     first = list(started)
-    (tmp_path / "gpu-stages/operators.json").write_text("{}")  # of a stage that fails the second time
-    gpu.main(config)
-    assert started == 2 * first
+    (tmp_path / "gpu-stages/operators.json").write_text("{}")  # of the stage that fails the second time, too
+    gpu.main(config)  # what failed is done again, the rest kept
+    assert started[len(first) :] == ["benchmarks.training", "labs.attention_op", "benchmarks.attention_op"]
     reported = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
     assert {"tiny parity", "cards", "run"} <= set(reported["stages"]) and not reported["files"]
+    monkeypatch.setattr(gpu, "machine", lambda: {"commit": "2"})
+    gpu.main(config)
+    assert started[len(first) + 3 :] == first
     monkeypatch.setattr(gpu, "choose_device", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(gpu, "hidden_gpus", lambda: None)
     with pytest.raises(UserError, match="PyTorch sees no GPU; for a rehearsal: --device cpu"):
