@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fast
+import report
 
 # Nothing is one of many processes, wherever the tests were started.
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -293,6 +294,28 @@ def whole_run(long_data, place) -> Path:
     from test_train import PLAIN, config, training
 
     return training.train(config(data=str(long_data), run=str(place / "whole"), **PLAIN))
+
+
+@pytest.fixture
+def without_drawing(monkeypatch) -> None:
+    """For reports: pictures and fonts take most of the time."""
+    monkeypatch.setattr("reporting.page.Page.keep", lambda self, name, figure: b"")
+    monkeypatch.setattr("reporting.page.embedded", lambda text: "")
+
+
+@pytest.fixture
+def report_of(without_drawing, tmp_path) -> Callable[[Path], str]:
+    """A run's folder → the page that report.py makes of it, less pictures; nothing is missing there."""
+
+    def page_of(run: Path) -> str:
+        config = report.Config(out=str(tmp_path / "report"), language="en")
+        config.runs = [str(run)]
+        report.report(config)
+        page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+        assert "What is missing" not in page
+        return page
+
+    return page_of
 
 
 @pytest.fixture

@@ -67,13 +67,6 @@ def run(trained, tmp_path) -> Path:
     return shutil.copytree(trained, tmp_path / "runs" / "a", symlinks=True)
 
 
-@pytest.fixture
-def without_drawing(monkeypatch):
-    """Pictures and fonts take most of the time."""
-    monkeypatch.setattr(Page, "keep", lambda self, name, figure: b"")
-    monkeypatch.setattr("reporting.page.embedded", lambda text: "")
-
-
 def make(*runs: Path, language: str = "en", **flags) -> str:
     """The page."""
     config = script.Config(out=str(runs[0] / "report"), language=language, **flags)
@@ -475,11 +468,11 @@ def test_an_evaluation_of_other_data_is_read_from_there(run, tmp_path):
     assert rows_of(read_run(run), "eval/test-greedy") == rows
 
 
-def test_a_run_under_way(run):
+def test_a_run_under_way(run, without_drawing):
     with open(run / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert read_run(run).running
-    assert not read_run(run).running
+        assert read_run(run).running and "under way" in make(run)
+    assert not read_run(run).running and "under way" not in make(run)
 
 
 def test_no_text_of_a_run_is_taken_for_html(run, without_drawing):

@@ -227,7 +227,7 @@ def whole_run(data, tmp_path_factory) -> Path:
     return folder
 
 
-def test_learns_drawn_digits_and_writes_all_down(whole_run):
+def test_learns_drawn_digits_and_writes_all_down(whole_run, report_of):
     run = whole_run / "runs" / "whole"
     result = json.loads((run / "eval" / "test.json").read_text(encoding="utf-8"))
     assert result["accuracy"] > 0.95 and result["images"] == 501
@@ -249,6 +249,8 @@ def test_learns_drawn_digits_and_writes_all_down(whole_run):
     assert steps == {"filters": [0, 121, 242], "feature maps": [0, 121, 242], "confusion": [242], "mistakes": [242]}
     assert {path.name for path in (run / "eval").glob("*.png")} == {
         "filters.png", "feature-maps.png", "confusion.png", "mistakes.png"}  # fmt: skip
+    page = report_of(run)
+    assert "(c1): Sequential(" in page and f">{result['errors']}</data>" in page
 
 
 def test_more_epochs_go_on_from_the_rate_that_a_run_had(data, tmp_path, monkeypatch):

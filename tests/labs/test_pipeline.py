@@ -283,12 +283,14 @@ def test_a_run_in_two_parts_equals_a_run_at_once(ran):
         assert losses_of(ran["folder"], name) == pytest.approx(losses_of(ran["folder"], "at-once"), rel=1e-5)
 
 
-def test_a_run_leaves_picture_curves_and_memory(ran):
+def test_a_run_leaves_picture_curves_and_memory(ran, report_of):
     folder = ran["folder"] / "runs" / "at-once"
     assert (folder / "schedule.png").stat().st_size > 5000
     log = (folder / "train.log").read_text()
     assert "rank 1 (stage 1)" in log and "MiB" in log and "in theory 20.0%" in log
     assert "pipeline/bubble_share" in (folder / "metrics.jsonl").read_text()
+    page = report_of(folder)
+    assert "<h2>Training curves</h2>" in page and "LanguageModel(" in page
 
 
 # ---- grids -----------------------------------------------------------------------------------------------------------

@@ -406,7 +406,7 @@ def test_the_first_stage_changes_nothing_but_embedding_and_positions(lab, tmp_pa
     assert changed == [{"embedding.weight", "up.weight", "up.bias", "positions"}, set(after)]
 
 
-def test_what_a_run_writes_and_a_finished_one_is_resumed_for_its_samples(lab, tmp_path):
+def test_what_a_run_writes_and_a_finished_one_is_resumed_for_its_samples(lab, tmp_path, report_of):
     write(tmp_path / "a.txt", wiki(12))
     glove = write(tmp_path / "g.txt", "the 1 2 3 4\nship -3 0 1 4\n")
     run = lab(run="x", data="a.txt", epochs=1, log_every=1, glove=str(glove))
@@ -422,6 +422,8 @@ def test_what_a_run_writes_and_a_finished_one_is_resumed_for_its_samples(lab, tm
     wanted = {"train/smoothed_loss", "train/loss", "train/learning_rate", "train/gradient_norm", "validation/perplexity",
               "validation/accuracy", "sampler/entropy", "sampler/effective_sample_size", "speed/tokens_per_second"}  # fmt: skip
     assert set(map(shown_as, wanted)) <= set(tags["scalars"])
+    page = report_of(run)
+    assert "(encoder): TransformerEncoder(" in page and f'value="{scores["perplexity"]}"' in page
     (tmp_path / "a.txt").rename(tmp_path / "b.txt")
     lab(resume="runs/x", data="b.txt", glove=str(glove.rename(tmp_path / "h.txt")), generate="The ship")
     assert "sample: **The ship**" in (run / "train.log").read_text()
