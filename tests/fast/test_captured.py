@@ -145,15 +145,20 @@ def test_batches_of_any_shape_one_after_the_other():
     assert steps.graphs.captured - made[-1] <= 2  # the shapes are known
 
 
-def test_shapes_are_thrown_away_all_at_once(monkeypatch):
-    """Graphs share a work space that goes with any of them."""
+@pytest.mark.parametrize("make", [CapturedSteps, rehearse])
+def test_shapes_are_thrown_away_all_at_once(make, monkeypatch):
+    """Graphs share a work space that goes with any of them, and a pool that cannot be captured into once they are gone."""
     monkeypatch.setattr(captured, "MOST_SHAPES", 2)
-    model, kept = lively_model(end=6.0), []
-    steps = CapturedSteps(model)
+    model, kept, graphs = lively_model(end=6.0), [], []
+    steps = make(model)
+    monkeypatch.setattr(captured, "Graphs", lambda device: Rehearsal(steps))
     for rows in (40, 20, 10, 20):
         assert same(model, make_batch(rows, rows, 20), steps)
         kept.append(len(steps.buffers))
+        graphs.append(steps.graphs)
     assert kept == [1, 2, 1, 2]
+    assert graphs[0] is graphs[1] and graphs[2] is graphs[3]
+    assert (graphs[1] is graphs[2]) == (make is CapturedSteps)  # on a CPU: None, before and after
     assert [round_up(rows, 8) for rows in (1, 8, 9, 100, 256, 257)] == [8, 8, 16, 128, 256, 512]
 
 
