@@ -52,7 +52,7 @@ def checked(tmp_path_factory) -> dict[str, dict]:
 def test_everything_on_the_gpu_and_no_waiting(checked):
     faults = {name: [line["error"], line["mixed"], [] if name.startswith(MAY_WAIT) else line["waits"]]
               for name, line in checked.items() if name not in WRONG}  # fmt: skip
-    assert len(faults) == 25 and {name: found for name, found in faults.items() if any(found)} == {}
+    assert len(faults) == 26 and {name: found for name, found in faults.items() if any(found)} == {}
     assert all(len(line["waits"]) <= 3 for name, line in checked.items() if name.startswith("decode"))  # of 9 steps
 
 

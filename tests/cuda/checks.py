@@ -191,6 +191,25 @@ def pipeline() -> None:
     step_of(loss_of, list(model.parameters()), Precision(CUDA, "fp32", ""))
 
 
+def gpt() -> None:
+    """A step and a validation in two micro-batches. The loop waits for each step to time it; that is not in here."""
+    from labs.gpt.__main__ import Config
+    from labs.gpt.parallel import Layout, make_optimizer
+    from labs.gpt.sizes import Sizes
+
+    sizes = Sizes(hidden=16, heads=2, layers=2, sequence=8, vocabulary=30)
+    precision = Precision(CUDA, "bf16", "")
+    layout = Layout(Config(batch_size=4, accumulate=2, lr=1e-3), sizes, WORLD, precision)
+    optimizer = make_optimizer(layout)
+    tokens = torch.zeros(4, 8, dtype=torch.long, device=CUDA)
+    forget()
+    loss = layout.forward_backward(tokens, tokens)
+    norm = layout.clip(1.0)
+    optimizer.step()
+    assert loss.is_cuda and norm.is_cuda and layout.loss(tokens, tokens).is_cuda
+    assert all(weight.is_cuda and weight.grad.is_cuda for weight in layout.weights.values())
+
+
 # ---------------------------------------------------------------- the pretence itself
 
 
@@ -228,6 +247,7 @@ CHECKS = {
     **{f"train wikitext {pad} {stage}": partial(wikitext, pad, stage)
        for pad, stage in (("right", "all"), ("left", "all"), ("right", "embedding"))},
     "train pipeline": pipeline,
+    "train gpt bf16": gpt,
     "wrong device": wrong_device,
     "question": a_question,
     "slow copy": a_slow_copy,
