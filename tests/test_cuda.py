@@ -182,14 +182,19 @@ def test_a_shape_for_which_the_graphs_leave_no_memory_is_computed_without_them(m
         captured(*inputs)
 
 
-def test_graphs_do_not_outlive_their_dropout():
+@pytest.mark.parametrize("graphs", [None, object()])
+def test_graphs_do_not_outlive_their_dropout(graphs, monkeypatch):
+    """Nor does their pool, which cannot be captured into without them; and where there are none, none come."""
+    monkeypatch.setattr(cuda_training, "Graphs", lambda device: object())
     model, sampler, batches = set_up(dropout=0.1)
     captured, old = CapturedLoss(SummedLoss(model, 0.1), shapes_of(sampler)), object()
+    captured.graphs = graphs
     for p, kept in ((0.1, True), (0.0, False)):
         model.set_dropout(p)
         captured.inputs[0, 0, 0, 0] = captured.captured[0, 0, 0, 0] = old  # of a shape that does not come up
         captured(*inputs_of(next(batches)))
         assert ((0, 0, 0, 0) in captured.captured) == ((0, 0, 0, 0) in captured.inputs) == kept
+        assert (captured.graphs is graphs) == (kept or graphs is None)
 
 
 def test_captured_training_is_for_gpus_and_says_so():
