@@ -1,5 +1,6 @@
 """From rows to batches: nothing lost, nothing twice, the same plan on every rank, the cache trusted only when it is right."""
 
+import sys
 from collections import Counter
 from itertools import islice
 from types import SimpleNamespace
@@ -10,10 +11,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import BucketSampler, Collate, collate_for, cut_batches, default_tokens_per_batch, order_by_length
+from data import (
+    BucketSampler,
+    Collate,
+    batches_of,
+    collate_for,
+    cut_batches,
+    default_tokens_per_batch,
+    order_by_length,
+)
 from engine.errors import UserError
 from text.prepare import prepare
 from text.rows import find_text
+from text.store import TokenizedPairs, TokenWriter, flatten
 
 IDS = {"pad": 0, "bos": 1, "eos": 2}
 lengths_of_pairs = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=6, max_size=200)
@@ -184,6 +194,30 @@ def test_collate_rounds_lengths_up():
     assert batch.src.shape == (1, 32) and batch.tgt_in.shape == (1, 16)
     batch = Collate(IDS, IDS, pad_multiple=16, longest=20)([(np.arange(3, 20), np.arange(3, 6))])
     assert batch.src.shape == (1, 20)  # the model has no more positions
+
+
+def test_a_batch_is_made_without_a_loop_over_sentences(tmp_path):
+    """A hundred times as many take no more lines of Python, whatever file they are in."""
+    writer, ran = TokenWriter(tmp_path / "pairs", dict(source=50, target=50)), Counter()
+    for side in ("source", "target"):
+        writer.write(side, *flatten([range(3, 7)] * 1600))
+    writer.close()
+    pairs, tracing = TokenizedPairs(tmp_path / "pairs"), sys.gettrace()
+
+    def trace(frame, event, _):
+        ran[size] += event == "line"
+        return trace
+
+    for size in (8, 800):  # sentences of 5 tokens with the end token
+        batches = batches_of(pairs, BucketSampler(pairs.lengths, 5 * size), Collate(IDS, IDS), 0, torch.device("cpu"))
+        next(batches)  # plans the epoch
+        sys.settrace(trace)
+        try:
+            batch = next(batches)
+        finally:
+            sys.settrace(tracing)
+        assert len(batch.src) == size
+    assert 0 < ran[800] < ran[8] + 100  # the garbage collector may run, and Python in it
 
 
 @pytest.mark.slow
