@@ -8,6 +8,7 @@ from itertools import combinations, product
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -143,14 +144,25 @@ def test_the_first_host_of_a_list(nodes, first):
 # ---------------------------------------------------------------- seeds
 
 
-def test_seeds_differ_between_ranks_steps_and_runs():
-    """In what is drawn from them, and not in the number alone."""
+def test_seeds_differ_between_ranks_steps_and_runs(monkeypatch):
+    """In what is drawn from them, and not in the number alone. torch.manual_seed would take several times as long."""
+    monkeypatch.setattr(torch, "manual_seed", Mock(side_effect=AssertionError))
     worlds = [World(rank, 8, torch.device("cpu")) for rank in range(8)]
     drawn = set()
     for world, seed, step in product(worlds, (0, 1, 2**40), (1, 2, 65_537, 10**6)):
         world.set_seed(seed, step)
         drawn.add(torch.rand(4).numpy().tobytes())
     assert len(drawn) == 8 * 3 * 4
+
+
+def test_a_seed_reaches_the_cpu_and_the_gpu_of_the_rank(monkeypatch):
+    """With the numbers that torch.manual_seed would give: a run of an earlier version goes on as it was."""
+    gpus = [torch.Generator() for _ in range(2)]
+    monkeypatch.setattr(torch.cuda, "default_generators", gpus)
+    World(1, 2, torch.device("cuda", 1)).set_seed(7, 3)
+    mixed = int(np.random.SeedSequence((7, 3, 1)).generate_state(1, np.uint64)[0])
+    assert torch.equal(torch.rand(4), torch.rand(4, generator=torch.Generator().manual_seed(mixed)))
+    assert [gpu.initial_seed() == mixed for gpu in gpus] == [False, True]
 
 
 # ---------------------------------------------------------------- together
