@@ -196,7 +196,8 @@ def test_the_run_of_two_processes_is_the_loop_by_hand(toy_data, here, tmp_path):
     c = config(data=str(toy_data), run=str(here), accumulate=2, **BY_HAND)
     flags = [f"--{name}={getattr(c, name)}" for name in vars(c) if name not in ("given", "resume")]
     output = forked_ranks(2, "train.py", *flags, cwd=tmp_path, first=(make_a_step_last_a_second,))
-    assert output.count("no_sync\n") == 6  # gradients are sent once a step, not with each micro-batch
+    # Gradients are sent once a step, not with each micro-batch; constants, which are buffers, never.
+    assert output.count("no_sync, buffers: False\n") == 6
     assert_run_is(here, *trained_by_hand(prepared_of(here), c, ranks=2, parts=2))
     # Of the last window, one step: the tokens of all ranks, though rank 0 has counted its own alone.
     prepared = prepared_of(here)
@@ -213,7 +214,7 @@ def test_the_run_of_two_processes_is_the_loop_by_hand(toy_data, here, tmp_path):
 
 
 def make_a_step_last_a_second() -> None:
-    """And rank 0 tell of each backward pass that sends no gradients."""
+    """And rank 0 tell of each backward pass that sends no gradients, and whether forward passes send buffers."""
     import engine.telemetry
 
     class SteadyMeter(engine.telemetry.Meter):
@@ -223,7 +224,8 @@ def make_a_step_last_a_second() -> None:
 
     engine.telemetry.Meter = SteadyMeter
     plain, says = DistributedDataParallel.no_sync, os.environ["RANK"] == "0"
-    DistributedDataParallel.no_sync = lambda module: (says and print("no_sync"), plain(module))[1]
+    said = "no_sync, buffers:"
+    DistributedDataParallel.no_sync = lambda module: (says and print(said, module.broadcast_buffers), plain(module))[1]
 
 
 def prepared_of(run: Path):
@@ -321,7 +323,7 @@ def test_validations_are_not_in_the_speed(toy_data, here, monkeypatch):
 
 
 def test_a_step_that_does_not_fit_the_memory_is_split(toy_data, here, monkeypatch):
-    """With a loss that pretends to run out of memory above 100 target tokens."""
+    """With a loss that pretends to run out of memory above 100 target tokens. Validation's batches are as small."""
 
     class Small(training.SummedLoss):
         def forward(self, src, src_pad, tgt_in, real, tgt_out):
@@ -332,8 +334,10 @@ def test_a_step_that_does_not_fit_the_memory_is_split(toy_data, here, monkeypatc
     monkeypatch.setattr(training.fast, "loss", lambda *_: None)
     monkeypatch.setattr(training, "SummedLoss", Small)
     monkeypatch.setattr(training, "fewest_parts", lambda trial, _: fewest_parts(trial, torch.device("cuda")))
+    monkeypatch.setattr(training, "Validation", validation := Mock(side_effect=training.Validation))
     training.train(config(data=str(toy_data), run=str(here)))
-    assert json.loads((here / "checkpoints/last/state.json").read_text())["accumulate"] > 1
+    parts = json.loads((here / "checkpoints/last/state.json").read_text())["accumulate"]
+    assert parts > 1 and validation.call_args.args[-1] == SMALL["tokens_per_batch"] // parts
 
 
 # ---- killed and resumed ----
