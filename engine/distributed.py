@@ -221,7 +221,7 @@ def adopt_srun(environment=os.environ) -> None:
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
-    """'auto' is this rank's GPU where there is one, else the CPU. Raises `UserError` for a device that is not there."""
+    """'auto' is this rank's GPU, on a machine without GPUs the CPU. Raises `UserError` for a device that is not there."""
     if name not in ("auto", "cpu", "cuda") and not name.startswith("cuda:"):
         raise UserError(f"--device {name}: unknown device; choose auto, cpu, cuda or cuda:N")
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):

@@ -101,7 +101,7 @@ class Run(contextlib.AbstractContextManager):
     def begin(self, gpu_seconds: float = 5.0) -> None:
         """Everything is ready: write the settings, which make the folder a run, open the curves, catch signals.
 
-        The GPU, if there is one, is asked how busy it is every `gpu_seconds`.
+        A GPU is asked every `gpu_seconds` how busy it is.
         """
         if self.world.is_main:
             # A kill in between leaves none: settings that differ from their checksum would be refused for ever.

@@ -4,6 +4,8 @@
     loss_of = fast.loss(model, 0.1, torch.bfloat16, log) or SummedLoss(model, 0.1)      # training
     steps = fast.steps(model) or partial(decoding.start, model)                         # greedy decoding
 
+    loss_of = fast.captured_loss(loss_of, sampler)                                      # --captured, where `can_capture`
+
 The doors; behind them, on a CPU, C++ compiled at the first use (build.py): training.py and cross_entropy.py over kernels.cpp,
 decoding.py over decoding.cpp, and memory.cpp. On a GPU: cross_entropy.py; captured.py and cuda_training.py if they are
 asked for. Where there is no faster way, a door gives None, and the plain code runs. train.py's optimizer stands in muon.py:

@@ -32,7 +32,7 @@ FLAGS = ["-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-
 
 @functools.cache
 def library(source: Path, **defined: str) -> ctypes.CDLL | None:
-    """The functions of this file with these macros defined, or None where they cannot be had."""
+    """The functions of this file with these macros defined, or None where nothing can be compiled."""
     if why_not():
         return None
     try:
