@@ -161,8 +161,7 @@ def train(config: Config) -> Path | None:
             more = "--max_minutes" if timetable.by_time else "--max_steps" if config.max_steps else "--epochs"
             raise UserError(f"--resume {run.folder}: all is done; give more {more}")
         grid = " × ".join(f"{side} {size}" for side, size in layout.grid.items())
-        if world.size == 1:
-            log(f"a block: {next(iter(layout.parts[0].h.values()))}")
+        log(f"a block: {next(iter(layout.parts[0].h.values()))}")
         log(f"model: {config.model}, {sizes.parameters:,} parameters, {config.data_parallel} on {grid}; "
             f"{timetable.total:,} steps")  # fmt: skip
         log(f"memory: {need} planned on the fullest rank")

@@ -133,6 +133,7 @@ def test_losses_are_those_of_one_process(runs, name):
         torch.testing.assert_close(found[begin::2], expected[begin::2], rtol=tolerance, atol=0)
     log = (runs / name / "train.log").read_text()
     assert (" > " in name) == (f"resumed after step {STEPS // 2}" in log)
+    assert "(attn): " in log.partition("a block: ")[2]
 
 
 def test_fp16_leaves_out_the_step_that_overflows(runs):
