@@ -8,12 +8,14 @@ import math
 import os
 import shlex
 import shutil
+import signal
 import sys
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
@@ -703,16 +705,43 @@ def test_table_goes_on_after_a_row_that_fails(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "table" / "row-0" / "outcome.json").stat().st_mtime_ns > failed
 
 
+def processes_of(folder: Path) -> dict[int, str]:
+    """By its number the command of each process that names the folder."""
+    commands = {}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            commands[int(path.parent.name)] = path.read_text(errors="replace")
+    assert commands
+    return {number: command for number, command in commands.items() if str(folder) in command}
+
+
 @pytest.mark.slow
 def test_a_row_that_takes_too_long_leaves_nobody_behind(tmp_path):
     row = compare.Row("slow", 2, "--max_steps 1000000 --device cpu", "", "never")
     outcome = compare.run_row(row, 0, compare.Config(size="toy", minutes=0.5), tmp_path)
     assert outcome["failed"] == "not done after 0.5 minutes"
-    commands = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has ended
-            commands.append(path.read_bytes())
-    assert commands and not [words for words in commands if str(tmp_path).encode() in words]
+    assert not processes_of(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_its_row_and_the_table_goes_on(tmp_path, monkeypatch):
+    rows = [compare.Row("endless", 2, "--max_steps 1000000", "", "never"), compare.Row("good", 2, "", "", "fine")]
+    monkeypatch.setattr(compare, "ladder", lambda most, gpu: rows)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    log, killed = tmp_path / "row-0/train.log", []
+
+    def kill() -> None:
+        while not (log.exists() and "loss" in log.read_text()):  # until it is in its loop
+            time.sleep(0.1)
+        rank, *_ = (number for number, command in processes_of(log.parent).items() if "distributed.run" not in command)
+        os.kill(rank, signal.SIGKILL)
+        killed.append(rank)
+
+    Thread(target=kill, daemon=True).start()
+    compare.main(compare.Config(size="toy", folder=str(tmp_path)))
+    bad, good = (tmp_path / "table.md").read_text().splitlines()[2:]
+    assert f"Signal 9 (SIGKILL) received by PID {killed[0]}" in bad and "GiB" not in bad
+    assert "GiB" in good and not processes_of(tmp_path)
 
 
 def choose_fp16(device: torch.device, *_, **__) -> Precision:
