@@ -79,6 +79,7 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a wro
 import contextlib
 import json
 import math
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,7 +176,10 @@ def train(config: Config) -> Path | None:
         run.begin()
 
         # -------- the loop
-        peak_flops = world.sum(torch.tensor(measured_peak_flops(world.device, precision.dtype))).item()
+        peak_flops = measured_peak_flops(world.device, precision.dtype)
+        if world.device.type == "cpu":  # processes that take turns on a core have each measured all of it
+            peak_flops *= measure.share_of_cores(int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
+        peak_flops = world.sum(torch.tensor(peak_flops)).item()
         tokens_per_step = config.batch_size * sizes.sequence
         steps, traced = measure.Steps(world.device), {}
         trace_step = state["step"] + 4 if config.trace and world.size > 1 else None

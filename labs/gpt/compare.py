@@ -20,6 +20,7 @@ from pathlib import Path
 from engine.config import flag, parse_flags
 from engine.errors import run_script
 from engine.telemetry import Log
+from labs.gpt.measure import cores
 
 
 @dataclass
@@ -116,9 +117,7 @@ def run_row(row: Row, number: int, config: Config, folder: Path) -> dict:
         return outcome
     shutil.rmtree(run, ignore_errors=True)  # of an interrupted row, or one of other settings
     # The same cores for all rows: processes share them.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS has it not
-    threads = str(max(1, cores // row.processes))
-    environment = {"OMP_NUM_THREADS": threads} | os.environ
+    environment = {"OMP_NUM_THREADS": str(max(1, cores() // row.processes))} | os.environ
     result, pipes = run / "result.json", dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     with subprocess.Popen(words, env=environment, text=True, **pipes) as process:
         try:

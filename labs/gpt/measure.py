@@ -1,5 +1,6 @@
 """What a step cost: time, memory, and the share of it in which messages were under way."""
 
+import os
 import statistics
 import time
 from contextlib import contextmanager
@@ -54,6 +55,16 @@ class Memory:
     def peak_gib(self) -> float:
         """The most GiB held so far; on a CPU above what the process held before it had a model."""
         return peak_memory_gib(self.device) - self.before
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS has it not
+
+
+def share_of_cores(processes: int) -> float:
+    """What a process gets of the cores that its threads could use, where so many processes share them."""
+    return min(1.0, cores() / (processes * torch.get_num_threads()))
 
 
 @contextmanager

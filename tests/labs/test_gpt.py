@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engine.checkpoint import write_checksums
 from engine.precision import Precision, choose_precision
-from labs.gpt import compare, generate, plan
+from labs.gpt import compare, generate, measure, plan
 from labs.gpt.__main__ import Config, sizes_of, train
 from labs.gpt.checkpoints import checkpoint_of, convert, load_weights, newest, optimizer_tensors
 from labs.gpt.data import Data, load, read_documents
@@ -667,6 +667,13 @@ def test_a_size_that_cannot_fit(tmp_path, monkeypatch):
     with refused("--layers 2000 --batch_size 8 --data 'my data' --model own --vocabulary 50257 --precision fp32"):
         train(Config(size="1.6b", layers=2000, data="my data", precision="fp32", device="cpu"))
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("cores, processes, share", [(2, 1, 1), (8, 2, 1), (2, 2, 0.5), (1, 4, 0.125)])
+def test_processes_that_share_cores_cannot_all_be_as_fast_as_one_alone(monkeypatch, cores, processes, share):
+    monkeypatch.setattr(measure, "cores", lambda: cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert measure.share_of_cores(processes) == share
 
 
 @pytest.mark.parametrize("words, expected", [
