@@ -101,13 +101,12 @@ def summary(files: dict[str, dict]) -> list[str]:
         for contestant, got in sorted(every, key=lambda run: -run[1]["tokens_per_second"])[:1]:
             lines.append(f"{name}: {contestant} {got['tokens_per_second']:,.0f} tokens/s")
             figure, expected = EXPECTED.get(name, ("tokens_per_second", 0))
-            if got.get(figure, 0) < expected:
-                lines[-1] += f"; {figure} {shown(got.get(figure, 0))}, of an H100 {shown(expected)} is expected"
-            if got.get(figure, 0) < expected and "cpu_ms" in got:
-                step = 1e3 * got["seconds_per_step"]
-                lines[-1] += (
-                    f"; a step of {step:.1f} ms has {got['cpu_ms']:.1f} of CPU, and waits {got['wait_ms']:.1f} for data"
-                )
+            if got.get(figure, 0) >= expected:
+                continue
+            lines[-1] += f"; {figure} {shown(got.get(figure, 0))}, where an H100 should have {shown(expected)}"
+            if "cpu_ms" in got:
+                step, cpu, wait = (f"{ms:.1f}" for ms in (1e3 * got["seconds_per_step"], got["cpu_ms"], got["wait_ms"]))
+                lines[-1] += f"; a step of {step} ms has {cpu} of CPU, and waits {wait} for data"
     return lines
 
 
@@ -148,7 +147,6 @@ def stages(config: Config, device: torch.device, taken: str, folder: Path) -> di
     if config.minutes:
         speeds["run"] = [f"{train} --max_minutes {config.minutes} --run {out}/run", f"evaluate.py --ckpt {out}/run",
                          f"evaluate.py --ckpt {out}/run --beam 5"]  # fmt: skip
-
     return checks | speeds
 
 

@@ -296,6 +296,14 @@ def whole_run(long_data, place) -> Path:
     return training.train(config(data=str(long_data), run=str(place / "whole"), **PLAIN))
 
 
+def make_report(*runs: Path, out: Path, language: str = "en", **flags) -> str:
+    """The page that report.py makes of these runs."""
+    config = report.Config(out=str(out), language=language, **flags)
+    config.runs = [str(run) for run in runs]
+    report.report(config)
+    return (out / "report.html").read_text(encoding="utf-8")
+
+
 @pytest.fixture
 def without_drawing(monkeypatch) -> None:
     """For reports: pictures and fonts take most of the time."""
@@ -308,10 +316,7 @@ def report_of(without_drawing, tmp_path) -> Callable[[Path], str]:
     """A run's folder → the page that report.py makes of it, less pictures; nothing is missing there."""
 
     def page_of(run: Path) -> str:
-        config = report.Config(out=str(tmp_path / "report"), language="en")
-        config.runs = [str(run)]
-        report.report(config)
-        page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+        page = make_report(run, out=tmp_path / "report")
         assert "What is missing" not in page
         return page
 

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import sacrebleu
-from conftest import TINY_FLAGS, forked, write_pairs
+from conftest import TINY_FLAGS, forked, make_report, write_pairs
 from matplotlib.font_manager import get_font
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -67,12 +67,9 @@ def run(trained, tmp_path) -> Path:
     return shutil.copytree(trained, tmp_path / "runs" / "a", symlinks=True)
 
 
-def make(*runs: Path, language: str = "en", **flags) -> str:
-    """The page."""
-    config = script.Config(out=str(runs[0] / "report"), language=language, **flags)
-    config.runs = [str(run) for run in runs]
-    script.report(config)
-    return (runs[0] / "report" / "report.html").read_text(encoding="utf-8")
+def make(*runs: Path, **flags) -> str:
+    """The page, in the first run's folder."""
+    return make_report(*runs, out=runs[0] / "report", **flags)
 
 
 class Reader(HTMLParser):

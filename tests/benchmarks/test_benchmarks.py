@@ -414,10 +414,10 @@ def test_the_gpu_benchmark_sums_up_and_says_what_is_slow():
     files = {"lab-training": file(**step), "big-training": file(**step, model_flops_utilisation=0.5),
              "lab-decoding": file(tokens_per_second=8e4, sentences_per_second=1e3), "operators": {"runs": []}}  # fmt: skip
     assert gpu.summary(files) == [
-        "lab-training: fast 1,000,000 tokens/s; tokens_per_second 1,000,000, of an H100 2,000,000 is expected; "
+        "lab-training: fast 1,000,000 tokens/s; tokens_per_second 1,000,000, where an H100 should have 2,000,000; "
         "a step of 10.0 ms has 9.0 of CPU, and waits 0.2 for data",
         "big-training: fast 1,000,000 tokens/s",
-        "lab-decoding: fast 80,000 tokens/s; sentences_per_second 1,000, of an H100 2,001 is expected",
+        "lab-decoding: fast 80,000 tokens/s; sentences_per_second 1,000, where an H100 should have 2,001",
     ]
 
 
