@@ -103,8 +103,6 @@ case "$verb" in
     gpu) exec "$python" -m benchmarks.gpu "$@" ;;
     attention) exec "$python" -m labs.attention_op "$@" ;;
     gpt)  # a result to look at within minutes, wherever it runs
-        # On a CPU, with glibc before 2.38: else a freed tensor's place seldom holds the next one of its size.
-        export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.tcache_count=0}"
         [[ "${1:-}" =~ \.(yaml|yml|json)$ || " $* " =~ " --"(resume|plan) ]] || set -- --max_minutes 10 "$@"
         [ "${PROCESSES:-1}" = 1 ] && exec "$python" -m labs.gpt "$@"
         exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$PROCESSES" -m -- labs.gpt "$@" ;;

@@ -15,7 +15,7 @@ FOLDERS = ("engine", "fast", "text", "reporting", "labs", "serving", "benchmarks
 NOUNS = {path.stem for path in ROOT.glob("*.py")}  # the scripts in the root, and the nouns they share
 MAY_IMPORT = {
     "root": {"fast", "text", "engine", "reporting", *NOUNS},
-    "labs": {"labs", "text", "engine", "reporting", *NOUNS} - {"train", "evaluate", "translate", "report"},
+    "labs": {"labs", "fast", "text", "engine", "reporting", *NOUNS} - {"train", "evaluate", "translate", "report"},
     "serving": {"serving", "text", "engine", "reporting", *NOUNS} - {"train", "evaluate", "translate", "report"},
     "reporting": {"reporting", "text", "engine"},
     "fast": {"fast", "engine"},

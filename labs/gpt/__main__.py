@@ -86,6 +86,7 @@ from types import SimpleNamespace
 
 import torch
 
+import fast
 from engine import distributed, schedule
 from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
@@ -140,6 +141,7 @@ def train(config: Config) -> Path | None:
                 f"{min(used, whole):,} of {whole:,} sequences")  # fmt: skip
 
         # -------- this rank's part of the model, and its optimiser; and all as it was, where a run goes on
+        fast.keep_tensors_together(world.device)  # on a CPU: the process then holds what is planned, and few holes
         memory = measure.Memory(world.device)
         layout = Layout(config, sizes, world, precision)
         optimizer = make_optimizer(layout)
