@@ -158,9 +158,11 @@ class SummedLoss(nn.Module):
 
         The first has label smoothing and a gradient; exp(second / N) is the perplexity.
         """
-        logits = self.model(src, src_pad, tgt_in, real).float()  # (N, V)
-        smoothed = F.cross_entropy(logits, tgt_out, label_smoothing=self.label_smoothing, reduction="sum")
-        return smoothed, F.cross_entropy(logits.detach(), tgt_out, reduction="sum")
+        log_p = self.model(src, src_pad, tgt_in, real).float().log_softmax(-1)  # (N, V)
+        plain = F.nll_loss(log_p, tgt_out, reduction="sum")
+        # F.cross_entropy(…, label_smoothing=…), but the unsmoothed loss comes with it: that one, and that of guessing evenly.
+        evenly = -(log_p.mean(-1) * (tgt_out >= 0)).sum()  # negative: no target, see fast/cuda_training.py
+        return torch.lerp(plain, evenly, self.label_smoothing), plain.detach()
 
 
 def training_flops(config: ModelConfig, source_tokens: int, target_tokens: int) -> float:
