@@ -141,7 +141,10 @@ def model(page: Page, runs: list[RunFiles], described: dict[str, Described]) -> 
         value = described[run.name].pair_flops if run.name in described else None
         return value and Fact(value, f"{value / 1e9:,.3g} G", f"computed from {run.name}/model.json and data.json")
 
-    table(page, runs, {"parameters": lambda run: parameters(run, described), "FLOPs of a training pair": flops})
+    table(page, runs, {
+        "parameters": lambda run: parameters(run, described), "FLOPs of a training pair": flops,
+        "FLOPs of a training token": lambda run: run.logged(r"(\d[\d,]*) FLOPs a training token"),
+    })  # fmt: skip
     layers = {run.name: described[run.name].layers if run.name in described else run.printed_model() for run in runs}
     for text in dict.fromkeys(filter(None, layers.values())):
         names = ", ".join(name for name in layers if layers[name] == text)

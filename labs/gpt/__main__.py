@@ -165,8 +165,8 @@ def train(config: Config) -> Path | None:
             raise UserError(f"--resume {run.folder}: all is done; give more {more}")
         grid = " × ".join(f"{side} {size}" for side, size in layout.grid.items())
         log(f"a block: {next(iter(layout.parts[0].h.values()))}")
-        log(f"model: {config.model}, {sizes.parameters:,} parameters, {config.data_parallel} on {grid}; "
-            f"{timetable.total:,} steps")  # fmt: skip
+        log(f"model: {config.model}, {sizes.parameters:,} parameters, {sizes.flops_per_token():,.0f} FLOPs a training token; "
+            f"{config.data_parallel} on {grid}; {timetable.total:,} steps")  # fmt: skip
         log(f"memory: {need} planned on the fullest rank")
         eval_every = config.eval_every or min(500, max(50, data.batches("train")))
         can_sample = data.tokenizer and config.model == "own" and config.tensor * config.pipe == 1

@@ -536,7 +536,7 @@ def test_batches():
     assert data.batch("validation", 0)[0].shape == (4, 5)  # two sequences, each twice
 
 
-def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys):
+def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys, report_of):
     monkeypatch.chdir(tmp_path)
     text = {**BASE, **dict(data=str(write_table(tmp_path / "wos")), max_steps=60, vocabulary=300, run="text")}
     with refused("--prompt has no place for an answer"):
@@ -570,6 +570,8 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys):
     assert (folder / "model.safetensors").exists() and not (folder / "checkpoints/.tmp-sharded-61").exists()
     events = (path.read_bytes() for path in folder.glob("events.out.tfevents.*"))
     assert b"sample/text_summary" in b"".join(events)
+    flops = sizes_of(config_of(**text)).flops_per_token()
+    assert f'FLOPs of a training token</th><td><data value="{flops:.0f}"' in report_of(folder)
 
 
 def test_heads_of_any_width_are_padded_on_a_gpu_without_another_result(monkeypatch):
