@@ -77,7 +77,8 @@ def train(task, corpus) -> None:
     sizes, plain = ModelConfig(corpus.source_vocab, corpus.target_vocab, **task.sizes), {"plain", "captured"} & {*words}
     take_step = make_trainer(sizes, precision, plain, capture, "muon" if "muon" in words else "adamw")
     batches = random_batches(len(corpus.train)) if "random" in words else buckets
-    batches = batches_of(corpus.train, batches, Collate(corpus.source_ids, corpus.target_ids), 0, device)
+    pairs = [(source.tolist(), target.tolist()) for source, target in corpus.train]  # lists: arrays are slow to join
+    batches = batches_of(pairs, batches, Collate(corpus.source_ids, corpus.target_ids), 0, device)
     warm = 2 * buckets.steps_per_epoch if captured else 0  # each shape once as it is, then captured
     for batch in islice(batches, warm):
         take_step(batch)
