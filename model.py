@@ -160,7 +160,8 @@ class SummedLoss(nn.Module):
         """
         log_p = self.model(src, src_pad, tgt_in, real).float().log_softmax(-1)  # (N, V)
         plain = F.nll_loss(log_p, tgt_out, reduction="sum")
-        # F.cross_entropy(…, label_smoothing=…), but the unsmoothed loss comes with it: that one, and that of guessing evenly.
+        # Label smoothing mixes in the loss of a target spread evenly over the vocabulary. F.cross_entropy would give the
+        # mixture alone, and the plain loss, asked for after it, would need a second softmax.
         evenly = -(log_p.mean(-1) * (tgt_out >= 0)).sum()  # negative: no target, see fast/cuda_training.py
         return torch.lerp(plain, evenly, self.label_smoothing), plain.detach()
 

@@ -1,5 +1,8 @@
 """Small translators and batches; all random numbers come from a seed."""
 
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +18,13 @@ COLLATE = Collate(IDS, IDS)
 WORDS = 40  # in the source vocabulary
 SIZES = dict(d_model=64, nhead=4, dim_feedforward=96, num_encoder_layers=2, num_decoder_layers=2, max_length=256)
 
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 needs_compiler = pytest.mark.skipif(bool(build.why_not()), reason=f"no compiled functions here: {build.why_not()}")
+unlimited = pytest.mark.skipif(  # else there is no region of memory for large tensors
+    resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    or (OVERCOMMIT.exists() and OVERCOMMIT.read_text()[0] == "2"),
+    reason="addresses are limited here",
+)
 
 
 def make_model(seed: int, words: int = WORDS, scale: float = 1.0, end: float = 0.0, **sizes) -> Translator:

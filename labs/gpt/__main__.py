@@ -141,7 +141,7 @@ def train(config: Config) -> Path | None:
                 f"{min(used, whole):,} of {whole:,} sequences")  # fmt: skip
 
         # -------- this rank's part of the model, and its optimiser; and all as it was, where a run goes on
-        fast.keep_tensors_together(world.device)  # on a CPU: the process then holds what is planned, and few holes
+        fast.keep_tensors_together(world.device)  # on a CPU: else the heap has holes, which are not planned
         memory = measure.Memory(world.device)
         layout = Layout(config, sizes, world, precision)
         optimizer = make_optimizer(layout)

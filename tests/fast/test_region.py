@@ -1,12 +1,9 @@
 """Tensors in one region: none lies on another, holes join, a forked process can go on, and the region stays as wide as a step."""
 
-import resource
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import keep_tensors_together, run_code
-from random_models import needs_compiler
+from random_models import needs_compiler, unlimited
 
 from fast import build
 
@@ -71,13 +68,6 @@ for child in range(50):
 stop.set()
 thread.join()
 """
-
-OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
-unlimited = pytest.mark.skipif(
-    resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-    or (OVERCOMMIT.exists() and OVERCOMMIT.read_text()[0] == "2"),
-    reason="addresses are limited here",
-)
 
 
 @needs_compiler
