@@ -144,6 +144,7 @@ def model(page: Page, runs: list[RunFiles], described: dict[str, Described]) -> 
     table(page, runs, {
         "parameters": lambda run: parameters(run, described), "FLOPs of a training pair": flops,
         "FLOPs of a training token": lambda run: run.logged(r"(\d[\d,]*) FLOPs a training token"),
+        "FLOPs of a training image": lambda run: run.logged(r"(\d[\d,]*) FLOPs a training image"),
     })  # fmt: skip
     layers = {run.name: described[run.name].layers if run.name in described else run.printed_model() for run in runs}
     for text in dict.fromkeys(filter(None, layers.values())):

@@ -66,6 +66,7 @@ import zlib
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from engine import distributed, schedule
 from engine.precision import choose_precision
@@ -106,7 +107,8 @@ def main(config: Config) -> None:
         model = LeNet5(config.variant, config.activation).to(device)
         parameters = list(model.parameters())
         parameter_count = sum(parameter.numel() for parameter in parameters)
-        with torch.no_grad():  # an operator that cannot be built or run on this device says so before the run begins
+        # An image goes forward: an operator that cannot be built or run on this device says so before the run begins.
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:  # of convolutions and matrix products
             model(torch.zeros(1, 1, SIZE, SIZE, device=device))
         precision = choose_precision(device, "fp32")  # bf16 makes layers this small no faster on a CPU
         optimizer = torch.optim.AdamW(parameters, lr=1.0, fused=True)  # its rate is set at every step
@@ -140,7 +142,8 @@ def main(config: Config) -> None:
         run.begin(gpu_seconds=1.0)
         run.log(precision.describe())
         run.log(str(model))
-        run.log(f"LeNet-5 {config.variant}: {parameter_count:,} parameters; {len(digits):,} training and "
+        run.log(f"LeNet-5 {config.variant}: {parameter_count:,} parameters, {3 * counter.get_total_flops():,} FLOPs a training "
+                f"image (two thirds of them backward); {len(digits):,} training and "
                 f"{len(tests):,} {tests_of(config)}, {steps_per_epoch:,} steps an epoch, {config.epochs} epochs")  # fmt: skip
         if step == 0:
             draw_layers()  # as they are before learning

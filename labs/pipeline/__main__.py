@@ -106,6 +106,8 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from engine import checkpoint, distributed
 from engine.run import INTERRUPTED, Run, saved_settings
@@ -138,6 +140,10 @@ def train(config: Config) -> None:
         state = run.restore(model) or {"step": 0, "loss": 0.0, "targets": 0, "data": data}
         run.log(str(model))
         parameters = sum(weight.numel() for weight in model.parameters())
+        # MATH: attention by plain matrix products, which the counter knows.
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            model(sequences[:1, :-1])
+        flops = 3 * counter.get_total_flops() // (sequences.shape[1] - 1)  # backward costs twice what forward does
         pipeline = Pipeline(model, config, world)
         del model
         optimizer = make_optimizer(config, pipeline.parameters.values())
@@ -145,7 +151,8 @@ def train(config: Config) -> None:
             restore_optimizer(checkpoint.load_tensors(run.checkpoint / "optimizer.pt"), pipeline, optimizer)
         run.log(f"data: {len(sequences):,} sequences of {sequences.shape[1] - 1} tokens, vocabulary {vocab:,}")
         stages = world.size * config.stages_per_rank
-        run.log(f"model: {config.num_layers} layers, {parameters:,} parameters, stages: {stages}")
+        run.log(f"model: {config.num_layers} layers, {parameters:,} parameters, {flops:,} FLOPs a training token, "
+                f"stages: {stages}")  # fmt: skip
         run.begin()
         loop(run, sequences, pipeline, optimizer, state)
 

@@ -92,6 +92,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from engine import checkpoint, distributed, schedule
 from engine.precision import choose_precision
@@ -184,7 +186,13 @@ def main(config: Config) -> None:
             (run.folder / "vocabulary.txt").write_text("\n".join(vocabulary.tokens) + "\n", encoding="utf-8")
         for line in (*text.notes, precision.describe(), str(model)):
             run.log(line)
-        run.log(f"model: {sum(p.numel() for p in model.parameters()):,} parameters; {len(sampler.lengths):,} segments, "
+        segment = torch.ones(1, config.segment, dtype=torch.bool)  # all of it real
+        # MATH: attention by plain matrix products, which the counter knows on every device.
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            model(segment.long(), segment)
+        flops = 3 * counter.get_total_flops() // config.segment  # backward costs twice what forward does
+        run.log(f"model: {sum(p.numel() for p in model.parameters()):,} parameters, {flops:,} FLOPs a training token; "
+                f"{len(sampler.lengths):,} segments, "
                 f"{total_steps:,} steps in {config.epochs} epochs")  # fmt: skip
 
         # ---- training

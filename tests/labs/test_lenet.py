@@ -251,6 +251,9 @@ def test_learns_drawn_digits_and_writes_all_down(whole_run, report_of):
         "filters.png", "feature-maps.png", "confusion.png", "mistakes.png"}  # fmt: skip
     page = report_of(run)
     assert "(c1): Sequential(" in page and f">{result['errors']}</data>" in page
+    # Multiplications: 6 maps of 28 × 28 see 25 pixels, 16 of 10 × 10 see 6 · 25; then three matrices.
+    products = 6 * 28**2 * 25 + 16 * 10**2 * 150 + 400 * 120 + 120 * 84 + 84 * 10
+    assert f'FLOPs of a training image</th><td><data value="{6 * products}"' in page
 
 
 def test_more_epochs_go_on_from_the_rate_that_a_run_had(data, tmp_path, monkeypatch):

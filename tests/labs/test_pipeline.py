@@ -6,6 +6,7 @@ writes down what they got.
 
 import json
 import os
+import re
 import sys
 from contextlib import nullcontext
 from datetime import timedelta
@@ -291,6 +292,13 @@ def test_a_run_leaves_picture_curves_and_memory(ran, report_of):
     assert "pipeline/bubble_share" in (folder / "metrics.jsonl").read_text()
     page = report_of(folder)
     assert "<h2>Training curves</h2>" in page and "LanguageModel(" in page
+    tokens, vocab = map(int, re.search(r"sequences of (\d+) tokens, vocabulary (\d+)", log).groups())
+    config = json.loads((folder / "config.json").read_text())
+    layer = (
+        4 * config["d_model"] ** 2 + 2 * config["d_model"] * config["dim_feedforward"] + 2 * tokens * config["d_model"]
+    )
+    flops = 6 * (config["num_layers"] * layer + config["d_model"] * vocab)
+    assert f'FLOPs of a training token</th><td><data value="{flops}"' in page
 
 
 # ---- grids -----------------------------------------------------------------------------------------------------------

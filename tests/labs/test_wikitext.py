@@ -424,6 +424,10 @@ def test_what_a_run_writes_and_a_finished_one_is_resumed_for_its_samples(lab, tm
     assert set(map(shown_as, wanted)) <= set(tags["scalars"])
     page = report_of(run)
     assert "(encoder): TransformerEncoder(" in page and f'value="{scores["perplexity"]}"' in page
+    config = json.loads((run / "config.json").read_text())
+    matrices = (weight.numel() for name, weight in before.items() if weight.dim() == 2 and name != "positions")
+    scores_and_sums = 2 * config["layers"] * config["segment"] * config["d_model"]  # of attention: S · D each, a layer
+    assert f'FLOPs of a training token</th><td><data value="{6 * (sum(matrices) + scores_and_sums)}"' in page
     (tmp_path / "a.txt").rename(tmp_path / "b.txt")
     lab(resume="runs/x", data="b.txt", glove=str(glove.rename(tmp_path / "h.txt")), generate="The ship")
     assert "sample: **The ship**" in (run / "train.log").read_text()
