@@ -1,29 +1,29 @@
-"""Minutes until a BLEU: this project, Marian (C++) and Hugging Face's MarianMTModel, each with a recipe of its own, on the same
-pairs, subwords and cores.
+"""Minutes until a BLEU: this project, Marian (C++), OpenNMT-py, fairseq and Hugging Face's MarianMTModel, each with a recipe of
+its own, on the same pairs, subwords and cores.
 
-    bash benchmarks/peers/install.sh pymarian                                          # once: 0.6 GB
+    bash benchmarks/peers/install.sh pymarian opennmt fairseq                          # once
     taskset -c 1 python -m benchmarks.time_to_bleu --data $MINIDATASET --minutes 60 --threads 1
     python -m benchmarks.time_to_bleu --data $MINIDATASET --contestants marian         # the rest of the table is kept
 
 All have the model of the preset `lab` and the same tokens, there before the clock starts. Every `--every` steps each
 translates the first 500 validation rows greedily, and its clock runs on meanwhile; BLEU is the one of train.py's curve. The
 test split is not looked at. Not like for like: ours leaves out pairs unlike validation's while the rate falls (`--match_…`;
-`ours-like-validation` from the start), Marian and MarianMTModel skip pairs of more than 126 tokens a side; Marian has no bf16 on
-a CPU, and translates with the mean of its weights over time (its `--exponential-smoothing`).
+`ours-like-validation` from the start), the others skip pairs of more than 126 tokens a side. Marian, OpenNMT-py and fairseq have
+no bf16 on a CPU; the last two have oneDNN's products, whose factors are rounded. Marian translates with the mean of its weights
+over time (its `--exponential-smoothing`). benchmarks/peers/toolkits.py says more.
 """
 
 import json
 import os
 import subprocess
-import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.corpus import SIDES, as_words, load_corpus
 from benchmarks.measuring import ROOT, call, describe_machine, markdown, pinned
-from benchmarks.peers.contest import ENVIRONMENTS, KEEP_MEMORY, Task, choose
+from benchmarks.peers.contest import ENVIRONMENTS, KEEP_MEMORY, TOOLKITS, Contestant, Task, choose, command
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
 from model import PRESETS
@@ -35,20 +35,25 @@ from validation import BLEU_ROWS
 
 GOALS = (1, 2, 3, 5)  # BLEU
 OURS = {"ours": {}, "ours-like-validation": {"match_late": False}}  # flags of train.py
-MARIAN_PYTHON = "pymarian/bin/python"
 # As in marian-examples/transformer (WMT17), and with the rate of our former default, for so little time.
 EXAMPLE = {"learn-rate": 3e-4, "lr-warmup": 16000, "lr-decay-inv-sqrt": 16000}
 MARIAN = {"marian": EXAMPLE, "marian-lr-1e-3": {"learn-rate": 1e-3, "lr-warmup": 1000, "lr-decay-inv-sqrt": 1000}}
 # Peak rate and steps up to it: fairseq's recipe for IWSLT, and the rate of Marian's second. With dropout 0.1, where fairseq has
 # 0.3: that is for many passes over little data, and here no pair is seen often enough to be learnt by heart.
-HF = {"hf": "5e-4 4000", "hf-lr-1e-3": "1e-3 1000"}
-EVERYBODY = (*OURS, *MARIAN, *HF)
+RATES = {"": "5e-4 4000", "-lr-1e-3": "1e-3 1000"}
+PEERS = {
+    name + rate: replace(peer, settings=peer.settings | {"variant": RATES[rate]}, pin=False)
+    for name, peer in {"hf": Contestant("marian", {"what": "learn"}, environment=KEEP_MEMORY), **TOOLKITS}.items()
+    for rate in RATES
+}
+EVERYBODY = (*OURS, *MARIAN, *PEERS)
 
 
 @dataclass
 class Config:
     data: str = flag("", "as train.py's --data", "What")
     contestants: str = flag("", "who takes part, with commas between; everybody", "What")
+    vocab: int = flag(-1, "subwords of each side; -1: as train.py's", "What", least=-1, most=60000)
     minutes: float = flag(60.0, "of each", "How", above=0)
     every: int = flag(250, "steps between translations", "How", least=1)
     threads: int = flag(2, "compute threads", "How", least=1)
@@ -59,10 +64,11 @@ def main(config: Config) -> None:
     """Run who is named, add the curves to those there are, print the table."""
     print(f"minutes to a BLEU\n{describe_machine()}", flush=True)
     names, out = choose(config.contestants or ",".join(EVERYBODY), EVERYBODY), ROOT / config.out
-    if {*names} & {*MARIAN} and not (ENVIRONMENTS / MARIAN_PYTHON).exists():
-        raise UserError("to install Marian: bash benchmarks/peers/install.sh pymarian")
+    toolkits = {"pymarian" if name in MARIAN else PEERS[name].toolkit for name in {*names} - {*OURS}} - {""}
+    if absent := sorted(toolkit for toolkit in toolkits if not (ENVIRONMENTS / toolkit / "complete").exists()):
+        raise UserError(f"to install what takes part: bash benchmarks/peers/install.sh {' '.join(absent)}")
     curves = json.loads(out.read_text()) if out.exists() else {}
-    corpus = load_corpus(config.data, vocab=-1, pairs=10**9)
+    corpus = load_corpus(config.data, vocab=config.vocab, pairs=10**9)
     for name in names:
         folder = ROOT / "runs" / f"{name}-{time.strftime('%Y-%m-%d_%H-%M-%S')}"  # beside the tokens
         curves[name] = (ours if name in OURS else peer)(config, folder, corpus, name)
@@ -74,6 +80,7 @@ def main(config: Config) -> None:
 def ours(config: Config, folder: Path, corpus, name: str) -> list[tuple[float, float]]:
     """train.py with its defaults, but for the flags of `name`; → (minutes, BLEU) of its validations."""
     flags, begun = {"max_minutes": config.minutes, "epochs": 1000, "eval_every": config.every} | OURS[name], time.time()
+    flags |= {"source_vocab": config.vocab, "target_vocab": config.vocab}
     call("train.py", {"data": corpus.data, "run": folder} | flags, **pinned(config.threads, pin=False))
     validations = (record for record in read_run(folder).records if "valid/bleu" in record)
     return [((record["time"] - begun) / 60, record["valid/bleu"]) for record in validations]
@@ -86,13 +93,14 @@ def peer(config: Config, folder: Path, corpus, name: str) -> list[tuple[float, f
     rows = [prepared.validation[row] for row in range(min(BLEU_ROWS, len(prepared.validation_rows)))]
     for side, sentences in zip(SIDES, zip(*rows)):
         (folder / f"valid.{side}").write_text(as_words(sentences, side))
-    environment = os.environ | pinned(config.threads, pin=False)
+    task = Task("", str(corpus.folder), threads=config.threads, outputs=str(folder), every=config.every)
     if name in MARIAN:
-        words = marian(config, folder, corpus, name)
-    else:  # MarianMTModel: in bf16 where ours is, with kept memory
-        task = Task("learn", str(corpus.folder), variant=HF[name], outputs=str(folder), every=config.every)
-        words = [sys.executable, "-m", "benchmarks.peers.marian", json.dumps(asdict(task))]
-        environment |= KEEP_MEMORY
+        words, environment = marian(config, folder, corpus, name), os.environ | pinned(config.threads, pin=False)
+    else:
+        words, environment = command(PEERS[name], task)
+    if name.startswith("fairseq"):  # its own files, before the clock starts
+        first, _ = command(replace(PEERS[name], settings={"what": "binarise"}), task)
+        subprocess.run(first, env=environment, capture_output=True, check=True)
     begun = time.time()
     with open(folder / "log", "w") as log, suppress(subprocess.TimeoutExpired):  # killed: there is nothing to save
         done = subprocess.run(words, env=environment, stdout=log, stderr=log, timeout=60 * config.minutes)
@@ -100,7 +108,7 @@ def peer(config: Config, folder: Path, corpus, name: str) -> list[tuple[float, f
     references = [reference for _, reference in prepared.validation_rows[: len(rows)]]
     points = []
     for file in sorted(folder.glob("*.out")):
-        ids = [[int(word[1:]) for word in line.split() if word != "<unk>"] for line in file.read_text().splitlines()]
+        ids = [[int(word[1:]) for word in line.split() if word[0] == "t"] for line in file.read_text().splitlines()]
         score = corpus_bleu(references=references, hypotheses=decode(prepared.target_tokenizer, ids), smooth=True)
         points.append(((float(file.stem) - begun) / 60, score))
     return points
@@ -128,7 +136,7 @@ def marian(config: Config, folder: Path, corpus, name: str) -> list[str]:
         "beam-size": 1, "valid-max-length": 500, "max-length-factor": 3, "save-freq": 10**6, "disp-freq": 50, "seed": 1,
     }  # fmt: skip
     words = [word for name, value in flags.items() for word in (f"--{name}", *str(value).split())]
-    return [ENVIRONMENTS / MARIAN_PYTHON, "-m", "pymarian", "train", *words]
+    return [ENVIRONMENTS / "pymarian/bin/python", "-m", "pymarian", "train", *words]
 
 
 def table(curves: dict) -> str:

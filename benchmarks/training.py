@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.corpus import Corpus, load_corpus
 from benchmarks.measuring import ROOT, Row, compare, in_new_process, measure, read_json, tokens_of
-from benchmarks.peers.contest import KEEP_MEMORY, OLD_LOAD, SIZES, Contestant, Task, choose, start
+from benchmarks.peers.contest import KEEP_MEMORY, SIZES, TOOLKITS, Contestant, Task, choose, start
 from engine.config import flag, parse_flags
 from engine.distributed import choose_device
 from engine.errors import UserError, run_script
@@ -32,8 +32,7 @@ OURS = ("random-plain-fp32 plain-fp32 plain-bf16 plain-fp16 fp32 bf16 fp16 captu
         "muon-captured-bf16").split()  # fmt: skip
 CONTESTANTS = {
     "handout": Contestant("handout"),
-    "opennmt": Contestant("toolkits", {"what": "opennmt"}, "opennmt", OLD_LOAD),
-    "fairseq": Contestant("toolkits", {"what": "fairseq"}, "fairseq", OLD_LOAD),
+    **TOOLKITS,
     "marian": Contestant("marian"),
     "marian-tuned": Contestant("marian", {"variant": "tuned"}, environment=KEEP_MEMORY),
     **{f"ours-{variant}": Contestant("ours", {"variant": variant}) for variant in OURS},

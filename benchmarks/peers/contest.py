@@ -43,6 +43,9 @@ class Contestant:
     pin: bool = True  # each compute thread to a core of its own
 
 
+TOOLKITS = {name: Contestant("toolkits", {"what": name}, name, OLD_LOAD) for name in ("opennmt", "fairseq")}
+
+
 @dataclass
 class Task:
     what: str  # train or decode; marian: learn; toolkits: which
@@ -69,17 +72,21 @@ def choose(names: str, known: Iterable[str], flag: str = "--contestants", betwee
     return chosen
 
 
+def command(contestant: Contestant, task: Task) -> tuple[list[str], dict[str, str]]:
+    """The words and environment variables that start a contestant on a task."""
+    python = str(ENVIRONMENTS / contestant.toolkit / "bin/python") if contestant.toolkit else sys.executable
+    job = json.dumps(asdict(replace(task, **contestant.settings)))
+    cores = pinned(task.threads, contestant.pin and task.device == "cpu")  # a GPU's threads want cores of their own
+    words = [python, "-m", f"benchmarks.peers.{contestant.module}", job]
+    return words, {**os.environ, **cores, **contestant.environment}
+
+
 def start(name: str, contestant: Contestant, task: Task, timeout: float = 600) -> dict | None:
     """One turn of one contestant; → its figures, None with one line that says why if it cannot take part."""
-    home = ENVIRONMENTS / contestant.toolkit
-    if contestant.toolkit and not (home / "complete").exists():
+    if contestant.toolkit and not (ENVIRONMENTS / contestant.toolkit / "complete").exists():
         print(f"{name}: left out; to install it: bash benchmarks/peers/install.sh {contestant.toolkit}", flush=True)
         return None
-    python = str(home / "bin/python") if contestant.toolkit else sys.executable
-    job = json.dumps(asdict(replace(task, **contestant.settings)))
-    words = [python, "-m", f"benchmarks.peers.{contestant.module}", job]
-    cores = pinned(task.threads, contestant.pin and task.device == "cpu")  # a GPU's threads want cores of their own
-    environment = {**os.environ, **cores, **contestant.environment}
+    words, environment = command(contestant, task)
     try:
         done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]

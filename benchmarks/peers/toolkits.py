@@ -5,22 +5,30 @@ which only text transforms use that are not used here.
 Not like for like: a batch of OpenNMT-py is measured by its padded target, its layer norms stand before each part (it has no other
 way), its source has no end token (it is counted all the same). fairseq counts the padded tokens of either side, as ours do; it
 has no layer norm behind the last layer.
+
+A task with `every` is to learn: at the rates of `variant` (the highest, the steps up to it; then it falls as 1/√step) they train
+without end, and every so many steps their own greedy decoder translates valid.src, in the folder `outputs`, into TIME.out there.
 """
 
+import itertools
+import math
 import sys
+import time
 import types
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from benchmarks.peers import contest
+from engine.config import write_whole
 
 
 def opennmt(task, corpus) -> None:
     """`onmt_train`. The corpus goes into a file, for it has no flag."""
     for absent in ("spacy", "fasttext"):
         sys.modules[absent] = types.ModuleType(absent)
-    from onmt.bin.train import main
+    from onmt.bin import train, translate
     from onmt.trainer import Trainer
 
     folder, sizes, vocabulary = corpus.folder / "peers/opennmt", task.sizes, corpus.folder / "opennmt"
@@ -40,6 +48,19 @@ def opennmt(task, corpus) -> None:
         "batch_size_multiple": 1, "accum_count": 1, "bucket_size": 20000, "num_workers": 0, "train_steps": 10**6,
         "save_checkpoint_steps": 10**6, "valid_steps": 10**6, "report_every": 50, "world_size": 1, "seed": 1,
     }  # fmt: skip
+    if task.every:
+        rate, warmup = map(float, task.variant.split())
+        settings |= {"decay_method": "noam", "learning_rate": rate * math.sqrt(sizes["d_model"] * warmup),
+                     "warmup_steps": int(warmup), "max_grad_norm": 1, "save_checkpoint_steps": task.every,
+                     "keep_checkpoint": 1, "save_model": f"{task.outputs}/model"}  # fmt: skip
+
+    def translated(trainer, steps: int, sources: Path) -> str:
+        """By its script, from the checkpoint of this step."""
+        file = sources.with_name("translated")
+        sys.argv = ["onmt_translate", "-model", f"{task.outputs}/model_step_{steps}.pt", "-src", str(sources), "-output",
+                    str(file), "-beam_size", "1", "-batch_size", str(task.batch), "-max_length", "500"]  # fmt: skip
+        translate.main()
+        return file.read_text()
 
     def tokens(trainer, batches) -> tuple[int, int]:
         source = sum(int(batch["srclen"].sum()) + len(batch["srclen"]) for batch in batches)
@@ -47,20 +68,29 @@ def opennmt(task, corpus) -> None:
 
     words = ["onmt_train", "-overwrite", "-position_encoding"]
     words += [word for name, value in settings.items() for word in (f"-{name}", value)]
-    run(task, main, words, Trainer, "_gradient_accumulation", tokens)
+    run(task, train.main, words, Trainer, "_gradient_accumulation", tokens, translated)
 
 
-def fairseq(task, corpus) -> None:
-    """`fairseq-preprocess`, once, and `fairseq-train`."""
-    from fairseq.trainer import Trainer
-    from fairseq_cli import preprocess, train
+def binarise(task, corpus) -> None:
+    """`fairseq-preprocess`, once."""
+    from fairseq_cli import preprocess
 
-    folder, text, sizes = corpus.folder / "peers/fairseq", corpus.folder, task.sizes
+    folder, text = corpus.folder / "peers/fairseq", corpus.folder
     if not (folder / "data" / "test.src-tgt.tgt.idx").exists():
         sys.argv = ["fairseq-preprocess", "-s", "src", "-t", "tgt", "--srcdict", f"{text}/dict.src.txt", "--tgtdict",
                     f"{text}/dict.tgt.txt", "--trainpref", f"{text}/train", "--testpref", f"{text}/test", "--destdir",
                     f"{folder}/data", "--workers", "1"]  # fmt: skip
         preprocess.cli_main()
+
+
+def fairseq(task, corpus) -> None:
+    """`fairseq-train`."""
+    from fairseq.dataclass.configs import GenerationConfig
+    from fairseq.trainer import Trainer
+    from fairseq_cli import train
+
+    binarise(task, corpus)
+    folder, sizes = corpus.folder / "peers/fairseq", task.sizes
     words = ["fairseq-train", folder / "data", "--cpu", "-s", "src", "-t", "tgt", "--arch", "transformer"]
     for side in ("encoder", "decoder"):
         words += [f"--{side}-embed-dim", sizes["d_model"], f"--{side}-attention-heads", sizes["nhead"]]
@@ -72,20 +102,42 @@ def fairseq(task, corpus) -> None:
               "--disable-validation", "--no-epoch-checkpoints", "--save-dir", folder / "model", "--num-workers", 0,
               "--seed", 1]  # fmt: skip
 
+    if task.every:
+        rate, warmup = task.variant.split()
+        words += ["--lr", rate, "--lr-scheduler", "inverse_sqrt", "--warmup-updates", warmup, "--no-save"]
+
+    def translated(trainer, steps: int, sources: Path) -> str:
+        """As fairseq-interactive does, with the model as it stands."""
+        toolkit, words, outputs = trainer.task, trainer.task.target_dictionary, {}
+        encoded = toolkit.get_interactive_tokens_and_lengths(sources.read_text().splitlines(), str)
+        dataset = toolkit.build_dataset_for_inference(*encoded)
+        generator = toolkit.build_generator([trainer.model], GenerationConfig(beam=1, max_len_a=1.5, max_len_b=10))
+        for sample in toolkit.get_batch_iterator(dataset, max_sentences=task.batch).next_epoch_itr(shuffle=False):
+            found = toolkit.inference_step(generator, [trainer.model.eval()], sample)
+            outputs |= zip(sample["id"].tolist(), (words.string(best["tokens"]) for best, *_ in found))
+        return "".join(f"{outputs[row]}\n" for row in range(len(outputs)))
+
     def tokens(trainer, samples) -> tuple[int, int]:
         source = sum(int(sample["net_input"]["src_lengths"].sum()) for sample in samples)  # with the end token
         return source, sum(sample["ntokens"] for sample in samples)
 
-    run(task, train.cli_main, words, Trainer, "train_step", tokens)
+    run(task, train.cli_main, words, Trainer, "train_step", tokens, translated)
 
 
-def run(task, main: Callable, words: list, trainer: type, method: str, tokens: Callable) -> None:
-    """The toolkit's `main` with these words, told the time by us: `method` of its trainer takes a step over batches."""
+def run(task, main: Callable, words: list, trainer: type, method: str, tokens: Callable, translated: Callable) -> None:
+    """The toolkit's `main` with these words; before each step (`method` of its trainer) we take the time, or translate."""
     torch.set_num_threads(task.threads)
-    clock, step = contest.TrainingClock(task.seconds), getattr(trainer, method)
+    if task.every:
+        torch.set_float32_matmul_precision("medium")  # products by oneDNN; neither toolkit trains in bf16 on a CPU
+    clock, step, steps = contest.TrainingClock(task.seconds), getattr(trainer, method), itertools.count()
 
     def timed_step(self, batches, *rest, **options):
-        clock.step(*tokens(self, batches))
+        done = next(steps)
+        if not task.every:
+            clock.step(*tokens(self, batches))
+        elif done and done % task.every == 0:
+            sources = Path(task.outputs, "valid.src")
+            write_whole(sources.with_name(f"{time.time()}.out"), translated(self, done, sources))
         return step(self, batches, *rest, **options)
 
     setattr(trainer, method, timed_step)
@@ -94,4 +146,4 @@ def run(task, main: Callable, words: list, trainer: type, method: str, tokens: C
 
 
 if __name__ == "__main__":
-    contest.run_peer(opennmt, fairseq)
+    contest.run_peer(opennmt, binarise, fairseq)

@@ -22,10 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import train
 from benchmarks import attention_op, data, decoding, gpu, recipes, time_to_bleu, training
 from benchmarks import corpus as corpus_module
-from benchmarks.corpus import as_ids, as_words, load_corpus, read_corpus
-from benchmarks.measuring import Run, tokens_of, write_json
+from benchmarks.corpus import SIDES, as_ids, as_words, load_corpus, read_corpus
+from benchmarks.measuring import ROOT, Run, tokens_of, write_json
 from benchmarks.peers import contest, marian, ours
-from benchmarks.peers.contest import TINY, Contestant, Task, choose, start
+from benchmarks.peers.contest import TINY, Contestant, Task, choose, command, start
 from data import Collate
 from engine.config import checked, parse_flags
 from engine.errors import UserError
@@ -192,6 +192,32 @@ def test_toolkits(name, small):
     assert 0 < figures["target_tokens_per_step"] <= tokens_of(target for _, target in small.train)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["opennmt", "fairseq"])
+def test_toolkits_learn_and_translate_without_end(name, small, tmp_path):
+    """Three sentences by heart, in the order of valid.src."""
+    if not (contest.ENVIRONMENTS / name / "complete").exists():
+        pytest.skip(f"bash benchmarks/peers/install.sh {name}")
+    corpus = shutil.copytree(small.folder, tmp_path / "corpus", ignore=shutil.ignore_patterns("peers"))
+    pairs = sorted(small.train, key=lambda pair: len(pair[1]))[:3]
+    for side, sentences in zip(SIDES, zip(*pairs)):
+        (corpus / f"train.{side}").write_text(as_words(sentences, side) * 100)
+        (tmp_path / f"valid.{side}").write_text(as_words(sentences[::-1], side))
+    sizes, outputs = TINY | {"dropout": 0.0}, str(tmp_path)
+    task = Task("", str(corpus), threads=1, sizes=sizes, tokens_per_batch=512, outputs=outputs, every=50)
+    settings = contest.TOOLKITS[name].settings | {"variant": "1e-2 50"}
+    words, environment = command(replace(contest.TOOLKITS[name], settings=settings, pin=False), task)
+    with open(tmp_path / "log", "w") as log, subprocess.Popen(words, cwd=ROOT, env=environment, stderr=log) as process:
+        translations = []
+        while process.poll() is None and len(translations) < 40:
+            translations = [file.read_text() for file in tmp_path.glob("*.out")]
+            if learnt := (tmp_path / "valid.tgt").read_text() in translations:
+                break
+            time.sleep(0.2)
+        process.kill()
+    assert learnt
+
+
 # ---------------------------------------------------------------- decoding
 
 
@@ -341,11 +367,17 @@ def test_memory_of_a_pass_is_counted():
     assert not peak or abs(peak["peak_mib"] - 128) < 8  # {}: the system does not tell
 
 
-def peer(words, timeout, **_):
+def peer(words, timeout=None, **_):
     """In the place of a peer's process: one validation, whose translations are the references, and training for ever."""
-    if words[2] == "benchmarks.peers.marian":
-        folder = Path(json.loads(words[3])["outputs"])
-        shutil.copy(folder / "valid.tgt", folder / f"{time.time()}.out")
+    if words[2].startswith("benchmarks.peers"):
+        task = json.loads(words[3])
+        folder, store = Path(task["outputs"]), Path(task["corpus"], "binarised")
+        if task["what"] == "binarise":
+            return store.touch()
+        assert task["what"] != "fairseq" or store.exists()
+        assert words[2].endswith("marian") or words[0].split("/")[-3] == task["what"]
+        assert task["variant"] == ("5e-4 4000" if words[2].endswith("marian") else "1e-3 1000")
+        (folder / f"{time.time()}.out").write_text((folder / "valid.tgt").read_text().replace("\n", " <unk> </s>\n"))
     else:
         assert len(Path(words[words.index("--train-sets") + 1]).read_text().splitlines()) == 2000
         script, references = words[words.index("--valid-script-path") + 1], words[words.index("--valid-sets") + 2]
@@ -356,14 +388,15 @@ def peer(words, timeout, **_):
 def test_minutes_to_a_bleu(toy_data, cache, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(time_to_bleu, "ENVIRONMENTS", tmp_path)
     monkeypatch.setattr(time_to_bleu, "ROOT", tmp_path)  # of the runs
-    config, begun = time_to_bleu.Config(str(toy_data), "marian", minutes=0.05), time.time()
+    config, begun = time_to_bleu.Config(str(toy_data), "marian", vocab=300, minutes=0.05), time.time()
 
     def call(script, flags, **_):
         """In the place of train.py."""
         monkeypatch.setattr("sys.argv", [script, *(f"--{name}={value}" for name, value in flags.items())])
         settings = parse_flags(train.Config)
         assert (settings.max_minutes, settings.data) == (0.05, str(toy_data))
-        assert settings.match_domain and settings.match_late == ("like-validation" not in settings.run)
+        assert settings.match_domain and settings.target_vocab == 300
+        assert settings.match_late == ("like-validation" not in settings.run)
         points = [{"step": 1, "time": begun + 60 * minute, "valid/bleu": minute} for minute in (1, 2, 4)]
         Path(settings.run).mkdir()
         lines = [json.dumps(point) + "\n" for point in [{"step": 0, "time": begun}, *points]]
@@ -373,18 +406,19 @@ def test_minutes_to_a_bleu(toy_data, cache, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(time_to_bleu, "subprocess", processes)
     monkeypatch.setattr(time_to_bleu, "call", call)
     monkeypatch.setattr(time_to_bleu, "time", SimpleNamespace(time=lambda: begun, strftime=time.strftime))
-    with pytest.raises(UserError, match="to install Marian"):
-        time_to_bleu.main(config)
-    python = tmp_path / "pymarian/bin/python"
-    python.parent.mkdir(parents=True)
-    python.touch()
-    for name in ("marian", "ours", "hf", "ours-like-validation"):
+    with pytest.raises(UserError, match=r"install\.sh fairseq opennmt pymarian$"):
+        time_to_bleu.main(replace(config, contestants=""))
+    for toolkit in ("pymarian", "opennmt", "fairseq"):
+        (tmp_path / toolkit).mkdir()
+        (tmp_path / toolkit / "complete").touch()
+    names = ("marian", "hf", "opennmt-lr-1e-3", "fairseq-lr-1e-3", "ours", "ours-like-validation")
+    for name in names:
         time_to_bleu.main(replace(config, contestants=name))
-    rows = [re.split(" *[|] *", line) for line in capsys.readouterr().out.splitlines()[-4:]]
-    for name, row in (("marian", rows[0]), ("hf", rows[2])):
+    rows = [re.split(" *[|] *", line) for line in capsys.readouterr().out.splitlines()[-len(names) :]]
+    for name, row in zip(names[:4], rows):
         minutes, final = row[2], row[6].split()  # smoothed: short sentences lose some
         assert row[1:6] == [name, *[minutes] * 4] and float(final[0]) > 90 and " ".join(final[2:]) == minutes
-    for row, name in ((rows[1], "ours"), (rows[3], "ours-like-validation")):
+    for name, row in zip(names[4:], rows[4:]):
         assert row[1:7] == [name, "1.0 min", "2.0 min", "4.0 min", "–", "4.00 after 4.0 min"]
     with pytest.raises(UserError, match="unknown; choose from ours,ours-like-validation,marian"):
         time_to_bleu.main(replace(config, contestants="mario"))
