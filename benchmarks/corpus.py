@@ -14,7 +14,7 @@ told to split at spaces, works on exactly the same sequences.
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +74,7 @@ def load_corpus(data="", vocab=16000, pairs=20000, test_rows=500, longest=126, r
     folder = prepared.folder.with_name(f"{prepared.folder.name}-benchmark-{pairs}-{test_rows}-{longest}")
     if not (folder / "corpus.json").exists():
         write_corpus(folder, prepared, text, pairs, test_rows, longest)
-    return read_corpus(folder)
+    return replace(read_corpus(folder), data=str(text.path))  # the same files may lie elsewhere by now
 
 
 def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longest: int) -> None:

@@ -92,10 +92,17 @@ def measure(title: str, names: Iterable[str], config, turn: Callable, figure: st
 
 
 def call(script: str, flags: dict, **environment: str) -> None:
-    """Run one of the root's scripts; what it prints goes through. Raises `UserError` if it fails."""
+    """Run one of the root's scripts; what it prints goes through. Raises `UserError` if it fails or a signal ends it."""
     words = [f"--{name}={value}" for name, value in flags.items()]
-    if subprocess.run([sys.executable, script, *words], cwd=ROOT, env=os.environ | environment).returncode:
-        raise UserError(f"{script} {' '.join(words)} failed; its lines stand above")
+    with subprocess.Popen([sys.executable, script, *words], cwd=ROOT, env=os.environ | environment) as process:
+        try:
+            process.wait()
+        except KeyboardInterrupt:  # train.py got it too, and saves what it has
+            process.wait()
+            raise
+    log = read(Path(flags.get("run", flags.get("resume", "")), "train.log")).splitlines()
+    if process.returncode or any("to go on:" in line for line in log[-1:]):
+        raise UserError(f"{script} {' '.join(words)} did not end; its lines stand above")
 
 
 def in_new_process(function: Callable, *arguments, **environment: str):

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.measuring import call, markdown
 from benchmarks.peers.contest import choose
 from engine.config import flag, parse_flags
-from engine.errors import run_script
+from engine.errors import UserError, run_script
 from reporting.reading import read_run
 from text.prepare import load_prepared
 
@@ -64,11 +64,13 @@ def main(config: Config) -> None:
     store = Path(config.out).resolve() / "results.json"
     store.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(store.read_text()) if store.exists() else []
+    if any(result.get("data", config.data) != config.data for result in results):
+        raise UserError(f"{store} holds rows of other data; give another --out")
     for name in names:
         limit = {"max_steps": config.steps} if config.steps else {"minutes": config.minutes}
         which = {"row": name, "seed": config.seed} | limit
         if not any(which.items() <= result.items() for result in results):
-            results.append(which | one_row(config, name, store.parent))
+            results.append(which | {"data": config.data} | one_row(config, name, store.parent))
             store.write_text(json.dumps(results, indent=1))
         print(table(results), flush=True)
 
@@ -79,8 +81,8 @@ def one_row(config: Config, name: str, out: Path) -> dict:
     folder = out / f"{name.replace(', ', '_').replace(' ', '-')}-{limit}-{config.seed}"
     flags = {"max_steps": config.steps} if config.steps else {"max_minutes": config.minutes, "epochs": 1000}
     flags |= {"seed": config.seed, "eval_every": 2000, "keep": 1, "run": str(folder)} | RECIPES[name]
-    flags |= {"data": config.data} if config.data else {}
-    call("train.py", {"resume": str(folder)} if (folder / "config.json").exists() else flags)
+    data = {"data": config.data} if config.data else {}
+    call("train.py", ({"resume": str(folder)} if (folder / "config.json").exists() else flags) | data)
     call("evaluate.py", {"ckpt": str(folder), "split": "validation"})
     run = read_run(folder)
     steps, losses = run.series("valid/loss")

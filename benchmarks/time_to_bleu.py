@@ -67,14 +67,16 @@ def main(config: Config) -> None:
     toolkits = {"pymarian" if name in MARIAN else PEERS[name].toolkit for name in {*names} - {*OURS}} - {""}
     if absent := sorted(toolkit for toolkit in toolkits if not (ENVIRONMENTS / toolkit / "complete").exists()):
         raise UserError(f"to install what takes part: bash benchmarks/peers/install.sh {' '.join(absent)}")
-    curves = json.loads(out.read_text()) if out.exists() else {}
     corpus = load_corpus(config.data, vocab=config.vocab, pairs=10**9)
+    kept = json.loads(out.read_text()) if out.exists() else {"tokens": corpus.folder.name, "curves": {}}
+    if kept["tokens"] != corpus.folder.name:
+        raise UserError(f"{out} holds curves of other data or subwords; give another --out")
     for name in names:
         folder = ROOT / "runs" / f"{name}-{time.strftime('%Y-%m-%d_%H-%M-%S')}"  # beside the tokens
-        curves[name] = (ours if name in OURS else peer)(config, folder, corpus, name)
+        kept["curves"][name] = (ours if name in OURS else peer)(config, folder, corpus, name)
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(curves, indent=1))
-    print(table(curves))
+        out.write_text(json.dumps(kept, indent=1))
+    print(table(kept["curves"]))
 
 
 def ours(config: Config, folder: Path, corpus, name: str) -> list[tuple[float, float]]:
@@ -90,8 +92,9 @@ def peer(config: Config, folder: Path, corpus, name: str) -> list[tuple[float, f
     """Another's training, until its time is over; its translations, in files named by their time, are scored then."""
     folder.mkdir(parents=True)
     prepared = load_prepared(corpus.folder.with_name(corpus.folder.name.split("-benchmark")[0]))
-    rows = [prepared.validation[row] for row in range(min(BLEU_ROWS, len(prepared.validation_rows)))]
-    for side, sentences in zip(SIDES, zip(*rows)):
+    sides = zip(prepared.validation_rows[:BLEU_ROWS], map(prepared.validation.__getitem__, range(BLEU_ROWS)))
+    rows = [(text, tokens) for text, tokens in sides if all(map(len, tokens))]  # OpenNMT-py skips an empty line
+    for side, sentences in zip(SIDES, zip(*(tokens for _, tokens in rows))):
         (folder / f"valid.{side}").write_text(as_words(sentences, side))
     task = Task("", str(corpus.folder), threads=config.threads, outputs=str(folder), every=config.every)
     if name in MARIAN:
@@ -105,7 +108,7 @@ def peer(config: Config, folder: Path, corpus, name: str) -> list[tuple[float, f
     with open(folder / "log", "w") as log, suppress(subprocess.TimeoutExpired):  # killed: there is nothing to save
         done = subprocess.run(words, env=environment, stdout=log, stderr=log, timeout=60 * config.minutes)
         raise UserError(f"{name} ended with {done.returncode}; its lines are in {folder}/log")
-    references = [reference for _, reference in prepared.validation_rows[: len(rows)]]
+    references = [reference for (_, reference), _ in rows]
     points = []
     for file in sorted(folder.glob("*.out")):
         ids = [[int(word[1:]) for word in line.split() if word[0] == "t"] for line in file.read_text().splitlines()]

@@ -2,9 +2,8 @@
 
 Both run on today's torch when `torch.load` reads pickles again (`contest.OLD_LOAD`). OpenNMT-py asks for spacy and fasttext too,
 which only text transforms use that are not used here.
-Not like for like: a batch of OpenNMT-py is measured by its padded target, its layer norms stand before each part (it has no other
-way), its source has no end token (it is counted all the same). fairseq counts the padded tokens of either side, as ours do; it
-has no layer norm behind the last layer.
+Not like for like: OpenNMT-py's layer norms stand before each part (it has no other way), its source has no end token (it is
+counted all the same). fairseq has no layer norm behind the last layer. Both count the padded tokens of the longer side, as ours.
 
 A task with `every` is to learn: at the rates of `variant` (the highest, the steps up to it; then it falls as 1/√step) they train
 without end, and every so many steps their own greedy decoder translates valid.src, in the folder `outputs`, into TIME.out there.
@@ -58,7 +57,8 @@ def opennmt(task, corpus) -> None:
         """By its script, from the checkpoint of this step."""
         file = sources.with_name("translated")
         sys.argv = ["onmt_translate", "-model", f"{task.outputs}/model_step_{steps}.pt", "-src", str(sources), "-output",
-                    str(file), "-beam_size", "1", "-batch_size", str(task.batch), "-max_length", "500"]  # fmt: skip
+                    str(file), "-beam_size", "1", "-batch_size", str(task.batch), "-max_length", "500",
+                    "-max_length_ratio", "1.5"]  # fmt: skip
         translate.main()
         return file.read_text()
 
@@ -137,7 +137,8 @@ def run(task, main: Callable, words: list, trainer: type, method: str, tokens: C
             clock.step(*tokens(self, batches))
         elif done and done % task.every == 0:
             sources = Path(task.outputs, "valid.src")
-            write_whole(sources.with_name(f"{time.time()}.out"), translated(self, done, sources))
+            outputs = translated(self, done, sources)
+            write_whole(sources.with_name(f"{time.time()}.out"), outputs)  # the time behind it, as everybody's
         return step(self, batches, *rest, **options)
 
     setattr(trainer, method, timed_step)

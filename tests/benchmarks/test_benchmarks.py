@@ -420,6 +420,8 @@ def test_minutes_to_a_bleu(toy_data, cache, tmp_path, monkeypatch, capsys):
         assert row[1:6] == [name, *[minutes] * 4] and float(final[0]) > 90 and " ".join(final[2:]) == minutes
     for name, row in zip(names[4:], rows[4:]):
         assert row[1:7] == [name, "1.0 min", "2.0 min", "4.0 min", "–", "4.00 after 4.0 min"]
+    with pytest.raises(UserError, match="other data or subwords; give another --out"):
+        time_to_bleu.main(replace(config, contestants="ours", vocab=310))
     with pytest.raises(UserError, match="unknown; choose from ours,ours-like-validation,marian"):
         time_to_bleu.main(replace(config, contestants="mario"))
 
@@ -539,6 +541,10 @@ def test_a_finished_recipe_is_not_run_again(toy_data, tmp_path, monkeypatch, cap
     monkeypatch.setattr(recipes, "call", called)
     with pytest.raises(UserError):
         recipes.main(config)
-    assert called.call_args.args == ("train.py", {"resume": str(tmp_path / "default-3steps-1")})
+    resumed = {"resume": str(tmp_path / "default-3steps-1"), "data": str(toy_data)}
+    assert called.call_args.args == ("train.py", resumed)
+    (tmp_path / "results.json").write_text(json.dumps([row]))
+    with pytest.raises(UserError, match="rows of other data; give another --out"):
+        recipes.main(replace(config, data="sample"))
     with pytest.raises(UserError, match="--rows plain2: unknown"):
         recipes.main(replace(config, rows="plain2"))

@@ -3,11 +3,16 @@
 import json
 import mmap
 import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
 
 import pytest
 
 from benchmarks import measuring as ms
+from engine.errors import UserError
 from engine.memory import held_gib
 
 RUNS = [
@@ -91,3 +96,39 @@ def test_threads_are_pinned_to_cores():
 def test_a_new_process_has_its_environment_and_this_one_keeps_its_own():
     assert ms.in_new_process(os.getenv, "BENCHMARK_WORD", BENCHMARK_WORD="there") == "there"
     assert "BENCHMARK_WORD" not in os.environ
+
+
+SCRIPT = """
+import signal, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1].partition("=")[2])
+asked = []
+signal.signal(signal.SIGINT, lambda *_: asked.append(1))
+(folder / "begun").touch()
+while not asked and "wait" in sys.argv[2]:
+    time.sleep(0.01)
+time.sleep(0.5 if asked else 0)  # longer than a parent waits that kills
+(folder / "train.log").write_text("step 1\\n" + sys.argv[2].partition("=")[2] + "\\n")
+"""
+
+
+def test_a_training_that_was_stopped_is_no_result(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    ms.call(str(script), {"run": tmp_path, "last": "next: evaluate"})
+    with pytest.raises(UserError, match="did not end"):
+        ms.call(str(script), {"run": tmp_path, "last": "to go on: python train.py --resume"})
+
+
+def test_interrupted_it_waits_until_the_training_has_saved(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    code = f"from benchmarks.measuring import call; call({str(script)!r}, {{'run': {str(tmp_path)!r}, 'last': 'wait'}})"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ms.ROOT, start_new_session=True, stderr=subprocess.PIPE
+    ) as process:
+        while not (tmp_path / "begun").exists() and process.poll() is None:
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        assert b"KeyboardInterrupt" in process.stderr.read()
+    assert (tmp_path / "train.log").read_text() == "step 1\nwait\n"
