@@ -41,7 +41,9 @@ def choose_checkpoint(path: str = "", average: int = 1, say=print, runs: Path = 
     if not path:
         path = newest_run(runs)
         say(f"no --ckpt given, using the newest run: {path}")
-    path = runs / path if not Path(path).exists() and (runs / path).exists() else Path(path)  # NAME for runs/NAME
+    named = runs / path  # NAME for runs/NAME, even if a folder that is no run has the name
+    is_named = (named / "config.json").exists() or (named.exists() and not Path(path).exists())
+    path = named if is_named else Path(path)
     chosen = checkpoint.resolve(path)
     if average > 1 and not chosen.is_dir():
         raise UserError(f"--average needs a run or a checkpoint folder, not the file {chosen}")

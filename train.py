@@ -102,8 +102,8 @@ from text.prepare import find_and_prepare, load_prepared
 from validation import Validation
 
 # Flags that --resume may change; any other would make it another run.
-MAY_CHANGE = {"epochs", "max_steps", "max_minutes", "patience", "workers", "device", "precision", "compile", "captured",
-              "shard", "accumulate", "attention", "eval_every", "log_every", "save_minutes", "keep", "data"}  # fmt: skip
+MAY_CHANGE = {"data", "tokenizer", "epochs", "max_steps", "max_minutes", "patience", "workers", "device", "precision", "compile",
+              "captured", "shard", "accumulate", "attention", "eval_every", "log_every", "save_minutes", "keep"}  # fmt: skip
 
 
 def train(config: Config) -> Path:
@@ -117,11 +117,11 @@ def train(config: Config) -> Path:
         log(precision.describe())
 
         # -------- data: made by rank 0 in the cache beside the runs; the other ranks wait, then read it
-        folder, config.data = world.on_main(lambda: find_and_prepare(config, run.cache, log))
+        folder, config.data, config.tokenizer = world.on_main(lambda: find_and_prepare(config, run.cache, log))
         prepared = load_prepared(folder)
         matched = prepared.match_validation(config.match_domain, config.match_lengths, log, late=config.match_late)
         if run.state and run.state["data_key"] != prepared.summary["key"]:
-            raise UserError(f"--resume {run.folder}: {config.data} is not what the run began with; put it back")
+            raise UserError(f"{run.folder}: {config.data} or the tokenizer is not what the run began with; put it back")
 
         # -------- model, loss, optimiser; a resumed run restores them
         sizes = sizes_of(config, len(prepared.source_tokenizer), len(prepared.target_tokenizer))

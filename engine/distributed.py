@@ -229,7 +229,7 @@ def choose_device(name: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         reason = hidden_gpus() or "PyTorch sees no GPU on this machine"
-        raise UserError(f"--device {name}: {reason}; leave the flag out to train on the CPU")
+        raise UserError(f"--device {name}: {reason}; --device auto takes the CPU then")
     count = torch.cuda.device_count()
     if ":" in name and os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(f"--device {name} gives all processes the same GPU; use `CUDA_VISIBLE_DEVICES=… torchrun …`")

@@ -276,7 +276,7 @@ def saved_settings(config, may_change: set[str]):
     """The settings; with `resume` those that the run was started with, changed by those flags that may change."""
     if not config.resume:
         return config
-    run = Path(config.resume) if Path(config.resume).is_dir() else folder_of(config.resume)
+    run = max(folder_of(config.resume), Path(config.resume), key=lambda place: (place / "config.json").exists())
     differing = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
     given = getattr(config, "given", differing)  # settings made in Python do not know which of them were given
     if not (run / "config.json").exists():

@@ -174,7 +174,8 @@ def read_runs(folders: list) -> list[RunFiles]:
 
 def read_run(folder: str | Path) -> RunFiles:
     """Everything in runs/NAME. Raises `UserError` only for what is no run at all."""
-    folder = Path(folder) if Path(folder).exists() else Path("runs") / folder
+    named = Path("runs") / folder  # even if a folder that is no run has the name
+    folder = named if (named / "config.json").exists() or not Path(folder).exists() else Path(folder)
     run = RunFiles(folder, folder.resolve().name)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run; `ls runs` shows what there is")

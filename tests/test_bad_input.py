@@ -201,7 +201,7 @@ CASES = {
     "heads that do not divide": Case("train --data pairs --nhead 5", ("--d_model 32", "a multiple of --nhead 5")),
     "odd width": Case("train --data pairs --d_model 33 --nhead 3", ("--d_model 33 must be even",)),
     "more parts than pairs": Case("train --data pairs --accumulate 500", ("60 training pairs", "500 micro-batches")),
-    "no GPU": Case("train --data pairs --device cuda", ("--device cuda", "leave the flag out"), process=True,
+    "no GPU": Case("train --data pairs --device cuda", ("--device cuda", "--device auto takes the CPU"), process=True,
                    environment={"CUDA_VISIBLE_DEVICES": ""}),
     # Going on.
     "resume of nothing": Case("resume --resume runs/none", ("--resume runs/none: no such run", "ls runs")),

@@ -207,6 +207,8 @@ def test_data_without_splits_is_scored_on_the_part_that_was_cut_off(tmp_path, ca
     moved = data.rename(tmp_path / "moved")
     found, scored = load_rows(Config(data=str(moved)), trained)
     assert found == rows and (scored["split"], scored["own"]) == ("test", True)
+    alone = load_trained(str(trained.checkpoint / "model.safetensors"))  # of a whole checkpoint
+    assert load_rows(Config(data=str(moved)), alone)[0] == rows
     assert not capsys.readouterr().err
     write_pairs(data, pairs[1:])
     load_rows(Config(), trained)

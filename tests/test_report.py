@@ -456,6 +456,12 @@ def test_a_run_is_no_place_for_its_report(run, without_drawing):
         Page("title", "en", run)
 
 
+def test_a_run_with_the_name_of_a_folder_that_is_none(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a").mkdir()
+    assert read_run("a").config["target"] == "en"
+
+
 def test_an_evaluation_of_other_data_is_read_from_there(run, tmp_path):
     rows = [("一 二", "one two"), ("三", "three")]
     other = write_pairs(tmp_path / "other", rows, {"train": slice(None)})

@@ -128,8 +128,8 @@ def prepare(
     return load_prepared(folder)
 
 
-def find_and_prepare(config, cache: Path, say) -> tuple[Path, str]:
-    """What train.py's flags name, prepared: → its folder, and the data as a path that is found from anywhere."""
+def find_and_prepare(config, cache: Path, say) -> tuple[Path, str, str]:
+    """What train.py's flags name, prepared: → its folder; the data and the tokenizer as paths that are found from anywhere."""
     data = config.data or default_path()
     if not config.data:
         say(f"data: no --data given, using {data}")
@@ -138,19 +138,21 @@ def find_and_prepare(config, cache: Path, say) -> tuple[Path, str]:
     if os.path.exists(os.path.expanduser(data)):  # else a hub name, or a mistake
         # Not realpath: a link's target may have another name. Nor abspath: `link/..` is where the link leads to.
         data = str(Path(os.getcwd(), os.path.expanduser(data)))
+    tokenizer = str(Path(config.tokenizer).absolute()) if Path(config.tokenizer or "-").is_dir() else config.tokenizer
     if data != data.encode(errors="ignore").decode():  # of other bytes, which no file of the run could hold
         raise UserError(f"the path {data!r} is not UTF-8; rename the folder")
     text = find_text(data, config.source, config.target)
     for split, files in text.files.items():
         say(f"data: {split} is {short(', '.join(file.name for file in files))}")
     prepared = prepare(text, cache, source_vocab=config.source_vocab, target_vocab=config.target_vocab,
-                       tokenizer=config.tokenizer, max_length=config.max_length, say=say)  # fmt: skip
-    return prepared.folder, data
+                       tokenizer=tokenizer, max_length=config.max_length, say=say)  # fmt: skip
+    return prepared.folder, data, tokenizer
 
 
 def began_with(checkpoint: Path, config: dict, text: ParallelText) -> bool:
     """Whether the run of this checkpoint and these settings was made from just these files, wherever they lie now."""
-    with contextlib.suppress(OSError, ValueError, KeyError):  # a file of weights, an older version
+    checkpoint = checkpoint.parent if checkpoint.is_file() else checkpoint
+    with contextlib.suppress(OSError, ValueError, KeyError):  # weights that lie alone, an older version
         settings = (config[name] for name in ("source_vocab", "target_vocab", "tokenizer", "max_length"))
         return load_state(checkpoint)["data_key"] == _key(text, *settings)
     return False

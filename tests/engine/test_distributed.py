@@ -241,7 +241,7 @@ def test_each_rank_has_its_gpu(gpus, name, local_rank, index):
 
 @pytest.mark.parametrize("seen, processes, name, said", [
     *((2, 1, name, "unknown device; choose auto, cpu, cuda or cuda:N") for name in ("gpu", "cuda1", "mps", "", "CPU")),
-    *((0, 1, name, f"--device {name}: PyTorch sees no GPU on this machine; leave") for name in ("cuda", "cuda:0")),
+    *((0, 1, name, f"--device {name}: PyTorch sees no GPU on this machine; --device auto") for name in ("cuda", "cuda:0")),
     *((2, 1, f"cuda:{name}", f"GPU {name} was asked for but 2 can be seen") for name in ("2", "x", "-1")),
     (2, 3, "auto", "3 processes but 2 visible GPU(s); start at most 2"),
     (2, 2, "cuda:1", "--device cuda:1 gives all processes the same GPU"),
@@ -298,5 +298,5 @@ def test_hidden_gpus_are_said(tmp_path, gpus, monkeypatch, cards, seen, visible,
 def test_why_there_is_no_gpu_is_said(gpus, monkeypatch):
     gpus(0)
     monkeypatch.setattr(distributed, "hidden_gpus", lambda: "they are hidden")
-    with pytest.raises(UserError, match="--device cuda: they are hidden; leave the flag out"):
+    with pytest.raises(UserError, match="--device cuda: they are hidden; --device auto takes the CPU"):
         choose_device("cuda", 0)

@@ -103,7 +103,8 @@ def test_the_log_of_a_run_with_no_setting_of_its_own_on_a_machine_of_hidden_gpus
 
 def test_going_on_keeps_the_settings_and_refuses_others():
     train(run="a", lr=0.02, kill_after=2)
-    run, _ = train(resume="runs/a", steps=7)
+    Path("a").mkdir()  # no run, but of its name
+    run, _ = train(resume="a", steps=7)
     assert run_module.load_config(Config, run.folder / "config.json").resume == ""  # a settings file for others
     assert run.config.lr == 0.02 and run.config.steps == 7
     with pytest.raises(UserError, match=r"another --lr \(0.5, the run has 0.02\)"):

@@ -198,11 +198,11 @@ def test_links_are_read_by_their_own_names_and_from_where_they_lead(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     sizes = dict(source_vocab=300, target_vocab=300, max_length=512)
     config = SimpleNamespace(data="link/../pairs.tsv", source="zh", target="en", tokenizer="", **sizes)
-    _, found = find_and_prepare(config, tmp_path / "cache", lambda line: None)
+    _, found, _ = find_and_prepare(config, tmp_path / "cache", lambda line: None)
     assert os.path.isabs(found) and found.endswith("pairs.tsv") and os.path.samefile(found, tmp_path / "far" / "blob")
 
 
-def test_an_own_tokenizer_folder_serves_both_sides(toy_text, tmp_path):
+def test_an_own_tokenizer_folder_serves_both_sides(toy_text, tmp_path, monkeypatch):
     trained = prepare(toy_text, tmp_path / "cache", say=lambda line: None)
     folder = tmp_path / "joint"
     trained.target_tokenizer.save_pretrained(folder)
@@ -217,5 +217,9 @@ def test_an_own_tokenizer_folder_serves_both_sides(toy_text, tmp_path):
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()
     assert key == hashlib.blake2b(content, digest_size=8).hexdigest() != before
+    monkeypatch.chdir(tmp_path)
+    said = dict(data=str(toy_text.path), source="zh", target="en", source_vocab=-1, target_vocab=-1, max_length=512)
+    where = find_and_prepare(SimpleNamespace(tokenizer="joint", **said), tmp_path / "cache", lambda line: None)
+    assert where[2] == str(folder)  # for a resumed run, wherever it is started
     line = "three two one"
     assert encode(prepared.source_tokenizer, [line]) == encode(prepared.target_tokenizer, [line])
