@@ -228,9 +228,9 @@ CASES = {
     "a damaged model.json": Case("evaluate --ckpt runs/good", ("runs/good: checksum of model.json differs", "put the file back"),
                                  in_file("runs/good/model.json", "{}")),
     # Tokenizers.
-    "tokenizer without pad": Case("train --data pairs --tokenizer half", ("tokenizer half has no pad/bos token",),
+    "tokenizer without pad": Case("train --data pairs --tokenizer half", ("half has no pad/bos token",),
                                   tokenizer_without_specials),
-    "empty tokenizer": Case("train --data pairs --tokenizer empty", ("tokenizer empty: no tokenizer can be read",),
+    "empty tokenizer": Case("train --data pairs --tokenizer empty", ("empty: no tokenizer can be read",),
                             lambda: os.mkdir("empty")),
     "tokenizer without a network": Case("train --data pairs --tokenizer no/such", ("no/such: no such folder",),
                                         slow=True, process=True, environment={"HF_ENDPOINT": NO_ANSWER}),
