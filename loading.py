@@ -12,7 +12,7 @@ from engine import checkpoint
 from engine.distributed import World
 from engine.errors import UserError
 from engine.precision import Precision, choose_precision
-from engine.run import put_in
+from engine.run import find_run, put_in
 from model import ModelConfig, Translator
 from text.prepare import Prepared
 from text.subwords import load_tokenizer
@@ -41,9 +41,7 @@ def choose_checkpoint(path: str = "", average: int = 1, say=print, runs: Path = 
     if not path:
         path = newest_run(runs)
         say(f"no --ckpt given, using the newest run: {path}")
-    named = runs / path  # NAME for runs/NAME, even if a folder that is no run has the name
-    is_named = (named / "config.json").exists() or (named.exists() and not Path(path).exists())
-    path = named if is_named else Path(path)
+    path = find_run(path, runs)
     chosen = checkpoint.resolve(path)
     if average > 1 and not chosen.is_dir():
         raise UserError(f"--average needs a run or a checkpoint folder, not the file {chosen}")

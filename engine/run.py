@@ -205,6 +205,12 @@ def folder_of(name: str) -> Path:
     return Path(name) if "/" in name else Path("runs") / name
 
 
+def find_run(path: str | Path, runs: Path = Path("runs")) -> Path:
+    """Where a path or a name leads: runs/NAME if that is a run, or if nothing here is called NAME; else the path itself."""
+    named = runs / path
+    return named if (named / "config.json").exists() or (named.exists() and not Path(path).exists()) else Path(path)
+
+
 @contextlib.contextmanager
 def new_folder(name: str, kind: str) -> Iterator[Path]:
     """The folder of a fresh run; removed in the end if no run has begun in it. One that is named may be there already."""
@@ -276,7 +282,7 @@ def saved_settings(config, may_change: set[str]):
     """The settings; with `resume` those that the run was started with, changed by those flags that may change."""
     if not config.resume:
         return config
-    run = max(folder_of(config.resume), Path(config.resume), key=lambda place: (place / "config.json").exists())
+    run = find_run(config.resume)
     differing = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
     given = getattr(config, "given", differing)  # settings made in Python do not know which of them were given
     if not (run / "config.json").exists():

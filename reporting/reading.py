@@ -17,6 +17,7 @@ from itertools import chain, islice, takewhile
 from pathlib import Path
 
 from engine.errors import UserError
+from engine.run import find_run
 from text.cleaning import held_out_rows
 from text.rows import find_text, fingerprint_of
 
@@ -174,8 +175,7 @@ def read_runs(folders: list) -> list[RunFiles]:
 
 def read_run(folder: str | Path) -> RunFiles:
     """Everything in runs/NAME. Raises `UserError` only for what is no run at all."""
-    named = Path("runs") / folder  # even if a folder that is no run has the name
-    folder = named if (named / "config.json").exists() or not Path(folder).exists() else Path(folder)
+    folder = find_run(folder)
     run = RunFiles(folder, folder.resolve().name)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run; `ls runs` shows what there is")

@@ -28,7 +28,7 @@ MAY_IMPORT = {
 ASKED = {(f"reporting/{name}.py", noun) for name in ("preflight", "masks") for noun in ("data", "model", "fast")}
 EXCEPTIONS = {("train.py", "labs"), ("translate.py", "serving"), *ASKED}
 MAIN_STORIES = ("__main__.py", "train.py")  # a lab's main and train.py's train: one story from top to bottom
-LINES = {"*.py": 1700, "train.py": 300, "decoding.py": 350, "engine/*.py": 1758, "benchmarks/**/*.py": 2112}
+LINES = {"*.py": 1700, "train.py": 300, "decoding.py": 350, "engine/*.py": 1764, "benchmarks/**/*.py": 2112}
 
 
 def files(folder: str) -> list[Path]:

@@ -24,7 +24,7 @@ from benchmarks import attention_op, data, decoding, gpu, recipes, time_to_bleu,
 from benchmarks import corpus as corpus_module
 from benchmarks.corpus import SIDES, as_ids, as_words, load_corpus, read_corpus
 from benchmarks.measuring import ROOT, Run, tokens_of, write_json
-from benchmarks.peers import contest, marian, ours
+from benchmarks.peers import contest, marian, ours, toolkits
 from benchmarks.peers.contest import TINY, Contestant, Task, choose, command, start
 from data import Collate
 from engine.config import checked, parse_flags
@@ -208,7 +208,7 @@ def test_toolkits_learn_and_translate_without_end(name, small, tmp_path):
     settings = contest.TOOLKITS[name].settings | {"variant": "1e-2 50"}
     words, environment = command(replace(contest.TOOLKITS[name], settings=settings, pin=False), task)
     with open(tmp_path / "log", "w") as log, subprocess.Popen(words, cwd=ROOT, env=environment, stderr=log) as process:
-        translations = []
+        translations, learnt = [], False
         while process.poll() is None and len(translations) < 40:
             translations = [file.read_text() for file in tmp_path.glob("*.out")]
             if learnt := (tmp_path / "valid.tgt").read_text() in translations:
@@ -216,6 +216,24 @@ def test_toolkits_learn_and_translate_without_end(name, small, tmp_path):
             time.sleep(0.2)
         process.kill()
     assert learnt
+
+
+def test_a_toolkit_is_asked_to_translate_and_its_time_is_when_it_is_done(tmp_path, monkeypatch):
+    class Trainer:
+        def step(self, batches):
+            steps.append(batches)
+
+    def translated(trainer, done: int, sources: Path) -> str:
+        now[0] += 10
+        return f"{done} {len(steps)} {sources.name}"
+
+    steps, now = [], [0]
+    monkeypatch.setattr(toolkits, "time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr("sys.argv", [])
+    task = Task("", "", threads=torch.get_num_threads(), outputs=str(tmp_path), every=2)
+    toolkits.run(task, lambda: [Trainer().step(number) for number in range(5)], [], Trainer, "step", None, translated)
+    told = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert told == {"10.out": "2 2 valid.src", "20.out": "4 4 valid.src"} and steps == list(range(5))
 
 
 # ---------------------------------------------------------------- decoding
@@ -411,9 +429,19 @@ def test_minutes_to_a_bleu(toy_data, cache, tmp_path, monkeypatch, capsys):
     for toolkit in ("pymarian", "opennmt", "fairseq"):
         (tmp_path / toolkit).mkdir()
         (tmp_path / toolkit / "complete").touch()
+    load = time_to_bleu.load_prepared
+
+    def with_an_empty_source(folder):
+        """As validation may have: it is scored by nobody's translation."""
+        prepared = load(folder)
+        pairs = [prepared.validation[row] for row in range(len(prepared.validation_rows))]
+        return replace(prepared, validation=[([], pairs[0][1]), *pairs[1:]])
+
+    monkeypatch.setattr(time_to_bleu, "load_prepared", with_an_empty_source)
     names = ("marian", "hf", "opennmt-lr-1e-3", "fairseq-lr-1e-3", "ours", "ours-like-validation")
     for name in names:
         time_to_bleu.main(replace(config, contestants=name))
+    assert all("" not in file.read_text().splitlines() for file in (tmp_path / "runs").glob("*/valid.src"))
     rows = [re.split(" *[|] *", line) for line in capsys.readouterr().out.splitlines()[-len(names) :]]
     for name, row in zip(names[:4], rows):
         minutes, final = row[2], row[6].split()  # smoothed: short sentences lose some
