@@ -101,10 +101,14 @@ def test_words_say_the_same_as_ids_and_are_in_every_vocabulary(small):
             assert words <= set(known) and len(known) == len(set(known)) == 300 - 3
 
 
-def test_the_sample_is_always_the_same_and_cached(small, toy_data, monkeypatch):
+def test_the_sample_is_always_the_same_and_cached(small, toy_data, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module, "write_corpus", lambda *_: pytest.fail("written again"))
     monkeypatch.setenv("MINIDATASET", str(toy_data))
     again = load_corpus(vocab=300, pairs=50, test_rows=20, longest=30)
+    moved = load_corpus(
+        str(shutil.copytree(toy_data, tmp_path / "moved")), vocab=300, pairs=50, test_rows=20, longest=30
+    )
+    assert (again.data, moved.data) == (str(toy_data), str(tmp_path / "moved")) and moved.folder == again.folder
     assert [source.tolist() for source, _ in again.train] == [source.tolist() for source, _ in small.train]
 
 
