@@ -23,6 +23,7 @@ from engine.checkpoint import verify_files, write_checksums
 from engine.config import flag, parse_flags
 from engine.distributed import World
 from engine.errors import UserError, run_script
+from engine.run import find_run
 from labs.gpt.sizes import Sizes
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process alone is meant to be alone
@@ -122,8 +123,8 @@ def load_weights(path: Path) -> tuple[dict[str, torch.Tensor], Sizes]:
 
 
 def checkpoint_of(run: str) -> Path:
-    """What --ckpt takes: a run, or one of its checkpoints."""
-    path = Path(run)
+    """What --ckpt takes: a run or its name, or one of its checkpoints."""
+    path = find_run(run)
     if not (path / ".metadata").exists():
         path = newest(path)
     elif damage := verify_files(path):
@@ -145,10 +146,10 @@ def convert(run: str) -> None:
     """The newest checkpoint of a run, or the one named, as a single file that needs none of this: RUN/model.safetensors."""
     import safetensors.torch
 
-    run = run or newest_run()
+    run = find_run(run or newest_run())
     path = checkpoint_of(run)
     weights, sizes = load_weights(path)
-    target = Path(run) / "model.safetensors"
+    target = run / "model.safetensors"
     safetensors.torch.save_file(weights, target, metadata={"format": "pt", "sizes": json.dumps(asdict(sizes))})
     print(f"{path} → {target}: {sum(w.numel() for w in weights.values()):,} parameters")
 
