@@ -123,7 +123,9 @@ def test_a_training_that_was_stopped_is_no_result(tmp_path):
 def test_interrupted_it_waits_until_the_training_has_saved(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    code = f"from benchmarks.measuring import call; call({str(script)!r}, {{'run': {str(tmp_path)!r}, 'last': 'wait'}})"
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's `&` has it ignored
+    flags = {"run": str(tmp_path), "last": "wait"}
+    code += f"from benchmarks.measuring import call; call({str(script)!r}, {flags})"
     with subprocess.Popen(
         [sys.executable, "-c", code], cwd=ms.ROOT, start_new_session=True, stderr=subprocess.PIPE
     ) as process:
