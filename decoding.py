@@ -48,7 +48,9 @@ class Cache:
         """Feed (B,) tokens at one position; → (B,) the likeliest next ones."""
         return step(self.model, self, tokens, position).argmax(-1)
 
-    def append(self, index: int, position: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def append(
+        self, index: int, position: int, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Keep a layer's key and value of one position, (B, H, 1, W); → those of all positions up to it."""
         keys, values = self.own_keys[index], self.own_values[index]
         keys[:, :, position], values[:, :, position] = key[:, :, 0], value[:, :, 0]
@@ -96,7 +98,9 @@ def step(model: Translator, cache: Cache, tokens: Tensor, position: int) -> Tens
         return model.output(decoder.norm(x[:, 0].to(model.output.weight.dtype)))  # (B, V)
 
 
-def attend_own(layer: nn.TransformerDecoderLayer, x: Tensor, cache: Cache, index: int, position: int) -> Tensor:
+def attend_own(
+    layer: nn.TransformerDecoderLayer, x: Tensor, cache: Cache, index: int, position: int
+) -> Tensor:
     """Self-attention of the newest token over itself and all before it: (B, 1, D) → (B, 1, D)"""
     query, key, value = project(layer.self_attn, x, "qkv")  # (B, H, 1, W) each
     seen = F.scaled_dot_product_attention(query, *cache.append(index, position, key, value))
@@ -121,9 +125,16 @@ def project(attention: nn.MultiheadAttention, x: Tensor, which: str) -> list[Ten
 
     `nn.MultiheadAttention` keeps the three weights in one matrix, query on top: "qkv", "q" and "kv" are slices of it.
     """
-    first, last = "qkv".index(which[0]) * attention.embed_dim, ("qkv".index(which[-1]) + 1) * attention.embed_dim
-    projected = F.linear(x, attention.in_proj_weight[first:last], attention.in_proj_bias[first:last])
-    heads = projected.unflatten(-1, (len(which), attention.num_heads, attention.head_dim))  # (B, T, 1–3, H, W)
+    first, last = (
+        "qkv".index(which[0]) * attention.embed_dim,
+        ("qkv".index(which[-1]) + 1) * attention.embed_dim,
+    )
+    projected = F.linear(
+        x, attention.in_proj_weight[first:last], attention.in_proj_bias[first:last]
+    )
+    heads = projected.unflatten(
+        -1, (len(which), attention.num_heads, attention.head_dim)
+    )  # (B, T, 1–3, H, W)
     return list(heads.permute(2, 0, 3, 1, 4))
 
 
@@ -134,7 +145,13 @@ def join_heads(attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def greedy(
-    model: Translator, src: Tensor, src_pad: Tensor, limits: Tensor, bos: int, eos: int, steps: Callable | None = None
+    model: Translator,
+    src: Tensor,
+    src_pad: Tensor,
+    limits: Tensor,
+    bos: int,
+    eos: int,
+    steps: Callable | None = None,
 ) -> Tensor:
     """The likeliest token at every step: (B, S) → (B, T) ids, padded with eos. `limits` (B,) caps each row's tokens.
 
@@ -143,7 +160,9 @@ def greedy(
     longest = int(limits.max())
     cache = (steps or partial(start, model))(src, src_pad, longest)
     output = torch.full((len(src), longest), eos, device=src.device)
-    rows = torch.arange(len(src), device=src.device)  # where the rows still in the batch stand in `output`
+    rows = torch.arange(
+        len(src), device=src.device
+    )  # where the rows still in the batch stand in `output`
     tokens = torch.full_like(rows, bos)
     done = torch.zeros_like(rows, dtype=torch.bool)
     for position in range(longest):
@@ -162,8 +181,15 @@ def greedy(
 
 @torch.inference_mode()
 def beam_search(
-    model: Translator, src: Tensor, src_pad: Tensor, limits: Tensor, bos: int, eos: int, beam: int, length_penalty: float
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    model: Translator,
+    src: Tensor,
+    src_pad: Tensor,
+    limits: Tensor,
+    bos: int,
+    eos: int,
+    beam: int,
+    length_penalty: float,
+) -> tuple[Tensor, Tensor]:
     """`beam` hypotheses a sentence, best first: (B, S) → ids (B, K, T) padded with eos, and their scores (B, K).
 
     A hypothesis is scored by its log-probability divided by ((5 + length) / 6) ** length_penalty (Wu et al. 2016), its end
@@ -173,12 +199,19 @@ def beam_search(
     batch, longest, device = len(src), int(limits.max()), src.device
     vocabulary = model.config.target_vocab
     cache = start(model, src, src_pad, longest, copies=beam)
-    first_row = torch.arange(batch, device=device)[:, None] * beam  # (B, 1) of each sentence's rows in the cache
+    first_row = (
+        torch.arange(batch, device=device)[:, None] * beam
+    )  # (B, 1) of each sentence's rows in the cache
     scores = torch.full((batch, beam), -math.inf, device=device, dtype=model.output.bias.dtype)
     scores[:, 0] = 0  # the beams begin alike: let one live, or they would all stay alike
     alive = torch.full((batch, beam, longest), eos, device=device)
-    finished, finished_scores = alive.clone(), torch.full_like(scores, -math.inf)  # the best `beam` so far
-    count = torch.zeros(batch, dtype=torch.long, device=device)  # finished hypotheses of each sentence
+    finished, finished_scores = (
+        alive.clone(),
+        torch.full_like(scores, -math.inf),
+    )  # the best `beam` so far
+    count = torch.zeros(
+        batch, dtype=torch.long, device=device
+    )  # finished hypotheses of each sentence
     done = torch.zeros(batch, dtype=torch.bool, device=device)
     tokens = torch.full((batch, beam), bos, device=device)
     for position in range(longest):
@@ -205,7 +238,9 @@ def beam_search(
         alive = candidates.gather(1, keep[:, :, None].expand(-1, -1, longest))
         tokens, parent = token.gather(1, keep), parent.gather(1, keep)
         cache.select((first_row + parent).flatten(), source_too=False)
-        done |= ((count >= beam) & (finished_scores[:, 0] >= scores[:, 0] / penalty)) | (limits <= position + 1)
+        done |= ((count >= beam) & (finished_scores[:, 0] >= scores[:, 0] / penalty)) | (
+            limits <= position + 1
+        )
         if (device.type == "cpu" or position % CHECK_EVERY == CHECK_EVERY - 1) and bool(done.all()):
             break
     return finished, finished_scores
@@ -224,12 +259,16 @@ class Hypotheses:
     capped: int  # outputs that reached the limit without ending
 
 
-def plan_batches(lengths: list[int], rows: int, workers: int = 1, copies: int = 1) -> list[list[int]]:
+def plan_batches(
+    lengths: list[int], rows: int, workers: int = 1, copies: int = 1
+) -> list[list[int]]:
     """Sentence numbers in batches of similar length, longest first: what does not fit in memory fails at once.
 
     About `rows` sentences in a batch; where there are many, every worker gets as many batches, all of about one size.
     """
-    order = sorted((row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row])
+    order = sorted(
+        (row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row]
+    )
     share = math.ceil(len(order) / workers)  # sentences of a worker
     rows = max(1, math.ceil(share / max(1, round(share / rows))))  # in each of its batches
     batches, first = [], 0
@@ -240,17 +279,28 @@ def plan_batches(lengths: list[int], rows: int, workers: int = 1, copies: int = 
     return batches
 
 
-def plan_for(model: Translator, lengths: list[int], beam: int = 1, ranks: int = 1) -> list[list[int]]:
+def plan_for(
+    model: Translator, lengths: list[int], beam: int = 1, ranks: int = 1
+) -> list[list[int]]:
     """Batches for the model's device, of all ranks: on a CPU every thread decodes some of its own."""
     if next(model.parameters()).device.type == "cpu":
-        return plan_batches(lengths, max(1, ROWS_PER_BATCH // beam), ranks * torch.get_num_threads())
+        return plan_batches(
+            lengths, max(1, ROWS_PER_BATCH // beam), ranks * torch.get_num_threads()
+        )
     return plan_batches(lengths, max(1, 4 * ROWS_PER_BATCH // beam), ranks, copies=beam)
 
 
 def search(
-    model: Translator, sources: list[list[int]], collate: Collate, *, beam: int = 1, length_penalty: float = 1.5,
-    batches: list[list[int]] | None = None, steps: Callable | None = None, progress: Callable = iter,
-) -> Hypotheses:  # fmt: skip
+    model: Translator,
+    sources: list[list[int]],
+    collate: Collate,
+    *,
+    beam: int = 1,
+    length_penalty: float = 1.5,
+    batches: list[list[int]] | None = None,
+    steps: Callable | None = None,
+    progress: Callable = iter,
+) -> Hypotheses:
     """Translate token ids, without begin and end, into token ids. An empty source gives an empty output.
 
     `batches`: which rows to do (all by default); others come back empty. `progress` wraps them, as tqdm does.
@@ -262,12 +312,16 @@ def search(
         batches = plan_for(model, list(map(len, sources)), beam)
 
     def search_batch(rows: list[int]) -> tuple[list[list[int]], list[int]]:
-        src, src_pad = (tensor.to(device) for tensor in collate.pad_sources([sources[row] for row in rows]))
+        src, src_pad = (
+            tensor.to(device) for tensor in collate.pad_sources([sources[row] for row in rows])
+        )
         limits = output_limit((~src_pad).sum(1), model.config.max_length)
         if beam == 1:
             output = greedy(model, src, src_pad, limits, bos, eos, steps)
         else:
-            output = beam_search(model, src, src_pad, limits, bos, eos, beam, length_penalty)[0][:, 0]
+            output = beam_search(model, src, src_pad, limits, bos, eos, beam, length_penalty)[0][
+                :, 0
+            ]
         return output.tolist(), limits.tolist()
 
     hypotheses = Hypotheses([[] for _ in sources], 0)
@@ -302,7 +356,9 @@ def map_in_threads(function: Callable, items: list, workers: int) -> Iterator:
     try:
         yield from pool.map(work, items)
     finally:
-        pool.shutdown(cancel_futures=True)  # an error or Ctrl-C: the batches that wait are not begun
+        pool.shutdown(
+            cancel_futures=True
+        )  # an error or Ctrl-C: the batches that wait are not begun
         torch.set_num_threads(threads)
 
 
@@ -317,12 +373,22 @@ class Translations:
 
 
 def translate_lines(
-    model: Translator, source_tokenizer, target_tokenizer, lines: list[str], *, beam: int = 1,
-    length_penalty: float = 1.5, world: World | None = None, steps: Callable | None = None, progress: Callable = iter,
-) -> Translations | None:  # fmt: skip
+    model: Translator,
+    source_tokenizer,
+    target_tokenizer,
+    lines: list[str],
+    *,
+    beam: int = 1,
+    length_penalty: float = 1.5,
+    world: World | None = None,
+    steps: Callable | None = None,
+    progress: Callable = iter,
+) -> Translations | None:
     """Text → text, one output a line. With a `world` of many, the batches are shared out and rank 0 gets the whole."""
     longest = model.config.max_length - 1  # one place is left for the end token
-    sources = encode(source_tokenizer, [normalise(line) for line in lines], longest + 1)  # one more shows what is cut
+    sources = encode(
+        source_tokenizer, [normalise(line) for line in lines], longest + 1
+    )  # one more shows what is cut
     cut = sum(len(source) > longest for source in sources)
     sources = [source[:longest] for source in sources]
     collate = Collate(special_ids(source_tokenizer), special_ids(target_tokenizer))
@@ -330,15 +396,27 @@ def translate_lines(
     if world:  # the plans of unlike machines differ
         batches = world.on_main(lambda plan=batches: plan)[world.rank :: world.size]
     hypotheses = search(
-        model, sources, collate, beam=beam, length_penalty=length_penalty, batches=batches, steps=steps,
+        model,
+        sources,
+        collate,
+        beam=beam,
+        length_penalty=length_penalty,
+        batches=batches,
+        steps=steps,
         progress=progress,
-    )  # fmt: skip
+    )
     mine = [row for batch in batches for row in batch]
     texts = dict(zip(mine, decode(target_tokenizer, [hypotheses.tokens[row] for row in mine])))
     tokens = sum(len(hypotheses.tokens[row]) + 1 for row in mine)
-    shares = world.gather((texts, tokens, hypotheses.capped)) if world else [(texts, tokens, hypotheses.capped)]
+    shares = (
+        world.gather((texts, tokens, hypotheses.capped))
+        if world
+        else [(texts, tokens, hypotheses.capped)]
+    )
     if shares is None:
         return None
     everything = {row: text for texts, _, _ in shares for row, text in texts.items()}
     texts = [everything[row] if source else "" for row, source in enumerate(sources)]
-    return Translations(texts, sum(share[1] for share in shares), sum(share[2] for share in shares), cut)
+    return Translations(
+        texts, sum(share[1] for share in shares), sum(share[2] for share in shares), cut
+    )

@@ -27,19 +27,29 @@ class Config:
     average: int = flag(1, "average the weights of the last N checkpoints", "What", least=1)
 
     beam: int = flag(1, "beam size; 1: greedy, the graded way", "How", least=1, most=1000)
-    length_penalty: float = flag(1.5, "larger: longer outputs; beam search only", "How", least=0, most=10)
-    teacher_forced: bool = flag(False, "also print teacher-forced accuracy, which is NOT a BLEU", "How")
-    precision: str = flag("auto", "(auto|fp32|bf16|fp16|int8); int8: fast greedy decoding on a CPU", "How")
+    length_penalty: float = flag(
+        1.5, "larger: longer outputs; beam search only", "How", least=0, most=10
+    )
+    teacher_forced: bool = flag(
+        False, "also print teacher-forced accuracy, which is NOT a BLEU", "How"
+    )
+    precision: str = flag(
+        "auto", "(auto|fp32|bf16|fp16|int8); int8: fast greedy decoding on a CPU", "How"
+    )
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
     captured: bool = flag(False, "decode with CUDA graphs on a GPU: faster, but new", "How")
     out: str = flag("", "file for the hypotheses, one per line", "How")
 
     def __post_init__(self):
         if self.precision == "int8" and self.beam > 1:
-            raise UserError(f"--precision int8 decodes greedily; --beam {self.beam} needs another --precision")
+            raise UserError(
+                f"--precision int8 decodes greedily; --beam {self.beam} needs another --precision"
+            )
 
 
-if __name__ == "__main__":  # before the heavy imports, so that --help and a wrong flag answer at once
+if (
+    __name__ == "__main__"
+):  # before the heavy imports, so that --help and a wrong flag answer at once
     config = parse_flags(Config, "BLEU of a trained model")
 
 import os
@@ -81,53 +91,92 @@ def evaluate(config: Config) -> None:
     begun = time.perf_counter()
     with precision.autocast():
         translations = translate_lines(
-            trained.model, trained.source_tokenizer, trained.target_tokenizer, [source for source, _ in rows],
-            beam=config.beam, length_penalty=config.length_penalty, world=world, steps=steps,
+            trained.model,
+            trained.source_tokenizer,
+            trained.target_tokenizer,
+            [source for source, _ in rows],
+            beam=config.beam,
+            length_penalty=config.length_penalty,
+            world=world,
+            steps=steps,
             progress=lambda batches: progress(batches, desc="translating", unit="batch"),
-        )  # fmt: skip
+        )
     if translations:
-        result = report(config, trained, scored, rows, translations, time.perf_counter() - begun, say)
+        result = report(
+            config, trained, scored, rows, translations, time.perf_counter() - begun, say
+        )
         if config.out:
             write_lines(Path(config.out), translations.texts)
             say(f"hypotheses written to {config.out}, one a line")
         # With auto that of the device: scores differ a little between formats.
         result["precision"] = "int8" if config.precision == "int8" else precision.name
-        keep_score(trained.run / "eval", name_of_score(config, trained, scored), result, translations.texts, say)
+        keep_score(
+            trained.run / "eval",
+            name_of_score(config, trained, scored),
+            result,
+            translations.texts,
+            say,
+        )
     if config.teacher_forced:
         match = teacher_forced_match(trained, rows, world, precision)
-        say(f"teacher-forced token match {match:.2f} % — NOT a BLEU and not comparable with one: at every position the "
-            "model sees the reference before it")  # fmt: skip
+        say(
+            f"teacher-forced token match {match:.2f} % — NOT a BLEU and not comparable with one: at every position the "
+            "model sees the reference before it"
+        )
     world.stop()
 
 
-def report(config: Config, trained: Trained, scored: dict, rows, translations: Translations, seconds, say) -> dict:
+def report(
+    config: Config, trained: Trained, scored: dict, rows, translations: Translations, seconds, say
+) -> dict:
     """Print the BLEU card and sample translations; → all figures."""
     references = [target for _, target in rows]
     card = bleu_card(references, translations.texts, trained.config["target"])
-    settings = "greedy" if config.beam == 1 else f"beam {config.beam}, length penalty {config.length_penalty:g}"
+    settings = (
+        "greedy"
+        if config.beam == 1
+        else f"beam {config.beam}, length penalty {config.length_penalty:g}"
+    )
     settings += ", int8" * (config.precision == "int8")  # a text × False is ""
     say("\n" + "\n".join(card.lines()))
     cut = " (cut from train)" * scored["cut"]
     say(f"scored     {scored['data']}, split {scored['split']}{cut}, {len(rows):,} rows")
-    say(f"decoding   {settings}; {len(rows) / seconds:,.1f} sentences/s, {translations.tokens / seconds:,.0f} tokens/s; "
-        f"{translations.capped} outputs reached the length limit without ending")  # fmt: skip
+    say(
+        f"decoding   {settings}; {len(rows) / seconds:,.1f} sentences/s, {translations.tokens / seconds:,.0f} tokens/s; "
+        f"{translations.capped} outputs reached the length limit without ending"
+    )
     if translations.cut:
         longest = trained.model.config.max_length
         say(f"note: {translations.cut} sources were cut to the model's limit of {longest} tokens")
     for (source, reference), text in zip(rows[:3], translations.texts):
-        say(f"\n  source       {normalise(source)}\n  translation  {text}\n  reference    {normalise(reference)}")
+        say(
+            f"\n  source       {normalise(source)}\n  translation  {text}\n  reference    {normalise(reference)}"
+        )
     say()
     result = scored | {"checkpoint": trained.name, "decoding": settings, "average": config.average}
-    return result | asdict(card) | {"capped": translations.capped, "seconds": seconds, "tokens": translations.tokens}
+    return (
+        result
+        | asdict(card)
+        | {"capped": translations.capped, "seconds": seconds, "tokens": translations.tokens}
+    )
 
 
 def name_of_score(config: Config, trained: Trained, scored: dict) -> str:
     """The split and the search, and all that is not as by default: no other score's file is written over."""
     name = f"{scored['split']}-{'greedy' if config.beam == 1 else f'beam{config.beam}-lp{config.length_penalty:g}'}"
-    name += f"-average{config.average}" * (config.average > 1) + f"-first{config.limit}" * bool(config.limit)
+    name += f"-average{config.average}" * (config.average > 1) + f"-first{config.limit}" * bool(
+        config.limit
+    )
     name += f"-{config.precision}" * (config.precision != "auto")
-    chosen, saved = trained.checkpoint, checkpoint.steps(trained.run / "checkpoints")  # a run may be handed on without
-    if chosen.is_file() or not saved or chosen != choose_checkpoint(str(trained.run), config.average):
+    chosen, saved = (
+        trained.checkpoint,
+        checkpoint.steps(trained.run / "checkpoints"),
+    )  # a run may be handed on without
+    if (
+        chosen.is_file()
+        or not saved
+        or chosen != choose_checkpoint(str(trained.run), config.average)
+    ):
         name += f"-{chosen.parent.name if chosen.name == 'model.safetensors' else chosen.stem}"
     return name + f"-data-{scored['rows']}" * (not scored["own"])
 
@@ -137,8 +186,13 @@ def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], 
 
     Other data without a test split are scored whole; of the run's own the rows that training did not see.
     """
-    path, columns = os.path.expanduser(config.data or trained.config["data"]), [config.source, config.target]
-    columns = [column or trained.config[side] for column, side in zip(columns, ("source", "target"))]
+    path, columns = (
+        os.path.expanduser(config.data or trained.config["data"]),
+        [config.source, config.target],
+    )
+    columns = [
+        column or trained.config[side] for column, side in zip(columns, ("source", "target"))
+    ]
     own = os.path.realpath(path) == os.path.realpath(trained.config["data"])
     own &= columns == [trained.config["source"], trained.config["target"]]
     text, split, splits = find_text(path, *columns), config.split, [config.split]
@@ -146,7 +200,10 @@ def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], 
     own = own or as_it_was  # it has moved
     if own and split in missing_splits(text):
         if not as_it_was:  # a test file may have been there
-            print(f"note: {path} is not as the run found it: it may have learned these rows", file=sys.stderr)
+            print(
+                f"note: {path} is not as the run found it: it may have learned these rows",
+                file=sys.stderr,
+            )
         rows = held_out_rows(text)[split]
     else:
         if split not in text.files:
@@ -159,11 +216,15 @@ def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], 
     if not rows:
         raise UserError(f"{path} has no rows in its {config.split} split; choose another --split")
     cut = own and split in missing_splits(text)  # from train
-    return rows, dict(data=path, columns=columns, split=split, own=own, cut=cut, rows=fingerprint_of(rows))  # a hash
+    return rows, dict(
+        data=path, columns=columns, split=split, own=own, cut=cut, rows=fingerprint_of(rows)
+    )  # a hash
 
 
 @torch.inference_mode()
-def teacher_forced_match(trained: Trained, rows, world: distributed.World, precision: Precision) -> float:
+def teacher_forced_match(
+    trained: Trained, rows, world: distributed.World, precision: Precision
+) -> float:
     """Percent of reference tokens that are the likeliest one after the reference's own beginning.
 
     This is what an argmax over one forward pass measures. It is no translation: the answer up to here was given.
@@ -171,7 +232,10 @@ def teacher_forced_match(trained: Trained, rows, world: distributed.World, preci
     model: Translator = trained.model.eval()
     longest = model.config.max_length - 1
     sides = (trained.source_tokenizer, 0), (trained.target_tokenizer, 1)
-    sources, targets = (encode(tokenizer, [normalise(row[side]) for row in rows], longest) for tokenizer, side in sides)
+    sources, targets = (
+        encode(tokenizer, [normalise(row[side]) for row in rows], longest)
+        for tokenizer, side in sides
+    )
     pairs = sorted(zip(sources, targets), key=lambda pair: len(pair[1]))
     collate = Collate(special_ids(trained.source_tokenizer), special_ids(trained.target_tokenizer))
     widths = np.array([max(map(len, pair)) + 1 for pair in pairs])
@@ -181,7 +245,9 @@ def teacher_forced_match(trained: Trained, rows, world: distributed.World, preci
         batch = collate(pairs[first:last]).to(world.device)
         with precision.autocast():
             hidden = model.hidden(batch.src, batch.src_pad, batch.tgt_in, batch.real)
-        chosen = model.output(hidden.float()).argmax(-1)  # in fp32, as when decoding: bf16 has many equal logits
+        chosen = model.output(hidden.float()).argmax(
+            -1
+        )  # in fp32, as when decoding: bf16 has many equal logits
         totals += torch.tensor([(chosen == batch.tgt_out).sum(), len(chosen)], device=world.device)
     right, total = world.sum(totals).tolist()
     return 100 * right / total

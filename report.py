@@ -19,10 +19,14 @@ class Config:
 
     out: str = flag("", "folder of the report; report/ in the (first) run", "Options")
     language: str = flag("zh", "language of the page (zh|en)", "Options")
-    compare: bool = flag(False, "only print the paired bootstrap of the runs, or of one run's scores", "Options")
+    compare: bool = flag(
+        False, "only print the paired bootstrap of the runs, or of one run's scores", "Options"
+    )
 
 
-if __name__ == "__main__":  # before the heavy imports, so that --help and a wrong flag answer at once
+if (
+    __name__ == "__main__"
+):  # before the heavy imports, so that --help and a wrong flag answer at once
     config = parse_flags(Config, "the report of one run or more", positional="runs")
 
 import torch
@@ -67,17 +71,26 @@ def describe(run: RunFiles) -> sections.Described | None:
         with torch.device("meta"):  # shapes without numbers
             model = Translator(ModelConfig(**run.model))
         pairs, tokens = run.data.get("counts", {}).get("kept"), run.data.get("tokens")
-        flops = pairs and training_flops(model.config, tokens["source"] / pairs + 1, tokens["target"] / pairs + 1)
+        flops = pairs and training_flops(
+            model.config, tokens["source"] / pairs + 1, tokens["target"] / pairs + 1
+        )
     except (TypeError, KeyError, UserError):
-        return run.model and run.missing.append(("model.json", "damaged", "the sizes of the model are unknown"))
-    return sections.Described(str(model), sum(weights.numel() for weights in model.parameters()), flops)
+        return run.model and run.missing.append(
+            ("model.json", "damaged", "the sizes of the model are unknown")
+        )
+    return sections.Described(
+        str(model), sum(weights.numel() for weights in model.parameters()), flops
+    )
 
 
 def look(run: RunFiles, name: str, chosen: list[int]) -> list[Attention]:
     """Where the checkpoint that was scored looks for its translations of these rows."""
     trained = load_trained(run.scored(name), say=lambda _: None)
     tokenizers, rows = (trained.source_tokenizer, trained.target_tokenizer), rows_of(run, name)
-    return [attention_of(trained.model, tokenizers, rows[row][0], run.hypotheses[name][row]) for row in chosen]
+    return [
+        attention_of(trained.model, tokenizers, rows[row][0], run.hypotheses[name][row])
+        for row in chosen
+    ]
 
 
 if __name__ == "__main__":

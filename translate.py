@@ -19,27 +19,41 @@ class Config:
 
     ckpt: str = flag("", "run, checkpoint folder or weights file; default: newest run", "Options")
     beam: int = flag(1, "beam size; 1: greedy", "Options", least=1, most=1000)
-    length_penalty: float = flag(1.5, "larger: longer outputs; beam search only", "Options", least=0, most=10)
+    length_penalty: float = flag(
+        1.5, "larger: longer outputs; beam search only", "Options", least=0, most=10
+    )
     precision: str = flag("auto", "(auto|fp32|bf16|fp16|int8); int8: faster on a CPU", "Options")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Options")
     captured: bool = flag(False, "decode with CUDA graphs on a GPU: faster, but new", "Options")
-    whole_lines: bool = flag(False, "do not cut lines into sentences: a line in one piece, as evaluate.py", "Options")
+    whole_lines: bool = flag(
+        False, "do not cut lines into sentences: a line in one piece, as evaluate.py", "Options"
+    )
 
     serve: bool = flag(False, "a page on this machine, until Ctrl-C", "The model elsewhere")
     port: int = flag(8000, "of the page; 0: a free one", "The model elsewhere", least=0, most=65535)
-    export: str = flag("", "write it to the folder TEXT for (ctranslate2|onnx|hf)", "The model elsewhere")
-    quantization: str = flag("", "of ctranslate2's weights (int8|float16); default: fp32", "The model elsewhere")
+    export: str = flag(
+        "", "write it to the folder TEXT for (ctranslate2|onnx|hf)", "The model elsewhere"
+    )
+    quantization: str = flag(
+        "", "of ctranslate2's weights (int8|float16); default: fp32", "The model elsewhere"
+    )
 
     def __post_init__(self):
-        if self.precision == "int8" and (self.beam > 1 or self.serve):  # the page shows what a beam finds
+        if self.precision == "int8" and (
+            self.beam > 1 or self.serve
+        ):  # the page shows what a beam finds
             asked = "--serve" if self.serve else f"--beam {self.beam}"
             raise UserError(f"--precision int8 decodes greedily; {asked} needs another --precision")
         if self.quantization and self.export != "ctranslate2":
             raise UserError("--quantization is for --export ctranslate2")
 
 
-if __name__ == "__main__":  # before the heavy imports, so that --help and a wrong flag answer at once
-    config = parse_flags(Config, "translate arguments, or lines of standard input", positional="text")
+if (
+    __name__ == "__main__"
+):  # before the heavy imports, so that --help and a wrong flag answer at once
+    config = parse_flags(
+        Config, "translate arguments, or lines of standard input", positional="text"
+    )
 
 import sys
 from functools import partial
@@ -55,7 +69,9 @@ from text.sentences import join, sentences
 def translate(config: Config) -> None:
     """Translate the arguments, the lines of standard input, or what is typed at a prompt."""
     if (config.export or config.serve) and distributed.several_asked():
-        raise UserError("--serve and --export take one process; start translate.py without torchrun and srun")
+        raise UserError(
+            "--serve and --export take one process; start translate.py without torchrun and srun"
+        )
     world = distributed.start(checked(config).device)
     # Not to standard output, which holds translations alone.
     note = partial(print, file=sys.stderr) if world.is_main else lambda _: None
@@ -70,15 +86,23 @@ def translate(config: Config) -> None:
         pieces = [[line] if config.whole_lines else sentences(line) for line in lines]
         with precision.autocast():
             translations = translate_lines(
-                trained.model, trained.source_tokenizer, trained.target_tokenizer, list(chain(*pieces)),
-                beam=config.beam, length_penalty=config.length_penalty, steps=steps, world=world,
-            )  # fmt: skip
+                trained.model,
+                trained.source_tokenizer,
+                trained.target_tokenizer,
+                list(chain(*pieces)),
+                beam=config.beam,
+                length_penalty=config.length_penalty,
+                steps=steps,
+                world=world,
+            )
         if translations:
             texts = iter(translations.texts)
             print("\n".join(join(islice(texts, len(line))) for line in pieces), flush=True)
         if translations and translations.cut:
             longest = trained.model.config.max_length
-            note(f"note: {translations.cut} sentences were cut to the model's limit of {longest} tokens")
+            note(
+                f"note: {translations.cut} sentences were cut to the model's limit of {longest} tokens"
+            )
     world.stop()
 
 

@@ -27,8 +27,15 @@ WIDEST = 60  # tokens of a sentence in a picture of attention
 class Validation:
     """The validation split, cut into batches of at most `tokens_per_batch` padded tokens per side."""
 
-    def __init__(self, model: Translator, prepared: Prepared, collate: Collate, run: Run, precision: Precision,
-                 tokens_per_batch: int):  # fmt: skip
+    def __init__(
+        self,
+        model: Translator,
+        prepared: Prepared,
+        collate: Collate,
+        run: Run,
+        precision: Precision,
+        tokens_per_batch: int,
+    ):
         self.model, self.prepared, self.collate = model, prepared, collate
         self.tokenizers = prepared.source_tokenizer, prepared.target_tokenizer
         self.run, self.world, self.precision = run, run.world, precision
@@ -54,16 +61,22 @@ class Validation:
             # Smoothed, because a young model has no 4-gram right; evaluate.py's score is not.
             bleu = corpus_bleu(references, texts, self.run.config.target, smooth=True)
             perplexity = math.exp(min(loss, 50))  # past e^709 exp raises, and e^50 is as bad as any
-            self.run.scalars(step, {"valid/loss": loss, "valid/perplexity": perplexity, "valid/bleu": bleu})
+            self.run.scalars(
+                step, {"valid/loss": loss, "valid/perplexity": perplexity, "valid/bleu": bleu}
+            )
             table = "".join(
                 f"| {cell(source)} | {cell(text)} | {cell(reference)} |\n"
                 for (source, reference), text in zip(rows[:SAMPLES], texts)
             )
-            self.run.telemetry.text("samples", step, "| source | translation | reference |\n|---|---|---|\n" + table)
+            self.run.telemetry.text(
+                "samples", step, "| source | translation | reference |\n|---|---|---|\n" + table
+            )
             attention = attention_of(model, self.tokenizers, rows[0][0], texts[0])
             self.run.telemetry.figure("cross-attention", step, picture(attention))
-            self.run.log(f"step {step:>6,}  validation loss {loss:.4f}  perplexity {perplexity:.1f}  "
-                         f"BLEU {bleu:.2f} (greedy, {len(rows)} rows, smoothed)  e.g. {texts[0][:80]!r}")  # fmt: skip
+            self.run.log(
+                f"step {step:>6,}  validation loss {loss:.4f}  perplexity {perplexity:.1f}  "
+                f"BLEU {bleu:.2f} (greedy, {len(rows)} rows, smoothed)  e.g. {texts[0][:80]!r}"
+            )
         return loss, bleu
 
     @torch.inference_mode()
@@ -86,7 +99,11 @@ class Validation:
         steps = fast.steps(model)  # in place of decoding.start; of the weights as they are now
         with self.precision.autocast() if self.world.device.type == "cuda" else nullcontext():
             return translate_lines(
-                model, *self.tokenizers, [source for source, _ in rows], world=self.world, steps=steps
+                model,
+                *self.tokenizers,
+                [source for source, _ in rows],
+                world=self.world,
+                steps=steps,
             )
 
 
@@ -99,13 +116,22 @@ def whole_copy(model: Translator) -> Translator:
     return copy
 
 
-def attention_of(model: Translator, tokenizers: tuple, source: str, translation: str, widest=WIDEST) -> Attention:
+def attention_of(
+    model: Translator, tokenizers: tuple, source: str, translation: str, widest=WIDEST
+) -> Attention:
     """Which source words the last layer looked at for each word of the translation, of at most `widest` tokens a side."""
-    texts, longest = (normalise(source), translation), min(widest, model.config.max_length - 1)  # and an end token
-    ids = [encode(tokenizer, [text], longest + 1)[0] for tokenizer, text in zip(tokenizers, texts)]  # + 1 shows a cut
+    texts, longest = (
+        (normalise(source), translation),
+        min(widest, model.config.max_length - 1),
+    )  # and an end token
+    ids = [
+        encode(tokenizer, [text], longest + 1)[0] for tokenizer, text in zip(tokenizers, texts)
+    ]  # + 1 shows a cut
     collate = Collate(*map(special_ids, tokenizers))
     batch = collate([[own[:longest] for own in ids]]).to(model.output.weight.device)
-    weights = cross_attention(model, batch.src, batch.src_pad, batch.tgt_in)[0].float().cpu().numpy()  # (T, S)
+    weights = (
+        cross_attention(model, batch.src, batch.src_pad, batch.tgt_in)[0].float().cpu().numpy()
+    )  # (T, S)
     return in_words(*texts, tokenizers, ids, weights)
 
 

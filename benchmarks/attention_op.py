@@ -27,12 +27,18 @@ from engine.memory import forget_peak, held_gib
 from labs.attention_op import ATTENTION_BACKENDS, attention, gelu
 from labs.attention_op.checks import random_inputs
 
-TOKENS, HEADS, WIDTH = 4096, 8, 64  # tokens in all, so that the number of sequences follows; the width is a head's
+TOKENS, HEADS, WIDTH = (
+    4096,
+    8,
+    64,
+)  # tokens in all, so that the number of sequences follows; the width is a head's
 
 
 @dataclass
 class Config:
-    lengths: tuple = flag((64, 256, 1024, 4096), "tokens of a sequence, as many queries as keys", "Sizes", least=1)
+    lengths: tuple = flag(
+        (64, 256, 1024, 4096), "tokens of a sequence, as many queries as keys", "Sizes", least=1
+    )
     numbers: tuple = flag((65536, 1048576, 16777216), "numbers that GELU gets", "Sizes", least=1)
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
     rounds: int = flag(5, "turns of each", "How", least=1)
@@ -43,7 +49,9 @@ def main(config: Config) -> None:
     """Memory first, then the turns."""
     torch.manual_seed(1)
     # Before CUDA is begun. Without arenas for threads all freed memory can be given back.
-    on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
+    on_gpu = config.device.startswith("cuda") or (
+        config.device == "auto" and torch.cuda.is_available()
+    )
     memory = {} if on_gpu else in_new_process(peaks, config, MALLOC_ARENA_MAX="1")
     passes = dict(tasks(config, choose_device(config.device, 0)))
     turn = lambda name: milliseconds(passes[name]) | memory.get(name, {})  # noqa: E731
@@ -62,7 +70,11 @@ def attentions(device: torch.device) -> dict[str, Callable[..., Tensor]]:
         named, absent = {"PyTorch efficient": pytorch(SDPBackend.EFFICIENT_ATTENTION)}, "cpp"
     named["PyTorch math"] = pytorch(SDPBackend.MATH)
     named["composed"] = lambda q, k, v: (q @ k.mT / math.sqrt(q.size(-1))).softmax(-1) @ v
-    return named | {f"ours {name}": partial(attention, backend=name) for name in ATTENTION_BACKENDS if name != absent}
+    return named | {
+        f"ours {name}": partial(attention, backend=name)
+        for name in ATTENTION_BACKENDS
+        if name != absent
+    }
 
 
 def gelus(device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -75,7 +87,10 @@ def gelus(device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
         "ours python tanh": lambda x: gelu(x, "tanh"),
     }
     if device.type == "cpu":
-        named |= {"ours cpp": lambda x: gelu(x, backend="cpp"), "ours cpp tanh": lambda x: gelu(x, "tanh", "cpp")}
+        named |= {
+            "ours cpp": lambda x: gelu(x, backend="cpp"),
+            "ours cpp tanh": lambda x: gelu(x, "tanh", "cpp"),
+        }
     return named
 
 
@@ -86,14 +101,22 @@ def tasks(config: Config, device: torch.device) -> Iterator[tuple[str, Callable[
         inputs = [x.requires_grad_() for x in random_inputs(sizes, torch.float32, device)]
         grad = torch.randn_like(inputs[-1])  # the output has the shape of the values
         for name, operator in attentions(device).items():
-            yield f"attention {name}, {length}", partial(forward_and_backward, operator, inputs, grad)
+            yield (
+                f"attention {name}, {length}",
+                partial(forward_and_backward, operator, inputs, grad),
+            )
     for count in config.numbers:
-        inputs, grad = [torch.randn(count, device=device, requires_grad=True)], torch.randn(count, device=device)
+        inputs, grad = (
+            [torch.randn(count, device=device, requires_grad=True)],
+            torch.randn(count, device=device),
+        )
         for name, operator in gelus(device).items():
             yield f"gelu {name}, {count}", partial(forward_and_backward, operator, inputs, grad)
 
 
-def forward_and_backward(operator: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> tuple:
+def forward_and_backward(
+    operator: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor
+) -> tuple:
     """Both passes once; → output and gradients."""
     out = operator(*inputs)
     return out, *torch.autograd.grad(out, inputs, grad)

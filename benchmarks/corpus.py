@@ -46,9 +46,11 @@ class Corpus:
     def describe(self) -> str:
         """One line for the head of a table."""
         source, target = (np.mean([len(row) + 1 for row in rows]) for rows in zip(*self.train))
-        return (f"{len(self.train):,} training pairs of {self.data}, mean {source:.1f} source and {target:.1f} target tokens "
-                f"(end token counted), {len(self.test)} test sentences, vocabularies of {self.source_vocab:,} and "
-                f"{self.target_vocab:,}")  # fmt: skip
+        return (
+            f"{len(self.train):,} training pairs of {self.data}, mean {source:.1f} source and {target:.1f} target tokens "
+            f"(end token counted), {len(self.test)} test sentences, vocabularies of {self.source_vocab:,} and "
+            f"{self.target_vocab:,}"
+        )
 
 
 def text_at(data: str = "", *columns: str):
@@ -58,7 +60,9 @@ def text_at(data: str = "", *columns: str):
     return find_text(str(data or os.environ.get("MINIDATASET") or default_path()), *columns)
 
 
-def load_corpus(data="", vocab=16000, pairs=20000, test_rows=500, longest=126, run: dict | None = None) -> Corpus:
+def load_corpus(
+    data="", vocab=16000, pairs=20000, test_rows=500, longest=126, run: dict | None = None
+) -> Corpus:
     """A random sample of `pairs` training pairs of at most `longest` tokens a side, and the first such `test_rows` test rows.
 
     Little text gives smaller vocabularies and fewer pairs. With `run`, the config.json of a trained run, in its tokens.
@@ -69,12 +73,18 @@ def load_corpus(data="", vocab=16000, pairs=20000, test_rows=500, longest=126, r
     text = text_at(run["data"], run["source"], run["target"]) if run else text_at(data)
     settings = {"source_vocab": vocab, "target_vocab": vocab}
     if run:
-        settings = {name: run[name] for name in ("source_vocab", "target_vocab", "tokenizer", "max_length")}
+        settings = {
+            name: run[name] for name in ("source_vocab", "target_vocab", "tokenizer", "max_length")
+        }
     prepared = prepare(text, ROOT / "runs" / ".cache", **settings, say=lambda line: None)
-    folder = prepared.folder.with_name(f"{prepared.folder.name}-benchmark-{pairs}-{test_rows}-{longest}")
+    folder = prepared.folder.with_name(
+        f"{prepared.folder.name}-benchmark-{pairs}-{test_rows}-{longest}"
+    )
     if not (folder / "corpus.json").exists():
         write_corpus(folder, prepared, text, pairs, test_rows, longest)
-    return replace(read_corpus(folder), data=str(text.path))  # the same files may lie elsewhere by now
+    return replace(
+        read_corpus(folder), data=str(text.path)
+    )  # the same files may lie elsewhere by now
 
 
 def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longest: int) -> None:
@@ -83,7 +93,10 @@ def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longe
     from text.prepare import made_whole
     from text.subwords import encode, special_ids
 
-    tokenizers, lengths = (prepared.source_tokenizer, prepared.target_tokenizer), prepared.train.lengths
+    tokenizers, lengths = (
+        (prepared.source_tokenizer, prepared.target_tokenizer),
+        prepared.train.lengths,
+    )
     fits = np.flatnonzero(np.maximum(lengths["source"], lengths["target"]) <= longest)
     train = [prepared.train[int(row)] for row in np.random.default_rng(1).permutation(fits)[:pairs]]
     sides = zip(tokenizers, zip(*map(normalise_pair, held_out_rows(text)["test"])))
@@ -93,13 +106,24 @@ def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longe
     with made_whole(folder) as building:
         for name, rows in (("train", train), ("test", test)):
             for side, sentences in zip(SIDES, zip(*rows)):
-                (building / f"{name}.{side}").write_text(as_words(sentences, side), encoding="utf-8")
+                (building / f"{name}.{side}").write_text(
+                    as_words(sentences, side), encoding="utf-8"
+                )
         for index, (side, name) in enumerate(zip(SIDES, ("source", "target"))):
             size, special = len(tokenizers[index]), special_ids(tokenizers[index])
             facts |= {f"{name}_vocab": size, f"{name}_ids": special}
-            counts = np.bincount(np.concatenate([pair[index] for pair in train]), minlength=size).clip(1)
-            for vocabulary, gap in ((f"opennmt.{side}", "\t"), (f"dict.{side}.txt", " ")):  # they add the special words
-                lines = (f"{side[0]}{id}{gap}{counts[id]}\n" for id in range(size) if id not in special.values())
+            counts = np.bincount(
+                np.concatenate([pair[index] for pair in train]), minlength=size
+            ).clip(1)
+            for vocabulary, gap in (
+                (f"opennmt.{side}", "\t"),
+                (f"dict.{side}.txt", " "),
+            ):  # they add the special words
+                lines = (
+                    f"{side[0]}{id}{gap}{counts[id]}\n"
+                    for id in range(size)
+                    if id not in special.values()
+                )
                 (building / vocabulary).write_text("".join(lines), encoding="utf-8")
         (building / "corpus.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
@@ -119,7 +143,14 @@ def read_corpus(folder: Path | str, test_rows: int = 0) -> Corpus:
     folder = Path(folder)
     facts = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
     train, test = (
-        list(zip(*(as_ids((folder / f"{name}.{side}").read_text(encoding="utf-8").splitlines()) for side in SIDES)))
+        list(
+            zip(
+                *(
+                    as_ids((folder / f"{name}.{side}").read_text(encoding="utf-8").splitlines())
+                    for side in SIDES
+                )
+            )
+        )
         for name in ("train", "test")
     )
     return Corpus(folder, train, test[: test_rows or None], **facts)

@@ -45,7 +45,9 @@ class Config:
     part: str = flag("all", "what to measure (all|epoch|loader|growth)", "What")
     data: str = flag("", "parallel text; MINIDATASET, else /opt/minidataset, else sample/", "What")
     vocab: int = flag(8000, "tokens in each vocabulary", "What", least=300, most=60000)
-    pairs: int = flag(10_000_000, "made-up pairs of the epoch, and at most of growth", "What", least=100)
+    pairs: int = flag(
+        10_000_000, "made-up pairs of the epoch, and at most of growth", "What", least=100
+    )
     steps: int = flag(30, "growth: steps of a turn", "How", least=1)
     seconds: float = flag(5.0, "loader: of each turn", "How", above=0)
     rounds: int = flag(3, "turns of each", "How", least=1)
@@ -74,7 +76,9 @@ def make_store(folder: Path, pairs: int) -> None:
     ids = random.integers(3, GROWTH_VOCAB, 2**20, dtype=np.uint16)
     for first in range(0, pairs, 10**6):
         count = min(10**6, pairs - first)
-        meaning = random.normal(3.0, 0.6, count)  # what both sides have to say, as the logarithm of its length
+        meaning = random.normal(
+            3.0, 0.6, count
+        )  # what both sides have to say, as the logarithm of its length
         for side in ("source", "target"):
             lengths = np.exp(meaning + random.normal(0, 0.15, count)).clip(1, 200).astype(np.int32)
             writer.write(side, np.resize(ids, lengths.sum()), lengths)
@@ -95,7 +99,12 @@ def start_epoch(store: Path, epochs_done: float) -> dict:
 
 def time_loader(config: Config, folder: Path) -> None:
     """The loader alone, at two sizes of a batch."""
-    prepared = prepare(text_at(config.data), ROOT / "runs/.cache", source_vocab=config.vocab, target_vocab=config.vocab)
+    prepared = prepare(
+        text_at(config.data),
+        ROOT / "runs/.cache",
+        source_vocab=config.vocab,
+        target_vocab=config.vocab,
+    )
     names = {f"loader, {budget:,} tokens a batch": budget for budget in (4096, 16384)}
 
     def turn(name: str) -> dict:
@@ -105,10 +114,19 @@ def time_loader(config: Config, folder: Path) -> None:
         counts, begun = np.zeros(4), time.perf_counter()  # of each side: tokens, places
         while time.perf_counter() - begun < config.seconds:
             batch = next(batches)
-            counts += batch.source_tokens, batch.target_tokens, batch.src.numel(), batch.tgt_in.numel()
+            counts += (
+                batch.source_tokens,
+                batch.target_tokens,
+                batch.src.numel(),
+                batch.tgt_in.numel(),
+            )
         speed = counts[1] / (time.perf_counter() - begun)
         source, target = 1 - counts[:2] / counts[2:]
-        return {"target_tokens_per_second": speed, "padding_source": source, "padding_target": target}
+        return {
+            "target_tokens_per_second": speed,
+            "padding_source": source,
+            "padding_target": target,
+        }
 
     measure("the loader alone", names, config, turn, "target_tokens_per_second")
 
@@ -123,14 +141,22 @@ def time_growth(config: Config, folder: Path) -> None:
     def turn(name: str) -> dict:
         if name in stores:  # from opening the store on
             pairs = TokenizedPairs(stores[name])
-            batches = batches_of(pairs, BucketSampler(pairs.lengths, TOKENS), Collate(IDS, IDS), 0, CPU)
+            batches = batches_of(
+                pairs, BucketSampler(pairs.lengths, TOKENS), Collate(IDS, IDS), 0, CPU
+            )
             return speed_of(batches, config.steps)
         length = lengths[name]  # one batch again and again; begin or end are among the tokens
-        ids = np.random.default_rng(length).integers(3, GROWTH_VOCAB, (TOKENS // length, 2, length - 1))
+        ids = np.random.default_rng(length).integers(
+            3, GROWTH_VOCAB, (TOKENS // length, 2, length - 1)
+        )
         predicted = flops_per_token(LAB, LENGTHS[0]) / flops_per_token(LAB, length)
-        return speed_of(repeat(Collate(IDS, IDS)(list(ids))), config.steps) | {"predicted_ratio": predicted}
+        return speed_of(repeat(Collate(IDS, IDS)(list(ids))), config.steps) | {
+            "predicted_ratio": predicted
+        }
 
-    measure("cost by pairs", stores, config, turn, "target_tokens_per_second", next(iter(stores), ""))
+    measure(
+        "cost by pairs", stores, config, turn, "target_tokens_per_second", next(iter(stores), "")
+    )
     config = replace(config, out=config.out.removesuffix(".json") + "-length.json")
     measure("cost by length", lengths, config, turn, "target_tokens_per_second", "length 16")
 

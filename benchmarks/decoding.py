@@ -31,7 +31,10 @@ KINDS = ("float32", "float32x2", "bfloat16", "int8", "int8x2", "int8_float32x2")
 CONTESTANTS = {
     "handout": Contestant("handout", {"rows": 64}),
     "marian": Contestant("marian"),
-    **{f"ctranslate2-{kind}-64": Contestant("ct2", {"variant": kind}, "ctranslate2", pin=False) for kind in KINDS},
+    **{
+        f"ctranslate2-{kind}-64": Contestant("ct2", {"variant": kind}, "ctranslate2", pin=False)
+        for kind in KINDS
+    },
     **{f"ours-{variant}": Contestant("ours", {"variant": variant}, pin=False) for variant in OURS},
 }
 EVERYBODY = "handout,marian,ctranslate2-float32-64,ctranslate2-float32x2-64,ctranslate2-int8x2-64,ours-fp32,ours-int8"
@@ -45,7 +48,9 @@ class Config:
     preset: str = flag("lab", "model size without --ckpt (lab|big|tiny)", "What")
     length: int = flag(40, "tokens of each output without --ckpt", "What", least=1, most=500)
     sentences: int = flag(500, "of the test split, the first so many", "What", least=1)
-    vocab: int = flag(16000, "tokens in each vocabulary without --ckpt", "What", least=300, most=60000)
+    vocab: int = flag(
+        16000, "tokens in each vocabulary without --ckpt", "What", least=300, most=60000
+    )
     data: str = flag("", "as train.py's --data; MINIDATASET, else as there", "What")
     device: str = flag("cpu", "cpu, cuda or cuda:N", "How")
     batch: int = flag(0, "sentences decoded at once by ours; 0: as evaluate.py", "How", least=0)
@@ -57,30 +62,53 @@ class Config:
 
 def main(config: Config) -> list[Row]:
     """Take turns, print the tables; → the rows of speed."""
-    in_new_process(choose_device, config.device, 0)  # which must be there; in this process it would hold the card
-    names = choose(config.contestants or (EVERYBODY if config.device == "cpu" else ON_GPU), CONTESTANTS)
+    in_new_process(
+        choose_device, config.device, 0
+    )  # which must be there; in this process it would hold the card
+    names = choose(
+        config.contestants or (EVERYBODY if config.device == "cpu" else ON_GPU), CONTESTANTS
+    )
     if config.ckpt:
         trained, length = load_trained(config.ckpt), 0
         corpus = load_corpus(test_rows=config.sentences, run=trained.config)
-        sizes = {name: getattr(trained.model.config, name) for name in (*SIZES["lab"], "norm_first")}
+        sizes = {
+            name: getattr(trained.model.config, name) for name in (*SIZES["lab"], "norm_first")
+        }
         weights, title = f"run-{trained.run.name}", f"real lengths, {trained.name}"
     else:
         trained, length, sizes = None, config.length, SIZES[config.preset]
         corpus = load_corpus(config.data, config.vocab, test_rows=config.sentences)
         weights, title = f"random-{config.preset}", f"{length} tokens a sentence, random weights"
     folder = export(corpus, sizes, weights, trained)
-    task = Task("decode", str(corpus.folder), config.seconds, config.threads, config.device, sizes, length=length,
-                weights=str(folder))  # fmt: skip
+    task = Task(
+        "decode",
+        str(corpus.folder),
+        config.seconds,
+        config.threads,
+        config.device,
+        sizes,
+        length=length,
+        weights=str(folder),
+    )
 
     def turn(name: str) -> dict | None:
         batch = config.batch if name.startswith("ours") else task.batch
-        return start(name, CONTESTANTS[name], replace(task, batch=batch, outputs=str(folder / f"{name}.txt")))
+        return start(
+            name, CONTESTANTS[name], replace(task, batch=batch, outputs=str(folder / f"{name}.txt"))
+        )
 
-    reference = next((name for name in ("ours-fp32", *names) if name in names and name != "marian"), names[0])
+    reference = next(
+        (name for name in ("ours-fp32", *names) if name in names and name != "marian"), names[0]
+    )
     title = f"greedy decoding, {title}; {corpus.describe()}"
     rows = measure(title, names, config, turn, "tokens_per_second", reference)
-    texts = {row.contestant: (folder / f"{row.contestant}.txt").read_text(encoding="utf-8") for row in rows}
-    outputs = {name: [ids.tolist() for ids in as_ids(text.splitlines())] for name, text in texts.items()}
+    texts = {
+        row.contestant: (folder / f"{row.contestant}.txt").read_text(encoding="utf-8")
+        for row in rows
+    }
+    outputs = {
+        name: [ids.tolist() for ids in as_ids(text.splitlines())] for name, text in texts.items()
+    }
     print(f"\noutputs that are {reference}'s: sentences, tokens before the first difference")
     for name in outputs if reference in outputs else ():
         sentences, tokens = agreement(outputs[name], outputs[reference])
@@ -108,7 +136,9 @@ def agreement(outputs: list[list[int]], reference: list[list[int]]) -> tuple[flo
     """Shares of equal sentences, and of equal tokens up to the first difference of each sentence, its end counted."""
     pairs = list(zip(outputs, reference))
     same = sum(left == right for left, right in pairs)
-    prefix = sum(1 for pair in pairs for _ in takewhile(lambda tokens: tokens[0] == tokens[1], zip(*pair)))
+    prefix = sum(
+        1 for pair in pairs for _ in takewhile(lambda tokens: tokens[0] == tokens[1], zip(*pair))
+    )
     return same / len(pairs), (prefix + same) / tokens_of(row for _, row in pairs)
 
 

@@ -40,7 +40,9 @@ class Run:
     round: int
     figures: dict[str, float]
     seconds: float  # of the whole turn, loading included
-    others: float | None = None  # cores that other processes kept busy meanwhile, on average; None: not known here
+    others: float | None = (
+        None  # cores that other processes kept busy meanwhile, on average; None: not known here
+    )
 
     @property
     def disturbed(self) -> bool:
@@ -49,7 +51,11 @@ class Run:
 
     def __str__(self) -> str:
         figures = (f"{name} {shown(value)}" for name, value in self.figures.items())
-        others = "" if self.others is None else f"  [others {self.others:.2f} cores{', DISTURBED' * self.disturbed}]"
+        others = (
+            ""
+            if self.others is None
+            else f"  [others {self.others:.2f} cores{', DISTURBED' * self.disturbed}]"
+        )
         return f"round {self.round}  {self.contestant}: {'  '.join(figures)}  ({self.seconds:.0f} s){others}"
 
 
@@ -67,7 +73,9 @@ class Row:
     ratio: float | None = None  # the median over the baseline's median
 
 
-def measure(title: str, names: Iterable[str], config, turn: Callable, figure: str, baseline="") -> list[Row]:
+def measure(
+    title: str, names: Iterable[str], config, turn: Callable, figure: str, baseline=""
+) -> list[Row]:
     """Everybody's turns, `config.rounds` of each, kept in the file `config.out`, then the table by one figure; → its rows.
 
     `turn(name)` returns figures, None if this one cannot take part.
@@ -94,7 +102,9 @@ def measure(title: str, names: Iterable[str], config, turn: Callable, figure: st
 def call(script: str, flags: dict, **environment: str) -> None:
     """Run one of the root's scripts; what it prints goes through. Raises `UserError` if it fails or a signal ends it."""
     words = [f"--{name}={value}" for name, value in flags.items()]
-    with subprocess.Popen([sys.executable, script, *words], cwd=ROOT, env=os.environ | environment) as process:
+    with subprocess.Popen(
+        [sys.executable, script, *words], cwd=ROOT, env=os.environ | environment
+    ) as process:
         try:
             process.wait()
         except KeyboardInterrupt:  # train.py got it too, and saves what it has
@@ -107,7 +117,10 @@ def call(script: str, flags: dict, **environment: str) -> None:
 
 def in_new_process(function: Callable, *arguments, **environment: str):
     """The function's result, from a process that has done nothing before and has these environment variables."""
-    with patch.dict(os.environ, environment), ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with (
+        patch.dict(os.environ, environment),
+        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool,
+    ):
         return pool.submit(function, *arguments).result()
 
 
@@ -131,8 +144,13 @@ def compare(runs: list[Run], figure: str, baseline: str = "") -> list[Row]:
         turns = [run for run in counted if run.contestant == name]
         known = [key for key in turns[0].figures if all(key in turn.figures for turn in turns)]
         medians = {key: statistics.median(turn.figures[key] for turn in turns) for key in known}
-        values, disturbed = [turn.figures[figure] for turn in turns], sum(turn.disturbed for turn in turns)
-        rows.append(Row(name, medians.pop(figure), min(values), max(values), len(turns), disturbed, medians))
+        values, disturbed = (
+            [turn.figures[figure] for turn in turns],
+            sum(turn.disturbed for turn in turns),
+        )
+        rows.append(
+            Row(name, medians.pop(figure), min(values), max(values), len(turns), disturbed, medians)
+        )
     base = next((row.median for row in rows if row.contestant == baseline), None)
     for row in rows:
         row.ratio = row.median / base if base else None
@@ -147,7 +165,9 @@ def print_table(rows: list[Row], title: str) -> None:
         ratio = f"{row.ratio:.2f}" if row.ratio else ""
         runs = f"{row.runs}" + f" ({row.disturbed} disturbed)" * (row.disturbed > 0)
         extra = (shown(row.more[name]) if name in row.more else "" for name in more)
-        cells.append([row.contestant, *map(shown, (row.median, row.least, row.most)), ratio, runs, *extra])
+        cells.append(
+            [row.contestant, *map(shown, (row.median, row.least, row.most)), ratio, runs, *extra]
+        )
     print(f"\n{title}\n{markdown(cells)}", flush=True)
 
 
@@ -160,7 +180,9 @@ def markdown(cells: list[list[str]]) -> str:
     """A table, its head first, as Markdown that reads well on a terminal too."""
     cells = [cells[0], ["---", *["---:"] * (len(cells[0]) - 1)], *cells[1:]]
     widths = [max(map(len, column)) for column in zip(*cells)]
-    padded = ([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])] for first, *others in cells)
+    padded = (
+        [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])] for first, *others in cells
+    )
     return "\n".join(f"| {' | '.join(row)} |" for row in padded)
 
 
@@ -179,12 +201,20 @@ def read_json(path: Path | str) -> list[Run]:
 
 def machine() -> dict:
     """What the figures depend on."""
-    from engine.distributed import World  # here, because a contestant's own environment has torch and numpy alone
+    from engine.distributed import (
+        World,
+    )  # here, because a contestant's own environment has torch and numpy alone
     from engine.run import environment
 
     cpu = read("/proc/cpuinfo").partition("\n\n")[0]
-    facts = {"flags": sorted(set(re.findall(r"\b(?:avx2|avx512f|avx512_vnni|avx512_bf16|amx_bf16)\b", cpu)))}
-    facts["family"] = "/".join(re.findall(r"(?m)^(?:cpu family|model)\s*: (\d+)", cpu))  # and model: names are vague
+    facts = {
+        "flags": sorted(
+            set(re.findall(r"\b(?:avx2|avx512f|avx512_vnni|avx512_bf16|amx_bf16)\b", cpu))
+        )
+    }
+    facts["family"] = "/".join(
+        re.findall(r"(?m)^(?:cpu family|model)\s*: (\d+)", cpu)
+    )  # and model: names are vague
     facts["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1)
     return environment(World(0, 1, torch.device("cpu"))) | facts
 
@@ -192,8 +222,10 @@ def machine() -> dict:
 def describe_machine() -> str:
     """The same as one line."""
     facts = machine()
-    return (f"{facts['cpu']} ({facts['family']}), {facts['cores']} cores, {' '.join(facts['flags'])}; {facts['memory_gib']} GiB; "
-            f"torch {facts['torch']}; commit {facts['commit']}")  # fmt: skip
+    return (
+        f"{facts['cpu']} ({facts['family']}), {facts['cores']} cores, {' '.join(facts['flags'])}; {facts['memory_gib']} GiB; "
+        f"torch {facts['torch']}; commit {facts['commit']}"
+    )
 
 
 def read(path: Path | str) -> str:
@@ -204,6 +236,14 @@ def read(path: Path | str) -> str:
 def pinned(threads: int, pin: bool = True) -> dict[str, str]:
     """Environment variables that give a child process so many compute threads, each bound to a core of its own."""
     count = str(threads)
-    variables = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "TOKENIZERS_PARALLELISM": "false"}
-    cores = sorted(os.sched_getaffinity(0))[:threads] if pin and hasattr(os, "sched_getaffinity") else []
+    variables = {
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    cores = (
+        sorted(os.sched_getaffinity(0))[:threads]
+        if pin and hasattr(os, "sched_getaffinity")
+        else []
+    )
     return variables | ({"GOMP_CPU_AFFINITY": " ".join(map(str, cores))} if cores else {})

@@ -42,17 +42,25 @@ RECIPES = {  # name: what differs from the defaults of train.py, as its flags
     "default but vocabulary 32000": {"source_vocab": 32000, "target_vocab": 32000},
 }
 COLUMNS = {  # of the table
-    "recipe": "{row}", "limit": "{limit}", "seed": "{seed}", "steps": "{steps:,}", "tokens/s": "{tokens_per_second:,.0f}",
-    "loss/token": "{loss_per_token:.4f}", "loss/character": "{loss_per_character:.4f}", "BLEU": "{bleu:.2f}",
+    "recipe": "{row}",
+    "limit": "{limit}",
+    "seed": "{seed}",
+    "steps": "{steps:,}",
+    "tokens/s": "{tokens_per_second:,.0f}",
+    "loss/token": "{loss_per_token:.4f}",
+    "loss/character": "{loss_per_character:.4f}",
+    "BLEU": "{bleu:.2f}",
     "chrF": "{chrf:.1f}",
-}  # fmt: skip
+}
 
 
 @dataclass
 class Config:
     data: str = flag("", "as train.py's --data", "Study")
     minutes: float = flag(20.0, "training minutes of a row", "Study", above=0)
-    steps: int = flag(0, "training steps of a row, instead of --minutes; 0: use --minutes", "Study", least=0)
+    steps: int = flag(
+        0, "training steps of a row, instead of --minutes; 0: use --minutes", "Study", least=0
+    )
     rows: str = flag("", "names in RECIPES, with ';' between them; default: all", "Study")
     seed: int = flag(1, "as train.py's --seed", "Study", least=0)
     out: str = flag("runs/recipes", "folder of the runs and of results.json", "Study")
@@ -79,10 +87,18 @@ def one_row(config: Config, name: str, out: Path) -> dict:
     """Train and score one recipe; → its figures."""
     limit = f"{config.steps}steps" if config.steps else f"{config.minutes:g}min"
     folder = out / f"{name.replace(', ', '_').replace(' ', '-')}-{limit}-{config.seed}"
-    flags = {"max_steps": config.steps} if config.steps else {"max_minutes": config.minutes, "epochs": 1000}
-    flags |= {"seed": config.seed, "eval_every": 2000, "keep": 1, "run": str(folder)} | RECIPES[name]
+    flags = (
+        {"max_steps": config.steps}
+        if config.steps
+        else {"max_minutes": config.minutes, "epochs": 1000}
+    )
+    flags |= {"seed": config.seed, "eval_every": 2000, "keep": 1, "run": str(folder)} | RECIPES[
+        name
+    ]
     data = {"data": config.data} if config.data else {}
-    call("train.py", ({"resume": str(folder)} if (folder / "config.json").exists() else flags) | data)
+    call(
+        "train.py", ({"resume": str(folder)} if (folder / "config.json").exists() else flags) | data
+    )
     call("evaluate.py", {"ckpt": str(folder), "split": "validation"})
     run = read_run(folder)
     steps, losses = run.series("valid/loss")
@@ -92,18 +108,29 @@ def one_row(config: Config, name: str, out: Path) -> dict:
     tokens = int((prepared.validation.lengths["target"] + 1).sum())
     characters = sum(len(target) for _, target in prepared.validation_rows)
     return {
-        "steps": steps[-1], "tokens_per_second": statistics.median(run.series("speed/tokens_per_second")[1]),
-        "loss_per_token": best, "loss_per_character": best * tokens / characters, "bleu": score["sacrebleu"],
-        "chrf": score["chrf"], "low": score["low"], "high": score["high"], "losses": [*zip(steps, losses)],
-    }  # fmt: skip
+        "steps": steps[-1],
+        "tokens_per_second": statistics.median(run.series("speed/tokens_per_second")[1]),
+        "loss_per_token": best,
+        "loss_per_character": best * tokens / characters,
+        "bleu": score["sacrebleu"],
+        "chrf": score["chrf"],
+        "low": score["low"],
+        "high": score["high"],
+        "losses": [*zip(steps, losses)],
+    }
 
 
 def table(results: list[dict]) -> str:
     """Markdown, the best loss first; runs of other minutes or steps apart."""
-    limits = [f"{row['max_steps']:,} steps" if "max_steps" in row else f"{row['minutes']:g} min" for row in results]
+    limits = [
+        f"{row['max_steps']:,} steps" if "max_steps" in row else f"{row['minutes']:g} min"
+        for row in results
+    ]
     rows = [row | {"limit": limit} for row, limit in zip(results, limits)]
     rows.sort(key=lambda row: (row["limit"], row["loss_per_character"]))
-    return markdown([list(COLUMNS), *([form.format(**row) for form in COLUMNS.values()] for row in rows)])
+    return markdown(
+        [list(COLUMNS), *([form.format(**row) for form in COLUMNS.values()] for row in rows)]
+    )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,15 @@ from pathlib import Path
 
 from benchmarks.corpus import SIDES, as_words, load_corpus
 from benchmarks.measuring import ROOT, call, describe_machine, markdown, pinned
-from benchmarks.peers.contest import ENVIRONMENTS, KEEP_MEMORY, TOOLKITS, Contestant, Task, choose, command
+from benchmarks.peers.contest import (
+    ENVIRONMENTS,
+    KEEP_MEMORY,
+    TOOLKITS,
+    Contestant,
+    Task,
+    choose,
+    command,
+)
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
 from model import PRESETS
@@ -37,13 +45,19 @@ GOALS = (1, 2, 3, 5)  # BLEU
 OURS = {"ours": {}, "ours-like-validation": {"match_late": False}}  # flags of train.py
 # As in marian-examples/transformer (WMT17), and with the rate of our former default, for so little time.
 EXAMPLE = {"learn-rate": 3e-4, "lr-warmup": 16000, "lr-decay-inv-sqrt": 16000}
-MARIAN = {"marian": EXAMPLE, "marian-lr-1e-3": {"learn-rate": 1e-3, "lr-warmup": 1000, "lr-decay-inv-sqrt": 1000}}
+MARIAN = {
+    "marian": EXAMPLE,
+    "marian-lr-1e-3": {"learn-rate": 1e-3, "lr-warmup": 1000, "lr-decay-inv-sqrt": 1000},
+}
 # Peak rate and steps up to it: fairseq's recipe for IWSLT, and the rate of Marian's second. With dropout 0.1, where fairseq has
 # 0.3: that is for many passes over little data, and here no pair is seen often enough to be learnt by heart.
 RATES = {"": "5e-4 4000", "-lr-1e-3": "1e-3 1000"}
 PEERS = {
     name + rate: replace(peer, settings=peer.settings | {"variant": RATES[rate]}, pin=False)
-    for name, peer in {"hf": Contestant("marian", {"what": "learn"}, environment=KEEP_MEMORY), **TOOLKITS}.items()
+    for name, peer in {
+        "hf": Contestant("marian", {"what": "learn"}, environment=KEEP_MEMORY),
+        **TOOLKITS,
+    }.items()
     for rate in RATES
 }
 EVERYBODY = (*OURS, *MARIAN, *PEERS)
@@ -57,18 +71,30 @@ class Config:
     minutes: float = flag(60.0, "of each", "How", above=0)
     every: int = flag(250, "steps between translations", "How", least=1)
     threads: int = flag(2, "compute threads", "How", least=1)
-    out: str = flag("runs/benchmarks/time_to_bleu.json", "file for all curves; the runs lie in runs/", "How")
+    out: str = flag(
+        "runs/benchmarks/time_to_bleu.json", "file for all curves; the runs lie in runs/", "How"
+    )
 
 
 def main(config: Config) -> None:
     """Run who is named, add the curves to those there are, print the table."""
     print(f"minutes to a BLEU\n{describe_machine()}", flush=True)
     names, out = choose(config.contestants or ",".join(EVERYBODY), EVERYBODY), ROOT / config.out
-    toolkits = {"pymarian" if name in MARIAN else PEERS[name].toolkit for name in {*names} - {*OURS}} - {""}
-    if absent := sorted(toolkit for toolkit in toolkits if not (ENVIRONMENTS / toolkit / "complete").exists()):
-        raise UserError(f"to install what takes part: bash benchmarks/peers/install.sh {' '.join(absent)}")
+    toolkits = {
+        "pymarian" if name in MARIAN else PEERS[name].toolkit for name in {*names} - {*OURS}
+    } - {""}
+    if absent := sorted(
+        toolkit for toolkit in toolkits if not (ENVIRONMENTS / toolkit / "complete").exists()
+    ):
+        raise UserError(
+            f"to install what takes part: bash benchmarks/peers/install.sh {' '.join(absent)}"
+        )
     corpus = load_corpus(config.data, vocab=config.vocab, pairs=10**9)
-    kept = json.loads(out.read_text()) if out.exists() else {"tokens": corpus.folder.name, "curves": {}}
+    kept = (
+        json.loads(out.read_text())
+        if out.exists()
+        else {"tokens": corpus.folder.name, "curves": {}}
+    )
     if kept["tokens"] != corpus.folder.name:
         raise UserError(f"{out} holds curves of other data or subwords; give another --out")
     for name in names:
@@ -81,9 +107,16 @@ def main(config: Config) -> None:
 
 def ours(config: Config, folder: Path, corpus, name: str) -> list[tuple[float, float]]:
     """train.py with its defaults, but for the flags of `name`; → (minutes, BLEU) of its validations."""
-    flags, begun = {"max_minutes": config.minutes, "epochs": 1000, "eval_every": config.every} | OURS[name], time.time()
+    flags, begun = (
+        {"max_minutes": config.minutes, "epochs": 1000, "eval_every": config.every} | OURS[name],
+        time.time(),
+    )
     flags |= {"source_vocab": config.vocab, "target_vocab": config.vocab}
-    call("train.py", {"data": corpus.data, "run": folder} | flags, **pinned(config.threads, pin=False))
+    call(
+        "train.py",
+        {"data": corpus.data, "run": folder} | flags,
+        **pinned(config.threads, pin=False),
+    )
     validations = (record for record in read_run(folder).records if "valid/bleu" in record)
     return [((record["time"] - begun) / 60, record["valid/bleu"]) for record in validations]
 
@@ -92,27 +125,46 @@ def peer(config: Config, folder: Path, corpus, name: str) -> list[tuple[float, f
     """Another's training, until its time is over; its translations, in files named by their time, are scored then."""
     folder.mkdir(parents=True)
     prepared = load_prepared(corpus.folder.with_name(corpus.folder.name.split("-benchmark")[0]))
-    sides = zip(prepared.validation_rows[:BLEU_ROWS], map(prepared.validation.__getitem__, range(BLEU_ROWS)))
-    rows = [(text, tokens) for text, tokens in sides if all(map(len, tokens))]  # OpenNMT-py skips an empty line
+    sides = zip(
+        prepared.validation_rows[:BLEU_ROWS], map(prepared.validation.__getitem__, range(BLEU_ROWS))
+    )
+    rows = [
+        (text, tokens) for text, tokens in sides if all(map(len, tokens))
+    ]  # OpenNMT-py skips an empty line
     for side, sentences in zip(SIDES, zip(*(tokens for _, tokens in rows))):
         (folder / f"valid.{side}").write_text(as_words(sentences, side))
-    task = Task("", str(corpus.folder), threads=config.threads, outputs=str(folder), every=config.every)
+    task = Task(
+        "", str(corpus.folder), threads=config.threads, outputs=str(folder), every=config.every
+    )
     if name in MARIAN:
-        words, environment = marian(config, folder, corpus, name), os.environ | pinned(config.threads, pin=False)
+        words, environment = (
+            marian(config, folder, corpus, name),
+            os.environ | pinned(config.threads, pin=False),
+        )
     else:
         words, environment = command(PEERS[name], task)
     if name.startswith("fairseq"):  # its own files, before the clock starts
         first, _ = command(replace(PEERS[name], settings={"what": "binarise"}), task)
         subprocess.run(first, env=environment, capture_output=True, check=True)
     begun = time.time()
-    with open(folder / "log", "w") as log, suppress(subprocess.TimeoutExpired):  # killed: there is nothing to save
-        done = subprocess.run(words, env=environment, stdout=log, stderr=log, timeout=60 * config.minutes)
+    with (
+        open(folder / "log", "w") as log,
+        suppress(subprocess.TimeoutExpired),
+    ):  # killed: there is nothing to save
+        done = subprocess.run(
+            words, env=environment, stdout=log, stderr=log, timeout=60 * config.minutes
+        )
         raise UserError(f"{name} ended with {done.returncode}; its lines are in {folder}/log")
     references = [reference for (_, reference), _ in rows]
     points = []
     for file in sorted(folder.glob("*.out")):
-        ids = [[int(word[1:]) for word in line.split() if word[0] == "t"] for line in file.read_text().splitlines()]
-        score = corpus_bleu(references=references, hypotheses=decode(prepared.target_tokenizer, ids), smooth=True)
+        ids = [
+            [int(word[1:]) for word in line.split() if word[0] == "t"]
+            for line in file.read_text().splitlines()
+        ]
+        score = corpus_bleu(
+            references=references, hypotheses=decode(prepared.target_tokenizer, ids), smooth=True
+        )
         points.append(((float(file.stem) - begun) / 60, score))
     return points
 
@@ -122,22 +174,48 @@ def marian(config: Config, folder: Path, corpus, name: str) -> list[str]:
     sizes = PRESETS["lab"]
     for side, vocabulary in zip(SIDES, (corpus.source_vocab, corpus.target_vocab)):
         tokens = ["</s>", "<unk>", *(f"{side[0]}{token}" for token in range(vocabulary))]
-        (folder / f"vocab.{side}.yml").write_text("".join(f'"{token}": {id}\n' for id, token in enumerate(tokens)))
+        (folder / f"vocab.{side}.yml").write_text(
+            "".join(f'"{token}": {id}\n' for id, token in enumerate(tokens))
+        )
     keep = folder / "keep.sh"
     keep.write_text('#!/bin/sh\ncp "$1" "$(dirname "$0")/$(date +%s.%N).out"\necho 0\n')
     keep.chmod(0o700)
     flags = {
-        "type": "transformer", "dim-emb": sizes["d_model"], "transformer-heads": sizes["nhead"],
-        "enc-depth": sizes["num_encoder_layers"], "dec-depth": sizes["num_decoder_layers"],
-        "transformer-dim-ffn": sizes["dim_feedforward"], "transformer-dropout": 0.1, "label-smoothing": 0.1, "clip-norm": 5,
-        "optimizer-params": "0.9 0.98 1e-09", "exponential-smoothing": 1e-4, **MARIAN[name],
-        "train-sets": f"{corpus.folder}/train.src {corpus.folder}/train.tgt", "model": f"{folder}/model.npz",
-        "vocabs": f"{folder}/vocab.src.yml {folder}/vocab.tgt.yml", "max-length": 127, "mini-batch": 1000,
-        "mini-batch-words": 4096, "maxi-batch": 1000, "cpu-threads": config.threads, "workspace": 2000, "sync-sgd": "true",
-        "valid-freq": config.every, "valid-sets": f"{folder}/valid.src {folder}/valid.tgt", "valid-metrics": "translation",
-        "valid-script-path": keep, "valid-translation-output": f"{folder}/translated", "valid-mini-batch": 64,
-        "beam-size": 1, "valid-max-length": 500, "max-length-factor": 3, "save-freq": 10**6, "disp-freq": 50, "seed": 1,
-    }  # fmt: skip
+        "type": "transformer",
+        "dim-emb": sizes["d_model"],
+        "transformer-heads": sizes["nhead"],
+        "enc-depth": sizes["num_encoder_layers"],
+        "dec-depth": sizes["num_decoder_layers"],
+        "transformer-dim-ffn": sizes["dim_feedforward"],
+        "transformer-dropout": 0.1,
+        "label-smoothing": 0.1,
+        "clip-norm": 5,
+        "optimizer-params": "0.9 0.98 1e-09",
+        "exponential-smoothing": 1e-4,
+        **MARIAN[name],
+        "train-sets": f"{corpus.folder}/train.src {corpus.folder}/train.tgt",
+        "model": f"{folder}/model.npz",
+        "vocabs": f"{folder}/vocab.src.yml {folder}/vocab.tgt.yml",
+        "max-length": 127,
+        "mini-batch": 1000,
+        "mini-batch-words": 4096,
+        "maxi-batch": 1000,
+        "cpu-threads": config.threads,
+        "workspace": 2000,
+        "sync-sgd": "true",
+        "valid-freq": config.every,
+        "valid-sets": f"{folder}/valid.src {folder}/valid.tgt",
+        "valid-metrics": "translation",
+        "valid-script-path": keep,
+        "valid-translation-output": f"{folder}/translated",
+        "valid-mini-batch": 64,
+        "beam-size": 1,
+        "valid-max-length": 500,
+        "max-length-factor": 3,
+        "save-freq": 10**6,
+        "disp-freq": 50,
+        "seed": 1,
+    }
     words = [word for name, value in flags.items() for word in (f"--{name}", *str(value).split())]
     return [ENVIRONMENTS / "pymarian/bin/python", "-m", "pymarian", "train", *words]
 
@@ -146,7 +224,10 @@ def table(curves: dict) -> str:
     """Markdown: the first time that each BLEU was reached, and the last BLEU."""
     cells = [["", *(f"{goal} BLEU" for goal in GOALS), "at the end"]]
     for name, points in curves.items():
-        first = [next((f"{minutes:.1f} min" for minutes, bleu in points if bleu >= goal), "–") for goal in GOALS]
+        first = [
+            next((f"{minutes:.1f} min" for minutes, bleu in points if bleu >= goal), "–")
+            for goal in GOALS
+        ]
         last = f"{points[-1][1]:.2f} after {points[-1][0]:.1f} min" if points else "–"
         cells.append([name, *first, last])
     return markdown(cells)

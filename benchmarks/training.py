@@ -28,8 +28,10 @@ from engine.distributed import choose_device
 from engine.errors import UserError, run_script
 from model import ModelConfig, training_flops
 
-OURS = ("random-plain-fp32 plain-fp32 plain-bf16 plain-fp16 fp32 bf16 fp16 captured-bf16 muon-fp32 muon-bf16 muon-fp16 "
-        "muon-captured-bf16").split()  # fmt: skip
+OURS = (
+    "random-plain-fp32 plain-fp32 plain-bf16 plain-fp16 fp32 bf16 fp16 captured-bf16 muon-fp32 muon-bf16 muon-fp16 "
+    "muon-captured-bf16"
+).split()
 CONTESTANTS = {
     "handout": Contestant("handout"),
     **TOOLKITS,
@@ -66,7 +68,9 @@ class Config:
 
 def main(config: Config) -> list[Row]:
     """Take turns, print the table; → its rows."""
-    in_new_process(choose_device, config.device, 0)  # which must be there; in this process it would hold the card
+    in_new_process(
+        choose_device, config.device, 0
+    )  # which must be there; in this process it would hold the card
     config.out = config.out or f"runs/benchmarks/{config.part}.json"
     if config.device != "cpu" and config.part == "limits":
         raise UserError("--part limits is measured on a CPU only")
@@ -76,10 +80,21 @@ def main(config: Config) -> list[Row]:
         return measure_limits(config, corpus, sizes)
     everybody = LADDER if config.part == "ladder" else PEERS if config.device == "cpu" else ON_GPU
     names = choose(config.contestants or everybody, CONTESTANTS)
-    if config.device != "cpu" and (toolkits := [name for name in names if CONTESTANTS[name].toolkit]):
-        raise UserError(f"--device {config.device}: {', '.join(toolkits)} are measured on a CPU only; leave them out")
-    task = Task("train", str(corpus.folder), config.seconds, config.threads, config.device, SIZES[config.preset],
-                config.tokens_per_batch)  # fmt: skip
+    if config.device != "cpu" and (
+        toolkits := [name for name in names if CONTESTANTS[name].toolkit]
+    ):
+        raise UserError(
+            f"--device {config.device}: {', '.join(toolkits)} are measured on a CPU only; leave them out"
+        )
+    task = Task(
+        "train",
+        str(corpus.folder),
+        config.seconds,
+        config.threads,
+        config.device,
+        SIZES[config.preset],
+        config.tokens_per_batch,
+    )
 
     def turn(name: str) -> dict | None:
         figures = start(name, CONTESTANTS[name], task, timeout=240 + 4 * config.seconds)
@@ -89,8 +104,12 @@ def main(config: Config) -> list[Row]:
             figures["model_flops_utilisation"] = flops / 1e12 / figures["peak_tflops"]
         return figures
 
-    title = f"training on {corpus.describe()}; in tokens_per_second the source's tokens are counted too"
-    return measure(title, names, config, turn, "target_tokens_per_second", config.baseline or names[0])
+    title = (
+        f"training on {corpus.describe()}; in tokens_per_second the source's tokens are counted too"
+    )
+    return measure(
+        title, names, config, turn, "target_tokens_per_second", config.baseline or names[0]
+    )
 
 
 def measure_limits(config: Config, corpus: Corpus, sizes: ModelConfig) -> list[Row]:
@@ -108,17 +127,25 @@ def measure_limits(config: Config, corpus: Corpus, sizes: ModelConfig) -> list[R
         seconds = sum(count * seconds_of(*shape, dtype) for shape, count in shapes.items())
         peak = 3 * 2 * LARGE**3 / seconds_of(LARGE, LARGE, LARGE, dtype)
         rate = target / seconds
-        return {"target_tokens_per_second": rate, "gflops": flops / seconds / 1e9, "peak_gflops": peak / 1e9}
+        return {
+            "target_tokens_per_second": rate,
+            "gflops": flops / seconds / 1e9,
+            "peak_gflops": peak / 1e9,
+        }
 
     title = f"matrix products alone, {flops / target / 1e6:.1f} MFLOP a target token"
     rows = measure(title, FORMATS, config, turn, "target_tokens_per_second")
-    speeds = compare(read_json((ROOT / config.out).with_name("speed.json")), "target_tokens_per_second")
+    speeds = compare(
+        read_json((ROOT / config.out).with_name("speed.json")), "target_tokens_per_second"
+    )
     medians = {row.contestant: row.median for row in speeds}
     for row in rows:
         if ours := medians.get(name := FORMATS[row.contestant][2]):
             utilisation = ours * flops / target / 1e9 / row.more["peak_gflops"]
-            print(f"{name}: {ours:,.0f} target tokens/s, {ours / row.median:.0%} of the matrix products alone; "
-                  f"model FLOPs utilisation {utilisation:.0%}")  # fmt: skip
+            print(
+                f"{name}: {ours:,.0f} target tokens/s, {ours / row.median:.0%} of the matrix products alone; "
+                f"model FLOPs utilisation {utilisation:.0%}"
+            )
     return rows
 
 
@@ -126,15 +153,28 @@ def products(sizes: ModelConfig, source: int, target: int) -> list[tuple[int, in
     """(rows, in, out) of every linear map of a forward pass over so many tokens."""
     d, ff = sizes.d_model, sizes.dim_feedforward
     encoder = [(source, d, 3 * d), (source, d, d), (source, d, ff), (source, ff, d)]
-    own, cross = [(target, d, 3 * d), (target, d, d)], [(target, d, d), (source, d, 2 * d), (target, d, d)]
+    own, cross = (
+        [(target, d, 3 * d), (target, d, d)],
+        [(target, d, d), (source, d, 2 * d), (target, d, d)],
+    )
     decoder = own + cross + [(target, d, ff), (target, ff, d)]
-    return encoder * sizes.num_encoder_layers + decoder * sizes.num_decoder_layers + [(target, d, sizes.target_vocab)]
+    return (
+        encoder * sizes.num_encoder_layers
+        + decoder * sizes.num_decoder_layers
+        + [(target, d, sizes.target_vocab)]
+    )
 
 
 def seconds_of(rows: int, width: int, out: int, dtype: torch.dtype) -> float:
     """One linear map: the product forward and the two backward, the fastest of several times."""
-    x, weight, gradient = (torch.randn(shape).to(dtype) for shape in ((rows, width), (out, width), (rows, out)))
-    return min(timeit.repeat(lambda: (x @ weight.t(), gradient @ weight, gradient.t() @ x), number=1, repeat=5))
+    x, weight, gradient = (
+        torch.randn(shape).to(dtype) for shape in ((rows, width), (out, width), (rows, out))
+    )
+    return min(
+        timeit.repeat(
+            lambda: (x @ weight.t(), gradient @ weight, gradient.t() @ x), number=1, repeat=5
+        )
+    )
 
 
 if __name__ == "__main__":

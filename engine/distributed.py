@@ -8,7 +8,9 @@ import itertools
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as MeetingTimeout  # the built-in one only from Python 3.11 on
+from concurrent.futures import (
+    TimeoutError as MeetingTimeout,
+)  # the built-in one only from Python 3.11 on
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +25,9 @@ from engine.errors import UserError
 from engine.memory import keep_freed_memory
 
 JOIN = timedelta(minutes=5)  # for all processes of a run to be started, on all machines
-ANSWER = timedelta(minutes=15)  # for the slowest rank to come to a collective; then the others end with an error
+ANSWER = timedelta(
+    minutes=15
+)  # for the slowest rank to come to a collective; then the others end with an error
 WORK = timedelta(days=2)  # for what rank 0 does alone, such as tokenising a large data set
 
 
@@ -34,8 +38,12 @@ class World:
     rank: int
     size: int
     device: torch.device
-    store: dist.Store | None = field(default=None, compare=False)  # the ranks' common key-value store
-    turns: itertools.count = field(default_factory=itertools.count, compare=False)  # numbers on_main's calls
+    store: dist.Store | None = field(
+        default=None, compare=False
+    )  # the ranks' common key-value store
+    turns: itertools.count = field(
+        default_factory=itertools.count, compare=False
+    )  # numbers on_main's calls
 
     @property
     def is_main(self) -> bool:
@@ -78,7 +86,9 @@ class World:
         """Every rank's value, in the order of ranks, on rank 0; None elsewhere."""
         if self.size == 1:
             return [value]
-        turn = f"gather/{next(self.turns)}"  # at the store, as above: shares of work may end far apart
+        turn = (
+            f"gather/{next(self.turns)}"  # at the store, as above: shares of work may end far apart
+        )
         self.store.set(f"{turn}/{self.rank}", "")
         self.store.wait([f"{turn}/{rank}" for rank in range(self.size)], WORK)
         boxes = [None] * self.size if self.is_main else None
@@ -87,12 +97,16 @@ class World:
 
     def data_parallel(self, module: torch.nn.Module) -> torch.nn.Module:
         """The module in DDP, which averages gradients in the backward pass; alone, or after `shard`, as it is."""
-        if self.size == 1 or any(hasattr(part, "unshard") for part in module.modules()):  # a method of FSDP2's
+        if self.size == 1 or any(
+            hasattr(part, "unshard") for part in module.modules()
+        ):  # a method of FSDP2's
             return module
         # A gradient is a view into the bucket that is sent: no second copy. Without `device_ids` inputs stay where they
         # are: some are to stay on the CPU.
         parallel = DistributedDataParallel(module, gradient_as_bucket_view=True)
-        parallel.broadcast_buffers = False  # they are constants here, and not to be sent at every step
+        parallel.broadcast_buffers = (
+            False  # they are constants here, and not to be sent at every step
+        )
         return parallel
 
     def shard(self, model: torch.nn.Module, log) -> bool:
@@ -102,13 +116,22 @@ class World:
         are averaged and cut after each backward pass, also between micro-batches: whole ones would take the memory back.
         """
         if self.size == 1:
-            log("note: --shard has no effect: one process keeps the whole model; start several with torchrun")
+            log(
+                "note: --shard has no effect: one process keeps the whole model; start several with torchrun"
+            )
             return False
-        from torch.distributed.device_mesh import init_device_mesh  # here, because few scripts pay for the import
+        from torch.distributed.device_mesh import (
+            init_device_mesh,
+        )  # here, because few scripts pay for the import
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(self.device.type, (self.size,))
-        layers = [layer for part in model.modules() if isinstance(part, torch.nn.ModuleList) for layer in part]
+        layers = [
+            layer
+            for part in model.modules()
+            if isinstance(part, torch.nn.ModuleList)
+            for layer in part
+        ]
         for part in [*layers, model]:
             fully_shard(part, mesh=mesh)
         return True
@@ -117,7 +140,9 @@ class World:
         """Seed torch by the run's seed, the step and the rank: what a resumed step draws, it draws again."""
         # Not just shifted into place: of 64 bits torch's generator on the CPU looks at the lower 32 only.
         mixed = int(np.random.SeedSequence((seed, step, self.rank)).generate_state(1, np.uint64)[0])
-        torch.default_generator.manual_seed(mixed)  # torch.manual_seed looks at absent devices too, ten times as long
+        torch.default_generator.manual_seed(
+            mixed
+        )  # torch.manual_seed looks at absent devices too, ten times as long
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index].manual_seed(mixed)
 
@@ -138,7 +163,9 @@ def cut_like(tensor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(tensor, weight.device_mesh, weight.placements, src_data_rank=None)  # None: no rank sends
+    return distribute_tensor(
+        tensor, weight.device_mesh, weight.placements, src_data_rank=None
+    )  # None: no rank sends
 
 
 def several_asked() -> bool:
@@ -160,14 +187,20 @@ def start(device_name: str = "auto") -> World:
         return World(0, 1, choose_device(device_name, 0))
     if missing:
         names = ", ".join(missing)
-        raise UserError(f"{names} missing in the environment; start with torchrun, or unset RANK and WORLD_SIZE")
+        raise UserError(
+            f"{names} missing in the environment; start with torchrun, or unset RANK and WORLD_SIZE"
+        )
     numbers = [os.environ[name] for name in variables if name != "MASTER_ADDR"]
     if not all(number.isdecimal() for number in numbers):
         told = ", ".join(numbers)
-        raise UserError(f"RANK, WORLD_SIZE, LOCAL_RANK, MASTER_PORT must be numbers, not {told}; use torchrun")
+        raise UserError(
+            f"RANK, WORLD_SIZE, LOCAL_RANK, MASTER_PORT must be numbers, not {told}; use torchrun"
+        )
     rank, size, local_rank, _ = map(int, numbers)
     if rank >= size:
-        raise UserError(f"RANK {rank} must be below WORLD_SIZE {size}; start with torchrun, or unset both")
+        raise UserError(
+            f"RANK {rank} must be below WORLD_SIZE {size}; start with torchrun, or unset both"
+        )
     device = choose_device(device_name, local_rank)
     return World(rank, size, device, join(rank, size, device) if size > 1 else None)
 
@@ -178,12 +211,20 @@ def join(rank: int, size: int, device: torch.device) -> dist.Store:
     try:
         # By hand what init_process_group would do, because it has one timeout for this and for the collectives. In a
         # thread, because a foreign program that listens at the port and says nothing would be waited for without end.
-        meeting = ThreadPoolExecutor(1).submit(lambda: next(rendezvous("env://", rank, size, timeout=JOIN)))
+        meeting = ThreadPoolExecutor(1).submit(
+            lambda: next(rendezvous("env://", rank, size, timeout=JOIN))
+        )
         store, _, _ = meeting.result(timeout=JOIN.total_seconds() + 5)
-        if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # on one machine all processes know which attempt this is
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(
+            size
+        ):  # on one machine all processes know which attempt this is
             # torchrun keeps its store when it restarts the processes: what the dead ones wrote there is not for these.
-            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=size, timeout=ANSWER)
+            store = dist.PrefixStore(
+                f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
+            )
+        dist.init_process_group(
+            backend_for(device), store=store, rank=rank, world_size=size, timeout=ANSWER
+        )
     except (MeetingTimeout, dist.DistError, RuntimeError, ValueError, OSError) as error:
         reason = (str(error).strip() or f"no answer for {JOIN}").splitlines()[0]
         if "EADDRINUSE" in str(error):
@@ -203,17 +244,31 @@ def adopt_srun(environment=os.environ) -> None:
     In a batch script outside srun there is one process, whatever the job asked for: SLURM_STEP_* are srun's own.
     """
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
-    if tasks == "1" or "RANK" in environment or "WORLD_SIZE" in environment:  # alone, or torchrun under srun
+    if (
+        tasks == "1" or "RANK" in environment or "WORLD_SIZE" in environment
+    ):  # alone, or torchrun under srun
         return
-    names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID")
+    names = (
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_STEP_NODELIST",
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_JOB_ID",
+    )
     if missing := [name for name in names if name not in environment]:
-        raise UserError(f"srun started {tasks} tasks, but {', '.join(missing)} missing; use torchrun")
+        raise UserError(
+            f"srun started {tasks} tasks, but {', '.join(missing)} missing; use torchrun"
+        )
     rank, local_rank, nodes, tasks_per_node, job = (environment[name] for name in names)
     environment.update(RANK=rank, WORLD_SIZE=tasks, LOCAL_RANK=local_rank)
     # "2(x3),1": three machines with 2 tasks, one with 1. The largest number stands for all machines.
-    environment["LOCAL_WORLD_SIZE"] = str(max(map(int, re.findall(r"(\d+)(?:\(x\d+\))?", tasks_per_node))))
+    environment["LOCAL_WORLD_SIZE"] = str(
+        max(map(int, re.findall(r"(\d+)(?:\(x\d+\))?", tasks_per_node)))
+    )
     # The first machine of the list: of 'gpu[03-05,9],cpu1' gpu03.
-    prefix, numbers, suffix = re.match(r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\])?([^,\[]*)", nodes).groups()
+    prefix, numbers, suffix = re.match(
+        r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\])?([^,\[]*)", nodes
+    ).groups()
     environment.setdefault("MASTER_ADDR", prefix + (numbers or "") + suffix)
     # Another port for each job and step, alike in all its tasks: 10,000–29,999, below what Linux gives to clients.
     step = int(environment.get("SLURM_STEP_ID", 0))
@@ -232,23 +287,37 @@ def choose_device(name: str, local_rank: int) -> torch.device:
         raise UserError(f"--device {name}: {reason}; --device auto takes the CPU then")
     count = torch.cuda.device_count()
     if ":" in name and os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError(f"--device {name} gives all processes the same GPU; use `CUDA_VISIBLE_DEVICES=… torchrun …`")
+        raise UserError(
+            f"--device {name} gives all processes the same GPU; use `CUDA_VISIBLE_DEVICES=… torchrun …`"
+        )
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     # With srun --gpus-per-task each task sees one card, its own; torchrun under SLURM shares out what it sees.
     by_srun = "SLURM_LOCALID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
-    own_card = by_srun and count == 1 and int(os.environ.get("SLURM_GPUS_ON_NODE", local_size)) >= local_size
-    if ":" not in name and local_size > count and not own_card:  # said by every rank, so that none waits for the others
-        raise UserError(f"{local_size} processes but {count} visible GPU(s); start at most {count}, or --device cpu")
+    own_card = (
+        by_srun
+        and count == 1
+        and int(os.environ.get("SLURM_GPUS_ON_NODE", local_size)) >= local_size
+    )
+    if (
+        ":" not in name and local_size > count and not own_card
+    ):  # said by every rank, so that none waits for the others
+        raise UserError(
+            f"{local_size} processes but {count} visible GPU(s); start at most {count}, or --device cpu"
+        )
     index = name.partition(":")[2] or str(0 if own_card else local_rank)
     if not index.isdecimal() or int(index) >= count:
-        raise UserError(f"GPU {index} was asked for but {count} can be seen; use fewer processes or another --device")
+        raise UserError(
+            f"GPU {index} was asked for but {count} can be seen; use fewer processes or another --device"
+        )
     device = torch.device("cuda", int(index))
     try:
         torch.cuda.set_device(device)  # without it NCCL puts every rank's buffers on GPU 0
         torch.cuda.synchronize(device)  # makes its context, for which there must be memory
     except RuntimeError as error:  # others have filled it, or have it for themselves
-        raise UserError(f"GPU {index} cannot be used ({str(error).splitlines()[0]}); `nvidia-smi` shows who is on it and which "
-                        "are free: choose one with CUDA_VISIBLE_DEVICES=N") from None  # fmt: skip
+        raise UserError(
+            f"GPU {index} cannot be used ({str(error).splitlines()[0]}); `nvidia-smi` shows who is on it and which "
+            "are free: choose one with CUDA_VISIBLE_DEVICES=N"
+        ) from None
     return device
 
 
@@ -260,6 +329,8 @@ def hidden_gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
         return None
     first = visible.split(",")[0].strip()  # at the first card that is not there CUDA stops
     if first.startswith(("GPU-", "MIG-")) or (first.isdecimal() and int(first) < cards):
-        return (f"PyTorch {torch.__version__} can use none of the {cards} GPU(s) of this machine: its driver is too old for "
-                f"CUDA {torch.version.cuda} (see `nvidia-smi`), or it is a build for CPUs: docs/troubleshooting.md")  # fmt: skip
+        return (
+            f"PyTorch {torch.__version__} can use none of the {cards} GPU(s) of this machine: its driver is too old for "
+            f"CUDA {torch.version.cuda} (see `nvidia-smi`), or it is a build for CPUs: docs/troubleshooting.md"
+        )
     return f"CUDA_VISIBLE_DEVICES={visible!r} hides all {cards} GPU(s) of this machine"

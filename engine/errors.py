@@ -24,7 +24,9 @@ def prepare_process() -> None:
     if sys.platform == "win32":
         stop("this needs Linux, macOS or WSL (the Linux inside Windows: https://aka.ms/wsl)")
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed (`>&-`): the next file that is opened would take its place
+        if (
+            getattr(sys, name) is None
+        ):  # closed (`>&-`): the next file that is opened would take its place
             setattr(sys, name, open(os.devnull, mode))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -38,7 +40,9 @@ def run_script(main) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a KeyboardInterrupt again
     # TensorBoard writes in a thread, whose error the next write raises here again: one traceback too many.
-    threading.excepthook = lambda args: None if _disk_error(args.exc_value) else threading.__excepthook__(args)
+    threading.excepthook = lambda args: (
+        None if _disk_error(args.exc_value) else threading.__excepthook__(args)
+    )
     try:
         main()
     except UserError as error:
@@ -50,22 +54,43 @@ def run_script(main) -> None:
         full = r"CUDA error: out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
         on_gpu = type(error).__name__ == "OutOfMemoryError" or re.search(full, str(error))
         if on_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-            first = "GPU's memory is full; choose a free GPU, or" if on_gpu else "machine's memory is full;"
-            stop(f"the {first} train with a smaller --preset or --size, a larger --accumulate; decode with less --beam")
+            first = (
+                "GPU's memory is full; choose a free GPU, or"
+                if on_gpu
+                else "machine's memory is full;"
+            )
+            stop(
+                f"the {first} train with a smaller --preset or --size, a larger --accumulate; decode with less --beam"
+            )
         if "no kernel image" in str(error):
-            stop("this GPU is too old for this build of PyTorch; see docs/troubleshooting.md, or give --device cpu")
+            stop(
+                "this GPU is too old for this build of PyTorch; see docs/troubleshooting.md, or give --device cpu"
+            )
         if re.search(r"C(\+\+)? compiler", str(error)):  # torch.compile's, or Triton's
-            stop("--compile needs a C and C++ compiler (gcc, g++) and Python's headers; install them, or leave it out")
+            stop(
+                "--compile needs a C and C++ compiler (gcc, g++) and Python's headers; install them, or leave it out"
+            )
         many = os.environ.get("WORLD_SIZE", "1") != "1"
-        if many and not isinstance(error, OSError) and re.search(_PEER_LOST, str(error)):  # a download's is an OSError
-            stop("another process of this run has ended or does not answer; its own message says why")
+        if (
+            many and not isinstance(error, OSError) and re.search(_PEER_LOST, str(error))
+        ):  # a download's is an OSError
+            stop(
+                "another process of this run has ended or does not answer; its own message says why"
+            )
         number = _disk_error(error)
         if number is None:
             raise
         where = getattr(error, "filename", None) or os.getcwd()
-        elsewhere, verb = number in (errno.EROFS, errno.EACCES), "use" if number == errno.EACCES else "write"
-        remedy = "choose another place" if elsewhere else "free some space (`df -h` shows on which disk)"
-        stop(f"cannot {verb} {where}: {os.strerror(number)}; {remedy} and run the same command again")
+        elsewhere, verb = (
+            number in (errno.EROFS, errno.EACCES),
+            "use" if number == errno.EACCES else "write",
+        )
+        remedy = (
+            "choose another place" if elsewhere else "free some space (`df -h` shows on which disk)"
+        )
+        stop(
+            f"cannot {verb} {where}: {os.strerror(number)}; {remedy} and run the same command again"
+        )
     except KeyboardInterrupt:
         stop("interrupted", code=130)
 
@@ -73,12 +98,20 @@ def run_script(main) -> None:
 def _disk_error(error: BaseException | None) -> int | None:
     """The number of the error if a disk is full, read-only, forbidden or broken, whatever library says so, else None."""
     # What is forbidden and has no name may be no file.
-    number = error.errno if isinstance(error, OSError) and (error.filename or error.errno != errno.EACCES) else None
+    number = (
+        error.errno
+        if isinstance(error, OSError) and (error.filename or error.errno != errno.EACCES)
+        else None
+    )
     if found := re.search(r"\(os error (\d+)\)", str(error)):  # a library in Rust
         number = int(found[1])
     elif number is None and re.search(r"\d+ requested and \d+ written", str(error)):  # numpy
         number = errno.ENOSPC
-    return number if number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO) else None
+    return (
+        number
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
+        else None
+    )
 
 
 def stop(message: str, code: int = 2) -> None:

@@ -14,7 +14,10 @@ GIB = 2**30
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # numbers of malloc.h, see mallopt(3)
 # oneDNN keeps the code it made for a shape of matrices: 1,024 shapes, half a megabyte each. Without fast/'s kernels
 # batches of sentences have ever new shapes, and only those of one step are worth keeping: so many.
-CACHES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}  # entries; PyTorch's and oneDNN's own
+CACHES = {
+    "LRU_CACHE_CAPACITY": "128",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+}  # entries; PyTorch's and oneDNN's own
 
 
 def keep_freed_memory() -> None:
@@ -39,7 +42,14 @@ def held_gib(which: str = "VmHWM") -> float:
     Not by `ru_maxrss` where it can be helped: that counts what the parent process held, too. "kB" in /proc are KiB.
     """
     with suppress(OSError, TypeError):
-        return int(re.search(rf"{which}:\s+(\d+)", Path("/proc/self/status").read_text(errors="replace"))[1]) / 2**20
+        return (
+            int(
+                re.search(
+                    rf"{which}:\s+(\d+)", Path("/proc/self/status").read_text(errors="replace")
+                )[1]
+            )
+            / 2**20
+        )
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, else KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
@@ -65,7 +75,9 @@ def fewest_parts(trial, device: torch.device, most: int = 256) -> int:
             trial(parts)
             return parts
         except RuntimeError as error:  # on a full card also of a kernel that is loaded late, or of cuBLAS's work space
-            if parts >= most or not ("out of memory" in str(error) or "CUBLAS_STATUS" in str(error)):
+            if parts >= most or not (
+                "out of memory" in str(error) or "CUBLAS_STATUS" in str(error)
+            ):
                 raise
         finally:  # while the handler runs, the error holds the trial's tensors; NCCL cannot have what PyTorch keeps
             torch.cuda.empty_cache()

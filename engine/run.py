@@ -39,7 +39,11 @@ from engine.precision import Precision
 from engine.telemetry import GpuSampler, Log, ProcessMeter, Telemetry, nvml_of
 
 INTERRUPTED = "interrupted"
-SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]  # asked to stop, Ctrl-C, the terminal was closed
+SIGNALS = [
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+]  # asked to stop, Ctrl-C, the terminal was closed
 
 
 class Run(contextlib.AbstractContextManager):
@@ -64,11 +68,17 @@ class Run(contextlib.AbstractContextManager):
         def open_folder() -> tuple[Path, Path | None]:
             """The folder, and the checkpoint that a run goes on from."""
             try:
-                folder = Path(resume) if resume else run.at_end.enter_context(new_folder(config.run, kind))
+                folder = (
+                    Path(resume)
+                    if resume
+                    else run.at_end.enter_context(new_folder(config.run, kind))
+                )
                 run.at_end.enter_context(lock(folder))
             except OSError as error:
                 place = resume or folder_of(config.run)
-                raise UserError(f"cannot write to {place}: {error.strerror}; choose another --run PATH/NAME") from None
+                raise UserError(
+                    f"cannot write to {place}: {error.strerror}; choose another --run PATH/NAME"
+                ) from None
             return folder, checkpoint.mend(folder / "checkpoints") if resume else None
 
         run.folder, run.checkpoint = world.on_main(open_folder)
@@ -81,8 +91,12 @@ class Run(contextlib.AbstractContextManager):
             run.log(f"note: {hidden}")
         return run
 
-    def restore(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None,
-                precision: Precision | None = None) -> dict | None:  # fmt: skip
+    def restore(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        precision: Precision | None = None,
+    ) -> dict | None:
         """The last checkpoint put in place: weights, optimizer, loss scaler; → the state saved with them, None if fresh."""
         if not self.checkpoint:
             return None
@@ -91,11 +105,17 @@ class Run(contextlib.AbstractContextManager):
             moments = checkpoint.load_tensors(self.checkpoint / "optimizer.pt")
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             for number, values in moments["state"].items():
-                values |= {name: cut_like(value, weights[number]) for name, value in values.items() if name != "step"}
+                values |= {
+                    name: cut_like(value, weights[number])
+                    for name, value in values.items()
+                    if name != "step"
+                }
             optimizer.load_state_dict(moments)
         if precision and self.state.get("scaler"):  # empty if the run was not in fp16 until now
             precision.scaler.load_state_dict(self.state["scaler"])
-        self.log(f"resumed after step {self.state['step']:,} from {self.checkpoint}; figures of speed begin anew")
+        self.log(
+            f"resumed after step {self.state['step']:,} from {self.checkpoint}; figures of speed begin anew"
+        )
         return self.state
 
     def begin(self, gpu_seconds: float = 5.0) -> None:
@@ -108,14 +128,29 @@ class Run(contextlib.AbstractContextManager):
             (self.folder / "checksums.json").unlink(missing_ok=True)
             settled = replace(self.config, resume="")
             write_whole(self.folder / "config.json", as_json(asdict(settled)))
-            values = ((field.name, getattr(settled, field.name), field.default) for field in fields(settled))
-            told = ", ".join(f"{name} {value}" for name, value, default in values if value != default)
+            values = (
+                (field.name, getattr(settled, field.name), field.default)
+                for field in fields(settled)
+            )
+            told = ", ".join(
+                f"{name} {value}" for name, value, default in values if value != default
+            )
             self.log(f"settings: {told + '; the rest' if told else 'all'} as by default")
-            patterns = ("config.json", "model.json", "tokenizer/**/*")  # the files that say what the run is
-            files = [path for pattern in patterns for path in self.folder.glob(pattern) if path.is_file()]
-            checkpoint.write_checksums(self.folder, [str(path.relative_to(self.folder)) for path in files])
+            patterns = (
+                "config.json",
+                "model.json",
+                "tokenizer/**/*",
+            )  # the files that say what the run is
+            files = [
+                path for pattern in patterns for path in self.folder.glob(pattern) if path.is_file()
+            ]
+            checkpoint.write_checksums(
+                self.folder, [str(path.relative_to(self.folder)) for path in files]
+            )
             self.note_environment()
-        last_step = self.state["step"] if self.state else 0  # 0: stopped before its first checkpoint
+        last_step = (
+            self.state["step"] if self.state else 0
+        )  # 0: stopped before its first checkpoint
         self.telemetry = Telemetry(self.folder, last_step if self.config.resume else None)
         self.at_end.callback(self.telemetry.close)
         self.process, self.gpu = ProcessMeter(), None
@@ -128,7 +163,9 @@ class Run(contextlib.AbstractContextManager):
     def note_environment(self) -> None:
         """Write what this run is made on into its folder, now and, with the seconds it took, at its end."""
         path, sessions = self.folder / "environment.json", []
-        with contextlib.suppress(OSError, ValueError, TypeError):  # of an older version, or damaged: it begins anew
+        with contextlib.suppress(
+            OSError, ValueError, TypeError
+        ):  # of an older version, or damaged: it begins anew
             sessions = [*json.loads(path.read_text(encoding="utf-8"))] if self.config.resume else []
         sessions.append(environment(self.world))
         told = {name: value for name, value in sessions[-1].items() if value is not None}
@@ -144,10 +181,20 @@ class Run(contextlib.AbstractContextManager):
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Curves, and with them the figures of the CPU and the GPU since the last call."""
-        self.telemetry.scalars(step, values | self.process.read() | (self.gpu.read() if self.gpu else {}))
+        self.telemetry.scalars(
+            step, values | self.process.read() | (self.gpu.read() if self.gpu else {})
+        )
 
-    def save(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict,
-             precision: Precision, best: bool = False, keep: int = 5) -> None:  # fmt: skip
+    def save(
+        self,
+        step: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: dict,
+        precision: Precision,
+        best: bool = False,
+        keep: int = 5,
+    ) -> None:
         """A checkpoint of this step, by rank 0; `state` is any JSON. Never of weights after a step that was not finite."""
         precision.check_finite()
         state = state | {"scaler": precision.scaler.state_dict()}
@@ -160,7 +207,9 @@ class Run(contextlib.AbstractContextManager):
 
         weights, moments = tree_map(gather, (model.state_dict(), optimizer.state_dict()))
         if self.world.is_main:
-            checkpoint.save(self.folder / "checkpoints", step, weights, moments, state, keep, self.best_step)
+            checkpoint.save(
+                self.folder / "checkpoints", step, weights, moments, state, keep, self.best_step
+            )
 
     def stop_asked(self) -> bool:
         """Whether a signal came to any rank. All ranks ask together, so that all stop at the same step."""
@@ -175,20 +224,42 @@ class Run(contextlib.AbstractContextManager):
 
     def __exit__(self, kind, error, traceback) -> None:
         self.at_end.close()
-        if error is None:  # else other ranks may wait at another place, and a goodbye would wait for them
+        if (
+            error is None
+        ):  # else other ranks may wait at another place, and a goodbye would wait for them
             self.world.stop()
 
 
 def environment(world: World) -> dict:
     """Machine, versions, commit and command of this process; None for what cannot be found out."""
-    facts = {"begun": time.strftime("%Y-%m-%d %H:%M:%S"), "seconds": None}  # seconds: written at the end
-    facts |= {"command": f"{command()} {shlex.join(sys.argv[1:])}".strip(), "commit": None, "driver": None}
-    facts |= {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    facts = {
+        "begun": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "seconds": None,
+    }  # seconds: written at the end
+    facts |= {
+        "command": f"{command()} {shlex.join(sys.argv[1:])}".strip(),
+        "commit": None,
+        "driver": None,
+    }
+    facts |= {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
     facts |= {"system": platform.platform(), "cpu": platform.processor(), "cores": os.cpu_count()}
-    facts |= {"threads": torch.get_num_threads(), "processes": world.size, "gpu": None, "gpu_memory_gib": None}
-    with contextlib.suppress(OSError, subprocess.SubprocessError):  # "-dirty": files were changed since that commit
+    facts |= {
+        "threads": torch.get_num_threads(),
+        "processes": world.size,
+        "gpu": None,
+        "gpu_memory_gib": None,
+    }
+    with contextlib.suppress(
+        OSError, subprocess.SubprocessError
+    ):  # "-dirty": files were changed since that commit
         words = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-        told = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5, check=True)
+        told = subprocess.run(
+            words, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5, check=True
+        )
         facts["commit"] = told.stdout.strip()
     with contextlib.suppress(OSError, IndexError):  # Linux alone tells the processor's name so
         facts["cpu"] = Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].split("\n")[0]
@@ -208,7 +279,11 @@ def folder_of(name: str) -> Path:
 def find_run(path: str | Path, runs: Path = Path("runs")) -> Path:
     """Where a path or a name leads: runs/NAME if that is a run, or if nothing here is called NAME; else the path itself."""
     named = runs / path
-    return named if (named / "config.json").exists() or (named.exists() and not Path(path).exists()) else Path(path)
+    return (
+        named
+        if (named / "config.json").exists() or (named.exists() and not Path(path).exists())
+        else Path(path)
+    )
 
 
 @contextlib.contextmanager
@@ -219,7 +294,9 @@ def new_folder(name: str, kind: str) -> Iterator[Path]:
     if Path(name).name in ("..", "") or "\n" in name:
         raise UserError(f"--run {name!r} is no name for a run; choose letters, digits, - and _")
     if (run / "config.json").exists():
-        raise UserError(f"run {run} exists; choose another --run, or go on with --resume {shlex.quote(str(run))}")
+        raise UserError(
+            f"run {run} exists; choose another --run, or go on with --resume {shlex.quote(str(run))}"
+        )
     run.parent.mkdir(parents=True, exist_ok=True)
     while not given:
         with contextlib.suppress(FileExistsError):
@@ -240,7 +317,9 @@ def new_folder(name: str, kind: str) -> Iterator[Path]:
 def job_name() -> str:
     """What the processes have in common that one torchrun starts again and again; '' without torchrun."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return name if name != "none" else f"{socket.gethostname()}-{os.getppid()}"  # without --standalone and --rdzv_id
+    return (
+        name if name != "none" else f"{socket.gethostname()}-{os.getppid()}"
+    )  # without --standalone and --rdzv_id
 
 
 def after_restart(config, world: World):
@@ -258,18 +337,26 @@ def after_restart(config, world: World):
 def run_of_this_job(name: str) -> Path | None:
     """The newest run that this torchrun began: among runs/, or the one of this name."""
     folders = [folder_of(name)] if name else list(Path("runs").glob("*"))
-    marks = [folder / ".job" for folder in folders if (folder / "config.json").exists() and (folder / ".job").exists()]
+    marks = [
+        folder / ".job"
+        for folder in folders
+        if (folder / "config.json").exists() and (folder / ".job").exists()
+    ]
     ours = [mark for mark in marks if mark.read_text(encoding="utf-8") == job_name()]
     return max(ours, key=lambda mark: mark.stat().st_mtime).parent if ours else None
 
 
 def lock(run: Path):
     """Keep a second process from writing to the same run: an open file. The lock goes with this process, however it ends."""
-    file = open(run / ".lock", "a")  # not "w": through a link that somebody put there it would empty a file
+    file = open(
+        run / ".lock", "a"
+    )  # not "w": through a link that somebody put there it would empty a file
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"run {run} is in use by another process; wait for it, or choose another --run") from None
+        raise UserError(
+            f"run {run} is in use by another process; wait for it, or choose another --run"
+        ) from None
     except OSError:
         pass  # a file system without locks
     # A loader's process is a copy of this one, with the file open: it would keep the lock when this one is killed.
@@ -283,18 +370,28 @@ def saved_settings(config, may_change: set[str]):
     if not config.resume:
         return config
     run = find_run(config.resume)
-    differing = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
-    given = getattr(config, "given", differing)  # settings made in Python do not know which of them were given
+    differing = {
+        field.name for field in fields(config) if getattr(config, field.name) != field.default
+    }
+    given = getattr(
+        config, "given", differing
+    )  # settings made in Python do not know which of them were given
     if not (run / "config.json").exists():
-        raise UserError(f"--resume {run}: no such run (it has no config.json); `ls runs` lists the runs")
+        raise UserError(
+            f"--resume {run}: no such run (it has no config.json); `ls runs` lists the runs"
+        )
     if (run / "checksums.json").exists() and (damage := checkpoint.verify_files(run)):
-        raise UserError(f"--resume {run}: {damage}; put the file back as it was, or start a new run")
+        raise UserError(
+            f"--resume {run}: {damage}; put the file back as it was, or start a new run"
+        )
     saved, may_change = load_config(type(config), run / "config.json"), {*may_change, "resume"}
     given = {name for name in given if getattr(config, name) != getattr(saved, name)}
     if changed := sorted(given - may_change):
         asked, has = (getattr(settings, changed[0]) for settings in (config, saved))
-        raise UserError(f"--resume {run} with another --{changed[0]} ({asked!r}, the run has {has!r}); leave the flag out, "
-                        "or start a new run")  # fmt: skip
+        raise UserError(
+            f"--resume {run} with another --{changed[0]} ({asked!r}, the run has {has!r}); leave the flag out, "
+            "or start a new run"
+        )
     for name in given & may_change:
         setattr(saved, name, getattr(config, name))
     saved.given, saved.resume = given, str(run)  # `given`: what was asked for and is new
@@ -322,7 +419,11 @@ def caught_signals():
         signal.signal(number, signal.SIG_DFL)  # the second one ends the process at once
 
     # `nohup python train.py` ignores SIGHUP, so that the run outlives the terminal: leave it so.
-    numbers = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    numbers = [
+        number
+        for number in SIGNALS
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]
     before = {number: signal.signal(number, remember) for number in numbers}
     try:
         yield lambda: bool(came)

@@ -28,8 +28,21 @@ from engine.memory import GIB, held_gib
 
 # TensorBoard sorts its charts by name. These are what a run is watched by: they come first, in this order.
 FIRST = [  # unpacked tuples, or the formatter would give each name a line
-    *("train/loss", "valid/loss", "validation/loss", "test/loss", "valid/perplexity", "validation/perplexity"),
-    *("valid/bleu", "test/accuracy", "train/learning_rate", "gpu/utilisation_percent", "cpu/utilisation_percent"),
+    *(
+        "train/loss",
+        "valid/loss",
+        "validation/loss",
+        "test/loss",
+        "valid/perplexity",
+        "validation/perplexity",
+    ),
+    *(
+        "valid/bleu",
+        "test/accuracy",
+        "train/learning_rate",
+        "gpu/utilisation_percent",
+        "cpu/utilisation_percent",
+    ),
 ]
 
 
@@ -56,7 +69,9 @@ class Telemetry:
         self.result_step = resume_step if any(tag.startswith("result/") for tag in last) else None
         # TensorBoard hides what a killed run wrote from purge_step on. But it takes the first such mark of a folder for
         # the beginning, not for a restart, and hides nothing: so a fresh run sets one as well, at step 0.
-        self.writer = SummaryWriter(str(run), purge_step=0 if resume_step is None else resume_step + 1)
+        self.writer = SummaryWriter(
+            str(run), purge_step=0 if resume_step is None else resume_step + 1
+        )
         # Line by line out of this process, so that kill -9 loses the current one at most.
         self.metrics_file = open(run / "metrics.jsonl", "a", buffering=1, encoding="utf-8")
 
@@ -90,10 +105,18 @@ class Telemetry:
             return
         from torch.utils.tensorboard.summary import hparams
 
-        given = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
-        chosen = {name: getattr(config, name) for name in sorted(given | getattr(config, "given", set()))}
+        given = {
+            field.name for field in fields(config) if getattr(config, field.name) != field.default
+        }
+        chosen = {
+            name: getattr(config, name) for name in sorted(given | getattr(config, "given", set()))
+        }
         # SummaryWriter.add_hparams would open a folder for a second run; the same three records may as well lie here.
-        self._try(lambda: [self.writer.file_writer.add_summary(summary) for summary in hparams(chosen, metrics)])
+        self._try(
+            lambda: [
+                self.writer.file_writer.add_summary(summary) for summary in hparams(chosen, metrics)
+            ]
+        )
         self.scalars(self.last_step, metrics)
 
     def close(self) -> None:
@@ -109,7 +132,10 @@ class Telemetry:
             self.writer.flush()
         except Exception as error:  # of the disk; TensorBoard's thread hands on its own here
             self.writer = None
-            print(f"note: the curves cannot be written any more ({error}); the run goes on without", file=sys.stderr)
+            print(
+                f"note: the curves cannot be written any more ({error}); the run goes on without",
+                file=sys.stderr,
+            )
 
 
 def shown_as(tag: str) -> str:
@@ -120,7 +146,11 @@ def shown_as(tag: str) -> str:
 def _keep_records(path: Path, last_step: int) -> dict:
     """Drop the records after `last_step` and the torn line of a killed run, by way of a new file; → the last one kept."""
     kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else ():
+    for line in (
+        path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        if path.exists()
+        else ()
+    ):
         with suppress(ValueError, TypeError, KeyError):  # a torn line is no JSON, or no record
             record = json.loads(line)
             if record["step"] <= last_step and record["time"] > 0 and line.endswith("\n"):
@@ -138,7 +168,9 @@ class Log:
     def __call__(self, message: str) -> None:
         if not is_main():
             return
-        with suppress(BrokenPipeError):  # `python train.py | head` goes on, and train.log has it all
+        with suppress(
+            BrokenPipeError
+        ):  # `python train.py | head` goes on, and train.log has it all
             tqdm.write(message)
             sys.stdout.flush()  # in a batch job standard output is a file, and would show nothing for a long time
         try:
@@ -152,7 +184,9 @@ class Log:
 
 def progress(iterable=None, **kwargs) -> tqdm:
     """A tqdm bar; silent when standard error is no terminal (batch jobs) and on ranks other than 0."""
-    return tqdm(iterable, disable=None if is_main() else True, dynamic_ncols=True, **kwargs)  # None: if no terminal
+    return tqdm(
+        iterable, disable=None if is_main() else True, dynamic_ncols=True, **kwargs
+    )  # None: if no terminal
 
 
 class ProcessMeter:
@@ -171,7 +205,10 @@ class ProcessMeter:
         if seconds < 1:
             return {}
         self.last = now
-        return {"cpu/utilisation_percent": 100 * busy / seconds, "cpu/memory_gib": held_gib("VmRSS")}
+        return {
+            "cpu/utilisation_percent": 100 * busy / seconds,
+            "cpu/memory_gib": held_gib("VmRSS"),
+        }
 
 
 class GpuSampler(threading.Thread):
@@ -182,7 +219,12 @@ class GpuSampler(threading.Thread):
 
     def __init__(self, device="cuda", interval: float = 5.0, say=print):
         super().__init__(daemon=True, name="gpu-sampler")
-        self.interval, self.samples, self.lock, self.ended = interval, {}, threading.Lock(), threading.Event()
+        self.interval, self.samples, self.lock, self.ended = (
+            interval,
+            {},
+            threading.Lock(),
+            threading.Event(),
+        )
         try:
             self.nvml, self.handle = nvml_of(device)
         except Exception as error:  # no package, no driver, no GPU, no permission: a run needs none of these figures
@@ -199,12 +241,20 @@ class GpuSampler(threading.Thread):
         nvml, handle = self.nvml, self.handle
         questions = {
             "gpu/utilisation_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
-            "gpu/memory_gib": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB,  # of all processes on it
-            "gpu/power_watt": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,  # NVML counts milliwatts
-            "gpu/temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            "gpu/memory_gib": lambda: (
+                nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB
+            ),  # of all processes on it
+            "gpu/power_watt": lambda: (
+                nvml.nvmlDeviceGetPowerUsage(handle) / 1000
+            ),  # NVML counts milliwatts
+            "gpu/temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(
+                handle, nvml.NVML_TEMPERATURE_GPU
+            ),
         }
         for tag, question in questions.items():
-            with suppress(nvml.NVMLError):  # some cards, and slices of cards, do not answer every question
+            with suppress(
+                nvml.NVMLError
+            ):  # some cards, and slices of cards, do not answer every question
                 value = question()
                 with self.lock:
                     self.samples.setdefault(tag, []).append(value)
@@ -227,7 +277,9 @@ def nvml_of(device: torch.device) -> tuple:
     properties = torch.cuda.get_device_properties(device)
     try:
         return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
-    except nvml.NVMLError:  # a slice of a card (MIG) has a UUID of its own: then by the card's place on the PCI bus
+    except (
+        nvml.NVMLError
+    ):  # a slice of a card (MIG) has a UUID of its own: then by the card's place on the PCI bus
         place = f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         return nvml, nvml.nvmlDeviceGetHandleByPciBusId(place)
 
@@ -239,13 +291,17 @@ class Meter:
     """
 
     def __init__(self, window: int = 50, peak_flops: float | None = None, clock=time.perf_counter):
-        self.steps = deque(maxlen=window)  # of each: seconds, source and target tokens, places, seconds waited, FLOP
+        self.steps = deque(
+            maxlen=window
+        )  # of each: seconds, source and target tokens, places, seconds waited, FLOP
         self.peak_flops = peak_flops  # FLOP/s of this device
         self.clock = clock
         self.last_time = None  # seconds; None: before the first step's end
         self.micro_batches = []  # of the step that is under way
 
-    def add(self, source_tokens: int, target_tokens: int, places: int, wait_seconds: float = 0.0) -> None:
+    def add(
+        self, source_tokens: int, target_tokens: int, places: int, wait_seconds: float = 0.0
+    ) -> None:
         """One micro-batch: real tokens of each side, `places` of the padded batches, and how long the loop waited for it."""
         self.micro_batches.append((source_tokens, target_tokens, places, wait_seconds))
 
@@ -264,7 +320,9 @@ class Meter:
         """The figures of the window; {} before the end of the second step. All ranks have equal shares of the tokens."""
         if not self.steps:
             return {}
-        seconds, source_tokens, target_tokens, places, wait_seconds, flops = map(sum, zip(*self.steps))
+        seconds, source_tokens, target_tokens, places, wait_seconds, flops = map(
+            sum, zip(*self.steps)
+        )
         seconds, places = max(seconds, 1e-9), max(places, 1)
         figures = {
             "speed/tokens_per_second": ranks * (source_tokens + target_tokens) / seconds,
@@ -286,7 +344,9 @@ def measured_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     best_seconds, end = float("inf"), time.perf_counter() + seconds
     while (begun := time.perf_counter()) < end:
         left @ right
-        torch.get_device_module(device).synchronize(device)  # on a GPU the product is only queued until here
+        torch.get_device_module(device).synchronize(
+            device
+        )  # on a GPU the product is only queued until here
         best_seconds = min(best_seconds, time.perf_counter() - begun)
     del left, right
     if device.type == "cuda":  # leave no trace in the memory figures of the run

@@ -36,7 +36,9 @@ def loss(
 ) -> nn.Module | None:
     """A faster `SummedLoss(model, label_smoothing)` for matrix products in `dtype`, or None; `log` is told why."""
     if hasattr(model, "unshard"):  # FSDP2, where only `forward` gathers the weights
-        log("note: a sharded model trains by PyTorch's own operations: the faster ones in fast/ are not used")
+        log(
+            "note: a sharded model trains by PyTorch's own operations: the faster ones in fast/ are not used"
+        )
         return None
     if next(model.parameters()).device.type == "cuda":
         if dtype != torch.float16 and is_known(model):
@@ -56,12 +58,18 @@ def loss(
     return KernelLoss(model, label_smoothing, dtype)
 
 
-def can_capture(model: nn.Module, dtype: torch.dtype, compiled=False, log: Callable = lambda line: None) -> bool:
+def can_capture(
+    model: nn.Module, dtype: torch.dtype, compiled=False, log: Callable = lambda line: None
+) -> bool:
     """Whether `captured_loss` can train this model; `log` is told if not."""
     on_gpu, whole = next(model.parameters()).device.type == "cuda", not hasattr(model, "unshard")
-    possible = on_gpu and whole and not compiled and dtype != torch.float16  # whose gradients would vanish, as above
+    possible = (
+        on_gpu and whole and not compiled and dtype != torch.float16
+    )  # whose gradients would vanish, as above
     if not possible:
-        log("note: --captured has no effect: it needs a GPU, bf16 or fp32, and neither --compile nor --shard")
+        log(
+            "note: --captured has no effect: it needs a GPU, bf16 or fp32, and neither --compile nor --shard"
+        )
     return possible
 
 
@@ -77,10 +85,18 @@ def steps(model: nn.Module, int8: bool = False, captured: bool = False) -> Calla
     asked for and cannot be.
     """
     device = next(model.parameters()).device
-    possible = device.type == "cpu" and not torch.is_autocast_enabled("cpu") and is_possible(model, int8)
+    possible = (
+        device.type == "cpu" and not torch.is_autocast_enabled("cpu") and is_possible(model, int8)
+    )
     if possible and agrees(compiled := CompiledSteps(model), model):
         return CompiledSteps(model, int8).start if int8 else compiled.start
     if int8:
-        raise UserError(f"--precision int8 needs a CPU with AVX-512 VNNI, g++, model.py as it is, sizes that are multiples of 16 "
-                        f"({device}{', ' * bool(build.why_not())}{build.why_not()}); use --precision fp32")  # fmt: skip
-    return CapturedSteps(model).start if captured and device.type == "cuda" and is_known(model) else None
+        raise UserError(
+            f"--precision int8 needs a CPU with AVX-512 VNNI, g++, model.py as it is, sizes that are multiples of 16 "
+            f"({device}{', ' * bool(build.why_not())}{build.why_not()}); use --precision fp32"
+        )
+    return (
+        CapturedSteps(model).start
+        if captured and device.type == "cuda" and is_known(model)
+        else None
+    )

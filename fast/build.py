@@ -27,7 +27,16 @@ from torch import Tensor
 
 FOLDER, TORCH = Path(__file__).parent, Path(torch.__file__).parent
 # No -ffast-math: it would also let the whole process round small numbers to 0.
-FLAGS = ["-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
+FLAGS = [
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+]
 
 
 @functools.cache
@@ -36,11 +45,22 @@ def library(source: Path, **defined: str) -> ctypes.CDLL | None:
     if why_not():
         return None
     try:
-        return ctypes.CDLL(str(compiled(source, [f"-D{macro}={value}" for macro, value in defined.items()])))
-    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: there is no home folder
+        return ctypes.CDLL(
+            str(compiled(source, [f"-D{macro}={value}" for macro, value in defined.items()]))
+        )
+    except (
+        OSError,
+        RuntimeError,
+        subprocess.CalledProcessError,
+    ) as error:  # RuntimeError: there is no home folder
         lines = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
-        reason = next((line for line in lines if "error" in line), lines[0] if lines else "no reason given")
-        print(f"note: {source.name} could not be compiled, so slower PyTorch code is used: {reason}", file=sys.stderr)
+        reason = next(
+            (line for line in lines if "error" in line), lines[0] if lines else "no reason given"
+        )
+        print(
+            f"note: {source.name} could not be compiled, so slower PyTorch code is used: {reason}",
+            file=sys.stderr,
+        )
         return None
 
 
@@ -63,18 +83,31 @@ def compiled(source: Path, macros: list[str]) -> Path:
     command = [*compiler(), *FLAGS, *macros]
     paths = [f"-I{FOLDER}", str(source)]
     texts = [path.read_bytes() for path in (source, *sorted(FOLDER.glob("*.h")))]
-    paths += [f"-isystem{TORCH / 'include'}", f"-L{TORCH / 'lib'}", "-lc10"] if b"#include <c10/" in texts[0] else []
-    version = hashlib.sha256(repr((texts, command, torch.__version__, processor())).encode()).hexdigest()[:12]
+    paths += (
+        [f"-isystem{TORCH / 'include'}", f"-L{TORCH / 'lib'}", "-lc10"]
+        if b"#include <c10/" in texts[0]
+        else []
+    )
+    version = hashlib.sha256(
+        repr((texts, command, torch.__version__, processor())).encode()
+    ).hexdigest()[:12]
     cache = own_folder(
-        Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions") / "fast"
+        Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+        / "fast"
     )
     file, digest = cache / f"{source.stem}_{version}.so", cache / f"{source.stem}_{version}.sha256"
     # It may be missing, planted or damaged.
-    if not (is_ours(file) and is_ours(digest) and hash_of(file) == digest.read_text(errors="replace")):
+    if not (
+        is_ours(file) and is_ours(digest) and hash_of(file) == digest.read_text(errors="replace")
+    ):
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             new = Path(scratch)
-            told = dict(capture_output=True, text=True, errors="replace", env=os.environ | {"LC_ALL": "C"})
-            subprocess.run([*command, *paths, "-o", new / "new.so"], check=True, **told)  # in English
+            told = dict(
+                capture_output=True, text=True, errors="replace", env=os.environ | {"LC_ALL": "C"}
+            )
+            subprocess.run(
+                [*command, *paths, "-o", new / "new.so"], check=True, **told
+            )  # in English
             (new / "new.sha256").write_text(hash_of(new / "new.so"))
             for made in new.iterdir():
                 made.chmod(0o700)  # whatever the umask
@@ -90,7 +123,10 @@ def own_folder(folder: Path) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     if is_ours(folder):
         return folder
-    print(f"note: others can write to {folder}, so compiled functions are not kept there", file=sys.stderr)
+    print(
+        f"note: others can write to {folder}, so compiled functions are not kept there",
+        file=sys.stderr,
+    )
     private = Path(tempfile.mkdtemp(prefix="compiled-"))
     atexit.register(shutil.rmtree, private, ignore_errors=True)
     return private
@@ -102,7 +138,11 @@ def is_ours(path: Path) -> bool:
         status = path.lstat()
     except FileNotFoundError:
         return False
-    return status.st_uid == os.geteuid() and not stat.S_ISLNK(status.st_mode) and not status.st_mode & 0o022
+    return (
+        status.st_uid == os.geteuid()
+        and not stat.S_ISLNK(status.st_mode)
+        and not status.st_mode & 0o022
+    )
 
 
 def hash_of(file: Path) -> str:
@@ -114,7 +154,12 @@ def processor() -> str:
     """What `-march=native` looks at: a home folder may be shared by machines of several kinds."""
     cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join([platform.machine(), *sorted({line for line in cpuinfo.splitlines() if line.startswith(wanted)})])
+    return "\n".join(
+        [
+            platform.machine(),
+            *sorted({line for line in cpuinfo.splitlines() if line.startswith(wanted)}),
+        ]
+    )
 
 
 def call(function, *arguments: Tensor | ctypes.Structure | int | float | None) -> None:

@@ -39,7 +39,9 @@ def round_up(count: int, least: int) -> int:
 class Buffers:
     """All that a step reads and writes for batches of one shape, and the graphs for it."""
 
-    def __init__(self, config, rows: int, source: int, length: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, config, rows: int, source: int, length: int, dtype: torch.dtype, device: torch.device
+    ):
         cache = (config.num_decoder_layers, 2, rows, config.nhead)  # keys and values of every layer
         width = config.d_model // config.nhead
         self.own = torch.zeros(*cache, length, width, dtype=dtype, device=device)
@@ -48,14 +50,19 @@ class Buffers:
         # nothing would give nan.
         self.own_mask = torch.zeros(length, dtype=dtype, device=device)
         self.source_mask = torch.zeros(rows, 1, 1, source, dtype=dtype, device=device)
-        self.tokens, self.chosen = torch.zeros(2, rows, dtype=torch.long, device=device)  # (N,) each
+        self.tokens, self.chosen = torch.zeros(
+            2, rows, dtype=torch.long, device=device
+        )  # (N,) each
         self.position = torch.zeros(1, dtype=torch.long, device=device)
         self.graphs = {}  # by rows and stretch
 
     def begin(self, src_pad: Tensor) -> None:
         """A new batch; its keys and values come after this."""
         rows, width = src_pad.shape
-        for numbers in (self.own, self.source):  # a masked place counts times 0, but 0 times NaN is NaN
+        for numbers in (
+            self.own,
+            self.source,
+        ):  # a masked place counts times 0, but 0 times NaN is NaN
             numbers.zero_()
         self.own_mask.fill_(-math.inf)
         self.source_mask.fill_(-math.inf)
@@ -84,7 +91,9 @@ class CapturedCache:
         """Keep these rows, in this order: they move to be the first ones."""
         buffers = self.buffers
         buffers.source_mask[: len(rows)] = buffers.source_mask.index_select(0, rows)
-        for own, source in zip(buffers.own.flatten(0, 1), buffers.source.flatten(0, 1)):  # one by one: less memory
+        for own, source in zip(
+            buffers.own.flatten(0, 1), buffers.source.flatten(0, 1)
+        ):  # one by one: less memory
             own[: len(rows), :, : self.filled] = own[:, :, : self.filled].index_select(0, rows)
             source[: len(rows)] = source.index_select(0, rows)
 
@@ -98,7 +107,9 @@ class CapturedSteps:
         self.device = model.output.weight.device
         device = self.device.type
         self.dtype = (
-            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.output.weight.dtype
+            torch.get_autocast_dtype(device)
+            if torch.is_autocast_enabled(device)
+            else model.output.weight.dtype
         )
         for part in self.model.transformer.decoder.modules():
             if isinstance(part, nn.Linear | nn.MultiheadAttention):
@@ -129,7 +140,9 @@ class CapturedSteps:
         if not self.graphs or self.device.type == "cpu":
             return False
         free, whole = torch.cuda.mem_get_info(self.device)
-        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)  # PyTorch's own
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(
+            self.device
+        )  # PyTorch's own
         return free < whole / 4
 
     def advance(self, buffers: Buffers, rows: int, length: int) -> None:
@@ -146,21 +159,30 @@ class CapturedSteps:
             try:
                 graph = self.graphs.capture(lambda: self.step(buffers, rows, length))
                 graph.replay()  # the same step once more
-                if int((buffers.chosen[:rows] != chosen).sum()) > max(1, rows // 100):  # a near tie may round otherwise
+                if int((buffers.chosen[:rows] != chosen).sum()) > max(
+                    1, rows // 100
+                ):  # a near tie may round otherwise
                     raise RuntimeError("a captured step chose other tokens than the step itself")
                 buffers.graphs[rows, length] = graph
             except RuntimeError as error:
                 self.graphs = None
-                self.step(buffers, rows, length)  # once more: a wrong graph may have left wrong keys and values
+                self.step(
+                    buffers, rows, length
+                )  # once more: a wrong graph may have left wrong keys and values
                 reason = " ".join(str(error).split())[:200]
-                print(f"note: CUDA graphs failed ({reason}); decoding continues without them, more slowly",
-                      file=sys.stderr)  # fmt: skip
+                print(
+                    f"note: CUDA graphs failed ({reason}); decoding continues without them, more slowly",
+                    file=sys.stderr,
+                )
 
     def step(self, buffers: Buffers, rows: int, length: int) -> None:
         """From one token to the next, all on the device: no number in here differs between two steps of a shape."""
         model, decoder = self.model, self.model.transformer.decoder
         buffers.own_mask.index_fill_(0, buffers.position, 0)
-        own_mask, source_mask = buffers.own_mask[:length].view(1, 1, 1, length), buffers.source_mask[:rows]
+        own_mask, source_mask = (
+            buffers.own_mask[:length].view(1, 1, 1, length),
+            buffers.source_mask[:rows],
+        )
         with torch.autocast(self.device.type, enabled=False), sdpa_kernel(ATTENTION):
             x = model.target_embedding(buffers.tokens[:rows]) * math.sqrt(
                 model.config.d_model
@@ -174,7 +196,9 @@ class CapturedSteps:
             buffers.chosen[:rows] = model.output(decoder.norm(x)).argmax(-1)  # (N,)
 
 
-def add_and_norm(layer: nn.Module, norm: nn.LayerNorm, x: Tensor, sublayer: Callable, *arguments) -> Tensor:
+def add_and_norm(
+    layer: nn.Module, norm: nn.LayerNorm, x: Tensor, sublayer: Callable, *arguments
+) -> Tensor:
     """A sublayer with its residual, in full precision, and its norm before or after."""
     if layer.norm_first:
         return x + sublayer(layer, norm(x), *arguments)
@@ -183,9 +207,14 @@ def add_and_norm(layer: nn.Module, norm: nn.LayerNorm, x: Tensor, sublayer: Call
 
 def project(attention: nn.MultiheadAttention, x: Tensor, which: str) -> Tensor:
     """(…, D) → (…, 1–3, H, W): the wanted ones of query, key and value, "qkv", "q" or "kv"."""
-    first, last = "qkv".index(which[0]) * attention.embed_dim, ("qkv".index(which[-1]) + 1) * attention.embed_dim
+    first, last = (
+        "qkv".index(which[0]) * attention.embed_dim,
+        ("qkv".index(which[-1]) + 1) * attention.embed_dim,
+    )
     weight, bias = attention.in_proj_weight[first:last], attention.in_proj_bias[first:last]
-    return F.linear(x.to(weight.dtype), weight, bias).unflatten(-1, (-1, attention.num_heads, attention.head_dim))
+    return F.linear(x.to(weight.dtype), weight, bias).unflatten(
+        -1, (-1, attention.num_heads, attention.head_dim)
+    )
 
 
 def attend(attention: nn.MultiheadAttention, query: Tensor, both: Tensor, mask: Tensor) -> Tensor:
@@ -204,7 +233,9 @@ def attend_own(layer: nn.Module, x: Tensor, both: Tensor, mask: Tensor, position
 
 def attend_source(layer: nn.Module, x: Tensor, both: Tensor, mask: Tensor) -> Tensor:
     """Attention over the encoded source: (N, D) → (N, D)"""
-    return attend(layer.multihead_attn, project(layer.multihead_attn, x, "q").squeeze(1), both, mask)
+    return attend(
+        layer.multihead_attn, project(layer.multihead_attn, x, "q").squeeze(1), both, mask
+    )
 
 
 def feed_forward(layer: nn.Module, x: Tensor) -> Tensor:
@@ -252,10 +283,14 @@ class Graphs:
                     graph.capture_end()
         except BaseException:
             Graphs.failed.append(graph)
-            with suppress(Exception):  # else the allocator thinks for ever that a capture is on, and keeps its pool
+            with suppress(
+                Exception
+            ):  # else the allocator thinks for ever that a capture is on, and keeps its pool
                 torch._C._cuda_endAllocateToPool(self.stream.device_index, self.pool)
                 torch._C._cuda_releasePool(self.stream.device_index, self.pool)
-            with suppress(Exception):  # a capture that ran out of memory may have ended well, and would keep its pool
+            with suppress(
+                Exception
+            ):  # a capture that ran out of memory may have ended well, and would keep its pool
                 graph.reset()
             raise
         return graph

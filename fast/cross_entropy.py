@@ -17,7 +17,12 @@ LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**26}  # numbers in one slice: 128 MiB,
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor, smoothing: float, dtype: torch.dtype
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    target: Tensor,
+    smoothing: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy in nats of the logits `hidden @ weight.T + bias`, summed: (N, D), (V, D), (V,), (N,) → scalars.
 
@@ -26,7 +31,9 @@ def linear_cross_entropy(
     soon as there is label smoothing.
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        return SlicedCrossEntropy.apply(hidden, weight, bias, target, smoothing, dtype, torch.is_grad_enabled())
+        return SlicedCrossEntropy.apply(
+            hidden, weight, bias, target, smoothing, dtype, torch.is_grad_enabled()
+        )
 
 
 class SlicedCrossEntropy(torch.autograd.Function):
@@ -42,7 +49,9 @@ class SlicedCrossEntropy(torch.autograd.Function):
         target = target.long()
         of_truth = F.embedding(target, weight)  # (N, D); raises if there is no such token
         narrow, narrow_weight = hidden.to(dtype), weight.to(dtype)
-        compiled = hidden.device.type == "cpu" and bias.dtype == torch.float32 and kernels.kernels(dtype)
+        compiled = (
+            hidden.device.type == "cpu" and bias.dtype == torch.float32 and kernels.kernels(dtype)
+        )
         loss_of = compiled_softmax_loss if compiled else softmax_loss
         if compiled:  # products of few different shapes; rows behind the tokens are 0
             narrow = F.pad(narrow, (0, 0, 0, kernels.rows_for(len(narrow)) - len(narrow)))
@@ -55,7 +64,10 @@ class SlicedCrossEntropy(torch.autograd.Function):
             bias_grad = torch.full_like(bias, -share * len(hidden))  # (V,)
         rows = max(1, LOGITS_AT_ONCE[hidden.device.type] // len(weight))
         for first in range(0, len(hidden), rows):
-            slice_hidden, truth = narrow[first : first + rows], target[first : first + rows, None]  # (R, D), (R, 1)
+            slice_hidden, truth = (
+                narrow[first : first + rows],
+                target[first : first + rows, None],
+            )  # (R, D), (R, 1)
             p, p_sum, slice_loss = loss_of(slice_hidden, narrow_weight, bias, truth, smoothing)
             loss += slice_loss
             if wants_gradient:
@@ -64,13 +76,19 @@ class SlicedCrossEntropy(torch.autograd.Function):
                 bias_grad += p_sum
         # What smoothing took from the truth, and gave to all tokens alike.
         truth_logits = (of_truth * hidden).sum(dtype=weight.dtype) + bias[target].sum()
-        unsmoothed = loss - smoothing * (truth_logits - hidden_sum @ mean_weight - len(hidden) * bias.mean())
+        unsmoothed = loss - smoothing * (
+            truth_logits - hidden_sum @ mean_weight - len(hidden) * bias.mean()
+        )
         ctx.mark_non_differentiable(unsmoothed)
         if wants_gradient:
             # The truth's part apart, in the format of the weights: bf16 would round 0.9 by 0.2 % in every token alike.
-            hidden_grad = hidden_grad[: len(hidden)] - (1 - smoothing) * of_truth - smoothing * mean_weight
+            hidden_grad = (
+                hidden_grad[: len(hidden)] - (1 - smoothing) * of_truth - smoothing * mean_weight
+            )
             weight_grad.index_add_(0, target, hidden.to(weight.dtype), alpha=smoothing - 1)
-            bias_grad.index_add_(0, target, torch.ones_like(target, dtype=bias.dtype), alpha=smoothing - 1)
+            bias_grad.index_add_(
+                0, target, torch.ones_like(target, dtype=bias.dtype), alpha=smoothing - 1
+            )
             ctx.save_for_backward(hidden_grad.to(hidden.dtype), weight_grad, bias_grad)
         return loss, unsmoothed
 

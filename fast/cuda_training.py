@@ -25,7 +25,11 @@ def shapes_of(sampler, padding: float = 0.08) -> list[Shape]:
 
     Steps that are neighbours by length share one.
     """
-    shapes, places, steps = [], 0, 0  # places (padding too) of the steps that share the last shape; how many
+    shapes, places, steps = (
+        [],
+        0,
+        0,
+    )  # places (padding too) of the steps that share the last shape; how many
     for pairs in sampler.steps_by_length():
         source, target = (side[pairs].astype(int) for side in (sampler.source, sampler.target))
         tokens = max(target[part :: sampler.parts].sum() for part in range(sampler.parts))
@@ -48,11 +52,16 @@ class CapturedLoss(nn.Module):
 
     def __init__(self, plain: nn.Module, shapes: list[Shape]):
         super().__init__()
-        self.plain, self.shapes = plain, sorted(shapes, key=lambda shape: shape[0] * (shape[1] + shape[2]))
+        self.plain, self.shapes = (
+            plain,
+            sorted(shapes, key=lambda shape: shape[0] * (shape[1] + shape[2])),
+        )
         self.weights = list(plain.parameters())
         # The same memory as leaves of their own: gradients of the weights themselves would be gathered on the stream on which
         # the step began, and a capture must not touch another stream.
-        self.leaves = {name: weight.detach().requires_grad_() for name, weight in plain.named_parameters()}
+        self.leaves = {
+            name: weight.detach().requires_grad_() for name, weight in plain.named_parameters()
+        }
         device = self.weights[0].device
         self.graphs = Graphs(device) if device.type == "cuda" else None
         self.inputs: dict[Shape, tuple[Tensor, ...]] = {}  # of every shape that has come up
@@ -69,7 +78,11 @@ class CapturedLoss(nn.Module):
         if shape is None or not torch.is_grad_enabled():
             return self.plain(src, src_pad, tgt_in, real, tgt_out)
         if self.dropout != (p := self.plain.model.dropout.p):
-            self.dropout, self.inputs, self.captured = p, {}, {}  # other kernels: each shape once as it is again
+            self.dropout, self.inputs, self.captured = (
+                p,
+                {},
+                {},
+            )  # other kernels: each shape once as it is again
             self.graphs = self.graphs and Graphs(src.device)
             torch.cuda.empty_cache()  # what the old ones held: a capture takes nothing back
         first_time = shape not in self.inputs
@@ -120,14 +133,19 @@ class CapturedLoss(nn.Module):
         """No graphs from now on; what they held is for the steps to come."""
         self.graphs, self.captured = None, {}
         torch.cuda.empty_cache()
-        print(f"note: training goes on without CUDA graphs, more slowly, because {reason}", file=sys.stderr)
+        print(
+            f"note: training goes on without CUDA graphs, more slowly, because {reason}",
+            file=sys.stderr,
+        )
 
 
 class GradientsAtOnce(torch.autograd.Function):
     """A loss whose gradients come with it: backward only has to multiply them with that of the loss itself."""
 
     @staticmethod
-    def forward(ctx, owner: CapturedLoss, shape: Shape, first_time: bool, *weights: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx, owner: CapturedLoss, shape: Shape, first_time: bool, *weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """→ the loss to minimise and the unsmoothed one"""
         ctx.owner = owner
         owner.compute(shape, first_time)
@@ -145,19 +163,30 @@ def empty_inputs(shape: Shape, device: torch.device) -> tuple[Tensor, ...]:
     """What `fill` fills."""
     b, s, t, n = shape
     sizes = {"src": (b, s), "src_pad": (b, s), "tgt_in": (b, t), "real": (n,), "tgt_out": (n,)}
-    return tuple(torch.empty(size, dtype=torch.bool if name == "src_pad" else torch.long, device=device)
-                 for name, size in sizes.items())  # fmt: skip
+    return tuple(
+        torch.empty(size, dtype=torch.bool if name == "src_pad" else torch.long, device=device)
+        for name, size in sizes.items()
+    )
 
 
 def fill(
-    inputs: tuple[Tensor, ...], src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor, tgt_out: Tensor
+    inputs: tuple[Tensor, ...],
+    src: Tensor,
+    src_pad: Tensor,
+    tgt_in: Tensor,
+    real: Tensor,
+    tgt_out: Tensor,
 ) -> None:
     """A batch into the upper left corner of inputs that may be larger; the rest is token 0, seen by nobody who counts."""
     (rows, length), width = src.shape, tgt_in.size(1)
     all_src, all_pad, all_tgt_in, all_real, all_tgt_out = inputs
     all_src.zero_()[:rows, :length] = src
     all_pad.fill_(True)[:rows, :length] = src_pad
-    all_pad[rows:] = False  # rows that may see nothing would be rows of nan, and so would the gradients
+    all_pad[rows:] = (
+        False  # rows that may see nothing would be rows of nan, and so would the gradients
+    )
     all_tgt_in.zero_()[:rows, :width] = tgt_in
-    all_real.zero_()[: len(real)] = real + real // width * (all_tgt_in.size(1) - width)  # places in longer rows
+    all_real.zero_()[: len(real)] = real + real // width * (
+        all_tgt_in.size(1) - width
+    )  # places in longer rows
     all_tgt_out.fill_(IGNORED)[: len(real)] = tgt_out

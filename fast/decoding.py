@@ -31,8 +31,10 @@ TOKENS_PER_BLOCK = LANES = 16  # kTokens and kLanes
 
 # The structs of decoding.cpp, field for field; there stand the shapes behind the addresses.
 class Linear(ctypes.Structure):
-    _fields_ = [*((name, c_void_p) for name in ("weight", "bias", "scale", "start")),
-                *((name, c_int64) for name in ("inputs", "outputs", "zero"))]  # fmt: skip
+    _fields_ = [
+        *((name, c_void_p) for name in ("weight", "bias", "scale", "start")),
+        *((name, c_int64) for name in ("inputs", "outputs", "zero")),
+    ]
 
 
 class Norm(ctypes.Structure):
@@ -41,7 +43,18 @@ class Norm(ctypes.Structure):
 
 class Layer(ctypes.Structure):
     _fields_ = [
-        *((name, Linear) for name in ("own", "own_out", "source_query", "source", "source_out", "widen", "narrow")),
+        *(
+            (name, Linear)
+            for name in (
+                "own",
+                "own_out",
+                "source_query",
+                "source",
+                "source_out",
+                "widen",
+                "narrow",
+            )
+        ),
         ("norms", Norm * 3),
     ]
 
@@ -50,7 +63,10 @@ class Weights(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("source_embedding", "target_embedding", "positions")),
         *((name, POINTER(Layer)) for name in ("encoder", "decoder")),
-        *((name, c_int64) for name in ("encoder_layers", "decoder_layers", "heads", "width", "norm_first")),
+        *(
+            (name, c_int64)
+            for name in ("encoder_layers", "decoder_layers", "heads", "width", "norm_first")
+        ),
         *((name, Norm) for name in ("encoder_norm", "decoder_norm")),
         ("output", Linear),
     ]
@@ -67,11 +83,15 @@ def is_possible(model: nn.Module, int8: bool = False) -> bool:
     layers = [*model.transformer.encoder.layers, *model.transformer.decoder.layers]
     if not is_known(model):
         return False
-    if any(width % LANES for width in widths) or any(x.dtype != torch.float32 for x in model.parameters()):
+    if any(width % LANES for width in widths) or any(
+        x.dtype != torch.float32 for x in model.parameters()
+    ):
         return False
     if any(layer.activation is not F.relu for layer in layers):
         return False
-    if not all(x.isfinite().all() for x in model.parameters()):  # the largest of logits with nan is another question
+    if not all(
+        x.isfinite().all() for x in model.parameters()
+    ):  # the largest of logits with nan is another question
         return False
     if int8 and not torch.cpu._is_vnni_supported():
         return False
@@ -88,20 +108,27 @@ def agrees(steps: "CompiledSteps", model: nn.Module) -> bool:
     """Whether the model's own methods, which a reader may have changed, find likeliest what fp32 `steps` choose."""
     config, training = model.config, model.training
     src = torch.arange(24).view(4, 6) % config.source_vocab
-    src_pad, tokens = torch.arange(6) > torch.arange(2, 6)[:, None], [torch.arange(4) % config.target_vocab]
+    src_pad, tokens = (
+        torch.arange(6) > torch.arange(2, 6)[:, None],
+        [torch.arange(4) % config.target_vocab],
+    )
     cache = steps.start(src, src_pad, 4)
     for position in range(3):
         tokens.append(cache.next_tokens(tokens[-1], position))
     logits = model.eval()(src, src_pad, torch.stack(tokens[:-1], 1))  # (4, 3, V)
     model.train(training)
     best, chosen = logits.amax(-1), logits.gather(-1, torch.stack(tokens[1:], 1)[..., None])[..., 0]
-    return bool((best - chosen).mean() <= 1e-3 * (best - logits.mean(-1)).mean())  # a near tie costs nothing
+    return bool(
+        (best - chosen).mean() <= 1e-3 * (best - logits.mean(-1)).mean()
+    )  # a near tie costs nothing
 
 
 def check_ids(tokens: Tensor, vocabulary: int) -> None:
     """Raises `IndexError` for ids outside the vocabulary: in C++ they would be places in foreign memory."""
     if bool(((tokens < 0) | (tokens >= vocabulary)).any()):
-        raise IndexError(f"token ids from {tokens.min()} to {tokens.max()}, but the vocabulary has {vocabulary}")
+        raise IndexError(
+            f"token ids from {tokens.min()} to {tokens.max()}, but the vocabulary has {vocabulary}"
+        )
 
 
 @dataclass
@@ -125,8 +152,16 @@ class CompiledCache:
         if position % TOKENS_PER_BLOCK == 0:
             self.own.append(self.source.new_empty(self.block_shape))
         chosen = torch.empty_like(tokens)
-        call(self.steps.kernels.decode_tokens, self.steps.weights, self.addresses(), tokens, self.slots, len(tokens), position,
-             chosen)  # fmt: skip
+        call(
+            self.steps.kernels.decode_tokens,
+            self.steps.weights,
+            self.addresses(),
+            tokens,
+            self.slots,
+            len(tokens),
+            position,
+            chosen,
+        )
         return chosen
 
     def select(self, rows: Tensor) -> None:
@@ -149,7 +184,9 @@ class CompiledSteps:
         self.panel = self.kernels.outputs_in_a_panel()
         self.tensors = []  # kept alive for C++
         stacks = model.transformer.encoder, model.transformer.decoder
-        layers = [(Layer * len(stack.layers))(*map(self.pack_layer, stack.layers)) for stack in stacks]
+        layers = [
+            (Layer * len(stack.layers))(*map(self.pack_layer, stack.layers)) for stack in stacks
+        ]
         scale = math.sqrt(self.config.d_model)
         self.weights = Weights(
             self.keep(model.source_embedding.weight * scale),
@@ -178,7 +215,10 @@ class CompiledSteps:
             widen=self.pack_linear(layer.linear1.weight, layer.linear1.bias),
             narrow=self.pack_linear(layer.linear2.weight, layer.linear2.bias, zero=0),  # after ReLU
             norms=(Norm * 3)(
-                *(self.pack_norm(getattr(layer, name)) for name in ("norm1", "norm2", "norm3")[: 2 + bool(source)])
+                *(
+                    self.pack_norm(getattr(layer, name))
+                    for name in ("norm1", "norm2", "norm3")[: 2 + bool(source)]
+                )
             ),
         )
         if source:
@@ -210,20 +250,38 @@ class CompiledSteps:
             weight = (weight / scale[:, None]).round().to(torch.int8)
             start = self.keep(-zero * weight.sum(1, dtype=torch.int32))
             scale = self.keep(scale)
-        panels = weight.view(-1, self.panel, inputs // group, group).transpose(1, 2)  # (panels, in / 4, panel, 4)
-        return Linear(self.keep(panels), self.keep(bias), scale, start, inputs, -(-outputs // LANES) * LANES, zero)
+        panels = weight.view(-1, self.panel, inputs // group, group).transpose(
+            1, 2
+        )  # (panels, in / 4, panel, 4)
+        return Linear(
+            self.keep(panels),
+            self.keep(bias),
+            scale,
+            start,
+            inputs,
+            -(-outputs // LANES) * LANES,
+            zero,
+        )
 
     def start(self, src: Tensor, src_pad: Tensor, length: int) -> CompiledCache:
         """Encode (B, S), padded behind, for outputs of up to `length` tokens; the cache grows with them."""
         config, rows, longest = self.config, len(src), max(src.size(1), length)
         if longest > config.max_length:
-            raise ValueError(f"{longest} tokens are more than the {config.max_length} this model has positions for")
+            raise ValueError(
+                f"{longest} tokens are more than the {config.max_length} this model has positions for"
+            )
         lengths = (~src_pad).sum(1)
         blocks = (lengths + TOKENS_PER_BLOCK - 1) // TOKENS_PER_BLOCK
         # Of keys and values of all heads, in all layers.
         block_shape = (rows, config.num_decoder_layers, 2 * TOKENS_PER_BLOCK * config.d_model)
-        source = torch.empty(int(blocks.sum()), *block_shape[1:], dtype=torch.bfloat16 if self.int8 else torch.float32)
-        cache = CompiledCache(self, torch.arange(rows), source, blocks.cumsum(0) - blocks, lengths, block_shape)
+        source = torch.empty(
+            int(blocks.sum()),
+            *block_shape[1:],
+            dtype=torch.bfloat16 if self.int8 else torch.float32,
+        )
+        cache = CompiledCache(
+            self, torch.arange(rows), source, blocks.cumsum(0) - blocks, lengths, block_shape
+        )
         tokens = src[~src_pad].long()  # (N,)
         check_ids(tokens, config.source_vocab)
         call(self.kernels.encode_sources, self.weights, cache.addresses(), tokens, rows)

@@ -17,7 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from fast.build import FOLDER, call, library
 
-NUMBERS = {torch.float32: "float", torch.bfloat16: "bf16"}  # formats of matrix products, and their names in C++
+NUMBERS = {
+    torch.float32: "float",
+    torch.bfloat16: "bf16",
+}  # formats of matrix products, and their names in C++
 
 
 def kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
@@ -35,13 +38,21 @@ def rows_for(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def embed(rows: Tensor, positions: Tensor, factor: float, p: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def embed(
+    rows: Tensor, positions: Tensor, factor: float, p: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """(B, T, D) rows of an embedding, (T, D) → wide and narrow (`rows_for` B·T, D): `dropout(rows * factor + positions, p)`."""
     return Embed.apply(rows, positions, float(factor), float(p), dtype)
 
 
-def add_norm(residual: Tensor, branch: Tensor | None, bias: Tensor | None, norm: torch.nn.LayerNorm, p: float,
-             dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def add_norm(
+    residual: Tensor,
+    branch: Tensor | None,
+    bias: Tensor | None,
+    norm: torch.nn.LayerNorm,
+    p: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Wide (N, D), narrow (N, D) → the sum `residual + dropout(branch + bias, p)`, wide, and its norm, wide and narrow."""
     return AddNorm.apply(residual, branch, bias, norm.weight, norm.bias, norm.eps, float(p), dtype)
 
@@ -52,7 +63,13 @@ def relu_dropout(x: Tensor, bias: Tensor, p: float) -> Tensor:
 
 
 def self_attention(
-    qkv: Tensor, bias: Tensor, mask: Tensor | None, shape: tuple[int, int], heads: int, causal: bool, p: float
+    qkv: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    shape: tuple[int, int],
+    heads: int,
+    causal: bool,
+    p: float,
 ) -> Tensor:
     """Narrow (B·T, 3·D), query, key and value without their bias (3·D,); added mask (B, T) or None → narrow (B·T, D).
 
@@ -68,7 +85,9 @@ def cross_attention(
     return Attention.apply(q, kv, bias, mask, (*shape, mask.size(1)), heads, False, float(p))
 
 
-def softmax_loss(logits: Tensor, bias: Tensor, target: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+def softmax_loss(
+    logits: Tensor, bias: Tensor, target: Tensor, smoothing: float
+) -> tuple[Tensor, Tensor]:
     """Narrow (N, V) without bias, overwritten by its softmax; (V,), (N,) → losses (N,) and sum of probabilities (V,), wide.
 
     A loss is logsumexp − (1 − smoothing) · logit of the target. No gradient: who calls makes it from the softmax. Rows of
@@ -76,8 +95,18 @@ def softmax_loss(logits: Tensor, bias: Tensor, target: Tensor, smoothing: float)
     """
     threads, tokens, vocabulary = torch.get_num_threads(), len(target), logits.size(1)
     losses, sums = bias.new_empty(tokens), bias.new_zeros(threads, vocabulary)
-    call(kernels(logits.dtype).softmax_loss, logits, bias, target.contiguous(), losses, sums, tokens, vocabulary,
-         float(smoothing), threads)  # fmt: skip
+    call(
+        kernels(logits.dtype).softmax_loss,
+        logits,
+        bias,
+        target.contiguous(),
+        losses,
+        sums,
+        tokens,
+        vocabulary,
+        float(smoothing),
+        threads,
+    )
     return losses, sums.sum(0)
 
 
@@ -88,7 +117,11 @@ def new_seed(p: float) -> int:
 
 def both(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Two outputs for one result, and where the kernel writes the narrow one: with fp32 products both are the same memory."""
-    return (x.detach(), None) if dtype == x.dtype else (narrow := torch.empty_like(x, dtype=dtype), narrow)
+    return (
+        (x.detach(), None)
+        if dtype == x.dtype
+        else (narrow := torch.empty_like(x, dtype=dtype), narrow)
+    )
 
 
 class Embed(Function):
@@ -103,8 +136,18 @@ class Embed(Function):
         narrow, written = both(wide, dtype)
         ctx.settings = (factor, p, new_seed(p))
         ctx.shape, ctx.kernels = rows.shape, kernels(dtype)
-        call(ctx.kernels.embed, rows.contiguous(), positions.contiguous(), wide, written, tokens, len(positions), width,
-             *ctx.settings, torch.get_num_threads())  # fmt: skip
+        call(
+            ctx.kernels.embed,
+            rows.contiguous(),
+            positions.contiguous(),
+            wide,
+            written,
+            tokens,
+            len(positions),
+            width,
+            *ctx.settings,
+            torch.get_num_threads(),
+        )
         wide[tokens:] = narrow[tokens:] = 0
         ctx.set_materialize_grads(False)
         return wide, narrow
@@ -115,8 +158,16 @@ class Embed(Function):
         """Of the rows."""
         rows_grad = torch.empty(ctx.shape, dtype=torch.float32)
         width = ctx.shape[-1]
-        call(ctx.kernels.embed_backward, contiguous(grad), contiguous(narrow_grad), rows_grad,
-             rows_grad.numel() // width, width, *ctx.settings, torch.get_num_threads())  # fmt: skip
+        call(
+            ctx.kernels.embed_backward,
+            contiguous(grad),
+            contiguous(narrow_grad),
+            rows_grad,
+            rows_grad.numel() // width,
+            width,
+            *ctx.settings,
+            torch.get_num_threads(),
+        )
         return rows_grad, None, None, None, None
 
 
@@ -128,12 +179,28 @@ class AddNorm(Function):
         """The sum, and both formats of its norm."""
         residual, branch = residual.contiguous(), contiguous(branch)
         total, wide = torch.empty_like(residual), torch.empty_like(residual)
-        moments = residual.new_empty(len(residual), 2)  # mean and 1 / standard deviation of each row
+        moments = residual.new_empty(
+            len(residual), 2
+        )  # mean and 1 / standard deviation of each row
         narrow, written = both(wide, dtype)
         ctx.settings, ctx.alone = (p, new_seed(p)), branch is None
         ctx.dtype, ctx.kernels = dtype, kernels(dtype)
-        call(ctx.kernels.add_norm, residual, branch, bias, gain, shift, total, moments, wide,
-             written, *residual.shape, epsilon, *ctx.settings, torch.get_num_threads())  # fmt: skip
+        call(
+            ctx.kernels.add_norm,
+            residual,
+            branch,
+            bias,
+            gain,
+            shift,
+            total,
+            moments,
+            wide,
+            written,
+            *residual.shape,
+            epsilon,
+            *ctx.settings,
+            torch.get_num_threads(),
+        )
         ctx.save_for_backward(total, moments, gain)
         ctx.set_materialize_grads(False)
         return total, wide, narrow
@@ -147,10 +214,32 @@ class AddNorm(Function):
         residual_grad = torch.empty_like(total)
         branch_grad = None if ctx.alone else torch.empty_like(total, dtype=ctx.dtype)
         sums = total.new_zeros(threads, 3, total.size(1))
-        call(ctx.kernels.add_norm_backward, contiguous(sum_grad), contiguous(grad), contiguous(narrow_grad), total, moments,
-             gain, residual_grad, branch_grad, sums, *total.shape, *ctx.settings, threads)  # fmt: skip
+        call(
+            ctx.kernels.add_norm_backward,
+            contiguous(sum_grad),
+            contiguous(grad),
+            contiguous(narrow_grad),
+            total,
+            moments,
+            gain,
+            residual_grad,
+            branch_grad,
+            sums,
+            *total.shape,
+            *ctx.settings,
+            threads,
+        )
         bias_grad, gain_grad, shift_grad = sums.sum(0)
-        return residual_grad, branch_grad, None if ctx.alone else bias_grad, gain_grad, shift_grad, None, None, None
+        return (
+            residual_grad,
+            branch_grad,
+            None if ctx.alone else bias_grad,
+            gain_grad,
+            shift_grad,
+            None,
+            None,
+            None,
+        )
 
 
 class ReluDropout(Function):
@@ -175,7 +264,16 @@ class ReluDropout(Function):
         (y,) = ctx.saved_tensors
         threads = torch.get_num_threads()
         x_grad, sums = torch.empty_like(y), torch.zeros(threads, y.size(1), dtype=torch.float32)
-        call(ctx.kernels.relu_dropout_backward, grad.contiguous(), y, x_grad, sums, *y.shape, ctx.p, threads)
+        call(
+            ctx.kernels.relu_dropout_backward,
+            grad.contiguous(),
+            y,
+            x_grad,
+            sums,
+            *y.shape,
+            ctx.p,
+            threads,
+        )
         return x_grad, sums.sum(0), None
 
 
@@ -185,7 +283,9 @@ class AttentionTask(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("q", "k", "v")]
     _fields_ += [(name, ctypes.c_int64) for name in ("q_stride", "kv_stride")]
     _fields_ += [(name, ctypes.c_void_p) for name in ("q_bias", "k_bias", "v_bias", "mask")]
-    _fields_ += [(name, ctypes.c_int64) for name in ("batch", "heads", "queries", "keys", "width", "causal")]
+    _fields_ += [
+        (name, ctypes.c_int64) for name in ("batch", "heads", "queries", "keys", "width", "causal")
+    ]
     _fields_ += [("p", ctypes.c_double), ("seed", ctypes.c_int64)]
 
 
@@ -201,7 +301,16 @@ class Attention(Function):
     def forward(ctx, first, second, bias, mask, shape, heads, causal, p):
         """The weights themselves are not kept: the backward pass makes them again from the largest scores and the sums."""
         batch, queries, keys = shape
-        ctx.settings = (batch, heads, queries, keys, len(bias) // 3 // heads, causal, p, new_seed(p))
+        ctx.settings = (
+            batch,
+            heads,
+            queries,
+            keys,
+            len(bias) // 3 // heads,
+            causal,
+            p,
+            new_seed(p),
+        )
         out = first.new_empty(len(first), len(bias) // 3)
         stats = bias.new_empty(batch, heads, 2, queries)
         first, second, mask = first.contiguous(), contiguous(second), contiguous(mask)
@@ -218,8 +327,14 @@ class Attention(Function):
         q, k, v = split(first, second)
         addresses = (tensor.data_ptr() for tensor in (q, k, v))
         biases = (part.data_ptr() for part in bias.chunk(3))
-        return AttentionTask(*addresses, q.stride(0), k.stride(0), *biases, None if mask is None else mask.data_ptr(),
-                             *ctx.settings)  # fmt: skip
+        return AttentionTask(
+            *addresses,
+            q.stride(0),
+            k.stride(0),
+            *biases,
+            None if mask is None else mask.data_ptr(),
+            *ctx.settings,
+        )
 
     @staticmethod
     @once_differentiable
@@ -227,10 +342,20 @@ class Attention(Function):
         """Of query, key and value where they lie side by side, and of their bias."""
         first, second, bias, mask, stats = ctx.saved_tensors
         threads = torch.get_num_threads()
-        first_grad, second_grad = torch.empty_like(first), None if second is None else torch.empty_like(second)
+        first_grad, second_grad = (
+            torch.empty_like(first),
+            None if second is None else torch.empty_like(second),
+        )
         sums = bias.new_zeros(threads, len(bias))
-        call(ctx.kernels.attention_backward, Attention.task(ctx, first, second, bias, mask), grad.contiguous(),
-             stats, *split(first_grad, second_grad), sums, threads)  # fmt: skip
+        call(
+            ctx.kernels.attention_backward,
+            Attention.task(ctx, first, second, bias, mask),
+            grad.contiguous(),
+            stats,
+            *split(first_grad, second_grad),
+            sums,
+            threads,
+        )
         batch, _, queries, keys, *_ = ctx.settings
         first_grad[batch * queries :] = 0
         if second_grad is not None:

@@ -11,12 +11,18 @@ from engine.distributed import cut_like, whole
 ADAMW = {"betas": (0.9, 0.98), "weight_decay": 0.01, "fused": True}  # betas: Vaswani et al. 2017
 
 
-def make_optimizer(name: str, model: nn.Module, inside: nn.Module, lr: float, dtype: torch.dtype) -> torch.optim.AdamW:
+def make_optimizer(
+    name: str, model: nn.Module, inside: nn.Module, lr: float, dtype: torch.dtype
+) -> torch.optim.AdamW:
     """AdamW, or for `name` "muon" Muon in `dtype` for the matrices of `inside`: `model` less embeddings and output."""
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), lr, **ADAMW)
-    matrices = {weight: None for weight in inside.parameters() if weight.ndim == 2}  # q, k, v of a layer are one
-    return Muon([*matrices], [weight for weight in model.parameters() if weight not in matrices], lr, dtype)
+    matrices = {
+        weight: None for weight in inside.parameters() if weight.ndim == 2
+    }  # q, k, v of a layer are one
+    return Muon(
+        [*matrices], [weight for weight in model.parameters() if weight not in matrices], lr, dtype
+    )
 
 
 class Muon(torch.optim.AdamW):
@@ -27,9 +33,17 @@ class Muon(torch.optim.AdamW):
     matrix after another and with a wait for the GPU; here matrices of one shape go together, and nothing waits.
     """
 
-    _step_supports_amp_scaling = True  # fp16's scaler hands us `found_inf` and need not wait for the GPU either
+    _step_supports_amp_scaling = (
+        True  # fp16's scaler hands us `found_inf` and need not wait for the GPU either
+    )
 
-    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], lr: float, dtype: torch.dtype):
+    def __init__(
+        self,
+        matrices: list[nn.Parameter],
+        others: list[nn.Parameter],
+        lr: float,
+        dtype: torch.dtype,
+    ):
         super().__init__(others, lr, **ADAMW)
         self.add_param_group({"params": matrices, "momentum": 0.95})  # as in Jordan et al.
         self.dtype = dtype  # of the products of `orthogonal`
@@ -46,18 +60,30 @@ class Muon(torch.optim.AdamW):
             shapes[weight.shape].append(weight)
         for (rows, columns), weights in shapes.items():
             for weight in weights:
-                if not self.state[weight]:  # under AdamW's names, as its load_state_dict looks for `step`
-                    self.state[weight].update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(weight))
+                if not self.state[
+                    weight
+                ]:  # under AdamW's names, as its load_state_dict looks for `step`
+                    self.state[weight].update(
+                        step=torch.tensor(0.0), exp_avg=torch.zeros_like(weight)
+                    )
             means = [self.state[weight]["exp_avg"] for weight in weights]
             gradients = [weight.grad for weight in weights]
-            skip = getattr(self, "found_inf", None)  # a tensor on the device: 1 if this step must change nothing
-            if skip is not None:  # then each mean takes the gradient's place: moved towards itself, it stays
+            skip = getattr(
+                self, "found_inf", None
+            )  # a tensor on the device: 1 if this step must change nothing
+            if (
+                skip is not None
+            ):  # then each mean takes the gradient's place: moved towards itself, it stays
                 gradients = [torch.where(skip > 0, *pair) for pair in zip(means, gradients)]
             torch._foreach_lerp_(means, gradients, 1 - group["momentum"])
-            torch._foreach_lerp_(gradients, means, group["momentum"])  # Nesterov's look-ahead, in the gradients' place
+            torch._foreach_lerp_(
+                gradients, means, group["momentum"]
+            )  # Nesterov's look-ahead, in the gradients' place
             rate = group["lr"] if skip is None else group["lr"] * (skip == 0)
             updates = orthogonal(torch.stack([*map(whole, gradients)]), self.dtype).float()
-            updates *= -0.2 * math.sqrt(max(rows, columns)) * rate  # an orthogonal matrix has RMS 1 / √(longer side)
+            updates *= (
+                -0.2 * math.sqrt(max(rows, columns)) * rate
+            )  # an orthogonal matrix has RMS 1 / √(longer side)
             torch._foreach_mul_(weights, 1 - group["weight_decay"] * rate)
             torch._foreach_add_(weights, [*map(cut_like, updates, weights)])
 
@@ -71,8 +97,12 @@ def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
         return orthogonal(matrices.mT, dtype).mT
     norms = matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-30)
     x = (matrices / norms).to(dtype)  # in this order, because a small gradient is 0 in fp16
-    for _ in range(5):  # x ← 3.4445 x − 4.7750 x³ + 2.0315 x⁵, x³ standing for x xᵀ x (Jordan et al. 2024)
+    for _ in range(
+        5
+    ):  # x ← 3.4445 x − 4.7750 x³ + 2.0315 x⁵, x³ standing for x xᵀ x (Jordan et al. 2024)
         square = x @ x.mT  # (n, rows, rows)
-        polynomial = torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315)  # beta · 1st + alpha · 2nd @ 3rd
+        polynomial = torch.baddbmm(
+            square, square, square, beta=-4.7750, alpha=2.0315
+        )  # beta · 1st + alpha · 2nd @ 3rd
         x = torch.baddbmm(x, polynomial, x, beta=3.4445)
     return x

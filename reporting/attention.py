@@ -68,9 +68,15 @@ def picture(attention: Attention):
     axes = figure.subplots()
     image = axes.imshow(attention.weights, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     axes.set_title(title, fontsize=9, family=family, parse_math=False)
-    axes.set_xticks(range(columns), attention.source_words, fontsize=8, family=family, parse_math=False)
-    axes.set_yticks(range(rows), attention.target_words, fontsize=8, family=family, parse_math=False)
-    if max(map(len, attention.source_words[:-1]), default=0) > 2:  # most Chinese words can stand upright
+    axes.set_xticks(
+        range(columns), attention.source_words, fontsize=8, family=family, parse_math=False
+    )
+    axes.set_yticks(
+        range(rows), attention.target_words, fontsize=8, family=family, parse_math=False
+    )
+    if (
+        max(map(len, attention.source_words[:-1]), default=0) > 2
+    ):  # most Chinese words can stand upright
         axes.tick_params(axis="x", rotation=90)
     figure.colorbar(image, shrink=0.6)
     return figure

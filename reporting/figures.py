@@ -13,7 +13,9 @@ from reporting.fonts import families
 from reporting.reading import RunFiles, is_pause
 
 SIZE, COLUMNS = (4.8, 2.9), 3  # inches; of the overview
-COLOURS = "#1f5fa8 #d1495b #3a8d5c #8a5aab #e08e1b #4d4d4d".split()  # one a run, again from the first after six
+COLOURS = (
+    "#1f5fa8 #d1495b #3a8d5c #8a5aab #e08e1b #4d4d4d".split()
+)  # one a run, again from the first after six
 STYLES = {  # of one run's curves in a panel: colour where the run is alone, line, width, marker
     "train": ("#9db8d6", "-", 1.0, ""),
     "smoothed": ("#a8a8a8", "-", 0.8, ""),
@@ -23,10 +25,28 @@ STYLES = {  # of one run's curves in a panel: colour where the run is alone, lin
 }
 NAMES = {"train": "training", "valid": "validation", "smoothed": "training, smoothed"}
 # Panels in the order they are read in; a curve is in the panel of the last part of its tag.
-PANELS = ["loss", "perplexity", "bleu", "accuracy", "learning_rate", "gradient_norm", "tokens_per_second",
-          "images_per_second", "model_flops_utilisation", "padding_share", "wait_share"]  # fmt: skip
+PANELS = [
+    "loss",
+    "perplexity",
+    "bleu",
+    "accuracy",
+    "learning_rate",
+    "gradient_norm",
+    "tokens_per_second",
+    "images_per_second",
+    "model_flops_utilisation",
+    "padding_share",
+    "wait_share",
+]
 TOGETHER = {"smoothed_loss": "loss"}
-NOT_SHOWN = ("cpu/", "gpu/", "memory/", "result/", "speed/target", "test/errors")  # hardware: a figure of its own
+NOT_SHOWN = (
+    "cpu/",
+    "gpu/",
+    "memory/",
+    "result/",
+    "speed/target",
+    "test/errors",
+)  # hardware: a figure of its own
 WIDE_RANGE = 30  # largest / smallest value from which a scale is logarithmic
 
 
@@ -70,15 +90,33 @@ def draw_curves(axes, runs: list[RunFiles], name: str, tags: list[str], say) -> 
             steps, values = run.series(tag)
             if name == "accuracy":  # 99.1 and 99.3 % look alike, 0.9 and 0.7 % do not
                 values = [1 - value for value in values]
-            split = "smoothed" if "smoothed" in tag else tag.partition("/")[0].replace("validation", "valid")
+            split = (
+                "smoothed"
+                if "smoothed" in tag
+                else tag.partition("/")[0].replace("validation", "valid")
+            )
             colour, line, width, marker = STYLES.get(split, STYLES["other"])
             colour = STYLES["other"][0] if len(tags) == 1 else colour
             label = say(NAMES.get(split, split))
             if len(runs) > 1:
-                colour, label = COLOURS[number % len(COLOURS)], f"{run.name}, {label}" if len(tags) > 1 else run.name
-                line = ":" if split == "train" and len(tags) > 1 else "--" if split == "test" else "-"
+                colour, label = (
+                    COLOURS[number % len(COLOURS)],
+                    f"{run.name}, {label}" if len(tags) > 1 else run.name,
+                )
+                line = (
+                    ":" if split == "train" and len(tags) > 1 else "--" if split == "test" else "-"
+                )
             marker = marker or ("o" if len(values) == 1 else "")
-            axes.plot(steps, values, line, color=colour, linewidth=width, marker=marker, markersize=3, label=label)
+            axes.plot(
+                steps,
+                values,
+                line,
+                color=colour,
+                linewidth=width,
+                marker=marker,
+                markersize=3,
+                label=label,
+            )
             low, high = min([low, *values]), max([high, *values])
     if low > 0 and high / low > WIDE_RANGE and name != "learning_rate":
         axes.set_yscale("log")
@@ -91,7 +129,12 @@ def draw_curves(axes, runs: list[RunFiles], name: str, tags: list[str], say) -> 
 
 def hardware(run: RunFiles, say) -> Figure | None:
     """How busy, full, thirsty and hot the GPU was over the minutes, as nvidia-smi shows it; CPU and memory likewise."""
-    names = {"utilisation_percent": "%", "memory_gib": "GiB", "power_watt": "W", "temperature_celsius": "°C"}
+    names = {
+        "utilisation_percent": "%",
+        "memory_gib": "GiB",
+        "power_watt": "W",
+        "temperature_celsius": "°C",
+    }
     tags = [f"{device}/{name}" for device in ("gpu", "cpu") for name in names]
     tags = [tag for tag in tags if run.series(tag)[1]]
     if not tags:
@@ -106,7 +149,11 @@ def hardware(run: RunFiles, say) -> Figure | None:
         colour = COLOURS[2] if device == "gpu" else COLOURS[0]
         axes.fill_between(minutes, values, color=colour, alpha=0.25, linewidth=0)
         axes.plot(
-            minutes, values, color=colour, linewidth=1.2, marker="." if len(values) < 3 or math.nan in values else ""
+            minutes,
+            values,
+            color=colour,
+            linewidth=1.2,
+            marker="." if len(values) < 3 or math.nan in values else "",
         )
         axes.set_ylim(0, max(top, 1e-6))
         title = f"{device.upper()} {say(name)} ({names[name]})"
@@ -136,9 +183,17 @@ def lengths(runs: list[RunFiles], say) -> Figure | None:
             counts = run.data["lengths"].get(side, [])
             # A few very long sentences would make the rest a stroke at the left: up to where 99.5 % end.
             fewest = 0.995 * sum(counts)
-            shown = next((n for n in range(1, len(counts) + 1) if sum(counts[:n]) >= fewest), len(counts))
+            shown = next(
+                (n for n in range(1, len(counts) + 1) if sum(counts[:n]) >= fewest), len(counts)
+            )
             label = f"{run.name}, {say(side)}" if len(runs) > 1 else say(side)
-            axes.plot(range(shown), counts[:shown], line, color=COLOURS[number % len(COLOURS)], label=label)
+            axes.plot(
+                range(shown),
+                counts[:shown],
+                line,
+                color=COLOURS[number % len(COLOURS)],
+                label=label,
+            )
     if not axes.lines:
         return None
     axes.set_ylabel(say("sentences"), family=families(say("sentences")))
@@ -156,6 +211,14 @@ def name_axes(axes, title: str, x: str) -> None:
 
 def legend(axes, names: list[str], say) -> None:
     """The legend of what is drawn, in fonts that have the characters of these names of runs."""
-    text = "".join(names) + say("training") + say("validation") + say("source") + say("training, smoothed")
-    for entry in axes.legend(fontsize=8, frameon=False, prop={"family": families(text), "size": 8}).get_texts():
+    text = (
+        "".join(names)
+        + say("training")
+        + say("validation")
+        + say("source")
+        + say("training, smoothed")
+    )
+    for entry in axes.legend(
+        fontsize=8, frameon=False, prop={"family": families(text), "size": 8}
+    ).get_texts():
         entry.set_parse_math(False)

@@ -19,8 +19,14 @@ def families(text: str) -> list[str]:
 
     missing = frozenset(ord(c) for c in text if not c.isspace()) - characters_of(own_family()[1])
     names, latin = [LATIN, own_family()[0]], characters_of(font_manager.findfont(LATIN))
-    for font in font_manager.fontManager.ttflist if missing - latin else []:  # all that are on this machine
-        if font.style == "normal" and missing & characters_of(font.fname) and font.name not in names:
+    for font in (
+        font_manager.fontManager.ttflist if missing - latin else []
+    ):  # all that are on this machine
+        if (
+            font.style == "normal"
+            and missing & characters_of(font.fname)
+            and font.name not in names
+        ):
             names.append(font.name)
             missing -= characters_of(font.fname)
     return names

@@ -86,11 +86,16 @@ class Page:
 
     def verbatim(self, fact: Fact) -> None:
         """Text of a file as it is."""
-        self.add(f'<pre title="{html.escape(fact.source)}">{html.escape(fact.text)}</pre>', f"```\n{fact.text}\n```")
+        self.add(
+            f'<pre title="{html.escape(fact.source)}">{html.escape(fact.text)}</pre>',
+            f"```\n{fact.text}\n```",
+        )
 
     def table(self, header: list, rows: list[list], mark: set[int] = frozenset()) -> None:
         """`mark`: rows to be coloured. Rows without any value are left out."""
-        numbered = [(n, row) for n, row in enumerate(rows) if any(cell is not None for cell in row[1:])]
+        numbered = [
+            (n, row) for n, row in enumerate(rows) if any(cell is not None for cell in row[1:])
+        ]
         if not numbered:
             return
         lines = ["<tr>" + "".join(self.cell(cell, "th") for cell in header) + "</tr>"]
@@ -99,7 +104,9 @@ class Page:
             lines.append(f"<tr{' class=mark' if number in mark else ''}>{cells}</tr>")
         width = len(header)
         in_markdown = [header, ["---"] * width, *(row for _, row in numbered)]
-        text = "\n".join("| " + " | ".join(map(self.markdown_cell, row)) + " |" for row in in_markdown)
+        text = "\n".join(
+            "| " + " | ".join(map(self.markdown_cell, row)) + " |" for row in in_markdown
+        )
         self.add(f'<div class="wide"><table>{"".join(lines)}</table></div>', text)
 
     def cell(self, cell, tag: str) -> str:
@@ -110,7 +117,9 @@ class Page:
             source = html.escape(cell.source, quote=True)
             return f'<{tag}{kind}><data value="{value}" title="{source}">{html.escape(cell.text)}</data></{tag}>'
         words = html.escape("—" if cell is None else self.say(cell))
-        words = re.sub(r"--\w+", r'<span class="flag">\g<0></span>', words)  # a flag's name stays on its line
+        words = re.sub(
+            r"--\w+", r'<span class="flag">\g<0></span>', words
+        )  # a flag's name stays on its line
         return f"<{tag}>{words}</{tag}>"
 
     def markdown_cell(self, cell) -> str:
@@ -134,13 +143,18 @@ class Page:
         for name, figure in figures.items():
             encoded = base64.b64encode(self.keep(name, figure)).decode()
             alternative = html.escape(self.say(name), quote=True)
-            tags.append(f'<figure><img alt="{alternative}" src="data:image/png;base64,{encoded}"></figure>')
+            tags.append(
+                f'<figure><img alt="{alternative}" src="data:image/png;base64,{encoded}"></figure>'
+            )
             lines.append(f"![{self.say(name)}]({quote(file_name(name))})")
         self.add(f'<div class="figures">{"".join(tags)}</div>', "\n".join(lines))
 
     def attention(self, attention: Attention, name: str, figure) -> None:
         """Words as they are, weights as colours; in Markdown, which has no colours, the picture."""
-        sides = ([*words[:-1], self.say(END)] for words in (attention.source_words, attention.target_words))
+        sides = (
+            [*words[:-1], self.say(END)]
+            for words in (attention.source_words, attention.target_words)
+        )
         source_words, target_words = (list(map(html.escape, words)) for words in sides)
         head = "".join(f"<th>{word}</th>" for word in source_words)
         lines = [f"<tr><th></th>{head}</tr>"]
@@ -156,13 +170,17 @@ class Page:
 
     def write(self) -> Path:
         """report.html, report.md and the pictures in the folder; → the page."""
-        body, markdown = ("\n".join(blocks + last) for blocks, last in zip((self.html, self.markdown), self.last))
+        body, markdown = (
+            "\n".join(blocks + last) for blocks, last in zip((self.html, self.markdown), self.last)
+        )
         head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         style = f"<style>{STYLE}\n{embedded(body)}</style>"
         page = f'<!doctype html><html lang="{self.language}"><head>{head}<title>{html.escape(self.title)}</title>{style}</head>'
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "report.html").write_text(f"{page}<body>{body}</body></html>\n", encoding="utf-8")
+            (self.folder / "report.html").write_text(
+                f"{page}<body>{body}</body></html>\n", encoding="utf-8"
+            )
             (self.folder / "report.md").write_text(markdown, encoding="utf-8")
             for name, content in self.pictures.items():
                 (self.folder / name).write_bytes(content)

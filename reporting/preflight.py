@@ -69,9 +69,13 @@ def only_asked(config) -> bool:
 def check(config) -> None:
     """Print what there is to say about a run with train.py's `config`. Raises `UserError` for what cannot work."""
     if config.resume or several_asked():
-        raise UserError("--check looks at a new run of one process; leave --resume and torchrun out")
+        raise UserError(
+            "--check looks at a new run of one process; leave --resume and torchrun out"
+        )
     if config.run and (folder_of(config.run) / "config.json").exists():
-        raise UserError(f"run {folder_of(config.run)} exists; choose another --run, or go on with --resume")
+        raise UserError(
+            f"run {folder_of(config.run)} exists; choose another --run, or go on with --resume"
+        )
     warnings = []
     used = describe_cards()
     device = choose_device(config.device, 0)
@@ -87,14 +91,31 @@ def check(config) -> None:
     for split in missing_splits(text):
         warnings.append(f"there is no {split} split; 1 % of the pairs are cut from train for it")
     with tempfile.TemporaryDirectory() as folder:
-        sizes = [vocabulary_size(asked, pairs) for asked in (config.source_vocab, config.target_vocab)]
-        prepared = prepare(sample, Path(folder), source_vocab=sizes[0], target_vocab=sizes[1],
-                           tokenizer=config.tokenizer, max_length=config.max_length, say=lambda line: None)  # fmt: skip
-        prepared.match_validation(config.match_domain, config.match_lengths, lambda line: None, late=config.match_late)
+        sizes = [
+            vocabulary_size(asked, pairs) for asked in (config.source_vocab, config.target_vocab)
+        ]
+        prepared = prepare(
+            sample,
+            Path(folder),
+            source_vocab=sizes[0],
+            target_vocab=sizes[1],
+            tokenizer=config.tokenizer,
+            max_length=config.max_length,
+            say=lambda line: None,
+        )
+        prepared.match_validation(
+            config.match_domain, config.match_lengths, lambda line: None, late=config.match_late
+        )
         counts = prepared.summary["counts"]
         kept = counts["kept"] / counts["read"]
-        shares = {reason: counts.get(reason, 0) / counts["read"] for reason in REASONS if reason != "held out"}
-        left_out = {reason: shares.pop(reason) for reason in ("unlike validation", "short target")}  # on purpose
+        shares = {
+            reason: counts.get(reason, 0) / counts["read"]
+            for reason in REASONS
+            if reason != "held out"
+        }
+        left_out = {
+            reason: shares.pop(reason) for reason in ("unlike validation", "short target")
+        }  # on purpose
         left = "left out while the learning rate falls" if config.match_late else "left out"
         for reason, share in (shares | {"duplicate": duplicates}).items():
             if share >= NOTABLE:
@@ -102,15 +123,25 @@ def check(config) -> None:
         for side, texts in zip(("source", "target"), zip(*sample.taken["train"])):
             unknown = unknown_characters(getattr(prepared, f"{side}_tokenizer"), texts)
             if unknown > 0.01:
-                warnings.append(f"the tokenizer does not know {unknown:.1%} of the characters of the {side} side")
+                warnings.append(
+                    f"the tokenizer does not know {unknown:.1%} of the characters of the {side} side"
+                )
         # As many lengths as the whole has pairs, those of the sample again and again: `pair % len(sample)` has its ids.
         pairs = round(kept * pairs)
-        lengths = {side: np.resize(lengths, pairs) for side, lengths in prepared.train.lengths.items()}
+        lengths = {
+            side: np.resize(lengths, pairs) for side, lengths in prepared.train.lengths.items()
+        }
         tokens = {side: int(lengths[side].sum()) + pairs for side in lengths}
         about = "about " * (len(sample.taken["train"]) < pairs)
-        print(f"data: {text.path} ({text.form}), {about}{pairs:,} training pairs of {tokens['source'] / pairs:.1f} and "
-              f"{tokens['target'] / pairs:.1f} tokens" +
-              "".join(f", {share:.0%} {left}: {REASONS[reason]}" for reason, share in left_out.items() if share))  # fmt: skip
+        print(
+            f"data: {text.path} ({text.form}), {about}{pairs:,} training pairs of {tokens['source'] / pairs:.1f} and "
+            f"{tokens['target'] / pairs:.1f} tokens"
+            + "".join(
+                f", {share:.0%} {left}: {REASONS[reason]}"
+                for reason, share in left_out.items()
+                if share
+            )
+        )
         whole = replace(prepared, train=SimpleNamespace(lengths=lengths))
         say_costs(config, prepared, whole, sum(tokens.values()), precision, warnings.append)
     for warning in warnings:
@@ -126,9 +157,13 @@ def describe_cards() -> list[bool]:
             nvml, handle = nvml_of(torch.device("cuda", index))
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
             processes = len(nvml.nvmlDeviceGetComputeRunningProcesses(handle))
-            used.append(processes > 0 or memory.used > USED * memory.total)  # a container hides processes, not memory
-            print(f"cuda:{index}: {torch.cuda.get_device_properties(index).name}, {(memory.total - memory.used) / GIB:.1f} of "
-                  f"{memory.total / GIB:.1f} GiB free, processes: {processes}")  # fmt: skip
+            used.append(
+                processes > 0 or memory.used > USED * memory.total
+            )  # a container hides processes, not memory
+            print(
+                f"cuda:{index}: {torch.cuda.get_device_properties(index).name}, {(memory.total - memory.used) / GIB:.1f} of "
+                f"{memory.total / GIB:.1f} GiB free, processes: {processes}"
+            )
     return used
 
 
@@ -152,7 +187,9 @@ def sample_of(text: ParallelText) -> tuple[Sample, int, float]:
             break
     if not read:
         raise UserError(f"{text.path}: the train split has no rows")
-    held_out = {split: next(text.rows(split), [])[:SAMPLE] for split in text.files if split != "train"}
+    held_out = {
+        split: next(text.rows(split), [])[:SAMPLE] for split in text.files if split != "train"
+    }
     rows = read if read < ROWS else rows_in(text, taken, read)
     sample = Sample(**vars(text), taken=held_out | {"train": taken})
     return sample, rows * len(seen) // read, 1 - len(seen) / read
@@ -171,7 +208,9 @@ def rows_in(text: ParallelText, some: list[tuple[str, str]], read: int) -> int:
         if text.form == "json" and re.match(rb'\s*\{(?!\s*("data"\s*:|\n))', file.read(4096)):
             with fileinput.FileInput(files, mode="rb") as lines:
                 return round(read * size / sum(map(len, islice(lines, read))))
-    row_bytes = sum(len("".join(row).encode()) for row in some) / len(some) + 2  # with what stands between the texts
+    row_bytes = (
+        sum(len("".join(row).encode()) for row in some) / len(some) + 2
+    )  # with what stands between the texts
     return round(size / row_bytes)
 
 
@@ -198,7 +237,9 @@ def unknown_characters(tokenizer, texts) -> float:
     return unknown / max(1, sum(len("".join(text.split())) for text in texts))
 
 
-def say_costs(config, sample: Prepared, whole: Prepared, tokens: int, precision: Precision, warn: Callable) -> None:
+def say_costs(
+    config, sample: Prepared, whole: Prepared, tokens: int, precision: Precision, warn: Callable
+) -> None:
     """Steps, time, memory and disk; `whole` has lengths alone. Raises `UserError` if memory or disk do not suffice."""
     from data import BucketSampler, default_tokens_per_batch
     from model import Translator, sizes_of
@@ -209,7 +250,9 @@ def say_costs(config, sample: Prepared, whole: Prepared, tokens: int, precision:
         parameters = sum(weight.numel() for weight in Translator(sizes).parameters())
     # Weights of all checkpoints, the best and the one being written too; in the newest two averages at most; all in fp32.
     checkpoints = 4 * parameters * (config.keep + 2 + 2 * (RESUMABLE + 1))
-    check_disk(folder_of(config.run or "new").parent, checkpoints + 8 * tokens)  # ids, and the text while they are made
+    check_disk(
+        folder_of(config.run or "new").parent, checkpoints + 8 * tokens
+    )  # ids, and the text while they are made
 
     budget = config.tokens_per_batch or default_tokens_per_batch(whole, device)
     sampler = BucketSampler(whole.train.lengths, budget, seed=config.seed)
@@ -217,18 +260,26 @@ def say_costs(config, sample: Prepared, whole: Prepared, tokens: int, precision:
     epoch = tokens / speed / 60  # minutes
     steps = config.max_steps or config.epochs * sampler.steps_per_epoch
     minutes = epoch * steps / sampler.steps_per_epoch
-    print(f"model: {parameters:,} parameters; {budget:,} tokens per step in {parts} parts, "
-          f"{sampler.steps_per_epoch:,} steps per epoch")  # fmt: skip
-    print(f"time: about {speed:,.0f} tokens/s: {epoch:,.1f} min an epoch, {minutes:,.1f} min for "
-          f"{steps:,} steps, without validations")  # fmt: skip
+    print(
+        f"model: {parameters:,} parameters; {budget:,} tokens per step in {parts} parts, "
+        f"{sampler.steps_per_epoch:,} steps per epoch"
+    )
+    print(
+        f"time: about {speed:,.0f} tokens/s: {epoch:,.1f} min an epoch, {minutes:,.1f} min for "
+        f"{steps:,} steps, without validations"
+    )
     print(f"memory: about {peak:.1f} GiB of {memory_limit(device):.1f} GiB")
     if 0 < config.max_minutes < min(epoch, minutes):
-        warn(f"--max_minutes {config.max_minutes:g} end before the first epoch, which takes {epoch:,.0f}")
+        warn(
+            f"--max_minutes {config.max_minutes:g} end before the first epoch, which takes {epoch:,.0f}"
+        )
     if config.compile or config.captured or config.attention:
         warn("the time is of the plain training, without --compile, --captured and --attention")
 
 
-def try_steps(config, sample: Prepared, sizes, precision: Precision, sampler, budget: int) -> tuple[float, float, int]:
+def try_steps(
+    config, sample: Prepared, sizes, precision: Precision, sampler, budget: int
+) -> tuple[float, float, int]:
     """→ real tokens a second, GiB that the heaviest steps need, the parts in which a step fits the memory.
 
     Steps of a fresh model on the sample, each of twice as many tokens as the last, until `SECONDS` are over. Raises
@@ -243,7 +294,9 @@ def try_steps(config, sample: Prepared, sizes, precision: Precision, sampler, bu
     device, collate = precision.device, collate_for(sample)
     torch.manual_seed(config.seed)
     model = Translator(sizes).to(device)
-    loss_of = fast.loss(model, config.label_smoothing, precision.dtype) or SummedLoss(model, config.label_smoothing)
+    loss_of = fast.loss(model, config.label_smoothing, precision.dtype) or SummedLoss(
+        model, config.label_smoothing
+    )
     parameters = list(model.parameters())
     optimizer = make_optimizer(config.optimizer, model, model.transformer, 1e-9, precision.dtype)
 
@@ -258,7 +311,11 @@ def try_steps(config, sample: Prepared, sizes, precision: Precision, sampler, bu
         optimizer.zero_grad()
         return batch.source_tokens + batch.target_tokens
 
-    heaviest, parts, on_gpu = sampler.heaviest_steps(), config.accumulate or 1, device.type == "cuda"
+    heaviest, parts, on_gpu = (
+        sampler.heaviest_steps(),
+        config.accumulate or 1,
+        device.type == "cuda",
+    )
     if on_gpu and not config.accumulate:
         parts = fewest_parts(lambda parts: [step(pairs[::parts]) for pairs in heaviest], device)
         torch.cuda.reset_peak_memory_stats(device)  # of the trials that failed
@@ -284,8 +341,10 @@ def try_steps(config, sample: Prepared, sizes, precision: Precision, sampler, bu
     high += (len(widest) - many) * max(0.0, high - low) / max(1, many - few)
     peak, limit = max(high, peak_of(partial(step, widest[:few]))), memory_limit(device)
     if peak > limit:
-        raise UserError(f"a step of {budget * parts:,} tokens in {parts} parts needs about {peak:.1f} GiB of memory, "
-                        f"{limit:.1f} GiB are free; give fewer --tokens_per_batch or more --accumulate")  # fmt: skip
+        raise UserError(
+            f"a step of {budget * parts:,} tokens in {parts} parts needs about {peak:.1f} GiB of memory, "
+            f"{limit:.1f} GiB are free; give fewer --tokens_per_batch or more --accumulate"
+        )
     return real / seconds, peak, parts
 
 
@@ -316,6 +375,8 @@ def check_disk(folder: Path, needed: int) -> None:
         raise UserError(f"cannot write to {there}; choose another --run PATH/NAME")
     free = shutil.disk_usage(there).free
     if free < needed:
-        raise UserError(f"the disk of {there} has {free / GIB:.1f} GiB free, the run needs about {needed / GIB:.1f} GiB; free "
-                        "some space, give a smaller --keep, or choose another --run PATH/NAME")  # fmt: skip
+        raise UserError(
+            f"the disk of {there} has {free / GIB:.1f} GiB free, the run needs about {needed / GIB:.1f} GiB; free "
+            "some space, give a smaller --keep, or choose another --run PATH/NAME"
+        )
     print(f"disk: about {needed / GIB:.1f} GiB of {free / GIB:.1f} GiB free")

@@ -22,8 +22,12 @@ from text.cleaning import held_out_rows
 from text.rows import find_text, fingerprint_of
 
 SUMMARIES = {"min": min, "max": max, "median": statistics.median, "last": lambda v: v[-1]}
-PAUSE = 5  # minutes without a line in the log, and ten times the usual, from which the run stood still
-STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", re.MULTILINE)  # before every message of train.log
+PAUSE = (
+    5  # minutes without a line in the log, and ten times the usual, from which the run stood still
+)
+STAMP = re.compile(
+    r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", re.MULTILINE
+)  # before every message of train.log
 
 
 @dataclass(frozen=True)
@@ -47,16 +51,22 @@ class RunFiles:
     environment: list[dict] = field(default_factory=list)  # one a start of the script
     records: list[dict] = field(default_factory=list)
     log: str = ""
-    results: dict[str, dict] = field(default_factory=dict)  # "eval/test-greedy" → what that .json holds
+    results: dict[str, dict] = field(
+        default_factory=dict
+    )  # "eval/test-greedy" → what that .json holds
     hypotheses: dict[str, list[str]] = field(default_factory=dict)  # likewise, of the .txt
     pictures: list[Path] = field(default_factory=list)  # that the script itself left
-    missing: list[tuple[str, ...]] = field(default_factory=list)  # the place, then words that a page can translate
+    missing: list[tuple[str, ...]] = field(
+        default_factory=list
+    )  # the place, then words that a page can translate
     running: bool = False
     rows: dict[str, list] = field(default_factory=dict)  # see `rows_of`
 
     def series(self, tag: str) -> tuple[list[int], list[float]]:
         """Steps and values of a curve."""
-        points = [(record["step"], record[tag]) for record in self.records if is_number(record.get(tag))]
+        points = [
+            (record["step"], record[tag]) for record in self.records if is_number(record.get(tag))
+        ]
         return [step for step, _ in points], [value for _, value in points]
 
     def minutes(self, tag: str) -> list[float]:
@@ -76,13 +86,21 @@ class RunFiles:
             return self.figure(tag.replace("valid/", "validation/"), summary, form)
         if not values:
             return None
-        value = mean_over_time(self.minutes(tag), values) if summary == "mean" else SUMMARIES[summary](values)
+        value = (
+            mean_over_time(self.minutes(tag), values)
+            if summary == "mean"
+            else SUMMARIES[summary](values)
+        )
         return Fact(value, format(value, form), f"{self.name}/metrics.jsonl#{tag}#{summary}")
 
     def fact(self, file: str, keys: tuple, form: str = "") -> Fact | None:
         """One value of a JSON file, e.g. `fact("environment.json", (-1, "torch"))`."""
-        value = {"config.json": self.config, "model.json": self.model, "data.json": self.data,
-                 "environment.json": self.environment}.get(file)  # fmt: skip
+        value = {
+            "config.json": self.config,
+            "model.json": self.model,
+            "data.json": self.data,
+            "environment.json": self.environment,
+        }.get(file)
         value = self.results.get(file.removesuffix(".json")) if value is None else value
         try:
             for key in keys:
@@ -91,27 +109,49 @@ class RunFiles:
             return None
         if value is None or value == "":
             return None
-        form = "," if isinstance(value, int) and "g" in form else form  # whole numbers keep all their digits
+        form = (
+            "," if isinstance(value, int) and "g" in form else form
+        )  # whole numbers keep all their digits
         text = format(value, form) if is_number(value) else str(value)
         return Fact(value, text, f"{self.name}/{file}#{'.'.join(map(str, keys))}")
 
     def seconds(self) -> Fact | None:
         """How long the run took, over all its starts; at least so long if it was killed, or is under way."""
-        known = [session["seconds"] for session in self.environment if is_number(session.get("seconds"))]
+        known = [
+            session["seconds"] for session in self.environment if is_number(session.get("seconds"))
+        ]
         total, source = sum(known), f"{self.name}/environment.json#seconds#sum"
         if known and len(known) == len(self.environment):
             return Fact(total, in_minutes(total), source)
-        if len(self.records) > 1 and "resumed after step" not in self.log:  # the hours between two starts do not count
-            total, source = self.records[-1]["time"] - self.records[0]["time"], f"{self.name}/metrics.jsonl#time#span"
-        with suppress(OSError, ValueError, KeyError, TypeError):  # a checkpoint knows the minutes of all starts
-            saved = 60 * json.loads((self.folder / "checkpoints/last/state.json").read_bytes())["minutes"]
-            total, source = max((total, source), (saved, f"{self.name}/checkpoints/last/state.json#minutes"))
+        if (
+            len(self.records) > 1 and "resumed after step" not in self.log
+        ):  # the hours between two starts do not count
+            total, source = (
+                self.records[-1]["time"] - self.records[0]["time"],
+                f"{self.name}/metrics.jsonl#time#span",
+            )
+        with suppress(
+            OSError, ValueError, KeyError, TypeError
+        ):  # a checkpoint knows the minutes of all starts
+            saved = (
+                60
+                * json.loads((self.folder / "checkpoints/last/state.json").read_bytes())["minutes"]
+            )
+            total, source = max(
+                (total, source), (saved, f"{self.name}/checkpoints/last/state.json#minutes")
+            )
         return Fact(total, f"≥ {in_minutes(total)}", source) if total else None
 
     def scored(self, name: str) -> Path:
         """The checkpoint that a result is of; the run itself where the result names none, or a mean of several."""
-        checkpoint = Path(str(self.results[name].get("checkpoint")).removesuffix("/model.safetensors")).name
-        return self.folder / "checkpoints" / checkpoint if checkpoint.startswith("step-") else self.folder
+        checkpoint = Path(
+            str(self.results[name].get("checkpoint")).removesuffix("/model.safetensors")
+        ).name
+        return (
+            self.folder / "checkpoints" / checkpoint
+            if checkpoint.startswith("step-")
+            else self.folder
+        )
 
     def last_words(self) -> str:
         """Why it stopped, as the log says it; '' if it does not."""
@@ -121,14 +161,22 @@ class RunFiles:
 
     def opening(self) -> str:
         """What the script said before its first step, without the model it printed."""
-        lines = takewhile(lambda text: not text.startswith(("step", "epoch", "stopped")), messages(self.log))
+        lines = takewhile(
+            lambda text: not text.startswith(("step", "epoch", "stopped")), messages(self.log)
+        )
         elsewhere = ("", self.printed_model())  # on the page; so are the settings
-        return "\n".join(text for text in lines if text not in elsewhere and not text.startswith("settings: "))
+        return "\n".join(
+            text for text in lines if text not in elsewhere and not text.startswith("settings: ")
+        )
 
     def logged(self, pattern: str) -> Fact | None:
         """The last number that the log tells in these words."""
         told = re.findall(pattern, self.log)
-        return Fact(int(told[-1].replace(",", "")), told[-1], f"{self.name}/train.log") if told else None
+        return (
+            Fact(int(told[-1].replace(",", "")), told[-1], f"{self.name}/train.log")
+            if told
+            else None
+        )
 
     def printed_model(self) -> str:
         """The layers as a lab's script printed them into its log; ''."""
@@ -138,7 +186,9 @@ class RunFiles:
 
 def mean_over_time(minutes: list[float], values: list[float]) -> float:
     """Each value counts for the time since the one before, the first and one after a pause for the usual time."""
-    spans = [max(0.0, after - before) for before, after in zip(minutes, minutes[1:])]  # a clock may be put back
+    spans = [
+        max(0.0, after - before) for before, after in zip(minutes, minutes[1:])
+    ]  # a clock may be put back
     usual = statistics.median(spans or [1]) or 1
     spans = [usual, *(usual if is_pause(span, usual) else span for span in spans)]
     return sum(span * value for span, value in zip(spans, values)) / sum(spans)
@@ -179,45 +229,75 @@ def read_run(folder: str | Path) -> RunFiles:
     run = RunFiles(folder, folder.resolve().name)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run; `ls runs` shows what there is")
-    if not any((run.folder / name).exists() for name in ("config.json", "metrics.jsonl", "train.log")):
+    if not any(
+        (run.folder / name).exists() for name in ("config.json", "metrics.jsonl", "train.log")
+    ):
         raise UserError(f"{folder} is no run: it has no config.json, metrics.jsonl or train.log")
     run.config = read_json(run, "config.json", dict, "the settings are unknown")
     if "target" in run.config:  # a run of train.py
         run.model = read_json(run, "model.json", dict, "the sizes of the model are unknown")
         lost = "counts and lengths of the data are unknown"
         run.data = read_json(run, "data.json", dict, lost)
-        if run.data and not all(isinstance(run.data.get(name), dict) for name in ("counts", "tokens", "lengths")):
+        if run.data and not all(
+            isinstance(run.data.get(name), dict) for name in ("counts", "tokens", "lengths")
+        ):
             run.data = run.missing.append(("data.json", "damaged", lost)) or {}
     run.environment = read_json(run, "environment.json", list, "the machine is unknown")
     run.environment = [session for session in run.environment if isinstance(session, dict)]
     run.records = read_records(run)
-    if run.model and run.records and run.config.get("label_smoothing") and "train/smoothed_loss" not in run.tags():
-        run.missing.append(("train/loss, train/perplexity", "of an older version: these are of the smoothed loss"))
+    if (
+        run.model
+        and run.records
+        and run.config.get("label_smoothing")
+        and "train/smoothed_loss" not in run.tags()
+    ):
+        run.missing.append(
+            ("train/loss, train/perplexity", "of an older version: these are of the smoothed loss")
+        )
     run.log = read_text(run, "train.log", "what it said is unknown")
-    results = [path for form in ("test.json", "result.json", "eval/*.json") for path in run.folder.glob(form)]
+    results = [
+        path
+        for form in ("test.json", "result.json", "eval/*.json")
+        for path in run.folder.glob(form)
+    ]
     # What is graded comes first: the test rows, and of them greedy search.
-    for path in sorted(results, key=lambda path: ("test" not in path.stem, "greedy" not in path.stem, path.stem)):
+    for path in sorted(
+        results, key=lambda path: ("test" not in path.stem, "greedy" not in path.stem, path.stem)
+    ):
         name = path.relative_to(run.folder).with_suffix("").as_posix()
         if result := read_json(run, f"{name}.json", dict, "that result is left out"):
             run.results[name] = result
             if path.with_suffix(".txt").exists():
                 run.hypotheses[name] = read_text(run, f"{name}.txt", "").split("\n")[:-1]
             elif run.model:
-                run.missing.append((f"{name}.txt", "not there", "so the translations are not shown"))
+                run.missing.append(
+                    (f"{name}.txt", "not there", "so the translations are not shown")
+                )
             best, scored = (run.folder / "checkpoints/best").resolve().name, run.scored(name).name
             # The name of a result tells a checkpoint that was not the best one when it was scored.
-            if best.startswith("step-") and scored.startswith("step-") and scored != best and scored not in name:
+            if (
+                best.startswith("step-")
+                and scored.startswith("step-")
+                and scored != best
+                and scored not in name
+            ):
                 why = "of an earlier checkpoint than the best; run evaluate.py again"
                 run.missing.append((f"{name}.json", scored, why))
     if not run.results and (run.model or not run.last_words()):  # some labs make none
-        way = ("this makes one", f"python evaluate.py --ckpt {shlex.quote(str(folder))}") if run.model else ()
+        way = (
+            ("this makes one", f"python evaluate.py --ckpt {shlex.quote(str(folder))}")
+            if run.model
+            else ()
+        )
         run.missing.append(("eval/", "no result yet", *way))
     run.pictures = sorted([*run.folder.glob("*.png"), *run.folder.glob("eval/*.png")])
     run.running = is_locked(run.folder / ".lock")
     if run.running:
         run.missing.append((".lock", "the run is still under way: these are its figures so far"))
     elif run.log and not run.last_words():
-        run.missing.append(("train.log", "no last words: the run was killed, or ended with an error"))
+        run.missing.append(
+            ("train.log", "no last words: the run was killed, or ended with an error")
+        )
     return run
 
 
@@ -288,11 +368,17 @@ def read_rows(run: RunFiles, name: str) -> list[tuple[str, str]]:
     """The rows that a result is of; UserError if the data set is gone, or was not what was scored."""
     result, lines = run.results[name], len(run.hypotheses[name])
     data, split = result.get("data") or run.config.get("data", ""), result.get("split", "test")
-    of_hub = data == run.config.get("data") and not Path(data).is_absolute()  # other names are not asked for there
+    of_hub = (
+        data == run.config.get("data") and not Path(data).is_absolute()
+    )  # other names are not asked for there
     if not (of_hub or Path(data).exists()):
         raise UserError(f"{data} is not on this disk")
-    text = find_text(data, *result.get("columns", (run.config.get("source", ""), run.config["target"])))
-    parts = {"train": ["train"], "all": list(text.files)}.get(split, [])  # "all": of data without that split
+    text = find_text(
+        data, *result.get("columns", (run.config.get("source", ""), run.config["target"]))
+    )
+    parts = {"train": ["train"], "all": list(text.files)}.get(
+        split, []
+    )  # "all": of data without that split
     read = chain.from_iterable(chunk for part in parts for chunk in text.rows(part))
     rows = list(islice(read, lines)) if parts else held_out_rows(text)[split]
     is_first_part = parts or "first" in name  # evaluate.py --limit

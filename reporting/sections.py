@@ -23,7 +23,9 @@ class Described:
 
     layers: str  # as print(model) shows them
     parameters: int
-    pair_flops: float | None  # operations of training on one pair of mean lengths; None: lengths unknown
+    pair_flops: (
+        float | None
+    )  # operations of training on one pair of mean lengths; None: lengths unknown
 
 
 def header(runs: list[RunFiles]) -> list:
@@ -31,7 +33,9 @@ def header(runs: list[RunFiles]) -> list:
     return ["run", *(Fact(run.name, run.name, run.name) for run in runs)]
 
 
-def table(page: Page, runs: list[RunFiles], rows: dict[str, Callable], mark: set[int] = frozenset()) -> None:
+def table(
+    page: Page, runs: list[RunFiles], rows: dict[str, Callable], mark: set[int] = frozenset()
+) -> None:
     """One row a label, one column a run."""
     page.table(header(runs), [[label, *map(of, runs)] for label, of in rows.items()], mark)
 
@@ -47,13 +51,19 @@ def summary(page: Page, runs: list[RunFiles], described: dict[str, Described]) -
         "parameters": lambda run: parameters(run, described),
         "last training loss": partial(RunFiles.figure, tag="train/loss", summary="last"),
         "best validation loss": partial(RunFiles.figure, tag="valid/loss", summary="min"),
-        "best validation perplexity": partial(RunFiles.figure, tag="valid/perplexity", summary="min"),
-        "best validation BLEU (smoothed)": partial(RunFiles.figure, tag="valid/bleu", summary="max", form=".2f"),
+        "best validation perplexity": partial(
+            RunFiles.figure, tag="valid/perplexity", summary="min"
+        ),
+        "best validation BLEU (smoothed)": partial(
+            RunFiles.figure, tag="valid/bleu", summary="max", form=".2f"
+        ),
         "test accuracy": partial(RunFiles.figure, tag="test/accuracy", summary="last", form=".2%"),
         "test errors": partial(RunFiles.figure, tag="test/errors", summary="last", form=",.0f"),
     }
     for name in dict.fromkeys(name for run in runs for name in run.results):
-        rows[f"BLEU {name}"] = partial(RunFiles.fact, file=f"{name}.json", keys=("nltk",), form=".2f")
+        rows[f"BLEU {name}"] = partial(
+            RunFiles.fact, file=f"{name}.json", keys=("nltk",), form=".2f"
+        )
     table(page, runs, rows)
     for run in runs:
         if run.missing:
@@ -94,9 +104,20 @@ def environment(page: Page, runs: list[RunFiles]) -> None:
     def of(key: str, start: int = -1) -> Callable:
         return partial(RunFiles.fact, file="environment.json", keys=(start, key))
 
-    keys = {"GPU": "gpu", "GPU memory (GiB)": "gpu_memory_gib", "driver": "driver", "CUDA": "cuda", "CPU": "cpu",
-            "cores": "cores", "threads": "threads", "processes": "processes", "system": "system", "Python": "python",
-            "torch": "torch", "commit": "commit"}  # fmt: skip
+    keys = {
+        "GPU": "gpu",
+        "GPU memory (GiB)": "gpu_memory_gib",
+        "driver": "driver",
+        "CUDA": "cuda",
+        "CPU": "cpu",
+        "cores": "cores",
+        "threads": "threads",
+        "processes": "processes",
+        "system": "system",
+        "Python": "python",
+        "torch": "torch",
+        "commit": "commit",
+    }
     rows = {label: partial(of_all_starts, key=key) for label, key in keys.items()}
     rows |= {"begun": of("begun", 0), "command": of("command", 0), "time": RunFiles.seconds}
     rows["resumed by"] = lambda run: of("command")(run) if len(run.environment) > 1 else None
@@ -118,8 +139,12 @@ def data(page: Page, runs: list[RunFiles]) -> None:
     def of(*keys, form: str = ",") -> Callable:
         return partial(RunFiles.fact, file="data.json", keys=keys, form=form)
 
-    rows = {"data set": partial(RunFiles.fact, file="config.json", keys=("data",)), "pairs read": of("counts", "read"),
-            "pairs kept": of("counts", "kept"), "pairs kept while the rate falls": of("counts", "kept late")}  # fmt: skip
+    rows = {
+        "data set": partial(RunFiles.fact, file="config.json", keys=("data",)),
+        "pairs read": of("counts", "read"),
+        "pairs kept": of("counts", "kept"),
+        "pairs kept while the rate falls": of("counts", "kept late"),
+    }
     rows |= {words: of("counts", reason) for reason, words in REASONS.items()}
     rows |= {"validation rows": of("validation_rows"), "unknown tokens": of("unknown", form=".2%")}
     for side in ("source", "target"):
@@ -139,17 +164,35 @@ def model(page: Page, runs: list[RunFiles], described: dict[str, Described]) -> 
 
     def flops(run: RunFiles) -> Fact | None:
         value = described[run.name].pair_flops if run.name in described else None
-        return value and Fact(value, f"{value / 1e9:,.3g} G", f"computed from {run.name}/model.json and data.json")
+        return value and Fact(
+            value, f"{value / 1e9:,.3g} G", f"computed from {run.name}/model.json and data.json"
+        )
 
-    table(page, runs, {
-        "parameters": lambda run: parameters(run, described), "FLOPs of a training pair": flops,
-        "FLOPs of a training token": lambda run: run.logged(r"(\d[\d,]*) FLOPs a training token"),
-        "FLOPs of a training image": lambda run: run.logged(r"(\d[\d,]*) FLOPs a training image"),
-    })  # fmt: skip
-    layers = {run.name: described[run.name].layers if run.name in described else run.printed_model() for run in runs}
+    table(
+        page,
+        runs,
+        {
+            "parameters": lambda run: parameters(run, described),
+            "FLOPs of a training pair": flops,
+            "FLOPs of a training token": lambda run: run.logged(
+                r"(\d[\d,]*) FLOPs a training token"
+            ),
+            "FLOPs of a training image": lambda run: run.logged(
+                r"(\d[\d,]*) FLOPs a training image"
+            ),
+        },
+    )
+    layers = {
+        run.name: described[run.name].layers if run.name in described else run.printed_model()
+        for run in runs
+    }
     for text in dict.fromkeys(filter(None, layers.values())):
         names = ", ".join(name for name in layers if layers[name] == text)
-        source = f"computed from {names}/model.json" if names.split(", ")[0] in described else f"{names}/train.log"
+        source = (
+            f"computed from {names}/model.json"
+            if names.split(", ")[0] in described
+            else f"{names}/train.log"
+        )
         page.verbatim(Fact(None, text, source))
 
 
@@ -159,9 +202,13 @@ def curves(page: Page, runs: list[RunFiles]) -> None:
     if not panels:
         return
     page.heading("Training curves")
-    page.note("Losses are in nats a token, without label smoothing unless it says so; validation BLEU is smoothed and "
-              "of the first rows only.") if any(run.model for run in runs) else None  # fmt: skip
-    page.figures({name: figures.curves(runs, name, tags, page.say) for name, tags in panels.items()})
+    page.note(
+        "Losses are in nats a token, without label smoothing unless it says so; validation BLEU is smoothed and "
+        "of the first rows only."
+    ) if any(run.model for run in runs) else None
+    page.figures(
+        {name: figures.curves(runs, name, tags, page.say) for name, tags in panels.items()}
+    )
     page.keep("curves", figures.overview(runs, panels, page.say))
 
 
@@ -176,24 +223,39 @@ def hardware(page: Page, runs: list[RunFiles]) -> None:
     page.figures(drawn)
     rows = {}
     for device in ("gpu", "cpu"):
-        for name, unit in (("utilisation_percent", "%"), ("memory_gib", "GiB"), ("power_watt", "W")):
+        for name, unit in (
+            ("utilisation_percent", "%"),
+            ("memory_gib", "GiB"),
+            ("power_watt", "W"),
+        ):
             for summary_name, words in (("mean", "mean"), ("max", "highest")):
                 label = f"{device.upper()} {page.say(name)} ({unit}), {page.say(words)}"
-                rows[label] = partial(RunFiles.figure, tag=f"{device}/{name}", summary=summary_name, form=",.1f")
+                rows[label] = partial(
+                    RunFiles.figure, tag=f"{device}/{name}", summary=summary_name, form=",.1f"
+                )
     table(page, runs, rows)
 
 
 def speed(page: Page, runs: list[RunFiles]) -> None:
     """Medians over the run, and the peak memory in GiB."""
     page.heading("Speed")
-    tags = {"tokens per second": ("speed/tokens_per_second", ",.0f"),
-            "target tokens per second": ("speed/target_tokens_per_second", ",.0f"),
-            "images per second": ("speed/images_per_second", ",.0f"),
-            "model FLOPs utilisation": ("speed/model_flops_utilisation", ".1%"),
-            "padding": ("data/padding_share", ".1%"), "waiting for data": ("data/wait_share", ".1%")}  # fmt: skip
-    rows = {f"{page.say(label)} ({page.say('median')})": partial(RunFiles.figure, tag=tag, summary="median", form=form)
-            for label, (tag, form) in tags.items()}  # fmt: skip
-    rows["peak memory (GiB)"] = partial(RunFiles.figure, tag="memory/peak_gib", summary="max", form=".2f")
+    tags = {
+        "tokens per second": ("speed/tokens_per_second", ",.0f"),
+        "target tokens per second": ("speed/target_tokens_per_second", ",.0f"),
+        "images per second": ("speed/images_per_second", ",.0f"),
+        "model FLOPs utilisation": ("speed/model_flops_utilisation", ".1%"),
+        "padding": ("data/padding_share", ".1%"),
+        "waiting for data": ("data/wait_share", ".1%"),
+    }
+    rows = {
+        f"{page.say(label)} ({page.say('median')})": partial(
+            RunFiles.figure, tag=tag, summary="median", form=form
+        )
+        for label, (tag, form) in tags.items()
+    }
+    rows["peak memory (GiB)"] = partial(
+        RunFiles.figure, tag="memory/peak_gib", summary="max", form=".2f"
+    )
     table(page, runs, rows)
 
 
@@ -203,14 +265,21 @@ def result(*keys, form: str = ".2f") -> Callable:
 
 
 CARD = {
-    "BLEU (nltk, graded)": result("nltk"), "lower end of the interval": result("low"),
-    "upper end of the interval": result("high"), "sacreBLEU": result("sacrebleu"), "signature": result("signature"),
-    "uncased": result("lowercase"), "chrF2": result("chrf"),
+    "BLEU (nltk, graded)": result("nltk"),
+    "lower end of the interval": result("low"),
+    "upper end of the interval": result("high"),
+    "sacreBLEU": result("sacrebleu"),
+    "signature": result("signature"),
+    "uncased": result("lowercase"),
+    "chrF2": result("chrf"),
     **{f"{n}-gram": result("precisions", n - 1, form=".1f") for n in (1, 2, 3, 4)},
-    "brevity penalty": result("brevity_penalty", form=".3f"), "length ratio": result("ratio", form=".3f"),
-    "sentences": result("sentences", form=","), "outputs cut at the length limit": result("capped", form=","),
-    "decoding": result("decoding"), "checkpoint": result("checkpoint"),
-}  # fmt: skip
+    "brevity penalty": result("brevity_penalty", form=".3f"),
+    "length ratio": result("ratio", form=".3f"),
+    "sentences": result("sentences", form=","),
+    "outputs cut at the length limit": result("capped", form=","),
+    "decoding": result("decoding"),
+    "checkpoint": result("checkpoint"),
+}
 
 
 def results(page: Page, runs: list[RunFiles]) -> None:
@@ -249,15 +318,23 @@ def translations(page: Page, runs: list[RunFiles]) -> tuple[str, list[int]]:
     if not runs:
         return name, []
     references = [reference for _, reference in rows]
-    scores = [sentence_scores(references, run.hypotheses[name], run.config["target"]) for run in runs]
+    scores = [
+        sentence_scores(references, run.hypotheses[name], run.config["target"]) for run in runs
+    ]
     # Of equal scores the longer ones: "Yes." is soon right.
     order = sorted(range(len(rows)), key=lambda row: (-scores[0][row], -len(references[row]), row))
     middle = max(0, len(order) // 2 - SHOWN // 2)
-    parts = {"best": order[:SHOWN], "middle": order[middle : middle + SHOWN], "worst": order[-SHOWN:][::-1]}
+    parts = {
+        "best": order[:SHOWN],
+        "middle": order[middle : middle + SHOWN],
+        "worst": order[-SHOWN:][::-1],
+    }
     page.heading("Translations")
     page.heading(name, 3)
-    page.note("Scores of single sentences are sacreBLEU's sentence BLEU, for reading only: the mean of them is not the "
-              "corpus BLEU.")  # fmt: skip
+    page.note(
+        "Scores of single sentences are sacreBLEU's sentence BLEU, for reading only: the mean of them is not the "
+        "corpus BLEU."
+    )
     lines, data = [], runs[0].results[name].get("data", runs[0].config["data"])
     for part, row in ((part, row) for part, numbers in parts.items() for row in numbers):
         line = [part, *(Fact(row, text, f"{data}#{row}") for text in rows[row])]
@@ -283,7 +360,9 @@ def attention(page: Page, runs: list[RunFiles], look: Callable, name: str, rows:
             run.missing.append(("Cross-attention", str(error)))
     if drawn:
         page.heading("Cross-attention")
-        page.note("Columns: source; rows: translation. The darker, the more the last layer looked there.")
+        page.note(
+            "Columns: source; rows: translation. The darker, the more the last layer looked there."
+        )
     for run_name, sentences in drawn.items():
         page.heading(f"{run_name} {name}", 3)
         for number, sentence in enumerate(sentences, 1):
@@ -304,8 +383,11 @@ def compare(runs: list[RunFiles]) -> tuple[str, list[Compared]]:
             references = [reference for _, reference in rows]
             systems = {run.name: run.hypotheses[name] for run in runs}
             return f"{name}.txt", paired_bootstrap(references, systems, runs[0].config["target"])
-    raise UserError(why_no_rows(runs) or f"the runs have no translations of the same rows, at most {MOST_COMPARED:,}; run "
-                    "evaluate.py with the same flags on each")  # fmt: skip
+    raise UserError(
+        why_no_rows(runs)
+        or f"the runs have no translations of the same rows, at most {MOST_COMPARED:,}; run "
+        "evaluate.py with the same flags on each"
+    )
 
 
 def why_no_rows(runs: list[RunFiles]) -> str:
@@ -316,15 +398,24 @@ def why_no_rows(runs: list[RunFiles]) -> str:
 
 def compare_scores(run: RunFiles) -> tuple[str, list[Compared]]:
     """The paired bootstrap of one run's evaluations on the same rows; UserError if there is one only."""
-    names = [name for name, lines in run.hypotheses.items() if len(lines) <= MOST_COMPARED]  # greedy search first
-    names = [name for name in names if run.results[name].get("rows") == run.results[names[0]].get("rows")]
+    names = [
+        name for name, lines in run.hypotheses.items() if len(lines) <= MOST_COMPARED
+    ]  # greedy search first
+    names = [
+        name for name in names if run.results[name].get("rows") == run.results[names[0]].get("rows")
+    ]
     rows = next(filter(None, (rows_of(run, name) for name in names)), []) if len(names) > 1 else []
     names = [name for name in names if len(run.hypotheses[name]) == len(rows)]  # others lost lines
     if len(names) < 2:
-        raise UserError(why_no_rows([run]) or "--compare needs two runs, or two evaluations of one on the same rows: python "
-                        f"evaluate.py --ckpt {shlex.quote(str(run.folder))} --beam 4")  # fmt: skip
+        raise UserError(
+            why_no_rows([run])
+            or "--compare needs two runs, or two evaluations of one on the same rows: python "
+            f"evaluate.py --ckpt {shlex.quote(str(run.folder))} --beam 4"
+        )
     systems = {name: run.hypotheses[name] for name in names}
-    return str(run.folder), paired_bootstrap([reference for _, reference in rows], systems, run.config["target"])
+    return str(run.folder), paired_bootstrap(
+        [reference for _, reference in rows], systems, run.config["target"]
+    )
 
 
 def comparison(page: Page, runs: list[RunFiles]) -> None:
@@ -348,10 +439,27 @@ def comparison(page: Page, runs: list[RunFiles]) -> None:
     def number(value: float | None, form: str) -> Fact | None:
         return None if value is None else Fact(value, format(value, form), source)
 
-    page.table(["metric", "run", "score", "lower end of the interval", "upper end of the interval", "p-value"], [
-        [system.metric, Fact(system.name, system.name, system.name), number(system.score, ".2f"), number(system.low, ".2f"),
-         number(system.high, ".2f"), number(system.p_value, ".4f")] for system in systems
-    ])  # fmt: skip
+    page.table(
+        [
+            "metric",
+            "run",
+            "score",
+            "lower end of the interval",
+            "upper end of the interval",
+            "p-value",
+        ],
+        [
+            [
+                system.metric,
+                Fact(system.name, system.name, system.name),
+                number(system.score, ".2f"),
+                number(system.low, ".2f"),
+                number(system.high, ".2f"),
+                number(system.p_value, ".4f"),
+            ]
+            for system in systems
+        ],
+    )
 
 
 def settings(page: Page, runs: list[RunFiles]) -> None:
@@ -362,7 +470,9 @@ def settings(page: Page, runs: list[RunFiles]) -> None:
     page.heading("Settings")
     own = {"run", "resume", "seed"}
     mark = {
-        n for n, name in enumerate(names) if name not in own and len({str(run.config.get(name)) for run in runs}) > 1
+        n
+        for n, name in enumerate(names)
+        if name not in own and len({str(run.config.get(name)) for run in runs}) > 1
     }
     page.note("Only what differs between the runs is marked.") if mark else None
     rows = {f"--{name}": partial(RunFiles.fact, file="config.json", keys=(name,)) for name in names}
@@ -371,7 +481,9 @@ def settings(page: Page, runs: list[RunFiles]) -> None:
 
 def own_pictures(page: Page, runs: list[RunFiles]) -> None:
     """What the lab's script drew itself: filters, confusion matrix, schedule."""
-    if pictures := {f"{run.name} {path.stem}": path.read_bytes() for run in runs for path in run.pictures}:
+    if pictures := {
+        f"{run.name} {path.stem}": path.read_bytes() for run in runs for path in run.pictures
+    }:
         page.heading("Pictures of the run")
         page.figures(pictures)
 
@@ -379,10 +491,19 @@ def own_pictures(page: Page, runs: list[RunFiles]) -> None:
 def comparison_in_lines(runs: list[RunFiles]) -> str:
     """The paired bootstrap for the terminal: one line a metric and system, and what is to be known of the scores."""
     name, systems = compare(runs)
-    lines = [f"{name}, paired bootstrap of 1,000 resamples; p: how often chance alone gives so much in this direction"]
+    lines = [
+        f"{name}, paired bootstrap of 1,000 resamples; p: how often chance alone gives so much in this direction"
+    ]
     for system in systems:
         p_value = "compared with" if system.p_value is None else f"p = {system.p_value:.4f}"
         interval = f"95 % [{system.low:.2f}, {system.high:.2f}]"
-        lines.append(f"{system.metric:<6} {system.name:<30} {system.score:6.2f}  {interval}  {p_value}")
-    lines += [f"note: {run.name} · {' · '.join(told)}" for run in runs for told in run.missing if "eval/" in told[0]]
+        lines.append(
+            f"{system.metric:<6} {system.name:<30} {system.score:6.2f}  {interval}  {p_value}"
+        )
+    lines += [
+        f"note: {run.name} · {' · '.join(told)}"
+        for run in runs
+        for told in run.missing
+        if "eval/" in told[0]
+    ]
     return "\n".join(lines)

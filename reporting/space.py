@@ -30,15 +30,21 @@ class Config:
 
 def main(config: Config) -> None:
     """List, and delete if asked to."""
-    runs = [Path(run) for run in config.runs] or sorted(path.parent for path in Path("runs").glob("*/config.json"))
-    could_go = {run: [] if is_locked(run / ".lock") else old_parts(run, config.optimizer) for run in runs}
+    runs = [Path(run) for run in config.runs] or sorted(
+        path.parent for path in Path("runs").glob("*/config.json")
+    )
+    could_go = {
+        run: [] if is_locked(run / ".lock") else old_parts(run, config.optimizer) for run in runs
+    }
     if not config.runs:
         used = {key_of(state) for state in Path("runs").glob("*/checkpoints/*/state.json")}
         busy = any(map(is_locked, Path("runs").glob("*/.lock")))  # one that only tokenises yet, too
         for cache in sorted(path for path in Path("runs/.cache").glob("*") if path.is_dir()):
             could_go[cache] = [] if busy or cache.name in used else [cache]
     for folder, parts in could_go.items():
-        names = ", ".join("all of it" if part == folder else str(part.relative_to(folder)) for part in parts)
+        names = ", ".join(
+            "all of it" if part == folder else str(part.relative_to(folder)) for part in parts
+        )
         note = f"; {sum(map(mib, parts)):,.1f} MiB could go: {names}" if parts else ""
         print(f"{mib(folder):>9,.1f} MiB  {folder}{note}")
     every = [part for parts in could_go.values() for part in parts]
@@ -60,7 +66,9 @@ def old_parts(run: Path, optimizer: bool) -> list[Path]:
     except UserError:  # none is whole: nothing is known to be worth less than another
         return [*folder.glob(".tmp-*")]
     kept = {path.name for path in kept}
-    parts = [folder / f"step-{step}" for step in checkpoint.steps(folder) if f"step-{step}" not in kept]
+    parts = [
+        folder / f"step-{step}" for step in checkpoint.steps(folder) if f"step-{step}" not in kept
+    ]
     states = [folder / name / "optimizer.pt" for name in sorted(kept) if optimizer]
     return [*parts, *folder.glob(".tmp-*"), *(path for path in states if path.exists())]
 

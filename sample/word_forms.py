@@ -91,15 +91,42 @@ class Manner(Word):
 # ------------------------------------------------------------------------------------------------ English morphology
 
 IRREGULAR_PAST = {
-    "buy": "bought", "do": "did", "drink": "drank", "drive": "drove", "eat": "ate", "get": "got", "go": "went",
-    "have": "had", "make": "made", "read": "read", "ride": "rode", "run": "ran", "see": "saw", "sing": "sang",
-    "sleep": "slept", "speak": "spoke", "swim": "swam", "take": "took", "write": "wrote",
-}  # fmt: skip
+    "buy": "bought",
+    "do": "did",
+    "drink": "drank",
+    "drive": "drove",
+    "eat": "ate",
+    "get": "got",
+    "go": "went",
+    "have": "had",
+    "make": "made",
+    "read": "read",
+    "ride": "rode",
+    "run": "ran",
+    "see": "saw",
+    "sing": "sang",
+    "sleep": "slept",
+    "speak": "spoke",
+    "swim": "swam",
+    "take": "took",
+    "write": "wrote",
+}
 # Only the participles that differ from the past form.
 IRREGULAR_PARTICIPLE = {
-    "do": "done", "drink": "drunk", "drive": "driven", "eat": "eaten", "go": "gone", "ride": "ridden", "run": "run",
-    "see": "seen", "sing": "sung", "speak": "spoken", "swim": "swum", "take": "taken", "write": "written",
-}  # fmt: skip
+    "do": "done",
+    "drink": "drunk",
+    "drive": "driven",
+    "eat": "eaten",
+    "go": "gone",
+    "ride": "ridden",
+    "run": "run",
+    "see": "seen",
+    "sing": "sung",
+    "speak": "spoken",
+    "swim": "swum",
+    "take": "taken",
+    "write": "written",
+}
 DOUBLED_CONSONANT = {"get", "run", "swim"}
 VOWELS = "aeiou"
 
@@ -169,7 +196,9 @@ def activity(zh, en):
     verb, space, rest = en.partition(" ")
     tail = space + rest
     present = f"{verb}|{third_person(verb)}{tail}"
-    return Activity(zh, en, present, past(verb) + tail, participle(verb) + tail, gerund(verb) + tail)
+    return Activity(
+        zh, en, present, past(verb) + tail, participle(verb) + tail, gerund(verb) + tail
+    )
 
 
 def activities(*pairs):
@@ -178,7 +207,9 @@ def activities(*pairs):
 
 def separable(verb, object, en):
     whole = activity(verb + object, en)
-    return Separable(whole.zh, en, whole.present, whole.past, whole.participle, whole.gerund, verb, object)
+    return Separable(
+        whole.zh, en, whole.present, whole.past, whole.participle, whole.gerund, verb, object
+    )
 
 
 def adjective(zh, en, comparative=""):
@@ -196,14 +227,54 @@ def described(nouns, adjectives):
 # -------------------------------------------------------------------------------------------------------- numbers
 
 ENGLISH_SMALL = [
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
-    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
-]  # fmt: skip
-ENGLISH_TENS = ["", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+ENGLISH_TENS = [
+    "",
+    "",
+    "twenty",
+    "thirty",
+    "forty",
+    "fifty",
+    "sixty",
+    "seventy",
+    "eighty",
+    "ninety",
+]
 ENGLISH_ORDINALS = [
-    "", "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh",
+    "",
+    "first",
+    "second",
+    "third",
+    "fourth",
+    "fifth",
+    "sixth",
+    "seventh",
+    "eighth",
+    "ninth",
+    "tenth",
+    "eleventh",
     "twelfth",
-]  # fmt: skip
+]
 CHINESE_DIGITS = "零一二三四五六七八九"
 
 
@@ -224,10 +295,16 @@ def chinese_numeral(number):
     """325 -> 三百二十五; as read in dates and ordinals, where 2 is 二."""
     if number < 10:
         return CHINESE_DIGITS[number]
-    unit, name = next((unit, name) for unit, name in ((1000, "千"), (100, "百"), (10, "十")) if number >= unit)
+    unit, name = next(
+        (unit, name) for unit, name in ((1000, "千"), (100, "百"), (10, "十")) if number >= unit
+    )
     head, rest = divmod(number, unit)
     if unit == 10:
-        return ("" if head == 1 else CHINESE_DIGITS[head]) + name + (CHINESE_DIGITS[rest] if rest else "")
+        return (
+            ("" if head == 1 else CHINESE_DIGITS[head])
+            + name
+            + (CHINESE_DIGITS[rest] if rest else "")
+        )
     start = ("两" if head == 2 else CHINESE_DIGITS[head]) + name
     gap = "零" if 0 < rest < unit // 10 else ""
     one = "一" if 10 <= rest < 20 else ""  # 十二 alone, but 一百一十二

@@ -65,7 +65,11 @@ def add_pairs(pairs, rule, counts, chance):
     seen_chinese, seen_english = {zh for zh, _ in pairs}, {en for _, en in pairs}
     for _ in range(rule.pairs):
         drawn = [derive(rule, chance) for _ in range(DRAWS)]
-        fresh = [pair for pair in drawn if pair and pair[0] not in seen_chinese and pair[1] not in seen_english]
+        fresh = [
+            pair
+            for pair in drawn
+            if pair and pair[0] not in seen_chinese and pair[1] not in seen_english
+        ]
         best = min(fresh, key=lambda pair: min(counts[part] for part in parts(pair)))
         pairs.append(best)
         seen_chinese.add(best[0])
@@ -109,7 +113,9 @@ def write_split(path, pairs):
 
 def main():
     parser = argparse.ArgumentParser(description="Write the sample data set.")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder for the parquet files")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent, help="folder for the parquet files"
+    )
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     for name, pairs in make_splits().items():

@@ -22,7 +22,13 @@ def start(config, trained, precision, steps) -> None:
     if config.export:
         from serving.export import export
 
-        export(trained, config.export, config.text, config.quantization, lambda line: print(line, file=sys.stderr))
+        export(
+            trained,
+            config.export,
+            config.text,
+            config.quantization,
+            lambda line: print(line, file=sys.stderr),
+        )
     else:
         need("--serve", "fastapi", "uvicorn")
         from serving.server import serve
@@ -33,4 +39,6 @@ def start(config, trained, precision, steps) -> None:
 def need(what: str, *modules: str) -> None:
     """Raises `UserError` in one line if a package that `what` needs is not installed."""
     if missing := [module for module in modules if not find_spec(module)]:
-        raise UserError(f"{what} needs {', '.join(missing)}; pip install -r requirements-extras.txt")
+        raise UserError(
+            f"{what} needs {', '.join(missing)}; pip install -r requirements-extras.txt"
+        )

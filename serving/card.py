@@ -8,10 +8,26 @@ from reporting.reading import RunFiles, read_run
 from validation import cell
 
 LOADERS = Path(__file__).with_name("loaders")
-PACKAGES = {"ctranslate2": "ctranslate2 transformers", "hf": "torch safetensors transformers",
-            "onnx": "onnxruntime transformers"}  # fmt: skip
-RECIPE = ("preset", "epochs", "max_steps", "max_minutes", "tokens_per_batch", "optimizer", "lr", "warmup", "dropout_after",
-          "label_smoothing", "clip", "precision", "seed")  # fmt: skip
+PACKAGES = {
+    "ctranslate2": "ctranslate2 transformers",
+    "hf": "torch safetensors transformers",
+    "onnx": "onnxruntime transformers",
+}
+RECIPE = (
+    "preset",
+    "epochs",
+    "max_steps",
+    "max_minutes",
+    "tokens_per_batch",
+    "optimizer",
+    "lr",
+    "warmup",
+    "dropout_after",
+    "label_smoothing",
+    "clip",
+    "precision",
+    "seed",
+)
 HEAD = """| data | sentences | search | nltk (95 %) | sacreBLEU | chrF2 | signature |
 |---|---|---|---|---|---|---|"""
 CARD = """---
@@ -59,14 +75,24 @@ def write_card(trained: Trained, kind: str, folder: Path) -> None:
     loader = (LOADERS / f"{kind}.py").read_text(encoding="utf-8")
     loader = loader.replace("max_input_length=512", f"max_input_length={sizes.max_length}")
     card = CARD.format(
-        source=config["source"], target=config["target"], name=run.name, packages=PACKAGES[kind],
-        encoder=sizes.num_encoder_layers, decoder=sizes.num_decoder_layers, width=sizes.d_model,
-        parameters=sum(weight.numel() for weight in trained.model.parameters()), checkpoint=trained.checkpoint.name,
-        loader=loader.replace("max_decoding_length=256", f"max_decoding_length={min(256, sizes.max_length)}"),
+        source=config["source"],
+        target=config["target"],
+        name=run.name,
+        packages=PACKAGES[kind],
+        encoder=sizes.num_encoder_layers,
+        decoder=sizes.num_decoder_layers,
+        width=sizes.d_model,
+        parameters=sum(weight.numel() for weight in trained.model.parameters()),
+        checkpoint=trained.checkpoint.name,
+        loader=loader.replace(
+            "max_decoding_length=256", f"max_decoding_length={min(256, sizes.max_length)}"
+        ),
         longest=sizes.max_length - 1,
         end=", which CTranslate2 adds itself" * (kind == "ctranslate2"),
-        data=data_of(run), recipe=recipe_of(run, sizes.dropout), bleu=bleu_of(run, str(trained.checkpoint)),
-    )  # fmt: skip
+        data=data_of(run),
+        recipe=recipe_of(run, sizes.dropout),
+        bleu=bleu_of(run, str(trained.checkpoint)),
+    )
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -87,10 +113,14 @@ def data_of(run: RunFiles) -> str:
 def recipe_of(run: RunFiles, dropout: float) -> str:
     """The flags of the run and where it ran."""
     settings = [f"`{name} {run.config[name]}`" for name in RECIPE if name in run.config]
-    places = dict.fromkeys(f"{session.get('gpu') or session.get('cpu')}, torch {session.get('torch')}"
-                           for session in run.environment)  # fmt: skip
+    places = dict.fromkeys(
+        f"{session.get('gpu') or session.get('cpu')}, torch {session.get('torch')}"
+        for session in run.environment
+    )
     time = run.seconds()
-    where = f"\n{time.text if time else 'An unknown time'} on {'; '.join(places)}." if places else ""
+    where = (
+        f"\n{time.text if time else 'An unknown time'} on {'; '.join(places)}." if places else ""
+    )
     return f"{', '.join(settings)}, `dropout {dropout}`.{where}"
 
 
@@ -100,10 +130,14 @@ def bleu_of(run: RunFiles, checkpoint: str) -> str:
     for score in run.results.values():
         with suppress(KeyError):  # of an older version
             scored = Path(score["checkpoint"].removesuffix("/model.safetensors")).name
-            if scored != checkpoint.removesuffix("/model.safetensors").rpartition("/")[2]:  # other weights, or a mean
+            if (
+                scored != checkpoint.removesuffix("/model.safetensors").rpartition("/")[2]
+            ):  # other weights, or a mean
                 continue
             low, high, signature = score["low"], score["high"], cell(score["signature"])
-            lines.append(f"| {Path(score['data']).name} {score['split']} | {score['sentences']:,} | {score['decoding']} | "
-                         f"{score['nltk']:.2f} ({low:.2f}–{high:.2f}) | {score['sacrebleu']:.2f} | {score['chrf']:.2f} | "
-                         f"`{signature}` |")  # fmt: skip
+            lines.append(
+                f"| {Path(score['data']).name} {score['split']} | {score['sentences']:,} | {score['decoding']} | "
+                f"{score['nltk']:.2f} ({low:.2f}–{high:.2f}) | {score['sacrebleu']:.2f} | {score['chrf']:.2f} | "
+                f"`{signature}` |"
+            )
     return "\n".join([HEAD, *lines]) if lines else "Not measured."

@@ -35,7 +35,9 @@ Ids = list[list[int]]  # of sentences, without begin and end
 def export(trained: Trained, kind: str, words: list[str], quantization: str, say: Callable) -> None:
     """Write the folder that `words` name, whole or not at all. Raises `UserError` if it has files, or cannot be written."""
     if len(words) != 1:
-        raise UserError(f"--export {kind} needs one folder: python translate.py --export {kind} DIR")
+        raise UserError(
+            f"--export {kind} needs one folder: python translate.py --export {kind} DIR"
+        )
     need(f"--export {kind}", *NEEDS[kind])
     folder = Path(words[0]).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -45,7 +47,9 @@ def export(trained: Trained, kind: str, words: list[str], quantization: str, say
         folder.parent.mkdir(parents=True, exist_ok=True)
         beside = tempfile.TemporaryDirectory(prefix=".exporting-", dir=folder.parent)
     except OSError as error:
-        raise UserError(f"cannot write to {folder.parent}: {error.strerror}; choose another folder") from None
+        raise UserError(
+            f"cannot write to {folder.parent}: {error.strerror}; choose another folder"
+        ) from None
     with beside:
         building = Path(beside.name) / folder.name
         building.mkdir()
@@ -78,7 +82,9 @@ def trial(trained: Trained, translate: Callable[[Ids], Ids], rows: int) -> str:
     """One line: how many of the run's first test rows come out token for token as the model's greedy search has them."""
     config = trained.config
     try:
-        pairs = held_out_rows(find_text(config["data"], config["source"], config["target"]))["test"][:rows]
+        pairs = held_out_rows(find_text(config["data"], config["source"], config["target"]))[
+            "test"
+        ][:rows]
     except UserError as error:
         return f"note: not tried, since the run's data cannot be read: {error}"
     if not pairs:
@@ -90,9 +96,13 @@ def trial(trained: Trained, translate: Callable[[Ids], Ids], rows: int) -> str:
     outputs = search(trained.model, list(sources), collate).tokens, translate(list(sources))
     same = sum(ours == theirs for ours, theirs in zip(*outputs))
     references, target = [reference for _, reference in pairs], trained.target_tokenizer
-    ours, theirs = (corpus_bleu(references, decode(target, tokens), config["target"]) for tokens in outputs)
-    return (f"tried on {len(pairs):,} test rows of {config['data']}: {same:,} come out token for token as from the model; "
-            f"BLEU {theirs:.2f}, the model's {ours:.2f}")  # fmt: skip
+    ours, theirs = (
+        corpus_bleu(references, decode(target, tokens), config["target"]) for tokens in outputs
+    )
+    return (
+        f"tried on {len(pairs):,} test rows of {config['data']}: {same:,} come out token for token as from the model; "
+        f"BLEU {theirs:.2f}, the model's {ours:.2f}"
+    )
 
 
 def to_ctranslate2(trained: Trained, folder: Path, quantization: str) -> Callable[[Ids], Ids]:
@@ -107,7 +117,9 @@ def to_ctranslate2(trained: Trained, folder: Path, quantization: str) -> Callabl
     vocabularies = []
     tokenizers = trained.source_tokenizer, trained.target_tokenizer
     if len({*special_ids(tokenizers[1]).values()}) < 3:
-        raise UserError("CTranslate2 needs a tokenizer whose begin, end and pad tokens differ; use --export hf")
+        raise UserError(
+            "CTranslate2 needs a tokenizer whose begin, end and pad tokens differ; use --export hf"
+        )
     for tokenizer, size in zip(tokenizers, (sizes.source_vocab, sizes.target_vocab)):
         words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         words += [f"<unused {id}>" for id in range(len(tokenizer), size)]
@@ -120,10 +132,18 @@ def to_ctranslate2(trained: Trained, folder: Path, quantization: str) -> Callabl
         lengths = torch.tensor([len(source) + 1 for source in sources])
         most = output_limit(lengths, sizes.max_length).tolist()  # as `search` has it
         words = [[vocabularies[0][id] for id in source] for source in sources]
-        options = dict(beam_size=1, max_batch_size=64, max_input_length=0, min_decoding_length=0,
-                       max_decoding_length=max(most))  # fmt: skip
+        options = dict(
+            beam_size=1,
+            max_batch_size=64,
+            max_input_length=0,
+            min_decoding_length=0,
+            max_decoding_length=max(most),
+        )
         results = translator.translate_batch(words, **options)
-        return [[numbers[word] for word in result.hypotheses[0]][:limit] for result, limit in zip(results, most)]
+        return [
+            [numbers[word] for word in result.hypotheses[0]][:limit]
+            for result, limit in zip(results, most)
+        ]
 
     return translate
 
@@ -139,6 +159,12 @@ def write_weights(trained: Trained, folder: Path) -> None:
 def write_config(trained: Trained, folder: Path) -> None:
     """The sizes and the ids that the loader in the card reads."""
     source, target = special_ids(trained.source_tokenizer), special_ids(trained.target_tokenizer)
-    ids = {"source_eos_token_id": source["eos"], "bos_token_id": target["bos"], "eos_token_id": target["eos"]}
-    text = json.dumps({"architectures": ["Translator"], **asdict(trained.model.config), **ids}, indent=2)
+    ids = {
+        "source_eos_token_id": source["eos"],
+        "bos_token_id": target["bos"],
+        "eos_token_id": target["eos"],
+    }
+    text = json.dumps(
+        {"architectures": ["Translator"], **asdict(trained.model.config), **ids}, indent=2
+    )
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")

@@ -71,7 +71,9 @@ class Sentence(BaseModel):
     source: str
     hypotheses: list[Hypothesis]
     attention: Attention | None = None
-    cut: bool = Field(False, description="the source is longer than the model reads: its end is not translated")
+    cut: bool = Field(
+        False, description="the source is longer than the model reads: its end is not translated"
+    )
 
 
 class Answer(BaseModel):
@@ -99,7 +101,9 @@ class Batcher:
 
     def submit(self, jobs: list[Job]) -> bool:
         """Queue all of them; False if there is no room, now."""
-        self.jobs = deque(job for job in self.jobs if not job.result.done())  # of a page that was left, or at Ctrl-C
+        self.jobs = deque(
+            job for job in self.jobs if not job.result.done()
+        )  # of a page that was left, or at Ctrl-C
         if len(self.jobs) + len(jobs) > MOST_WAITING:
             return False
         self.jobs.extend(jobs)
@@ -125,9 +129,14 @@ class Batcher:
                         (job.result.set_exception if failed else job.result.set_result)(answer)
 
 
-def translator(trained: Trained, precision: Precision, steps: Callable | None, length_penalty: float) -> Callable:
+def translator(
+    trained: Trained, precision: Precision, steps: Callable | None, length_penalty: float
+) -> Callable:
     """What a `Batcher` calls."""
-    tokenizers, longest = (trained.source_tokenizer, trained.target_tokenizer), trained.model.config.max_length - 1
+    tokenizers, longest = (
+        (trained.source_tokenizer, trained.target_tokenizer),
+        trained.model.config.max_length - 1,
+    )
 
     def translate(jobs: list[Job]) -> list[Sentence]:
         sources, beam = [job.source for job in jobs], jobs[0].beam
@@ -137,20 +146,29 @@ def translator(trained: Trained, precision: Precision, steps: Callable | None, l
                 hypotheses = [[Hypothesis(text=text)] for text in texts]
             else:
                 hypotheses = alternatives(trained, sources, beam, length_penalty)
-            answers = [Sentence(source=source, hypotheses=found) for source, found in zip(sources, hypotheses)]
+            answers = [
+                Sentence(source=source, hypotheses=found)
+                for source, found in zip(sources, hypotheses)
+            ]
             ids = encode(tokenizers[0], [normalise(source) for source in sources], longest + 1)
             for job, answer, whole in zip(jobs, answers, ids):
                 answer.cut = len(whole) > longest
                 if job.attention and answer.hypotheses[0].text:
-                    seen = attention_of(trained.model, tokenizers, job.source, answer.hypotheses[0].text, longest)
+                    seen = attention_of(
+                        trained.model, tokenizers, job.source, answer.hypotheses[0].text, longest
+                    )
                     words = dict(source_words=seen.source_words, target_words=seen.target_words)
-                    answer.attention = Attention(**words, weights=seen.weights.astype(float).round(3).tolist())
+                    answer.attention = Attention(
+                        **words, weights=seen.weights.astype(float).round(3).tolist()
+                    )
         return answers
 
     return translate
 
 
-def alternatives(trained: Trained, sources: list[str], beam: int, length_penalty: float) -> list[list[Hypothesis]]:
+def alternatives(
+    trained: Trained, sources: list[str], beam: int, length_penalty: float
+) -> list[list[Hypothesis]]:
     """What beam search finds for each source, best first."""
     model, longest = trained.model, trained.model.config.max_length
     collate = Collate(special_ids(trained.source_tokenizer), special_ids(trained.target_tokenizer))
@@ -158,13 +176,23 @@ def alternatives(trained: Trained, sources: list[str], beam: int, length_penalty
     ids = encode(trained.source_tokenizer, [normalise(source) for source in sources], longest - 1)
     found = [[Hypothesis(text="")] for _ in sources]  # an empty source is in no batch
     for rows in plan_for(model, list(map(len, ids)), beam):
-        src, src_pad = (side.to(model.output.weight.device) for side in collate.pad_sources([ids[row] for row in rows]))
+        src, src_pad = (
+            side.to(model.output.weight.device)
+            for side in collate.pad_sources([ids[row] for row in rows])
+        )
         limits = output_limit((~src_pad).sum(1), longest)
         tokens, scores = beam_search(model, src, src_pad, limits, bos, eos, beam, length_penalty)
-        for row, limit, outputs, values in zip(rows, limits.tolist(), tokens.tolist(), scores.tolist()):
-            texts = decode(trained.target_tokenizer, [output[:limit] for output in outputs])  # without end tokens
-            found[row] = [Hypothesis(text=text, score=round(score, 3))
-                          for text, score in zip(texts, values) if score > -math.inf]  # fmt: skip
+        for row, limit, outputs, values in zip(
+            rows, limits.tolist(), tokens.tolist(), scores.tolist()
+        ):
+            texts = decode(
+                trained.target_tokenizer, [output[:limit] for output in outputs]
+            )  # without end tokens
+            found[row] = [
+                Hypothesis(text=text, score=round(score, 3))
+                for text, score in zip(texts, values)
+                if score > -math.inf
+            ]
     return found
 
 
@@ -179,7 +207,10 @@ def limited_size(app: Callable) -> Callable:
             message = await receive()
             size += len(message.get("body", b""))
             if size > MOST_BYTES:
-                raise HTTPException(413, f"文字太长，请分几次 · more than {MOST_BYTES:,} bytes; send the text in parts")
+                raise HTTPException(
+                    413,
+                    f"文字太长，请分几次 · more than {MOST_BYTES:,} bytes; send the text in parts",
+                )
             return message
 
         await app(scope, receive_some, send)
@@ -209,7 +240,9 @@ def make_app(translate: Callable[[list[Job]], list[Sentence]], name: str) -> Fas
     @app.exception_handler(RequestValidationError)
     async def say_what_is_wrong(request, error):
         """In words of ours: the answer does not repeat what was sent."""
-        wrong = "; ".join(f"{'.'.join(map(str, each['loc'][1:]))}: {each['msg']}" for each in error.errors())
+        wrong = "; ".join(
+            f"{'.'.join(map(str, each['loc'][1:]))}: {each['msg']}" for each in error.errors()
+        )
         return JSONResponse({"detail": wrong}, 422)
 
     @app.get("/", include_in_schema=False)
@@ -220,27 +253,39 @@ def make_app(translate: Callable[[list[Job]], list[Sentence]], name: str) -> Fas
     async def font():
         return FileResponse(fonts.OWN)
 
-    @app.post("/translate", responses={413: {"description": "too long"}, 503: {"description": "the queue is full"}})
+    @app.post(
+        "/translate",
+        responses={413: {"description": "too long"}, 503: {"description": "the queue is full"}},
+    )
     async def translate_text(query: Query, request: Request) -> Answer:
         """Translate every sentence of every line."""
-        text = query.text.encode(errors="replace").decode()  # halves of characters, which JSON can hold, go
+        text = query.text.encode(
+            errors="replace"
+        ).decode()  # halves of characters, which JSON can hold, go
         try:
             lines = await asyncio.to_thread(
                 lambda: [sentences(line) if line.strip() else [] for line in text.splitlines()]
             )
             if sum(map(len, lines)) > MOST_WAITING:
                 raise HTTPException(
-                    413, f"句子太多，请分几次 · more than {MOST_WAITING:,} sentences; send them in parts"
+                    413,
+                    f"句子太多，请分几次 · more than {MOST_WAITING:,} sentences; send them in parts",
                 )
             new = asyncio.get_running_loop().create_future
-            jobs = [[Job(source.strip(), query.beam, query.attention, new()) for source in line] for line in lines]
+            jobs = [
+                [Job(source.strip(), query.beam, query.attention, new()) for source in line]
+                for line in lines
+            ]
             everything = [job for line in jobs for job in line]
             if not batcher.submit(everything):
                 why = "排队的句子太多，请稍后再试 · too many sentences are waiting; try again in a moment"
                 raise HTTPException(503, why, {"Retry-After": "2"})
             waiting = asyncio.gather(*(job.result for job in everything))
             try:
-                while not (await asyncio.wait([waiting], timeout=1))[0] and not await request.is_disconnected():
+                while (
+                    not (await asyncio.wait([waiting], timeout=1))[0]
+                    and not await request.is_disconnected()
+                ):
                     pass
             finally:
                 waiting.cancel()  # of what is done nothing; what is not begun goes
@@ -248,7 +293,9 @@ def make_app(translate: Callable[[list[Job]], list[Sentence]], name: str) -> Fas
         except asyncio.CancelledError:  # the page was left; or uvicorn's, after `SECONDS_TO_END`
             raise HTTPException(503, "程序正在结束 · the server is ending") from None
         done = [[job.result.result() for job in line] for line in jobs]
-        translation = "\n".join(join(sentence.hypotheses[0].text for sentence in line) for line in done)
+        translation = "\n".join(
+            join(sentence.hypotheses[0].text for sentence in line) for line in done
+        )
         return Answer(translation=translation, lines=done)
 
     return app
@@ -256,19 +303,27 @@ def make_app(translate: Callable[[list[Job]], list[Sentence]], name: str) -> Fas
 
 def serve(trained: Trained, precision: Precision, steps: Callable | None, config) -> None:
     """Until Ctrl-C. Raises `UserError` if the port is not free."""
-    app = make_app(translator(trained, precision, steps, config.length_penalty), trained.run.resolve().name)
+    app = make_app(
+        translator(trained, precision, steps, config.length_penalty), trained.run.resolve().name
+    )
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind(("127.0.0.1", config.port))
             listening.listen()
         except OSError as error:
-            raise UserError(f"--port {config.port}: {error.strerror}; choose another, or 0 for a free one") from None
+            raise UserError(
+                f"--port {config.port}: {error.strerror}; choose another, or 0 for a free one"
+            ) from None
         options = dict(log_level="warning", timeout_graceful_shutdown=SECONDS_TO_END)
         with suppress(KeyboardInterrupt):  # which uvicorn raises again when all is put away
-            asyncio.new_event_loop().run_until_complete(Server(uvicorn.Config(app, **options)).serve([listening]))
+            asyncio.new_event_loop().run_until_complete(
+                Server(uvicorn.Config(app, **options)).serve([listening])
+            )
     print("stopped", file=sys.stderr, flush=True)
-    os._exit(0)  # any other way out waits for the thread with the batch under way, which may take minutes
+    os._exit(
+        0
+    )  # any other way out waits for the thread with the batch under way, which may take minutes
 
 
 class Server(uvicorn.Server):
@@ -278,4 +333,8 @@ class Server(uvicorn.Server):
         """As uvicorn's."""
         await super().startup(sockets)
         address = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
-        print(f"{address} has the page, {address}/docs the JSON endpoint; Ctrl-C ends it", file=sys.stderr, flush=True)
+        print(
+            f"{address} has the page, {address}/docs the JSON endpoint; Ctrl-C ends it",
+            file=sys.stderr,
+            flush=True,
+        )

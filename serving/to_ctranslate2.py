@@ -11,9 +11,13 @@ from model import sinusoids
 
 
 def convert(
-    weights: dict[str, np.ndarray], sizes: dict, source_words: list[str], target_words: list[str], folder: Path,
+    weights: dict[str, np.ndarray],
+    sizes: dict,
+    source_words: list[str],
+    target_words: list[str],
+    folder: Path,
     quantization: str | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write weights as a CTranslate2 model. `sizes` are those of `model.ModelConfig`, the words as `name_special` makes them."""
     from ctranslate2.specs import TransformerSpec
 
@@ -25,7 +29,9 @@ def convert(
         stack.pre_norm = bool(sizes["norm_first"])
         embeddings = stack.embeddings[0] if side == "encoder" else stack.embeddings
         embeddings.weight = weights[f"{vocabulary}_embedding.weight"]
-        stack.position_encodings.encodings = sinusoids(sizes["max_length"], sizes["d_model"]).numpy()
+        stack.position_encodings.encodings = sinusoids(
+            sizes["max_length"], sizes["d_model"]
+        ).numpy()
         fill(stack.layer_norm, weights, f"transformer.{side}.norm")
         for index, layer in enumerate(stack.layer):
             fill_layer(layer, weights, f"transformer.{side}.layers.{index}", sizes["d_model"])
@@ -43,7 +49,9 @@ def convert(
 def fill_layer(layer, weights: dict[str, np.ndarray], name: str, width: int) -> None:
     """One encoder or decoder layer. Norms stand in the order of nn.Transformer: norm1, norm2 and, in a decoder, norm3."""
     own = layer.self_attention
-    own.linear[0].weight = weights[f"{name}.self_attn.in_proj_weight"]  # query, key, value in one (3D, D), as with us
+    own.linear[0].weight = weights[
+        f"{name}.self_attn.in_proj_weight"
+    ]  # query, key, value in one (3D, D), as with us
     own.linear[0].bias = weights[f"{name}.self_attn.in_proj_bias"]
     fill(own.linear[1], weights, f"{name}.self_attn.out_proj")
     norms = [own.layer_norm, layer.ffn.layer_norm]

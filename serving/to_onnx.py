@@ -35,7 +35,10 @@ class Encoder(nn.Module):
     def forward(self, src: Tensor, src_pad: Tensor) -> tuple[Tensor, Tensor]:
         """(B, S), (B, S) → (L, B, H, S, W) twice"""
         memory = self.model.encode(src, src_pad)
-        layers = [project(layer.multihead_attn, memory, "kv") for layer in self.model.transformer.decoder.layers]
+        layers = [
+            project(layer.multihead_attn, memory, "kv")
+            for layer in self.model.transformer.decoder.layers
+        ]
         keys, values = zip(*layers)
         return torch.stack(keys), torch.stack(values)
 
@@ -43,7 +46,9 @@ class Encoder(nn.Module):
 class GrowingCache(Cache):
     """A cache that makes new tensors: a graph of ONNX writes into none."""
 
-    def append(self, index: int, position: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def append(
+        self, index: int, position: int, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """As `Cache.append`."""
         self.own_keys[index] = torch.cat([self.own_keys[index], key], 2)
         self.own_values[index] = torch.cat([self.own_values[index], value], 2)
@@ -59,7 +64,9 @@ class DecoderStep(nn.Module):
 
     def forward(self, tokens, own_keys, own_values, source_keys, source_values, src_pad):
         """The shapes stand at the top of the file."""
-        layers = (list(tensor.unbind()) for tensor in (own_keys, own_values, source_keys, source_values))
+        layers = (
+            list(tensor.unbind()) for tensor in (own_keys, own_values, source_keys, source_values)
+        )
         cache = GrowingCache(self.model, *layers, ~src_pad[:, None, None, :])
         logits = step(self.model, cache, tokens, own_keys.size(3))
         return logits, torch.stack(cache.own_keys), torch.stack(cache.own_values)
@@ -75,15 +82,38 @@ def to_onnx(trained: Trained, folder: Path) -> Callable[[list[list[int]]], list[
     batch, words = torch.export.Dim("batch"), torch.export.Dim("source", max=sizes.max_length)
     past = torch.export.Dim("target", max=sizes.max_length - 1)
     with_source, with_past = {1: batch, 3: words}, {1: batch, 3: past}
-    write(Encoder(model), (src, src_pad), {"src": {0: batch, 1: words}, "src_pad": {0: batch, 1: words}},
-          ["source_keys", "source_values"], folder / "encoder.onnx")  # fmt: skip
-    inputs = {"tokens": {0: batch}, "own_keys": with_past, "own_values": with_past, "source_keys": with_source,
-              "source_values": with_source, "src_pad": {0: batch, 1: words}}  # fmt: skip
-    write(DecoderStep(model), (src[:, 0], own, own.clone(), source, source.clone(), src_pad), inputs,
-          ["logits", "new_keys", "new_values"], folder / "decoder.onnx")  # fmt: skip
-    encoder, decoder = (InferenceSession(folder / f"{name}.onnx") for name in ("encoder", "decoder"))
-    source_eos, ids = special_ids(trained.source_tokenizer)["eos"], special_ids(trained.target_tokenizer)
-    search = partial(greedy, encoder, decoder, bos=ids["bos"], eos=ids["eos"], longest=sizes.max_length)
+    write(
+        Encoder(model),
+        (src, src_pad),
+        {"src": {0: batch, 1: words}, "src_pad": {0: batch, 1: words}},
+        ["source_keys", "source_values"],
+        folder / "encoder.onnx",
+    )
+    inputs = {
+        "tokens": {0: batch},
+        "own_keys": with_past,
+        "own_values": with_past,
+        "source_keys": with_source,
+        "source_values": with_source,
+        "src_pad": {0: batch, 1: words},
+    }
+    write(
+        DecoderStep(model),
+        (src[:, 0], own, own.clone(), source, source.clone(), src_pad),
+        inputs,
+        ["logits", "new_keys", "new_values"],
+        folder / "decoder.onnx",
+    )
+    encoder, decoder = (
+        InferenceSession(folder / f"{name}.onnx") for name in ("encoder", "decoder")
+    )
+    source_eos, ids = (
+        special_ids(trained.source_tokenizer)["eos"],
+        special_ids(trained.target_tokenizer),
+    )
+    search = partial(
+        greedy, encoder, decoder, bos=ids["bos"], eos=ids["eos"], longest=sizes.max_length
+    )
     return lambda sources: [search([*source, source_eos]) for source in sources]
 
 
@@ -95,8 +125,16 @@ def write(module: nn.Module, example: tuple, inputs: dict, outputs: list[str], f
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            torch.onnx.export(module.eval(), example, file, dynamo=True, dynamic_shapes=inputs, input_names=list(inputs),
-                              output_names=outputs, external_data=False)  # fmt: skip
+            torch.onnx.export(
+                module.eval(),
+                example,
+                file,
+                dynamo=True,
+                dynamic_shapes=inputs,
+                input_names=list(inputs),
+                output_names=outputs,
+                external_data=False,
+            )
     finally:
         logging.disable(logging.NOTSET)
         torch.backends.mha.set_fastpath_enabled(fast_path)

@@ -28,8 +28,17 @@ import fast
 import report
 
 # Nothing is one of many processes, wherever the tests were started.
-for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-             "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", *filter(re.compile("SLURM_").match, os.environ)):  # fmt: skip
+for name in (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_RUN_ID",
+    *filter(re.compile("SLURM_").match, os.environ),
+):
     os.environ.pop(name, None)
 # On the CPU wherever the tests run: a GPU rounds otherwise, and each rank would want its own. DEVICE=cuda asks for it.
 if "DEVICE" not in os.environ:
@@ -45,9 +54,30 @@ hypothesis.settings.register_profile("course", deadline=None, derandomize=True, 
 hypothesis.settings.load_profile("course")
 
 ROOT = Path(__file__).parent.parent
-TINY = dict(d_model=32, nhead=4, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=64, max_length=64)
-TINY_FLAGS = ["--d_model", "32", "--nhead", "4", "--num_encoder_layers", "1", "--num_decoder_layers", "1",
-              "--dim_feedforward", "64", "--source_vocab", "300", "--target_vocab", "300"]  # fmt: skip
+TINY = dict(
+    d_model=32,
+    nhead=4,
+    num_encoder_layers=2,
+    num_decoder_layers=2,
+    dim_feedforward=64,
+    max_length=64,
+)
+TINY_FLAGS = [
+    "--d_model",
+    "32",
+    "--nhead",
+    "4",
+    "--num_encoder_layers",
+    "1",
+    "--num_decoder_layers",
+    "1",
+    "--dim_feedforward",
+    "64",
+    "--source_vocab",
+    "300",
+    "--target_vocab",
+    "300",
+]
 THREADS = torch.get_num_threads()  # as the machine has them
 HANGS = 1800  # seconds: a process that takes so long on any machine waits for something that never comes
 
@@ -62,18 +92,24 @@ def pytest_configure(config) -> None:
 # ---------------------------------------------------------------- scripts in processes of their own
 
 
-def run_script(*arguments, cwd: Path, threads: int = 1, stdin="", **environment) -> subprocess.CompletedProcess:
+def run_script(
+    *arguments, cwd: Path, threads: int = 1, stdin="", **environment
+) -> subprocess.CompletedProcess:
     """`python script.py …` in `cwd`, as a user types it, with `stdin` on its standard input."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **environment}
     words = [sys.executable, str(ROOT / arguments[0]), *map(str, arguments[1:])]
-    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, input=stdin, timeout=HANGS)
+    return subprocess.run(
+        words, cwd=cwd, env=environment, capture_output=True, text=True, input=stdin, timeout=HANGS
+    )
 
 
 def run_code(code: str, *arguments, **environment) -> str:
     """What a short program prints, which ends well."""
     words = [sys.executable, "-c", code, *map(str, arguments)]
     environment = {**os.environ, **environment}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS)
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -85,15 +121,28 @@ def torchrun(count: int, *arguments, cwd: Path, own=("--standalone",)) -> subpro
     words += ["--", str(ROOT / arguments[0]), *map(str, arguments[1:])]
     # On the CPU wherever the tests run: a GPU for each is seldom there, and TF32 would round otherwise.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(words, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        words, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 # To start Python and import everything takes five seconds. These processes are forked from one that has done it.
 FORKING = multiprocessing.get_context("forkserver")
-FORKING.set_forkserver_preload([
-    "train", "evaluate", "translate", "tensorboard", "torch.utils.tensorboard", "transformers", "matplotlib.figure",
-    "matplotlib.font_manager", "nltk.translate.bleu_score", "sacrebleu.metrics", "pyarrow.parquet",
-])  # fmt: skip
+FORKING.set_forkserver_preload(
+    [
+        "train",
+        "evaluate",
+        "translate",
+        "tensorboard",
+        "torch.utils.tensorboard",
+        "transformers",
+        "matplotlib.figure",
+        "matplotlib.font_manager",
+        "nltk.translate.bleu_score",
+        "sacrebleu.metrics",
+        "pyarrow.parquet",
+    ]
+)
 os.environ["PYTHONPATH"] = str(ROOT)  # where the one they are forked from finds the scripts
 
 
@@ -105,7 +154,10 @@ class Forked:
 
     def __init__(self, *arguments, cwd: Path, first: tuple[Callable, ...] = (), **environment):
         self.file = Path(cwd) / f"output-{secrets.token_hex(8)}.txt"
-        call = _run_forked, (list(map(str, arguments)), str(cwd), str(self.file), environment, first)
+        call = (
+            _run_forked,
+            (list(map(str, arguments)), str(cwd), str(self.file), environment, first),
+        )
         self.process = FORKING.Process(target=call[0], args=call[1])
         self.process.start()
 
@@ -133,7 +185,9 @@ def _run_forked(arguments, cwd, file, environment, first) -> None:
     output = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number in (1, 2):
         os.dup2(output, number)
-    sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", buffering=1, closefd=False) for number in (1, 2))
+    sys.stdout, sys.stderr = (
+        open(number, "w", encoding="utf-8", buffering=1, closefd=False) for number in (1, 2)
+    )
     os.chdir(cwd)
     os.environ.update({"CUDA_VISIBLE_DEVICES": "", **environment})
     torch.set_num_threads(1)
@@ -153,7 +207,9 @@ def forked(*arguments, **options) -> str:
 def free_port(count: int = 1) -> int:
     """The first of `count` ports that stay free until they are used: below those of the system's outgoing connections."""
     while True:
-        port = 20_000 + secrets.randbelow(12_000)  # by chance, another in each process that runs tests
+        port = 20_000 + secrets.randbelow(
+            12_000
+        )  # by chance, another in each process that runs tests
         with suppress(OSError), ExitStack() as opened:
             for number in range(port, port + count):
                 opened.enter_context(socket.create_server(("127.0.0.1", number)))
@@ -164,7 +220,10 @@ def fork_ranks(count: int, *arguments, **options) -> list[Forked]:
     """`count` ranks, as torchrun would start them."""
     common = dict(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
     common |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    return [Forked(*arguments, RANK=str(rank), LOCAL_RANK=str(rank), **common, **options) for rank in range(count)]
+    return [
+        Forked(*arguments, RANK=str(rank), LOCAL_RANK=str(rank), **common, **options)
+        for rank in range(count)
+    ]
 
 
 def forked_ranks(count: int, *arguments, **options) -> str:
@@ -179,7 +238,11 @@ def forked_ranks(count: int, *arguments, **options) -> str:
 def in_this_process(*words) -> int | None:
     """Run a script as __main__ here, where the heavy imports are done; → its exit code (None: it came to its end)."""
     script, *flags = map(str, words)
-    before, hook, handler = sys.argv, threading.excepthook, signal.getsignal(signal.SIGINT)  # which scripts take
+    before, hook, handler = (
+        sys.argv,
+        threading.excepthook,
+        signal.getsignal(signal.SIGINT),
+    )  # which scripts take
     sys.argv = [script, *flags]
     try:
         runpy.run_path(str(ROOT / script), run_name="__main__")
@@ -208,22 +271,32 @@ class LargestTensor(TorchDispatchMode):
 
 def records(run: Path, key: str = "train/loss") -> dict[int, float]:
     """Step → value, from metrics.jsonl; a step that stands there twice is an error."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     points = [(line["step"], line[key]) for line in lines if key in line]
     assert len(dict(points)) == len(points)
     return dict(points)
 
 
-def write_pairs(folder: Path, pairs: list[tuple[str, str]], splits: dict[str, slice] | None = None) -> Path:
+def write_pairs(
+    folder: Path, pairs: list[tuple[str, str]], splits: dict[str, slice] | None = None
+) -> Path:
     """Pairs as jsonl files, all in train or by `splits`."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, part in (splits or {"train": slice(None)}).items():
-        lines = [json.dumps({"zh": source, "en": target}, ensure_ascii=False) + "\n" for source, target in pairs[part]]
+        lines = [
+            json.dumps({"zh": source, "en": target}, ensure_ascii=False) + "\n"
+            for source, target in pairs[part]
+        ]
         (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
     return folder
 
 
-def reversed_digits(count: int, seed: int = 0, shortest: int = 3, longest: int = 7) -> list[tuple[str, str]]:
+def reversed_digits(
+    count: int, seed: int = 0, shortest: int = 3, longest: int = 7
+) -> list[tuple[str, str]]:
     """A toy language: the digits as Chinese words, and the same in reverse order as English ones."""
     words = "zero one two three four five six seven eight nine".split()
     draw, pairs = random.Random(seed), {}
@@ -246,7 +319,11 @@ def with_short_targets(folder: Path, train: int) -> Path:
     pairs = reversed_digits(train + 250)
     pairs[:train:5] = [(source, target.split()[0]) for source, target in pairs[:train:5]]
     pairs[train:] = [(source, f"{target} {target}") for source, target in pairs[train:]]
-    splits = {"train": slice(train), "validation": slice(train, train + 200), "test": slice(train + 200, None)}
+    splits = {
+        "train": slice(train),
+        "validation": slice(train, train + 200),
+        "test": slice(train + 200, None),
+    }
     return write_pairs(folder, pairs, splits)
 
 
@@ -271,7 +348,18 @@ def toy_run(toy_data, tmp_path_factory) -> Path:
 def tiny_run(toy_data, tmp_path_factory) -> Path:
     """A run with checkpoints 15, 30 and 45 of a model of 32 positions."""
     folder = tmp_path_factory.mktemp("tiny")
-    flags = ["--max_length", 32, "--max_steps", 45, "--eval_every", 15, "--lr", 0.01, "--run", "tiny"]
+    flags = [
+        "--max_length",
+        32,
+        "--max_steps",
+        45,
+        "--eval_every",
+        15,
+        "--lr",
+        0.01,
+        "--run",
+        "tiny",
+    ]
     forked("train.py", "--data", toy_data, *TINY_FLAGS, *flags, cwd=folder)
     return folder / "runs" / "tiny"
 
@@ -335,7 +423,9 @@ def real_data() -> Path:
 @pytest.fixture(autouse=True)
 def _few_threads():
     """As many for every test, whatever the one before has set."""
-    most = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # with a file of tests on each core, one core for each
+    most = (
+        1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+    )  # with a file of tests on each core, one core for each
     torch.set_num_threads(min(most, THREADS))
 
 

@@ -16,10 +16,19 @@ PAD, BOS, EOS = 0, 1, 2
 IDS = {"pad": PAD, "bos": BOS, "eos": EOS}
 COLLATE = Collate(IDS, IDS)
 WORDS = 40  # in the source vocabulary
-SIZES = dict(d_model=64, nhead=4, dim_feedforward=96, num_encoder_layers=2, num_decoder_layers=2, max_length=256)
+SIZES = dict(
+    d_model=64,
+    nhead=4,
+    dim_feedforward=96,
+    num_encoder_layers=2,
+    num_decoder_layers=2,
+    max_length=256,
+)
 
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
-needs_compiler = pytest.mark.skipif(bool(build.why_not()), reason=f"no compiled functions here: {build.why_not()}")
+needs_compiler = pytest.mark.skipif(
+    bool(build.why_not()), reason=f"no compiled functions here: {build.why_not()}"
+)
 unlimited = pytest.mark.skipif(  # else there is no region of memory for large tensors
     resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
     or (OVERCOMMIT.exists() and OVERCOMMIT.read_text()[0] == "2"),
@@ -27,14 +36,18 @@ unlimited = pytest.mark.skipif(  # else there is no region of memory for large t
 )
 
 
-def make_model(seed: int, words: int = WORDS, scale: float = 1.0, end: float = 0.0, **sizes) -> Translator:
+def make_model(
+    seed: int, words: int = WORDS, scale: float = 1.0, end: float = 0.0, **sizes
+) -> Translator:
     """Weights blown up by `scale`, so that choices are lively; the higher `end`, the sooner its sentences end."""
     torch.manual_seed(seed)
     model = Translator(ModelConfig(WORDS, words, **(SIZES | {"dropout": 0.0} | sizes)))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(scale)
-            if parameter.ndim == 1:  # norms and biases begin alike; unlike, none can be taken for another
+            if (
+                parameter.ndim == 1
+            ):  # norms and biases begin alike; unlike, none can be taken for another
                 parameter.add_(0.1 * torch.randn_like(parameter))
         if scale != 1:
             model.output.bias.normal_()
@@ -48,15 +61,23 @@ def layer_of(model: Translator) -> nn.TransformerEncoderLayer:
 
 
 OTHER_WEIGHTS = [  # changes of a model, after each of which the plain way still computes it
-    lambda model: model.register_parameter("positions", nn.Parameter(model._buffers.pop("positions"))),
-    lambda model: setattr(model, "adapter", nn.Linear(64, 64)),  # a class of the user's own may call it
-    lambda model: setattr(model, "source_embedding", nn.Sequential(model.source_embedding, nn.Linear(64, 64))),
+    lambda model: model.register_parameter(
+        "positions", nn.Parameter(model._buffers.pop("positions"))
+    ),
+    lambda model: setattr(
+        model, "adapter", nn.Linear(64, 64)
+    ),  # a class of the user's own may call it
+    lambda model: setattr(
+        model, "source_embedding", nn.Sequential(model.source_embedding, nn.Linear(64, 64))
+    ),
     lambda model: setattr(model, "output", nn.Sequential(model.output)),
     lambda model: setattr(model, "output", type("Own", (nn.Linear,), {})(64, WORDS)),
     lambda model: setattr(model, "output", nn.Linear(64, WORDS, bias=False)),
     lambda model: setattr(layer_of(model), "linear1", nn.Linear(64, 96, bias=False)),
     lambda model: setattr(layer_of(model), "norm1", nn.LayerNorm(64, bias=False)),
-    lambda model: setattr(model.transformer.decoder, "norm", nn.LayerNorm(64, elementwise_affine=False)),
+    lambda model: setattr(
+        model.transformer.decoder, "norm", nn.LayerNorm(64, elementwise_affine=False)
+    ),
     lambda model: setattr(model.transformer.encoder, "norm", None),
     *(
         lambda model, options=options: setattr(
@@ -82,7 +103,9 @@ def beam_search(*arguments, **options) -> tuple[Tensor, Tensor]:
 
 def nearly_tie(exact: Translator, source: list[int], one: list[int], other: list[int]) -> bool:
     """Whether the two words at which these outputs first differ are as likely as each other; `exact` is in float64."""
-    place = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    place = next(
+        (i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other))
+    )
     src, src_pad = COLLATE.pad_sources([source])
     with torch.no_grad():
         top = exact(src, src_pad, torch.tensor([[BOS, *other[:place]]]))[0, -1].topk(2).values

@@ -24,7 +24,9 @@ from text.store import Rows
 
 HERE, CPU = Path(__file__).parent / "cuda", torch.device("cpu")
 IDS = {"pad": 0, "bos": 1, "eos": 2}
-SIZES = dict(d_model=32, nhead=4, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=64, dropout=0.0)
+SIZES = dict(
+    d_model=32, nhead=4, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=64, dropout=0.0
+)
 WRONG = ["wrong device", "question", "slow copy"]  # on purpose
 MAY_WAIT = ("decode", "validation")
 
@@ -36,10 +38,23 @@ def checked(tmp_path_factory) -> dict[str, dict]:
         pytest.skip("needs a PyTorch built for CPUs, and g++")
     guard = tmp_path_factory.mktemp("guard") / "guard.so"
     folder = Path(torch.__file__).parent
-    words = [*build.compiler(), "-std=c++20", "-shared", "-fPIC", "-isystem", folder / "include", HERE / "guard.cpp"]
+    words = [
+        *build.compiler(),
+        "-std=c++20",
+        "-shared",
+        "-fPIC",
+        "-isystem",
+        folder / "include",
+        HERE / "guard.cpp",
+    ]
     words += [f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu", "-o", guard]
     subprocess.run(words, check=True)
-    environment = {**os.environ, "CUDA_GUARD": str(guard), "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "CUDA_GUARD": str(guard),
+        "PYTHONPATH": str(HERE.parents[1]),
+        "OMP_NUM_THREADS": "1",
+    }
     words = [sys.executable, HERE / "checks.py"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
@@ -50,10 +65,15 @@ def checked(tmp_path_factory) -> dict[str, dict]:
 
 
 def test_everything_on_the_gpu_and_no_waiting(checked):
-    faults = {name: [line["error"], line["mixed"], [] if name.startswith(MAY_WAIT) else line["waits"]]
-              for name, line in checked.items() if name not in WRONG}  # fmt: skip
+    faults = {
+        name: [line["error"], line["mixed"], [] if name.startswith(MAY_WAIT) else line["waits"]]
+        for name, line in checked.items()
+        if name not in WRONG
+    }
     assert len(faults) == 26 and {name: found for name, found in faults.items() if any(found)} == {}
-    assert all(len(line["waits"]) <= 3 for name, line in checked.items() if name.startswith("decode"))  # of 9 steps
+    assert all(
+        len(line["waits"]) <= 3 for name, line in checked.items() if name.startswith("decode")
+    )  # of 9 steps
 
 
 def test_the_pretence_notices_what_is_wrong(checked):
@@ -72,11 +92,16 @@ class Pairs:
         random = np.random.default_rng(3)
         lengths = np.clip(random.lognormal(2, 0.6, (2, count)), 1, 40).astype(int)
         self.lengths = dict(zip(("source", "target"), lengths))
-        self.tokens = {side: [random.integers(3, vocabulary, n) for n in self.lengths[side]] for side in self.lengths}
+        self.tokens = {
+            side: [random.integers(3, vocabulary, n) for n in self.lengths[side]]
+            for side in self.lengths
+        }
 
     def __getitems__(self, rows) -> tuple[Rows, Rows]:
-        return tuple(Rows(np.concatenate([self.tokens[side][row] for row in rows]), self.lengths[side][rows])
-                     for side in ("source", "target"))  # fmt: skip
+        return tuple(
+            Rows(np.concatenate([self.tokens[side][row] for row in rows]), self.lengths[side][rows])
+            for side in ("source", "target")
+        )
 
 
 def set_up(**sizes) -> tuple[Translator, BucketSampler, Iterator]:
@@ -104,7 +129,9 @@ def test_batches_come_in_order_from_the_thread(monkeypatch):
 def test_every_micro_batch_fits_a_shape_with_little_padding(ranks, accumulate):
     pairs, added, plain = Pairs(), 0, 0
     for rank in range(ranks):
-        sampler = BucketSampler(pairs.lengths, 600, seed=1, rank=rank, world_size=ranks, accumulate=accumulate)
+        sampler = BucketSampler(
+            pairs.lengths, 600, seed=1, rank=rank, world_size=ranks, accumulate=accumulate
+        )
         shapes = shapes_of(sampler)
         assert len(shapes) < sampler.steps_per_epoch
         batches = batches_of(pairs, sampler, Collate(IDS, IDS), 0, CPU)
@@ -123,7 +150,9 @@ def test_every_micro_batch_fits_a_shape_with_little_padding(ranks, accumulate):
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_captured_training_has_the_losses_and_gradients_of_plain_training(norm_first):
     """fp32 sums of some thousand terms, in another order: 1e-5 of the whole is ten times what is seen."""
-    model, sampler, batches = set_up(num_encoder_layers=2, num_decoder_layers=2, norm_first=norm_first)
+    model, sampler, batches = set_up(
+        num_encoder_layers=2, num_decoder_layers=2, norm_first=norm_first
+    )
     plain = SummedLoss(model, 0.1)
     captured = CapturedLoss(plain, shapes_of(sampler))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -133,7 +162,9 @@ def test_captured_training_has_the_losses_and_gradients_of_plain_training(norm_f
             optimizer.zero_grad()
             losses = loss_of(*inputs)
             (losses[0] / batch.target_tokens).backward()
-            results.append((*losses, torch.cat([weight.grad.flatten() for weight in model.parameters()])))
+            results.append(
+                (*losses, torch.cat([weight.grad.flatten() for weight in model.parameters()]))
+            )
         for wanted, got in zip(*results):
             assert (got - wanted).norm() <= 1e-5 * wanted.norm()
         optimizer.step()  # the weights change in place: the next pass must see it
@@ -154,7 +185,10 @@ class Refuses:
 
 def test_training_goes_on_as_it_is_if_a_capture_fails(capsys):
     model, sampler, batches = set_up()
-    captured, inputs = CapturedLoss(SummedLoss(model, 0.1), shapes_of(sampler)), inputs_of(next(batches))
+    captured, inputs = (
+        CapturedLoss(SummedLoss(model, 0.1), shapes_of(sampler)),
+        inputs_of(next(batches)),
+    )
     captured.graphs = Refuses()
     losses = [captured(*inputs)[0].item() for _ in range(3)]
     assert len(set(losses)) == 1 and captured.graphs is None
@@ -177,7 +211,9 @@ def test_a_shape_for_which_the_graphs_leave_no_memory_is_computed_without_them(m
     inputs = inputs_of(next(batches))
     assert captured(*inputs)[0].item() == pytest.approx(captured.plain(*inputs)[0].item(), rel=1e-5)
     assert not captured.captured and "goes on without CUDA graphs" in capsys.readouterr().err
-    monkeypatch.setattr(CapturedLoss, "run", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
+    monkeypatch.setattr(
+        CapturedLoss, "run", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    )
     with pytest.raises(torch.OutOfMemoryError):  # no fault of theirs
         captured(*inputs)
 
@@ -191,7 +227,9 @@ def test_graphs_do_not_outlive_their_dropout(graphs, monkeypatch):
     captured.graphs = graphs
     for p, kept in ((0.1, True), (0.0, False)):
         model.set_dropout(p)
-        captured.inputs[0, 0, 0, 0] = captured.captured[0, 0, 0, 0] = old  # of a shape that does not come up
+        captured.inputs[0, 0, 0, 0] = captured.captured[0, 0, 0, 0] = (
+            old  # of a shape that does not come up
+        )
         captured(*inputs_of(next(batches)))
         assert ((0, 0, 0, 0) in captured.captured) == ((0, 0, 0, 0) in captured.inputs) == kept
         assert (captured.graphs is graphs) == (kept or graphs is None)
@@ -200,7 +238,9 @@ def test_graphs_do_not_outlive_their_dropout(graphs, monkeypatch):
 def test_captured_training_is_for_gpus_and_says_so():
     model, said = set_up()[0], []
     assert not fast.can_capture(model, torch.bfloat16, log=said.append)
-    assert said == ["note: --captured has no effect: it needs a GPU, bf16 or fp32, and neither --compile nor --shard"]
+    assert said == [
+        "note: --captured has no effect: it needs a GPU, bf16 or fp32, and neither --compile nor --shard"
+    ]
 
 
 # ---------------------------------------------------------------- torch.compile
@@ -228,7 +268,13 @@ def test_the_loss_is_one_graph_for_all_shapes():
 
 
 CARDS = {75: 64, 80: 163, 86: 99, 90: 227}  # KiB of memory that a program may share
-KERNELS = [(75, "fp16", 256), (75, "fp32", 64), (80, "bf16", 64), (86, "fp32", 256), (90, "bf16", 128)]
+KERNELS = [
+    (75, "fp16", 256),
+    (75, "fp32", 64),
+    (80, "bf16", 64),
+    (86, "fp32", 256),
+    (90, "bf16", 128),
+]
 
 
 @pytest.mark.parametrize("capability, number, width", KERNELS)
@@ -240,21 +286,37 @@ def test_triton_kernels_fit_the_card(capability, number, width):
     parts = ("q", "k", "v", "out", "log_sum", "grad", "delta", "grad_q", "grad_k", "grad_v")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(capability, 10))
-        card = type("OnTheCard", (), dict(is_cuda=True, dtype=dtype, device=None, size=lambda self, axis: width))()
-        sizes = dict(BLOCK=kernels.block(card, card), WIDE_D=kernels.wide(width), WIDE_W=kernels.wide(width))
+        card = type(
+            "OnTheCard",
+            (),
+            dict(is_cuda=True, dtype=dtype, device=None, size=lambda self, axis: width),
+        )()
+        sizes = dict(
+            BLOCK=kernels.block(card, card), WIDE_D=kernels.wide(width), WIDE_W=kernels.wide(width)
+        )
         own = kernels.block(card, card, least=8)
     for kernel in (kernels.forward_kernel, kernels.grad_q_kernel, kernels.grad_kv_kernel):
         order = [parameter.name for parameter in kernel.params]
         constants = sizes | dict(HAS_BIAS=True, CAUSAL=False, DROPS=True, OWN=own, bias_t=1)
         constants = {name: value for name, value in constants.items() if name in order}
-        types = {name: f"*{number}" for name in parts} | dict(log_sum="*fp32", delta="*fp32", bias="*fp32", seed="*i32")
+        types = {name: f"*{number}" for name in parts} | dict(
+            log_sum="*fp32", delta="*fp32", bias="*fp32", seed="*i32"
+        )
         types |= dict(scale="fp32", kept="fp32")
-        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in order}
+        signature = {
+            name: "constexpr" if name in constants else types.get(name, "i32") for name in order
+        }
         source = triton.compiler.ASTSource(
-            fn=kernel, signature=signature, constexprs={(order.index(name),): value for name, value in constants.items()},
-            attrs={(order.index(name),): [["tt.divisibility", 16]] for name in order if name in parts},
-        )  # fmt: skip
-        made = triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", capability, 32))
+            fn=kernel,
+            signature=signature,
+            constexprs={(order.index(name),): value for name, value in constants.items()},
+            attrs={
+                (order.index(name),): [["tt.divisibility", 16]] for name in order if name in parts
+            },
+        )
+        made = triton.compile(
+            source, target=triton.backends.compiler.GPUTarget("cuda", capability, 32)
+        )
         assert made.asm["cubin"] and made.metadata.shared <= CARDS[capability] << 10
 
 

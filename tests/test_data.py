@@ -26,7 +26,9 @@ from text.rows import find_text
 from text.store import TokenizedPairs, TokenWriter, flatten
 
 IDS = {"pad": 0, "bos": 1, "eos": 2}
-lengths_of_pairs = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=6, max_size=200)
+lengths_of_pairs = st.lists(
+    st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=6, max_size=200
+)
 
 
 def as_lengths(pairs):
@@ -34,7 +36,9 @@ def as_lengths(pairs):
     return {"source": source, "target": target}
 
 
-@given(lengths_of_pairs, st.integers(1, 300), st.integers(1, 3), st.integers(1, 2), st.integers(0, 5))
+@given(
+    lengths_of_pairs, st.integers(1, 300), st.integers(1, 3), st.integers(1, 2), st.integers(0, 5)
+)
 def test_every_epoch_deals_every_pair_once(pairs, budget, world_size, accumulate, seed):
     lengths = as_lengths(pairs)
     options = dict(seed=seed, world_size=world_size, accumulate=accumulate)
@@ -47,7 +51,9 @@ def test_every_epoch_deals_every_pair_once(pairs, budget, world_size, accumulate
         for _step in range(steps):
             micro_batches = [[next(stream) for _ in range(accumulate)] for stream in streams]
             step = [row for one_rank in micro_batches for rows in one_rank for row in rows]
-            assert all(len(rows) for one_rank in micro_batches for rows in one_rank)  # no rank without work
+            assert all(
+                len(rows) for one_rank in micro_batches for rows in one_rank
+            )  # no rank without work
             assert next(tokens) == sum(lengths["target"][row] + 1 for row in step)
             widest = max(max(pairs[row]) + 1 for row in step)
             # The budget holds, but for steps that have hardly a pair for each micro-batch.
@@ -56,7 +62,9 @@ def test_every_epoch_deals_every_pair_once(pairs, budget, world_size, accumulate
         assert Counter(seen) == Counter(range(len(pairs)))
 
 
-@pytest.mark.parametrize("tokens, on_cpu, on_gpu", [(10**4, 1024, 1024), (3 * 10**5, 3000, 3000), (10**7, 4096, 16384)])
+@pytest.mark.parametrize(
+    "tokens, on_cpu, on_gpu", [(10**4, 1024, 1024), (3 * 10**5, 3000, 3000), (10**7, 4096, 16384)]
+)
 def test_the_automatic_size_of_a_step(tokens, on_cpu, on_gpu):
     prepared = SimpleNamespace(train=SimpleNamespace(lengths={"target": np.array([tokens])}))
     sizes = [default_tokens_per_batch(prepared, torch.device(name)) for name in ("cpu", "cuda")]
@@ -68,7 +76,11 @@ def test_the_steps_that_ask_most_of_the_memory(pairs, budget):
     def loads(step: list[int]) -> list[int]:
         """Places, target tokens, places of attention matrices."""
         source, target = ([pairs[row][side] + 1 for row in step] for side in (0, 1))
-        return [len(step) * (max(source) + max(target)), sum(target), len(step) * max(source + target) ** 2]
+        return [
+            len(step) * (max(source) + max(target)),
+            sum(target),
+            len(step) * max(source + target) ** 2,
+        ]
 
     sampler = BucketSampler(as_lengths(pairs), budget)
     heaviest, steps = sampler.heaviest_steps(), islice(sampler, sampler.steps_per_epoch)
@@ -95,8 +107,13 @@ def test_a_restored_sampler_goes_on_where_the_other_was(pairs, budget, step, acc
 
 def test_epochs_differ_and_seeds_differ():
     lengths = as_lengths([(n % 7 + 3, n % 5 + 3) for n in range(300)])
-    plans = {(seed, epoch): [tuple(batch) for batch in BucketSampler(lengths, 50, seed=seed).epoch_plan(epoch)]
-             for seed in (0, 1) for epoch in (0, 1)}  # fmt: skip
+    plans = {
+        (seed, epoch): [
+            tuple(batch) for batch in BucketSampler(lengths, 50, seed=seed).epoch_plan(epoch)
+        ]
+        for seed in (0, 1)
+        for epoch in (0, 1)
+    }
     # Other batches, not the same in another order.
     assert len({frozenset(map(frozenset, plan)) for plan in plans.values()}) == 4
 
@@ -111,7 +128,9 @@ def test_cut_batches(pairs, budget, smallest, random):
     assert len(sizes) == 1 or sizes.min() >= smallest
     for first, size in zip(bounds, sizes):
         assert size * widths[first : first + size].max() <= budget or size < 2 * smallest
-    for first, size in zip(bounds[:-3], sizes):  # the last bounds move where the rest is too small to stand alone
+    for first, size in zip(
+        bounds[:-3], sizes
+    ):  # the last bounds move where the rest is too small to stand alone
         more = widths[first : first + size + 1]
         assert len(more) * more.max() > budget or size == smallest, "one more would fit"
 
@@ -128,7 +147,9 @@ def padding_share(lengths, sampler):
 @pytest.mark.parametrize("pairs, budget", [(100_000, 4096), (400_000, 16384)])
 def test_similar_lengths_share_a_batch(pairs, budget):
     random = np.random.default_rng(0)
-    meaning = random.normal(3.1, 0.7, (pairs, 1)) + random.normal(0, 0.2, (pairs, 2))  # as in text: the sides differ
+    meaning = random.normal(3.1, 0.7, (pairs, 1)) + random.normal(
+        0, 0.2, (pairs, 2)
+    )  # as in text: the sides differ
     lengths = as_lengths(np.exp(meaning).clip(1, 200).astype(np.int32))
     assert padding_share(lengths, BucketSampler(lengths, budget)) < 0.05
 
@@ -161,7 +182,9 @@ def test_an_epoch_is_planned_once_and_in_16_bits(monkeypatch):
     lengths, calls = as_lengths([(n % 50 + 1, n % 41 + 1) for n in range(2000)]), []
     sampler = BucketSampler(lengths, 200)
     assert sampler.source.itemsize <= 2 and sampler.target.itemsize <= 2
-    monkeypatch.setattr("data.order_by_length", lambda *sides: calls.append(1) or order_by_length(*sides))
+    monkeypatch.setattr(
+        "data.order_by_length", lambda *sides: calls.append(1) or order_by_length(*sides)
+    )
     batches, tokens = iter(sampler), sampler.target_tokens(0)
     for _ in range(sampler.steps_per_epoch + 1):
         rows = next(batches)
@@ -174,7 +197,13 @@ def test_more_micro_batches_than_pairs_is_an_error():
         BucketSampler(as_lengths([(3, 3)] * 3), 100, world_size=2, accumulate=2)
 
 
-@given(st.lists(st.tuples(*[st.lists(st.integers(3, 99), min_size=1, max_size=20)] * 2), min_size=1, max_size=8))
+@given(
+    st.lists(
+        st.tuples(*[st.lists(st.integers(3, 99), min_size=1, max_size=20)] * 2),
+        min_size=1,
+        max_size=8,
+    )
+)
 def test_collate(pairs):
     batch = Collate(IDS, IDS)([(np.array(source), np.array(target)) for source, target in pairs])
     assert batch.src_pad.dtype == torch.bool and torch.equal(batch.src_pad, batch.src == IDS["pad"])
@@ -183,8 +212,12 @@ def test_collate(pairs):
         assert batch.src[row][~batch.src_pad[row]].tolist() == [*source, IDS["eos"]]
         assert batch.tgt_in[row, : len(target) + 1].tolist() == [IDS["bos"], *target]
         assert (batch.tgt_in[row, len(target) + 1 :] == IDS["pad"]).all()
-    assert batch.tgt_out.tolist() == [token for _, target in pairs for token in [*target, IDS["eos"]]]
-    assert (flat_in[batch.real] != IDS["pad"]).all() and len(batch.real) == (flat_in != IDS["pad"]).sum()
+    assert batch.tgt_out.tolist() == [
+        token for _, target in pairs for token in [*target, IDS["eos"]]
+    ]
+    assert (flat_in[batch.real] != IDS["pad"]).all() and len(batch.real) == (
+        flat_in != IDS["pad"]
+    ).sum()
     assert batch.source_tokens == sum(len(source) + 1 for source, _ in pairs)
     assert batch.target_tokens == len(batch.tgt_out)
 
@@ -209,7 +242,9 @@ def test_a_batch_is_made_without_a_loop_over_sentences(tmp_path):
         return trace
 
     for size in (8, 800):  # sentences of 5 tokens with the end token
-        batches = batches_of(pairs, BucketSampler(pairs.lengths, 5 * size), Collate(IDS, IDS), 0, torch.device("cpu"))
+        batches = batches_of(
+            pairs, BucketSampler(pairs.lengths, 5 * size), Collate(IDS, IDS), 0, torch.device("cpu")
+        )
         next(batches)  # plans the epoch
         sys.settrace(trace)
         try:
@@ -225,7 +260,9 @@ def test_real_data(real_data, tmp_path):
     """All pairs of the course's data: cleaned, tokenised, and losslessly so."""
     said = []
     text = find_text(str(real_data))
-    prepared = prepare(text, tmp_path / "cache", source_vocab=1000, target_vocab=1000, say=said.append)
+    prepared = prepare(
+        text, tmp_path / "cache", source_vocab=1000, target_vocab=1000, say=said.append
+    )
     counts = prepared.summary["counts"]
     assert counts["read"] == sum(counts[key] for key in counts if key != "read")
     assert len(prepared.train) == counts["kept"] > 0.9 * counts["read"]
@@ -235,4 +272,7 @@ def test_real_data(real_data, tmp_path):
     places = batch.src.numel() + batch.tgt_in.numel()
     assert 1 - (batch.source_tokens + batch.target_tokens) / places < 0.1
     for budget in (4096, 16384):
-        assert padding_share(prepared.train.lengths, BucketSampler(prepared.train.lengths, budget)) < 0.05
+        assert (
+            padding_share(prepared.train.lengths, BucketSampler(prepared.train.lengths, budget))
+            < 0.05
+        )

@@ -19,7 +19,9 @@ from model import ModelConfig, Translator
 def make_model(norm_first=False, dtype=torch.float64, scale=3.0, seed=0) -> Translator:
     """Random weights, blown up so that its choices are lively and sentences end now and then."""
     torch.manual_seed(seed)
-    model = Translator(ModelConfig(40, 40, **TINY, dropout=0.1, norm_first=norm_first)).to(dtype).eval()
+    model = (
+        Translator(ModelConfig(40, 40, **TINY, dropout=0.1, norm_first=norm_first)).to(dtype).eval()
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(scale)
@@ -52,7 +54,9 @@ def greedy_by_the_stock_model(model, source: list[int]) -> list[int]:
 def test_cached_greedy_equals_the_stock_model_in_float64(norm_first, seed):
     model = make_model(norm_first, seed=seed, scale=2.0 + seed % 3)
     sources = make_sources(seed, 20, 14)
-    found = search(model, sources, COLLATE, batches=batches_of(sources, 1 + 3 * seed))  # ragged; rows leave one by one
+    found = search(
+        model, sources, COLLATE, batches=batches_of(sources, 1 + 3 * seed)
+    )  # ragged; rows leave one by one
     expected = [greedy_by_the_stock_model(model, source) for source in sources]
     assert found.tokens == expected
     assert len({len(row) for row in expected}) > 3  # a test of many lengths, not of one
@@ -85,7 +89,9 @@ def test_threads_keep_the_order_the_autocast_and_the_errors():
         return number, torch.is_autocast_enabled("cpu"), (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
     with torch.autocast("cpu", torch.bfloat16):
-        assert list(map_in_threads(task, list(range(9)), 3)) == [(n, True, torch.bfloat16) for n in range(9)]
+        assert list(map_in_threads(task, list(range(9)), 3)) == [
+            (n, True, torch.bfloat16) for n in range(9)
+        ]
     threads = torch.get_num_threads()
     with pytest.raises(ValueError, match="thirteen"):
         list(map_in_threads(task, list(range(20)), 2))
@@ -99,7 +105,9 @@ def test_beam_of_one_is_greedy(seed, length_penalty):
     src, src_pad = COLLATE.pad_sources(make_sources(seed, 12, 14))
     limits = output_limit((~src_pad).sum(1), model.config.max_length)
     expected = greedy(model, src, src_pad, limits, BOS, EOS)
-    found, _ = beam_search(model, src, src_pad, limits, BOS, EOS, beam=1, length_penalty=length_penalty)
+    found, _ = beam_search(
+        model, src, src_pad, limits, BOS, EOS, beam=1, length_penalty=length_penalty
+    )
     for row, limit in enumerate(limits.tolist()):
         ended = EOS in expected[row, :limit]
         length = expected[row].tolist().index(EOS) if ended else limit
@@ -110,7 +118,9 @@ def model_score(model, source: list[int], tokens: list[int], ended: bool = True)
     """Log-probability of an output by the stock model."""
     src, src_pad = COLLATE.pad_sources([source])
     with torch.no_grad():
-        log_probabilities = F.log_softmax(model(src, src_pad, torch.tensor([[BOS, *tokens]])), -1)[0]
+        log_probabilities = F.log_softmax(model(src, src_pad, torch.tensor([[BOS, *tokens]])), -1)[
+            0
+        ]
     wanted = [*tokens, EOS] if ended else tokens
     return sum(log_probabilities[place, token].item() for place, token in enumerate(wanted))
 
@@ -124,7 +134,9 @@ def test_beam_scores_are_the_model_s():
     for source, row, score, limit in zip(sources, found.tolist(), scores.tolist(), limits.tolist()):
         ended = EOS in row[:limit]
         tokens = row[: row.index(EOS)] if ended else row[:limit]
-        expected = model_score(model, source, tokens, ended) / ((5 + len(tokens) + ended) / 6) ** 0.8
+        expected = (
+            model_score(model, source, tokens, ended) / ((5 + len(tokens) + ended) / 6) ** 0.8
+        )
         assert math.isclose(score, expected, rel_tol=1e-9)
 
 
@@ -133,7 +145,9 @@ def test_beam_search_finds_the_best_of_a_tiny_space():
     model = make_model(scale=2.0, seed=5)
     source = [5, 6, 7]
     src, src_pad = COLLATE.pad_sources([source])
-    _, scores = beam_search(model, src, src_pad, torch.tensor([2]), BOS, EOS, beam=20, length_penalty=0.0)
+    _, scores = beam_search(
+        model, src, src_pad, torch.tensor([2]), BOS, EOS, beam=20, length_penalty=0.0
+    )
     every = [([], True)] + [([a], True) for a in range(40) if a != EOS]
     every += [([a, b], False) for a in range(40) for b in range(40) if EOS not in (a, b)]
     best = max(model_score(model, source, tokens, ended) for tokens, ended in every)
@@ -148,11 +162,18 @@ def test_what_else_is_in_the_batch_changes_no_beam(seed, length_penalty):
     sources = make_sources(seed, 12, 14)
     src, src_pad = COLLATE.pad_sources(sources)
     limits = output_limit((~src_pad).sum(1), model.config.max_length)
-    together, scores = beam_search(model, src, src_pad, limits, BOS, EOS, beam=3, length_penalty=length_penalty)
+    together, scores = beam_search(
+        model, src, src_pad, limits, BOS, EOS, beam=3, length_penalty=length_penalty
+    )
     for row, limit in enumerate(limits):
         options = dict(beam=3, length_penalty=length_penalty)
-        alone, score = beam_search(model, *COLLATE.pad_sources([sources[row]]), limit[None], BOS, EOS, **options)
-        assert together[row, :limit].tolist() == alone[0].tolist() and (together[row, limit:] == EOS).all()
+        alone, score = beam_search(
+            model, *COLLATE.pad_sources([sources[row]]), limit[None], BOS, EOS, **options
+        )
+        assert (
+            together[row, :limit].tolist() == alone[0].tolist()
+            and (together[row, limit:] == EOS).all()
+        )
         assert math.isclose(scores[row].item(), score.item(), rel_tol=1e-9)
 
 
@@ -180,8 +201,12 @@ def test_weak_hypotheses_that_end_early_do_not_cut_off_a_strong_one(monkeypatch)
 
     monkeypatch.setattr(decoding, "step", scripted)
     model, (src, src_pad) = make_model(), COLLATE.pad_sources([[7, 8, 9]])
-    found, scores = beam_search(model, src, src_pad, torch.tensor([10]), BOS, EOS, beam=2, length_penalty=0.0)
-    assert found[0, :5].tolist() == [5, 5, 5, 5, EOS] and math.isclose(scores.item(), 4 * math.log(0.9), rel_tol=1e-6)
+    found, scores = beam_search(
+        model, src, src_pad, torch.tensor([10]), BOS, EOS, beam=2, length_penalty=0.0
+    )
+    assert found[0, :5].tolist() == [5, 5, 5, 5, EOS] and math.isclose(
+        scores.item(), 4 * math.log(0.9), rel_tol=1e-6
+    )
 
 
 def test_order_empty_sources_and_the_cap():
@@ -190,7 +215,13 @@ def test_order_empty_sources_and_the_cap():
         model.output.bias[EOS] = -1e9  # never ends
     sources = [[], [5], [6] * 30, [], [7] * 40]
     found = search(model, sources, COLLATE)
-    assert [len(row) for row in found.tokens] == [0, 13, 56, 0, 64]  # 1.5 × (source + end) + 10, and 64 positions
+    assert [len(row) for row in found.tokens] == [
+        0,
+        13,
+        56,
+        0,
+        64,
+    ]  # 1.5 × (source + end) + 10, and 64 positions
     assert found.capped == 3
     model.output.bias.data[EOS] = 1e9  # ends at once
     assert search(model, sources, COLLATE).tokens == [[]] * 5
@@ -218,6 +249,12 @@ def test_every_sentence_is_in_exactly_one_batch(lengths, rows, copies):
         batches = plan_batches(lengths, rows, copies=copies)
     widths = [lengths[row] for batch in batches for row in batch]
     assert widths == sorted(widths, reverse=True)
-    assert all(len(batch) == 1 or copies * len(batch) * (lengths[batch[0]] + 1) <= 100 for batch in batches)
-    assert sorted(row for batch in batches for row in batch) == [row for row, length in enumerate(lengths) if length]
-    assert all(len(batch) <= math.ceil(1.5 * rows) for batch in batches)  # rather one larger batch than a tiny last one
+    assert all(
+        len(batch) == 1 or copies * len(batch) * (lengths[batch[0]] + 1) <= 100 for batch in batches
+    )
+    assert sorted(row for batch in batches for row in batch) == [
+        row for row, length in enumerate(lengths) if length
+    ]
+    assert all(
+        len(batch) <= math.ceil(1.5 * rows) for batch in batches
+    )  # rather one larger batch than a tiny last one

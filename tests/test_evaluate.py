@@ -30,7 +30,10 @@ def evaluate(folder: Path, *flags) -> str:
 
 
 def references(toy_data: Path, split: str = "test") -> list[str]:
-    return [json.loads(line)["en"] for line in (toy_data / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)["en"]
+        for line in (toy_data / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def test_the_card_is_the_score_of_the_written_hypotheses(toy_run, toy_data):
@@ -38,12 +41,27 @@ def test_the_card_is_the_score_of_the_written_hypotheses(toy_run, toy_data):
     output = evaluate(toy_run, "--ckpt", "runs/toy", "--out", "hypotheses.txt")
     hypotheses = (toy_run / "hypotheses.txt").read_text(encoding="utf-8").splitlines()
     card = json.loads((toy_run / "runs/toy/eval/test-greedy.json").read_text())
-    assert len(hypotheses) == 100 == card["sentences"] and card["nltk"] > 95  # it has learned to reverse
+    assert (
+        len(hypotheses) == 100 == card["sentences"] and card["nltk"] > 95
+    )  # it has learned to reverse
     assert (card["decoding"], card["precision"]) == ("greedy", "fp32")
     assert card["nltk"] == pytest.approx(corpus_bleu(references(toy_data), hypotheses), abs=0.005)
-    assert (toy_run / "runs/toy/eval/test-greedy.txt").read_text() == (toy_run / "hypotheses.txt").read_text()
-    for words in ("nltk corpus_bleu", "scale 0–100", "sacreBLEU", "nrefs:1|case:mixed", "chrF2", "brevity", "greedy",
-                  "95 % interval", "sentences/s", "tokens/s", "length limit"):  # fmt: skip
+    assert (toy_run / "runs/toy/eval/test-greedy.txt").read_text() == (
+        toy_run / "hypotheses.txt"
+    ).read_text()
+    for words in (
+        "nltk corpus_bleu",
+        "scale 0–100",
+        "sacreBLEU",
+        "nrefs:1|case:mixed",
+        "chrF2",
+        "brevity",
+        "greedy",
+        "95 % interval",
+        "sentences/s",
+        "tokens/s",
+        "length limit",
+    ):
         assert words in output
     assert output.count("  reference  ") == 3 and "teacher" not in output
 
@@ -61,18 +79,32 @@ def test_the_card_heeds_case(tmp_path):
     rows = [("一", "The Cat sat on the Mat in the Sun"), ("二", "He likes green Tea very much")]
     texts = ["The cat sat on the mat", "He likes green Tea"]
     trained = SimpleNamespace(config={"target": "en"}, run=tmp_path, name="x")
-    scored, translations = {"data": "data", "split": "test", "cut": False}, Translations(texts, 9, 3, 0)
+    scored, translations = (
+        {"data": "data", "split": "test", "cut": False},
+        Translations(texts, 9, 3, 0),
+    )
     said = []
-    card = report(Config(), trained, scored, rows, translations, 1.0, lambda *line: said.extend(line))
-    assert all(words in "\n".join(said) for words in ("3 outputs reached the length limit", "n-gram precisions"))
+    card = report(
+        Config(), trained, scored, rows, translations, 1.0, lambda *line: said.extend(line)
+    )
+    assert all(
+        words in "\n".join(said)
+        for words in ("3 outputs reached the length limit", "n-gram precisions")
+    )
     assert card["nltk"] == pytest.approx(corpus_bleu([target for _, target in rows], texts))
-    assert card["decoding"] == "greedy" and card["brevity_penalty"] < 1 and card["nltk"] < card["lowercase"] - 10
+    assert (
+        card["decoding"] == "greedy"
+        and card["brevity_penalty"] < 1
+        and card["nltk"] < card["lowercase"] - 10
+    )
 
 
 def test_outputs_that_never_end_are_counted_over_all_ranks(tiny_run):
     trained = load_trained(str(tiny_run))
     trained.model.output.bias.data[2] = -1e9  # the end token
-    world = SimpleNamespace(rank=0, size=1, on_main=lambda work: work(), gather=lambda share: [share, ({}, 7, 5)])
+    world = SimpleNamespace(
+        rank=0, size=1, on_main=lambda work: work(), gather=lambda share: [share, ({}, 7, 5)]
+    )
     tools = trained.model, trained.source_tokenizer, trained.target_tokenizer
     assert translate_lines(*tools, ["一", "", "二三"], world=world).capped == 2 + 5
 
@@ -80,13 +112,29 @@ def test_outputs_that_never_end_are_counted_over_all_ranks(tiny_run):
 def test_a_chinese_target_is_scored_by_characters(tmp_path):
     trained = SimpleNamespace(config={"target": "zh"}, run=tmp_path, name="x")
     scored, rows = {"data": "data", "split": "test", "cut": False}, [("a", "我们明天去北京。")]
-    card = report(Config(), trained, scored, rows, Translations(["我们明天到北京。"], 9, 0, 0), 1.0, lambda *_: None)
+    card = report(
+        Config(),
+        trained,
+        scored,
+        rows,
+        Translations(["我们明天到北京。"], 9, 0, 0),
+        1.0,
+        lambda *_: None,
+    )
     assert "tok:zh|" in card["signature"]
 
 
 def test_every_row_gets_a_hypothesis_whatever_is_in_it(toy_run, tmp_path):
-    rows = [("一二三四", "four three two one"), ("", "nothing"), ("五", ""), (" \t\x00 ", "  "), ("一二三四", "again"),
-            ("九" * 3000, "too long"), ("一\n二\u2028三", "three two one"), ("emoji 😀 \ufeff", "x")]  # fmt: skip
+    rows = [
+        ("一二三四", "four three two one"),
+        ("", "nothing"),
+        ("五", ""),
+        (" \t\x00 ", "  "),
+        ("一二三四", "again"),
+        ("九" * 3000, "too long"),
+        ("一\n二\u2028三", "three two one"),
+        ("emoji 😀 \ufeff", "x"),
+    ]
     data = write_pairs(tmp_path / "odd", rows, {"test": slice(None)})
     output = evaluate(toy_run, "--data", data, "--out", tmp_path / "out.txt")
     lines = (tmp_path / "out.txt").read_text(encoding="utf-8").split("\n")
@@ -104,16 +152,24 @@ def test_each_split_gives_its_own_raw_rows(toy_data, split, monkeypatch):
     assert (scored["data"], scored["split"]) == (str(toy_data), split)
     assert load_rows(Config(split=split, limit=7), trained)[0] == rows[:7]
     monkeypatch.setenv("HOME", str(toy_data.parent))
-    assert load_rows(Config(split=split, data=f"~/{toy_data.name}"), trained) == (rows, scored)  # the run's own
+    assert load_rows(Config(split=split, data=f"~/{toy_data.name}"), trained) == (
+        rows,
+        scored,
+    )  # the run's own
 
 
 def test_beams_find_likelier_sequences_than_greedy(toy_run):
     trained = load_trained(str(toy_run / "runs/toy"))
     collate, rows = collate_for(trained), load_rows(Config(), trained)[0]
-    src, src_pad = collate.pad_sources(encode(trained.source_tokenizer, [source for source, _ in rows]))
+    src, src_pad = collate.pad_sources(
+        encode(trained.source_tokenizer, [source for source, _ in rows])
+    )
     limits = output_limit((~src_pad).sum(1), trained.model.config.max_length)
     ids = collate.target_ids["bos"], collate.target_ids["eos"]
-    one, four = (beam_search(trained.model, src, src_pad, limits, *ids, beam, 0.0)[1][:, 0] for beam in (1, 4))
+    one, four = (
+        beam_search(trained.model, src, src_pad, limits, *ids, beam, 0.0)[1][:, 0]
+        for beam in (1, 4)
+    )
     # No theorem for one sentence: a beam may drop the greedy path for others that are likelier for a while.
     less = (one - four).clamp(min=0)  # 1e-4: rounding, where both find the same
     assert (less > 1e-4).sum() <= 3 and four.mean() >= one.mean() - 1e-4
@@ -123,16 +179,26 @@ def test_trained_weights_cached_greedy_equals_the_stock_model(toy_run):
     trained = load_trained(str(toy_run / "runs/toy"))
     model = trained.model.double()
     collate = collate_for(trained)
-    sources = encode(trained.source_tokenizer, [source for source, _ in load_rows(Config(limit=40), trained)[0]])
+    sources = encode(
+        trained.source_tokenizer, [source for source, _ in load_rows(Config(limit=40), trained)[0]]
+    )
     src, src_pad = collate.pad_sources(sources)
     output = torch.full((len(sources), 1), collate.target_ids["bos"])
     with torch.no_grad():
         for _ in range(40):
-            output = torch.cat([output, model(src, src_pad, output)[:, -1].argmax(-1, keepdim=True)], 1)
+            output = torch.cat(
+                [output, model(src, src_pad, output)[:, -1].argmax(-1, keepdim=True)], 1
+            )
     eos = collate.target_ids["eos"]
     limits = output_limit((~src_pad).sum(1), 512).tolist()
-    expected = [row[: row.index(eos)] if eos in row[:n] else row[:n] for row, n in zip(output[:, 1:].tolist(), limits)]
-    assert search(model, sources, collate, batches=plan_batches(list(map(len, sources)), 9)).tokens == expected
+    expected = [
+        row[: row.index(eos)] if eos in row[:n] else row[:n]
+        for row, n in zip(output[:, 1:].tolist(), limits)
+    ]
+    assert (
+        search(model, sources, collate, batches=plan_batches(list(map(len, sources)), 9)).tokens
+        == expected
+    )
 
 
 def test_the_length_penalty_is_heeded(tiny_run):
@@ -140,13 +206,18 @@ def test_the_length_penalty_is_heeded(tiny_run):
     trained = load_trained(tiny_run)
     tools = trained.model, trained.source_tokenizer, trained.target_tokenizer
     lines = [source for source, _ in reversed_digits(30, seed=3)]
-    short, long = (translate_lines(*tools, lines, beam=4, length_penalty=penalty) for penalty in (0.0, 5.0))
+    short, long = (
+        translate_lines(*tools, lines, beam=4, length_penalty=penalty) for penalty in (0.0, 5.0)
+    )
     assert long.tokens > short.tokens and long.texts != short.texts
 
 
 def test_ranks_on_unlike_machines_follow_one_plan(tiny_run):
     trained, plans, shares = load_trained(tiny_run), [], []
-    tools, lines = (trained.model, trained.source_tokenizer, trained.target_tokenizer), [str(n) for n in range(10, 80)]
+    tools, lines = (
+        (trained.model, trained.source_tokenizer, trained.target_tokenizer),
+        [str(n) for n in range(10, 80)],
+    )
     for rank in (0, 1):
         torch.set_num_threads(1 + 3 * rank)  # which a fixture takes back
         world = SimpleNamespace(rank=rank, size=2, gather=shares.append)
@@ -164,8 +235,10 @@ def test_int8_from_the_command_line(toy_run):
     output = evaluate(toy_run, "--precision", "int8")
     assert "rounded to 8 bits" in output and "greedy, int8" in output
     evaluate(toy_run)
-    scores = [json.loads((toy_run / f"runs/toy/eval/{name}.json").read_text())["nltk"]
-              for name in ("test-greedy", "test-greedy-int8")]  # fmt: skip
+    scores = [
+        json.loads((toy_run / f"runs/toy/eval/{name}.json").read_text())["nltk"]
+        for name in ("test-greedy", "test-greedy-int8")
+    ]
     assert abs(scores[0] - scores[1]) < 3
 
 
@@ -181,7 +254,10 @@ def test_teacher_forcing_is_labelled_and_flatters(toy_run):
     collate = collate_for(trained)
     right = total = 0
     for source, target in rows:  # by hand, one pair at a time
-        pair = encode(trained.source_tokenizer, [source])[0], encode(trained.target_tokenizer, [target])[0]
+        pair = (
+            encode(trained.source_tokenizer, [source])[0],
+            encode(trained.target_tokenizer, [target])[0],
+        )
         batch = collate([pair])
         with torch.no_grad():
             logits = trained.model(batch.src, batch.src_pad, batch.tgt_in)[0]
@@ -189,7 +265,9 @@ def test_teacher_forcing_is_labelled_and_flatters(toy_run):
         total += len(batch.tgt_out)
     assert rate == pytest.approx(100 * right / total, abs=0.2)
     formats = []
-    trained.model.output.register_forward_hook(lambda part, taken, logits: formats.append(logits.dtype))
+    trained.model.output.register_forward_hook(
+        lambda part, taken, logits: formats.append(logits.dtype)
+    )
     teacher_forced_match(trained, rows[:9], world, choose_precision(world.device, "bf16"))
     assert set(formats) == {torch.float32}
 
@@ -197,7 +275,9 @@ def test_teacher_forcing_is_labelled_and_flatters(toy_run):
 def test_data_without_splits_is_scored_on_the_part_that_was_cut_off(tmp_path, capsys):
     pairs = reversed_digits(1500)
     data = write_pairs(tmp_path / "flat", pairs)
-    output = forked("train.py", "--data", data, *TINY_FLAGS, "--max_steps", 2, "--run", "r", cwd=tmp_path)
+    output = forked(
+        "train.py", "--data", data, *TINY_FLAGS, "--max_steps", 2, "--run", "r", cwd=tmp_path
+    )
     assert "no validation split" in output and "no test split" in output
     assert ", split test (cut from train), " in evaluate(tmp_path, "--out", "out.txt")
     trained = load_trained(str(tmp_path / "runs/r"))
@@ -219,7 +299,9 @@ def test_data_without_splits_is_scored_on_the_part_that_was_cut_off(tmp_path, ca
 
 
 def test_a_model_that_was_handed_on_without_its_checkpoints(tiny_run, tmp_path):
-    given = shutil.copytree(tiny_run, tmp_path / "given", ignore=shutil.ignore_patterns("checkpoints", "eval"))
+    given = shutil.copytree(
+        tiny_run, tmp_path / "given", ignore=shutil.ignore_patterns("checkpoints", "eval")
+    )
     shutil.copy(tiny_run / "checkpoints/best/model.safetensors", given)
     for number in (1, 2):
         evaluate(tmp_path, "--ckpt", "given/model.safetensors", "--limit", number)
@@ -247,13 +329,17 @@ def test_a_flag_without_effect_says_so_and_a_cpu_scores_in_fp32(toy_run, monkeyp
     assert any("--captured has no effect" in line for line in said) and precision.name == "fp32"
 
 
-@pytest.mark.parametrize("number, note", [(errno.EACCES, "not saved"), (errno.EROFS, "not saved"), (errno.ENOSPC, "")])
+@pytest.mark.parametrize(
+    "number, note", [(errno.EACCES, "not saved"), (errno.EROFS, "not saved"), (errno.ENOSPC, "")]
+)
 def test_a_run_that_is_only_for_reading_is_scored_all_the_same(tmp_path, monkeypatch, number, note):
     def refuse(*_, **__):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("pathlib.Path.mkdir", refuse)
     said = []
-    with contextlib.nullcontext() if note else pytest.raises(OSError):  # a full disk is another matter
+    with (
+        contextlib.nullcontext() if note else pytest.raises(OSError)
+    ):  # a full disk is another matter
         keep_score(tmp_path / "eval", "test-greedy", {}, [], said.append)
     assert [note in line for line in said] == [True] * bool(note)

@@ -53,8 +53,14 @@ def place(tmp_path, monkeypatch):
 
 def run_sh(place: Path, *words, repo="repo", **environment) -> tuple[int, str, str]:
     """→ exit code, what was printed, and what Python was asked, a call a line."""
-    done = subprocess.run(["bash", f"../{repo}/run.sh", *words], cwd=place / "home", env={**os.environ, **environment},
-                          capture_output=True, text=True, timeout=HANGS)  # fmt: skip
+    done = subprocess.run(
+        ["bash", f"../{repo}/run.sh", *words],
+        cwd=place / "home",
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=HANGS,
+    )
     log = (place / "log").read_text() if (place / "log").exists() else ""
     (place / "log").unlink(missing_ok=True)
     return done.returncode, done.stdout + done.stderr, log
@@ -76,7 +82,10 @@ def test_the_commands_that_it_prints_can_be_typed_wherever_it_lies(place):
     said = run_sh(place, repo="my repo", VENV=f"{place}/it's")[1]
     typed = [shlex.split(words)[1] for words in re.findall(r"(?:source .*|python .*\.py)", said)]
     names = ("translate", "evaluate", "train")
-    assert typed == [f"{place}/it's/bin/activate", *(f"{place}/my repo/{name}.py" for name in names)]
+    assert typed == [
+        f"{place}/it's/bin/activate",
+        *(f"{place}/my repo/{name}.py" for name in names),
+    ]
 
 
 def test_an_environment_elsewhere_is_seen_from_where_the_user_is(place):
@@ -87,7 +96,9 @@ def test_an_environment_elsewhere_is_seen_from_where_the_user_is(place):
 
 def test_cd_that_says_where_it_goes(place):
     environment = {**os.environ, "CDPATH": f".:{place}"}
-    subprocess.run(["bash", "repo/run.sh", "lenet"], cwd=place, env=environment, check=True, timeout=HANGS)
+    subprocess.run(
+        ["bash", "repo/run.sh", "lenet"], cwd=place, env=environment, check=True, timeout=HANGS
+    )
 
 
 @pytest.mark.parametrize("lab", ["lenet", "wikitext", "pipeline", "gpt"])
@@ -96,16 +107,35 @@ def test_a_labs_data_are_seen_from_where_the_user_is(place, lab):
     assert code == 0 and re.search(rf"labs\.{lab} .*--data digits\nin {place}/home\n", asked)
 
 
-@pytest.mark.parametrize("words, processes, asked_for", [
-    ("attention", "", "-m labs.attention_op"), ("collectives", "", "-m labs.collectives"),
-    ("gpt -- --lr 1", "", "-m labs.gpt --max_minutes 10 --lr 1"), ("gpt -- s.yaml", "", "-m labs.gpt s.yaml"),
-    ("gpt -- --resume runs/a", "", "-m labs.gpt --resume runs/a"), ("gpt -- --plan", "", "-m labs.gpt --plan"),
-    ("gpt", "3", "-m torch.distributed.run --standalone --nproc_per_node 3 -m -- labs.gpt --max_minutes 10"),
-    ("pipeline", "", "-m torch.distributed.run --standalone --nproc_per_node 2 -m -- labs.pipeline"),
-    ("pipeline", "1", "-m labs.pipeline"),
-    ("pipeline", "3", "-m torch.distributed.run --standalone --nproc_per_node 3 -m -- labs.pipeline"),
-    ("gpu -- --minutes 1", "", "-m benchmarks.gpu --minutes 1"), ("test -- -x", "", "--no-loadscope-reorder -x"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, processes, asked_for",
+    [
+        ("attention", "", "-m labs.attention_op"),
+        ("collectives", "", "-m labs.collectives"),
+        ("gpt -- --lr 1", "", "-m labs.gpt --max_minutes 10 --lr 1"),
+        ("gpt -- s.yaml", "", "-m labs.gpt s.yaml"),
+        ("gpt -- --resume runs/a", "", "-m labs.gpt --resume runs/a"),
+        ("gpt -- --plan", "", "-m labs.gpt --plan"),
+        (
+            "gpt",
+            "3",
+            "-m torch.distributed.run --standalone --nproc_per_node 3 -m -- labs.gpt --max_minutes 10",
+        ),
+        (
+            "pipeline",
+            "",
+            "-m torch.distributed.run --standalone --nproc_per_node 2 -m -- labs.pipeline",
+        ),
+        ("pipeline", "1", "-m labs.pipeline"),
+        (
+            "pipeline",
+            "3",
+            "-m torch.distributed.run --standalone --nproc_per_node 3 -m -- labs.pipeline",
+        ),
+        ("gpu -- --minutes 1", "", "-m benchmarks.gpu --minutes 1"),
+        ("test -- -x", "", "--no-loadscope-reorder -x"),
+    ],
+)
 def test_the_verbs(place, words, processes, asked_for):
     shutil.copy(ROOT / "requirements-dev.txt", place / "repo")
     code, _, asked = run_sh(place, *words.split(), PROCESSES=processes)
@@ -118,11 +148,18 @@ def test_an_unknown_verb(place):
     assert code == 2 and said.startswith("error: unknown verb 'train_all'; use: ") and not asked
 
 
-@pytest.mark.parametrize("flags, folder", [
-    (["--run", "a"], "runs/a"), (["--run=a"], "runs/a"), (["--resume", "runs/b"], "runs/b"),
-    (["--lr", "1", "--resume=b"], "runs/b"), (["s.yaml"], "elsewhere/c"), (["s.yaml", "--run", "a"], "runs/a"),
-    (["--run=~/elsewhere/c"], "{home}/elsewhere/c"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, folder",
+    [
+        (["--run", "a"], "runs/a"),
+        (["--run=a"], "runs/a"),
+        (["--resume", "runs/b"], "runs/b"),
+        (["--lr", "1", "--resume=b"], "runs/b"),
+        (["s.yaml"], "elsewhere/c"),
+        (["s.yaml", "--run", "a"], "runs/a"),
+        (["--run=~/elsewhere/c"], "{home}/elsewhere/c"),
+    ],
+)
 def test_the_run_that_the_flags_name(place, flags, folder):
     for folder_there in ("runs/a", "runs/b", "elsewhere/c"):
         (place / "home" / folder_there).mkdir(parents=True)
@@ -132,15 +169,28 @@ def test_the_run_that_the_flags_name(place, flags, folder):
     assert code == 0 and f"evaluate.py --ckpt {folder.format(home=place / 'home')}\n" in asked
 
 
-@pytest.mark.parametrize("flags, trains", [
-    (["--data", "d"], "train.py --max_minutes 60 --data d --run [^ ]+"),
-    (["--lr", "1"], f"train.py --max_minutes {60 if os.path.isdir('/opt/minidataset') else 3.5} --lr 1 --run [^ ]+"),
-    (["--data", "d", "--device", "cpu"], "train.py --max_minutes 60 --data d --device cpu --run [^ ]+"),
-    (["s.yaml", "--lr", "1"], "train.py s.yaml --lr 1 --run [^ ]+"),
-    (["--resume", "runs/b"], "train.py --resume runs/b"),
-])  # fmt: skip
-def test_on_a_cpu_time_is_limited_unless_a_file_of_settings_or_a_run_says_how_long(place, flags, trains):
-    code, _, asked = run_sh(place, "--", *flags, **({} if "--device" in flags else {"WITHOUT_GPU": "1"}))
+@pytest.mark.parametrize(
+    "flags, trains",
+    [
+        (["--data", "d"], "train.py --max_minutes 60 --data d --run [^ ]+"),
+        (
+            ["--lr", "1"],
+            f"train.py --max_minutes {60 if os.path.isdir('/opt/minidataset') else 3.5} --lr 1 --run [^ ]+",
+        ),
+        (
+            ["--data", "d", "--device", "cpu"],
+            "train.py --max_minutes 60 --data d --device cpu --run [^ ]+",
+        ),
+        (["s.yaml", "--lr", "1"], "train.py s.yaml --lr 1 --run [^ ]+"),
+        (["--resume", "runs/b"], "train.py --resume runs/b"),
+    ],
+)
+def test_on_a_cpu_time_is_limited_unless_a_file_of_settings_or_a_run_says_how_long(
+    place, flags, trains
+):
+    code, _, asked = run_sh(
+        place, "--", *flags, **({} if "--device" in flags else {"WITHOUT_GPU": "1"})
+    )
     assert code == 0 and re.search(rf"{trains}\n", asked) and "evaluate.py" in asked
 
 
@@ -152,7 +202,9 @@ def test_nothing_is_evaluated_where_nothing_is_trained(place, flag):
 
 def test_an_environment_that_was_not_finished_is_made_again(place):
     (place / "repo/.venv/bin").mkdir(parents=True)
-    (place / "repo/.venv/bin/python").write_text("#!/bin/sh\nexit 1\n")  # as without ensurepip: it has no pip
+    (place / "repo/.venv/bin/python").write_text(
+        "#!/bin/sh\nexit 1\n"
+    )  # as without ensurepip: it has no pip
     (place / "repo/.venv/bin/python").chmod(0o755)
     code, said, _ = run_sh(place, WITHOUT_ENSUREPIP="1")
     assert code == 2 and "python3-venv" in said and said.count("\n") == 1
@@ -166,12 +218,18 @@ def test_an_index_for_a_build_without_cuda(place):
 
 
 # Under nohup SIGHUP is ignored by this process and by those it starts.
-SIGNALS = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+SIGNALS = [
+    n
+    for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    if signal.getsignal(n) != signal.SIG_IGN
+]
 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_it_and_nothing_is_evaluated(place, number):
-    process = subprocess.Popen(["bash", "../repo/run.sh"], cwd=place / "home", env={**os.environ, "TRAINS_FOR": "3000"})
+    process = subprocess.Popen(
+        ["bash", "../repo/run.sh"], cwd=place / "home", env={**os.environ, "TRAINS_FOR": "3000"}
+    )
     deadline = time.monotonic() + HANGS
     while not (place / "home/started").exists():
         assert process.poll() is None and time.monotonic() < deadline

@@ -30,10 +30,26 @@ PAIRS = reversed_digits(300)
 def folder(tmp_path_factory):
     """runs/r, a run of two steps, with its data."""
     place = tmp_path_factory.mktemp("place")
-    write_pairs(place / "data", PAIRS, {"train": slice(0, 90), "validation": slice(90, 95), "test": slice(95, 100)})
+    write_pairs(
+        place / "data",
+        PAIRS,
+        {"train": slice(0, 90), "validation": slice(90, 95), "test": slice(95, 100)},
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        flags = ["--data", "data", *TINY_FLAGS, "--max_length", 64, "--max_steps", 2, "--eval_every", 1, "--run", "r"]
+        flags = [
+            "--data",
+            "data",
+            *TINY_FLAGS,
+            "--max_length",
+            64,
+            "--max_steps",
+            2,
+            "--eval_every",
+            1,
+            "--run",
+            "r",
+        ]
         assert not in_this_process("train.py", *flags)
     return place
 
@@ -59,7 +75,10 @@ def evaluate(place, capsys):
 @pytest.fixture
 def refused(place, capsys):
     def refused(*flags) -> str:
-        code, errors = in_this_process("evaluate.py", *flags, "--device", "cpu"), capsys.readouterr().err
+        code, errors = (
+            in_this_process("evaluate.py", *flags, "--device", "cpu"),
+            capsys.readouterr().err,
+        )
         assert code == 2 and errors.startswith("error: ") and errors.count("\n") == 1
         return errors
 
@@ -80,10 +99,16 @@ def test_other_data_without_a_test_split_are_scored_whole(place, evaluate, refus
         assert f"scored     {data}, split all, 200 rows" in output
         assert len(Path("out.txt").read_text().splitlines()) == 200
     ((name, score),) = scores().items()
-    assert name == f"all-greedy-data-{score['rows']}" and score["data"] == "flat" and score["sentences"] == 200
+    assert (
+        name == f"all-greedy-data-{score['rows']}"
+        and score["data"] == "flat"
+        and score["sentences"] == 200
+    )
     no_split = refused("--ckpt", "runs/r", "--data", "flat", "--split", "test")
     assert "flat has no test split; leave --split out" in no_split
-    assert "split test, 5 rows" in evaluate("--data", "data")  # the run's own, whatever it is called
+    assert "split test, 5 rows" in evaluate(
+        "--data", "data"
+    )  # the run's own, whatever it is called
     assert "split test, 5 rows" in evaluate("--data", place / "data")
 
 
@@ -105,12 +130,22 @@ def test_scores_of_different_things_have_different_names(evaluate, monkeypatch):
     evaluate()
     evaluate("--precision", "fp32")
     evaluate("--ckpt", f"runs/r/checkpoints/{other}")
-    evaluate("--ckpt", f"runs/r/checkpoints/{other}/model.safetensors", "--beam", 2, "--length_penalty", 0.3)
+    evaluate(
+        "--ckpt",
+        f"runs/r/checkpoints/{other}/model.safetensors",
+        "--beam",
+        2,
+        "--length_penalty",
+        0.3,
+    )
     assert "mean of step-1, step-2" in evaluate("--average", 2)
     assert "split validation, 3 rows" in evaluate("--split", "validation", "--limit", 3)
     names = {"greedy", "greedy-fp32", f"greedy-{other}", f"beam2-lp0.3-{other}", "greedy-average2"}
     assert scores().keys() == {f"test-{name}" for name in names} | {"validation-greedy-first3"}
-    assert scores()[f"test-beam2-lp0.3-{other}"]["decoding"] == "beam 2, length penalty 0.3" and 0.3 in penalties
+    assert (
+        scores()[f"test-beam2-lp0.3-{other}"]["decoding"] == "beam 2, length penalty 0.3"
+        and 0.3 in penalties
+    )
 
 
 def test_changed_rows_and_another_checkpoint_are_said(place, evaluate):
@@ -121,7 +156,9 @@ def test_changed_rows_and_another_checkpoint_are_said(place, evaluate):
     Path("data/test.jsonl").write_text(old)  # the folder is everybody's
     assert "test-greedy.json is of: the data have changed" in said
     score = Path("runs/r/eval/test-greedy.json")
-    score.write_text(score.read_text().replace(str(Path("runs/r/checkpoints").resolve()), "elsewhere"))
+    score.write_text(
+        score.read_text().replace(str(Path("runs/r/checkpoints").resolve()), "elsewhere")
+    )
     assert "was of elsewhere/step-" in evaluate()
 
 
@@ -172,17 +209,30 @@ def test_a_full_disk_leaves_the_score_before(tmp_path, monkeypatch, number):
 # Flags.
 
 
-@pytest.mark.parametrize("typed_name, meant", [
-    ("batch_size", "tokens_per_batch"), ("batch", "tokens_per_batch"), ("learning-rate", "lr"), ("max_step", "max_steps"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "typed_name, meant",
+    [
+        ("batch_size", "tokens_per_batch"),
+        ("batch", "tokens_per_batch"),
+        ("learning-rate", "lr"),
+        ("max_step", "max_steps"),
+    ],
+)
 def test_flags_by_their_names_elsewhere(typed_name, meant):
-    assert under_test.nearest(typed_name, ["lr", "max_steps", "tokens_per_batch"], "--") == f"; did you mean --{meant}?"
+    assert (
+        under_test.nearest(typed_name, ["lr", "max_steps", "tokens_per_batch"], "--")
+        == f"; did you mean --{meant}?"
+    )
     assert under_test.nearest("batch", ["batch_size"], "--") == "; did you mean --batch_size?"
 
 
-@pytest.mark.parametrize(("path", "shown"), [("a\0b", "a.x00b"), (os.fsdecode(b"a\xff"), "a.udcff")])
+@pytest.mark.parametrize(
+    ("path", "shown"), [("a\0b", "a.x00b"), (os.fsdecode(b"a\xff"), "a.udcff")]
+)
 def test_a_path_with_a_nul_or_with_bytes_that_are_not_utf8(path, shown):
-    with pytest.raises(UserError, match=f"--out '{shown}' holds a NUL character, or is not UTF-8; rename it"):
+    with pytest.raises(
+        UserError, match=f"--out '{shown}' holds a NUL character, or is not UTF-8; rename it"
+    ):
         under_test.checked(Config(out=path))
 
 
@@ -208,12 +258,18 @@ def test_out_of_memory(work, capsys):
 def shell(command: str, place: Path) -> subprocess.CompletedProcess:
     words = f"{shlex.quote(sys.executable)} {shlex.quote(str(ROOT))}/{command}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "latin-1"}
-    return subprocess.run(["bash", "-c", words], cwd=place, env=environment, capture_output=True, timeout=HANGS)
+    return subprocess.run(
+        ["bash", "-c", words], cwd=place, env=environment, capture_output=True, timeout=HANGS
+    )
 
 
-@pytest.mark.parametrize("command", [
-    "translate.py --ckpt runs/r 一二 >&-", "evaluate.py --ckpt runs/r --limit 2 <&-",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        "translate.py --ckpt runs/r 一二 >&-",
+        "evaluate.py --ckpt runs/r --limit 2 <&-",
+    ],
+)
 def test_closed_streams_and_a_terminal_in_latin_1(command, place):
     done = shell(command, place)
     assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
@@ -224,7 +280,9 @@ def test_ctrl_c_during_the_imports(place):
     words = [sys.executable, "-X", "importtime", ROOT / "translate.py", "--ckpt", "runs/r"]
     # In the background of a script, pytest ignores Ctrl-C, and so would what it starts.
     listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listens)
+    process = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listens
+    )
     for line in process.stderr:
         if " torch." in line:  # a part of it, and much is to come
             break
@@ -251,5 +309,9 @@ def as_on_macos() -> None:
 def test_training_and_scoring_without_what_only_linux_has(place):
     """The kernels are not used, and that is said."""
     flags = ["--data", "data", *TINY_FLAGS, "--max_steps", 2, "--run", "mac"]
-    assert "the C++ functions need Linux" in forked("train.py", *flags, cwd=place, first=(as_on_macos,))
-    assert "nltk corpus_bleu" in forked("evaluate.py", "--ckpt", "runs/mac", cwd=place, first=(as_on_macos,))
+    assert "the C++ functions need Linux" in forked(
+        "train.py", *flags, cwd=place, first=(as_on_macos,)
+    )
+    assert "nltk corpus_bleu" in forked(
+        "evaluate.py", "--ckpt", "runs/mac", cwd=place, first=(as_on_macos,)
+    )

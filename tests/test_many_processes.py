@@ -8,7 +8,16 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import HANGS, TINY_FLAGS, Forked, fork_ranks, forked_ranks, free_port, records, torchrun
+from conftest import (
+    HANGS,
+    TINY_FLAGS,
+    Forked,
+    fork_ranks,
+    forked_ranks,
+    free_port,
+    records,
+    torchrun,
+)
 from test_train import LONG, SAME, assert_close_run, assert_same_run, signal_at_step
 
 from engine import distributed
@@ -16,12 +25,18 @@ from engine import distributed
 
 def kill_rank_at_step(launcher: subprocess.Popen, rank: int, folder: Path, step: int) -> Path:
     """Wait until the run in `folder` has logged `step`, and kill the child of torchrun with this RANK; → the run."""
-    while not any("train/loss" in file.read_text() and max(records(file.parent)) >= step
-                  for file in folder.glob("runs/*/metrics.jsonl")):  # fmt: skip
+    while not any(
+        "train/loss" in file.read_text() and max(records(file.parent)) >= step
+        for file in folder.glob("runs/*/metrics.jsonl")
+    ):
         assert launcher.poll() is None, launcher.communicate(timeout=HANGS)
         time.sleep(0.05)
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    (child,) = [int(pid) for pid in children if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text()]
+    (child,) = [
+        int(pid)
+        for pid in children
+        if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text()
+    ]
     os.kill(child, signal.SIGKILL)
     return next(folder.glob("runs/*/metrics.jsonl")).parent
 
@@ -38,7 +53,10 @@ def test_a_killed_rank_ends_the_job_with_one_clear_line(toy_data, tmp_path, vict
     _, errors = process.communicate(timeout=HANGS)
     assert process.returncode != 0
     lines = [line for line in errors.splitlines() if line.startswith("error")]
-    assert len(lines) == 1 and f"error (rank {1 - victim}): another process of this run has ended" in lines[0]
+    assert (
+        len(lines) == 1
+        and f"error (rank {1 - victim}): another process of this run has ended" in lines[0]
+    )
     assert errors.count("Traceback (most recent call last)") == 1  # torchrun's own, after our line
 
 
@@ -49,12 +67,16 @@ def test_restarted_by_torchrun_it_goes_on_from_the_last_checkpoint(toy_data, her
     forked_ranks(2, "train.py", "--data", toy_data, *longer, "--run", here, cwd=tmp_path)
     # No --run: the new processes find the run that the old ones began.
     flags = ["--data", toy_data, *longer]
-    process = torchrun(2, "train.py", *flags, cwd=tmp_path, own=("--standalone", "--max_restarts", "1"))
+    process = torchrun(
+        2, "train.py", *flags, cwd=tmp_path, own=("--standalone", "--max_restarts", "1")
+    )
     run = kill_rank_at_step(process, 1, tmp_path, 28)
     output, errors = process.communicate(timeout=HANGS)
     assert process.returncode == 0, errors
     assert re.search(r"resumed after step \d+ from", output)
-    assert len([folder for folder in tmp_path.glob("runs/*") if not folder.name.startswith(".")]) == 1
+    assert (
+        len([folder for folder in tmp_path.glob("runs/*") if not folder.name.startswith(".")]) == 1
+    )
     assert_same_run(here, run)
 
 
@@ -72,10 +94,19 @@ def test_two_machines(whole_run, long_data, here, tmp_path):
 
 def test_started_by_srun(whole_run, long_data, here, tmp_path):
     """As SLURM starts them: nothing but its own variables, the same on both tasks but for the number."""
-    slurm = dict(SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NODELIST="localhost", SLURM_STEP_TASKS_PER_NODE="2",
-                 SLURM_JOB_ID="7", SLURM_STEP_ID="0", MASTER_PORT=str(free_port()))  # fmt: skip
+    slurm = dict(
+        SLURM_STEP_NUM_TASKS="2",
+        SLURM_STEP_NODELIST="localhost",
+        SLURM_STEP_TASKS_PER_NODE="2",
+        SLURM_JOB_ID="7",
+        SLURM_STEP_ID="0",
+        MASTER_PORT=str(free_port()),
+    )
     flags = ["train.py", "--data", long_data, *TINY_FLAGS, *SAME, "--run", here]
-    tasks = [Forked(*flags, cwd=tmp_path, SLURM_PROCID=rank, SLURM_LOCALID=rank, **slurm) for rank in ("0", "1")]
+    tasks = [
+        Forked(*flags, cwd=tmp_path, SLURM_PROCID=rank, SLURM_LOCALID=rank, **slurm)
+        for rank in ("0", "1")
+    ]
     assert [task.wait() for task in tasks] == [0, 0], [task.output for task in tasks]
     assert "2 processes" in tasks[0].output and not tasks[1].output  # rank 0 alone speaks
     assert_close_run(whole_run, here)
@@ -87,10 +118,16 @@ def signal_and_wait_less(number: int, step: int, rank: str) -> None:
     signal_at_step(number, step, rank=rank)
 
 
-@pytest.mark.parametrize("before, step, after", [
-    ((1,), 10, (2,)), ((2,), 20, (3,)), pytest.param((3,), 20, (1,), marks=pytest.mark.slow),
-    ((2, "--shard", "--accumulate", "2"), 20, (1,)), ((1,), 10, (3, "--shard")),  # three parts of a weight differ in size
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "before, step, after",
+    [
+        ((1,), 10, (2,)),
+        ((2,), 20, (3,)),
+        pytest.param((3,), 20, (1,), marks=pytest.mark.slow),
+        ((2, "--shard", "--accumulate", "2"), 20, (1,)),
+        ((1,), 10, (3, "--shard")),  # three parts of a weight differ in size
+    ],
+)
 def test_a_signal_to_one_rank_stops_all_and_more_or_fewer_go_on(
     whole_run, long_data, here, tmp_path, before, step, after
 ):
@@ -104,7 +141,10 @@ def test_a_signal_to_one_rank_stops_all_and_more_or_fewer_go_on(
     ranks = fork_ranks(later, "train.py", "--resume", here, *more, cwd=tmp_path)
     assert [rank.wait() for rank in ranks] == [0] * later, [rank.output for rank in ranks]
     parts = 2 if "--accumulate" in before else 1
-    assert f"note: {size} processes × {parts} micro-batches before, {later} × {parts} from now on" in ranks[0].output
+    assert (
+        f"note: {size} processes × {parts} micro-batches before, {later} × {parts} from now on"
+        in ranks[0].output
+    )
     assert more or not any(rank.output for rank in ranks[1:])
     assert ("note: --shard has no effect" in ranks[0].output) == ("--shard" in before)
     assert_close_run(whole_run, here)
@@ -113,6 +153,15 @@ def test_a_signal_to_one_rank_stops_all_and_more_or_fewer_go_on(
 def test_a_mistake_is_said_by_every_rank_and_nobody_waits(tmp_path):
     ranks = fork_ranks(2, "train.py", "--data", "nowhere", cwd=tmp_path)
     assert [rank.wait() for rank in ranks] == [2, 2]
-    lines = [line for rank in ranks for line in rank.output.splitlines() if line.startswith("error (rank")]
-    assert any("nowhere" in line for line in lines) and not any("Traceback" in rank.output for rank in ranks)
-    assert all("nowhere" in line or "another process of this run has ended" in line for line in lines)
+    lines = [
+        line
+        for rank in ranks
+        for line in rank.output.splitlines()
+        if line.startswith("error (rank")
+    ]
+    assert any("nowhere" in line for line in lines) and not any(
+        "Traceback" in rank.output for rank in ranks
+    )
+    assert all(
+        "nowhere" in line or "another process of this run has ended" in line for line in lines
+    )

@@ -11,7 +11,15 @@ from conftest import TINY
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.errors import UserError
-from model import PRESETS, ModelConfig, SummedLoss, Translator, cross_attention, sizes_of, training_flops
+from model import (
+    PRESETS,
+    ModelConfig,
+    SummedLoss,
+    Translator,
+    cross_attention,
+    sizes_of,
+    training_flops,
+)
 from train import Config
 
 SOURCE_VOCAB, TARGET_VOCAB = 50, 60
@@ -19,7 +27,9 @@ SOURCE_VOCAB, TARGET_VOCAB = 50, 60
 
 def make_model(norm_first=False, dropout=0.0, dtype=torch.float64, **sizes) -> Translator:
     torch.manual_seed(0)
-    config = ModelConfig(SOURCE_VOCAB, TARGET_VOCAB, **(TINY | dict(dropout=dropout, norm_first=norm_first) | sizes))
+    config = ModelConfig(
+        SOURCE_VOCAB, TARGET_VOCAB, **(TINY | dict(dropout=dropout, norm_first=norm_first) | sizes)
+    )
     return Translator(config).to(dtype)
 
 
@@ -56,7 +66,10 @@ def logits_by_hand(model, src, src_pad, tgt_in):
         table = torch.zeros(ids.size(1), d, dtype=torch.float64)
         for p in range(ids.size(1)):
             for i in range(0, d, 2):
-                table[p, i], table[p, i + 1] = math.sin(p / 10000 ** (i / d)), math.cos(p / 10000 ** (i / d))
+                table[p, i], table[p, i + 1] = (
+                    math.sin(p / 10000 ** (i / d)),
+                    math.cos(p / 10000 ** (i / d)),
+                )
         return table
 
     def block(layer, x, sublayers):
@@ -70,16 +83,26 @@ def logits_by_hand(model, src, src_pad, tgt_in):
     x = model.source_embedding.weight[src] * math.sqrt(d) + positions(src)
     source_hidden = src_pad[:, None, :]
     for layer in model.transformer.encoder.layers:
-        attend = lambda x, layer=layer: attention_by_hand(layer.self_attn, x, x, source_hidden)  # noqa: E731
+
+        def attend(x, layer=layer):
+            return attention_by_hand(layer.self_attn, x, x, source_hidden)
+
         x = block(layer, x, [(layer.norm1, attend), (layer.norm2, feed_forward(layer))])
     memory = model.transformer.encoder.norm(x)
     length = tgt_in.size(1)
     future = torch.tensor([[j > i for j in range(length)] for i in range(length)])[None]
     y = model.target_embedding.weight[tgt_in] * math.sqrt(d) + positions(tgt_in)
     for layer in model.transformer.decoder.layers:
-        own = lambda y, layer=layer: attention_by_hand(layer.self_attn, y, y, future)  # noqa: E731
-        cross = lambda y, layer=layer: attention_by_hand(layer.multihead_attn, y, memory, source_hidden)  # noqa: E731
-        y = block(layer, y, [(layer.norm1, own), (layer.norm2, cross), (layer.norm3, feed_forward(layer))])
+
+        def own(y, layer=layer):
+            return attention_by_hand(layer.self_attn, y, y, future)
+
+        def cross(y, layer=layer):
+            return attention_by_hand(layer.multihead_attn, y, memory, source_hidden)
+
+        y = block(
+            layer, y, [(layer.norm1, own), (layer.norm2, cross), (layer.norm3, feed_forward(layer))]
+        )
     return model.transformer.decoder.norm(y) @ model.target_embedding.weight.T + model.output.bias
 
 
@@ -102,7 +125,13 @@ def test_the_loss_begins_at_the_logarithm_of_the_vocabulary(norm_first, vocabula
     torch.manual_seed(0)
     model = Translator(ModelConfig(vocabulary, vocabulary, norm_first=norm_first)).eval()
     src, tgt_in = torch.randint(3, vocabulary, (8, 20)), torch.randint(3, vocabulary, (8, 20))
-    batch = src, torch.zeros(8, 20, dtype=torch.bool), tgt_in, torch.arange(160), torch.randint(3, vocabulary, (160,))
+    batch = (
+        src,
+        torch.zeros(8, 20, dtype=torch.bool),
+        tgt_in,
+        torch.arange(160),
+        torch.randint(3, vocabulary, (160,)),
+    )
     with torch.no_grad():
         _, loss = SummedLoss(model, 0.1)(*batch)
     assert abs(loss.item() / 160 - math.log(vocabulary)) < 1
@@ -133,8 +162,13 @@ def test_smoothed_loss_is_its_definition():
     real, target = torch.tensor([0, 1, 5, 9]), torch.tensor([3, 40, 59, 7])
     smoothed, plain = SummedLoss(model, 0.1)(src, src_pad, tgt_in, real, target)
     rows = model(src, src_pad, tgt_in, real).log_softmax(-1)
-    assert torch.allclose(smoothed, -sum(0.9 * row[t] + 0.1 * row.mean() for row, t in zip(rows, target)))
-    assert torch.allclose(plain, -sum(row[t] for row, t in zip(rows, target))) and not plain.requires_grad
+    assert torch.allclose(
+        smoothed, -sum(0.9 * row[t] + 0.1 * row.mean() for row, t in zip(rows, target))
+    )
+    assert (
+        torch.allclose(plain, -sum(row[t] for row, t in zip(rows, target)))
+        and not plain.requires_grad
+    )
 
 
 def test_too_long_a_sentence_is_an_error():
@@ -144,7 +178,9 @@ def test_too_long_a_sentence_is_an_error():
         model.encode(src, torch.zeros_like(src, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("wrong", [dict(nhead=5), dict(d_model=0), dict(num_encoder_layers=0), dict(dropout=1.5)])
+@pytest.mark.parametrize(
+    "wrong", [dict(nhead=5), dict(d_model=0), dict(num_encoder_layers=0), dict(dropout=1.5)]
+)
 def test_wrong_sizes_are_named(wrong):
     with pytest.raises(UserError, match=next(iter(wrong))):
         ModelConfig(10, 10, **wrong)
@@ -169,7 +205,9 @@ def test_presets_are_the_papers(preset, millions, dropout):
 
 def test_counted_flops_are_those_of_the_products_with_weights():
     model = make_model(dtype=torch.float32, dim_feedforward=256, d_model=128)
-    src, src_pad, tgt_in = make_batch(batch=4, source=2, target=2, padding=0)  # short: attention scores hardly count
+    src, src_pad, tgt_in = make_batch(
+        batch=4, source=2, target=2, padding=0
+    )  # short: attention scores hardly count
     real = torch.arange(tgt_in.numel())
     with FlopCounterMode(display=False) as counter:
         SummedLoss(model, 0.0)(src, src_pad, tgt_in, real, tgt_in.flatten())[0].backward()

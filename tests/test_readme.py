@@ -23,7 +23,9 @@ from train import MAY_CHANGE
 PAGES = [ROOT / "README.md", ROOT / "sample/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 LABS = {"lenet", "wikitext", "attention", "pipeline", "collectives", "gpt"}
-COMMAND = re.compile(r'(?:^| )((?:python|torchrun) \S.*|bash run\.sh[^"]*)"?$')  # what stands before it sets variables
+COMMAND = re.compile(
+    r'(?:^| )((?:python|torchrun) \S.*|bash run\.sh[^"]*)"?$'
+)  # what stands before it sets variables
 
 
 def commands(page: str) -> list[str]:
@@ -42,7 +44,9 @@ def program_and_flags(command: str) -> tuple[str, list[str]]:
     """('train.py', its flags), ('labs.lenet', …) or ('run.sh', …), whether started by python, torchrun or bash."""
     launcher, *words = shlex.split(command)
     while launcher == "torchrun" and words and words[0].startswith("--") and words[0] != "--":
-        words = words[1:] if words[0] == "--standalone" else words[2:]  # torchrun's own flag and its value
+        words = (
+            words[1:] if words[0] == "--standalone" else words[2:]
+        )  # torchrun's own flag and its value
     while words and words[0] in ("-m", "--"):
         words = words[1:]
     return (words[0], [word for word in words[1:] if word != "--help"]) if words else ("", [])
@@ -102,7 +106,12 @@ def test_every_command_exists_and_takes_its_flags(page, tmp_path, monkeypatch):
         if program == "run.sh":
             verb, flags = (flags[0], flags[1:]) if flags and flags[0] != "--" else ("train", flags)
             assert verb in {"train", "test", "gpu"} | LABS, command
-            programs = {"train": "train.py", "test": "", "gpu": "benchmarks.gpu", "attention": "labs.attention_op"}
+            programs = {
+                "train": "train.py",
+                "test": "",
+                "gpu": "benchmarks.gpu",
+                "attention": "labs.attention_op",
+            }
             program = programs.get(verb, f"labs.{verb}")
         if program == "pytest":
             assert (ROOT / flags[0]).exists(), command
@@ -113,32 +122,49 @@ def test_every_command_exists_and_takes_its_flags(page, tmp_path, monkeypatch):
 
 
 def test_torchrun_takes_no_flag_of_ours_for_its_own(monkeypatch):
-    for command in (command for page in NAMES for command in commands(page) if command.startswith("torchrun ")):
+    for command in (
+        command for page in NAMES for command in commands(page) if command.startswith("torchrun ")
+    ):
         program, flags = program_and_flags(command)
-        if program and ("--shutdown_timeout" not in command or "shutdown" in get_args_parser().format_help()):
+        if program and (
+            "--shutdown_timeout" not in command or "shutdown" in get_args_parser().format_help()
+        ):
             started = torchrun_arguments(shlex.split(command)[1:])
             words = [word for word in started.training_script_args if word != "--"]
-            assert (started.training_script, words) == (program, [word for word in flags if word != "--"]), command
+            assert (started.training_script, words) == (
+                program,
+                [word for word in flags if word != "--"],
+            ), command
 
 
 @pytest.mark.parametrize("page", NAMES)
 def test_every_file_exists(page):
     text = (ROOT / page).read_text(encoding="utf-8")
-    folders = [ROOT, (ROOT / page).parent, ROOT / "labs" / Path(page).stem]  # a lab's page may leave out its folder
+    folders = [
+        ROOT,
+        (ROOT / page).parent,
+        ROOT / "labs" / Path(page).stem,
+    ]  # a lab's page may leave out its folder
     for name in re.findall(r"`(\w[\w/]*(?:\.py|\.cpp|\.h|/))`", text):
         exists = any((folder / name).exists() for folder in folders)
         assert exists or name.startswith(("runs/", "my_corpus/")), name  # which the user makes
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
         assert ((ROOT / page).parent / link).exists(), link
-    tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
+    tests = "".join(
+        file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py")
+    )
     for name in re.findall(r"`(test_\w+)…?`", text):  # … stands for the rest of a name
         assert f"def {name}" in tests, name
 
 
-@pytest.mark.parametrize("page, words, program, name", [
-    ("evaluation", r"默认 ([\d.]+)，在验证集上选定", "evaluate.py", "length_penalty"),
-    ("training", r"按轮数；默认 (\d+)", "train.py", "epochs"), ("training", r"最近 (\d+) 个与最好的", "train.py", "keep"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "page, words, program, name",
+    [
+        ("evaluation", r"默认 ([\d.]+)，在验证集上选定", "evaluate.py", "length_penalty"),
+        ("training", r"按轮数；默认 (\d+)", "train.py", "epochs"),
+        ("training", r"最近 (\d+) 个与最好的", "train.py", "keep"),
+    ],
+)
 def test_the_pages_name_the_defaults(page, words, program, name):
     text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
     assert float(re.search(words, text)[1]) == getattr(config_class(program)(), name)
@@ -154,7 +180,9 @@ def test_the_page_names_the_flags_that_may_change():
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     """Blocks that begin with `import torch`; they check what the page says, or print it."""
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(import torch\n.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL
+    )
     assert blocks
     for block in blocks:
         exec(block, {})
@@ -166,9 +194,14 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
 def runnable(page: str) -> list[str]:
     """The commands of a page that one process can run on a CPU, without the network and the course's data."""
     scripts = tuple(f"python {name}.py" for name in ("train", "evaluate", "translate", "report"))
-    elsewhere = re.compile(r"wmt/|~/|google-bert/|my_tokenizer/|--source |--captured|int8|--attention|--serve|\$|DIR")
-    return [command for command in dict.fromkeys(commands(page))
-            if command.startswith(scripts) and not elsewhere.search(command)]  # fmt: skip
+    elsewhere = re.compile(
+        r"wmt/|~/|google-bert/|my_tokenizer/|--source |--captured|int8|--attention|--serve|\$|DIR"
+    )
+    return [
+        command
+        for command in dict.fromkeys(commands(page))
+        if command.startswith(scripts) and not elsewhere.search(command)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -214,8 +247,12 @@ def test_the_commands_of_the_pages_run(page, place):
 
 def test_the_example_in_python_runs_and_leaves_the_signals_as_they_were(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
-    example = re.search(r"```python\n(.*?)```", (ROOT / "docs/evaluation.md").read_text(encoding="utf-8"), re.DOTALL)[1]
-    sizes = "max_steps=2, d_model=32, nhead=4, num_encoder_layers=1, num_decoder_layers=1, device='cpu'"
+    example = re.search(
+        r"```python\n(.*?)```", (ROOT / "docs/evaluation.md").read_text(encoding="utf-8"), re.DOTALL
+    )[1]
+    sizes = (
+        "max_steps=2, d_model=32, nhead=4, num_encoder_layers=1, num_decoder_layers=1, device='cpu'"
+    )
     before = [signal.getsignal(number) for number in SIGNALS]
     exec(example.replace("max_minutes=20", sizes), names := {})
     assert [signal.getsignal(number) for number in SIGNALS] == before
@@ -230,9 +267,18 @@ def test_training_without_flags(ranks, tmp_path):
     if ranks > 1:
         launcher = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*launcher, str(ROOT / "train.py")], cwd=tmp_path, env=environment, text=True,
-                               start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
-    while not any("train/loss" in file.read_text() for file in tmp_path.glob("runs/*/metrics.jsonl")):
+    process = subprocess.Popen(
+        [*launcher, str(ROOT / "train.py")],
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    while not any(
+        "train/loss" in file.read_text() for file in tmp_path.glob("runs/*/metrics.jsonl")
+    ):
         assert process.poll() is None, process.communicate(timeout=HANGS)
         time.sleep(0.2)
     os.killpg(process.pid, signal.SIGTERM)

@@ -60,7 +60,13 @@ def weights(run: Path, checkpoint: str = "last") -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(run / "checkpoints" / checkpoint / "model.safetensors")
 
 
-CURVES = ("train/loss", "train/smoothed_loss", "valid/loss", "train/learning_rate", "train/gradient_norm")
+CURVES = (
+    "train/loss",
+    "train/smoothed_loss",
+    "valid/loss",
+    "train/learning_rate",
+    "train/gradient_norm",
+)
 
 
 def assert_same_run(run: Path, other: Path) -> None:
@@ -69,7 +75,9 @@ def assert_same_run(run: Path, other: Path) -> None:
         assert records(run, key) == records(other, key) and records(run, key)
         assert curve(run, key) == curve(other, key)
     first, second = weights(run), weights(other)
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 def assert_same_weights(first: dict, second: dict, tolerance: float) -> None:
@@ -87,14 +95,19 @@ def assert_same_weights(first: dict, second: dict, tolerance: float) -> None:
 def assert_close_run(run: Path, other: Path) -> None:
     """The same sums in another order, in fp32: a relative 1e-7 each, which 24 steps of Adam blow up to 1e-5 at most."""
     for key in ("train/loss", "valid/loss"):
-        assert records(run, key) == pytest.approx(records(other, key), rel=1e-5) and len(records(run, key)) > 2
+        assert (
+            records(run, key) == pytest.approx(records(other, key), rel=1e-5)
+            and len(records(run, key)) > 2
+        )
     assert_same_weights(weights(run), weights(other), 1e-5)
 
 
 # ---- runs in this process ----
 
 # In fp32 on every machine: these look at numbers.
-SMALL = dict(max_steps=6, eval_every=3, log_every=2, tokens_per_batch=300, precision="fp32", device="cpu")
+SMALL = dict(
+    max_steps=6, eval_every=3, log_every=2, tokens_per_batch=300, precision="fp32", device="cpu"
+)
 
 
 def config(**values) -> training.Config:
@@ -117,8 +130,14 @@ def resumed(run: Path, **values) -> training.Config:
 def test_learns_64_real_pairs_by_heart(tmp_path):
     """If it cannot, a mask, the loss or the decoder is wrong."""
     text = find_text(os.environ.get("MINIDATASET") or default_path())
-    rows = [row for row in next(text.rows("train")) if 8 <= len(row[0]) <= 40 and len(row[1]) <= 120][:68]
-    data = write_pairs(tmp_path / "data", rows, {"train": slice(4, 68), "validation": slice(0, 2), "test": slice(2, 4)})
+    rows = [
+        row for row in next(text.rows("train")) if 8 <= len(row[0]) <= 40 and len(row[1]) <= 120
+    ][:68]
+    data = write_pairs(
+        tmp_path / "data",
+        rows,
+        {"train": slice(4, 68), "validation": slice(0, 2), "test": slice(2, 4)},
+    )
     flags = "--d_model 128 --nhead 4 --num_encoder_layers 2 --num_decoder_layers 2 --dim_feedforward 512 --dropout 0"
     flags += " --label_smoothing 0 --lr 0.003 --source_vocab 800 --target_vocab 800"
     flags += " --max_steps 260 --eval_every 260 --tokens_per_batch 1024"
@@ -136,23 +155,47 @@ def trained_by_hand(prepared, c: training.Config, ranks: int = 1, parts: int = 1
 
     → the model, and of each step the loss to minimise, the plain loss and the gradient's norm.
     """
-    sizes = ModelConfig(len(prepared.source_tokenizer), len(prepared.target_tokenizer), c.d_model, c.nhead,
-                        c.num_encoder_layers, c.num_decoder_layers, c.dim_feedforward, 0.1, c.norm_first)  # fmt: skip
+    sizes = ModelConfig(
+        len(prepared.source_tokenizer),
+        len(prepared.target_tokenizer),
+        c.d_model,
+        c.nhead,
+        c.num_encoder_layers,
+        c.num_decoder_layers,
+        c.dim_feedforward,
+        0.1,
+        c.norm_first,
+    )
     torch.manual_seed(c.seed)
     model = Translator(sizes).train()
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), eps=1e-8, weight_decay=0.01)
-    samplers = [BucketSampler(prepared.train.lengths, c.tokens_per_batch, seed=c.seed, rank=rank, world_size=ranks,
-                              accumulate=parts) for rank in range(ranks)]  # fmt: skip
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=(0.9, 0.98), eps=1e-8, weight_decay=0.01
+    )
+    samplers = [
+        BucketSampler(
+            prepared.train.lengths,
+            c.tokens_per_batch,
+            seed=c.seed,
+            rank=rank,
+            world_size=ranks,
+            accumulate=parts,
+        )
+        for rank in range(ranks)
+    ]
     micro_batches, collate, figures = list(map(iter, samplers)), collate_for(prepared), []
     for step in range(1, c.max_steps + 1):
         down = (c.max_steps + 1 - step) / (c.max_steps + 1 - math.ceil(0.7 * c.max_steps))
         optimizer.param_groups[0]["lr"] = c.lr * min(1, step / c.warmup, down)
         smoothed = plain = tokens = 0
         for rank in range(ranks):
-            torch.manual_seed(int(np.random.SeedSequence((c.seed, step, rank)).generate_state(1, np.uint64)[0]))
+            torch.manual_seed(
+                int(np.random.SeedSequence((c.seed, step, rank)).generate_state(1, np.uint64)[0])
+            )
             for _ in range(parts):
                 batch = collate([prepared.train[row] for row in next(micro_batches[rank])])
-                log_probabilities = model(batch.src, batch.src_pad, batch.tgt_in, batch.real).log_softmax(-1)
+                log_probabilities = model(
+                    batch.src, batch.src_pad, batch.tgt_in, batch.real
+                ).log_softmax(-1)
                 right = -log_probabilities.gather(1, batch.tgt_out[:, None]).sum()
                 uniform = -log_probabilities.mean(-1).sum()
                 smoothed += (1 - c.label_smoothing) * right + c.label_smoothing * uniform
@@ -167,14 +210,24 @@ def trained_by_hand(prepared, c: training.Config, ranks: int = 1, parts: int = 1
 
 # Every one of them another than its default, and all of them large enough to show after six steps.
 BY_HAND = dict(
-    log_every=1, warmup=3, lr=0.01, seed=7, label_smoothing=0.2, clip=0.5, num_encoder_layers=2, eval_every=6,
-    optimizer="adamw", dropout_after=0,
-)  # fmt: skip
+    log_every=1,
+    warmup=3,
+    lr=0.01,
+    seed=7,
+    label_smoothing=0.2,
+    clip=0.5,
+    num_encoder_layers=2,
+    eval_every=6,
+    optimizer="adamw",
+    dropout_after=0,
+)
 
 
 def assert_run_is(run: Path, model, figures) -> None:
     """fp32 sums in another order; an element of the weights has moved by some 0.03."""
-    for key, column in zip(("train/smoothed_loss", "train/loss", "train/gradient_norm"), zip(*figures)):
+    for key, column in zip(
+        ("train/smoothed_loss", "train/loss", "train/gradient_norm"), zip(*figures)
+    ):
         assert list(records(run, key).values()) == pytest.approx(column, rel=1e-4), key
     perplexities = [math.exp(plain) for _, plain, _ in figures]
     assert list(records(run, "train/perplexity").values()) == pytest.approx(perplexities, rel=1e-3)
@@ -187,7 +240,9 @@ def test_the_run_of_one_process_is_the_loop_by_hand(toy_data, here, norm_first):
     c = config(data=str(toy_data), run=str(here), norm_first=norm_first, **BY_HAND)
     training.train(c)
     assert_run_is(here, *trained_by_hand(prepared_of(here), c))
-    rates = list(records(here, "train/learning_rate").values())  # up in three steps, level for two, down in one
+    rates = list(
+        records(here, "train/learning_rate").values()
+    )  # up in three steps, level for two, down in one
     assert rates == pytest.approx([0.01 / 3, 0.02 / 3, 0.01, 0.01, 0.01, 0.005], rel=1e-9)
 
 
@@ -203,7 +258,9 @@ def test_the_run_of_two_processes_is_the_loop_by_hand(toy_data, here, tmp_path):
     prepared = prepared_of(here)
     lengths = {side: prepared.train.lengths[side] + 1 for side in ("source", "target")}
     sampler = BucketSampler(prepared.train.lengths, 300, seed=7, world_size=2, accumulate=2)
-    target = [int(lengths["target"][rows].sum()) for rows in islice(sampler, 12)]  # of each micro-batch
+    target = [
+        int(lengths["target"][rows].sum()) for rows in islice(sampler, 12)
+    ]  # of each micro-batch
     sampler.step = 0
     source = [int(lengths["source"][rows].sum()) for rows in islice(sampler, 12)]
     steps = {step: slice(2 * step - 2, 2 * step) for step in range(2, 7)}
@@ -225,7 +282,10 @@ def make_a_step_last_a_second() -> None:
     engine.telemetry.Meter = SteadyMeter
     plain, says = DistributedDataParallel.no_sync, os.environ["RANK"] == "0"
     said = "no_sync, buffers:"
-    DistributedDataParallel.no_sync = lambda module: (says and print(said, module.broadcast_buffers), plain(module))[1]
+    DistributedDataParallel.no_sync = lambda module: (
+        says and print(said, module.broadcast_buffers),
+        plain(module),
+    )[1]
 
 
 def prepared_of(run: Path):
@@ -261,7 +321,9 @@ def test_compiled_pads_no_further_than_the_models_positions(toy_data, here, monk
         return module
 
     monkeypatch.setattr(torch, "compile", compiled)
-    training.train(config(data=str(toy_data), run=str(here), compile=True, max_length=13, max_steps=1))
+    training.train(
+        config(data=str(toy_data), run=str(here), compile=True, max_length=13, max_steps=1)
+    )
     assert len(records(here, "valid/loss")) == 1 and widths == {13}
 
 
@@ -276,19 +338,27 @@ def test_a_fault_of_the_validation_comes_before_the_first_step(toy_data, here, m
 def test_epochs_are_passes_over_the_data(toy_data, here):
     settings = dict(max_steps=0, epochs=2, tokens_per_batch=2000, accumulate=2)
     training.train(config(data=str(toy_data), run=str(here), **settings))
-    steps = int(re.search(r"(\d+) steps per epoch", (here / "train.log").read_text(encoding="utf-8"))[1])
+    steps = int(
+        re.search(r"(\d+) steps per epoch", (here / "train.log").read_text(encoding="utf-8"))[1]
+    )
     assert max(records(here)) == 2 * steps > 4
 
 
 def test_validations_come_every_250_steps_where_an_epoch_has_fewer(toy_data, here, monkeypatch):
     validated = []
-    monkeypatch.setattr(training.Validation, "__call__", lambda _, step: validated.append(step) or (1.0, 0.0))
+    monkeypatch.setattr(
+        training.Validation, "__call__", lambda _, step: validated.append(step) or (1.0, 0.0)
+    )
     training.train(config(data=str(toy_data), run=str(here), eval_every=0, max_steps=251))
     assert validated == [250, 251]
 
 
 def test_the_chosen_format_reaches_every_forward_pass(toy_data, here, monkeypatch):
-    seen, plain, chosen = [], training.SummedLoss.forward, Mock(side_effect=training.choose_precision)
+    seen, plain, chosen = (
+        [],
+        training.SummedLoss.forward,
+        Mock(side_effect=training.choose_precision),
+    )
 
     def forward(loss_of, *batch):
         seen.append(torch.is_autocast_enabled("cpu"))
@@ -296,7 +366,9 @@ def test_the_chosen_format_reaches_every_forward_pass(toy_data, here, monkeypatc
 
     monkeypatch.setattr(training, "choose_precision", chosen)
     monkeypatch.setattr(training.SummedLoss, "forward", forward)
-    training.train(config(data=str(toy_data), run=str(here), max_steps=1, precision="bf16", attention="python"))
+    training.train(
+        config(data=str(toy_data), run=str(here), max_steps=1, precision="bf16", attention="python")
+    )
     assert len(seen) > 2 and all(seen) and chosen.call_args.kwargs["training"]
 
 
@@ -333,7 +405,9 @@ def test_a_step_that_does_not_fit_the_memory_is_split(toy_data, here, monkeypatc
 
     monkeypatch.setattr(training.fast, "loss", lambda *_: None)
     monkeypatch.setattr(training, "SummedLoss", Small)
-    monkeypatch.setattr(training, "fewest_parts", lambda trial, _: fewest_parts(trial, torch.device("cuda")))
+    monkeypatch.setattr(
+        training, "fewest_parts", lambda trial, _: fewest_parts(trial, torch.device("cuda"))
+    )
     monkeypatch.setattr(training, "Validation", validation := Mock(side_effect=training.Validation))
     training.train(config(data=str(toy_data), run=str(here)))
     parts = json.loads((here / "checkpoints/last/state.json").read_text())["accumulate"]
@@ -349,8 +423,17 @@ LONG = "--max_steps 60 --eval_every 10 --log_every 7 --tokens_per_batch 300 --pr
 def uninterrupted(long_data, tmp_path_factory) -> tuple[Path, int]:
     """With dropout: the randomness must be resumed as well. And how many file operations it took, tokenising included."""
     folder = tmp_path_factory.mktemp("unbroken")
-    output = forked("train.py", "--data", long_data, *TINY_FLAGS, *LONG, "--run", folder / "run", cwd=folder,
-                    first=(count_file_operations,))  # fmt: skip
+    output = forked(
+        "train.py",
+        "--data",
+        long_data,
+        *TINY_FLAGS,
+        *LONG,
+        "--run",
+        folder / "run",
+        cwd=folder,
+        first=(count_file_operations,),
+    )
     return folder / "run", int(output.split("file operations: ")[1].split()[0])
 
 
@@ -358,7 +441,9 @@ def uninterrupted(long_data, tmp_path_factory) -> tuple[Path, int]:
 def uninterrupted_by_two(long_data, tmp_path_factory) -> Path:
     """The same by two processes."""
     folder = tmp_path_factory.mktemp("two")
-    forked_ranks(2, "train.py", "--data", long_data, *TINY_FLAGS, *LONG, "--run", folder / "run", cwd=folder)
+    forked_ranks(
+        2, "train.py", "--data", long_data, *TINY_FLAGS, *LONG, "--run", folder / "run", cwd=folder
+    )
     return folder / "run"
 
 
@@ -374,7 +459,10 @@ def count_file_operations(kill_at: int = 0) -> None:
     import engine.run
 
     close = engine.run.Run.close
-    engine.run.Run.close = lambda run, *words: (close(run, *words), print("file operations:", next(seen)))[0]
+    engine.run.Run.close = lambda run, *words: (
+        close(run, *words),
+        print("file operations:", next(seen)),
+    )[0]
 
 
 def signal_at_step(number: int, step: int, whole_group: bool = False, rank: str = "0") -> None:
@@ -394,16 +482,32 @@ def signal_at_step(number: int, step: int, whole_group: bool = False, rank: str 
     engine.telemetry.Meter = DoomedMeter
 
 
-@pytest.mark.parametrize("ranks, seed, kills", [
-    (1, 1, 3), (1, 2, 3), *(pytest.param(ranks, seed, 10, marks=pytest.mark.slow) for seed in range(5) for ranks in (1, 2)),
-])  # fmt: skip
-def test_killed_at_any_moment_and_resumed_is_the_same(uninterrupted, long_data, tmp_path, ranks, seed, kills, request):
+@pytest.mark.parametrize(
+    "ranks, seed, kills",
+    [
+        (1, 1, 3),
+        (1, 2, 3),
+        *(
+            pytest.param(ranks, seed, 10, marks=pytest.mark.slow)
+            for seed in range(5)
+            for ranks in (1, 2)
+        ),
+    ],
+)
+def test_killed_at_any_moment_and_resumed_is_the_same(
+    uninterrupted, long_data, tmp_path, ranks, seed, kills, request
+):
     """At file operations drawn by lot (of starting, tokenising, saving, logging), and in the middle of a step."""
     unbroken = uninterrupted[0] if ranks == 1 else request.getfixturevalue("uninterrupted_by_two")
     draw, run, killed = random.Random(seed), tmp_path / "run", 0
-    ways = [(count_file_operations, draw.randrange(1, uninterrupted[1])) for _ in range(kills - kills // 3)]
+    ways = [
+        (count_file_operations, draw.randrange(1, uninterrupted[1]))
+        for _ in range(kills - kills // 3)
+    ]
     steps = [draw.randrange(1, 15) for _ in range(kills // 3)]
-    ways += [(signal_at_step, signal.SIGKILL, step, False, str(draw.randrange(ranks))) for step in steps]
+    ways += [
+        (signal_at_step, signal.SIGKILL, step, False, str(draw.randrange(ranks))) for step in steps
+    ]
     draw.shuffle(ways)
     begin = ["--data", long_data, *TINY_FLAGS, *LONG, "--run", run]
     for way in [*ways, ()]:
@@ -417,19 +521,28 @@ def test_killed_at_any_moment_and_resumed_is_the_same(uninterrupted, long_data, 
         died = way and -signal.SIGKILL in codes
         killed += bool(died)
         # What is left to do may take fewer operations than the whole run. 2: it saw that the other one was gone.
-        assert codes <= ({-signal.SIGKILL, 2} if died else set()) | {0}, (way, [script.output for script in scripts])
-    assert killed >= 1  # the first way strikes always: the whole run has more operations than it waits for
+        assert codes <= ({-signal.SIGKILL, 2} if died else set()) | {0}, (
+            way,
+            [script.output for script in scripts],
+        )
+    assert (
+        killed >= 1
+    )  # the first way strikes always: the whole run has more operations than it waits for
     assert_same_run(unbroken, run)
 
 
 @pytest.mark.parametrize("workers, step", [(0, 25), (2, 25), (2, 42), (0, 50)])
-def test_sigterm_saves_and_the_resumed_run_is_the_same(uninterrupted, long_data, here, tmp_path, workers, step):
+def test_sigterm_saves_and_the_resumed_run_is_the_same(
+    uninterrupted, long_data, here, tmp_path, workers, step
+):
     """Sent to every process, as torchrun, SLURM and Ctrl-C on a terminal do: to the loader's workers too.
 
     Before pairs are left out, right before, and after it.
     """
     flags = ["--data", long_data, *TINY_FLAGS, *LONG, "--workers", workers, "--run", here]
-    output = forked("train.py", *flags, cwd=tmp_path, first=(signal_at_step, signal.SIGTERM, step, True))
+    output = forked(
+        "train.py", *flags, cwd=tmp_path, first=(signal_at_step, signal.SIGTERM, step, True)
+    )
     command = f"python train.py --resume {shlex.quote(str(here))}"
     assert f"stopped after step {step}: interrupted\nto go on: {command}\n" in output
     assert f"workers: {workers}\n" in output
@@ -450,29 +563,45 @@ def test_printed_commands_can_be_typed_whatever_the_name_of_the_run(name, toy_da
         with pytest.raises(UserError) as error:
             call()
         said.append(str(error.value))
-    commands = [shlex.split(words)[0] for line in said for words in re.split("--(?:ckpt|resume) ", line)[1:]]
+    commands = [
+        shlex.split(words)[0] for line in said for words in re.split("--(?:ckpt|resume) ", line)[1:]
+    ]
     assert commands == [str(folder)] * 5
 
 
-@pytest.mark.parametrize("match, late, last_short", [(True, True, 7), (True, False, 0), (False, True, 10)])
-def test_pairs_with_short_targets_are_left_out_of_the_run(match, late, last_short, tmp_path, here, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "match, late, last_short", [(True, True, 7), (True, False, 0), (False, True, 10)]
+)
+def test_pairs_with_short_targets_are_left_out_of_the_run(
+    match, late, last_short, tmp_path, here, monkeypatch, capsys
+):
     """While the rate falls, here in the last 3 of 10 steps; or from the start."""
-    settings = config(data=str(with_short_targets(tmp_path / "d", 400)), max_steps=10, run=str(here))
+    settings = config(
+        data=str(with_short_targets(tmp_path / "d", 400)), max_steps=10, run=str(here)
+    )
     settings.match_lengths, settings.match_late = match, late
     check(settings)
     when = " while the learning rate falls" * late
-    assert (f"25% left out{when}: with a short target (--match_lengths)" in capsys.readouterr().out) == match
+    assert (
+        f"25% left out{when}: with a short target (--match_lengths)" in capsys.readouterr().out
+    ) == match
     batches_of, short = training.batches_of, []
 
     def watched(*arguments):
         for batch in batches_of(*arguments):
-            lengths = (batch.real // batch.tgt_in.size(1)).bincount()  # target tokens and an end: 2 of the short ones
+            lengths = (
+                batch.real // batch.tgt_in.size(1)
+            ).bincount()  # target tokens and an end: 2 of the short ones
             short.append(int(lengths.min()) == 2)
             yield batch
 
     monkeypatch.setattr(training, "batches_of", watched)
     training.train(settings)
-    assert len(short) == 10 and not any(short[last_short:]) and any(short[:last_short]) == (last_short > 0)
+    assert (
+        len(short) == 10
+        and not any(short[last_short:])
+        and any(short[:last_short]) == (last_short > 0)
+    )
     assert any(short[7:]) == (last_short == 10)
     said = capsys.readouterr().out
     assert (f"data: 100 of 400 pairs are left out{when}: with a short target" in said) == match
@@ -492,14 +621,20 @@ def test_a_longer_run_goes_on_from_a_finished_one(long_data, here, capsys, monke
     said = capsys.readouterr().out
     assert "stopped after step 6: all steps are done" in said and "  loss " not in said
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(here).items())
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):  # it ends before its next checkpoint
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ZeroDivisionError),
+    ):  # it ends before its next checkpoint
         patch.setattr(training, "Meter", lambda *_: 1 / 0)
         training.train(resumed(here, max_steps=8))
     training.train(resumed(here))
     assert max(records(here)) == 8
     training.train(resumed(here, max_steps=20))
     said = capsys.readouterr().out
-    assert "step 7: from now on 2,000 of 2,000 pairs" in said and "step 15: from now on 1,500 of 2,000 pairs" in said
+    assert (
+        "step 7: from now on 2,000 of 2,000 pairs" in said
+        and "step 15: from now on 1,500 of 2,000 pairs" in said
+    )
 
 
 def test_the_end_that_a_run_has_anyway_changes_nothing(toy_data, here, monkeypatch):
@@ -567,12 +702,27 @@ def test_what_a_run_leaves(toy_data, here, tmp_path, monkeypatch):
     assert saved["max_steps"] == 6 and Path(saved["data"]) == toy_data
     # The automatic size of a batch depends on the device, so the one chosen first is kept: a run may go on elsewhere.
     assert saved["tokens_per_batch"] == 1024
-    for name in ("model.json", "metrics.jsonl", "train.log", "tokenizer/source/tokenizer.json", "tokenizer/target"):
+    for name in (
+        "model.json",
+        "metrics.jsonl",
+        "train.log",
+        "tokenizer/source/tokenizer.json",
+        "tokenizer/target",
+    ):
         assert (here / name).exists()
-    assert sorted(path.name for path in (here / "checkpoints").iterdir()) == ["best", "last", "step-3", "step-6"]
-    assert not re.search("--shard|--captured", (here / "train.log").read_text(encoding="utf-8"))  # nobody asked
+    assert sorted(path.name for path in (here / "checkpoints").iterdir()) == [
+        "best",
+        "last",
+        "step-3",
+        "step-6",
+    ]
+    assert not re.search(
+        "--shard|--captured", (here / "train.log").read_text(encoding="utf-8")
+    )  # nobody asked
     tags = EventAccumulator(str(here)).Reload().Tags()
-    others = "train/perplexity speed/tokens_per_second speed/model_flops_utilisation data/padding_share"
+    others = (
+        "train/perplexity speed/tokens_per_second speed/model_flops_utilisation data/padding_share"
+    )
     others += " data/wait_share memory/peak_gib valid/perplexity valid/bleu"
     assert {shown_as(tag) for tag in [*CURVES, *others.split()]} <= set(tags["scalars"])
     assert tags["images"] == ["cross-attention"] and "samples/text_summary" in tags["tensors"]
@@ -592,39 +742,69 @@ def test_stops_after_the_minutes(long_data, here, monkeypatch):
     bar = SimpleNamespace(update=lambda: None, close=lambda: None)
     monkeypatch.setattr(training, "progress", lambda **_: bar)
     endless = dict(max_steps=10**6, eval_every=10**6, log_every=1)
-    training.train(config(data=str(long_data), run=str(here), max_minutes=0.2, save_minutes=0.05, keep=9, **endless))
-    assert len([*(here / "checkpoints").glob("step-*")]) == 4  # after each 3 of the 12 seconds, the end included
+    training.train(
+        config(
+            data=str(long_data),
+            run=str(here),
+            max_minutes=0.2,
+            save_minutes=0.05,
+            keep=9,
+            **endless,
+        )
+    )
+    assert (
+        len([*(here / "checkpoints").glob("step-*")]) == 4
+    )  # after each 3 of the 12 seconds, the end included
     rates = list(records(here, "train/learning_rate").values())
     assert bar.total == pytest.approx(len(rates), abs=1)
     # A step looks three times: 40 steps in 12 seconds, and from the 28th on the rate falls.
     assert 38 <= len(rates) <= 42 and max(rates) == 0.002 and rates[-1] < 0.0002
     log = (here / "train.log").read_text(encoding="utf-8")
     begins = re.search(r"step (\d+): \S+ minutes used; the learning rate falls from now on", log)
-    assert f"step {int(begins[1]) + 1}: from now on 1,500 of 2,000 pairs" in log and "the 0.2 minutes are over" in log
+    assert (
+        f"step {int(begins[1]) + 1}: from now on 1,500 of 2,000 pairs" in log
+        and "the 0.2 minutes are over" in log
+    )
 
 
-@pytest.mark.parametrize("optimizer, width, peak", [
-    ("muon", 256, 2e-3), ("muon", 512, 1e-3), ("adamw", 32, 1e-3), ("adamw", 1024, 2.5e-4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "optimizer, width, peak",
+    [
+        ("muon", 256, 2e-3),
+        ("muon", 512, 1e-3),
+        ("adamw", 32, 1e-3),
+        ("adamw", 1024, 2.5e-4),
+    ],
+)
 def test_the_rate_where_none_is_given(toy_data, here, monkeypatch, optimizer, width, peak):
     made = Mock(side_effect=ZeroDivisionError)
     monkeypatch.setattr(training, "make_optimizer", made)
     with pytest.raises(ZeroDivisionError):
-        training.train(config(data=str(toy_data), run=str(here), optimizer=optimizer, d_model=width))
+        training.train(
+            config(data=str(toy_data), run=str(here), optimizer=optimizer, d_model=width)
+        )
     name, _, _, rate, _ = made.call_args.args
     assert (name, rate) == (optimizer, peak)
 
 
-@pytest.mark.parametrize("flags, passes, rate", [
-    (dict(dropout_after=2), 2, 0.1), (dict(dropout=0.3, dropout_after=2), 2, 0.3),
-    (dict(dropout=0.3), 0, 0.3),  # who asks for a rate wants to see what it does
-    ({}, 10, 0.1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, passes, rate",
+    [
+        (dict(dropout_after=2), 2, 0.1),
+        (dict(dropout=0.3, dropout_after=2), 2, 0.3),
+        (dict(dropout=0.3), 0, 0.3),  # who asks for a rate wants to see what it does
+        ({}, 10, 0.1),
+    ],
+)
 def test_dropout_begins_after_some_passes(toy_data, here, monkeypatch, flags, passes, rate):
     rates = []
     monkeypatch.setattr(Translator, "set_dropout", lambda model, p: rates.append(p))
-    training.train(config(data=str(toy_data), run=str(here), tokens_per_batch=10000, max_steps=50, **flags))
-    without = passes * int(re.search(r"(\d+) steps per epoch", (here / "train.log").read_text(encoding="utf-8"))[1])
+    training.train(
+        config(data=str(toy_data), run=str(here), tokens_per_batch=10000, max_steps=50, **flags)
+    )
+    without = passes * int(
+        re.search(r"(\d+) steps per epoch", (here / "train.log").read_text(encoding="utf-8"))[1]
+    )
     assert without < 50 and rates == [0.0] * without + [rate] * (50 - without)
 
 
@@ -633,12 +813,19 @@ def test_early_stopping(toy_data, here, monkeypatch, cut_after):
     """A run that goes on counts on, also with a validation that was due when it was cut off; and then it is over."""
     losses, steps = iter([3.0, 2.0, 2.5, 2.0, 1.0]), count(1)
     monkeypatch.setattr(training.Validation, "__call__", lambda *_: (next(losses), 0.0))
-    monkeypatch.setattr("engine.run.caught_signals", lambda: nullcontext(lambda: next(steps) in cut_after))
-    training.train(config(data=str(toy_data), run=str(here), max_steps=50, eval_every=2, patience=2))
+    monkeypatch.setattr(
+        "engine.run.caught_signals", lambda: nullcontext(lambda: next(steps) in cut_after)
+    )
+    training.train(
+        config(data=str(toy_data), run=str(here), max_steps=50, eval_every=2, patience=2)
+    )
     for _ in [*cut_after, "once more"]:
         training.train(resumed(here))
     log = (here / "train.log").read_text(encoding="utf-8")
-    assert log.count("stopped after step 8: 2 validations without a better loss") == 2 and next(losses) == 1.0
+    assert (
+        log.count("stopped after step 8: 2 validations without a better loss") == 2
+        and next(losses) == 1.0
+    )
     assert os.readlink(here / "checkpoints/best") == "step-4"
 
 
@@ -651,5 +838,7 @@ def test_a_non_finite_loss_stops_before_the_update_and_names_the_step(toy_data, 
 
     monkeypatch.setattr(training.SummedLoss, "forward", spoiled)
     with pytest.raises(UserError, match="step 5: the loss or its gradient is not finite"):
-        training.train(config(data=str(toy_data), run=str(here), max_steps=50, eval_every=3, log_every=20))
+        training.train(
+            config(data=str(toy_data), run=str(here), max_steps=50, eval_every=3, log_every=20)
+        )
     assert sorted(path.name for path in (here / "checkpoints").glob("step-*")) == ["step-3"]

@@ -34,7 +34,9 @@ def called(tiny_run, monkeypatch, capsys):
     """translate.py in this process: → standard output and standard error."""
 
     def called(*text, stdin: bytes = b"", **settings) -> tuple[str, str]:
-        monkeypatch.setattr("sys.stdin", StandardInput(io.BytesIO(stdin), encoding="ascii", newline="\n"))
+        monkeypatch.setattr(
+            "sys.stdin", StandardInput(io.BytesIO(stdin), encoding="ascii", newline="\n")
+        )
         config = script.Config(**{"ckpt": str(tiny_run), "device": "cpu", **settings})
         config.text = list(text)
         script.translate(config)
@@ -46,16 +48,30 @@ def called(tiny_run, monkeypatch, capsys):
 
 # ---------------------------------------------------------------- as a user types it
 
-LINES = ["一二三", "", "九八七六", "   ", "  五\t四 ", "\u3000", "没见过的字 & English 😀", "一二三"]
+LINES = [
+    "一二三",
+    "",
+    "九八七六",
+    "   ",
+    "  五\t四 ",
+    "\u3000",
+    "没见过的字 & English 😀",
+    "一二三",
+]
 
 
 def test_lines_of_standard_input(tiny_run, reference):
-    result = run_script("translate.py", cwd=tiny_run.parent.parent, stdin="\n".join(LINES) + "\n")  # the newest run
+    result = run_script(
+        "translate.py", cwd=tiny_run.parent.parent, stdin="\n".join(LINES) + "\n"
+    )  # the newest run
     assert result.returncode == 0, result.stderr
     expected = reference(LINES)
     assert result.stdout.split("\n") == [*expected, ""] and len(expected) == len(LINES)
     assert expected[0] == expected[7] != "" and [expected[row] for row in (1, 3, 5)] == ["", "", ""]
-    assert "no --ckpt given, using the newest run: runs" in result.stderr and "device: " in result.stderr
+    assert (
+        "no --ckpt given, using the newest run: runs" in result.stderr
+        and "device: " in result.stderr
+    )
     assert "Traceback" not in result.stderr and "Warning" not in result.stderr
 
 
@@ -80,11 +96,20 @@ def test_arguments_are_translated_and_standard_input_is_not_read(called, referen
     assert called(*lines, stdin=b"not read\n")[0].split("\n") == [*reference(lines), ""]
 
 
-@pytest.mark.parametrize("stdin, lines", [
-    ("", []), ("\n", [""]), ("\n\n\n", ["", "", ""]), ("一", ["一"]), ("一\n\n", ["一", ""]), ("\n一", ["", "一"]),
-    ("一\r\n二\r\n", ["一", "二"]), ("一\r二\n三", ["一 二", "三"]),
-    ("一\x0b二\x0c三\u2028四\x85五\n六", ["一 二 三 四 五", "六"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "stdin, lines",
+    [
+        ("", []),
+        ("\n", [""]),
+        ("\n\n\n", ["", "", ""]),
+        ("一", ["一"]),
+        ("一\n\n", ["一", ""]),
+        ("\n一", ["", "一"]),
+        ("一\r\n二\r\n", ["一", "二"]),
+        ("一\r二\n三", ["一 二", "三"]),
+        ("一\x0b二\x0c三\u2028四\x85五\n六", ["一 二 三 四 五", "六"]),
+    ],
+)
 def test_as_many_lines_out_as_in(called, reference, stdin, lines):
     out, _ = called(stdin=stdin.encode())
     assert out == "".join(text + "\n" for text in (reference(lines) if lines else []))
@@ -95,12 +120,16 @@ def test_groups_of_lines_keep_their_order(called, reference, monkeypatch):
     stdin = "\n".join(lines).encode()
     monkeypatch.setattr("text.input.LINES_AT_ONCE", 3)
     out, err = called(stdin=stdin)
-    assert out.splitlines() == [text for group in (lines[:3], lines[3:6], lines[6:]) for text in reference(group)]
+    assert out.splitlines() == [
+        text for group in (lines[:3], lines[3:6], lines[6:]) for text in reference(group)
+    ]
     assert "note" not in err
 
 
 # A character never seen is spelled in three bytes; with the space before, ten of them and an end fill 32 tokens.
-@pytest.mark.parametrize("lines, cut", [(["鸞" * 40, "二"], 1), (["鸞" * 11, "鸞" * 10, "鸞" * 200, "三"], 2)])
+@pytest.mark.parametrize(
+    "lines, cut", [(["鸞" * 40, "二"], 1), (["鸞" * 11, "鸞" * 10, "鸞" * 200, "三"], 2)]
+)
 def test_long_input_is_cut_and_said(called, reference, lines, cut):
     out, err = called(*lines)
     assert f"note: {cut} sentences were cut to the model's limit of 32 tokens" in err
@@ -124,7 +153,9 @@ def test_beams(called, reference, monkeypatch):
 
 def test_a_file_belongs_on_standard_input(called, tmp_path):
     (tmp_path / "zh.txt").write_text("一二")
-    with pytest.raises(UserError, match=r"zh.txt is a file; give its lines on standard input: < .*zh.txt$"):
+    with pytest.raises(
+        UserError, match=r"zh.txt is a file; give its lines on standard input: < .*zh.txt$"
+    ):
         called("三", str(tmp_path / "zh.txt"))
 
 
@@ -137,13 +168,25 @@ def test_int8_is_for_greedy_search(asked, told):
 
 @pytest.mark.parametrize(
     ("mode", "given", "named"),
-    [(dict(serve=True), {"serve", "port", "length_penalty", "beam", "whole_lines"}, "--beam, --whole_lines"),
-     (dict(export="onnx"), {"export", "device", "length_penalty", "precision"}, "--length_penalty, --precision")],
-)  # fmt: skip
+    [
+        (
+            dict(serve=True),
+            {"serve", "port", "length_penalty", "beam", "whole_lines"},
+            "--beam, --whole_lines",
+        ),
+        (
+            dict(export="onnx"),
+            {"export", "device", "length_penalty", "precision"},
+            "--length_penalty, --precision",
+        ),
+    ],
+)
 def test_a_flag_that_the_page_or_the_export_has_no_use_for(mode, given, named):
     config = script.Config(**mode)
     config.text, config.given = [], given
-    with pytest.raises(UserError, match=f"^--{next(iter(mode))} has no use for {named}; leave it out$"):
+    with pytest.raises(
+        UserError, match=f"^--{next(iter(mode))} has no use for {named}; leave it out$"
+    ):
         serving.start(config, None, None, None)
 
 
@@ -158,10 +201,15 @@ def test_at_a_prompt(tiny_run, called, reference, monkeypatch):
     monkeypatch.setattr("builtins.input", type_line)
     monkeypatch.setattr(StandardInput, "terminal", True)
     out, err = called()
-    assert out.splitlines() == [*reference(["一二"]), *reference(["三"])] and "Ctrl-D ends the program" in err
+    assert (
+        out.splitlines() == [*reference(["一二"]), *reference(["三"])]
+        and "Ctrl-D ends the program" in err
+    )
     assert next(typed_lines) == "never read"
 
-    typed_lines = iter([UnicodeDecodeError("utf-8", b"\xc4", 0, 1, "no"), "\udcc4\udce3", "三", EOFError()])
+    typed_lines = iter(
+        [UnicodeDecodeError("utf-8", b"\xc4", 0, 1, "no"), "\udcc4\udce3", "三", EOFError()]
+    )
     out, err = called()
     assert out.splitlines() == reference(["三"]) and err.count("note: this line is not UTF-8") == 2
     typed_lines = iter([EOFError()])
@@ -179,7 +227,9 @@ def test_a_paragraph_is_translated_sentence_by_sentence(called, reference):
 
 
 def test_input_that_is_not_utf8(called):
-    with pytest.raises(UserError, match=r"standard input is not UTF-8 .*; convert it with iconv first"):
+    with pytest.raises(
+        UserError, match=r"standard input is not UTF-8 .*; convert it with iconv first"
+    ):
         called(stdin="你好\n".encode("gb18030"))
     with pytest.raises(UserError, match=r"the text is not UTF-8; .* with iconv"):
         called("一", os.fsdecode("你好".encode("gb18030")))

@@ -26,9 +26,16 @@ def checked(tiny_run) -> Validation:
     trained, prepared, cpu = load_trained(tiny_run), prepared_of(tiny_run), torch.device("cpu")
     written = {}
     telemetry = SimpleNamespace(text=lambda *_: None, figure=lambda *_: None)
-    run = SimpleNamespace(world=World(0, 1, cpu), config=SimpleNamespace(target="en"), log=lambda line: None,
-                          telemetry=telemetry, scalars=lambda step, values: written.update(values))  # fmt: skip
-    made = Validation(trained.model, prepared, collate_for(prepared), run, choose_precision(cpu, "fp32"), 500)
+    run = SimpleNamespace(
+        world=World(0, 1, cpu),
+        config=SimpleNamespace(target="en"),
+        log=lambda line: None,
+        telemetry=telemetry,
+        scalars=lambda step, values: written.update(values),
+    )
+    made = Validation(
+        trained.model, prepared, collate_for(prepared), run, choose_precision(cpu, "fp32"), 500
+    )
     made.written = written
     return made
 
@@ -55,12 +62,16 @@ def test_bleu_takes_the_raw_references_and_their_case(checked, monkeypatch):
     monkeypatch.setattr(Validation, "translate", lambda *_: Translations(texts, 9, 0, 0))
     checked(7)
     references = [target for _, target in rows]
-    assert checked.written["valid/bleu"] == pytest.approx(corpus_bleu(references, texts, smooth=True))
+    assert checked.written["valid/bleu"] == pytest.approx(
+        corpus_bleu(references, texts, smooth=True)
+    )
     for other in (corpus_bleu(texts, references, smooth=True), corpus_bleu(references, texts)):
         assert abs(other - checked.written["valid/bleu"]) > 0.1
     checked.run.config.target = "ja"
     checked(8)
-    assert checked.written["valid/bleu"] == pytest.approx(corpus_bleu(references, texts, "ja", smooth=True))
+    assert checked.written["valid/bleu"] == pytest.approx(
+        corpus_bleu(references, texts, "ja", smooth=True)
+    )
 
 
 def test_a_bar_does_not_break_the_table():
@@ -71,6 +82,9 @@ def test_the_attention_picture_is_cut_to_what_the_model_can_read(checked):
     model = Translator(replace(checked.model.config, max_length=9)).eval()
     attention = attention_of(model, checked.tokenizers, "123456789" * 3, "987654321" * 3)
     assert max(attention.weights.shape) <= 9 and np.allclose(attention.weights.sum(1), 1, atol=1e-5)
-    for text, words in ((attention.source, attention.source_words), (attention.translation, attention.target_words)):
+    for text, words in (
+        (attention.source, attention.source_words),
+        (attention.translation, attention.target_words),
+    ):
         assert text == f"{''.join(words[:-1])} …"
     assert attention_of(model, checked.tokenizers, "一二", "two one").source == "一二"

@@ -22,7 +22,9 @@ CHINESE = re.compile("(.*[^a-z])?(zh|chinese|cmn|cn(?![a-z]))|.*[中汉漢]")
 JAPANESE_OR_KOREAN = re.compile("(.*[^a-z])?(ja|jpn?|ko|kor|kr)(?![a-z])|japan|korea|[日韩한]")
 
 
-def corpus_bleu(references: list[str], hypotheses: list[str], target: str = "en", smooth: bool = False) -> float:
+def corpus_bleu(
+    references: list[str], hypotheses: list[str], target: str = "en", smooth: bool = False
+) -> float:
     """The graded score, 0–100: nltk's corpus BLEU (Papineni et al. 2002) on sacreBLEU's tokens, case-sensitive.
 
     Both lists hold plain sentences in the language `target`, one reference for each hypothesis. References come first,
@@ -42,7 +44,9 @@ def checked(references: list[str], hypotheses: list[str]) -> tuple[list[str], li
             raise ValueError(f"{name} must be a list of sentences, not {type(sentences).__name__}")
         for position, sentence in enumerate(sentences):
             if not isinstance(sentence, str):
-                raise ValueError(f"{name}[{position}] must be a plain sentence (str), not {type(sentence).__name__}")
+                raise ValueError(
+                    f"{name}[{position}] must be a plain sentence (str), not {type(sentence).__name__}"
+                )
     if len(references) != len(hypotheses) or not references:
         numbers = f"{len(references)} references, {len(hypotheses)} hypotheses"
         raise ValueError(f"{numbers}: the numbers must be equal, at least 1")
@@ -56,10 +60,14 @@ def sacrebleu_metric(target: str, references: Sequence[str] = (), lowercase: boo
     from sacrebleu.metrics import BLEU
 
     name = target.lower()
-    chinese = 2 * sum(bool(re.search("[\u4e00-\u9fff]", text)) for text in references) > len(references)
+    chinese = 2 * sum(bool(re.search("[\u4e00-\u9fff]", text)) for text in references) > len(
+        references
+    )
     japanese_or_korean = JAPANESE_OR_KOREAN.match(name)
     tokeniser = "char" if japanese_or_korean else "zh" if chinese or CHINESE.match(name) else "13a"
-    return BLEU(tokenize=tokeniser, lowercase=lowercase, force=True)  # force: no warning about lines ending in " ."
+    return BLEU(
+        tokenize=tokeniser, lowercase=lowercase, force=True
+    )  # force: no warning about lines ending in " ."
 
 
 def tokens_of(sentences: list[str], metric) -> list[list[str]]:
@@ -75,7 +83,9 @@ def nltk_bleu(references: list[list[str]], hypotheses: list[list[str]], smooth: 
     # sentences, they change a corpus score that needs no smoothing, and method6 even leaves the scale (104 of 100).
     smoothing = bleu_score.SmoothingFunction()
     method = smoothing.method1 if smooth else smoothing.method0
-    nested = [[reference] for reference in references]  # nltk wants a list of references for each hypothesis
+    nested = [
+        [reference] for reference in references
+    ]  # nltk wants a list of references for each hypothesis
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"\s*The hypothesis contains 0 counts")
         score = bleu_score.corpus_bleu(nested, hypotheses, smoothing_function=method)
@@ -107,7 +117,9 @@ class BleuCard:
         """The printed card."""
         tokeniser = self.signature.split("tok:")[1].split("|")[0]
         interval = f"95 % interval [{self.low:.2f}, {self.high:.2f}]   scale 0–100"
-        lengths = f"length ratio {self.ratio:.3f} = {self.hyp_length:,} / {self.ref_length:,} tokens"
+        lengths = (
+            f"length ratio {self.ratio:.3f} = {self.hyp_length:,} / {self.ref_length:,} tokens"
+        )
         card = [
             f"{f'BLEU (nltk corpus_bleu, {tokeniser} tokens, cased, no smoothing)':<60}{self.nltk:6.2f}   {interval}",
             f"{'sacreBLEU':<60}{self.sacrebleu:6.2f}   {self.signature}",
@@ -118,7 +130,9 @@ class BleuCard:
             f"sentences          {self.sentences:,}",
         ]
         if min(self.precisions) == 0:
-            card.append("note: BLEU is 0, because no n-gram of some length n matches; sacreBLEU smooths (smooth:exp)")
+            card.append(
+                "note: BLEU is 0, because no n-gram of some length n matches; sacreBLEU smooths (smooth:exp)"
+            )
         elif self.short and abs(self.nltk - self.sacrebleu) >= 0.005:
             short = f"{self.short:,} hypotheses with fewer than 4 tokens"
             card.append(f"note: nltk is stricter than sacreBLEU on the {short}")
@@ -126,14 +140,21 @@ class BleuCard:
 
 
 def bleu_card(
-    references: list[str], hypotheses: list[str], target: str = "en", resamples: int = 1000, seed: int = 0
+    references: list[str],
+    hypotheses: list[str],
+    target: str = "en",
+    resamples: int = 1000,
+    seed: int = 0,
 ) -> BleuCard:
     """The graded score and what explains it: sacreBLEU (Post 2018), chrF2 (Popović 2015), the precisions and lengths
     that BLEU is made of, and a bootstrap interval (Koehn 2004). Arguments as for `corpus_bleu`."""
     from sacrebleu.metrics import CHRF
 
     references, hypotheses = checked(references, hypotheses)
-    (cased, uncased), chrf = (sacrebleu_metric(target, references, lowercase) for lowercase in (False, True)), CHRF()
+    (cased, uncased), chrf = (
+        (sacrebleu_metric(target, references, lowercase) for lowercase in (False, True)),
+        CHRF(),
+    )
     reference_tokens, hypothesis_tokens = tokens_of(references, cased), tokens_of(hypotheses, cased)
     counts = sentence_counts(reference_tokens, hypothesis_tokens)
     low, high = bootstrap_interval(counts, resamples, seed)
@@ -167,7 +188,9 @@ def sentence_counts(references: list[list[str]], hypotheses: list[list[str]]) ->
             wanted = Counter(zip(*(reference[start:] for start in range(order))))
             offered = Counter(zip(*(hypothesis[start:] for start in range(order))))
             # Clipped: an n-gram counts at most as often as the reference has it ("the the the" earns one "the").
-            matches.append(sum(min(offered[ngram], wanted[ngram]) for ngram in offered.keys() & wanted.keys()))
+            matches.append(
+                sum(min(offered[ngram], wanted[ngram]) for ngram in offered.keys() & wanted.keys())
+            )
             totals.append(max(1, len(hypothesis) - order + 1))  # at least 1, as nltk counts
         rows.append([*matches, *totals, len(hypothesis), len(reference)])
     return np.array(rows, dtype=float)
@@ -175,7 +198,12 @@ def sentence_counts(references: list[list[str]], hypotheses: list[list[str]]) ->
 
 def bleu_from_counts(counts: np.ndarray) -> np.ndarray:
     """BLEU from summed counts [..., 10]: brevity penalty times geometric mean (Papineni et al. 2002, section 2.3)."""
-    matches, totals, hyp_length, ref_length = counts[..., :4], counts[..., 4:8], counts[..., 8], counts[..., 9]
+    matches, totals, hyp_length, ref_length = (
+        counts[..., :4],
+        counts[..., 4:8],
+        counts[..., 8],
+        counts[..., 9],
+    )
     brevity_penalty = np.exp(np.minimum(0.0, 1.0 - ref_length / np.maximum(hyp_length, 1.0)))
     with np.errstate(divide="ignore"):  # log 0 = -inf, and exp(-inf) = 0 is the right score
         return 100.0 * brevity_penalty * np.exp(np.log(matches / totals).mean(axis=-1))
@@ -186,15 +214,21 @@ def bootstrap_interval(counts: np.ndarray, resamples: int, seed: int) -> tuple[f
     generator, size, sums = np.random.default_rng(seed), len(counts), []
     for _ in range(resamples):
         times_drawn = np.bincount(generator.integers(size, size=size), minlength=size)
-        sums.append(times_drawn @ counts)  # BLEU needs only the summed counts of the drawn sentences
+        sums.append(
+            times_drawn @ counts
+        )  # BLEU needs only the summed counts of the drawn sentences
     low, high = np.percentile(bleu_from_counts(np.array(sums)), [2.5, 97.5])
     return float(low), float(high)
 
 
-def sentence_scores(references: list[str], hypotheses: list[str], target: str = "en") -> list[float]:
+def sentence_scores(
+    references: list[str], hypotheses: list[str], target: str = "en"
+) -> list[float]:
     """sacreBLEU's BLEU of each sentence, 0–100: to find good and bad ones by; their mean is not the corpus score."""
     metric = sacrebleu_metric(target, references)
-    metric.effective_order = True  # a sentence of three words has no 4-grams, and is scored by what it has
+    metric.effective_order = (
+        True  # a sentence of three words has no 4-grams, and is scored by what it has
+    )
     pairs = zip(references, hypotheses)
     return [metric.sentence_score(hypothesis, [reference]).score for reference, hypothesis in pairs]
 
@@ -211,7 +245,9 @@ class Compared:
     p_value: float | None  # None: the system that the others are compared with
 
 
-def paired_bootstrap(references: list[str], systems: dict[str, list[str]], target: str = "en") -> list[Compared]:
+def paired_bootstrap(
+    references: list[str], systems: dict[str, list[str]], target: str = "en"
+) -> list[Compared]:
     """sacreBLEU's paired bootstrap (Koehn 2004): do the others differ from the first system, or only on these rows?
 
     All are scored on the same 1,000 resamples of the rows. p: how often chance alone would give so large a difference in this

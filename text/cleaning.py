@@ -16,7 +16,9 @@ from text.store import TokenizedPairs
 
 HELD_OUT_SHARE = 0.01  # of the distinct pairs, for each split that the data does not bring
 CHANCE = 0.05  # a smaller share of the pairs, or gap in their lengths, may be chance between a few hundred rows
-UNLIKE_SHARE = 0.5  # of the training pairs, at most, are dropped because they are unlike validation's
+UNLIKE_SHARE = (
+    0.5  # of the training pairs, at most, are dropped because they are unlike validation's
+)
 SHORT_SHARE = 0.25  # and then of the rest for their short targets
 TELLING_ROWS = 200  # of validation, to tell how train differs from it
 PRIOR_TOKENS = 2000  # pseudo-counts by train's frequencies, added to validation's counts
@@ -25,9 +27,20 @@ LONGEST_TOKEN = 16  # characters; our own tokenizers learn no longer token
 # Zero-width characters vanish, lone surrogates (broken UTF-16) become the replacement character, and every other control
 # character becomes a space. The joiners U+200C and U+200D stay: some scripts and emoji are spelled with them. U+2581 (▁) is
 # what tokenizers write for a space and would come back as one, so it becomes the underscore that it looks like.
-_VANISH = [0x00AD, 0x200B, 0x200E, 0x200F, 0x2060, 0xFEFF, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_VANISH = [
+    0x00AD,
+    0x200B,
+    0x200E,
+    0x200F,
+    0x2060,
+    0xFEFF,
+    *range(0x202A, 0x202F),
+    *range(0x2066, 0x206A),
+]
 _CLEANED = {code: " " for code in [*range(0x20), *range(0x7F, 0xA0)]}
-_CLEANED |= {code: None for code in _VANISH} | {code: "�" for code in range(0xD800, 0xE000)} | {0x2581: "_"}
+_CLEANED |= (
+    {code: None for code in _VANISH} | {code: "�" for code in range(0xD800, 0xE000)} | {0x2581: "_"}
+)
 
 REASONS = {
     "empty": "with an empty side",
@@ -57,7 +70,9 @@ def side_of(pair_hash: int, missing: list[str]) -> str:
 
     Depends on the pair alone, so a pair stays on its side whatever the seed, the order or the rest of the data.
     """
-    place = (pair_hash >> 20) / 2**44  # the upper 44 of 64 bits: uniform in [0, 1), and exact, as a float holds 53
+    place = (
+        pair_hash >> 20
+    ) / 2**44  # the upper 44 of 64 bits: uniform in [0, 1), and exact, as a float holds 53
     if place < HELD_OUT_SHARE and "validation" in missing:
         return "validation"
     if HELD_OUT_SHARE <= place < 2 * HELD_OUT_SHARE and "test" in missing:
@@ -73,8 +88,14 @@ def missing_splits(text: ParallelText) -> list[str]:
 def held_out_rows(text: ParallelText) -> dict[str, list[tuple[str, str]]]:
     """The raw rows of validation and test, every one and in order; what is missing is cut from train (each pair once)."""
     missing = missing_splits(text)
-    rows = {split: [row for chunk in text.rows(split) for row in chunk] for split in text.files if split != "train"}
-    cut = {split: {} for split in missing}  # hash → pair: a dict keeps the order and drops repetitions
+    rows = {
+        split: [row for chunk in text.rows(split) for row in chunk]
+        for split in text.files
+        if split != "train"
+    }
+    cut = {
+        split: {} for split in missing
+    }  # hash → pair: a dict keeps the order and drops repetitions
     train = text.rows("train") if missing and "train" in text.files else ()
     for chunk in progress(train, desc="holding out", unit=" chunks", leave=False):
         for row in chunk:
@@ -127,11 +148,16 @@ def normalise_pair(row: tuple[str, str]) -> tuple[str, str]:
 
 def absurd_ratio(source_tokens, target_tokens):
     """True when one side is so much longer that the pair cannot be a translation; of two numbers or of two arrays."""
-    shorter, longer = np.minimum(source_tokens, target_tokens), np.maximum(source_tokens, target_tokens)
+    shorter, longer = (
+        np.minimum(source_tokens, target_tokens),
+        np.maximum(source_tokens, target_tokens),
+    )
     return longer > 4 * shorter + 10
 
 
-def like_validation(train: TokenizedPairs, validation: TokenizedPairs, vocabularies: list[int]) -> np.ndarray:
+def like_validation(
+    train: TokenizedPairs, validation: TokenizedPairs, vocabularies: list[int]
+) -> np.ndarray:
     """Which pairs of `train` to keep, (n,) row numbers: those written in the words of validation.
 
     A pair's score is the mean of log p(token in validation) / p(token in train) over each side, both added: a cross-entropy
@@ -142,7 +168,9 @@ def like_validation(train: TokenizedPairs, validation: TokenizedPairs, vocabular
     gains = []
     for of_train, of_known in zip(_counts(train, vocabularies), _counts(known, vocabularies)):
         p_train = (of_train + 0.5) / (of_train + 0.5).sum()  # + 0.5: no token has p = 0
-        p_known = (of_known + PRIOR_TOKENS * p_train) / (of_known.sum() + PRIOR_TOKENS)  # smoothed towards train
+        p_known = (of_known + PRIOR_TOKENS * p_train) / (
+            of_known.sum() + PRIOR_TOKENS
+        )  # smoothed towards train
         gains.append(np.log(p_known / p_train))
     scores = _scores(train, gains)
     under = np.count_nonzero(scores < np.quantile(_scores(unseen, gains), 0.01))
@@ -173,7 +201,9 @@ def _scores(pairs: TokenizedPairs, gains: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(scores)
 
 
-def without_short_targets(train: dict[str, np.ndarray], validation: dict[str, np.ndarray]) -> np.ndarray:
+def without_short_targets(
+    train: dict[str, np.ndarray], validation: dict[str, np.ndarray]
+) -> np.ndarray:
     """Which pairs of train to keep, (n,) row numbers, so that they have as many target tokens for a source token as validation.
 
     Lengths of both sides by their names, (pairs,) each. The pairs with the shortest targets for their sources go first, and no
@@ -182,7 +212,9 @@ def without_short_targets(train: dict[str, np.ndarray], validation: dict[str, np
     source, target = train["source"], train["target"]
     wanted = validation["target"].sum() / validation["source"].sum()
     order = np.argsort(-target / source, kind="stable")  # the longest targets first
-    ratios = np.cumsum(target[order]) / np.cumsum(source[order])  # of the first n pairs; falls with n
+    ratios = np.cumsum(target[order]) / np.cumsum(
+        source[order]
+    )  # of the first n pairs; falls with n
     if wanted < (1 + CHANCE) * ratios[-1]:
         return np.arange(len(order))
     return _without_last(order, np.count_nonzero(ratios < wanted), SHORT_SHARE)
@@ -196,7 +228,9 @@ def _without_last(order: np.ndarray, dropped: int, share: float) -> np.ndarray:
 def report(counts: Counter) -> str:
     """One line: rows read, dropped by reason, kept."""
     dropped = ", ".join(f"{counts[key]:,} {words}" for key, words in REASONS.items() if counts[key])
-    return f"train: {counts['read']:,} rows read; dropped {dropped or 'none'}; {counts['kept']:,} kept"
+    return (
+        f"train: {counts['read']:,} rows read; dropped {dropped or 'none'}; {counts['kept']:,} kept"
+    )
 
 
 def _flaw(source: str, target: str) -> str | None:

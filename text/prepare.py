@@ -63,7 +63,9 @@ class Prepared:
     validation_rows: list[tuple[str, str]]  # raw, in the order of `validation`
     summary: dict  # counts, sizes
 
-    def match_validation(self, domain: bool, lengths: bool, say, late: bool = False) -> TokenizedPairs:
+    def match_validation(
+        self, domain: bool, lengths: bool, say, late: bool = False
+    ) -> TokenizedPairs:
         """→ train without what is unlike validation: with `domain` pairs in other words, with `lengths` short targets.
 
         A model learns from its data what to write about, and how much to leave out. Of a small validation split chance alone
@@ -81,26 +83,48 @@ class Prepared:
             self.train = matched
         return matched
 
-    def _only(self, pairs: TokenizedPairs, rows: np.ndarray, reason: str, late: bool, say) -> TokenizedPairs:
+    def _only(
+        self, pairs: TokenizedPairs, rows: np.ndarray, reason: str, late: bool, say
+    ) -> TokenizedPairs:
         """These rows of the pairs; the number of the others is told, under a key of `REASONS`."""
         if len(rows) == len(pairs):
             return pairs
         when = " while the learning rate falls" if late else ""
-        say(f"data: {len(pairs) - len(rows):,} of {len(pairs):,} pairs are left out{when}: {REASONS[reason]}")
-        self.summary["counts"] |= {reason: len(pairs) - len(rows), "kept late" if late else "kept": len(rows)}
+        say(
+            f"data: {len(pairs) - len(rows):,} of {len(pairs):,} pairs are left out{when}: {REASONS[reason]}"
+        )
+        self.summary["counts"] |= {
+            reason: len(pairs) - len(rows),
+            "kept late" if late else "kept": len(rows),
+        }
         return pairs.only(rows)
 
     def describe(self) -> dict:
         """What a run keeps of its data, ready for JSON; `lengths`: how many training sentences have 0, 1, 2, … tokens."""
-        lengths = {side: np.bincount(counts).tolist() for side, counts in self.train.lengths.items()}
+        lengths = {
+            side: np.bincount(counts).tolist() for side, counts in self.train.lengths.items()
+        }
         tokens = {side: int(counts.sum()) for side, counts in self.train.lengths.items()}
         vocabulary = {"source": len(self.source_tokenizer), "target": len(self.target_tokenizer)}
-        facts = {name: self.summary[name] for name in ("path", "counts", "unknown")} | {"vocabulary": vocabulary}
-        return facts | {"validation_rows": len(self.validation_rows), "tokens": tokens, "lengths": lengths}
+        facts = {name: self.summary[name] for name in ("path", "counts", "unknown")} | {
+            "vocabulary": vocabulary
+        }
+        return facts | {
+            "validation_rows": len(self.validation_rows),
+            "tokens": tokens,
+            "lengths": lengths,
+        }
 
 
 def prepare(
-    text: ParallelText, cache: Path, *, source_vocab=-1, target_vocab=-1, tokenizer="", max_length=512, say=print
+    text: ParallelText,
+    cache: Path,
+    *,
+    source_vocab=-1,
+    target_vocab=-1,
+    tokenizer="",
+    max_length=512,
+    say=print,
 ):
     """Tokenizers and token store of `text`, from the cache where it holds just these, else made now. → `Prepared`
 
@@ -112,19 +136,27 @@ def prepare(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         _clear_leftovers(cache, key, say)
-        if folder.exists() and (damage := verify_files(folder)):  # the caches of older versions have no checksums
+        if folder.exists() and (
+            damage := verify_files(folder)
+        ):  # the caches of older versions have no checksums
             say(f"data: {folder} is made again: {damage}")
             shutil.rmtree(folder)
         if folder.exists():
             say(f"data: {text.path} ({text.form}), tokenised earlier in {folder}")
         else:
-            say(f"data: {text.path} ({text.form}), {text.source}→{text.target}; tokenising into {folder}")
+            say(
+                f"data: {text.path} ({text.form}), {text.source}→{text.target}; tokenising into {folder}"
+            )
             with made_whole(folder) as building:
-                summary = _build(text, building, source_vocab, target_vocab, tokenizer, max_length, say) | {"key": key}
+                summary = _build(
+                    text, building, source_vocab, target_vocab, tokenizer, max_length, say
+                ) | {"key": key}
                 told = json.dumps(summary, ensure_ascii=False, indent=1)
                 (building / "summary.json").write_text(told, encoding="utf-8")
     except PermissionError as error:  # it may be somebody else's, whose runs lie in the same folder
-        raise UserError(f"cannot write to {cache}: {error.strerror}; choose another --run PATH/NAME") from None
+        raise UserError(
+            f"cannot write to {cache}: {error.strerror}; choose another --run PATH/NAME"
+        ) from None
     return load_prepared(folder)
 
 
@@ -134,26 +166,45 @@ def find_and_prepare(config, cache: Path, say) -> tuple[Path, str, str]:
     if not config.data:
         say(f"data: no --data given, using {data}")
     if config.tokenizer and (config.source_vocab > 0 or config.target_vocab > 0):
-        say("note: --source_vocab and --target_vocab have no effect: they are for tokenizers that are trained here")
+        say(
+            "note: --source_vocab and --target_vocab have no effect: they are for tokenizers that are trained here"
+        )
     if os.path.exists(os.path.expanduser(data)):  # else a hub name, or a mistake
         # Not realpath: a link's target may have another name. Nor abspath: `link/..` is where the link leads to.
         data = str(Path(os.getcwd(), os.path.expanduser(data)))
-    tokenizer = str(Path(config.tokenizer).absolute()) if Path(config.tokenizer or "-").is_dir() else config.tokenizer
-    if data != data.encode(errors="ignore").decode():  # of other bytes, which no file of the run could hold
+    tokenizer = (
+        str(Path(config.tokenizer).absolute())
+        if Path(config.tokenizer or "-").is_dir()
+        else config.tokenizer
+    )
+    if (
+        data != data.encode(errors="ignore").decode()
+    ):  # of other bytes, which no file of the run could hold
         raise UserError(f"the path {data!r} is not UTF-8; rename the folder")
     text = find_text(data, config.source, config.target)
     for split, files in text.files.items():
         say(f"data: {split} is {short(', '.join(file.name for file in files))}")
-    prepared = prepare(text, cache, source_vocab=config.source_vocab, target_vocab=config.target_vocab,
-                       tokenizer=tokenizer, max_length=config.max_length, say=say)  # fmt: skip
+    prepared = prepare(
+        text,
+        cache,
+        source_vocab=config.source_vocab,
+        target_vocab=config.target_vocab,
+        tokenizer=tokenizer,
+        max_length=config.max_length,
+        say=say,
+    )
     return prepared.folder, data, tokenizer
 
 
 def began_with(checkpoint: Path, config: dict, text: ParallelText) -> bool:
     """Whether the run of this checkpoint and these settings was made from just these files, wherever they lie now."""
     checkpoint = checkpoint.parent if checkpoint.is_file() else checkpoint
-    with contextlib.suppress(OSError, ValueError, KeyError):  # weights that lie alone, an older version
-        settings = (config[name] for name in ("source_vocab", "target_vocab", "tokenizer", "max_length"))
+    with contextlib.suppress(
+        OSError, ValueError, KeyError
+    ):  # weights that lie alone, an older version
+        settings = (
+            config[name] for name in ("source_vocab", "target_vocab", "tokenizer", "max_length")
+        )
         return load_state(checkpoint)["data_key"] == _key(text, *settings)
     return False
 
@@ -182,17 +233,25 @@ def made_whole(folder: Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield building
-            files = [str(path.relative_to(building)) for path in building.rglob("*") if path.is_file()]
+            files = [
+                str(path.relative_to(building)) for path in building.rglob("*") if path.is_file()
+            ]
             write_checksums(building, [name for name in files if name != ".lock"])
-            with contextlib.suppress(OSError):  # another run may have made the same just now: then that one is used
+            with contextlib.suppress(
+                OSError
+            ):  # another run may have made the same just now: then that one is used
                 os.replace(building, folder)
-        with contextlib.suppress(OSError):  # WSL renames no folder on a Windows drive while a file in it is open
+        with contextlib.suppress(
+            OSError
+        ):  # WSL renames no folder on a Windows drive while a file in it is open
             os.replace(building, folder)
         if damage := verify_files(folder):
             raise UserError(f"{folder}: {damage} just after it was written; check the disk")
     except OSError as error:
         if error.errno:  # numpy's have none, but words that `run_script` knows
-            error.filename = error.filename or str(building)  # a write, unlike an open, does not say where
+            error.filename = error.filename or str(
+                building
+            )  # a write, unlike an open, does not say where
         raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -203,7 +262,9 @@ def _clear_leftovers(cache: Path, key: str, say) -> None:
     for building in cache.glob(".building-*"):
         with contextlib.suppress(OSError):  # gone by now, or somebody else's
             # Seconds since the last write: where locks do not reach another machine, this tells of its work.
-            age = time.time() - max(path.stat().st_mtime for path in (building, *building.rglob("*")))
+            age = time.time() - max(
+                path.stat().st_mtime for path in (building, *building.rglob("*"))
+            )
             if not (building / ".lock").exists():  # of an older version, or made this very moment
                 shutil.rmtree(building, ignore_errors=True) if age > 3600 else None
                 continue
@@ -213,7 +274,9 @@ def _clear_leftovers(cache: Path, key: str, say) -> None:
                     shutil.rmtree(building, ignore_errors=True) if age > 600 else None
                 except BlockingIOError:
                     if building.name.startswith(f".building-{key}-"):
-                        say(f"data: another process tokenises the same data into {building}; waiting for it")
+                        say(
+                            f"data: another process tokenises the same data into {building}; waiting for it"
+                        )
                         fcntl.flock(file, fcntl.LOCK_EX)
 
 
@@ -227,11 +290,17 @@ def _build(text, building, source_vocab, target_vocab, tokenizer, max_length, sa
             f"{text.path}: the validation split has no rows; add rows, or remove the file: then it is cut from train"
         )
     for split in missing_splits(text):
-        say(f"data: no {split} split; {len(held_out[split]):,} pairs are cut from train by a hash of the pair")
+        say(
+            f"data: no {split} split; {len(held_out[split]):,} pairs are cut from train by a hash of the pair"
+        )
     counts = Counter()
-    lines = building / "clean.txt"  # source and target of a pair on two lines; no clean text holds a line break
+    lines = (
+        building / "clean.txt"
+    )  # source and target of a pair on two lines; no clean text holds a line break
     with open(lines, "w", encoding="utf-8") as file:
-        for source, target in progress(clean_pairs(text, held_out, max_length, counts), desc="cleaning", unit=" pairs"):
+        for source, target in progress(
+            clean_pairs(text, held_out, max_length, counts), desc="cleaning", unit=" pairs"
+        ):
             file.write(f"{source}\n{target}\n")
             counts["kept"] += 1
     _require_pairs(text, counts)
@@ -256,8 +325,10 @@ def _build(text, building, source_vocab, target_vocab, tokenizer, max_length, sa
     _write_validation(rows, building, tokenizers, max_length, say)
     lines.unlink()
     say(report(counts))
-    say(f"tokens: source vocabulary {len(tokenizers['source']):,}, target vocabulary {len(tokenizers['target']):,}, "
-        f"unknown {unknown:.2%}")  # fmt: skip
+    say(
+        f"tokens: source vocabulary {len(tokenizers['source']):,}, target vocabulary {len(tokenizers['target']):,}, "
+        f"unknown {unknown:.2%}"
+    )
     return {"counts": dict(counts), "path": text.path, "unknown": unknown}
 
 
@@ -278,12 +349,16 @@ def _make_tokenizers(lines: Path, pairs: int, name: str, sizes: list[int], say) 
     for first, side, size in ((0, "source", sizes[0]), (1, "target", sizes[1])):
         say(f"tokens: training the {side} tokenizer on {math.ceil(pairs / every):,} sentences")
         with open(lines, encoding="utf-8") as file:
-            sample = (line.rstrip("\n") for line in islice(file, first, None, 2 * every))  # a pair has two lines
+            sample = (
+                line.rstrip("\n") for line in islice(file, first, None, 2 * every)
+            )  # a pair has two lines
             tokenizers[side] = train_tokenizer(sample, size)
     return tokenizers
 
 
-def _write_train(lines: Path, folder: Path, tokenizers: dict, max_length: int, counts: Counter) -> float:
+def _write_train(
+    lines: Path, folder: Path, tokenizers: dict, max_length: int, counts: Counter
+) -> float:
     """Tokenise the clean pairs, dropping the over-long and the lopsided. Returns the share of unknown tokens."""
     writer = TokenWriter(folder, {side: len(tokenizer) for side, tokenizer in tokenizers.items()})
     unknown = total = 0
@@ -291,12 +366,19 @@ def _write_train(lines: Path, folder: Path, tokenizers: dict, max_length: int, c
     counts["kept"] = 0
     with open(lines, encoding="utf-8") as file:
         while chunk := [line.rstrip("\n") for line in islice(file, 2 * CHUNK)]:
-            encoded = {side: encode_flat(tokenizers[side], chunk[first::2]) for first, side in enumerate(tokenizers)}
+            encoded = {
+                side: encode_flat(tokenizers[side], chunk[first::2])
+                for first, side in enumerate(tokenizers)
+            }
             kept = _worth_keeping(*(lengths for _, lengths in encoded.values()), max_length, counts)
             for side, (ids, lengths) in encoded.items():
                 ids = ids[np.repeat(kept, lengths)]
                 writer.write(side, ids, lengths[kept])
-                unknown += int((ids == tokenizers[side].unk_token_id).sum()) if tokenizers[side].unk_token else 0
+                unknown += (
+                    int((ids == tokenizers[side].unk_token_id).sum())
+                    if tokenizers[side].unk_token
+                    else 0
+                )
                 total += len(ids)
             bar.update(len(kept))
     bar.close()
@@ -304,23 +386,34 @@ def _write_train(lines: Path, folder: Path, tokenizers: dict, max_length: int, c
     return unknown / max(total, 1)
 
 
-def _worth_keeping(source: np.ndarray, target: np.ndarray, max_length: int, counts: Counter) -> np.ndarray:
+def _worth_keeping(
+    source: np.ndarray, target: np.ndarray, max_length: int, counts: Counter
+) -> np.ndarray:
     """Which pairs of these lengths to keep, (pairs,) bool; each of the others is counted under one reason."""
     too_long = np.maximum(source, target) >= max_length  # one place is left for begin or end
     lopsided = absurd_ratio(source, target) & ~too_long
     empty = (np.minimum(source, target) == 0) & ~too_long & ~lopsided
     kept = ~(too_long | lopsided | empty)
-    for reason, pairs in {"too long": too_long, "length ratio": lopsided, "empty": empty, "kept": kept}.items():
+    for reason, pairs in {
+        "too long": too_long,
+        "length ratio": lopsided,
+        "empty": empty,
+        "kept": kept,
+    }.items():
         counts.update({reason: int(pairs.sum())} if pairs.any() else {})  # adds; no entries of 0
     return kept
 
 
 def _write_validation(rows, building: Path, tokenizers: dict, max_length: int, say) -> None:
-    writer = TokenWriter(building / "validation", {side: len(tokenizer) for side, tokenizer in tokenizers.items()})
+    writer = TokenWriter(
+        building / "validation", {side: len(tokenizer) for side, tokenizer in tokenizers.items()}
+    )
     for index, side in enumerate(("source", "target")):
         encoded = encode(tokenizers[side], [normalise(row[index]) for row in rows], max_length)
         if long := sum(len(row) >= max_length for row in encoded):
-            say(f"validation: {long} {side} sentences are cut to {max_length - 1} tokens for the validation loss")
+            say(
+                f"validation: {long} {side} sentences are cut to {max_length - 1} tokens for the validation loss"
+            )
         writer.write(side, *flatten([row[: max_length - 1] for row in encoded]))
     writer.close()
     with open(building / "validation.jsonl", "w", encoding="utf-8") as file:
@@ -329,10 +422,20 @@ def _write_validation(rows, building: Path, tokenizers: dict, max_length: int, s
 
 def _require_pairs(text: ParallelText, counts: Counter) -> None:
     if counts["kept"] < 2:
-        raise UserError(f"{text.path}: {counts['kept']} training pairs left, at least 2 are needed; {report(counts)}")
+        raise UserError(
+            f"{text.path}: {counts['kept']} training pairs left, at least 2 are needed; {report(counts)}"
+        )
 
 
-def _key(text: ParallelText, source_vocab: int, target_vocab: int, tokenizer: str, max_length: int) -> str:
-    settings = {"format": FORMAT, "data": text.fingerprint(), "source_vocab": source_vocab, "target_vocab": target_vocab,
-                "tokenizer": tokenizer_key(tokenizer), "max_length": max_length}  # fmt: skip
+def _key(
+    text: ParallelText, source_vocab: int, target_vocab: int, tokenizer: str, max_length: int
+) -> str:
+    settings = {
+        "format": FORMAT,
+        "data": text.fingerprint(),
+        "source_vocab": source_vocab,
+        "target_vocab": target_vocab,
+        "tokenizer": tokenizer_key(tokenizer),
+        "max_length": max_length,
+    }
     return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -29,14 +29,28 @@ KEYWORDS = {
     "validation": ("validation", "valid", "dev", "val", "验证", "驗證"),
     "test": ("test", "testing", "eval", "evaluation", "测试", "測試"),
 }
-FORMS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv",
-         ".tsv": "tsv", ".xml": "xml"}  # fmt: skip
+FORMS = {
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".xml": "xml",
+}
 PAIRED = ("sgm", "moses")  # forms of two files
 # Of a directory with several forms the first is read. sgm and xml are those of WMT's test sets, beside a corpus in another.
 # A json file beside a corpus in yet another form mostly tells of it.
 ORDER = ("parquet", "arrow", "csv", "tsv", "moses", "json", "sgm", "xml")
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
-NOT_DATA = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+NOT_DATA = {
+    "config.json",
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+}
 
 
 @dataclass(frozen=True)
@@ -47,23 +61,31 @@ class ParallelText:
     form: str  # "parquet", "arrow", "save_to_disk", "json", "csv", "tsv", "xml", "sgm", "moses" or "hub"
     source: str  # "zh"
     target: str  # "en"
-    files: dict[str, list[Path]]  # split → its shards in order; of a paired form source, target, source, …
+    files: dict[
+        str, list[Path]
+    ]  # split → its shards in order; of a paired form source, target, source, …
 
     def rows(self, split: str) -> Iterator[list[tuple[str, str]]]:
         """All (source, target) pairs of a split, file by file, in chunks of at most 10,000; UserError on a bad row."""
         if split not in self.files:
-            raise UserError(f"{self.path} has no {split} split; add a file with {split} in its name")
+            raise UserError(
+                f"{self.path} has no {split} split; add a file with {split} in its name"
+            )
         files = self.files[split]
         together = 2 if self.form in PAIRED else 1
         for first in range(0, len(files), together):
-            yield from read_chunks(self.form, files[first : first + together], self.source, self.target)
+            yield from read_chunks(
+                self.form, files[first : first + together], self.source, self.target
+            )
 
     def fingerprint(self) -> str:
         """Hex hash of all files' names and content: the same for a copy in another folder; any changed byte shows."""
         digest = hashlib.blake2b(digest_size=16)
         for split, files in self.files.items():
             for file in files:
-                digest.update(repr((self.form, self.source, self.target, split, file.name)).encode())
+                digest.update(
+                    repr((self.form, self.source, self.target, split, file.name)).encode()
+                )
                 # The size keeps apart two files whose bytes, one after the other, are the same.
                 digest.update(str(file.stat().st_size).encode() + b"\n")
                 with file.open("rb") as stream:
@@ -88,14 +110,18 @@ def find_text(path: str, source: str = "zh", target: str = "en") -> ParallelText
         form, files = _form_of(root, source), _split_files([(root.name, root)])
         if form is None:
             ends = f"{' '.join(FORMS)}, -src.{source}.sgm or .{source}"
-            raise UserError(f"{path} is not a known type of file; its name must end in one of {ends}")
+            raise UserError(
+                f"{path} is not a known type of file; its name must end in one of {ends}"
+            )
     elif os.path.exists(root / "dataset_dict.json") or os.path.exists(root / "state.json"):
         form, files = "save_to_disk", _saved_files(root)
     else:
         form, files = _directory_files(root, source)
     if form in PAIRED:
-        files = {split: [part for file in shards for part in (file, _partner(file, source, target))]
-                 for split, shards in files.items()}  # fmt: skip
+        files = {
+            split: [part for file in shards for part in (file, _partner(file, source, target))]
+            for split, shards in files.items()
+        }
     for file in (file for shards in files.values() for file in shards):
         # os.path.exists, not Path.exists: in a closed folder it says no instead of raising PermissionError.
         if not os.path.exists(file) or os.path.getsize(file) == 0:
@@ -112,12 +138,17 @@ def refuse_swapped(text: ParallelText, rows: list[tuple[str, str]]) -> None:
     """Raises `UserError` if the column that is called Chinese is not, and the other one is. Chinese has its own characters."""
     chinese = [bool(CHINESE.match(name.lower())) for name in (text.source, text.target)]
     if sum(chinese) == 1 and rows:
-        shares = [sum(bool(re.search("[\u4e00-\u9fff]", line)) for line in side) / len(rows) for side in zip(*rows)]
+        shares = [
+            sum(bool(re.search("[\u4e00-\u9fff]", line)) for line in side) / len(rows)
+            for side in zip(*rows)
+        ]
         there, elsewhere = shares if chinese[0] else shares[::-1]
         if there < 0.5 < elsewhere:
             name, other = (text.source, text.target) if chinese[0] else (text.target, text.source)
-            raise UserError(f"the languages are swapped: {elsewhere:.0%} of the texts under {other!r} are Chinese, "
-                            f"{there:.0%} of those under {name!r}; exchange the names in {text.path}")  # fmt: skip
+            raise UserError(
+                f"the languages are swapped: {elsewhere:.0%} of the texts under {other!r} are Chinese, "
+                f"{there:.0%} of those under {name!r}; exchange the names in {text.path}"
+            )
 
 
 def fingerprint_of(rows: list[tuple[str, str]]) -> str:
@@ -151,9 +182,17 @@ def _directory_files(root: Path, source: str) -> tuple[str, dict[str, list[Path]
     for folder, subfolders, names in os.walk(root, onerror=stop, followlinks=True):
         visible = [name for name in subfolders if not name.startswith(".")]
         subfolders[:] = [name for name in visible if not _leads_back(root, Path(folder, name))]
-        for file in (Path(folder, name) for name in names if not name.startswith(".") and name not in NOT_DATA):
+        for file in (
+            Path(folder, name)
+            for name in names
+            if not name.startswith(".") and name not in NOT_DATA
+        ):
             unpacked = file.with_suffix("")
-            if file.suffix in PACKED and (form := _form_of(unpacked, source)) and not unpacked.exists():
+            if (
+                file.suffix in PACKED
+                and (form := _form_of(unpacked, source))
+                and not unpacked.exists()
+            ):
                 packed[form] = file
             if form := _form_of(file, source):
                 by_form.setdefault(form, []).append((str(file.relative_to(root)), file))
@@ -163,8 +202,10 @@ def _directory_files(root: Path, source: str) -> tuple[str, dict[str, list[Path]
     if packed:
         print(f"not read, because compressed: {short(', '.join(map(str, packed.values())))}")
     if not form:
-        raise UserError(f"{root} holds no parquet, arrow, json, csv or tsv file, nor one ending in .{source} beside its "
-                        "translation; point to the directory of the shards")  # fmt: skip
+        raise UserError(
+            f"{root} holds no parquet, arrow, json, csv or tsv file, nor one ending in .{source} beside its "
+            "translation; point to the directory of the shards"
+        )
     if len(by_form) > 1:
         print(f"{root} holds {', '.join(sorted(by_form))} files; only the {form} files are read")
     return form, _split_files(sorted(by_form[form], key=lambda named: _natural(named[0])))
@@ -174,7 +215,9 @@ def _leads_back(root: Path, folder: Path) -> bool:
     """Whether this is a link to a folder that it lies in: following it would read every file again and again."""
     if not folder.is_symlink():
         return False
-    above = [Path(os.path.realpath(parent)) for parent in folder.parents if parent.is_relative_to(root)]
+    above = [
+        Path(os.path.realpath(parent)) for parent in folder.parents if parent.is_relative_to(root)
+    ]
     return any(parent.is_relative_to(os.path.realpath(folder)) for parent in above)
 
 
@@ -207,20 +250,26 @@ def _split_files(named: list[tuple[str, Path]]) -> dict[str, list[Path]]:
     elif unnamed:
         # As load_dataset does: next to train.csv, a newstest2019.csv must not end up among the training pairs.
         names = short(", ".join(str(file) for file in unnamed))
-        print(f"not read, because their names contain no split (train, validation or test): {names}")
+        print(
+            f"not read, because their names contain no split (train, validation or test): {names}"
+        )
     return {split: files for split, files in splits.items() if files}
 
 
 def _saved_files(root: Path) -> dict[str, list[Path]]:
     try:
         named, listed = [], root / "dataset_dict.json"
-        folders = json.loads(listed.read_text(encoding="utf-8"))["splits"] if listed.exists() else [""]
+        folders = (
+            json.loads(listed.read_text(encoding="utf-8"))["splits"] if listed.exists() else [""]
+        )
         for folder in folders:
             state = json.loads((root / folder / "state.json").read_text(encoding="utf-8"))
             name = folder or state.get("_split") or "data"
             named += [(name, root / folder / shard["filename"]) for shard in state["_data_files"]]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{root} was not fully written by save_to_disk: {short(error)}; save it again") from error
+        raise UserError(
+            f"{root} was not fully written by save_to_disk: {short(error)}; save it again"
+        ) from error
     return _split_files(named)
 
 
@@ -241,11 +290,17 @@ def _hub_files(path: str, source: str, target: str) -> dict[str, list[Path]]:
     for config in (f"{source}-{target}", f"{target}-{source}", None):
         try:
             splits = datasets.load_dataset(path, config)
-            shards = [(split, shard) for split, rows in splits.items() for shard in rows.cache_files]
+            shards = [
+                (split, shard) for split, rows in splits.items() for shard in rows.cache_files
+            ]
             return _split_files([(split, Path(shard["filename"])) for split, shard in shards])
         except Exception as error:
-            if config is None or not isinstance(error, ValueError):  # a ValueError: there is no such config
+            if config is None or not isinstance(
+                error, ValueError
+            ):  # a ValueError: there is no such config
                 failure = failure or error
                 break
     reason = f"{type(failure).__name__}: {short(failure)}"
-    raise UserError(f"{path} does not exist on disk, and the hub cannot be reached or does not have it ({reason})")
+    raise UserError(
+        f"{path} does not exist on disk, and the hub cannot be reached or does not have it ({reason})"
+    )

@@ -17,10 +17,17 @@ ABBREVIATIONS = (
     "Co Ltd Jan Feb Mar Apr Jun Jul Aug Sep Sept Oct Nov Dec"
 )
 
-_PAIR = "|".join(f"{re.escape(a)}[^{re.escape(a + b)}]{{1,{LONGEST_PAIR}}}{re.escape(b)}" for a, b in PAIRS.split())
+_PAIR = "|".join(
+    f"{re.escape(a)}[^{re.escape(a + b)}]{{1,{LONGEST_PAIR}}}{re.escape(b)}"
+    for a, b in PAIRS.split()
+)
 # What is read at once: a pair with its inside, a run of stops, a run of other characters, or one character.
-_UNIT = re.compile(rf"(?P<pair>{_PAIR})|(?P<stop>[{STOPS}]+)|[^{STOPS}{re.escape(PAIRS)}]+|.", re.DOTALL)
-_CLOSING = re.compile(r"[）)】\]」』》”’]*(?:[\"']+(?=\s|$))?\s*")  # what a sentence takes along behind its stop
+_UNIT = re.compile(
+    rf"(?P<pair>{_PAIR})|(?P<stop>[{STOPS}]+)|[^{STOPS}{re.escape(PAIRS)}]+|.", re.DOTALL
+)
+_CLOSING = re.compile(
+    r"[）)】\]」』》”’]*(?:[\"']+(?=\s|$))?\s*"
+)  # what a sentence takes along behind its stop
 _WORD = re.compile(r"\w")
 # "Mr. Li", "U.S. dollars", "作家J.K.罗琳", "3. The third", "两点：1.快；2.好": a full stop that ends no sentence.
 _SHORT = "|".join(map(re.escape, ABBREVIATIONS.split()))
@@ -30,7 +37,12 @@ _NO_END = re.compile(rf"(?:(?:^|[^\w.]|[{HAN}])(?:{_SHORT}|[A-Z](?:\.[A-Z])*)|{_
 
 def sentences(line: str) -> list[str]:
     """The sentences of a line, each with the spaces behind it: joined they are the line. Of one sentence: [line]."""
-    pieces, first, at, has_word = [], 0, 0, False  # first: where the sentence begins; at: how far it is read
+    pieces, first, at, has_word = (
+        [],
+        0,
+        0,
+        False,
+    )  # first: where the sentence begins; at: how far it is read
     while at < len(line):
         unit = _UNIT.match(line, at)
         at, has_word = unit.end(), has_word or bool(_WORD.search(unit[0]))
@@ -53,7 +65,9 @@ def end_at(line: str, first: int, unit: re.Match) -> int:
     if unit["pair"]:  # 他说：“好。”然后 has two sentences, “好。”他说 one
         if not follows or follows in PAIRS:
             return end
-        joined = follows == "的" or (follows in "和与或等" and text[-2] in "！？!?")  # 喊着“加油！”的口号
+        joined = follows == "的" or (
+            follows in "和与或等" and text[-2] in "！？!?"
+        )  # 喊着“加油！”的口号
         goes_on = not follows.isalnum() or follows.islower() or joined
         return end if line[first : unit.start()].strip() and not goes_on else 0
     if text[-1] in "。！？":
@@ -71,5 +85,9 @@ def end_at(line: str, first: int, unit: re.Match) -> int:
 def join(translations: Iterable[str]) -> str:
     """The translations of a line's sentences as one line, a space between them where the language has spaces."""
     texts = [*filter(None, translations), ""]
-    apart = re.compile(f"[^{HAN}]{{2}}")  # not where a Chinese sentence ends in a quotation mark or dots of its own
-    return "".join(text + " " * bool(apart.match(text[-1] + after[:1])) for text, after in pairwise(texts))
+    apart = re.compile(
+        f"[^{HAN}]{{2}}"
+    )  # not where a Chinese sentence ends in a quotation mark or dots of its own
+    return "".join(
+        text + " " * bool(apart.match(text[-1] + after[:1])) for text, after in pairwise(texts)
+    )

@@ -35,12 +35,18 @@ class TokenizedPairs(Dataset):
     """
 
     def __init__(self, folder: Path, rows: np.ndarray | slice = slice(None)):
-        self.folder, self.rows = folder, rows  # the numbers of the rows that are there; all, if not named
+        self.folder, self.rows = (
+            folder,
+            rows,
+        )  # the numbers of the rows that are there; all, if not named
         lengths = {side: np.load(folder / f"{side}.lengths.npy") for side in ("source", "target")}
         self.lengths = {side: of_all[rows] for side, of_all in lengths.items()}
         self._starts = {side: starts_of(of_all)[:-1][rows] for side, of_all in lengths.items()}
         # As plain arrays over the maps: a slice of a `memmap` costs ten times as much.
-        self._ids = {side: np.asarray(np.load(folder / f"{side}.ids.npy", mmap_mode="r")) for side in self.lengths}
+        self._ids = {
+            side: np.asarray(np.load(folder / f"{side}.ids.npy", mmap_mode="r"))
+            for side in self.lengths
+        }
 
     def __len__(self) -> int:
         return len(self.lengths["source"])
@@ -62,7 +68,9 @@ class TokenizedPairs(Dataset):
 
     def only(self, rows: np.ndarray) -> "TokenizedPairs":
         """These pairs alone, by their numbers here."""
-        stored = np.arange(len(np.load(self.folder / "source.lengths.npy", mmap_mode="r")))[self.rows]
+        stored = np.arange(len(np.load(self.folder / "source.lengths.npy", mmap_mode="r")))[
+            self.rows
+        ]
         return TokenizedPairs(self.folder, stored[rows])
 
     def _gather(self, side: str, rows: np.ndarray) -> Rows:
@@ -79,15 +87,22 @@ class TokenWriter:
     def __init__(self, folder: Path, vocabularies: dict[str, int]):
         folder.mkdir(parents=True)
         self.folder, self.vocabularies = folder, vocabularies
-        self.dtypes = {side: np.dtype(np.uint16 if size <= 2**16 else np.int32) for side, size in vocabularies.items()}
+        self.dtypes = {
+            side: np.dtype(np.uint16 if size <= 2**16 else np.int32)
+            for side, size in vocabularies.items()
+        }
         self.files = {side: open(folder / f"{side}.ids", "wb") for side in vocabularies}
         self.lengths = {side: [] for side in vocabularies}
 
     def write(self, side: str, ids: np.ndarray, lengths: np.ndarray) -> None:
         """Append sentences to a side: their ids one after another, (N,), and the number of ids in each, (sentences,)."""
-        if len(ids) and ids.max() >= self.vocabularies[side]:  # the model has no such token, and 16 bits would wrap
-            raise UserError(f"the {side} tokenizer gives the id {ids.max()}, but has {self.vocabularies[side]} tokens; "
-                            "choose another --tokenizer")  # fmt: skip
+        if (
+            len(ids) and ids.max() >= self.vocabularies[side]
+        ):  # the model has no such token, and 16 bits would wrap
+            raise UserError(
+                f"the {side} tokenizer gives the id {ids.max()}, but has {self.vocabularies[side]} tokens; "
+                "choose another --tokenizer"
+            )
         self.lengths[side].append(lengths.astype(np.int32))
         self.files[side].write(ids.astype(self.dtypes[side]))
 
@@ -98,7 +113,11 @@ class TokenWriter:
             lengths = np.concatenate([np.zeros(0, np.int32), *self.lengths[side]])
             np.save(self.folder / f"{side}.lengths.npy", lengths)
             # Through a map, so that not all ids are in memory; numpy maps no empty file.
-            raw = np.memmap(file.name, self.dtypes[side], "r") if lengths.sum() else np.zeros(0, self.dtypes[side])
+            raw = (
+                np.memmap(file.name, self.dtypes[side], "r")
+                if lengths.sum()
+                else np.zeros(0, self.dtypes[side])
+            )
             np.save(self.folder / f"{side}.ids.npy", raw)
             os.remove(file.name)
 

@@ -21,7 +21,9 @@ from text.store import flatten, places_of, starts_of
 
 SPACE = "▁"  # U+2581, which stands for a space at the head of a word
 WORDS_AT_ONCE = 100
-CHARACTERS_AT_ONCE = 2**22  # of the lines that are encoded together; the library takes some hundred bytes for each
+CHARACTERS_AT_ONCE = (
+    2**22
+)  # of the lines that are encoded together; the library takes some hundred bytes for each
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 # Chinese is written without spaces: a run of Han characters is one "word" that merges may divide as they like. Digits stand
@@ -59,9 +61,15 @@ def train_tokenizer(lines: Iterable[str], vocabulary: int):
     vocab = {token: index for index, token in enumerate(order)}
     tokenizer.model = models.BPE(vocab=vocab, merges=merges, byte_fallback=True)
     # Bytes become characters first, then ▁ becomes a space again.
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -107,11 +115,17 @@ def open_tokenizer(name: str):
             failure = error
     try:
         # Without a network it would try again for minutes; told to stay offline, it looks into its cache.
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=failure is not None, trust_remote_code=False)
-    except Exception as error:  # of damaged files the libraries make whatever error it happens to lead to
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, local_files_only=failure is not None, trust_remote_code=False
+        )
+    except (
+        Exception
+    ) as error:  # of damaged files the libraries make whatever error it happens to lead to
         missing = "no such folder, and it cannot be loaded from the hub"
         what = "no tokenizer can be read from this folder" if is_folder else missing
-        raise UserError(f"tokenizer {name}: {what} ({' '.join(str(failure or error).split())[:200]})") from None
+        raise UserError(
+            f"tokenizer {name}: {what} ({' '.join(str(failure or error).split())[:200]})"
+        ) from None
     return tokenizer
 
 
@@ -131,12 +145,18 @@ def special_ids(tokenizer, name: str = "") -> dict[str, int]:
     """{"pad": …, "bos": …, "eos": …}. BERT's [CLS] and [SEP] count as begin and end. Raises `UserError` if one is missing."""
     ids = {
         "pad": tokenizer.pad_token_id,
-        "bos": tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.cls_token_id,
-        "eos": tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id,
+        "bos": tokenizer.bos_token_id
+        if tokenizer.bos_token_id is not None
+        else tokenizer.cls_token_id,
+        "eos": tokenizer.eos_token_id
+        if tokenizer.eos_token_id is not None
+        else tokenizer.sep_token_id,
     }
     missing = [key for key, value in ids.items() if value is None]
     if missing:
-        raise UserError(f"tokenizer {name} has no {'/'.join(missing)} token; choose one that has pad, bos and eos")
+        raise UserError(
+            f"tokenizer {name} has no {'/'.join(missing)} token; choose one that has pad, bos and eos"
+        )
     return ids
 
 
@@ -155,7 +175,9 @@ def encode_together(tokenizer, lines: list[str]) -> list[list[int]]:
         tokenizer.backend_tokenizer.encode_special_tokens = True  # "<s>" in a text is text
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(lines, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
-    return tokenizer(lines, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+    return tokenizer(lines, add_special_tokens=False, split_special_tokens=True, verbose=False)[
+        "input_ids"
+    ]
 
 
 def encode_flat(tokenizer, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -175,7 +197,9 @@ def encode_flat(tokenizer, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray
     lengths = np.diff(starts)[numbers]  # (words,) how many ids each word of the text has
     words_in_line = np.fromiter((line.count(" ") + 1 for line in lines), np.int64, len(lines))
     # The ids word by word, and their number in each line: lengths summed from each line's first word to the next's.
-    return ids[places_of(lengths, starts[numbers])], np.add.reduceat(lengths, starts_of(words_in_line)[:-1])
+    return ids[places_of(lengths, starts[numbers])], np.add.reduceat(
+        lengths, starts_of(words_in_line)[:-1]
+    )
 
 
 def encode_words(tokenizer, words: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -183,7 +207,10 @@ def encode_words(tokenizer, words: list[str]) -> tuple[np.ndarray, np.ndarray]:
 
     Many words go into one text, since every text costs the Rust library as much as five words.
     """
-    texts = [" ".join(words[first : first + WORDS_AT_ONCE]) for first in range(0, len(words), WORDS_AT_ONCE)]
+    texts = [
+        " ".join(words[first : first + WORDS_AT_ONCE])
+        for first in range(0, len(words), WORDS_AT_ONCE)
+    ]
     ids, _ = flatten(encode(tokenizer, texts))
     begins = np.zeros(len(tokenizer), bool)
     begins[[id for token, id in tokenizer.get_vocab().items() if token.startswith(SPACE)]] = True
@@ -195,7 +222,9 @@ def encodes_words_alone(tokenizer) -> bool:
     if not tokenizer.is_fast or tokenizer.backend_tokenizer.normalizer is not None:
         return False
     if not all(token.special for token in tokenizer.added_tokens_decoder.values()):
-        return False  # a token that is not special would be found in the text before anything is cut
+        return (
+            False  # a token that is not special would be found in the text before anything is cut
+        )
     cuts = tokenizer.backend_tokenizer.pre_tokenizer
     return cuts is not None and cuts.__getstate__() == own_pre_tokenizer().__getstate__()
 
@@ -204,4 +233,6 @@ def decode(tokenizer, rows: Sequence[Sequence[int]]) -> list[str]:
     """The text of each row of ids; special tokens are left out."""
     if not rows:  # which transformers would take for one empty row
         return []
-    return [" ".join(line.split()) for line in tokenizer.batch_decode(rows, skip_special_tokens=True)]
+    return [
+        " ".join(line.split()) for line in tokenizer.batch_decode(rows, skip_special_tokens=True)
+    ]

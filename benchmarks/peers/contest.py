@@ -23,15 +23,27 @@ from engine.errors import UserError
 from engine.memory import GIB, held_gib
 from model import PRESETS
 
-TINY = dict(d_model=32, nhead=2, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=64, dropout=0.1)
-SIZES = {"lab": PRESETS["lab"], "big": PRESETS["big"], "tiny": TINY}  # of the model; tiny: to try a command
+TINY = dict(
+    d_model=32, nhead=2, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=64, dropout=0.1
+)
+SIZES = {
+    "lab": PRESETS["lab"],
+    "big": PRESETS["big"],
+    "tiny": TINY,
+}  # of the model; tiny: to try a command
 LABEL_SMOOTHING = 0.1
 LEARNING_RATE = 1e-4
 WARM_STEPS = 3  # not counted: cold caches, first allocations
 ENVIRONMENTS = ROOT / "benchmarks" / ".envs"  # of the toolkits; made by benchmarks/peers/install.sh
-OLD_LOAD = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}  # `torch.load` reads pickles, as it did before torch 2.6
+OLD_LOAD = {
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"
+}  # `torch.load` reads pickles, as it did before torch 2.6
 # glibc gives large blocks back to the system at once and takes them again page by page; with these it keeps them.
-KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "268435456"}
+KEEP_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "268435456",
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,9 @@ class Contestant:
     pin: bool = True  # each compute thread to a core of its own
 
 
-TOOLKITS = {name: Contestant("toolkits", {"what": name}, name, OLD_LOAD) for name in ("opennmt", "fairseq")}
+TOOLKITS = {
+    name: Contestant("toolkits", {"what": name}, name, OLD_LOAD) for name in ("opennmt", "fairseq")
+}
 
 
 @dataclass
@@ -64,7 +78,9 @@ class Task:
     every: int = 0  # learn: steps between translations
 
 
-def choose(names: str, known: Iterable[str], flag: str = "--contestants", between: str = ",") -> list[str]:
+def choose(
+    names: str, known: Iterable[str], flag: str = "--contestants", between: str = ","
+) -> list[str]:
     """ "a,b" → ["a", "b"]. Raises `UserError` for an unknown name."""
     chosen = [name.strip() for name in names.split(between) if name.strip()]
     if unknown := [name for name in chosen if name not in known]:
@@ -74,9 +90,15 @@ def choose(names: str, known: Iterable[str], flag: str = "--contestants", betwee
 
 def command(contestant: Contestant, task: Task) -> tuple[list[str], dict[str, str]]:
     """The words and environment variables that start a contestant on a task."""
-    python = str(ENVIRONMENTS / contestant.toolkit / "bin/python") if contestant.toolkit else sys.executable
+    python = (
+        str(ENVIRONMENTS / contestant.toolkit / "bin/python")
+        if contestant.toolkit
+        else sys.executable
+    )
     job = json.dumps(asdict(replace(task, **contestant.settings)))
-    cores = pinned(task.threads, contestant.pin and task.device == "cpu")  # a GPU's threads want cores of their own
+    cores = pinned(
+        task.threads, contestant.pin and task.device == "cpu"
+    )  # a GPU's threads want cores of their own
     words = [python, "-m", f"benchmarks.peers.{contestant.module}", job]
     return words, {**os.environ, **cores, **contestant.environment}
 
@@ -84,14 +106,21 @@ def command(contestant: Contestant, task: Task) -> tuple[list[str], dict[str, st
 def start(name: str, contestant: Contestant, task: Task, timeout: float = 600) -> dict | None:
     """One turn of one contestant; → its figures, None with one line that says why if it cannot take part."""
     if contestant.toolkit and not (ENVIRONMENTS / contestant.toolkit / "complete").exists():
-        print(f"{name}: left out; to install it: bash benchmarks/peers/install.sh {contestant.toolkit}", flush=True)
+        print(
+            f"{name}: left out; to install it: bash benchmarks/peers/install.sh {contestant.toolkit}",
+            flush=True,
+        )
         return None
     words, environment = command(contestant, task)
     try:
-        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(
+            words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+        )
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         figures = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        reason = "" if figures and not done.returncode else f"it ended with {done.returncode}: {last}"
+        reason = (
+            "" if figures and not done.returncode else f"it ended with {done.returncode}: {last}"
+        )
     except subprocess.TimeoutExpired:
         reason = f"no result after {timeout:.0f} s"
     if reason:
@@ -117,7 +146,9 @@ def wait_for_gpu() -> None:
 def memory_gib(which: str = "VmHWM") -> float:
     """The most that this process, or its tensors on a GPU, held so far; with VmRSS what they hold now."""
     if torch.cuda.is_initialized():
-        return (torch.cuda.max_memory_allocated() if which == "VmHWM" else torch.cuda.memory_allocated()) / GIB
+        return (
+            torch.cuda.max_memory_allocated() if which == "VmHWM" else torch.cuda.memory_allocated()
+        ) / GIB
     return held_gib(which)
 
 
@@ -148,18 +179,30 @@ class TrainingClock:
         elif self.steps > 0 and self.now() - self.begun >= self.seconds:
             wait_for_gpu()  # only here: in between the host runs ahead of the GPU
             seconds = self.now() - self.begun  # of all steps but the one that begins now
-            report({"target_tokens_per_second": self.target / seconds,
-                    "tokens_per_second": (self.source + self.target) / seconds, "seconds_per_step": seconds / self.steps,
-                    "target_tokens_per_step": self.target / self.steps, "steps": self.steps,
-                    "step_gib": memory_gib() - self.held, **self.more})  # fmt: skip
+            report(
+                {
+                    "target_tokens_per_second": self.target / seconds,
+                    "tokens_per_second": (self.source + self.target) / seconds,
+                    "seconds_per_step": seconds / self.steps,
+                    "target_tokens_per_step": self.target / self.steps,
+                    "steps": self.steps,
+                    "step_gib": memory_gib() - self.held,
+                    **self.more,
+                }
+            )
             sys.stderr.flush()
             os._exit(0)  # some toolkits would now write checkpoints
         self.steps += 1
         if self.steps > 0:
-            self.source, self.target = self.source + int(source_tokens), self.target + int(target_tokens)
+            self.source, self.target = (
+                self.source + int(source_tokens),
+                self.target + int(target_tokens),
+            )
 
 
-def time_decoding(task: Task, corpus: Corpus, decode: Callable, warm: bool = True, read: Callable = list) -> None:
+def time_decoding(
+    task: Task, corpus: Corpus, decode: Callable, warm: bool = True, read: Callable = list
+) -> None:
     """Decode the test sentences once to warm up, then again and again for `task.seconds`, and report the median.
 
     `read(decode())` are the output ids of every sentence without begin and end; the reading is not timed. Each sentence
@@ -178,5 +221,14 @@ def time_decoding(task: Task, corpus: Corpus, decode: Callable, warm: bool = Tru
         Path(task.outputs).write_text(as_words(outputs, "tgt"), encoding="utf-8")
     seconds = statistics.median(passes[warm:])
     tokens = sum(lengths) + (0 if task.length else len(lengths))
-    report({"tokens_per_second": tokens / seconds, "sentences_per_second": len(lengths) / seconds, "seconds": seconds,
-            "first_seconds": passes[0], "tokens": tokens, "sentences": len(lengths), "passes": len(passes) - warm})  # fmt: skip
+    report(
+        {
+            "tokens_per_second": tokens / seconds,
+            "sentences_per_second": len(lengths) / seconds,
+            "seconds": seconds,
+            "first_seconds": passes[0],
+            "tokens": tokens,
+            "sentences": len(lengths),
+            "passes": len(passes) - warm,
+        }
+    )

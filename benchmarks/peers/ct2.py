@@ -21,27 +21,48 @@ def decode(task, corpus) -> None:
     """All test sentences in one call."""
     folder = Path(task.weights) / "ctranslate2"
     if not (folder / "model.bin").exists():
-        weights = {name: tensor.float().numpy() for name, tensor in torch.load(folder.parent / "weights.pt").items()}
+        weights = {
+            name: tensor.float().numpy()
+            for name, tensor in torch.load(folder.parent / "weights.pt").items()
+        }
         sizes = {"norm_first": False, **task.sizes, "max_length": 512}
-        source_words = name_special([f"s{id}" for id in range(corpus.source_vocab)], corpus.source_ids)
-        target_words = name_special([f"t{id}" for id in range(corpus.target_vocab)], corpus.target_ids)
+        source_words = name_special(
+            [f"s{id}" for id in range(corpus.source_vocab)], corpus.source_ids
+        )
+        target_words = name_special(
+            [f"t{id}" for id in range(corpus.target_vocab)], corpus.target_ids
+        )
         convert(weights, sizes, source_words, target_words, folder)
     kind, _, workers = task.variant.partition("x")
     workers = int(workers or 1)
     threads = dict(inter_threads=workers, intra_threads=max(1, task.threads // workers))
-    translator = ctranslate2.Translator(str(folder), device=task.device, compute_type=kind, **threads)
-    print("computes in", translator.compute_type, "of", ctranslate2.get_supported_compute_types("cpu"), file=sys.stderr)
+    translator = ctranslate2.Translator(
+        str(folder), device=task.device, compute_type=kind, **threads
+    )
+    print(
+        "computes in",
+        translator.compute_type,
+        "of",
+        ctranslate2.get_supported_compute_types("cpu"),
+        file=sys.stderr,
+    )
     sources = [[f"s{id}" for id in source] for source, _ in corpus.test]
     limits = [task.length or (len(source) + 1) * 3 // 2 + 10 for source in sources]
 
     def once():
         return translator.translate_batch(
-            sources, beam_size=1, max_batch_size=task.batch, min_decoding_length=task.length or 1,
+            sources,
+            beam_size=1,
+            max_batch_size=task.batch,
+            min_decoding_length=task.length or 1,
             max_decoding_length=max(limits),
-        )  # fmt: skip
+        )
 
     def read(results) -> list[list[int]]:
-        rows = ([int(word[1:]) if word[0] == "t" else 0 for word in each.hypotheses[0]] for each in results)
+        rows = (
+            [int(word[1:]) if word[0] == "t" else 0 for word in each.hypotheses[0]]
+            for each in results
+        )
         return [row[:limit] for row, limit in zip(rows, limits)]
 
     time_decoding(task, corpus, once, read=read)

@@ -10,7 +10,13 @@ import math
 import torch
 from torch import nn
 
-from benchmarks.peers.contest import LABEL_SMOOTHING, LEARNING_RATE, TrainingClock, run_peer, time_decoding
+from benchmarks.peers.contest import (
+    LABEL_SMOOTHING,
+    LEARNING_RATE,
+    TrainingClock,
+    run_peer,
+    time_decoding,
+)
 from data import Batch, Collate
 from model import sinusoids
 
@@ -36,11 +42,17 @@ class Seq2Seq(nn.Module):
 
     def forward(self, src, tgt_in, src_pad, tgt_pad):
         """→ logits (B, T, V)"""
-        causal = torch.triu(torch.ones(tgt_in.size(1), tgt_in.size(1), dtype=torch.bool, device=tgt_in.device), 1)
+        causal = torch.triu(
+            torch.ones(tgt_in.size(1), tgt_in.size(1), dtype=torch.bool, device=tgt_in.device), 1
+        )
         hidden = self.transformer(
-            self.embed(self.source_embedding, src), self.embed(self.target_embedding, tgt_in), tgt_mask=causal,
-            src_key_padding_mask=src_pad, tgt_key_padding_mask=tgt_pad, memory_key_padding_mask=src_pad,
-        )  # fmt: skip
+            self.embed(self.source_embedding, src),
+            self.embed(self.target_embedding, tgt_in),
+            tgt_mask=causal,
+            src_key_padding_mask=src_pad,
+            tgt_key_padding_mask=tgt_pad,
+            memory_key_padding_mask=src_pad,
+        )
         return self.output(hidden)
 
 
@@ -64,7 +76,11 @@ def train(task, corpus) -> None:
     while True:
         for src, tgt_in, tgt_out in loader:
             clock.step((src != source["pad"]).sum(), (tgt_out != target["pad"]).sum())
-            src, tgt_in, tgt_out = src.to(task.device), tgt_in.to(task.device), tgt_out.to(task.device)
+            src, tgt_in, tgt_out = (
+                src.to(task.device),
+                tgt_in.to(task.device),
+                tgt_out.to(task.device),
+            )
             logits = model(src, tgt_in, src == source["pad"], tgt_in == target["pad"])
             loss = criterion(logits.flatten(0, 1), tgt_out.flatten())
             optimizer.zero_grad()
@@ -76,7 +92,10 @@ def train(task, corpus) -> None:
 @torch.no_grad()
 def decode(task, corpus) -> None:
     """The whole model, encoder too, once for every token, until all sentences of the batch have ended."""
-    collate, eos = Collate(corpus.source_ids, corpus.target_ids, pad_multiple=LENGTH), corpus.target_ids["eos"]
+    collate, eos = (
+        Collate(corpus.source_ids, corpus.target_ids, pad_multiple=LENGTH),
+        corpus.target_ids["eos"],
+    )
     model = Seq2Seq(task.sizes, corpus).eval()
     # The project's own: the names are the same, for the parts are.
     model.load_state_dict(torch.load(f"{task.weights}/weights.pt"))

@@ -18,7 +18,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import MarianConfig, MarianMTModel
 
 from benchmarks.corpus import as_ids, as_words
-from benchmarks.peers.contest import LABEL_SMOOTHING, LEARNING_RATE, TrainingClock, run_peer, time_decoding
+from benchmarks.peers.contest import (
+    LABEL_SMOOTHING,
+    LEARNING_RATE,
+    TrainingClock,
+    run_peer,
+    time_decoding,
+)
 from benchmarks.peers.handout import cut, labels
 from data import BucketSampler, Collate
 from engine.config import write_whole
@@ -30,17 +36,32 @@ BETAS = (0.9, 0.98)
 def build(sizes: dict, corpus) -> MarianMTModel:
     """A model of these sizes."""
     source, target = corpus.source_ids, corpus.target_ids
-    dropout = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), sizes["dropout"])
+    dropout = dict.fromkeys(
+        ("dropout", "attention_dropout", "activation_dropout"), sizes["dropout"]
+    )
     config = MarianConfig(
-        vocab_size=corpus.source_vocab, decoder_vocab_size=corpus.target_vocab, share_encoder_decoder_embeddings=False,
-        d_model=sizes["d_model"], encoder_layers=sizes["num_encoder_layers"], decoder_layers=sizes["num_decoder_layers"],
-        encoder_attention_heads=sizes["nhead"], decoder_attention_heads=sizes["nhead"],
-        encoder_ffn_dim=sizes["dim_feedforward"], decoder_ffn_dim=sizes["dim_feedforward"], activation_function="relu",
-        **dropout, max_position_embeddings=512,
-        scale_embedding=True, tie_word_embeddings=False, attn_implementation="sdpa", forced_eos_token_id=None,
-        pad_token_id=source["pad"], bos_token_id=target["bos"], eos_token_id=target["eos"],
+        vocab_size=corpus.source_vocab,
+        decoder_vocab_size=corpus.target_vocab,
+        share_encoder_decoder_embeddings=False,
+        d_model=sizes["d_model"],
+        encoder_layers=sizes["num_encoder_layers"],
+        decoder_layers=sizes["num_decoder_layers"],
+        encoder_attention_heads=sizes["nhead"],
+        decoder_attention_heads=sizes["nhead"],
+        encoder_ffn_dim=sizes["dim_feedforward"],
+        decoder_ffn_dim=sizes["dim_feedforward"],
+        activation_function="relu",
+        **dropout,
+        max_position_embeddings=512,
+        scale_embedding=True,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+        forced_eos_token_id=None,
+        pad_token_id=source["pad"],
+        bos_token_id=target["bos"],
+        eos_token_id=target["eos"],
         decoder_start_token_id=target["bos"],
-    )  # fmt: skip
+    )
     return MarianMTModel(config)
 
 
@@ -55,7 +76,9 @@ def make_step(task, corpus, model, optimizer, autocast: Callable, clip: float = 
         batch = batch.to(torch.device(task.device))
         with autocast():
             attended = (~batch.src_pad).long()
-            logits = model(batch.src, attention_mask=attended, decoder_input_ids=batch.tgt_in, use_cache=False).logits
+            logits = model(
+                batch.src, attention_mask=attended, decoder_input_ids=batch.tgt_in, use_cache=False
+            ).logits
             loss = criterion(logits.flatten(0, 1), labels(batch, pad).flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -73,7 +96,9 @@ def train(task, corpus) -> None:
     torch.set_float32_matmul_precision("medium" if tuned else "highest")
     model = build(task.sizes, corpus).to(task.device).train()
     optimizer = Adam(model.parameters(), lr=LEARNING_RATE, betas=BETAS)
-    autocast = partial(torch.autocast, "cuda", torch.bfloat16, enabled=tuned and task.device != "cpu")
+    autocast = partial(
+        torch.autocast, "cuda", torch.bfloat16, enabled=tuned and task.device != "cpu"
+    )
     take_step = make_step(task, corpus, model, optimizer, autocast)
     clock = TrainingClock(task.seconds)
     for rows in BucketSampler(corpus.lengths, task.tokens_per_batch):
@@ -91,7 +116,9 @@ def learn(task, corpus) -> None:
     torch.manual_seed(1)
     model, folder = build(task.sizes, corpus).train(), Path(task.outputs)
     optimizer = Adam(model.parameters(), lr=rate, betas=BETAS)
-    schedule = LambdaLR(optimizer, lambda step: min((step + 1) / warmup, (warmup / (step + 1)) ** 0.5))
+    schedule = LambdaLR(
+        optimizer, lambda step: min((step + 1) / warmup, (warmup / (step + 1)) ** 0.5)
+    )
     take_step = make_step(task, corpus, model, optimizer, precision.autocast, clip=1.0)
     sources = as_ids((folder / "valid.src").read_text().splitlines())
     for step, rows in enumerate(BucketSampler(corpus.lengths, task.tokens_per_batch), 1):
@@ -109,11 +136,18 @@ def translate(task, corpus, model, sources) -> list[list[int]]:
     collate, outputs = Collate(corpus.source_ids, corpus.target_ids), [[]] * len(sources)
     order = sorted(range(len(sources)), key=lambda row: -len(sources[row]))
     for rows in (order[first : first + task.batch] for first in range(0, len(order), task.batch)):
-        src, src_pad = (tensor.to(task.device) for tensor in collate.pad_sources([sources[row] for row in rows]))
+        src, src_pad = (
+            tensor.to(task.device) for tensor in collate.pad_sources([sources[row] for row in rows])
+        )
         generated = model.generate(
-            input_ids=src, attention_mask=(~src_pad).long(), num_beams=1, do_sample=False, use_cache=True,
-            min_new_tokens=task.length, max_new_tokens=task.length or min(512, src.size(1) * 3 // 2 + 10),
-        )  # fmt: skip
+            input_ids=src,
+            attention_mask=(~src_pad).long(),
+            num_beams=1,
+            do_sample=False,
+            use_cache=True,
+            min_new_tokens=task.length,
+            max_new_tokens=task.length or min(512, src.size(1) * 3 // 2 + 10),
+        )
         for row, ids in zip(rows, generated[:, 1:].tolist()):  # the first is the begin token
             outputs[row] = ids
     return outputs
@@ -124,7 +158,10 @@ def decode(task, corpus) -> None:
     """Greedy, with weights of its own: they change nothing in the time of outputs of a given length."""
     if not task.length:
         raise RuntimeError("it has no trained weights, and so takes no part at real lengths")
-    model, sources = build(task.sizes, corpus).eval().to(task.device), [source for source, _ in corpus.test]
+    model, sources = (
+        build(task.sizes, corpus).eval().to(task.device),
+        [source for source, _ in corpus.test],
+    )
     with torch.autocast("cuda", torch.bfloat16, enabled=task.device != "cpu"):  # as ours there
         time_decoding(task, corpus, lambda: translate(task, corpus, model, sources))
 

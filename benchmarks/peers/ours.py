@@ -18,7 +18,14 @@ import torch
 
 import decoding
 import fast
-from benchmarks.peers.contest import LABEL_SMOOTHING, LEARNING_RATE, WARM_STEPS, TrainingClock, run_peer, time_decoding
+from benchmarks.peers.contest import (
+    LABEL_SMOOTHING,
+    LEARNING_RATE,
+    WARM_STEPS,
+    TrainingClock,
+    run_peer,
+    time_decoding,
+)
 from data import Batch, BucketSampler, Collate, batches_of
 from engine.distributed import choose_device
 from engine.precision import Precision, choose_precision
@@ -30,14 +37,25 @@ CLIP = 1.0  # train.py's default; the other contestants do not clip
 
 
 def make_trainer(
-    sizes: ModelConfig, precision: Precision, plain=False, wrap: Callable = lambda loss: loss, optimizer: str = "adamw"
+    sizes: ModelConfig,
+    precision: Precision,
+    plain=False,
+    wrap: Callable = lambda loss: loss,
+    optimizer: str = "adamw",
 ) -> Callable:
     """A fresh model, always the same, and train.py's loss in `wrap`; → a function that takes one step. The peers have AdamW."""
     torch.manual_seed(1)
     plain or fast.keep_tensors_together(precision.device)
     model = Translator(sizes).to(precision.device).train()
-    loss_of = None if plain else fast.loss(model, LABEL_SMOOTHING, precision.dtype, partial(print, file=sys.stderr))
-    loss_of, parameters = wrap(loss_of or SummedLoss(model, LABEL_SMOOTHING)), list(model.parameters())
+    loss_of = (
+        None
+        if plain
+        else fast.loss(model, LABEL_SMOOTHING, precision.dtype, partial(print, file=sys.stderr))
+    )
+    loss_of, parameters = (
+        wrap(loss_of or SummedLoss(model, LABEL_SMOOTHING)),
+        list(model.parameters()),
+    )
     optimizer = make_optimizer(optimizer, model, model.transformer, LEARNING_RATE, precision.dtype)
     steps = count(1)
 
@@ -73,11 +91,22 @@ def train(task, corpus) -> None:
         possible = "captured" in words and fast.can_capture(loss.model, precision.dtype)
         return (captured := possible and fast.captured_loss(loss, buckets)) or loss
 
-    more = {"peak_tflops": measured_peak_flops(device, precision.dtype) / 1e12} if device.type == "cuda" else {}
-    sizes, plain = ModelConfig(corpus.source_vocab, corpus.target_vocab, **task.sizes), {"plain", "captured"} & {*words}
-    take_step = make_trainer(sizes, precision, plain, capture, "muon" if "muon" in words else "adamw")
+    more = (
+        {"peak_tflops": measured_peak_flops(device, precision.dtype) / 1e12}
+        if device.type == "cuda"
+        else {}
+    )
+    sizes, plain = (
+        ModelConfig(corpus.source_vocab, corpus.target_vocab, **task.sizes),
+        {"plain", "captured"} & {*words},
+    )
+    take_step = make_trainer(
+        sizes, precision, plain, capture, "muon" if "muon" in words else "adamw"
+    )
     batches = random_batches(len(corpus.train)) if "random" in words else buckets
-    pairs = [(source.tolist(), target.tolist()) for source, target in corpus.train]  # lists: arrays are slow to join
+    pairs = [
+        (source.tolist(), target.tolist()) for source, target in corpus.train
+    ]  # lists: arrays are slow to join
     batches = batches_of(pairs, batches, Collate(corpus.source_ids, corpus.target_ids), 0, device)
     warm = 2 * buckets.steps_per_epoch if captured else 0  # each shape once as it is, then captured
     for batch in islice(batches, warm):
@@ -115,7 +144,9 @@ def random_batches(pairs: int) -> Iterator[list[int]]:
     """Batches of 128 sentences of any length, without end."""
     random = np.random.default_rng(1)
     while True:
-        yield from (rows.tolist() for rows in np.array_split(random.permutation(pairs), -(-pairs // 128)))
+        yield from (
+            rows.tolist() for rows in np.array_split(random.permutation(pairs), -(-pairs // 128))
+        )
 
 
 def decode(task, corpus) -> None:
@@ -132,8 +163,15 @@ def decode(task, corpus) -> None:
         limit = lambda tokens, max_length: torch.full_like(tokens, task.length)  # noqa: E731
     model.to(device)
     with precision.autocast():
-        steps = None if "plain" in words else fast.steps(model, int8=name == "int8", captured="captured" in words)
-    collate, sources = Collate(corpus.source_ids, corpus.target_ids), [source.tolist() for source, _ in corpus.test]
+        steps = (
+            None
+            if "plain" in words
+            else fast.steps(model, int8=name == "int8", captured="captured" in words)
+        )
+    collate, sources = (
+        Collate(corpus.source_ids, corpus.target_ids),
+        [source.tolist() for source, _ in corpus.test],
+    )
     # 0: as many sentences at once as evaluate.py takes.
     batches = decoding.plan_batches(list(map(len, sources)), task.batch) if task.batch else None
 

@@ -30,41 +30,97 @@ def opennmt(task, corpus) -> None:
     from onmt.bin import train, translate
     from onmt.trainer import Trainer
 
-    folder, sizes, vocabulary = corpus.folder / "peers/opennmt", task.sizes, corpus.folder / "opennmt"
+    folder, sizes, vocabulary = (
+        corpus.folder / "peers/opennmt",
+        task.sizes,
+        corpus.folder / "opennmt",
+    )
     folder.mkdir(parents=True, exist_ok=True)
-    sides = {f"path_{side}": str(corpus.folder / f"train.{side}") for side in ("src", "tgt")} | {"transforms": []}
-    (folder / "settings.yaml").write_text(f"data: {{corpus: {sides}}}\n".replace("'", '"'), encoding="utf-8")
+    sides = {f"path_{side}": str(corpus.folder / f"train.{side}") for side in ("src", "tgt")} | {
+        "transforms": []
+    }
+    (folder / "settings.yaml").write_text(
+        f"data: {{corpus: {sides}}}\n".replace("'", '"'), encoding="utf-8"
+    )
     settings = {
-        "config": folder / "settings.yaml", "save_model": folder / "model", "save_data": folder / "data",
-        "src_vocab": f"{vocabulary}.src", "tgt_vocab": f"{vocabulary}.tgt", "src_vocab_size": corpus.source_vocab,
-        "tgt_vocab_size": corpus.target_vocab, "vocab_size_multiple": 1,
-        "encoder_type": "transformer", "decoder_type": "transformer",
-        "enc_layers": sizes["num_encoder_layers"], "dec_layers": sizes["num_decoder_layers"], "heads": sizes["nhead"],
-        "hidden_size": sizes["d_model"], "word_vec_size": sizes["d_model"], "transformer_ff": sizes["dim_feedforward"],
-        "dropout": sizes["dropout"], "attention_dropout": sizes["dropout"], "label_smoothing": contest.LABEL_SMOOTHING,
-        "optim": "adam", "adam_beta2": 0.98, "learning_rate": contest.LEARNING_RATE, "decay_method": "none",
-        "normalization": "tokens", "batch_type": "tokens", "batch_size": task.tokens_per_batch,
-        "batch_size_multiple": 1, "accum_count": 1, "bucket_size": 20000, "num_workers": 0, "train_steps": 10**6,
-        "save_checkpoint_steps": 10**6, "valid_steps": 10**6, "report_every": 50, "world_size": 1, "seed": 1,
-    }  # fmt: skip
+        "config": folder / "settings.yaml",
+        "save_model": folder / "model",
+        "save_data": folder / "data",
+        "src_vocab": f"{vocabulary}.src",
+        "tgt_vocab": f"{vocabulary}.tgt",
+        "src_vocab_size": corpus.source_vocab,
+        "tgt_vocab_size": corpus.target_vocab,
+        "vocab_size_multiple": 1,
+        "encoder_type": "transformer",
+        "decoder_type": "transformer",
+        "enc_layers": sizes["num_encoder_layers"],
+        "dec_layers": sizes["num_decoder_layers"],
+        "heads": sizes["nhead"],
+        "hidden_size": sizes["d_model"],
+        "word_vec_size": sizes["d_model"],
+        "transformer_ff": sizes["dim_feedforward"],
+        "dropout": sizes["dropout"],
+        "attention_dropout": sizes["dropout"],
+        "label_smoothing": contest.LABEL_SMOOTHING,
+        "optim": "adam",
+        "adam_beta2": 0.98,
+        "learning_rate": contest.LEARNING_RATE,
+        "decay_method": "none",
+        "normalization": "tokens",
+        "batch_type": "tokens",
+        "batch_size": task.tokens_per_batch,
+        "batch_size_multiple": 1,
+        "accum_count": 1,
+        "bucket_size": 20000,
+        "num_workers": 0,
+        "train_steps": 10**6,
+        "save_checkpoint_steps": 10**6,
+        "valid_steps": 10**6,
+        "report_every": 50,
+        "world_size": 1,
+        "seed": 1,
+    }
     if task.every:
         rate, warmup = map(float, task.variant.split())
-        settings |= {"decay_method": "noam", "learning_rate": rate * math.sqrt(sizes["d_model"] * warmup),
-                     "warmup_steps": int(warmup), "max_grad_norm": 1, "save_checkpoint_steps": task.every,
-                     "keep_checkpoint": 1, "save_model": f"{task.outputs}/model"}  # fmt: skip
+        settings |= {
+            "decay_method": "noam",
+            "learning_rate": rate * math.sqrt(sizes["d_model"] * warmup),
+            "warmup_steps": int(warmup),
+            "max_grad_norm": 1,
+            "save_checkpoint_steps": task.every,
+            "keep_checkpoint": 1,
+            "save_model": f"{task.outputs}/model",
+        }
 
     def translated(trainer, steps: int, sources: Path) -> str:
         """By its script, from the checkpoint of this step."""
         file = sources.with_name("translated")
-        sys.argv = ["onmt_translate", "-model", f"{task.outputs}/model_step_{steps}.pt", "-src", str(sources), "-output",
-                    str(file), "-beam_size", "1", "-batch_size", str(task.batch), "-max_length", "500",
-                    "-max_length_ratio", "1.5"]  # fmt: skip
+        sys.argv = [
+            "onmt_translate",
+            "-model",
+            f"{task.outputs}/model_step_{steps}.pt",
+            "-src",
+            str(sources),
+            "-output",
+            str(file),
+            "-beam_size",
+            "1",
+            "-batch_size",
+            str(task.batch),
+            "-max_length",
+            "500",
+            "-max_length_ratio",
+            "1.5",
+        ]
         translate.main()
         return file.read_text()
 
     def tokens(trainer, batches) -> tuple[int, int]:
         source = sum(int(batch["srclen"].sum()) + len(batch["srclen"]) for batch in batches)
-        return source, sum(int((batch["tgt"][:, 1:, 0] != trainer.train_loss.padding_idx).sum()) for batch in batches)
+        return source, sum(
+            int((batch["tgt"][:, 1:, 0] != trainer.train_loss.padding_idx).sum())
+            for batch in batches
+        )
 
     words = ["onmt_train", "-overwrite", "-position_encoding"]
     words += [word for name, value in settings.items() for word in (f"-{name}", value)]
@@ -77,9 +133,25 @@ def binarise(task, corpus) -> None:
 
     folder, text = corpus.folder / "peers/fairseq", corpus.folder
     if not (folder / "data" / "test.src-tgt.tgt.idx").exists():
-        sys.argv = ["fairseq-preprocess", "-s", "src", "-t", "tgt", "--srcdict", f"{text}/dict.src.txt", "--tgtdict",
-                    f"{text}/dict.tgt.txt", "--trainpref", f"{text}/train", "--testpref", f"{text}/test", "--destdir",
-                    f"{folder}/data", "--workers", "1"]  # fmt: skip
+        sys.argv = [
+            "fairseq-preprocess",
+            "-s",
+            "src",
+            "-t",
+            "tgt",
+            "--srcdict",
+            f"{text}/dict.src.txt",
+            "--tgtdict",
+            f"{text}/dict.tgt.txt",
+            "--trainpref",
+            f"{text}/train",
+            "--testpref",
+            f"{text}/test",
+            "--destdir",
+            f"{folder}/data",
+            "--workers",
+            "1",
+        ]
         preprocess.cli_main()
 
 
@@ -91,45 +163,123 @@ def fairseq(task, corpus) -> None:
 
     binarise(task, corpus)
     folder, sizes = corpus.folder / "peers/fairseq", task.sizes
-    words = ["fairseq-train", folder / "data", "--cpu", "-s", "src", "-t", "tgt", "--arch", "transformer"]
+    words = [
+        "fairseq-train",
+        folder / "data",
+        "--cpu",
+        "-s",
+        "src",
+        "-t",
+        "tgt",
+        "--arch",
+        "transformer",
+    ]
     for side in ("encoder", "decoder"):
-        words += [f"--{side}-embed-dim", sizes["d_model"], f"--{side}-attention-heads", sizes["nhead"]]
-        words += [f"--{side}-layers", sizes[f"num_{side}_layers"], f"--{side}-ffn-embed-dim", sizes["dim_feedforward"]]
-    words += ["--dropout", sizes["dropout"], "--attention-dropout", sizes["dropout"], "--optimizer", "adam",
-              "--adam-betas", "(0.9,0.98)", "--lr", contest.LEARNING_RATE, "--criterion", "label_smoothed_cross_entropy",
-              "--label-smoothing", contest.LABEL_SMOOTHING, "--max-tokens", task.tokens_per_batch,
-              "--required-batch-size-multiple", 1, "--max-update", 10**6, "--log-interval", 50, "--log-format", "simple",
-              "--disable-validation", "--no-epoch-checkpoints", "--save-dir", folder / "model", "--num-workers", 0,
-              "--seed", 1]  # fmt: skip
+        words += [
+            f"--{side}-embed-dim",
+            sizes["d_model"],
+            f"--{side}-attention-heads",
+            sizes["nhead"],
+        ]
+        words += [
+            f"--{side}-layers",
+            sizes[f"num_{side}_layers"],
+            f"--{side}-ffn-embed-dim",
+            sizes["dim_feedforward"],
+        ]
+    words += [
+        "--dropout",
+        sizes["dropout"],
+        "--attention-dropout",
+        sizes["dropout"],
+        "--optimizer",
+        "adam",
+        "--adam-betas",
+        "(0.9,0.98)",
+        "--lr",
+        contest.LEARNING_RATE,
+        "--criterion",
+        "label_smoothed_cross_entropy",
+        "--label-smoothing",
+        contest.LABEL_SMOOTHING,
+        "--max-tokens",
+        task.tokens_per_batch,
+        "--required-batch-size-multiple",
+        1,
+        "--max-update",
+        10**6,
+        "--log-interval",
+        50,
+        "--log-format",
+        "simple",
+        "--disable-validation",
+        "--no-epoch-checkpoints",
+        "--save-dir",
+        folder / "model",
+        "--num-workers",
+        0,
+        "--seed",
+        1,
+    ]
 
     if task.every:
         rate, warmup = task.variant.split()
-        words += ["--lr", rate, "--lr-scheduler", "inverse_sqrt", "--warmup-updates", warmup, "--no-save"]
+        words += [
+            "--lr",
+            rate,
+            "--lr-scheduler",
+            "inverse_sqrt",
+            "--warmup-updates",
+            warmup,
+            "--no-save",
+        ]
 
     def translated(trainer, steps: int, sources: Path) -> str:
         """As fairseq-interactive does, with the model as it stands."""
         toolkit, words, outputs = trainer.task, trainer.task.target_dictionary, {}
         encoded = toolkit.get_interactive_tokens_and_lengths(sources.read_text().splitlines(), str)
         dataset = toolkit.build_dataset_for_inference(*encoded)
-        generator = toolkit.build_generator([trainer.model], GenerationConfig(beam=1, max_len_a=1.5, max_len_b=10))
-        for sample in toolkit.get_batch_iterator(dataset, max_sentences=task.batch).next_epoch_itr(shuffle=False):
+        generator = toolkit.build_generator(
+            [trainer.model], GenerationConfig(beam=1, max_len_a=1.5, max_len_b=10)
+        )
+        for sample in toolkit.get_batch_iterator(dataset, max_sentences=task.batch).next_epoch_itr(
+            shuffle=False
+        ):
             found = toolkit.inference_step(generator, [trainer.model.eval()], sample)
-            outputs |= zip(sample["id"].tolist(), (words.string(best["tokens"]) for best, *_ in found))
+            outputs |= zip(
+                sample["id"].tolist(), (words.string(best["tokens"]) for best, *_ in found)
+            )
         return "".join(f"{outputs[row]}\n" for row in range(len(outputs)))
 
     def tokens(trainer, samples) -> tuple[int, int]:
-        source = sum(int(sample["net_input"]["src_lengths"].sum()) for sample in samples)  # with the end token
+        source = sum(
+            int(sample["net_input"]["src_lengths"].sum()) for sample in samples
+        )  # with the end token
         return source, sum(sample["ntokens"] for sample in samples)
 
     run(task, train.cli_main, words, Trainer, "train_step", tokens, translated)
 
 
-def run(task, main: Callable, words: list, trainer: type, method: str, tokens: Callable, translated: Callable) -> None:
+def run(
+    task,
+    main: Callable,
+    words: list,
+    trainer: type,
+    method: str,
+    tokens: Callable,
+    translated: Callable,
+) -> None:
     """The toolkit's `main` with these words; before each step (`method` of its trainer) we take the time, or translate."""
     torch.set_num_threads(task.threads)
     if task.every:
-        torch.set_float32_matmul_precision("medium")  # products by oneDNN; neither toolkit trains in bf16 on a CPU
-    clock, step, steps = contest.TrainingClock(task.seconds), getattr(trainer, method), itertools.count()
+        torch.set_float32_matmul_precision(
+            "medium"
+        )  # products by oneDNN; neither toolkit trains in bf16 on a CPU
+    clock, step, steps = (
+        contest.TrainingClock(task.seconds),
+        getattr(trainer, method),
+        itertools.count(),
+    )
 
     def timed_step(self, batches, *rest, **options):
         done = next(steps)
@@ -138,7 +288,9 @@ def run(task, main: Callable, words: list, trainer: type, method: str, tokens: C
         elif done and done % task.every == 0:
             sources = Path(task.outputs, "valid.src")
             outputs = translated(self, done, sources)
-            write_whole(sources.with_name(f"{time.time()}.out"), outputs)  # the time behind it, as everybody's
+            write_whole(
+                sources.with_name(f"{time.time()}.out"), outputs
+            )  # the time behind it, as everybody's
         return step(self, batches, *rest, **options)
 
     setattr(trainer, method, timed_step)

@@ -10,7 +10,14 @@
 attention_python.py and gelu_python.py are the place to begin: the derivations stand there.
 """
 
-__all__ = ["ATTENTION_BACKENDS", "GELU_BACKENDS", "MultiHeadAttention", "attention", "gelu", "use_in"]
+__all__ = [
+    "ATTENTION_BACKENDS",
+    "GELU_BACKENDS",
+    "MultiHeadAttention",
+    "attention",
+    "gelu",
+    "use_in",
+]
 
 
 def __getattr__(name: str):

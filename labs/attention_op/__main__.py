@@ -16,7 +16,9 @@ from engine.errors import UserError, run_script
 class Config:
     """Every setting of this lab."""
 
-    backend: str = flag("", "check this one only (python|recompute|cpp|triton); all that run here", "Operators")
+    backend: str = flag(
+        "", "check this one only (python|recompute|cpp|triton); all that run here", "Operators"
+    )
     batch: int = flag(8, "rows", "Sizes", least=1)
     heads: int = flag(8, "attention heads", "Sizes", least=1)
     seq: int = flag(256, "queries, and keys, of a row", "Sizes", least=1)
@@ -25,7 +27,9 @@ class Config:
     seed: int = flag(1, "of the random inputs", "Timing", least=0)
 
 
-if __name__ == "__main__":  # before the heavy imports, so that --help and a wrong flag answer at once
+if (
+    __name__ == "__main__"
+):  # before the heavy imports, so that --help and a wrong flag answer at once
     config = parse_flags(Config, "attention and GELU by hand, checked against PyTorch")
 
 import statistics
@@ -46,7 +50,9 @@ def main(config: Config) -> None:
     torch.manual_seed(config.seed)
     backends = usable(config.backend)
     right = check(backends)
-    print(f"\nforward and backward, ms, median of {config.turns}; {torch.get_num_threads()} threads")
+    print(
+        f"\nforward and backward, ms, median of {config.turns}; {torch.get_num_threads()} threads"
+    )
     time_attention(config, backends)
     time_gelu(config, backends)
     if not right:
@@ -81,7 +87,10 @@ def check(backends: list[str]) -> bool:
     )
     right = [check_attention(backend) for backend in backends]
     right += [
-        check_gelu(backend, kind) for backend in backends if backend in GELU_BACKENDS for kind in ("none", "tanh")
+        check_gelu(backend, kind)
+        for backend in backends
+        if backend in GELU_BACKENDS
+        for kind in ("none", "tanh")
     ]
     return all(right)
 
@@ -90,24 +99,37 @@ def check_attention(backend: str) -> bool:
     """Sizes that are no multiples of a block; Triton computes no fp64, which numerical derivatives need."""
     dtypes = [torch.float32] if backend == "triton" else [torch.float32, torch.float64]
     sizes = (3, 2, 37, 41, 16, 24)  # B, H, S, T, D, W
-    errors = {dtype: checks.check_attention(backend, sizes, dtype, device_of(backend)) for dtype in dtypes}
+    errors = {
+        dtype: checks.check_attention(backend, sizes, dtype, device_of(backend)) for dtype in dtypes
+    }
     derivative = None if backend == "triton" else checks.gradcheck_attention(backend)
     return check_line("attention", backend, checks.terms_of(sizes), errors, derivative)
 
 
 def check_gelu(backend: str, kind: str) -> bool:
     """The same for one kind of GELU."""
-    errors = {dtype: checks.check_gelu(backend, kind, dtype) for dtype in (torch.float32, torch.float64)}
-    return check_line(f"gelu {kind}", backend, checks.GELU_TERMS, errors, checks.gradcheck_gelu(backend, kind))
+    errors = {
+        dtype: checks.check_gelu(backend, kind, dtype) for dtype in (torch.float32, torch.float64)
+    }
+    return check_line(
+        f"gelu {kind}", backend, checks.GELU_TERMS, errors, checks.gradcheck_gelu(backend, kind)
+    )
 
 
-def check_line(operator: str, backend: str, terms: int, errors: dict, derivative: bool | None) -> bool:
+def check_line(
+    operator: str, backend: str, terms: int, errors: dict, derivative: bool | None
+) -> bool:
     """Print the errors of one operator, by number format; → whether they are small enough."""
-    small = all(max(pair) <= checks.allowed(backend, dtype, terms) for dtype, pair in errors.items())
+    small = all(
+        max(pair) <= checks.allowed(backend, dtype, terms) for dtype, pair in errors.items()
+    )
     right = small and derivative is not False
     cells = "".join(f"{value:>10.1e}" for pair in errors.values() for value in pair)
     verdict = {True: "passes", False: "FAILS", None: "needs fp64"}[derivative]
-    print(f"{operator + ', ' + backend:<28}{cells:<40}  {verdict}{'' if right else '  WRONG'}", flush=True)
+    print(
+        f"{operator + ', ' + backend:<28}{cells:<40}  {verdict}{'' if right else '  WRONG'}",
+        flush=True,
+    )
     return right
 
 
@@ -116,14 +138,19 @@ def time_attention(config: Config, backends: list[str]) -> None:
     contestants = attention_contestants(backends)
     sizes = (config.batch, config.heads, config.seq, config.seq, config.width, config.width)
     print(f"attention (B, H, S, D) = {(config.batch, config.heads, config.seq, config.width)}")
-    race(contestants, lambda device: checks.random_inputs(sizes, torch.float32, device), config.turns)
+    race(
+        contestants, lambda device: checks.random_inputs(sizes, torch.float32, device), config.turns
+    )
 
 
 def attention_contestants(backends: list[str]) -> dict:
     """name → (device, operator). PyTorch's runs on each device that one of ours runs on."""
     contestants = {}
     for device in sorted({device_of(backend) for backend in backends}):
-        contestants[f"F.scaled_dot_product_attention, {device}"] = device, F.scaled_dot_product_attention
+        contestants[f"F.scaled_dot_product_attention, {device}"] = (
+            device,
+            F.scaled_dot_product_attention,
+        )
     for backend in backends:
         contestants[backend] = device_of(backend), lambda *x, b=backend: attention(*x, backend=b)
     return contestants
@@ -143,7 +170,10 @@ def time_gelu(config: Config, backends: list[str]) -> None:
 def race(contestants: dict, make_inputs, turns: int) -> None:
     """In turns, so that a slow moment of the machine hits all alike; the first turn is not counted."""
     times = {name: [] for name in contestants}
-    inputs = {name: [x.requires_grad_() for x in make_inputs(device)] for name, (device, _) in contestants.items()}
+    inputs = {
+        name: [x.requires_grad_() for x in make_inputs(device)]
+        for name, (device, _) in contestants.items()
+    }
     for _ in range(turns + 1):
         for name, (_, operator) in contestants.items():
             begun = time.perf_counter()

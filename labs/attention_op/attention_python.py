@@ -78,14 +78,27 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, dropout: float,
-                seed: Tensor | None) -> Tensor:  # fmt: skip
+    def forward(
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        causal: bool,
+        scale: float,
+        dropout: float,
+        seed: Tensor | None,
+    ) -> Tensor:
         """(B, H, S, D), (B, H, T, D), (B, H, T, W), bias broadcastable to (B, H, S, T) → (B, H, S, W)"""
         a = scores(in_wide(q), in_wide(k), bias, causal, scale)  # (B, H, S, T)
         weights = a.softmax(-1)
-        if bias is not None:  # exp(-inf) / Σ exp(-inf) is nan; without a bias every query sees the first key
+        if (
+            bias is not None
+        ):  # exp(-inf) / Σ exp(-inf) is nan; without a bias every query sees the first key
             weights.masked_fill_(a.amax(-1, keepdim=True) == -torch.inf, 0.0)
-        factors = dropout_factors(weights, slices_of_all(weights), dropout, seed) if dropout else None
+        factors = (
+            dropout_factors(weights, slices_of_all(weights), dropout, seed) if dropout else None
+        )
         out = in_type(dropped(weights, factors) @ in_wide(v), q.dtype)  # (B, H, S, W)
         ctx.save_for_backward(q, k, v, weights, factors, out)
         ctx.scale = scale
@@ -103,7 +116,16 @@ class Attention(torch.autograd.Function):
         delta = (grad * in_wide(out)).sum(-1, keepdim=True)  # (B, H, S, 1)
         grad_a = grad_p.sub_(delta).mul_(weights)
         grad_q, grad_k = grad_a @ (in_wide(k) * ctx.scale), grad_a.mT @ (in_wide(q) * ctx.scale)
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None, None
+        return (
+            grad_q.to(q.dtype),
+            grad_k.to(k.dtype),
+            grad_v.to(v.dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class RecomputedAttention(torch.autograd.Function):
@@ -111,13 +133,24 @@ class RecomputedAttention(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, dropout: float,
-                seed: Tensor | None) -> Tensor:  # fmt: skip
+    def forward(
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        causal: bool,
+        scale: float,
+        dropout: float,
+        seed: Tensor | None,
+    ) -> Tensor:
         """As `Attention.forward`."""
         out = q.new_empty(*q.shape[:3], v.size(-1))  # (B, H, S, W)
         peaks, logs = in_wide(q).new_empty(2, *q.shape[:3], 1)  # ℓ in two parts, (B, H, S, 1) each
         for queries, keys in blocks(q, k, causal):
-            a = block_of_scores(q, k, bias, causal, scale, queries, keys)  # (b, h, s, t), here and in all of the loop
+            a = block_of_scores(
+                q, k, bias, causal, scale, queries, keys
+            )  # (b, h, s, t), here and in all of the loop
             # Less the largest score, or exp overflows. The lowest number instead of -inf: -inf − -inf is nan.
             peak = a.amax(-1, keepdim=True).clamp_min_(torch.finfo(a.dtype).min)
             weights = a.sub_(peak).exp_()
@@ -154,16 +187,29 @@ class RecomputedAttention(torch.autograd.Function):
             grad_q[queries] = grad_a @ in_wide(k[keys])
             grad_k[keys] += grad_a.mT @ in_wide(q[queries])
         grad_q, grad_k = grad_q.mul_(ctx.scale), grad_k.mul_(ctx.scale)
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None, None
+        return (
+            grad_q.to(q.dtype),
+            grad_k.to(k.dtype),
+            grad_v.to(v.dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-def scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float, first: int = 0) -> Tensor:
+def scores(
+    q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float, first: int = 0
+) -> Tensor:
     """(…, S, D), (…, T, D) → s Q Kᵀ + M (…, S, T); the queries stand at positions first, first + 1, …"""
     a = (q * scale) @ k.mT  # s goes to Q: S·D multiplications instead of S·T
     if bias is not None:
         a += bias
     if causal:
-        later = torch.ones(a.shape[-2:], dtype=torch.bool, device=a.device).triu(1 + first)  # key j > query first + i
+        later = torch.ones(a.shape[-2:], dtype=torch.bool, device=a.device).triu(
+            1 + first
+        )  # key j > query first + i
         a.masked_fill_(later, -torch.inf)
     return a
 
@@ -171,10 +217,14 @@ def scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float
 def block_of_scores(q, k, bias, causal: bool, scale: float, queries: tuple, keys: tuple) -> Tensor:
     """The scores of some queries of some heads of some rows."""
     bias = None if bias is None else bias.expand(*q.shape[:3], k.size(2))[queries][..., keys[2]]
-    return scores(in_wide(q[queries]), in_wide(k[keys]), bias, causal, scale, first=queries[2].start)
+    return scores(
+        in_wide(q[queries]), in_wide(k[keys]), bias, causal, scale, first=queries[2].start
+    )
 
 
-def blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+def blocks(
+    q: Tensor, k: Tensor, causal: bool
+) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """(B, H, S, D), (B, H, T, D) → slices of rows, heads, queries; and of rows, heads, the keys that these may see."""
     (rows, heads, queries), keys = q.shape[:3], k.size(2)
     room = SCORES_AT_ONCE.get(q.device.type, 2**18)
@@ -183,7 +233,9 @@ def blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[tuple[slice, ..
     heads_at_once = min(heads, max(1, room // max(1, queries * keys)))
     queries_at_once = min(queries, max(FEWEST_QUERIES, room // keys))
     for row, head, query in product(
-        range(0, rows, rows_at_once), range(0, heads, max(1, heads_at_once)), range(0, queries, max(1, queries_at_once))
+        range(0, rows, rows_at_once),
+        range(0, heads, max(1, heads_at_once)),
+        range(0, queries, max(1, queries_at_once)),
     ):
         last = min(queries, query + queries_at_once)
         where = slice(row, row + rows_at_once), slice(head, head + heads_at_once)
@@ -198,7 +250,12 @@ def dropped(weights: Tensor, factors: Tensor | None) -> Tensor:
 
 def slices_of_all(weights: Tensor) -> tuple:
     """What `dropout_factors` is told when the block is everything."""
-    return slice(0, weights.size(0)), slice(0, weights.size(1)), slice(0, weights.size(2)), weights.shape[1:3]
+    return (
+        slice(0, weights.size(0)),
+        slice(0, weights.size(1)),
+        slice(0, weights.size(2)),
+        weights.shape[1:3],
+    )
 
 
 def dropout_factors(weights: Tensor, where: tuple, dropout: float, seed: Tensor) -> Tensor:
@@ -212,10 +269,16 @@ def dropout_factors(weights: Tensor, where: tuple, dropout: float, seed: Tensor)
     b, h, s, t = weights.shape
     device = weights.device
     number = torch.arange(rows.start, rows.start + b, device=device).view(b, 1, 1, 1) * heads_in_all
-    number = (number + torch.arange(heads.start, heads.start + h, device=device).view(h, 1, 1)) * queries_in_all
-    number = number + torch.arange(queries.start, queries.start + s, device=device).view(s, 1)  # of the row, in all
+    number = (
+        number + torch.arange(heads.start, heads.start + h, device=device).view(h, 1, 1)
+    ) * queries_in_all
+    number = number + torch.arange(queries.start, queries.start + s, device=device).view(
+        s, 1
+    )  # of the row, in all
     row_key = mix(mix(number.to(torch.int32) + seed[0]) ^ seed[1])  # (b, h, s, 1)
-    draw = mix(row_key ^ torch.arange(t, dtype=torch.int32, device=device))  # (b, h, s, t), all int32 alike
+    draw = mix(
+        row_key ^ torch.arange(t, dtype=torch.int32, device=device)
+    )  # (b, h, s, t), all int32 alike
     return (draw >= threshold(dropout)).to(weights.dtype).mul_(1 / (1 - dropout))
 
 

@@ -29,13 +29,17 @@ def allowed(backend: str, dtype: torch.dtype, terms: int) -> float:
     return 2 * terms * torch.finfo(dtype).eps * (3 if backend == "triton" else 1)
 
 
-def reference_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+def reference_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
     """`F.scaled_dot_product_attention` with our conventions: True = ignore, and `causal` beside a mask."""
     ignored = torch.zeros(*q.shape[:3], k.size(2), dtype=torch.bool, device=q.device)
     if mask is not None:
         ignored = ignored | mask
     if causal:
-        ignored = ignored | torch.ones(ignored.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        ignored = ignored | torch.ones(ignored.shape[-2:], dtype=torch.bool, device=q.device).triu(
+            1
+        )
     return F.scaled_dot_product_attention(q, k, v, attn_mask=~ignored)
 
 
@@ -59,7 +63,10 @@ def compare(ours: Callable, theirs: Callable, inputs: list[Tensor]) -> tuple[flo
 def random_inputs(sizes: tuple[int, ...], dtype=torch.float64, device="cpu") -> list[Tensor]:
     """(B, H, S, T, D, W) → q, k, v of N(0, 1)"""
     b, h, s, t, d, w = sizes
-    return [torch.randn(b, h, n, width, dtype=dtype, device=device) for n, width in ((s, d), (t, d), (t, w))]
+    return [
+        torch.randn(b, h, n, width, dtype=dtype, device=device)
+        for n, width in ((s, d), (t, d), (t, w))
+    ]
 
 
 def random_padding(rows: int, keys: int, device="cpu") -> Tensor:
@@ -69,22 +76,30 @@ def random_padding(rows: int, keys: int, device="cpu") -> Tensor:
     return (torch.arange(keys, device=device) >= real)[:, None, None]
 
 
-def check_attention(backend: str, sizes: tuple[int, ...], dtype, device="cpu") -> tuple[float, float]:
+def check_attention(
+    backend: str, sizes: tuple[int, ...], dtype, device="cpu"
+) -> tuple[float, float]:
     """Errors of output and gradients, the largest over no mask, padding, causal, and both."""
     mask = random_padding(sizes[0], sizes[3], device)
     errors = []
     for settings in ((None, False), (mask, False), (None, True), (mask, True)):
         inputs = random_inputs(sizes, dtype, device)
-        errors.append(compare(
-            lambda *x, s=settings: attention(*x, *s, backend=backend), lambda *x, s=settings: reference_attention(*x, *s), inputs
-        ))  # fmt: skip
+        errors.append(
+            compare(
+                lambda *x, s=settings: attention(*x, *s, backend=backend),
+                lambda *x, s=settings: reference_attention(*x, *s),
+                inputs,
+            )
+        )
     return tuple(map(max, zip(*errors)))
 
 
 def check_gelu(backend: str, approximate: str, dtype, count: int = 10_000) -> tuple[float, float]:
     """Errors of output and gradient from −12 to 12."""
     x = torch.linspace(-12, 12, count, dtype=dtype)
-    return compare(lambda x: gelu(x, approximate, backend), lambda x: F.gelu(x, approximate=approximate), [x])
+    return compare(
+        lambda x: gelu(x, approximate, backend), lambda x: F.gelu(x, approximate=approximate), [x]
+    )
 
 
 def gradcheck_attention(backend: str) -> bool:

@@ -31,7 +31,9 @@ def cpp_gelu(x: Tensor, approximate: str) -> Tensor:
     return library().gelu(x, approximate == "tanh")
 
 
-def cpp_attention(q, k, v, bias, causal: bool, scale: float, dropout: float, seed: Tensor | None) -> Tensor:
+def cpp_attention(
+    q, k, v, bias, causal: bool, scale: float, dropout: float, seed: Tensor | None
+) -> Tensor:
     """`attention` in C++."""
     check_device("attention", q)
     return library().attention(q, k, v, bias, causal, scale, dropout, seed)[0]
@@ -41,7 +43,9 @@ def check_device(operator: str, x: Tensor) -> None:
     """Raises `UserError` off the CPU."""
     if x.device.type not in ("cpu", "meta"):
         other = "'python'" + " or 'triton'" * (operator == "attention")
-        raise UserError(f"{operator}: 'cpp' is for the CPU, not for {x.device}; choose {other}, or --device cpu")
+        raise UserError(
+            f"{operator}: 'cpp' is for the CPU, not for {x.device}; choose {other}, or --device cpu"
+        )
 
 
 @torch.compiler.assume_constant_result
@@ -67,7 +71,9 @@ def load() -> Path:
         torch.ops.load_library(file)
     except OSError as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"{LOAD}: {reason}; remove {file.parent} to have them built anew, {WITHOUT}") from None
+        raise UserError(
+            f"{LOAD}: {reason}; remove {file.parent} to have them built anew, {WITHOUT}"
+        ) from None
     register()
     return file
 
@@ -76,7 +82,9 @@ def library_file(flags: list[str]) -> Path:
     """Where the library of this source, this PyTorch and these flags is, or will be."""
     from torch.utils import cpp_extension  # slow to import
 
-    version = hashlib.sha256(repr((SOURCE.read_bytes(), torch.__version__, flags)).encode()).hexdigest()[:12]
+    version = hashlib.sha256(
+        repr((SOURCE.read_bytes(), torch.__version__, flags)).encode()
+    ).hexdigest()[:12]
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     return root / f"attention_op_{version}" / f"attention_op_{version}.so"
 
@@ -85,11 +93,17 @@ def compiler_flags() -> list[str]:
     """Optimise, for several cores, and for the vectors that PyTorch itself uses on this processor."""
     # -fopenmp for the compiler only: linked, it could bring a second OpenMP beside PyTorch's own, with threads of its own.
     flags = ["-O3"] + (["-fopenmp"] if sys.platform == "linux" else [])
-    vectors = {"AVX2": ["-mavx2", "-mfma", "-mf16c"],
-               "AVX512": ["-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mf16c"]}  # fmt: skip
+    vectors = {
+        "AVX2": ["-mavx2", "-mfma", "-mf16c"],
+        "AVX512": ["-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mf16c"],
+    }
     capability = torch.backends.cpu.get_cpu_capability()
     if capability in vectors:
-        flags += [*vectors[capability], f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
+        flags += [
+            *vectors[capability],
+            f"-DCPU_CAPABILITY={capability}",
+            f"-DCPU_CAPABILITY_{capability}",
+        ]
     return flags
 
 
@@ -102,7 +116,9 @@ def build(file: Path, flags: list[str]) -> None:
 
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
-        raise UserError(f"{BUILD}: no compiler {compiler!r}; install g++ 11 or later or set CXX, {WITHOUT}")
+        raise UserError(
+            f"{BUILD}: no compiler {compiler!r}; install g++ 11 or later or set CXX, {WITHOUT}"
+        )
     if not cpp_extension.is_ninja_available():
         raise UserError(f"{BUILD}: no ninja; `pip install ninja`, {WITHOUT}")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -114,22 +130,38 @@ def build(file: Path, flags: list[str]) -> None:
         # What a killed build has left, PyTorch's own lock file too, for which it would wait for ever.
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
-        print("building the C++ operators; this takes some ten seconds, once", file=sys.stderr, flush=True)
+        print(
+            "building the C++ operators; this takes some ten seconds, once",
+            file=sys.stderr,
+            flush=True,
+        )
         try:
             # PyTorch writes this one path into the linker's command without quotes.
             cpp_extension.TORCH_LIB_PATH = shlex.quote(str(Path(torch.__file__).with_name("lib")))
             # A library, not a module of Python: it registers itself with PyTorch when it is loaded.
-            cpp_extension.load(file.stem, [str(SOURCE)], extra_cflags=flags, build_directory=str(scratch),
-                               is_python_module=False)  # fmt: skip
+            cpp_extension.load(
+                file.stem,
+                [str(SOURCE)],
+                extra_cflags=flags,
+                build_directory=str(scratch),
+                is_python_module=False,
+            )
         except RuntimeError as error:
             lines = str(error).splitlines()
             reason = next(
-                (line for line in lines if re.search("error", line, re.I) and "Error building" not in line), lines[0]
+                (
+                    line
+                    for line in lines
+                    if re.search("error", line, re.I) and "Error building" not in line
+                ),
+                lines[0],
             )
             raise UserError(
                 f"{BUILD} with {compiler}: {reason.strip()}; g++ 11 or later is needed, {WITHOUT}"
             ) from None
-        os.replace(scratch / file.name, file)  # loaded already, and the same file to the system: it is not loaded twice
+        os.replace(
+            scratch / file.name, file
+        )  # loaded already, and the same file to the system: it is not loaded twice
         shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -155,7 +187,9 @@ def register() -> None:
         return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
     define.register_autograd("attention_op::gelu", gelu_backward, setup_context=keep_for_gelu)
-    define.register_autograd("attention_op::attention", attention_backward, setup_context=keep_for_attention)
+    define.register_autograd(
+        "attention_op::attention", attention_backward, setup_context=keep_for_attention
+    )
     for operator in ("gelu_backward", "attention_backward"):
         define.register_autograd(f"attention_op::{operator}", refuse_second_derivative)
 

@@ -17,8 +17,16 @@ ATTENTION_BACKENDS = ("python", "recompute", "cpp", "triton")
 GELU_BACKENDS = ("python", "cpp")
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, dropout: float = 0.0,
-              scale: float | None = None, backend: str = "python") -> Tensor:  # fmt: skip
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    backend: str = "python",
+) -> Tensor:
     """softmax(scale · QKᵀ + mask) V: (B, H, S, D), (B, H, T, D), (B, H, T, W) → (B, H, S, W)
 
     mask:    boolean, True = ignore (the opposite of `F.scaled_dot_product_attention`), or numbers added to the scores;
@@ -40,10 +48,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causa
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     scale = 1 / math.sqrt(max(1, q.size(-1))) if scale is None else scale
     bias = None if mask is None else as_bias(mask, q)
-    if k.size(2) == 0:  # no keys are one key that nobody may see: then no implementation has to know
+    if (
+        k.size(2) == 0
+    ):  # no keys are one key that nobody may see: then no implementation has to know
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
         bias = as_bias(torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device), q)
-    seed = torch.randint(-(2**31), 2**31 - 1, (2,), dtype=torch.int32, device=q.device) if dropout else None
+    seed = (
+        torch.randint(-(2**31), 2**31 - 1, (2,), dtype=torch.int32, device=q.device)
+        if dropout
+        else None
+    )
     return implementation(backend)(q, k, v, bias, causal, scale, dropout, seed)
 
 
@@ -57,12 +71,16 @@ def implementation(backend: str):
         try:
             from labs.attention_op.triton_kernels import triton_attention
         except ImportError:
-            raise UserError("attention: 'triton' needs the package triton, which PyTorch for CUDA brings along; choose "
-                            "'recompute', or 'cpp' on a CPU") from None  # fmt: skip
+            raise UserError(
+                "attention: 'triton' needs the package triton, which PyTorch for CUDA brings along; choose "
+                "'recompute', or 'cpp' on a CPU"
+            ) from None
         except Exception as error:  # Triton compiles a few lines of C when it begins
             reason = " ".join(str(error).split())[:150]
-            raise UserError(f"attention: 'triton' needs gcc and Python's headers (python3-dev): {reason}; choose "
-                            "'recompute'") from None  # fmt: skip
+            raise UserError(
+                f"attention: 'triton' needs gcc and Python's headers (python3-dev): {reason}; choose "
+                "'recompute'"
+            ) from None
 
         return triton_attention
     return {"python": Attention.apply, "recompute": RecomputedAttention.apply}[backend]
@@ -89,7 +107,9 @@ def as_bias(mask: Tensor, q: Tensor) -> Tensor:
     """A mask as numbers to add to the scores, four axes, its keys side by side in memory."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if mask.dtype == torch.bool:
-        bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -torch.inf)
+        bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
+            mask, -torch.inf
+        )
     else:
         bias = mask.to(dtype)
     return bias.reshape((1,) * (4 - bias.dim()) + bias.shape).contiguous()
@@ -106,18 +126,24 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: 
     named = {"q": q, "k": k, "v": v}
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
     if any(x.dim() != 4 for x in named.values()):
-        raise UserError(f"attention: q, k and v have four axes (batch, heads, length, width); got {shapes}")
+        raise UserError(
+            f"attention: q, k and v have four axes (batch, heads, length, width); got {shapes}"
+        )
     if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
         raise UserError(f"attention: batch and heads differ: {shapes}; expand them first")
     if q.size(3) != k.size(3):
-        raise UserError(f"attention: queries of width {q.size(3)} do not fit keys of width {k.size(3)}: {shapes}")
+        raise UserError(
+            f"attention: queries of width {q.size(3)} do not fit keys of width {k.size(3)}: {shapes}"
+        )
     if k.size(2) != v.size(2):
         raise UserError(f"attention: {k.size(2)} keys but {v.size(2)} values: {shapes}")
     kinds = {(x.dtype, x.device) for x in named.values()}
     autocast = torch.is_autocast_enabled(q.device.type)  # which makes the types equal afterwards
     if not q.is_floating_point() or (len(kinds) > 1 and not autocast):
-        raise UserError("attention: q, k and v need one floating-point type and device; got "
-                        + ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in named.items()))  # fmt: skip
+        raise UserError(
+            "attention: q, k and v need one floating-point type and device; got "
+            + ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in named.items())
+        )
     if not 0 <= dropout < 1:
         raise UserError(f"attention: dropout={dropout} must be in [0, 1)")
     if mask is not None:
@@ -127,12 +153,20 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: 
 def check_mask(mask: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """Raises `UserError` unless the mask is here, of a usable type and broadcastable to (B, H, S, T)."""
     if mask.device != device:
-        raise UserError(f"attention: the mask is on {mask.device}, the queries are on {device}; move it there")
+        raise UserError(
+            f"attention: the mask is on {mask.device}, the queries are on {device}; move it there"
+        )
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise UserError(f"attention: the mask is {mask.dtype}; give torch.bool with True = ignore, or numbers to add")
+        raise UserError(
+            f"attention: the mask is {mask.dtype}; give torch.bool with True = ignore, or numbers to add"
+        )
     if mask.requires_grad:
-        raise UserError("attention: the mask requires a gradient, which this operator does not compute; detach it")
+        raise UserError(
+            "attention: the mask requires a gradient, which this operator does not compute; detach it"
+        )
     sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     if mask.dim() > 4 or any(size not in (1, whole) for size, whole in zip(sizes, shape)):
-        raise UserError(f"attention: a mask of shape {tuple(mask.shape)} does not fit scores (batch, heads, queries, keys) "
-                        f"{shape}; padding of keys is (batch, 1, 1, keys)")  # fmt: skip
+        raise UserError(
+            f"attention: a mask of shape {tuple(mask.shape)} does not fit scores (batch, heads, queries, keys) "
+            f"{shape}; padding of keys is (batch, 1, 1, keys)"
+        )

@@ -34,7 +34,9 @@ class TritonAttention(torch.autograd.Function):
     """Kept are the output and ℓ."""
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, causal: bool, scale: float, dropout: float, seed: Tensor | None) -> Tensor:
+    def forward(
+        ctx, q, k, v, bias, causal: bool, scale: float, dropout: float, seed: Tensor | None
+    ) -> Tensor:
         """As `Attention.forward`, contiguous tensors."""
         out = q.new_empty(*q.shape[:3], v.size(3))
         log_sum = q.new_empty(*q.shape[:2], 2, q.size(2), dtype=torch.float32)
@@ -55,31 +57,69 @@ class TritonAttention(torch.autograd.Function):
         call = arguments(q, k, v, bias, *ctx.settings, seed)
         launch(grad_q_kernel, q, q.size(2), q, k, v, grad, log_sum, delta, grad_q, **call)
         own = block(q, v, least=8)
-        launch(grad_kv_kernel, q, k.size(2), q, k, v, grad, log_sum, delta, grad_k, grad_v, **call, OWN=own)
+        launch(
+            grad_kv_kernel,
+            q,
+            k.size(2),
+            q,
+            k,
+            v,
+            grad,
+            log_sum,
+            delta,
+            grad_k,
+            grad_v,
+            **call,
+            OWN=own,
+        )
         return grad_q, grad_k, grad_v, None, None, None, None, None
 
 
-def triton_attention(q, k, v, bias, causal: bool, scale: float, dropout: float, seed: Tensor | None) -> Tensor:
+def triton_attention(
+    q, k, v, bias, causal: bool, scale: float, dropout: float, seed: Tensor | None
+) -> Tensor:
     """`attention` in Triton. Raises `UserError` where it cannot run."""
     if not q.is_cuda and not triton.knobs.runtime.interpret:
-        raise UserError(f"attention: 'triton' needs an NVIDIA GPU, the input is on {q.device}; choose 'cpp'")
+        raise UserError(
+            f"attention: 'triton' needs an NVIDIA GPU, the input is on {q.device}; choose 'cpp'"
+        )
     if q.dtype not in TYPES:
-        raise UserError(f"attention: 'triton' computes in fp32, fp16 and bf16, not in {q.dtype}; choose 'recompute'")
-    return TritonAttention.apply(q.contiguous(), k.contiguous(), v.contiguous(), bias, causal, scale, dropout, seed)
+        raise UserError(
+            f"attention: 'triton' computes in fp32, fp16 and bf16, not in {q.dtype}; choose 'recompute'"
+        )
+    return TritonAttention.apply(
+        q.contiguous(), k.contiguous(), v.contiguous(), bias, causal, scale, dropout, seed
+    )
 
 
-def arguments(q, k, v, bias, causal: bool, scale: float, dropout: float, seed: Tensor | None) -> dict:
+def arguments(
+    q, k, v, bias, causal: bool, scale: float, dropout: float, seed: Tensor | None
+) -> dict:
     """What all three kernels are told beside their tensors."""
     b, h, s, t = *q.shape[:3], k.size(2)
     strides = (0, 0, 0, 0) if bias is None else bias.expand(b, h, s, t).stride()
     return dict(
         bias=q if bias is None else bias,  # a tensor that is not read still has to be one
         seed=q if seed is None else seed,
-        bias_b=strides[0], bias_h=strides[1], bias_s=strides[2], bias_t=strides[3],
-        H=h, S=s, T=t, D=q.size(3), W=v.size(3), scale=scale, threshold=threshold(dropout), kept=1 / (1 - dropout),
-        HAS_BIAS=bias is not None, CAUSAL=causal, DROPS=dropout > 0, BLOCK=block(q, v),
-        WIDE_D=wide(q.size(3)), WIDE_W=wide(v.size(3)),
-    )  # fmt: skip
+        bias_b=strides[0],
+        bias_h=strides[1],
+        bias_s=strides[2],
+        bias_t=strides[3],
+        H=h,
+        S=s,
+        T=t,
+        D=q.size(3),
+        W=v.size(3),
+        scale=scale,
+        threshold=threshold(dropout),
+        kept=1 / (1 - dropout),
+        HAS_BIAS=bias is not None,
+        CAUSAL=causal,
+        DROPS=dropout > 0,
+        BLOCK=block(q, v),
+        WIDE_D=wide(q.size(3)),
+        WIDE_W=wide(v.size(3)),
+    )
 
 
 def wide(width: int) -> int:
@@ -100,14 +140,40 @@ def launch(kernel, q: Tensor, length: int, *tensors: Tensor, **call) -> None:
     """A program for every block of `length` of every row and head."""
     blocks = triton.cdiv(length, call.get("OWN", call["BLOCK"]))
     if q.size(0) * q.size(1) * blocks:
-        with torch.cuda.device_of(q):  # Triton takes the current GPU, whose memory the tensors may not be in
+        with torch.cuda.device_of(
+            q
+        ):  # Triton takes the current GPU, whose memory the tensors may not be in
             kernel[(q.size(0) * q.size(1) * blocks,)](*tensors, **call)
 
 
 @triton.jit
-def forward_kernel(q, k, v, out, log_sum, bias, seed, bias_b, bias_h, bias_s, bias_t, H, S, T, D, W, scale, threshold, kept,
-                   HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr, BLOCK: tl.constexpr,
-                   WIDE_D: tl.constexpr, WIDE_W: tl.constexpr):  # fmt: skip
+def forward_kernel(
+    q,
+    k,
+    v,
+    out,
+    log_sum,
+    bias,
+    seed,
+    bias_b,
+    bias_h,
+    bias_s,
+    bias_t,
+    H,
+    S,
+    T,
+    D,
+    W,
+    scale,
+    threshold,
+    kept,
+    HAS_BIAS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DROPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    WIDE_W: tl.constexpr,
+):
     """The output, m and log l of a block of queries."""
     n, first = whose_block(S, BLOCK)
     rows = first + tl.arange(0, BLOCK)
@@ -119,8 +185,20 @@ def forward_kernel(q, k, v, out, log_sum, bias, seed, bias_b, bias_h, bias_s, bi
     last = tl.minimum(T, first + BLOCK) if CAUSAL else T
     for key in range(0, last, BLOCK):
         cols = key + tl.arange(0, BLOCK)
-        a = scores(own_q, load_block(k, n, cols, T, D, WIDE_D), bias_of_head, bias_s, bias_t, rows, cols, S, T, scale,
-                   HAS_BIAS, CAUSAL)  # fmt: skip
+        a = scores(
+            own_q,
+            load_block(k, n, cols, T, D, WIDE_D),
+            bias_of_head,
+            bias_s,
+            bias_t,
+            rows,
+            cols,
+            S,
+            T,
+            scale,
+            HAS_BIAS,
+            CAUSAL,
+        )
         higher = tl.maximum(peak, tl.max(a, 1))
         weights = tl.exp(a - higher[:, None])
         shrink = tl.exp(peak - higher)
@@ -128,7 +206,9 @@ def forward_kernel(q, k, v, out, log_sum, bias, seed, bias_b, bias_h, bias_s, bi
         if DROPS:
             weights *= factors(seed, n, rows, cols, S, threshold, kept)
         some_v = load_block(v, n, cols, T, W, WIDE_W)
-        seen = seen * shrink[:, None] + tl.dot(weights.to(some_v.dtype), some_v, input_precision="ieee")
+        seen = seen * shrink[:, None] + tl.dot(
+            weights.to(some_v.dtype), some_v, input_precision="ieee"
+        )
         peak = higher
     total = tl.where(total > 0, total, 1.0)  # a row that sees nothing gets 0 / 1
     store_block(out, n, rows, S, W, WIDE_W, seen / total[:, None])
@@ -137,9 +217,35 @@ def forward_kernel(q, k, v, out, log_sum, bias, seed, bias_b, bias_h, bias_s, bi
 
 
 @triton.jit
-def grad_q_kernel(q, k, v, grad, log_sum, delta, grad_q, bias, seed, bias_b, bias_h, bias_s, bias_t, H, S, T, D, W, scale,
-                  threshold, kept, HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr,
-                  BLOCK: tl.constexpr, WIDE_D: tl.constexpr, WIDE_W: tl.constexpr):  # fmt: skip
+def grad_q_kernel(
+    q,
+    k,
+    v,
+    grad,
+    log_sum,
+    delta,
+    grad_q,
+    bias,
+    seed,
+    bias_b,
+    bias_h,
+    bias_s,
+    bias_t,
+    H,
+    S,
+    T,
+    D,
+    W,
+    scale,
+    threshold,
+    kept,
+    HAS_BIAS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DROPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    WIDE_W: tl.constexpr,
+):
     """∂Q of a block of queries."""
     n, first = whose_block(S, BLOCK)
     rows = first + tl.arange(0, BLOCK)
@@ -152,7 +258,9 @@ def grad_q_kernel(q, k, v, grad, log_sum, delta, grad_q, bias, seed, bias_b, bia
     for key in range(0, last, BLOCK):
         cols = key + tl.arange(0, BLOCK)
         some_k, some_v = load_block(k, n, cols, T, D, WIDE_D), load_block(v, n, cols, T, W, WIDE_W)
-        a = scores(own_q, some_k, bias_of_head, bias_s, bias_t, rows, cols, S, T, scale, HAS_BIAS, CAUSAL)
+        a = scores(
+            own_q, some_k, bias_of_head, bias_s, bias_t, rows, cols, S, T, scale, HAS_BIAS, CAUSAL
+        )
         weights = tl.exp(a - own_peak[:, None] - own_log[:, None])
         grad_p = tl.dot(own_grad, tl.trans(some_v), input_precision="ieee")
         if DROPS:
@@ -163,9 +271,37 @@ def grad_q_kernel(q, k, v, grad, log_sum, delta, grad_q, bias, seed, bias_b, bia
 
 
 @triton.jit
-def grad_kv_kernel(q, k, v, grad, log_sum, delta, grad_k, grad_v, bias, seed, bias_b, bias_h, bias_s, bias_t, H, S, T, D,
-                   W, scale, threshold, kept, HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr,
-                   BLOCK: tl.constexpr, WIDE_D: tl.constexpr, WIDE_W: tl.constexpr, OWN: tl.constexpr):  # fmt: skip
+def grad_kv_kernel(
+    q,
+    k,
+    v,
+    grad,
+    log_sum,
+    delta,
+    grad_k,
+    grad_v,
+    bias,
+    seed,
+    bias_b,
+    bias_h,
+    bias_s,
+    bias_t,
+    H,
+    S,
+    T,
+    D,
+    W,
+    scale,
+    threshold,
+    kept,
+    HAS_BIAS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DROPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    WIDE_W: tl.constexpr,
+    OWN: tl.constexpr,
+):
     """∂K and ∂V of a block of keys."""
     n, first = whose_block(T, OWN)
     cols = first + tl.arange(0, OWN)
@@ -175,9 +311,17 @@ def grad_kv_kernel(q, k, v, grad, log_sum, delta, grad_k, grad_v, bias, seed, bi
     begin = first if CAUSAL else 0  # earlier queries do not see these keys
     for query in range(begin, S, BLOCK):
         rows = query + tl.arange(0, BLOCK)
-        some_q, some_grad = load_block(q, n, rows, S, D, WIDE_D), load_block(grad, n, rows, S, W, WIDE_W)
-        a = scores(some_q, own_k, bias_of_head, bias_s, bias_t, rows, cols, S, T, scale, HAS_BIAS, CAUSAL)
-        some_peak, some_log = load_row(log_sum, 2 * n, rows, S), load_row(log_sum, 2 * n + 1, rows, S)
+        some_q, some_grad = (
+            load_block(q, n, rows, S, D, WIDE_D),
+            load_block(grad, n, rows, S, W, WIDE_W),
+        )
+        a = scores(
+            some_q, own_k, bias_of_head, bias_s, bias_t, rows, cols, S, T, scale, HAS_BIAS, CAUSAL
+        )
+        some_peak, some_log = (
+            load_row(log_sum, 2 * n, rows, S),
+            load_row(log_sum, 2 * n + 1, rows, S),
+        )
         weights = tl.exp(a - some_peak[:, None] - some_log[:, None])
         grad_p = tl.dot(some_grad, tl.trans(own_v), input_precision="ieee")
         grad_a = weights * scale
@@ -198,11 +342,26 @@ def whose_block(length, BLOCK: tl.constexpr):
     """Which row and head this program works for, and its first query or key."""
     blocks = tl.cdiv(length, BLOCK)
     number = tl.program_id(0)
-    return (number // blocks).to(tl.int64), number % blocks * BLOCK  # 64 bits: addresses are multiples of it
+    return (number // blocks).to(
+        tl.int64
+    ), number % blocks * BLOCK  # 64 bits: addresses are multiples of it
 
 
 @triton.jit
-def scores(q, k, bias, bias_s, bias_t, rows, cols, S, T, scale, HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr):
+def scores(
+    q,
+    k,
+    bias,
+    bias_s,
+    bias_t,
+    rows,
+    cols,
+    S,
+    T,
+    scale,
+    HAS_BIAS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
     """s Q Kᵀ + M of a block, -inf beyond the last key."""
     a = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # "ieee": no TF32 for fp32
     inside = (cols < T)[None, :]
@@ -217,7 +376,10 @@ def scores(q, k, bias, bias_s, bias_t, rows, cols, S, T, scale, HAS_BIAS: tl.con
 @triton.jit
 def factors(seed, n, rows, cols, S, threshold, kept):
     """Z of a block: see `dropout_factors` in attention_python.py, which draws the same."""
-    first, second = tl.load(seed).to(tl.uint32, bitcast=True), tl.load(seed + 1).to(tl.uint32, bitcast=True)
+    first, second = (
+        tl.load(seed).to(tl.uint32, bitcast=True),
+        tl.load(seed + 1).to(tl.uint32, bitcast=True),
+    )
     row_key = mix(mix((n * S + rows).to(tl.uint32) + first) ^ second)
     draw = mix(row_key[:, None] ^ cols[None, :].to(tl.uint32))
     return tl.where(draw.to(tl.int32, bitcast=True) >= threshold, kept, 0.0)

@@ -26,11 +26,21 @@ from engine.errors import UserError, run_script
 class Config:
     """Which lesson, on how many processes."""
 
-    lesson: str = flag("all", "(all|gather|all_gather|mean|sampler|scaling|ddp|fp16)", "Collectives")
-    processes: int = flag(3, "to start; under torchrun: as many as torchrun has", "Collectives", least=1, most=32)
-    gpu_devices: tuple = flag((), "gather on these GPUs by NCCL, a process for each; without: by gloo", "Collectives")
-    target_device: int = flag(1, "the GPU (or what stands for it) that gather gathers to", "Collectives", least=0)
-    port: int = flag(0, "TCP port where the processes meet; 0: a free one", "Collectives", least=0, most=65535)
+    lesson: str = flag(
+        "all", "(all|gather|all_gather|mean|sampler|scaling|ddp|fp16)", "Collectives"
+    )
+    processes: int = flag(
+        3, "to start; under torchrun: as many as torchrun has", "Collectives", least=1, most=32
+    )
+    gpu_devices: tuple = flag(
+        (), "gather on these GPUs by NCCL, a process for each; without: by gloo", "Collectives"
+    )
+    target_device: int = flag(
+        1, "the GPU (or what stands for it) that gather gathers to", "Collectives", least=0
+    )
+    port: int = flag(
+        0, "TCP port where the processes meet; 0: a free one", "Collectives", least=0, most=65535
+    )
     out: str = flag("", "Markdown file; runs/collectives/LESSON.md", "Collectives")
 
 
@@ -49,8 +59,15 @@ from labs.collectives.gathering import lesson_all_gather, lesson_gather
 from labs.collectives.report import launch, make_writable, teach
 from labs.collectives.training import lesson_ddp, lesson_fp16, lesson_scaling
 
-LESSONS = {"gather": lesson_gather, "all_gather": lesson_all_gather, "mean": lesson_mean, "sampler": lesson_sampler,
-           "scaling": lesson_scaling, "ddp": lesson_ddp, "fp16": lesson_fp16}  # fmt: skip
+LESSONS = {
+    "gather": lesson_gather,
+    "all_gather": lesson_all_gather,
+    "mean": lesson_mean,
+    "sampler": lesson_sampler,
+    "scaling": lesson_scaling,
+    "ddp": lesson_ddp,
+    "fp16": lesson_fp16,
+}
 
 
 def main(config: Config) -> None:
@@ -58,8 +75,14 @@ def main(config: Config) -> None:
     lessons = LESSONS if config.lesson == "all" else {config.lesson: LESSONS[config.lesson]}
     under_torchrun = "RANK" in os.environ or "WORLD_SIZE" in os.environ
     if under_torchrun and config.given & {"processes", "port"}:
-        raise UserError("--processes and --port are torchrun's here; give it --nproc_per_node and --master_port")
-    size = config.processes if "processes" in config.given else len(config.gpu_devices) or config.processes
+        raise UserError(
+            "--processes and --port are torchrun's here; give it --nproc_per_node and --master_port"
+        )
+    size = (
+        config.processes
+        if "processes" in config.given
+        else len(config.gpu_devices) or config.processes
+    )
     world_size = os.environ.get("WORLD_SIZE", "")  # torchrun's
     check_devices(config, int(world_size) if world_size.isdecimal() else size)
     if "gather" in lessons:
@@ -88,7 +111,9 @@ def check_devices(config: Config, size: int) -> None:
     if gpus and not len(gpus) == len(set(gpus)) == size:
         raise UserError(f"{typed}: {size} processes need as many different GPUs")
     if config.target_device not in (devices := gpus or range(1, size + 1)):
-        raise UserError(f"--target_device {config.target_device} must be one of {', '.join(map(str, devices))}")
+        raise UserError(
+            f"--target_device {config.target_device} must be one of {', '.join(map(str, devices))}"
+        )
 
 
 if __name__ == "__main__":

@@ -72,24 +72,41 @@ def lesson_mean(world: World) -> list:
     """
     shares = [(16, 32), (17, 32), (15, 32)]
     paper = []
-    for name, batch in (("handout", [*shares, (18, 32)]), ("a short last share", [*shares, (4, 4)])):
-        right, wrong = sum(r for r, _ in batch) / sum(n for _, n in batch), sum(r / n for r, n in batch) / 4
+    for name, batch in (
+        ("handout", [*shares, (18, 32)]),
+        ("a short last share", [*shares, (4, 4)]),
+    ):
+        right, wrong = (
+            sum(r for r, _ in batch) / sum(n for _, n in batch),
+            sum(r / n for r, n in batch) / 4,
+        )
         paper.append((name, " ".join(f"{r}/{n}" for r, n in batch), f"{right:.4f}", f"{wrong:.4f}"))
     x, y, mine = uneven_share(world.rank, world.size)
     total, rows = (y[mine] ** 2).sum().item(), len(y[mine])  # the squared errors of w = 0
     here = everyone((world.rank, rows, f"{total / rows:.4f}"))
-    printed = [("sum / sum", f"{global_mean(total, rows):.4f}"), ("wrong: mean of means", f"{mean_of_means(total, rows):.4f}"),
-               ("one process with all rows", f"{(y**2).mean():.4f}")]  # fmt: skip
+    printed = [
+        ("sum / sum", f"{global_mean(total, rows):.4f}"),
+        ("wrong: mean of means", f"{mean_of_means(total, rows):.4f}"),
+        ("one process with all rows", f"{(y**2).mean():.4f}"),
+    ]
     reference, gradients = single_gradient(x, y), []
     for how in ("own mean", "mean of means", "own sum · N / rows of all"):
         gradient = ddp_gradient(x[mine], y[mine], how)
         error = f"{(gradient - reference).norm() / reference.norm():.0e}"
         gradients.append((how, f"{gradient.norm():.4f}", f"{reference.norm():.4f}", error))
     return [
-        Table("accuracy of 4 ranks, on paper", "batch|right/rows of each rank|sum / sum|mean of means", paper),
+        Table(
+            "accuracy of 4 ranks, on paper",
+            "batch|right/rows of each rank|sum / sum|mean of means",
+            paper,
+        ),
         Table(f"here: N = {world.size}, unequal shares", "rank|rows|own loss", here),
         Table("and what rank 0 prints", "way|loss", printed),
-        Table("gradient under DDP", "loss of each rank|norm|norm on one process|relative error", gradients),
+        Table(
+            "gradient under DDP",
+            "loss of each rank|norm|norm on one process|relative error",
+            gradients,
+        ),
         "own mean: rows of a short share weigh more. mean of means: all_reduce is no part of the graph, so the gradient is\n"
         "that of the own mean, divided by N once too often. Averaging losses before backward() helps nothing.",
         *one_process(world, "all means agree"),
@@ -130,9 +147,13 @@ def lesson_sampler(world: World) -> list:
     It gives all ranks equally many rows, so that no rank waits for a step that another does not make. For that it repeats
     rows or drops some. Training bears it; a score does not. Ranks start at 0.
     """
-    ways = {"DistributedSampler": sampled_rows,
-            "… with drop_last=True": lambda rows, rank, size: sampled_rows(rows, rank, size, drop_last=True),
-            "range(rank, rows, N)": strided_rows}  # fmt: skip
+    ways = {
+        "DistributedSampler": sampled_rows,
+        "… with drop_last=True": lambda rows, rank, size: sampled_rows(
+            rows, rank, size, drop_last=True
+        ),
+        "range(rank, rows, N)": strided_rows,
+    }
     splits = [(name, *(way(10, rank, 3) for rank in range(3))) for name, way in ways.items()]
     rows = 3 * world.size + 1  # one more than can be shared equally
     right = [row > 0 for row in range(rows)]
@@ -140,10 +161,17 @@ def lesson_sampler(world: World) -> list:
     for name, way in ways.items():
         accuracy, counted = accuracy_over(way(rows, world.rank, world.size), right)
         scores.append((name, counted, f"{accuracy:.4f}"))
-    orders = [(f"{'with' if told else 'without'} set_epoch(epoch)", *epoch_orders(3, told)) for told in (True, False)]
+    orders = [
+        (f"{'with' if told else 'without'} set_epoch(epoch)", *epoch_orders(3, told))
+        for told in (True, False)
+    ]
     return [
         Table("10 rows over 3 ranks", "way|rank 0|rank 1|rank 2", splits),
-        Table(f"accuracy with N = {world.size} and {rows} rows, only row 0 being wrong", "way|rows|accuracy", scores),
+        Table(
+            f"accuracy with N = {world.size} and {rows} rows, only row 0 being wrong",
+            "way|rows|accuracy",
+            scores,
+        ),
         *one_process(world, "nothing is repeated or dropped"),
         Table("8 rows, shuffled: rank 0 of 2", "loop|epoch 0|epoch 1|epoch 2", orders),
     ]

@@ -21,7 +21,9 @@ def rank_of(device: int, devices: list[int]) -> int:
     return devices.index(device)
 
 
-def gather_to(device: int, x: torch.Tensor, devices: list[int], group=None) -> list[torch.Tensor] | None:
+def gather_to(
+    device: int, x: torch.Tensor, devices: list[int], group=None
+) -> list[torch.Tensor] | None:
     """Every rank's `x` on the rank that drives `device`; None on the others, which may not give a list to gather in."""
     dst = rank_of(device, devices)
     received = [torch.empty_like(x) for _ in devices] if dist.get_rank() == dst else None
@@ -36,21 +38,33 @@ def gather_on_gpus(device: int, x: torch.Tensor, devices: list[int]) -> list[tor
     return received and [part.cpu() for part in received]
 
 
-def gather_to_device_number(device: int, x: torch.Tensor, devices: list[int], group) -> list[torch.Tensor] | None:
+def gather_to_device_number(
+    device: int, x: torch.Tensor, devices: list[int], group
+) -> list[torch.Tensor] | None:
     """Wrong: the device's number taken for a rank."""
-    received = [torch.empty_like(x) for _ in devices] if devices[dist.get_rank()] == device else None
+    received = (
+        [torch.empty_like(x) for _ in devices] if devices[dist.get_rank()] == device else None
+    )
     dist.gather(x, received, dst=device, group=group)
     return received
 
 
-def gather_with_lists_on(ranks: list[int], x: torch.Tensor, group=None) -> list[torch.Tensor] | None:
+def gather_with_lists_on(
+    ranks: list[int], x: torch.Tensor, group=None
+) -> list[torch.Tensor] | None:
     """To rank 0, with a list to gather in on `ranks`: right only if these are [0]."""
-    received = [torch.empty_like(x) for _ in range(dist.get_world_size())] if dist.get_rank() in ranks else None
+    received = (
+        [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        if dist.get_rank() in ranks
+        else None
+    )
     dist.gather(x, received, dst=0, group=group)
     return received
 
 
-def gather_in_subgroup(x: torch.Tensor, members: list[int], group, **destination) -> list[torch.Tensor] | str | None:
+def gather_in_subgroup(
+    x: torch.Tensor, members: list[int], group, **destination
+) -> list[torch.Tensor] | str | None:
     """`destination`: dst=<rank among all> or group_dst=<rank within the group>; members[0] expects the tensors."""
     if dist.get_rank() not in members:
         return "not in the group"
@@ -73,23 +87,46 @@ def lesson_gather(world: World, gpus: tuple[int, ...] = (), target: int = 1) -> 
     names = (dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), dist.get_world_size())
     right = everyone((*names, devices[world.rank], x, received))
     by, device = ("NCCL", "GPU") if gpus else ("gloo, on the CPU", "stands for GPU")
-    wrong = {"dst=1, the device's number": lambda group: gather_to_device_number(1, x, handout, group),
-             "gather_list on every rank": lambda group: gather_with_lists_on([*range(world.size)], x, group),
-             "gather_list on no rank": lambda group: gather_with_lists_on([], x, group)}  # fmt: skip
-    outcomes = [(name, rank, text) for name, call in wrong.items() for rank, text in enumerate(attempt(call))]
-    blocks = [Table(f"right, by {by}: gather to device {target}, which is rank {rank_of(target, devices)}",
-                    f"get_rank()|LOCAL_RANK|get_world_size()|{device}|sent|received", right),
-              Table("wrong, with the same tensors, by gloo", "call|rank|what happens", outcomes)]  # fmt: skip
+    wrong = {
+        "dst=1, the device's number": lambda group: gather_to_device_number(1, x, handout, group),
+        "gather_list on every rank": lambda group: gather_with_lists_on(
+            [*range(world.size)], x, group
+        ),
+        "gather_list on no rank": lambda group: gather_with_lists_on([], x, group),
+    }
+    outcomes = [
+        (name, rank, text)
+        for name, call in wrong.items()
+        for rank, text in enumerate(attempt(call))
+    ]
+    blocks = [
+        Table(
+            f"right, by {by}: gather to device {target}, which is rank {rank_of(target, devices)}",
+            f"get_rank()|LOCAL_RANK|get_world_size()|{device}|sent|received",
+            right,
+        ),
+        Table("wrong, with the same tensors, by gloo", "call|rank|what happens", outcomes),
+    ]
     if world.size < 3:
         return [*blocks, "A sub-group in which ranks count differently takes 3 processes to show."]
     members = list(range(1, world.size))
     group = dist.new_group(members)  # every rank makes this call, members or not
-    calls = {"dst=1, rank among all": everyone(gather_in_subgroup(x, members, group, dst=1)),
-             "group_dst=0, rank in the group": everyone(gather_in_subgroup(x, members, group, group_dst=0)),
-             "wrong: dst=0": attempt(lambda _: gather_in_subgroup(x, members, group, dst=0))}  # fmt: skip
-    rows = [(name, rank, members.index(rank) if rank in members else None, outcome)
-            for name, outcomes in calls.items() for rank, outcome in enumerate(outcomes)]  # fmt: skip
-    return [*blocks, Table(f"sub-group of ranks {members}", "call|rank|rank in the group|what happens", rows)]
+    calls = {
+        "dst=1, rank among all": everyone(gather_in_subgroup(x, members, group, dst=1)),
+        "group_dst=0, rank in the group": everyone(
+            gather_in_subgroup(x, members, group, group_dst=0)
+        ),
+        "wrong: dst=0": attempt(lambda _: gather_in_subgroup(x, members, group, dst=0)),
+    }
+    rows = [
+        (name, rank, members.index(rank) if rank in members else None, outcome)
+        for name, outcomes in calls.items()
+        for rank, outcome in enumerate(outcomes)
+    ]
+    return [
+        *blocks,
+        Table(f"sub-group of ranks {members}", "call|rank|rank in the group|what happens", rows),
+    ]
 
 
 # ---------------------------------------------------------------- all_gather
@@ -122,7 +159,9 @@ def with_gradient(x: torch.Tensor, world: World, how: str) -> torch.Tensor:
     if how == "torch.distributed.nn.functional.all_gather":
         from torch.distributed.nn.functional import all_gather
 
-        with warnings.catch_warnings():  # 2.13 announces a successor, which older releases do not have
+        with (
+            warnings.catch_warnings()
+        ):  # 2.13 announces a successor, which older releases do not have
             warnings.simplefilter("ignore", FutureWarning)
             return torch.cat(list(all_gather(x)))
     received = all_gather_equal(x.detach())
@@ -143,7 +182,9 @@ def gradient_of_gathered(world: World, how: str) -> float | None:
 def victim(lengths: list[int], folder: str) -> None:
     """A process that gathers unequal lengths as if they were equal, and may die of it. Its last words go to `folder`."""
     rank = int(os.environ["RANK"])
-    os.dup2(os.open(f"{folder}/{rank}.err", os.O_WRONLY | os.O_CREAT), 2)  # what gloo says before it ends the process
+    os.dup2(
+        os.open(f"{folder}/{rank}.err", os.O_WRONLY | os.O_CREAT), 2
+    )  # what gloo says before it ends the process
     dist.init_process_group("gloo", timeout=timedelta(seconds=10))
     try:
         outcome = words(all_gather_equal(torch.full((lengths[rank],), rank + 1)))
@@ -158,12 +199,17 @@ def fates(lengths: list[int]) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         context, _store = launch(victim, len(lengths), lengths, folder)
         for process in context.processes:
-            process.join(600)  # it ends by gloo's own limit; to import PyTorch may take a busy machine long
+            process.join(
+                600
+            )  # it ends by gloo's own limit; to import PyTorch may take a busy machine long
             process.kill()
         outcomes = []
         for rank, process in enumerate(context.processes):
             out, err = Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")
-            last = re.search(r"what\(\): +(?:\[.*?\] )?(.*)", err.read_text(encoding="utf-8") if err.exists() else "")
+            last = re.search(
+                r"what\(\): +(?:\[.*?\] )?(.*)",
+                err.read_text(encoding="utf-8") if err.exists() else "",
+            )
             death = f"killed by signal {-(process.exitcode or 0)}: {last[1].split(' Is there')[0] if last else ''}"
             outcomes.append(out.read_text(encoding="utf-8") if out.exists() else death)
         return outcomes
@@ -177,15 +223,34 @@ def lesson_all_gather(world: World) -> list:
     """
     x = torch.full((world.size - world.rank,), world.rank + 1)
     lengths = list(range(world.size, 0, -1))
-    calls = {"wrong: all_gather into N tensors like one's own": world.on_main(lambda: fates(lengths)),
-             "wrong: all_gather into the true shapes": attempt(lambda g: all_gather_true_shapes(x, lengths, g)),
-             "wrong: gather into N tensors like rank 0's": attempt(lambda g: gather_with_lists_on([0], x, g)),
-             "right: lengths, pad, all_gather, cut": everyone(all_gather_uneven(x)),
-             "right, but pickled: all_gather_object": everyone(everyone(x))}  # fmt: skip
+    calls = {
+        "wrong: all_gather into N tensors like one's own": world.on_main(lambda: fates(lengths)),
+        "wrong: all_gather into the true shapes": attempt(
+            lambda g: all_gather_true_shapes(x, lengths, g)
+        ),
+        "wrong: gather into N tensors like rank 0's": attempt(
+            lambda g: gather_with_lists_on([0], x, g)
+        ),
+        "right: lengths, pad, all_gather, cut": everyone(all_gather_uneven(x)),
+        "right, but pickled: all_gather_object": everyone(everyone(x)),
+    }
     rows = [(name, rank, text) for name, texts in calls.items() for rank, text in enumerate(texts)]
-    ways = ("all_gather", "all_gather, own tensor put back", "torch.distributed.nn.functional.all_gather")
+    ways = (
+        "all_gather",
+        "all_gather, own tensor put back",
+        "torch.distributed.nn.functional.all_gather",
+    )
     gradients = [(how, *everyone(gradient_of_gathered(world, how))) for how in ways]
-    right, ranks = sum(range(1, world.size + 1)), "|".join(f"rank {rank}" for rank in range(world.size))
-    return [Table("unequal lengths", "call|rank|what happens", rows),
-            *one_process(world, "all lengths are equal and every call is right"),
-            Table(f"x.grad, rank r's loss being (r + 1) · Σ of all x; right: {right}", f"call|{ranks}", gradients)]  # fmt: skip
+    right, ranks = (
+        sum(range(1, world.size + 1)),
+        "|".join(f"rank {rank}" for rank in range(world.size)),
+    )
+    return [
+        Table("unequal lengths", "call|rank|what happens", rows),
+        *one_process(world, "all lengths are equal and every call is right"),
+        Table(
+            f"x.grad, rank r's loss being (r + 1) · Σ of all x; right: {right}",
+            f"call|{ranks}",
+            gradients,
+        ),
+    ]

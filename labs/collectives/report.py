@@ -25,19 +25,36 @@ def launch(work, size: int, *arguments, port: int = 0):
     try:
         listener = socket.create_server(("127.0.0.1", port))
     except OSError as error:
-        raise UserError(f"--port {port}: {os.strerror(error.errno)}; give another, or leave the flag out") from None
+        raise UserError(
+            f"--port {port}: {os.strerror(error.errno)}; give another, or leave the flag out"
+        ) from None
     port = listener.getsockname()[1]
     # The store takes the listening socket over, so nobody can take the port in between.
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    variables = dict(WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE=True)
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    variables = dict(
+        WORLD_SIZE=size,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
+        TORCHELASTIC_USE_AGENT_STORE=True,
+    )
     rest = (variables, work, arguments)
-    mp.set_forkserver_preload(["labs.collectives.training"])  # one process imports torch, the others are its copies
+    mp.set_forkserver_preload(
+        ["labs.collectives.training"]
+    )  # one process imports torch, the others are its copies
     return mp.start_processes(_rank, rest, size, join=False, start_method="forkserver"), store
 
 
 def _rank(rank: int, variables: dict, work, arguments: tuple) -> None:
     prepare_process()  # here nobody has made the streams safe
-    os.environ.update({name: str(value) for name, value in dict(variables, RANK=rank, LOCAL_RANK=rank).items()})
+    os.environ.update(
+        {name: str(value) for name, value in dict(variables, RANK=rank, LOCAL_RANK=rank).items()}
+    )
     work(*arguments)
 
 
@@ -52,7 +69,11 @@ def join_world() -> World:
 
 def one_process(world: World, consequence: str) -> list[str]:
     """What a single process cannot show."""
-    return [f"With one process {consequence}; start more to see the difference."] if world.size == 1 else []
+    return (
+        [f"With one process {consequence}; start more to see the difference."]
+        if world.size == 1
+        else []
+    )
 
 
 def everyone(value) -> list:
@@ -78,7 +99,9 @@ def words(value) -> str:
     if isinstance(value, Exception):
         text = (str(value).splitlines() or [""])[0]
         text = re.sub(
-            r"\[(enforce fail at )?/[^\]]*\] ?| <torch[^>]*>| (This is typically|Is there a dist).*", "", text
+            r"\[(enforce fail at )?/[^\]]*\] ?| <torch[^>]*>| (This is typically|Is there a dist).*",
+            "",
+            text,
         )
         text = re.sub(r"\[[\d.:a-f]+\]:\d+", "(a peer)", text)
         return f"{type(value).__name__}: {text}"
@@ -104,12 +127,17 @@ class Table:
     def plain(self) -> str:
         """Aligned columns."""
         widths = [max(map(len, column)) for column in zip(*self.cells())]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in self.cells()]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in self.cells()
+        ]
         return "\n".join([f"{self.caption}:", *("  " + line.rstrip() for line in lines)])
 
     def markdown(self) -> str:
         """A Markdown table."""
-        lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in self.cells()]
+        lines = [
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+            for row in self.cells()
+        ]
         lines.insert(1, "|" + "---|" * len(self.cells()[0]))
         return "\n".join([f"**{self.caption}**", "", *lines])
 
@@ -173,7 +201,11 @@ def teach(lessons: dict, out: Path) -> None:
         blocks = lesson(world)
         title, _, text = inspect.getdoc(getattr(lesson, "func", lesson)).partition("\n\n")
         if world.is_main:
-            print("\n\n".join([f"=== {name}: {title}", *([text] if text else []), plain(blocks)]), "\n\n", flush=True)
+            print(
+                "\n\n".join([f"=== {name}: {title}", *([text] if text else []), plain(blocks)]),
+                "\n\n",
+                flush=True,
+            )
             picture = out.with_name(f"{out.stem}-{name}.png")
             chapters.append(f"## {name}: {title}\n\n{text}\n\n{markdown(blocks, picture)}")
     if world.is_main:

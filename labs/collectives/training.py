@@ -52,7 +52,9 @@ def train_linear(features: int, batch: int, lr: float, steps: int, world: World 
         x, y = synthetic(batch, features, seed=step + 1)
         if world:
             x, y = x[world.rank :: world.size], y[world.rank :: world.size]
-        loss = 0.5 * ((model(x).squeeze(1) - y) ** 2).mean()  # equal shares: DDP's average is the mean of all rows
+        loss = (
+            0.5 * ((model(x).squeeze(1) - y) ** 2).mean()
+        )  # equal shares: DDP's average is the mean of all rows
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -66,12 +68,18 @@ def scaling_settings(size: int) -> tuple[int, list[tuple[str, int, float, int]]]
     On normal data SGD is stable for lr < 2 / (1 + (D + 1) / B). While B is far below D the batch's noise sets this limit,
     and it grows with B: that is what the linear rule rests on. One process takes 0.6 of the limit.
     """
-    features, batch, steps = 16 * size**2, 2 * size, 80 * size  # even rule 2's batch, 2 N², is far below D = 16 N²
+    features, batch, steps = (
+        16 * size**2,
+        2 * size,
+        80 * size,
+    )  # even rule 2's batch, 2 N², is far below D = 16 N²
     lr = 0.6 * 2 / (1 + (features + 1) / batch)
     larger = scaled_lr(lr, batch * size, batch, "linear")
-    return features, [("rule 1: batch / N, lr", batch, lr, steps),
-                      ("rule 2: batch, lr · N", batch * size, larger, steps // size),
-                      ("wrong, both: batch / N, lr · N", batch, lr * size, steps)]  # fmt: skip
+    return features, [
+        ("rule 1: batch / N, lr", batch, lr, steps),
+        ("rule 2: batch, lr · N", batch * size, larger, steps // size),
+        ("wrong, both: batch / N, lr · N", batch, lr * size, steps),
+    ]
 
 
 def lesson_scaling(world: World) -> list:
@@ -83,8 +91,22 @@ def lesson_scaling(world: World) -> list:
     """
     rules = []
     for n in (1, 2, 4, 8):
-        larger = [f"{scaled_lr(5e-5, 192 * n, 192, rule):.1e}" for rule in ("none", "sqrt", "linear")]
-        rules.append((n, 192 // n, 192 // n * n, "5.0e-05", 192, 192 * n, *larger, 192 // n * n, f"{5e-5 * n:.1e}"))
+        larger = [
+            f"{scaled_lr(5e-5, 192 * n, 192, rule):.1e}" for rule in ("none", "sqrt", "linear")
+        ]
+        rules.append(
+            (
+                n,
+                192 // n,
+                192 // n * n,
+                "5.0e-05",
+                192,
+                192 * n,
+                *larger,
+                192 // n * n,
+                f"{5e-5 * n:.1e}",
+            )
+        )
     features, settings = scaling_settings(world.size)
     rows, curves = [], {}
     for name, batch, lr, steps in settings:
@@ -92,17 +114,33 @@ def lesson_scaling(world: World) -> list:
         _, alone = train_linear(features, batch, lr, steps)
         curves[name] = [((step + 1) * batch, loss) for step, loss in enumerate(losses)]
         gap = (weights - alone).norm() / alone.norm()
-        rows.append((name, batch // world.size, batch, f"{lr:.4f}", steps, f"{losses[0]:.2f}", f"{losses[-1]:.1e}",
-                     f"{gap:.0e}"))  # fmt: skip
+        rows.append(
+            (
+                name,
+                batch // world.size,
+                batch,
+                f"{lr:.4f}",
+                steps,
+                f"{losses[0]:.2f}",
+                f"{losses[-1]:.1e}",
+                f"{gap:.0e}",
+            )
+        )
     return [
-        Table("--batch_size 192 --lr 5e-5 on N processes (1: rule 1, 2: rule 2)",
-              "N|1: per rank|global|lr|2: per rank|global|lr none|lr sqrt|lr linear|wrong, both: global|lr", rules),
-        Table(f"SGD, least squares, {features} features, N = {world.size}",
-              "setting|per rank|global batch|lr|steps|first loss|last loss|w against one process", rows),
+        Table(
+            "--batch_size 192 --lr 5e-5 on N processes (1: rule 1, 2: rule 2)",
+            "N|1: per rank|global|lr|2: per rank|global|lr none|lr sqrt|lr linear|wrong, both: global|lr",
+            rules,
+        ),
+        Table(
+            f"SGD, least squares, {features} features, N = {world.size}",
+            "setting|per rank|global batch|lr|steps|first loss|last loss|w against one process",
+            rows,
+        ),
         "The last column is the relative difference of the weights to one process with that global batch and lr.",
         *one_process(world, "all three are the same"),
         Picture(f"SGD, N = {world.size}: loss of the batch", "rows seen", "loss", curves),
-    ]  # fmt: skip
+    ]
 
 
 # ---------------------------------------------------------------- ddp
@@ -143,21 +181,36 @@ def lesson_ddp(world: World) -> list:
     steps = 20
     losses, weights = train_classifier(steps, world)
     alone_losses, alone = train_classifier(steps)
-    rows = [(step, f"{losses[step - 1]:.6f}", f"{alone_losses[step - 1]:.6f}") for step in (1, 5, 10, 20)]
+    rows = [
+        (step, f"{losses[step - 1]:.6f}", f"{alone_losses[step - 1]:.6f}")
+        for step in (1, 5, 10, 20)
+    ]
     gap = (weights - alone).abs().max().item()
     apart = max((other - weights).abs().max().item() for other in everyone(weights))
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     same = world.on_main(lambda: data_parallel_agrees(device))  # which takes all GPUs
-    differ = [("processes", "one, with a thread for each GPU", "one for each GPU"),
-              ("machines", "one", "one or many"),
-              ("model", "copied from the first GPU to all, every step", "copied once; equal steps keep it equal"),
-              ("batch", "cut up by the first GPU", "each process loads its own share"),
-              ("gradients", "added up on the first GPU", "averaged by all_reduce during the backward pass"),
-              ("outputs and loss", "collected on the first GPU", "stay where they are"),
-              ("--batch_size means", "the global batch", "what the script makes of it: see `scaling`")]  # fmt: skip
+    differ = [
+        ("processes", "one, with a thread for each GPU", "one for each GPU"),
+        ("machines", "one", "one or many"),
+        (
+            "model",
+            "copied from the first GPU to all, every step",
+            "copied once; equal steps keep it equal",
+        ),
+        ("batch", "cut up by the first GPU", "each process loads its own share"),
+        (
+            "gradients",
+            "added up on the first GPU",
+            "averaged by all_reduce during the backward pass",
+        ),
+        ("outputs and loss", "collected on the first GPU", "stay where they are"),
+        ("--batch_size means", "the global batch", "what the script makes of it: see `scaling`"),
+    ]
     return [
         Table(
-            f"loss under DDP with N = {world.size} and of one process, same global batch", "step|DDP|one process", rows
+            f"loss under DDP with N = {world.size} and of one process, same global batch",
+            "step|DDP|one process",
+            rows,
         ),
         f"Weights after {steps} steps: largest difference {gap:.1e} to one process, {apart:.1e} between ranks.",
         Table("the two", "what|DataParallel|DistributedDataParallel", differ),
@@ -236,7 +289,9 @@ def scaled_steps(world: World, together: bool, steps: int = 6) -> tuple[int, flo
     """
     scaler, made = LossScaler(scale=2.0**14), 0
     for step in range(steps):
-        gradient = torch.tensor(8.0 if step == 2 and world.rank == world.size - 1 else 1.0, dtype=torch.float16)
+        gradient = torch.tensor(
+            8.0 if step == 2 and world.rank == world.size - 1 else 1.0, dtype=torch.float16
+        )
         overflow = not (gradient * scaler.scale).isfinite()
         made += scaler.update(on_any_rank(overflow) if together else overflow)
     return made, scaler.scale
@@ -251,24 +306,43 @@ def lesson_fp16(world: World) -> list:
     """
     numbers = []
     for value in (1e-3, 1e-5, 1e-7, 1e-8):
-        plain, scaled = torch.tensor(value).half().item(), (torch.tensor(value) * 2**16).half().item() / 2**16
+        plain, scaled = (
+            torch.tensor(value).half().item(),
+            (torch.tensor(value) * 2**16).half().item() / 2**16,
+        )
         numbers.append((f"{value:.0e}", f"{plain:.2e}", f"{scaled:.2e}"))
-    sums = [f"{(torch.tensor(1.0, dtype=dtype) + 1e-4).item():.4f}" for dtype in (torch.float16, torch.float32)]
+    sums = [
+        f"{(torch.tensor(1.0, dtype=dtype) + 1e-4).item():.4f}"
+        for dtype in (torch.float16, torch.float32)
+    ]
     half = torch.float16
-    runs = {"fp32": (torch.float32, None), "fp16": (half, None), "fp16, scaled": (half, LossScaler()),
-            ".half()": (half, None), ".half(), scaled": (half, LossScaler())}  # fmt: skip
+    runs = {
+        "fp32": (torch.float32, None),
+        "fp16": (half, None),
+        "fp16, scaled": (half, LossScaler()),
+        ".half()": (half, None),
+        ".half(), scaled": (half, LossScaler()),
+    }
     trained = []
     for name, (number_format, scaler) in runs.items():
         error, zeros = train_half(number_format, scaler, master=".half()" not in name)
-        trained.append((name, f"{zeros:.0%}", f"{error:.1e}", f"{scaler.scale:g}" if scaler else "-"))
+        trained.append(
+            (name, f"{zeros:.0%}", f"{error:.1e}", f"{scaler.scale:g}" if scaler else "-")
+        )
     pairs = everyone((*scaled_steps(world, together=False), *scaled_steps(world, together=True)))
     return [
         Table("a gradient in fp16", "true|in fp16|times 65536 in fp16, divided in fp32", numbers),
         f"A weight of 1 plus 1e-4 is {sums[0]} in fp16 and {sums[1]} in fp32: the weights stay in fp32.",
-        Table("300 steps on small targets", "format|gradients that are 0|error, w = 0 being 1|last scale", trained),
+        Table(
+            "300 steps on small targets",
+            "format|gradients that are 0|error, w = 0 being 1|last scale",
+            trained,
+        ),
         f"torch.amp.GradScaler on the gradients of .half(): {half_refused()}",
-        Table("6 steps, an overflow on the last rank in the third",
-              "rank|wrong, each for itself: steps made|scale|right, all_reduce: steps made|scale",
-              [(rank, *pair) for rank, pair in enumerate(pairs)]),
+        Table(
+            "6 steps, an overflow on the last rank in the third",
+            "rank|wrong, each for itself: steps made|scale|right, all_reduce: steps made|scale",
+            [(rank, *pair) for rank, pair in enumerate(pairs)],
+        ),
         *one_process(world, "no rank can part from another"),
-    ]  # fmt: skip
+    ]

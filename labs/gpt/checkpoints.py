@@ -26,20 +26,28 @@ from engine.errors import UserError, run_script
 from engine.run import find_run
 from labs.gpt.sizes import Sizes
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process alone is meant to be alone
+warnings.filterwarnings(
+    "ignore", message="torch.distributed is disabled"
+)  # one process alone is meant to be alone
 
 
 def save(folder: Path, step: int, layout, optimizer, state: dict, world: World) -> None:
     """Write folder/sharded-N, all ranks together; it gets its name when all is written. Of others the newest stay."""
     temporary, target = folder / f".tmp-sharded-{step}", folder / f"sharded-{step}"
-    world.on_main(lambda: [shutil.rmtree(left, ignore_errors=True) for left in folder.glob(".tmp-sharded-*")])
+    world.on_main(
+        lambda: [shutil.rmtree(left, ignore_errors=True) for left in folder.glob(".tmp-sharded-*")]
+    )
     tensors = {"model": detached(layout.weights), "optimizer": optimizer_tensors(layout, optimizer)}
     try:
         dcp.save(tensors, checkpoint_id=temporary)
-    except dcp.CheckpointException as error:  # a BaseException, not an `Exception`; raised on every rank
+    except (
+        dcp.CheckpointException
+    ) as error:  # a BaseException, not an `Exception`; raised on every rank
         world.on_main(lambda: shutil.rmtree(temporary, ignore_errors=True))
         reason = next(iter(error.failures.values()))[0]
-        raise UserError(f"cannot write {temporary}: {reason}; free some space, then --resume") from None
+        raise UserError(
+            f"cannot write {temporary}: {reason}; free some space, then --resume"
+        ) from None
 
     def finish() -> None:
         text = json.dumps({**state, "step": step, "sizes": asdict(layout.sizes)}, indent=2)
@@ -59,8 +67,12 @@ def restore(path: Path, layout, optimizer) -> None:
     try:
         dcp.load(tensors, checkpoint_id=path)
     except (dcp.CheckpointException, RuntimeError, ValueError, OSError) as error:
-        raise UserError(f"{path} does not fit this model or is damaged: {' '.join(str(error).split())[:200]}") from None
-    inner(optimizer).state.update({layout.weights[name]: state for name, state in tensors["optimizer"].items()})
+        raise UserError(
+            f"{path} does not fit this model or is damaged: {' '.join(str(error).split())[:200]}"
+        ) from None
+    inner(optimizer).state.update(
+        {layout.weights[name]: state for name, state in tensors["optimizer"].items()}
+    )
 
 
 def load_state(path: Path) -> dict:
@@ -105,9 +117,14 @@ def optimizer_tensors(layout, optimizer) -> dict:
     for name, weight in layout.weights.items():
         if weight in here:
             place = "cpu" if layout.config.offload == "optimizer" else weight.device
-            zeros = {key: torch.zeros_like(weight.detach(), device=place) for key in ("exp_avg", "exp_avg_sq")}
+            zeros = {
+                key: torch.zeros_like(weight.detach(), device=place)
+                for key in ("exp_avg", "exp_avg_sq")
+            }
             # A fused AdamW counts its steps where the weight is.
-            tensors[name] = optimizer.state.get(weight) or zeros | {"step": torch.zeros((), device=place)}
+            tensors[name] = optimizer.state.get(weight) or zeros | {
+                "step": torch.zeros((), device=place)
+            }
     return tensors
 
 
@@ -116,8 +133,12 @@ def load_weights(path: Path) -> tuple[dict[str, torch.Tensor], Sizes]:
     reader = dcp.FileSystemReader(path)
     entries = reader.read_metadata().state_dict_metadata
     names = [name for name in entries if name.startswith("model.")]
-    weights = {name.removeprefix("model."): torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
-               for name in names}  # fmt: skip
+    weights = {
+        name.removeprefix("model."): torch.empty(
+            entries[name].size, dtype=entries[name].properties.dtype
+        )
+        for name in names
+    }
     dcp.load({"model": weights}, storage_reader=reader, no_dist=True)
     return weights, Sizes(**load_state(path)["sizes"])
 
@@ -138,7 +159,9 @@ def newest_run() -> str:
     """The run of this lab that saved last. Raises `UserError` if there is none."""
     saved = [state.parent for state in Path("runs").glob("*/checkpoints/sharded-*/state.json")]
     if not saved:
-        raise UserError("runs/ holds no run of this lab with a checkpoint; train first, or give --ckpt")
+        raise UserError(
+            "runs/ holds no run of this lab with a checkpoint; train first, or give --ckpt"
+        )
     return str(max(saved, key=lambda path: path.stat().st_mtime).parent.parent)
 
 
@@ -150,7 +173,9 @@ def convert(run: str) -> None:
     path = checkpoint_of(run)
     weights, sizes = load_weights(path)
     target = run / "model.safetensors"
-    safetensors.torch.save_file(weights, target, metadata={"format": "pt", "sizes": json.dumps(asdict(sizes))})
+    safetensors.torch.save_file(
+        weights, target, metadata={"format": "pt", "sizes": json.dumps(asdict(sizes))}
+    )
     print(f"{path} → {target}: {sum(w.numel() for w in weights.values()):,} parameters")
 
 
@@ -158,7 +183,9 @@ def convert(run: str) -> None:
 class Config:
     """Which run to convert."""
 
-    ckpt: str = flag("", "a run of labs.gpt, or one of its checkpoints; the newest run", "Conversion")
+    ckpt: str = flag(
+        "", "a run of labs.gpt, or one of its checkpoints; the newest run", "Conversion"
+    )
 
 
 if __name__ == "__main__":

@@ -58,7 +58,9 @@ class Data:
             order = order_of_epoch(self.sequences(split), self.seed, epoch)
         else:
             # It begins at the front again where a batch needs more sequences than there are.
-            order = np.resize(np.arange(self.sequences(split)), self.batches(split) * self.batch_size)
+            order = np.resize(
+                np.arange(self.sequences(split)), self.batches(split) * self.batch_size
+            )
         chosen = order[number * self.batch_size : (number + 1) * self.batch_size]
         # One token more than T, so that each token has a next one.
         rows = [self.ids[split][row * self.sequence :][: self.sequence + 1] for row in chosen]
@@ -85,7 +87,9 @@ def load(config, sizes: Sizes, cache: Path, log) -> Data:
     if not (folder / "tokenizer").is_dir():
         prepare(config, splits, config.vocabulary or sizes.vocabulary, folder)
     data = open_prepared(folder, config, sizes)
-    counts = ", ".join(f"{len(splits[s]):,} documents = {len(data.ids[s]):,} tokens for {s}" for s in splits)
+    counts = ", ".join(
+        f"{len(splits[s]):,} documents = {len(data.ids[s]):,} tokens for {s}" for s in splits
+    )
     log(f"data: {note}; {counts}; vocabulary {data.vocabulary:,}")
     return data
 
@@ -94,9 +98,13 @@ def open_prepared(folder: Path, config, sizes: Sizes) -> Data:
     """What `prepare` left in the folder. Raises `UserError` if it is less than a batch."""
     from transformers import AutoTokenizer
 
-    ids = {split: np.load(folder / f"{split}.npy", mmap_mode="r") for split in ("train", "validation")}
+    ids = {
+        split: np.load(folder / f"{split}.npy", mmap_mode="r") for split in ("train", "validation")
+    }
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)
-    data = Data(ids, sizes.sequence, config.batch_size, config.seed, len(tokenizer), folder.name, tokenizer)
+    data = Data(
+        ids, sizes.sequence, config.batch_size, config.seed, len(tokenizer), folder.name, tokenizer
+    )
     if data.sequences("validation") < 1 or data.batches("train") < 1:
         raise UserError(
             f"{config.data}: {len(ids['train']):,} tokens to train on and {len(ids['validation']):,} to validate are less than "
@@ -107,14 +115,21 @@ def open_prepared(folder: Path, config, sizes: Sizes) -> Data:
 
 def prepare(config, splits: dict[str, list[str]], vocabulary: int, folder: Path) -> None:
     """Train or load the tokenizer, encode the documents; the folder gets its name when all is written."""
-    tokenizer = named_tokenizer(config.tokenizer) if config.tokenizer else train_tokenizer(splits["train"], vocabulary)
+    tokenizer = (
+        named_tokenizer(config.tokenizer)
+        if config.tokenizer
+        else train_tokenizer(splits["train"], vocabulary)
+    )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with made_whole(folder) as building:
         for split, documents in splits.items():
             ids, lengths = encode_flat(tokenizer, documents)
             # Where a document ends, the next may begin.
             ids = np.insert(ids, np.cumsum(lengths), tokenizer.eos_token_id)
-            np.save(building / f"{split}.npy", ids.astype(np.uint16 if len(tokenizer) <= 2**16 else np.int32))
+            np.save(
+                building / f"{split}.npy",
+                ids.astype(np.uint16 if len(tokenizer) <= 2**16 else np.int32),
+            )
         tokenizer.save_pretrained(building / "tokenizer")
 
 
@@ -131,8 +146,12 @@ def random_data(config, sizes: Sizes) -> Data:
     draw = np.random.default_rng(config.seed)
     size = max(config.data_size, config.batch_size) * sizes.sequence + 1
     kind = np.uint16 if sizes.vocabulary <= 2**16 else np.int32
-    ids = {"train": draw.integers(sizes.vocabulary, size=size, dtype=kind),
-           "validation": draw.integers(sizes.vocabulary, size=config.batch_size * sizes.sequence + 1, dtype=kind)}  # fmt: skip
+    ids = {
+        "train": draw.integers(sizes.vocabulary, size=size, dtype=kind),
+        "validation": draw.integers(
+            sizes.vocabulary, size=config.batch_size * sizes.sequence + 1, dtype=kind
+        ),
+    }
     key = f"random-{config.seed}-{config.data_size}"
     return Data(ids, sizes.sequence, config.batch_size, config.seed, sizes.vocabulary, key)
 
@@ -140,17 +159,27 @@ def random_data(config, sizes: Sizes) -> Data:
 def read_documents(path: Path) -> tuple[dict[str, list[str]], str]:
     """{"train": texts, "validation": texts} of a file or folder, and one line on what was read."""
     if not path.exists():
-        raise UserError(f"--data {path} does not exist; give a text file, a folder of them, or `random`")
+        raise UserError(
+            f"--data {path} does not exist; give a text file, a folder of them, or `random`"
+        )
     files = [path]
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+        files = sorted(
+            file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()
+        )
         files = [file for file in files if not file.stem.lower().startswith(NO_TEXT)]
-        files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+        files = [
+            file
+            for file in files
+            if not any(part.startswith(".") for part in file.relative_to(path).parts)
+        ]
     if abstracts := [file for file in files if file.name == "X.txt"]:
         # Web of Science's folders: the largest one contains the others. Beside X.txt lie labels.
         files = [max(abstracts, key=lambda file: file.stat().st_size)]
     if not files:
-        raise UserError(f"--data {path} holds no {' '.join(SUFFIXES)} file; give a folder with text in it")
+        raise UserError(
+            f"--data {path} holds no {' '.join(SUFFIXES)} file; give a folder with text in it"
+        )
     documents, notes = {}, set()
     for file in files:
         split = split_of(file) or "train"
@@ -174,7 +203,11 @@ def read_file(file: Path) -> tuple[list[str], str]:
     """The documents of one file: rows of a table, articles under WikiText's titles, paragraphs, or lines."""
     try:
         # Of the hub's parquet files the column `text`.
-        text = "\n".join(read_lines(file)) if file.suffix == ".parquet" else file.read_text(encoding="utf-8-sig")
+        text = (
+            "\n".join(read_lines(file))
+            if file.suffix == ".parquet"
+            else file.read_text(encoding="utf-8-sig")
+        )
     except UnicodeDecodeError:
         raise UserError(f"{file} is not UTF-8 text; convert it, or name another file") from None
     except OSError as error:
@@ -185,15 +218,22 @@ def read_file(file: Path) -> tuple[list[str], str]:
     # Else it is a line with a tab in it.
     if len(header) > 1 and (ABSTRACT in header or is_table or file.suffix.lower() == ".tsv"):
         if ABSTRACT not in header:
-            raise UserError(f"{file} is a table without the column {ABSTRACT}; it has {', '.join(header)[:100]}")
+            raise UserError(
+                f"{file} is a table without the column {ABSTRACT}; it has {', '.join(header)[:100]}"
+            )
         rows = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t")  # undoes the quotes
         texts = [row[ABSTRACT].strip() for row in rows if row[ABSTRACT]]
         return texts, "abstracts of Web of Science, their labels and keywords are not read"
     lines = text.rstrip("\n").split("\n")  # not at U+2028 and its like, which stand within a line
     titles = [n for n, line in enumerate(lines) if TITLE.fullmatch(line)]
     if titles:
-        parts, kind = ["\n".join(lines[a:b]) for a, b in zip([0, *titles], [*titles, len(lines)])], "articles"
-    elif text.strip().count("\n\n") * 100 >= len(lines) and file.name != "X.txt":  # a stray blank line parts no lines
+        parts, kind = (
+            ["\n".join(lines[a:b]) for a, b in zip([0, *titles], [*titles, len(lines)])],
+            "articles",
+        )
+    elif (
+        text.strip().count("\n\n") * 100 >= len(lines) and file.name != "X.txt"
+    ):  # a stray blank line parts no lines
         parts, kind = text.split("\n\n"), "paragraphs"
     else:
         parts, kind = lines, "lines"

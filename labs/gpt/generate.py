@@ -15,11 +15,17 @@ from engine.errors import UserError, run_script
 class Config:
     """What to write, and with which model."""
 
-    ckpt: str = flag("", "a run of labs.gpt, or one of its checkpoints; the newest run", "Generation")
+    ckpt: str = flag(
+        "", "a run of labs.gpt, or one of its checkpoints; the newest run", "Generation"
+    )
     prompt: str = flag("In this paper", "the text to go on from", "Generation")
     tokens: int = flag(60, "new tokens", "Generation", least=1)
-    temperature: float = flag(0.8, "0: always the likeliest; 1: as the model says", "Generation", least=0, most=10)
-    top_p: float = flag(0.9, "draw from the likeliest that have this share together", "Generation", above=0, most=1)
+    temperature: float = flag(
+        0.8, "0: always the likeliest; 1: as the model says", "Generation", least=0, most=10
+    )
+    top_p: float = flag(
+        0.9, "draw from the likeliest that have this share together", "Generation", above=0, most=1
+    )
     seed: int = flag(1, "of the draws", "Generation", least=0)
 
 
@@ -34,8 +40,16 @@ from labs.gpt.model import GPT
 
 
 @torch.no_grad()
-def generate(model: GPT, tokens: Tensor, count: int, temperature: float, top_p: float, draw: torch.Generator, longest: int,
-             end: int | None = None) -> Tensor:  # fmt: skip
+def generate(
+    model: GPT,
+    tokens: Tensor,
+    count: int,
+    temperature: float,
+    top_p: float,
+    draw: torch.Generator,
+    longest: int,
+    end: int | None = None,
+) -> Tensor:
     """Token ids (1, T) → the same with up to `count` more; ends at the token `end`, or when the sequence is full."""
     past = {number: [] for number in model.h}
     new = tokens  # what the model has not seen yet
@@ -53,7 +67,9 @@ def choose(logits: Tensor, temperature: float, top_p: float, draw: torch.Generat
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     shares, order = (logits / temperature).softmax(-1).sort(descending=True)
-    shares[shares.cumsum(-1) - shares >= top_p] = 0  # a token stays if those before it do not fill the share
+    shares[shares.cumsum(-1) - shares >= top_p] = (
+        0  # a token stays if those before it do not fill the share
+    )
     place = torch.multinomial(shares.cpu(), 1, generator=draw).to(order.device)
     return order.gather(-1, place)
 
@@ -62,7 +78,9 @@ def sample(model: GPT, tokenizer, prompt: str, config, longest: int) -> str:
     """`config` has tokens, temperature, top_p and seed."""
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
     if len(ids) >= longest:
-        raise UserError(f"the prompt has {len(ids)} tokens, the model's sequence is {longest}; give a shorter --prompt")
+        raise UserError(
+            f"the prompt has {len(ids)} tokens, the model's sequence is {longest}; give a shorter --prompt"
+        )
     draw = torch.Generator().manual_seed(config.seed)
     tokens = torch.tensor([ids], device=next(model.parameters()).device)
     how = (config.tokens, config.temperature, config.top_p, draw, longest, tokenizer.eos_token_id)
@@ -77,13 +95,23 @@ def main(config: Config) -> None:
     path = checkpoint_of(config.ckpt or newest_run())
     folder = path.parent.parent / "tokenizer"
     if not folder.is_dir():
-        raise UserError(f"{path.parent.parent} was trained on random ids; there is no text to write")
+        raise UserError(
+            f"{path.parent.parent} was trained on random ids; there is no text to write"
+        )
     weights, sizes = load_weights(path)
     if not any(name.startswith("h.") for name in weights):
         raise UserError(f"{path} is a model of --model hf; only our own generates here")
     model = GPT(sizes)
     model.load_state_dict(weights)
-    print(sample(model.eval(), AutoTokenizer.from_pretrained(folder), config.prompt, config, sizes.sequence))
+    print(
+        sample(
+            model.eval(),
+            AutoTokenizer.from_pretrained(folder),
+            config.prompt,
+            config,
+            sizes.sequence,
+        )
+    )
 
 
 if __name__ == "__main__":

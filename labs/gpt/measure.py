@@ -59,7 +59,9 @@ class Memory:
 
 def cores() -> int:
     """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS has it not
+    return (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    )  # macOS has it not
 
 
 def share_of_cores(processes: int) -> float:
@@ -83,9 +85,14 @@ def communication(result: dict, device: torch.device):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - begin
-    spans = [(event.time_range.start, event.time_range.end) for event in profile.events() or []
-             if any(word in event.name for word in ("gloo:", "nccl:", "ncclDevKernel"))]  # fmt: skip
-    result["communication_share"] = min(1.0, covered(spans) / 1e6 / seconds)  # the profiler counts microseconds
+    spans = [
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events() or []
+        if any(word in event.name for word in ("gloo:", "nccl:", "ncclDevKernel"))
+    ]
+    result["communication_share"] = min(
+        1.0, covered(spans) / 1e6 / seconds
+    )  # the profiler counts microseconds
 
 
 def covered(spans: list[tuple[float, float]]) -> float:

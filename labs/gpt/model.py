@@ -20,10 +20,13 @@ from labs.gpt.sizes import Sizes
 
 # What selective recomputation keeps: the results of matrix products and of attention, which are dear; norms, GELU and sums
 # are computed again.
-KEPT = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]  # fmt: skip
+KEPT = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
 CHUNK = 512  # tokens whose logits are in memory at a time, with `chunked_loss`
 
 
@@ -42,14 +45,20 @@ class CausalSelfAttention(nn.Module):
         # whole heads, as tensor parallelism wants them. H is then the number of heads on this rank.
         heads = self.c_attn(x).unflatten(2, (-1, 3, self.head_size))  # (B, T, H, 3, W)
         q, k, v = (part.transpose(1, 2) for part in heads.unbind(3))  # (B, H, T, W) each
-        if past is not None:  # generation: keys and values of the tokens before, to which these are added
-            k, v = [torch.cat(pair, dim=2) for pair in zip(past, (k, v))] if past else (k, v)  # (B, H, P + T, W) each
+        if (
+            past is not None
+        ):  # generation: keys and values of the tokens before, to which these are added
+            k, v = (
+                [torch.cat(pair, dim=2) for pair in zip(past, (k, v))] if past else (k, v)
+            )  # (B, H, P + T, W) each
             past[:] = k, v
         # A GPU's fused attention wants widths of whole eights: zeros, which add nothing to a product.
         if x.is_cuda and self.head_size % 8:
             q, k, v = (F.pad(part, (0, -self.head_size % 8)) for part in (q, k, v))
         # Behind a past comes one token at a time, which may see all keys: no mask.
-        x = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] == k.shape[2], scale=self.head_size**-0.5)
+        x = F.scaled_dot_product_attention(
+            q, k, v, is_causal=q.shape[2] == k.shape[2], scale=self.head_size**-0.5
+        )
         x = x[..., : self.head_size]  # (B, H, T, W)
         return self.c_proj(x.transpose(1, 2).flatten(2))  # (B, T, D)
 
@@ -87,20 +96,30 @@ class GPT(nn.Module):
     A weight has the same name in a stage as in the whole model.
     """
 
-    def __init__(self, sizes: Sizes, recompute: str = "none", chunked_loss: bool = False, blocks: list | None = None):
+    def __init__(
+        self,
+        sizes: Sizes,
+        recompute: str = "none",
+        chunked_loss: bool = False,
+        blocks: list | None = None,
+    ):
         super().__init__()
         blocks = blocks or list(range(sizes.layers))
         self.recompute, self.chunked_loss = recompute, chunked_loss
         self.is_first, self.is_last = blocks[0] == 0, blocks[-1] == sizes.layers - 1
         if self.is_first or self.is_last:
-            self.wte = nn.Embedding(sizes.vocabulary, sizes.hidden)  # tied: embedding and output are one matrix
+            self.wte = nn.Embedding(
+                sizes.vocabulary, sizes.hidden
+            )  # tied: embedding and output are one matrix
         if self.is_first:
             self.wpe = nn.Embedding(sizes.sequence, sizes.hidden)
         self.h = nn.ModuleDict({str(number): Block(sizes) for number in blocks})
         if self.is_last:
             self.ln_f = nn.LayerNorm(sizes.hidden)
 
-    def forward(self, x: Tensor, targets: Tensor | None = None, past: dict[str, list] | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, past: dict[str, list] | None = None
+    ) -> Tensor:
         """Token ids (B, T), or what the stage before gives, (B, T, D) → logits, the mean loss, or (B, T, D)."""
         if self.is_first:
             seen = past["0"][0].shape[2] if past and past["0"] else 0  # tokens before these
@@ -131,12 +150,19 @@ def recomputed(block: nn.Module, x: Tensor, selective: bool) -> Tensor:
     """The block's output; what its backward pass needs is dropped and computed again (Chen et al. 2016), all or in part."""
     if not selective:
         return checkpoint(block, x, use_reentrant=False)
-    return checkpoint(block, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, KEPT))
+    return checkpoint(
+        block,
+        x,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, KEPT),
+    )
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of each next token, in nats; logits (B, T, V), targets (B, T)."""
-    wide = torch.promote_types(logits.dtype, torch.float32)  # CUDA's autocast, unlike the CPU's, leaves them narrow
+    wide = torch.promote_types(
+        logits.dtype, torch.float32
+    )  # CUDA's autocast, unlike the CPU's, leaves them narrow
     return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
 
 
@@ -147,9 +173,19 @@ class HuggingFaceGPT(nn.Module):
         super().__init__()
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        config = GPT2Config(n_embd=sizes.hidden, n_layer=sizes.layers, n_head=sizes.heads, n_positions=sizes.sequence,
-                            vocab_size=sizes.vocabulary, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-                            use_cache=False, bos_token_id=None, eos_token_id=None)  # fmt: skip
+        config = GPT2Config(
+            n_embd=sizes.hidden,
+            n_layer=sizes.layers,
+            n_head=sizes.heads,
+            n_positions=sizes.sequence,
+            vocab_size=sizes.vocabulary,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+            use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
         self.model = GPT2LMHeadModel(config)
         if recompute == "all":
             self.model.gradient_checkpointing_enable({"use_reentrant": False})

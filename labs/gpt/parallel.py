@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -45,43 +50,97 @@ def check_grid(config, sizes: Sizes, processes: int) -> int:
     """The number of processes along `data`. Raises `UserError` for a grid or a combination that cannot be."""
     tensor, pipe = config.tensor, config.pipe
     if processes % (tensor * pipe):
-        raise UserError(f"{processes} processes are no grid with --tensor {tensor} × --pipe {pipe}; start a multiple of "
-                        f"{tensor * pipe}")  # fmt: skip
+        raise UserError(
+            f"{processes} processes are no grid with --tensor {tensor} × --pipe {pipe}; start a multiple of "
+            f"{tensor * pipe}"
+        )
     data = processes // (tensor * pipe)
     sharded = config.data_parallel in ("zero2", "zero3")
     stages = pipe * STAGES_PER_RANK[config.schedule]
     micro_batch, rest = divmod(config.batch_size, data * config.accumulate)
     checks = [
-        (sizes.hidden % sizes.heads, f"--hidden {sizes.hidden} must be divisible by --heads {sizes.heads}"),
+        (
+            sizes.hidden % sizes.heads,
+            f"--hidden {sizes.hidden} must be divisible by --heads {sizes.heads}",
+        ),
         (sizes.heads % tensor, f"--tensor {tensor} does not divide the {sizes.heads} heads"),
         # FSDP2 cuts what a tensor-parallel rank has; PyTorch, asked for such a piece of a whole matrix, cuts it elsewhere.
-        (sharded and tensor > 1 and data > 2 and sizes.vocabulary % tensor, f"--tensor {tensor} does not divide the "
-         f"vocabulary of {sizes.vocabulary}, as {config.data_parallel} over {data} processes needs; take another, or ddp"),
-        (sizes.sequence % tensor, f"--tensor {tensor} does not divide a sequence of {sizes.sequence} tokens"),
-        (pipe > 1 and stages > sizes.layers, f"{sizes.layers} layers are no {stages} stages; use a smaller --pipe"),
-        (rest or not micro_batch, f"--batch_size {config.batch_size} does not divide into {data} × {config.accumulate} "
-         "parts (data-parallel processes × --accumulate)"),
-        (config.schedule == "1f1b" and config.accumulate < pipe,
-         f"--schedule 1f1b wants --accumulate of at least --pipe {pipe}, not {config.accumulate}"),
-        (stages > pipe > 1 and config.accumulate % pipe,
-         f"--schedule {config.schedule} wants --accumulate to be a multiple of --pipe {pipe}, not {config.accumulate}"),
-        (tensor > 1 and pipe > 1, "--tensor and --pipe together are not built; use one of them, with data parallelism"),
-        (pipe > 1 and config.data_parallel != "ddp", f"--pipe goes with --data_parallel ddp, not {config.data_parallel}"),
-        (tensor > 1 and config.data_parallel == "zero1", "--tensor goes with --data_parallel ddp, zero2 or zero3"),
-        (config.offload == "parameters" and not sharded, "--offload parameters needs --data_parallel zero2 or zero3"),
-        (config.offload == "optimizer" and (sharded or tensor * pipe > 1 or config.data_parallel == "zero1"),
-         "--offload optimizer needs --data_parallel ddp without --tensor and --pipe; for zero2 and zero3 use "
-         "--offload parameters"),
-        (config.model == "hf" and (tensor * pipe > 1 or config.chunked_loss or config.recompute == "selective"),
-         "--model hf knows neither --tensor nor --pipe nor --chunked_loss nor --recompute selective; use --model own"),
-        (config.chunked_loss and tensor * pipe > 1, "--chunked_loss goes with neither --tensor nor --pipe"),
-        (config.chunked_loss and not hasattr(nn, "LinearCrossEntropyOptions"),
-         f"--chunked_loss needs a newer PyTorch than {torch.__version__}: that of requirements.txt"),
-        (config.chunked_loss and config.compile, "--chunked_loss and --compile do not go together in PyTorch 2.13"),
-        (config.precision == "fp16" and pipe > 1, "--precision fp16 with --pipe is not built; use bf16 or fp32"),
-        (pipe > 1 and (config.recompute != "none" or config.compile) and config.schedule in ("zb", "zbv"),
-         f"--schedule {config.schedule} cuts the backward pass in two and can neither recompute nor compile; use 1f1b"),
-    ]  # fmt: skip
+        (
+            sharded and tensor > 1 and data > 2 and sizes.vocabulary % tensor,
+            f"--tensor {tensor} does not divide the "
+            f"vocabulary of {sizes.vocabulary}, as {config.data_parallel} over {data} processes needs; take another, or ddp",
+        ),
+        (
+            sizes.sequence % tensor,
+            f"--tensor {tensor} does not divide a sequence of {sizes.sequence} tokens",
+        ),
+        (
+            pipe > 1 and stages > sizes.layers,
+            f"{sizes.layers} layers are no {stages} stages; use a smaller --pipe",
+        ),
+        (
+            rest or not micro_batch,
+            f"--batch_size {config.batch_size} does not divide into {data} × {config.accumulate} "
+            "parts (data-parallel processes × --accumulate)",
+        ),
+        (
+            config.schedule == "1f1b" and config.accumulate < pipe,
+            f"--schedule 1f1b wants --accumulate of at least --pipe {pipe}, not {config.accumulate}",
+        ),
+        (
+            stages > pipe > 1 and config.accumulate % pipe,
+            f"--schedule {config.schedule} wants --accumulate to be a multiple of --pipe {pipe}, not {config.accumulate}",
+        ),
+        (
+            tensor > 1 and pipe > 1,
+            "--tensor and --pipe together are not built; use one of them, with data parallelism",
+        ),
+        (
+            pipe > 1 and config.data_parallel != "ddp",
+            f"--pipe goes with --data_parallel ddp, not {config.data_parallel}",
+        ),
+        (
+            tensor > 1 and config.data_parallel == "zero1",
+            "--tensor goes with --data_parallel ddp, zero2 or zero3",
+        ),
+        (
+            config.offload == "parameters" and not sharded,
+            "--offload parameters needs --data_parallel zero2 or zero3",
+        ),
+        (
+            config.offload == "optimizer"
+            and (sharded or tensor * pipe > 1 or config.data_parallel == "zero1"),
+            "--offload optimizer needs --data_parallel ddp without --tensor and --pipe; for zero2 and zero3 use "
+            "--offload parameters",
+        ),
+        (
+            config.model == "hf"
+            and (tensor * pipe > 1 or config.chunked_loss or config.recompute == "selective"),
+            "--model hf knows neither --tensor nor --pipe nor --chunked_loss nor --recompute selective; use --model own",
+        ),
+        (
+            config.chunked_loss and tensor * pipe > 1,
+            "--chunked_loss goes with neither --tensor nor --pipe",
+        ),
+        (
+            config.chunked_loss and not hasattr(nn, "LinearCrossEntropyOptions"),
+            f"--chunked_loss needs a newer PyTorch than {torch.__version__}: that of requirements.txt",
+        ),
+        (
+            config.chunked_loss and config.compile,
+            "--chunked_loss and --compile do not go together in PyTorch 2.13",
+        ),
+        (
+            config.precision == "fp16" and pipe > 1,
+            "--precision fp16 with --pipe is not built; use bf16 or fp32",
+        ),
+        (
+            pipe > 1
+            and (config.recompute != "none" or config.compile)
+            and config.schedule in ("zb", "zbv"),
+            f"--schedule {config.schedule} cuts the backward pass in two and can neither recompute nor compile; use 1f1b",
+        ),
+    ]
     for wrong, message in checks:
         if wrong:
             raise UserError(message)
@@ -107,11 +166,15 @@ class Layout:
         self.config, self.sizes, self.world, self.precision = config, sizes, world, precision
         self.data = check_grid(config, sizes, world.size)
         self.grid = {"data": self.data, "pipe": config.pipe, "tensor": config.tensor}
-        self.row = world.rank // (config.pipe * config.tensor)  # which part of a batch is this rank's
+        self.row = world.rank // (
+            config.pipe * config.tensor
+        )  # which part of a batch is this rank's
         sharded = config.data_parallel in ("zero2", "zero3")
         self.mesh = grid(world, **self.grid) if world.size > 1 or sharded else None
         self.schedule = self.ends = None
-        with torch.device("meta"):  # nothing is allocated before it is known which part of a weight is needed here
+        with torch.device(
+            "meta"
+        ):  # nothing is allocated before it is known which part of a weight is needed here
             self.parts = self._parts()
         if config.tensor > 1:
             cut_for_tensor_parallelism(self.parts[0], self.mesh["tensor"])
@@ -154,7 +217,10 @@ class Layout:
             return [GPT(sizes, config.recompute, config.chunked_loss)]
         stages = config.pipe * STAGES_PER_RANK[config.schedule]
         blocks = torch.arange(sizes.layers, device="cpu").tensor_split(stages)
-        return [GPT(sizes, config.recompute, blocks=blocks[number].tolist()) for number in self.stage_numbers]
+        return [
+            GPT(sizes, config.recompute, blocks=blocks[number].tolist())
+            for number in self.stage_numbers
+        ]
 
     def _weights(self) -> dict[str, nn.Parameter]:
         first, last = self.parts[0], self.parts[-1]
@@ -164,7 +230,11 @@ class Layout:
         if self.config.model == "hf":
             first.model.tie_weights()  # which `to_empty` has undone
         # Reversed: of a name that both have (wte.weight, with ZB-V) the first stage's weight stays.
-        return {name: weight for part in reversed(self.parts) for name, weight in part.named_parameters()}
+        return {
+            name: weight
+            for part in reversed(self.parts)
+            for name, weight in part.named_parameters()
+        }
 
     def _make_schedule(self) -> None:
         """The stages, told what they receive and send, and the order of their work."""
@@ -173,23 +243,38 @@ class Layout:
         stages = config.pipe * STAGES_PER_RANK[config.schedule]
         tokens = torch.empty(rows, sizes.sequence, dtype=torch.long, device="meta")
         hidden = torch.empty(rows, sizes.sequence, sizes.hidden, device="meta", requires_grad=True)
-        logits = torch.empty(rows, sizes.sequence, sizes.vocabulary, device="meta", requires_grad=True)
-        if self.precision.name != "fp32":  # products, and so the logits, are narrow; the residual stream is not
+        logits = torch.empty(
+            rows, sizes.sequence, sizes.vocabulary, device="meta", requires_grad=True
+        )
+        if (
+            self.precision.name != "fp32"
+        ):  # products, and so the logits, are narrow; the residual stream is not
             logits = logits.to(self.precision.dtype)
         group = self.mesh["pipe"].get_group()
         self.stages = [
-            pipelining.PipelineStage(part, number, stages, device, input_args=hidden if number else tokens,
-                                     output_args=hidden if number < stages - 1 else logits, group=group)
+            pipelining.PipelineStage(
+                part,
+                number,
+                stages,
+                device,
+                input_args=hidden if number else tokens,
+                output_args=hidden if number < stages - 1 else logits,
+                group=group,
+            )
             for number, part in zip(self.stage_numbers, self.parts)
-        ]  # fmt: skip
+        ]
         if device.type == "cpu":
-            for stage in self.stages:  # a greeting that NCCL wants; a ZB-V rank would greet itself, which gloo refuses
+            for stage in (
+                self.stages
+            ):  # a greeting that NCCL wants; a ZB-V rank would greet itself, which gloo refuses
                 stage._get_init_p2p_neighbors_ops = list
         schedule = SCHEDULES[config.schedule]
         single = issubclass(schedule, pipelining.schedules.PipelineScheduleSingle)
         stages = self.stages[0] if single else self.stages
         self.schedule = schedule(stages, config.accumulate, loss_fn=mean_loss)
-        if config.schedule != "zbv":  # the first and the last rank of a row hold a copy each of the tied matrix
+        if (
+            config.schedule != "zbv"
+        ):  # the first and the last rank of a row hold a copy each of the tied matrix
             ranks = self.mesh.mesh.squeeze(-1)  # (data, pipe)
             for row in ranks.tolist():
                 pair = dist.new_group([row[0], row[-1]])  # made by all, used by two
@@ -205,12 +290,19 @@ class Layout:
             loss = self._pipeline(tokens, targets, self.schedule.step)
             self._add_gradients_of_tied()
         else:
-            micro_batches = list(zip(tokens.chunk(self.config.accumulate), targets.chunk(self.config.accumulate)))
+            micro_batches = list(
+                zip(tokens.chunk(self.config.accumulate), targets.chunk(self.config.accumulate))
+            )
             loss = torch.zeros((), device=self.world.device)
             for number, (x, y) in enumerate(micro_batches):
                 # DDP averages over the ranks at the end of a backward pass; only the last one needs it.
-                waits = number < len(micro_batches) - 1 and isinstance(self.runner, DistributedDataParallel)
-                with self.runner.no_sync() if waits else contextlib.nullcontext(), self._loss_parallel():
+                waits = number < len(micro_batches) - 1 and isinstance(
+                    self.runner, DistributedDataParallel
+                )
+                with (
+                    self.runner.no_sync() if waits else contextlib.nullcontext(),
+                    self._loss_parallel(),
+                ):
                     with self.precision.autocast():
                         part = whole(self.runner(x, y)) / len(micro_batches)
                     self.precision.backward(part)
@@ -234,29 +326,50 @@ class Layout:
 
     def _pipeline(self, tokens: Tensor, targets: Tensor, run) -> Tensor:
         """The mean loss by `run`, which is the schedule's `step` or `eval`; 0 on all ranks but that of the last stage."""
-        losses, has_first, has_last = [], any(p.is_first for p in self.parts), any(p.is_last for p in self.parts)
+        losses, has_first, has_last = (
+            [],
+            any(p.is_first for p in self.parts),
+            any(p.is_last for p in self.parts),
+        )
         with self.precision.autocast():
-            run(*([tokens] if has_first else []), target=targets if has_last else None,
-                losses=losses if has_last else None, return_outputs=False)  # fmt: skip
-        return torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.world.device)
+            run(
+                *([tokens] if has_first else []),
+                target=targets if has_last else None,
+                losses=losses if has_last else None,
+                return_outputs=False,
+            )
+        return (
+            torch.stack(losses).mean().detach()
+            if losses
+            else torch.zeros((), device=self.world.device)
+        )
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """This rank's share of the mean loss, for validation; leaves no gradients."""
-        if self.config.schedule == "zbv" and self.schedule:  # its eval raises in PyTorch 2.13: a step, without its use
+        if (
+            self.config.schedule == "zbv" and self.schedule
+        ):  # its eval raises in PyTorch 2.13: a step, without its use
             loss = self._pipeline(tokens, targets, self.schedule.step)
             for part in self.parts:
                 part.zero_grad()
         elif self.schedule:
-            for stage in self.stages:  # eval leaves out the backward pass, but would keep all for it
+            for (
+                stage
+            ) in self.stages:  # eval leaves out the backward pass, but would keep all for it
                 stage.fwd_cache = Newest()
             with torch.no_grad():
                 loss = self._pipeline(tokens, targets, self.schedule.eval)
             for stage in self.stages:
                 stage.fwd_cache = {}
         else:
-            micro_batches = zip(tokens.chunk(self.config.accumulate), targets.chunk(self.config.accumulate))
+            micro_batches = zip(
+                tokens.chunk(self.config.accumulate), targets.chunk(self.config.accumulate)
+            )
             with torch.no_grad(), self._loss_parallel(), self.precision.autocast():
-                loss = sum(whole(self.parts[0](x, y)) for x, y in micro_batches) / self.config.accumulate
+                loss = (
+                    sum(whole(self.parts[0](x, y)) for x, y in micro_batches)
+                    / self.config.accumulate
+                )
         return loss / (self.data * self.config.tensor)
 
     def _loss_parallel(self):
@@ -270,7 +383,11 @@ class Layout:
             norm = whole(nn.utils.get_total_norm([weight.grad for weight in weights.values()]))
         else:  # the stages' norms together; the tied matrix counts once, though two ranks hold it
             is_copy = self.ends is not None and not self.parts[0].is_first
-            gradients = [weight.grad for name, weight in weights.items() if not (is_copy and name == "wte.weight")]
+            gradients = [
+                weight.grad
+                for name, weight in weights.items()
+                if not (is_copy and name == "wte.weight")
+            ]
             square = nn.utils.get_total_norm(gradients) ** 2
             dist.all_reduce(square, group=self.mesh["pipe"].get_group())
             norm = square.sqrt()
@@ -293,8 +410,13 @@ def cut_for_tensor_parallelism(model: GPT, mesh) -> None:
     }
     parallelize_module(model, mesh, model_plan)
     # The output is a product with the weight of `wte`, which is a DTensor; so its other factor must be one.
-    parallelize_module(model.ln_f, mesh, PrepareModuleOutput(
-        output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False))  # fmt: skip
+    parallelize_module(
+        model.ln_f,
+        mesh,
+        PrepareModuleOutput(
+            output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False
+        ),
+    )
     block_plan = {
         "ln_1": SequenceParallel(),
         "attn": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
@@ -314,13 +436,19 @@ def shard(model: nn.Module, mesh, config, precision: Precision) -> None:
 
     zero2 keeps the gathered weights until the backward pass is done, zero3 drops them after each block.
     """
-    narrow = precision.dtype if precision.name != "fp32" else None  # the type in which weights are gathered
+    narrow = (
+        precision.dtype if precision.name != "fp32" else None
+    )  # the type in which weights are gathered
     offloads = config.offload == "parameters"
     settings = dict(
         mesh=mesh,
         reshard_after_forward=config.data_parallel == "zero3",
-        mp_policy=MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32 if narrow else None),
-        offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offloads else OffloadPolicy(),
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=narrow, reduce_dtype=torch.float32 if narrow else None
+        ),
+        offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        if offloads
+        else OffloadPolicy(),
     )
     for block in model.h.values():
         fully_shard(block, **settings)
@@ -357,13 +485,26 @@ class AdamWOnCPU(torch.optim.AdamW):
                 state, here = self.state[weight], weight.detach().cpu()
                 if not state:
                     state.update(
-                        step=torch.zeros(()), exp_avg=torch.zeros_like(here), exp_avg_sq=torch.zeros_like(here)
+                        step=torch.zeros(()),
+                        exp_avg=torch.zeros_like(here),
+                        exp_avg_sq=torch.zeros_like(here),
                     )
                 adamw(
-                    [here], [weight.grad.cpu()], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
-                    fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
-                    weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-                )  # fmt: skip
+                    [here],
+                    [weight.grad.cpu()],
+                    [state["exp_avg"]],
+                    [state["exp_avg_sq"]],
+                    [],
+                    [state["step"]],
+                    fused=True,
+                    amsgrad=False,
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                )
                 weight.copy_(here)  # on the CPU it is the same memory
 
 

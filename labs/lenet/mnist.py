@@ -24,7 +24,10 @@ from engine.run import leave_signals_to_main
 
 SIZE, DIGITS = 28, 10  # pixels a side, classes
 FILES = {"train": "train", "test": "t10k"}  # split → how its files' names begin
-DRAWN = {"train": (10_000, 1), "test": (2_000, 2)}  # split → how many digits are drawn, and the seed
+DRAWN = {
+    "train": (10_000, 1),
+    "test": (2_000, 2),
+}  # split → how many digits are drawn, and the seed
 HOW_TO_GET = (
     "download the four .gz files of https://ossci-datasets.s3.amazonaws.com/mnist/ (train-images-idx3-ubyte.gz, "
     "train-labels-idx1-ubyte.gz, t10k-images-idx3-ubyte.gz, t10k-labels-idx1-ubyte.gz) and name their folder with --data"
@@ -42,15 +45,26 @@ class Digits(Dataset):
         if folder is None:
             self.images, self.labels = map(torch.from_numpy, draw_digits(*DRAWN[split]))
             return
-        paths = [find_file(folder, f"{FILES[split]}-{name}") for name in ("images-idx3-ubyte", "labels-idx1-ubyte")]
-        self.images, self.labels = (torch.from_numpy(read_idx(path, axes)) for path, axes in zip(paths, (3, 1)))
+        paths = [
+            find_file(folder, f"{FILES[split]}-{name}")
+            for name in ("images-idx3-ubyte", "labels-idx1-ubyte")
+        ]
+        self.images, self.labels = (
+            torch.from_numpy(read_idx(path, axes)) for path, axes in zip(paths, (3, 1))
+        )
         if tuple(self.images.shape[1:]) != (SIZE, SIZE):  # images (N, 28, 28)
-            raise UserError(f"{paths[0]}: its images are not {SIZE} × {SIZE} pixels; download it again")
+            raise UserError(
+                f"{paths[0]}: its images are not {SIZE} × {SIZE} pixels; download it again"
+            )
         if len(self.images) != len(self.labels) or not len(self.labels):
-            raise UserError(f"{folder}: {len(self.images):,} images but {len(self.labels):,} labels of the {split} "
-                            "split; download both files again")  # fmt: skip
+            raise UserError(
+                f"{folder}: {len(self.images):,} images but {len(self.labels):,} labels of the {split} "
+                "split; download both files again"
+            )
         if self.labels.max() >= DIGITS:
-            raise UserError(f"{paths[1]}: a label is {self.labels.max()}, not a digit; download it again")
+            raise UserError(
+                f"{paths[1]}: a label is {self.labels.max()}, not a digit; download it again"
+            )
         self.labels = self.labels.long()  # (N,)
 
     def __len__(self) -> int:
@@ -63,7 +77,9 @@ class Digits(Dataset):
     def hold_out(self, count: int) -> tuple["Digits", "Digits"]:
         """All but the last `count` images, and those. Raises `UserError` if nothing is left to train on."""
         if not 0 < count < len(self):
-            raise UserError(f"--held_out {count:,}: there are {len(self):,} training images; hold out fewer")
+            raise UserError(
+                f"--held_out {count:,}: there are {len(self):,} training images; hold out fewer"
+            )
         first, last = copy.copy(self), copy.copy(self)
         first.images, last.images = self.images[:-count], self.images[-count:]
         first.labels, last.labels = self.labels[:-count], self.labels[-count:]
@@ -81,16 +97,24 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
         content = path.read_bytes()
         content = gzip.decompress(content) if path.suffix == ".gz" else content
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; download it again") from None
+        raise UserError(
+            f"cannot read {path}: {getattr(error, 'strerror', None) or error}; download it again"
+        ) from None
     header, magic = 4 + 4 * axes, bytes([0, 0, 8, axes])  # 8: unsigned bytes
     if content[:4] != magic or len(content) < header:
-        raise UserError(f"{path} ({len(content):,} bytes) begins with {content[:4].hex(' ') or 'nothing'}; an IDX file of {axes} "
-                        f"axes begins with {magic.hex(' ')} and {axes} sizes; download it again")  # fmt: skip
+        raise UserError(
+            f"{path} ({len(content):,} bytes) begins with {content[:4].hex(' ') or 'nothing'}; an IDX file of {axes} "
+            f"axes begins with {magic.hex(' ')} and {axes} sizes; download it again"
+        )
     sizes = np.frombuffer(content, ">u4", axes, offset=4).tolist()
     if len(content) - header != math.prod(sizes):
-        raise UserError(f"{path} holds {len(content) - header:,} values instead of {' × '.join(map(str, sizes))}; "
-                        "download it again")  # fmt: skip
-    return np.frombuffer(bytearray(content), np.uint8, offset=header).reshape(sizes)  # bytearray: torch wants to write
+        raise UserError(
+            f"{path} holds {len(content) - header:,} values instead of {' × '.join(map(str, sizes))}; "
+            "download it again"
+        )
+    return np.frombuffer(bytearray(content), np.uint8, offset=header).reshape(
+        sizes
+    )  # bytearray: torch wants to write
 
 
 def find_file(folder: Path, name: str) -> Path:
@@ -122,7 +146,9 @@ def find_folder(data: str) -> Path | None:
 def draw_digits(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Printed digits, each in some font, turned, slanted, stretched and moved: (N, 28, 28) bytes and (N,) labels."""
     files = sorted(Path(get_data_path(), "fonts", "ttf").glob("DejaVuS*.ttf"))
-    fonts = [ImageFont.truetype(str(file), 22) for file in files if "Display" not in file.name]  # which have no digits
+    fonts = [
+        ImageFont.truetype(str(file), 22) for file in files if "Display" not in file.name
+    ]  # which have no digits
     random = np.random.default_rng(seed)
     labels = random.integers(0, DIGITS, count)
     images = np.empty((count, SIZE, SIZE), np.uint8)
@@ -130,10 +156,16 @@ def draw_digits(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
         picture = Image.new("L", (SIZE, SIZE))
         font = fonts[random.integers(len(fonts))]
         ImageDraw.Draw(picture).text((SIZE / 2, SIZE / 2), str(label), 255, font, anchor="mm")
-        matrix = np.eye(2) + random.normal(0, 0.2, (2, 2))  # from a place in the result to one in the picture
-        shift = SIZE / 2 - matrix @ (SIZE / 2 + random.uniform(-2, 2, 2))  # the middle goes at most two pixels off
+        matrix = np.eye(2) + random.normal(
+            0, 0.2, (2, 2)
+        )  # from a place in the result to one in the picture
+        shift = SIZE / 2 - matrix @ (
+            SIZE / 2 + random.uniform(-2, 2, 2)
+        )  # the middle goes at most two pixels off
         affine = (*matrix[0], shift[0], *matrix[1], shift[1])
-        image[:] = picture.transform((SIZE, SIZE), Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR)
+        image[:] = picture.transform(
+            (SIZE, SIZE), Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR
+        )
     return images, labels
 
 
@@ -154,10 +186,17 @@ def batches(digits: Digits, rows: list[Tensor], device: torch.device, workers: i
     the results and copies them to the device: the usual way, and the one for sets that do not fit into memory.
     """
     if workers is None:
-        for chosen in torch.cat(rows).to(device).split([len(chosen) for chosen in rows]) if rows else ():
+        for chosen in (
+            torch.cat(rows).to(device).split([len(chosen) for chosen in rows]) if rows else ()
+        ):
             yield digits[chosen]
         return
-    loader = DataLoader(digits, batch_sampler=[chosen.tolist() for chosen in rows], num_workers=workers,
-                        pin_memory=device.type == "cuda", worker_init_fn=leave_signals_to_main)  # fmt: skip
+    loader = DataLoader(
+        digits,
+        batch_sampler=[chosen.tolist() for chosen in rows],
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        worker_init_fn=leave_signals_to_main,
+    )
     for images, labels in loader:
         yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)

@@ -21,11 +21,23 @@ class LeNet5(nn.Module):
     def __init__(self, variant: str = "relu", activation: str = "relu"):
         super().__init__()
         paper = variant == "paper"
-        squash = {"relu": ACTIVATIONS[activation], "sigmoid": nn.Sigmoid, "paper": ScaledTanh}[variant]
-        pool = {"relu": lambda _: nn.MaxPool2d(2), "sigmoid": lambda _: nn.AvgPool2d(2), "paper": PaperPooling}[variant]
-        self.c1 = nn.Sequential(nn.Conv2d(1, 6, 5), squash())  # (B, 6, 28, 28), from images padded to 32 × 32
-        self.s2 = pool(6)  # (B, 6, 14, 14); only the paper's pooling, which has weights, needs the number of maps
-        self.c3 = nn.Sequential(PaperConvolution() if paper else nn.Conv2d(6, 16, 5), squash())  # (B, 16, 10, 10)
+        squash = {"relu": ACTIVATIONS[activation], "sigmoid": nn.Sigmoid, "paper": ScaledTanh}[
+            variant
+        ]
+        pool = {
+            "relu": lambda _: nn.MaxPool2d(2),
+            "sigmoid": lambda _: nn.AvgPool2d(2),
+            "paper": PaperPooling,
+        }[variant]
+        self.c1 = nn.Sequential(
+            nn.Conv2d(1, 6, 5), squash()
+        )  # (B, 6, 28, 28), from images padded to 32 × 32
+        self.s2 = pool(
+            6
+        )  # (B, 6, 14, 14); only the paper's pooling, which has weights, needs the number of maps
+        self.c3 = nn.Sequential(
+            PaperConvolution() if paper else nn.Conv2d(6, 16, 5), squash()
+        )  # (B, 16, 10, 10)
         self.s4 = pool(16)  # (B, 16, 5, 5)
         # A 5 × 5 convolution of a 5 × 5 map sees all of it: a linear layer, and quicker as one.
         self.c5 = nn.Sequential(nn.Flatten(), nn.Linear(16 * 5 * 5, 120), squash())  # (B, 120)
@@ -77,8 +89,12 @@ class OwnGelu(nn.Module):
         return f"backend={self.backend!r}"
 
 
-ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "own-gelu": lambda: OwnGelu("python"),
-               "own-gelu-cpp": lambda: OwnGelu("cpp")}  # fmt: skip
+ACTIVATIONS = {
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "own-gelu": lambda: OwnGelu("python"),
+    "own-gelu-cpp": lambda: OwnGelu("cpp"),
+}
 
 
 def xavier(layer: nn.Module) -> None:
@@ -143,5 +159,7 @@ def as_in_the_paper(layer: nn.Module) -> None:
     if isinstance(layer, nn.Conv2d | nn.Linear):
         nn.init.uniform_(layer.weight, -1, 1).data.mul_(2.4 / layer.weight[0].numel())
     elif isinstance(layer, PaperConvolution):
-        inputs = torch.tensor([25 * len(origins) for origins in CONNECTIONS for _ in origins]).view(60, 1, 1)
+        inputs = torch.tensor([25 * len(origins) for origins in CONNECTIONS for _ in origins]).view(
+            60, 1, 1
+        )
         nn.init.uniform_(layer.weight, -1, 1).data.mul_(2.4 / inputs)

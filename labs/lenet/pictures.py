@@ -2,7 +2,9 @@
 
 import torch
 from matplotlib import colormaps
-from matplotlib.figure import Figure  # without pyplot: needs no screen, and nothing has to be closed
+from matplotlib.figure import (
+    Figure,
+)  # without pyplot: needs no screen, and nothing has to be closed
 from torch import Tensor
 
 SHOWN_MISTAKES = 40
@@ -14,13 +16,22 @@ def tiles(maps: Tensor, columns: int) -> Tensor:
     rows = max(1, -(-count // columns))
     framed = maps.new_full((rows * columns, height + 1, width + 1), float("nan"))
     framed[:count, :height, :width] = maps
-    framed = framed.view(rows, columns, height + 1, width + 1).transpose(1, 2)  # (rows, H + 1, columns, W + 1)
+    framed = framed.view(rows, columns, height + 1, width + 1).transpose(
+        1, 2
+    )  # (rows, H + 1, columns, W + 1)
     return framed.reshape(rows * (height + 1), columns * (width + 1))[:-1, :-1]
 
 
-def strip(axes, picture: Tensor, title: str, cmap: str = "Greys", gap: str = "white", **settings) -> None:
+def strip(
+    axes, picture: Tensor, title: str, cmap: str = "Greys", gap: str = "white", **settings
+) -> None:
     """One picture without ticks."""
-    axes.imshow(picture.numpy(), interpolation="nearest", cmap=colormaps[cmap].with_extremes(bad=gap), **settings)
+    axes.imshow(
+        picture.numpy(),
+        interpolation="nearest",
+        cmap=colormaps[cmap].with_extremes(bad=gap),
+        **settings,
+    )
     axes.set_title(title, fontsize=9, loc="left")
     axes.axis("off")
 
@@ -49,13 +60,29 @@ def feature_maps(model, image: Tensor) -> Figure:
     pictures = [("input", image.float().cpu(), 1)]
     for name, outputs in model.layers(image[None]).items():
         output = outputs[0].float().cpu()
-        maps = output if output.dim() == 3 else output.view(1, 1, -1)  # a layer without pixels: one line
-        pictures.append((name.upper() if name != "output" else "output: logits of 0 to 9", maps, min(len(maps), 8)))
+        maps = (
+            output if output.dim() == 3 else output.view(1, 1, -1)
+        )  # a layer without pixels: one line
+        pictures.append(
+            (
+                name.upper() if name != "output" else "output: logits of 0 to 9",
+                maps,
+                min(len(maps), 8),
+            )
+        )
     figure = Figure(figsize=(7, 9), layout="constrained")
     heights = [4, 3, 2.4, 3, 2.4, 0.6, 0.6, 0.8]
-    for axes, (title, maps, columns) in zip(figure.subplots(len(pictures), 1, height_ratios=heights), pictures):
+    for axes, (title, maps, columns) in zip(
+        figure.subplots(len(pictures), 1, height_ratios=heights), pictures
+    ):
         flat = maps.size(1) == 1
-        strip(axes, tiles(maps, columns), title, gap="lightsteelblue", aspect="auto" if flat else "equal")
+        strip(
+            axes,
+            tiles(maps, columns),
+            title,
+            gap="lightsteelblue",
+            aspect="auto" if flat else "equal",
+        )
     return figure
 
 
@@ -71,15 +98,24 @@ def confusion(counts: Tensor) -> Figure:
             axes.text(answer, digit, count or "", ha="center", va="center", color=color)
     axes.set(xticks=range(10), yticks=range(10), xlabel="answer", ylabel="digit")
     errors, total = mistakes.sum().item(), counts.sum().item()
-    axes.set_title(f"{errors:,} errors in {total:,} images: {1 - errors / total:.2%} right", fontsize=10)
+    axes.set_title(
+        f"{errors:,} errors in {total:,} images: {1 - errors / total:.2%} right", fontsize=10
+    )
     return figure
 
 
 def mistakes(images: Tensor, wrong: list[dict]) -> Figure:
     """The surest mistakes: (N, 28, 28) images, and of each mistake its image, digit, answer and probability."""
-    columns, height, width, room = 8, images.size(1), images.size(2), 9  # room: pixels above each image, for its words
+    columns, height, width, room = (
+        8,
+        images.size(1),
+        images.size(2),
+        9,
+    )  # room: pixels above each image, for its words
     shown = images[[mistake["image"] for mistake in wrong[:SHOWN_MISTAKES]]].float()
-    shown = torch.cat([torch.full((len(shown), room, width), float("nan")), shown], dim=1)  # (N, room + 28, 28)
+    shown = torch.cat(
+        [torch.full((len(shown), room, width), float("nan")), shown], dim=1
+    )  # (N, room + 28, 28)
     figure = Figure(figsize=(8, 6.6), layout="constrained")
     axes = figure.subplots()
     title = f"digit → answer, probability: the {len(shown)} surest of {len(wrong)} mistakes"

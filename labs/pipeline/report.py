@@ -56,7 +56,9 @@ class Measured:
 
     def typical(self) -> list:
         """The step whose bubble is the median."""
-        return sorted(self.steps, key=lambda events: bubble_share(events, self.world.size))[len(self.steps) // 2]
+        return sorted(self.steps, key=lambda events: bubble_share(events, self.world.size))[
+            len(self.steps) // 2
+        ]
 
 
 def report(measured: Measured, run: Run, step: int) -> None:
@@ -71,19 +73,27 @@ def report(measured: Measured, run: Run, step: int) -> None:
     own_times = bubble_share(simulate(order, mean_seconds(events)), ranks)
     share = median(bubble_share(events, ranks) for events in measured.steps)
     own = median(own_bubble_share(events, ranks) for events in measured.steps)
-    run.log(f"bubble: measured {share:.1%}, the median of {len(measured.steps)} steps ({own:.1%} between each rank's own "
-            f"first and last work); in theory {equal if theory is None else theory:.1%}; this order simulated with the "
-            f"measured times of its parts {own_times:.1%}")  # fmt: skip
-    run.log(f"speed: {median(measured.speeds):,.0f} tokens/s, the median of {len(measured.speeds)} lines")
+    run.log(
+        f"bubble: measured {share:.1%}, the median of {len(measured.steps)} steps ({own:.1%} between each rank's own "
+        f"first and last work); in theory {equal if theory is None else theory:.1%}; this order simulated with the "
+        f"measured times of its parts {own_times:.1%}"
+    )
+    run.log(
+        f"speed: {median(measured.speeds):,.0f} tokens/s, the median of {len(measured.speeds)} lines"
+    )
     what = (
-        "peak of all tensors" if run.world.device.type == "cuda" else "peak of activations kept for the backward pass"
+        "peak of all tensors"
+        if run.world.device.type == "cuda"
+        else "peak of activations kept for the backward pass"
     )
     for rank, (peak, weights) in enumerate(measured.memory or []):
         stages = ", ".join(map(str, stages_of_rank(rank, ranks, config)))
         run.log(f"rank {rank} (stage {stages}): {weights:,} weights, {what} {peak / MIB:.2f} MiB")
-    title = (f"{config.schedule}, {ranks} rank{'s' * (ranks > 1)} × {config.stages_per_rank} stage"
-             f"{'s' * (config.stages_per_rank > 1)}, {config.micro_batches} micro-batches: "
-             f"bubble {bubble_share(events, ranks):.1%}")  # fmt: skip
+    title = (
+        f"{config.schedule}, {ranks} rank{'s' * (ranks > 1)} × {config.stages_per_rank} stage"
+        f"{'s' * (config.stages_per_rank > 1)}, {config.micro_batches} micro-batches: "
+        f"bubble {bubble_share(events, ranks):.1%}"
+    )
     figure = draw(events, ranks, title)
     figure.savefig(run.folder / "schedule.png", dpi=100)
     run.telemetry.figure("pipeline/schedule", step, figure)
@@ -99,22 +109,48 @@ def draw(events: list[Event], ranks: int, title: str):
 
     zero = min(event.start for event in events)
     span = max(event.end for event in events) - zero
-    stages = {rank: sorted({event.stage for event in events if event.rank == rank}) for rank in range(ranks)}
+    stages = {
+        rank: sorted({event.stage for event in events if event.rank == rank})
+        for rank in range(ranks)
+    }
     figure = Figure(figsize=(12, 1.4 + 0.62 * ranks), layout="constrained")
     axes = figure.subplots()
     for event in events:
-        shade = 1 - 0.25 * stages[event.rank].index(event.stage) / max(1, len(stages[event.rank]) - 1)
+        shade = 1 - 0.25 * stages[event.rank].index(event.stage) / max(
+            1, len(stages[event.rank]) - 1
+        )
         colour = [shade * part for part in to_rgb(COLOURS[event.kind])]
         width = event.end - event.start
-        axes.barh(event.rank, 1000 * width, left=1000 * (event.start - zero), height=0.86, color=colour, edgecolor="white",
-                  linewidth=0.6)  # fmt: skip
+        axes.barh(
+            event.rank,
+            1000 * width,
+            left=1000 * (event.start - zero),
+            height=0.86,
+            color=colour,
+            edgecolor="white",
+            linewidth=0.6,
+        )
         if width > 0.011 * span:
-            axes.text(1000 * (event.start - zero + width / 2), event.rank, str(event.micro_batch + 1),
-                      ha="center", va="center", color="white", fontsize=8, clip_on=True)  # fmt: skip
+            axes.text(
+                1000 * (event.start - zero + width / 2),
+                event.rank,
+                str(event.micro_batch + 1),
+                ha="center",
+                va="center",
+                color="white",
+                fontsize=8,
+                clip_on=True,
+            )
     kinds = [kind for kind in COLOURS if any(event.kind == kind for event in events)]
-    figure.legend(handles=[Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds], ncols=len(kinds),
-                  loc="outside lower center", frameon=False)  # fmt: skip
-    axes.set_yticks(range(ranks), [f"rank {r}\nstage {', '.join(map(str, stages[r]))}" for r in range(ranks)])
+    figure.legend(
+        handles=[Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds],
+        ncols=len(kinds),
+        loc="outside lower center",
+        frameon=False,
+    )
+    axes.set_yticks(
+        range(ranks), [f"rank {r}\nstage {', '.join(map(str, stages[r]))}" for r in range(ranks)]
+    )
     axes.set_ylim(ranks - 0.45, -0.55)
     axes.set_xlim(0, 1000 * span)
     darker = ", darker: a rank's later stage" if max(map(len, stages.values())) > 1 else ""
@@ -142,7 +178,9 @@ class HeldBytes:
     def counting(self):
         """Whatever is computed here is counted, until the graph lets go of it."""
         self.peak = self.now
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(tensor, self), lambda kept: kept.tensor):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: _Kept(tensor, self), lambda kept: kept.tensor
+        ):
             yield
 
     def _change(self, storage: torch.UntypedStorage, by: int) -> None:

@@ -35,9 +35,13 @@ class Recorder:
         """Put the clock around what a schedule calls of a `PipelineStage`: every schedule calls these three."""
         stage.forward_one_chunk = self._timed(stage, stage.forward_one_chunk, lambda _: "F")
         stage.backward_one_chunk = self._timed(
-            stage, stage.backward_one_chunk, lambda options: "B" if options.get("full_backward", True) else "I"
+            stage,
+            stage.backward_one_chunk,
+            lambda options: "B" if options.get("full_backward", True) else "I",
         )
-        stage.backward_weight_one_chunk = self._timed(stage, stage.backward_weight_one_chunk, lambda _: "W")
+        stage.backward_weight_one_chunk = self._timed(
+            stage, stage.backward_weight_one_chunk, lambda _: "W"
+        )
 
     def watch_loss(self, loss, last_stage: int):
         """The loss is computed right after the last stage's forward pass, and its time belongs to it."""
@@ -62,7 +66,9 @@ class Recorder:
                 return work(micro_batch, *arguments, **options)
             start = self._now()
             result = work(micro_batch, *arguments, **options)
-            event = Event(self.rank, kind(options), stage.stage_index, micro_batch, start, self._now())
+            event = Event(
+                self.rank, kind(options), stage.stage_index, micro_batch, start, self._now()
+            )
             self.events.append(event)
             return result
 
@@ -88,7 +94,9 @@ def own_bubble_share(events: list[Event], ranks: int) -> float:
     )
 
 
-def bubble_in_theory(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> float | None:
+def bubble_in_theory(
+    schedule: str, ranks: int, stages_per_rank: int, micro_batches: int
+) -> float | None:
     """The share of idle time if all stages take equally long, communication nothing, and F = I = W, B = I + W.
 
     Huang et al. 2019 (GPipe), section 2.3: (R-1)/(M+R-1). Narayanan et al. 2021, section 2.2: 1F1B idles as long, and
@@ -114,7 +122,11 @@ def order_of(events: list[Event]) -> dict[int, list[tuple[str, int, int]]]:
 def simulate(order: dict[int, list[tuple[str, int, int]]], seconds) -> list[Event]:
     """The events if each began as soon as its rank and its inputs are there; `seconds(kind, stage)` is what it takes."""
     last_stage = max(stage for actions in order.values() for _, stage, _ in actions)
-    done, free, waiting = {}, defaultdict(float), {rank: list(actions) for rank, actions in order.items()}
+    done, free, waiting = (
+        {},
+        defaultdict(float),
+        {rank: list(actions) for rank, actions in order.items()},
+    )
 
     def inputs(kind, stage, micro_batch):
         """F waits for the stage before; B and I for the one behind, in the last stage for its F; W for its own I."""
@@ -122,7 +134,9 @@ def simulate(order: dict[int, list[tuple[str, int, int]]], seconds) -> list[Even
             return [("I", stage, micro_batch)]
         if kind == "F":
             return [("F", stage - 1, micro_batch)] if stage else []
-        return [("I", stage + 1, micro_batch)] if stage < last_stage else [("F", stage, micro_batch)]
+        return (
+            [("I", stage + 1, micro_batch)] if stage < last_stage else [("F", stage, micro_batch)]
+        )
 
     def moment(key):
         """When `key` is done, or None; a whole backward pass gives the inputs' gradients as well."""

@@ -50,12 +50,19 @@ class Layer(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.nhead, self.causal, self.post_norm, width = config.nhead, config.causal, config.post_norm, config.d_model
+        self.nhead, self.causal, self.post_norm, width = (
+            config.nhead,
+            config.causal,
+            config.post_norm,
+            config.d_model,
+        )
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
         self.feedforward = nn.Sequential(
-            nn.Linear(width, config.dim_feedforward), nn.ReLU(), nn.Linear(config.dim_feedforward, width)
+            nn.Linear(width, config.dim_feedforward),
+            nn.ReLU(),
+            nn.Linear(config.dim_feedforward, width),
         )
         self.dropout = nn.Dropout(config.dropout)
 
@@ -85,8 +92,12 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.embedding = Embedding(vocab, config.d_model, longest)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
-        last_norm = nn.Identity() if config.post_norm else nn.LayerNorm(config.d_model)  # post-norm: the layer's own
-        self.head = nn.Sequential(last_norm, nn.Linear(config.d_model, vocab))  # the handout's `out_linear`
+        last_norm = (
+            nn.Identity() if config.post_norm else nn.LayerNorm(config.d_model)
+        )  # post-norm: the layer's own
+        self.head = nn.Sequential(
+            last_norm, nn.Linear(config.d_model, vocab)
+        )  # the handout's `out_linear`
         nn.init.normal_(self.head[1].weight, std=0.02)  # so that the loss begins at ln V
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -119,7 +130,9 @@ class Stage(nn.Module):
 
 def summed_loss(logits: Tensor, target: Tensor) -> Tensor:
     """The cross-entropy summed over the real targets; logits (B, S, V), target (B, S)."""
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=NOTHING, reduction="sum")
+    return F.cross_entropy(
+        logits.flatten(0, 1), target.flatten(), ignore_index=NOTHING, reduction="sum"
+    )
 
 
 def layers_of_stages(num_layers: int, stages: int) -> list[list[int]]:
@@ -141,7 +154,9 @@ def grid(world: distributed.World, **sizes: int) -> DeviceMesh:
     """
     if math.prod(sizes.values()) != world.size or min(sizes.values()) < 1:
         sides = " × ".join(f"{name} {size}" for name, size in sizes.items())
-        raise UserError(f"{world.size} processes do not form a grid of {sides}; start the product of the sizes")
+        raise UserError(
+            f"{world.size} processes do not form a grid of {sides}; start the product of the sizes"
+        )
     if not dist.is_initialized():  # alone: a group of one, so that the same code runs
         backend = distributed.backend_for(world.device)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -153,10 +168,14 @@ class Pipeline:
 
     def __init__(self, model: LanguageModel, config, world: distributed.World):
         self.world = world
-        self.group = grid(world, pipe=world.size).get_group("pipe")  # stages want one, also of one process alone
+        self.group = grid(world, pipe=world.size).get_group(
+            "pipe"
+        )  # stages want one, also of one process alone
         self.targets = 0  # of the batch that is being worked on
         example = torch.zeros(
-            config.batch_size // config.micro_batches, len(model.embedding.positions), dtype=torch.long
+            config.batch_size // config.micro_batches,
+            len(model.embedding.positions),
+            dtype=torch.long,
         )
         parts = layers_of_stages(len(model.layers), world.size * config.stages_per_rank)
         mine = stages_of_rank(world.rank, world.size, config)
@@ -169,9 +188,13 @@ class Pipeline:
         else:
             modules = [Stage(model, parts[number]) for number in mine]
         # Not pipe.build_stage: with ZB-V its two neighbouring stages on one rank would send themselves a message and wait.
-        self.stages = [self._stage(module, number, len(parts), example.shape, model)
-                       for number, module in zip(mine, modules)]  # fmt: skip
-        self.parameters = {name: weight for module in modules for name, weight in module.named_parameters()}
+        self.stages = [
+            self._stage(module, number, len(parts), example.shape, model)
+            for number, module in zip(mine, modules)
+        ]
+        self.parameters = {
+            name: weight for module in modules for name, weight in module.named_parameters()
+        }
         # Which rank has the first stage and which the last is asked of the stages: with ZB-V rank 0 has both.
         self.has_first = any(stage.is_first for stage in self.stages)
         self.has_last = any(stage.is_last for stage in self.stages)
@@ -183,7 +206,9 @@ class Pipeline:
                 stage._get_init_p2p_neighbors_ops = list  # which returns [], no messages
         schedule = SCHEDULES[config.schedule]
         self.schedule = schedule(
-            self.stages[0] if issubclass(schedule, pipelining.schedules.PipelineScheduleSingle) else self.stages,
+            self.stages[0]
+            if issubclass(schedule, pipelining.schedules.PipelineScheduleSingle)
+            else self.stages,
             config.micro_batches,
             loss_fn=self.recorder.watch_loss(self.share_of_mean_loss, len(parts) - 1),
             scale_grads=False,  # True would divide by the number of micro-batches; the loss is a share already
@@ -191,14 +216,23 @@ class Pipeline:
 
     def _stage(self, module: nn.Module, number: int, stages: int, shape, model: LanguageModel):
         """Told what it receives and sends, a stage need not find out in the first step, by a pass of its own."""
-        tokens, width = torch.empty(shape, dtype=torch.long, device="meta"), model.head[1].in_features
+        tokens, width = (
+            torch.empty(shape, dtype=torch.long, device="meta"),
+            model.head[1].in_features,
+        )
         hidden = torch.empty(*shape, width, device="meta", requires_grad=True)  # (B, S, D)
-        logits = torch.empty(*shape, model.head[1].out_features, device="meta", requires_grad=True)  # (B, S, V)
+        logits = torch.empty(
+            *shape, model.head[1].out_features, device="meta", requires_grad=True
+        )  # (B, S, V)
         return pipelining.PipelineStage(
-            module.to(self.world.device), number, stages, self.world.device,
-            input_args=hidden if number else tokens, output_args=hidden if number < stages - 1 else logits,
+            module.to(self.world.device),
+            number,
+            stages,
+            self.world.device,
+            input_args=hidden if number else tokens,
+            output_args=hidden if number < stages - 1 else logits,
             group=self.group,
-        )  # fmt: skip
+        )
 
     def share_of_mean_loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """What a micro-batch adds to the mean loss of the whole batch."""
@@ -216,5 +250,9 @@ class Pipeline:
             return_outputs=False,
         )
         # Only the last stage knows the loss; all others add 0.
-        loss = torch.stack(losses).sum().detach().double() if losses else torch.zeros((), dtype=torch.float64)
+        loss = (
+            torch.stack(losses).sum().detach().double()
+            if losses
+            else torch.zeros((), dtype=torch.float64)
+        )
         return self.world.sum(loss.to(self.world.device)).item() * self.targets

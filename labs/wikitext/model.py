@@ -23,20 +23,37 @@ class LanguageModel(nn.Module):
     def __init__(self, vocabulary: int, sizes):
         """`sizes`: d_model, d_embedding, nhead, layers, dim_feedforward, dropout, positions, segment."""
         super().__init__()
-        self.width, self.nhead, d_embedding = sizes.d_model, sizes.nhead, sizes.d_embedding or sizes.d_model
+        self.width, self.nhead, d_embedding = (
+            sizes.d_model,
+            sizes.nhead,
+            sizes.d_embedding or sizes.d_model,
+        )
         self.embedding = nn.Embedding(vocabulary, d_embedding)
         nn.init.normal_(self.embedding.weight, std=d_embedding**-0.5)
-        self.up = nn.Linear(d_embedding, self.width) if d_embedding != self.width else nn.Identity()  # E → D
-        self.down = nn.Linear(self.width, d_embedding) if d_embedding != self.width else nn.Identity()  # D → E
+        self.up = (
+            nn.Linear(d_embedding, self.width) if d_embedding != self.width else nn.Identity()
+        )  # E → D
+        self.down = (
+            nn.Linear(self.width, d_embedding) if d_embedding != self.width else nn.Identity()
+        )  # D → E
         if sizes.positions == "learned":
             self.positions = nn.Parameter(torch.randn(sizes.segment, self.width) * 0.02)
         else:
-            self.register_buffer("positions", sinusoids(sizes.segment, self.width), persistent=False)
+            self.register_buffer(
+                "positions", sinusoids(sizes.segment, self.width), persistent=False
+            )
         layer = nn.TransformerEncoderLayer(
-            self.width, self.nhead, sizes.dim_feedforward, sizes.dropout, batch_first=True, norm_first=True
+            self.width,
+            self.nhead,
+            sizes.dim_feedforward,
+            sizes.dropout,
+            batch_first=True,
+            norm_first=True,
         )
         norm = nn.LayerNorm(self.width)
-        self.encoder = nn.TransformerEncoder(layer, sizes.layers, norm=norm, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(
+            layer, sizes.layers, norm=norm, enable_nested_tensor=False
+        )
         self.dropout = nn.Dropout(sizes.dropout)
         self.bias = nn.Parameter(torch.zeros(vocabulary))
         # Not part of the checkpoint. Triangle: True = may not be seen.
@@ -67,7 +84,9 @@ class LanguageModel(nn.Module):
         # Counted from the first real token, so that padding on the left moves nothing.
         place = send((real.cumsum(1) - 1).clamp_min(0), device)  # (B, S)
         tokens = send(tokens, device)
-        scaled = self.embedding(tokens) * math.sqrt(self.embedding.embedding_dim)  # (B, S, E) of variance 1
+        scaled = self.embedding(tokens) * math.sqrt(
+            self.embedding.embedding_dim
+        )  # (B, S, E) of variance 1
         x = self.dropout(self.up(scaled) + F.embedding(place, self.positions))  # (B, S, D)
         if real[:, 0].all():
             # Padding stands on the right, if anywhere: the triangle alone hides it from every real token.
@@ -75,8 +94,12 @@ class LanguageModel(nn.Module):
         else:
             # A padded place may see itself: a row that may see nothing would be a row of nan.
             itself = torch.eye(length, dtype=torch.bool, device=device)
-            unseen = (self.later[:length, :length] | ~send(real, device).unsqueeze(1)) & ~itself  # (B, S, S)
-            x = self.encoder(x, mask=unseen.repeat_interleave(self.nhead, 0))  # (B·H, S, S), as torch wants it
+            unseen = (
+                self.later[:length, :length] | ~send(real, device).unsqueeze(1)
+            ) & ~itself  # (B, S, S)
+            x = self.encoder(
+                x, mask=unseen.repeat_interleave(self.nhead, 0)
+            )  # (B·H, S, S), as torch wants it
         if counted is not None:  # (N, D): the largest product is made for them only
             x = x.flatten(0, 1).index_select(0, send(counted.flatten().nonzero()[:, 0], device))
         return self.down(self.dropout(x))
@@ -89,11 +112,18 @@ class SmoothedLoss(nn.Module):
         super().__init__()
         self.model, self.smoothing = model, smoothing
 
-    def forward(self, tokens: Tensor, targets: Tensor, real: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, targets: Tensor, real: Tensor, counted: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """All (B, S) → the smoothed loss, summed, to be minimised; and the unsmoothed one of each token, (N,), to be shown."""
         weight, bias = self.model.embedding.weight, self.model.bias
-        hidden, truth = self.model.hidden(tokens, real, counted), send(targets[counted], bias.device)  # (N, E), (N,)
-        loss = F.cross_entropy(F.linear(hidden, weight, bias).float(), truth, reduction="none")  # (N,): −log p(truth)
+        hidden, truth = (
+            self.model.hidden(tokens, real, counted),
+            send(targets[counted], bias.device),
+        )  # (N, E), (N,)
+        loss = F.cross_entropy(
+            F.linear(hidden, weight, bias).float(), truth, reduction="none"
+        )  # (N,): −log p(truth)
         # Smoothed: (1 − s) · loss + s · (−log p, averaged over the vocabulary) = loss + s · (logit of truth − mean logit).
         # That difference, `ahead`, is `hidden` times one vector a token: no second pass over the (N, V) logits.
         ahead = (hidden * (weight[truth] - weight.mean(0))).sum(-1) + bias[truth] - bias.mean()
@@ -117,7 +147,9 @@ def gather_segments(
     for row, (first, _, end) in enumerate(spans):
         size = end - first
         places = slice(length - size, length) if pad == "left" else slice(0, size)
-        before = ids[first - 1 : end - 1] if first else torch.cat([torch.tensor([eos]), ids[: end - 1]])
+        before = (
+            ids[first - 1 : end - 1] if first else torch.cat([torch.tensor([eos]), ids[: end - 1]])
+        )
         tokens[row, places], targets[row, places], real[row, places] = before, ids[first:end], True
     return tokens, targets, real
 
@@ -129,14 +161,22 @@ def windows(tokens: int, length: int) -> list[tuple[int, int, int]]:
     """
     stride = length // 2
     ends = [min(first + stride, tokens) for first in range(0, tokens, stride)]
-    return [(max(0, end - length), first, end) for first, end in zip(range(0, tokens, stride), ends)]
+    return [
+        (max(0, end - length), first, end) for first, end in zip(range(0, tokens, stride), ends)
+    ]
 
 
 @torch.no_grad()
 def evaluate(
-    model: LanguageModel, ids: Tensor, eos: int, length: int, pad: str, world: World, confused: Tensor | None = None,
+    model: LanguageModel,
+    ids: Tensor,
+    eos: int,
+    length: int,
+    pad: str,
+    world: World,
+    confused: Tensor | None = None,
     unk: int | None = None,
-) -> tuple[dict[str, float], Tensor]:  # fmt: skip
+) -> tuple[dict[str, float], Tensor]:
     """Sums over a text of T tokens, and a table of the `confused` tokens, (K,).
 
     Sums: "loss" in nats; tokens guessed right, "correct", and of those that are not `unk` alone, "correct_known".
@@ -145,18 +185,25 @@ def evaluate(
     """
     device, spans = world.device, windows(len(ids), length)
     shown = torch.empty(0, dtype=torch.int64) if confused is None else confused  # (K,)
-    place = torch.full((model.embedding.num_embeddings,), len(shown), dtype=torch.int64)  # K: any other token
+    place = torch.full(
+        (model.embedding.num_embeddings,), len(shown), dtype=torch.int64
+    )  # K: any other token
     place[shown] = torch.arange(len(shown))
     place, sums = place.to(device), torch.zeros(3, dtype=torch.float64, device=device)
     table = torch.zeros(len(shown) + 1, len(shown) + 1, dtype=torch.int64, device=device)
-    batches = [spans[first : first + WINDOWS_AT_ONCE] for first in range(0, len(spans), WINDOWS_AT_ONCE)]
+    batches = [
+        spans[first : first + WINDOWS_AT_ONCE] for first in range(0, len(spans), WINDOWS_AT_ONCE)
+    ]
     for batch in batches[world.rank :: world.size]:
         tokens, targets, real = gather_segments(ids, batch, eos, length, pad)
         # Of its real tokens a window counts the last ones.
         left = real.flip(1).cumsum(1).flip(1)  # (B, S) real tokens from here on
         counts = torch.tensor([end - first for _, first, end in batch])
         counted = real & (left <= counts.unsqueeze(1))
-        logits, truth = model(tokens, real, counted).float(), send(targets[counted], device)  # (N, V), (N,)
+        logits, truth = (
+            model(tokens, real, counted).float(),
+            send(targets[counted], device),
+        )  # (N, V), (N,)
         guess = logits.argmax(-1)
         right, losses = guess == truth, F.cross_entropy(logits, truth, reduction="none")  # (N,)
         right_known = right if unk is None else right & (truth != unk)

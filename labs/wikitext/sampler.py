@@ -27,22 +27,34 @@ class SegmentSampler:
     """
 
     def __init__(
-        self, tokens: int, segment: int, sampling: str, sharpness: float, epochs: int, seed: int, device="cpu",
+        self,
+        tokens: int,
+        segment: int,
+        sampling: str,
+        sharpness: float,
+        epochs: int,
+        seed: int,
+        device="cpu",
         resample_every: int = 1,
-    ):  # fmt: skip
+    ):
         self.starts = torch.arange(0, tokens, segment)  # (M,)
         self.lengths = (tokens - self.starts).clamp_max(segment)  # (M,)
         self.sampling, self.sharpness, self.epochs, self.seed = sampling, sharpness, epochs, seed
         self.resample_every = resample_every
         count = len(self.starts)
-        self.losses = torch.full((count,), float("nan"), dtype=torch.float64)  # ℓ; nan: never visited
+        self.losses = torch.full(
+            (count,), float("nan"), dtype=torch.float64
+        )  # ℓ; nan: never visited
         # Nats of the visits since the last draw, on this rank; on the GPU, because nobody asks before the next.
         self.sums = torch.zeros(count, dtype=torch.float64, device=device)
         self.visits = torch.zeros(count, dtype=torch.float64)
 
     def spans(self, segments: Tensor) -> list[tuple[int, int, int]]:
         """(B,) → for each the first token, the first whose loss counts (the same), and the end."""
-        firsts, ends = self.starts[segments].tolist(), (self.starts + self.lengths)[segments].tolist()
+        firsts, ends = (
+            self.starts[segments].tolist(),
+            (self.starts + self.lengths)[segments].tolist(),
+        )
         return list(zip(firsts, firsts, ends))
 
     def draw_of(self, epoch: int) -> int:
@@ -69,7 +81,9 @@ class SegmentSampler:
         """The segments of this epoch in order, (M,)"""
         generator, segments = self.generator(self.draw_of(epoch)), torch.arange(len(self.losses))
         if self.weight(epoch) > 0:
-            segments = systematic(self.probabilities(epoch), torch.rand((), generator=generator, dtype=torch.float64))
+            segments = systematic(
+                self.probabilities(epoch), torch.rand((), generator=generator, dtype=torch.float64)
+            )
         if epoch != self.draw_of(epoch):  # the same draw once more, in an order of its own
             generator = self.generator(epoch)
         return segments[torch.randperm(len(segments), generator=generator)]
@@ -105,7 +119,9 @@ class SegmentSampler:
     def state_dict(self, world: World) -> dict:
         """As JSON; to be called by all ranks."""
         sums, visits = self._over_ranks(world)
-        losses = [None if loss != loss else loss for loss in self.losses.tolist()]  # JSON knows no nan
+        losses = [
+            None if loss != loss else loss for loss in self.losses.tolist()
+        ]  # JSON knows no nan
         return {"losses": losses, "sums": sums.tolist(), "visits": visits.tolist()}
 
     def load_state_dict(self, state: dict, world: World) -> None:

@@ -31,7 +31,9 @@ NO_TEXT = ("readme", "license", "dataset_card")  # files about a corpus, which l
 UNK, EOS = "<unk>", "<eos>"
 TITLE = re.compile(r"\s*= [^=].* =\s*")  # of a document; ` = = heading = = ` is one of a section
 # For text that nobody has tokenised: a Han character, a word, or a mark by itself.
-WORDS = re.compile(r"<unk>|[\u4e00-\u9fff]|[^\W\u4e00-\u9fff]+(?:['’-][^\W\u4e00-\u9fff]+)*|[^\w\s]")
+WORDS = re.compile(
+    r"<unk>|[\u4e00-\u9fff]|[^\W\u4e00-\u9fff]+(?:['’-][^\W\u4e00-\u9fff]+)*|[^\w\s]"
+)
 SUBWORDS = 4000  # tokens in a subword vocabulary, unless asked otherwise
 
 
@@ -51,7 +53,10 @@ class Vocabulary:
         """Ids of each line, without <eos>."""
         if self.tokenizer:
             return encode(self.tokenizer, lines)
-        return [[self.index.get(word, self.unk) for word in cut_words(line, self.marks)] for line in lines]
+        return [
+            [self.index.get(word, self.unk) for word in cut_words(line, self.marks)]
+            for line in lines
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these ids, with a line end for <eos>."""
@@ -69,14 +74,18 @@ class Text:
 
     vocabulary: Vocabulary
     ids: dict[str, Tensor]  # split → (T,) int64
-    words: dict[str, int]  # split → its words, one <eos> a line among them: what perplexity per word divides by
+    words: dict[
+        str, int
+    ]  # split → its words, one <eos> a line among them: what perplexity per word divides by
     notes: list[str] = field(default_factory=list)  # what was read and cut, for the log
 
     def key(self) -> str:
         """A hash of the vocabulary and all three splits: a run goes on with just these."""
         digest = hashlib.sha256("\n".join(self.vocabulary.tokens).encode())
         for split in SPLITS:
-            digest.update(f"\n{split} {len(self.ids[split])}\n".encode() + self.ids[split].numpy().tobytes())
+            digest.update(
+                f"\n{split} {len(self.ids[split])}\n".encode() + self.ids[split].numpy().tobytes()
+            )
         return digest.hexdigest()[:16]
 
 
@@ -91,7 +100,9 @@ def prepare(path: str, ratios: tuple[float, ...], tokens: str, vocab: int, min_c
     else:
         vocabulary = subword_vocabulary(splits["train"], vocab or SUBWORDS)
     ids = {split: stream(vocabulary, lines) for split, lines in splits.items()}
-    notes.append(f"vocabulary: {len(vocabulary.tokens):,} {tokens}" + unknown_shares(vocabulary, ids))
+    notes.append(
+        f"vocabulary: {len(vocabulary.tokens):,} {tokens}" + unknown_shares(vocabulary, ids)
+    )
     counts = {split: sum(len(line) + 1 for line in lines) for split, lines in words.items()}
     notes.append("tokens: " + ", ".join(f"{len(ids[split]):,} {split}" for split in SPLITS))
     return Text(vocabulary, ids, counts, notes)
@@ -107,7 +118,9 @@ def unknown_shares(vocabulary: Vocabulary, ids: dict[str, Tensor]) -> str:
     """How much of each split is <unk>; perplexities compare only where this is the same."""
     if vocabulary.unk is None:
         return ""
-    shares = [f"{(ids[split] == vocabulary.unk).double().mean():.1%} of {split}" for split in SPLITS]
+    shares = [
+        f"{(ids[split] == vocabulary.unk).double().mean():.1%} of {split}" for split in SPLITS
+    ]
     return f"; {UNK} is " + ", ".join(shares)
 
 
@@ -120,11 +133,19 @@ def read_splits(path: str, ratios: tuple[float, ...], notes: list[str]) -> dict[
         notes.append(f"data: no --data and no {DEFAULT}, so the English side of the bundled sample")
         return sample_splits()
     files_of = find_files(Path(path).expanduser() if path else DEFAULT)
-    splits = {split: [line for file in files for line in read_lines(file)] for split, files in files_of.items()}
-    notes.append(f"data: {path or DEFAULT}: " + ", ".join(file.name for files in files_of.values() for file in files))
+    splits = {
+        split: [line for file in files for line in read_lines(file)]
+        for split, files in files_of.items()
+    }
+    notes.append(
+        f"data: {path or DEFAULT}: "
+        + ", ".join(file.name for files in files_of.values() for file in files)
+    )
     for split, lines in splits.items():
         if not any(line.strip() for line in lines):
-            raise UserError(f"{path or DEFAULT}: the text of {split or 'these files'} is empty; give a file with text")
+            raise UserError(
+                f"{path or DEFAULT}: the text of {split or 'these files'} is empty; give a file with text"
+            )
     return cut_missing(splits, ratios, notes)
 
 
@@ -139,11 +160,21 @@ def find_files(path: Path) -> dict[str, list[Path]]:
     if path.is_file():
         return {"": [path]}
     if not path.is_dir():
-        raise UserError(f"--data {path}: no such file or folder; give a text file, or a folder with some")
-    files = sorted(file for file in path.iterdir() if file.is_file() and file.suffix in SUFFIXES
-                   and not file.name.startswith(".") and not file.stem.lower().startswith(NO_TEXT))  # fmt: skip
+        raise UserError(
+            f"--data {path}: no such file or folder; give a text file, or a folder with some"
+        )
+    files = sorted(
+        file
+        for file in path.iterdir()
+        if file.is_file()
+        and file.suffix in SUFFIXES
+        and not file.name.startswith(".")
+        and not file.stem.lower().startswith(NO_TEXT)
+    )
     if not files:
-        raise UserError(f"--data {path}: no text file there ({' '.join(SUFFIXES)}); give a text file, or its folder")
+        raise UserError(
+            f"--data {path}: no text file there ({' '.join(SUFFIXES)}); give a text file, or its folder"
+        )
     files_of = {}
     for file in files:
         files_of.setdefault(split_of(file), []).append(file)
@@ -166,7 +197,9 @@ def read_lines(file: Path) -> list[str]:
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}; give another text file") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8 (byte {error.start}); convert it first, e.g. with iconv") from None
+        raise UserError(
+            f"{file} is not UTF-8 (byte {error.start}); convert it first, e.g. with iconv"
+        ) from None
 
 
 def read_column(file: Path) -> list[str]:
@@ -177,12 +210,18 @@ def read_column(file: Path) -> list[str]:
         return pyarrow.parquet.read_table(file, columns=["text"]).column("text").to_pylist()
     except KeyError:
         columns = ", ".join(pyarrow.parquet.read_schema(file).names)
-        raise UserError(f"{file} has no column text, only {columns}; give a folder of texts") from None
+        raise UserError(
+            f"{file} has no column text, only {columns}; give a folder of texts"
+        ) from None
     except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{file} is no parquet file that can be read ({str(error)[:80]}); fetch it again") from None
+        raise UserError(
+            f"{file} is no parquet file that can be read ({str(error)[:80]}); fetch it again"
+        ) from None
 
 
-def cut_missing(splits: dict[str, list[str]], ratios: tuple[float, ...], notes: list[str]) -> dict[str, list[str]]:
+def cut_missing(
+    splits: dict[str, list[str]], ratios: tuple[float, ...], notes: list[str]
+) -> dict[str, list[str]]:
     """All three splits: a missing one is cut from train; train itself from validation, else from whatever there is.
 
     The text that is cut is shared among its own split and the missing ones as `ratios` say of (train, validation, test),
@@ -194,10 +233,16 @@ def cut_missing(splits: dict[str, list[str]], ratios: tuple[float, ...], notes: 
     source = next(split for split in ("train", "validation", "test", "") if split in splits)
     parts = [split for split in SPLITS if split in missing or split == source]
     weights = [ratios[SPLITS.index(split)] for split in parts]
-    cut, kind = cut_text(splits.pop(source), [weight / sum(weights) for weight in weights], source or "the text")
-    shares = ", ".join(f"{weight / sum(weights):.1%} {split}" for split, weight in zip(parts, weights))
+    cut, kind = cut_text(
+        splits.pop(source), [weight / sum(weights) for weight in weights], source or "the text"
+    )
+    shares = ", ".join(
+        f"{weight / sum(weights):.1%} {split}" for split, weight in zip(parts, weights)
+    )
     kept = ", ".join(f"{split} as it is" for split in splits)
-    notes.append(f"splits: {source or 'the text'} is cut at {kind}: {shares}" + (f"; {kept}" if kept else ""))
+    notes.append(
+        f"splits: {source or 'the text'} is cut at {kind}: {shares}" + (f"; {kept}" if kept else "")
+    )
     return {**dict(zip(parts, cut)), **splits}
 
 
@@ -205,13 +250,21 @@ def cut_text(lines: list[str], shares: list[float], name: str) -> tuple[list[lis
     """The lines in consecutive parts of about these shares of the words, and what they were cut at."""
     starts, kind = boundaries(lines, len(shares))
     if len(starts) < len(shares):
-        raise UserError(f"{name} has {len(lines)} lines, too few to cut {len(shares)} splits from; give more text")
+        raise UserError(
+            f"{name} has {len(lines)} lines, too few to cut {len(shares)} splits from; give more text"
+        )
     words_before = [0, *accumulate(len(line.split()) for line in lines)]
     cuts = [0]
-    for begun, share in enumerate(accumulate(shares[:-1]), 2):  # splits that have begun, with this one
+    for begun, share in enumerate(
+        accumulate(shares[:-1]), 2
+    ):  # splits that have begun, with this one
         choice = [start for start in starts if start > cuts[-1]]
-        choice = choice[: len(choice) - (len(shares) - begun)]  # each later split needs a document of its own
-        cuts.append(min(choice, key=lambda start: abs(words_before[start] - share * words_before[-1])))
+        choice = choice[
+            : len(choice) - (len(shares) - begun)
+        ]  # each later split needs a document of its own
+        cuts.append(
+            min(choice, key=lambda start: abs(words_before[start] - share * words_before[-1]))
+        )
     cuts.append(len(lines))
     return [lines[first:end] for first, end in zip(cuts, cuts[1:])], kind
 
@@ -234,9 +287,13 @@ def has_marks_on_words(lines: list[str], notes: list[str]) -> bool:
     """Whether marks stand right behind words, as in any plain text; WikiText has a space before them."""
     words = [word for line in lines for word in line.split() if len(word) > 1]
     share = sum(word[-1] in ".,;:!?。，；：！？" for word in words) / max(len(words), 1)
-    if share < 0.02:  # "H." and "U.S." are under 1 % of WikiText; in plain text every tenth word has a mark behind it
+    if (
+        share < 0.02
+    ):  # "H." and "U.S." are under 1 % of WikiText; in plain text every tenth word has a mark behind it
         return False
-    notes.append(f"words: {share:.0%} end with a mark, so this text is cut into words and marks here")
+    notes.append(
+        f"words: {share:.0%} end with a mark, so this text is cut into words and marks here"
+    )
     return True
 
 
@@ -251,7 +308,9 @@ def choose_words(rows: list[list[str]], size: int, min_count: int) -> list[str]:
     counts.update({EOS: len(rows), UNK: 0})
     always = (EOS, UNK)
     kept = [word for word, count in counts.items() if size or count >= min_count or word in always]
-    kept = set(sorted(kept, key=lambda word: (word not in always, -counts[word], word))[: size or None])
+    kept = set(
+        sorted(kept, key=lambda word: (word not in always, -counts[word], word))[: size or None]
+    )
     counts[UNK] += sum(count for word, count in counts.items() if word not in kept)
     return sorted(kept, key=lambda word: (-counts[word], word))
 
@@ -275,11 +334,18 @@ def load_glove(path: Path, tokens: list[str]) -> tuple[Tensor, Tensor]:
     """
     wanted = {form for token in tokens for form in (token, token.lower())} - {UNK, EOS}
     table, size = read_vectors(path, wanted)
-    rows = [table.get(token, table.get(token.lower())) if token not in (UNK, EOS) else None for token in tokens]
+    rows = [
+        table.get(token, table.get(token.lower())) if token not in (UNK, EOS) else None
+        for token in tokens
+    ]
     known = torch.tensor([row is not None for row in rows])
     if not known.any():
-        raise UserError(f"--glove {path}: none of its words is in the vocabulary; is it of this language?")
-    vectors = torch.randn(len(tokens), size, generator=torch.Generator().manual_seed(0)) * size**-0.5
+        raise UserError(
+            f"--glove {path}: none of its words is in the vocabulary; is it of this language?"
+        )
+    vectors = (
+        torch.randn(len(tokens), size, generator=torch.Generator().manual_seed(0)) * size**-0.5
+    )
     read = torch.tensor([row for row in rows if row is not None])  # (of the known, G)
     vectors[known] = read / read.std(correction=0).clamp_min(1e-8) * size**-0.5
     return vectors, known
@@ -296,14 +362,22 @@ def read_vectors(path: Path, wanted: set[str]) -> tuple[dict[str, list[float]], 
                     continue  # word2vec's text form begins with the sizes
                 size = size or len(words) - 1
                 if size < 2 or len(words) <= size:
-                    raise ValueError(f"line {number} has {len(words) - 1} numbers instead of {size or 'some'}")
-                word = " ".join(words[:-size])  # a few words of the largest files have spaces within
+                    raise ValueError(
+                        f"line {number} has {len(words) - 1} numbers instead of {size or 'some'}"
+                    )
+                word = " ".join(
+                    words[:-size]
+                )  # a few words of the largest files have spaces within
                 if word in wanted and word not in table:
                     table[word] = [float(value) for value in words[-size:]]
     except OSError as error:
-        raise UserError(f"--glove {path}: {error.strerror}; give a text file such as glove.6B.50d.txt") from None
+        raise UserError(
+            f"--glove {path}: {error.strerror}; give a text file such as glove.6B.50d.txt"
+        ) from None
     except ValueError as error:  # not UTF-8 is one of them
-        raise UserError(f"--glove {path} is no file of vectors ({error}); unpack the .zip, or fetch it again") from None
+        raise UserError(
+            f"--glove {path} is no file of vectors ({error}); unpack the .zip, or fetch it again"
+        ) from None
     return table, size
 
 

@@ -36,7 +36,9 @@ class Config:
 
     data: str = flag("", "as in labs.wikitext", "Text")
     min_count: int = flag(3, "as in labs.wikitext", "Text", least=1)
-    run: str = flag("", "finished run of labs.wikitext: its text and vocabulary, its score beside", "Text")
+    run: str = flag(
+        "", "finished run of labs.wikitext: its text and vocabulary, its score beside", "Text"
+    )
     out: str = flag("runs/trigram.json", "where the figures go", "How")
 
 
@@ -56,19 +58,25 @@ class Trigram:
         self.trigrams, self.times = np.unique(self._key(self._key(a, b), w), return_counts=True)
         contexts, last = np.divmod(self.trigrams, vocabulary)  # one entry a distinct trigram
         middle = contexts % vocabulary
-        self.contexts, self.place = np.unique(contexts, return_inverse=True)  # place: a trigram's context
+        self.contexts, self.place = np.unique(
+            contexts, return_inverse=True
+        )  # place: a trigram's context
         self.context_times = np.bincount(self.place, self.times)
         # Continuation counts: how many different tokens stand before a bigram, and before a token.
         self.bigrams, self.predecessors = np.unique(self._key(middle, last), return_counts=True)
         self.first, second = np.divmod(self.bigrams, vocabulary)
-        self.middles = np.bincount(middle, minlength=vocabulary)  # distinct trigrams with this token in the middle
+        self.middles = np.bincount(
+            middle, minlength=vocabulary
+        )  # distinct trigrams with this token in the middle
         self.unigram = np.bincount(second, minlength=vocabulary) / len(self.bigrams)
 
     def probabilities(self, a: np.ndarray, b: np.ndarray, w: np.ndarray, discount) -> np.ndarray:
         """p(w | a b) for three arrays of one length; a context that the text does not have leaves it to the shorter one."""
         of_bigrams, of_trigrams = np.broadcast_to(discount, (2, 3))
         counts = lookup(self.bigrams, self.predecessors, self._key(b, w))
-        freed = np.bincount(self.first, taken_off(self.predecessors, of_bigrams), minlength=self.vocabulary)
+        freed = np.bincount(
+            self.first, taken_off(self.predecessors, of_bigrams), minlength=self.vocabulary
+        )
         p = interpolate(counts, of_bigrams, self.middles[b], freed[b], self.unigram[w])
         context = self._key(a, b)
         counts = lookup(self.trigrams, self.times, self._key(context, w))
@@ -99,10 +107,14 @@ class Trigram:
     def sum_of(self, a: int, b: int, discount) -> float:
         """Σ_w p(w | a b): 1 if all is right."""
         words = np.arange(self.vocabulary)
-        return self.probabilities(np.full_like(words, a), np.full_like(words, b), words, discount).sum()
+        return self.probabilities(
+            np.full_like(words, a), np.full_like(words, b), words, discount
+        ).sum()
 
     def _key(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        return left * np.int64(self.vocabulary) + right  # three ids of up to two million fit into 63 bits
+        return (
+            left * np.int64(self.vocabulary) + right
+        )  # three ids of up to two million fit into 63 bits
 
 
 def taken_off(counts: np.ndarray, discounts: np.ndarray) -> np.ndarray:
@@ -113,7 +125,9 @@ def taken_off(counts: np.ndarray, discounts: np.ndarray) -> np.ndarray:
 def interpolate(counts, discounts, total, freed, shorter) -> np.ndarray:
     """The lowered counts as shares of their context's `total`; what that freed goes to `shorter`, p in the shorter context."""
     at_least_1 = np.maximum(total, 1)  # total is 0 for a context that the text does not have
-    return (counts - taken_off(counts, discounts)) / at_least_1 + np.where(total > 0, freed / at_least_1, 1) * shorter
+    return (counts - taken_off(counts, discounts)) / at_least_1 + np.where(
+        total > 0, freed / at_least_1, 1
+    ) * shorter
 
 
 def ring(ids: np.ndarray) -> np.ndarray:
@@ -140,24 +154,38 @@ def main(config: Config) -> None:
     size, eos = len(text.vocabulary.tokens), text.vocabulary.eos
     trigram = Trigram(ids["train"], size)
     best = min(DISCOUNTS, key=lambda discount: trigram.loss(ids["validation"], eos, discount))
-    models = {f"discount {NLTK_DEFAULT} (nltk's default)": NLTK_DEFAULT, f"discount {best} (best on validation)": best,
-              "modified": trigram.chen_goodman()}  # fmt: skip
+    models = {
+        f"discount {NLTK_DEFAULT} (nltk's default)": NLTK_DEFAULT,
+        f"discount {best} (best on validation)": best,
+        "modified": trigram.chen_goodman(),
+    }
     models = {name: discount for name, discount in models.items() if discount is not None}
-    perplexities = {name: math.exp(trigram.loss(ids["test"], eos, discount)) for name, discount in models.items()}
+    perplexities = {
+        name: math.exp(trigram.loss(ids["test"], eos, discount))
+        for name, discount in models.items()
+    }
     if math.inf in perplexities.values():
-        raise UserError("some test tokens have probability 0, for the training text does not have them (<unk> is one if "
-                        "no word is rare, so are rare pieces of words); give a larger --min_count, or --run with it")  # fmt: skip
+        raise UserError(
+            "some test tokens have probability 0, for the training text does not have them (<unk> is one if "
+            "no word is rare, so are rare pieces of words); give a larger --min_count, or --run with it"
+        )
 
     a, b, _ = triples(ids["test"])
     places = random.Random(0).sample(range(len(a)), min(SUMMED, len(a)))
-    off = max(abs(trigram.sum_of(a[place], b[place], d) - 1) for d in models.values() for place in places)
-    print(f"check: probabilities of all words add up to 1 within {off:.1e} in {len(places)} test contexts")
+    off = max(
+        abs(trigram.sum_of(a[place], b[place], d) - 1) for d in models.values() for place in places
+    )
+    print(
+        f"check: probabilities of all words add up to 1 within {off:.1e} in {len(places)} test contexts"
+    )
     figures = {"tokens": len(ids["test"]), "vocabulary": size, "perplexity": perplexities}
     if config.run:
         scores = json.loads((Path(config.run) / "test.json").read_text(encoding="utf-8"))
         figures["model"], tokens = scores["perplexity"], scores["tokens"]
         if tokens != figures["tokens"]:
-            raise UserError(f"--run {config.run}: tested on {tokens} tokens, not on these {figures['tokens']}")
+            raise UserError(
+                f"--run {config.run}: tested on {tokens} tokens, not on these {figures['tokens']}"
+            )
         print(f"{config.run}: test perplexity {figures['model']:.2f}")
     for name, perplexity in perplexities.items():
         ratio = f"; the model's is {figures['model'] / perplexity:.1%} of it" if config.run else ""
@@ -170,15 +198,25 @@ def read_text(config: Config) -> Text:
     run, settings = Path(config.run), TextConfig(data=config.data, min_count=config.min_count)
     if config.run:
         if not (run / "test.json").exists():
-            raise UserError(f"--run {run}: no test.json there; name a run of labs.wikitext that has ended")
+            raise UserError(
+                f"--run {run}: no test.json there; name a run of labs.wikitext that has ended"
+            )
         settings = load_config(TextConfig, run / "config.json")
-    text = prepare(settings.data, settings.split_ratios(), settings.tokens, settings.vocab, settings.min_count)
-    if config.run and "\n".join(text.vocabulary.tokens) + "\n" != (run / "vocabulary.txt").read_text(encoding="utf-8"):
-        raise UserError(f"--run {run}: the text at {settings.data} gives another vocabulary by now; put it back")
+    text = prepare(
+        settings.data, settings.split_ratios(), settings.tokens, settings.vocab, settings.min_count
+    )
+    if config.run and "\n".join(text.vocabulary.tokens) + "\n" != (
+        run / "vocabulary.txt"
+    ).read_text(encoding="utf-8"):
+        raise UserError(
+            f"--run {run}: the text at {settings.data} gives another vocabulary by now; put it back"
+        )
     for line in text.notes:
         print(line)
     return text
 
 
 if __name__ == "__main__":
-    run_script(lambda: main(parse_flags(Config, "Kneser–Ney trigrams on the text of the language model")))
+    run_script(
+        lambda: main(parse_flags(Config, "Kneser–Ney trigrams on the text of the language model"))
+    )

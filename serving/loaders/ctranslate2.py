@@ -1,12 +1,20 @@
 import ctranslate2
 from transformers import AutoTokenizer
 
-source, target = (AutoTokenizer.from_pretrained(".", subfolder=side) for side in ("source", "target"))
+source, target = (
+    AutoTokenizer.from_pretrained(".", subfolder=side) for side in ("source", "target")
+)
 translator = ctranslate2.Translator(".")
 lines = [" ".join(line.split()) for line in open(0, encoding="utf-8-sig", newline="\n")]
 plain = dict(add_special_tokens=False, split_special_tokens=True)  # "<s>" in a text is text
 words = [source.convert_ids_to_tokens(source.encode(line, **plain)) for line in lines]
-options = dict(beam_size=1, max_batch_size=64, max_input_length=512, min_decoding_length=0, max_decoding_length=256)
+options = dict(
+    beam_size=1,
+    max_batch_size=64,
+    max_input_length=512,
+    min_decoding_length=0,
+    max_decoding_length=256,
+)
 for line, result in zip(lines, translator.translate_batch(words, **options)):
     ids = target.convert_tokens_to_ids(result.hypotheses[0])
     print(target.decode(ids, skip_special_tokens=True) if line else "")

@@ -4,17 +4,26 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-source, target = (AutoTokenizer.from_pretrained(".", subfolder=side) for side in ("source", "target"))
+source, target = (
+    AutoTokenizer.from_pretrained(".", subfolder=side) for side in ("source", "target")
+)
 config, weights = json.load(open("config.json", encoding="utf-8")), load_file("model.safetensors")
 plain = dict(add_special_tokens=False, split_special_tokens=True)  # "<s>" in a text is text
 layers = config["num_encoder_layers"], config["num_decoder_layers"]
-options = dict(dim_feedforward=config["dim_feedforward"], norm_first=config["norm_first"], batch_first=True)
+options = dict(
+    dim_feedforward=config["dim_feedforward"], norm_first=config["norm_first"], batch_first=True
+)
 model = torch.nn.Transformer(config["d_model"], config["nhead"], *layers, **options).eval()
-model.load_state_dict({name[12:]: weight for name, weight in weights.items() if name.startswith("transformer.")})
+model.load_state_dict(
+    {name[12:]: weight for name, weight in weights.items() if name.startswith("transformer.")}
+)
 
 
 def embed(side, ids):
-    return weights[f"{side}_embedding.weight"][ids] * config["d_model"] ** 0.5 + weights["positions"][: len(ids)]
+    return (
+        weights[f"{side}_embedding.weight"][ids] * config["d_model"] ** 0.5
+        + weights["positions"][: len(ids)]
+    )
 
 
 @torch.inference_mode()

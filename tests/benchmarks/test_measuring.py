@@ -31,9 +31,16 @@ class Config:
 
 def test_contestants_take_turns(tmp_path, capsys):
     order, out = [], str(tmp_path / "out.json")
-    ms.measure("test", ["a", "b"], Config(out), lambda name: order.append(name) or {"speed": 1.0}, "speed")
+    ms.measure(
+        "test", ["a", "b"], Config(out), lambda name: order.append(name) or {"speed": 1.0}, "speed"
+    )
     assert order == ["a", "b", "a", "b"]
-    assert [(run.contestant, run.round) for run in ms.read_json(out)] == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+    assert [(run.contestant, run.round) for run in ms.read_json(out)] == [
+        ("a", 1),
+        ("b", 1),
+        ("a", 2),
+        ("b", 2),
+    ]
     assert capsys.readouterr().out.count("round") == 4
 
 
@@ -73,7 +80,9 @@ def test_tokens_count_the_end_and_no_padding():
 
 def test_own_work_and_idle_time_are_not_the_others(monkeypatch):
     monkeypatch.setattr(ms, "read", lambda path: "cpu  300 20 30 9999 77 4 5 41 6 0\ncpu0 1\n")
-    monkeypatch.setattr(os, "times", lambda: (0.5, 0.25, 1.0, 0.25, 99.0))  # ours, our children's, the wall's
+    monkeypatch.setattr(
+        os, "times", lambda: (0.5, 0.25, 1.0, 0.25, 99.0)
+    )  # ours, our children's, the wall's
     monkeypatch.setattr(os, "sysconf", lambda name: 100)  # ticks a second
     assert ms.others_seconds() == 4.0 - 2.0
     monkeypatch.setattr(ms, "read", lambda path: "")

@@ -28,7 +28,14 @@ from text.store import flatten
 from validation import Validation
 
 IDS = {"pad": 0, "bos": 1, "eos": 2}
-SIZES = dict(d_model=64, nhead=4, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=64, max_length=64)
+SIZES = dict(
+    d_model=64,
+    nhead=4,
+    num_encoder_layers=2,
+    num_decoder_layers=2,
+    dim_feedforward=64,
+    max_length=64,
+)
 WORLD = World(0, 1, CUDA)
 LENGTHS = ((5, 7), (3, 2), (8, 4), (6, 6), (2, 3), (4, 9))
 SENTENCES = [[list(range(3, 3 + length)) for length in pair] for pair in LENGTHS]
@@ -38,7 +45,8 @@ class Pairs:
     """As text.store.TokenizedPairs."""
 
     lengths: ClassVar = {
-        side: flatten([pair[i] for pair in SENTENCES]).lengths for i, side in enumerate(("source", "target"))
+        side: flatten([pair[i] for pair in SENTENCES]).lengths
+        for i, side in enumerate(("source", "target"))
     }
 
     def __getitems__(self, rows):
@@ -51,7 +59,9 @@ def make(**sizes) -> Translator:
 
 
 def batches(tokens: int = 24, accumulate: int = 1):
-    with patch("data.one_ahead", lambda batches, device: batches):  # the modes of this thread are not those of another
+    with patch(
+        "data.one_ahead", lambda batches, device: batches
+    ):  # the modes of this thread are not those of another
         sampler = BucketSampler(Pairs.lengths, tokens, accumulate=accumulate)
         return batches_of(Pairs(), sampler, Collate(IDS, IDS), 0, CUDA)
 
@@ -65,7 +75,14 @@ def on_gpu() -> list:
 # ---------------------------------------------------------------- training
 
 
-def train(name: str, loss: str = "plain", accumulate: int = 1, own: str = "", optimizer: str = "muon", **sizes) -> None:
+def train(
+    name: str,
+    loss: str = "plain",
+    accumulate: int = 1,
+    own: str = "",
+    optimizer: str = "muon",
+    **sizes,
+) -> None:
     """Two steps as in train.py; `own`: the backend of the lab's attention."""
     model, precision = make(**sizes).train(), Precision(CUDA, name, "")
     if own:
@@ -87,7 +104,9 @@ def train(name: str, loss: str = "plain", accumulate: int = 1, own: str = "", op
                 losses = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
             precision.backward(losses[0] / batch.target_tokens)
             window_loss += torch.stack(losses).detach() / batch.target_tokens
-        assert all(weight.grad.is_cuda and weight.grad.dtype is torch.float32 for weight in parameters)
+        assert all(
+            weight.grad.is_cuda and weight.grad.dtype is torch.float32 for weight in parameters
+        )
         norm = precision.step(optimizer, parameters, 1.0, number)
     assert norm.is_cuda and losses[0].dtype is torch.float32
 
@@ -96,7 +115,12 @@ def validation_loss() -> None:
     """Of a split, as between training steps; its sum is asked for in the end."""
     prepared = SimpleNamespace(validation=Pairs())
     judge = object.__new__(Validation)
-    judge.model, judge.prepared, judge.collate, judge.world = make(), prepared, Collate(IDS, IDS), WORLD
+    judge.model, judge.prepared, judge.collate, judge.world = (
+        make(),
+        prepared,
+        Collate(IDS, IDS),
+        WORLD,
+    )
     judge.precision, judge.loss_of = Precision(CUDA, "bf16", ""), SummedLoss(judge.model, 0.0)
     with torch.no_grad():  # fake tensors know no inference mode
         Validation.loss.__wrapped__(judge, judge.model, [[0, 1, 2], [3, 4, 5]])
@@ -119,7 +143,9 @@ def decode(how: str, **sizes) -> None:
         else:
             with patch("fast.captured.Graphs", lambda device: None):
                 steps = CapturedSteps(model).start if how == "captured" else None
-            with patch.object(decoding, "CHECK_EVERY", 10**9):  # which rows leave is a question of numbers
+            with patch.object(
+                decoding, "CHECK_EVERY", 10**9
+            ):  # which rows leave is a question of numbers
                 result = decoding.greedy(model, src, src_pad, limits, 1, 2, steps)
     assert result.is_cuda and result.dtype is torch.long
 
@@ -128,7 +154,9 @@ def decode(how: str, **sizes) -> None:
 
 
 def own_attention(backend: str) -> None:
-    q, k, v = (torch.randn(2, 3, length, 16, device=CUDA, requires_grad=True) for length in (5, 7, 7))
+    q, k, v = (
+        torch.randn(2, 3, length, 16, device=CUDA, requires_grad=True) for length in (5, 7, 7)
+    )
     hidden = torch.zeros(2, 1, 1, 7, dtype=torch.bool, device=CUDA)
     out = attention(q, k, v, mask=hidden, dropout=0.1, backend=backend)
     assert out.is_cuda and all(g.is_cuda for g in torch.autograd.grad(out.sum(), (q, k, v)))
@@ -155,15 +183,25 @@ def lenet(variant: str) -> None:
     with CUDA:
         model = LeNet5(variant)
         images, labels = torch.zeros(8, 1, 28, 28), torch.zeros(8, dtype=torch.long)
-    step_of(LossAndHits(model), list(model.parameters()), Precision(CUDA, "fp32", ""), images, labels)
+    step_of(
+        LossAndHits(model), list(model.parameters()), Precision(CUDA, "fp32", ""), images, labels
+    )
 
 
 def wikitext(pad: str, stage: str) -> None:
     from labs.wikitext.model import LanguageModel, SmoothedLoss, gather_segments, send
     from labs.wikitext.sampler import SegmentSampler
 
-    sizes = SimpleNamespace(d_model=16, d_embedding=8, nhead=2, layers=1, dim_feedforward=16, dropout=0.1, positions="learned",
-                            segment=8)  # fmt: skip
+    sizes = SimpleNamespace(
+        d_model=16,
+        d_embedding=8,
+        nhead=2,
+        layers=1,
+        dim_feedforward=16,
+        dropout=0.1,
+        positions="learned",
+        segment=8,
+    )
     with CUDA:
         model = LanguageModel(30, sizes)
     model.requires_grad_(stage == "all")
@@ -173,7 +211,9 @@ def wikitext(pad: str, stage: str) -> None:
     mine = torch.tensor([0, 3, 7])
     tokens, targets, real = gather_segments(torch.arange(61) % 30, sampler.spans(mine), 3, 8, pad)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    losses = step_of(SmoothedLoss(model, 0.1), trained, Precision(CUDA, "bf16", ""), tokens, targets, real, real)
+    losses = step_of(
+        SmoothedLoss(model, 0.1), trained, Precision(CUDA, "bf16", ""), tokens, targets, real, real
+    )
     rows = send(real.nonzero()[:, 0], CUDA)
     sampler.record(mine, losses.new_zeros(3).index_add_(0, rows, losses))
 
@@ -239,19 +279,27 @@ CHECKS = {
     "train own attention": partial(train, "bf16", own="python"),
     "validation loss": validation_loss,
     "attention picture": attention_picture,
-    **{f"decode {how}{' pre-norm' * pre}": partial(decode, how, norm_first=pre)
-       for how in ("greedy", "beam", "captured") for pre in (False, True)},
-    **{f"operator attention {name}": partial(own_attention, name) for name in ("python", "recompute")},
+    **{
+        f"decode {how}{' pre-norm' * pre}": partial(decode, how, norm_first=pre)
+        for how in ("greedy", "beam", "captured")
+        for pre in (False, True)
+    },
+    **{
+        f"operator attention {name}": partial(own_attention, name)
+        for name in ("python", "recompute")
+    },
     **{f"operator gelu {kind}": partial(own_gelu, kind) for kind in ("none", "tanh")},
     **{f"train lenet {variant}": partial(lenet, variant) for variant in ("relu", "paper")},
-    **{f"train wikitext {pad} {stage}": partial(wikitext, pad, stage)
-       for pad, stage in (("right", "all"), ("left", "all"), ("right", "embedding"))},
+    **{
+        f"train wikitext {pad} {stage}": partial(wikitext, pad, stage)
+        for pad, stage in (("right", "all"), ("left", "all"), ("right", "embedding"))
+    },
     "train pipeline": pipeline,
     "train gpt bf16": gpt,
     "wrong device": wrong_device,
     "question": a_question,
     "slow copy": a_slow_copy,
-}  # fmt: skip
+}
 
 
 def main() -> None:
@@ -262,10 +310,22 @@ def main() -> None:
             with GPU() as watched:
                 check()
         except Exception as problem:
-            frames = [f for f in traceback.extract_tb(problem.__traceback__) if "site-packages" not in f.filename]
-            where = " < ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames[:-5:-1])
+            frames = [
+                f
+                for f in traceback.extract_tb(problem.__traceback__)
+                if "site-packages" not in f.filename
+            ]
+            where = " < ".join(
+                f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames[:-5:-1]
+            )
             error = f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}; {where}"
-        line = dict(name=name, error=error, waits=watched.waits, mixed=watched.mixed, operations=watched.count)
+        line = dict(
+            name=name,
+            error=error,
+            waits=watched.waits,
+            mixed=watched.mixed,
+            operations=watched.count,
+        )
         print(json.dumps(line))
 
 

@@ -30,7 +30,13 @@ warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
 ROOT = str(Path(__file__).resolve().parents[2])
 CUDA = torch.device("cuda", 0)
 NUMBER = 9
-ASK = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "bincount")  # shape or number comes from the GPU
+ASK = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "bincount",
+)  # shape or number comes from the GPU
 
 
 class Watch(TorchDispatchMode):
@@ -53,10 +59,16 @@ class Watch(TorchDispatchMode):
         self.count += 1
         name, result = str(operation), operation(*args, **kwargs)
         places = {x.device.type for x in tensors if x.dim()}
-        results = {x.device.type for x in tree_leaves(result) if isinstance(x, torch.Tensor) and x.dim()}
+        results = {
+            x.device.type for x in tree_leaves(result) if isinstance(x, torch.Tensor) and x.dim()
+        }
         copies = "copy" in name
         self.mixed += [name] * (len(places) > 1 and not copies)
-        crosses = copies and len(places | results) > 1 and not (kwargs.get("non_blocking") or True in args)
+        crosses = (
+            copies
+            and len(places | results) > 1
+            and not (kwargs.get("non_blocking") or True in args)
+        )
         if crosses or any(word in name for word in ASK):
             self.waits.append(f"{name} at {place()}")
         return result
@@ -64,15 +76,22 @@ class Watch(TorchDispatchMode):
 
 def place() -> str:
     """The innermost line of the project that is running."""
-    frames = [f for f in traceback.extract_stack() if f.filename.startswith(ROOT) and "pretend" not in f.filename]
+    frames = [
+        f
+        for f in traceback.extract_stack()
+        if f.filename.startswith(ROOT) and "pretend" not in f.filename
+    ]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "backward"
 
 
 def new_tensors(module, change, recurse=True):
     """`nn.Module._apply`, which would change weights in place; fake ones refuse that."""
     for part in module.modules():
-        weights = {name: torch.nn.Parameter(change(weight.detach()), weight.requires_grad)
-                   for name, weight in part._parameters.items() if weight is not None}  # fmt: skip
+        weights = {
+            name: torch.nn.Parameter(change(weight.detach()), weight.requires_grad)
+            for name, weight in part._parameters.items()
+            if weight is not None
+        }
         part._parameters.update(weights)
     return module
 
@@ -80,7 +99,10 @@ def new_tensors(module, change, recurse=True):
 @contextmanager
 def GPU():
     """Inside, "cuda" is a place for tensors."""
-    plain = {name: getattr(torch.Tensor, name) for name in ("__int__", "__bool__", "tolist", "pin_memory")}
+    plain = {
+        name: getattr(torch.Tensor, name)
+        for name in ("__int__", "__bool__", "tolist", "pin_memory")
+    }
     answers = {"__int__": NUMBER, "__bool__": False}
 
     def asked(name: str):
@@ -103,7 +125,9 @@ def GPU():
         stack.enter_context(patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
         stack.enter_context(patch.object(torch.nn.Module, "_apply", new_tensors))
         # Autocast and the loss scaler ask the build, which is one for CPUs.
-        stack.enter_context(patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
+        stack.enter_context(
+            patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+        )
         stack.enter_context(patch("torch.cuda.is_bf16_supported", lambda *_, **__: True))
         mode = stack.enter_context(FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True))
         mode.allow_scalar_outputs = mode.allow_dynamic_output_shape_ops = True

@@ -94,7 +94,12 @@ def test_links_are_relative_and_follow_the_saves(tmp_path):
     assert os.readlink(folder / "last") == "step-2"
     moved = (tmp_path / "run").rename(tmp_path / "moved")
     assert ck.resolve(moved).name == "step-1"
-    assert sorted(path.name for path in (moved / "checkpoints").iterdir()) == ["best", "last", "step-1", "step-2"]
+    assert sorted(path.name for path in (moved / "checkpoints").iterdir()) == [
+        "best",
+        "last",
+        "step-1",
+        "step-2",
+    ]
 
 
 def test_a_disk_without_links_has_checkpoints_all_the_same(tmp_path, monkeypatch):
@@ -106,7 +111,9 @@ def test_a_disk_without_links_has_checkpoints_all_the_same(tmp_path, monkeypatch
     for step in (1, 2):
         save(folder, step, best_step=1)
     assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2"]
-    assert ck.resolve(tmp_path / "run") == folder / "step-1" and ck.mend(folder) == folder / "step-2"
+    assert (
+        ck.resolve(tmp_path / "run") == folder / "step-1" and ck.mend(folder) == folder / "step-2"
+    )
 
 
 def test_keeps_the_newest_and_the_best(tmp_path):
@@ -114,14 +121,23 @@ def test_keeps_the_newest_and_the_best(tmp_path):
         save(tmp_path, step, best_step=2 if step > 1 else None, keep=3)
     assert ck.steps(tmp_path) == [2, 5, 6, 7]
     # The optimizer's state is twice the size of the weights: only those that a run may go on from keep it.
-    assert [step for step in ck.steps(tmp_path) if (tmp_path / f"step-{step}" / "optimizer.pt").exists()] == [6, 7]
+    assert [
+        step for step in ck.steps(tmp_path) if (tmp_path / f"step-{step}" / "optimizer.pt").exists()
+    ] == [6, 7]
     assert all(ck.verify(tmp_path / f"step-{step}") is None for step in ck.steps(tmp_path))
-    assert ck.verify(tmp_path / "step-5", to_resume=True) == "its optimizer state was removed, to save space"
+    assert (
+        ck.verify(tmp_path / "step-5", to_resume=True)
+        == "its optimizer state was removed, to save space"
+    )
     save(tmp_path, 8, best_step=8, keep=3)
-    assert ck.steps(tmp_path) == [6, 7, 8] and not list(tmp_path.glob(".*"))  # the disk is free again
+    assert ck.steps(tmp_path) == [6, 7, 8] and not list(
+        tmp_path.glob(".*")
+    )  # the disk is free again
 
 
-def test_a_run_goes_on_from_the_newest_that_has_all_and_its_links_are_set_anew(tmp_path, capsys, monkeypatch):
+def test_a_run_goes_on_from_the_newest_that_has_all_and_its_links_are_set_anew(
+    tmp_path, capsys, monkeypatch
+):
     for step in (1, 2, 3):
         save(tmp_path, step, best_step=2 if step > 1 else None)
     for link in ("best", "last"):  # a kill came before they were set
@@ -130,7 +146,9 @@ def test_a_run_goes_on_from_the_newest_that_has_all_and_its_links_are_set_anew(t
     hashed, hash_of = [], ck._hash_of
     monkeypatch.setattr(ck, "_hash_of", lambda file: hashed.append(file.name) or hash_of(file))
     assert ck.mend(tmp_path) == tmp_path / "step-3" and capsys.readouterr().err == ""
-    assert ck.load_weights(tmp_path / "step-3") and hashed == ck.CONTENT  # gigabytes, so each file once
+    assert (
+        ck.load_weights(tmp_path / "step-3") and hashed == ck.CONTENT
+    )  # gigabytes, so each file once
     assert os.readlink(tmp_path / "best") == "step-2" and os.readlink(tmp_path / "last") == "step-3"
     for step in (2, 3):
         spoil(tmp_path / f"step-{step}" / "model.safetensors")
@@ -155,7 +173,9 @@ def test_the_checkpoint_just_saved_stays_even_if_newer_steps_exist(tmp_path):
 
 def test_saving_a_step_again_replaces_it(tmp_path):
     save(tmp_path, 1, best_step=1, round=1)
-    shutil.copytree(tmp_path / "step-1", tmp_path / ".replaced-step-1")  # of a save killed before it had tidied up
+    shutil.copytree(
+        tmp_path / "step-1", tmp_path / ".replaced-step-1"
+    )  # of a save killed before it had tidied up
     save(tmp_path, 1, round=2)
     assert ck.load_state(tmp_path / "step-1")["round"] == 2
     assert ck.steps(tmp_path) == [1]
@@ -173,7 +193,9 @@ def test_steps_of_no_folder_and_of_strange_names(tmp_path):
 # ---------------------------------------------------------------- errors and kills at every stage of a save
 
 # Every call by which `save` changes the disk, in the order in which it may come.
-STAGES = [(os, name) for name in ("mkdir", "replace", "rename", "fsync", "symlink", "unlink", "rmdir")]
+STAGES = [
+    (os, name) for name in ("mkdir", "replace", "rename", "fsync", "symlink", "unlink", "rmdir")
+]
 STAGES.append((Path, "write_bytes"))
 
 
@@ -225,7 +247,10 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     calls = fail_at(monkeypatch, 0, disk_full)  # none fails
     save(tmp_path / "checkpoints", 1)
     named = calls.index("replace")
-    assert calls[:named] == ["mkdir"] * 2 + ["write_bytes", "fsync"] * 4 + ["fsync"] and "fsync" in calls[named:]
+    assert (
+        calls[:named] == ["mkdir"] * 2 + ["write_bytes", "fsync"] * 4 + ["fsync"]
+        and "fsync" in calls[named:]
+    )
 
 
 @pytest.mark.parametrize("step", [3, 2], ids=["new step", "step again"])
@@ -285,10 +310,16 @@ def truncate(path: Path) -> None:
     spoil(path, change=0)
 
 
-@pytest.mark.parametrize("damage, name", [
-    (damage, name) for damage in (truncate, spoil, Path.unlink) for name in FILES
-    if (damage, name) != (Path.unlink, "optimizer.pt")  # that is how old checkpoints are made smaller
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "damage, name",
+    [
+        (damage, name)
+        for damage in (truncate, spoil, Path.unlink)
+        for name in FILES
+        if (damage, name)
+        != (Path.unlink, "optimizer.pt")  # that is how old checkpoints are made smaller
+    ],
+)
 def test_damage_is_seen_and_the_checkpoint_before_is_used(tmp_path, capsys, name, damage):
     save(tmp_path, 200)
     save(tmp_path, 300)
@@ -296,12 +327,17 @@ def test_damage_is_seen_and_the_checkpoint_before_is_used(tmp_path, capsys, name
     reason = ck.verify(tmp_path / "step-300")
     assert name in reason or name == "checksums.json"  # where a flipped bit may make another sum
     assert ck.latest(tmp_path) == tmp_path / "step-200"
-    assert capsys.readouterr().err == f"checkpoint step-300 ({reason}) is passed over; using step-200\n"
+    assert (
+        capsys.readouterr().err
+        == f"checkpoint step-300 ({reason}) is passed over; using step-200\n"
+    )
     with pytest.raises(UserError, match=r"step-300 .*use .*step-200, which is whole"):
         ck.resolve(tmp_path / "step-300")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "3", '"x"', "null", "[" * 100_000, '{"state.json": 1}', '["optimizer.pt"]'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "3", '"x"', "null", "[" * 100_000, '{"state.json": 1}', '["optimizer.pt"]']
+)
 def test_checksums_that_are_no_table(tmp_path, text):
     checkpoint = save(tmp_path, 1)
     (checkpoint / "checksums.json").write_text(text, encoding="utf-8")
@@ -313,7 +349,10 @@ def test_a_lost_optimizer_is_no_damage_but_nothing_to_go_on_from(tmp_path, capsy
         save(tmp_path, step)
     (tmp_path / "step-2" / "optimizer.pt").unlink()
     assert ck.latest(tmp_path) == tmp_path / "step-2" and ck.mend(tmp_path) == tmp_path / "step-1"
-    assert "step-2 (its optimizer state was removed, to save space) is passed over" in capsys.readouterr().err
+    assert (
+        "step-2 (its optimizer state was removed, to save space) is passed over"
+        in capsys.readouterr().err
+    )
 
 
 def test_what_was_damaged_before_its_optimizer_goes_stays_damaged(tmp_path):
@@ -333,7 +372,9 @@ def test_an_empty_directory_is_passed_over_and_all_damaged_is_an_error(tmp_path,
     assert ck.latest(tmp_path).name == "step-1"
     assert "step-2 (checksums.json is missing) is passed over" in capsys.readouterr().err
     (tmp_path / "step-1" / "state.json").unlink()
-    with pytest.raises(UserError, match=r"can be used: step-2 \(.*\), step-1 \(state.json is missing\)"):
+    with pytest.raises(
+        UserError, match=r"can be used: step-2 \(.*\), step-1 \(state.json is missing\)"
+    ):
         ck.latest(tmp_path)
     with pytest.raises(UserError, match="nothing is saved yet"):
         ck.latest(tmp_path / "nothing")
@@ -360,7 +401,9 @@ def test_any_changed_byte_or_truncation_is_seen(whole_checkpoint, name, share, c
 
 @settings(max_examples=150, database=None)
 @given(shares, changes)
-def test_damage_under_fitting_checksums_ends_in_a_user_error_or_in_plain_values(whole_checkpoint, share, change):
+def test_damage_under_fitting_checksums_ends_in_a_user_error_or_in_plain_values(
+    whole_checkpoint, share, change
+):
     with tempfile.TemporaryDirectory() as folder:
         for name in ("model.safetensors", "optimizer.pt"):
             path = Path(shutil.copy(whole_checkpoint / name, folder))
@@ -386,15 +429,21 @@ def test_no_code_runs_when_a_hostile_file_is_opened(tmp_path):
     with pytest.raises(UserError, match="would run code when opened"):
         ck.load_tensors(checkpoint / "optimizer.pt")
     torch.save({"weight": Hostile(trap)}, tmp_path / "zip.pt")
-    torch.save({"weight": Hostile(trap)}, tmp_path / "legacy.bin", _use_new_zipfile_serialization=False)
+    torch.save(
+        {"weight": Hostile(trap)}, tmp_path / "legacy.bin", _use_new_zipfile_serialization=False
+    )
     torch.save(nn.Linear(1, 1), tmp_path / "module.pth")
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Hostile(trap)))
     torch.jit.script(nn.Linear(1, 1)).save(str(tmp_path / "script.pt"))
     for name in ("zip.pt", "legacy.bin", "module.pth", "plain.pt", "script.pt"):
-        with pytest.raises(UserError, match=f"{name} contains more than tensors and would run code when opened"):
+        with pytest.raises(
+            UserError, match=f"{name} contains more than tensors and would run code when opened"
+        ):
             ck.load_weights(tmp_path / name)
     assert not trap.exists()
-    pickle.loads(pickle.dumps(Hostile(trap)))  # the trap works: only so does this test mean anything
+    pickle.loads(
+        pickle.dumps(Hostile(trap))
+    )  # the trap works: only so does this test mean anything
     assert trap.exists()
 
 
@@ -410,8 +459,19 @@ WEIGHTS = {"layer.weight": torch.arange(4.0), "steps": torch.tensor(3)}
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 @pytest.mark.parametrize(
     "content",
-    [b"", b"hello world", b"{}", b"\x00" * 100, bytes(range(256)), torch_bytes(WEIGHTS)[:200], torch_bytes([1, 2])]
-    + [torch_bytes(value) for value in ({}, {"epoch": 3}, {"model": {"a": 1}}, torch.zeros(3), {1: torch.zeros(1)})],
+    [
+        b"",
+        b"hello world",
+        b"{}",
+        b"\x00" * 100,
+        bytes(range(256)),
+        torch_bytes(WEIGHTS)[:200],
+        torch_bytes([1, 2]),
+    ]
+    + [
+        torch_bytes(value)
+        for value in ({}, {"epoch": 3}, {"model": {"a": 1}}, torch.zeros(3), {1: torch.zeros(1)})
+    ],
 )
 def test_a_file_that_holds_no_weights_is_one_line(tmp_path, suffix, content):
     path = tmp_path / f"weights{suffix}"
@@ -421,8 +481,12 @@ def test_a_file_that_holds_no_weights_is_one_line(tmp_path, suffix, content):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("wrap", [lambda w: w, lambda w: {"model": w, "epoch": 3}, lambda w: {"state_dict": w}])
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize(
+    "wrap", [lambda w: w, lambda w: {"model": w, "epoch": 3}, lambda w: {"state_dict": w}]
+)
+@pytest.mark.parametrize(
+    "prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
+)
 def test_wrappings_and_prefixes_are_taken_off(tmp_path, wrap, prefix):
     weights = WEIGHTS | {"encoder.module.weight": torch.zeros(1)}  # inside a name it stays
     torch.save(wrap({prefix + name: tensor for name, tensor in weights.items()}), tmp_path / "w.pt")
@@ -441,8 +505,13 @@ def test_a_damaged_best_gives_way_to_the_latest(tmp_path, capsys):
         save(folder, step, best_step=2 if step > 1 else None)
     spoil(folder / "step-2" / "model.safetensors")
     assert ck.resolve(tmp_path / "run") == folder / "step-3"
-    assert "step-2 is no whole checkpoint (checksum of model.safetensors differs)" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"best is not a whole checkpoint .*use .*step-3, which is whole"):
+    assert (
+        "step-2 is no whole checkpoint (checksum of model.safetensors differs)"
+        in capsys.readouterr().err
+    )
+    with pytest.raises(
+        UserError, match=r"best is not a whole checkpoint .*use .*step-3, which is whole"
+    ):
         ck.resolve(folder / "best")
     with pytest.raises(UserError, match="belongs to a checkpoint that is not whole"):
         ck.resolve(folder / "step-2" / "model.safetensors")
@@ -459,10 +528,15 @@ def test_resolve_of_the_working_directory(tmp_path, monkeypatch):
     assert ck.resolve(".") == tmp_path / "step-1"
 
 
-@pytest.mark.parametrize("name, reason", [
-    ("absent", "does not exist; give a run directory"), ("notes.txt", "is not a weights file"),
-    ("run", "no checkpoint in .* can be used: nothing is saved yet"), ("empty", "not a whole checkpoint .*give a run directory"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("absent", "does not exist; give a run directory"),
+        ("notes.txt", "is not a weights file"),
+        ("run", "no checkpoint in .* can be used: nothing is saved yet"),
+        ("empty", "not a whole checkpoint .*give a run directory"),
+    ],
+)
 def test_resolve_of_what_is_not_there(tmp_path, name, reason):
     (tmp_path / "notes.txt").touch()
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
@@ -475,7 +549,11 @@ def test_the_last_whole_ones_up_to_a_checkpoint(tmp_path):
     for step in range(1, 6):
         save(tmp_path, step)
     truncate(tmp_path / "step-3" / "model.safetensors")
-    assert [path.name for path in ck.last_whole(tmp_path / "step-4", 3)] == ["step-1", "step-2", "step-4"]
+    assert [path.name for path in ck.last_whole(tmp_path / "step-4", 3)] == [
+        "step-1",
+        "step-2",
+        "step-4",
+    ]
     for wanted in (0, 4):
         with pytest.raises(UserError, match=f"cannot average {wanted} .*: 3 are whole"):
             ck.last_whole(tmp_path / "step-4", wanted)

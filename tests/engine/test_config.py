@@ -29,7 +29,9 @@ class Config:
 def parse(monkeypatch):
     def parse(*arguments, **options):
         monkeypatch.setattr(sys, "argv", ["script.py", *map(str, arguments)])
-        monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as if not run by `python -m`
+        monkeypatch.setattr(
+            sys.modules["__main__"], "__spec__", None
+        )  # as if not run by `python -m`
         return parse_flags(Config, **options)
 
     return parse
@@ -59,23 +61,37 @@ def test_given_are_the_flags_that_were_typed(parse):
     assert parse("--data=--lr=3").given == {"data"}
 
 
-@pytest.mark.parametrize("words", [
-    ["--max_steps", "7", "--norm_first"], ["--max-steps", "7", "--norm-first"], ["--max-steps=7", "--norm_first=true"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--max_steps", "7", "--norm_first"],
+        ["--max-steps", "7", "--norm-first"],
+        ["--max-steps=7", "--norm_first=true"],
+    ],
+)
 def test_flags_with_underscore_and_dash(parse, words):
     config = parse(*words)
-    assert config == Config(max_steps=7, norm_first=True) and config.given == {"max_steps", "norm_first"}
+    assert config == Config(max_steps=7, norm_first=True) and config.given == {
+        "max_steps",
+        "norm_first",
+    }
 
 
-@pytest.mark.parametrize("words, said", [
-    (["--max_step", "5"], "unknown flag --max_step; did you mean --max_steps?"),
-    (["--max_st", "5"], "unknown flag --max_st; did you mean --max_steps?"),
-    (["--norm-fist=1"], "unknown flag --norm-fist; did you mean --norm_first?"),
-    (["--dat", "5"], "unknown flag --dat; did you mean --data?"), (["--qqq"], "unknown flag --qqq; see --help"),
-    (["--lr", "fast"], "invalid float value: 'fast'"), (["--lr"], "expected one argument"),
-    (["--norm_first=maybe"], "'maybe' is not true or false"), (["--max_steps", "2.5"], "invalid int value: '2.5'"),
-    (["hello"], "unexpected argument 'hello'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--max_step", "5"], "unknown flag --max_step; did you mean --max_steps?"),
+        (["--max_st", "5"], "unknown flag --max_st; did you mean --max_steps?"),
+        (["--norm-fist=1"], "unknown flag --norm-fist; did you mean --norm_first?"),
+        (["--dat", "5"], "unknown flag --dat; did you mean --data?"),
+        (["--qqq"], "unknown flag --qqq; see --help"),
+        (["--lr", "fast"], "invalid float value: 'fast'"),
+        (["--lr"], "expected one argument"),
+        (["--norm_first=maybe"], "'maybe' is not true or false"),
+        (["--max_steps", "2.5"], "invalid int value: '2.5'"),
+        (["hello"], "unexpected argument 'hello'"),
+    ],
+)
 def test_mistakes_in_flags(refused, words, said):
     assert said in refused(*words)
 
@@ -98,13 +114,22 @@ def test_positional_words(parse, refused):
 # ---------------------------------------------------------------- bounds and choices
 
 
-@pytest.mark.parametrize("name, value, must_be", [
-    ("lr", "20.0", "above 0 and below 10"), ("lr", "10.0", "above 0 and below 10"), ("lr", "0.0", "above 0 and below 10"),
-    ("lr", "nan", "above 0 and below 10"), ("lr", "inf", "above 0 and below 10"),
-    ("share", "1.01", "at least 0 and at most 1"), ("share", "-0.5", "at least 0 and at most 1"),
-    ("max_steps", "-1", "at least 0"), ("max_steps", "2147483648", "at least 0 and at most 2,147,483,647"),
-    ("anything", "nan", "a finite number"), ("anything", "-inf", "a finite number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, value, must_be",
+    [
+        ("lr", "20.0", "above 0 and below 10"),
+        ("lr", "10.0", "above 0 and below 10"),
+        ("lr", "0.0", "above 0 and below 10"),
+        ("lr", "nan", "above 0 and below 10"),
+        ("lr", "inf", "above 0 and below 10"),
+        ("share", "1.01", "at least 0 and at most 1"),
+        ("share", "-0.5", "at least 0 and at most 1"),
+        ("max_steps", "-1", "at least 0"),
+        ("max_steps", "2147483648", "at least 0 and at most 2,147,483,647"),
+        ("anything", "nan", "a finite number"),
+        ("anything", "-inf", "a finite number"),
+    ],
+)
 def test_a_number_out_of_bounds(refused, name, value, must_be):
     assert refused(f"--{name}={value}") == f"--{name} {value} must be {must_be}"
 
@@ -121,7 +146,10 @@ def test_what_the_bounds_let_through(max_steps, lr, share, anything):
 def test_choices_are_the_words_of_the_help(parse, refused):
     assert parse("--preset", "big").preset == "big"
     assert refused("--preset", "x") == "--preset x is unknown; choose lab, base or big"
-    assert refused("--preset", "bass") == "--preset bass is unknown; choose lab, base or big; did you mean base?"
+    assert (
+        refused("--preset", "bass")
+        == "--preset bass is unknown; choose lab, base or big; did you mean base?"
+    )
 
 
 def test_a_default_is_a_choice_even_if_the_help_does_not_name_it():
@@ -137,11 +165,17 @@ def test_a_default_is_a_choice_even_if_the_help_does_not_name_it():
 # ---------------------------------------------------------------- settings files
 
 
-@pytest.mark.parametrize("name, content", [
-    ("settings.yaml", "max_steps: 7\nlr: 3e-4\nnorm_first: true\ndata: 数据\n"),
-    ("settings.yml", "max_steps: '7'\nlr: 0.0003\nnorm_first: yes\ndata: 数据\nshare:\n"),  # null: the default
-    ("settings.json", '{"max_steps": 7, "lr": 3e-4, "norm_first": true, "data": "数据"}'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("settings.yaml", "max_steps: 7\nlr: 3e-4\nnorm_first: true\ndata: 数据\n"),
+        (
+            "settings.yml",
+            "max_steps: '7'\nlr: 0.0003\nnorm_first: yes\ndata: 数据\nshare:\n",
+        ),  # null: the default
+        ("settings.json", '{"max_steps": 7, "lr": 3e-4, "norm_first": true, "data": "数据"}'),
+    ],
+)
 def test_a_settings_file_and_flags_over_it(parse, tmp_path, name, content):
     path = tmp_path / name
     path.write_text(content, encoding="utf-8")
@@ -169,12 +203,19 @@ def test_a_path_below_home_wherever_it_stands(parse, tmp_path, monkeypatch):
     assert [parse("--data", name).data for name in ("x~/y", "./~/x")] == ["x~/y", "./~/x"]
 
 
-@pytest.mark.parametrize("content, said", [
-    ("max_step: 7", "unknown setting 'max_step' in the settings file; did you mean max_steps?"),
-    ("7: 7", "unknown setting 7"), ("- 7", "must hold `name: value` lines"), ("", "must hold `name: value` lines"),
-    ("lr: [", "is not valid YAML"), ("lr: fast", "invalid float value: 'fast'"),
-    ("max_steps: [1, 2]", "must hold `name: value` lines"), ("max_steps: -3", "--max_steps -3 must be at least 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("max_step: 7", "unknown setting 'max_step' in the settings file; did you mean max_steps?"),
+        ("7: 7", "unknown setting 7"),
+        ("- 7", "must hold `name: value` lines"),
+        ("", "must hold `name: value` lines"),
+        ("lr: [", "is not valid YAML"),
+        ("lr: fast", "invalid float value: 'fast'"),
+        ("max_steps: [1, 2]", "must hold `name: value` lines"),
+        ("max_steps: -3", "--max_steps -3 must be at least 0"),
+    ],
+)
 def test_mistakes_in_a_settings_file(refused, tmp_path, content, said):
     path = tmp_path / "settings.yaml"
     assert refused(path) == f"cannot read settings file {path}: No such file or directory"
@@ -189,8 +230,18 @@ numbers = st.floats(allow_nan=False, allow_infinity=False)
 lr = st.floats(0, 10, exclude_min=True, exclude_max=True)
 
 
-@given(st.builds(Config, st.text(), st.sampled_from(["lab", "base"]), st.integers(0, 2**31 - 1), lr, st.floats(0, 1),
-                 numbers, st.booleans()))  # fmt: skip
+@given(
+    st.builds(
+        Config,
+        st.text(),
+        st.sampled_from(["lab", "base"]),
+        st.integers(0, 2**31 - 1),
+        lr,
+        st.floats(0, 1),
+        numbers,
+        st.booleans(),
+    )
+)
 def test_saved_settings_come_back(tmp_path_factory, config):
     path = tmp_path_factory.getbasetemp() / "config.json"
     write_whole(path, as_json(asdict(config)))
@@ -202,11 +253,18 @@ def test_saved_settings_are_readable(tmp_path):
     assert '"data": "数据"' in (tmp_path / "config.json").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("content, said", [
-    ("{", "config.json is damaged, or"), ("[1]", "config.json is damaged, or"),
-    ('{"no_such": 1}', "no_such"), ('{"max_steps": "many"}', "--max_steps 'many' must be of type int"),
-    ('{"max_steps": -1}', "must be at least 0"), ('{"lr": NaN}', "must be above 0"), ('{"preset": "x"}', "choose lab"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("{", "config.json is damaged, or"),
+        ("[1]", "config.json is damaged, or"),
+        ('{"no_such": 1}', "no_such"),
+        ('{"max_steps": "many"}', "--max_steps 'many' must be of type int"),
+        ('{"max_steps": -1}', "must be at least 0"),
+        ('{"lr": NaN}', "must be above 0"),
+        ('{"preset": "x"}', "choose lab"),
+    ],
+)
 def test_damaged_settings_are_said(tmp_path, content, said):
     with pytest.raises(UserError, match=r"cannot read .*is .* a run of this script"):
         load_config(Config, tmp_path / "config.json")
@@ -227,8 +285,14 @@ def test_help_fits_a_screen_in_groups_and_comes_at_once(script, tmp_path):
     flags = fields(import_module(script).Config)
     groups = dict.fromkeys(flag.metadata["group"] for flag in flags)  # each once
     assert [line[:-1] for line in lines[1:] if not line.startswith(" ")] == [*groups]
-    assert [line.split()[0] for line in lines if line.startswith("  --")] == [f"--{flag.name}" for flag in flags]
-    imported = [line.rsplit("|", 1)[1].strip() for line in result.stderr.splitlines() if line.startswith("import time")]
+    assert [line.split()[0] for line in lines if line.startswith("  --")] == [
+        f"--{flag.name}" for flag in flags
+    ]
+    imported = [
+        line.rsplit("|", 1)[1].strip()
+        for line in result.stderr.splitlines()
+        if line.startswith("import time")
+    ]
     assert "engine.config" in imported and "torch" not in imported  # which takes seconds
 
 
@@ -239,7 +303,13 @@ def test_help_shows_default_meaning_and_bounds(parse, capsys):
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines == [
         "python script.py [--flag value …] [TEXT …] does something",
-        "Data:", "--data - where it lies", "--preset lab model size (lab|base|big)",
-        "Training:", "--max_steps 0 steps at most [>= 0]", "--lr 0.001 peak learning rate [> 0, < 10]",
-        "--share 0.5 of the data [>= 0, <= 1]", "--anything 0.0 any number", "--norm_first - norm before",
-    ]  # fmt: skip
+        "Data:",
+        "--data - where it lies",
+        "--preset lab model size (lab|base|big)",
+        "Training:",
+        "--max_steps 0 steps at most [>= 0]",
+        "--lr 0.001 peak learning rate [> 0, < 10]",
+        "--share 0.5 of the data [>= 0, <= 1]",
+        "--anything 0.0 any number",
+        "--norm_first - norm before",
+    ]

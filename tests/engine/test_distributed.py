@@ -18,9 +18,22 @@ from engine import distributed
 from engine.distributed import World, choose_device, hidden_gpus, start
 from engine.errors import UserError
 
-SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[07-08]",
-        "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "1"}  # fmt: skip
-VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+SRUN = {
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "1",
+}
+VARIABLES = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
 
 
 @pytest.fixture
@@ -72,14 +85,20 @@ def test_alone(environment, variables):
 
 
 def test_a_half_set_environment_is_named(environment):
-    for present in (set(names) for count in range(1, 5) for names in combinations(VARIABLES, count)):
+    for present in (
+        set(names) for count in range(1, 5) for names in combinations(VARIABLES, count)
+    ):
         environment(**{name: VARIABLES[name] for name in present})
         if not present & {"RANK", "WORLD_SIZE"}:
             check_alone(start("cpu"))
             continue
-        with pytest.raises(UserError, match=r"missing in the environment; start with torchrun") as error:
+        with pytest.raises(
+            UserError, match=r"missing in the environment; start with torchrun"
+        ) as error:
             start("cpu")
-        assert str(error.value).split(" missing")[0].split(", ") == [name for name in VARIABLES if name not in present]
+        assert str(error.value).split(" missing")[0].split(", ") == [
+            name for name in VARIABLES if name not in present
+        ]
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
@@ -99,9 +118,16 @@ def test_an_environment_that_holds_no_numbers(environment, name):
 def test_srun_tells_what_torchrun_would():
     found = dict(SRUN)
     distributed.adopt_srun(found)
-    assert {name: found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")} == {
-        "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu07",
-    }  # fmt: skip
+    assert {
+        name: found[name]
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    } == {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "gpu07",
+    }
     assert 10_000 <= int(found["MASTER_PORT"]) < 30_000
     # Another task of the same step reckons the same meeting place; another step, another port.
     other, later = dict(SRUN, SLURM_PROCID="0", SLURM_LOCALID="0"), dict(SRUN, SLURM_STEP_ID="2")
@@ -113,11 +139,17 @@ def test_srun_tells_what_torchrun_would():
     assert place.items() <= found.items()
 
 
-@pytest.mark.parametrize("change", [
-    {"SLURM_STEP_NUM_TASKS": "1"},                      # srun with one task
-    {"RANK": "0", "WORLD_SIZE": "2"},                   # torchrun, itself started by srun
-    {"SLURM_STEP_NUM_TASKS": None, "SLURM_NTASKS": "4"},  # the batch script itself, outside srun
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"SLURM_STEP_NUM_TASKS": "1"},  # srun with one task
+        {"RANK": "0", "WORLD_SIZE": "2"},  # torchrun, itself started by srun
+        {
+            "SLURM_STEP_NUM_TASKS": None,
+            "SLURM_NTASKS": "4",
+        },  # the batch script itself, outside srun
+    ],
+)
 def test_srun_is_left_alone(change):
     found = {name: value for name, value in {**SRUN, **change}.items() if value is not None}
     before = dict(found)
@@ -125,17 +157,26 @@ def test_srun_is_left_alone(change):
     assert found == before
 
 
-@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"])
+@pytest.mark.parametrize(
+    "name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"]
+)
 def test_half_of_what_srun_sets(name):
     with pytest.raises(UserError, match=f"srun started 4 tasks, but {name} missing"):
         distributed.adopt_srun({other: value for other, value in SRUN.items() if other != name})
 
 
-@pytest.mark.parametrize("nodes, first", [
-    ("gpu01", "gpu01"), ("a,b", "a"), ("gpu[03-05,9],cpu1", "gpu03"), ("n[7,9]", "n7"),
-    ("rack-2-node[010-011]", "rack-2-node010"),
-    ("a[1-2]b,c", "a1b"), ("node-1,node-2", "node-1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "nodes, first",
+    [
+        ("gpu01", "gpu01"),
+        ("a,b", "a"),
+        ("gpu[03-05,9],cpu1", "gpu03"),
+        ("n[7,9]", "n7"),
+        ("rack-2-node[010-011]", "rack-2-node010"),
+        ("a[1-2]b,c", "a1b"),
+        ("node-1,node-2", "node-1"),
+    ],
+)
 def test_the_first_host_of_a_list(nodes, first):
     distributed.adopt_srun(found := SRUN | {"SLURM_STEP_NODELIST": nodes})
     assert found["MASTER_ADDR"] == first
@@ -176,14 +217,30 @@ def check_a_rank() -> None:
 
     world = start("cpu")
     rank, is_main = int(os.environ["RANK"]), os.environ["RANK"] == "0"
-    assert (world.rank, world.size, world.device, world.is_main) == (rank, 3, torch.device("cpu"), is_main)
+    assert (world.rank, world.size, world.device, world.is_main) == (
+        rank,
+        3,
+        torch.device("cpu"),
+        is_main,
+    )
     assert "gloo" in dist.get_backend()
     tensor = torch.tensor([rank + 1.0, 10.0 * rank, 0.1], dtype=torch.float64)
     assert world.sum(tensor) is tensor and tensor.tolist() == pytest.approx([6, 30, 0.3], rel=1e-15)
-    assert world.maximum(rank, -rank, rank == 1, 0.1 * rank) == [2, 0, 1, 0.2]  # doubles, not floats
-    assert world.on_main(lambda: {"path": Path("/a") / str(rank), "none": None}) == {"path": Path("/a/0"), "none": None}
+    assert world.maximum(rank, -rank, rank == 1, 0.1 * rank) == [
+        2,
+        0,
+        1,
+        0.2,
+    ]  # doubles, not floats
+    assert world.on_main(lambda: {"path": Path("/a") / str(rank), "none": None}) == {
+        "path": Path("/a/0"),
+        "none": None,
+    }
     assert world.gather(["r"] * rank) == ([[], ["r"], ["r", "r"]] if is_main else None)
-    assert [world.on_main(lambda: f"made by {world.rank}"), world.on_main(lambda: 2)] == ["made by 0", 2]
+    assert [world.on_main(lambda: f"made by {world.rank}"), world.on_main(lambda: 2)] == [
+        "made by 0",
+        2,
+    ]
     with pytest.raises(UserError, match="no"):
         world.on_main(refuse)
     world.stop()
@@ -191,7 +248,9 @@ def check_a_rank() -> None:
 
 
 def test_every_rank_gets_the_same(tmp_path):
-    ranks = fork_ranks(3, "engine/__init__.py", cwd=tmp_path, first=(check_a_rank,))  # a script that does nothing more
+    ranks = fork_ranks(
+        3, "engine/__init__.py", cwd=tmp_path, first=(check_a_rank,)
+    )  # a script that does nothing more
     assert [rank.wait() for rank in ranks] == [0, 0, 0], [rank.output for rank in ranks]
 
 
@@ -202,7 +261,14 @@ def wait_a_second() -> None:
 def check_it_meets_nobody(rank: int, port: int, folder: Path) -> str:
     """One of two processes ends with one line, which is returned; torch may say more about its sockets."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    script = Forked("train.py", cwd=folder, first=(wait_a_second,), RANK=str(rank), LOCAL_RANK=str(rank), **place)
+    script = Forked(
+        "train.py",
+        cwd=folder,
+        first=(wait_a_second,),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        **place,
+    )
     assert script.wait() == 2 and "Traceback" not in script.output, script.output
     (line,) = [line for line in script.output.splitlines() if line.startswith("error")]
     assert f"rank {rank} cannot meet the others at 127.0.0.1:{port}: " in line
@@ -229,9 +295,16 @@ def test_without_gpu(gpus):
     assert choose_device("auto", 3) == choose_device("cpu", 0) == torch.device("cpu")
 
 
-@pytest.mark.parametrize("name, local_rank, index", [
-    ("auto", 0, 0), ("auto", 1, 1), ("cuda", 1, 1), ("cuda:1", 0, 1), ("cuda:0", 1, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, local_rank, index",
+    [
+        ("auto", 0, 0),
+        ("auto", 1, 1),
+        ("cuda", 1, 1),
+        ("cuda:1", 0, 1),
+        ("cuda:0", 1, 0),
+    ],
+)
 def test_each_rank_has_its_gpu(gpus, name, local_rank, index):
     selected = gpus(2)
     device = torch.device("cuda", index)
@@ -239,13 +312,25 @@ def test_each_rank_has_its_gpu(gpus, name, local_rank, index):
     assert choose_device("cpu", local_rank) == torch.device("cpu") and selected == [device]
 
 
-@pytest.mark.parametrize("seen, processes, name, said", [
-    *((2, 1, name, "unknown device; choose auto, cpu, cuda or cuda:N") for name in ("gpu", "cuda1", "mps", "", "CPU")),
-    *((0, 1, name, f"--device {name}: PyTorch sees no GPU on this machine; --device auto") for name in ("cuda", "cuda:0")),
-    *((2, 1, f"cuda:{name}", f"GPU {name} was asked for but 2 can be seen") for name in ("2", "x", "-1")),
-    (2, 3, "auto", "3 processes but 2 visible GPU(s); start at most 2"),
-    (2, 2, "cuda:1", "--device cuda:1 gives all processes the same GPU"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "seen, processes, name, said",
+    [
+        *(
+            (2, 1, name, "unknown device; choose auto, cpu, cuda or cuda:N")
+            for name in ("gpu", "cuda1", "mps", "", "CPU")
+        ),
+        *(
+            (0, 1, name, f"--device {name}: PyTorch sees no GPU on this machine; --device auto")
+            for name in ("cuda", "cuda:0")
+        ),
+        *(
+            (2, 1, f"cuda:{name}", f"GPU {name} was asked for but 2 can be seen")
+            for name in ("2", "x", "-1")
+        ),
+        (2, 3, "auto", "3 processes but 2 visible GPU(s); start at most 2"),
+        (2, 2, "cuda:1", "--device cuda:1 gives all processes the same GPU"),
+    ],
+)
 def test_a_device_that_is_not_there(gpus, monkeypatch, seen, processes, name, said):
     selected = gpus(seen)
     monkeypatch.setattr(distributed, "hidden_gpus", lambda: None)
@@ -261,7 +346,10 @@ def test_a_gpu_that_others_have_filled(gpus, monkeypatch):
     gpus(2)
     full = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be …")
     monkeypatch.setattr(torch.cuda, "synchronize", Mock(side_effect=full))
-    with pytest.raises(UserError, match=r"^GPU 1 cannot be used \(CUDA error: out of memory\); .*CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(
+        UserError,
+        match=r"^GPU 1 cannot be used \(CUDA error: out of memory\); .*CUDA_VISIBLE_DEVICES",
+    ):
         choose_device("cuda:1", 0)
 
 
@@ -272,17 +360,30 @@ def test_a_task_of_srun_that_sees_its_own_card_alone(gpus, monkeypatch):
     assert choose_device("auto", 1) == torch.device("cuda", 0) and len(selected) == 1
     # Two tasks that were given one card together; torchrun in a batch script.
     for name, value in (("SLURM_GPUS_ON_NODE", "1"), ("TORCHELASTIC_RUN_ID", "none")):
-        with monkeypatch.context() as patch, pytest.raises(UserError, match="2 processes but 1 visible GPU"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(UserError, match="2 processes but 1 visible GPU"),
+        ):
             patch.setenv(name, value)
             choose_device("auto", 1)
 
 
-@pytest.mark.parametrize("cards, seen, visible, said", [
-    *((3, 0, name, f"CUDA_VISIBLE_DEVICES={name!r} hides all 3 GPU(s) of this machine") for name in ("", "-1", "7")),
-    (0, 0, "", None), (3, 1, "", None),
-    # Not by this variable: an old driver, or a build of torch without CUDA. Said as well, in other words.
-    *((3, 0, name, "can use none of the 3 GPU(s)") for name in (None, "1", "2,7", "GPU-8932f937-d72c")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "cards, seen, visible, said",
+    [
+        *(
+            (3, 0, name, f"CUDA_VISIBLE_DEVICES={name!r} hides all 3 GPU(s) of this machine")
+            for name in ("", "-1", "7")
+        ),
+        (0, 0, "", None),
+        (3, 1, "", None),
+        # Not by this variable: an old driver, or a build of torch without CUDA. Said as well, in other words.
+        *(
+            (3, 0, name, "can use none of the 3 GPU(s)")
+            for name in (None, "1", "2,7", "GPU-8932f937-d72c")
+        ),
+    ],
+)
 def test_hidden_gpus_are_said(tmp_path, gpus, monkeypatch, cards, seen, visible, said):
     gpus(seen)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -298,5 +399,7 @@ def test_hidden_gpus_are_said(tmp_path, gpus, monkeypatch, cards, seen, visible,
 def test_why_there_is_no_gpu_is_said(gpus, monkeypatch):
     gpus(0)
     monkeypatch.setattr(distributed, "hidden_gpus", lambda: "they are hidden")
-    with pytest.raises(UserError, match="--device cuda: they are hidden; --device auto takes the CPU"):
+    with pytest.raises(
+        UserError, match="--device cuda: they are hidden; --device auto takes the CPU"
+    ):
         choose_device("cuda", 0)

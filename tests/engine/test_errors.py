@@ -38,26 +38,66 @@ def test_any_message_is_one_line(message):
 FULL, ELSEWHERE = "free some space", "choose another place"
 
 
-@pytest.mark.parametrize("error, said", [
-    (RuntimeError("CUDA error: no kernel image is available for execution on the device"), "this GPU is too old for"),
-    (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be …"), "the GPU's memory is full; "),  # by others
-    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "choose a free GPU"),
-    (RuntimeError("Failed to find C compiler. Please specify …"), "--compile needs a C and C++ compiler"),
-    *((OSError(number, os.strerror(number), "/x/file"), f"cannot write /x/file: {os.strerror(number)}; {remedy}")
-      for number, remedy in ((errno.ENOSPC, FULL), (errno.EDQUOT, FULL), (errno.EROFS, ELSEWHERE), (errno.EIO, FULL))),
-    (PermissionError(errno.EACCES, "Permission denied", "/x"), f"cannot use /x: Permission denied; {ELSEWHERE}"),
-    (OSError(errno.ENOSPC, "full"), "cannot write /"),  # write() knows no file name: the working directory
-    (OSError("1000 requested and 0 written"), "No space left on device; free some space"),  # numpy's words
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (
+            RuntimeError("CUDA error: no kernel image is available for execution on the device"),
+            "this GPU is too old for",
+        ),
+        (
+            RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be …"),
+            "the GPU's memory is full; ",
+        ),  # by others
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            "choose a free GPU",
+        ),
+        (
+            RuntimeError("Failed to find C compiler. Please specify …"),
+            "--compile needs a C and C++ compiler",
+        ),
+        *(
+            (
+                OSError(number, os.strerror(number), "/x/file"),
+                f"cannot write /x/file: {os.strerror(number)}; {remedy}",
+            )
+            for number, remedy in (
+                (errno.ENOSPC, FULL),
+                (errno.EDQUOT, FULL),
+                (errno.EROFS, ELSEWHERE),
+                (errno.EIO, FULL),
+            )
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/x"),
+            f"cannot use /x: Permission denied; {ELSEWHERE}",
+        ),
+        (
+            OSError(errno.ENOSPC, "full"),
+            "cannot write /",
+        ),  # write() knows no file name: the working directory
+        (
+            OSError("1000 requested and 0 written"),
+            "No space left on device; free some space",
+        ),  # numpy's words
+    ],
+)
 def test_what_the_machine_does_not_give_is_one_line(error, said, capsys):
     code, line = ended_by(error, capsys)
     assert code == 2 and line.startswith("error: ") and said in line and line.count("\n") == 1
 
 
-@pytest.mark.parametrize("bug", [
-    ZeroDivisionError(), FileNotFoundError(errno.ENOENT, "No such file", "/no/such/file"),
-    PermissionError(errno.EACCES, "Permission denied"),  # no file: a semaphore, in a container
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bug",
+    [
+        ZeroDivisionError(),
+        FileNotFoundError(errno.ENOENT, "No such file", "/no/such/file"),
+        PermissionError(errno.EACCES, "Permission denied"),  # no file: a semaphore, in a container
+    ],
+)
 def test_a_bug_keeps_its_traceback(bug, capsys):
     with pytest.raises(type(bug)):
         ended_by(bug, capsys)
@@ -83,17 +123,28 @@ stop("wrong")
     assert (done.returncode, done.stdout, done.stderr) == (2, "begun\n", "error (rank 3): wrong\n")
 
 
-@pytest.mark.parametrize("words", [
-    "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?", "Broken pipe",
-    "[../gloo/transport/tcp/pair.cc:525] Read error [127.0.0.1]:1: Connection reset by peer", "wait timeout after 3000ms",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+        "Broken pipe",
+        "[../gloo/transport/tcp/pair.cc:525] Read error [127.0.0.1]:1: Connection reset by peer",
+        "wait timeout after 3000ms",
+    ],
+)
 def test_a_process_that_is_gone_is_one_line(words, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, said = ended_by(RuntimeError(words), capsys)
-    assert code == 2 and said.startswith("error: another process of this run has ended") and said.count("\n") == 1
+    assert (
+        code == 2
+        and said.startswith("error: another process of this run has ended")
+        and said.count("\n") == 1
+    )
 
 
-@pytest.mark.parametrize("environment", [{"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "0"}, {"WORLD_SIZE": "4"}])
+@pytest.mark.parametrize(
+    "environment", [{"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "0"}, {"WORLD_SIZE": "4"}]
+)
 def test_no_rank_is_said_where_there_is_one_process(capsys, monkeypatch, environment):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

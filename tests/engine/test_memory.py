@@ -38,9 +38,13 @@ def test_what_never_fits_is_an_error():
     assert seen == [1, 2, 4, 8]
 
 
-@pytest.mark.parametrize("words", [  # of errors that are no OutOfMemoryError
-    "CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [  # of errors that are no OutOfMemoryError
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
 def test_a_full_card_has_other_words_for_it(words):
     trial = Mock(side_effect=[RuntimeError(words), None])
     assert fewest_parts(trial, CUDA) == 2

@@ -25,13 +25,29 @@ def settings_as_before():
 # ---------------------------------------------------------------- which format
 
 
-@pytest.mark.parametrize("flags, asked, training, name, said", [
-    ("avx2", "auto", True, "fp32", "this CPU has no bf16 instructions"),
-    ("avx2", "auto", False, "fp32", "this CPU has no bf16 instructions"),
-    ("avx512_bf16", "auto", True, "bf16", "this CPU has bf16 instructions; the loss agrees with fp32 to 1 %"),
-    ("amx_bf16", "auto", True, "bf16", "this CPU has bf16 instructions; the loss agrees with fp32 to 1 %"),
-    ("avx512_bf16", "auto", False, "fp32", "full precision"), ("avx2", "bf16", True, "bf16", "as asked"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, asked, training, name, said",
+    [
+        ("avx2", "auto", True, "fp32", "this CPU has no bf16 instructions"),
+        ("avx2", "auto", False, "fp32", "this CPU has no bf16 instructions"),
+        (
+            "avx512_bf16",
+            "auto",
+            True,
+            "bf16",
+            "this CPU has bf16 instructions; the loss agrees with fp32 to 1 %",
+        ),
+        (
+            "amx_bf16",
+            "auto",
+            True,
+            "bf16",
+            "this CPU has bf16 instructions; the loss agrees with fp32 to 1 %",
+        ),
+        ("avx512_bf16", "auto", False, "fp32", "full precision"),
+        ("avx2", "bf16", True, "bf16", "as asked"),
+    ],
+)
 def test_on_a_cpu(monkeypatch, flags, asked, training, name, said):
     monkeypatch.setattr(under_test, "_cpu_flags", lambda: flags)
     chosen, layer = choose_precision(CPU, asked, training), nn.Linear(4, 4)
@@ -44,14 +60,22 @@ def test_on_a_cpu(monkeypatch, flags, asked, training, name, said):
 
 
 def test_refused():
-    with pytest.raises(UserError, match="--precision fp16 needs a GPU; use fp32 or bf16 on the CPU"):
+    with pytest.raises(
+        UserError, match="--precision fp16 needs a GPU; use fp32 or bf16 on the CPU"
+    ):
         choose_precision(CPU, "fp16")
 
 
-@pytest.mark.parametrize("capability, name, said", [
-    ((9, 0), "bf16", "bf16"), ((8, 0), "bf16", "fast bf16"), ((7, 5), "fp16", "no bf16; the loss is scaled"),
-    ((7, 0), "fp16", "fp16"), ((6, 1), "fp32", "no tensor cores"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "capability, name, said",
+    [
+        ((9, 0), "bf16", "bf16"),
+        ((8, 0), "bf16", "fast bf16"),
+        ((7, 5), "fp16", "no bf16; the loss is scaled"),
+        ((7, 0), "fp16", "fp16"),
+        ((6, 1), "fp32", "no tensor cores"),
+    ],
+)
 def test_auto_on_a_gpu(monkeypatch, capability, name, said):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     # A real one would make a tensor on the GPU.
@@ -61,15 +85,28 @@ def test_auto_on_a_gpu(monkeypatch, capability, name, said):
     gpu = torch.device("cuda", 1)
     chosen = choose_precision(gpu)
     assert chosen.name == name and said in chosen.reason and chosen.device == gpu
-    assert torch.get_float32_matmul_precision() == "high" and not torch.backends.cuda.cudnn_sdp_enabled()
+    assert (
+        torch.get_float32_matmul_precision() == "high"
+        and not torch.backends.cuda.cudnn_sdp_enabled()
+    )
     for asked in ("fp32", "bf16", "fp16"):
-        reason = "as asked; its products are TF32" if asked == "fp32" and capability >= (8, 0) else "as asked"
-        assert choose_precision(gpu, asked) == SimpleNamespace(device=gpu, name=asked, reason=reason)
+        reason = (
+            "as asked; its products are TF32"
+            if asked == "fp32" and capability >= (8, 0)
+            else "as asked"
+        )
+        assert choose_precision(gpu, asked) == SimpleNamespace(
+            device=gpu, name=asked, reason=reason
+        )
     formats = ["bf16", "fp16", "fp32"]
-    for number, other in enumerate(formats):  # of another rank's card: the ranks of a run have one format
+    for number, other in enumerate(
+        formats
+    ):  # of another rank's card: the ranks of a run have one format
         world = SimpleNamespace(maximum=lambda mine, other=number: [max(mine, other)])
         agreed = choose_precision(gpu, "auto", True, world)
-        assert agreed.name == max(name, other, key=formats.index) and (said in agreed.reason) == (agreed.name == name)
+        assert agreed.name == max(name, other, key=formats.index) and (said in agreed.reason) == (
+            agreed.name == name
+        )
 
 
 # ---------------------------------------------------------------- products
@@ -90,11 +127,21 @@ def test_fp32_products_are_exact_to_fp32(rows, inner, columns):
     choose_precision(CPU)
     chosen = product_error(left, right)
     assert exact < 1e-6 and chosen < 1e-6 and chosen < 3 * exact
-    assert product_error(left.bfloat16(), right.bfloat16()) > 1e-4  # what a rounded product would show
+    assert (
+        product_error(left.bfloat16(), right.bfloat16()) > 1e-4
+    )  # what a rounded product would show
 
 
-@pytest.mark.parametrize("flags, setting", [("avx512f", "medium"), ("avx512f amx_bf16", "highest"), ("", "medium"),
-                                            ("avx512_bf16", "medium"), ("asimd bf16", "highest")])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, setting",
+    [
+        ("avx512f", "medium"),
+        ("avx512f amx_bf16", "highest"),
+        ("", "medium"),
+        ("avx512_bf16", "medium"),
+        ("asimd bf16", "highest"),
+    ],
+)
 def test_a_cpu_that_would_round_is_not_let(monkeypatch, flags, setting):
     monkeypatch.setattr(under_test, "_cpu_flags", lambda: flags)
     choose_precision(CPU)
@@ -107,7 +154,9 @@ def test_a_cpu_that_would_round_is_not_let(monkeypatch, flags, setting):
 def small_model() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    return model, torch.optim.AdamW(
+        model.parameters(), lr=0.01, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+    )
 
 
 def loss_of(model: nn.Module, step: int, scale: float = 1.0) -> torch.Tensor:
@@ -150,7 +199,9 @@ def test_finite_steps_are_those_of_a_plain_loop(clip):
         clipped += norm.item() > clip > 0
         assert same_bits(everything(model, optimizer), everything(plain_model, plain_optimizer))
     precision.check_finite()
-    assert clipped == (10 if clip in (0.1, 1.0) else 0)  # so that each case is what it is meant to be
+    assert clipped == (
+        10 if clip in (0.1, 1.0) else 0
+    )  # so that each case is what it is meant to be
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -187,17 +238,24 @@ def test_fp16_skips_an_overflow_and_goes_on():
     precision, parameters = Precision(CPU, "fp16", ""), list(model.parameters())
     scale = precision.scaler.get_scale()
     loss = loss_of(model, 1)
-    norm = torch.stack([gradient.norm() for gradient in torch.autograd.grad(loss, parameters)]).norm()
+    norm = torch.stack(
+        [gradient.norm() for gradient in torch.autograd.grad(loss, parameters)]
+    ).norm()
     precision.backward(loss_of(model, 1))
     assert parameters[-1].grad.abs().item() > 1000 * norm  # scaled for the backward pass
-    assert precision.step(optimizer, parameters, 1.0, 1).item() == pytest.approx(norm.item(), rel=1e-5)  # and back
+    assert precision.step(optimizer, parameters, 1.0, 1).item() == pytest.approx(
+        norm.item(), rel=1e-5
+    )  # and back
     assert precision.scaler.get_scale() == scale
 
     before = everything(model, optimizer)
     precision.backward(loss_of(model, 2))
     parameters[0].grad[0, 0] = float("inf")
     precision.step(optimizer, parameters, 1.0, 2)
-    assert same_bits(everything(model, optimizer), before) and precision.scaler.get_scale() == scale / 2
+    assert (
+        same_bits(everything(model, optimizer), before)
+        and precision.scaler.get_scale() == scale / 2
+    )
     precision.check_finite()  # nothing to stop for
 
     precision.backward(loss_of(model, 3))

@@ -79,9 +79,15 @@ def train(kill_after: int = 0, **settings) -> tuple[Run, torch.nn.Module]:
 
 
 def metrics(name: str) -> list[dict]:
-    lines = [json.loads(line) for line in (Path("runs") / name / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (Path("runs") / name / "metrics.jsonl").read_text().splitlines()
+    ]
     # Not what the clock says, nor how busy the CPU was, which is told once a second has passed.
-    return [{tag: value for tag, value in line.items() if tag != "time" and tag[:4] != "cpu/"} for line in lines]
+    return [
+        {tag: value for tag, value in line.items() if tag != "time" and tag[:4] != "cpu/"}
+        for line in lines
+    ]
 
 
 def test_a_run_that_goes_on_equals_an_uninterrupted_one():
@@ -92,7 +98,11 @@ def test_a_run_that_goes_on_equals_an_uninterrupted_one():
     assert metrics("whole") == metrics("parted") and len(metrics("whole")) == 6
     log = (run.folder / "train.log").read_text()
     assert " settings: run parted; the rest as by default\n" in log
-    assert "resumed after step 3" in log and "stopped after step 6: all steps are done" in log and "to go on" not in log
+    assert (
+        "resumed after step 3" in log
+        and "stopped after step 6: all steps are done" in log
+        and "to go on" not in log
+    )
 
 
 def test_the_log_of_a_run_with_no_setting_of_its_own_on_a_machine_of_hidden_gpus(monkeypatch):
@@ -105,7 +115,9 @@ def test_going_on_keeps_the_settings_and_refuses_others():
     train(run="a", lr=0.02, kill_after=2)
     Path("a").mkdir()  # no run, but of its name
     run, _ = train(resume="a", steps=7)
-    assert run_module.load_config(Config, run.folder / "config.json").resume == ""  # a settings file for others
+    assert (
+        run_module.load_config(Config, run.folder / "config.json").resume == ""
+    )  # a settings file for others
     assert run.config.lr == 0.02 and run.config.steps == 7
     with pytest.raises(UserError, match=r"another --lr \(0.5, the run has 0.02\)"):
         start(resume="runs/a", lr=0.5)
@@ -132,9 +144,14 @@ def test_killed_between_its_settings_and_their_checksums_it_goes_on(monkeypatch)
 
 def test_another_models_checkpoint_is_refused():
     train(run="a", kill_after=2)
-    with start(resume="runs/a") as run, pytest.raises(UserError, match="does not contain the weights of this model"):
+    with (
+        start(resume="runs/a") as run,
+        pytest.raises(UserError, match="does not contain the weights of this model"),
+    ):
         run.restore(torch.nn.Linear(5, 1))
-    assert Path("runs/a/checkpoints/step-2").is_dir()  # a mistake on the way back takes nothing away
+    assert Path(
+        "runs/a/checkpoints/step-2"
+    ).is_dir()  # a mistake on the way back takes nothing away
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again():
@@ -222,7 +239,11 @@ def test_a_restart_goes_on_with_the_run_of_this_job(monkeypatch, job, count, res
     # On several machines each torchrun counts for itself: here the other one has counted.
     world = SimpleNamespace(maximum=lambda mine: [max(mine, count)], on_main=lambda work: work())
     found = run_module.after_restart(config(run="r", lr=0.02), world)
-    assert found.resume == resumed and found.lr == 0.02 and found.given == (set() if resumed else {"run", "lr"})
+    assert (
+        found.resume == resumed
+        and found.lr == 0.02
+        and found.given == (set() if resumed else {"run", "lr"})
+    )
 
 
 # ---------------------------------------------------------------- signals
@@ -233,7 +254,9 @@ def handlers() -> list:
 
 
 # Under nohup SIGHUP is ignored, and a run leaves it so.
-@pytest.mark.parametrize("number", [n for n in run_module.SIGNALS if signal.getsignal(n) != signal.SIG_IGN])
+@pytest.mark.parametrize(
+    "number", [n for n in run_module.SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
+)
 def test_a_signal_is_asked_for_and_the_handlers_come_back(number):
     before = handlers()
     with start(run="a") as run:
@@ -241,7 +264,9 @@ def test_a_signal_is_asked_for_and_the_handlers_come_back(number):
         run.begin()
         assert not run.stop_asked()
         signal.raise_signal(number)
-        assert run.stop_asked() and signal.getsignal(number) == signal.SIG_DFL  # a second one ends the process
+        assert (
+            run.stop_asked() and signal.getsignal(number) == signal.SIG_DFL
+        )  # a second one ends the process
         run.close(INTERRUPTED, 7)
     assert handlers() == before
     log = Path("runs/a/train.log").read_text()
@@ -260,20 +285,30 @@ def test_a_run_under_nohup_outlives_its_terminal():
         assert not run.stop_asked()
 
 
-@pytest.mark.parametrize("environment, typed", [
-    ({}, "python script.py"),
-    ({"WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}, "python script.py"),
-    ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "7"}, "torchrun --nproc_per_node 2 -- script.py"),
-    ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "python script.py"),  # srun
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "environment, typed",
+    [
+        ({}, "python script.py"),
+        ({"WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}, "python script.py"),
+        (
+            {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "7"},
+            "torchrun --nproc_per_node 2 -- script.py",
+        ),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "python script.py"),  # srun
+    ],
+)
 def test_the_way_back_is_what_was_typed(monkeypatch, environment, typed):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["/somewhere/script.py"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     assert command() == typed
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="labs.toy.__main__"))
-    of_a_lab = typed.replace("-- script.py", "-m -- labs.toy").replace("python script.py", "python -m labs.toy")
+    monkeypatch.setattr(
+        sys.modules["__main__"], "__spec__", SimpleNamespace(name="labs.toy.__main__")
+    )
+    of_a_lab = typed.replace("-- script.py", "-m -- labs.toy").replace(
+        "python script.py", "python -m labs.toy"
+    )
     assert command() == of_a_lab
 
 
@@ -297,7 +332,11 @@ def test_the_gpus_figures_are_among_the_curves(monkeypatch):
     with Run.start(config(run="a"), "toy", World(0, 1, torch.device("cuda", 0))) as run:
         run.begin()
         run.scalars(1, {"train/loss": 1.0})
-    assert metrics("a")[0]["gpu/utilisation_percent"] == 97 and sampler.start.called and sampler.ended.set.called
+    assert (
+        metrics("a")[0]["gpu/utilisation_percent"] == 97
+        and sampler.start.called
+        and sampler.ended.set.called
+    )
 
 
 def test_the_cache_lies_beside_the_run_wherever_one_stands(monkeypatch):

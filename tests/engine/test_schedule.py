@@ -28,12 +28,20 @@ def test_the_plan(peak, warmup, total):
     schedule = plan(peak, warmup, total)
     assert (schedule.peak, schedule.total) == (peak, total)
     assert schedule.warmup == min(total, warmup or max(1, min(1000, total // 10)))
-    assert schedule.decay_start == pytest.approx(0.7 * total, abs=1) and 1 <= schedule.decay_start <= total
+    assert (
+        schedule.decay_start == pytest.approx(0.7 * total, abs=1)
+        and 1 <= schedule.decay_start <= total
+    )
 
 
 @given(plans)
 def test_up_level_down(schedule):
-    peak, warmup, total, start = schedule.peak, schedule.warmup, schedule.total, schedule.decay_start
+    peak, warmup, total, start = (
+        schedule.peak,
+        schedule.warmup,
+        schedule.total,
+        schedule.decay_start,
+    )
     rates = rates_of(schedule)
     assert all(0 < rate <= peak for rate in rates[:total]) and rates[total:] == [0, 0]
     for step, rate in enumerate(rates[:start], 1):
@@ -42,7 +50,9 @@ def test_up_level_down(schedule):
         # From the peak at `start` in equal steps; the one that would follow the last is 0.
         fall = peak / (total + 1 - start)
         for step in range(start, total + 1):
-            assert rates[step - 1] == pytest.approx(peak - (step - start) * fall, rel=1e-9, abs=1e-12 * peak)
+            assert rates[step - 1] == pytest.approx(
+                peak - (step - start) * fall, rel=1e-9, abs=1e-12 * peak
+            )
         assert rates[total - 1] == pytest.approx(fall)
 
 
@@ -55,7 +65,9 @@ def test_by_hand():
 # ---------------------------------------------------------------- minutes
 
 
-def simulate(seconds_of, max_minutes: float, schedule: Schedule) -> tuple[float, list[float], int | None]:
+def simulate(
+    seconds_of, max_minutes: float, schedule: Schedule
+) -> tuple[float, list[float], int | None]:
     """The training loop: minutes used, the rate of each step, the step at which the way down began."""
     step, minutes, rates, down = 0, 0.0, [], None
     while step < schedule.total and minutes < max_minutes:
@@ -85,7 +97,9 @@ def test_a_run_ends_with_its_minutes_and_its_rate(speed, warmup):
     minutes, rates, down = simulate(SPEEDS[speed], 20, plan(1.0, warmup, 1_000_000))
     assert 0.9 * 20 <= minutes <= 1.1 * 20
     assert rates[-1] < 0.1 and max(rates) == 1.0
-    assert rates[down - 1] == 1.0 and all(after < before for before, after in pairwise(rates[down:]))
+    assert rates[down - 1] == 1.0 and all(
+        after < before for before, after in pairwise(rates[down:])
+    )
 
 
 def test_steps_that_end_first_are_not_stretched():
@@ -101,12 +115,23 @@ def test_a_warm_up_fitted_to_the_minutes_makes_no_jump():
     assert all(abs(after - before) <= 2 / SPEED_KNOWN for before, after in pairwise(rates[:-1]))
 
 
-@pytest.mark.parametrize("asked, first, seconds, minutes, fitted", [
-    (0, 0.2, 0.2, 10, 300),             # 3,000 of a million steps fit: a warm-up of 1,000 would take a third of the run
-    (0, 0.2, 0.2, 20, 600), (0, 5.0, 0.2, 20, 597), (0, 60.0, 0.2, 20, 570),  # a slow first step costs its own time alone
-    (30, 0.2, 0.2, 20, 30),             # never lengthened
-    (1000, 10.0, 10.0, 10, SPEED_KNOWN),  # nor shorter than the steps that measure
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "asked, first, seconds, minutes, fitted",
+    [
+        (
+            0,
+            0.2,
+            0.2,
+            10,
+            300,
+        ),  # 3,000 of a million steps fit: a warm-up of 1,000 would take a third of the run
+        (0, 0.2, 0.2, 20, 600),
+        (0, 5.0, 0.2, 20, 597),
+        (0, 60.0, 0.2, 20, 570),  # a slow first step costs its own time alone
+        (30, 0.2, 0.2, 20, 30),  # never lengthened
+        (1000, 10.0, 10.0, 10, SPEED_KNOWN),  # nor shorter than the steps that measure
+    ],
+)
 def test_a_warm_up_that_the_minutes_allow(asked, first, seconds, minutes, fitted):
     schedule = plan(1.0, asked, 1_000_000)
     simulate(lambda step, share: first if step == 1 else seconds, minutes, schedule)
@@ -116,7 +141,9 @@ def test_a_warm_up_that_the_minutes_allow(asked, first, seconds, minutes, fitted
 def test_a_slow_step_while_the_speed_is_measured_does_not_cut_the_warm_up():
     schedule = plan(1.0, 0, 1_000_000)
     simulate(lambda step, share: 2.0 if step == 2 else 0.2, 10, schedule)
-    assert schedule.warmup == pytest.approx(203, abs=1)  # by the average of 19; by the slow one alone it would be 30
+    assert schedule.warmup == pytest.approx(
+        203, abs=1
+    )  # by the average of 19; by the slow one alone it would be 30
 
 
 def test_without_a_limit_nothing_is_fitted():
@@ -128,8 +155,14 @@ def test_without_a_limit_nothing_is_fitted():
 
 def test_the_end_and_the_estimate_of_it():
     schedule = plan(1.0, 0, 10)
-    assert schedule.why_stop(9, 5.0, 0) is None and schedule.why_stop(10, 5.0, 0) == "all steps are done"
-    assert schedule.why_stop(3, 1.9, 2) is None and schedule.why_stop(3, 2.0, 2) == "the 2 minutes are over"
+    assert (
+        schedule.why_stop(9, 5.0, 0) is None
+        and schedule.why_stop(10, 5.0, 0) == "all steps are done"
+    )
+    assert (
+        schedule.why_stop(3, 1.9, 2) is None
+        and schedule.why_stop(3, 2.0, 2) == "the 2 minutes are over"
+    )
     assert [schedule.minutes_left(4, 2.0, limit) for limit in (0, 2.5, 1)] == [3, 0.5, 0]
     by_time = replace(schedule, by_time=True)  # its last step is where the minutes were to end
     assert by_time.why_stop(10, 1.9, 2) == "the 2 minutes are over"
@@ -169,7 +202,9 @@ def test_minutes_given_late_are_fitted_too(step, limit):
 @pytest.mark.parametrize("interrupted", [0.1, 60, 83.9, 84.5])
 def test_a_run_that_goes_on_at_another_speed_ends_with_its_minutes(speeds, interrupted):
     """As on other cards; interrupted on its level part, or on its way down, which is planned already."""
-    config = SimpleNamespace(lr=1.0, warmup=0, epochs=1, max_steps=10**6, max_minutes=120, given=set())
+    config = SimpleNamespace(
+        lr=1.0, warmup=0, epochs=1, max_steps=10**6, max_minutes=120, given=set()
+    )
     schedule, end = plan_of_run(config, 10, None)
     step, minutes = 0, 0.0
     for speed, until in zip(speeds, (interrupted, math.inf)):
@@ -177,7 +212,9 @@ def test_a_run_that_goes_on_at_another_speed_ends_with_its_minutes(speeds, inter
             step, minutes = step + 1, minutes + (step == 0) + (1 + 0.5 * (-1) ** step) / speed
             schedule.fit_time(step, minutes, 120)
         falls = step >= schedule.decay_start
-        schedule, _ = plan_of_run(config, 10, {"schedule": asdict(schedule), "end": end, "step": step})
+        schedule, _ = plan_of_run(
+            config, 10, {"schedule": asdict(schedule), "end": end, "step": step}
+        )
     assert falls and (interrupted == 84.5 or minutes == pytest.approx(120, rel=0.01))
     assert interrupted == 84.5 or schedule.learning_rate(step) < 0.02
 
@@ -196,5 +233,7 @@ def test_a_run_that_goes_on_to_another_end_has_no_jump_in_its_rate(schedule, ste
     assert longer.total == max(total, step) and longer.learning_rate(step + 1) <= schedule.peak
     if longer.total > step:
         before, after = schedule.learning_rate(step), longer.learning_rate(step + 1)
-        steepest = schedule.peak * max(1 / schedule.warmup, 1 / (longer.total + 1 - longer.decay_start))
+        steepest = schedule.peak * max(
+            1 / schedule.warmup, 1 / (longer.total + 1 - longer.decay_start)
+        )
         assert abs(after - before) <= steepest * (1 + 1e-9)

@@ -14,7 +14,9 @@ import pytest
 import torch
 from conftest import HANGS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PageAccumulator
+from tensorboard.backend.event_processing.plugin_event_accumulator import (
+    EventAccumulator as PageAccumulator,
+)
 from tensorboard.summary.writer import event_file_writer
 from tensorboard.util import tensor_util
 
@@ -26,7 +28,10 @@ event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
 
 
 def records(run) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def curve(run, tag: str) -> list[tuple[int, float]]:
@@ -34,7 +39,10 @@ def curve(run, tag: str) -> list[tuple[int, float]]:
     events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
     points = [(event.step, event.value) for event in events.Scalars(tag)]
     page = PageAccumulator(str(run), tensor_size_guidance={"scalars": 0}).Reload()
-    assert [(event.step, tensor_util.make_ndarray(event.tensor_proto).item()) for event in page.Tensors(tag)] == points
+    assert [
+        (event.step, tensor_util.make_ndarray(event.tensor_proto).item())
+        for event in page.Tensors(tag)
+    ] == points
     return points
 
 
@@ -50,7 +58,9 @@ def write(run, steps, resume_step=None, value=1.0) -> tm.Telemetry:
 
 def test_a_resumed_run_leaves_one_curve_in_both_files(tmp_path):
     killed = write(tmp_path, range(1, 6))  # not closed
-    killed.scalars(6, {f"tag {number}": number for number in range(1000)})  # a line longer than any buffer
+    killed.scalars(
+        6, {f"tag {number}": number for number in range(1000)}
+    )  # a line longer than any buffer
     killed.scalars(7, {"loss/train": 7.0})
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
     write(tmp_path, range(4, 9), resume_step=3, value=2.0)
@@ -59,7 +69,9 @@ def test_a_resumed_run_leaves_one_curve_in_both_files(tmp_path):
     assert curve(tmp_path, "loss/train") == expected
     assert [(record["step"], record["loss/train"]) for record in records(tmp_path)] == expected
     write(tmp_path, [1], resume_step=0).close()  # from the start
-    assert curve(tmp_path, "loss/train") == [(1, 1.0)] and [record["step"] for record in records(tmp_path)] == [1]
+    assert curve(tmp_path, "loss/train") == [(1, 1.0)] and [
+        record["step"] for record in records(tmp_path)
+    ] == [1]
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -89,23 +101,39 @@ def test_another_rank_is_silent_and_creates_nothing(tmp_path, capfd, monkeypatch
     assert list(tmp_path.iterdir()) == [] and capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("values, given, shown", [
-    ((0.2, 6, True), {"layers"}, {"lr": 0.2, "layers": 6, "tied": 1}),  # not as by default, or typed
-    ((0.3, 6, False), None, {"lr": 0.3}),                               # settings made in Python
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "values, given, shown",
+    [
+        (
+            (0.2, 6, True),
+            {"layers"},
+            {"lr": 0.2, "layers": 6, "tied": 1},
+        ),  # not as by default, or typed
+        ((0.3, 6, False), None, {"lr": 0.3}),  # settings made in Python
+    ],
+)
 def test_hyperparameters(tmp_path, values, given, shown):
-    config = make_dataclass("Config", [("lr", float, 0.1), ("layers", int, 6), ("tied", bool, False)])(*values)
+    config = make_dataclass(
+        "Config", [("lr", float, 0.1), ("layers", int, 6), ("tied", bool, False)]
+    )(*values)
     if given:
         config.given = given
     telemetry = write(tmp_path, [5])
     telemetry.hyperparameters(config, {"hparam/bleu": 30.0})
     telemetry.close()
     telemetry.scalars(6, {"hparam/bleu": 1.0})  # after close: nothing, no error
-    assert all(path.is_file() for path in tmp_path.iterdir()) and len(list(tmp_path.glob("events.*"))) == 1
+    assert (
+        all(path.is_file() for path in tmp_path.iterdir())
+        and len(list(tmp_path.glob("events.*"))) == 1
+    )
     assert curve(tmp_path, "hparam/bleu") == [(5, 30.0)]
     hparams = importlib.import_module("tensorboard.plugins.hparams.plugin_data_pb2")
-    content = EventAccumulator(str(tmp_path)).Reload().SummaryMetadata("_hparams_/session_start_info")
-    settings = hparams.HParamsPluginData.FromString(content.plugin_data.content).session_start_info.hparams
+    content = (
+        EventAccumulator(str(tmp_path)).Reload().SummaryMetadata("_hparams_/session_start_info")
+    )
+    settings = hparams.HParamsPluginData.FromString(
+        content.plugin_data.content
+    ).session_start_info.hparams
     assert {name: value.number_value for name, value in settings.items()} == shown
 
 
@@ -120,7 +148,11 @@ def test_a_curve_that_cannot_be_written_ends_no_training(tmp_path, monkeypatch, 
         telemetry.scalars(step, {"loss": 1.0})
     telemetry.close()
     note = capsys.readouterr().err
-    assert note.count("\n") == 1 and "No space left on device" in note and len(records(tmp_path / "run")) == 1
+    assert (
+        note.count("\n") == 1
+        and "No space left on device" in note
+        and len(records(tmp_path / "run")) == 1
+    )
 
 
 # ---------------------------------------------------------------- Log and progress
@@ -158,16 +190,22 @@ class NVMLError(Exception):
 def fake_nvml() -> SimpleNamespace:
     """Two cards in NVML's order; CUDA sees the second one only, as its device 0. The second card tells no power."""
     utilisation = {"b": chain([50, 100], repeat(20))}
-    cards, places = {"GPU-aaaa": "a", "GPU-bbbb": "b"}, {"00000000:0a:00.0": "a", "00000000:b1:00.0": "b"}
+    cards, places = (
+        {"GPU-aaaa": "a", "GPU-bbbb": "b"},
+        {"00000000:0a:00.0": "a", "00000000:b1:00.0": "b"},
+    )
     refuse = Mock(side_effect=NVMLError("not found, or not supported"))
     return SimpleNamespace(
-        NVMLError=NVMLError, NVML_TEMPERATURE_GPU=0, nvmlInit=lambda: None, nvmlDeviceGetPowerUsage=refuse,
+        NVMLError=NVMLError,
+        NVML_TEMPERATURE_GPU=0,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetPowerUsage=refuse,
         nvmlDeviceGetHandleByUUID=lambda uuid: cards.get(uuid) or refuse(),
         nvmlDeviceGetHandleByPciBusId=places.__getitem__,
         nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=next(utilisation[handle])),
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=3 * 2**30),
         nvmlDeviceGetTemperature=lambda handle, sensor: 61,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
@@ -187,7 +225,11 @@ def test_sampler_finds_its_card_and_averages(nvml, uuid):
     sampler = tm.GpuSampler("cuda:0")
     sampler._sample()
     sampler._sample()
-    expected = {"gpu/utilisation_percent": 75.0, "gpu/memory_gib": 3.0, "gpu/temperature_celsius": 61.0}
+    expected = {
+        "gpu/utilisation_percent": 75.0,
+        "gpu/memory_gib": 3.0,
+        "gpu/temperature_celsius": 61.0,
+    }
     assert sampler.read() == expected
     assert sampler.read() == {}
     sampler._sample()
@@ -211,13 +253,19 @@ def test_sampler_without_a_gpu_says_one_line_and_gives_nothing(monkeypatch, case
     fake = fake_nvml()
     monkeypatch.setitem(sys.modules, "pynvml", None if case == "no package" else fake)
     if case == "no driver":
-        monkeypatch.setattr(fake, "nvmlInit", Mock(side_effect=NVMLError("NVML Shared\nLibrary Not Found")))
+        monkeypatch.setattr(
+            fake, "nvmlInit", Mock(side_effect=NVMLError("NVML Shared\nLibrary Not Found"))
+        )
     said = []
     sampler = tm.GpuSampler("cpu" if case == "device cpu" else "cuda", say=said.append)
     sampler.start()
     sampler.join()
     assert sampler.read() == {}
-    assert len(said) == 1 and said[0].startswith("no GPU figures will be recorded") and "\n" not in said[0]
+    assert (
+        len(said) == 1
+        and said[0].startswith("no GPU figures will be recorded")
+        and "\n" not in said[0]
+    )
 
 
 # ---------------------------------------------------------------- Meter
@@ -281,7 +329,11 @@ def test_measured_peak_is_the_best_of_many_products(monkeypatch):
 
 @pytest.mark.parametrize("platform, unit", [("linux", 2**10), ("darwin", 1)])
 def test_peak_memory_of_the_process_is_in_gib(monkeypatch, platform, unit):
-    monkeypatch.setattr(memory.Path, "read_text", Mock(return_value="VmRSS:\t1 kB\n"))  # all that gVisor tells
+    monkeypatch.setattr(
+        memory.Path, "read_text", Mock(return_value="VmRSS:\t1 kB\n")
+    )  # all that gVisor tells
     monkeypatch.setattr(memory.sys, "platform", platform)
-    monkeypatch.setattr(memory.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=3 * 2**30 // unit))
+    monkeypatch.setattr(
+        memory.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=3 * 2**30 // unit)
+    )
     assert tm.peak_memory_gib(torch.device("cpu")) == 3

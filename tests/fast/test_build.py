@@ -63,7 +63,9 @@ def planted(file) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("change", [cut_short, planted, lambda f: f.chmod(0o777), lambda f: f.write_text("x")])
+@pytest.mark.parametrize(
+    "change", [cut_short, planted, lambda f: f.chmod(0o777), lambda f: f.write_text("x")]
+)
 def test_a_file_that_is_not_as_it_was_made_is_built_anew(source, change):
     build.compiled(source, ["-DNUMBER=7"])
     (file,) = kept(source)
@@ -82,12 +84,18 @@ def test_a_folder_that_others_can_write_to_is_not_used(source, capsys):
 
 def test_without_a_compiler_nothing_is_written(source, monkeypatch, capsys):
     monkeypatch.setattr(sys, "platform", "linux")
-    for compiler, reason in (("no-such-compiler -O1", "no compiler 'no-such-compiler'"), ("none", "CXX=none")):
+    for compiler, reason in (
+        ("no-such-compiler -O1", "no compiler 'no-such-compiler'"),
+        ("none", "CXX=none"),
+    ):
         monkeypatch.setenv("CXX", compiler)
         assert library(source, NUMBER="7") is None and build.why_not() == reason
     monkeypatch.setattr(sys, "platform", "darwin")
     assert library(source, NUMBER="7") is None and build.why_not() == "the C++ functions need Linux"
-    assert not kept(source) and capsys.readouterr() == ("", "")  # whoever asked says so, in a line of its own
+    assert not kept(source) and capsys.readouterr() == (
+        "",
+        "",
+    )  # whoever asked says so, in a line of its own
 
 
 @needs_compiler
@@ -95,7 +103,9 @@ def test_without_a_compiler_nothing_is_written(source, monkeypatch, capsys):
 def test_what_fails_is_one_line(source, monkeypatch, capsys, case):
     if case == "the compiler fails":
         compiler = source.parent / "c++"
-        compiler.write_text("#!/bin/sh\necho 'some words' >&2; echo 'error: too old for this' >&2\nexit 1\n")
+        compiler.write_text(
+            "#!/bin/sh\necho 'some words' >&2; echo 'error: too old for this' >&2\nexit 1\n"
+        )
         compiler.chmod(0o755)
         monkeypatch.setenv("CXX", shlex.quote(str(compiler)))
     else:
@@ -103,7 +113,9 @@ def test_what_fails_is_one_line(source, monkeypatch, capsys, case):
     assert library(source, NUMBER="7") is None
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("note: ") and printed.err.count("\n") == 1
-    assert ("error: too old for this" if case == "the compiler fails" else "Not a directory") in printed.err
+    assert (
+        "error: too old for this" if case == "the compiler fails" else "Not a directory"
+    ) in printed.err
 
 
 @pytest.mark.slow
@@ -111,13 +123,24 @@ def test_what_fails_is_one_line(source, monkeypatch, capsys, case):
 def test_the_kernels_run_clean_under_sanitizers(tmp_path):
     """Their tests, hostile token ids among them, where the first access outside a tensor ends the process."""
     names = ("libasan.so", "libubsan.so")
-    paths = [subprocess.check_output(["g++", f"-print-file-name={name}"], text=True) for name in names]
+    paths = [
+        subprocess.check_output(["g++", f"-print-file-name={name}"], text=True) for name in names
+    ]
     if not all(path.startswith("/") for path in paths):
         pytest.skip("g++ has no sanitizers here")
-    environment = {**os.environ, "LD_PRELOAD": " ".join(path.strip() for path in paths), "ASAN_OPTIONS": "detect_leaks=0",
-                   "CXX": "g++ -g -fsanitize=address,undefined -fno-sanitize-recover=undefined",
-                   "TORCH_EXTENSIONS_DIR": str(tmp_path)}  # fmt: skip
-    files = [Path(__file__).with_name(f"test_{name}.py") for name in ("kernels", "compiled_decoding", "training")]
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": " ".join(path.strip() for path in paths),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "CXX": "g++ -g -fsanitize=address,undefined -fno-sanitize-recover=undefined",
+        "TORCH_EXTENSIONS_DIR": str(tmp_path),
+    }
+    files = [
+        Path(__file__).with_name(f"test_{name}.py")
+        for name in ("kernels", "compiled_decoding", "training")
+    ]
     words = [sys.executable, "-m", "pytest", "-x", "-p", "no:randomly", *files]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS)
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

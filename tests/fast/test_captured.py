@@ -70,7 +70,10 @@ class Recording(TorchDispatchMode):
             kind = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
             return kind if id(tensor) in mine else (*kind, tensor.data_ptr())
 
-        return [(str(operation), *tree_map_only(torch.Tensor, describe, rest)) for operation, *rest in self.operations]
+        return [
+            (str(operation), *tree_map_only(torch.Tensor, describe, rest))
+            for operation, *rest in self.operations
+        ]
 
 
 class Rehearsal:
@@ -85,7 +88,9 @@ class Rehearsal:
 
     def capture(self, step) -> Recording:
         self.captured += 1
-        values = [value for buffers in self.steps.buffers.values() for value in vars(buffers).values()]
+        values = [
+            value for buffers in self.steps.buffers.values() for value in vars(buffers).values()
+        ]
         kept = [(value, value.clone()) for value in values if torch.is_tensor(value)]
         recording = Recording(step)
         for tensor, value in kept:  # to capture is not to run
@@ -105,10 +110,14 @@ def rehearse(model) -> CapturedSteps:
 def test_equals_the_plain_step_in_float64(make, norm_first, monkeypatch):
     model, batch = lively_model(norm_first), make_batch(0, 70, 110)
     left, select = [], captured.CapturedCache.select
-    monkeypatch.setattr(captured.CapturedCache, "select", lambda *arguments: (left.append(1), select(*arguments)))
+    monkeypatch.setattr(
+        captured.CapturedCache, "select", lambda *arguments: (left.append(1), select(*arguments))
+    )
     tokens = outputs(model, batch, make(model))
     assert torch.equal(tokens, outputs(model, batch))
-    lengths = (tokens != EOS).sum(1)  # a test of rows that leave at many lengths, over several stretches of the cache
+    lengths = (tokens != EOS).sum(
+        1
+    )  # a test of rows that leave at many lengths, over several stretches of the cache
     assert left and tokens.size(1) > 128 and len(set(lengths.tolist())) > 10 and lengths.max() > 64
 
 
@@ -162,12 +171,18 @@ def test_shapes_are_thrown_away_all_at_once(make, monkeypatch):
     assert [round_up(rows, 8) for rows in (1, 8, 9, 100, 256, 257)] == [8, 8, 16, 128, 256, 512]
 
 
-@pytest.mark.parametrize("free, crowded", [(20, False), (14, True)])  # of 100; 10 more are PyTorch's own
+@pytest.mark.parametrize(
+    "free, crowded", [(20, False), (14, True)]
+)  # of 100; 10 more are PyTorch's own
 def test_buffers_go_when_little_memory_is_left(free, crowded, monkeypatch):
     steps = rehearse(lively_model())
     assert not steps.is_crowded()  # on a CPU
     steps.device = torch.device("cuda")
-    for name, told in {"mem_get_info": (free, 100), "memory_reserved": 30, "memory_allocated": 20}.items():
+    for name, told in {
+        "mem_get_info": (free, 100),
+        "memory_reserved": 30,
+        "memory_allocated": 20,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, told=told: told)
     assert steps.is_crowded() == crowded
 
@@ -202,7 +217,9 @@ def test_two_steps_ask_for_the_same_operations_on_the_same_addresses(rows, lengt
     first, *others = recordings
     assert all(other.described() == first.described() for other in others)
     names = [str(operation) for operation, *_ in first.operations]
-    assert len(names) > 100 and not [name for name in names if any(word in name for word in FORBIDDEN.split())]
+    assert len(names) > 100 and not [
+        name for name in names if any(word in name for word in FORBIDDEN.split())
+    ]
 
 
 class Refuses(Rehearsal):
@@ -224,7 +241,8 @@ class Confuses(Rehearsal):
 
 
 @pytest.mark.parametrize(
-    "graphs, reason", [(Refuses, "operation not permitted when stream"), (Confuses, "chose other tokens")]
+    "graphs, reason",
+    [(Refuses, "operation not permitted when stream"), (Confuses, "chose other tokens")],
 )
 def test_a_failure_is_one_line_and_the_same_tokens(graphs, reason, capsys):
     model, batch = lively_model(), make_batch(0, 40, 50)
@@ -232,7 +250,12 @@ def test_a_failure_is_one_line_and_the_same_tokens(graphs, reason, capsys):
     steps.graphs = graphs(steps)
     assert same(model, batch, steps)
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.startswith("note: ") and reason in error and steps.graphs is None
+    assert (
+        error.count("\n") == 1
+        and error.startswith("note: ")
+        and reason in error
+        and steps.graphs is None
+    )
     assert same(model, batch, steps) and not capsys.readouterr().err
 
 
@@ -276,7 +299,11 @@ def test_a_failed_capture_is_put_right(fails, monkeypatch):
 
     class Graph:
         def capture_begin(self, pool, capture_error_mode):
-            assert generator.state is generator and not gc.isenabled() and capture_error_mode == "thread_local"
+            assert (
+                generator.state is generator
+                and not gc.isenabled()
+                and capture_error_mode == "thread_local"
+            )
             call("begin")
 
         def capture_end(self):
@@ -297,7 +324,10 @@ def test_a_failed_capture_is_put_right(fails, monkeypatch):
     monkeypatch.setattr(torch.cuda, "default_generators", [generator])
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
         monkeypatch.setattr(
-            torch._C, name, lambda *arguments, name=name: calls.append((name, *arguments)), raising=False
+            torch._C,
+            name,
+            lambda *arguments, name=name: calls.append((name, *arguments)),
+            raising=False,
         )
     monkeypatch.setattr(Graphs, "failed", [])
     ours = Graphs(torch.device("cuda"))
@@ -308,7 +338,11 @@ def test_a_failed_capture_is_put_right(fails, monkeypatch):
         with pytest.raises(RuntimeError, match=fails):
             ours.capture(lambda: call("step"))
         pool = (0, (0, 1))
-        assert calls[-3:] == [("_cuda_endAllocateToPool", *pool), ("_cuda_releasePool", *pool), "reset"]
+        assert calls[-3:] == [
+            ("_cuda_endAllocateToPool", *pool),
+            ("_cuda_releasePool", *pool),
+            "reset",
+        ]
         assert len(Graphs.failed) == 1
         assert ("end" in calls) == (fails != "begin")
     # A good graph draws from the state that seeds are given to; a failed capture has spoiled it.

@@ -68,7 +68,10 @@ def test_every_step_chooses_the_largest_logit(sizes, rows, norm_first):
             plain.select(keep)
             rows = len(keep)
         tokens = torch.randint(0, sizes[1], (rows,), generator=generator)
-        chosen, logits = steps.next_tokens(tokens, position), decoding.step(exact, plain, tokens, position)
+        chosen, logits = (
+            steps.next_tokens(tokens, position),
+            decoding.step(exact, plain, tokens, position),
+        )
         # Logits of size 10 are sums of up to 1,024 terms, each rounded by 6·10⁻⁸, through four layers: below 10⁻⁴.
         assert (logits.amax(1) - logits.gather(1, chosen[:, None])[:, 0] <= 1e-3).all()
 
@@ -163,7 +166,11 @@ def test_ids_outside_the_vocabulary_are_refused_not_read_from_foreign_memory(wro
 
 @needs_compiler
 def test_ids_of_another_width_and_layout():
-    steps, (src, src_pad), begin = CompiledSteps(lively_model(SIZES[0])), make_batch(0, 9, 5), torch.arange(3, 12)
+    steps, (src, src_pad), begin = (
+        CompiledSteps(lively_model(SIZES[0])),
+        make_batch(0, 9, 5),
+        torch.arange(3, 12),
+    )
     usual = steps.start(src, src_pad, 10).next_tokens(begin, 0)
     narrow, apart = begin.int(), begin.repeat_interleave(2)[::2]
     for ids in (narrow, apart):
@@ -175,7 +182,9 @@ def test_too_long_is_an_error_not_a_read_behind_the_end():
     steps = CompiledSteps(lively_model(SIZES[0], max_length=64))
     for source, output in ((65, 10), (10, 65)):
         with pytest.raises(ValueError, match="65 tokens are more than the 64"):
-            steps.start(torch.full((1, source), 5), torch.zeros(1, source, dtype=torch.bool), output)
+            steps.start(
+                torch.full((1, source), 5), torch.zeros(1, source, dtype=torch.bool), output
+            )
     steps.start(torch.full((1, 64), 5), torch.zeros(1, 64, dtype=torch.bool), 64)
 
 
@@ -203,14 +212,21 @@ def round_to_int8(x: Tensor, weight: Tensor, bias: Tensor, zero: int | None = No
 def test_int8_products_are_those_of_the_roundings(seed, rows, inputs, outputs, zero):
     torch.manual_seed(seed)
     weight = torch.randn(outputs * 16, inputs * 16) * torch.logspace(-3, 1, outputs * 16)[:, None]
-    bias, x = torch.randn(outputs * 16), torch.randn(rows, inputs * 16) * torch.logspace(-2, 3, rows)[:, None]
+    bias, x = (
+        torch.randn(outputs * 16),
+        torch.randn(rows, inputs * 16) * torch.logspace(-2, 3, rows)[:, None],
+    )
     x = x.relu() if zero == 0 else x
     x[0] = 0
     steps, y = CompiledSteps(make_model(0), int8=True), torch.full((rows, outputs * 16), math.nan)
     build.call(steps.kernels.multiply_rows, steps.pack_linear(weight, bias, zero), x, rows, y)
     error = (y - round_to_int8(x, weight, bias, zero)).abs()
-    step = x.abs().amax(1, keepdim=True) / 127 * weight.abs().amax(1)  # of one input, times the largest weight
-    rounding = 1e-6 * (x.abs() @ weight.abs().T + bias.abs())  # whole numbers are summed exactly, then scaled in fp32
+    step = (
+        x.abs().amax(1, keepdim=True) / 127 * weight.abs().amax(1)
+    )  # of one input, times the largest weight
+    rounding = 1e-6 * (
+        x.abs() @ weight.abs().T + bias.abs()
+    )  # whole numbers are summed exactly, then scaled in fp32
     assert (error <= 1.01 * step + rounding).all()
     # Half-way between two numbers the last bit of a product decides which it is: seldom in so few rows.
     assert (error > rounding).any(1).sum() <= 1
@@ -236,18 +252,24 @@ def test_int8_steps_are_plain_steps_with_the_roundings(sizes, norm_first, monkey
         key = weight.data_ptr(), weight.shape
         return kept[key] if key in kept else kept.setdefault(key, round_anew(weight))
 
-    monkeypatch.setattr(sys.modules[__name__], "rounded_weight", round_once)  # which saves most of the time
+    monkeypatch.setattr(
+        sys.modules[__name__], "rounded_weight", round_once
+    )  # which saves most of the time
     model, (src, src_pad) = lively_model(sizes, norm_first=norm_first), make_batch(0, 17, 50)
     cache = CompiledSteps(model, int8=True).start(src, src_pad, 40)
     monkeypatch.setattr(F, "linear", round_to_int8)  # of every layer: both look it up here
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend_to_bf16)
-    monkeypatch.setattr(torch.backends.mha, "get_fastpath_enabled", lambda: False)  # PyTorch's own encoder in one call
+    monkeypatch.setattr(
+        torch.backends.mha, "get_fastpath_enabled", lambda: False
+    )  # PyTorch's own encoder in one call
     generator, differ = torch.Generator().manual_seed(0), 0
     with torch.inference_mode():
         plain = decoding.start(model, src, src_pad, 40)
         for position in range(40):
             tokens = torch.randint(0, sizes[1], (17,), generator=generator)
-            differ += int((plain.next_tokens(tokens, position) != cache.next_tokens(tokens, position)).sum())
+            differ += int(
+                (plain.next_tokens(tokens, position) != cache.next_tokens(tokens, position)).sum()
+            )
     assert differ <= 0.04 * 40 * 17
 
 
@@ -267,9 +289,13 @@ def test_no_faster_steps_for_other_models():
 
 
 @needs_compiler
-@pytest.mark.parametrize("change", [
-    *OTHER_WEIGHTS, lambda model: setattr(layer_of(model), "linear2", nn.Sequential(layer_of(model).linear2)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        *OTHER_WEIGHTS,
+        lambda model: setattr(layer_of(model), "linear2", nn.Sequential(layer_of(model).linear2)),
+    ],
+)
 def test_no_faster_steps_for_a_changed_model(change):
     model = make_model(0)
     assert fast.steps(model)
@@ -280,10 +306,21 @@ def test_no_faster_steps_for_a_changed_model(change):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name, method", [
-    ("embed", lambda model, embedding, ids, first=0: embedding(ids) + model.positions[first : first + ids.size(1)]),
-    ("encode", lambda model, src, src_pad: Translator.encode(model, src, torch.zeros_like(src_pad))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, method",
+    [
+        (
+            "embed",
+            lambda model, embedding, ids, first=0: (
+                embedding(ids) + model.positions[first : first + ids.size(1)]
+            ),
+        ),
+        (
+            "encode",
+            lambda model, src, src_pad: Translator.encode(model, src, torch.zeros_like(src_pad)),
+        ),
+    ],
+)
 def test_no_faster_steps_for_a_changed_model_py(name, method):
     model = make_model(0, scale=3.0)
     assert fast.steps(model)
@@ -306,7 +343,10 @@ def test_without_a_compiler(monkeypatch):
     build.library.cache_clear()
     try:
         assert fast.steps(make_model(0)) is None
-        with pytest.raises(UserError, match=r"\(cpu, (CXX=none|the C++ functions need Linux)\); use --precision fp32"):
+        with pytest.raises(
+            UserError,
+            match=r"\(cpu, (CXX=none|the C++ functions need Linux)\); use --precision fp32",
+        ):
             fast.steps(make_model(0), int8=True)
     finally:
         build.library.cache_clear()

@@ -21,7 +21,9 @@ def problem(seed, tokens, width, vocabulary, dtype=torch.float64, scale=1.0):
     shapes = (tokens, width), (vocabulary, width), (vocabulary,)
     tensors = [torch.randn(*shape, generator=generator, dtype=dtype) for shape in shapes]
     tensors[0] *= scale
-    return [x.requires_grad_() for x in tensors], torch.randint(vocabulary, (tokens,), generator=generator)
+    return [x.requires_grad_() for x in tensors], torch.randint(
+        vocabulary, (tokens,), generator=generator
+    )
 
 
 def sliced(tensors, target, smoothing, dtype=None):
@@ -32,13 +34,22 @@ def sliced(tensors, target, smoothing, dtype=None):
 
 def plain(tensors, target, smoothing):
     logits = F.linear(*tensors)
-    losses = [F.cross_entropy(logits, target, label_smoothing=share, reduction="sum") for share in (smoothing, 0.0)]
+    losses = [
+        F.cross_entropy(logits, target, label_smoothing=share, reduction="sum")
+        for share in (smoothing, 0.0)
+    ]
     return *losses, *torch.autograd.grad(0.37 * losses[0], tensors)
 
 
 @settings(max_examples=40)
-@given(seeds, st.integers(0, 30), st.integers(1, 8), st.integers(2, 40), st.sampled_from([0.0, 0.1, 0.9]),
-       st.integers(1, 300))  # fmt: skip
+@given(
+    seeds,
+    st.integers(0, 30),
+    st.integers(1, 8),
+    st.integers(2, 40),
+    st.sampled_from([0.0, 0.1, 0.9]),
+    st.integers(1, 300),
+)
 def test_as_the_plain_one_in_float64(seed, tokens, width, vocabulary, smoothing, at_once):
     tensors, target = problem(seed, tokens, width, vocabulary)
     with mock.patch.dict(under_test.LOGITS_AT_ONCE, cpu=at_once):  # a slice may be one row

@@ -31,7 +31,13 @@ SIZES = PRESETS.get(PRESET, SMALL) | {"dropout": 0.0}
 VOCABULARY, SMOOTHING = 8000 if PRESET in PRESETS else 50, 0.1
 SLICE_ROWS = 100  # rows of a slice of logits: many, the last one smaller
 FORMATS = {  # name: (weights, precision, fp32 products, limit of loss and gradients, of sentences that differ)
-    "float64": (torch.float64, "fp32", "highest", 1e-6, 0.0),  # the plain loss is summed in fp32 even then
+    "float64": (
+        torch.float64,
+        "fp32",
+        "highest",
+        1e-6,
+        0.0,
+    ),  # the plain loss is summed in fp32 even then
     "fp32": (torch.float32, "fp32", "highest", 1e-4, 0.1),
     "TF32": (torch.float32, "fp32", "high", 1e-2, 0.3),  # products of 11 significant bits
     "bf16": (torch.float32, "bf16", "highest", 5e-2, 0.7),  # of 8
@@ -55,7 +61,10 @@ def made_up(count: int, seed: int = 1) -> list[tuple[list[int], list[int]]]:
     """Pairs of random sentences of 3 to 30 tokens."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, 31, (count, 2), generator=draw).tolist()
-    return [tuple(torch.randint(4, VOCABULARY, (n,), generator=draw).tolist() for n in pair) for pair in lengths]
+    return [
+        tuple(torch.randint(4, VOCABULARY, (n,), generator=draw).tolist() for n in pair)
+        for pair in lengths
+    ]
 
 
 @pytest.fixture
@@ -64,7 +73,9 @@ def moved(request):
     weights, precision, products, *limits = FORMATS[request.param]
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(products)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as choose_precision does: the attention that training has
+    torch.backends.cuda.enable_cudnn_sdp(
+        False
+    )  # as choose_precision does: the attention that training has
     device = choose_device(DEVICE, 0)
     model = model_of("greedy" in request.node.name).to(device, weights)
     yield model, Precision(device, precision, ""), request.param, *limits
@@ -76,14 +87,18 @@ def moved(request):
 
 PAIRS = made_up(200)
 LENGTHS = {side: [len(pair[i]) for pair in PAIRS] for i, side in enumerate(("source", "target"))}
-SAMPLER = BucketSampler({side: torch.tensor(lengths).numpy() for side, lengths in LENGTHS.items()}, 1024, seed=1)
+SAMPLER = BucketSampler(
+    {side: torch.tensor(lengths).numpy() for side, lengths in LENGTHS.items()}, 1024, seed=1
+)
 BATCHES = [COLLATE([PAIRS[row] for row in rows]) for _, rows in zip(range(3), SAMPLER)]
 
 
 def gradients(model: Translator, precision: Precision, loss_of) -> tuple[float, dict]:
     """(loss a token, gradient of each parameter in float64 on the CPU), over all batches."""
     # Low enough for a first step, which nothing has adapted yet.
-    precision.scaler = torch.amp.GradScaler(precision.device.type, init_scale=2.0**12, enabled=precision.name == "fp16")
+    precision.scaler = torch.amp.GradScaler(
+        precision.device.type, init_scale=2.0**12, enabled=precision.name == "fp16"
+    )
     tokens, total = sum(batch.target_tokens for batch in BATCHES), 0.0
     model.train().zero_grad()
     with patch.dict(LOGITS_AT_ONCE, {precision.device.type: SLICE_ROWS * VOCABULARY}):
@@ -93,26 +108,36 @@ def gradients(model: Translator, precision: Precision, loss_of) -> tuple[float, 
             precision.backward(loss / tokens)
             total += loss.item() / tokens
     scale = precision.scaler.get_scale()
-    return total, {name: weight.grad.to("cpu", torch.float64) / scale for name, weight in model.named_parameters()}
+    return total, {
+        name: weight.grad.to("cpu", torch.float64) / scale
+        for name, weight in model.named_parameters()
+    }
 
 
 def check(what: str, result: tuple, wanted: tuple, limit: float) -> None:
     (loss, ours), (wanted_loss, theirs) = result, wanted
     apart = {name: (ours[name] - theirs[name]).norm().item() for name in theirs}
     sizes = {name: theirs[name].norm().item() for name in theirs}
-    whole, all_apart = (sum(value**2 for value in values.values()) ** 0.5 for values in (sizes, apart))
+    whole, all_apart = (
+        sum(value**2 for value in values.values()) ** 0.5 for values in (sizes, apart)
+    )
     worst = max(apart[name] / max(sizes[name], 1e-6 * whole) for name in apart)
     # A loss is a mean over thousands of tokens, in which rounding averages out: a tenth of the limit.
     loss_apart = abs(loss / wanted_loss - 1) * (10 if limit > 1e-4 else 1)
     off = {"loss": loss_apart, "gradient": all_apart / whole, "worst": worst / 10}
-    print(f"{what}, limit {limit:.0e}: " + ", ".join(f"{name} {value:.1e}" for name, value in off.items()))
+    print(
+        f"{what}, limit {limit:.0e}: "
+        + ", ".join(f"{name} {value:.1e}" for name, value in off.items())
+    )
     assert all(value <= limit for value in off.values()), what  # nan passes nothing
 
 
 @pytest.fixture(scope="module")
 def exact() -> tuple[float, dict]:
     model = model_of().double()
-    return gradients(model, Precision(torch.device("cpu"), "fp32", ""), SummedLoss(model, SMOOTHING))
+    return gradients(
+        model, Precision(torch.device("cpu"), "fp32", ""), SummedLoss(model, SMOOTHING)
+    )
 
 
 @pytest.mark.parametrize("moved", HERE, indirect=True)
@@ -124,7 +149,9 @@ def test_losses_and_gradients(moved, exact):
     dtype = next(model.parameters()).dtype if precision.name == "fp32" else precision.dtype
     if faster := fast.loss(model, SMOOTHING, dtype):
         check(f"{name}, fast", gradients(model, precision, faster), wanted, limit)
-    if name != "fp16":  # logits are in fp32 even for float64, and padding changes the order of their sum
+    if (
+        name != "fp16"
+    ):  # logits are in fp32 even for float64, and padding changes the order of their sum
         graphs = CapturedLoss(plain, shapes_of(SAMPLER))
         for _ in ("as it is", "captured", "replayed"):
             captured = gradients(model, precision, graphs)
@@ -137,12 +164,18 @@ def test_losses_and_gradients(moved, exact):
 
 def inputs_of(device: torch.device, longest: int) -> tuple:
     """What `greedy` takes, of 64 sentences, the longest first."""
-    src, src_pad = COLLATE.pad_sources(sorted((source for source, _ in made_up(64, seed=2)), key=len, reverse=True))
-    tensors = (tensor.to(device) for tensor in (src, src_pad, output_limit((~src_pad).sum(1), longest)))
+    src, src_pad = COLLATE.pad_sources(
+        sorted((source for source, _ in made_up(64, seed=2)), key=len, reverse=True)
+    )
+    tensors = (
+        tensor.to(device) for tensor in (src, src_pad, output_limit((~src_pad).sum(1), longest))
+    )
     return *tensors, COLLATE.target_ids["bos"], COLLATE.target_ids["eos"]
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="what the CPU gives is held against the stock model in test_decoding.py")
+@pytest.mark.skipif(
+    DEVICE == "cpu", reason="what the CPU gives is held against the stock model in test_decoding.py"
+)
 @pytest.mark.parametrize("moved", ["float64"], indirect=True)
 def test_greedy_decoding_is_the_cpus(moved):
     model, precision, *_ = moved
@@ -161,6 +194,8 @@ def test_greedy_decoding_by_captured_steps_gives_the_tokens_of_plain_ones(moved)
         for _ in range(2):
             captured = greedy(model, *inputs, steps.start)
             assert steps.graphs or DEVICE == "cpu"
-            differing = (captured != plain).any(1).double().mean().item()  # where logits nearly tie, rounding decides
+            differing = (
+                (captured != plain).any(1).double().mean().item()
+            )  # where logits nearly tie, rounding decides
             print(f"{name}: {differing:.0%} of the sentences differ, limit {limit:.0%}")
             assert differing <= limit

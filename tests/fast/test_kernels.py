@@ -35,7 +35,9 @@ def agree(kernel, plain, *inputs, within=2e-6):
     A number is a sum of at most 100 terms, each rounded by 6·10⁻⁸: at random 6·10⁻⁷, and `within` leaves room for two more sums.
     """
     exact = results(plain, *inputs, dtype=torch.float64)
-    largest = max(wanted.norm() for wanted in exact)  # a gradient that is 0 in truth has the rounding of the others
+    largest = max(
+        wanted.norm() for wanted in exact
+    )  # a gradient that is 0 in truth has the rounding of the others
     for found, wanted in zip(results(kernel, *inputs), exact, strict=True):
         assert found.shape == wanted.shape
         assert (found - wanted).norm() <= within * max(wanted.norm(), 0.1 * largest)
@@ -51,7 +53,9 @@ def test_add_norm(seed, tokens, width, alone):
     def kernel(residual, *rest):
         *branch, gain, shift = rest
         norm.weight, norm.bias = torch.nn.Parameter(gain), torch.nn.Parameter(shift)
-        return native.AddNorm.apply(residual, *(branch or (None, None)), gain, shift, norm.eps, 0.0, torch.float32)
+        return native.AddNorm.apply(
+            residual, *(branch or (None, None)), gain, shift, norm.eps, 0.0, torch.float32
+        )
 
     def plain(residual, *rest):
         *branch, gain, shift = rest
@@ -65,7 +69,9 @@ def test_add_norm(seed, tokens, width, alone):
 
 def heads_of(x, bias, batch, heads, parts):
     """(B·T, parts·D) + bias → parts tensors (B, H, T, W)"""
-    return (x + bias).view(batch, -1, parts, heads, x.size(1) // parts // heads).permute(2, 0, 3, 1, 4)
+    return (
+        (x + bias).view(batch, -1, parts, heads, x.size(1) // parts // heads).permute(2, 0, 3, 1, 4)
+    )
 
 
 def attend(q, k, v, mask, causal, factors=1.0):
@@ -74,7 +80,9 @@ def attend(q, k, v, mask, causal, factors=1.0):
     if mask is not None:
         scores = scores + mask[:, None, None].to(scores.dtype)
     if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+        scores = scores.masked_fill(
+            torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf
+        )
     return ((scores.softmax(-1) * factors) @ v).transpose(1, 2).flatten(0, 1).flatten(1)
 
 
@@ -99,7 +107,9 @@ def test_self_attention(seed, batch, heads, width, length, causal, masked):
         return attend(*heads_of(qkv, bias, batch, heads, 3), mask, causal)
 
     agree(
-        lambda qkv, bias: native.self_attention(qkv, bias, mask, (batch, length), heads, causal, 0.0),
+        lambda qkv, bias: native.self_attention(
+            qkv, bias, mask, (batch, length), heads, causal, 0.0
+        ),
         plain,
         *numbers(seed, (batch * length, 3 * d), (3 * d,)),
         within=1e-5,  # the bias of the keys has no gradient but rounding
@@ -136,7 +146,9 @@ def test_few_numbers_of_rows(tokens):
 def test_rows_behind_the_tokens_are_zero_and_change_nothing(dtype):
     batch, length, keys, d = 3, 23, 12, 32  # 69 tokens have 72 rows
     mask = padding(batch, keys)
-    rows, positions, kv, bias = numbers(0, (batch, length, d), (length, d), (batch * keys, 2 * d), (3 * d,))
+    rows, positions, kv, bias = numbers(
+        0, (batch, length, d), (length, d), (batch * keys, 2 * d), (3 * d,)
+    )
     x = native.embed(rows, positions, 2.0, 0.0, dtype)[1]
     assert len(x) == 72 and x[69:].eq(0).all() and x[:69].ne(0).any(1).all()
     more = torch.cat([kv, torch.full((5, 2 * d), 7.0)]).to(dtype)
@@ -150,7 +162,11 @@ def test_rows_behind_the_tokens_are_zero_and_change_nothing(dtype):
         return own, other, qkv.grad, q.grad, kv.grad
 
     for found, wanted in zip(outputs(x, more), outputs(x[:69], kv.to(dtype)), strict=True):
-        assert torch.equal(found[: len(wanted)], wanted) and found[len(wanted) :].eq(0).all() and wanted.ne(0).any()
+        assert (
+            torch.equal(found[: len(wanted)], wanted)
+            and found[len(wanted) :].eq(0).all()
+            and wanted.ne(0).any()
+        )
 
 
 @needs_compiler
@@ -167,13 +183,20 @@ def test_dropout_of_attention_is_the_same_forward_and_backward():
         return native.self_attention(x, bias, None, (batch, length), heads, True, p)
 
     with torch.no_grad():
-        dropped, weights = (kernel(probe, rate).view(batch, length, heads, width) for rate in (p, 0.0))
+        dropped, weights = (
+            kernel(probe, rate).view(batch, length, heads, width) for rate in (p, 0.0)
+        )
     dropped, weights = (x[..., :length].transpose(1, 2) for x in (dropped, weights))
     factors = torch.where(weights > 0, dropped / weights, 0.0)
     kept = factors[weights > 1e-6]
     assert ((kept == 0) | ((kept - 1 / (1 - p)).abs() < 1e-4)).all()
     assert (kept == 0).double().mean().item() == pytest.approx(p, abs=0.02)
-    agree(kernel, lambda x: attend(*heads_of(x, 0, batch, heads, 3), None, True, factors.to(x.dtype)), qkv, within=1e-4)
+    agree(
+        kernel,
+        lambda x: attend(*heads_of(x, 0, batch, heads, 3), None, True, factors.to(x.dtype)),
+        qkv,
+        within=1e-4,
+    )
 
 
 @needs_compiler
@@ -183,7 +206,9 @@ def test_dropout_rate_and_mask(p, dtype):
     """Of what goes in as ones: as many are dropped as p says, the rest scaled, and the gradient knows which."""
     tokens, width = 208, 333  # of which `rows_for` adds none
     calls = {
-        "embed": lambda x: native.embed(x.float()[None], torch.zeros(tokens, width), 1.0, p, dtype)[1],
+        "embed": lambda x: native.embed(x.float()[None], torch.zeros(tokens, width), 1.0, p, dtype)[
+            1
+        ],
         "relu": lambda x: native.relu_dropout(x.clone(), torch.zeros(width), p),
     }
     for call in calls.values():
@@ -192,12 +217,18 @@ def test_dropout_rate_and_mask(p, dtype):
         y = call(x)
         y.sum().backward()
         assert torch.equal(x.grad, y.detach())  # both 0 or 1 / (1 − p)
-        assert set(y.detach().unique().tolist()) == {0.0, torch.tensor(1 / (1 - p)).to(dtype).item()}
+        assert set(y.detach().unique().tolist()) == {
+            0.0,
+            torch.tensor(1 / (1 - p)).to(dtype).item(),
+        }
         rate = (y == 0).double().mean().item()
         assert rate == pytest.approx(p, abs=4 * (p * (1 - p) / y.numel()) ** 0.5)
         again = call(x)
         assert 0 < (again == y).double().mean() < 1  # another call, another seed
-        columns, rows = (y == 0).double().mean(0), (y == 0).double().mean(1)  # no place is preferred
+        columns, rows = (
+            (y == 0).double().mean(0),
+            (y == 0).double().mean(1),
+        )  # no place is preferred
         assert (columns - p).abs().max() < 5 * (p * (1 - p) / tokens) ** 0.5
         assert (rows - p).abs().max() < 5 * (p * (1 - p) / width) ** 0.5
 
@@ -243,7 +274,9 @@ def test_a_row_of_logits_that_begins_far_below_its_end():
 @needs_compiler
 def test_what_is_no_number_stays_none():
     x = torch.tensor([[1.0, torch.nan, -torch.inf, torch.inf]])
-    assert native.relu_dropout(x, torch.zeros(4), 0.0).isnan().tolist() == [[False, True, False, False]]
+    assert native.relu_dropout(x, torch.zeros(4), 0.0).isnan().tolist() == [
+        [False, True, False, False]
+    ]
     (qkv,) = numbers(0, (5, 48))
     qkv[0, 3] = torch.nan
     assert native.self_attention(qkv, torch.zeros(48), None, (1, 5), 1, False, 0.0).isnan().any()
@@ -255,10 +288,14 @@ def test_bfloat16_rounds_and_nothing_else():
     rows, positions, bias, x = numbers(0, (1, 40, 33), (40, 33), (33,), (40, 33))
     wide, narrow = native.embed(rows, positions, 2.0, 0.0, torch.bfloat16)
     assert torch.equal(wide.bfloat16(), narrow)
-    _, wide, narrow = native.add_norm(wide, narrow, bias, torch.nn.LayerNorm(33), 0.0, torch.bfloat16)
+    _, wide, narrow = native.add_norm(
+        wide, narrow, bias, torch.nn.LayerNorm(33), 0.0, torch.bfloat16
+    )
     assert torch.equal(wide.bfloat16(), narrow)
     x = x.bfloat16()
-    assert torch.equal(native.relu_dropout(x.clone(), bias, 0.0), F.relu(x.float() + bias).bfloat16())
+    assert torch.equal(
+        native.relu_dropout(x.clone(), bias, 0.0), F.relu(x.float() + bias).bfloat16()
+    )
     qkv, bias = numbers(1, (2 * 37, 96), (96,))
     qkv = qkv.bfloat16()
     found = native.self_attention(qkv, bias, None, (2, 37), 2, True, 0.0)
@@ -274,7 +311,9 @@ def test_as_many_threads_as_pytorch_has():
     for count in (1, 2, 3):
         torch.set_num_threads(count)  # which a fixture takes back
         torch.manual_seed(2)
-        found.append(results(lambda x, b: native.self_attention(x, b, None, (3, 40), 2, False, 0.2), *inputs))
+        found.append(
+            results(lambda x, b: native.self_attention(x, b, None, (3, 40), 2, False, 0.2), *inputs)
+        )
     # A gradient of the bias is a sum of 120 terms of size 1, in another order: 120 · 6·10⁻⁸.
     for other in found[1:]:
         assert torch.equal(found[0][0], other[0]) and torch.equal(found[0][1], other[1])

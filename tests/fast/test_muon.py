@@ -11,7 +11,9 @@ SHAPES = [(8, 24), (24, 8), (8, 8), (8, 8)]
 def weights_with_gradients(steps: int):
     """Matrices and vectors drawn from one seed, and `steps` gradients for each."""
     generator = torch.Generator().manual_seed(1)
-    weights = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in [*SHAPES, (8,)]]
+    weights = [
+        torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in [*SHAPES, (8,)]
+    ]
     gradients = [[torch.randn(w.shape, generator=generator) for w in weights] for _ in range(steps)]
     return weights[:4], weights[4:], gradients
 
@@ -30,7 +32,9 @@ def test_matrices_inside_are_muons_and_all_else_is_adamws():
     groups = make_optimizer("muon", model, model[1], 0.1, torch.float32).param_groups
     others, matrices = (group["params"] for group in groups)
     assert len(matrices) == 4 and all(weight.ndim == 2 for weight in matrices)
-    assert {*map(id, others), *map(id, matrices)} == {*map(id, model.parameters())} and others[0] is model[0].weight
+    assert {*map(id, others), *map(id, matrices)} == {*map(id, model.parameters())} and others[
+        0
+    ] is model[0].weight
     assert type(make_optimizer("adamw", model, model[1], 0.1, torch.float32)) is torch.optim.AdamW
 
 
@@ -38,8 +42,13 @@ def test_matrices_inside_are_muons_and_all_else_is_adamws():
 def test_moves_as_pytorchs_muon_and_adamw(found_inf):
     matrices, others, gradients = weights_with_gradients(4)
     expected = run(
-        [torch.optim.Muon(matrices, 1e-2, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-         torch.optim.AdamW(others, 1e-2, **ADAMW)], [*matrices, *others], gradients)  # fmt: skip
+        [
+            torch.optim.Muon(matrices, 1e-2, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, 1e-2, **ADAMW),
+        ],
+        [*matrices, *others],
+        gradients,
+    )
     matrices, others, gradients = weights_with_gradients(4)
     ours = Muon(matrices, others, 1e-2, torch.bfloat16)
     ours.found_inf = found_inf
@@ -74,9 +83,13 @@ def test_orthogonal():
     for drawn in (matrices, matrices.mT):
         made = orthogonal(drawn, torch.float32)
         singular = torch.linalg.svdvals(made)
-        assert singular.min() > 0.6 and singular.max() < 1.3  # Jordan et al. 2024 name 0.7 and 1.2 for most
+        assert (
+            singular.min() > 0.6 and singular.max() < 1.3
+        )  # Jordan et al. 2024 name 0.7 and 1.2 for most
         turned = torch.linalg.svd(drawn, full_matrices=False)
         cosine = (made * (turned.U @ turned.Vh)).sum() / made.norm() / (5 * 16) ** 0.5
         assert cosine > 0.95  # the directions stay
         # Smaller than any number of fp16; three digits of it in five steps.
-        torch.testing.assert_close(orthogonal(1e-9 * drawn, torch.float16).float(), made, rtol=0, atol=0.01)
+        torch.testing.assert_close(
+            orthogonal(1e-9 * drawn, torch.float16).float(), made, rtol=0, atol=0.01
+        )

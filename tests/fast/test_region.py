@@ -83,7 +83,11 @@ def test_the_region(script):
 def test_none_where_the_system_promises_no_more_memory_than_it_has(mode, tmp_path):
     """The region's addresses would count as memory in use there, even those that are never touched."""
     (tmp_path / "mode").write_text(f"{mode}\n")
-    source = (build.FOLDER / "memory.cpp").read_text().replace("/proc/sys/vm/overcommit_memory", str(tmp_path / "mode"))
+    source = (
+        (build.FOLDER / "memory.cpp")
+        .read_text()
+        .replace("/proc/sys/vm/overcommit_memory", str(tmp_path / "mode"))
+    )
     (tmp_path / "memory.cpp").write_text(source)
     script = f"import pathlib, torch, fast; fast.build.FOLDER = pathlib.Path({str(tmp_path)!r})"
     script += "; print(fast.keep_tensors_together(torch.device('cpu')))"

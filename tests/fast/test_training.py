@@ -22,7 +22,10 @@ seeds = st.integers(0, 2**31)
 def make_batch(seed, pairs, source, target):
     """Sources of different lengths, and a target of which some positions are not real."""
     generator = torch.Generator().manual_seed(seed)
-    src, tgt = (torch.randint(3, WORDS, (pairs, length), generator=generator) for length in (source, target + 1))
+    src, tgt = (
+        torch.randint(3, WORDS, (pairs, length), generator=generator)
+        for length in (source, target + 1)
+    )
     src_pad = torch.arange(source) >= torch.randint(1, source + 1, (pairs, 1), generator=generator)
     real = torch.nonzero(torch.rand(pairs * target, generator=generator) < 0.8).squeeze(1)
     return src, src_pad, tgt[:, :-1], real, tgt[:, 1:].flatten()[real]
@@ -36,7 +39,11 @@ def results(loss_of, batch, bf16=False):
         loss, unsmoothed = loss_of(*batch)
     loss.backward()
     assert not unsmoothed.requires_grad
-    return loss.item(), unsmoothed.item(), {name: p.grad.double().clone() for name, p in model.named_parameters()}
+    return (
+        loss.item(),
+        unsmoothed.item(),
+        {name: p.grad.double().clone() for name, p in model.named_parameters()},
+    )
 
 
 class ExactLoss(SummedLoss):
@@ -44,7 +51,9 @@ class ExactLoss(SummedLoss):
 
     def forward(self, src, src_pad, tgt_in, real, tgt_out):
         logits = self.model(src, src_pad, tgt_in, real)
-        smoothed = F.cross_entropy(logits, tgt_out, label_smoothing=self.label_smoothing, reduction="sum")
+        smoothed = F.cross_entropy(
+            logits, tgt_out, label_smoothing=self.label_smoothing, reduction="sum"
+        )
         return smoothed, F.cross_entropy(logits.detach(), tgt_out, reduction="sum")
 
 
@@ -63,8 +72,17 @@ def distance(found, wanted):
 
 @needs_compiler
 @settings(max_examples=12, deadline=None)
-@given(seeds, st.integers(1, 4), st.integers(1, 40), st.integers(1, 70), st.integers(1, 96), *[st.booleans()] * 2)
-def test_as_the_plain_loss_in_float64(seed, pairs, source, target, feedforward, training, norm_first):
+@given(
+    seeds,
+    st.integers(1, 4),
+    st.integers(1, 40),
+    st.integers(1, 70),
+    st.integers(1, 96),
+    *[st.booleans()] * 2,
+)
+def test_as_the_plain_loss_in_float64(
+    seed, pairs, source, target, feedforward, training, norm_first
+):
     model = make_model(seed, dim_feedforward=feedforward, norm_first=norm_first).train(training)
     batch = make_batch(seed, pairs, source, target)
     loss_of = fast.loss(model, 0.1, torch.float32)
@@ -87,14 +105,19 @@ def test_bf16_rounds_no_more_than_the_plain_way(seed):
     *exact_losses, exact = exact_results(model, batch)
     *losses, gradients = results(fast.loss(model, 0.1, torch.bfloat16), batch, bf16=True)
     *_, plain = results(SummedLoss(model, 0.1), batch, bf16=True)
-    assert losses == pytest.approx(exact_losses, rel=1e-3)  # 2⁻⁹ in every number, averaged over 100 tokens
+    assert losses == pytest.approx(
+        exact_losses, rel=1e-3
+    )  # 2⁻⁹ in every number, averaged over 100 tokens
     assert distance(gradients, exact) < 1.5 * distance(plain, exact) < 0.1
 
 
 @needs_compiler
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_dropout_is_drawn_from_the_seed_and_unbiased(norm_first):
-    model, batch = make_model(0, dropout=0.1, norm_first=norm_first).train(), make_batch(0, 4, 30, 33)
+    model, batch = (
+        make_model(0, dropout=0.1, norm_first=norm_first).train(),
+        make_batch(0, 4, 30, 33),
+    )
 
     @torch.no_grad()
     def loss(loss_of, seed):
@@ -103,7 +126,9 @@ def test_dropout_is_drawn_from_the_seed_and_unbiased(norm_first):
 
     ours, plain = fast.loss(model, 0.1, torch.float32), SummedLoss(model, 0.1)
     assert loss(ours, 1) == loss(ours, 1) != loss(ours, 2)
-    found, wanted = (torch.tensor([loss(loss_of, seed) for seed in range(40)]) for loss_of in (ours, plain))
+    found, wanted = (
+        torch.tensor([loss(loss_of, seed) for seed in range(40)]) for loss_of in (ours, plain)
+    )
     # Two means of 40 draws differ by √(2/40) = 0.22 standard deviations; four times that is 0.9.
     assert abs(found.mean() - wanted.mean()) < 0.9 * wanted.std()
     assert 0.5 < found.std() / wanted.std() < 2  # a ratio of two estimates of 11 % each
@@ -115,13 +140,18 @@ def test_dropout_is_drawn_from_the_seed_and_unbiased(norm_first):
 @torch.no_grad()
 def test_every_dropout_of_the_model_is_drawn():
     model, batch = make_model(0).train(), make_batch(0, 4, 30, 33)
-    ours, kinds = fast.loss(model, 0.1, torch.float32), {nn.Dropout: "p", nn.MultiheadAttention: "dropout"}
+    ours, kinds = (
+        fast.loss(model, 0.1, torch.float32),
+        {nn.Dropout: "p", nn.MultiheadAttention: "dropout"},
+    )
     rates = [(module, kinds[type(module)]) for module in model.modules() if type(module) in kinds]
     assert len(rates) == 1 + 2 * 4 + 2 * 6  # embedding; layers of the encoder and of the decoder
     without = ours(*batch)[0].item()
     for module, rate in rates:
         setattr(module, rate, 0.5)
-        assert abs(ours(*batch)[0].item() / without - 1) > 1e-5, module  # ten times the rounding of a sum
+        assert abs(ours(*batch)[0].item() / without - 1) > 1e-5, (
+            module
+        )  # ten times the rounding of a sum
         module.eval()  # alone: the model still trains
         assert ours(*batch)[0].item() == pytest.approx(without, rel=1e-6)
         module.train()
@@ -141,7 +171,9 @@ def test_the_loss_for_a_gpu_computed_here(seed):
 def refusal(model, dtype=torch.float32) -> str:
     """The one line that says why there is no faster loss; the plain one still computes."""
     said = []
-    assert fast.loss(model, 0.1, dtype, said.append) is None and len(said) == 1 and "\n" not in said[0]
+    assert (
+        fast.loss(model, 0.1, dtype, said.append) is None and len(said) == 1 and "\n" not in said[0]
+    )
     if dtype != torch.float16:
         loss, _ = SummedLoss(model, 0.1)(*make_batch(0, 2, 5, 7))
         assert torch.isfinite(loss)
@@ -149,16 +181,27 @@ def refusal(model, dtype=torch.float32) -> str:
 
 
 @needs_compiler
-@pytest.mark.parametrize("change, reason", [
-    (lambda model: use_in(model, "python"), "not those of PyTorch"),
-    (lambda model: setattr(layer_of(model), "linear2", nn.Sequential(layer_of(model).linear2)), "not those of PyTorch"),
-    (lambda model: setattr(layer_of(model), "activation", F.gelu), "with ReLU"),
-    (lambda model: model.double(), "not fp32"),
-    (lambda model: layer_of(model).linear1.register_forward_hook(lambda *_: None), "hook"),
-    (lambda model: model.output.register_forward_pre_hook(lambda *_: None), "hook"),
-    (lambda model: model.transformer.decoder.register_full_backward_hook(lambda *_: None), "hook"),
-    *((change, "do not know") for change in OTHER_WEIGHTS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda model: use_in(model, "python"), "not those of PyTorch"),
+        (
+            lambda model: setattr(
+                layer_of(model), "linear2", nn.Sequential(layer_of(model).linear2)
+            ),
+            "not those of PyTorch",
+        ),
+        (lambda model: setattr(layer_of(model), "activation", F.gelu), "with ReLU"),
+        (lambda model: model.double(), "not fp32"),
+        (lambda model: layer_of(model).linear1.register_forward_hook(lambda *_: None), "hook"),
+        (lambda model: model.output.register_forward_pre_hook(lambda *_: None), "hook"),
+        (
+            lambda model: model.transformer.decoder.register_full_backward_hook(lambda *_: None),
+            "hook",
+        ),
+        *((change, "do not know") for change in OTHER_WEIGHTS),
+    ],
+)
 def test_a_changed_model_takes_the_plain_way(change, reason):
     model = make_model(0)
     assert fast.loss(model, 0.1, torch.float32)
@@ -227,7 +270,11 @@ def test_what_pytorch_refuses_is_refused():
     loss_of = fast.loss(make_model(0, max_length=10), 0.1, torch.float32)
     with pytest.raises(ValueError, match="11 tokens are more than the 10"):
         loss_of(*make_batch(0, 1, 5, 11))
-    for place, wrong in ((0, WORDS), (2, -1), (4, WORDS)):  # a source, an input and an output token that is none
+    for place, wrong in (
+        (0, WORDS),
+        (2, -1),
+        (4, WORDS),
+    ):  # a source, an input and an output token that is none
         batch = make_batch(0, 2, 5, 7)
         batch[place][(0,) * batch[place].dim()] = wrong
         with pytest.raises(IndexError):

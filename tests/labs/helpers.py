@@ -26,4 +26,6 @@ def together(ranks: list[Forked]) -> None:
             for rank in ranks:
                 rank.process.kill()
         time.sleep(0.1)
-    assert not any(rank.process.exitcode for rank in ranks), "\n".join(rank.output[-3000:] for rank in ranks)
+    assert not any(rank.process.exitcode for rank in ranks), "\n".join(
+        rank.output[-3000:] for rank in ranks
+    )

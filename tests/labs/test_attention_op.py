@@ -26,7 +26,9 @@ from labs.attention_op.attention_python import SCORES_AT_ONCE, dropout_factors, 
 
 can_build = shutil.which(os.environ.get("CXX", "c++")) and shutil.which("ninja")
 needs_compiler = pytest.mark.skipif(not can_build, reason="no C++ compiler or no ninja")
-CPP = pytest.param("cpp", marks=needs_compiler)  # built by the first test that needs it, kept for later sessions
+CPP = pytest.param(
+    "cpp", marks=needs_compiler
+)  # built by the first test that needs it, kept for later sessions
 BACKENDS = ["python", "recompute", CPP]
 KINDS = ["none", "tanh"]
 
@@ -43,13 +45,18 @@ def qkv(*sizes, dtype=torch.float64):
 
 def close(ours, theirs, terms: int) -> bool:
     """Whether pairs of tensors differ only by rounding `terms` additions; the type of `theirs` rounds."""
-    return all(checks.error(x, y) <= checks.allowed("", y.dtype, terms) for x, y in zip(ours, theirs, strict=True))
+    return all(
+        checks.error(x, y) <= checks.allowed("", y.dtype, terms)
+        for x, y in zip(ours, theirs, strict=True)
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=25)
 @given(
-    sizes=st.tuples(*[st.integers(*bounds) for bounds in [(0, 3), (1, 3), (0, 9), (0, 9), (1, 5), (1, 5)]]),
+    sizes=st.tuples(
+        *[st.integers(*bounds) for bounds in [(0, 3), (1, 3), (0, 9), (0, 9), (1, 5), (1, 5)]]
+    ),
     masked=st.sampled_from(["", "padding", "all", "numbers"]),
     causal=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.float64]),
@@ -58,9 +65,15 @@ def close(ours, theirs, terms: int) -> bool:
 def test_attention_is_pytorchs_at_any_shape(backend, sizes, masked, causal, dtype, seed):
     torch.manual_seed(seed)
     b, h, s, t, *_ = sizes
-    mask = {"": None, "padding": torch.rand(b, 1, 1, t) < 0.5, "all": torch.rand(b, h, s, t) < 0.5,
-            "numbers": torch.rand(h, 1, t) < 0.5}[masked]  # fmt: skip
-    given_mask = torch.zeros(mask.shape).masked_fill(mask, -torch.inf) if masked == "numbers" else mask
+    mask = {
+        "": None,
+        "padding": torch.rand(b, 1, 1, t) < 0.5,
+        "all": torch.rand(b, h, s, t) < 0.5,
+        "numbers": torch.rand(h, 1, t) < 0.5,
+    }[masked]
+    given_mask = (
+        torch.zeros(mask.shape).masked_fill(mask, -torch.inf) if masked == "numbers" else mask
+    )
     errors = checks.compare(
         lambda q, k, v: attention(q, k, v, given_mask, causal, backend=backend),
         lambda q, k, v: checks.reference_attention(q, k, v, mask, causal),
@@ -76,9 +89,15 @@ def test_a_number_that_is_none_is_the_largest_error():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("sizes, threads", [
-    ((1, 2, 700, 600, 8, 16), 1), ((3, 2, 400, 300, 4, 4), 1), ((70, 8, 30, 40, 4, 4), 1), ((2, 5, 90, 90, 8, 8), 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sizes, threads",
+    [
+        ((1, 2, 700, 600, 8, 16), 1),
+        ((3, 2, 400, 300, 4, 4), 1),
+        ((70, 8, 30, 40, 4, 4), 1),
+        ((2, 5, 90, 90, 8, 8), 3),
+    ],
+)
 def test_attention_is_pytorchs_in_several_blocks_and_threads(backend, sizes, threads):
     torch.set_num_threads(threads)  # which a fixture takes back
     for dtype in (torch.float32, torch.float64):
@@ -118,10 +137,15 @@ def test_a_row_masked_by_large_numbers_sees_all_keys_alike(backend, causal):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_other_scale_and_other_memory_layout(backend):
-    q, k, v = (x.transpose(1, 2) for x in checks.random_inputs((2, 5, 3, 3, 4, 4)))  # heads second last in memory
+    q, k, v = (
+        x.transpose(1, 2) for x in checks.random_inputs((2, 5, 3, 3, 4, 4))
+    )  # heads second last in memory
     last = torch.rand(2, 3, 5, 1) < 0.5  # the same for all keys
     ours = attention(q, k, v, scale=0.1, backend=backend), attention(q, k, v, last, backend=backend)
-    theirs = F.scaled_dot_product_attention(q, k, v, scale=0.1), checks.reference_attention(q, k, v, last)
+    theirs = (
+        F.scaled_dot_product_attention(q, k, v, scale=0.1),
+        checks.reference_attention(q, k, v, last),
+    )
     assert close(ours, theirs, terms=checks.terms_of((2, 3, 5, 5, 4, 4)))
 
 
@@ -151,11 +175,18 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
         assert abs(kept.float().mean() - (1 - dropout)) < 5 * (dropout / kept.numel()) ** 0.5
         assert z[kept].unique().tolist() == pytest.approx([1 / (1 - dropout)])
         for axis in range(4):  # neighbours in no direction drop together
-            neighbours = [kept.narrow(axis, first, kept.size(axis) - 1).float().flatten() for first in (0, 1)]
-            assert abs(torch.corrcoef(torch.stack(neighbours))[0, 1]) < 5 / neighbours[0].numel() ** 0.5
+            neighbours = [
+                kept.narrow(axis, first, kept.size(axis) - 1).float().flatten() for first in (0, 1)
+            ]
+            assert (
+                abs(torch.corrcoef(torch.stack(neighbours))[0, 1])
+                < 5 / neighbours[0].numel() ** 0.5
+            )
         mean = attention(q, k, v, dropout=dropout).mean()
         assert abs(mean - 1) < 5 * (dropout / (1 - dropout) / kept.numel()) ** 0.5
-    assert not torch.equal(attention(q, k, v, dropout=0.5), attention(q, k, v, dropout=0.5))  # every call draws anew
+    assert not torch.equal(
+        attention(q, k, v, dropout=0.5), attention(q, k, v, dropout=0.5)
+    )  # every call draws anew
 
 
 # GELU
@@ -164,11 +195,16 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
 @pytest.mark.parametrize("approximate", KINDS)
 @pytest.mark.parametrize("backend", ["python", CPP])
 def test_gelu_is_pytorchs_of_any_shape_and_far_out(backend, approximate):
-    ours, theirs = (lambda x: gelu(x, approximate, backend)), (lambda x: F.gelu(x, approximate=approximate))
+    ours, theirs = (
+        (lambda x: gelu(x, approximate, backend)),
+        (lambda x: F.gelu(x, approximate=approximate)),
+    )
     for shape in [(), (0,), (3, 0, 2), (1,), (5,), (2, 3, 4, 5)]:
         x = torch.randn(shape, dtype=torch.float64)
         for layout in [x, x.mT] if x.dim() > 1 else [x]:  # and not contiguous
-            assert max(checks.compare(ours, theirs, [layout])) <= checks.allowed(backend, x.dtype, checks.GELU_TERMS)
+            assert max(checks.compare(ours, theirs, [layout])) <= checks.allowed(
+                backend, x.dtype, checks.GELU_TERMS
+            )
     far = torch.tensor([-1e30, -100.0, 0.0, 100.0, 1e30, torch.nan])
     torch.testing.assert_close(ours(far), theirs(far), equal_nan=True)
 
@@ -198,10 +234,15 @@ def test_half_precision_is_fp32_rounded_once(backend, dtype):
     wide = [x.detach().float().requires_grad_() for x in halves]
     results = [attention(*x, causal=True, backend=backend) for x in (halves, wide)]
     assert results[0].dtype == dtype and torch.equal(results[0], results[1].to(dtype))
-    half_grads, grads = (torch.autograd.grad(y, x, torch.ones_like(y)) for x, y in zip((halves, wide), results))
+    half_grads, grads = (
+        torch.autograd.grad(y, x, torch.ones_like(y)) for x, y in zip((halves, wide), results)
+    )
     # The output, of which a part of the gradient is made, is rounded to half precision, and so is the gradient; eps of each.
     rounding = 2 * torch.finfo(dtype).eps
-    assert all(g.dtype == dtype and checks.error(g.float(), w) <= rounding for g, w in zip(half_grads, grads))
+    assert all(
+        g.dtype == dtype and checks.error(g.float(), w) <= rounding
+        for g, w in zip(half_grads, grads)
+    )
 
 
 @pytest.mark.parametrize("backend", ["python", CPP])
@@ -234,7 +275,9 @@ def test_recomputation_keeps_and_makes_no_square():
         """Numbers kept for the backward pass, and numbers of the largest tensor."""
         q, k, v = qkv(1, 1, length, length, 2, 2, dtype=torch.float32)
         kept = []
-        keeping = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x)
+        keeping = torch.autograd.graph.saved_tensors_hooks(
+            lambda x: kept.append(x.numel()) or x, lambda x: x
+        )
         with keeping, LargestTensor() as made:
             attention(q, k, v, causal=True, backend=backend).sum().backward()
         return sum(kept), made.numbers
@@ -280,21 +323,24 @@ def raw(name: str, *changed):
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["attention", "attention_backward"])
-@pytest.mark.parametrize("changed, says", [
-    ([(1, torch.zeros(3, 4, 6))], "four axes"),
-    ([(1, torch.zeros(1, 3, 4, 6))], "batch and heads differ"),
-    ([(2, torch.zeros(2, 3, 5, 5))], "differ in width"),
-    ([(2, torch.zeros(2, 3, 5, 6).double())], "one floating-point type"),
-    ([(3, torch.zeros(2, 3, 6, 7))], "as many values as keys"),
-    ([(2, torch.zeros(2, 3, 0, 6)), (3, torch.zeros(2, 3, 0, 7))], "no keys"),
-    ([(4, torch.zeros(4, 5))], "bias has four axes"),
-    ([(4, torch.zeros(2, 3, 4, 4))], "bias does not fit"),
-    ([(4, torch.zeros(2, 3, 4, 5).double())], "bias needs the type"),
-    ([(9, 0.5)], "seed of two int32"),
-    ([(9, 0.5), (10, torch.zeros(1, dtype=torch.int32))], "seed of two int32"),
-    ([(9, 0.5), (10, torch.zeros(2, dtype=torch.int64))], "seed of two int32"),
-    ([(9, 1.0), (10, torch.zeros(2, dtype=torch.int32))], "dropout is in"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        ([(1, torch.zeros(3, 4, 6))], "four axes"),
+        ([(1, torch.zeros(1, 3, 4, 6))], "batch and heads differ"),
+        ([(2, torch.zeros(2, 3, 5, 5))], "differ in width"),
+        ([(2, torch.zeros(2, 3, 5, 6).double())], "one floating-point type"),
+        ([(3, torch.zeros(2, 3, 6, 7))], "as many values as keys"),
+        ([(2, torch.zeros(2, 3, 0, 6)), (3, torch.zeros(2, 3, 0, 7))], "no keys"),
+        ([(4, torch.zeros(4, 5))], "bias has four axes"),
+        ([(4, torch.zeros(2, 3, 4, 4))], "bias does not fit"),
+        ([(4, torch.zeros(2, 3, 4, 5).double())], "bias needs the type"),
+        ([(9, 0.5)], "seed of two int32"),
+        ([(9, 0.5), (10, torch.zeros(1, dtype=torch.int32))], "seed of two int32"),
+        ([(9, 0.5), (10, torch.zeros(2, dtype=torch.int64))], "seed of two int32"),
+        ([(9, 1.0), (10, torch.zeros(2, dtype=torch.int32))], "dropout is in"),
+    ],
+)
 def test_operators_refuse_what_would_read_foreign_memory(name, changed, says):
     raw(name)  # right as it is
     with pytest.raises(RuntimeError, match=says):
@@ -303,8 +349,12 @@ def test_operators_refuse_what_would_read_foreign_memory(name, changed, says):
 
 @needs_compiler
 def test_the_backward_operator_refuses_another_forward_pass():
-    for position, value in [(0, torch.zeros(2, 3, 4, 6)), (5, torch.zeros(2, 3, 3, 7)), (6, torch.zeros(2, 3, 5, 2)),
-                            (6, torch.zeros(2, 3, 4, 2).double())]:  # fmt: skip
+    for position, value in [
+        (0, torch.zeros(2, 3, 4, 6)),
+        (5, torch.zeros(2, 3, 3, 7)),
+        (6, torch.zeros(2, 3, 5, 2)),
+        (6, torch.zeros(2, 3, 4, 2).double()),
+    ]:
         with pytest.raises(RuntimeError, match="what the forward pass gave"):
             raw("attention_backward", (position, value))
 
@@ -316,7 +366,9 @@ def test_the_backward_of_gelu_refuses_another_shape_or_type(grad):
         cpp.library().gelu_backward(grad, torch.zeros(6), False)
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_survives_compiling_as_one_graph(backend, compiler):
     mask = checks.random_padding(2, 5)
@@ -330,21 +382,27 @@ def test_survives_compiling_as_one_graph(backend, compiler):
     for function in (both, torch.compile(both, backend=compiler, fullgraph=True)):
         out, y = function(*inputs)
         results.append([out, y, *torch.autograd.grad(out.sin().sum() + y.sin().sum(), inputs)])
-    assert close(*reversed(results), terms=checks.GELU_TERMS)  # more than the 16 of attention at this size
+    assert close(
+        *reversed(results), terms=checks.GELU_TERMS
+    )  # more than the 16 of attention at this size
 
 
 def test_no_forward_pass_converts_to_the_type_it_has(monkeypatch):
     """torch.compile of torch 2.11 would lose the gradient, without a word."""
     q, k, v = qkv(2, 2, 4, 5, 3, 3)
     monkeypatch.setattr(torch.Tensor, "to", lambda *_: pytest.fail("a conversion"))
-    assert all(y.requires_grad for y in (attention(q, k, v, backend="python"), gelu(q), gelu(q, "tanh")))
+    assert all(
+        y.requires_grad for y in (attention(q, k, v, backend="python"), gelu(q), gelu(q, "tanh"))
+    )
 
 
 # The module
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("options", [dict(batch_first=True), dict(), dict(bias=False), dict(kdim=6, vdim=10)], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(batch_first=True), dict(), dict(bias=False), dict(kdim=6, vdim=10)], ids=str
+)
 def test_module_with_the_stock_ones_weights(backend, options):
     stock = nn.MultiheadAttention(8, 2, dtype=torch.float64, **options)
     ours = MultiHeadAttention(8, 2, dtype=torch.float64, backend=backend, **options)
@@ -352,18 +410,28 @@ def test_module_with_the_stock_ones_weights(backend, options):
     stock.load_state_dict(ours.state_dict())
     first = options.get("batch_first", False)
     batch, queries, keys = (4, 5, 3) if first else (5, 4, 4)
-    terms = 4 * 10 + checks.terms_of((batch, 2, queries, keys, 4, 4))  # four projections of up to 10 numbers
-    query, key, value = (torch.randn(*((batch, length) if first else (length, batch)), width, dtype=torch.float64)
-                         for length, width in ((queries, 8), (keys, stock.kdim), (keys, stock.vdim)))  # fmt: skip
+    terms = 4 * 10 + checks.terms_of(
+        (batch, 2, queries, keys, 4, 4)
+    )  # four projections of up to 10 numbers
+    query, key, value = (
+        torch.randn(*((batch, length) if first else (length, batch)), width, dtype=torch.float64)
+        for length, width in ((queries, 8), (keys, stock.kdim), (keys, stock.vdim))
+    )
     padding = torch.arange(keys) >= torch.randint(1, keys + 1, (batch, 1))
     square = torch.rand(queries, keys) < 0.3
     square[:, 0] = False
     per_head = square.repeat(2 * batch, 1, 1)
     numbers = torch.randn(queries, keys).double()
     as_numbers = torch.zeros(padding.shape).double().masked_fill(padding, -torch.inf)
-    for masks in (dict(), dict(key_padding_mask=padding), dict(attn_mask=square), dict(attn_mask=per_head),
-                  dict(attn_mask=numbers), dict(attn_mask=square, key_padding_mask=padding),
-                  dict(attn_mask=numbers, key_padding_mask=as_numbers)):  # fmt: skip
+    for masks in (
+        dict(),
+        dict(key_padding_mask=padding),
+        dict(attn_mask=square),
+        dict(attn_mask=per_head),
+        dict(attn_mask=numbers),
+        dict(attn_mask=square, key_padding_mask=padding),
+        dict(attn_mask=numbers, key_padding_mask=as_numbers),
+    ):
         expected = stock(query, key, value, need_weights=False, **masks)[0]
         assert close([ours(query, key, value, **masks)[0]], [expected], terms)
     want = ours(query, key, value, need_weights=True)
@@ -377,14 +445,18 @@ def test_module_with_the_stock_ones_weights(backend, options):
 def transformers(backend: str, dropout=0.0):
     """PyTorch's Transformer, its twin with our attention, and a call of either with padding."""
     options = dict(dim_feedforward=64, dropout=dropout, batch_first=True)
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, **options), 2, enable_nested_tensor=False)
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 4, **options), 2, enable_nested_tensor=False
+    )
     stock = nn.Transformer(32, 4, num_decoder_layers=2, custom_encoder=encoder, **options).double()
     ours = copy.deepcopy(stock)
     assert use_in(ours, backend) == 6
     pad = torch.arange(9) >= torch.tensor([9, 1, 4])[:, None]
     src, tgt = (torch.randn(3, length, 32, dtype=torch.float64) for length in (9, 7))
     triangle = torch.ones(7, 7).triu(1) > 0
-    masks = dict(tgt_mask=triangle, tgt_is_causal=True, src_key_padding_mask=pad, memory_key_padding_mask=pad)
+    masks = dict(
+        tgt_mask=triangle, tgt_is_causal=True, src_key_padding_mask=pad, memory_key_padding_mask=pad
+    )
     return stock, ours, lambda model: model(src, tgt, **masks)
 
 
@@ -392,7 +464,9 @@ def transformers(backend: str, dropout=0.0):
 def test_in_a_transformer(backend, monkeypatch):
     stock, ours, call = transformers(backend)
     calls, operator, results = [], attention_module.attention, []
-    monkeypatch.setattr(attention_module, "attention", lambda *a, **k: calls.append(1) or operator(*a, **k))
+    monkeypatch.setattr(
+        attention_module, "attention", lambda *a, **k: calls.append(1) or operator(*a, **k)
+    )
     for model in (ours, stock):
         out = call(model)
         results.append([out, *torch.autograd.grad(out.sin().sum(), list(model.parameters()))])
@@ -418,7 +492,10 @@ def test_dropout_in_a_transformer(backend):
 
 
 def test_use_in_leaves_parameters_names_places_and_random_numbers_as_they_are():
-    shared, own = nn.MultiheadAttention(8, 2), nn.MultiheadAttention(8, 2, bias=False, kdim=4, vdim=6)
+    shared, own = (
+        nn.MultiheadAttention(8, 2),
+        nn.MultiheadAttention(8, 2, bias=False, kdim=4, vdim=6),
+    )
     model = nn.ModuleDict({"a": shared, "b": nn.ModuleList([own, shared])}).eval()
     model["c"] = model["b"]  # a parent in two places
     names, parameters, numbers = [*model.state_dict()], [*model.parameters()], torch.get_rng_state()
@@ -428,35 +505,69 @@ def test_use_in_leaves_parameters_names_places_and_random_numbers_as_they_are():
         assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
         assert model["a"] is model["b"][1] is model["c"][1]
         for module in (model["a"], model["b"][0]):
-            assert (type(module), module.backend, module.training) == (MultiHeadAttention, backend, False)
+            assert (type(module), module.backend, module.training) == (
+                MultiHeadAttention,
+                backend,
+                False,
+            )
     assert torch.equal(torch.get_rng_state(), numbers)
 
 
 # Mistakes
 
 
-@pytest.mark.parametrize("call, says", [
-    (lambda q, k, v: attention(q[0], k, v), "four axes (batch, heads, length, width); got q (3, 4, 6)"),
-    (lambda q, k, v: attention(q[:1], k, v), "batch and heads differ"),
-    (lambda q, k, v: attention(q[..., :5], k, v), "width 5 do not fit keys of width 6"),
-    (lambda q, k, v: attention(q, k, v[:, :, 1:]), "5 keys but 4 values"),
-    (lambda q, k, v: attention(q, k.double(), v), "type and device; got q torch.float32 on cpu, k torch.float64"),
-    (lambda q, k, v: attention(q.long(), k.long(), v.long()), "floating-point"),
-    (lambda q, k, v: attention(q, k, v, torch.zeros(4, 5).int()), "mask is torch.int32; give torch.bool"),
-    (lambda q, k, v: attention(q, k, v, torch.zeros(2, 5).bool()), "mask of shape (2, 5) does not fit"),
-    (lambda q, k, v: attention(q, k, v, torch.zeros(5, requires_grad=True)), "requires a gradient"),
-    (lambda q, k, v: attention(q, k, v, torch.zeros(5, device="meta")), "mask is on meta, the queries are on cpu"),
-    (lambda q, k, v: attention(q, k, v, dropout=1.0), "dropout=1.0 must be in"),
-    (lambda q, k, v: attention(q, k, v, backend="cuda"), "backend='cuda' is unknown; choose python, recompute"),
-    (lambda q, k, v: attention(q, k, v, backend="triton"), "attention: 'triton' needs"),
-    (lambda *_: gelu(torch.zeros(3), backend="triton"), "backend='triton' is unknown; choose python, cpp"),
-    (lambda *_: gelu(torch.zeros(3), approximate="erf"), "approximate='erf' is unknown"),
-    (lambda *_: gelu(torch.zeros(3).long()), "floating-point"),
-    (lambda *_: use_in(nn.Linear(2, 2), "python"), "no nn.MultiheadAttention"),
-    (lambda *_: use_in(nn.MultiheadAttention(4, 2, add_zero_attn=True), "python"), "add_zero_attn"),
-    (lambda *_: use_in(nn.MultiheadAttention(4, 2), "python"), "that it is a part of"),
-    (lambda *_: MultiHeadAttention(4, 2, backend="c"), "backend='c' is unknown"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "call, says",
+    [
+        (
+            lambda q, k, v: attention(q[0], k, v),
+            "four axes (batch, heads, length, width); got q (3, 4, 6)",
+        ),
+        (lambda q, k, v: attention(q[:1], k, v), "batch and heads differ"),
+        (lambda q, k, v: attention(q[..., :5], k, v), "width 5 do not fit keys of width 6"),
+        (lambda q, k, v: attention(q, k, v[:, :, 1:]), "5 keys but 4 values"),
+        (
+            lambda q, k, v: attention(q, k.double(), v),
+            "type and device; got q torch.float32 on cpu, k torch.float64",
+        ),
+        (lambda q, k, v: attention(q.long(), k.long(), v.long()), "floating-point"),
+        (
+            lambda q, k, v: attention(q, k, v, torch.zeros(4, 5).int()),
+            "mask is torch.int32; give torch.bool",
+        ),
+        (
+            lambda q, k, v: attention(q, k, v, torch.zeros(2, 5).bool()),
+            "mask of shape (2, 5) does not fit",
+        ),
+        (
+            lambda q, k, v: attention(q, k, v, torch.zeros(5, requires_grad=True)),
+            "requires a gradient",
+        ),
+        (
+            lambda q, k, v: attention(q, k, v, torch.zeros(5, device="meta")),
+            "mask is on meta, the queries are on cpu",
+        ),
+        (lambda q, k, v: attention(q, k, v, dropout=1.0), "dropout=1.0 must be in"),
+        (
+            lambda q, k, v: attention(q, k, v, backend="cuda"),
+            "backend='cuda' is unknown; choose python, recompute",
+        ),
+        (lambda q, k, v: attention(q, k, v, backend="triton"), "attention: 'triton' needs"),
+        (
+            lambda *_: gelu(torch.zeros(3), backend="triton"),
+            "backend='triton' is unknown; choose python, cpp",
+        ),
+        (lambda *_: gelu(torch.zeros(3), approximate="erf"), "approximate='erf' is unknown"),
+        (lambda *_: gelu(torch.zeros(3).long()), "floating-point"),
+        (lambda *_: use_in(nn.Linear(2, 2), "python"), "no nn.MultiheadAttention"),
+        (
+            lambda *_: use_in(nn.MultiheadAttention(4, 2, add_zero_attn=True), "python"),
+            "add_zero_attn",
+        ),
+        (lambda *_: use_in(nn.MultiheadAttention(4, 2), "python"), "that it is a part of"),
+        (lambda *_: MultiHeadAttention(4, 2, backend="c"), "backend='c' is unknown"),
+    ],
+)
 def test_mistakes_are_one_clear_line(call, says):
     with refused(says):
         call(*checks.random_inputs((2, 3, 4, 5, 6, 7), torch.float32))
@@ -499,31 +610,61 @@ def test_a_library_that_does_not_load_is_named(tmp_path, monkeypatch):
 
 
 def test_the_command_checks_and_times(monkeypatch, capsys):
-    monkeypatch.setattr(script, "keep_freed_memory", lambda: None)  # not in the process of all tests
+    monkeypatch.setattr(
+        script, "keep_freed_memory", lambda: None
+    )  # not in the process of all tests
     script.main(script.Config(seq=32, turns=1))
     out = capsys.readouterr().out
     lines = [line for line in out.splitlines() if line.endswith("passes")]
-    assert len(lines) == (4 if "cpp: left out" in out else 7) and "F.gelu" in out and "FAILS" not in out
+    assert (
+        len(lines) == (4 if "cpp: left out" in out else 7)
+        and "F.gelu" in out
+        and "FAILS" not in out
+    )
 
 
 def test_an_operator_that_is_wrong_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(checks, "attention", lambda *inputs, **options: 1.001 * attention(*inputs, **options))
+    monkeypatch.setattr(
+        checks, "attention", lambda *inputs, **options: 1.001 * attention(*inputs, **options)
+    )
     assert not script.check_attention("python")
     assert capsys.readouterr().out.rstrip().endswith("WRONG")
 
 
 def test_pytorchs_own_is_timed_on_every_device_of_ours(monkeypatch):
-    monkeypatch.setattr(script, "device_of", lambda backend: "cuda" if backend == "triton" else "cpu")
-    devices = {name: device for name, (device, _) in script.attention_contestants(["python", "cpp", "triton"]).items()}
-    assert devices == {"F.scaled_dot_product_attention, cpu": "cpu", "F.scaled_dot_product_attention, cuda": "cuda",
-                       "python": "cpu", "cpp": "cpu", "triton": "cuda"}  # fmt: skip
+    monkeypatch.setattr(
+        script, "device_of", lambda backend: "cuda" if backend == "triton" else "cpu"
+    )
+    devices = {
+        name: device
+        for name, (device, _) in script.attention_contestants(["python", "cpp", "triton"]).items()
+    }
+    assert devices == {
+        "F.scaled_dot_product_attention, cpu": "cpu",
+        "F.scaled_dot_product_attention, cuda": "cuda",
+        "python": "cpu",
+        "cpp": "cpu",
+        "triton": "cuda",
+    }
 
 
 def start_build(folder, **environment) -> subprocess.Popen:
-    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder), "OMP_NUM_THREADS": "1", **environment}
+    environment = {
+        **os.environ,
+        "TORCH_EXTENSIONS_DIR": str(folder),
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
     code = "from labs.attention_op import cpp; print(cpp.load())"
-    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
 @pytest.mark.slow
@@ -538,7 +679,10 @@ def test_processes_that_start_at_once_build_once_even_after_a_killed_one(tmp_pat
     processes = [start_build(tmp_path) for _ in range(3)]
     outputs = [process.communicate(timeout=HANGS) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
-    assert sum("building" in errors for _, errors in outputs) == 1 and len({out for out, _ in outputs}) == 1
+    assert (
+        sum("building" in errors for _, errors in outputs) == 1
+        and len({out for out, _ in outputs}) == 1
+    )
 
 
 # Triton
@@ -586,10 +730,21 @@ interpreter.int = Int("int", (), {})
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
-@pytest.mark.parametrize("code, environment", [
-    pytest.param(INTERPRETER + "DEVICE = 'cpu'\n", dict(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES=""), id="interpreter"),
-    pytest.param("DEVICE = 'cuda'\n", {}, id="gpu",
-                 marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "code, environment",
+    [
+        pytest.param(
+            INTERPRETER + "DEVICE = 'cpu'\n",
+            dict(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES=""),
+            id="interpreter",
+        ),
+        pytest.param(
+            "DEVICE = 'cuda'\n",
+            {},
+            id="gpu",
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+        ),
+    ],
+)
 def test_triton(code, environment):
     assert run_code(code + TRITON_CHECK, OMP_NUM_THREADS="1", **environment).strip() == "right"

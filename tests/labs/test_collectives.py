@@ -29,7 +29,11 @@ SIZE = 3  # processes
 
 
 def test_the_handouts_split_of_ten_rows_over_three_ranks():
-    assert [averaging.sampled_rows(10, rank, 3) for rank in range(3)] == [[0, 3, 6, 9], [1, 4, 7, 0], [2, 5, 8, 1]]
+    assert [averaging.sampled_rows(10, rank, 3) for rank in range(3)] == [
+        [0, 3, 6, 9],
+        [1, 4, 7, 0],
+        [2, 5, 8, 1],
+    ]
     dropped = [averaging.sampled_rows(10, rank, 3, drop_last=True) for rank in range(3)]
     assert dropped == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
 
@@ -42,13 +46,20 @@ def test_strided_rows_are_each_row_once_and_even(rows, size):
 
 
 def test_without_set_epoch_all_epochs_have_one_order():
-    told, untold = averaging.epoch_orders(3, set_epoch=True), averaging.epoch_orders(3, set_epoch=False)
+    told, untold = (
+        averaging.epoch_orders(3, set_epoch=True),
+        averaging.epoch_orders(3, set_epoch=False),
+    )
     assert told[0] == untold[0] == untold[1] == untold[2]
     assert told[0] != told[1] != told[2]
 
 
 def test_a_device_is_not_a_rank():
-    assert gathering.rank_of(1, [1, 2]) == 0 and gathering.rank_of(2, [1, 2]) == 1 and gathering.rank_of(0, [3, 0]) == 1
+    assert (
+        gathering.rank_of(1, [1, 2]) == 0
+        and gathering.rank_of(2, [1, 2]) == 1
+        and gathering.rank_of(0, [3, 0]) == 1
+    )
 
 
 def test_learning_rate_rules():
@@ -63,11 +74,19 @@ def test_scaling_settings_see_equally_many_rows_and_only_the_last_leaves_the_sta
     features, runs = training.scaling_settings(size)
     assert len({batch * steps for _, batch, _, steps in runs}) == 1
     assert all(batch % size == 0 for _, batch, _, _ in runs)
-    assert [lr < 2 / (1 + (features + 1) / batch) for _, batch, lr, _ in runs] == [True, True, False]
+    assert [lr < 2 / (1 + (features + 1) / batch) for _, batch, lr, _ in runs] == [
+        True,
+        True,
+        False,
+    ]
 
 
 @settings(max_examples=50)
-@given(overflows=st.lists(st.booleans(), max_size=30), interval=st.integers(1, 5), power=st.integers(-5, 20))
+@given(
+    overflows=st.lists(st.booleans(), max_size=30),
+    interval=st.integers(1, 5),
+    power=st.integers(-5, 20),
+)
 def test_the_scaler_by_hand_keeps_torchs_scales(overflows, interval, power):
     ours = training.LossScaler(2.0**power, interval)
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**power, growth_interval=interval)
@@ -104,9 +123,16 @@ def test_the_scale_comes_down_from_an_overflow():
 
 
 def test_tables_are_aligned_and_valid_markdown():
-    table = report.Table("caption", "a|long name", [(1, torch.tensor([1, 2])), (None, [torch.tensor([3])])])
+    table = report.Table(
+        "caption", "a|long name", [(1, torch.tensor([1, 2])), (None, [torch.tensor([3])])]
+    )
     assert table.plain() == "caption:\n  a  long name\n  1  [1, 2]\n  -  [3]"
-    assert table.markdown().splitlines()[2:] == ["| a | long name |", "|---|---|", "| 1 | [1, 2] |", "| - | [3] |"]
+    assert table.markdown().splitlines()[2:] == [
+        "| a | long name |",
+        "|---|---|",
+        "| 1 | [1, 2] |",
+        "| - | [3] |",
+    ]
     assert report.Table("c", "x", [("a|b",)]).markdown().endswith("| a\\|b |")
 
 
@@ -117,18 +143,29 @@ def uneven_cases() -> list[list[torch.Tensor]]:
     """A tensor of each rank, of lengths from 0: drawn alike on all ranks."""
     draw, numbers = random.Random(0), torch.Generator().manual_seed(0)
     formats, shapes = (torch.int64, torch.float32, torch.uint8, torch.float16), ((), (3,), (2, 2))
-    cases = [([0, 0, 0], (), torch.int64), ([0, 0, 5], (2,), torch.float32), ([1, 1, 1], (), torch.float32)]
+    cases = [
+        ([0, 0, 0], (), torch.int64),
+        ([0, 0, 5], (2,), torch.float32),
+        ([1, 1, 1], (), torch.float32),
+    ]
     for _ in range(20):
-        cases.append(([draw.randrange(9) for _ in range(SIZE)], draw.choice(shapes), draw.choice(formats)))
-    return [[torch.randint(200, (length, *shape), generator=numbers).to(dtype) for length in lengths]
-            for lengths, shape, dtype in cases]  # fmt: skip
+        cases.append(
+            ([draw.randrange(9) for _ in range(SIZE)], draw.choice(shapes), draw.choice(formats))
+        )
+    return [
+        [torch.randint(200, (length, *shape), generator=numbers).to(dtype) for length in lengths]
+        for lengths, shape, dtype in cases
+    ]
 
 
 def wrong_uneven_gathers(rank: int) -> list[int]:
     """The cases that do not come out as they should on this rank."""
     gathered = [(gathering.all_gather_uneven(tensors[rank]), tensors) for tensors in uneven_cases()]
-    same = [len(got) == SIZE and all(torch.equal(g, w) and g.dtype == w.dtype for g, w in zip(got, wanted))
-            for got, wanted in gathered]  # fmt: skip
+    same = [
+        len(got) == SIZE
+        and all(torch.equal(g, w) and g.dtype == w.dtype for g, w in zip(got, wanted))
+        for got, wanted in gathered
+    ]
     return [number for number, right in enumerate(same) if not right]
 
 
@@ -150,11 +187,15 @@ def a_rank(folder: str) -> None:
         gradient = averaging.ddp_gradient(x[mine], y[mine], how)
         figures[f"gradient, {how}"] = report.everyone((gradient - reference).abs().max().item())
     own = averaging.ddp_gradient(x[mine], y[mine], "own mean")
-    figures["too small"] = (own / averaging.ddp_gradient(x[mine], y[mine], "mean of means")).tolist()
+    figures["too small"] = (
+        own / averaging.ddp_gradient(x[mine], y[mine], "mean of means")
+    ).tolist()
     figures["mean"] = averaging.global_mean(*[(16, 32), (17, 32), (4, 4)][world.rank])
     figures["mean of means"] = averaging.mean_of_means(*[(16, 32), (17, 32), (4, 4)][world.rank])
     gathered = gathering.gather_to(2, torch.tensor([world.rank]), list(range(1, world.size + 1)))
-    figures["gathered"] = report.everyone(None if gathered is None else torch.cat(gathered).tolist())
+    figures["gathered"] = report.everyone(
+        None if gathered is None else torch.cat(gathered).tolist()
+    )
     figures["wrong uneven"] = report.everyone(wrong_uneven_gathers(world.rank))
     ddp, alone = training.train_classifier(20, world), training.train_classifier(20)
     figures["ddp weights"] = report.everyone((ddp[1] - alone[1]).abs().max().item())
@@ -189,7 +230,10 @@ def test_gather_reaches_the_rank_of_the_device_only(figures):
 
 
 def test_wrong_gathers_fail_with_torchs_own_words(figures):
-    on_dst, elsewhere = "must be specified on destination rank", "must NOT be specified on non-destination ranks"
+    on_dst, elsewhere = (
+        "must be specified on destination rank",
+        "must NOT be specified on non-destination ranks",
+    )
     device = outcomes(figures, "gather", 1, "dst=1")
     assert elsewhere in device[0] and on_dst in device[1]
     everywhere = outcomes(figures, "gather", 1, "gather_list on every rank")
@@ -200,7 +244,11 @@ def test_wrong_gathers_fail_with_torchs_own_words(figures):
 
 def test_a_subgroup_counts_its_own_ranks(figures):
     gathered = ["not in the group", "[5, 6] [7, 8]", "-"]
-    assert outcomes(figures, "gather", 2, "dst=1") == outcomes(figures, "gather", 2, "group_dst=0") == gathered
+    assert (
+        outcomes(figures, "gather", 2, "dst=1")
+        == outcomes(figures, "gather", 2, "group_dst=0")
+        == gathered
+    )
     wrong = outcomes(figures, "gather", 2, "wrong: dst=0")
     assert all("Global rank 0 is not part of group" in text for text in wrong[1:])
 
@@ -216,7 +264,9 @@ def test_unequal_lengths_gathered_as_if_equal_are_lost(figures):
     assert all("invalid tensor size" in text for text in refused)
     silent = outcomes(figures, "all_gather", 0, "wrong: gather into N tensors like rank 0's")[0]
     parts = re.findall(r"\[.*?\]", silent)
-    assert [len(json.loads(part)) for part in parts] == [SIZE] * SIZE  # no error, and more numbers than were sent
+    assert [len(json.loads(part)) for part in parts] == [
+        SIZE
+    ] * SIZE  # no error, and more numbers than were sent
 
 
 def test_uneven_gather_of_any_lengths(figures):
@@ -249,7 +299,9 @@ def test_the_handouts_accuracies(figures):
 
 
 def test_a_score_over_a_padded_sampler_counts_rows_twice(figures):
-    true, padded, dropped, strided = ((int(row[1]), float(row[2])) for row in figures["lessons"]["sampler"][1][1:])
+    true, padded, dropped, strided = (
+        (int(row[1]), float(row[2])) for row in figures["lessons"]["sampler"][1][1:]
+    )
     assert true == strided == (10, 0.9)
     assert padded == (12, round(10 / 12, 4))  # row 0, the wrong one, counts twice
     assert dropped == (9, round(8 / 9, 4))
@@ -280,14 +332,20 @@ def test_data_parallel_gets_its_model_and_input_where_it_computes(monkeypatch):
 
         def __init__(self, model):
             super().__init__()
-            assert {parameter.device.type for parameter in model.parameters()} == {"meta"}  # as several GPUs demand
+            assert {parameter.device.type for parameter in model.parameters()} == {
+                "meta"
+            }  # as several GPUs demand
             self.forward = model.forward
 
     monkeypatch.setattr(training.nn, "DataParallel", OnTheGpu)
     monkeypatch.setattr(torch, "allclose", lambda ours, theirs, **_: ours.shape == theirs.shape)
     assert training.data_parallel_agrees("meta") is True
-    monkeypatch.setattr(training.nn, "DataParallel", Mock(side_effect=RuntimeError("CUDA error: out of memory\n…")))
-    assert training.data_parallel_agrees("meta") == "not tried: CUDA error: out of memory"  # others have filled a GPU
+    monkeypatch.setattr(
+        training.nn, "DataParallel", Mock(side_effect=RuntimeError("CUDA error: out of memory\n…"))
+    )
+    assert (
+        training.data_parallel_agrees("meta") == "not tried: CUDA error: out of memory"
+    )  # others have filled a GPU
 
 
 def test_an_overflow_on_one_rank_skips_on_all_or_the_ranks_part(figures):
@@ -301,7 +359,9 @@ def test_an_overflow_on_one_rank_skips_on_all_or_the_ranks_part(figures):
 def test_it_starts_its_own_processes_and_writes_markdown(tmp_path):
     lab = "labs/collectives/__main__.py"
     words = ("--lesson", "mean", "--processes", 2, "--out", "report/a.md")
-    done = run_script(lab, *words, cwd=tmp_path, PYTHONIOENCODING="ascii")  # what cannot be shown is spelled
+    done = run_script(
+        lab, *words, cwd=tmp_path, PYTHONIOENCODING="ascii"
+    )  # what cannot be shown is spelled
     assert done.returncode == 0, done.stderr
     assert "=== mean: " in done.stdout and "what rank 0 prints" in done.stdout and not done.stderr
     written = (tmp_path / "report/a.md").read_text(encoding="utf-8")
@@ -317,7 +377,9 @@ def test_it_runs_under_torchrun(tmp_path):
 
 
 def test_one_process_says_what_it_cannot_show(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # this process has other tests to run
+    monkeypatch.setattr(
+        torch, "set_num_threads", lambda count: None
+    )  # this process has other tests to run
 
     def drawn(world) -> list:
         """A picture."""
@@ -326,28 +388,42 @@ def test_one_process_says_what_it_cannot_show(monkeypatch, tmp_path, capsys):
     lessons = {name: lab.LESSONS[name] for name in ("mean", "sampler", "fp16")} | {"drawn": drawn}
     report.teach(lessons, tmp_path / "a.md")
     said = capsys.readouterr().out
-    assert "With one process all means agree" in said and "nothing is repeated" in said and "no rank can part" in said
+    assert (
+        "With one process all means agree" in said
+        and "nothing is repeated" in said
+        and "no rank can part" in said
+    )
     assert "![Curves](a-drawn.png)" in (tmp_path / "a.md").read_text(encoding="utf-8")
     assert (tmp_path / "a-drawn.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("settings, environment, message", [
-    (dict(lesson="gathr"), {}, "did you mean gather?"),
-    (dict(processes=0), {}, "--processes 0 must be at least 1 and at most 32"),
-    (dict(port="TAKEN"), {}, "Address already in use; give another"),
-    (dict(out="/proc/none/a.md"), {}, "--out /proc/none/a.md: No such file or directory"),
-    (dict(gpu_devices=(0, 1), target_device=0), {}, "--gpu_devices 0 1: this machine has 0 GPUs"),
-    (dict(target_device=4), {}, "--target_device 4 must be one of 1, 2, 3"),
-    (dict(processes=2), dict(RANK="0", WORLD_SIZE="2"), "give it --nproc_per_node"),
-    (dict(), dict(RANK="0", WORLD_SIZE="2"), "missing in the environment"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings, environment, message",
+    [
+        (dict(lesson="gathr"), {}, "did you mean gather?"),
+        (dict(processes=0), {}, "--processes 0 must be at least 1 and at most 32"),
+        (dict(port="TAKEN"), {}, "Address already in use; give another"),
+        (dict(out="/proc/none/a.md"), {}, "--out /proc/none/a.md: No such file or directory"),
+        (
+            dict(gpu_devices=(0, 1), target_device=0),
+            {},
+            "--gpu_devices 0 1: this machine has 0 GPUs",
+        ),
+        (dict(target_device=4), {}, "--target_device 4 must be one of 1, 2, 3"),
+        (dict(processes=2), dict(RANK="0", WORLD_SIZE="2"), "give it --nproc_per_node"),
+        (dict(), dict(RANK="0", WORLD_SIZE="2"), "missing in the environment"),
+    ],
+)
 def test_mistakes_are_named_in_one_line(settings, environment, message, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with socket.create_server(("127.0.0.1", 0)) as taken, refused(message):
-        settings = {name: taken.getsockname()[1] if value == "TAKEN" else value for name, value in settings.items()}
+        settings = {
+            name: taken.getsockname()[1] if value == "TAKEN" else value
+            for name, value in settings.items()
+        }
         config = checked(lab.Config(**settings))
         config.given = set(settings)
         lab.main(config)
@@ -367,7 +443,9 @@ def test_gpus_as_the_handout_types_them(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
     monkeypatch.setattr(dist, "get_rank", lambda: 2)
     monkeypatch.setattr(dist, "new_group", lambda backend: backend)
-    monkeypatch.setattr(dist, "gather", lambda x, received, dst, group: calls.append((len(received), dst, group)))
+    monkeypatch.setattr(
+        dist, "gather", lambda x, received, dst, group: calls.append((len(received), dst, group))
+    )
     gathering.gather_on_gpus(3, torch.arange(2), list(config.gpu_devices))
     assert calls == [3, (4, 2, "nccl")]
 

@@ -44,8 +44,16 @@ from text.subwords import train_tokenizer
 
 STEPS, OVERFLOWS = 20, 14  # steps of a case; the one whose gradients overflow, in fp16
 # 12 sequences a step: divisible by 2, 3 and 4; the vocabulary by none of them, so parts of a weight differ in size.
-BASE = dict(size="toy", vocabulary=511, precision="fp32", max_steps=STEPS, log_every=1, eval_every=STEPS // 2,
-            data_size=48, device="cpu")  # fmt: skip
+BASE = dict(
+    size="toy",
+    vocabulary=511,
+    precision="fp32",
+    max_steps=STEPS,
+    log_every=1,
+    eval_every=STEPS // 2,
+    data_size=48,
+    device="cpu",
+)
 CASES = {  # by name: the processes, and the settings
     "alone": (1, {}),
     "accumulate-offload-optimizer": (1, dict(accumulate=3, offload="optimizer")),
@@ -90,7 +98,11 @@ CASES = {  # by name: the processes, and the settings
 }
 # By the first word of its name: which run a case agrees with, and the relative difference of its losses and of the gradients'
 # norms. bf16 rounds to 8 bits, fp16 to 11; losses are means over many tokens, in which rounding errors cancel.
-EXPECTED = {"fp32": ("fp32-alone", 1e-4, 1e-4), "bf16": ("fp32-alone", 3e-4, 3e-2), "fp16": ("fp16-alone", 1e-4, 1e-2)}
+EXPECTED = {
+    "fp32": ("fp32-alone", 1e-4, 1e-4),
+    "bf16": ("fp32-alone", 3e-4, 3e-2),
+    "fp16": ("fp16-alone", 1e-4, 1e-2),
+}
 if not hasattr(torch.nn, "LinearCrossEntropyOptions"):  # before PyTorch 2.13; `check_grid` says so
     del CASES["chunked-loss"]
 
@@ -107,7 +119,11 @@ def settings(name: str) -> Config:
     if (kind := name.split("-")[0]) in ("bf16", "fp16"):
         changes["precision"] = kind
     if " > " in name:
-        return config_of(given=("accumulate", "tensor", "pipe", "data_parallel"), resume=f"runs/{name}", **changes)
+        return config_of(
+            given=("accumulate", "tensor", "pipe", "data_parallel"),
+            resume=f"runs/{name}",
+            **changes,
+        )
     return config_of(run=f"runs/{name}", **changes)
 
 
@@ -115,7 +131,9 @@ def losses(folder: Path) -> list[float]:
     """Loss and norm of the gradient of each step (None: it overflowed), and the loss of the validation at the end."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     names = "train/loss", "train/gradient_norm"
-    by_step = {record["step"]: [record[name] for name in names] for record in records if names[0] in record}
+    by_step = {
+        record["step"]: [record[name] for name in names] for record in records if names[0] in record
+    }
     return [*chain.from_iterable(by_step.values()), records[-1]["validation/loss"]]
 
 
@@ -144,7 +162,9 @@ def test_fp16_leaves_out_the_step_that_overflows(runs):
     norm = 2 * OVERFLOWS - 1  # where that step's is
     assert [place for place, value in enumerate(found) if value is None] == [norm]
     for begin, tolerance in enumerate((1e-4, 1e-2)):
-        torch.testing.assert_close(found[begin:norm:2], expected[begin:norm:2], rtol=tolerance, atol=0)
+        torch.testing.assert_close(
+            found[begin:norm:2], expected[begin:norm:2], rtol=tolerance, atol=0
+        )
 
 
 def test_a_checkpoint_of_many_becomes_one_file(runs):
@@ -167,7 +187,10 @@ def test_a_damaged_checkpoint_is_passed_over(runs, tmp_path, capsys):
         with refused(f"checksum of {piece} differs"):
             checkpoint_of(str(folder))
         if folder is last:
-            assert newest(tmp_path / "run") == older and f"sharded-{STEPS} is damaged" in capsys.readouterr().err
+            assert (
+                newest(tmp_path / "run") == older
+                and f"sharded-{STEPS} is damaged" in capsys.readouterr().err
+            )
     with refused("no whole checkpoint"):
         newest(tmp_path / "run")
 
@@ -230,14 +253,18 @@ def test_logits_and_loss_are_those_of_hugging_face(pair):
     theirs, ours, tokens = pair
     torch.testing.assert_close(ours(tokens), theirs(tokens), rtol=1e-9, atol=1e-9)
     expected = theirs.model(tokens, labels=tokens).loss  # which shifts by itself
-    torch.testing.assert_close(ours(tokens[:, :-1], tokens[:, 1:]), expected, rtol=1e-6, atol=0, check_dtype=False)
+    torch.testing.assert_close(
+        ours(tokens[:, :-1], tokens[:, 1:]), expected, rtol=1e-6, atol=0, check_dtype=False
+    )
 
 
 def test_cache_changes_nothing(pair):
     _, ours, tokens = pair
     past = {number: [] for number in ours.h}
     with torch.no_grad():
-        pieces = [ours(piece, past=past) for piece in (tokens[:, :7], *tokens[:, 7:].split(1, dim=1))]
+        pieces = [
+            ours(piece, past=past) for piece in (tokens[:, :7], *tokens[:, 7:].split(1, dim=1))
+        ]
         torch.testing.assert_close(torch.cat(pieces, dim=1), ours(tokens), rtol=1e-9, atol=1e-9)
 
 
@@ -269,7 +296,9 @@ def test_flops_are_those_that_pytorch_counts():
         plainly = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
         with FlopCounterMode(display=False) as counter, plainly:
             model(tokens, tokens).backward()
-    assert counter.get_total_flops() == pytest.approx(sizes.flops_per_token() * sizes.sequence, rel=0.02)
+    assert counter.get_total_flops() == pytest.approx(
+        sizes.flops_per_token() * sizes.sequence, rel=0.02
+    )
 
 
 # ---- the planner -----------------------------------------------------------------------------------------------------
@@ -297,8 +326,12 @@ def test_planned_activations_are_what_is_saved(kind, narrow):
         return sum(size for place, size in seen.items() if place not in weights) - copies
 
     config = Config(size="toy", model=kind, batch_size=4)
-    planned = [plan.memory(config, replace(sizes_of(config), hidden=128, sequence=256, layers=n), 1, narrow).activations
-               for n in (2, 6)]  # fmt: skip
+    planned = [
+        plan.memory(
+            config, replace(sizes_of(config), hidden=128, sequence=256, layers=n), 1, narrow
+        ).activations
+        for n in (2, 6)
+    ]
     assert saved(6) - saved(2) == pytest.approx(planned[1] - planned[0], rel=0.03)
 
 
@@ -307,7 +340,9 @@ LARGE_LOGITS = "--size mini --vocabulary 60000 --accumulate 8 --batch_size 16"
 
 @needs_compiler
 @unlimited
-@pytest.mark.parametrize("flags", [LARGE_LOGITS, pytest.param("--size 124m --batch_size 2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "flags", [LARGE_LOGITS, pytest.param("--size 124m --batch_size 2", marks=pytest.mark.slow)]
+)
 def test_planned_memory_is_what_the_process_held(flags, tmp_path):
     flags += f" --data random --data_size 64 --precision fp32 --max_steps 3 --keep 0 --run {tmp_path}/run"
     lab = "import runpy; runpy.run_module('labs.gpt', run_name='__main__', alter_sys=True)"
@@ -325,7 +360,10 @@ def test_plans_of_what_is_dealt_out_or_gathered_whole():
     sizes = sizes_of(small)
     assert plan.memory(small, sizes, 8, True).optimizer >= 8 * sizes.vocabulary * sizes.hidden
     large = config_of(size="1.6b", data_parallel="zero3", offload="parameters")
-    alone, two = (plan.memory(replace(large, batch_size=n), sizes_of(large), n, True).gradients for n in (1, 2))
+    alone, two = (
+        plan.memory(replace(large, batch_size=n), sizes_of(large), n, True).gradients
+        for n in (1, 2)
+    )
     assert alone == pytest.approx(two) and alone > 0
 
 
@@ -333,7 +371,9 @@ def test_plans_of_pipelines_are_of_the_fullest_rank():
     """GPipe's last rank keeps the logits of all micro-batches; 1F1B's activations and logits lie on different ranks."""
     config = config_of(size="124m", pipe=2, accumulate=8, batch_size=8)
     sizes = sizes_of(config)
-    gpipe, other = (plan.memory(replace(config, schedule=name), sizes, 2, False) for name in ("gpipe", "1f1b"))
+    gpipe, other = (
+        plan.memory(replace(config, schedule=name), sizes, 2, False) for name in ("gpipe", "1f1b")
+    )
     logits = sizes.sequence * sizes.vocabulary * 4  # of a micro-batch
     assert gpipe.logits - other.logits == 7 * 2 * logits  # themselves and their log-softmax
     assert other.logits == 4 * logits  # both, and a gradient of each
@@ -347,7 +387,9 @@ def test_offloading_counts_the_memory_of_the_machine(monkeypatch):
     world = SimpleNamespace(device=torch.device("cuda"), size=1, maximum=lambda number: [number])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 2**40))
     monkeypatch.setattr(plan, "host_memory", lambda: 16 * 2**30)
-    with refused("--offload parameters puts 23.2 GiB a rank into the machine's memory, and there are 16.0"):
+    with refused(
+        "--offload parameters puts 23.2 GiB a rank into the machine's memory, and there are 16.0"
+    ):
         plan.check_fits(config, sizes_of(config), world, "bf16")
     monkeypatch.setattr(plan, "host_memory", lambda: 32 * 2**30)
     assert plan.check_fits(config, sizes_of(config), world, "bf16").host > 0
@@ -383,13 +425,19 @@ def test_a_plan_tries_what_can_be_tried_whatever_was_asked_for(capsys):
         *_, plain, recomputed, offloaded, parameters, last = capsys.readouterr().out.splitlines()
         assert all("fits" in line for line in (plain, recomputed, offloaded, parameters))
         assert "host memory" in offloaded and "host memory" not in plain
-        assert last.startswith("the deepest without --offload: python -m labs.gpt") and last.count("--offload") == 1
+        assert (
+            last.startswith("the deepest without --offload: python -m labs.gpt")
+            and last.count("--offload") == 1
+        )
 
 
-@pytest.mark.parametrize("cards, why", [
-    (dict(gpus=3), "no row can be run as it stands; give a --batch_size that the cards divide"),
-    (dict(memory_gib=0.1), "no depth fits on these cards"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "cards, why",
+    [
+        (dict(gpus=3), "no row can be run as it stands; give a --batch_size that the cards divide"),
+        (dict(memory_gib=0.1), "no depth fits on these cards"),
+    ],
+)
 def test_a_plan_without_a_proposal_says_why(capsys, cards, why):
     train(config_of(size="124m", plan=True, **cards))
     assert capsys.readouterr().out.splitlines()[-1] == why
@@ -398,13 +446,21 @@ def test_a_plan_without_a_proposal_says_why(capsys, cards, why):
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_plan_for_cards_of_11_gib(capsys, gpus):
     """The handout's scales 1 and 2; what is proposed is the deepest of all that stays on the cards."""
-    config = config_of(["data"], size="1.6b", plan=True, gpus=gpus, memory_gib=11, precision="fp16", data="my data")
+    config = config_of(
+        ["data"], size="1.6b", plan=True, gpus=gpus, memory_gib=11, precision="fp16", data="my data"
+    )
     train(config)
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])
     layers = int(words[words.index("--layers") + 1])
     assert layers > 10 and words[words.index("--data") + 1] == "my data"
-    trials = [plan.trial_of(config, changes) for _, changes in plan.techniques(config) if "offload" not in changes]
-    assert layers == max(plan.most_layers(trial, sizes_of(config), config, True) for trial in trials)
+    trials = [
+        plan.trial_of(config, changes)
+        for _, changes in plan.techniques(config)
+        if "offload" not in changes
+    ]
+    assert layers == max(
+        plan.most_layers(trial, sizes_of(config), config, True) for trial in trials
+    )
 
 
 def test_the_loss_of_narrow_logits_is_computed_in_fp32():
@@ -434,12 +490,16 @@ def write_table(folder: Path, rows: int = 60) -> Path:
 def test_only_abstracts_are_read(tmp_path):
     splits, note = read_documents(write_table(tmp_path / "wos"))
     assert (len(splits["train"]), len(splits["validation"])) == (57, 3)
-    assert splits["validation"][1].endswith('"quoted" 20.') and "SecretLabel" not in " ".join(splits["train"])
+    assert splits["validation"][1].endswith('"quoted" 20.') and "SecretLabel" not in " ".join(
+        splits["train"]
+    )
     assert "labels and keywords are not read" in note
 
 
 def test_another_tokenizer_in_the_same_folder_makes_other_data(tmp_path):
-    config = config_of(data=str(write_table(tmp_path / "wos")), tokenizer=str(tmp_path / "tokenizer"), batch_size=2)
+    config = config_of(
+        data=str(write_table(tmp_path / "wos")), tokenizer=str(tmp_path / "tokenizer"), batch_size=2
+    )
     keys = []
     for words in ("some words of a text", "others, not the same"):
         train_tokenizer([words], 300).save_pretrained(tmp_path / "tokenizer")
@@ -450,7 +510,9 @@ def test_another_tokenizer_in_the_same_folder_makes_other_data(tmp_path):
 def test_what_is_a_table_and_where_its_lines_end(tmp_path):
     rows = [f"{n}\tfirst\u2028half\x85and\x0csecond {n}" for n in range(3)]
     (tmp_path / "a.txt").write_text("\n".join(["Y\tAbstract", *rows]) + "\n", encoding="utf-8")
-    assert [text[-1] for texts in read_documents(tmp_path / "a.txt")[0].values() for text in texts] == ["1", "2", "0"]
+    assert [
+        text[-1] for texts in read_documents(tmp_path / "a.txt")[0].values() for text in texts
+    ] == ["1", "2", "0"]
     (tmp_path / "novel.txt").write_text("\tChapter One\nIt was\na night.\n")
     assert sum(map(len, read_documents(tmp_path / "novel.txt")[0].values())) == 3
     (tmp_path / "README.md").write_text("about it\n\nand more")
@@ -462,10 +524,15 @@ def test_what_is_a_table_and_where_its_lines_end(tmp_path):
             read_documents(tmp_path / name)
 
 
-@pytest.mark.parametrize("text, found", [
-    ("a\nb\nc\n\n", ["b", "c", "a"]), ("a b\n\nc\nd\n\ne\n", ["c\nd", "e", "a b"]),
-    ("a\u2028b\x85\nc\nd\n", ["c", "d", "a\u2028b"]), ("a\n" * 99 + "\n" + "b\n = c\n", [*"a" * 94, "b", *"a" * 5, "= c"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("a\nb\nc\n\n", ["b", "c", "a"]),
+        ("a b\n\nc\nd\n\ne\n", ["c\nd", "e", "a b"]),
+        ("a\u2028b\x85\nc\nd\n", ["c", "d", "a\u2028b"]),
+        ("a\n" * 99 + "\n" + "b\n = c\n", [*"a" * 94, "b", *"a" * 5, "= c"]),
+    ],
+)
 def test_documents_are_lines_unless_blank_lines_part_them(tmp_path, text, found):
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     splits, _ = read_documents(tmp_path / "a.txt")
@@ -475,17 +542,25 @@ def test_documents_are_lines_unless_blank_lines_part_them(tmp_path, text, found)
 def test_the_hubs_parquet_files(tmp_path):
     for split in ("train", "validation", "test"):
         rows = {"text": ["", f" = {split} = \n", "", " b . \n"]}
-        pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / f"{split}-00000-of-00001.parquet")
-    assert read_documents(tmp_path)[0] == {split: [f"= {split} = \n\n b ."] for split in ("train", "validation")}
+        pyarrow.parquet.write_table(
+            pyarrow.table(rows), tmp_path / f"{split}-00000-of-00001.parquet"
+        )
+    assert read_documents(tmp_path)[0] == {
+        split: [f"= {split} = \n\n b ."] for split in ("train", "validation")
+    }
 
 
 def test_largest_x_of_the_archive(tmp_path):
     for name, count in (("WOS5736", 25), ("WOS11967", 50)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "X.txt").write_text("\n".join(f"abstract {n}" + "\n" * (n == 9) for n in range(count)))
+        (tmp_path / name / "X.txt").write_text(
+            "\n".join(f"abstract {n}" + "\n" * (n == 9) for n in range(count))
+        )
         (tmp_path / name / "Y.txt").write_text("1\n" * count)
     splits, _ = read_documents(tmp_path)
-    assert sum(map(len, splits.values())) == 50 and all(t.startswith("abstract") for t in splits["train"])
+    assert sum(map(len, splits.values())) == 50 and all(
+        t.startswith("abstract") for t in splits["train"]
+    )
 
 
 def test_wikitext_keeps_its_splits(tmp_path):
@@ -503,7 +578,10 @@ def test_only_whole_words_of_a_name_make_a_split(tmp_path):
         (tmp_path / f"{name}.txt").write_text(f"{name}\n")
     splits, note = read_documents(tmp_path)
     assert "1 of test are not read" in note
-    assert splits == {"train": ["Old Testament", "The Devil's Dictionary", "train"], "validation": ["book.valid"]}
+    assert splits == {
+        "train": ["Old Testament", "The Devil's Dictionary", "train"],
+        "validation": ["book.valid"],
+    }
 
 
 def test_a_run_that_its_minutes_end_says_so(tmp_path, monkeypatch):
@@ -524,7 +602,9 @@ def test_what_to_give_more_of_to_a_run_whose_plan_is_done(tmp_path, monkeypatch)
         state = json.loads((last / "state.json").read_text())
         state["schedule"]["by_time"] = by_time
         (last / "state.json").write_text(json.dumps(state))
-        write_checksums(last, [path.name for path in last.iterdir() if path.name != "checksums.json"])
+        write_checksums(
+            last, [path.name for path in last.iterdir() if path.name != "checksums.json"]
+        )
         with refused(f"; give more {more}"):
             train(config_of(resume="runs/a"))
 
@@ -535,21 +615,33 @@ def test_batches():
     assert sorted(seen.flatten().tolist()) == list(range(100))
     tokens, targets = data.batch("train", 7)
     assert torch.equal(tokens + 1, targets)
-    assert not torch.equal(data.batch("train", 0)[0], data.batch("train", data.batches("train"))[0])  # another epoch
+    assert not torch.equal(
+        data.batch("train", 0)[0], data.batch("train", data.batches("train"))[0]
+    )  # another epoch
     assert data.batch("validation", 0)[0].shape == (4, 5)  # two sequences, each twice
 
 
 def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys, report_of):
     monkeypatch.chdir(tmp_path)
-    text = {**BASE, **dict(data=str(write_table(tmp_path / "wos")), max_steps=60, vocabulary=300, run="text")}
+    text = {
+        **BASE,
+        **dict(data=str(write_table(tmp_path / "wos")), max_steps=60, vocabulary=300, run="text"),
+    }
     with refused("--prompt has no place for an answer"):
         train(config_of(**{**text, "prompt": "word " * 999, "run": "long"}))
     full = dcp.CheckpointException("", {0: (OSError("No space left on device"), None)})
-    with refused(": No space left on device; free some space, then --resume"), monkeypatch.context() as patch:
+    with (
+        refused(": No space left on device; free some space, then --resume"),
+        monkeypatch.context() as patch,
+    ):
         patch.setattr(dcp, "save", Mock(side_effect=full))
         train(config_of(**{**text, "max_steps": 1, "run": "full"}))
-    unsaved = train(config_of(**{**text, "max_steps": 1, "run": "unsaved", "keep": 0, "batch_size": 24}))
-    assert "validation: 1 batches of 24 × 32 tokens, 18 of 18 sequences" in (unsaved / "train.log").read_text("utf-8")
+    unsaved = train(
+        config_of(**{**text, "max_steps": 1, "run": "unsaved", "keep": 0, "batch_size": 24})
+    )
+    assert "validation: 1 batches of 24 × 32 tokens, 18 of 18 sequences" in (
+        unsaved / "train.log"
+    ).read_text("utf-8")
     assert (unsaved / "result.json").exists() and not (unsaved / "checkpoints").exists()
     folder = train(config_of(**text))
     with refused("all is done; give more --max_steps"):
@@ -562,7 +654,10 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys, report_of):
     (folder / "checkpoints/.tmp-sharded-61").mkdir()  # a save that was killed
     (tmp_path / "wos").rename(tmp_path / "moved")
     more = dict(resume=str(folder), data=str(tmp_path / "moved"), max_steps=90)
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):  # ended before its first checkpoint
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ZeroDivisionError),
+    ):  # ended before its first checkpoint
         patch.setattr(Layout, "forward_backward", Mock(side_effect=ZeroDivisionError))
         train(config_of(**more, given=("data", "max_steps")))
     train(config_of(resume=str(folder)))
@@ -570,7 +665,9 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys, report_of):
     rates = [record["train/learning_rate"] for record in records if "train/learning_rate" in record]
     assert rates[59] < rates[60] < rates[61] < rates[62] <= max(rates)  # up again, not in one jump
     convert("")  # the newest run
-    assert (folder / "model.safetensors").exists() and not (folder / "checkpoints/.tmp-sharded-61").exists()
+    assert (folder / "model.safetensors").exists() and not (
+        folder / "checkpoints/.tmp-sharded-61"
+    ).exists()
     events = (path.read_bytes() for path in folder.glob("events.out.tfevents.*"))
     assert b"sample/text_summary" in b"".join(events)
     flops = sizes_of(config_of(**text)).flops_per_token()
@@ -592,21 +689,40 @@ def test_heads_of_any_width_are_padded_on_a_gpu_without_another_result(monkeypat
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("processes, settings, message", [
-    (2, dict(tensor=3), "2 processes are no grid with --tensor 3"),
-    (8, dict(tensor=8), "--tensor 8 does not divide the 4 heads"),
-    (8, dict(pipe=8, accumulate=8, batch_size=8), "4 layers are no 8 stages"),
-    (4, dict(pipe=4, accumulate=4, schedule="zb"), "4 layers are no 8 stages"),
-    (5, {}, "--batch_size 12 does not divide into 5"),
-    (4, dict(pipe=4, accumulate=3), "--schedule 1f1b wants --accumulate of at least --pipe 4, not 3"),
-    (2, dict(pipe=2, accumulate=3, schedule="zb"), "--schedule zb wants --accumulate to be a multiple of --pipe 2, not 3"),
-    (4, dict(tensor=2, pipe=2, accumulate=2), "--tensor and --pipe together"),
-    (2, dict(pipe=2, accumulate=2, data_parallel="zero3"), "--pipe goes with --data_parallel ddp"),
-    (2, dict(tensor=2, model="hf"), "--model hf"),
-    (1, dict(offload="parameters"), "--offload parameters needs"),
-    (6, dict(tensor=2, data_parallel="zero3"), "--tensor 2 does not divide the vocabulary of 511"),
-    (1, dict(hidden=30, heads=4), "--hidden 30 must be divisible by --heads 4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "processes, settings, message",
+    [
+        (2, dict(tensor=3), "2 processes are no grid with --tensor 3"),
+        (8, dict(tensor=8), "--tensor 8 does not divide the 4 heads"),
+        (8, dict(pipe=8, accumulate=8, batch_size=8), "4 layers are no 8 stages"),
+        (4, dict(pipe=4, accumulate=4, schedule="zb"), "4 layers are no 8 stages"),
+        (5, {}, "--batch_size 12 does not divide into 5"),
+        (
+            4,
+            dict(pipe=4, accumulate=3),
+            "--schedule 1f1b wants --accumulate of at least --pipe 4, not 3",
+        ),
+        (
+            2,
+            dict(pipe=2, accumulate=3, schedule="zb"),
+            "--schedule zb wants --accumulate to be a multiple of --pipe 2, not 3",
+        ),
+        (4, dict(tensor=2, pipe=2, accumulate=2), "--tensor and --pipe together"),
+        (
+            2,
+            dict(pipe=2, accumulate=2, data_parallel="zero3"),
+            "--pipe goes with --data_parallel ddp",
+        ),
+        (2, dict(tensor=2, model="hf"), "--model hf"),
+        (1, dict(offload="parameters"), "--offload parameters needs"),
+        (
+            6,
+            dict(tensor=2, data_parallel="zero3"),
+            "--tensor 2 does not divide the vocabulary of 511",
+        ),
+        (1, dict(hidden=30, heads=4), "--hidden 30 must be divisible by --heads 4"),
+    ],
+)
 def test_a_grid_that_cannot_be(processes, settings, message):
     config = Config(**{**BASE, "batch_size": 12, **settings})
     with refused(message):
@@ -616,7 +732,9 @@ def test_a_grid_that_cannot_be(processes, settings, message):
 def test_the_grid_is_checked_for_the_precision_that_auto_means(tmp_path, monkeypatch):
     """On a card without bf16 that is fp16, which --pipe does not have."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("labs.gpt.__main__.check_grid", lambda config, *_: pytest.fail(config.precision))
+    monkeypatch.setattr(
+        "labs.gpt.__main__.check_grid", lambda config, *_: pytest.fail(config.precision)
+    )
     with pytest.raises(pytest.fail.Exception, match=r"32$|16$"):
         train(config_of(**{**BASE, "precision": "auto"}))
 
@@ -648,7 +766,9 @@ def test_validation_by_a_pipeline_keeps_nothing_for_a_backward_pass():
 
 
 def test_bad_input_is_one_line_on_every_rank(tmp_path):
-    for number, rank in enumerate(fork_ranks(2, "labs/gpt/__main__.py", "--size", "toy", "--tensor", 3, cwd=tmp_path)):
+    for number, rank in enumerate(
+        fork_ranks(2, "labs/gpt/__main__.py", "--size", "toy", "--tensor", 3, cwd=tmp_path)
+    ):
         assert rank.wait() == 2 and rank.output.count("\n") == 1, rank.output
         assert rank.output.startswith(f"error (rank {number}): 2 processes are no grid")
     assert not (tmp_path / "runs").exists()
@@ -657,24 +777,39 @@ def test_bad_input_is_one_line_on_every_rank(tmp_path):
 def test_a_size_that_cannot_fit(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("labs.gpt.plan.device_memory", lambda world: 2**34)
-    with refused("--layers 2000 --batch_size 8 --data 'my data' --model own --vocabulary 50257 --precision fp32"):
+    with refused(
+        "--layers 2000 --batch_size 8 --data 'my data' --model own --vocabulary 50257 --precision fp32"
+    ):
         train(Config(size="1.6b", layers=2000, data="my data", precision="fp32", device="cpu"))
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("cores, processes, share", [(2, 1, 1), (8, 2, 1), (2, 2, 0.5), (1, 4, 0.125)])
-def test_processes_that_share_cores_cannot_all_be_as_fast_as_one_alone(monkeypatch, cores, processes, share):
+@pytest.mark.parametrize(
+    "cores, processes, share", [(2, 1, 1), (8, 2, 1), (2, 2, 0.5), (1, 4, 0.125)]
+)
+def test_processes_that_share_cores_cannot_all_be_as_fast_as_one_alone(
+    monkeypatch, cores, processes, share
+):
     monkeypatch.setattr(measure, "cores", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert measure.share_of_cores(processes) == share
 
 
-@pytest.mark.parametrize("words, expected", [
-    ("error (rank 1): another process of this run has ended\nerror (rank 0): does not fit: needs 9 GiB", "does not fit: needs"),
-    ("error (rank 0): another process of this run has ended\n error_file: <N/A>\n exitcode  : -9 (pid: 7)\n"
-     "traceback : Signal 9 (SIGKILL) received by PID 7", "Signal 9 (SIGKILL) received by PID 7"),
-    ("", "ended without a word"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (
+            "error (rank 1): another process of this run has ended\nerror (rank 0): does not fit: needs 9 GiB",
+            "does not fit: needs",
+        ),
+        (
+            "error (rank 0): another process of this run has ended\n error_file: <N/A>\n exitcode  : -9 (pid: 7)\n"
+            "traceback : Signal 9 (SIGKILL) received by PID 7",
+            "Signal 9 (SIGKILL) received by PID 7",
+        ),
+        ("", "ended without a word"),
+    ],
+)
 def test_a_row_that_fails_says_why_in_one_line(words, expected):
     assert compare.last_words(words).startswith(expected)
 
@@ -684,12 +819,17 @@ def test_a_row_that_was_killed_says_so(tmp_path, monkeypatch):
     killed.write_text("#!/bin/sh\necho some warning >&2\nkill -9 $$\n")
     killed.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(killed))
-    outcome = compare.run_row(compare.Row("a", 1, "", "", "fine"), 1, compare.Config(size="toy"), tmp_path)
+    outcome = compare.run_row(
+        compare.Row("a", 1, "", "", "fine"), 1, compare.Config(size="toy"), tmp_path
+    )
     assert outcome["failed"] == "ended by signal 9"
 
 
 def test_table_goes_on_after_a_row_that_fails(tmp_path, monkeypatch, capsys):
-    rows = [compare.Row("bad", 1, "--tensor 3", "", "never"), compare.Row("good", 1, "", "", "fine")]
+    rows = [
+        compare.Row("bad", 1, "--tensor 3", "", "never"),
+        compare.Row("good", 1, "", "", "fine"),
+    ]
     monkeypatch.setattr(compare, "ladder", lambda most, gpu: rows)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     config = compare.Config(size="toy", steps=4, folder=str(tmp_path / "table"))
@@ -725,7 +865,10 @@ def test_a_row_that_takes_too_long_leaves_nobody_behind(tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_its_row_and_the_table_goes_on(tmp_path, monkeypatch):
-    rows = [compare.Row("endless", 2, "--max_steps 1000000", "", "never"), compare.Row("good", 2, "", "", "fine")]
+    rows = [
+        compare.Row("endless", 2, "--max_steps 1000000", "", "never"),
+        compare.Row("good", 2, "", "", "fine"),
+    ]
     monkeypatch.setattr(compare, "ladder", lambda most, gpu: rows)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     log, killed = tmp_path / "row-0/train.log", []
@@ -733,7 +876,11 @@ def test_a_killed_rank_ends_its_row_and_the_table_goes_on(tmp_path, monkeypatch)
     def kill() -> None:
         while not (log.exists() and "loss" in log.read_text()):  # until it is in its loop
             time.sleep(0.1)
-        rank, *_ = (number for number, command in processes_of(log.parent).items() if "distributed.run" not in command)
+        rank, *_ = (
+            number
+            for number, command in processes_of(log.parent).items()
+            if "distributed.run" not in command
+        )
         os.kill(rank, signal.SIGKILL)
         killed.append(rank)
 
@@ -756,14 +903,18 @@ def choose_fp16(device: torch.device, *_, **__) -> Precision:
 def initial_weight_of_hf(name: str, shape: torch.Size, layers: int, seed: int) -> torch.Tensor:
     """Ours as Hugging Face's model has it: the way back of `weights_from_hf`."""
     turned = "c_" in name and len(shape) == 2
-    weight = initial_weight(name.removeprefix("model.transformer."), shape[::-1] if turned else shape, layers, seed)
+    weight = initial_weight(
+        name.removeprefix("model.transformer."), shape[::-1] if turned else shape, layers, seed
+    )
     if "c_attn" in name:  # (H, 3, W, …) → (3, H, W, …)
         weight = weight.unflatten(0, (PRESETS["toy"].heads, 3, -1)).transpose(0, 1).flatten(0, 2)
     return weight.t() if turned else weight
 
 
-PATCHES = {"fp16": ("labs.gpt.__main__.choose_precision", choose_fp16),
-           "hf": ("labs.gpt.parallel.initial_weight", initial_weight_of_hf)}  # fmt: skip
+PATCHES = {
+    "fp16": ("labs.gpt.__main__.choose_precision", choose_fp16),
+    "hf": ("labs.gpt.parallel.initial_weight", initial_weight_of_hf),
+}
 
 if __name__ == "__main__":  # one of the four processes
     rank, port = int(sys.argv[1]), int(sys.argv[2])
@@ -773,8 +924,14 @@ if __name__ == "__main__":  # one of the four processes
             continue
         while " > " in name and not Path(f"runs/{name}/ready").exists():
             time.sleep(0.1)
-        place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=processes, LOCAL_WORLD_SIZE=processes,
-                     MASTER_ADDR="127.0.0.1", MASTER_PORT=port + number)  # fmt: skip
+        place = dict(
+            RANK=rank,
+            LOCAL_RANK=rank,
+            WORLD_SIZE=processes,
+            LOCAL_WORLD_SIZE=processes,
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port + number,
+        )
         if processes > 1:
             os.environ.update({variable: str(value) for variable, value in place.items()})
         kind = name.split("-")[0]
@@ -782,7 +939,9 @@ if __name__ == "__main__":  # one of the four processes
         with patch(*PATCHES[kind]) if kind in PATCHES else nullcontext():
             train(settings(name))
         if rank == ranks[0]:
-            for copy in (Path(f"runs/{later}") for later in CASES if later.startswith(f"{name} > ")):
+            for copy in (
+                Path(f"runs/{later}") for later in CASES if later.startswith(f"{name} > ")
+            ):
                 shutil.copytree(f"runs/{name}", copy)
                 shutil.rmtree(copy / f"checkpoints/sharded-{STEPS}")
                 (copy / "ready").touch()

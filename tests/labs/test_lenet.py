@@ -36,7 +36,11 @@ def _seeded():
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:
-    content = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape) + values.tobytes()
+    content = (
+        bytes([0, 0, 8, values.ndim])
+        + struct.pack(f">{values.ndim}I", *values.shape)
+        + values.tobytes()
+    )
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
@@ -70,7 +74,9 @@ def train(*flags, stop_at: int = 0, kill_at: int = 0) -> None:
         return number == stop_at
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.distributed.keep_freed_memory", lambda: True)  # not in the process of all tests
+        patch.setattr(
+            "engine.distributed.keep_freed_memory", lambda: True
+        )  # not in the process of all tests
         patch.setattr(Run, "stop_asked", stop_asked)
         patch.setattr(sys, "argv", ["lenet", "--device", "cpu", *map(str, flags)])
         main(parse_flags(Config))
@@ -101,12 +107,18 @@ def test_the_last_images_are_held_out(data):
 
 
 def test_every_image_once_an_epoch_and_anew_each_time():
-    epochs = [rows_of_epoch(1003, 100, seed, epoch) for seed, epoch in ((1, 0), (1, 1), (2, 0), (1, 0))]
+    epochs = [
+        rows_of_epoch(1003, 100, seed, epoch) for seed, epoch in ((1, 0), (1, 1), (2, 0), (1, 0))
+    ]
     for rows in epochs:
         assert len(rows) == 11 and {len(batch) for batch in rows} == {91, 92}
         assert torch.equal(torch.cat(rows).sort().values, torch.arange(1003))
     first, next_epoch, other_seed, again = (torch.cat(rows) for rows in epochs)
-    assert torch.equal(first, again) and not torch.equal(first, next_epoch) and not torch.equal(first, other_seed)
+    assert (
+        torch.equal(first, again)
+        and not torch.equal(first, next_epoch)
+        and not torch.equal(first, other_seed)
+    )
 
 
 def test_without_mnist_digits_are_drawn(tmp_path, monkeypatch):
@@ -114,16 +126,31 @@ def test_without_mnist_digits_are_drawn(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_folder("") is None or Path("/opt/mnist").exists()
     monkeypatch.setattr("labs.lenet.mnist.DRAWN", {"train": (300, 1), "test": (200, 2)})
-    train("--data", "drawn", "--epochs", 1, "--held_out", 120, "--activation", "own-gelu", "--run", "x")
+    train(
+        "--data",
+        "drawn",
+        "--epochs",
+        1,
+        "--held_out",
+        120,
+        "--activation",
+        "own-gelu",
+        "--run",
+        "x",
+    )
     train("--resume", "runs/x")  # the same digits again
     log = Path("runs/x/train.log").read_text(encoding="utf-8")
     assert "https://ossci-datasets" in log and "errors in 120 drawn training images held out" in log
     assert "environment: " in log and "180 training and 120 " in log
     images, labels = draw_digits(300, 1)
-    assert set(labels) == set(range(10)) and images.max((1, 2)).min() > 150  # no font without digits
+    assert (
+        set(labels) == set(range(10)) and images.max((1, 2)).min() > 150
+    )  # no font without digits
     result = json.loads(Path("runs/x/eval/test.json").read_text(encoding="utf-8"))
     assert result["images"] == result["held_out"] == 120
-    assert np.sum(result["confusion"], 1).tolist() == np.bincount(labels[-120:], minlength=10).tolist()
+    assert (
+        np.sum(result["confusion"], 1).tolist() == np.bincount(labels[-120:], minlength=10).tolist()
+    )
 
 
 # ---- the model
@@ -132,11 +159,27 @@ def test_without_mnist_digits_are_drawn(tmp_path, monkeypatch):
 def test_the_paper_s_sizes():
     """Every number of section II-B."""
     model = LeNet5("paper")
-    counts = {name: sum(p.numel() for p in layer.parameters()) for name, layer in model.named_children()}
+    counts = {
+        name: sum(p.numel() for p in layer.parameters()) for name, layer in model.named_children()
+    }
     assert counts.pop("output") == 850
-    assert counts == dict(c1=156, s2=12, c3=1516, s4=32, c5=48120, f6=10164) and sum(counts.values()) == 60_000
-    shapes = {name: tuple(output.shape[1:]) for name, output in model.layers(torch.rand(2, 1, 28, 28)).items()}
-    papers = dict(c1=(6, 28, 28), s2=(6, 14, 14), c3=(16, 10, 10), s4=(16, 5, 5), c5=(120,), f6=(84,), output=(10,))
+    assert (
+        counts == dict(c1=156, s2=12, c3=1516, s4=32, c5=48120, f6=10164)
+        and sum(counts.values()) == 60_000
+    )
+    shapes = {
+        name: tuple(output.shape[1:])
+        for name, output in model.layers(torch.rand(2, 1, 28, 28)).items()
+    }
+    papers = dict(
+        c1=(6, 28, 28),
+        s2=(6, 14, 14),
+        c3=(16, 10, 10),
+        s4=(16, 5, 5),
+        c5=(120,),
+        f6=(84,),
+        output=(10,),
+    )
     assert shapes == papers
 
 
@@ -145,7 +188,10 @@ def test_c3_sees_the_connected_maps_only():
     nn.init.normal_(layer.weight)
     kernels = iter(layer.weight)
     for to, origins in enumerate(CONNECTIONS):
-        own = sum(F.conv2d(x[:, [origin]], next(kernels)[None, None]) for origin in origins)[:, 0] + layer.bias[to]
+        own = (
+            sum(F.conv2d(x[:, [origin]], next(kernels)[None, None]) for origin in origins)[:, 0]
+            + layer.bias[to]
+        )
         torch.testing.assert_close(layer(x)[:, to], own)
     # The paper's words: six maps see three neighbours, six see four, three see four in pairs, one sees all; every map of S2
     # is seen by ten.
@@ -158,20 +204,40 @@ def test_paper_pooling_is_a_weighted_sum():
     layer, x = PaperPooling(3), torch.rand(2, 3, 4, 6)
     layer.weight.data, layer.bias.data = torch.randn(3, 1, 1), torch.randn(3, 1, 1)
     for b, c, i, j in ((0, 0, 0, 0), (1, 2, 1, 2), (0, 1, 1, 0)):
-        total = x[b, c, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2].sum() * layer.weight[c, 0, 0] + layer.bias[c, 0, 0]
+        total = (
+            x[b, c, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2].sum() * layer.weight[c, 0, 0]
+            + layer.bias[c, 0, 0]
+        )
         torch.testing.assert_close(layer(x)[b, c, i, j], 1.7159 * torch.tanh(total * 2 / 3))
 
 
-@pytest.mark.parametrize("variant, name, activation, pool", [
-    ("relu", "relu", nn.ReLU, nn.MaxPool2d), ("sigmoid", "relu", nn.Sigmoid, nn.AvgPool2d),
-    ("relu", "gelu", nn.GELU, nn.MaxPool2d), ("relu", "own-gelu", nn.GELU, nn.MaxPool2d),
-    pytest.param("relu", "own-gelu-cpp", nn.GELU, nn.MaxPool2d, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "variant, name, activation, pool",
+    [
+        ("relu", "relu", nn.ReLU, nn.MaxPool2d),
+        ("sigmoid", "relu", nn.Sigmoid, nn.AvgPool2d),
+        ("relu", "gelu", nn.GELU, nn.MaxPool2d),
+        ("relu", "own-gelu", nn.GELU, nn.MaxPool2d),
+        pytest.param("relu", "own-gelu-cpp", nn.GELU, nn.MaxPool2d, marks=pytest.mark.slow),
+    ],
+)
 def test_equals_the_same_layers_in_a_row(variant, name, activation, pool):
     """torch's own layers, with padding by paper (which normalising makes −0.42) done by hand."""
     torch.manual_seed(3)
-    layers = [nn.Conv2d(1, 6, 5), activation(), pool(2), nn.Conv2d(6, 16, 5), activation(), pool(2), nn.Flatten(),
-              nn.Linear(400, 120), activation(), nn.Linear(120, 84), activation(), nn.Linear(84, 10)]  # fmt: skip
+    layers = [
+        nn.Conv2d(1, 6, 5),
+        activation(),
+        pool(2),
+        nn.Conv2d(6, 16, 5),
+        activation(),
+        pool(2),
+        nn.Flatten(),
+        nn.Linear(400, 120),
+        activation(),
+        nn.Linear(120, 84),
+        activation(),
+        nn.Linear(84, 10),
+    ]
     plain = nn.Sequential(*layers)
     if variant == "sigmoid":
         plain.apply(xavier)
@@ -199,7 +265,9 @@ def test_the_paper_s_weights_begin_near_chance():
 
 def test_filters_show_every_weight():
     model = LeNet5("paper")
-    shown = pictures.filters(model).axes[1].images[0].get_array()  # rows: maps of S2, columns: maps of C3
+    shown = (
+        pictures.filters(model).axes[1].images[0].get_array()
+    )  # rows: maps of S2, columns: maps of C3
     for to, origin in product(range(16), range(6)):
         tile = shown[6 * origin : 6 * origin + 5, 6 * to : 6 * to + 5]
         assert torch.equal(torch.tensor(tile), model.c3[0].full_weight()[to, origin])
@@ -236,7 +304,10 @@ def test_learns_drawn_digits_and_writes_all_down(whole_run, report_of):
     assert counts.sum() == 501 and counts.sum() - counts.trace() == result["errors"]
     assert (counts.sum(1) == np.bincount(draw_digits(501, 2)[1], minlength=10)).all()
     log = (run / "train.log").read_text(encoding="utf-8")
-    assert f"test accuracy {result['accuracy']:.2%}: {result['errors']} errors in 501 test images" in log
+    assert (
+        f"test accuracy {result['accuracy']:.2%}: {result['errors']} errors in 501 test images"
+        in log
+    )
     assert "(c1): Sequential(" in log  # the network's layers
     assert json.loads((run / "config.json").read_text())["lr"] == 0.002
     assert list(records(run, "train/loss")) == [40, 80, 120, 121, 160, 200, 240, 242]
@@ -246,9 +317,18 @@ def test_learns_drawn_digits_and_writes_all_down(whole_run, report_of):
     tags = {shown_as(tag) for tag in ("train/loss", "train/accuracy", "test/loss", "test/accuracy")}
     assert tags <= set(events.Tags()["scalars"])
     steps = {tag: [event.step for event in events.Images(tag)] for tag in events.Tags()["images"]}
-    assert steps == {"filters": [0, 121, 242], "feature maps": [0, 121, 242], "confusion": [242], "mistakes": [242]}
+    assert steps == {
+        "filters": [0, 121, 242],
+        "feature maps": [0, 121, 242],
+        "confusion": [242],
+        "mistakes": [242],
+    }
     assert {path.name for path in (run / "eval").glob("*.png")} == {
-        "filters.png", "feature-maps.png", "confusion.png", "mistakes.png"}  # fmt: skip
+        "filters.png",
+        "feature-maps.png",
+        "confusion.png",
+        "mistakes.png",
+    }
     page = report_of(run)
     assert "(c1): Sequential(" in page and f">{result['errors']}</data>" in page
     # Multiplications: 6 maps of 28 × 28 see 25 pixels, 16 of 10 × 10 see 6 · 25; then three matrices.
@@ -261,7 +341,9 @@ def test_more_epochs_go_on_from_the_rate_that_a_run_had(data, tmp_path, monkeypa
     train("--data", data, *FLAGS, "--epochs", 1, "--run", "short")
     train("--resume", "runs/short", "--epochs", 2, "--log_every", 1)
     rates = records(Path("runs/short"), "train/learning_rate")
-    assert rates[121] < rates[122] < 0.2 * max(rates.values()) and rates[242] < 0.1 * max(rates.values())
+    assert rates[121] < rates[122] < 0.2 * max(rates.values()) and rates[242] < 0.1 * max(
+        rates.values()
+    )
 
 
 def test_a_stopped_and_a_killed_run_ends_as_the_whole_one(data, whole_run, monkeypatch):
@@ -270,13 +352,27 @@ def test_a_stopped_and_a_killed_run_ends_as_the_whole_one(data, whole_run, monke
     run = Path("runs/parts")
     assert checkpoint.load_state(run / "checkpoints/last")["step"] == 50
     with pytest.raises(Killed):
-        train("--resume", run, kill_at=111)  # at step 160: what it did since the end of the epoch, step 121, is lost
+        train(
+            "--resume", run, kill_at=111
+        )  # at step 160: what it did since the end of the epoch, step 121, is lost
     train("--resume", run, "--dataloader", "true")
     log = (run / "train.log").read_text(encoding="utf-8")
-    assert "--resume runs/parts" in log and "resumed after step 50" in log and "resumed after step 121" in log
-    for tag in ("train/loss", "train/accuracy", "train/gradient_norm", "test/loss", "test/accuracy"):
+    assert (
+        "--resume runs/parts" in log
+        and "resumed after step 50" in log
+        and "resumed after step 121" in log
+    )
+    for tag in (
+        "train/loss",
+        "train/accuracy",
+        "train/gradient_norm",
+        "test/loss",
+        "test/accuracy",
+    ):
         assert records(run, tag) == records(Path("runs/whole"), tag) != {}  # bit for bit
-    ours, theirs = (checkpoint.load_weights(folder / "checkpoints/last") for folder in (run, Path("runs/whole")))
+    ours, theirs = (
+        checkpoint.load_weights(folder / "checkpoints/last") for folder in (run, Path("runs/whole"))
+    )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -294,8 +390,16 @@ def test_two_processes_train_alike(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = ["--data", data, "--held_out", 2501, "--batch", 25, "--epochs", 1, "--log_every", 5]
     train(*flags, "--run", "one")
-    forked_ranks(2, "labs/lenet/__main__.py", *flags, "--device", "cpu", "--run", "two", cwd=tmp_path)
-    for tag in ("train/loss", "train/accuracy", "train/gradient_norm", "test/loss", "test/accuracy"):
+    forked_ranks(
+        2, "labs/lenet/__main__.py", *flags, "--device", "cpu", "--run", "two", cwd=tmp_path
+    )
+    for tag in (
+        "train/loss",
+        "train/accuracy",
+        "train/gradient_norm",
+        "test/loss",
+        "test/accuracy",
+    ):
         one, two = (records(Path("runs") / name, tag) for name in ("one", "two"))
         assert one == pytest.approx(two, rel=1e-4) and one
     assert json.loads(Path("runs/two/eval/test.json").read_text())["images"] == 2501
@@ -306,7 +410,10 @@ def test_a_resumed_run_keeps_its_device_and_threads(tmp_path, monkeypatch):
     alone = distributed.World(0, 1, torch.device("cpu"))
     monkeypatch.setattr(distributed, "start", lambda device: seen.append(device) or alone)
     monkeypatch.setattr(torch, "set_num_threads", seen.append)
-    write_whole(tmp_path / "config.json", as_json(asdict(Config(data="nowhere", device="cuda:1", threads=3))))
+    write_whole(
+        tmp_path / "config.json",
+        as_json(asdict(Config(data="nowhere", device="cuda:1", threads=3))),
+    )
     monkeypatch.setattr(sys, "argv", ["lenet", "--resume", str(tmp_path)])
     with refused("no MNIST files in nowhere; download the four .gz files of https://"):
         main(parse_flags(Config))
@@ -329,7 +436,20 @@ def test_an_operator_that_cannot_run_here_leaves_no_folder(data, tmp_path, monke
 def test_compiled_equals_plain(data, tmp_path, monkeypatch, variant):
     monkeypatch.chdir(tmp_path)
     for name in ("false", "true"):
-        train("--data", data, "--variant", variant, "--epochs", 1, "--log_every", 10, "--compile", name, "--run", name)
+        train(
+            "--data",
+            data,
+            "--variant",
+            variant,
+            "--epochs",
+            1,
+            "--log_every",
+            10,
+            "--compile",
+            name,
+            "--run",
+            name,
+        )
     plain, compiled = (records(Path("runs") / name, "train/loss") for name in ("false", "true"))
     assert plain.keys() == compiled.keys() and abs(plain[10] - compiled[10]) < 1e-4
     assert abs(plain[31] - compiled[31]) < 0.02 * plain[31] + 1e-3
@@ -348,20 +468,55 @@ def test_real_digits(tmp_path, monkeypatch):
 # ---- mistakes
 
 
-@pytest.mark.parametrize("ending, damage, words", [
-    ("", lambda images, labels: labels.unlink(), "no train-labels-idx1-ubyte(.gz) in"),
-    ("", lambda images, labels: shutil.copy(labels, images), "begins with 00 00 08 01; an IDX file of 3 axes"),
-    ("", lambda images, labels: images.write_bytes(b"<!DOCTYPE html>"), "begins with 3c 21 44 4f"),
-    ("", lambda images, labels: images.write_bytes(b""), "begins with nothing"),
-    ("", lambda images, labels: images.write_bytes(images.read_bytes()[:-1]), "23,519 values instead of 30 × 28"),
-    ("", lambda images, labels: images.write_bytes(images.read_bytes() + b"0"), "23,521 values instead of 30 × 28 × 28"),
-    ("", lambda images, labels: write_idx(labels, np.zeros(29, np.uint8)), "30 images but 29 labels of the train split"),
-    ("", lambda images, labels: write_idx(labels, np.full(30, 10, np.uint8)), "a label is 10"),
-    ("", lambda images, labels: write_idx(images, np.zeros((30, 32, 32), np.uint8)), "not 28 × 28"),
-    (".gz", lambda images, labels: images.write_bytes(images.read_bytes()[:1000]), "Compressed file ended"),
-    (".gz", lambda images, labels: images.write_bytes(b"not compressed"), "Not a gzipped file"),
-    (".gz", lambda images, labels: images.write_bytes(images.read_bytes()[:500] + bytes(1000)), "cannot read"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "ending, damage, words",
+    [
+        ("", lambda images, labels: labels.unlink(), "no train-labels-idx1-ubyte(.gz) in"),
+        (
+            "",
+            lambda images, labels: shutil.copy(labels, images),
+            "begins with 00 00 08 01; an IDX file of 3 axes",
+        ),
+        (
+            "",
+            lambda images, labels: images.write_bytes(b"<!DOCTYPE html>"),
+            "begins with 3c 21 44 4f",
+        ),
+        ("", lambda images, labels: images.write_bytes(b""), "begins with nothing"),
+        (
+            "",
+            lambda images, labels: images.write_bytes(images.read_bytes()[:-1]),
+            "23,519 values instead of 30 × 28",
+        ),
+        (
+            "",
+            lambda images, labels: images.write_bytes(images.read_bytes() + b"0"),
+            "23,521 values instead of 30 × 28 × 28",
+        ),
+        (
+            "",
+            lambda images, labels: write_idx(labels, np.zeros(29, np.uint8)),
+            "30 images but 29 labels of the train split",
+        ),
+        ("", lambda images, labels: write_idx(labels, np.full(30, 10, np.uint8)), "a label is 10"),
+        (
+            "",
+            lambda images, labels: write_idx(images, np.zeros((30, 32, 32), np.uint8)),
+            "not 28 × 28",
+        ),
+        (
+            ".gz",
+            lambda images, labels: images.write_bytes(images.read_bytes()[:1000]),
+            "Compressed file ended",
+        ),
+        (".gz", lambda images, labels: images.write_bytes(b"not compressed"), "Not a gzipped file"),
+        (
+            ".gz",
+            lambda images, labels: images.write_bytes(images.read_bytes()[:500] + bytes(1000)),
+            "cannot read",
+        ),
+    ],
+)
 def test_damaged_files_are_refused(tmp_path, ending, damage, words):
     folder = write_mnist(tmp_path / "files", 30, 20, ending)
     damage(folder / f"train-images-idx3-ubyte{ending}", folder / f"train-labels-idx1-ubyte{ending}")
@@ -370,25 +525,40 @@ def test_damaged_files_are_refused(tmp_path, ending, damage, words):
     assert str(tmp_path) in str(error.value)
 
 
-@pytest.mark.parametrize("settings, words", [
-    (dict(variant="lenet"), "--variant lenet is unknown"), (dict(epochs=0), "--epochs 0"),
-    (dict(variant="paper", activation="gelu"), "belongs to --variant relu"), (dict(workers=1), "belongs to --dataloader"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (dict(variant="lenet"), "--variant lenet is unknown"),
+        (dict(epochs=0), "--epochs 0"),
+        (dict(variant="paper", activation="gelu"), "belongs to --variant relu"),
+        (dict(workers=1), "belongs to --dataloader"),
+    ],
+)
 def test_bad_flags_are_refused(settings, words):
     with refused(words):
         checked(Config(**settings))
 
 
-@pytest.mark.parametrize("flags, words", [
-    ("--data nowhere", "no MNIST files in nowhere"), ("--batch 1 --data {data}", "no image for some of 2 processes"),
-    ("--resume runs/whole --variant paper", "with another --variant ('paper', the run has 'relu')"),
-    ("--resume runs/whole --data {other}", "are others than the run began with"), ("--resume runs/none", "no such run"),
-    ("--resume runs/whole --data {relabelled}", "are others than the run began with"),
-    ("--held_out 3001 --data {data}", "--held_out 3,001: there are 3,001 training images"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--data nowhere", "no MNIST files in nowhere"),
+        ("--batch 1 --data {data}", "no image for some of 2 processes"),
+        (
+            "--resume runs/whole --variant paper",
+            "with another --variant ('paper', the run has 'relu')",
+        ),
+        ("--resume runs/whole --data {other}", "are others than the run began with"),
+        ("--resume runs/none", "no such run"),
+        ("--resume runs/whole --data {relabelled}", "are others than the run began with"),
+        ("--held_out 3001 --data {data}", "--held_out 3,001: there are 3,001 training images"),
+    ],
+)
 def test_mistakes_leave_all_as_it_was(data, tmp_path, whole_run, monkeypatch, flags, words):
     other = write_mnist(tmp_path / "other", 10, 10)
-    relabelled = Path(shutil.copytree(data, tmp_path / "relabelled"))  # one label of a test image is changed
+    relabelled = Path(
+        shutil.copytree(data, tmp_path / "relabelled")
+    )  # one label of a test image is changed
     labels = (draw_digits(501, 2)[1] + (np.arange(501) == 7)) % 10
     write_idx(relabelled / "t10k-labels-idx1-ubyte", labels.astype(np.uint8))
     monkeypatch.chdir(whole_run)
@@ -399,7 +569,11 @@ def test_mistakes_leave_all_as_it_was(data, tmp_path, whole_run, monkeypatch, fl
         monkeypatch.setattr(distributed.World, "maximum", lambda world, *values: list(values))
 
     def files() -> dict[Path, bytes]:  # the log has a line on every attempt to go on
-        return {path: path.read_bytes() for path in whole_run.rglob("*") if path.is_file() and path.name != "train.log"}
+        return {
+            path: path.read_bytes()
+            for path in whole_run.rglob("*")
+            if path.is_file() and path.name != "train.log"
+        }
 
     before = files()
     with refused(words):

@@ -54,7 +54,9 @@ def modified_kneser_ney(ids: np.ndarray):
     """p(w, a, b) by walking through all the counts; what `Trigram` does with sorted arrays."""
     words = [int(id) for id in ring(ids)]
     trigrams = Counter(zip(words, words[1:], words[2:]))
-    bigrams = Counter((b, w) for _, b, w in trigrams)  # by how many different tokens stand before them
+    bigrams = Counter(
+        (b, w) for _, b, w in trigrams
+    )  # by how many different tokens stand before them
     unigrams = Counter(w for _, w in bigrams)
 
     def level(counts: Counter, gram: tuple, shorter: float) -> float:
@@ -67,7 +69,9 @@ def modified_kneser_ney(ids: np.ndarray):
         kept = counts[gram] - discount[min(counts[gram], 3)] if counts[gram] else 0
         return (kept + sum(discount[min(count, 3)] for count in same) * shorter) / sum(same)
 
-    return lambda w, a, b: level(trigrams, (a, b, w), level(bigrams, (b, w), unigrams[w] / len(bigrams)))
+    return lambda w, a, b: level(
+        trigrams, (a, b, w), level(bigrams, (b, w), unigrams[w] / len(bigrams))
+    )
 
 
 def test_modified_kneser_ney_is_that_of_a_plain_loop_and_adds_up_to_one():
@@ -93,8 +97,10 @@ def test_the_loss_is_that_of_a_plain_loop_over_nltk():
 
 def test_a_text_is_scored_alone_and_beside_a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    lines = [f"the ship {'sailed' if n % 3 else 'sank'} in {'may' if n % 2 else 'june'} {n if n % 10 == 0 else n // 3}"
-             for n in range(250)]  # fmt: skip
+    lines = [
+        f"the ship {'sailed' if n % 3 else 'sank'} in {'may' if n % 2 else 'june'} {n if n % 10 == 0 else n // 3}"
+        for n in range(250)
+    ]
     (tmp_path / "a.txt").write_text("\n".join(lines) + "\n")
     main(Config(data="a.txt", min_count=2))
     alone = json.loads((tmp_path / "runs/trigram.json").read_text())
@@ -117,12 +123,15 @@ def test_a_text_is_scored_alone_and_beside_a_run(tmp_path, monkeypatch, capsys):
         main(Config(run=str(run)))
 
 
-@pytest.mark.parametrize("settings, message", [
-    (dict(run="nowhere"), "no test.json there"),
-    (dict(data="nowhere"), "no such file"),
-    (dict(data="a.txt", min_count=1), "probability 0"),
-    (dict(data="a.txt", out="."), "--out .: Is a directory"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(run="nowhere"), "no test.json there"),
+        (dict(data="nowhere"), "no such file"),
+        (dict(data="a.txt", min_count=1), "probability 0"),
+        (dict(data="a.txt", out="."), "--out .: Is a directory"),
+    ],
+)
 def test_mistakes_are_named_in_one_line(tmp_path, monkeypatch, settings, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("".join(f"a b c word{number}\n" for number in range(50)))

@@ -33,11 +33,29 @@ from labs.wikitext.model import (
     windows,
 )
 from labs.wikitext.sampler import SegmentSampler, systematic
-from labs.wikitext.text import EOS, SPLITS, UNK, Vocabulary, coverage, load_glove, prepare, read_splits
+from labs.wikitext.text import (
+    EOS,
+    SPLITS,
+    UNK,
+    Vocabulary,
+    coverage,
+    load_glove,
+    prepare,
+    read_splits,
+)
 
 ALONE = World(0, 1, torch.device("cpu"))
 RATIOS = (0.8, 0.1, 0.1)
-TINY = dict(d_model=16, nhead=2, layers=1, dim_feedforward=32, segment=8, precision="fp32", device="cpu", min_count=1)
+TINY = dict(
+    d_model=16,
+    nhead=2,
+    layers=1,
+    dim_feedforward=32,
+    segment=8,
+    precision="fp32",
+    device="cpu",
+    min_count=1,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -75,13 +93,19 @@ def test_a_folder_without_train_cuts_it_from_validation_and_leaves_test_alone(tm
     assert splits["train"] + splits["validation"] == wiki(20).splitlines()
     assert splits["test"] == wiki(5, first=20).splitlines()
     assert splits["validation"][0] == " = Title 18 = "  # 8/9 of 20 documents, to the nearest
-    assert "validation is cut at documents: 88.9% train, 11.1% validation; test as it is" in notes[1]
+    assert (
+        "validation is cut at documents: 88.9% train, 11.1% validation; test as it is" in notes[1]
+    )
 
 
 def test_a_folder_of_the_hub_is_read_without_its_readme_and_hidden_files(tmp_path):
-    lines = [line and line + "\n" for line in wiki(9).splitlines()]  # the hub's rows: with their ends, "" for none
+    lines = [
+        line and line + "\n" for line in wiki(9).splitlines()
+    ]  # the hub's rows: with their ends, "" for none
     for split in ("train", "validation", "test"):
-        pyarrow.parquet.write_table(pyarrow.table({"text": lines}), tmp_path / f"{split}-00000-of-00001.parquet")
+        pyarrow.parquet.write_table(
+            pyarrow.table({"text": lines}), tmp_path / f"{split}-00000-of-00001.parquet"
+        )
     for name in ("README.md", ".train.txt", "LICENSE.txt", "readme_zh.md"):
         write(tmp_path / name, "not a text")
     assert read_splits(str(tmp_path), RATIOS, []) == dict.fromkeys(SPLITS, wiki(9).splitlines())
@@ -91,15 +115,22 @@ def test_a_folder_of_the_hub_is_read_without_its_readme_and_hidden_files(tmp_pat
         read_splits(str(tmp_path), RATIOS, [])
 
 
-@pytest.mark.parametrize("text, kind", [
-    (wiki(), "documents"), ("a b\nc d\n\n" * 20, "paragraphs"), ("a b c\n" * 20, "lines"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, kind",
+    [
+        (wiki(), "documents"),
+        ("a b\nc d\n\n" * 20, "paragraphs"),
+        ("a b c\n" * 20, "lines"),
+    ],
+)
 def test_one_file_is_cut_by_ratio_and_nothing_is_lost(tmp_path, text, kind):
     notes = []
     splits = read_splits(str(write(tmp_path / "novel.txt", text)), (0.5, 0.25, 0.25), notes)
     assert [*splits["train"], *splits["validation"], *splits["test"]] == text.splitlines()
     sizes = [sum(len(line.split()) for line in lines) for lines in splits.values()]
-    assert sizes == pytest.approx([0.5 * sum(sizes), 0.25 * sum(sizes), 0.25 * sum(sizes)], rel=0.15)
+    assert sizes == pytest.approx(
+        [0.5 * sum(sizes), 0.25 * sum(sizes), 0.25 * sum(sizes)], rel=0.15
+    )
     assert f"cut at {kind}" in notes[1]
 
 
@@ -108,15 +139,28 @@ def test_words_of_wikitext_stay_as_they_are_and_plain_text_is_cut_into_words_and
     assert {"no.1", "<unk>", "=", "."} <= set(text.vocabulary.tokens)
     file = write(tmp_path / "plain.txt", "The crew's ship (no. 5) sailed.\n你好。\n" * 40)
     plain = prepare(str(file), RATIOS, "words", 0, 1)
-    assert {"crew's", "(", "5", ")", "sailed", ".", "你", "好", "。"} <= set(plain.vocabulary.tokens)
-    assert plain.vocabulary.decode(plain.vocabulary.encode(["The ship sailed."])[0]) == "The ship sailed ."
+    assert {"crew's", "(", "5", ")", "sailed", ".", "你", "好", "。"} <= set(
+        plain.vocabulary.tokens
+    )
+    assert (
+        plain.vocabulary.decode(plain.vocabulary.encode(["The ship sailed."])[0])
+        == "The ship sailed ."
+    )
 
 
 def test_every_line_ends_with_eos_and_the_rare_are_unknown(tmp_path):
     path = write(tmp_path / "a.txt", "a a b\n" * 16 + "a c x\n" * 2 + "a d x\n" * 2)
     text = prepare(str(path), RATIOS, "words", 0, 3)
-    assert text.vocabulary.tokens == ["a", EOS, "b", UNK]  # the most frequent first; c, d and x are in no training line
-    assert text.vocabulary.decode(text.ids["validation"].tolist()) == "a <unk> <unk> \n a <unk> <unk> \n"
+    assert text.vocabulary.tokens == [
+        "a",
+        EOS,
+        "b",
+        UNK,
+    ]  # the most frequent first; c, d and x are in no training line
+    assert (
+        text.vocabulary.decode(text.ids["validation"].tolist())
+        == "a <unk> <unk> \n a <unk> <unk> \n"
+    )
     assert text.words == {split: len(ids) for split, ids in text.ids.items()}
     most_frequent = prepare(str(path), RATIOS, "words", 3, 1)
     assert sorted(most_frequent.vocabulary.tokens) == sorted([UNK, EOS, "a"])
@@ -172,7 +216,9 @@ def test_padding_on_either_side_changes_neither_loss_nor_gradient(positions, tra
         assert real.sum(1).tolist() == [8, 5, 1] and real[1, 0] == (pad == "right")
         tokens[~real] = torch.randint(11, (10,))  # whatever stands in the padding
         smoothed, losses = SmoothedLoss(model, 0.1)(tokens, targets, real, real)
-        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(smoothed, list(model.parameters()))])
+        gradient = torch.cat(
+            [g.flatten() for g in torch.autograd.grad(smoothed, list(model.parameters()))]
+        )
         assert gradient.isfinite().all()
         found.append((losses, gradient))
     alone = []
@@ -185,7 +231,9 @@ def test_padding_on_either_side_changes_neither_loss_nor_gradient(positions, tra
 
 def test_smoothed_and_unsmoothed_loss_are_those_of_torch():
     model = tiny_model()
-    tokens, targets, real = gather_segments(torch.randint(11, (40,)), [(0, 0, 8), (8, 8, 13)], 3, 8, "right")
+    tokens, targets, real = gather_segments(
+        torch.randint(11, (40,)), [(0, 0, 8), (8, 8, 13)], 3, 8, "right"
+    )
     smoothed, losses = SmoothedLoss(model, 0.2)(tokens, targets, real, real)
     logits, truth = model(tokens, real)[real].float(), targets[real]
     expected = F.cross_entropy(logits, truth, label_smoothing=0.2, reduction="sum")
@@ -214,11 +262,19 @@ def test_perplexity_is_that_of_a_plain_loop_on_one_rank_and_two(pad, monkeypatch
     confused = ids.bincount(minlength=11).topk(3).indices
     sums, table = evaluate(model, ids, 3, 8, pad, ALONE, confused, unk=right[0])
     assert math.exp(sums["loss"] / 61) == pytest.approx(math.exp(total / 61), rel=1e-6)
-    assert sums["correct"] == len(right) and sums["correct_known"] == len(right) - right.count(right[0])
-    assert table.shape == (3, 4) and table.sum(1).tolist() == ids.bincount(minlength=11)[confused].tolist()
+    assert sums["correct"] == len(right) and sums["correct_known"] == len(right) - right.count(
+        right[0]
+    )
+    assert (
+        table.shape == (3, 4)
+        and table.sum(1).tolist() == ids.bincount(minlength=11)[confused].tolist()
+    )
     monkeypatch.setattr("labs.wikitext.model.WINDOWS_AT_ONCE", 2)
     monkeypatch.setattr(World, "sum", lambda _, values: values)  # of this rank alone
-    halves = [evaluate(model, ids, 3, 8, pad, World(rank, 2, torch.device("cpu")))[0]["loss"] for rank in (0, 1)]
+    halves = [
+        evaluate(model, ids, 3, 8, pad, World(rank, 2, torch.device("cpu")))[0]["loss"]
+        for rank in (0, 1)
+    ]
     assert sum(halves) == pytest.approx(sums["loss"]) and min(halves) > 0
 
 
@@ -243,7 +299,9 @@ def test_samples_are_seeded_and_have_no_unknown_word(tmp_path):
 # Sampler
 
 
-def sampler(count: int = 7, sampling: str = "dynamic", sharpness: float = 1.0, epochs: int = 10, **settings):
+def sampler(
+    count: int = 7, sampling: str = "dynamic", sharpness: float = 1.0, epochs: int = 10, **settings
+):
     made = SegmentSampler(count * 8 - 3, 8, sampling, sharpness, epochs, seed=5, **settings)
     made.record(torch.arange(count), torch.arange(count) * 8.0 / 2 * (made.lengths / 8))
     made.end_epoch(ALONE)
@@ -307,12 +365,16 @@ def test_one_draw_serves_as_many_epochs_as_asked():
 def lab(tmp_path, monkeypatch):
     """Runs the lab in this process; `stop_after` steps it is asked to stop, as by a signal."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("engine.distributed.keep_freed_memory", lambda: True)  # not in the process of all tests
+    monkeypatch.setattr(
+        "engine.distributed.keep_freed_memory", lambda: True
+    )  # not in the process of all tests
 
     def run(stop_after: int = 10**9, **settings) -> Path:
         steps = iter(range(1, 10**9))
         monkeypatch.setattr(wikitext.Run, "stop_asked", lambda _: next(steps) >= stop_after)
-        config = checked(Config(**settings if "resume" in settings else TINY | dict(epochs=2) | settings))
+        config = checked(
+            Config(**settings if "resume" in settings else TINY | dict(epochs=2) | settings)
+        )
         config.given = set(settings)
         wikitext.main(config)
         return Path(settings.get("resume") or f"runs/{settings['run']}")
@@ -324,22 +386,33 @@ def figures(run: Path) -> list[dict]:
     """metrics.jsonl without what depends on the clock and the machine."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     clock = ("time", "memory/", "cpu/", "speed/")
-    return [{name: value for name, value in line.items() if not name.startswith(clock)} for line in lines]
+    return [
+        {name: value for name, value in line.items() if not name.startswith(clock)}
+        for line in lines
+    ]
 
 
 def test_a_run_that_was_interrupted_ends_as_one_that_was_not(lab, tmp_path):
     write(tmp_path / "text/a.txt", wiki(12))
-    settings = dict(data="text", sampling="dynamic", epochs=4, batch=8, log_every=1, embedding_share=0.3)
+    settings = dict(
+        data="text", sampling="dynamic", epochs=4, batch=8, log_every=1, embedding_share=0.3
+    )
     whole = lab(run="whole", **settings)
     assert max(line["step"] for line in figures(whole)) == 20  # 5 an epoch
     broken = lab(run="broken", stop_after=2, **settings)
-    for steps in (3, 6, 10**9):  # to the end of an epoch, into the middle of a later one, to the end
+    for steps in (
+        3,
+        6,
+        10**9,
+    ):  # to the end of an epoch, into the middle of a later one, to the end
         assert not (broken / "test.json").exists()
         assert "--resume runs/broken" in (broken / "train.log").read_text()
         lab(resume=str(broken), stop_after=steps)
     assert figures(broken) == figures(whole)
     assert (broken / "test.json").read_text() == (whole / "test.json").read_text()
-    ours, theirs = (checkpoint.load_weights(run / "checkpoints" / "last") for run in (broken, whole))
+    ours, theirs = (
+        checkpoint.load_weights(run / "checkpoints" / "last") for run in (broken, whole)
+    )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -354,7 +427,11 @@ def test_another_seed_drops_other_activations(lab, tmp_path, monkeypatch):
     losses = []
     for seed, dropout in product((1, 2), (0.3, 0.0)):
         settings = dict(run=f"{seed}-{dropout}", seed=seed, dropout=dropout)
-        losses.append(figures(lab(data="a.txt", epochs=1, log_every=1, stop_after=1, **settings))[0]["train/loss"])
+        losses.append(
+            figures(lab(data="a.txt", epochs=1, log_every=1, stop_after=1, **settings))[0][
+                "train/loss"
+            ]
+        )
     assert losses[0] != losses[2] and losses[1] == losses[3]
 
 
@@ -382,7 +459,9 @@ def test_the_best_weights_are_tested(lab, tmp_path, monkeypatch):
     write(tmp_path / "a.txt", wiki(12))
     lab(run="x", data="a.txt", epochs=2)
     *validated, tested = seen
-    assert [all(torch.equal(tested[name], weights[name]) for name in tested) for weights in validated] == [True, False]
+    assert [
+        all(torch.equal(tested[name], weights[name]) for name in tested) for weights in validated
+    ] == [True, False]
 
 
 def test_a_run_goes_on_on_its_own_device(lab, tmp_path, monkeypatch):
@@ -397,10 +476,14 @@ def test_a_run_goes_on_on_its_own_device(lab, tmp_path, monkeypatch):
 
 def test_the_first_stage_changes_nothing_but_embedding_and_positions(lab, tmp_path):
     write(tmp_path / "a.txt", wiki(12))
-    run = lab(run="x", data="a.txt", epochs=2, batch=8, d_embedding=6, embedding_share=0.5, stop_after=1)
+    run = lab(
+        run="x", data="a.txt", epochs=2, batch=8, d_embedding=6, embedding_share=0.5, stop_after=1
+    )
     changed, before = [], checkpoint.load_weights(run / "checkpoints" / "last")
     for steps in (2, 5):  # 5 steps an epoch: the second stage begins with step 6
-        after = checkpoint.load_weights(lab(resume=str(run), stop_after=steps) / "checkpoints" / "last")
+        after = checkpoint.load_weights(
+            lab(resume=str(run), stop_after=steps) / "checkpoints" / "last"
+        )
         changed.append({name for name in after if not torch.equal(after[name], before[name])})
         before = after
     assert changed == [{"embedding.weight", "up.weight", "up.bias", "positions"}, set(after)]
@@ -413,42 +496,81 @@ def test_what_a_run_writes_and_a_finished_one_is_resumed_for_its_samples(lab, tm
     run = lab(run="x", data="a.txt", epochs=1, log_every=1, dropout=0.0, glove=str(glove))
     before = checkpoint.load_weights(run / "checkpoints" / "last")
     log = (run / "train.log").read_text()
-    assert re.search(r"GloVe: 4 numbers a word, projected to 16; [\d.]+% of the vocabulary has a vector", log)
+    assert re.search(
+        r"GloVe: 4 numbers a word, projected to 16; [\d.]+% of the vocabulary has a vector", log
+    )
     assert "(encoder): TransformerEncoder(" in log  # the network's layers
     scores = json.loads((run / "test.json").read_text())
     assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
     tags = EventAccumulator(str(run)).Reload().Tags()
     assert "test/confusion" in tags["images"]
     assert "samples/text_summary" in tags["tensors"]
-    wanted = {"train/smoothed_loss", "train/loss", "train/learning_rate", "train/gradient_norm", "validation/perplexity",
-              "validation/accuracy", "sampler/entropy", "sampler/effective_sample_size", "speed/tokens_per_second"}  # fmt: skip
+    wanted = {
+        "train/smoothed_loss",
+        "train/loss",
+        "train/learning_rate",
+        "train/gradient_norm",
+        "validation/perplexity",
+        "validation/accuracy",
+        "sampler/entropy",
+        "sampler/effective_sample_size",
+        "speed/tokens_per_second",
+    }
     assert set(map(shown_as, wanted)) <= set(tags["scalars"])
     page = report_of(run)
     assert "(encoder): TransformerEncoder(" in page and f'value="{scores["perplexity"]}"' in page
     config = json.loads((run / "config.json").read_text())
-    matrices = (weight.numel() for name, weight in before.items() if weight.dim() == 2 and name != "positions")
-    scores_and_sums = 2 * config["layers"] * config["segment"] * config["d_model"]  # of attention: S · D each, a layer
-    assert f'FLOPs of a training token</th><td><data value="{6 * (sum(matrices) + scores_and_sums)}"' in page
+    matrices = (
+        weight.numel()
+        for name, weight in before.items()
+        if weight.dim() == 2 and name != "positions"
+    )
+    scores_and_sums = (
+        2 * config["layers"] * config["segment"] * config["d_model"]
+    )  # of attention: S · D each, a layer
+    assert (
+        f'FLOPs of a training token</th><td><data value="{6 * (sum(matrices) + scores_and_sums)}"'
+        in page
+    )
     (tmp_path / "a.txt").rename(tmp_path / "b.txt")
-    lab(resume="runs/x", data="b.txt", glove=str(glove.rename(tmp_path / "h.txt")), generate="The ship")
+    lab(
+        resume="runs/x",
+        data="b.txt",
+        glove=str(glove.rename(tmp_path / "h.txt")),
+        generate="The ship",
+    )
     assert "sample: **The ship**" in (run / "train.log").read_text()
     after = checkpoint.load_weights(run / "checkpoints" / "last")
     assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
 
 
 @pytest.mark.parametrize("sampling, epochs", [("static", 1), ("dynamic", 6)])
-def test_a_long_text_is_read_as_often_as_its_sampling_wants(tmp_path, monkeypatch, sampling, epochs):
-    monkeypatch.setattr(wikitext, "TOKENS_IN_ALL", 100)  # fewer than the text has, as with the whole of WikiText-2
-    _, _, config = wikitext.read_text(Config(data=str(write(tmp_path / "a.txt", wiki())), segment=8, sampling=sampling))
+def test_a_long_text_is_read_as_often_as_its_sampling_wants(
+    tmp_path, monkeypatch, sampling, epochs
+):
+    monkeypatch.setattr(
+        wikitext, "TOKENS_IN_ALL", 100
+    )  # fewer than the text has, as with the whole of WikiText-2
+    _, _, config = wikitext.read_text(
+        Config(data=str(write(tmp_path / "a.txt", wiki())), segment=8, sampling=sampling)
+    )
     assert config.epochs == epochs
 
 
 def test_subwords_are_scored_per_word_as_well(lab, tmp_path):
     write(tmp_path / "a.txt", wiki(30))
-    scores = json.loads((lab(run="x", data="a.txt", tokens="subwords", vocab=300, epochs=1) / "test.json").read_text())
-    words = sum(len(line.split()) + 1 for line in read_splits("a.txt", RATIOS, [])["test"])  # <eos> counts as one
+    scores = json.loads(
+        (
+            lab(run="x", data="a.txt", tokens="subwords", vocab=300, epochs=1) / "test.json"
+        ).read_text()
+    )
+    words = sum(
+        len(line.split()) + 1 for line in read_splits("a.txt", RATIOS, [])["test"]
+    )  # <eos> counts as one
     assert scores["tokens"] > words
-    assert scores["perplexity_per_word"] == pytest.approx(math.exp(scores["loss"] * scores["tokens"] / words))
+    assert scores["perplexity_per_word"] == pytest.approx(
+        math.exp(scores["loss"] * scores["tokens"] / words)
+    )
 
 
 def test_resume_with_another_vocabulary_is_refused(lab, tmp_path):
@@ -472,8 +594,17 @@ def test_learns_a_markov_text_to_its_entropy(lab, tmp_path):
         states.append(state)
     text = " ".join("\n" if state == 0 else words[state] for state in states)
     write(tmp_path / "markov.txt", "\n".join(line.strip() for line in text.split("\n")[:-1]) + "\n")
-    run = lab(run="m", data="markov.txt", epochs=4, d_model=32, segment=16, dropout=0.0, lr=0.01, label_smoothing=0.0,
-              embedding_share=0.0)  # fmt: skip
+    run = lab(
+        run="m",
+        data="markov.txt",
+        epochs=4,
+        d_model=32,
+        segment=16,
+        dropout=0.0,
+        lr=0.01,
+        label_smoothing=0.0,
+        embedding_share=0.0,
+    )
     stationary = torch.linalg.matrix_power(chain, 200)[0]
     entropy = -(stationary[:, None] * torch.special.xlogy(chain, chain)).sum().item()
     scores = json.loads((run / "test.json").read_text())
@@ -485,9 +616,19 @@ def test_two_processes_have_the_losses_of_one(lab, tmp_path):
     write(tmp_path / "a.txt", wiki(12))
     glove = write(tmp_path / "g.txt", "the 1 2 3 4\nship -3 0 1 4\n")
     # epochs 0 and the width of GloVe's vectors are settled by the text, which rank 0 alone reads.
-    settings = dict(data="a.txt", epochs=0, glove=str(glove), batch=7, dropout=0.0, sampling="dynamic", log_every=1)
+    settings = dict(
+        data="a.txt",
+        epochs=0,
+        glove=str(glove),
+        batch=7,
+        dropout=0.0,
+        sampling="dynamic",
+        log_every=1,
+    )
     one = lab(run="one", **settings)
-    flags = [word for name, value in (TINY | settings).items() for word in (f"--{name}", str(value))]
+    flags = [
+        word for name, value in (TINY | settings).items() for word in (f"--{name}", str(value))
+    ]
     forked_ranks(2, "labs/wikitext/__main__.py", "--run", "two", *flags, cwd=tmp_path)
     expected, two = figures(one), figures(Path("runs/two"))
     assert len(expected) == len(two) > 40
@@ -495,33 +636,43 @@ def test_two_processes_have_the_losses_of_one(lab, tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("settings, message", [
-    (dict(ratios="0.8,0.3,0.1"), "three numbers above 0 that add up to 1"),
-    (dict(ratios="0.8,0.2"), "three numbers"),
-    (dict(ratios="a,b,c"), "three numbers"),
-    (dict(d_model=10, nhead=4), "multiple of --nhead"),
-    (dict(tokens="subwords", vocab=100), "needs at least 300"),
-    (dict(embedding_share=-0.1), "--embedding_share -0.1 must be at least 0 and below 1"),
-    (dict(vocab=2), "needs at least 3"),
-    (dict(data="nowhere"), "no such file or folder"),
-    (dict(data="empty"), "no text file there"),
-    (dict(data="blank.txt"), "is empty"),
-    (dict(data="latin.txt"), "is not UTF-8"),
-    (dict(data="line.txt"), "too few to cut 3 splits"),
-    (dict(data="short.txt", segment=64), "less than one --segment"),
-    (dict(glove="good.txt", tokens="subwords"), "--glove has vectors of words"),
-    (dict(resample_every=10), "belong to --sampling dynamic"),
-    (dict(glove="nowhere.txt"), "No such file"),
-    (dict(glove="broken.txt"), "no file of vectors (line 2 has 2 numbers instead of 3)"),
-    (dict(glove="words.txt"), "no file of vectors"),
-    (dict(glove="foreign.txt"), "none of its words is in the vocabulary"),
-    (dict(glove="good.txt", d_embedding=7), "these GloVe vectors have 3 numbers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(ratios="0.8,0.3,0.1"), "three numbers above 0 that add up to 1"),
+        (dict(ratios="0.8,0.2"), "three numbers"),
+        (dict(ratios="a,b,c"), "three numbers"),
+        (dict(d_model=10, nhead=4), "multiple of --nhead"),
+        (dict(tokens="subwords", vocab=100), "needs at least 300"),
+        (dict(embedding_share=-0.1), "--embedding_share -0.1 must be at least 0 and below 1"),
+        (dict(vocab=2), "needs at least 3"),
+        (dict(data="nowhere"), "no such file or folder"),
+        (dict(data="empty"), "no text file there"),
+        (dict(data="blank.txt"), "is empty"),
+        (dict(data="latin.txt"), "is not UTF-8"),
+        (dict(data="line.txt"), "too few to cut 3 splits"),
+        (dict(data="short.txt", segment=64), "less than one --segment"),
+        (dict(glove="good.txt", tokens="subwords"), "--glove has vectors of words"),
+        (dict(resample_every=10), "belong to --sampling dynamic"),
+        (dict(glove="nowhere.txt"), "No such file"),
+        (dict(glove="broken.txt"), "no file of vectors (line 2 has 2 numbers instead of 3)"),
+        (dict(glove="words.txt"), "no file of vectors"),
+        (dict(glove="foreign.txt"), "none of its words is in the vocabulary"),
+        (dict(glove="good.txt", d_embedding=7), "these GloVe vectors have 3 numbers"),
+    ],
+)
 def test_mistakes_are_named_in_one_line(lab, tmp_path, settings, message):
     (tmp_path / "empty").mkdir()
-    for name, text in {"blank.txt": " \n\n", "line.txt": "a b c", "short.txt": "a b\n" * 10, "good.txt": "the 1 2 3\n",
-                       "broken.txt": "the 1 2 3\nship 1 2\n", "words.txt": "the one two\n", "foreign.txt": "le 1 2\n",
-                       "wiki.txt": wiki()}.items():  # fmt: skip
+    for name, text in {
+        "blank.txt": " \n\n",
+        "line.txt": "a b c",
+        "short.txt": "a b\n" * 10,
+        "good.txt": "the 1 2 3\n",
+        "broken.txt": "the 1 2 3\nship 1 2\n",
+        "words.txt": "the one two\n",
+        "foreign.txt": "le 1 2\n",
+        "wiki.txt": wiki(),
+    }.items():
         write(tmp_path / name, text)
     (tmp_path / "latin.txt").write_bytes("caf\xe9 \n".encode("latin-1"))
     with refused(message):
@@ -539,10 +690,15 @@ def test_wikitext_has_the_tokens_that_everybody_counts():
     if (Path(folder) / "train.txt").exists():
         pytest.skip("this copy has a train split")
     text = prepare(folder, RATIOS, "words", 0, 3)
-    assert len(text.ids["train"]) + len(text.ids["validation"]) == 217_646 and len(text.ids["test"]) == 245_569
+    assert (
+        len(text.ids["train"]) + len(text.ids["validation"]) == 217_646
+        and len(text.ids["test"]) == 245_569
+    )
     glove = sorted(Path(os.environ.get("GLOVE", "/nowhere")).glob("*.txt"))
     if glove:
-        types, running = coverage(load_glove(glove[0], text.vocabulary.tokens)[1], text.ids["train"])
+        types, running = coverage(
+            load_glove(glove[0], text.vocabulary.tokens)[1], text.ids["train"]
+        )
         assert 0.9 < types < 1 and 0.8 < running < 0.9  # <unk> and <eos> have no vector
 
 
@@ -559,7 +715,10 @@ def test_the_key_tells_every_change_of_vocabulary_and_splits(tmp_path):
     others = [replace(text, vocabulary=Vocabulary([*text.vocabulary.tokens[:-1], "other"]))]
     for split, ids in text.ids.items():
         others.append(replace(text, ids=text.ids | {split: torch.cat([ids[:-1], ids[-1:] + 1])}))
-    moved = {"train": text.ids["train"][:-1], "validation": torch.cat([text.ids["train"][-1:], text.ids["validation"]])}
+    moved = {
+        "train": text.ids["train"][:-1],
+        "validation": torch.cat([text.ids["train"][-1:], text.ids["validation"]]),
+    }
     others.append(replace(text, ids=text.ids | moved))
     assert len({text.key(), *(other.key() for other in others)}) == 6
 

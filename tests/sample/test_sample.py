@@ -88,16 +88,21 @@ def test_questions_are_questions_on_both_sides(pairs):
     assert [pair for pair in pairs if pair[0].endswith("？") != pair[1].endswith("?")] == []
 
 
-@pytest.mark.parametrize("flaw", [
-    r"\b[Aa] (?!un?i|one|use)[aeiou]", r"\b[Aa]n (?!hour)[^aeiouEAO]", r"(?i)\b(\w+) \1\b",
-    r"^(He|She|Tom|Anna|My mother|His older brother) (am|are|have|do|like|want|go|play|study|know|hope|think|speak|work|"
-    r"live|come|plan|get)\b",
-    r"^(I|We|They) (is|has|does|likes|wants|goes|plays|studies|knows|hopes)\b",
-    r"\b(I|we|they) (is|has|does)\b|\b(I are|we am|they am|I were|he were|she were)\b",
-    r"\b(do|does|did|can|cannot|will|should|must) (not )?\w+ed\b",
-    r"\b(to|by|with|told|called|gave) (I|he|she|we|they)\b|\bthan (I|he|she|we|they)\.",  # but: "than I had expected"
-    r"\b(two|three|four|five|ten) (book|cup|bowl|piece|shirt|GPU|hour|day|year|yuans)\b",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flaw",
+    [
+        r"\b[Aa] (?!un?i|one|use)[aeiou]",
+        r"\b[Aa]n (?!hour)[^aeiouEAO]",
+        r"(?i)\b(\w+) \1\b",
+        r"^(He|She|Tom|Anna|My mother|His older brother) (am|are|have|do|like|want|go|play|study|know|hope|think|speak|work|"
+        r"live|come|plan|get)\b",
+        r"^(I|We|They) (is|has|does|likes|wants|goes|plays|studies|knows|hopes)\b",
+        r"\b(I|we|they) (is|has|does)\b|\b(I are|we am|they am|I were|he were|she were)\b",
+        r"\b(do|does|did|can|cannot|will|should|must) (not )?\w+ed\b",
+        r"\b(to|by|with|told|called|gave) (I|he|she|we|they)\b|\bthan (I|he|she|we|they)\.",  # but: "than I had expected"
+        r"\b(two|three|four|five|ten) (book|cup|bowl|piece|shirt|GPU|hour|day|year|yuans)\b",
+    ],
+)
 def test_grammar(pairs, flaw):
     assert [en for _, en in pairs if re.search(flaw, en)] == []
 
@@ -106,11 +111,19 @@ def test_no_doubled_characters(pairs):
     assert [zh for zh, _ in pairs if re.search(r"的的|了了|一一|在在|把把|吗吗", zh)] == []
 
 
-@pytest.mark.parametrize("chinese, english", [
-    (r"昨天晚上", r"last night"), (r"^我们", r"\b([Ww]e|[Oo]ur|us)\b"), (r"没去过", r"never been to"),
-    (r"百分之", r" percent\."), (r"^如果", r"^If "), (r"^因为.*所以", r"^Because "), (r"^虽然.*但是", r"^Although "),
-    (r"正在?.*。$", r"ing\b"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "chinese, english",
+    [
+        (r"昨天晚上", r"last night"),
+        (r"^我们", r"\b([Ww]e|[Oo]ur|us)\b"),
+        (r"没去过", r"never been to"),
+        (r"百分之", r" percent\."),
+        (r"^如果", r"^If "),
+        (r"^因为.*所以", r"^Because "),
+        (r"^虽然.*但是", r"^Although "),
+        (r"正在?.*。$", r"ing\b"),
+    ],
+)
 def test_constructions(made, chinese, english):
     matching = [(zh, en) for zh, en in made if re.search(chinese, zh)]
     assert len(matching) >= 10
@@ -124,5 +137,7 @@ def test_held_out_words_are_taught(splits):
         return [*pair[0], *re.findall(r"[\w'-]+", pair[1].lower())]
 
     taught = Counter(part for pair in splits["train"] for part in parts(pair))
-    asked = {part for split in ("validation", "test") for pair in splits[split] for part in parts(pair)}
+    asked = {
+        part for split in ("validation", "test") for pair in splits[split] for part in parts(pair)
+    }
     assert {part: taught[part] for part in asked if taught[part] < 5} == {}

@@ -35,7 +35,9 @@ def run(toy_run) -> Path:
     return toy_run / "runs/toy"
 
 
-@pytest.mark.parametrize("kind, quantization", [("ctranslate2", ""), ("ctranslate2", "int8"), ("onnx", ""), ("hf", "")])
+@pytest.mark.parametrize(
+    "kind, quantization", [("ctranslate2", ""), ("ctranslate2", "int8"), ("onnx", ""), ("hf", "")]
+)
 def test_the_lines_in_the_card_translate_as_the_run_does(run, tmp_path, kind, quantization):
     for package in NEEDS[kind]:
         pytest.importorskip(package)
@@ -51,18 +53,31 @@ def test_the_lines_in_the_card_translate_as_the_run_does(run, tmp_path, kind, qu
         assert abs(float(tried[3]) - float(tried[4])) <= (2 if quantization else 0)
     card = (folder / "README.md").read_text(encoding="utf-8")
     lines = LINES if quantization else ODD_LINES + LINES
-    expected = translate_lines(trained.model, trained.source_tokenizer, trained.target_tokenizer, lines).texts
+    expected = translate_lines(
+        trained.model, trained.source_tokenizer, trained.target_tokenizer, lines
+    ).texts
     same = list(map(str.__eq__, translated(folder, lines), expected))
-    assert len(same) == len(lines) and sum(same) >= len(lines) - bool(quantization)  # 8 bits may tip a close choice
+    assert len(same) == len(lines) and sum(same) >= len(lines) - bool(
+        quantization
+    )  # 8 bits may tip a close choice
     for fact in ("2,000 training pairs", "`max_steps 500`", " test | 50 | greedy | "):
         assert fact in card
 
 
 def translated(folder: Path, lines: list[str]) -> list[str]:
     """What the lines of Python in the card make of these lines."""
-    (loader,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", loader], cwd=folder, input="\n".join(lines), capture_output=True, text=True,
-                          timeout=HANGS, env={**os.environ, "PYTHONPATH": "", "PYTHONIOENCODING": "gbk"})  # fmt: skip
+    (loader,) = re.findall(
+        r"```python\n(.*?)```", (folder / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", loader],
+        cwd=folder,
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        timeout=HANGS,
+        env={**os.environ, "PYTHONPATH": "", "PYTHONIOENCODING": "gbk"},
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -73,7 +88,9 @@ def test_an_empty_translation_stays_empty(run, tmp_path):
     said, folder, trained = [], tmp_path / "out", load_trained(run)
     trained.model.output.bias[special_ids(trained.target_tokenizer)["eos"]] += 1000
     export(trained, "ctranslate2", [str(folder)], "", said.append)
-    assert "100 come out token for token" in said[0] and translated(folder, LINES) == [""] * len(LINES)
+    assert "100 come out token for token" in said[0] and translated(folder, LINES) == [""] * len(
+        LINES
+    )
 
 
 def test_an_export_that_fails_leaves_nothing(run, tmp_path, monkeypatch):
@@ -96,7 +113,9 @@ def test_several_processes_are_refused(asked, monkeypatch):
 def test_tokenizers_open_as_huggingface_has_them(run, tmp_path):
     export(load_trained(run), "hf", [str(tmp_path)], "", print)
     for side in ("source", "target"):
-        exported, own = (load_tokenizer(str(folder / side)) for folder in (tmp_path, run / "tokenizer"))
+        exported, own = (
+            load_tokenizer(str(folder / side)) for folder in (tmp_path, run / "tokenizer")
+        )
         assert exported.get_vocab() == own.get_vocab()
 
 
@@ -105,13 +124,25 @@ def test_the_card_asks_for_no_more_tokens_than_the_model_has_places(run, tmp_pat
     for places, most in ((64, 64), (512, 256)):
         trained.model.config = replace(trained.model.config, max_length=places)
         write_card(trained, "ctranslate2", tmp_path)
-        assert f"max_decoding_length={most})" in (tmp_path / "README.md").read_text(encoding="utf-8")
+        assert f"max_decoding_length={most})" in (tmp_path / "README.md").read_text(
+            encoding="utf-8"
+        )
 
 
 def test_the_interval_stands_beside_the_score_that_it_is_of():
     score = {"data": "d", "split": "test", "sentences": 5, "decoding": "greedy", "signature": "s"}
-    score |= {"nltk": 10, "low": 9, "high": 11, "sacrebleu": 20, "chrf": 30, "checkpoint": "r/checkpoints/step-2"}
-    scores = {"eval/test-greedy": score, "eval/test-greedy-step-1": score | {"checkpoint": "r/checkpoints/step-1"}}
+    score |= {
+        "nltk": 10,
+        "low": 9,
+        "high": 11,
+        "sacrebleu": 20,
+        "chrf": 30,
+        "checkpoint": "r/checkpoints/step-2",
+    }
+    scores = {
+        "eval/test-greedy": score,
+        "eval/test-greedy-step-1": score | {"checkpoint": "r/checkpoints/step-1"},
+    }
     names, _, line = bleu_of(RunFiles(Path("r"), "r", results=scores), "step-2").splitlines()
     cells = dict(zip(names.split(" | "), line.split(" | ")))
     assert cells["nltk (95 %)"] == "10.00 (9.00–11.00)" and cells["sacreBLEU"] == "20.00"
@@ -121,10 +152,16 @@ def onto_a_mount_point(*_):
     raise OSError(errno.EBUSY, "Device or resource busy")
 
 
-@pytest.mark.parametrize("words, message", [
-    ([], "needs one folder"), (["a", "b"], "needs one folder"), (["."], "is there"), (["/proc/out"], "cannot write to /proc"),
-    (["mount"], "cannot make .*/mount: Device or resource busy; name a new folder"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "needs one folder"),
+        (["a", "b"], "needs one folder"),
+        (["."], "is there"),
+        (["/proc/out"], "cannot write to /proc"),
+        (["mount"], "cannot make .*/mount: Device or resource busy; name a new folder"),
+    ],
+)
 def test_a_folder_that_cannot_be_is_one_line(run, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "work.txt").touch()
@@ -134,10 +171,21 @@ def test_a_folder_that_cannot_be_is_one_line(run, tmp_path, monkeypatch, words, 
     assert [file.name for file in tmp_path.iterdir()] == ["work.txt"]
 
 
-@pytest.mark.parametrize("start, needs", [
-    (lambda: export(None, "onnx", ["new"], "", print), "onnx needs onnx, onnxscript, onnxruntime"),
-    (lambda: serving.start(SimpleNamespace(serve=True, export="", text=[]), None, None, None), "--serve needs fastapi, uvicorn"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "start, needs",
+    [
+        (
+            lambda: export(None, "onnx", ["new"], "", print),
+            "onnx needs onnx, onnxscript, onnxruntime",
+        ),
+        (
+            lambda: serving.start(
+                SimpleNamespace(serve=True, export="", text=[]), None, None, None
+            ),
+            "--serve needs fastapi, uvicorn",
+        ),
+    ],
+)
 def test_a_package_that_is_missing_is_one_line(monkeypatch, start, needs):
     monkeypatch.setattr(serving, "find_spec", lambda module: None)
     with pytest.raises(UserError, match=rf"{needs}; pip install -r requirements-extras\.txt$"):

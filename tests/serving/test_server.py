@@ -58,10 +58,16 @@ def test_lines_and_sentences_come_back_in_their_places(client, trained, beam):
     assert sources == [["一二。", "三四！"], [], ["五六"]]
     for sentence in (sentence for line in answer["lines"] for sentence in line):
         scores = [hypothesis["score"] for hypothesis in sentence["hypotheses"]]
-        assert scores == ([None] if beam == 1 else sorted(scores, reverse=True)) and len(scores) == beam
+        assert (
+            scores == ([None] if beam == 1 else sorted(scores, reverse=True))
+            and len(scores) == beam
+        )
         seen = sentence["attention"]
         assert len(seen["weights"]) == len(seen["target_words"])
-        assert all(len(row) == len(seen["source_words"]) and abs(sum(row) - 1) < 0.02 for row in seen["weights"])
+        assert all(
+            len(row) == len(seen["source_words"]) and abs(sum(row) - 1) < 0.02
+            for row in seen["weights"]
+        )
 
 
 def test_200_requests_at_once_are_all_answered_by_few_batches(monkeypatch):
@@ -88,7 +94,9 @@ def test_200_requests_at_once_are_all_answered_by_few_batches(monkeypatch):
 
     monkeypatch.setattr(server.Batcher, "submit", count)
     answers = asyncio.run(send())
-    assert [answer.json()["translation"] for answer in answers] == [f"text {number}"[::-1] for number in range(200)]
+    assert [answer.json()["translation"] for answer in answers] == [
+        f"text {number}"[::-1] for number in range(200)
+    ]
     assert sum(sizes) == 200 and max(sizes) <= server.TOGETHER and len(sizes) <= 5
 
 
@@ -101,7 +109,11 @@ def test_a_full_queue_says_so(client, monkeypatch):
     assert batcher.submit(jobs)
     monkeypatch.setattr(server.Batcher, "submit", lambda *_: False)
     full = ask(client, "一。")
-    assert full.status_code == 503 and "try again" in full.json()["detail"] and full.headers["retry-after"]
+    assert (
+        full.status_code == 503
+        and "try again" in full.json()["detail"]
+        and full.headers["retry-after"]
+    )
     assert ask(client, "一。" * (server.MOST_WAITING + 1)).status_code == 413
 
 
@@ -112,14 +124,24 @@ def test_a_megabyte_is_refused(client, chunked):
     assert answer.status_code == 413 and "1,000,000 bytes" in answer.json()["detail"]
 
 
-@pytest.mark.parametrize("body", ['{"text": 5}', '{"text": "<b>", "beam": 99}', '{"text', '{"<script>": 1}', '["<i>"]'])
+@pytest.mark.parametrize(
+    "body", ['{"text": 5}', '{"text": "<b>", "beam": 99}', '{"text', '{"<script>": 1}', '["<i>"]']
+)
 def test_a_wrong_request_is_told_so_and_not_repeated(client, body):
     answer = client.post("/translate", content=body, headers={"Content-Type": "application/json"})
-    assert answer.status_code == 422 and isinstance(answer.json()["detail"], str) and "<" not in answer.text
+    assert (
+        answer.status_code == 422
+        and isinstance(answer.json()["detail"], str)
+        and "<" not in answer.text
+    )
 
 
 def test_nothing_of_the_user_is_html(client, tiny_run):
-    broken = client.post("/translate", content='{"text": "\\ud800 <b>"}', headers={"Content-Type": "application/json"})
+    broken = client.post(
+        "/translate",
+        content='{"text": "\\ud800 <b>"}',
+        headers={"Content-Type": "application/json"},
+    )
     assert broken.status_code == 200 and broken.headers["content-type"] == "application/json"
     assert "<" not in client.get("/%3Cscript%3E").text
     assert client.get("/", headers={"Host": "elsewhere.example"}).status_code == 400
@@ -138,10 +160,25 @@ def test_sentences_of_a_page_that_was_left_are_not_translated():
         return [translated(job, "x") for job in jobs]
 
     async def leave_and_ask_again():
-        app, body = server.make_app(translate, "a run"), json.dumps({"text": "一。" * (server.TOGETHER + 1)}).encode()
-        scope = dict(type="http", method="POST", path="/translate", raw_path=b"/translate", query_string=b"", root_path="",
-                     scheme="http", http_version="1.1", client=None, server=("127.0.0.1", 80), state={}, asgi={"version": "3.0"},
-                     headers=[(b"host", b"127.0.0.1"), (b"content-type", b"application/json")])  # fmt: skip
+        app, body = (
+            server.make_app(translate, "a run"),
+            json.dumps({"text": "一。" * (server.TOGETHER + 1)}).encode(),
+        )
+        scope = dict(
+            type="http",
+            method="POST",
+            path="/translate",
+            raw_path=b"/translate",
+            query_string=b"",
+            root_path="",
+            scheme="http",
+            http_version="1.1",
+            client=None,
+            server=("127.0.0.1", 80),
+            state={},
+            asgi={"version": "3.0"},
+            headers=[(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
+        )
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive():
@@ -159,7 +196,9 @@ def test_sentences_of_a_page_that_was_left_are_not_translated():
             left.set()
 
     asyncio.run(leave_and_ask_again())
-    assert [len(batch) for batch in batches] == [server.TOGETHER]  # the sentence that was left is in none
+    assert [len(batch) for batch in batches] == [
+        server.TOGETHER
+    ]  # the sentence that was left is in none
 
 
 def test_an_error_of_the_model_does_not_end_the_server():
@@ -170,7 +209,12 @@ def test_an_error_of_the_model_does_not_end_the_server():
 
     app = server.make_app(translate, "a run")
     with testclient.TestClient(app, base_url=HERE, raise_server_exceptions=False) as client:
-        assert [ask(client, text).status_code for text in ("bad", "good", "bad", "good")] == [500, 200, 500, 200]
+        assert [ask(client, text).status_code for text in ("bad", "good", "bad", "good")] == [
+            500,
+            200,
+            500,
+            200,
+        ]
 
 
 def test_a_port_in_use_is_one_line(trained):
@@ -197,12 +241,16 @@ def test_ctrl_c_ends_it_also_while_a_text_is_under_way(tiny_run, tmp_path, busy)
     try:
         address = script.wait_for("Ctrl-C ends it").splitlines()[-1].split()[0]
         connection = http.client.HTTPConnection(address.removeprefix("http://"))
-        connection.request("POST", "/translate", '{"text": "1"}', {"Content-Type": "application/json"})
+        connection.request(
+            "POST", "/translate", '{"text": "1"}', {"Content-Type": "application/json"}
+        )
         if busy:
             script.wait_for("begun")
         else:
             assert connection.getresponse().status == 200
-        with pytest.raises(OSError):  # by another address of this machine: the page is for its user alone
+        with pytest.raises(
+            OSError
+        ):  # by another address of this machine: the page is for its user alone
             socket.create_connection(("127.0.0.2", int(address.rpartition(":")[2])), timeout=5)
         os.kill(script.process.pid, signal.SIGINT)
         assert script.wait() == 0 and script.output.endswith("stopped\n")
@@ -212,4 +260,7 @@ def test_ctrl_c_ends_it_also_while_a_text_is_under_way(tiny_run, tmp_path, busy)
 
 
 def test_a_sentence_that_the_model_cannot_hold_says_that_it_is_cut(client):
-    assert [ask(client, "一" * count).json()["lines"][0][0]["cut"] for count in (5, 100)] == [False, True]
+    assert [ask(client, "一" * count).json()["lines"][0][0]["cut"] for count in (5, 100)] == [
+        False,
+        True,
+    ]

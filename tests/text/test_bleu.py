@@ -22,9 +22,15 @@ from text.bleu import (
 
 # Reference, translation: the kinds of error a small model makes, with numbers, quotes, hyphens and short sentences.
 PAIRS = [
-    ("The government will publish the report next week.", "The government will publish a report next week."),
+    (
+        "The government will publish the report next week.",
+        "The government will publish a report next week.",
+    ),
     ('He said: "I don\'t know what happened."', 'He said: "I do not know what happened."'),
-    ("In 2008, exports rose by 3.5% to $1,200 million.", "In 2008 exports rose 3.5% to $1,200 million."),
+    (
+        "In 2008, exports rose by 3.5% to $1,200 million.",
+        "In 2008 exports rose 3.5% to $1,200 million.",
+    ),
     ("She lives in a small town near Beijing.", "She lives in a small town near Beijing."),
     ("The well-known writer died at the age of 87.", "The famous writer died at 87 years old."),
     ("Could you tell me the way to the station?", "Can you tell me how to get to the station?"),
@@ -34,7 +40,10 @@ PAIRS = [
     ("The bus leaves at 7:30 every morning.", "The bus leaves every morning at 7:30."),
     ("I would like a cup of tea, please.", "I would like a cup of tea."),
     ("The U.S. dollar fell against the yen.", "The US dollar fell against the yen."),
-    ("China's economy grew faster than expected.", "China's economy grew faster than expected last year."),
+    (
+        "China's economy grew faster than expected.",
+        "China's economy grew faster than expected last year.",
+    ),
     ("Children under six travel free of charge.", "Children under 6 years old travel free."),
     ("The old man sat down & said nothing.", "The old man sat and said nothing."),
     ("The company plans to hire 1,000 workers.", "The company plans to hire 1,000 workers ."),
@@ -51,14 +60,22 @@ def unsmoothed_sacrebleu(references, hypotheses, tokenize="13a"):
 # --- the right form, and the wrong ones -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("references, hypotheses, complaint", [
-    ("abc", ["abc"], "references must be a list of sentences, not str"),
-    (["abc"], "abc", "hypotheses must be a list of sentences, not str"),
-    (None, ["abc"], "references must be a list of sentences, not NoneType"),
-    (["a b"], [["a", "b"]], r"hypotheses\[0\] must be a plain sentence \(str\), not list"),
-    (["a b", None], ["a b", "c"], r"references\[1\] must be a plain sentence \(str\), not NoneType"),
-    (["a b", "c"], ["a b"], "2 references, 1 hypotheses"), ([], [], "0 references, 0 hypotheses"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "references, hypotheses, complaint",
+    [
+        ("abc", ["abc"], "references must be a list of sentences, not str"),
+        (["abc"], "abc", "hypotheses must be a list of sentences, not str"),
+        (None, ["abc"], "references must be a list of sentences, not NoneType"),
+        (["a b"], [["a", "b"]], r"hypotheses\[0\] must be a plain sentence \(str\), not list"),
+        (
+            ["a b", None],
+            ["a b", "c"],
+            r"references\[1\] must be a plain sentence \(str\), not NoneType",
+        ),
+        (["a b", "c"], ["a b"], "2 references, 1 hypotheses"),
+        ([], [], "0 references, 0 hypotheses"),
+    ],
+)
 @pytest.mark.parametrize("function", [corpus_bleu, bleu_card])
 def test_wrong_shapes_are_refused_in_one_line(function, references, hypotheses, complaint):
     with pytest.raises(ValueError, match=complaint) as caught:
@@ -72,7 +89,9 @@ def test_wrong_shapes_are_refused_in_one_line(function, references, hypotheses, 
 def test_agreement_on_fixed_pairs():
     graded = corpus_bleu(REFERENCES, HYPOTHESES)
     assert graded == pytest.approx(unsmoothed_sacrebleu(REFERENCES, HYPOTHESES).score, abs=1e-6)
-    assert graded == pytest.approx(BLEU(force=True).corpus_score(HYPOTHESES, [REFERENCES]).score, abs=1e-6)
+    assert graded == pytest.approx(
+        BLEU(force=True).corpus_score(HYPOTHESES, [REFERENCES]).score, abs=1e-6
+    )
     assert 30 < graded < 70
 
 
@@ -86,11 +105,20 @@ def test_short_hypotheses_differ_only_by_the_guard_against_zero_totals(pairs):
     """nltk adds one n-gram to the total of order n for each hypothesis of fewer than n tokens. Give sacreBLEU's formula
     the same totals and the scores are equal; leave them out and nltk is never the higher one."""
     references, hypotheses = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    graded, like_for_like = corpus_bleu(references, hypotheses), unsmoothed_sacrebleu(references, hypotheses)
+    graded, like_for_like = (
+        corpus_bleu(references, hypotheses),
+        unsmoothed_sacrebleu(references, hypotheses),
+    )
     lengths = [len(tokens) for tokens in tokens_of(hypotheses, sacrebleu_metric("en"))]
-    totals = [like_for_like.totals[n - 1] + sum(length < n for length in lengths) for n in (1, 2, 3, 4)]
+    totals = [
+        like_for_like.totals[n - 1] + sum(length < n for length in lengths) for n in (1, 2, 3, 4)
+    ]
     guarded = BLEU.compute_bleu(
-        list(like_for_like.counts), totals, like_for_like.sys_len, like_for_like.ref_len, smooth_method="none"
+        list(like_for_like.counts),
+        totals,
+        like_for_like.sys_len,
+        like_for_like.ref_len,
+        smooth_method="none",
     )
     assert graded == pytest.approx(guarded.score, abs=0.01)
     assert graded <= like_for_like.score + 0.01
@@ -117,10 +145,19 @@ def test_languages_without_spaces_are_cut_into_characters(target):
 
 
 def test_chinese_references_are_known_by_their_characters():
-    references, hypotheses = ["我想买书。", "你好，世界。", "GPU"], ["我想买书。", "你好，世上。", "GPU"]
+    references, hypotheses = (
+        ["我想买书。", "你好，世界。", "GPU"],
+        ["我想买书。", "你好，世上。", "GPU"],
+    )
     for score in (corpus_bleu, lambda *texts, target: bleu_card(*texts, target).nltk):
-        assert score(references, hypotheses, target="译文") == score(references, hypotheses, target="zh") > 50
-    assert sacrebleu_metric("en", ["a", "我", "b"]).tokenizer.signature() == "13a"  # a name in one line of three
+        assert (
+            score(references, hypotheses, target="译文")
+            == score(references, hypotheses, target="zh")
+            > 50
+        )
+    assert (
+        sacrebleu_metric("en", ["a", "我", "b"]).tokenizer.signature() == "13a"
+    )  # a name in one line of three
 
 
 @pytest.mark.parametrize("target", ["en", "english", "kreyol", "jav", "cnn_summary", "kohde"])
@@ -156,7 +193,9 @@ def test_only_harmless_smoothing():
     assert corpus_bleu(REFERENCES, HYPOTHESES, smooth=True) == corpus_bleu(REFERENCES, HYPOTHESES)
     early = {"references": ["the cat sat on the mat"], "hypotheses": ["the dog sat by the door"]}
     assert 0 < corpus_bleu(**early, smooth=True) < 30
-    floor = BLEU(smooth_method="floor", smooth_value=0.1).corpus_score(early["hypotheses"], [early["references"]])
+    floor = BLEU(smooth_method="floor", smooth_value=0.1).corpus_score(
+        early["hypotheses"], [early["references"]]
+    )
     assert corpus_bleu(**early, smooth=True) == pytest.approx(floor.score)
 
 
@@ -168,7 +207,9 @@ def test_tokeniser_follows_the_language(target, name):
     assert f"tok:{name}|" in card.signature
     assert f"{name} tokens" in card.lines()[0]
     assert card.nltk == corpus_bleu(references, hypotheses, target=target)
-    assert card.nltk == pytest.approx(unsmoothed_sacrebleu(references, hypotheses, name).score, abs=0.01)
+    assert card.nltk == pytest.approx(
+        unsmoothed_sacrebleu(references, hypotheses, name).score, abs=0.01
+    )
     assert card.nltk > 50  # as words between spaces, nothing would match
 
 
@@ -186,16 +227,22 @@ def test_card_holds_sacrebleus_own_numbers():
     assert card.chrf == CHRF().corpus_score(HYPOTHESES, [REFERENCES]).score
     assert card.sentences == len(PAIRS) and card.low < card.nltk < card.high
     assert card.signature.startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.")
-    assert card.chrf_signature.startswith("nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|version:2.")
+    assert card.chrf_signature.startswith(
+        "nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|version:2."
+    )
 
 
 def test_no_output_beside_the_result(capsys, caplog):
-    tokenised = [hypothesis[:-1] + " ." for hypothesis in HYPOTHESES] * 5  # sacreBLEU would warn from 100 lines on
+    tokenised = [
+        hypothesis[:-1] + " ." for hypothesis in HYPOTHESES
+    ] * 5  # sacreBLEU would warn from 100 lines on
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bleu_card(REFERENCES * 5, tokenised)
         bleu_card(["我们去北京。"], ["我们去北京。"], target="zh")
-        bleu_card(["a", "the cat sat on the mat"], ["", "the dog sat by the door"])  # nothing of some length matches
+        bleu_card(
+            ["a", "the cat sat on the mat"], ["", "the dog sat by the door"]
+        )  # nothing of some length matches
     captured = capsys.readouterr()
     assert (captured.out, captured.err, caplog.text) == ("", "", "")
 
@@ -207,11 +254,15 @@ def test_own_counts_give_nltks_score():
     references, hypotheses = [*REFERENCES, "Yes.", "", "No"], [*HYPOTHESES, "Yes", "Oh", ""]
     metric = sacrebleu_metric("en")
     counts = sentence_counts(tokens_of(references, metric), tokens_of(hypotheses, metric))
-    assert bleu_from_counts(counts.sum(axis=0)) == pytest.approx(corpus_bleu(references, hypotheses), abs=1e-9)
+    assert bleu_from_counts(counts.sum(axis=0)) == pytest.approx(
+        corpus_bleu(references, hypotheses), abs=1e-9
+    )
     # Too long costs precision alone: there is a penalty for short outputs, and no reward for long ones.
     longer = [f"{hypothesis} and so on" for hypothesis in HYPOTHESES]
     counts = sentence_counts(tokens_of(REFERENCES, metric), tokens_of(longer, metric))
-    assert bleu_from_counts(counts.sum(axis=0)) == pytest.approx(corpus_bleu(REFERENCES, longer), abs=1e-9)
+    assert bleu_from_counts(counts.sum(axis=0)) == pytest.approx(
+        corpus_bleu(REFERENCES, longer), abs=1e-9
+    )
 
 
 def test_interval_is_like_sacrebleus():
@@ -223,20 +274,27 @@ def test_interval_is_like_sacrebleus():
 
 
 def test_interval_depends_on_the_seed_only():
-    first, second = bleu_card(REFERENCES, HYPOTHESES, seed=1), bleu_card(REFERENCES, HYPOTHESES, seed=1)
+    first, second = (
+        bleu_card(REFERENCES, HYPOTHESES, seed=1),
+        bleu_card(REFERENCES, HYPOTHESES, seed=1),
+    )
     other = bleu_card(REFERENCES, HYPOTHESES, seed=2)
     assert first == second
     assert (first.low, first.high) != (other.low, other.high)
     assert first.nltk == other.nltk
-    card = bleu_card(["the cat sat on the mat"], ["the cat sat on the rug"])  # of one sentence: no spread
+    card = bleu_card(
+        ["the cat sat on the mat"], ["the cat sat on the rug"]
+    )  # of one sentence: no spread
     assert card.low == card.high == pytest.approx(card.nltk)
 
 
 def test_import_is_light():
     """Importing the module loads neither scorer; scoring loads no deep-learning package."""
-    run_code("import sys; import text.bleu; loaded = {'nltk', 'sacrebleu', 'torch', 'transformers'} & set(sys.modules);"
-             "assert not loaded, loaded; text.bleu.bleu_card(['a'], ['a']);"
-             "assert not {'torch', 'transformers'} & set(sys.modules)")  # fmt: skip
+    run_code(
+        "import sys; import text.bleu; loaded = {'nltk', 'sacrebleu', 'torch', 'transformers'} & set(sys.modules);"
+        "assert not loaded, loaded; text.bleu.bleu_card(['a'], ['a']);"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
 
 
 def test_a_short_sentence_is_scored_by_the_n_grams_it_has():

@@ -26,10 +26,14 @@ from text.cleaning import (
 )
 from text.rows import find_text
 
-INVISIBLE = "\u00ad\u200b\u200e\u200f\u2060\ufeff\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+INVISIBLE = (
+    "\u00ad\u200b\u200e\u200f\u2060\ufeff\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+)
 SPACES = " \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2009\u2028\u2029\u202f\u205f\u3000"
 # Any character, lone surrogates too, and often those that need care.
-any_text = st.text(st.characters() | st.sampled_from(SPACES + INVISIBLE + "\0\x7f\ud800\udfff�\u200c\u200d▁_好"))
+any_text = st.text(
+    st.characters() | st.sampled_from(SPACES + INVISIBLE + "\0\x7f\ud800\udfff�\u200c\u200d▁_好")
+)
 GENERAL = ["你好", "Hello", " Hello ", "", " ", "一二", "two", "2", "A", "你\u200b好"]
 # An emoji and a Persian word that are spelled with joiners.
 JOINED = "👨\u200d👩\u200d👧 \u0646\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"
@@ -58,14 +62,28 @@ def numbers(count: int, start: int = 0) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------- normalise
 
 
-@pytest.mark.parametrize("text, expected", [
-    ("  你好 ,  World!  ", "你好 , World!"), ("a\tb\nc\r\nd", "a b c d"), ("a\u3000b\xa0c\u2028d\u202fe", "a b c d e"),
-    ("a\0b", "a b"), ("a\x07b\x7fc\x9fd\x85e", "a b c d e"), ("zero\u200bwidth\ufeff", "zerowidth"),
-    ("\u202eright\u202c to left\u200f", "right to left"), (f"soft{INVISIBLE}hyphen", "softhyphen"),
-    ("a\ud800b\udfff", "a�b�"), ("\u200b \u200b", ""), ("", ""), ("▁x▁", "_x_"),
-    ("Ⅳ “Q”—…！ Ａ １ ﬁ É E\u0301", "Ⅳ “Q”—…！ Ａ １ ﬁ É E\u0301"),  # no character is replaced by a like one
-    (JOINED, JOINED),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("  你好 ,  World!  ", "你好 , World!"),
+        ("a\tb\nc\r\nd", "a b c d"),
+        ("a\u3000b\xa0c\u2028d\u202fe", "a b c d e"),
+        ("a\0b", "a b"),
+        ("a\x07b\x7fc\x9fd\x85e", "a b c d e"),
+        ("zero\u200bwidth\ufeff", "zerowidth"),
+        ("\u202eright\u202c to left\u200f", "right to left"),
+        (f"soft{INVISIBLE}hyphen", "softhyphen"),
+        ("a\ud800b\udfff", "a�b�"),
+        ("\u200b \u200b", ""),
+        ("", ""),
+        ("▁x▁", "_x_"),
+        (
+            "Ⅳ “Q”—…！ Ａ １ ﬁ É E\u0301",
+            "Ⅳ “Q”—…！ Ａ １ ﬁ É E\u0301",
+        ),  # no character is replaced by a like one
+        (JOINED, JOINED),
+    ],
+)
 def test_normalise(text, expected):
     assert normalise(text) == expected
 
@@ -90,7 +108,15 @@ def test_normalised_text_is_one_clean_line(text):
 
 
 def test_given_splits_on_disk_are_untouched(tmp_path):
-    rows = [("b ", "B"), ("", ""), ("a", " a"), ("b ", "B"), ("", "x"), ("same", "same"), ("x" * 9000, "y\n\u200b")]
+    rows = [
+        ("b ", "B"),
+        ("", ""),
+        ("a", " a"),
+        ("b ", "B"),
+        ("", "x"),
+        ("same", "same"),
+        ("x" * 9000, "y\n\u200b"),
+    ]
     splits = {"train": slice(50), "validation": slice(50, 57), "test": slice(57, 64)}
     write_pairs(tmp_path, numbers(50) + rows + rows, splits)
     assert held_out_rows(find_text(str(tmp_path))) == {"validation": rows, "test": rows}
@@ -103,12 +129,16 @@ def test_the_cut_depends_on_the_pair_alone():
     for split, other in (("validation", "test"), ("test", "validation")):
         assert whole[split] == sorted(whole[split], key=rows.index)
         assert held_out_rows(text_of(train=rows[::-1]))[split] == whole[split][::-1]
-        assert set(held_out_rows(text_of(train=rows[::2]))[split]) == set(whole[split]) & set(rows[::2])
+        assert set(held_out_rows(text_of(train=rows[::2]))[split]) == set(whole[split]) & set(
+            rows[::2]
+        )
         given_rows = [("甲", "a")]
         only_one = held_out_rows(text_of(train=rows, **{other: given_rows}))
         assert only_one == {split: whole[split], other: given_rows}
     repeated = [(f" {source}\u200b", target) for source, target in rows]
-    assert held_out_rows(text_of(train=rows + repeated)) == whole  # a pair is cut once, as it first stood
+    assert (
+        held_out_rows(text_of(train=rows + repeated)) == whole
+    )  # a pair is cut once, as it first stood
     assert all(map(whole.get, whole))
 
 
@@ -133,7 +163,9 @@ def test_only_what_is_missing_is_held_back():
 
 def test_nothing_to_cut():
     assert held_out_rows(text_of(test=numbers(3))) == {"test": numbers(3), "validation": []}
-    rows = [("", f"number {number}") for number in range(2000)] + [(f"word {n}", f"word {n}") for n in range(2000)]
+    rows = [("", f"number {number}") for number in range(2000)] + [
+        (f"word {n}", f"word {n}") for n in range(2000)
+    ]
     assert held_out_rows(text_of(train=rows)) == {"validation": [], "test": []}
     _, counts = cleaned(text_of(train=rows))
     assert counts == {"read": 4000, "empty": 2000, "identical": 2000}
@@ -143,7 +175,13 @@ def test_nothing_to_cut():
 def test_the_side_of_a_hash(place):
     pair_hash = int(place * 2**64)
     place = (pair_hash >> 20) / 2**44  # of 64 bits a float can hold 53
-    expected = "validation" if place < HELD_OUT_SHARE else "test" if place < 2 * HELD_OUT_SHARE else "train"
+    expected = (
+        "validation"
+        if place < HELD_OUT_SHARE
+        else "test"
+        if place < 2 * HELD_OUT_SHARE
+        else "train"
+    )
     assert side_of(pair_hash, ["validation", "test"]) == expected
     assert side_of(pair_hash, ["test"]) == ("test" if expected == "test" else "train")
     assert side_of(pair_hash, []) == "train"
@@ -154,39 +192,74 @@ def test_the_side_of_a_hash(place):
 
 def test_each_row_is_dropped_for_its_reason():
     train = [
-        ("你好", "Hello"), (" 你好\u200b", "Hello\n"),  # kept, duplicate
+        ("你好", "Hello"),
+        (" 你好\u200b", "Hello\n"),  # kept, duplicate
         ("你好", "Hello!"),  # another pair, kept
-        ("", "x"), ("x", "\u3000"), ("\0", "\u200b"),  # empty
-        ("not translated", "not  translated"), ("Ｂ", "Ｂ"),  # identical
-        ("1998", "1998"), ("……", "……"),  # equal without a letter: kept
-        ("验证", "new"), ("new", "Valid."), ("测试 ", "new"), ("new", "Test"),  # a side stands in validation or test
+        ("", "x"),
+        ("x", "\u3000"),
+        ("\0", "\u200b"),  # empty
+        ("not translated", "not  translated"),
+        ("Ｂ", "Ｂ"),  # identical
+        ("1998", "1998"),
+        ("……", "……"),  # equal without a letter: kept
+        ("验证", "new"),
+        ("new", "Valid."),
+        ("测试 ", "new"),
+        ("new", "Test"),  # a side stands in validation or test
         ("验证", "验证"),  # counted once, for the first reason
-        ("长" * 33, "long"), ("长" * 33, "long"), ("short", "l" * 33),  # too long, not duplicates
-        ("长" * 32, "l" * 32), ("长" * 32 + " ", "two"),  # just fits
-    ]  # fmt: skip
-    text = text_of(train=train, validation=[("验证 ", "Valid.")], test=[("测试", " Test"), ("", "")])
+        ("长" * 33, "long"),
+        ("长" * 33, "long"),
+        ("short", "l" * 33),  # too long, not duplicates
+        ("长" * 32, "l" * 32),
+        ("长" * 32 + " ", "two"),  # just fits
+    ]
+    text = text_of(
+        train=train, validation=[("验证 ", "Valid.")], test=[("测试", " Test"), ("", "")]
+    )
     kept, counts = cleaned(text, max_length=2)
     assert kept == [
-        ("你好", "Hello"), ("你好", "Hello!"), ("1998", "1998"), ("……", "……"), ("长" * 32, "l" * 32), ("长" * 32, "two"),
-    ]  # fmt: skip
+        ("你好", "Hello"),
+        ("你好", "Hello!"),
+        ("1998", "1998"),
+        ("……", "……"),
+        ("长" * 32, "l" * 32),
+        ("长" * 32, "two"),
+    ]
     assert LONGEST_TOKEN == 16
-    expected = {"empty": 3, "identical": 3, "duplicate": 1, "in validation or test": 4, "too long": 3}
+    expected = {
+        "empty": 3,
+        "identical": 3,
+        "duplicate": 1,
+        "in validation or test": 4,
+        "too long": 3,
+    }
     assert counts == {"read": len(train), **expected}
 
 
 @given(row_lists, row_lists, st.booleans())
 @example([("你好", "Hello"), ("你好", "Hello")], [], True)
 def test_the_counts_add_up(train, validation, with_test):
-    splits = dict(train=train, validation=validation) | (dict(test=[("二", "two")]) if with_test else {})
+    splits = dict(train=train, validation=validation) | (
+        dict(test=[("二", "two")]) if with_test else {}
+    )
     text = text_of(**splits)
     kept, counts = cleaned(text)
     dropped = {reason: number for reason, number in counts.items() if reason != "read"}
-    assert counts["read"] == len(train) == len(kept) + sum(dropped.values()) and dropped.keys() <= REASONS.keys()
+    assert (
+        counts["read"] == len(train) == len(kept) + sum(dropped.values())
+        and dropped.keys() <= REASONS.keys()
+    )
     assert len(set(kept)) == len(kept)
-    held = [(normalise(source), normalise(target)) for rows in held_out_rows(text).values() for source, target in rows]
+    held = [
+        (normalise(source), normalise(target))
+        for rows in held_out_rows(text).values()
+        for source, target in rows
+    ]
     sources, targets = {source for source, _ in held}, {target for _, target in held}
     assert all(source not in sources and target not in targets for source, target in kept)
-    assert all((normalise(source), normalise(target)) == (source, target) for source, target in kept)
+    assert all(
+        (normalise(source), normalise(target)) == (source, target) for source, target in kept
+    )
     # In the order of the rows.
     order = [(normalise(source), normalise(target)) for source, target in train]
     assert [order.index(pair) for pair in kept] == sorted(map(order.index, kept))
@@ -198,7 +271,15 @@ def test_the_counts_add_up(train, validation, with_test):
 def test_fingerprints_are_the_same_everywhere():
     # Another value would move pairs between train, validation and test, and make old scores incomparable.
     assert fingerprint("今天天气怎么样？", "What's the weather like today?") == 14059339316595186768
-    assert len({fingerprint(*pair) for pair in [("", ""), ("a", "b"), ("ab", ""), ("", "ab"), ("b", "a")]}) == 5
+    assert (
+        len(
+            {
+                fingerprint(*pair)
+                for pair in [("", ""), ("a", "b"), ("ab", ""), ("", "ab"), ("b", "a")]
+            }
+        )
+        == 5
+    )
 
 
 @pytest.mark.parametrize("short, longest", [(0, 10), (1, 14), (5, 30), (100, 410)])
@@ -207,16 +288,24 @@ def test_the_length_ratio(short, longest):
     assert absurd_ratio(short, longest + 1) and absurd_ratio(longest + 1, short)
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=40), st.floats(0.1, 9))
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=40),
+    st.floats(0.1, 9),
+)
 def test_the_shortest_targets_go_and_no_more_of_them_than_must(lengths, ratio):
     source, target = np.array(lengths).T
-    sides = [{"source": source, "target": target}, {"source": np.array([1.0]), "target": np.array([ratio])}]
+    sides = [
+        {"source": source, "target": target},
+        {"source": np.array([1.0]), "target": np.array([ratio])},
+    ]
     kept = without_short_targets(*sides)
     gone = np.setdiff1d(np.arange(len(lengths)), kept)
     assert kept.tolist() == sorted(kept) and len(gone) <= SHORT_SHARE * len(lengths)
     most_of_gone = max(target[gone] / source[gone], default=0)
     assert most_of_gone <= min(target[kept] / source[kept])
-    enough = target[kept].sum() / source[kept].sum() >= ratio or target.sum() / source.sum() > ratio / (1 + CHANCE)
+    enough = target[kept].sum() / source[
+        kept
+    ].sum() >= ratio or target.sum() / source.sum() > ratio / (1 + CHANCE)
     assert enough or len(gone) == int(SHORT_SHARE * len(lengths))
     if len(gone):  # with the last of them it would be too few
         back = [*kept, gone[np.argmax(target[gone] / source[gone])]]

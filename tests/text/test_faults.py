@@ -38,7 +38,9 @@ def test_a_tokenizer_that_brings_code_is_refused_without_a_question(tmp_path, mo
     settings["auto_map"] = {"AutoTokenizer": ["code.Planted", "code.Planted"]}
     settings["tokenizer_class"] = "Planted"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'hacked')!r}, 'w')\nclass Planted: pass\n")
+    (tmp_path / "code.py").write_text(
+        f"open({str(tmp_path / 'hacked')!r}, 'w')\nclass Planted: pass\n"
+    )
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     with pytest.raises(UserError, match="no tokenizer can be read"):
         load_tokenizer(str(tmp_path))
@@ -65,7 +67,9 @@ def test_any_damage_to_a_tokenizer_is_one_line(tmp_path):
 def test_ids_beyond_the_vocabulary_do_not_wrap(tmp_path, id):
     writer = TokenWriter(tmp_path / "store", {"source": 60_000, "target": 60_000})
     writer.write("source", *flatten([[1, 59_999]]))
-    with pytest.raises(UserError, match=f"the target tokenizer gives the id {id}, but has 60000 tokens"):
+    with pytest.raises(
+        UserError, match=f"the target tokenizer gives the id {id}, but has 60000 tokens"
+    ):
         writer.write("target", *flatten([[id]]))
 
 
@@ -74,25 +78,40 @@ def test_ids_beyond_the_vocabulary_do_not_wrap(tmp_path, id):
 
 @pytest.fixture
 def data(tmp_path):
-    return write_pairs(tmp_path / "data", reversed_digits(80), {"train": slice(0, 70), "validation": slice(70, 80)})
+    return write_pairs(
+        tmp_path / "data", reversed_digits(80), {"train": slice(0, 70), "validation": slice(70, 80)}
+    )
 
 
 def cached(data: Path, cache: Path, said=None) -> tuple[Path, str]:
     """→ the folder of this data in the cache, and what was said, which is added to `said` at once."""
     said = [] if said is None else said
-    prepared = prepare(find_text(str(data)), cache, source_vocab=300, target_vocab=300, say=said.append)
+    prepared = prepare(
+        find_text(str(data)), cache, source_vocab=300, target_vocab=300, say=said.append
+    )
     return prepared.folder, "\n".join(said)
 
 
-@pytest.mark.parametrize("name", ["train/source.lengths.npy", "train/target.ids.npy", "validation.jsonl", "summary.json",
-                                  "tokenizer/source/tokenizer.json", "checksums.json"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "train/source.lengths.npy",
+        "train/target.ids.npy",
+        "validation.jsonl",
+        "summary.json",
+        "tokenizer/source/tokenizer.json",
+        "checksums.json",
+    ],
+)
 def test_a_flipped_bit_in_the_cache_is_found(data, tmp_path, name):
     folder, said = cached(data, tmp_path / "cache")
     assert "tokenising into" in said
     whole = (folder / name).read_bytes()
     (folder / name).write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
     again, said = cached(data, tmp_path / "cache")
-    assert again == folder and "is made again: check" in said and (folder / name).read_bytes() == whole
+    assert (
+        again == folder and "is made again: check" in said and (folder / name).read_bytes() == whole
+    )
     assert "tokenised earlier" in cached(data, tmp_path / "cache")[1]
     (folder / "checksums.json").unlink()  # as in an older version's cache
     assert "is made again: checksums.json is missing" in cached(data, tmp_path / "cache")[1]
@@ -107,13 +126,20 @@ def test_a_cache_that_is_somebody_else_s_is_one_line(data, tmp_path, monkeypatch
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(call, refuse)
-    with pytest.raises(UserError, match=r"cannot write to .*cache: Permission denied; choose another --run PATH/NAME"):
+    with pytest.raises(
+        UserError,
+        match=r"cannot write to .*cache: Permission denied; choose another --run PATH/NAME",
+    ):
         cached(data, tmp_path / "cache")
 
 
 def test_what_killed_builds_left_is_removed_and_living_ones_are_left_alone(data, tmp_path):
     cache = tmp_path / "cache"
-    for name, age in (("dead", 900), ("young", -3600), ("older-version", 7200)):  # seconds; young, however slow this is
+    for name, age in (
+        ("dead", 900),
+        ("young", -3600),
+        ("older-version", 7200),
+    ):  # seconds; young, however slow this is
         (cache / f".building-{name}").mkdir(parents=True)
         if name != "older-version":
             (cache / f".building-{name}/.lock").touch()
@@ -122,7 +148,11 @@ def test_what_killed_builds_left_is_removed_and_living_ones_are_left_alone(data,
     with under_test.made_whole(cache / "other") as living:
         os.utime(living, (0, 0))
         folder, _ = cached(data, cache)
-        assert {path.name for path in cache.iterdir()} == {folder.name, ".building-young", living.name}
+        assert {path.name for path in cache.iterdir()} == {
+            folder.name,
+            ".building-young",
+            living.name,
+        }
         (living / "summary.json").write_text("{}")
     assert (cache / "other/checksums.json").exists()
 
@@ -135,7 +165,12 @@ def test_two_builds_of_the_same_data(data, tmp_path):
     with under_test.made_whole(cache / folder.name) as building:
         second = threading.Thread(target=cached, args=(data, cache, said))
         second.start()
-        shutil.copytree(folder, building, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checksums.json", ".lock"))
+        shutil.copytree(
+            folder,
+            building,
+            dirs_exist_ok=True,
+            ignore=shutil.ignore_patterns("checksums.json", ".lock"),
+        )
         while not said:
             assert second.is_alive()
             time.sleep(0.01)
@@ -159,11 +194,19 @@ def test_a_drive_that_renames_no_folder_with_an_open_file(data, tmp_path, monkey
     assert cached(data, tmp_path / "cache")[0].is_dir() and len(opened) == 2
 
 
-@pytest.mark.parametrize("change, said", [
-    (lambda text: dict(tokenizer="no/such"), "tokenizer no/such"),
-    (lambda text: text.files["validation"][0].write_text("zh\ten\n") and {}, "the validation split has no rows; add rows"),
-])  # fmt: skip
-def test_what_is_wrong_from_the_start_is_said_before_the_cleaning(tmp_path, monkeypatch, change, said):
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda text: dict(tokenizer="no/such"), "tokenizer no/such"),
+        (
+            lambda text: text.files["validation"][0].write_text("zh\ten\n") and {},
+            "the validation split has no rows; add rows",
+        ),
+    ],
+)
+def test_what_is_wrong_from_the_start_is_said_before_the_cleaning(
+    tmp_path, monkeypatch, change, said
+):
     for split in ("train", "validation"):
         (tmp_path / f"{split}.tsv").write_text("zh\ten\n一\tone\n", encoding="utf-8")
     text = find_text(str(tmp_path))

@@ -23,7 +23,11 @@ def tokenise(data: Path, cache: Path) -> None:
     from text.prepare import prepare
     from text.rows import find_text
 
-    run_script(lambda: prepare(find_text(str(data)), cache, source_vocab=300, target_vocab=300, say=lambda _: None))
+    run_script(
+        lambda: prepare(
+            find_text(str(data)), cache, source_vocab=300, target_vocab=300, say=lambda _: None
+        )
+    )
 
 
 def sweep(data: Path, folder: Path, fault: str, step: int) -> None:
@@ -45,8 +49,14 @@ def sweep(data: Path, folder: Path, fault: str, step: int) -> None:
         code, said = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), errors.read_text()
         if fault == "kill":
             assert code == -signal.SIGKILL, (nth, code)
-        elif code != 0:  # what can be done without may fail: a lock, a name that another process has taken
-            assert code == 2 and said.startswith("error: ") and said.count("\n") == 1, (nth, code, said)
+        elif (
+            code != 0
+        ):  # what can be done without may fail: a lock, a name that another process has taken
+            assert code == 2 and said.startswith("error: ") and said.count("\n") == 1, (
+                nth,
+                code,
+                said,
+            )
             assert not list(cache.glob(".building-*")), (nth, said)
         for building in cache.glob(".building-*"):
             os.utime(building, (0, 0))
@@ -57,20 +67,35 @@ def sweep(data: Path, folder: Path, fault: str, step: int) -> None:
     print(f"{calls} calls")
 
 
-@pytest.mark.parametrize("fault, step", [
-    ("full disk", 61), ("I/O error", 61), ("kill", 61),
-    *[pytest.param(fault, 1, marks=pytest.mark.slow) for fault in FAULTS],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fault, step",
+    [
+        ("full disk", 61),
+        ("I/O error", 61),
+        ("kill", 61),
+        *[pytest.param(fault, 1, marks=pytest.mark.slow) for fault in FAULTS],
+    ],
+)
 def test_the_disk_fails_while_the_cache_is_made(fault, step, tmp_path):
     if sys.platform != "linux" or not shutil.which("cc"):
         pytest.skip("needs Linux and a C compiler")
     library = tmp_path / "faulty_disk.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, HERE / "faulty_disk.c", "-ldl"], check=True)
-    data = write_pairs(tmp_path / "data", reversed_digits(80), {"train": slice(0, 70), "validation": slice(70, 80)})
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", library, HERE / "faulty_disk.c", "-ldl"], check=True
+    )
+    data = write_pairs(
+        tmp_path / "data", reversed_digits(80), {"train": slice(0, 70), "validation": slice(70, 80)}
+    )
     # LD_PRELOAD is cut at spaces, which a path may hold.
     folders = f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"
-    environment = {**os.environ, "LD_PRELOAD": library.name, "LD_LIBRARY_PATH": folders, "OMP_NUM_THREADS": "1",
-                   "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}  # fmt: skip
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": library.name,
+        "LD_LIBRARY_PATH": folders,
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
+    }
     words = [sys.executable, __file__, data, tmp_path, fault, str(step)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr

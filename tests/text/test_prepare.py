@@ -30,29 +30,52 @@ def test_token_store_round_trip(tmp_path):
     writer.write("target", *flatten([pairs[2][1]]))
     writer.close()
     store = TokenizedPairs(tmp_path / "store")
-    assert [(source.tolist(), target.tolist()) for source, target in map(store.__getitem__, range(len(store)))] == pairs
-    assert store[0][0].dtype == np.uint16 and store[0][1].dtype == np.int32  # as small as the vocabulary allows
-    assert pickle.loads(pickle.dumps(store))[1][1].tolist() == [9, 10, 11]  # as a DataLoader worker gets it
+    assert [
+        (source.tolist(), target.tolist())
+        for source, target in map(store.__getitem__, range(len(store)))
+    ] == pairs
+    assert (
+        store[0][0].dtype == np.uint16 and store[0][1].dtype == np.int32
+    )  # as small as the vocabulary allows
+    assert pickle.loads(pickle.dumps(store))[1][1].tolist() == [
+        9,
+        10,
+        11,
+    ]  # as a DataLoader worker gets it
     assert all(isinstance(ids.base, np.memmap) for ids in store._ids.values())  # they stay on disk
 
 
 @pytest.fixture
 def toy_text(tmp_path):
     pairs = reversed_digits(400)
-    return find_text(str(write_pairs(tmp_path / "toy", pairs, {"train": slice(0, 380), "validation": slice(380, 400)})))
+    return find_text(
+        str(
+            write_pairs(
+                tmp_path / "toy", pairs, {"train": slice(0, 380), "validation": slice(380, 400)}
+            )
+        )
+    )
 
 
 def test_prepare(toy_text, tmp_path):
     lines = []
     prepared = prepare(toy_text, tmp_path / "cache", say=lines.append)
-    assert any("no test split; " in line for line in lines) and any("380 rows read" in line for line in lines)
+    assert any("no test split; " in line for line in lines) and any(
+        "380 rows read" in line for line in lines
+    )
     held_out = held_out_rows(toy_text)
     assert prepared.validation_rows == held_out["validation"] == reversed_digits(400)[380:]
     assert len(prepared.train) + len(held_out["test"]) == 380 and prepared.summary["unknown"] == 0
-    texts = {decode(prepared.target_tokenizer, [target])[0] for _, target in map(prepared.train.__getitem__, range(50))}
+    texts = {
+        decode(prepared.target_tokenizer, [target])[0]
+        for _, target in map(prepared.train.__getitem__, range(50))
+    }
     assert texts <= {target for _, target in reversed_digits(400)}
     assert [vocabulary_size(-1, pairs) for pairs in (380, 10_000, 100_000)] == [1000, 2000, 16000]
-    assert [vocabulary_size(asked, 100_000) for asked in (0, 300)] == [8000, 300]  # 0: of older runs
+    assert [vocabulary_size(asked, 100_000) for asked in (0, 300)] == [
+        8000,
+        300,
+    ]  # 0: of older runs
     batch = collate_for(prepared)([prepared.train[0], prepared.train[1]])
     assert batch.src.max() < len(prepared.source_tokenizer)
 
@@ -60,18 +83,25 @@ def test_prepare(toy_text, tmp_path):
 def test_the_tokenizers_learn_from_a_part_from_all_over(toy_text, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr("text.prepare.TOKENIZER_LINES", 100)
-    monkeypatch.setattr("text.prepare.train_tokenizer",
-                        lambda lines, size: seen.append(list(lines)) or train_tokenizer(seen[-1], size))  # fmt: skip
+    monkeypatch.setattr(
+        "text.prepare.train_tokenizer",
+        lambda lines, size: seen.append(list(lines)) or train_tokenizer(seen[-1], size),
+    )
     prepare(toy_text, tmp_path / "cache", say=lambda line: None)
     source, target = seen
-    assert 80 < len(source) == len(target) <= 100 and set(zip(source, target)) <= set(reversed_digits(400))
+    assert 80 < len(source) == len(target) <= 100 and set(zip(source, target)) <= set(
+        reversed_digits(400)
+    )
 
 
 def test_the_rows_of_validation_are_from_all_over(toy_text, tmp_path, monkeypatch):
     monkeypatch.setattr("text.prepare.VALIDATION_ROWS", 8)
     prepared = prepare(toy_text, tmp_path / "cache", say=lambda line: None)
     rows, picked = reversed_digits(400)[380:], (0, 2, 5, 7, 10, 12, 15, 17)
-    assert prepared.validation_rows == [rows[number] for number in picked] and len(prepared.validation) == 8
+    assert (
+        prepared.validation_rows == [rows[number] for number in picked]
+        and len(prepared.validation) == 8
+    )
 
 
 def test_the_cache_is_used_only_for_the_same_data_and_settings(toy_text, tmp_path):
@@ -89,20 +119,38 @@ def test_the_cache_is_used_only_for_the_same_data_and_settings(toy_text, tmp_pat
 
 def test_over_long_and_lopsided_pairs_are_dropped_and_counted(tmp_path):
     good = reversed_digits(60)
-    bad = [("一" * 30, " ".join(["one"] * 30)), ("二", " ".join(["three"] * 15)), ("三" * 10**5, "x" * 10**5)]
-    text = find_text(str(write_pairs(tmp_path / "d", good + bad, {"train": slice(5, None), "validation": slice(0, 5),
-                                                                   "test": slice(0, 1)})))  # fmt: skip
+    bad = [
+        ("一" * 30, " ".join(["one"] * 30)),
+        ("二", " ".join(["three"] * 15)),
+        ("三" * 10**5, "x" * 10**5),
+    ]
+    text = find_text(
+        str(
+            write_pairs(
+                tmp_path / "d",
+                good + bad,
+                {"train": slice(5, None), "validation": slice(0, 5), "test": slice(0, 1)},
+            )
+        )
+    )
     said = []
     prepared = prepare(text, tmp_path / "cache", max_length=16, say=said.append)
     assert len(prepared.train) == prepared.summary["counts"]["kept"] == 55
-    report = "58 rows read; dropped 2 longer than --max_length, 1 with very different lengths; 55 kept"
+    report = (
+        "58 rows read; dropped 2 longer than --max_length, 1 with very different lengths; 55 kept"
+    )
     assert any(report in line for line in said)
 
 
 def test_the_longest_pair_that_is_kept():
     """A sentence and its begin or end fill the model's positions exactly."""
     counts, lengths = Counter(), np.array([15, 16, 15, 1])
-    assert _worth_keeping(lengths, np.array([15, 15, 16, 1]), 16, counts).tolist() == [True, False, False, True]
+    assert _worth_keeping(lengths, np.array([15, 15, 16, 1]), 16, counts).tolist() == [
+        True,
+        False,
+        False,
+        True,
+    ]
     assert counts == {"kept": 2, "too long": 2}
 
 
@@ -113,7 +161,10 @@ def stored(folder: Path, train: list[tuple], validation: list[tuple]) -> Prepare
         for side, rows in zip(("source", "target"), zip(*pairs)):
             writer.write(side, *flatten(rows))
         writer.close()
-    vocabulary, splits = range(400), [TokenizedPairs(folder / split) for split in ("train", "validation")]
+    vocabulary, splits = (
+        range(400),
+        [TokenizedPairs(folder / split) for split in ("train", "validation")],
+    )
     return Prepared(folder, vocabulary, vocabulary, *splits, [], {"counts": {"kept": len(train)}})
 
 
@@ -133,7 +184,9 @@ def test_train_becomes_as_long_for_its_sources_as_validation(tmp_path):
     assert prepared.summary["counts"] == {"kept": 80, "short target": 20}
     for pairs in (prepared.train, pickle.loads(pickle.dumps(prepared.train))):
         expected = [row + 3 for row in range(100) if row % 5]
-        assert [[ids.tolist() for ids in pairs[row]] for row in range(80)] == [[[id] * 8] * 2 for id in expected]
+        assert [[ids.tolist() for ids in pairs[row]] for row in range(80)] == [
+            [[id] * 8] * 2 for id in expected
+        ]
         assert pairs.__getitems__(np.array([0, 79]))[1].ids.tolist() == [4] * 8 + [102] * 8
         chosen = pairs.only(np.array([1, 79]))  # of those that were chosen
         assert [ids.tolist() for ids, _ in chosen] == [[5] * 8, [102] * 8]
@@ -142,7 +195,9 @@ def test_train_becomes_as_long_for_its_sources_as_validation(tmp_path):
 def words(draw: np.random.Generator, first: int, pairs: int) -> list[tuple]:
     """Pairs of 4 to 30 ids a side, drawn from the 100 that begin with `first`, frequent ones first."""
     lengths = draw.integers(4, 31, pairs)
-    return [tuple((first + np.minimum(draw.geometric(0.05, (2, n)) - 1, 99)).tolist()) for n in lengths]
+    return [
+        tuple((first + np.minimum(draw.geometric(0.05, (2, n)) - 1, 99)).tolist()) for n in lengths
+    ]
 
 
 @pytest.mark.parametrize(("foreign", "expected"), [(0.3, 0.3), (0.8, 0.5), (0.0, 0.0)])
@@ -164,15 +219,23 @@ def test_a_pair_scores_the_mean_gain_of_its_tokens_on_each_side(tmp_path):
     pairs, gains = words(draw, 0, 50), draw.normal(size=(2, 400))
     train = stored(tmp_path, pairs, pairs[:1]).train
     plain = [gains[0][source].mean() + gains[1][target].mean() for source, target in pairs]
-    np.testing.assert_allclose(_scores(train, gains), plain, rtol=0, atol=1e-12)  # sums of up to 1,500 numbers near 1
+    np.testing.assert_allclose(
+        _scores(train, gains), plain, rtol=0, atol=1e-12
+    )  # sums of up to 1,500 numbers near 1
     some = [part[0].ids.tolist() for part in train.parts(size=20)]  # 20, 20 and 10 pairs
-    assert len(some) == 3 and [id for ids in some for id in ids] == [id for source, _ in pairs for id in source]
+    assert len(some) == 3 and [id for ids in some for id in ids] == [
+        id for source, _ in pairs for id in source
+    ]
 
 
 def test_a_vocabulary_beside_a_tokenizer_is_said_to_have_no_effect(toy_text, tmp_path):
-    prepare(toy_text, tmp_path / "cache", say=lambda line: None).target_tokenizer.save_pretrained(tmp_path / "joint")
+    prepare(toy_text, tmp_path / "cache", say=lambda line: None).target_tokenizer.save_pretrained(
+        tmp_path / "joint"
+    )
     said, sizes = [], dict(source_vocab=0, target_vocab=400, max_length=512)
-    config = SimpleNamespace(data=toy_text.path, source="zh", target="en", tokenizer=str(tmp_path / "joint"), **sizes)
+    config = SimpleNamespace(
+        data=toy_text.path, source="zh", target="en", tokenizer=str(tmp_path / "joint"), **sizes
+    )
     find_and_prepare(config, tmp_path / "cache", said.append)
     assert any("have no effect" in line for line in said)
 
@@ -197,9 +260,15 @@ def test_links_are_read_by_their_own_names_and_from_where_they_lead(tmp_path, mo
     (tmp_path / "link").symlink_to(tmp_path / "far" / "near")
     monkeypatch.chdir(tmp_path)
     sizes = dict(source_vocab=300, target_vocab=300, max_length=512)
-    config = SimpleNamespace(data="link/../pairs.tsv", source="zh", target="en", tokenizer="", **sizes)
+    config = SimpleNamespace(
+        data="link/../pairs.tsv", source="zh", target="en", tokenizer="", **sizes
+    )
     _, found, _ = find_and_prepare(config, tmp_path / "cache", lambda line: None)
-    assert os.path.isabs(found) and found.endswith("pairs.tsv") and os.path.samefile(found, tmp_path / "far" / "blob")
+    assert (
+        os.path.isabs(found)
+        and found.endswith("pairs.tsv")
+        and os.path.samefile(found, tmp_path / "far" / "blob")
+    )
 
 
 def test_an_own_tokenizer_folder_serves_both_sides(toy_text, tmp_path, monkeypatch):
@@ -218,8 +287,17 @@ def test_an_own_tokenizer_folder_serves_both_sides(toy_text, tmp_path, monkeypat
     tracemalloc.stop()
     assert key == hashlib.blake2b(content, digest_size=8).hexdigest() != before
     monkeypatch.chdir(tmp_path)
-    said = dict(data=str(toy_text.path), source="zh", target="en", source_vocab=-1, target_vocab=-1, max_length=512)
-    where = find_and_prepare(SimpleNamespace(tokenizer="joint", **said), tmp_path / "cache", lambda line: None)
+    said = dict(
+        data=str(toy_text.path),
+        source="zh",
+        target="en",
+        source_vocab=-1,
+        target_vocab=-1,
+        max_length=512,
+    )
+    where = find_and_prepare(
+        SimpleNamespace(tokenizer="joint", **said), tmp_path / "cache", lambda line: None
+    )
     assert where[2] == str(folder)  # for a resumed run, wherever it is started
     line = "three two one"
     assert encode(prepared.source_tokenizer, [line]) == encode(prepared.target_tokenizer, [line])

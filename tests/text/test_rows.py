@@ -21,11 +21,22 @@ from text import formats
 from text.rows import default_path, find_text, fingerprint_of
 
 TRAIN = [
-    ("你好，世界。", "Hello, world."), ("他说“好”。", 'He said "fine", then left.'), ("第一行\n第二行", "line one\nline two"),
-    ("制表\t符", "a\ttab"), ("None", "NA"), ("null", "nan"), ("1,000", "007"), ("", "empty source"),
-    ("🙂 é\u2028x", "ünïcode"), ("末", "last"),
-]  # fmt: skip
-SPLITS = {"train": TRAIN, "validation": [("验证", "validation"), ("二", "two")], "test": [("测试", "test")]}
+    ("你好，世界。", "Hello, world."),
+    ("他说“好”。", 'He said "fine", then left.'),
+    ("第一行\n第二行", "line one\nline two"),
+    ("制表\t符", "a\ttab"),
+    ("None", "NA"),
+    ("null", "nan"),
+    ("1,000", "007"),
+    ("", "empty source"),
+    ("🙂 é\u2028x", "ünïcode"),
+    ("末", "last"),
+]
+SPLITS = {
+    "train": TRAIN,
+    "validation": [("验证", "validation"), ("二", "two")],
+    "test": [("测试", "test")],
+}
 
 
 def one_line(pairs):
@@ -71,7 +82,10 @@ def write_jsonl(path, pairs, nested=False, encoding="utf-8"):
 
 
 def write_json(path, pairs, nested=False, around=lambda rows: rows, indent=None, encoding="utf-8"):
-    path.write_text(json.dumps(around(as_dicts(pairs, nested)), ensure_ascii=nested, indent=indent), encoding=encoding)
+    path.write_text(
+        json.dumps(around(as_dicts(pairs, nested)), ensure_ascii=nested, indent=indent),
+        encoding=encoding,
+    )
 
 
 def write_csv(path, pairs, encoding="utf-8"):
@@ -91,7 +105,9 @@ def write_moses(path, pairs):
 
 
 def segments(pairs, side):
-    return "".join(f'<seg id="{n}"> {html.escape(pair[side])}\n</seg>\n' for n, pair in enumerate(pairs, 1))
+    return "".join(
+        f'<seg id="{n}"> {html.escape(pair[side])}\n</seg>\n' for n, pair in enumerate(pairs, 1)
+    )
 
 
 def write_sgm(path, pairs):
@@ -139,8 +155,13 @@ def shards_in(names, write):
 
 def saved_dict(*names):
     def layout(folder):
-        splits = {name: datasets.Dataset.from_list(as_dicts(p, True)) for name, p in zip(names, SPLITS.values())}
-        datasets.DatasetDict(splits).save_to_disk(folder, num_shards={name: 1 + (name == "train") for name in names})
+        splits = {
+            name: datasets.Dataset.from_list(as_dicts(p, True))
+            for name, p in zip(names, SPLITS.values())
+        }
+        datasets.DatasetDict(splits).save_to_disk(
+            folder, num_shards={name: 1 + (name == "train") for name in names}
+        )
         return SPLITS
 
     return layout
@@ -156,7 +177,14 @@ def saved_dataset(split, expected):
 
 
 def with_strays(folder):
-    for name in ("README.md", "LICENSE", "dataset_infos.json", ".hidden.parquet", ".git/x.parquet", "_SUCCESS"):
+    for name in (
+        "README.md",
+        "LICENSE",
+        "dataset_infos.json",
+        ".hidden.parquet",
+        ".git/x.parquet",
+        "_SUCCESS",
+    ):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("{}")
     return splits_in("train.parquet dev.parquet test.parquet", write_parquet)(folder)
@@ -164,13 +192,27 @@ def with_strays(folder):
 
 JSON = "train.json valid.json test.json"
 LAYOUTS = {
-    "parquet struct": splits_in("train-0-of-1.parquet validation-0-of-1.parquet test-0-of-1.parquet", write_parquet, nested=True),
+    "parquet struct": splits_in(
+        "train-0-of-1.parquet validation-0-of-1.parquet test-0-of-1.parquet",
+        write_parquet,
+        nested=True,
+    ),
     "parquet flat": splits_in("train.parquet val.parquet wmt_eval.parquet", write_parquet),
-    "parquet in folders": splits_in("data/train/x.parquet data/valid/x.parquet data/testing/x.parquet", write_parquet),
-    "parquet shards": shards_in([f"train-{index:05d}-of-00010.parquet" for index in range(10)], write_parquet),
-    "shards in natural order": shards_in([f"part{index}.parquet" for index in range(1, 11)], write_parquet),
-    "shards in a split's folder": shards_in([f"train/{index}.csv" for index in range(10)], write_csv),
-    "no keyword is train": shards_in(["newtrainer.csv", *(f"x{index}.csv" for index in range(9))], write_csv),
+    "parquet in folders": splits_in(
+        "data/train/x.parquet data/valid/x.parquet data/testing/x.parquet", write_parquet
+    ),
+    "parquet shards": shards_in(
+        [f"train-{index:05d}-of-00010.parquet" for index in range(10)], write_parquet
+    ),
+    "shards in natural order": shards_in(
+        [f"part{index}.parquet" for index in range(1, 11)], write_parquet
+    ),
+    "shards in a split's folder": shards_in(
+        [f"train/{index}.csv" for index in range(10)], write_csv
+    ),
+    "no keyword is train": shards_in(
+        ["newtrainer.csv", *(f"x{index}.csv" for index in range(9))], write_csv
+    ),
     "capitals": splits_in("Train.PARQUET Dev.PARQUET TEST.PARQUET", write_parquet),
     "arrow stream": splits_in("x-train.arrow x-validation.arrow x-test.arrow", write_arrow),
     "arrow stream struct": splits_in("train.arrow dev.arrow test.arrow", write_arrow, nested=True),
@@ -185,7 +227,9 @@ LAYOUTS = {
     "json array": splits_in(JSON, write_json, indent=1),
     "json array translation": splits_in(JSON, write_json, nested=True),
     "json data": splits_in(JSON, write_json, around=lambda rows: {"data": rows}),
-    "json data indented": splits_in(JSON, write_json, around=lambda rows: {"v": 1, "data": rows}, indent=2),
+    "json data indented": splits_in(
+        JSON, write_json, around=lambda rows: {"v": 1, "data": rows}, indent=2
+    ),
     "csv": splits_in("training.csv news.dev.csv news-test-2017.csv", write_csv),
     "tsv": splits_in("train.tsv dev.tsv test.tsv", write_tsv),
     "moses": splits_in("train dev test", write_moses),
@@ -193,11 +237,13 @@ LAYOUTS = {
     "sgm": splits_in("train-zhen valid-zhen test-zhen", write_sgm),
     "xml": splits_in("train.zh-en.xml validation.zh-en.xml test.zh-en.xml", write_xml),
     "csv with BOM": splits_in("train.csv dev.csv test.csv", write_csv, encoding="utf-8-sig"),
-    "jsonl with BOM": splits_in("train.jsonl dev.jsonl test.jsonl", write_jsonl, encoding="utf-8-sig"),
+    "jsonl with BOM": splits_in(
+        "train.jsonl dev.jsonl test.jsonl", write_jsonl, encoding="utf-8-sig"
+    ),
     "json lines with BOM": splits_in(JSON, write_jsonl, encoding="utf-8-sig"),
     "json array with BOM": splits_in(JSON, write_json, encoding="utf-8-sig"),
     "stray files": with_strays,
-}  # fmt: skip
+}
 
 
 def read(text):
@@ -217,7 +263,9 @@ def test_every_form_gives_the_same_rows(name, tmp_path, monkeypatch):
         keep = CAN_HOLD.get(name.split(",")[0], list)
         assert read(text) == {split: keep(pairs) for split, pairs in expected.items()}
         assert all(0 < len(part) <= chunk for split in text.files for part in text.rows(split))
-    assert text.path == str(tmp_path) and text.form == ("save_to_disk" if name.startswith("save") else text.form)
+    assert text.path == str(tmp_path) and text.form == (
+        "save_to_disk" if name.startswith("save") else text.form
+    )
 
 
 def test_null_is_no_text_and_every_string_is_one(tmp_path):
@@ -227,19 +275,33 @@ def test_null_is_no_text_and_every_string_is_one(tmp_path):
     rows = pyarrow.array([{"zh": "甲", "en": "b"}, None, {"zh": None, "en": "a"}], type=pair)
     pyarrow.parquet.write_table(pyarrow.table({"translation": rows}), tmp_path / "x.parquet")
     assert read_path(tmp_path / "x.parquet") == {"train": [("甲", "b"), ("", ""), ("", "a")]}
-    zh, en = pyarrow.array(["甲", None], type=pyarrow.large_string()), pyarrow.array(["a", "b"]).dictionary_encode()
+    zh, en = (
+        pyarrow.array(["甲", None], type=pyarrow.large_string()),
+        pyarrow.array(["a", "b"]).dictionary_encode(),
+    )
     pyarrow.parquet.write_table(pyarrow.table({"zh": zh, "en": en}), tmp_path / "x.parquet")
     assert read_path(tmp_path / "x.parquet") == {"train": [("甲", "a"), ("", "b")]}
 
 
-@pytest.mark.parametrize("name", ["parquet struct", "parquet in folders", "shards in natural order", "jsonl", "json array",
-                                  "arrow stream"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "parquet struct",
+        "parquet in folders",
+        "shards in natural order",
+        "jsonl",
+        "json array",
+        "arrow stream",
+    ],
+)
 def test_what_load_dataset_reads(tmp_path, name):
     """The one outside judge: `datasets` itself gives the same splits and rows (it takes a csv's NA for a null)."""
     (tmp_path / "data").mkdir()
     LAYOUTS[name](tmp_path / "data")
     theirs = datasets.load_dataset(str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"))
-    theirs = {split: [row.get("translation") or row for row in data] for split, data in theirs.items()}
+    theirs = {
+        split: [row.get("translation") or row for row in data] for split, data in theirs.items()
+    }
     assert {split: sorted(pairs) for split, pairs in read_path(tmp_path / "data").items()} == {
         split: sorted((row["zh"], row["en"]) for row in data) for split, data in theirs.items()
     }
@@ -253,7 +315,10 @@ def test_files_that_are_not_read_are_named(tmp_path, capsys):
     assert said.count("\n") == 1 and str(tmp_path / "newstest2019.csv") in said
     write_parquet(tmp_path / "train.parquet", SPLITS["test"])
     assert read_path(tmp_path) == {"train": SPLITS["test"]}
-    assert capsys.readouterr().out == f"{tmp_path} holds csv, parquet files; only the parquet files are read\n"
+    assert (
+        capsys.readouterr().out
+        == f"{tmp_path} holds csv, parquet files; only the parquet files are read\n"
+    )
 
 
 def test_a_json_file_beside_a_corpus_is_not_the_corpus(tmp_path):
@@ -265,7 +330,9 @@ def test_a_json_file_beside_a_corpus_is_not_the_corpus(tmp_path):
 def test_swapped_columns_are_refused(tmp_path):
     """Chinese or not is seen in the characters; half of one side may be names or numbers."""
     write_jsonl(tmp_path / "train.jsonl", [("hello", "你好"), ("3", "三"), ("GPU 卡", "GPU card")])
-    with pytest.raises(UserError, match="swapped: 67% of the texts under 'en' are Chinese, 33% of those under 'zh'"):
+    with pytest.raises(
+        UserError, match="swapped: 67% of the texts under 'en' are Chinese, 33% of those under 'zh'"
+    ):
         find_text(str(tmp_path))
     write_jsonl(tmp_path / "train.jsonl", [("hello", "你好"), ("三", "3"), ("GPU 卡", "GPU card")])
     assert find_text(str(tmp_path)).files
@@ -276,7 +343,9 @@ def test_other_languages(tmp_path):
     assert read(find_text(str(tmp_path), "de", "EN")) == {"train": [("Hallo", "Hello")]}
 
 
-@pytest.mark.parametrize("name", ["parquet shards", "jsonl", "csv", "save_to_disk dict", "arrow file", "moses"])
+@pytest.mark.parametrize(
+    "name", ["parquet shards", "jsonl", "csv", "save_to_disk dict", "arrow file", "moses"]
+)
 def test_fingerprint_is_of_the_content(tmp_path, name):
     (tmp_path / "here").mkdir()
     LAYOUTS[name](tmp_path / "here")
@@ -303,7 +372,11 @@ any_text = st.text(st.characters(exclude_categories=["Cs"]))
 @given(pairs=st.lists(st.tuples(any_text, any_text), min_size=1, max_size=5), nested=st.booleans())
 def test_any_text_survives(tmp_path_factory, pairs, nested):
     folder = tmp_path_factory.mktemp("any")
-    for name, write in (("x.parquet", write_parquet), ("x.jsonl", write_jsonl), ("x.arrow", write_arrow_file)):
+    for name, write in (
+        ("x.parquet", write_parquet),
+        ("x.jsonl", write_jsonl),
+        ("x.arrow", write_arrow_file),
+    ):
         write(folder / name, pairs, nested)
         assert read_path(folder / name) == {"train": pairs}
 
@@ -331,13 +404,21 @@ def test_columns_with_a_dot_in_their_names(tmp_path):
     flat = pyarrow.table({"translation.zh": ["一"], "translation.en": ["one"]})
     pyarrow.parquet.write_table(flat, tmp_path / "x.parquet")
     check_error(tmp_path / "x.parquet", ["found translation.zh, translation.en"])
-    assert read(find_text(str(tmp_path), "translation.zh", "translation.en")) == {"train": [("一", "one")]}
+    assert read(find_text(str(tmp_path), "translation.zh", "translation.en")) == {
+        "train": [("一", "one")]
+    }
 
 
-@pytest.mark.parametrize("name, write", [
-    ("x.jsonl", write_jsonl), ("x.tsv", write_tsv), ("x.parquet", write_parquet), ("x.arrow", write_arrow_file),
-    ("nested.arrow", partial(write_arrow, nested=True)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, write",
+    [
+        ("x.jsonl", write_jsonl),
+        ("x.tsv", write_tsv),
+        ("x.parquet", write_parquet),
+        ("x.arrow", write_arrow_file),
+        ("nested.arrow", partial(write_arrow, nested=True)),
+    ],
+)
 def test_long_lines_come_in_small_chunks(tmp_path, monkeypatch, name, write):
     real, read_at_once = formats._pairs_of_batches, []
 
@@ -346,29 +427,52 @@ def test_long_lines_come_in_small_chunks(tmp_path, monkeypatch, name, write):
 
     monkeypatch.setattr(formats, "CHUNK_BYTES", 100_000)
     monkeypatch.setattr(formats, "_pairs_of_batches", recording)
-    pairs = [(f"{n}" + "长" * 12_000, "long " * 2400) for n in range(12)]  # 48 kB, 24,000 characters
+    pairs = [
+        (f"{n}" + "长" * 12_000, "long " * 2400) for n in range(12)
+    ]  # 48 kB, 24,000 characters
     write(tmp_path / name, pairs)
     chunks = list(find_text(str(tmp_path / name)).rows("train"))
     assert chunks == [[pair] for pair in pairs]
     assert max(read_at_once, default=1) <= 2
 
 
-@pytest.mark.parametrize("names, form, splits", [
-    ("corpus newstest2017-zhen", "moses", {"train": 2}),  # WMT's test set in sgm lies beside the corpus
-    ("训练集.tsv 验证集.tsv 测试集.tsv", "tsv", {"train": 1, "validation": 1, "test": 1}),
-    ("训练数据.tsv 中英驗證集.tsv 测试-1.tsv", "tsv", {"train": 1, "validation": 1, "test": 1}),
-    ("trainset.tsv UNv1.0.devset.tsv TestData.tsv", "tsv", {"train": 1, "validation": 1, "test": 1}),
-    ("training_data/train.tsv training_data/dev.tsv test/0.tsv", "tsv", {"train": 1, "validation": 1, "test": 1}),
-    ("a.tsv b.tsv", "tsv", {"train": 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "names, form, splits",
+    [
+        (
+            "corpus newstest2017-zhen",
+            "moses",
+            {"train": 2},
+        ),  # WMT's test set in sgm lies beside the corpus
+        ("训练集.tsv 验证集.tsv 测试集.tsv", "tsv", {"train": 1, "validation": 1, "test": 1}),
+        ("训练数据.tsv 中英驗證集.tsv 测试-1.tsv", "tsv", {"train": 1, "validation": 1, "test": 1}),
+        (
+            "trainset.tsv UNv1.0.devset.tsv TestData.tsv",
+            "tsv",
+            {"train": 1, "validation": 1, "test": 1},
+        ),
+        (
+            "training_data/train.tsv training_data/dev.tsv test/0.tsv",
+            "tsv",
+            {"train": 1, "validation": 1, "test": 1},
+        ),
+        ("a.tsv b.tsv", "tsv", {"train": 2}),
+    ],
+)
 def test_which_files_are_which_split(names, form, splits, tmp_path, capsys):
     for name in names.split():
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        make = write_sgm if "newstest" in name else write_tsv if name.endswith("tsv") else write_moses
+        make = (
+            write_sgm if "newstest" in name else write_tsv if name.endswith("tsv") else write_moses
+        )
         make(tmp_path / name, [("你好", "hello")])
     text = find_text(str(tmp_path))
-    assert text.form == form and {split: len(files) for split, files in text.files.items()} == splits
-    assert ("so all are read as train: a.tsv, b.tsv" in capsys.readouterr().out) == (names[0] == "a")
+    assert (
+        text.form == form and {split: len(files) for split, files in text.files.items()} == splits
+    )
+    assert ("so all are read as train: a.tsv, b.tsv" in capsys.readouterr().out) == (
+        names[0] == "a"
+    )
 
 
 def test_a_compressed_shard_is_not_passed_over(tmp_path, capsys):
@@ -376,7 +480,10 @@ def test_a_compressed_shard_is_not_passed_over(tmp_path, capsys):
     (tmp_path / "train-1.jsonl.gz").touch()  # from which it was unpacked
     assert find_text(str(tmp_path)).files
     (tmp_path / "raw.csv.gz").touch()  # of another form than what is read
-    assert find_text(str(tmp_path)).files and "not read, because compressed: " in capsys.readouterr().out
+    assert (
+        find_text(str(tmp_path)).files
+        and "not read, because compressed: " in capsys.readouterr().out
+    )
     (tmp_path / "train-0.jsonl.gz").touch()
     with pytest.raises(UserError, match=r"train-0\.jsonl\.gz is compressed; unpack it first"):
         find_text(str(tmp_path))
@@ -385,12 +492,18 @@ def test_a_compressed_shard_is_not_passed_over(tmp_path, capsys):
 def test_an_empty_row_group_makes_no_small_batches(tmp_path, monkeypatch):
     read_at_once, real = [], formats._pairs_of_batches
     record = lambda batches: (read_at_once.append(batch.num_rows) or batch for batch in batches)  # noqa: E731
-    monkeypatch.setattr(formats, "_pairs_of_batches", lambda batches, *rest: real(record(batches), *rest))
+    monkeypatch.setattr(
+        formats, "_pairs_of_batches", lambda batches, *rest: real(record(batches), *rest)
+    )
     schema = pyarrow.schema([("zh", pyarrow.string()), ("en", pyarrow.string())])
     with pyarrow.parquet.ParquetWriter(tmp_path / "train.parquet", schema) as writer:
         for count in (3, 0, 2):
-            writer.write_table(pyarrow.table({"zh": ["你好"] * count, "en": ["hello"] * count}, schema=schema))
-    assert [len(chunk) for chunk in find_text(str(tmp_path)).rows("train")] == [5] and {*read_at_once} == {5}
+            writer.write_table(
+                pyarrow.table({"zh": ["你好"] * count, "en": ["hello"] * count}, schema=schema)
+            )
+    assert [len(chunk) for chunk in find_text(str(tmp_path)).rows("train")] == [5] and {
+        *read_at_once
+    } == {5}
 
 
 # Mistakes: name → (files, of which the first is read; what the one line must say).
@@ -400,49 +513,126 @@ FAR = "a,b\n" * 25_000  # beyond the first chunk, line numbers still count from 
 
 MISTAKES = {
     "unknown type": ({"x.txt": b"a\tb"}, ["x.txt", "not a known type of file", ".parquet"]),
-    "blank in the header": ({"x.csv": "zh, en\n你好,Hello,more\n"}, ["line 2: 3 fields, the header has 2"]),
+    "blank in the header": (
+        {"x.csv": "zh, en\n你好,Hello,more\n"},
+        ["line 2: 3 fields, the header has 2"],
+    ),
     "zero bytes": ({"x.csv": b""}, ["x.csv", "empty (0 bytes)"]),
     "no header": ({"x.csv": b"\n\n"}, ["x.csv", "header"]),
     "not parquet": ({"x.parquet": b"PAR1 and then something else"}, ["x.parquet", "get it again"]),
     "not arrow": ({"x.arrow": b"something else altogether"}, ["x.arrow", "get it again"]),
-    "wrong columns": ({"x.csv": "src,tgt\na,b\n"}, ["line 1", "found src, tgt", "zh and en", "--source and --target"]),
+    "wrong columns": (
+        {"x.csv": "src,tgt\na,b\n"},
+        ["line 1", "found src, tgt", "zh and en", "--source and --target"],
+    ),
     "wrong case": ({"x.csv": "ZH,En\na,b\n"}, ["found ZH, En", "--source ZH --target En"]),
-    "wrong language": ({"x.jsonl": '{"translation": {"en": "a", "de": "b"}}'}, ["line 1", "en, de", "zh and en"]),
-    "csv with dicts": ({"x.csv": "translation\n\"{'zh': 'a', 'en': 'b'}\"\n"}, ["found translation", "zh and en"]),
+    "wrong language": (
+        {"x.jsonl": '{"translation": {"en": "a", "de": "b"}}'},
+        ["line 1", "en, de", "zh and en"],
+    ),
+    "csv with dicts": (
+        {"x.csv": "translation\n\"{'zh': 'a', 'en': 'b'}\"\n"},
+        ["found translation", "zh and en"],
+    ),
     "missing later key": ({"x.jsonl": GOOD + '{"zh": "a"}\n'}, ["line 2", "found zh;"]),
     "broken jsonl": ({"x.jsonl": GOOD + '{"zh": "a", "e'}, ["x.jsonl, line 2", "broken JSON"]),
-    "broken json array": ({"x.json": '[{"zh": "a", "en": "b"},\n{"zh": "a"'}, ["x.json, line 2", "broken JSON"]),
-    "brackets without end": ({"x.jsonl": GOOD + "[" * 200_000}, ["x.jsonl, line 2: too many brackets"]),
+    "broken json array": (
+        {"x.json": '[{"zh": "a", "en": "b"},\n{"zh": "a"'},
+        ["x.json, line 2", "broken JSON"],
+    ),
+    "brackets without end": (
+        {"x.jsonl": GOOD + "[" * 200_000},
+        ["x.jsonl, line 2: too many brackets"],
+    ),
     "array without rows": ({"x.json": '{\n"rows": []}'}, ["x.json", "one row a line"]),
     "row is a list": ({"x.jsonl": GOOD + '\n["a", "b"]\n'}, ["line 3", "a list, not an object"]),
     "row is a string": ({"x.json": '["a", "b"]'}, ["row 1", "a str, not an object"]),
-    "number in json": ({"x.jsonl": '{"zh": "a", "en": 5}'}, ["line 1", "en is of type int", "not text"]),
-    "list in json": ({"x.json": '[{"zh": "a", "en": "b"}, {"zh": ["a"], "en": "b"}]'}, ["row 2", "zh is of type list"]),
+    "number in json": (
+        {"x.jsonl": '{"zh": "a", "en": 5}'},
+        ["line 1", "en is of type int", "not text"],
+    ),
+    "list in json": (
+        {"x.json": '[{"zh": "a", "en": "b"}, {"zh": ["a"], "en": "b"}]'},
+        ["row 2", "zh is of type list"],
+    ),
     "half a surrogate": ({"x.jsonl": '{"zh": "\\ud800", "en": "b"}'}, ["line 1", "surrogate"]),
-    "GBK csv": ({"x.csv": b"zh,en\na,b\n" + "你好,b\n".encode("gbk")}, ["x.csv, line 3: not UTF-8", "iconv -f gb18030"]),
-    "GBK jsonl": ({"x.jsonl": '{"zh": "你好", "en": "b"}'.encode("gbk")}, ["x.jsonl, line 1", "not UTF-8"]),
-    "UTF-16 tsv": ({"x.tsv": "zh\ten\na\tb\n".encode("utf-16")}, ["x.tsv, line 1", "not UTF-8", "iconv -f utf-16"]),
-    "too many fields": ({"x.csv": "zh,en\na,b\na,b,c\n"}, ["x.csv, line 3: 3 fields, the header has 2"]),
-    "too many fields at once": ({"x.csv": "zh,en\na,b,c\nd,e,f\n"}, ["x.csv, line 2: 3 fields, the header has 2"]),
-    "too few fields": ({"x.csv": 'zh,en\n"一\n行",one\n\n二\n'}, ["x.csv, line 5: 1 fields, the header has 2"]),
-    "too few fields, tsv": ({"x.tsv": "zh\ten\n一\tone\n二\n三\tthree\n"}, ["x.tsv, line 3: 1 fields, the header has 2"]),
-    "open quote": ({"x.csv": 'zh,en\na,"b\nc,d\n'}, ["x.csv, line 2", "a quote is opened and never closed"]),
-    "text behind a quote": ({"x.csv": 'zh,en\n一,"one" 1\n'}, ["x.csv, line 2", "a quote is written twice"]),
+    "GBK csv": (
+        {"x.csv": b"zh,en\na,b\n" + "你好,b\n".encode("gbk")},
+        ["x.csv, line 3: not UTF-8", "iconv -f gb18030"],
+    ),
+    "GBK jsonl": (
+        {"x.jsonl": '{"zh": "你好", "en": "b"}'.encode("gbk")},
+        ["x.jsonl, line 1", "not UTF-8"],
+    ),
+    "UTF-16 tsv": (
+        {"x.tsv": "zh\ten\na\tb\n".encode("utf-16")},
+        ["x.tsv, line 1", "not UTF-8", "iconv -f utf-16"],
+    ),
+    "too many fields": (
+        {"x.csv": "zh,en\na,b\na,b,c\n"},
+        ["x.csv, line 3: 3 fields, the header has 2"],
+    ),
+    "too many fields at once": (
+        {"x.csv": "zh,en\na,b,c\nd,e,f\n"},
+        ["x.csv, line 2: 3 fields, the header has 2"],
+    ),
+    "too few fields": (
+        {"x.csv": 'zh,en\n"一\n行",one\n\n二\n'},
+        ["x.csv, line 5: 1 fields, the header has 2"],
+    ),
+    "too few fields, tsv": (
+        {"x.tsv": "zh\ten\n一\tone\n二\n三\tthree\n"},
+        ["x.tsv, line 3: 1 fields, the header has 2"],
+    ),
+    "open quote": (
+        {"x.csv": 'zh,en\na,"b\nc,d\n'},
+        ["x.csv, line 2", "a quote is opened and never closed"],
+    ),
+    "text behind a quote": (
+        {"x.csv": 'zh,en\n一,"one" 1\n'},
+        ["x.csv, line 2", "a quote is written twice"],
+    ),
     "far down, csv": ({"x.csv": "zh,en\n" + FAR + "a,b,c\n"}, ["line 25002"]),
-    "far down, bytes": ({"x.csv": ("zh,en\n" + FAR).encode() + b"\xff,b\n" + FAR.encode()}, ["line 25002", "UTF-8"]),
-    "far down, jsonl": ({"x.jsonl": GOOD * 25_000 + '{"zh": 1, "en": "b"}\n'}, ["line 25001", "int"]),
-    "more sources": ({"train.zh": "甲\n乙\n丙\n", "train.en": "a\n"}, ["train.zh has 3 ", "train.en 1;"]),
+    "far down, bytes": (
+        {"x.csv": ("zh,en\n" + FAR).encode() + b"\xff,b\n" + FAR.encode()},
+        ["line 25002", "UTF-8"],
+    ),
+    "far down, jsonl": (
+        {"x.jsonl": GOOD * 25_000 + '{"zh": 1, "en": "b"}\n'},
+        ["line 25001", "int"],
+    ),
+    "more sources": (
+        {"train.zh": "甲\n乙\n丙\n", "train.en": "a\n"},
+        ["train.zh has 3 ", "train.en 1;"],
+    ),
     "more targets": ({"train.zh": "甲\n", "train.en": "a\nb"}, ["train.zh has 1 ", "train.en 2;"]),
     "no partner": ({"train.zh": "甲\n"}, ["train.en is missing"]),
-    "partner in GBK": ({"train.zh": "甲\n", "train.en": "a\n你好\n".encode("gbk")}, ["train.en, line 2: not UTF-8"]),
-    "GBK sgm": ({"x-src.zh.sgm": "<seg>a</seg>", "x-ref.en.sgm": "\n你好".encode("gbk")}, ["ref.en.sgm, line 2: not UTF-8"]),
+    "partner in GBK": (
+        {"train.zh": "甲\n", "train.en": "a\n你好\n".encode("gbk")},
+        ["train.en, line 2: not UTF-8"],
+    ),
+    "GBK sgm": (
+        {"x-src.zh.sgm": "<seg>a</seg>", "x-ref.en.sgm": "\n你好".encode("gbk")},
+        ["ref.en.sgm, line 2: not UTF-8"],
+    ),
     "GBK xml": ({"x.xml": "<doc>\n你好".encode("gbk")}, ["x.xml, line 2: not UTF-8"]),
-    "sgm": ({"x-src.zh.sgm": "<seg>a</seg>", "x-ref.en.sgm": "<doc></doc>"}, ["src.zh.sgm has 1 ", "ref.en.sgm 0;"]),
-    "references alone": ({"x-ref.en.sgm": "<seg>a</seg>"}, ["not a known type of file", "-src.zh.sgm"]),
-    "xml of other languages": ({"x.xml": '<doc><src lang="zh"></src></doc>'}, ["x.xml has no <doc>", "'en'"]),
-    "xml of unequal sides": ({"x.xml": '<doc><src lang="zh"><seg>a</seg></src><ref lang="en"></ref></doc>'},
-                             ["x.xml has 1 ", "<ref> 0;"]),
-}  # fmt: skip
+    "sgm": (
+        {"x-src.zh.sgm": "<seg>a</seg>", "x-ref.en.sgm": "<doc></doc>"},
+        ["src.zh.sgm has 1 ", "ref.en.sgm 0;"],
+    ),
+    "references alone": (
+        {"x-ref.en.sgm": "<seg>a</seg>"},
+        ["not a known type of file", "-src.zh.sgm"],
+    ),
+    "xml of other languages": (
+        {"x.xml": '<doc><src lang="zh"></src></doc>'},
+        ["x.xml has no <doc>", "'en'"],
+    ),
+    "xml of unequal sides": (
+        {"x.xml": '<doc><src lang="zh"><seg>a</seg></src><ref lang="en"></ref></doc>'},
+        ["x.xml has 1 ", "<ref> 0;"],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -462,7 +652,8 @@ def check_error(path, said):
 
 
 @pytest.mark.parametrize(
-    "name, write", [("x.parquet", write_parquet), ("x.arrow", write_arrow), ("y.arrow", write_arrow_file)]
+    "name, write",
+    [("x.parquet", write_parquet), ("x.arrow", write_arrow), ("y.arrow", write_arrow_file)],
 )
 def test_truncated_columns(tmp_path, name, write):
     write(tmp_path / name, TRAIN)
@@ -492,12 +683,18 @@ for place in range(8, len(content), 61):
     assert len(said.splitlines()) > 10 and "get it again" in said
 
 
-@pytest.mark.parametrize("columns, said", [
-    ({"zh": ["a"], "en": [5]}, ["x.parquet, row 1", "en holds int64, not text"]),
-    ({"translation": [{"zh": ["a"], "en": "b"}]}, ["translation.zh holds list<", "not text"]),
-    ({"translation": [{"fr": "a", "en": "b"}]}, ["found translation, fr, en", "--source"]),
-    ({"zh": ["a", "b"], "en": pyarrow.array([b"a", b"\xff"]).view(pyarrow.string())}, ["x.parquet, rows 1 to 2", "not UTF-8"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "columns, said",
+    [
+        ({"zh": ["a"], "en": [5]}, ["x.parquet, row 1", "en holds int64, not text"]),
+        ({"translation": [{"zh": ["a"], "en": "b"}]}, ["translation.zh holds list<", "not text"]),
+        ({"translation": [{"fr": "a", "en": "b"}]}, ["found translation, fr, en", "--source"]),
+        (
+            {"zh": ["a", "b"], "en": pyarrow.array([b"a", b"\xff"]).view(pyarrow.string())},
+            ["x.parquet, rows 1 to 2", "not UTF-8"],
+        ),
+    ],
+)
 def test_columns_that_are_no_text(tmp_path, columns, said):
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet")
     check_error(tmp_path, said)
@@ -515,7 +712,9 @@ def test_mistakes_of_paths(tmp_path):
 def test_wrong_columns_in_the_last_split_are_found_at_once(tmp_path):
     write_csv(tmp_path / "train.csv", TRAIN)
     (tmp_path / "test.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(UserError, match=r"test\.csv, line 1: wanted the columns zh and en, found a, b"):
+    with pytest.raises(
+        UserError, match=r"test\.csv, line 1: wanted the columns zh and en, found a, b"
+    ):
         find_text(str(tmp_path))
 
 
@@ -554,7 +753,9 @@ def test_hub_out_of_reach(monkeypatch, offline):
         return load_dataset(*words)
 
     monkeypatch.setattr(datasets, "load_dataset", loading)
-    check_error("wmt/no-such-data", ["wmt/no-such-data does not exist on disk", "hub cannot be reached"])
+    check_error(
+        "wmt/no-such-data", ["wmt/no-such-data does not exist on disk", "hub cannot be reached"]
+    )
     assert told and all(told)
 
 
@@ -567,7 +768,9 @@ def test_hub_configurations(tmp_path, monkeypatch, available):
     def load_dataset(path, config):
         if config != available:
             raise ValueError(f"BuilderConfig '{config}' not found.")
-        return datasets.DatasetDict({name: datasets.Dataset.from_file(f"{tmp_path}/{name}.arrow") for name in SPLITS})
+        return datasets.DatasetDict(
+            {name: datasets.Dataset.from_file(f"{tmp_path}/{name}.arrow") for name in SPLITS}
+        )
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
@@ -582,7 +785,9 @@ def test_default_path(monkeypatch):
     assert default_path() == str(ROOT / "sample")
 
 
-@pytest.mark.skipif(not os.path.isdir(os.environ.get("MINIDATASET", "")), reason="MINIDATASET names no directory")
+@pytest.mark.skipif(
+    not os.path.isdir(os.environ.get("MINIDATASET", "")), reason="MINIDATASET names no directory"
+)
 def test_the_course_data():
     text = find_text(os.environ["MINIDATASET"])
     counts = {split: sum(map(len, text.rows(split))) for split in text.files}
