@@ -23,12 +23,12 @@ class Config:
     source: str = flag("", "column of --data to translate; default: as in the run", "What")
     target: str = flag("", "column of --data with the references; default: as in the run", "What")
     split: str = flag("test", "split to score (test|validation|train)", "What")
-    limit: int = flag(0, "score only the first N rows; 0: all", "What", least=0)
-    average: int = flag(1, "average the weights of the last N checkpoints", "What", least=1)
+    limit: int = flag(0, "score only the first N rows; 0: all", "What", min=0)
+    average: int = flag(1, "average the weights of the last N checkpoints", "What", min=1)
 
-    beam: int = flag(1, "beam size; 1: greedy, the graded way", "How", least=1, most=1000)
+    beam: int = flag(1, "beam size; 1: greedy, the graded way", "How", min=1, max=1000)
     length_penalty: float = flag(
-        1.5, "larger: longer outputs; beam search only", "How", least=0, most=10
+        1.5, "larger: longer outputs; beam search only", "How", min=0, max=10
     )
     teacher_forced: bool = flag(
         False, "also print teacher-forced accuracy, which is NOT a BLEU", "How"

@@ -12,7 +12,7 @@ from engine import checkpoint
 from engine.distributed import World
 from engine.errors import UserError
 from engine.precision import Precision, choose_precision
-from engine.run import find_run, put_in
+from engine.run import find_run, load_weights_into
 from model import ModelConfig, Translator
 from text.prepare import Prepared
 from text.subwords import load_tokenizer
@@ -84,7 +84,7 @@ def load_trained(path: str | Path = "", average: int = 1, say=print) -> Trained:
     else:
         weights = checkpoint.load_weights(chosen)
     model = Translator(sizes)
-    put_in(model, weights, chosen)
+    load_weights_into(model, weights, chosen)
     if not all(weight.isfinite().all() for weight in weights.values()):
         raise UserError(
             f"{chosen} has weights that are not finite numbers; use an earlier checkpoint"

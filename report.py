@@ -33,10 +33,10 @@ import torch
 
 from loading import load_trained
 from model import ModelConfig, Translator, training_flops
-from reporting import sections
-from reporting.attention import Attention
-from reporting.page import Page
-from reporting.reading import RunFiles, newest_run, read_runs, rows_of
+from tools.reporting import sections
+from tools.reporting.attention import Attention
+from tools.reporting.page import Page
+from tools.reporting.reading import RunFiles, newest_run, read_runs, rows_of
 from validation import attention_of
 
 

@@ -22,13 +22,13 @@ class Config:
     target: str = flag("en", "target language", "Data")
     tokenizer: str = flag("", "pretrained tokenizer for both sides; default: train two", "Data")
     source_vocab: int = flag(
-        -1, "source vocabulary, 300 at least; -1: 16000 or fewer", "Data", least=-1
+        -1, "source vocabulary, 300 at least; -1: 16000 or fewer", "Data", min=-1
     )
     target_vocab: int = flag(
-        -1, "target vocabulary, 300 at least; -1: the same rule", "Data", least=-1
+        -1, "target vocabulary, 300 at least; -1: the same rule", "Data", min=-1
     )
     max_length: int = flag(
-        512, "longest sentence in tokens, end included; longer dropped", "Data", least=8
+        512, "longest sentence in tokens, end included; longer dropped", "Data", min=8
     )
     match_domain: bool = flag(
         True, "leave out pairs whose words are unlike validation's", "Data", before=False
@@ -37,53 +37,53 @@ class Config:
         True, "leave out short targets, until train is like validation", "Data", before=False
     )
     match_late: bool = flag(True, "leave them out only while the rate falls", "Data", before=False)
-    workers: int = flag(0, "processes that load batches; 0: none extra", "Data", least=0, most=1000)
+    workers: int = flag(0, "processes that load batches; 0: none extra", "Data", min=0, max=1000)
 
     preset: str = flag("lab", "model size (lab|base|big); the flags below change it", "Model")
-    d_model: int = flag(0, "model width; 0 here and below: from the preset", "Model", least=0)
-    nhead: int = flag(0, "attention heads", "Model", least=0)
-    num_encoder_layers: int = flag(0, "encoder layers", "Model", least=0, most=1000)
-    num_decoder_layers: int = flag(0, "decoder layers", "Model", least=0, most=1000)
-    dim_feedforward: int = flag(0, "width of the feed-forward layers", "Model", least=0)
-    dropout: float = flag(-1.0, "dropout rate; -1: from the preset", "Model", least=-1, below=1)
+    d_model: int = flag(0, "model width; 0 here and below: from the preset", "Model", min=0)
+    nhead: int = flag(0, "attention heads", "Model", min=0)
+    num_encoder_layers: int = flag(0, "encoder layers", "Model", min=0, max=1000)
+    num_decoder_layers: int = flag(0, "decoder layers", "Model", min=0, max=1000)
+    dim_feedforward: int = flag(0, "width of the feed-forward layers", "Model", min=0)
+    dropout: float = flag(-1.0, "dropout rate; -1: from the preset", "Model", min=-1, below=1)
     dropout_after: int = flag(
-        -1, "passes before dropout; -1: 10, or 0 with a --dropout", "Model", least=-1, before=0
+        -1, "passes before dropout; -1: 10, or 0 with a --dropout", "Model", min=-1, before=0
     )
     norm_first: bool = flag(False, "layer norm before each sub-layer (pre-norm)", "Model")
     attention: str = flag("", "attention by hand (python|recompute|cpp|triton)", "Model")
 
-    epochs: int = flag(20, "passes over the data", "Training", least=1)
-    max_steps: int = flag(0, "stop after this many steps; 0: use --epochs", "Training", least=0)
-    max_minutes: float = flag(0.0, "stop after this many minutes; 0: no limit", "Training", least=0)
+    epochs: int = flag(20, "passes over the data", "Training", min=1)
+    max_steps: int = flag(0, "stop after this many steps; 0: use --epochs", "Training", min=0)
+    max_minutes: float = flag(0.0, "stop after this many minutes; 0: no limit", "Training", min=0)
     patience: int = flag(
-        0, "early stopping: validations without a better loss; 0: off", "Training", least=0
+        0, "early stopping: validations without a better loss; 0: off", "Training", min=0
     )
     tokens_per_batch: int = flag(
-        0, "tokens per step on each side, with padding; 0: automatic", "Training", least=0
+        0, "tokens per step on each side, with padding; 0: automatic", "Training", min=0
     )
     accumulate: int = flag(
-        0, "micro-batches per step; 0: as few as fit in GPU memory", "Training", least=0
+        0, "micro-batches per step; 0: as few as fit in GPU memory", "Training", min=0
     )
     optimizer: str = flag(
         "muon", "muon: for matrices, AdamW for the rest (muon|adamw)", "Training", before="adamw"
     )
     lr: float = flag(
-        0.0, "peak rate; 0: 0.002 (adamw: 0.001), less if wider", "Training", least=0, below=10
+        0.0, "peak rate; 0: 0.002 (adamw: 0.001), less if wider", "Training", min=0, below=10
     )
     warmup: int = flag(
-        0, "warm-up steps, cut to fit minutes; 0: a tenth, at most 1000", "Training", least=0
+        0, "warm-up steps, cut to fit minutes; 0: a tenth, at most 1000", "Training", min=0
     )
-    label_smoothing: float = flag(0.1, "label smoothing", "Training", least=0, below=1)
-    clip: float = flag(1.0, "gradient clipping: largest norm; 0: off", "Training", least=0)
+    label_smoothing: float = flag(0.1, "label smoothing", "Training", min=0, below=1)
+    clip: float = flag(1.0, "gradient clipping: largest norm; 0: off", "Training", min=0)
 
     run: str = flag("", "name of the run (folder runs/NAME); default: the time", "Run")
     resume: str = flag("", "run folder to continue", "Run")
-    eval_every: int = flag(0, "steps between validations; 0: an epoch, 250 to 1000", "Run", least=0)
-    log_every: int = flag(20, "steps between log lines", "Run", least=1)
+    eval_every: int = flag(0, "steps between validations; 0: an epoch, 250 to 1000", "Run", min=0)
+    log_every: int = flag(20, "steps between log lines", "Run", min=1)
     save_minutes: float = flag(
         10.0, "minutes between checkpoints, besides those of validations", "Run", above=0
     )
-    keep: int = flag(5, "newest checkpoints that are kept, besides the best", "Run", least=1)
+    keep: int = flag(5, "newest checkpoints that are kept, besides the best", "Run", min=1)
     precision: str = flag("auto", "number format (auto|fp32|bf16|fp16)", "Run")
     compile: bool = flag(False, "torch.compile the model", "Run")
     captured: bool = flag(
@@ -93,7 +93,7 @@ class Config:
         False, "share weights, gradients and moments out between processes (FSDP2)", "Run"
     )
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Run")
-    seed: int = flag(1, "seed of weights, dropout and data order", "Run", least=0)
+    seed: int = flag(1, "seed of weights, dropout and data order", "Run", min=0)
     check: bool = flag(False, "only say whether it will work and what it would cost", "Run")
     explain_masks: bool = flag(False, "only show the masks of a toy batch", "Run")
 
@@ -131,8 +131,8 @@ from engine.telemetry import Meter, measured_peak_flops, peak_memory_gib, progre
 from fast.muon import make_optimizer
 from loading import save_description
 from model import SummedLoss, Translator, sizes_of, training_flops
-from reporting.preflight import only_asked
 from text.prepare import find_and_prepare, load_prepared
+from tools.reporting.preflight import only_asked
 from validation import Validation
 
 # Flags that --resume may change; any other would make it another run.

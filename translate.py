@@ -18,9 +18,9 @@ class Config:
     """Every setting of a translation."""
 
     ckpt: str = flag("", "run, checkpoint folder or weights file; default: newest run", "Options")
-    beam: int = flag(1, "beam size; 1: greedy", "Options", least=1, most=1000)
+    beam: int = flag(1, "beam size; 1: greedy", "Options", min=1, max=1000)
     length_penalty: float = flag(
-        1.5, "larger: longer outputs; beam search only", "Options", least=0, most=10
+        1.5, "larger: longer outputs; beam search only", "Options", min=0, max=10
     )
     precision: str = flag("auto", "(auto|fp32|bf16|fp16|int8); int8: faster on a CPU", "Options")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Options")
@@ -30,7 +30,7 @@ class Config:
     )
 
     serve: bool = flag(False, "a page on this machine, until Ctrl-C", "The model elsewhere")
-    port: int = flag(8000, "of the page; 0: a free one", "The model elsewhere", least=0, most=65535)
+    port: int = flag(8000, "of the page; 0: a free one", "The model elsewhere", min=0, max=65535)
     export: str = flag(
         "", "write it to the folder TEXT for (ctranslate2|onnx|hf)", "The model elsewhere"
     )
@@ -77,7 +77,7 @@ def translate(config: Config) -> None:
     note = partial(print, file=sys.stderr) if world.is_main else lambda _: None
     trained, precision, steps = load_for_decoding(config, 1, world, note)
     if config.export or config.serve:
-        import serving
+        from tools import serving
 
         return serving.start(config, trained, precision, steps)
     sys.stdout.reconfigure(encoding="utf-8")  # as the input is, whatever the locale

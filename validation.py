@@ -9,15 +9,15 @@ import torch
 import fast
 from data import Collate, cut_batches
 from decoding import Translations, translate_lines
-from engine.distributed import whole
+from engine.distributed import full_tensor
 from engine.precision import Precision
 from engine.run import Run
 from model import SummedLoss, Translator, cross_attention
-from reporting.attention import Attention, in_words, picture
 from text.bleu import corpus_bleu
 from text.cleaning import normalise
 from text.prepare import Prepared
 from text.subwords import encode, special_ids
+from tools.reporting.attention import Attention, in_words, picture
 
 BLEU_ROWS = 500  # of the validation split, translated each time; evaluate.py does them all
 SAMPLES = 3
@@ -112,7 +112,7 @@ def whole_copy(model: Translator) -> Translator:
     if not hasattr(model, "unshard"):  # a method that fully_shard (FSDP2) adds
         return model
     copy = Translator(model.config).to(model.output.weight.device)
-    copy.load_state_dict({name: whole(weight) for name, weight in model.state_dict().items()})
+    copy.load_state_dict({name: full_tensor(weight) for name, weight in model.state_dict().items()})
     return copy
 
 

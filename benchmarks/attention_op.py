@@ -37,11 +37,11 @@ TOKENS, HEADS, WIDTH = (
 @dataclass
 class Config:
     lengths: tuple = flag(
-        (64, 256, 1024, 4096), "tokens of a sequence, as many queries as keys", "Sizes", least=1
+        (64, 256, 1024, 4096), "tokens of a sequence, as many queries as keys", "Sizes", min=1
     )
-    numbers: tuple = flag((65536, 1048576, 16777216), "numbers that GELU gets", "Sizes", least=1)
+    numbers: tuple = flag((65536, 1048576, 16777216), "numbers that GELU gets", "Sizes", min=1)
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
-    rounds: int = flag(5, "turns of each", "How", least=1)
+    rounds: int = flag(5, "turns of each", "How", min=1)
     out: str = flag("runs/benchmarks/attention_op.json", "where the figures go", "How")
 
 

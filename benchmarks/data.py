@@ -44,13 +44,13 @@ PAIRS, LENGTHS = (10_000, 100_000, 1_000_000), (16, 32, 64, 128, 256)
 class Config:
     part: str = flag("all", "what to measure (all|epoch|loader|growth)", "What")
     data: str = flag("", "parallel text; MINIDATASET, else /opt/minidataset, else sample/", "What")
-    vocab: int = flag(8000, "tokens in each vocabulary", "What", least=300, most=60000)
+    vocab: int = flag(8000, "tokens in each vocabulary", "What", min=300, max=60000)
     pairs: int = flag(
-        10_000_000, "made-up pairs of the epoch, and at most of growth", "What", least=100
+        10_000_000, "made-up pairs of the epoch, and at most of growth", "What", min=100
     )
-    steps: int = flag(30, "growth: steps of a turn", "How", least=1)
+    steps: int = flag(30, "growth: steps of a turn", "How", min=1)
     seconds: float = flag(5.0, "loader: of each turn", "How", above=0)
-    rounds: int = flag(3, "turns of each", "How", least=1)
+    rounds: int = flag(3, "turns of each", "How", min=1)
     out: str = flag("runs/benchmarks/data", "folder for all turns, a file PART.json each", "How")
 
 

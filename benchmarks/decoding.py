@@ -46,17 +46,15 @@ class Config:
     contestants: str = flag("", "who takes part, with commas between; everybody", "What")
     ckpt: str = flag("", "trained run to decode with, at real lengths", "What")
     preset: str = flag("lab", "model size without --ckpt (lab|big|tiny)", "What")
-    length: int = flag(40, "tokens of each output without --ckpt", "What", least=1, most=500)
-    sentences: int = flag(500, "of the test split, the first so many", "What", least=1)
-    vocab: int = flag(
-        16000, "tokens in each vocabulary without --ckpt", "What", least=300, most=60000
-    )
+    length: int = flag(40, "tokens of each output without --ckpt", "What", min=1, max=500)
+    sentences: int = flag(500, "of the test split, the first so many", "What", min=1)
+    vocab: int = flag(16000, "tokens in each vocabulary without --ckpt", "What", min=300, max=60000)
     data: str = flag("", "as train.py's --data; MINIDATASET, else as there", "What")
     device: str = flag("cpu", "cpu, cuda or cuda:N", "How")
-    batch: int = flag(0, "sentences decoded at once by ours; 0: as evaluate.py", "How", least=0)
-    rounds: int = flag(2, "turns of each", "How", least=1)
+    batch: int = flag(0, "sentences decoded at once by ours; 0: as evaluate.py", "How", min=0)
+    rounds: int = flag(2, "turns of each", "How", min=1)
     seconds: float = flag(5.0, "measured in each turn; one pass at least", "How", above=0)
-    threads: int = flag(2, "compute threads of each", "How", least=1)
+    threads: int = flag(2, "compute threads of each", "How", min=1)
     out: str = flag("runs/benchmarks/decoding.json", "file for all turns", "How")
 
 

@@ -37,7 +37,7 @@ from engine.distributed import choose_device, hidden_gpus
 from engine.errors import UserError, run_script
 from engine.precision import choose_precision
 from engine.telemetry import GIB
-from reporting.reading import read_run
+from tools.reporting.reading import read_run
 
 FORMATS = {
     "bf16": "plain-bf16 bf16 captured-bf16 muon-bf16 muon-captured-bf16 fp16",
@@ -60,14 +60,14 @@ EXPECTED = {
 class Config:
     presets: str = flag("lab,big", "model sizes, with commas between", "What")
     tokens_per_batch: int = flag(
-        0, "padded tokens a side in a step; 0: 65536 on 80 GB", "What", least=0
+        0, "padded tokens a side in a step; 0: 65536 on 80 GB", "What", min=0
     )
     ckpt: str = flag("", "trained run to decode with at real lengths", "What")
     data: str = flag("", "as train.py's --data; MINIDATASET, else as there", "What")
     device: str = flag(
         "auto", "device (auto|cpu|cuda); CUDA_VISIBLE_DEVICES chooses among cards", "How"
     )
-    minutes: float = flag(2.0, "of stage run; 0: without it", "How", least=0)
+    minutes: float = flag(2.0, "of stage run; 0: without it", "How", min=0)
     seconds: float = flag(8.0, "measured in each turn", "How", above=0)
     out: str = flag(
         "runs/benchmarks/gpu.json",

@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 import torch
 
-from engine.config import write_whole
+from engine.config import atomic_write
 from engine.errors import UserError
 from engine.memory import GIB
 
@@ -190,7 +190,7 @@ def write_json(path: Path | str, runs: list[Run], **facts) -> None:
     """All turns, the machine and whatever else a reader must know, as one file."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     content = {**facts, "machine": machine(), "runs": [asdict(run) for run in runs]}
-    write_whole(Path(path), json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    atomic_write(Path(path), json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path | str) -> list[Run]:

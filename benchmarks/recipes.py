@@ -19,8 +19,8 @@ from benchmarks.measuring import call, markdown
 from benchmarks.peers.contest import choose
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
-from reporting.reading import read_run
 from text.prepare import load_prepared
+from tools.reporting.reading import read_run
 
 RECIPES = {  # name: what differs from the defaults of train.py, as its flags
     "plain": {"optimizer": "adamw", "lr": 1e-3, "dropout_after": 0},  # near the paper's
@@ -59,10 +59,10 @@ class Config:
     data: str = flag("", "as train.py's --data", "Study")
     minutes: float = flag(20.0, "training minutes of a row", "Study", above=0)
     steps: int = flag(
-        0, "training steps of a row, instead of --minutes; 0: use --minutes", "Study", least=0
+        0, "training steps of a row, instead of --minutes; 0: use --minutes", "Study", min=0
     )
     rows: str = flag("", "names in RECIPES, with ';' between them; default: all", "Study")
-    seed: int = flag(1, "as train.py's --seed", "Study", least=0)
+    seed: int = flag(1, "as train.py's --seed", "Study", min=0)
     out: str = flag("runs/recipes", "folder of the runs and of results.json", "Study")
 
 

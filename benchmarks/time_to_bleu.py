@@ -35,10 +35,10 @@ from benchmarks.peers.contest import (
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
 from model import PRESETS
-from reporting.reading import read_run
 from text.bleu import corpus_bleu
 from text.prepare import load_prepared
 from text.subwords import decode
+from tools.reporting.reading import read_run
 from validation import BLEU_ROWS
 
 GOALS = (1, 2, 3, 5)  # BLEU
@@ -67,10 +67,10 @@ EVERYBODY = (*OURS, *MARIAN, *PEERS)
 class Config:
     data: str = flag("", "as train.py's --data", "What")
     contestants: str = flag("", "who takes part, with commas between; everybody", "What")
-    vocab: int = flag(-1, "subwords of each side; -1: as train.py's", "What", least=-1, most=60000)
+    vocab: int = flag(-1, "subwords of each side; -1: as train.py's", "What", min=-1, max=60000)
     minutes: float = flag(60.0, "of each", "How", above=0)
-    every: int = flag(250, "steps between translations", "How", least=1)
-    threads: int = flag(2, "compute threads", "How", least=1)
+    every: int = flag(250, "steps between translations", "How", min=1)
+    threads: int = flag(2, "compute threads", "How", min=1)
     out: str = flag(
         "runs/benchmarks/time_to_bleu.json", "file for all curves; the runs lie in runs/", "How"
     )

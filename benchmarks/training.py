@@ -56,13 +56,13 @@ class Config:
     contestants: str = flag("", "who takes part, with commas between; everybody", "What")
     baseline: str = flag("", "whose median the ratios are over; the first one", "What")
     preset: str = flag("lab", "model size (lab|big|tiny)", "What")
-    tokens_per_batch: int = flag(4096, "padded tokens a side in a step", "What", least=64)
-    vocab: int = flag(16000, "tokens in each vocabulary", "What", least=300, most=60000)
+    tokens_per_batch: int = flag(4096, "padded tokens a side in a step", "What", min=64)
+    vocab: int = flag(16000, "tokens in each vocabulary", "What", min=300, max=60000)
     data: str = flag("", "as train.py's --data; MINIDATASET, else as there", "What")
     device: str = flag("cpu", "cpu, cuda or cuda:N", "How")
-    rounds: int = flag(2, "turns of each", "How", least=1)
+    rounds: int = flag(2, "turns of each", "How", min=1)
     seconds: float = flag(20.0, "measured in each turn", "How", above=0)
-    threads: int = flag(2, "compute threads of each", "How", least=1)
+    threads: int = flag(2, "compute threads of each", "How", min=1)
     out: str = flag("", "file for all turns; runs/benchmarks/PART.json", "How")
 
 

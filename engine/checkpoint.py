@@ -25,7 +25,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from engine.config import as_json, wait_for_disk, write_whole
+from engine.config import as_json, atomic_write, wait_for_disk
 from engine.errors import UserError
 from engine.telemetry import is_main
 
@@ -116,7 +116,7 @@ def steps(folder: Path) -> list[int]:
 
 def write_checksums(folder: Path, names: list[str]) -> None:
     """checksums.json, the hashes of these files in `folder`, for `verify_files`; whole or not at all."""
-    write_whole(
+    atomic_write(
         folder / "checksums.json",
         as_json({name: _hash_of(folder / name) for name in sorted(names)}),
     )

@@ -36,30 +36,36 @@ OTHER_WORDS = {  # what a flag is called elsewhere
 }
 LARGEST = 2**31 - 1  # whole number, where a flag names no other limit
 BOUNDS = {
-    "least": (operator.ge, "at least", ">="),
+    "min": (operator.ge, "at least", ">="),
     "above": (operator.gt, "above", ">"),  # test, words, sign
-    "most": (operator.le, "at most", "<="),
+    "max": (operator.le, "at most", "<="),
     "below": (operator.lt, "below", "<"),
 }
 SAYS_TRUE, SAYS_FALSE = ("true", "yes", "1"), ("false", "no", "0")
 
 
 def flag(
-    default, help: str, group: str, *, least=None, above=None, most=None, below=None, before=None
+    default,
+    help: str,
+    group: str,
+    *,
+    min=None,
+    above=None,
+    max=None,
+    below=None,
+    fixed=False,
+    before=None,
 ):
     """A dataclass field that is a command-line flag, listed under `group` in --help.
 
-    Its values: least ≤ value ≤ most, above < value < below; and where the help names choices as (a|b), one of them.
-    `before`: the value for runs that are older than the flag, where the default would change what they do.
+    Bounds: min ≤ value ≤ max, above < value < below. Where the help names choices as (a|b), the
+    value must be one of them. `fixed`: --resume cannot change it.
     """
-    if isinstance(default, int) and most is None and below is None:
-        most = (
-            LARGEST  # a slip of some zeros too many is said at once, not by an allocator in an hour
-        )
-    bounds = {"least": least, "above": above, "most": most, "below": below}
-    return dataclasses.field(
-        default=default, metadata={"help": help, "group": group, "before": before, **bounds}
-    )
+    if isinstance(default, int) and max is None and below is None:
+        max = LARGEST  # catches a typo of some zeros too many
+    bounds = {"min": min, "above": above, "max": max, "below": below}
+    metadata = {"help": help, "group": group, "fixed": fixed, "before": before, **bounds}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def parse_flags(config_class, description: str = "", positional: str | None = None):
@@ -269,7 +275,7 @@ def as_json(value) -> str:
     return json.dumps(value, ensure_ascii=False, indent=2) + "\n"
 
 
-def write_whole(path: Path, text: str) -> None:
+def atomic_write(path: Path, text: str) -> None:
     """A file that is there whole or not at all, whenever this process is killed or the power fails."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # never written through a link that somebody put there

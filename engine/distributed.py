@@ -152,12 +152,12 @@ class World:
             dist.destroy_process_group()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor, in pieces on the ranks (FSDP2), put together: all ranks must call; any other tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def cut_like(tensor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def distribute_like(tensor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """This rank's piece of a tensor that all have whole, cut like the DTensor `weight`; if that is whole, all of it."""
     if not hasattr(weight, "full_tensor"):
         return tensor

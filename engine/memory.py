@@ -64,8 +64,8 @@ def forget_peak() -> bool:
     return True
 
 
-def fewest_parts(trial, device: torch.device, most: int = 256) -> int:
-    """The smallest power of two, at most `most`, so that `trial(parts)` does not run out of a GPU's memory.
+def fewest_parts(trial, device: torch.device, largest: int = 256) -> int:
+    """The smallest power of two, at most `largest`, so that `trial(parts)` does not run out of a GPU's memory.
 
     Raises what the last trial raised if none does. 1 on a CPU: it would swap, and nothing would tell.
     """
@@ -75,7 +75,7 @@ def fewest_parts(trial, device: torch.device, most: int = 256) -> int:
             trial(parts)
             return parts
         except RuntimeError as error:  # on a full card also of a kernel that is loaded late, or of cuBLAS's work space
-            if parts >= most or not (
+            if parts >= largest or not (
                 "out of memory" in str(error) or "CUBLAS_STATUS" in str(error)
             ):
                 raise

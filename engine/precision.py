@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from engine.distributed import whole
+from engine.distributed import full_tensor
 from engine.errors import UserError
 
 
@@ -46,7 +46,7 @@ class Precision:
         decision stays on the device, so that no step waits for it. fp16's overflows are the scaler's affair.
         """
         self.scaler.unscale_(optimizer)
-        norm = whole(
+        norm = full_tensor(
             torch.nn.utils.clip_grad_norm_(parameters, clip or float("inf"))
         )  # clip 0: only measure
         if not self.scaler.is_enabled():

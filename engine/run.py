@@ -31,8 +31,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from engine import checkpoint
-from engine.config import as_json, checked, command, load_config, write_whole
-from engine.distributed import World, cut_like, hidden_gpus, whole
+from engine.config import as_json, atomic_write, checked, command, load_config
+from engine.distributed import World, distribute_like, full_tensor, hidden_gpus
 from engine.errors import UserError
 from engine.memory import GIB
 from engine.precision import Precision
@@ -100,13 +100,13 @@ class Run(contextlib.AbstractContextManager):
         """The last checkpoint put in place: weights, optimizer, loss scaler; → the state saved with them, None if fresh."""
         if not self.checkpoint:
             return None
-        put_in(model, checkpoint.load_weights(self.checkpoint), self.checkpoint)
+        load_weights_into(model, checkpoint.load_weights(self.checkpoint), self.checkpoint)
         if optimizer:
             moments = checkpoint.load_tensors(self.checkpoint / "optimizer.pt")
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             for number, values in moments["state"].items():
                 values |= {
-                    name: cut_like(value, weights[number])
+                    name: distribute_like(value, weights[number])
                     for name, value in values.items()
                     if name != "step"
                 }
@@ -127,7 +127,7 @@ class Run(contextlib.AbstractContextManager):
             # A kill in between leaves none: settings that differ from their checksum would be refused for ever.
             (self.folder / "checksums.json").unlink(missing_ok=True)
             settled = replace(self.config, resume="")
-            write_whole(self.folder / "config.json", as_json(asdict(settled)))
+            atomic_write(self.folder / "config.json", as_json(asdict(settled)))
             values = (
                 (field.name, getattr(settled, field.name), field.default)
                 for field in fields(settled)
@@ -174,7 +174,7 @@ class Run(contextlib.AbstractContextManager):
         def write(seconds: float | None) -> None:
             sessions[-1]["seconds"] = seconds
             with contextlib.suppress(OSError):  # a full disk ends no training
-                write_whole(path, as_json(sessions))
+                atomic_write(path, as_json(sessions))
 
         write(None)
         self.at_end.callback(lambda: write(round(time.perf_counter() - self.started, 1)))
@@ -202,7 +202,7 @@ class Run(contextlib.AbstractContextManager):
 
         def gather(value):
             """A tensor that lies in pieces on all ranks, put together on rank 0's CPU; anything else as it is."""
-            together = whole(value)
+            together = full_tensor(value)
             return value if together is value else together.cpu() if self.world.is_main else None
 
         weights, moments = tree_map(gather, (model.state_dict(), optimizer.state_dict()))
@@ -398,10 +398,10 @@ def saved_settings(config, may_change: set[str]):
     return saved
 
 
-def put_in(model: torch.nn.Module, weights: dict[str, torch.Tensor], path: Path) -> None:
+def load_weights_into(model: torch.nn.Module, weights: dict[str, torch.Tensor], path: Path) -> None:
     """The weights from `path` into the model; `UserError` if they are another model's."""
     here = model.state_dict()
-    weights = {name: cut_like(weight, here.get(name)) for name, weight in weights.items()}
+    weights = {name: distribute_like(weight, here.get(name)) for name, weight in weights.items()}
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from engine.config import write_whole
+from engine.config import atomic_write
 from engine.memory import GIB, held_gib
 
 # TensorBoard sorts its charts by name. These are what a run is watched by: they come first, in this order.
@@ -155,7 +155,7 @@ def _keep_records(path: Path, last_step: int) -> dict:
             record = json.loads(line)
             if record["step"] <= last_step and record["time"] > 0 and line.endswith("\n"):
                 kept.append(line)
-    write_whole(path, "".join(kept))
+    atomic_write(path, "".join(kept))
     return json.loads(kept[-1]) if kept else {}
 
 

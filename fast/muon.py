@@ -6,7 +6,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
-from engine.distributed import cut_like, whole
+from engine.distributed import distribute_like, full_tensor
 
 ADAMW = {"betas": (0.9, 0.98), "weight_decay": 0.01, "fused": True}  # betas: Vaswani et al. 2017
 
@@ -80,12 +80,12 @@ class Muon(torch.optim.AdamW):
                 gradients, means, group["momentum"]
             )  # Nesterov's look-ahead, in the gradients' place
             rate = group["lr"] if skip is None else group["lr"] * (skip == 0)
-            updates = orthogonal(torch.stack([*map(whole, gradients)]), self.dtype).float()
+            updates = orthogonal(torch.stack([*map(full_tensor, gradients)]), self.dtype).float()
             updates *= (
                 -0.2 * math.sqrt(max(rows, columns)) * rate
             )  # an orthogonal matrix has RMS 1 / √(longer side)
             torch._foreach_mul_(weights, 1 - group["weight_decay"] * rate)
-            torch._foreach_add_(weights, [*map(cut_like, updates, weights)])
+            torch._foreach_add_(weights, [*map(distribute_like, updates, weights)])
 
 
 def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:

@@ -395,8 +395,8 @@ def make_report(*runs: Path, out: Path, language: str = "en", **flags) -> str:
 @pytest.fixture
 def without_drawing(monkeypatch) -> None:
     """For reports: pictures and fonts take most of the time."""
-    monkeypatch.setattr("reporting.page.Page.keep", lambda self, name, figure: b"")
-    monkeypatch.setattr("reporting.page.embedded", lambda text: "")
+    monkeypatch.setattr("tools.reporting.page.Page.keep", lambda self, name, figure: b"")
+    monkeypatch.setattr("tools.reporting.page.embedded", lambda text: "")
 
 
 @pytest.fixture

@@ -294,7 +294,7 @@ def test_triton_kernels_fit_the_card(capability, number, width):
         sizes = dict(
             BLOCK=kernels.block(card, card), WIDE_D=kernels.wide(width), WIDE_W=kernels.wide(width)
         )
-        own = kernels.block(card, card, least=8)
+        own = kernels.block(card, card, min=8)
     for kernel in (kernels.forward_kernel, kernels.grad_q_kernel, kernels.grad_kv_kernel):
         order = [parameter.name for parameter in kernel.params]
         constants = sizes | dict(HAS_BIAS=True, CAUSAL=False, DROPS=True, OWN=own, bias_t=1)

@@ -11,30 +11,19 @@ from conftest import ROOT
 
 import engine
 
-FOLDERS = ("engine", "fast", "text", "reporting", "labs", "serving", "benchmarks", "sample")
-NOUNS = {
-    path.stem for path in ROOT.glob("*.py")
-}  # the scripts in the root, and the nouns they share
+FOLDERS = ("engine", "fast", "text", "tools", "labs", "benchmarks", "sample")
+NOUNS = {path.stem for path in ROOT.glob("*.py")}
+SCRIPTS = {"train", "evaluate", "translate", "report"}
 MAY_IMPORT = {
-    "root": {"fast", "text", "engine", "reporting", *NOUNS},
-    "labs": {"labs", "fast", "text", "engine", "reporting", *NOUNS}
-    - {"train", "evaluate", "translate", "report"},
-    "serving": {"serving", "text", "engine", "reporting", *NOUNS}
-    - {"train", "evaluate", "translate", "report"},
-    "reporting": {"reporting", "text", "engine"},
+    "root": {"fast", "text", "engine", "tools", *NOUNS},
+    "labs": {"labs", "fast", "text", "engine", "tools", *NOUNS} - SCRIPTS,
+    "tools": {"tools", "fast", "text", "engine", *NOUNS} - SCRIPTS,
     "fast": {"fast", "engine"},
     "text": {"text", "engine"},
     "engine": {"engine"},
 }
-# `--attention` of train.py takes a lab's operator into the model, `--serve` and `--export` of translate.py hand the model
-# over; imported where they are asked for, and nowhere else.
-# What `--check` and `--explain_masks` tell, they ask of train.py's own parts; no part of a run imports them.
-ASKED = {
-    (f"reporting/{name}.py", noun)
-    for name in ("preflight", "masks")
-    for noun in ("data", "model", "fast")
-}
-EXCEPTIONS = {("train.py", "labs"), ("translate.py", "serving"), *ASKED}
+# `--attention` of train.py patches a lab's operator into the model. Imported only on demand.
+EXCEPTIONS = {("train.py", "labs")}
 
 
 def files(folder: str) -> list[Path]:
@@ -93,7 +82,7 @@ def test_waiting_threads_are_told_how_unless_somebody_says(policy, monkeypatch):
 def test_text_files_have_an_encoding():
     """The default is the machine's: GBK on a Chinese Windows. /proc is ASCII; a file opened to append is closed at once."""
     harmless, bare = re.compile(r"encoding=|'[rwa]b'|/proc/|/sys/|devnull|'a'\)|\.lock"), []
-    folders = ("root", "engine", "text", "reporting", "labs", "serving")
+    folders = ("root", "engine", "text", "tools", "labs")
     for path in (path for folder in folders for path in files(folder)):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             called = isinstance(node, ast.Call) and ast.unparse(node.func)

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from data import Collate
 from engine.errors import UserError
-from reporting import masks, preflight
 from text.rows import find_text
+from tools.reporting import masks, preflight
 
 SPLITS = {"train": slice(200, None), "validation": slice(100), "test": slice(100, 200)}
 Usage = namedtuple("Usage", "total used free")

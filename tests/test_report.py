@@ -28,12 +28,12 @@ from engine.errors import UserError
 from engine.telemetry import ProcessMeter
 from loading import load_trained
 from model import ModelConfig, Translator, training_flops
-from reporting import figures, fonts, space
-from reporting.attention import END, Attention, group_characters, in_words, picture
-from reporting.page import Page
-from reporting.reading import RunFiles, read_run, rows_of
-from reporting.words import CHINESE
 from text.rows import fingerprint_of
+from tools.reporting import figures, fonts, space
+from tools.reporting.attention import END, Attention, group_characters, in_words, picture
+from tools.reporting.page import Page
+from tools.reporting.reading import RunFiles, read_run, rows_of
+from tools.reporting.words import CHINESE
 
 NUMBER = re.compile(r"-?[\d,]+(?:\.\d+)?(?:e[+-]\d+)?")
 WORDS_WITH_DIGITS = ["chrF2", "1-gram", "2-gram", "3-gram", "4-gram", "100 %", "95 %", "0.025"]

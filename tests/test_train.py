@@ -40,11 +40,11 @@ from engine.precision import Precision
 from engine.run import INTERRUPTED, Run
 from engine.telemetry import shown_as
 from model import ModelConfig, Translator
-from reporting.preflight import check
-from reporting.reading import read_run
-from reporting.sections import compare
 from text.prepare import load_prepared
 from text.rows import default_path, find_text
+from tools.reporting.preflight import check
+from tools.reporting.reading import read_run
+from tools.reporting.sections import compare
 
 # ---- what a run wrote ----
 

@@ -7,11 +7,11 @@ import sys
 import pytest
 from conftest import fork_ranks, run_script
 
-import serving
 import translate as script
 from decoding import translate_lines
 from engine.errors import UserError
 from loading import load_trained
+from tools import serving
 
 
 @pytest.fixture(scope="session")

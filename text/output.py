@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from engine.config import write_whole
+from engine.config import atomic_write
 from engine.errors import UserError
 
 
@@ -40,7 +40,7 @@ def write_lines(path: Path, lines: list[str]) -> None:
     ):  # no device, nor what a link leads to
         temporary = path.with_name(f".{path.name}.tmp")
         try:
-            write_whole(path, text)
+            atomic_write(path, text)
             return
         except OSError as error:  # the folder is not ours; perhaps the file itself can be written
             with contextlib.suppress(OSError):

@@ -14,7 +14,7 @@ import ctranslate2
 import torch
 
 from benchmarks.peers.contest import run_peer, time_decoding
-from serving.to_ctranslate2 import convert, name_special
+from tools.serving.to_ctranslate2 import convert, name_special
 
 
 def decode(task, corpus) -> None:

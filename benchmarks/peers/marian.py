@@ -27,7 +27,7 @@ from benchmarks.peers.contest import (
 )
 from benchmarks.peers.handout import cut, labels
 from data import BucketSampler, Collate
-from engine.config import write_whole
+from engine.config import atomic_write
 from engine.precision import choose_precision
 
 BETAS = (0.9, 0.98)
@@ -127,7 +127,7 @@ def learn(task, corpus) -> None:
         if step % task.every == 0:
             outputs = translate(task, corpus, model.eval(), sources)
             outputs = [cut(ids, len(ids), corpus.target_ids["eos"]) for ids in outputs]
-            write_whole(folder / f"{time.time()}.out", as_words(outputs, "tgt"))
+            atomic_write(folder / f"{time.time()}.out", as_words(outputs, "tgt"))
             model.train()
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.peers import contest
-from engine.config import write_whole
+from engine.config import atomic_write
 
 
 def opennmt(task, corpus) -> None:
@@ -288,7 +288,7 @@ def run(
         elif done and done % task.every == 0:
             sources = Path(task.outputs, "valid.src")
             outputs = translated(self, done, sources)
-            write_whole(
+            atomic_write(
                 sources.with_name(f"{time.time()}.out"), outputs
             )  # the time behind it, as everybody's
         return step(self, batches, *rest, **options)

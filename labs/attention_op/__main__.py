@@ -19,12 +19,12 @@ class Config:
     backend: str = flag(
         "", "check this one only (python|recompute|cpp|triton); all that run here", "Operators"
     )
-    batch: int = flag(8, "rows", "Sizes", least=1)
-    heads: int = flag(8, "attention heads", "Sizes", least=1)
-    seq: int = flag(256, "queries, and keys, of a row", "Sizes", least=1)
-    width: int = flag(64, "width of a head", "Sizes", least=1)
-    turns: int = flag(5, "times everybody is timed", "Timing", least=1)
-    seed: int = flag(1, "of the random inputs", "Timing", least=0)
+    batch: int = flag(8, "rows", "Sizes", min=1)
+    heads: int = flag(8, "attention heads", "Sizes", min=1)
+    seq: int = flag(256, "queries, and keys, of a row", "Sizes", min=1)
+    width: int = flag(64, "width of a head", "Sizes", min=1)
+    turns: int = flag(5, "times everybody is timed", "Timing", min=1)
+    seed: int = flag(1, "of the random inputs", "Timing", min=0)
 
 
 if (

@@ -56,7 +56,7 @@ class TritonAttention(torch.autograd.Function):
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         call = arguments(q, k, v, bias, *ctx.settings, seed)
         launch(grad_q_kernel, q, q.size(2), q, k, v, grad, log_sum, delta, grad_q, **call)
-        own = block(q, v, least=8)
+        own = block(q, v, min=8)
         launch(
             grad_kv_kernel,
             q,

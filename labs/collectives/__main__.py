@@ -30,16 +30,16 @@ class Config:
         "all", "(all|gather|all_gather|mean|sampler|scaling|ddp|fp16)", "Collectives"
     )
     processes: int = flag(
-        3, "to start; under torchrun: as many as torchrun has", "Collectives", least=1, most=32
+        3, "to start; under torchrun: as many as torchrun has", "Collectives", min=1, max=32
     )
     gpu_devices: tuple = flag(
         (), "gather on these GPUs by NCCL, a process for each; without: by gloo", "Collectives"
     )
     target_device: int = flag(
-        1, "the GPU (or what stands for it) that gather gathers to", "Collectives", least=0
+        1, "the GPU (or what stands for it) that gather gathers to", "Collectives", min=0
     )
     port: int = flag(
-        0, "TCP port where the processes meet; 0: a free one", "Collectives", least=0, most=65535
+        0, "TCP port where the processes meet; 0: a free one", "Collectives", min=0, max=65535
     )
     out: str = flag("", "Markdown file; runs/collectives/LESSON.md", "Collectives")
 

@@ -22,31 +22,31 @@ class Config:
     """Every setting of a run."""
 
     data: str = flag("random", "text file or folder, or random: ids drawn by chance", "Data")
-    data_size: int = flag(256, "sequences, with --data random", "Data", least=1)
+    data_size: int = flag(256, "sequences, with --data random", "Data", min=1)
     tokenizer: str = flag("", "a tokenizer's folder or name; one is trained on the data", "Data")
-    vocabulary: int = flag(0, "tokens; 0, here and below: as in the preset", "Data", least=0)
+    vocabulary: int = flag(0, "tokens; 0, here and below: as in the preset", "Data", min=0)
 
     size: str = flag("mini", "preset (toy|mini|124m|355m|774m|1.5b|1.6b)", "Model")
     model: str = flag("own", "ours, or Hugging Face's GPT2LMHeadModel (own|hf)", "Model")
-    hidden: int = flag(0, "width", "Model", least=0, most=2**16)
-    heads: int = flag(0, "attention heads", "Model", least=0, most=2**10)
-    layers: int = flag(0, "blocks", "Model", least=0, most=2**20)
-    sequence: int = flag(0, "tokens in a sequence", "Model", least=0, most=2**20)
+    hidden: int = flag(0, "width", "Model", min=0, max=2**16)
+    heads: int = flag(0, "attention heads", "Model", min=0, max=2**10)
+    layers: int = flag(0, "blocks", "Model", min=0, max=2**20)
+    sequence: int = flag(0, "tokens in a sequence", "Model", min=0, max=2**20)
 
-    batch_size: int = flag(0, "sequences a step, of all processes together", "Training", least=0)
-    epochs: int = flag(6, "passes over the data", "Training", least=1)
-    max_steps: int = flag(0, "stop after so many steps; 0: by epochs", "Training", least=0)
-    max_minutes: float = flag(0.0, "stop after so many minutes; 0: no limit", "Training", least=0)
-    lr: float = flag(0.0, "peak learning rate", "Training", least=0, below=10)
-    warmup: int = flag(0, "steps of rising rate; 0: a tenth, at most 1000", "Training", least=0)
+    batch_size: int = flag(0, "sequences a step, of all processes together", "Training", min=0)
+    epochs: int = flag(6, "passes over the data", "Training", min=1)
+    max_steps: int = flag(0, "stop after so many steps; 0: by epochs", "Training", min=0)
+    max_minutes: float = flag(0.0, "stop after so many minutes; 0: no limit", "Training", min=0)
+    lr: float = flag(0.0, "peak learning rate", "Training", min=0, below=10)
+    warmup: int = flag(0, "steps of rising rate; 0: a tenth, at most 1000", "Training", min=0)
     weight_decay: float = flag(
-        0.1, "of matrices, not of biases and norms", "Training", least=0, below=10
+        0.1, "of matrices, not of biases and norms", "Training", min=0, below=10
     )
-    clip: float = flag(1.0, "largest norm of the gradient; 0: not clipped", "Training", least=0)
+    clip: float = flag(1.0, "largest norm of the gradient; 0: not clipped", "Training", min=0)
 
     precision: str = flag("auto", "of matrix products (auto|fp32|bf16|fp16)", "Techniques")
     accumulate: int = flag(
-        1, "micro-batches of a step; with --pipe those under way", "Techniques", least=1
+        1, "micro-batches of a step; with --pipe those under way", "Techniques", min=1
     )
     recompute: str = flag(
         "none", "activations made again, not kept (none|all|selective)", "Techniques"
@@ -60,25 +60,25 @@ class Config:
     data_parallel: str = flag(
         "ddp", "what is cut; zero2, zero3 are FSDP2 (ddp|zero1|zero2|zero3)", "Processes"
     )
-    tensor: int = flag(1, "processes that share each matrix", "Processes", least=1, most=2**10)
-    pipe: int = flag(1, "processes that share the layers", "Processes", least=1, most=2**10)
+    tensor: int = flag(1, "processes that share each matrix", "Processes", min=1, max=2**10)
+    pipe: int = flag(1, "processes that share the layers", "Processes", min=1, max=2**10)
     schedule: str = flag("1f1b", "order in a pipeline (gpipe|1f1b|interleaved|zb|zbv)", "Processes")
 
     plan: bool = flag(
         False, "only tell what would fit below; with --tokenizer give --vocabulary", "Planner"
     )
-    gpus: int = flag(1, "cards", "Planner", least=1, most=2**14)
-    memory_gib: float = flag(24.0, "of each card", "Planner", above=0, most=2**12)
+    gpus: int = flag(1, "cards", "Planner", min=1, max=2**14)
+    memory_gib: float = flag(24.0, "of each card", "Planner", above=0, max=2**12)
 
     run: str = flag("", "name of the run (folder runs/NAME); the date and time", "Run")
     resume: str = flag("", "run folder to go on with", "Run")
-    eval_every: int = flag(0, "steps between validations; 0: an epoch, 50 to 500", "Run", least=0)
-    log_every: int = flag(10, "steps between lines of the log", "Run", least=1)
-    keep: int = flag(2, "newest checkpoints that stay; 0: nothing is saved", "Run", least=0)
+    eval_every: int = flag(0, "steps between validations; 0: an epoch, 50 to 500", "Run", min=0)
+    log_every: int = flag(10, "steps between lines of the log", "Run", min=1)
+    keep: int = flag(2, "newest checkpoints that stay; 0: nothing is saved", "Run", min=0)
     trace: bool = flag(False, "trace one step: what share of it is communication", "Run")
     prompt: str = flag("In this paper", "what samples go on from", "Run")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Run")
-    seed: int = flag(1, "of weights and the order of sequences", "Run", least=0)
+    seed: int = flag(1, "of weights and the order of sequences", "Run", min=0)
 
     def __post_init__(self):
         if 0 < self.vocabulary < 300 and self.data != "random":

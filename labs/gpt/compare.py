@@ -29,13 +29,13 @@ class Config:
 
     size: str = flag("mini", "preset of labs.gpt (toy|mini|124m|355m|774m|1.5b|1.6b)", "Table")
     data: str = flag("random", "text file or folder, or random", "Table")
-    data_size: int = flag(256, "sequences, with random data", "Table", least=1)
+    data_size: int = flag(256, "sequences, with random data", "Table", min=1)
     batch_size: int = flag(
-        0, "sequences a step, of all processes together; 0: as in the preset", "Table", least=0
+        0, "sequences a step, of all processes together; 0: as in the preset", "Table", min=0
     )
-    steps: int = flag(12, "steps of each row", "Table", least=5)
+    steps: int = flag(12, "steps of each row", "Table", min=5)
     processes: int = flag(
-        0, "at most; 0: 4 on a CPU, else the GPUs of this machine", "Table", least=0, most=64
+        0, "at most; 0: 4 on a CPU, else the GPUs of this machine", "Table", min=0, max=64
     )
     precision: str = flag("fp32", "of the rows that do not say (fp32|bf16|fp16)", "Table")
     minutes: float = flag(10.0, "longest time of a row", "Table", above=0)

@@ -19,14 +19,14 @@ class Config:
         "", "a run of labs.gpt, or one of its checkpoints; the newest run", "Generation"
     )
     prompt: str = flag("In this paper", "the text to go on from", "Generation")
-    tokens: int = flag(60, "new tokens", "Generation", least=1)
+    tokens: int = flag(60, "new tokens", "Generation", min=1)
     temperature: float = flag(
-        0.8, "0: always the likeliest; 1: as the model says", "Generation", least=0, most=10
+        0.8, "0: always the likeliest; 1: as the model says", "Generation", min=0, max=10
     )
     top_p: float = flag(
-        0.9, "draw from the likeliest that have this share together", "Generation", above=0, most=1
+        0.9, "draw from the likeliest that have this share together", "Generation", above=0, max=1
     )
-    seed: int = flag(1, "of the draws", "Generation", least=0)
+    seed: int = flag(1, "of the draws", "Generation", min=0)
 
 
 if __name__ == "__main__":

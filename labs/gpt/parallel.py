@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.adamw import adamw
 
-from engine.distributed import World, cut_like, whole
+from engine.distributed import World, distribute_like, full_tensor
 from engine.errors import UserError
 from engine.precision import Precision
 from labs.gpt.model import GPT, HuggingFaceGPT, initial_weight, mean_loss
@@ -304,7 +304,7 @@ class Layout:
                     self._loss_parallel(),
                 ):
                     with self.precision.autocast():
-                        part = whole(self.runner(x, y)) / len(micro_batches)
+                        part = full_tensor(self.runner(x, y)) / len(micro_batches)
                     self.precision.backward(part)
                 loss += part.detach()
         if self.by_hand:
@@ -367,7 +367,7 @@ class Layout:
             )
             with torch.no_grad(), self._loss_parallel(), self.precision.autocast():
                 loss = (
-                    sum(whole(self.parts[0](x, y)) for x, y in micro_batches)
+                    sum(full_tensor(self.parts[0](x, y)) for x, y in micro_batches)
                     / self.config.accumulate
                 )
         return loss / (self.data * self.config.tensor)
@@ -380,7 +380,9 @@ class Layout:
         """Scale the gradients down to norm `limit` (0: leave them); → their norm before, the same on all ranks."""
         weights = self.weights
         if self.config.pipe == 1:
-            norm = whole(nn.utils.get_total_norm([weight.grad for weight in weights.values()]))
+            norm = full_tensor(
+                nn.utils.get_total_norm([weight.grad for weight in weights.values()])
+            )
         else:  # the stages' norms together; the tied matrix counts once, though two ranks hold it
             is_copy = self.ends is not None and not self.parts[0].is_first
             gradients = [
@@ -516,4 +518,4 @@ def local(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def set_whole(weight: Tensor, value: Tensor) -> None:
     """Write this rank's part of `value` into `weight`, without a message: every rank has the whole value."""
-    local(weight).copy_(local(cut_like(value, weight)))
+    local(weight).copy_(local(distribute_like(value, weight)))

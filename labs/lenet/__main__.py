@@ -36,33 +36,29 @@ class Config:
         "", "folder with MNIST's files, or drawn; /opt/mnist, else ./data, else drawn", "Data"
     )
     held_out: int = flag(
-        0, "test on the last N training images, train on the others", "Data", least=0
+        0, "test on the last N training images, train on the others", "Data", min=0
     )
     dataloader: bool = flag(
         False, "batches through torch's DataLoader: the same ones, slower", "Data"
     )
     workers: int = flag(
-        0, "processes of the DataLoader; 0: the training process itself", "Data", least=0
+        0, "processes of the DataLoader; 0: the training process itself", "Data", min=0
     )
 
     variant: str = flag("relu", "layers (relu|sigmoid|paper); see labs/lenet/model.py", "Model")
     activation: str = flag("relu", "of --variant relu (relu|gelu|own-gelu|own-gelu-cpp)", "Model")
 
-    epochs: int = flag(12, "passes over the training images", "Training", least=1)
-    batch: int = flag(100, "images in one optimiser step, over all processes", "Training", least=1)
-    lr: float = flag(
-        0.0, "peak learning rate; 0: that of the variant", "Training", least=0, below=10
-    )
+    epochs: int = flag(12, "passes over the training images", "Training", min=1)
+    batch: int = flag(100, "images in one optimiser step, over all processes", "Training", min=1)
+    lr: float = flag(0.0, "peak learning rate; 0: that of the variant", "Training", min=0, below=10)
 
     run: str = flag("", "name of the run (folder runs/NAME); the date and time", "Run")
     resume: str = flag("", "run folder to go on with", "Run")
-    log_every: int = flag(100, "steps between points of the training curves", "Run", least=1)
+    log_every: int = flag(100, "steps between points of the training curves", "Run", min=1)
     compile: bool = flag(False, "torch.compile the forward and backward pass", "Run")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Run")
-    threads: int = flag(
-        1, "CPU threads a process; the layers are too small for many", "Run", least=1
-    )
-    seed: int = flag(1, "of weights and the order of images", "Run", least=0)
+    threads: int = flag(1, "CPU threads a process; the layers are too small for many", "Run", min=1)
+    seed: int = flag(1, "of weights and the order of images", "Run", min=0)
 
     def __post_init__(self):
         if self.variant != "relu" and self.activation != "relu":

@@ -39,46 +39,46 @@ class Config:
         "", "text file, or folder of .txt files, read as bytes; the handout's toy sequences", "Data"
     )
     length: int = flag(
-        0, "tokens that the model sees; 0: 9 of the toy sequences, 128 of text", "Data", least=0
+        0, "tokens that the model sees; 0: 9 of the toy sequences, 128 of text", "Data", min=0
     )
-    sequences: int = flag(12, "toy sequences; number n is full of n", "Data", least=1)
+    sequences: int = flag(12, "toy sequences; number n is full of n", "Data", min=1)
 
     preset: str = flag(
         "lab", "handout: its sizes and settings, for the flags left out (lab|handout)", "Model"
     )
-    d_model: int = flag(64, "model width", "Model", least=1)
-    nhead: int = flag(4, "attention heads", "Model", least=1)
-    dim_feedforward: int = flag(256, "width of the feed-forward layers", "Model", least=1)
-    num_layers: int = flag(8, "layers, shared out over the stages", "Model", least=1)
+    d_model: int = flag(64, "model width", "Model", min=1)
+    nhead: int = flag(4, "attention heads", "Model", min=1)
+    dim_feedforward: int = flag(256, "width of the feed-forward layers", "Model", min=1)
+    num_layers: int = flag(8, "layers, shared out over the stages", "Model", min=1)
     post_norm: bool = flag(
         False, "layer norm behind attention and feed-forward net, not before them", "Model"
     )
     dropout: float = flag(
-        0.0, "share of activations dropped; each process draws its own", "Model", least=0, below=1
+        0.0, "share of activations dropped; each process draws its own", "Model", min=0, below=1
     )
     causal: bool = flag(True, "False: the handout's missing mask, to see what it does", "Model")
 
     schedule: str = flag("gpipe", "order of the work (gpipe|1f1b|interleaved|zb|zbv)", "Pipeline")
-    stages_per_rank: int = flag(1, "interleaved: 2 or more; zbv: 2; zb: any", "Pipeline", least=1)
-    micro_batches: int = flag(4, "parts that a batch is cut into", "Pipeline", least=1)
+    stages_per_rank: int = flag(1, "interleaved: 2 or more; zbv: 2; zb: any", "Pipeline", min=1)
+    micro_batches: int = flag(4, "parts that a batch is cut into", "Pipeline", min=1)
     build: str = flag(
         "traced", "how the model is cut: by pipeline() or by hand (traced|by_hand)", "Pipeline"
     )
 
-    batch_size: int = flag(4, "sequences in one optimizer step", "Training", least=1)
-    epochs: int = flag(30, "passes over the data", "Training", least=1)
-    max_steps: int = flag(0, "stop after so many steps; 0: by epochs", "Training", least=0)
+    batch_size: int = flag(4, "sequences in one optimizer step", "Training", min=1)
+    epochs: int = flag(30, "passes over the data", "Training", min=1)
+    max_steps: int = flag(0, "stop after so many steps; 0: by epochs", "Training", min=0)
     optimizer: str = flag("adamw", "(adamw|sgd)", "Training")
-    momentum: float = flag(0.9, "of sgd", "Training", least=0, below=1)
+    momentum: float = flag(0.9, "of sgd", "Training", min=0, below=1)
     lr: float = flag(3e-3, "learning rate", "Training", above=0)
 
     run: str = flag("", "name of the run (folder runs/NAME); the date and time", "Run")
     resume: str = flag("", "run folder to go on with, also on another number of processes", "Run")
     log_every: int = flag(
-        0, "steps between lines of the log; 0: an epoch, at most 50", "Run", least=0
+        0, "steps between lines of the log; 0: an epoch, at most 50", "Run", min=0
     )
-    save_every: int = flag(100, "steps between checkpoints", "Run", least=1)
-    seed: int = flag(1, "of the weights and the order of sequences", "Run", least=0)
+    save_every: int = flag(100, "steps between checkpoints", "Run", min=1)
+    seed: int = flag(1, "of the weights and the order of sequences", "Run", min=0)
     device: str = flag("auto", "auto, cpu or cuda", "Run")
 
     def fill_in(self) -> "Config":

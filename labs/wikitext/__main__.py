@@ -28,47 +28,47 @@ class Config:
     ratios: str = flag("0.8,0.1,0.1", "train, validation, test: how a missing split is cut", "Data")
     tokens: str = flag("words", "what a token is (words|subwords)", "Data")
     vocab: int = flag(
-        0, "the most frequent N tokens; 0: by min_count; subwords: 4000", "Data", least=0
+        0, "the most frequent N tokens; 0: by min_count; subwords: 4000", "Data", min=0
     )
-    min_count: int = flag(3, "rarer words are <unk>, as in WikiText", "Data", least=1)
+    min_count: int = flag(3, "rarer words are <unk>, as in WikiText", "Data", min=1)
     segment: int = flag(
-        64, "tokens in a training segment, and the most that is seen", "Data", least=2
+        64, "tokens in a training segment, and the most that is seen", "Data", min=2
     )
     pad: str = flag("right", "where a short segment is filled up (left|right)", "Data")
 
-    d_model: int = flag(128, "model width", "Model", least=1)
-    d_embedding: int = flag(0, "embedding width; 0: GloVe's, else d_model", "Model", least=0)
-    nhead: int = flag(4, "attention heads", "Model", least=1)
-    layers: int = flag(2, "encoder layers", "Model", least=1)
-    dim_feedforward: int = flag(512, "width of the feed-forward layers", "Model", least=1)
-    dropout: float = flag(0.3, "share of activations dropped", "Model", least=0, below=1)
+    d_model: int = flag(128, "model width", "Model", min=1)
+    d_embedding: int = flag(0, "embedding width; 0: GloVe's, else d_model", "Model", min=0)
+    nhead: int = flag(4, "attention heads", "Model", min=1)
+    layers: int = flag(2, "encoder layers", "Model", min=1)
+    dim_feedforward: int = flag(512, "width of the feed-forward layers", "Model", min=1)
+    dropout: float = flag(0.3, "share of activations dropped", "Model", min=0, below=1)
     positions: str = flag("learned", "positional encoding (learned|sinusoidal)", "Model")
     glove: str = flag("", "text file of vectors that the embedding begins with", "Model")
 
     epochs: int = flag(
-        0, "passes; 0: 2.4 million tokens' worth, 1 (dynamic: 6) to 30", "Training", least=0
+        0, "passes; 0: 2.4 million tokens' worth, 1 (dynamic: 6) to 30", "Training", min=0
     )
     embedding_share: float = flag(
-        0.125, "share of steps, the first, that train embeddings only", "Training", least=0, below=1
+        0.125, "share of steps, the first, that train embeddings only", "Training", min=0, below=1
     )
-    batch: int = flag(32, "segments in a step, of all processes together", "Training", least=1)
+    batch: int = flag(32, "segments in a step, of all processes together", "Training", min=1)
     lr: float = flag(2e-3, "peak learning rate", "Training", above=0, below=10)
     warmup: int = flag(
-        0, "steps of rising learning rate; 0: a tenth, at most 1000", "Training", least=0
+        0, "steps of rising learning rate; 0: a tenth, at most 1000", "Training", min=0
     )
-    weight_decay: float = flag(0.1, "of matrices, not of biases and norms", "Training", least=0)
+    weight_decay: float = flag(0.1, "of matrices, not of biases and norms", "Training", min=0)
     label_smoothing: float = flag(
-        0.1, "share of probability spread over all tokens", "Training", least=0, below=1
+        0.1, "share of probability spread over all tokens", "Training", min=0, below=1
     )
-    clip: float = flag(0.5, "largest norm of the gradient; 0: not clipped", "Training", least=0)
+    clip: float = flag(0.5, "largest norm of the gradient; 0: not clipped", "Training", min=0)
     sampling: str = flag(
         "static", "segments: each once an epoch, or by loss (static|dynamic)", "Training"
     )
     sharpness: float = flag(
-        1.0, "dynamic: how much the loss weighs, see SegmentSampler", "Training", least=0
+        1.0, "dynamic: how much the loss weighs, see SegmentSampler", "Training", min=0
     )
     resample_every: int = flag(
-        1, "dynamic: epochs that one draw serves; the handout's 10", "Training", least=1
+        1, "dynamic: epochs that one draw serves; the handout's 10", "Training", min=1
     )
 
     run: str = flag("", "name of the run (folder runs/NAME); the date and time", "Run")
@@ -76,10 +76,10 @@ class Config:
     generate: str = flag(
         "", "text that the samples continue, besides some of the validation", "Run"
     )
-    log_every: int = flag(20, "steps between lines of the log", "Run", least=1)
+    log_every: int = flag(20, "steps between lines of the log", "Run", min=1)
     precision: str = flag("auto", "number format (auto|fp32|bf16|fp16)", "Run")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Run")
-    seed: int = flag(1, "of weights, dropout and the order of segments", "Run", least=0)
+    seed: int = flag(1, "of weights, dropout and the order of segments", "Run", min=0)
 
     def __post_init__(self):
         if self.d_model % max(self.nhead, 1) or self.d_model % 2:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from engine.distributed import World
 from labs.wikitext.text import Vocabulary
 from model import sinusoids
-from reporting.fonts import families
+from tools.reporting.fonts import families
 
 WINDOWS_AT_ONCE = 64  # rows of a batch that is scored
 

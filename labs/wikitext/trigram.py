@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.config import flag, load_config, parse_flags, write_whole
+from engine.config import atomic_write, flag, load_config, parse_flags
 from engine.errors import UserError, run_script
 from labs.collectives.report import make_writable
 from labs.wikitext.__main__ import Config as TextConfig
@@ -35,7 +35,7 @@ class Config:
     """Every setting of this benchmark."""
 
     data: str = flag("", "as in labs.wikitext", "Text")
-    min_count: int = flag(3, "as in labs.wikitext", "Text", least=1)
+    min_count: int = flag(3, "as in labs.wikitext", "Text", min=1)
     run: str = flag(
         "", "finished run of labs.wikitext: its text and vocabulary, its score beside", "Text"
     )
@@ -190,7 +190,7 @@ def main(config: Config) -> None:
     for name, perplexity in perplexities.items():
         ratio = f"; the model's is {figures['model'] / perplexity:.1%} of it" if config.run else ""
         print(f"Kneser–Ney trigram, {name}: test perplexity {perplexity:.2f}{ratio}")
-    write_whole(Path(config.out), json.dumps(figures, ensure_ascii=False, indent=1) + "\n")
+    atomic_write(Path(config.out), json.dumps(figures, ensure_ascii=False, indent=1) + "\n")
 
 
 def read_text(config: Config) -> Text:

@@ -10,7 +10,7 @@ from conftest import run_script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import as_json, checked, flag, load_config, parse_flags, write_whole
+from engine.config import as_json, atomic_write, checked, flag, load_config, parse_flags
 from engine.errors import UserError
 
 
@@ -18,9 +18,9 @@ from engine.errors import UserError
 class Config:
     data: str = flag("", "where it lies", "Data")
     preset: str = flag("lab", "model size (lab|base|big)", "Data")
-    max_steps: int = flag(0, "steps at most", "Training", least=0)
+    max_steps: int = flag(0, "steps at most", "Training", min=0)
     lr: float = flag(1e-3, "peak learning rate", "Training", above=0, below=10)
-    share: float = flag(0.5, "of the data", "Training", least=0, most=1)
+    share: float = flag(0.5, "of the data", "Training", min=0, max=1)
     anything: float = flag(0.0, "any number", "Training")
     norm_first: bool = flag(False, "norm before", "Training")
 
@@ -244,12 +244,12 @@ lr = st.floats(0, 10, exclude_min=True, exclude_max=True)
 )
 def test_saved_settings_come_back(tmp_path_factory, config):
     path = tmp_path_factory.getbasetemp() / "config.json"
-    write_whole(path, as_json(asdict(config)))
+    atomic_write(path, as_json(asdict(config)))
     assert load_config(Config, path) == config
 
 
 def test_saved_settings_are_readable(tmp_path):
-    write_whole(tmp_path / "config.json", as_json(asdict(Config(data="数据"))))
+    atomic_write(tmp_path / "config.json", as_json(asdict(Config(data="数据"))))
     assert '"data": "数据"' in (tmp_path / "config.json").read_text(encoding="utf-8")
 
 

@@ -26,7 +26,7 @@ def device_of(size: int, work: int, seen: list):
 @given(st.integers(1, 1000), st.integers(1, 5000))
 def test_the_fewest_powers_of_two(size, work):
     seen = []
-    parts = fewest_parts(device_of(size, work, seen), CUDA, most=8192)
+    parts = fewest_parts(device_of(size, work, seen), CUDA, largest=8192)
     assert -(-work // parts) <= size and (parts == 1 or -(-work // (parts // 2)) > size)
     assert seen == [2**i for i in range(len(seen))] and seen[-1] == parts
 
@@ -34,7 +34,7 @@ def test_the_fewest_powers_of_two(size, work):
 def test_what_never_fits_is_an_error():
     seen = []
     with pytest.raises(torch.OutOfMemoryError):
-        fewest_parts(device_of(0, 10, seen), CUDA, most=8)
+        fewest_parts(device_of(0, 10, seen), CUDA, largest=8)
     assert seen == [1, 2, 4, 8]
 
 

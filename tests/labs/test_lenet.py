@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from engine import checkpoint, distributed
-from engine.config import as_json, checked, parse_flags, write_whole
+from engine.config import as_json, atomic_write, checked, parse_flags
 from engine.errors import UserError
 from engine.run import Run
 from engine.telemetry import shown_as
@@ -410,7 +410,7 @@ def test_a_resumed_run_keeps_its_device_and_threads(tmp_path, monkeypatch):
     alone = distributed.World(0, 1, torch.device("cpu"))
     monkeypatch.setattr(distributed, "start", lambda device: seen.append(device) or alone)
     monkeypatch.setattr(torch, "set_num_threads", seen.append)
-    write_whole(
+    atomic_write(
         tmp_path / "config.json",
         as_json(asdict(Config(data="nowhere", device="cuda:1", threads=3))),
     )

@@ -17,7 +17,7 @@ from helpers import refused
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine import checkpoint
-from engine.config import as_json, checked, write_whole
+from engine.config import as_json, atomic_write, checked
 from engine.distributed import World
 from engine.precision import choose_precision
 from engine.telemetry import shown_as
@@ -467,7 +467,7 @@ def test_the_best_weights_are_tested(lab, tmp_path, monkeypatch):
 def test_a_run_goes_on_on_its_own_device(lab, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(wikitext.distributed, "start", lambda device: asked.append(device) or ALONE)
-    write_whole(tmp_path / "config.json", as_json(asdict(Config(data="nowhere", device="cuda:1"))))
+    atomic_write(tmp_path / "config.json", as_json(asdict(Config(data="nowhere", device="cuda:1"))))
     for flags in (dict(), dict(device="cpu")):
         with refused("no such file"):
             lab(resume=".", **flags)

@@ -30,10 +30,10 @@ from decoding import beam_search, output_limit, plan_for, translate_lines
 from engine.errors import UserError
 from engine.precision import Precision
 from loading import Trained
-from reporting import fonts
 from text.cleaning import normalise
 from text.sentences import join, sentences
 from text.subwords import decode, encode, special_ids
+from tools.reporting import fonts
 from validation import attention_of
 
 MOST_BYTES = 1_000_000  # of a request

@@ -15,10 +15,10 @@ from pathlib import Path
 from urllib.parse import quote
 
 from engine.errors import UserError
-from reporting.attention import END, Attention
-from reporting.fonts import embedded
-from reporting.reading import Fact
-from reporting.words import CHINESE, ENGLISH
+from tools.reporting.attention import END, Attention
+from tools.reporting.fonts import embedded
+from tools.reporting.reading import Fact
+from tools.reporting.words import CHINESE, ENGLISH
 
 DOTS_PER_INCH = 130
 STYLE = """

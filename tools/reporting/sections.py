@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from engine.errors import UserError
-from reporting import figures
-from reporting.attention import picture
-from reporting.page import Page
-from reporting.reading import Fact, RunFiles, rows_of
 from text.bleu import Compared, paired_bootstrap, sentence_scores
 from text.cleaning import REASONS
+from tools.reporting import figures
+from tools.reporting.attention import picture
+from tools.reporting.page import Page
+from tools.reporting.reading import Fact, RunFiles, rows_of
 
 MOST_COMPARED = 50_000  # rows: the paired bootstrap takes 72 kB of memory for each
 SHOWN = 3  # best, middle and worst translations, so many of each

@@ -9,8 +9,8 @@ import statistics
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from reporting.fonts import families
-from reporting.reading import RunFiles, is_pause
+from tools.reporting.fonts import families
+from tools.reporting.reading import RunFiles, is_pause
 
 SIZE, COLUMNS = (4.8, 2.9), 3  # inches; of the overview
 COLOURS = (

@@ -1,8 +1,8 @@
 """What runs/ takes on the disk, and what of it can go; nothing is deleted without --delete.
 
-python -m reporting.space                                   # every run and cache with its size, and what could go
-python -m reporting.space --delete                          # older checkpoints, and caches that no checkpoint is of
-python -m reporting.space runs/NAME --optimizer --delete    # optimizer states too: then the run cannot be gone on with
+python -m tools.reporting.space                                   # every run and cache with its size, and what could go
+python -m tools.reporting.space --delete                          # older checkpoints, and caches that no checkpoint is of
+python -m tools.reporting.space runs/NAME --optimizer --delete    # optimizer states too: then the run cannot be gone on with
 
 Of each run the newest and the best checkpoint stay. A run that is under way keeps everything, and so do the caches.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from engine import checkpoint
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
-from reporting.reading import is_locked
+from tools.reporting.reading import is_locked
 
 
 @dataclass

@@ -20,12 +20,12 @@ from data import Collate
 from decoding import output_limit, search
 from engine.errors import UserError
 from loading import Trained
-from serving import need
-from serving.card import write_card
 from text.bleu import corpus_bleu
 from text.cleaning import held_out_rows, normalise
 from text.rows import find_text
 from text.subwords import decode, encode, special_ids
+from tools.serving import need
+from tools.serving.card import write_card
 
 NEEDS = {"ctranslate2": ["ctranslate2"], "onnx": ["onnx", "onnxscript", "onnxruntime"], "hf": []}
 
@@ -72,7 +72,7 @@ def write(trained: Trained, kind: str, folder: Path, quantization: str, say: Cal
     elif kind == "ctranslate2":
         say(trial(trained, to_ctranslate2(trained, folder, quantization), 2001))
     else:
-        from serving.to_onnx import to_onnx
+        from tools.serving.to_onnx import to_onnx
 
         say(trial(trained, to_onnx(trained, folder), 100))  # sentence by sentence
     write_card(trained, kind, folder)
@@ -109,7 +109,7 @@ def to_ctranslate2(trained: Trained, folder: Path, quantization: str) -> Callabl
     """Write the model; → a function that translates with it."""
     import ctranslate2
 
-    from serving.to_ctranslate2 import convert, name_special
+    from tools.serving.to_ctranslate2 import convert, name_special
 
     # Copies: to quantise, CTranslate2 scales them where they lie.
     weights = {name: tensor.numpy().copy() for name, tensor in trained.model.state_dict().items()}

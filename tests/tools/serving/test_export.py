@@ -12,14 +12,14 @@ from types import SimpleNamespace
 import pytest
 from conftest import HANGS, forked
 
-import serving
 from decoding import translate_lines
 from engine.errors import UserError
 from loading import load_trained
-from reporting.reading import RunFiles
-from serving.card import bleu_of, write_card
-from serving.export import NEEDS, export
 from text.subwords import load_tokenizer, special_ids
+from tools import serving
+from tools.reporting.reading import RunFiles
+from tools.serving.card import bleu_of, write_card
+from tools.serving.export import NEEDS, export
 from translate import Config, translate
 
 LINES = ["一二三", "九八七六五四", "没见过的字 English", "", "零"]
@@ -97,7 +97,7 @@ def test_an_export_that_fails_leaves_nothing(run, tmp_path, monkeypatch):
     def break_off(*_):
         raise RuntimeError("no")
 
-    monkeypatch.setattr("serving.export.write_card", break_off)  # the last file
+    monkeypatch.setattr("tools.serving.export.write_card", break_off)  # the last file
     with pytest.raises(RuntimeError, match="no"):
         export(load_trained(run), "hf", [str(tmp_path / "out")], "", print)
     assert not list(tmp_path.iterdir())

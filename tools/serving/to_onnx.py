@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from decoding import Cache, project, step
 from loading import Trained
-from serving.loaders.onnx import greedy
 from text.subwords import special_ids
+from tools.serving.loaders.onnx import greedy
 
 
 class Encoder(nn.Module):

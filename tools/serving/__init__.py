@@ -20,7 +20,7 @@ def start(config, trained, precision, steps) -> None:
             f"{'--export' if config.export else '--serve'} has no use for --{', --'.join(given)}; leave it out"
         )
     if config.export:
-        from serving.export import export
+        from tools.serving.export import export
 
         export(
             trained,
@@ -31,7 +31,7 @@ def start(config, trained, precision, steps) -> None:
         )
     else:
         need("--serve", "fastapi", "uvicorn")
-        from serving.server import serve
+        from tools.serving.server import serve
 
         serve(trained, precision, steps, config)
 

@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from loading import Trained
-from reporting.reading import RunFiles, read_run
+from tools.reporting.reading import RunFiles, read_run
 from validation import cell
 
 LOADERS = Path(__file__).with_name("loaders")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reporting.fonts import families
+from tools.reporting.fonts import families
 
 LONGEST_GROUP = 5  # tokens: a space and the bytes of a character in UTF-8
 END = "end"

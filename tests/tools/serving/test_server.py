@@ -20,7 +20,7 @@ from engine.precision import choose_precision
 from loading import load_trained
 from text.sentences import sentences
 
-server = pytest.importorskip("serving.server")
+server = pytest.importorskip("tools.serving.server")
 testclient = pytest.importorskip("starlette.testclient")
 HERE = "http://127.0.0.1"
 
