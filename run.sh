@@ -64,11 +64,11 @@ install() {
     if [ -x "$python" ] && cmp -s "$1" "$stamp"; then exec 9>&-; return; fi
     if ! "$python" -m pip --version >/dev/null 2>&1; then # no environment, or one whose making was broken off
         for candidate in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
-            # On Debian and Ubuntu ensurepip is missing until python3-venv is installed.
-            "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && break
+            # PyTorch has packages for these versions. On Debian and Ubuntu ensurepip is missing until python3-venv is installed.
+            "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null && break
             candidate=
         done
-        [ -n "$candidate" ] || { echo "error: Python 3.10 or later with venv is needed (apt install python3-venv, or conda)" >&2; exit 2; }
+        [ -n "$candidate" ] || { echo "error: Python 3.10 to 3.14 with venv is needed (apt install python3-venv, or conda)" >&2; exit 2; }
         echo "making a virtual environment in $venv"
         run "$candidate" -m venv "$venv"
     fi

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import HANGS, ROOT
@@ -210,6 +211,14 @@ def test_an_environment_that_was_not_finished_is_made_again(place):
     assert code == 2 and "python3-venv" in said and said.count("\n") == 1
     code, _, asked = run_sh(place)
     assert code == 0 and "-m venv" in asked and "evaluate.py" in asked
+
+
+def test_the_versions_of_python_for_which_there_is_pytorch(place):
+    asked = run_sh(place)[2]
+    refused = re.search(r"ensurepip; sys\.exit\((.*)\)$", asked, re.MULTILINE)[1]
+    versions = [(3, 9, 20), (3, 10, 0), (3, 14, 6), (3, 15, 0)]
+    found = [eval(refused, {"sys": SimpleNamespace(version_info=version)}) for version in versions]
+    assert found == [True, False, False, True]
 
 
 def test_an_index_for_a_build_without_cuda(place):
