@@ -1,6 +1,6 @@
-"""Score a trained model: greedy decoding of the test split → BLEU card.
+"""Score a trained model: greedy decoding of the test split, else of validation → BLEU card.
 
-    python evaluate.py                                       # the newest run, its own data, split test
+    python evaluate.py                                       # the newest run, its own data
     python evaluate.py --ckpt runs/NAME --beam 4             # a run, a checkpoint folder or a weights file
     python evaluate.py --ckpt runs/NAME --average 5          # the mean of the weights of the last five checkpoints
     torchrun --nproc_per_node 2 evaluate.py --ckpt runs/NAME # each sentence once, shared out over the GPUs
@@ -19,10 +19,14 @@ class Config:
     """Every setting of an evaluation."""
 
     ckpt: str = flag("", "run, checkpoint folder or weights file; default: newest run", "What")
-    data: str = flag("", "data to score; default: the run's own; no test split: all rows", "What")
+    data: str = flag("", "data to score; default: the run's own", "What")
     source: str = flag("", "column of --data to translate; default: as in the run", "What")
     target: str = flag("", "column of --data with the references; default: as in the run", "What")
-    split: str = flag("test", "split to score (test|validation|train)", "What")
+    split: str = flag(
+        "",
+        "split to score (test|validation|train); default: test, else validation, else rows cut from train",
+        "What",
+    )
     limit: int = flag(0, "score only the first N rows; 0: all", "What", min=0)
     average: int = flag(1, "average the weights of the last N checkpoints", "What", min=1)
 
@@ -69,7 +73,7 @@ from engine.telemetry import progress
 from loading import Trained, choose_checkpoint, load_for_decoding
 from model import Translator
 from text.bleu import bleu_card
-from text.cleaning import held_out_rows, missing_splits, normalise
+from text.cleaning import held_out_rows, missing_splits, normalise, split_to_score
 from text.output import check_writable, keep_score, write_lines
 from text.prepare import began_with
 from text.rows import find_text, fingerprint_of
@@ -138,9 +142,10 @@ def report(
         else f"beam {config.beam}, length penalty {config.length_penalty:g}"
     )
     settings += ", int8" * (config.precision == "int8")  # a text × False is ""
-    say("\n" + "\n".join(card.lines()))
-    cut = " (cut from train)" * scored["cut"]
-    say(f"scored     {scored['data']}, split {scored['split']}{cut}, {len(rows):,} rows")
+    note = f" ({scored['note']})" if scored["note"] else ""
+    say(f"\nsplit      {scored['split']}{note}")
+    say("\n".join(card.lines()))
+    say(f"scored     {scored['data']}, split {scored['split']}, {len(rows):,} rows")
     say(
         f"decoding   {settings}; {len(rows) / seconds:,.1f} sentences/s, {translations.tokens / seconds:,.0f} tokens/s; "
         f"{translations.capped} outputs reached the length limit without ending"
@@ -184,7 +189,7 @@ def name_of_score(config: Config, trained: Trained, scored: dict) -> str:
 def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], dict]:
     """The raw (source, target) rows to score, and what they are: the run's own data unless --data says otherwise.
 
-    Other data without a test split are scored whole; of the run's own the rows that training did not see.
+    Without --split `split_to_score` chooses; of other data with neither test nor validation all rows are scored.
     """
     path, columns = (
         os.path.expanduser(config.data or trained.config["data"]),
@@ -195,30 +200,57 @@ def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], 
     ]
     own = os.path.realpath(path) == os.path.realpath(trained.config["data"])
     own &= columns == [trained.config["source"], trained.config["target"]]
-    text, split, splits = find_text(path, *columns), config.split, [config.split]
-    as_it_was = split not in text.files and began_with(trained.checkpoint, trained.config, text)
+    text = find_text(path, *columns)
+    split = config.split or split_to_score(text)
+    cut = split in missing_splits(text)  # from train
+    # Asked only where it matters, since it reads every file: a test file that is there is a test file in any case.
+    as_it_was = (cut or (not own and split != "test")) and began_with(
+        trained.checkpoint, trained.config, text
+    )
+    if own and cut and not as_it_was:  # a test file may have been there
+        print(
+            f"note: {path} is not as the run found it: it may have learned these rows",
+            file=sys.stderr,
+        )
     own = own or as_it_was  # it has moved
-    if own and split in missing_splits(text):
-        if not as_it_was:  # a test file may have been there
-            print(
-                f"note: {path} is not as the run found it: it may have learned these rows",
-                file=sys.stderr,
-            )
+    cut = cut and own
+    if cut:
         rows = held_out_rows(text)[split]
     else:
+        splits = [split]
         if split not in text.files:
-            if own or "split" in getattr(config, "given", ()):
-                advice = "choose another --split" if own else "leave --split out to score all rows"
+            if own or config.split:
+                advice = f"leave --split out to score {split_to_score(text)}"
+                if not own and split_to_score(text) not in text.files:
+                    advice = "leave --split out to score all rows"
                 raise UserError(f"{path} has no {split} split; {advice}")
             split, splits = "all", list(text.files)
         rows = (row for part in splits for chunk in text.rows(part) for row in chunk)
     rows = list(islice(rows, config.limit or None))
     if not rows:
-        raise UserError(f"{path} has no rows in its {config.split} split; choose another --split")
-    cut = own and split in missing_splits(text)  # from train
-    return rows, dict(
-        data=path, columns=columns, split=split, own=own, cut=cut, rows=fingerprint_of(rows)
-    )  # a hash
+        raise UserError(f"{path} has no rows in its {split} split; choose another --split")
+    described = dict(data=path, columns=columns, split=split, own=own, cut=cut)
+    note = note_on_split(split, own, cut, chosen=not config.split)
+    return rows, described | {"note": note, "rows": fingerprint_of(rows)}  # a hash
+
+
+def note_on_split(split: str, own: bool, cut: bool, chosen: bool) -> str:
+    """What a reader of the score must know of its split; `chosen`: by `split_to_score`, not by --split."""
+    notes = []
+    if cut:
+        lacking = (
+            "neither a test nor a validation split" if split == "test" else f"no {split} split"
+        )
+        notes.append(f"cut from train: the data have {lacking}")
+    elif split == "all":
+        notes.append("the data have neither a test nor a validation split")
+    elif split == "validation" and chosen:
+        notes.append("the data have no test split")
+    if split == "validation" and own:
+        notes.append("it also chose the checkpoint")
+    if split == "train" and own:
+        notes.append("the model has learned these rows")
+    return "; ".join(notes)
 
 
 @torch.inference_mode()

@@ -89,7 +89,7 @@ def load_corpus(
 
 def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longest: int) -> None:
     """Draw the sample and write all files; the folder gets its name when it is complete."""
-    from text.cleaning import held_out_rows, normalise_pair
+    from text.cleaning import held_out_rows, normalise_pair, split_to_score
     from text.prepare import made_whole
     from text.subwords import encode, special_ids
 
@@ -99,7 +99,8 @@ def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longe
     )
     fits = np.flatnonzero(np.maximum(lengths["source"], lengths["target"]) <= longest)
     train = [prepared.train[int(row)] for row in np.random.default_rng(1).permutation(fits)[:pairs]]
-    sides = zip(tokenizers, zip(*map(normalise_pair, held_out_rows(text)["test"])))
+    scored = held_out_rows(text)[split_to_score(text)]
+    sides = zip(tokenizers, zip(*map(normalise_pair, scored)))
     test = zip(*(map(np.array, encode(tokenizer, lines)) for tokenizer, lines in sides))
     test = [pair for pair in test if all(1 <= len(ids) <= longest for ids in pair)][:test_rows]
     facts = {"data": str(text.path)}

@@ -80,7 +80,7 @@ def test_the_card_heeds_case(tmp_path):
     texts = ["The cat sat on the mat", "He likes green Tea"]
     trained = SimpleNamespace(config={"target": "en"}, run=tmp_path, name="x")
     scored, translations = (
-        {"data": "data", "split": "test", "cut": False},
+        {"data": "data", "split": "test", "note": ""},
         Translations(texts, 9, 3, 0),
     )
     said = []
@@ -111,7 +111,7 @@ def test_outputs_that_never_end_are_counted_over_all_ranks(tiny_run):
 
 def test_a_chinese_target_is_scored_by_characters(tmp_path):
     trained = SimpleNamespace(config={"target": "zh"}, run=tmp_path, name="x")
-    scored, rows = {"data": "data", "split": "test", "cut": False}, [("a", "我们明天去北京。")]
+    scored, rows = {"data": "data", "split": "test", "note": ""}, [("a", "我们明天去北京。")]
     card = report(
         Config(),
         trained,
@@ -279,7 +279,8 @@ def test_data_without_splits_is_scored_on_the_part_that_was_cut_off(tmp_path, ca
         "train.py", "--data", data, *TINY_FLAGS, "--max_steps", 2, "--run", "r", cwd=tmp_path
     )
     assert "no validation split" in output and "no test split" in output
-    assert ", split test (cut from train), " in evaluate(tmp_path, "--out", "out.txt")
+    first = first_line_of_card(evaluate(tmp_path, "--out", "out.txt"))
+    assert first.startswith("split      test (cut from train: the data have neither ")
     trained = load_trained(str(tmp_path / "runs/r"))
     rows, _ = load_rows(Config(), trained)
     assert 3 <= len(rows) < 60 and len((tmp_path / "out.txt").read_text().splitlines()) == len(rows)
@@ -296,6 +297,66 @@ def test_data_without_splits_is_scored_on_the_part_that_was_cut_off(tmp_path, ca
     write_pairs(moved, pairs[1:])  # these are other data
     found, scored = load_rows(Config(data=str(moved)), trained)
     assert found == pairs[1:] and (scored["split"], scored["own"]) == ("all", False)
+
+
+def first_line_of_card(output: str) -> str:
+    """The line before the graded number."""
+    lines = output.splitlines()
+    (bleu,) = (place for place, line in enumerate(lines) if line.startswith("BLEU (nltk"))
+    assert not lines[bleu - 2]
+    return lines[bleu - 1]
+
+
+@pytest.fixture(scope="module")
+def without_test(tmp_path_factory) -> Path:
+    """A folder with runs/r and its data: like the course's, they have train and validation, and no test split."""
+    folder = tmp_path_factory.mktemp("without_test")
+    splits = {"train": slice(0, 1500), "validation": slice(1500, 1540)}
+    data = write_pairs(folder / "data", reversed_digits(1540), splits)
+    flags = ["--data", data, *TINY_FLAGS, "--max_steps", 2, "--run", "r"]
+    output = forked("train.py", *flags, cwd=folder)
+    assert "no test split; evaluate.py scores validation, and train keeps its rows" in output
+    return folder
+
+
+def test_data_without_a_test_split_are_scored_on_their_validation_split(without_test):
+    output = evaluate(without_test)
+    expected = "split      validation (the data have no test split; it also chose the checkpoint)"
+    assert first_line_of_card(output) == expected and ", split validation, 40 rows" in output
+    score = json.loads((without_test / "runs/r/eval/validation-greedy.json").read_text())
+    assert (score["split"], score["cut"], score["sentences"]) == ("validation", False, 40)
+    trained = load_trained(str(without_test / "runs/r"))
+    rows, _ = load_rows(Config(), trained)
+    assert rows == reversed_digits(1540)[1500:]
+    run = json.loads((without_test / "runs/r/data.json").read_text())
+    assert run["counts"]["read"] == run["counts"]["kept"] == 1500
+    with pytest.raises(UserError, match="no test split; leave --split out to score validation"):
+        load_rows(Config(split="test"), trained)
+
+
+def test_moved_data_still_chose_the_checkpoint(without_test, tmp_path):
+    trained = load_trained(str(without_test / "runs/r"))
+    moved = shutil.copytree(without_test / "data", tmp_path / "moved")
+    _, scored = load_rows(Config(data=str(moved)), trained)
+    assert scored["own"] and "it also chose the checkpoint" in scored["note"]
+    rows = reversed_digits(50, seed=1)
+    write_pairs(moved, rows, {"train": slice(0, 30), "validation": slice(30, 50)})
+    found, scored = load_rows(Config(data=str(moved)), trained)  # other data
+    assert found == rows[30:] and not scored["own"]
+    assert scored["note"] == "the data have no test split"
+
+
+def test_the_first_line_of_the_card_names_the_split(tiny_run, tmp_path):
+    run = shutil.copytree(tiny_run, tmp_path / "run")
+    notes = {
+        (): "test",
+        ("--split", "test"): "test",
+        ("--split", "validation"): "validation (it also chose the checkpoint)",
+        ("--split", "train"): "train (the model has learned these rows)",
+    }
+    for flags, expected in notes.items():
+        output = evaluate(tmp_path, "--ckpt", run, "--limit", 5, *flags)
+        assert first_line_of_card(output) == f"split      {expected}"
 
 
 def test_a_model_that_was_handed_on_without_its_checkpoints(tiny_run, tmp_path):

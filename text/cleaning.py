@@ -80,13 +80,24 @@ def side_of(pair_hash: int, missing: list[str]) -> str:
     return "train"
 
 
+def split_to_score(text: ParallelText) -> str:
+    """The split that a score is of: the data's own test, else their own validation; with neither a test cut from train."""
+    if "test" not in text.files and "validation" in text.files:
+        return "validation"
+    return "test"
+
+
 def missing_splits(text: ParallelText) -> list[str]:
-    """The splits that have to be cut from train."""
-    return [split for split in ("validation", "test") if split not in text.files]
+    """The splits that have to be cut from train: training needs a validation split, scoring one to score."""
+    needed = {"validation": True, "test": split_to_score(text) == "test"}
+    return [split for split in needed if needed[split] and split not in text.files]
 
 
 def held_out_rows(text: ParallelText) -> dict[str, list[tuple[str, str]]]:
-    """The raw rows of validation and test, every one and in order; what is missing is cut from train (each pair once)."""
+    """The raw rows of validation and test, every one and in order; `missing_splits` are cut from train (each pair once).
+
+    Of data with a validation split alone there is no "test".
+    """
     missing = missing_splits(text)
     rows = {
         split: [row for chunk in text.rows(split) for row in chunk]

@@ -36,6 +36,7 @@ from text.cleaning import (
     missing_splits,
     normalise,
     report,
+    split_to_score,
     without_short_targets,
 )
 from text.formats import short
@@ -293,6 +294,8 @@ def _build(text, building, source_vocab, target_vocab, tokenizer, max_length, sa
         say(
             f"data: no {split} split; {len(held_out[split]):,} pairs are cut from train by a hash of the pair"
         )
+    if split_to_score(text) == "validation":
+        say("data: no test split; evaluate.py scores validation, and train keeps its rows")
     counts = Counter()
     lines = (
         building / "clean.txt"
@@ -438,4 +441,7 @@ def _key(
         "tokenizer": tokenizer_key(tokenizer),
         "max_length": max_length,
     }
+    if split_to_score(text) == "validation":
+        # Older caches of such data lack the pairs that were cut for a test split; all other caches stay as good as they were.
+        settings["test_cut"] = False
     return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()

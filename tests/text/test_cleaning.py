@@ -20,8 +20,10 @@ from text.cleaning import (
     clean_pairs,
     fingerprint,
     held_out_rows,
+    missing_splits,
     normalise,
     side_of,
+    split_to_score,
     without_short_targets,
 )
 from text.rows import find_text
@@ -126,15 +128,17 @@ def test_the_cut_depends_on_the_pair_alone():
     rows = numbers(5000)
     whole = held_out_rows(text_of(train=rows))
     assert held_out_rows(text_of(train=rows)) == whole
-    for split, other in (("validation", "test"), ("test", "validation")):
+    for split in ("validation", "test"):
         assert whole[split] == sorted(whole[split], key=rows.index)
         assert held_out_rows(text_of(train=rows[::-1]))[split] == whole[split][::-1]
         assert set(held_out_rows(text_of(train=rows[::2]))[split]) == set(whole[split]) & set(
             rows[::2]
         )
-        given_rows = [("甲", "a")]
-        only_one = held_out_rows(text_of(train=rows, **{other: given_rows}))
-        assert only_one == {split: whole[split], other: given_rows}
+    given_rows = [("甲", "a")]
+    assert held_out_rows(text_of(train=rows, test=given_rows)) == {
+        "validation": whole["validation"],
+        "test": given_rows,
+    }
     repeated = [(f" {source}\u200b", target) for source, target in rows]
     assert (
         held_out_rows(text_of(train=rows + repeated)) == whole
@@ -155,10 +159,33 @@ def test_the_cut_is_disjoint_from_the_training_pairs():
 def test_only_what_is_missing_is_held_back():
     rows = numbers(5000)
     both = held_out_rows(text_of(train=rows))
-    kept, _ = cleaned(text_of(train=rows, validation=[("甲", "a")]))
-    assert set(kept) == set(rows) - set(both["test"])
+    kept, _ = cleaned(text_of(train=rows, test=[("甲", "a")]))
+    assert set(kept) == set(rows) - set(both["validation"])
     kept, counts = cleaned(text_of(train=rows, validation=[("甲", "a")], test=[]))
     assert kept == rows and counts == {"read": 5000}
+
+
+def test_with_a_validation_split_nothing_is_cut_to_be_scored():
+    """The course's data are such: their score is that of validation, and every row of train is there to learn from."""
+    rows, given_rows = numbers(5000), [("甲", "a")]
+    text = text_of(train=rows, validation=given_rows)
+    assert held_out_rows(text) == {"validation": given_rows}
+    kept, counts = cleaned(text)
+    assert kept == rows and counts == {"read": 5000}
+
+
+@pytest.mark.parametrize(
+    "splits, scored, cut",
+    [
+        ("train validation test", "test", []),
+        ("train test", "test", ["validation"]),
+        ("train validation", "validation", []),
+        ("train", "test", ["validation", "test"]),
+    ],
+)
+def test_which_split_is_scored_and_which_are_cut_from_train(splits, scored, cut):
+    text = text_of(**{split: [] for split in splits.split()})
+    assert (split_to_score(text), missing_splits(text)) == (scored, cut)
 
 
 def test_nothing_to_cut():

@@ -60,12 +60,12 @@ def toy_text(tmp_path):
 def test_prepare(toy_text, tmp_path):
     lines = []
     prepared = prepare(toy_text, tmp_path / "cache", say=lines.append)
-    assert any("no test split; " in line for line in lines) and any(
+    assert any("evaluate.py scores validation" in line for line in lines) and any(
         "380 rows read" in line for line in lines
     )
     held_out = held_out_rows(toy_text)
     assert prepared.validation_rows == held_out["validation"] == reversed_digits(400)[380:]
-    assert len(prepared.train) + len(held_out["test"]) == 380 and prepared.summary["unknown"] == 0
+    assert len(prepared.train) == 380 and prepared.summary["unknown"] == 0
     texts = {
         decode(prepared.target_tokenizer, [target])[0]
         for _, target in map(prepared.train.__getitem__, range(50))

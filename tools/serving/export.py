@@ -21,7 +21,7 @@ from decoding import output_limit, search
 from engine.errors import UserError
 from loading import Trained
 from text.bleu import corpus_bleu
-from text.cleaning import held_out_rows, normalise
+from text.cleaning import held_out_rows, normalise, split_to_score
 from text.rows import find_text
 from text.subwords import decode, encode, special_ids
 from tools.serving import need
@@ -79,16 +79,16 @@ def write(trained: Trained, kind: str, folder: Path, quantization: str, say: Cal
 
 
 def trial(trained: Trained, translate: Callable[[Ids], Ids], rows: int) -> str:
-    """One line: how many of the run's first test rows come out token for token as the model's greedy search has them."""
+    """One line: how many of the run's first rows to score come out token for token as the model's greedy search has them."""
     config = trained.config
     try:
-        pairs = held_out_rows(find_text(config["data"], config["source"], config["target"]))[
-            "test"
-        ][:rows]
+        text = find_text(config["data"], config["source"], config["target"])
+        split = split_to_score(text)
+        pairs = held_out_rows(text)[split][:rows]
     except UserError as error:
         return f"note: not tried, since the run's data cannot be read: {error}"
     if not pairs:
-        return f"note: not tried, since {config['data']} has no test rows"
+        return f"note: not tried, since {config['data']} has no {split} rows"
     longest = trained.model.config.max_length - 1
     sources = encode(trained.source_tokenizer, [normalise(source) for source, _ in pairs], longest)
     collate = Collate(special_ids(trained.source_tokenizer), special_ids(trained.target_tokenizer))
@@ -100,7 +100,7 @@ def trial(trained: Trained, translate: Callable[[Ids], Ids], rows: int) -> str:
         corpus_bleu(references, decode(target, tokens), config["target"]) for tokens in outputs
     )
     return (
-        f"tried on {len(pairs):,} test rows of {config['data']}: {same:,} come out token for token as from the model; "
+        f"tried on {len(pairs):,} {split} rows of {config['data']}: {same:,} come out token for token as from the model; "
         f"BLEU {theirs:.2f}, the model's {ours:.2f}"
     )
 
