@@ -220,7 +220,10 @@ class Run(contextlib.AbstractContextManager):
         self.log(f"time: {(time.perf_counter() - self.started) / 60:,.1f} minutes")
         self.log(f"stopped{'' if step is None else f' after step {step:,}'}: {why}")
         if why == INTERRUPTED:
-            self.log(f"to go on: {command()} --resume {shlex.quote(str(self.folder))}")
+            place = str(self.folder)
+            if "/" not in place:
+                place = f"./{place}"  # --run ./a: without the ./ it would be runs/a
+            self.log(f"to go on: {command()} --resume {shlex.quote(place)}")
 
     def __exit__(self, kind, error, traceback) -> None:
         self.at_end.close()
@@ -277,7 +280,12 @@ def folder_of(name: str) -> Path:
 
 
 def find_run(path: str | Path, runs: Path = Path("runs")) -> Path:
-    """Where a path or a name leads: runs/NAME if that is a run, or if nothing here is called NAME; else the path itself."""
+    """Where --ckpt and --resume lead: with a `/` it is a path, as for --run.
+
+    A name is runs/NAME if that is a run, or if nothing here is called NAME; else the path itself.
+    """
+    if "/" in str(path):
+        return Path(path)
     named = runs / path
     return (
         named

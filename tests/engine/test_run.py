@@ -193,6 +193,16 @@ def test_runs_started_in_the_same_second_get_folders_of_their_own(monkeypatch):
     assert len({run_module.new_folder("", "toy").__enter__() for _ in range(3)}) == 3
 
 
+def test_a_name_with_a_slash_is_a_path_for_every_flag():
+    for folder in ("q/r", "runs/q/r", "a", "runs/a"):
+        Path(folder).mkdir(parents=True)
+        Path(folder, "config.json").touch()
+    for name in ("q/r", "./a", "runs/a"):
+        assert run_module.find_run(name) == run_module.folder_of(name) == Path(name)
+    assert run_module.find_run("a") == run_module.folder_of("a") == Path("runs/a")
+    assert run_module.find_run("q") == Path("q")  # no run, but a folder here
+
+
 # ---------------------------------------------------------------- the lock
 
 
