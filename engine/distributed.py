@@ -265,11 +265,9 @@ def adopt_srun(environment=os.environ) -> None:
     environment["LOCAL_WORLD_SIZE"] = str(
         max(map(int, re.findall(r"(\d+)(?:\(x\d+\))?", tasks_per_node)))
     )
-    # The first machine of the list: of 'gpu[03-05,9],cpu1' gpu03.
-    prefix, numbers, suffix = re.match(
-        r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\])?([^,\[]*)", nodes
-    ).groups()
-    environment.setdefault("MASTER_ADDR", prefix + (numbers or "") + suffix)
+    # The first machine of the list: of 'gpu[03-05,9],cpu1' gpu03, of 'rack[1-2]node[3-4]' rack1node3.
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)[0]
+    environment.setdefault("MASTER_ADDR", re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first))
     # Another port for each job and step, alike in all its tasks: 10,000–29,999, below what Linux gives to clients.
     step = int(environment.get("SLURM_STEP_ID", 0))
     environment.setdefault("MASTER_PORT", str(10_000 + (int(job) * 7 + step) % 20_000))

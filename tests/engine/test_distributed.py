@@ -174,6 +174,9 @@ def test_half_of_what_srun_sets(name):
         ("n[7,9]", "n7"),
         ("rack-2-node[010-011]", "rack-2-node010"),
         ("a[1-2]b,c", "a1b"),
+        ("rack[1-2]node[3-4]", "rack1node3"),
+        ("rack[01,3]node[007-9]x,cpu1", "rack01node007x"),
+        ("a[1,3]-b,c", "a1-b"),
         ("node-1,node-2", "node-1"),
     ],
 )
