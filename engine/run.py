@@ -68,12 +68,11 @@ class Run(contextlib.AbstractContextManager):
         def open_folder() -> tuple[Path, Path | None]:
             """The folder, and the checkpoint that a run goes on from."""
             try:
-                folder = (
-                    Path(resume)
-                    if resume
-                    else run.at_end.enter_context(new_folder(config.run, kind))
-                )
-                run.at_end.enter_context(lock(folder))
+                if resume:
+                    folder = Path(resume)
+                    run.at_end.enter_context(lock(folder))
+                else:
+                    folder = run.at_end.enter_context(new_folder(config.run, kind))
             except OSError as error:
                 place = resume or folder_of(config.run)
                 raise UserError(
@@ -296,15 +295,15 @@ def find_run(path: str | Path, runs: Path = Path("runs")) -> Path:
 
 @contextlib.contextmanager
 def new_folder(name: str, kind: str) -> Iterator[Path]:
-    """The folder of a fresh run; removed in the end if no run has begun in it. One that is named may be there already."""
+    """The folder of a fresh run, locked; removed in the end if no run has begun in it.
+
+    One that is named may be there already. Who does not get its lock leaves it as it is.
+    """
     given, name = name, name or time.strftime(f"%Y-%m-%d_%H-%M-%S-{kind}")
     run = folder_of(name)
     if Path(name).name in ("..", "") or "\n" in name:
         raise UserError(f"--run {name!r} is no name for a run; choose letters, digits, - and _")
-    if (run / "config.json").exists():
-        raise UserError(
-            f"run {run} exists; choose another --run, or go on with --resume {shlex.quote(str(run))}"
-        )
+    refuse_begun(run)
     run.parent.mkdir(parents=True, exist_ok=True)
     while not given:
         with contextlib.suppress(FileExistsError):
@@ -313,13 +312,22 @@ def new_folder(name: str, kind: str) -> Iterator[Path]:
         run = run.with_name(run.name + "+")  # another run was started in the same second
     run.mkdir(exist_ok=True)
     found_there = {file.name for file in run.iterdir()}
-    (run / ".job").write_text(job_name(), encoding="utf-8")
-    yield run
-    if not (run / "config.json").exists():  # a mistake: leave no folder behind
-        with contextlib.suppress(OSError):  # one that was there before may hold other things
-            for name in {".job", ".lock", "train.log"} - found_there:
-                (run / name).unlink(missing_ok=True)
-            run.rmdir()
+    with lock(run):
+        refuse_begun(run)  # another process may have made a run of it until now
+        (run / ".job").write_text(job_name(), encoding="utf-8")
+        yield run
+        if not (run / "config.json").exists():  # a mistake: leave no folder behind
+            with contextlib.suppress(OSError):  # one that was there before may hold other things
+                for name in {".job", ".lock", "train.log"} - found_there:
+                    (run / name).unlink(missing_ok=True)
+                run.rmdir()
+
+
+def refuse_begun(run: Path) -> None:
+    """Raises `UserError` if a run has begun in this folder."""
+    if (run / "config.json").exists():
+        place = shlex.quote(str(run))
+        raise UserError(f"run {run} exists; choose another --run, or go on with --resume {place}")
 
 
 def job_name() -> str:

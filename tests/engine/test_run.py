@@ -215,6 +215,18 @@ def test_two_processes_do_not_write_to_one_run():
         pass
 
 
+def test_a_second_start_of_one_name_leaves_the_folder_of_the_first(monkeypatch):
+    with start(run="a") as run:
+        run.log("prepares its data")
+        kept = {path.name: path.read_bytes() for path in Path("runs/a").iterdir()}
+        monkeypatch.setattr(run_module, "job_name", lambda: "the second")
+        with pytest.raises(UserError, match="in use by another process"):
+            start(run="a")
+        assert {path.name: path.read_bytes() for path in Path("runs/a").iterdir()} == kept
+        run.begin()
+    assert Path("runs/a/config.json").exists()
+
+
 def test_a_killed_process_leaves_no_lock_with_its_copies(tmp_path):
     """As the processes of a loader are, who live on for some seconds."""
     reading, writing = os.pipe()
