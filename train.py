@@ -30,13 +30,7 @@ class Config:
     max_length: int = flag(
         512, "longest sentence in tokens, end included; longer dropped", "Data", min=8
     )
-    match_domain: bool = flag(
-        True, "leave out pairs whose words are unlike validation's", "Data", before=False
-    )
-    match_lengths: bool = flag(
-        True, "leave out short targets, until train is like validation", "Data", before=False
-    )
-    match_late: bool = flag(True, "leave them out only while the rate falls", "Data", before=False)
+    select: bool = flag(True, "leave out pairs unlike the validation set", "Data")
     workers: int = flag(0, "processes that load batches; 0: none extra", "Data", min=0, max=1000)
 
     preset: str = flag("lab", "model size (lab|base|big); the flags below change it", "Model")
@@ -112,7 +106,6 @@ if (
 ):  # before the heavy imports, so that --help and a wrong flag answer at once
     config = parse_flags(Config, "train a translation model; the result goes to runs/NAME")
 
-import contextlib
 import math
 import shlex
 import time
@@ -180,9 +173,8 @@ def train(config: Config) -> Path:
             lambda: find_and_prepare(config, run.cache, log)
         )
         prepared = load_prepared(folder)
-        matched = prepared.match_validation(
-            config.match_domain, config.match_lengths, log, late=config.match_late
-        )
+        if config.select:
+            prepared.select_like_validation(log)
         if run.state and run.state["data_key"] != prepared.summary["key"]:
             raise UserError(
                 f"{run.folder}: {config.data} or the tokenizer is not what the run began with; put it back"
@@ -218,23 +210,18 @@ def train(config: Config) -> Path:
         )
         state = {
             "step": 0,
-            "minutes": 0.0,
-            "saved": 0.0,
-            "window": {"steps": 0, "losses": [[0.0, 0.0]]},
-        }
-        state |= {
+            "minutes": 0.0,  # of all sessions
+            "saved": 0.0,  # minutes at the last checkpoint
             "best_loss": None,
             "best_bleu": None,
-            "validated": 0,
-            "stale": 0,
-        }  # stale: validations since the best
-        state |= {
+            "validated": 0,  # step of the last validation
+            "stale": 0,  # validations since the best one
             "world_size": world.size,
             "accumulate": 0,
-            "plan": 0,
-            "late": False,
-            "late_steps": 0,
-        }  # see `deal`
+            "plan": 0,  # BucketSampler.plan_id
+            # [smoothed, plain] losses since the last log line, a pair for each rank
+            "window": {"steps": 0, "losses": [[0.0, 0.0]]},
+        }
         state |= run.restore(model, optimizer, precision) or {}
 
         # -------- the pairs of each step, in this rank's micro-batches; a resumed run goes on with the same ones
@@ -277,49 +264,29 @@ def train(config: Config) -> Path:
                 else int(world.maximum(fewest_parts(try_heaviest_steps, world.device))[0])
             )
             model.zero_grad(set_to_none=True)
-        stages = [
-            (pairs, sampler_of(pairs.lengths, accumulate=accumulate))
-            for pairs in (prepared.train, matched)
-        ]
-        steps_per_epoch = stages[0][1].steps_per_epoch  # over all pairs, also when fewer are left
-        loss_of = (
-            fast.captured_loss(loss_of, *(sampler for _, sampler in stages))
-            if captured
-            else loss_of
-        )
+        sampler = sampler_of(prepared.train.lengths, accumulate=accumulate)
+        sampler.step = state["step"]
+        if note := sampler.describe_change(state):
+            log(note)
+        state.update(world_size=world.size, accumulate=accumulate, plan=sampler.plan_id)
+        micro_batches = batches_of(prepared.train, sampler, collate, config.workers, world.device)
+        run.at_end.callback(micro_batches.close)  # ends the loader's processes
+        tokens_of_steps = sampler.target_tokens(state["step"])
+        steps_per_epoch = sampler.steps_per_epoch
+        loss_of = fast.captured_loss(loss_of, sampler) if captured else loss_of
 
-        def deal(late: bool) -> tuple:
-            """All pairs, or the matched ones, go on: → micro-batches, and every step's real target tokens, over all ranks."""
-            pairs, sampler = stages[late]
-            sampler.step = done = (
-                state["late_steps"] if late else state["step"] - state["late_steps"]
-            )
-            if late == state["late"] and (note := sampler.describe_change(state)):
-                log(note)
-            state.update(
-                world_size=world.size, accumulate=accumulate, plan=sampler.plan_id, late=late
-            )
-            micro_batches = batches_of(pairs, sampler, collate, config.workers, world.device)
-            run.at_end.callback(
-                micro_batches.close
-            )  # ends the loader's processes, however the run ends
-            return micro_batches, sampler.target_tokens(
-                done
-            )  # not of sampler.step: workers have asked for more by now
-
-        micro_batches, tokens_of_steps = deal(state["late"])
         plan, state["end"] = schedule.plan_of_run(
             config, steps_per_epoch, run.state
         )  # of the learning rate
         log(
             f"model: {sum(p.numel() for p in parameters):,} parameters; {config.tokens_per_batch:,} tokens per step, "
-            f"in {stages[0][1].parts} part(s), {steps_per_epoch:,} steps per epoch, {plan.total:,} steps in total"
+            f"in {sampler.parts} part(s), {steps_per_epoch:,} steps per epoch, {plan.total:,} steps in total"
             + (f" or {config.max_minutes:g} minutes" if config.max_minutes else "")
         )
 
         # -------- what would break after an hour breaks now; from here on the folder is a run
         validation = Validation(
-            model, prepared, collate, run, precision, config.tokens_per_batch // stages[0][1].parts
+            model, prepared, collate, run, precision, config.tokens_per_batch // sampler.parts
         )
         if world.is_main and not run.state:
             save_description(run.folder, sizes, prepared)
@@ -373,9 +340,13 @@ def train(config: Config) -> Path:
         def validate(step: int) -> bool:
             """Validation loss, BLEU and samples; true if the loss is the best so far."""
             loss, bleu = validation(step)
-            improved = state["best_loss"] is None or loss < state["best_loss"]
+            # A loss that is not finite is never the best one: no later loss would be smaller than NaN.
+            improved = math.isfinite(loss) and (
+                state["best_loss"] is None or loss < state["best_loss"]
+            )
             state.update(validated=step, stale=0 if improved else state["stale"] + 1)
-            state.update({"best_loss": loss, "best_bleu": bleu} if improved else {})
+            if improved:
+                state.update(best_loss=loss, best_bleu=bleu)
             model.train()
             return improved
 
@@ -402,13 +373,6 @@ def train(config: Config) -> Path:
         ):  # else early stopping
             # Learning rate and randomness are functions of the step: a resumed run draws what it would have drawn anyway.
             step = state["step"] + 1
-            late = step > plan.decay_start and len(matched) < len(prepared.train)
-            if late != state["late"]:
-                log(
-                    f"step {step:,}: from now on {len(stages[late][0]):,} of {len(prepared.train):,} pairs"
-                )
-                micro_batches.close()
-                micro_batches, tokens_of_steps = deal(late)
             for group in optimizer.param_groups:
                 group["lr"] = plan.learning_rate(step)
             world.set_seed(config.seed, step)
@@ -427,11 +391,7 @@ def train(config: Config) -> Path:
                 )
                 # DDP averages gradients over the ranks while a backward pass runs; only the last one of a step needs it.
                 is_last = micro_batch == accumulate - 1
-                with (
-                    contextlib.nullcontext()
-                    if is_last or sharded or world.size == 1
-                    else runner.no_sync()
-                ):
+                with world.accumulate_gradients(runner, is_last):
                     with precision.autocast():
                         smoothed, plain = runner(
                             batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out
@@ -443,11 +403,8 @@ def train(config: Config) -> Path:
             gradient_norm = precision.step(
                 optimizer, parameters, config.clip, step
             )  # clips, updates, clears
-            state["step"], state["late_steps"], window_steps = (
-                step,
-                state["late_steps"] + late,
-                window_steps + 1,
-            )
+            state["step"] = step
+            window_steps += 1
             meter.end_step(partial(training_flops, sizes))
             bar.update()
 

@@ -7,10 +7,10 @@ its own, on the same pairs, subwords and cores.
 
 All have the model of the preset `lab` and the same tokens, there before the clock starts. Every `--every` steps each
 translates the first 500 validation rows greedily, and its clock runs on meanwhile; BLEU is the one of train.py's curve. The
-test split is not looked at. Not like for like: ours leaves out pairs unlike validation's while the rate falls (`--match_…`;
-`ours-like-validation` from the start), the others skip pairs of more than 126 tokens a side. Marian, OpenNMT-py and fairseq have
-no bf16 on a CPU; the last two have oneDNN's products, whose factors are rounded. Marian translates with the mean of its weights
-over time (its `--exponential-smoothing`). benchmarks/peers/toolkits.py says more.
+test split is not looked at. Not like for like: ours leaves out pairs unlike validation's (`--select`),
+the others skip pairs of more than 126 tokens a side. Marian, OpenNMT-py and fairseq have no bf16 on
+a CPU; the last two have oneDNN's products, whose factors are rounded. Marian translates with the mean of
+its weights over time (its `--exponential-smoothing`). benchmarks/peers/toolkits.py says more.
 """
 
 import json
@@ -42,7 +42,7 @@ from tools.reporting.reading import read_run
 from validation import BLEU_ROWS
 
 GOALS = (1, 2, 3, 5)  # BLEU
-OURS = {"ours": {}, "ours-like-validation": {"match_late": False}}  # flags of train.py
+OURS = {"ours": {}}  # flags of train.py
 # As in marian-examples/transformer (WMT17), and with the rate of our former default, for so little time.
 EXAMPLE = {"learn-rate": 3e-4, "lr-warmup": 16000, "lr-decay-inv-sqrt": 16000}
 MARIAN = {

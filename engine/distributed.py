@@ -4,6 +4,7 @@ world = start("auto")                  # reads what torchrun or srun sets; alone
 total = world.sum(torch.tensor([loss, count], dtype=torch.float64))
 """
 
+import contextlib
 import itertools
 import os
 import re
@@ -108,6 +109,15 @@ class World:
             False  # they are constants here, and not to be sent at every step
         )
         return parallel
+
+    def accumulate_gradients(self, module: torch.nn.Module, last: bool):
+        """A context for one micro-batch of a step: DDP averages the gradients in the last one only.
+
+        Alone, and with FSDP2, which averages in every backward pass, it changes nothing.
+        """
+        if last or not isinstance(module, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return module.no_sync()
 
     def shard(self, model: torch.nn.Module, log) -> bool:
         """Fully shard it (FSDP2, ZeRO-3): each process keeps its part of every weight. Alone: a note in `log`, and False.

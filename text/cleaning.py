@@ -50,8 +50,8 @@ REASONS = {
     "duplicate": "exact duplicates",
     "too long": "longer than --max_length",
     "length ratio": "with very different lengths",
-    "unlike validation": "unlike validation's (--match_domain)",
-    "short target": "with a short target (--match_lengths)",
+    "unlike validation": "unlike validation's (--select)",
+    "short target": "with a short target (--select)",
 }
 
 

@@ -64,41 +64,28 @@ class Prepared:
     validation_rows: list[tuple[str, str]]  # raw, in the order of `validation`
     summary: dict  # counts, sizes
 
-    def match_validation(
-        self, domain: bool, lengths: bool, say, late: bool = False
-    ) -> TokenizedPairs:
-        """→ train without what is unlike validation: with `domain` pairs in other words, with `lengths` short targets.
+    def select_like_validation(self, say) -> None:
+        """Leave out of `train` what is unlike validation: pairs in other words, and short targets.
 
-        A model learns from its data what to write about, and how much to leave out. Of a small validation split chance alone
-        would make a gap. `train` itself keeps them if they are left out `late`, when the learning rate falls.
+        A model learns from its data what to write about, and how much to leave out. With a small
+        validation split nothing is left out: the difference may be chance.
         """
-        matched = self.train
-        if domain and len(self.validation) >= TELLING_ROWS:
-            sizes = [len(self.source_tokenizer), len(self.target_tokenizer)]
-            rows = like_validation(matched, self.validation, sizes)
-            matched = self._only(matched, rows, "unlike validation", late, say)
-        if lengths and len(self.validation) >= TELLING_ROWS:
-            rows = without_short_targets(matched.lengths, self.validation.lengths)
-            matched = self._only(matched, rows, "short target", late, say)
-        if not late:
-            self.train = matched
-        return matched
+        if len(self.validation) < TELLING_ROWS:
+            return
+        sizes = [len(self.source_tokenizer), len(self.target_tokenizer)]
+        self._keep(like_validation(self.train, self.validation, sizes), "unlike validation", say)
+        rows = without_short_targets(self.train.lengths, self.validation.lengths)
+        self._keep(rows, "short target", say)
 
-    def _only(
-        self, pairs: TokenizedPairs, rows: np.ndarray, reason: str, late: bool, say
-    ) -> TokenizedPairs:
-        """These rows of the pairs; the number of the others is told, under a key of `REASONS`."""
-        if len(rows) == len(pairs):
-            return pairs
-        when = " while the learning rate falls" if late else ""
-        say(
-            f"data: {len(pairs) - len(rows):,} of {len(pairs):,} pairs are left out{when}: {REASONS[reason]}"
-        )
-        self.summary["counts"] |= {
-            reason: len(pairs) - len(rows),
-            "kept late" if late else "kept": len(rows),
-        }
-        return pairs.only(rows)
+    def _keep(self, rows: np.ndarray, reason: str, say) -> None:
+        """Keep these rows of `train`; log and count the others under a key of `REASONS`."""
+        total = len(self.train)
+        left_out = total - len(rows)
+        if left_out == 0:
+            return
+        say(f"data: {left_out:,} of {total:,} pairs are left out: {REASONS[reason]}")
+        self.summary["counts"].update({reason: left_out, "kept": len(rows)})
+        self.train = self.train.only(rows)
 
     def describe(self) -> dict:
         """What a run keeps of its data, ready for JSON; `lengths`: how many training sentences have 0, 1, 2, … tokens."""

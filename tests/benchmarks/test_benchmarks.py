@@ -548,8 +548,7 @@ def test_minutes_to_a_bleu(toy_data, cache, tmp_path, monkeypatch, capsys):
         )
         settings = parse_flags(train.Config)
         assert (settings.max_minutes, settings.data) == (0.05, str(toy_data))
-        assert settings.match_domain and settings.target_vocab == 300
-        assert settings.match_late == ("like-validation" not in settings.run)
+        assert settings.select and settings.target_vocab == 300
         points = [
             {"step": 1, "time": begun + 60 * minute, "valid/bleu": minute} for minute in (1, 2, 4)
         ]
@@ -577,7 +576,7 @@ def test_minutes_to_a_bleu(toy_data, cache, tmp_path, monkeypatch, capsys):
         return replace(prepared, validation=[([], pairs[0][1]), *pairs[1:]])
 
     monkeypatch.setattr(time_to_bleu, "load_prepared", with_an_empty_source)
-    names = ("marian", "hf", "opennmt-lr-1e-3", "fairseq-lr-1e-3", "ours", "ours-like-validation")
+    names = ("marian", "hf", "opennmt-lr-1e-3", "fairseq-lr-1e-3", "ours")
     for name in names:
         time_to_bleu.main(replace(config, contestants=name))
     assert all(
@@ -597,7 +596,7 @@ def test_minutes_to_a_bleu(toy_data, cache, tmp_path, monkeypatch, capsys):
         assert row[1:7] == [name, "1.0 min", "2.0 min", "4.0 min", "–", "4.00 after 4.0 min"]
     with pytest.raises(UserError, match="other data or subwords; give another --out"):
         time_to_bleu.main(replace(config, contestants="ours", vocab=310))
-    with pytest.raises(UserError, match="unknown; choose from ours,ours-like-validation,marian"):
+    with pytest.raises(UserError, match="unknown; choose from ours,marian"):
         time_to_bleu.main(replace(config, contestants="mario"))
 
 

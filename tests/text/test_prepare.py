@@ -168,19 +168,17 @@ def stored(folder: Path, train: list[tuple], validation: list[tuple]) -> Prepare
     return Prepared(folder, vocabulary, vocabulary, *splits, [], {"counts": {"kept": len(train)}})
 
 
-def test_train_becomes_as_long_for_its_sources_as_validation(tmp_path):
+def test_train_becomes_as_long_for_its_sources_as_validation(tmp_path, monkeypatch):
     """Every fifth pair has half a target: they go, and a worker process has the same rows."""
     train = [([row + 3] * 8, [row + 3] * (4 if row % 5 == 0 else 8)) for row in range(100)]
-    for rows in (199, 200):  # of fewer chance alone makes gaps
+    for rows in (199, 200):  # with fewer rows the gap may be chance
         said, prepared = [], stored(tmp_path / str(rows), train, [([3] * 8, [3] * 8)] * rows)
-        kept = prepared.match_validation(rows < 200, True, said.append, late=True)
-        assert len(prepared.train) == 100 and len(kept) == (80 if rows == 200 else 100)
-        prepared.summary["counts"] = {"kept": 100}
-        prepared.match_validation(rows < 200, True, said.append)
-        prepared.match_validation(False, True, said.append)  # there is no gap any more
-        assert len(said) == 2 * (rows == 200)
-    words = "data: 20 of 100 pairs are left out{}: with a short target (--match_lengths)".format
-    assert said == [words(" while the learning rate falls"), words("")]
+        monkeypatch.setattr("text.prepare.like_validation", lambda pairs, *_: range(len(pairs)))
+        prepared.select_like_validation(said.append)
+        assert len(prepared.train) == (80 if rows == 200 else 100)
+        prepared.select_like_validation(said.append)  # there is no gap any more
+        assert len(said) == (rows == 200)
+    assert said == ["data: 20 of 100 pairs are left out: with a short target (--select)"]
     assert prepared.summary["counts"] == {"kept": 80, "short target": 20}
     for pairs in (prepared.train, pickle.loads(pickle.dumps(prepared.train))):
         expected = [row + 3 for row in range(100) if row % 5]
@@ -201,12 +199,17 @@ def words(draw: np.random.Generator, first: int, pairs: int) -> list[tuple]:
 
 
 @pytest.mark.parametrize(("foreign", "expected"), [(0.3, 0.3), (0.8, 0.5), (0.0, 0.0)])
-def test_pairs_in_other_words_than_validation_are_left_out(foreign, expected, tmp_path):
+def test_pairs_in_other_words_than_validation_are_left_out(
+    foreign, expected, tmp_path, monkeypatch
+):
     """The other words' pairs go, half of all at most; of data in validation's words all stay, though 1 % are under the bar."""
     draw, other = np.random.default_rng(0), round(foreign * 1000)
     train = words(draw, 100, other) + words(draw, 0, 1000 - other)
     prepared = stored(tmp_path, train, words(draw, 0, 300))
-    prepared.match_validation(True, False, print)
+    monkeypatch.setattr(
+        "text.prepare.without_short_targets", lambda lengths, _: range(len(lengths["source"]))
+    )
+    prepared.select_like_validation(print)
     left_out = prepared.summary["counts"].get("unlike validation", 0)
     chance = 20 if foreign == 0.3 else 0  # 1 % of the 700 pairs in the same words: 7 ± 3
     assert abs(left_out - 1000 * expected) <= chance

@@ -103,9 +103,8 @@ def check(config) -> None:
             max_length=config.max_length,
             say=lambda line: None,
         )
-        prepared.match_validation(
-            config.match_domain, config.match_lengths, lambda line: None, late=config.match_late
-        )
+        if config.select:
+            prepared.select_like_validation(lambda line: None)
         counts = prepared.summary["counts"]
         kept = counts["kept"] / counts["read"]
         shares = {
@@ -116,7 +115,6 @@ def check(config) -> None:
         left_out = {
             reason: shares.pop(reason) for reason in ("unlike validation", "short target")
         }  # on purpose
-        left = "left out while the learning rate falls" if config.match_late else "left out"
         for reason, share in (shares | {"duplicate": duplicates}).items():
             if share >= NOTABLE:
                 warnings.append(f"{share:.0%} of the training pairs are dropped: {REASONS[reason]}")
@@ -137,7 +135,7 @@ def check(config) -> None:
             f"data: {text.path} ({text.form}), {about}{pairs:,} training pairs of {tokens['source'] / pairs:.1f} and "
             f"{tokens['target'] / pairs:.1f} tokens"
             + "".join(
-                f", {share:.0%} {left}: {REASONS[reason]}"
+                f", {share:.0%} left out: {REASONS[reason]}"
                 for reason, share in left_out.items()
                 if share
             )

@@ -143,7 +143,6 @@ def data(page: Page, runs: list[RunFiles]) -> None:
         "data set": partial(RunFiles.fact, file="config.json", keys=("data",)),
         "pairs read": of("counts", "read"),
         "pairs kept": of("counts", "kept"),
-        "pairs kept while the rate falls": of("counts", "kept late"),
     }
     rows |= {words: of("counts", reason) for reason, words in REASONS.items()}
     rows |= {"validation rows": of("validation_rows"), "unknown tokens": of("unknown", form=".2%")}

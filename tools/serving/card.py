@@ -105,8 +105,6 @@ def data_of(run: RunFiles) -> str:
     tokens = ", ".join(f"{count:,} {side} tokens" for side, count in data["tokens"].items())
     sizes = ", ".join(f"{count:,} {side}" for side, count in data["vocabulary"].items())
     pairs = f"{data['counts']['kept']:,} training pairs"
-    if late := data["counts"].get("kept late"):
-        pairs += f" ({late:,} for when the learning rate falls)"
     return f"{name}: {pairs}, {tokens}; subword vocabularies: {sizes}."
 
 
