@@ -55,13 +55,15 @@ run() {
     return "$code"
 }
 
-# install FILE: its packages into the virtual environment, unless just this file was installed before.
+# installed FILE: was just this file installed before, under just these constraints?
+installed() { [ -x "$python" ] && cat "$1" "$root/constraints.txt" | cmp -s - "$venv/.installed-$(basename "$1")"; }
+
+# install FILE: its packages into the virtual environment, in the versions that constraints.txt names, unless done before.
 install() {
-    local stamp="$venv/.installed-$(basename "$1")"
-    [ -x "$python" ] && cmp -s "$1" "$stamp" && return
+    ! installed "$1" || return 0
     mkdir -p "$venv"; exec 9>>"$venv/.lock" # two at once would write over each other
     ! command -v flock >/dev/null || flock -n 9 || { echo "another run.sh installs into $venv; waiting for it"; flock 9 || true; }
-    if [ -x "$python" ] && cmp -s "$1" "$stamp"; then exec 9>&-; return; fi
+    if installed "$1"; then exec 9>&-; return; fi
     if ! "$python" -m pip --version >/dev/null 2>&1; then # no environment, or one whose making was broken off
         for candidate in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
             # PyTorch has packages for these versions. On Debian and Ubuntu ensurepip is missing until python3-venv is installed.
@@ -79,8 +81,8 @@ install() {
         echo "PyTorch with CUDA takes 5.3 GB. Without an NVIDIA GPU, here or where your jobs run, a fraction is enough: stop with Ctrl-C and type"
         echo "    TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu bash $(printf %q "$0")"
     fi
-    run "$python" -m pip install --disable-pip-version-check -r "$1"
-    cp "$1" "$stamp"; exec 9>&-
+    run "$python" -m pip install --disable-pip-version-check -c "$root/constraints.txt" -r "$1"
+    cat "$1" "$root/constraints.txt" > "$venv/.installed-$(basename "$1")"; exec 9>&-
 }
 
 install "$root/requirements.txt"

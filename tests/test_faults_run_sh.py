@@ -37,7 +37,7 @@ def place(tmp_path, monkeypatch):
     """A checkout in repo/, a fake python3 before all others, and home/, where the user is."""
     for folder in ("repo", "bin", "home"):
         (tmp_path / folder).mkdir()
-    for name in ("run.sh", "requirements.txt"):
+    for name in ("run.sh", "requirements.txt", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path / "repo")
     (tmp_path / "bin/python3").write_text(FAKE_PYTHON)
     (tmp_path / "bin/python3").chmod(0o755)
@@ -76,6 +76,17 @@ def test_installs_once_and_evaluates_the_run_that_it_trained(place):
     name = asked.split("--run ")[1].split()[0]
     assert f"evaluate.py --ckpt runs/{name}\n" in asked and f"{place}/repo/train.py" in asked
     assert (place / f"home/runs/{name}/train.log").exists()  # seen from where the user is
+
+
+def test_the_tested_versions_are_installed_and_again_when_they_change(place):
+    asked = run_sh(place)[2]
+    folder = place / "repo"
+    assert f"-c {folder}/constraints.txt -r {folder}/requirements.txt\n" in asked
+    with (folder / "constraints.txt").open("a") as file:
+        file.write("tqdm==4.0.0\n")
+    code, _, asked = run_sh(place)
+    assert code == 0 and "pip install" in asked and "-m venv" not in asked
+    assert "pip install" not in run_sh(place)[2]
 
 
 def test_the_commands_that_it_prints_can_be_typed_wherever_it_lies(place):
