@@ -20,7 +20,12 @@ from engine.config import parse_flags
 from engine.run import SIGNALS
 from train import MAY_CHANGE
 
-PAGES = [ROOT / "README.md", ROOT / "sample/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "sample/README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 LABS = {"lenet", "wikitext", "attention", "pipeline", "collectives", "gpt"}
 COMMAND = re.compile(
