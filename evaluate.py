@@ -76,7 +76,7 @@ from text.bleu import bleu_card
 from text.cleaning import held_out_rows, missing_splits, normalise, split_to_score
 from text.output import check_writable, keep_score, write_lines
 from text.prepare import began_with
-from text.rows import find_text, fingerprint_of
+from text.rows import find_text, fingerprint_of, sample_notice
 from text.subwords import encode, special_ids
 
 
@@ -144,6 +144,8 @@ def report(
     settings += ", int8" * (config.precision == "int8")  # a text × False is ""
     note = f" ({scored['note']})" if scored["note"] else ""
     say(f"\nsplit      {scored['split']}{note}")
+    if notice := sample_notice(scored["data"]):
+        say(f"data       {notice}")
     say("\n".join(card.lines()))
     say(f"scored     {scored['data']}, split {scored['split']}, {len(rows):,} rows")
     say(

@@ -158,3 +158,7 @@ Next 接下来:
   python ${at}evaluate.py --beam 4                  # beam search 束搜索
   python ${at}train.py --help                       # every flag 全部参数
 END
+# A toy score must not pass as one on real data: what train.py said of the sample (text/rows.py) is also the last thing said.
+if notice="$(grep -o -m 1 'bundled sample, not WMT19.*' "$folder/train.log")"; then
+    printf '\n%s\n' "$notice"
+fi

@@ -10,7 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY_FLAGS, forked, forked_ranks, reversed_digits, run_script, write_pairs
+from conftest import (
+    ROOT,
+    TINY_FLAGS,
+    forked,
+    forked_ranks,
+    reversed_digits,
+    run_script,
+    write_pairs,
+)
 
 import fast
 from data import collate_for
@@ -97,6 +105,22 @@ def test_the_card_heeds_case(tmp_path):
         and card["brevity_penalty"] < 1
         and card["nltk"] < card["lowercase"] - 10
     )
+
+
+@pytest.mark.parametrize("data, times", [(ROOT / "sample", 1), ("/opt/minidataset", 0)])
+def test_the_card_of_the_sample_says_so(tmp_path, data, times):
+    trained = SimpleNamespace(config={"target": "en"}, run=tmp_path, name="x")
+    scored, rows, said = {"data": str(data), "split": "test", "note": ""}, [("一", "one")], []
+    report(
+        Config(),
+        trained,
+        scored,
+        rows,
+        Translations(["one"], 1, 0, 0),
+        1.0,
+        lambda *line: said.extend(line),
+    )
+    assert "\n".join(said).count("bundled sample, not WMT19: this score says only that") == times
 
 
 def test_outputs_that_never_end_are_counted_over_all_ranks(tiny_run):

@@ -264,3 +264,13 @@ def test_a_half_trained_run_is_not_evaluated(place):
     assert code == 130 and "interrupted" in said and "evaluate.py" not in asked
     code, _, asked = run_sh(place, CODE="2")
     assert code == 2 and "evaluate.py" not in asked
+
+
+NOTICE = "bundled sample, not WMT19: this score says only that the program works"
+
+
+@pytest.mark.parametrize("log, last", [(f"data: sample; {NOTICE}", NOTICE), ("data: mine", "flag")])
+def test_the_last_line_of_a_run_on_the_sample_says_so(place, log, last):
+    code, output, _ = run_sh(place, LAST_LINE=log)
+    assert code == 0 and last in output.rstrip().splitlines()[-1]
+    assert output.count("bundled sample") == log.count("bundled sample")

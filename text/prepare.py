@@ -40,7 +40,7 @@ from text.cleaning import (
     without_short_targets,
 )
 from text.formats import short
-from text.rows import ParallelText, default_path, find_text
+from text.rows import ParallelText, default_path, find_text, sample_notice
 from text.store import TokenizedPairs, TokenWriter, flatten
 from text.subwords import encode, encode_flat, load_tokenizer, tokenizer_key, train_tokenizer
 
@@ -151,8 +151,12 @@ def prepare(
 def find_and_prepare(config, cache: Path, say) -> tuple[Path, str, str]:
     """What train.py's flags name, prepared: → its folder; the data and the tokenizer as paths that are found from anywhere."""
     data = config.data or default_path()
-    if not config.data:
-        say(f"data: no --data given, using {data}")
+    notice = sample_notice(data)
+    given = "" if config.data else "no --data given, using "
+    if notice:
+        say(f"data: {given}{data}; {notice}")
+    elif not config.data:
+        say(f"data: {given}{data}")
     if config.tokenizer and (config.source_vocab > 0 or config.target_vocab > 0):
         say(
             "note: --source_vocab and --target_vocab have no effect: they are for tokenizers that are trained here"

@@ -43,6 +43,7 @@ PAIRED = ("sgm", "moses")  # forms of two files
 # Of a directory with several forms the first is read. sgm and xml are those of WMT's test sets, beside a corpus in another.
 # A json file beside a corpus in yet another form mostly tells of it.
 ORDER = ("parquet", "arrow", "csv", "tsv", "moses", "json", "sgm", "xml")
+SAMPLE = Path(__file__).resolve().parents[1] / "sample"
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 NOT_DATA = {
     "config.json",
@@ -97,7 +98,14 @@ class ParallelText:
 def default_path() -> str:
     """The course's `/opt/minidataset` where it exists, else the repository's own `sample/`."""
     course = "/opt/minidataset"
-    return course if os.path.isdir(course) else str(Path(__file__).resolve().parents[1] / "sample")
+    return course if os.path.isdir(course) else str(SAMPLE)
+
+
+def sample_notice(path: str) -> str:
+    """For the log and the card: what a score on the bundled sample is worth; "" of all other data."""
+    if Path(os.path.realpath(os.path.expanduser(path))).is_relative_to(SAMPLE):
+        return "bundled sample, not WMT19: this score says only that the program works"
+    return ""
 
 
 def find_text(path: str, source: str = "zh", target: str = "en") -> ParallelText:

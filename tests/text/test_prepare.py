@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import reversed_digits, write_pairs
+from conftest import ROOT, reversed_digits, write_pairs
 
 from data import collate_for
 from engine.errors import UserError
@@ -304,3 +304,22 @@ def test_an_own_tokenizer_folder_serves_both_sides(toy_text, tmp_path, monkeypat
     assert where[2] == str(folder)  # for a resumed run, wherever it is started
     line = "three two one"
     assert encode(prepared.source_tokenizer, [line]) == encode(prepared.target_tokenizer, [line])
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_training_on_the_sample_says_so(tmp_path, monkeypatch, given):
+    sample = str(ROOT / "sample")
+    monkeypatch.setattr("text.prepare.default_path", lambda: sample)
+
+    def stop(*_, **__):
+        raise UserError("far enough")
+
+    monkeypatch.setattr("text.prepare.prepare", stop)
+    settings = dict(source="zh", target="en", source_vocab=-1, target_vocab=-1, tokenizer="")
+    config, lines = SimpleNamespace(data=sample if given else "", max_length=512, **settings), []
+    with pytest.raises(UserError, match="far enough"):
+        find_and_prepare(config, tmp_path, lines.append)
+    assert lines[0].endswith(
+        "bundled sample, not WMT19: this score says only that the program works"
+    )
+    assert ("no --data given, using" in lines[0]) == (not given)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from engine.errors import UserError
 from text import formats
-from text.rows import default_path, find_text, fingerprint_of
+from text.rows import default_path, find_text, fingerprint_of, sample_notice
 
 TRAIN = [
     ("你好，世界。", "Hello, world."),
@@ -783,6 +783,14 @@ def test_default_path(monkeypatch):
     assert default_path() == "/opt/minidataset"
     monkeypatch.setattr("os.path.isdir", lambda path: False)
     assert default_path() == str(ROOT / "sample")
+
+
+def test_only_the_sample_is_called_the_sample(tmp_path):
+    (tmp_path / "link").symlink_to(ROOT / "sample")
+    for path in (ROOT / "sample", ROOT / "sample/grammar.py", tmp_path / "link"):
+        assert sample_notice(str(path)).startswith("bundled sample, not WMT19")
+    for path in ("/opt/minidataset", str(tmp_path), "wmt/wmt19", str(ROOT)):
+        assert sample_notice(path) == ""
 
 
 @pytest.mark.skipif(
