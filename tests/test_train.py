@@ -656,6 +656,15 @@ def test_a_validation_cut_off_by_a_signal_is_made_up_for(toy_data, here, monkeyp
     assert list(records(here, "valid/loss")) == [1, 2, 3, 4]
 
 
+def test_a_validation_loss_that_is_not_finite_is_never_the_best(toy_data, here, monkeypatch):
+    """NaN first: no later loss is smaller than NaN, yet the next one has to become the best."""
+    losses = iter([math.nan, 3.0, math.inf, 4.0])
+    monkeypatch.setattr(training, "Validation", lambda *_: lambda step: (next(losses), 0.0))
+    training.train(config(data=str(toy_data), run=str(here), max_steps=4, eval_every=1))
+    state = json.loads((here / "checkpoints/last/state.json").read_text())
+    assert (state["best_loss"], state["best_step"], state["stale"]) == (3.0, 2, 2)
+
+
 def test_the_loss_scale_goes_on(toy_data, here, place, monkeypatch):
     """As in fp16 on a GPU, with a scale that doubles every second step."""
 
