@@ -162,8 +162,10 @@ def verify(checkpoint: Path, to_resume: bool = False) -> str | None:
 
 
 def latest(folder: Path, to_resume: bool = False) -> Path:
-    """The newest whole checkpoint in `folder`; every damaged one that is passed over is named in one line."""
-    _settle_replaced(Path(folder))
+    """The newest whole checkpoint in `folder`; every damaged one that is passed over is named in one line.
+
+    Changes nothing: a run may be writing there.
+    """
     damaged = []
     for checkpoint in (Path(folder) / f"step-{step}" for step in reversed(steps(folder))):
         if not (damage := verify(checkpoint, to_resume)):

@@ -164,6 +164,14 @@ def test_the_only_checkpoint_put_aside_by_a_killed_save_is_gone_on_from(tmp_path
     assert ck.mend(tmp_path) == tmp_path / "step-1"
 
 
+def test_who_reads_leaves_the_folder_to_its_writer(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 2).rename(tmp_path / ".replaced-step-2")  # a save of step 2 is at work
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert ck.latest(tmp_path) == ck.resolve(tmp_path) == tmp_path / "step-1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
 def test_the_checkpoint_just_saved_stays_even_if_newer_steps_exist(tmp_path):
     for step in (10, 20, 30):
         save(tmp_path, step)
@@ -285,6 +293,8 @@ def test_a_kill_at_any_stage_leaves_an_earlier_checkpoint_whole(tmp_path, step):
                 os._exit(1)  # an error here is not for a second pytest
         if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
             break
+        assert ck.verify(ck.latest(folder)) is None  # to read; the writer settles what is half done
+        ck.mend(folder)
         check_whole(folder)
     assert number > 15
 
