@@ -191,6 +191,7 @@ def mend(folder: Path) -> Path | None:
     if not steps(folder):
         return None
     newest = latest(folder, to_resume=True)
+    _put_damaged_aside(folder, int(newest.name[5:]))
     _link(folder, int(newest.name[5:]), load_state(newest)["best_step"])
     return newest
 
@@ -336,6 +337,19 @@ def _settle_replaced(folder: Path) -> None:
         checkpoint = folder / replaced.name.removeprefix(".replaced-")
         with suppress(OSError):  # the folder may be somebody else's, and only for reading
             shutil.rmtree(replaced) if checkpoint.exists() else replaced.rename(checkpoint)
+
+
+def _put_damaged_aside(folder: Path, step: int) -> None:
+    """Rename the damaged checkpoints newer than this step: they would count among those that are kept."""
+    for newer in [found for found in steps(folder) if found > step]:
+        checkpoint, aside = folder / f"step-{newer}", folder / f"damaged-step-{newer}"
+        if not verify(checkpoint):  # whole: only its optimizer's state is gone
+            continue
+        with suppress(OSError):  # what cannot be renamed is no reason to stop the training
+            shutil.rmtree(aside, ignore_errors=True)  # of an earlier fall
+            os.replace(checkpoint, aside)
+            said = f"checkpoint {checkpoint.name} is damaged and now called {aside.name}"
+            print(f"{said}; it may be deleted", file=sys.stderr, flush=True)
 
 
 def _link(folder: Path, last: int, best: int | None) -> None:

@@ -164,6 +164,17 @@ def test_the_only_checkpoint_put_aside_by_a_killed_save_is_gone_on_from(tmp_path
     assert ck.mend(tmp_path) == tmp_path / "step-1"
 
 
+def test_a_damaged_one_fallen_back_past_takes_no_place_of_those_kept(tmp_path, capsys):
+    for step in (10, 20, 30):
+        save(tmp_path, step, keep=2)
+    spoil(tmp_path / "step-30" / "model.safetensors")
+    assert ck.mend(tmp_path) == tmp_path / "step-20"
+    assert "checkpoint step-30 is damaged and now called damaged-step-30" in capsys.readouterr().err
+    spoil(save(tmp_path, 25, keep=2) / "model.safetensors")
+    assert ck.mend(tmp_path) == tmp_path / "step-20"  # still there to fall back on
+    assert ck.steps(tmp_path) == [20]
+
+
 def test_who_reads_leaves_the_folder_to_its_writer(tmp_path):
     save(tmp_path, 1)
     save(tmp_path, 2).rename(tmp_path / ".replaced-step-2")  # a save of step 2 is at work
