@@ -41,7 +41,7 @@ class Config:
     dim_feedforward: int = flag(0, "width of the feed-forward layers", "Model", min=0)
     dropout: float = flag(-1.0, "dropout rate; -1: from the preset", "Model", min=-1, below=1)
     dropout_after: int = flag(
-        -1, "passes before dropout; -1: 10, or 0 with a --dropout", "Model", min=-1, before=0
+        -1, "passes before dropout; -1: 10, or 0 with a --dropout", "Model", min=-1
     )
     norm_first: bool = flag(False, "layer norm before each sub-layer (pre-norm)", "Model")
     attention: str = flag("", "attention by hand (python|recompute|cpp|triton)", "Model")
@@ -58,9 +58,7 @@ class Config:
     accumulate: int = flag(
         0, "micro-batches per step; 0: as few as fit in GPU memory", "Training", min=0
     )
-    optimizer: str = flag(
-        "muon", "muon: for matrices, AdamW for the rest (muon|adamw)", "Training", before="adamw"
-    )
+    optimizer: str = flag("muon", "muon: for matrices, AdamW for the rest (muon|adamw)", "Training")
     lr: float = flag(
         0.0, "peak rate; 0: 0.002 (adamw: 0.001), less if wider", "Training", min=0, below=10
     )

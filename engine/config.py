@@ -54,7 +54,6 @@ def flag(
     max=None,
     below=None,
     fixed=False,
-    before=None,
 ):
     """A dataclass field that is a command-line flag, listed under `group` in --help.
 
@@ -64,7 +63,7 @@ def flag(
     if isinstance(default, int) and max is None and below is None:
         max = LARGEST  # catches a typo of some zeros too many
     bounds = {"min": min, "above": above, "max": max, "below": below}
-    metadata = {"help": help, "group": group, "fixed": fixed, "before": before, **bounds}
+    metadata = {"help": help, "group": group, "fixed": fixed, **bounds}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -109,10 +108,6 @@ def _parse(config_class, description: str, positional: str | None, arguments: li
             raise UserError(
                 f"unknown setting {unknown[0]!r} in the settings file{nearest(str(unknown[0]), names)}"
             )
-        if (
-            values.get("resume") == ""
-        ):  # a run's config.json: for flags newer than it, what it did without them
-            values = befores(config_class) | values
         # As flags before the others: so a value is checked and converted in one way, wherever it comes from.
         arguments = [
             f"--{name}={value}" for name, value in values.items() if value is not None
@@ -291,25 +286,19 @@ def wait_for_disk(path: Path) -> None:
     os.close(handle)
 
 
-def befores(config_class) -> dict:
-    """Flag → its value in runs that are older than it, for the flags made with a `before`."""
-    return {
-        f.name: told
-        for f in dataclasses.fields(config_class)
-        if (told := f.metadata.get("before")) is not None
-    }
-
-
 def load_config(config_class, path: Path):
     """The dataclass saved at `path`. Raises `UserError` for a file that is missing, damaged or of another script."""
     try:
-        config = config_class(
-            **befores(config_class) | json.loads(path.read_text(encoding="utf-8"))
-        )
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        config = config_class(**saved)
     except OSError as error:
         raise UserError(
             f"cannot read {path}: {error.strerror}; is {path.parent} a run of this script?"
         ) from None
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged, or belongs to another script: {error}") from None
+    lacking = [field.name for field in dataclasses.fields(config) if field.name not in saved]
+    if lacking:
+        names = ", ".join(f"--{name}" for name in lacking)
+        print(f"note: {path} lacks {names}: as by default", file=sys.stderr, flush=True)
     return checked(config)

@@ -313,3 +313,12 @@ def test_help_shows_default_meaning_and_bounds(parse, capsys):
         "--anything 0.0 any number",
         "--norm_first - norm before",
     ]
+
+
+def test_saved_settings_that_lack_a_flag_take_its_default_and_say_so(tmp_path, capsys):
+    """Of a run whose script had no such flag yet."""
+    path = tmp_path / "config.json"
+    path.write_text('{"data": "pairs"}', encoding="utf-8")
+    assert load_config(Config, path) == Config(data="pairs")
+    assert "config.json lacks --preset, --max_steps" in capsys.readouterr().err
+    assert not any("before" in field.metadata for field in fields(Config))
