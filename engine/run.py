@@ -150,7 +150,11 @@ class Run(contextlib.AbstractContextManager):
         last_step = (
             self.state["step"] if self.state else 0
         )  # 0: stopped before its first checkpoint
-        self.telemetry = Telemetry(self.folder, last_step if self.config.resume else None)
+        self.telemetry = Telemetry(
+            self.folder,
+            last_step if self.config.resume else None,
+            self.state.get("validated") if self.state else None,
+        )
         self.at_end.callback(self.telemetry.close)
         self.process, self.gpu = ProcessMeter(), None
         if self.world.is_main and self.world.device.type == "cuda":

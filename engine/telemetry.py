@@ -58,14 +58,19 @@ class Telemetry:
     metrics.jsonl has no checksum, for nothing trains or scores by it; report.py leaves out what is no JSON, and says so.
     """
 
-    def __init__(self, run: Path, resume_step: int | None = None):
+    def __init__(self, run: Path, resume_step: int | None = None, validated: int | None = None):
+        """`validated`: step of the last validation in the checkpoint; later ones are made again."""
         self.writer = None  # None on the other ranks: then every method does nothing
         if not is_main():
             return
         from torch.utils.tensorboard import SummaryWriter  # here, because the import takes a second
 
         self.last_step = resume_step or 0
-        last = _keep_records(run / "metrics.jsonl", resume_step) if resume_step is not None else {}
+        last = {}
+        if resume_step is not None:
+            if validated is None:
+                validated = resume_step
+            last = _keep_records(run / "metrics.jsonl", resume_step, validated)
         self.result_step = resume_step if any(tag.startswith("result/") for tag in last) else None
         # TensorBoard hides what a killed run wrote from purge_step on. But it takes the first such mark of a folder for
         # the beginning, not for a restart, and hides nothing: so a fresh run sets one as well, at step 0.
@@ -143,7 +148,7 @@ def shown_as(tag: str) -> str:
     return f"1 first/{FIRST.index(tag):02} {tag.replace('/', ' ')}" if tag in FIRST else tag
 
 
-def _keep_records(path: Path, last_step: int) -> dict:
+def _keep_records(path: Path, last_step: int, validated: int) -> dict:
     """Drop the records after `last_step` and the torn line of a killed run, by way of a new file; → the last one kept."""
     kept = []
     for line in (
@@ -153,7 +158,9 @@ def _keep_records(path: Path, last_step: int) -> dict:
     ):
         with suppress(ValueError, TypeError, KeyError):  # a torn line is no JSON, or no record
             record = json.loads(line)
-            if record["step"] <= last_step and record["time"] > 0 and line.endswith("\n"):
+            # A run killed between a validation and its checkpoint validates again.
+            end = validated if "valid/loss" in record else last_step
+            if record["step"] <= end and record["time"] > 0 and line.endswith("\n"):
                 kept.append(line)
     atomic_write(path, "".join(kept))
     return json.loads(kept[-1]) if kept else {}

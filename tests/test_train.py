@@ -656,6 +656,25 @@ def test_a_validation_cut_off_by_a_signal_is_made_up_for(toy_data, here, monkeyp
     assert list(records(here, "valid/loss")) == [1, 2, 3, 4]
 
 
+def test_a_validation_cut_short_by_a_kill_stands_once_in_the_curve(toy_data, here, monkeypatch):
+    """Stopped when a validation was due; killed after making up for it, before the checkpoint."""
+
+    @contextmanager
+    def signals(came):
+        yield lambda: came
+
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.run.caught_signals", lambda: signals(True))
+        training.train(config(data=str(toy_data), run=str(here), max_steps=4, eval_every=1))
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr("engine.run.Run.save", lambda *_, **__: 1 / 0)
+        training.train(resumed(here))
+    training.train(resumed(here))
+    lines = (here / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [record["step"] for record in map(json.loads, lines) if "valid/loss" in record]
+    assert steps == [1, 2, 3, 4]
+
+
 def test_a_validation_loss_that_is_not_finite_is_never_the_best(toy_data, here, monkeypatch):
     """NaN first: no later loss is smaller than NaN, yet the next one has to become the best."""
     losses = iter([math.nan, 3.0, math.inf, 4.0])
