@@ -209,6 +209,7 @@ class Run(contextlib.AbstractContextManager):
             return value if together is value else together.cpu() if self.world.is_main else None
 
         weights, moments = tree_map(gather, (model.state_dict(), optimizer.state_dict()))
+        self.world.on_main(lambda: require_finite(weights, step))
         if self.world.is_main:
             checkpoint.save(
                 self.folder / "checkpoints", step, weights, moments, state, keep, self.best_step
@@ -383,6 +384,16 @@ def lock(run: Path):
     held = weakref.ref(file)
     os.register_at_fork(after_in_child=lambda: held() and held().close())
     return file
+
+
+def require_finite(weights: dict[str, torch.Tensor], step: int) -> None:
+    """Raises `UserError` if a weight is NaN or infinite: such a model is never saved."""
+    for name, weight in weights.items():
+        if weight.is_floating_point() and not weight.isfinite().all():
+            raise UserError(
+                f"step {step:,}: the weights of {name} are not finite, so nothing is saved; "
+                "--resume the last checkpoint, or start a new run with a lower --lr"
+            )
 
 
 def saved_settings(config, may_change: set[str]):

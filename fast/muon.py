@@ -95,7 +95,9 @@ def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if matrices.size(1) > matrices.size(2):  # so that x xᵀ, below, is of the shorter side
         return orthogonal(matrices.mT, dtype).mT
-    norms = matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-30)
+    # Momentum that fades out below this norm gives updates that fade out, too. With a bound where
+    # the squares underflow (elements of 1e-19), the norm would be 0 and the quotient huge.
+    norms = matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-12)
     x = (matrices / norms).to(dtype)  # in this order, because a small gradient is 0 in fp16
     for _ in range(
         5

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine import run as run_module
-from engine.checkpoint import verify_files
+from engine.checkpoint import steps, verify_files
 from engine.config import command, flag
 from engine.distributed import World
 from engine.errors import UserError
@@ -140,6 +140,19 @@ def test_killed_between_its_settings_and_their_checksums_it_goes_on(monkeypatch)
         train(resume="runs/a", steps=7)
     run, _ = train(resume="runs/a", steps=8)
     assert metrics("a")[-1]["step"] == 8 and verify_files(run.folder) is None
+
+
+def test_weights_that_are_not_finite_are_never_saved():
+    """The gradient was finite, the optimiser spoilt the weights: the checkpoint before is kept."""
+
+    def spoil(precision, optimizer, parameters, clip, step):
+        if step == 3:
+            parameters[0].data[0, 0] = float("nan")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match=r"step 3: .*weight"):
+        patch.setattr(Precision, "step", spoil)
+        train(run="spoilt")
+    assert steps(Path("runs/spoilt/checkpoints")) == [1, 2]
 
 
 def test_another_models_checkpoint_is_refused():

@@ -93,3 +93,22 @@ def test_orthogonal():
         torch.testing.assert_close(
             orthogonal(1e-9 * drawn, torch.float16).float(), made, rtol=0, atol=0.01
         )
+
+
+def test_a_matrix_whose_gradient_vanishes_comes_to_rest():
+    """A dead layer: one gradient, then zeros, until its momentum is far below fp32's squares."""
+    matrices, others, gradients = weights_with_gradients(1)
+    optimizer = Muon(matrices, others, 1e-2, torch.float32)
+    optimizer.param_groups[1]["weight_decay"] = 0.0
+    run([optimizer], [*matrices, *others], gradients)
+    zeros = [torch.zeros_like(gradient) for gradient in gradients[0]]
+    before = run([optimizer], [*matrices, *others], [zeros] * 1000)
+    after = run([optimizer], [*matrices, *others], [zeros] * 1000)
+    for old, new in zip(before[:4], after[:4]):
+        assert new.isfinite().all()
+        assert torch.equal(old, new)
+
+
+def test_tiny_matrices_become_finite_updates():
+    tiny = 1e-25 * torch.randn(1, 64, 64, generator=torch.Generator().manual_seed(1))
+    assert orthogonal(tiny, torch.float32).isfinite().all()
