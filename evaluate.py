@@ -24,7 +24,7 @@ class Config:
     target: str = flag("", "column of --data with the references; default: as in the run", "What")
     split: str = flag(
         "",
-        "split to score (test|validation|train); default: test, else validation, else rows cut from train",
+        "(test|validation|train); default: test, else validation, else cut",
         "What",
     )
     limit: int = flag(0, "score only the first N rows; 0: all", "What", min=0)
