@@ -142,7 +142,7 @@ case "$name" in "~/"*) name="$HOME/${name#??}" ;; esac # --run=~/x: the shell le
 run "$python" "$root/train.py" ${flags[@]+"${flags[@]}"} "$@"
 
 folder="$name" # with a / it is a path, as for train.py
-case "$name" in */*) ;; *) [ ! -f "runs/$name/config.json" ] || folder="runs/$name" ;; esac
+case "$name" in */*) ;; *) [ ! -d "runs/$name" ] || folder="runs/$name" ;; esac
 [ -f "$folder/train.log" ] || exit 0 # a settings file with `check: true`
 if tail -n 1 "$folder/train.log" | grep -q "to go on:"; then
     echo "the training was interrupted, so nothing is evaluated" >&2
