@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 
 # What a column's name may hold: the code of the language or of a country, its name in English or in itself.
-CHINESE = re.compile("(.*[^a-z])?(zh|chinese|cmn|cn(?![a-z]))|.*[中汉漢]")
 JAPANESE_OR_KOREAN = re.compile("(.*[^a-z])?(ja|jpn?|ko|kor|kr)(?![a-z])|japan|korea|[日韩한]")
 
 
@@ -55,19 +54,25 @@ def checked(references: list[str], hypotheses: list[str]) -> tuple[list[str], li
 
 def sacrebleu_metric(target: str, references: Sequence[str] = (), lowercase: bool = False):
     """sacreBLEU's standard BLEU for a language. Its tokeniser 13a cuts at spaces and punctuation; Chinese, Japanese and
-    Korean are cut into characters, since a whole clause may stand between two spaces. Chinese `references` are known by
-    their characters, too: the column may be called `target`."""
+    Korean are cut into characters, since a whole clause may stand between two spaces. Chinese is known by the characters
+    of the `references`, never by the column's name: English may stand under `zh_en`, and Chinese under `target`. The
+    name tells Japanese and Korean, whose texts may hold Chinese characters, too."""
     from sacrebleu.metrics import BLEU
 
-    name = target.lower()
-    chinese = 2 * sum(bool(re.search("[\u4e00-\u9fff]", text)) for text in references) > len(
-        references
-    )
-    japanese_or_korean = JAPANESE_OR_KOREAN.match(name)
-    tokeniser = "char" if japanese_or_korean else "zh" if chinese or CHINESE.match(name) else "13a"
-    return BLEU(
-        tokenize=tokeniser, lowercase=lowercase, force=True
-    )  # force: no warning about lines ending in " ."
+    if JAPANESE_OR_KOREAN.match(target.lower()):
+        tokeniser = "char"
+    elif mostly_chinese(references):
+        tokeniser = "zh"
+    else:
+        tokeniser = "13a"
+    # force: no warning about lines ending in " ."
+    return BLEU(tokenize=tokeniser, lowercase=lowercase, force=True)
+
+
+def mostly_chinese(sentences: Sequence[str]) -> bool:
+    """Whether more than half of the sentences hold a Chinese character: a name in an English one does not count."""
+    chinese = sum(bool(re.search("[\u4e00-\u9fff]", sentence)) for sentence in sentences)
+    return 2 * chinese > len(sentences)
 
 
 def tokens_of(sentences: list[str], metric) -> list[list[str]]:

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import UserError
-from text.bleu import CHINESE
 from text.formats import read_chunks, short
 
+# What the name of a Chinese column may hold: the code of the language or of the country, its name in English or in itself.
+CHINESE = re.compile("(.*[^a-z])?(zh|chinese|cmn|cn(?![a-z]))|.*[中汉漢]")
 KEYWORDS = {
     "train": ("train", "training", "训练", "訓練"),
     "validation": ("validation", "valid", "dev", "val", "验证", "驗證"),

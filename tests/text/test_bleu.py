@@ -130,7 +130,7 @@ def test_any_text_gets_a_score_and_sacrebleus_tokens(pairs):
     references, hypotheses = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     for target in ("en", "zh", "ja"):
         assert 0 <= corpus_bleu(references, hypotheses, target=target) <= 100 + 1e-9
-        metric = sacrebleu_metric(target)
+        metric = sacrebleu_metric(target, references)
         counted = metric.corpus_score(hypotheses, [references])
         assert counted.sys_len == sum(map(len, tokens_of(hypotheses, metric)))
         assert counted.ref_len == sum(map(len, tokens_of(references, metric)))
@@ -141,7 +141,8 @@ def test_any_text_gets_a_score_and_sacrebleus_tokens(pairs):
     "zh zh_cn Chinese cn cmn 中文 汉语 简体中文 text_zh ja jp 日本語 ko kr text_ja target_ko".split(),
 )
 def test_languages_without_spaces_are_cut_into_characters(target):
-    assert tokens_of(["我买书。"], sacrebleu_metric(target)) == [[*"我买书。"]]
+    references = ["我买书。"]
+    assert tokens_of(references, sacrebleu_metric(target, references)) == [[*"我买书。"]]
 
 
 def test_chinese_references_are_known_by_their_characters():
@@ -155,9 +156,27 @@ def test_chinese_references_are_known_by_their_characters():
             == score(references, hypotheses, target="zh")
             > 50
         )
-    assert (
-        sacrebleu_metric("en", ["a", "我", "b"]).tokenizer.signature() == "13a"
-    )  # a name in one line of three
+
+
+@pytest.mark.parametrize(
+    "references, name",
+    [
+        (["a", "我", "b"], "13a"),  # a name in one line of three
+        (["a", "我"], "13a"),
+        (["a", "我", "你"], "zh"),
+        (["我"], "zh"),
+        ([], "13a"),
+    ],
+)
+def test_more_than_half_of_the_references_make_chinese(references, name):
+    assert sacrebleu_metric("target", references).tokenizer.signature() == name
+
+
+@pytest.mark.parametrize("target", ["zh_en", "zh2en", "en_from_cn", "cn-en", "中英"])
+def test_english_is_scored_in_words_whatever_its_column_is_called(target):
+    card = bleu_card(REFERENCES, HYPOTHESES, target, resamples=20)
+    assert "|tok:13a|" in card.signature
+    assert card.nltk == corpus_bleu(REFERENCES, HYPOTHESES)
 
 
 @pytest.mark.parametrize("target", ["en", "english", "kreyol", "jav", "cnn_summary", "kohde"])

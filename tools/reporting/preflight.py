@@ -29,10 +29,9 @@ from engine.memory import GIB, fewest_parts, forget_peak, held_gib
 from engine.precision import Precision, choose_precision
 from engine.run import folder_of
 from engine.telemetry import nvml_of, peak_memory_gib
-from text.bleu import CHINESE
 from text.cleaning import REASONS, missing_splits
 from text.prepare import Prepared, prepare, vocabulary_size
-from text.rows import ParallelText, default_path, find_text
+from text.rows import CHINESE, ParallelText, default_path, find_text
 from tools.reporting.masks import explain_masks
 
 ROWS = 500_000  # that are read, and compared for duplicates
