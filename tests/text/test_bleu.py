@@ -179,6 +179,13 @@ def test_english_is_scored_in_words_whatever_its_column_is_called(target):
     assert card.nltk == corpus_bleu(REFERENCES, HYPOTHESES)
 
 
+def test_scores_are_cased_unless_told_otherwise():
+    assert "case:mixed" in bleu_card(["The cat sat."], ["the cat sat."], resamples=20).signature
+    assert sentence_scores(["The cat sat."], ["the cat sat."])[0] < 100
+    lowercase = sacrebleu_metric("en", lowercase=True)
+    assert lowercase.corpus_score(["the cat sat."], [["The cat sat."]]).score == pytest.approx(100)
+
+
 @pytest.mark.parametrize("target", ["en", "english", "kreyol", "jav", "cnn_summary", "kohde"])
 def test_other_languages_into_words(target):
     assert sacrebleu_metric(target).tokenizer.signature() == "13a"
