@@ -12,6 +12,7 @@ alone, and a null becomes "". Also pairs of files, one a language: Moses's `trai
 one-line `UserError`.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -294,22 +295,38 @@ def _hub_files(path: str, source: str, target: str) -> dict[str, list[Path]]:
         huggingface_hub.HfApi().dataset_info(path, timeout=10)
     except Exception as error:
         failure = error
-        # Without a network load_dataset would retry for half a minute; told to stay offline, it looks into its cache.
-        datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
-    for config in (f"{source}-{target}", f"{target}-{source}", None):
-        try:
-            splits = datasets.load_dataset(path, config)
-            shards = [
-                (split, shard) for split, rows in splits.items() for shard in rows.cache_files
-            ]
-            return _split_files([(split, Path(shard["filename"])) for split, shard in shards])
-        except Exception as error:
-            if config is None or not isinstance(
-                error, ValueError
-            ):  # a ValueError: there is no such config
-                failure = failure or error
-                break
+    # Without a network load_dataset would retry for half a minute; told to stay offline, it looks into its cache.
+    with _offline() if failure else contextlib.nullcontext():
+        for config in (f"{source}-{target}", f"{target}-{source}", None):
+            try:
+                splits = datasets.load_dataset(path, config)
+                shards = [
+                    (split, shard) for split, rows in splits.items() for shard in rows.cache_files
+                ]
+                return _split_files([(split, Path(shard["filename"])) for split, shard in shards])
+            except Exception as error:
+                # A ValueError: there is no such config.
+                if config is None or not isinstance(error, ValueError):
+                    failure = failure or error
+                    break
     reason = f"{type(failure).__name__}: {short(failure)}"
     raise UserError(
         f"{path} does not exist on disk, and the hub cannot be reached or does not have it ({reason})"
     )
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Inside, `datasets` and `huggingface_hub` send no request; afterwards they do as before."""
+    import datasets
+    import huggingface_hub
+
+    holders = (datasets.config, huggingface_hub.constants)
+    before = [holder.HF_HUB_OFFLINE for holder in holders]
+    for holder in holders:
+        holder.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for holder, value in zip(holders, before, strict=True):
+            holder.HF_HUB_OFFLINE = value

@@ -741,7 +741,7 @@ def no_name_service(*_, **__):
 
 
 @pytest.mark.parametrize("offline", [True, False])
-def test_hub_out_of_reach(monkeypatch, offline):
+def test_hub_out_of_reach_is_not_remembered(monkeypatch, offline):
     """Told to stay offline, or as on a lab node: the first request fails, and no second one is tried."""
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", offline)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
@@ -757,6 +757,9 @@ def test_hub_out_of_reach(monkeypatch, offline):
         "wmt/no-such-data", ["wmt/no-such-data does not exist on disk", "hub cannot be reached"]
     )
     assert told and all(told)
+    # What comes later, a tokenizer say, may find the hub again.
+    assert datasets.config.HF_HUB_OFFLINE is offline
+    assert huggingface_hub.constants.HF_HUB_OFFLINE is offline
 
 
 @pytest.mark.parametrize("available", ["zh-en", "en-zh", None])
