@@ -93,9 +93,15 @@ def own_pre_tokenizer():
 
 
 def load_tokenizer(name: str):
-    """Any tokenizer that `open_tokenizer` opens; it must have pad, begin and end tokens."""
+    """Any tokenizer that `open_tokenizer` opens; it must have pad, begin and end tokens, with ids the model has."""
     tokenizer = open_tokenizer(name)
-    special_ids(tokenizer, name)
+    for token, id in special_ids(tokenizer, name).items():
+        # Where ids are left out, the highest can exceed the number of tokens, which is the size of the embedding.
+        if id >= len(tokenizer):
+            raise UserError(
+                f"tokenizer {name}: its {token} token has the id {id}, but it has {len(tokenizer)} tokens; "
+                "choose one that leaves no ids out"
+            )
     return tokenizer
 
 

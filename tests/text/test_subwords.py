@@ -201,6 +201,17 @@ def test_a_begin_token_of_its_own_comes_before_cls(bert):
     assert special_ids(bert) == {"pad": 0, "bos": 4, "eos": 9}
 
 
+def test_a_special_id_beyond_the_number_of_tokens_is_refused(tmp_path):
+    from transformers import BertTokenizerFast
+
+    folder = tmp_path / "holes"
+    ids = {token: index for index, token in enumerate(BERT)}
+    ids["[SEP]"] = len(BERT)  # 11 ids, of which 3 is no token's
+    BertTokenizerFast(vocab=ids).save_pretrained(folder)
+    with pytest.raises(UserError, match="eos token has the id 10, but it has 10 tokens; choose"):
+        load_tokenizer(str(folder))
+
+
 # ---------------------------------------------------------------- nothing is cut
 
 
