@@ -140,11 +140,6 @@ def test_the_mean_of_two(run, named, steps):
     assert trained.name.startswith(f"mean of {', '.join(folder.name for folder in folders)} of ")
 
 
-def test_the_mean_up_to_a_checkpoint_whose_runs_folder_is_left_out(run):
-    chosen = choose_checkpoint(f"{run.name}/checkpoints/step-30", 2, runs=run.parent)
-    assert chosen == (run / "checkpoints" / "step-30").resolve()
-
-
 def test_the_mean_of_more_than_there_are(run):
     assert "mean of step-15, step-30, step-45 of" in load_trained(run, average=3).name
     for named, average in ((run, 4), (run / "checkpoints" / "step-15", 2)):
