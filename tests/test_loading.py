@@ -12,7 +12,7 @@ import torch
 from engine import checkpoint
 from engine.distributed import World
 from engine.errors import UserError
-from loading import choose_checkpoint, load_for_decoding, load_trained, newest_run
+from loading import load_for_decoding, load_trained, newest_run
 from text.subwords import encode, special_ids
 
 
