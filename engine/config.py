@@ -53,16 +53,17 @@ def flag(
     above=None,
     max=None,
     below=None,
+    fixed=False,
 ):
     """A dataclass field that is a command-line flag, listed under `group` in --help.
 
     Bounds: min ≤ value ≤ max, above < value < below. Where the help names choices as (a|b), the
-    value must be one of them.
+    value must be one of them. A `fixed` setting stays the same when a run is resumed.
     """
     if isinstance(default, int) and max is None and below is None:
         max = LARGEST  # catches a typo of some zeros too many
     bounds = {"min": min, "above": above, "max": max, "below": below}
-    metadata = {"help": help, "group": group, **bounds}
+    metadata = {"help": help, "group": group, "fixed": fixed, **bounds}
     return dataclasses.field(default=default, metadata=metadata)
 
 

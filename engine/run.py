@@ -55,10 +55,11 @@ class Run(contextlib.AbstractContextManager):
     """
 
     @classmethod
-    def start(cls, config, kind: str, world: World, may_change: set[str] = frozenset()) -> "Run":
-        """Make runs/<time>-<kind> or runs/<config.run>, or go on with `config.resume`.
+    def start(cls, config, kind: str, world: World, may_change: set[str] | None = None) -> "Run":
+        """Make runs/<time>-<kind> or runs/<config.run>, or resume `config.resume`.
 
-        A run that goes on takes its settings from its folder; a flag outside `may_change` would make it another run.
+        A resumed run takes its settings from its folder. Flags may change them, except for those marked `fixed`;
+        with `may_change` only the settings it names.
         """
         run = cls()
         run.world, run.at_end, run.started = world, contextlib.ExitStack(), time.perf_counter()
@@ -396,10 +397,12 @@ def require_finite(weights: dict[str, torch.Tensor], step: int) -> None:
             )
 
 
-def saved_settings(config, may_change: set[str]):
-    """The settings; with `resume` those that the run was started with, changed by those flags that may change."""
+def saved_settings(config, may_change: set[str] | None = None):
+    """The settings; on --resume those the run was started with, changed by the flags that may change."""
     if not config.resume:
         return config
+    if may_change is None:
+        may_change = {field.name for field in fields(config) if not field.metadata["fixed"]}
     run = find_run(config.resume)
     differing = {
         field.name for field in fields(config) if getattr(config, field.name) != field.default

@@ -126,3 +126,33 @@ def plan_of_run(config, steps_per_epoch: int, saved: dict | None) -> tuple[Sched
         saved.get("end", None if asked else end) == end,
     )
     return before if same else before.extended(saved["step"], total), end
+
+
+WARMUP_SHARE = 0.1  # the part of a run in which the rate rises, at most
+
+
+def progress(step: int, total_steps: int, minutes: float = 0.0, max_minutes: float = 0.0) -> float:
+    """The share of the run that is done, by steps or by time, whichever is further; from 1 on it ends.
+
+    Without a time limit `max_minutes` is 0.
+    """
+    by_steps = step / total_steps
+    by_time = minutes / max_minutes if max_minutes else 0.0
+    return max(by_steps, by_time)
+
+
+def learning_rate(peak: float, step: int, progress: float, warmup: int) -> float:
+    """The rate of update `step`, counted from 1, when `progress` of the run is done.
+
+    It rises over `warmup` steps. Where time is short it is at its peak after a tenth of the run, but never before
+    20 steps: a single slow step, such as one that compiles, must not end the warm-up.
+    """
+    by_time = min(progress / WARMUP_SHARE, step / 20)
+    rising = max(step / warmup, by_time)
+    falling = (1 - progress) / DECAY_SHARE
+    return peak * max(0.0, min(1.0, rising, falling))
+
+
+def warmup_steps(asked: int, total_steps: int) -> int:
+    """At most a tenth of the run's steps, at least one."""
+    return max(1, min(asked, int(total_steps * WARMUP_SHARE)))
