@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.errors import UserError
 from labs.gpt.sizes import Sizes
-from labs.wikitext.text import NO_TEXT, TITLE, read_lines, split_of
+from text.plain import NO_TEXT, TITLE, read_lines, split_of
 from text.prepare import made_whole
 from text.subwords import encode_flat, open_tokenizer, tokenizer_key, train_tokenizer
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.errors import UserError
 from labs.pipeline.stages import NOTHING
-from labs.wikitext.text import read_lines
+from text.plain import read_lines
 
 
 def load(config) -> tuple[Tensor, int]:

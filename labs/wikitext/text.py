@@ -20,16 +20,15 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
-from text.rows import KEYWORDS, find_text
+from text.plain import NO_TEXT, TITLE, read_lines, split_of
+from text.rows import find_text
 from text.subwords import decode, encode, train_tokenizer
 
 DEFAULT = Path("/opt/wikitext-2")
 SAMPLE = Path(__file__).parent.parent.parent / "sample"
 SPLITS = ("train", "validation", "test")
 SUFFIXES = (".txt", ".tokens", ".raw", ".md", ".parquet")
-NO_TEXT = ("readme", "license", "dataset_card")  # files about a corpus, which lie beside it
 UNK, EOS = "<unk>", "<eos>"
-TITLE = re.compile(r"\s*= [^=].* =\s*")  # of a document; ` = = heading = = ` is one of a section
 # For text that nobody has tokenised: a Han character, a word, or a mark by itself.
 WORDS = re.compile(
     r"<unk>|[\u4e00-\u9fff]|[^\W\u4e00-\u9fff]+(?:['’-][^\W\u4e00-\u9fff]+)*|[^\w\s]"
@@ -180,43 +179,6 @@ def find_files(path: Path) -> dict[str, list[Path]]:
         files_of.setdefault(split_of(file), []).append(file)
     named = {split: files_of[split] for split in SPLITS if split in files_of}
     return named or files_of  # notes beside train.txt are no training text
-
-
-def split_of(file: Path) -> str:
-    """wiki.train.tokens → "train"; "" if no word of the name tells."""
-    words = [re.sub("(set|data)$", "", word) for word in re.split(r"[^a-z]+", file.name.lower())]
-    return next((split for split, names in KEYWORDS.items() if set(words) & set(names)), "")
-
-
-def read_lines(file: Path) -> list[str]:
-    """Of a text file, or of the column `text` of a parquet file: on the hub a row is a line, or a text of several."""
-    if file.suffix == ".parquet":
-        return [line for row in read_column(file) for line in (row or "").splitlines() or [""]]
-    try:
-        return file.read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}; give another text file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{file} is not UTF-8 (byte {error.start}); convert it first, e.g. with iconv"
-        ) from None
-
-
-def read_column(file: Path) -> list[str]:
-    """The lines of the column `text`. Raises `UserError` if there is none."""
-    import pyarrow.parquet  # here, because a text file needs no pyarrow
-
-    try:
-        return pyarrow.parquet.read_table(file, columns=["text"]).column("text").to_pylist()
-    except KeyError:
-        columns = ", ".join(pyarrow.parquet.read_schema(file).names)
-        raise UserError(
-            f"{file} has no column text, only {columns}; give a folder of texts"
-        ) from None
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(
-            f"{file} is no parquet file that can be read ({str(error)[:80]}); fetch it again"
-        ) from None
 
 
 def cut_missing(

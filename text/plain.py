@@ -1,0 +1,55 @@
+"""Plain text files: their lines, their split, where a WikiText article begins. Shared by the language-model labs."""
+
+import re
+from pathlib import Path
+
+from engine.errors import UserError
+from text.rows import KEYWORDS
+
+# Files about a corpus that lie beside it and are not part of it.
+NO_TEXT = ("readme", "license", "dataset_card")
+# The title line of a WikiText article, ` = Title = `; ` = = Section = = ` is not one.
+TITLE = re.compile(r"\s*= [^=].* =\s*")
+
+
+def read_lines(file: Path) -> list[str]:
+    """The lines of a text file, or of the column `text` of a parquet file.
+
+    Hugging Face offers WikiText as parquet only. A row there is a line, or a text of several.
+    """
+    if file.suffix == ".parquet":
+        return [line for row in read_column(file) for line in (row or "").splitlines() or [""]]
+    try:
+        return file.read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}; give another text file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{file} is not UTF-8 (byte {error.start}); convert it first, e.g. with iconv"
+        ) from None
+
+
+def read_column(file: Path) -> list[str]:
+    """The column `text` of a parquet file. Raises `UserError` if there is none."""
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_table(file, columns=["text"]).column("text").to_pylist()
+    except KeyError:
+        columns = ", ".join(pyarrow.parquet.read_schema(file).names)
+        raise UserError(
+            f"{file} has no column text, only {columns}; give a folder of texts"
+        ) from None
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(
+            f"{file} is not a readable parquet file ({str(error)[:80]}); download it again"
+        ) from None
+
+
+def split_of(file: Path) -> str:
+    """The split that a file name tells: wiki.train.tokens → "train"; "" if it tells none."""
+    words = {re.sub("(set|data)$", "", word) for word in re.split("[^a-z]+", file.name.lower())}
+    for split, names in KEYWORDS.items():
+        if words & set(names):
+            return split
+    return ""
