@@ -1,7 +1,17 @@
-"""The translation model: embedding + sinusoidal positions + `nn.Transformer` + output projection (Vaswani et al. 2017).
+"""The translation model of "Attention Is All You Need" (Vaswani et al. 2017, arXiv:1706.03762).
 
-Sizes in shape comments: B sentence pairs, S source tokens, T target tokens, D model width, V target vocabulary,
-N real (not padding) target tokens. Padding masks are boolean, True = padding.
+    source ids → embedding · √D + positions → encoder → memory
+                                                          ↓
+    target ids → embedding · √D + positions → decoder → hidden → output projection → logits
+
+The encoder and the decoder are PyTorch's `nn.Transformer`. This file adds what that class leaves
+to its user: embeddings, positions, masks, the output projection and the loss.
+
+Sizes in shape comments:
+
+    B  sentence pairs in a batch          D  width of the model (d_model)
+    S  tokens of the longest source       V  size of the target vocabulary
+    T  tokens of the longest target       N  target tokens in the batch that are not padding
 """
 
 import math
@@ -13,7 +23,8 @@ from torch import Tensor, nn
 
 from engine.errors import UserError
 
-PRESETS = {  # the handout's sizes; "base" and "big" of Vaswani et al. 2017
+# "lab" has the sizes of the handout; "base" and "big" are those of table 3 in the paper.
+PRESETS = {
     "lab": dict(
         d_model=256,
         nhead=8,
@@ -43,7 +54,7 @@ PRESETS = {  # the handout's sizes; "base" and "big" of Vaswani et al. 2017
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a `Translator`."""
+    """The sizes of a `Translator`. Raises `UserError` if they do not fit together."""
 
     source_vocab: int
     target_vocab: int
@@ -54,18 +65,11 @@ class ModelConfig:
     dim_feedforward: int = 1024
     dropout: float = 0.1
     norm_first: bool = False
-    max_length: int = 512  # tokens in a sentence, begin or end included
+    max_length: int = 512  # the longest sentence in tokens, with its begin or end token
 
     def __post_init__(self):
-        sizes = (
-            "d_model",
-            "nhead",
-            "num_encoder_layers",
-            "num_decoder_layers",
-            "dim_feedforward",
-            "max_length",
-        )
-        for name in sizes:
+        layers = ("num_encoder_layers", "num_decoder_layers")
+        for name in ("d_model", "nhead", *layers, "dim_feedforward", "max_length"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} {getattr(self, name)} must be at least 1")
         if not 0 <= self.dropout < 1:
@@ -77,12 +81,14 @@ class ModelConfig:
 
 
 def sizes_of(config, source_vocab: int, target_vocab: int) -> ModelConfig:
-    """The preset's sizes, changed by those of the settings that were given: not 0, and for dropout not -1."""
-    given = {name: getattr(config, name) for name in PRESETS[config.preset]}
-    given = {
-        name: value for name, value in given.items() if value != (-1 if name == "dropout" else 0)
-    }
-    sizes = PRESETS[config.preset] | given
+    """The sizes of `config.preset`, except where a flag gives another one."""
+    sizes = dict(PRESETS[config.preset])
+    for name in sizes:
+        value = getattr(config, name)
+        # A dropout of 0 is a rate like any other, so its flag is -1 where the preset decides.
+        unset = -1 if name == "dropout" else 0
+        if value != unset:
+            sizes[name] = value
     return ModelConfig(
         source_vocab,
         target_vocab,
@@ -93,7 +99,18 @@ def sizes_of(config, source_vocab: int, target_vocab: int) -> ModelConfig:
 
 
 class Translator(nn.Module):
-    """Source and target token ids → logits over the target vocabulary."""
+    """Source and target token ids → logits over the target vocabulary.
+
+    Where is padding masked? Masks are boolean, and True means "do not look at this position".
+
+    - Source padding: `src_pad` (B, S), made in data.py, masks it twice: in the encoder's
+      self-attention and in the decoder's attention to the memory. Whoever forgets the second one
+      lets translations depend on how long the other sentences of the batch are.
+    - Future target tokens: `causal_mask` (T, T), in the decoder's self-attention. Position t sees
+      the positions 0 … t, so that all T predictions can be trained in one pass.
+    - Target padding stands at the end of a row. The causal mask hides it from all real tokens, so
+      it needs no mask. The decoder's output at padding is never used: `real` leaves it out.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -102,166 +119,201 @@ class Translator(nn.Module):
         self.target_embedding = nn.Embedding(config.target_vocab, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.transformer = build_transformer(config)
-        self.output = nn.Linear(
-            config.d_model, config.target_vocab
-        )  # logits: the loss has the softmax
-        self.output.weight = self.target_embedding.weight  # tied (Press and Wolf 2017)
+        # (…, D) → (…, V). There is no softmax here: it is a part of the loss.
+        self.output = nn.Linear(config.d_model, config.target_vocab)
+        # Tied weights (Press and Wolf 2017): the row of a token in the output projection is its
+        # embedding. This saves V · D parameters, and both uses train them.
+        self.output.weight = self.target_embedding.weight
+        self.initialize()
 
-        # With N(0, 1), the default, a tied output starts at a loss near 90 instead of ln V: logits are √D times too large.
-        nn.init.normal_(self.source_embedding.weight, std=config.d_model**-0.5)
-        nn.init.normal_(self.target_embedding.weight, std=config.d_model**-0.5)
+        # Buffers move to the GPU with the model but are not trained. These two follow from the
+        # sizes alone, so they are not stored in checkpoints (persistent=False).
+        positions = sinusoids(config.max_length, config.d_model)
+        self.register_buffer("positions", positions, persistent=False)
+        # True above the diagonal: row t, the query, must not look at columns t + 1, t + 2, …
+        square = torch.ones(config.max_length, config.max_length, dtype=torch.bool)
+        self.register_buffer("causal_mask", square.triu(1), persistent=False)
+
+    def initialize(self) -> None:
+        """Set weights with which the first loss is near ln V, that of a uniform guess."""
+        # nn.Embedding starts with N(0, 1). Logits are sums of D products with the tied weights;
+        # they would be √D times too large, and the first loss would be near 90.
+        std = self.config.d_model**-0.5
+        nn.init.normal_(self.source_embedding.weight, std=std)
+        nn.init.normal_(self.target_embedding.weight, std=std)
         nn.init.zeros_(self.output.bias)
-        if config.norm_first:
-            # Pre-norm carries the input token's embedding through to the tied output, which then bets on that very token;
-            # a small gain before the output keeps that bet low: by 8 / √D the first loss is within 1 of ln V.
-            nn.init.constant_(
-                self.transformer.decoder.norm.weight, min(1.0, 8 / math.sqrt(config.d_model))
-            )
-        # Not learned, made anew from the sizes: not in the checkpoint. Triangle: True = the row must not look there.
-        self.register_buffer(
-            "positions", sinusoids(config.max_length, config.d_model), persistent=False
-        )
-        triangle = torch.ones(config.max_length, config.max_length, dtype=torch.bool).triu(1)
-        self.register_buffer("causal_mask", triangle, persistent=False)
+        if self.config.norm_first:
+            # Pre-norm carries the embedding of the input token through to the tied output, which
+            # then predicts this very token again. A small gain of the last norm weakens that:
+            # with 8 / √D the first loss is within 1 of ln V.
+            gain = min(1.0, 8 / math.sqrt(self.config.d_model))
+            nn.init.constant_(self.transformer.decoder.norm.weight, gain)
 
     def forward(
         self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor | None = None
     ) -> Tensor:
-        """(B, S), (B, S), (B, T) → logits (B, T, V); with `real`, flat positions (N,), only theirs: (N, V)."""
+        """Logits (B, T, V) of the token that follows each target token.
+
+        src (B, S): source ids; src_pad (B, S): True at padding; tgt_in (B, T): the begin token and
+        the target. With `real` (N,), positions in the flattened (B · T), only their logits (N, V).
+        """
         return self.output(self.hidden(src, src_pad, tgt_in, real))
 
     def hidden(
         self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor | None = None
     ) -> Tensor:
-        """What the output projection sees: (B, T, D); with `real` (N, D)."""
-        hidden = self.decode(self.encode(src, src_pad), src_pad, tgt_in)  # (B, T, D)
-        # The projection is the largest product of the model: spend it on real tokens only.
-        return hidden if real is None else hidden.flatten(0, 1).index_select(0, real)
+        """The input of the output projection: (B, T, D), or (N, D) with `real`. See `forward`."""
+        memory = self.encode(src, src_pad)  # (B, S, D)
+        hidden = self.decode(memory, src_pad, tgt_in)  # (B, T, D)
+        if real is None:
+            return hidden
+        # The output projection is the largest matrix product of the model: skip the padding.
+        return hidden.flatten(0, 1).index_select(0, real)  # (B·T, D) → (N, D)
 
     def encode(self, src: Tensor, src_pad: Tensor) -> Tensor:
-        """(B, S) → memory (B, S, D)"""
-        return self.transformer.encoder(
-            self.embed(self.source_embedding, src), src_key_padding_mask=src_pad
-        )
+        """Source ids (B, S) → memory (B, S, D)."""
+        embedded = self.embed(self.source_embedding, src)
+        return self.transformer.encoder(embedded, src_key_padding_mask=src_pad)
 
     def decode(self, memory: Tensor, src_pad: Tensor, tgt_in: Tensor) -> Tensor:
-        """(B, S, D), (B, S), (B, T) → hidden (B, T, D)"""
+        """Memory (B, S, D) and target ids (B, T) → hidden (B, T, D)."""
         length = tgt_in.size(1)
         return self.transformer.decoder(
             self.embed(self.target_embedding, tgt_in),
             memory,
-            # `tgt_is_causal` is a hint that the mask is the triangle, and lets PyTorch take a faster kernel.
             tgt_mask=self.causal_mask[:length, :length],
+            # A hint that the mask above is causal, which allows a faster kernel. It is no mask.
             tgt_is_causal=True,
             memory_key_padding_mask=src_pad,
         )
 
     def embed(self, embedding: nn.Embedding, ids: Tensor, first: int = 0) -> Tensor:
-        """(B, T) ids standing at positions first, first + 1, … → (B, T, D)"""
+        """Ids (B, T) at the positions first, first + 1, … → (B, T, D)."""
         end = self.check_length(ids, first)
-        # √D brings the embeddings, N(0, 1/D), to the scale of the sinusoids (section 3.4 of the paper).
-        return self.dropout(
-            embedding(ids) * math.sqrt(self.config.d_model) + self.positions[first:end]
-        )
-
-    def set_dropout(self, p: float) -> None:
-        """Another rate of dropout everywhere, from now on."""
-        for module in self.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = p
-            elif isinstance(
-                module, nn.MultiheadAttention
-            ):  # keeps its rate as a number, not as an nn.Dropout
-                module.dropout = p
+        # Embeddings are N(0, 1/D); · √D makes them as large as the sinusoids (section 3.4).
+        scaled = embedding(ids) * math.sqrt(self.config.d_model)
+        return self.dropout(scaled + self.positions[first:end])
 
     def check_length(self, ids: Tensor, first: int = 0) -> int:
-        """The position behind the last of (B, T) ids that begin at `first`; `ValueError` if there are not so many."""
+        """The position after the last of the ids (B, T); ValueError if there are too many."""
         length = first + ids.size(1)
         if length > self.config.max_length:
             raise ValueError(
-                f"{length} tokens are more than the {self.config.max_length} this model has positions for"
+                f"{length} tokens are more than the {self.config.max_length} positions of the model"
             )
         return length
 
+    def set_dropout(self, rate: float) -> None:
+        """Change the dropout rate of all layers."""
+        for module in self.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = rate
+            elif isinstance(module, nn.MultiheadAttention):
+                module.dropout = rate  # a number here, not a layer
+
 
 def build_transformer(config: ModelConfig) -> nn.Transformer:
-    """The stock `nn.Transformer` of these sizes."""
-    sizes = dict(dim_feedforward=config.dim_feedforward, dropout=config.dropout, batch_first=True)
-    sizes |= dict(d_model=config.d_model, nhead=config.nhead, norm_first=config.norm_first)
-    layer, norm = nn.TransformerEncoderLayer(**sizes), nn.LayerNorm(config.d_model)
-    # Nested tensors (a prototype) would warn and change shapes; the constructor of nn.Transformer cannot switch them off.
+    """PyTorch's `nn.Transformer` with these sizes; all tensors are batch first."""
+    layer_sizes = dict(
+        d_model=config.d_model,
+        nhead=config.nhead,
+        dim_feedforward=config.dim_feedforward,
+        dropout=config.dropout,
+        norm_first=config.norm_first,
+        batch_first=True,
+    )
+    # We make the encoder ourselves, because only its own constructor can switch nested tensors
+    # off: they are a prototype, print a warning and change the shape of the output.
     encoder = nn.TransformerEncoder(
-        layer, config.num_encoder_layers, norm, enable_nested_tensor=False
+        nn.TransformerEncoderLayer(**layer_sizes),
+        config.num_encoder_layers,
+        norm=nn.LayerNorm(config.d_model),
+        enable_nested_tensor=False,
     )
     return nn.Transformer(
-        **sizes, num_decoder_layers=config.num_decoder_layers, custom_encoder=encoder
+        **layer_sizes, num_decoder_layers=config.num_decoder_layers, custom_encoder=encoder
     )
 
 
 def sinusoids(length: int, d_model: int) -> Tensor:
-    """(length, D): position p has sin(p / 10000^(2i/D)) at 2i and the cosine at 2i + 1 (section 3.5 of the paper)."""
-    position = torch.arange(length, dtype=torch.float64).unsqueeze(
-        1
-    )  # (length, 1); fp32 would blur large angles
-    frequency = torch.exp(
-        torch.arange(0, d_model, 2, dtype=torch.float64) * (-math.log(10000.0) / d_model)
-    )  # (D/2,)
+    """The positional encoding of section 3.5: (length, D).
+
+    PE(p, 2i)     = sin(p / 10000^(2i/D))
+    PE(p, 2i + 1) = cos(p / 10000^(2i/D))
+
+    docs/positional_encoding.md shows why.
+    """
+    # In float64: float32 would round the large angles of late positions.
+    position = torch.arange(length, dtype=torch.float64).unsqueeze(1)  # (length, 1)
+    even = torch.arange(0, d_model, 2, dtype=torch.float64)  # 2i, (D/2,)
+    frequency = torch.exp(even * (-math.log(10000.0) / d_model))  # 1 / 10000^(2i/D)
     angle = position * frequency  # (length, D/2)
-    return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1).float()  # (length, D)
+    # Stacked (length, D/2, 2) and flattened, sine and cosine alternate.
+    return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1).float()
 
 
 class SummedLoss(nn.Module):
-    """A translator and its loss in one module: what DDP and `torch.compile` wrap, because its output is the loss."""
+    """A translator and its loss in one module, for DDP and torch.compile, which wrap modules."""
 
     def __init__(self, model: Translator, label_smoothing: float):
         super().__init__()
-        self.model, self.label_smoothing = model, label_smoothing
+        self.model = model
+        self.label_smoothing = label_smoothing
 
     def forward(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor, tgt_out: Tensor):
-        """(B, S), (B, S), (B, T), (N,), (N,) → cross-entropy in nats summed over N tokens: to minimise, and to report.
+        """Cross-entropy in nats, summed over the N target tokens: (smoothed, plain).
 
-        The first has label smoothing and a gradient; exp(second / N) is the perplexity.
+        tgt_out (N,): the tokens to predict at the positions `real` (N,). Train on the first; the
+        second has no gradient, and exp(second / N) is the perplexity.
+
+        It is a sum and not a mean, because only the caller knows the number of tokens of all
+        micro-batches and ranks to divide by. A mean of means would weigh short batches too much.
         """
-        log_p = self.model(src, src_pad, tgt_in, real).float().log_softmax(-1)  # (N, V)
+        logits = self.model(src, src_pad, tgt_in, real)  # (N, V)
+        log_p = logits.float().log_softmax(-1)
         plain = F.nll_loss(log_p, tgt_out, reduction="sum")
-        # Label smoothing mixes in the loss of a target spread evenly over the vocabulary. F.cross_entropy would give the
-        # mixture alone, and the plain loss, asked for after it, would need a second softmax.
-        evenly = -(
-            log_p.mean(-1) * (tgt_out >= 0)
-        ).sum()  # negative: no target, see fast/cuda_training.py
-        return torch.lerp(plain, evenly, self.label_smoothing), plain.detach()
+        # Label smoothing ε (section 5.4): the target is the right token with probability 1 - ε,
+        # and with ε a token drawn uniformly from the vocabulary:
+        #     smoothed = (1 - ε) · plain + ε · uniform
+        # F.cross_entropy(label_smoothing=ε) would return the sum of both terms only; the plain
+        # loss, which we report, would then cost a second softmax.
+        real_targets = tgt_out >= 0  # fast/cuda_training.py fills up with negative ones
+        uniform = -(log_p.mean(-1) * real_targets).sum()
+        return torch.lerp(plain, uniform, self.label_smoothing), plain.detach()
 
 
 def training_flops(config: ModelConfig, source_tokens: int, target_tokens: int) -> float:
-    """Floating-point operations of a forward and backward pass over so many tokens, matrix products with weights only.
+    """Floating-point operations of one forward and backward pass over this number of tokens.
 
-    A product with W weights costs 2·W per token forward (multiply, add) and 4·W backward (gradients of its input and of the
-    weights). Attention scores are left out: under 5 % at the lengths of sentences. A source's end, a target's begin are tokens.
+    Only matrix products with weights count. W weights cost 2 · W per token forward (multiply and
+    add) and 4 · W backward (the gradients of the inputs and of the weights). Attention scores are
+    left out: at the lengths of sentences they are below 5 %.
     """
-    d, ff = config.d_model, config.dim_feedforward
-    encoder = config.num_encoder_layers * (4 * d * d + 2 * d * ff)
-    # Self-attention 4·d², query and output of cross 2·d²; its keys and values once for every source token.
-    decoder = config.num_decoder_layers * (6 * d * d + 2 * d * ff)
-    cross_keys_and_values = config.num_decoder_layers * 2 * d * d
-    output = d * config.target_vocab
-    return 6.0 * (
-        source_tokens * (encoder + cross_keys_and_values) + target_tokens * (decoder + output)
-    )
+    d_squared = config.d_model**2
+    feed_forward = 2 * config.d_model * config.dim_feedforward
+    # Self-attention has four D × D matrices: query, key, value and output.
+    encoder = config.num_encoder_layers * (4 * d_squared + feed_forward)
+    # Cross-attention applies its query and output to target tokens, its key and value to sources.
+    decoder = config.num_decoder_layers * (6 * d_squared + feed_forward)
+    memory = config.num_decoder_layers * 2 * d_squared
+    output = config.d_model * config.target_vocab
+    return 6.0 * (source_tokens * (encoder + memory) + target_tokens * (decoder + output))
 
 
 @torch.no_grad()
 def cross_attention(model: Translator, src: Tensor, src_pad: Tensor, tgt_in: Tensor) -> Tensor:
-    """Where the last decoder layer looks: (B, T, S) weights, averaged over heads, each row summing to 1."""
+    """The attention weights of the last decoder layer to the source: (B, T, S).
+
+    They are averaged over the heads; each row sums to 1.
+    """
     attention = model.transformer.decoder.layers[-1].multihead_attn
-    seen = {}
-    # The stock layer asks for no weights; catch what it attends with and ask again.
-    hook = attention.register_forward_pre_hook(
-        lambda _, inputs: seen.update(query=inputs[0], memory=inputs[1])
-    )
+    seen = []
+    # The stock layer discards its weights: record its inputs in a normal pass and call it again.
+    hook = attention.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs[:2]))
     try:
         model.decode(model.encode(src, src_pad), src_pad, tgt_in)
     finally:
         hook.remove()
-    return attention(
-        seen["query"], seen["memory"], seen["memory"], key_padding_mask=src_pad, need_weights=True
-    )[1]
+    query, memory = seen
+    _, weights = attention(query, memory, memory, key_padding_mask=src_pad, need_weights=True)
+    return weights
