@@ -44,7 +44,7 @@ class Config:
         -1, "passes before dropout; -1: 10, or 0 with a --dropout", "Model", min=-1
     )
     norm_first: bool = flag(False, "layer norm before each sub-layer (pre-norm)", "Model")
-    attention: str = flag("", "attention by hand (python|recompute|cpp|triton)", "Model")
+    attention: str = flag("", "attention by hand (python|recompute|cpp)", "Model")
 
     epochs: int = flag(20, "passes over the data", "Training", min=1)
     max_steps: int = flag(0, "stop after this many steps; 0: use --epochs", "Training", min=0)

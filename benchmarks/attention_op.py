@@ -65,16 +65,14 @@ def attentions(device: torch.device) -> dict[str, Callable[..., Tensor]]:
         return lambda *qkv: sdpa_kernel(kernel)(F.scaled_dot_product_attention)(*qkv)
 
     if device.type == "cpu":
-        named, absent = {"PyTorch flash": pytorch(SDPBackend.FLASH_ATTENTION)}, "triton"
-    else:  # whose flash attention knows no fp32
-        named, absent = {"PyTorch efficient": pytorch(SDPBackend.EFFICIENT_ATTENTION)}, "cpp"
+        named = {"PyTorch flash": pytorch(SDPBackend.FLASH_ATTENTION)}
+        backends = ATTENTION_BACKENDS
+    else:  # flash attention on a GPU knows no fp32
+        named = {"PyTorch efficient": pytorch(SDPBackend.EFFICIENT_ATTENTION)}
+        backends = [name for name in ATTENTION_BACKENDS if name != "cpp"]
     named["PyTorch math"] = pytorch(SDPBackend.MATH)
     named["composed"] = lambda q, k, v: (q @ k.mT / math.sqrt(q.size(-1))).softmax(-1) @ v
-    return named | {
-        f"ours {name}": partial(attention, backend=name)
-        for name in ATTENTION_BACKENDS
-        if name != absent
-    }
+    return named | {f"ours {name}": partial(attention, backend=name) for name in backends}
 
 
 def gelus(device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:

@@ -7,7 +7,7 @@
 parity     tests/fast/test_device.py: every number format against float64 on the CPU
 training   benchmarks.training, plain, fast and captured, in the formats of the card; CPU time, wait for data
 decoding   benchmarks.decoding: random weights and exactly 40 tokens a sentence, with --ckpt its own lengths; plain and captured
-operators  labs.attention_op, benchmarks.attention_op: our Triton kernels beside PyTorch's, right and how fast
+operators  benchmarks.attention_op: attention and GELU by hand beside PyTorch's
 cards      the same steps of train.py on one card and, over NCCL, on all of them: the same loss?
 run        train.py for some minutes, then evaluate.py: a BLEU
 
@@ -196,10 +196,7 @@ def stages(config: Config, device: torch.device, taken: str, folder: Path) -> di
         ]
     if on_gpu:
         sizes = f"--lengths 64 1024 --numbers {2**20} --rounds 3 --device {device} --out {out}/operators.json"
-        speeds["operators"] = [
-            "labs.attention_op --backend triton",
-            f"benchmarks.attention_op {sizes}",
-        ]
+        speeds["operators"] = [f"benchmarks.attention_op {sizes}"]
         steps = f"--device cuda --max_steps {STEPS} --eval_every {STEPS} --dropout 0"
         cards, launch = (
             torch.cuda.device_count(),

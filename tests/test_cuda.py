@@ -264,62 +264,6 @@ def test_the_loss_is_one_graph_for_all_shapes():
         assert 1 <= len(graphs) <= (2 if number < 12 else 3)  # one more where dropout begins
 
 
-# ---------------------------------------------------------------- Triton
-
-
-CARDS = {75: 64, 80: 163, 86: 99, 90: 227}  # KiB of memory that a program may share
-KERNELS = [
-    (75, "fp16", 256),
-    (75, "fp32", 64),
-    (80, "bf16", 64),
-    (86, "fp32", 256),
-    (90, "bf16", 128),
-]
-
-
-@pytest.mark.parametrize("capability, number, width", KERNELS)
-def test_triton_kernels_fit_the_card(capability, number, width):
-    triton = pytest.importorskip("triton")
-    from labs.attention_op import triton_kernels as kernels
-
-    dtype = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16}[number]
-    parts = ("q", "k", "v", "out", "log_sum", "grad", "delta", "grad_q", "grad_k", "grad_v")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(capability, 10))
-        card = type(
-            "OnTheCard",
-            (),
-            dict(is_cuda=True, dtype=dtype, device=None, size=lambda self, axis: width),
-        )()
-        sizes = dict(
-            BLOCK=kernels.block(card, card), WIDE_D=kernels.wide(width), WIDE_W=kernels.wide(width)
-        )
-        own = kernels.block(card, card, min=8)
-    for kernel in (kernels.forward_kernel, kernels.grad_q_kernel, kernels.grad_kv_kernel):
-        order = [parameter.name for parameter in kernel.params]
-        constants = sizes | dict(HAS_BIAS=True, CAUSAL=False, DROPS=True, OWN=own, bias_t=1)
-        constants = {name: value for name, value in constants.items() if name in order}
-        types = {name: f"*{number}" for name in parts} | dict(
-            log_sum="*fp32", delta="*fp32", bias="*fp32", seed="*i32"
-        )
-        types |= dict(scale="fp32", kept="fp32")
-        signature = {
-            name: "constexpr" if name in constants else types.get(name, "i32") for name in order
-        }
-        source = triton.compiler.ASTSource(
-            fn=kernel,
-            signature=signature,
-            constexprs={(order.index(name),): value for name, value in constants.items()},
-            attrs={
-                (order.index(name),): [["tt.divisibility", 16]] for name in order if name in parts
-            },
-        )
-        made = triton.compile(
-            source, target=triton.backends.compiler.GPUTarget("cuda", capability, 32)
-        )
-        assert made.asm["cubin"] and made.metadata.shared <= CARDS[capability] << 10
-
-
 def test_no_row_of_a_padded_batch_is_all_padding():
     """A CPU's softmax makes zeros of such a row; other kernels make nan, and the gradients of all rows with it."""
     inputs = cuda_training.empty_inputs((4, 6, 5, 12), torch.device("cpu"))

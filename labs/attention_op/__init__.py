@@ -1,4 +1,4 @@
-"""Attention and GELU written by hand, forward and backward: in Python, in C++, in Triton.
+"""Attention and GELU written by hand, forward and backward: in Python and in C++.
 
     python -m labs.attention_op                       # check every operator against PyTorch, then a short timing
 

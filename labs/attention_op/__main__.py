@@ -17,7 +17,7 @@ class Config:
     """Every setting of this lab."""
 
     backend: str = flag(
-        "", "check this one only (python|recompute|cpp|triton); all that run here", "Operators"
+        "", "check this one only (python|recompute|cpp); all that run here", "Operators"
     )
     batch: int = flag(8, "rows", "Sizes", min=1)
     heads: int = flag(8, "attention heads", "Sizes", min=1)
@@ -35,6 +35,7 @@ if (
 import statistics
 import sys
 import time
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -64,7 +65,7 @@ def usable(wanted: str) -> list[str]:
     """The backends that run here. One that does not is named with its reason; if it is the one wanted, that is an error."""
     backends = []
     for backend in [wanted] if wanted else ATTENTION_BACKENDS:
-        x = torch.zeros(1, 1, 1, 16, device=device_of(backend))
+        x = torch.zeros(1, 1, 1, 16)
         try:
             attention(x, x, x, backend=backend)
             backends.append(backend)
@@ -73,11 +74,6 @@ def usable(wanted: str) -> list[str]:
                 raise
             print(f"{backend}: left out, {error}")
     return backends
-
-
-def device_of(backend: str) -> str:
-    """Triton's is the GPU; the others are compared on the CPU."""
-    return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
 
 
 def check(backends: list[str]) -> bool:
@@ -96,13 +92,13 @@ def check(backends: list[str]) -> bool:
 
 
 def check_attention(backend: str) -> bool:
-    """Sizes that are no multiples of a block; Triton computes no fp64, which numerical derivatives need."""
-    dtypes = [torch.float32] if backend == "triton" else [torch.float32, torch.float64]
+    """Sizes that are no multiples of a block."""
     sizes = (3, 2, 37, 41, 16, 24)  # B, H, S, T, D, W
     errors = {
-        dtype: checks.check_attention(backend, sizes, dtype, device_of(backend)) for dtype in dtypes
+        dtype: checks.check_attention(backend, sizes, dtype)
+        for dtype in (torch.float32, torch.float64)
     }
-    derivative = None if backend == "triton" else checks.gradcheck_attention(backend)
+    derivative = checks.gradcheck_attention(backend)
     return check_line("attention", backend, checks.terms_of(sizes), errors, derivative)
 
 
@@ -116,16 +112,14 @@ def check_gelu(backend: str, kind: str) -> bool:
     )
 
 
-def check_line(
-    operator: str, backend: str, terms: int, errors: dict, derivative: bool | None
-) -> bool:
+def check_line(operator: str, backend: str, terms: int, errors: dict, derivative: bool) -> bool:
     """Print the errors of one operator, by number format; → whether they are small enough."""
     small = all(
         max(pair) <= checks.allowed(backend, dtype, terms) for dtype, pair in errors.items()
     )
-    right = small and derivative is not False
+    right = small and derivative
     cells = "".join(f"{value:>10.1e}" for pair in errors.values() for value in pair)
-    verdict = {True: "passes", False: "FAILS", None: "needs fp64"}[derivative]
+    verdict = "passes" if derivative else "FAILS"
     print(
         f"{operator + ', ' + backend:<28}{cells:<40}  {verdict}{'' if right else '  WRONG'}",
         flush=True,
@@ -135,52 +129,34 @@ def check_line(
 
 def time_attention(config: Config, backends: list[str]) -> None:
     """Ours beside PyTorch's, no mask."""
-    contestants = attention_contestants(backends)
+    contestants = {"F.scaled_dot_product_attention": F.scaled_dot_product_attention}
+    contestants |= {backend: partial(attention, backend=backend) for backend in backends}
     sizes = (config.batch, config.heads, config.seq, config.seq, config.width, config.width)
     print(f"attention (B, H, S, D) = {(config.batch, config.heads, config.seq, config.width)}")
-    race(
-        contestants, lambda device: checks.random_inputs(sizes, torch.float32, device), config.turns
-    )
-
-
-def attention_contestants(backends: list[str]) -> dict:
-    """name → (device, operator). PyTorch's runs on each device that one of ours runs on."""
-    contestants = {}
-    for device in sorted({device_of(backend) for backend in backends}):
-        contestants[f"F.scaled_dot_product_attention, {device}"] = (
-            device,
-            F.scaled_dot_product_attention,
-        )
-    for backend in backends:
-        contestants[backend] = device_of(backend), lambda *x, b=backend: attention(*x, backend=b)
-    return contestants
+    race(contestants, checks.random_inputs(sizes, torch.float32), config.turns)
 
 
 def time_gelu(config: Config, backends: list[str]) -> None:
     """Ours beside PyTorch's, the exact one."""
-    contestants = {"F.gelu": ("cpu", F.gelu)}
-    for backend in (b for b in backends if b in GELU_BACKENDS):
-        contestants[backend] = "cpu", lambda x, b=backend: gelu(x, backend=b)
+    contestants = {"F.gelu": F.gelu}
+    for backend in backends:
+        if backend in GELU_BACKENDS:
+            contestants[backend] = partial(gelu, backend=backend)
     # The hidden layer of a Transformer of this width: four times as wide.
     shape = (config.batch * config.seq, 4 * config.heads * config.width)
     print(f"gelu of {shape}")
-    race(contestants, lambda device: [torch.randn(shape, device=device)], config.turns)
+    race(contestants, [torch.randn(shape)], config.turns)
 
 
-def race(contestants: dict, make_inputs, turns: int) -> None:
+def race(contestants: dict, inputs: list[torch.Tensor], turns: int) -> None:
     """In turns, so that a slow moment of the machine hits all alike; the first turn is not counted."""
     times = {name: [] for name in contestants}
-    inputs = {
-        name: [x.requires_grad_() for x in make_inputs(device)]
-        for name, (device, _) in contestants.items()
-    }
+    inputs = [x.requires_grad_() for x in inputs]
     for _ in range(turns + 1):
-        for name, (_, operator) in contestants.items():
+        for name, operator in contestants.items():
             begun = time.perf_counter()
-            out = operator(*inputs[name])
-            torch.autograd.grad(out, inputs[name], out.detach())
-            if out.is_cuda:
-                torch.cuda.synchronize()
+            out = operator(*inputs)
+            torch.autograd.grad(out, inputs, out.detach())
             times[name].append(1e3 * (time.perf_counter() - begun))
     for name, values in times.items():
         print(f"  {name:<36}{statistics.median(values[1:]):>10.2f}", flush=True)

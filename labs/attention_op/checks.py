@@ -24,9 +24,9 @@ def allowed(backend: str, dtype: torch.dtype, terms: int) -> float:
     """The largest `error` of results on whose way so many numbers are added up in another order than PyTorch's.
 
     Each addition rounds by half an eps, in ours and in PyTorch's. Twice that, for numbers that cancel are larger than their
-    sum. Triton's softmax is made on the way, block after block of keys, and rounded at each.
+    sum.
     """
-    return 2 * terms * torch.finfo(dtype).eps * (3 if backend == "triton" else 1)
+    return 2 * terms * torch.finfo(dtype).eps
 
 
 def reference_attention(

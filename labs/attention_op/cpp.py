@@ -42,9 +42,8 @@ def cpp_attention(
 def check_device(operator: str, x: Tensor) -> None:
     """Raises `UserError` off the CPU."""
     if x.device.type not in ("cpu", "meta"):
-        other = "'python'" + " or 'triton'" * (operator == "attention")
         raise UserError(
-            f"{operator}: 'cpp' is for the CPU, not for {x.device}; choose {other}, or --device cpu"
+            f"{operator}: 'cpp' is for the CPU, not for {x.device}; choose 'python', or --device cpu"
         )
 
 

@@ -13,7 +13,7 @@ from engine.errors import UserError
 from labs.attention_op.attention_python import Attention, RecomputedAttention
 from labs.attention_op.gelu_python import Gelu, GeluTanh
 
-ATTENTION_BACKENDS = ("python", "recompute", "cpp", "triton")
+ATTENTION_BACKENDS = ("python", "recompute", "cpp")
 GELU_BACKENDS = ("python", "cpp")
 
 
@@ -34,12 +34,12 @@ def attention(
     causal:  query i sees the keys 0…i, also when S ≠ T. May be given beside a mask.
     dropout: share of the weights set to 0, the others divided by 1 − dropout. Give 0 when not training.
     scale:   1/√D unless given.
-    backend: "python" keeps all weights for the backward pass; "recompute" makes them again, block by block; "cpp" (CPU) and
-             "triton" (NVIDIA GPU) do the same compiled. All drop the same weights after the same `torch.manual_seed`.
+    backend: "python" keeps all weights for the backward pass; "recompute" makes them again, block by block; "cpp" (CPU) does the
+             same compiled. All drop the same weights after the same `torch.manual_seed`.
 
-    A query that may see nothing gets zeros. Half precision is computed in fp32 and rounded at the end of the forward pass, and
-    again at the end of the backward pass, which starts from the rounded output (Triton multiplies in half precision and sums in
-    fp32); autocast applies as to PyTorch's own. It can be differentiated once. Raises `UserError`.
+    A query that may see nothing gets zeros. Half precision is computed in fp32 and rounded at the end of
+    the forward pass, and again at the end of the backward pass, which starts from the rounded output;
+    autocast applies as to PyTorch's own. It can be differentiated once. Raises `UserError`.
     """
     check_backend("attention", backend, ATTENTION_BACKENDS)
     check_inputs(q, k, v, mask, dropout)
@@ -67,22 +67,6 @@ def implementation(backend: str):
         from labs.attention_op.cpp import cpp_attention
 
         return cpp_attention
-    if backend == "triton":
-        try:
-            from labs.attention_op.triton_kernels import triton_attention
-        except ImportError:
-            raise UserError(
-                "attention: 'triton' needs the package triton, which PyTorch for CUDA brings along; choose "
-                "'recompute', or 'cpp' on a CPU"
-            ) from None
-        except Exception as error:  # Triton compiles a few lines of C when it begins
-            reason = " ".join(str(error).split())[:150]
-            raise UserError(
-                f"attention: 'triton' needs gcc and Python's headers (python3-dev): {reason}; choose "
-                "'recompute'"
-            ) from None
-
-        return triton_attention
     return {"python": Attention.apply, "recompute": RecomputedAttention.apply}[backend]
 
 

@@ -708,14 +708,13 @@ def test_the_gpu_benchmark(toy_data, tmp_path, monkeypatch, capsys):
     gpu.main(config)  # what failed is done again, the rest kept
     assert started[len(first) :] == [
         "benchmarks.training",
-        "labs.attention_op",
         "benchmarks.attention_op",
     ]
     reported = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
     assert {"tiny parity", "cards", "run"} <= set(reported["stages"]) and not reported["files"]
     monkeypatch.setattr(gpu, "machine", lambda: {"commit": "2"})
     gpu.main(config)
-    assert started[len(first) + 3 :] == first
+    assert started[len(first) + 2 :] == first
     monkeypatch.setattr(gpu, "choose_device", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(gpu, "hidden_gpus", lambda: None)
     with pytest.raises(UserError, match="PyTorch sees no GPU; for a rehearsal: --device cpu"):
