@@ -1,62 +1,69 @@
 """BLEU: the one place that turns translations into a score, always on the scale 0–100.
 
-The graded score is nltk's `corpus_bleu`; sacreBLEU's standard score stands beside it, to compare with papers. Both
-see sacreBLEU's tokens (Post 2018, "A Call for Clarity in Reporting BLEU Scores"), cut from plain text, not subwords.
+The graded score is nltk's `corpus_bleu`; sacreBLEU's standard score stands beside it, to compare
+with papers. Both see the same words: those of sacreBLEU's tokeniser (Post 2018, "A Call for Clarity
+in Reporting BLEU Scores"), which gets plain text and never the subwords of the model.
 
-Without smoothing nltk and sacreBLEU agree, except in one case: for each hypothesis with fewer than n tokens nltk adds
-one n-gram that cannot match to the total of order n (its guard against 0/0); sacreBLEU adds none. Many very short
-hypotheses therefore make nltk's score a little lower, and the card says so when it shows in the second decimal.
-Both packages take half a second to import, so the functions that need them do it, on the first score.
+Without smoothing nltk and sacreBLEU agree, with one exception. For each hypothesis of fewer than n
+tokens nltk adds one n-gram that cannot match to the total of order n (its guard against 0/0);
+sacreBLEU adds none. Many very short hypotheses therefore make nltk's score a little lower, and the
+card says so where it shows in the second decimal.
+
+Both packages take half a second to import, so the functions that need them import them.
 """
 
 import re
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-# What a column's name may hold: the code of the language or of a country, its name in English or in itself.
+# What the name of a Japanese or Korean column may hold: the code of the language or of the country,
+# or the language's name in English, Chinese or Korean.
 JAPANESE_OR_KOREAN = re.compile("(.*[^a-z])?(ja|jpn?|ko|kor|kr)(?![a-z])|japan|korea|[日韩한]")
 
 
 def corpus_bleu(
     references: list[str], hypotheses: list[str], target: str = "en", smooth: bool = False
 ) -> float:
-    """The graded score, 0–100: nltk's corpus BLEU (Papineni et al. 2002) on sacreBLEU's tokens, case-sensitive.
+    """The graded score, 0–100: nltk's corpus BLEU (Papineni et al. 2002), case-sensitive.
 
-    Both lists hold plain sentences in the language `target`, one reference for each hypothesis. References come first,
-    as in nltk; swapped, the score changes: matches are divided by the n-grams of the hypotheses, and only these pay the
-    brevity penalty. So name them: `corpus_bleu(references=..., hypotheses=...)`.
-    `smooth` is for the training curve only: an early model matches no four tokens in a row and would score 0.
+    Both lists hold plain sentences in the language `target`, one reference for each hypothesis;
+    any other shape is a `ValueError`. References come first, as in nltk. The order matters: matches
+    are divided by the n-grams of the hypotheses, and only these pay the brevity penalty. So name
+    them: `corpus_bleu(references=..., hypotheses=...)`.
+
+    `smooth` is for the training curve only: a model that has just begun to learn matches no four
+    tokens in a row and would score 0.
     """
-    references, hypotheses = checked(references, hypotheses)
+    check_sentences(references, hypotheses)
     metric = sacrebleu_metric(target, references)
     return nltk_bleu(tokens_of(references, metric), tokens_of(hypotheses, metric), smooth)
 
 
-def checked(references: list[str], hypotheses: list[str]) -> tuple[list[str], list[str]]:
-    """Both as lists of sentences, or a ValueError: given a wrong shape, nltk silently returns a wrong score."""
+def check_sentences(references: list[str], hypotheses: list[str]) -> None:
+    """Raise ValueError for a wrong shape, for which nltk would silently return a wrong score."""
     for name, sentences in (("references", references), ("hypotheses", hypotheses)):
         if isinstance(sentences, str) or not isinstance(sentences, Sequence):
             raise ValueError(f"{name} must be a list of sentences, not {type(sentences).__name__}")
         for position, sentence in enumerate(sentences):
             if not isinstance(sentence, str):
-                raise ValueError(
-                    f"{name}[{position}] must be a plain sentence (str), not {type(sentence).__name__}"
-                )
+                kind = type(sentence).__name__
+                raise ValueError(f"{name}[{position}] must be a plain sentence (str), not {kind}")
     if len(references) != len(hypotheses) or not references:
         numbers = f"{len(references)} references, {len(hypotheses)} hypotheses"
-        raise ValueError(f"{numbers}: the numbers must be equal, at least 1")
-    return list(references), list(hypotheses)
+        raise ValueError(f"{numbers}: the numbers must be equal and at least 1")
 
 
-def sacrebleu_metric(target: str, references: Sequence[str] = (), lowercase: bool = False):
-    """sacreBLEU's standard BLEU for a language. Its tokeniser 13a cuts at spaces and punctuation; Chinese, Japanese and
-    Korean are cut into characters, since a whole clause may stand between two spaces. Chinese is known by the characters
-    of the `references`, never by the column's name: English may stand under `zh_en`, and Chinese under `target`. The
-    name tells Japanese and Korean, whose texts may hold Chinese characters, too."""
+def sacrebleu_metric(
+    target: str, references: Sequence[str] = (), lowercase: bool = False, smooth: str = "exp"
+):
+    """sacreBLEU's BLEU for a language; by default with the settings that papers report.
+
+    Its tokeniser 13a cuts at spaces and punctuation. Chinese, Japanese and Korean are cut into
+    characters, since they have no spaces between words. Chinese is recognised by the characters of
+    the `references` and not by the column's name: English may stand under `zh_en`, and Chinese
+    under `target`. Japanese texts may hold Chinese characters only, so there the name decides.
+    """
     from sacrebleu.metrics import BLEU
 
     if JAPANESE_OR_KOREAN.match(target.lower()):
@@ -65,18 +72,21 @@ def sacrebleu_metric(target: str, references: Sequence[str] = (), lowercase: boo
         tokeniser = "zh"
     else:
         tokeniser = "13a"
-    # force: no warning about lines ending in " ."
-    return BLEU(tokenize=tokeniser, lowercase=lowercase, force=True)
+    # `force` silences a warning about lines that end in " .".
+    return BLEU(tokenize=tokeniser, lowercase=lowercase, smooth_method=smooth, force=True)
 
 
 def mostly_chinese(sentences: Sequence[str]) -> bool:
-    """Whether more than half of the sentences hold a Chinese character: a name in an English one does not count."""
+    """Whether more than half of the sentences hold a Chinese character.
+
+    Half, because an English sentence may quote a Chinese name.
+    """
     chinese = sum(bool(re.search("[\u4e00-\u9fff]", sentence)) for sentence in sentences)
     return 2 * chinese > len(sentences)
 
 
 def tokens_of(sentences: list[str], metric) -> list[list[str]]:
-    """The tokens of each sentence, exactly as this sacreBLEU metric cuts and counts them."""
+    """The tokens of each sentence, exactly as this sacreBLEU metric counts them."""
     return [metric.tokenizer(sentence.rstrip()).split() for sentence in sentences]
 
 
@@ -84,17 +94,17 @@ def nltk_bleu(references: list[list[str]], hypotheses: list[list[str]], smooth: 
     """nltk's corpus BLEU of token lists, 0–100."""
     from nltk.translate import bleu_score
 
-    # method0 is BLEU as defined; method1 counts 0.1 match where nothing matches. Never the others: made for single
-    # sentences, they change a corpus score that needs no smoothing, and method6 even leaves the scale (104 of 100).
+    # method0 is BLEU as defined; method1 counts 0.1 matches where nothing matches. Never the other
+    # methods: they are made for single sentences, and method6 even leaves the scale (104 of 100).
     smoothing = bleu_score.SmoothingFunction()
     method = smoothing.method1 if smooth else smoothing.method0
-    nested = [
-        [reference] for reference in references
-    ]  # nltk wants a list of references for each hypothesis
+    # nltk allows several references for a hypothesis, so it wants a list of them for each.
+    nested = [[reference] for reference in references]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"\s*The hypothesis contains 0 counts")
         score = bleu_score.corpus_bleu(nested, hypotheses, smoothing_function=method)
-    # BLEU is 0 if no n-gram of some order matches; nltk takes 2e-308 for that precision and ends below 1e-76.
+    # BLEU is 0 if no n-gram of some order matches. nltk takes 2e-308 for a precision of 0, and its
+    # score is then below 1e-76.
     return 100.0 * score if score > 1e-50 else 0.0
 
 
@@ -104,16 +114,16 @@ class BleuCard:
 
     nltk: float  # the graded score
     sacrebleu: float  # with sacreBLEU's standard settings
-    signature: str  # what those are
-    chrf: float  # chrF2, the character n-gram F-score
+    signature: str  # which name them
+    chrf: float  # chrF2, the character n-gram F-score (Popović 2015)
     chrf_signature: str
-    lowercase: float  # sacreBLEU without case: an extra column, not graded
+    lowercase: float  # sacreBLEU without case: for information, not graded
     precisions: list[float]  # of 1- to 4-grams
     brevity_penalty: float
     ratio: float  # hypothesis tokens / reference tokens
-    hyp_length: int
+    hyp_length: int  # tokens
     ref_length: int
-    low: float  # 95 % interval of the graded score
+    low: float  # 95 % interval of the score without smoothing
     high: float
     sentences: int
     short: int  # hypotheses of fewer than 4 tokens, which nltk and sacreBLEU count differently
@@ -121,57 +131,64 @@ class BleuCard:
     def lines(self) -> list[str]:
         """The printed card."""
         tokeniser = self.signature.split("tok:")[1].split("|")[0]
+        graded = f"BLEU (nltk corpus_bleu, {tokeniser} tokens, cased, no smoothing)"
         interval = f"95 % interval [{self.low:.2f}, {self.high:.2f}]   scale 0–100"
-        lengths = (
-            f"length ratio {self.ratio:.3f} = {self.hyp_length:,} / {self.ref_length:,} tokens"
-        )
+        precisions = " / ".join(f"{precision:.1f}" for precision in self.precisions)
+        lengths = f"{self.ratio:.3f} = {self.hyp_length:,} / {self.ref_length:,} tokens"
+        uncased = "sacreBLEU, uncased (for information)"
         card = [
-            f"{f'BLEU (nltk corpus_bleu, {tokeniser} tokens, cased, no smoothing)':<60}{self.nltk:6.2f}   {interval}",
+            f"{graded:<60}{self.nltk:6.2f}   {interval}",
             f"{'sacreBLEU':<60}{self.sacrebleu:6.2f}   {self.signature}",
-            f"{'sacreBLEU, uncased (for information)':<60}{self.lowercase:6.2f}   as above with case:lc",
+            f"{uncased:<60}{self.lowercase:6.2f}   as above with case:lc",
             f"{'chrF2':<60}{self.chrf:6.2f}   {self.chrf_signature}",
-            f"n-gram precisions  {' / '.join(f'{p:.1f}' for p in self.precisions)}   (n = 1 to 4)",
-            f"brevity penalty    {self.brevity_penalty:.3f}   ({lengths})",
+            f"n-gram precisions  {precisions}   (n = 1 to 4)",
+            f"brevity penalty    {self.brevity_penalty:.3f}   (length ratio {lengths})",
             f"sentences          {self.sentences:,}",
         ]
         if min(self.precisions) == 0:
             card.append(
-                "note: BLEU is 0, because no n-gram of some length n matches; sacreBLEU smooths (smooth:exp)"
+                "note: BLEU is 0, because no n-gram of some length n matches; "
+                "sacreBLEU smooths (smooth:exp)"
             )
         elif self.short and abs(self.nltk - self.sacrebleu) >= 0.005:
-            short = f"{self.short:,} hypotheses with fewer than 4 tokens"
-            card.append(f"note: nltk is stricter than sacreBLEU on the {short}")
+            card.append(
+                f"note: nltk is stricter than sacreBLEU on the {self.short:,} hypotheses "
+                "with fewer than 4 tokens"
+            )
         return card
 
 
 def bleu_card(
-    references: list[str],
-    hypotheses: list[str],
-    target: str = "en",
-    resamples: int = 1000,
-    seed: int = 0,
+    references: list[str], hypotheses: list[str], target: str = "en", resamples: int = 1000
 ) -> BleuCard:
-    """The graded score and what explains it: sacreBLEU (Post 2018), chrF2 (Popović 2015), the precisions and lengths
-    that BLEU is made of, and a bootstrap interval (Koehn 2004). Arguments as for `corpus_bleu`."""
+    """The graded score and all that explains it. Arguments as for `corpus_bleu`.
+
+    The interval is sacreBLEU's bootstrap (Koehn 2004): the scores of `resamples` test sets, each
+    drawn with replacement from this one.
+    """
     from sacrebleu.metrics import CHRF
 
-    references, hypotheses = checked(references, hypotheses)
-    (cased, uncased), chrf = (
-        (sacrebleu_metric(target, references, lowercase) for lowercase in (False, True)),
-        CHRF(),
-    )
-    reference_tokens, hypothesis_tokens = tokens_of(references, cased), tokens_of(hypotheses, cased)
-    counts = sentence_counts(reference_tokens, hypothesis_tokens)
-    low, high = bootstrap_interval(counts, resamples, seed)
+    check_sentences(references, hypotheses)
+    cased = sacrebleu_metric(target, references)
+    uncased = sacrebleu_metric(target, references, lowercase=True)
+    unsmoothed = sacrebleu_metric(target, references, smooth="none")
+    chrf = CHRF()
     standard = cased.corpus_score(hypotheses, [references])
+    # sacreBLEU holds 40 bytes for each row of each resample: fewer of them bound the memory.
+    resamples = min(resamples, max(20, 20_000_000 // len(references)))
+    graded = unsmoothed.corpus_score(hypotheses, [references], n_bootstrap=resamples)
+    # sacreBLEU has no public name for the mean of the resampled scores and half of the interval.
+    ends = (graded._mean - graded._ci, graded._mean + graded._ci)
+    low, high = (min(max(end, 0.0), 100.0) for end in ends)
+    hypothesis_tokens = tokens_of(hypotheses, cased)
     return BleuCard(
-        nltk=nltk_bleu(reference_tokens, hypothesis_tokens, smooth=False),
+        nltk=nltk_bleu(tokens_of(references, cased), hypothesis_tokens, smooth=False),
         sacrebleu=standard.score,
         signature=str(cased.get_signature()),
         chrf=chrf.corpus_score(hypotheses, [references]).score,
         chrf_signature=str(chrf.get_signature()),
         lowercase=uncased.corpus_score(hypotheses, [references]).score,
-        precisions=(100.0 * counts[:, :4].sum(axis=0) / counts[:, 4:8].sum(axis=0)).tolist(),
+        precisions=graded.precisions,
         brevity_penalty=standard.bp,
         ratio=standard.ratio,
         hyp_length=standard.sys_len,
@@ -179,68 +196,27 @@ def bleu_card(
         low=low,
         high=high,
         sentences=len(references),
-        short=int((counts[:, 8] < 4).sum()),
+        short=sum(len(tokens) < 4 for tokens in hypothesis_tokens),
     )
-
-
-def sentence_counts(references: list[list[str]], hypotheses: list[list[str]]) -> np.ndarray:
-    """All BLEU needs of each sentence, in a row of ten: matches and totals of 1- to 4-grams, then both lengths."""
-    rows = []
-    for reference, hypothesis in zip(references, hypotheses, strict=True):
-        matches, totals = [], []
-        for order in (1, 2, 3, 4):
-            # n-grams: a list zipped with itself from its 2nd, 3rd, … token on.
-            wanted = Counter(zip(*(reference[start:] for start in range(order))))
-            offered = Counter(zip(*(hypothesis[start:] for start in range(order))))
-            # Clipped: an n-gram counts at most as often as the reference has it ("the the the" earns one "the").
-            matches.append(
-                sum(min(offered[ngram], wanted[ngram]) for ngram in offered.keys() & wanted.keys())
-            )
-            totals.append(max(1, len(hypothesis) - order + 1))  # at least 1, as nltk counts
-        rows.append([*matches, *totals, len(hypothesis), len(reference)])
-    return np.array(rows, dtype=float)
-
-
-def bleu_from_counts(counts: np.ndarray) -> np.ndarray:
-    """BLEU from summed counts [..., 10]: brevity penalty times geometric mean (Papineni et al. 2002, section 2.3)."""
-    matches, totals, hyp_length, ref_length = (
-        counts[..., :4],
-        counts[..., 4:8],
-        counts[..., 8],
-        counts[..., 9],
-    )
-    brevity_penalty = np.exp(np.minimum(0.0, 1.0 - ref_length / np.maximum(hyp_length, 1.0)))
-    with np.errstate(divide="ignore"):  # log 0 = -inf, and exp(-inf) = 0 is the right score
-        return 100.0 * brevity_penalty * np.exp(np.log(matches / totals).mean(axis=-1))
-
-
-def bootstrap_interval(counts: np.ndarray, resamples: int, seed: int) -> tuple[float, float]:
-    """The middle 95 % of the scores of `resamples` test sets drawn, with replacement, from this one (Koehn 2004)."""
-    generator, size, sums = np.random.default_rng(seed), len(counts), []
-    for _ in range(resamples):
-        times_drawn = np.bincount(generator.integers(size, size=size), minlength=size)
-        sums.append(
-            times_drawn @ counts
-        )  # BLEU needs only the summed counts of the drawn sentences
-    low, high = np.percentile(bleu_from_counts(np.array(sums)), [2.5, 97.5])
-    return float(low), float(high)
 
 
 def sentence_scores(
     references: list[str], hypotheses: list[str], target: str = "en"
 ) -> list[float]:
-    """sacreBLEU's BLEU of each sentence, 0–100: to find good and bad ones by; their mean is not the corpus score."""
+    """sacreBLEU's BLEU of each sentence, 0–100, to find good and bad ones.
+
+    Their mean is not the corpus score.
+    """
     metric = sacrebleu_metric(target, references)
-    metric.effective_order = (
-        True  # a sentence of three words has no 4-grams, and is scored by what it has
-    )
+    # A sentence of three words has no 4-grams: score it by the orders that it has.
+    metric.effective_order = True
     pairs = zip(references, hypotheses)
     return [metric.sentence_score(hypothesis, [reference]).score for reference, hypothesis in pairs]
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One system of a paired comparison, 0–100."""
+    """One system of a paired comparison; scores 0–100."""
 
     name: str
     metric: str
@@ -253,16 +229,17 @@ class Compared:
 def paired_bootstrap(
     references: list[str], systems: dict[str, list[str]], target: str = "en"
 ) -> list[Compared]:
-    """sacreBLEU's paired bootstrap (Koehn 2004): do the others differ from the first system, or only on these rows?
+    """sacreBLEU's paired bootstrap (Koehn 2004) of the first system with each of the others.
 
-    All are scored on the same 1,000 resamples of the rows. p: how often chance alone would give so large a difference in this
-    direction; in either direction it is about twice that. Takes 72 kB of memory a row.
+    It asks whether they differ or only seem to on these rows: all systems are scored on the same
+    1,000 resamples of the rows. p is how often chance alone would give a difference as large in
+    this direction; in either direction it is about twice that. Takes 72 kB of memory a row.
     """
     from sacrebleu.metrics import CHRF
     from sacrebleu.significance import PairedTest
 
     for hypotheses in systems.values():
-        checked(references, hypotheses)
+        check_sentences(references, hypotheses)
     metrics = {"BLEU": sacrebleu_metric(target, references), "chrF2": CHRF()}
     _, scores = PairedTest(list(systems.items()), metrics, [references], test_type="bs")()
     compared = []
