@@ -41,7 +41,6 @@ class Config:
         "auto", "(auto|fp32|bf16|fp16|int8); int8: fast greedy decoding on a CPU", "How"
     )
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
-    captured: bool = flag(False, "decode with CUDA graphs on a GPU: faster, but new", "How")
     out: str = flag("", "file for the hypotheses, one per line", "How")
 
     def __post_init__(self):

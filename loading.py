@@ -154,9 +154,7 @@ def load_for_decoding(
     trained = load_trained(chosen, average, say)
     trained.model.to(world.device)
     with precision.autocast():  # fast.steps asks whether it is on
-        steps = fast.steps(trained.model, int8, config.captured) if config.beam == 1 else None
-    if config.captured and (config.beam > 1 or world.device.type != "cuda"):
-        say("note: --captured has no effect: it needs a GPU and greedy search")
+        steps = fast.steps(trained.model, int8) if config.beam == 1 else None
     say(precision.describe() + ", weights and inputs of linear layers rounded to 8 bits" * int8)
     return trained, precision, steps
 

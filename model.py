@@ -277,8 +277,7 @@ class SummedLoss(nn.Module):
         #     smoothed = (1 - ε) · plain + ε · uniform
         # F.cross_entropy(label_smoothing=ε) would return the sum of both terms only; the plain
         # loss, which we report, would then cost a second softmax.
-        real_targets = tgt_out >= 0  # fast/cuda_training.py fills up with negative ones
-        uniform = -(log_p.mean(-1) * real_targets).sum()
+        uniform = -log_p.mean(-1).sum()
         return torch.lerp(plain, uniform, self.label_smoothing), plain.detach()
 
 

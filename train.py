@@ -78,9 +78,6 @@ class Config:
     keep: int = flag(5, "newest checkpoints that are kept, besides the best", "Run", min=1)
     precision: str = flag("auto", "number format (auto|fp32|bf16|fp16)", "Run")
     compile: bool = flag(False, "torch.compile the model", "Run")
-    captured: bool = flag(
-        False, "train with CUDA graphs on a GPU: less waiting for Python, but new", "Run"
-    )
     shard: bool = flag(
         False, "share weights, gradients and moments out between processes (FSDP2)", "Run"
     )
@@ -138,7 +135,6 @@ MAY_CHANGE = {
     "device",
     "precision",
     "compile",
-    "captured",
     "shard",
     "accumulate",
     "attention",
@@ -188,15 +184,14 @@ def train(config: Config) -> Path:
 
             use_in(model, config.attention)
         sharded = config.shard and world.shard(model, log)
-        captured = config.captured and fast.can_capture(model, precision.dtype, config.compile, log)
         loss_of = (
             None
-            if config.compile or captured
+            if config.compile
             else fast.loss(model, config.label_smoothing, precision.dtype, log)
         )
         loss_of = loss_of or SummedLoss(
             model, config.label_smoothing
-        )  # plain: also what --compile and --captured wrap
+        )  # plain: also what --compile wraps
         parameters = list(model.parameters())
         if config.dropout_after < 0:  # who asks for a rate wants to see what it does
             config.dropout_after = 0 if config.dropout >= 0 else 10
@@ -271,7 +266,6 @@ def train(config: Config) -> Path:
         run.at_end.callback(micro_batches.close)  # ends the loader's processes
         tokens_of_steps = sampler.target_tokens(state["step"])
         steps_per_epoch = sampler.steps_per_epoch
-        loss_of = fast.captured_loss(loss_of, sampler) if captured else loss_of
 
         plan, state["end"] = schedule.plan_of_run(
             config, steps_per_epoch, run.state

@@ -24,7 +24,6 @@ class Config:
     )
     precision: str = flag("auto", "(auto|fp32|bf16|fp16|int8); int8: faster on a CPU", "Options")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Options")
-    captured: bool = flag(False, "decode with CUDA graphs on a GPU: faster, but new", "Options")
     whole_lines: bool = flag(
         False, "do not cut lines into sentences: a line in one piece, as evaluate.py", "Options"
     )

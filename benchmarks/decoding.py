@@ -2,11 +2,11 @@
 
     python -m benchmarks.decoding                               # random weights, exactly 40 tokens a sentence
     python -m benchmarks.decoding --ckpt runs/NAME              # a trained model at the lengths it chooses
-    python -m benchmarks.decoding --device cuda --batch 512 --contestants ours-plain-bf16,ours-captured-bf16
+    python -m benchmarks.decoding --device cuda --batch 512
 
 All decode the same test sentences with the same weights (the handout's way the first few of them), so their outputs are compared
 too. benchmarks/peers/NAME.py says of each what is like for like and what is not. `first_seconds` is the first pass, which is not
-counted (but of the handout's): captured steps make their graphs in it.
+counted (but of the handout's).
 """
 
 import shutil
@@ -25,7 +25,7 @@ from engine.errors import UserError, run_script
 from loading import Trained, load_trained
 from model import ModelConfig, Translator
 
-OURS = "plain-fp32 fp32 plain-bf16 bf16 plain-fp16 int8 captured-fp32 captured-bf16 captured-fp16".split()
+OURS = "plain-fp32 fp32 plain-bf16 bf16 plain-fp16 int8".split()
 KINDS = ("float32", "float32x2", "bfloat16", "int8", "int8x2", "int8_float32x2")
 # Not pinned: CTranslate2's workers (x2: two of one thread) and our threads begin after the pinning, all on the first core.
 CONTESTANTS = {
@@ -38,7 +38,7 @@ CONTESTANTS = {
     **{f"ours-{variant}": Contestant("ours", {"variant": variant}, pin=False) for variant in OURS},
 }
 EVERYBODY = "handout,marian,ctranslate2-float32-64,ctranslate2-float32x2-64,ctranslate2-int8x2-64,ours-fp32,ours-int8"
-ON_GPU = "marian,ours-plain-bf16,ours-captured-bf16"
+ON_GPU = "marian,ours-plain-bf16"
 
 
 @dataclass

@@ -5,8 +5,8 @@
     python -m benchmarks.gpu --device cpu --presets tiny --seconds 1 --tokens_per_batch 512 --minutes 0   # a rehearsal
 
 parity     tests/fast/test_device.py: every number format against float64 on the CPU
-training   benchmarks.training, plain, fast and captured, in the formats of the card; CPU time, wait for data
-decoding   benchmarks.decoding: random weights and exactly 40 tokens a sentence, with --ckpt its own lengths; plain and captured
+training   benchmarks.training, plain and fast, in the formats of the card; CPU time, wait for data
+decoding   benchmarks.decoding: random weights and exactly 40 tokens a sentence, with --ckpt its own lengths
 operators  benchmarks.attention_op: attention and GELU by hand beside PyTorch's
 cards      the same steps of train.py on one card and, over NCCL, on all of them: the same loss?
 run        train.py for some minutes, then evaluate.py: a BLEU
@@ -40,7 +40,7 @@ from engine.telemetry import GIB
 from tools.reporting.reading import read_run
 
 FORMATS = {
-    "bf16": "plain-bf16 bf16 captured-bf16 muon-bf16 muon-captured-bf16 fp16",
+    "bf16": "plain-bf16 bf16 muon-bf16 fp16",
     "fp16": "fp16 muon-fp16",
     "fp32": "plain-fp32 fp32 muon-fp32",
 }  # by what a card trains in
@@ -172,7 +172,7 @@ def stages(config: Config, device: torch.device, taken: str, folder: Path) -> di
     """The commands of every stage, in order: first what is wrong, last what takes long. They write into the folder."""
     on_gpu = device.type == "cuda"
     training = ",".join(f"ours-{name}" for name in (FORMATS[taken] if on_gpu else "fp32").split())
-    decoding = f"ours-plain-{taken},ours-captured-{taken}" if on_gpu else "ours-fp32"
+    decoding = f"ours-plain-{taken}" if on_gpu else "ours-fp32"
     data, out = config.data or os.environ.get("MINIDATASET", ""), shlex.quote(str(folder))
     data, ckpt = (
         os.path.abspath(path) if os.path.exists(path) else path for path in (data, config.ckpt)

@@ -29,8 +29,7 @@ from engine.errors import UserError, run_script
 from model import ModelConfig, training_flops
 
 OURS = (
-    "random-plain-fp32 plain-fp32 plain-bf16 plain-fp16 fp32 bf16 fp16 captured-bf16 muon-fp32 muon-bf16 muon-fp16 "
-    "muon-captured-bf16"
+    "random-plain-fp32 plain-fp32 plain-bf16 plain-fp16 fp32 bf16 fp16 muon-fp32 muon-bf16 muon-fp16"
 ).split()
 CONTESTANTS = {
     "handout": Contestant("handout"),

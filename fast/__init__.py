@@ -4,12 +4,10 @@
     loss_of = fast.loss(model, 0.1, torch.bfloat16, log) or SummedLoss(model, 0.1)      # training
     steps = fast.steps(model) or partial(decoding.start, model)                         # greedy decoding
 
-    loss_of = fast.captured_loss(loss_of, sampler)                                      # --captured, where `can_capture`
-
 The doors; behind them, on a CPU, C++ compiled at the first use (build.py): training.py and cross_entropy.py over kernels.cpp,
-decoding.py over decoding.cpp, and memory.cpp. On a GPU: cross_entropy.py; captured.py and cuda_training.py if they are
-asked for. Where there is no faster way, a door gives None, and the plain code runs. train.py's optimizer stands in muon.py:
-torch.optim.Muon and AdamW in one, for the same weights with fewer waits.
+decoding.py over decoding.cpp, and memory.cpp. On a GPU: cross_entropy.py. Where there is no faster way, a door gives None, and
+the plain code runs. train.py's optimizer stands in muon.py: torch.optim.Muon and AdamW in one, for the same weights with fewer
+waits.
 """
 
 from collections.abc import Callable
@@ -19,8 +17,6 @@ from torch import nn
 
 from engine.errors import UserError
 from fast import build
-from fast.captured import CapturedSteps
-from fast.cuda_training import CapturedLoss, shapes_of
 from fast.decoding import CompiledSteps, agrees, is_possible
 from fast.training import KernelLoss, SlicedLoss, is_known, why_not
 
@@ -58,31 +54,10 @@ def loss(
     return KernelLoss(model, label_smoothing, dtype)
 
 
-def can_capture(
-    model: nn.Module, dtype: torch.dtype, compiled=False, log: Callable = lambda line: None
-) -> bool:
-    """Whether `captured_loss` can train this model; `log` is told if not."""
-    on_gpu, whole = next(model.parameters()).device.type == "cuda", not hasattr(model, "unshard")
-    possible = (
-        on_gpu and whole and not compiled and dtype != torch.float16
-    )  # whose gradients would vanish, as above
-    if not possible:
-        log(
-            "note: --captured has no effect: it needs a GPU, bf16 or fp32, and neither --compile nor --shard"
-        )
-    return possible
-
-
-def captured_loss(plain: nn.Module, *samplers) -> nn.Module:
-    """`plain`, a `SummedLoss`, by CUDA graphs for the batches of each `data.BucketSampler`."""
-    return CapturedLoss(plain, [shape for sampler in samplers for shape in shapes_of(sampler)])
-
-
-def steps(model: nn.Module, int8: bool = False, captured: bool = False) -> Callable | None:
+def steps(model: nn.Module, int8: bool = False) -> Callable | None:
     """A faster `decoding.start` for greedy search with the weights as they are now, or None.
 
-    `int8`: weights and inputs of linear layers rounded to 8 bits; `captured`: CUDA graphs. Raises `UserError` where int8 is
-    asked for and cannot be.
+    `int8`: weights and inputs of linear layers rounded to 8 bits. Raises `UserError` where int8 is asked for and cannot be.
     """
     device = next(model.parameters()).device
     possible = (
@@ -95,8 +70,4 @@ def steps(model: nn.Module, int8: bool = False, captured: bool = False) -> Calla
             f"--precision int8 needs a CPU with AVX-512 VNNI, g++, model.py as it is, sizes that are multiples of 16 "
             f"({device}{', ' * bool(build.why_not())}{build.why_not()}); use --precision fp32"
         )
-    return (
-        CapturedSteps(model).start
-        if captured and device.type == "cuda" and is_known(model)
-        else None
-    )
+    return None

@@ -6,19 +6,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from conftest import HANGS
 
-import fast
 from data import BucketSampler, Collate, batches_of, one_ahead
-from fast import build, cuda_training
-from fast.cuda_training import CapturedLoss, shapes_of
+from fast import build
 from model import ModelConfig, SummedLoss, Translator
 from text.store import Rows
 
@@ -70,7 +66,7 @@ def test_everything_on_the_gpu_and_no_waiting(checked):
         for name, line in checked.items()
         if name not in WRONG
     }
-    assert len(faults) == 26 and {name: found for name, found in faults.items() if any(found)} == {}
+    assert len(faults) == 23 and {name: found for name, found in faults.items() if any(found)} == {}
     assert all(
         len(line["waits"]) <= 3 for name, line in checked.items() if name.startswith("decode")
     )  # of 9 steps
@@ -125,124 +121,6 @@ def test_batches_come_in_order_from_the_thread(monkeypatch):
     assert 5 <= len(pulled) <= 6
 
 
-@pytest.mark.parametrize("ranks, accumulate", [(1, 1), (2, 1), (2, 3)])
-def test_every_micro_batch_fits_a_shape_with_little_padding(ranks, accumulate):
-    pairs, added, plain = Pairs(), 0, 0
-    for rank in range(ranks):
-        sampler = BucketSampler(
-            pairs.lengths, 600, seed=1, rank=rank, world_size=ranks, accumulate=accumulate
-        )
-        shapes = shapes_of(sampler)
-        assert len(shapes) < sampler.steps_per_epoch
-        batches = batches_of(pairs, sampler, Collate(IDS, IDS), 0, CPU)
-        for batch in (next(batches) for _ in range(2 * sampler.steps_per_epoch)):
-            sizes = (*batch.src.shape, batch.tgt_in.size(1), len(batch.real))
-            fitting = [shape for shape in shapes if all(map(int.__le__, sizes, shape))]
-            places = [b * (s + t) for b, s, t, _ in [sizes, *fitting]]
-            plain, added = plain + places[0], added + min(places[1:]) - places[0]
-    # A micro-batch may be narrower than its step, whose shape it has: the bound is that of whole steps.
-    assert added <= (0.08 if ranks * accumulate == 1 else 0.4) * plain
-
-
-# ---------------------------------------------------------------- training by CUDA graphs, as they are
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_captured_training_has_the_losses_and_gradients_of_plain_training(norm_first):
-    """fp32 sums of some thousand terms, in another order: 1e-5 of the whole is ten times what is seen."""
-    model, sampler, batches = set_up(
-        num_encoder_layers=2, num_decoder_layers=2, norm_first=norm_first
-    )
-    plain = SummedLoss(model, 0.1)
-    captured = CapturedLoss(plain, shapes_of(sampler))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for batch in (next(batches) for _ in range(20)):
-        inputs, results = inputs_of(batch), []
-        for loss_of in (plain, captured):
-            optimizer.zero_grad()
-            losses = loss_of(*inputs)
-            (losses[0] / batch.target_tokens).backward()
-            results.append(
-                (*losses, torch.cat([weight.grad.flatten() for weight in model.parameters()]))
-            )
-        for wanted, got in zip(*results):
-            assert (got - wanted).norm() <= 1e-5 * wanted.norm()
-        optimizer.step()  # the weights change in place: the next pass must see it
-    assert captured.inputs and not losses[1].requires_grad
-    with torch.no_grad():
-        assert torch.equal(captured(*inputs)[0], plain(*inputs)[0])
-
-
-class Refuses:
-    """Graphs whose capture breaks a rule."""
-
-    def stream_of_its_own(self):
-        return nullcontext()
-
-    def capture(self, step):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-
-def test_training_goes_on_as_it_is_if_a_capture_fails(capsys):
-    model, sampler, batches = set_up()
-    captured, inputs = (
-        CapturedLoss(SummedLoss(model, 0.1), shapes_of(sampler)),
-        inputs_of(next(batches)),
-    )
-    captured.graphs = Refuses()
-    losses = [captured(*inputs)[0].item() for _ in range(3)]
-    assert len(set(losses)) == 1 and captured.graphs is None
-    error = capsys.readouterr().err
-    assert error.startswith("note: training goes on without CUDA graphs") and error.count("\n") == 1
-    assert "not permitted" in error
-
-
-def test_a_shape_for_which_the_graphs_leave_no_memory_is_computed_without_them(monkeypatch, capsys):
-    model, sampler, batches = set_up()
-    captured, run = CapturedLoss(SummedLoss(model, 0.1), shapes_of(sampler)), CapturedLoss.run
-    captured.captured[0, 0, 0, 0] = object()  # of another shape
-
-    def crowded(self, shape):
-        if self.captured:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        run(self, shape)
-
-    monkeypatch.setattr(CapturedLoss, "run", crowded)
-    inputs = inputs_of(next(batches))
-    assert captured(*inputs)[0].item() == pytest.approx(captured.plain(*inputs)[0].item(), rel=1e-5)
-    assert not captured.captured and "goes on without CUDA graphs" in capsys.readouterr().err
-    monkeypatch.setattr(
-        CapturedLoss, "run", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
-    )
-    with pytest.raises(torch.OutOfMemoryError):  # no fault of theirs
-        captured(*inputs)
-
-
-@pytest.mark.parametrize("graphs", [None, object()])
-def test_graphs_do_not_outlive_their_dropout(graphs, monkeypatch):
-    """Nor does their pool, which cannot be captured into without them; and where there are none, none come."""
-    monkeypatch.setattr(cuda_training, "Graphs", lambda device: object())
-    model, sampler, batches = set_up(dropout=0.1)
-    captured, old = CapturedLoss(SummedLoss(model, 0.1), shapes_of(sampler)), object()
-    captured.graphs = graphs
-    for p, kept in ((0.1, True), (0.0, False)):
-        model.set_dropout(p)
-        captured.inputs[0, 0, 0, 0] = captured.captured[0, 0, 0, 0] = (
-            old  # of a shape that does not come up
-        )
-        captured(*inputs_of(next(batches)))
-        assert ((0, 0, 0, 0) in captured.captured) == ((0, 0, 0, 0) in captured.inputs) == kept
-        assert (captured.graphs is graphs) == (kept or graphs is None)
-
-
-def test_captured_training_is_for_gpus_and_says_so():
-    model, said = set_up()[0], []
-    assert not fast.can_capture(model, torch.bfloat16, log=said.append)
-    assert said == [
-        "note: --captured has no effect: it needs a GPU, bf16 or fp32, and neither --compile nor --shard"
-    ]
-
-
 # ---------------------------------------------------------------- torch.compile
 
 
@@ -262,12 +140,3 @@ def test_the_loss_is_one_graph_for_all_shapes():
         model.set_dropout(0.1 * (number >= 12))
         compiled(*inputs_of(batch))[0].backward()
         assert 1 <= len(graphs) <= (2 if number < 12 else 3)  # one more where dropout begins
-
-
-def test_no_row_of_a_padded_batch_is_all_padding():
-    """A CPU's softmax makes zeros of such a row; other kernels make nan, and the gradients of all rows with it."""
-    inputs = cuda_training.empty_inputs((4, 6, 5, 12), torch.device("cpu"))
-    src_pad = torch.tensor([[False, False, True], [False, False, False]])
-    ids, places = torch.ones(2, 3, dtype=torch.long), torch.arange(6)
-    cuda_training.fill(inputs, ids, src_pad, ids, places, torch.ones(6, dtype=torch.long))
-    assert not inputs[1].all(1).any() and torch.equal(inputs[1][:2, :3], src_pad)

@@ -113,7 +113,7 @@ def test_the_newest_run(run, monkeypatch):
 @pytest.mark.parametrize("beam, faster", [(1, "steps"), (2, None)])
 def test_faster_steps_are_for_greedy_search(run, monkeypatch, beam, faster):
     monkeypatch.setattr("fast.steps", lambda *_: "steps")
-    flags = SimpleNamespace(ckpt=str(run), precision="int8", beam=beam, captured=False)
+    flags = SimpleNamespace(ckpt=str(run), precision="int8", beam=beam)
     said = []
     assert load_for_decoding(flags, 1, World(0, 1, torch.device("cpu")), said.append)[2] == faster
     assert "rounded to 8 bits" in said[-1]

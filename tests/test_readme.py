@@ -200,7 +200,7 @@ def runnable(page: str) -> list[str]:
     """The commands of a page that one process can run on a CPU, without the network and the course's data."""
     scripts = tuple(f"python {name}.py" for name in ("train", "evaluate", "translate", "report"))
     elsewhere = re.compile(
-        r"wmt/|~/|google-bert/|my_tokenizer/|--source |--captured|int8|--attention|--serve|\$|DIR"
+        r"wmt/|~/|google-bert/|my_tokenizer/|--source |int8|--attention|--serve|\$|DIR"
     )
     return [
         command

@@ -1,7 +1,7 @@
 """Contestant "ours": this project, as train.py trains and evaluate.py decodes. Other benchmarks time its steps too.
 
 `--variant` is a precision, fp32, bf16, fp16 or int8, with words before it: plain- does without fast/, random- has batches of 128
-sentences of any length, captured- trains or decodes by CUDA graphs, muon- trains by train.py's own optimiser, where all others
+sentences of any length, muon- trains by train.py's own optimiser, where all others
 have Adam. For example plain-bf16.
 Its Python threads must not be pinned to a core by GOMP_CPU_AFFINITY when it decodes: each takes a batch of its own.
 """
@@ -40,10 +40,9 @@ def make_trainer(
     sizes: ModelConfig,
     precision: Precision,
     plain=False,
-    wrap: Callable = lambda loss: loss,
     optimizer: str = "adamw",
 ) -> Callable:
-    """A fresh model, always the same, and train.py's loss in `wrap`; → a function that takes one step. The peers have AdamW."""
+    """A fresh model, always the same, and train.py's loss; → a function that takes one step. The peers have AdamW."""
     torch.manual_seed(1)
     plain or fast.keep_tensors_together(precision.device)
     model = Translator(sizes).to(precision.device).train()
@@ -52,10 +51,8 @@ def make_trainer(
         if plain
         else fast.loss(model, LABEL_SMOOTHING, precision.dtype, partial(print, file=sys.stderr))
     )
-    loss_of, parameters = (
-        wrap(loss_of or SummedLoss(model, LABEL_SMOOTHING)),
-        list(model.parameters()),
-    )
+    loss_of = loss_of or SummedLoss(model, LABEL_SMOOTHING)
+    parameters = list(model.parameters())
     optimizer = make_optimizer(optimizer, model, model.transformer, LEARNING_RATE, precision.dtype)
     steps = count(1)
 
@@ -83,36 +80,22 @@ def train(task, corpus) -> None:
     """The loop of train.py without its log and checkpoints."""
     *words, name = task.variant.split("-")
     device = choose_device(task.device, 0)
-    precision, captured = choose_precision(device, name, training=True), None
-    buckets = BucketSampler(corpus.lengths, task.tokens_per_batch)
-
-    def capture(loss):
-        nonlocal captured
-        possible = "captured" in words and fast.can_capture(loss.model, precision.dtype)
-        return (captured := possible and fast.captured_loss(loss, buckets)) or loss
-
+    precision = choose_precision(device, name, training=True)
     more = (
         {"peak_tflops": measured_peak_flops(device, precision.dtype) / 1e12}
         if device.type == "cuda"
         else {}
     )
-    sizes, plain = (
-        ModelConfig(corpus.source_vocab, corpus.target_vocab, **task.sizes),
-        {"plain", "captured"} & {*words},
-    )
-    take_step = make_trainer(
-        sizes, precision, plain, capture, "muon" if "muon" in words else "adamw"
-    )
-    batches = random_batches(len(corpus.train)) if "random" in words else buckets
+    sizes = ModelConfig(corpus.source_vocab, corpus.target_vocab, **task.sizes)
+    optimizer = "muon" if "muon" in words else "adamw"
+    take_step = make_trainer(sizes, precision, "plain" in words, optimizer)
+    batches = BucketSampler(corpus.lengths, task.tokens_per_batch)
+    if "random" in words:
+        batches = random_batches(len(corpus.train))
     pairs = [
         (source.tolist(), target.tolist()) for source, target in corpus.train
     ]  # lists: arrays are slow to join
     batches = batches_of(pairs, batches, Collate(corpus.source_ids, corpus.target_ids), 0, device)
-    warm = 2 * buckets.steps_per_epoch if captured else 0  # each shape once as it is, then captured
-    for batch in islice(batches, warm):
-        take_step(batch)
-    if "captured" in words and not getattr(captured, "captured", None):
-        raise RuntimeError("no CUDA graphs: this is no CUDA device, or a capture failed")
     if device.type == "cuda":
         more |= ask_of_gpu(take_step, batches)
     clock = TrainingClock(task.seconds, **more)
@@ -163,11 +146,7 @@ def decode(task, corpus) -> None:
         limit = lambda tokens, max_length: torch.full_like(tokens, task.length)  # noqa: E731
     model.to(device)
     with precision.autocast():
-        steps = (
-            None
-            if "plain" in words
-            else fast.steps(model, int8=name == "int8", captured="captured" in words)
-        )
+        steps = None if "plain" in words else fast.steps(model, int8=name == "int8")
     collate, sources = (
         Collate(corpus.source_ids, corpus.target_ids),
         [source.tolist() for source, _ in corpus.test],
@@ -177,10 +156,7 @@ def decode(task, corpus) -> None:
 
     def once() -> list[list[int]]:
         with precision.autocast(), patch.object(decoding, "output_limit", limit):
-            outputs = decoding.search(model, sources, collate, batches=batches, steps=steps).tokens
-        if "captured" in words and not (steps and getattr(steps.__self__, "graphs", None)):
-            raise RuntimeError("no CUDA graphs: this is no CUDA device, or a capture failed")
-        return outputs
+            return decoding.search(model, sources, collate, batches=batches, steps=steps).tokens
 
     time_decoding(task, corpus, once)
 

@@ -19,8 +19,6 @@ import fast
 from data import BucketSampler, Collate, batches_of
 from engine.distributed import World
 from engine.precision import Precision
-from fast.captured import CapturedSteps
-from fast.cuda_training import CapturedLoss, shapes_of
 from fast.muon import make_optimizer
 from labs.attention_op import attention, gelu, use_in
 from model import ModelConfig, SummedLoss, Translator, cross_attention
@@ -90,9 +88,6 @@ def train(
     loss_of = SummedLoss(model, 0.1)
     if loss == "fast":
         loss_of = fast.loss(model, 0.1, precision.dtype)
-    if loss == "captured":
-        with patch("fast.cuda_training.Graphs", lambda device: None):  # every step as it is
-            loss_of = CapturedLoss(loss_of, shapes_of(BucketSampler(Pairs.lengths, 24)))
     parameters = list(model.parameters())
     optimizer = make_optimizer(optimizer, model, model.transformer, 1e-3, precision.dtype)
     source = batches(accumulate=accumulate)
@@ -141,12 +136,10 @@ def decode(how: str, **sizes) -> None:
         if how == "beam":
             result = decoding.beam_search(model, src, src_pad, limits, 1, 2, 4, 0.6)[0][:, 0]
         else:
-            with patch("fast.captured.Graphs", lambda device: None):
-                steps = CapturedSteps(model).start if how == "captured" else None
             with patch.object(
                 decoding, "CHECK_EVERY", 10**9
             ):  # which rows leave is a question of numbers
-                result = decoding.greedy(model, src, src_pad, limits, 1, 2, steps)
+                result = decoding.greedy(model, src, src_pad, limits, 1, 2)
     assert result.is_cuda and result.dtype is torch.long
 
 
@@ -273,7 +266,6 @@ CHECKS = {
     "train bf16": partial(train, "bf16"),
     "train bf16 adamw": partial(train, "bf16", optimizer="adamw"),
     "train bf16 fast": partial(train, "bf16", "fast"),
-    "train bf16 captured": partial(train, "bf16", "captured"),
     "train fp32 pre-norm": partial(train, "fp32", norm_first=True),
     "train fp16 accumulate": partial(train, "fp16", accumulate=2),
     "train own attention": partial(train, "bf16", own="python"),
@@ -281,7 +273,7 @@ CHECKS = {
     "attention picture": attention_picture,
     **{
         f"decode {how}{' pre-norm' * pre}": partial(decode, how, norm_first=pre)
-        for how in ("greedy", "beam", "captured")
+        for how in ("greedy", "beam")
         for pre in (False, True)
     },
     **{

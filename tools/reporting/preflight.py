@@ -270,8 +270,8 @@ def say_costs(
         warn(
             f"--max_minutes {config.max_minutes:g} end before the first epoch, which takes {epoch:,.0f}"
         )
-    if config.compile or config.captured or config.attention:
-        warn("the time is of the plain training, without --compile, --captured and --attention")
+    if config.compile or config.attention:
+        warn("the time is of the plain training, without --compile and --attention")
 
 
 def try_steps(

@@ -14,7 +14,7 @@ def start(config, trained, precision, steps) -> None:
     if config.serve and (config.export or config.text):
         raise UserError("--serve takes neither a text nor --export; give one of them at a time")
     idle = {"beam", "whole_lines"}  # the page asks for the beam, and cuts lines itself
-    idle |= {"length_penalty", "precision", "captured"} if config.export else set()
+    idle |= {"length_penalty", "precision"} if config.export else set()
     if given := sorted(getattr(config, "given", set()) & idle):
         raise UserError(
             f"{'--export' if config.export else '--serve'} has no use for --{', --'.join(given)}; leave it out"
