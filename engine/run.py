@@ -195,13 +195,14 @@ class Run(contextlib.AbstractContextManager):
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         state: dict,
-        precision: Precision,
+        precision: Precision | None = None,
         best: bool = False,
         keep: int = 5,
     ) -> None:
         """A checkpoint of this step, by rank 0; `state` is any JSON. Never of weights after a step that was not finite."""
-        precision.check_finite()
-        state = state | {"scaler": precision.scaler.state_dict()}
+        if precision:
+            precision.check_finite()
+            state = state | {"scaler": precision.scaler.state_dict()}
         self.best_step = step if best else self.best_step
 
         def gather(value):
