@@ -11,7 +11,7 @@ from conftest import ROOT
 
 import engine
 
-FOLDERS = ("engine", "fast", "text", "tools", "labs", "benchmarks", "sample")
+FOLDERS = ("engine", "fast", "text", "tools", "labs", "benchmarks")
 NOUNS = {path.stem for path in ROOT.glob("*.py")}
 SCRIPTS = {"train", "evaluate", "translate", "report"}
 MAY_IMPORT = {

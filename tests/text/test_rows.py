@@ -790,7 +790,7 @@ def test_default_path(monkeypatch):
 
 def test_only_the_sample_is_called_the_sample(tmp_path):
     (tmp_path / "link").symlink_to(ROOT / "sample")
-    for path in (ROOT / "sample", ROOT / "sample/grammar.py", tmp_path / "link"):
+    for path in (ROOT / "sample", ROOT / "sample/README.md", tmp_path / "link"):
         assert sample_notice(str(path)).startswith("bundled sample, not WMT19")
     for path in ("/opt/minidataset", str(tmp_path), "wmt/wmt19", str(ROOT)):
         assert sample_notice(path) == ""
