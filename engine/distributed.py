@@ -6,6 +6,7 @@ total = world.sum(torch.tensor([loss, count], dtype=torch.float64))
 
 import contextlib
 import itertools
+import math
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -176,6 +177,25 @@ def distribute_like(tensor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(
         tensor, weight.device_mesh, weight.placements, src_data_rank=None
     )  # None: no rank sends
+
+
+def process_grid(world: World, **sizes: int):
+    """The ranks as a `DeviceMesh`: data=2, pipe=4 has two rows of four; rank 5 is in row 1, column 1.
+
+    `process_grid(…)["pipe"].get_group()` is the process group of this rank's row. Raises
+    `UserError` if the sizes do not multiply to the number of processes.
+    """
+    from torch.distributed.device_mesh import init_device_mesh  # few scripts pay for the import
+
+    if math.prod(sizes.values()) != world.size or min(sizes.values()) < 1:
+        sides = " × ".join(f"{name} {size}" for name, size in sizes.items())
+        raise UserError(
+            f"{world.size} processes do not form a grid of {sides}; start the product of the sizes"
+        )
+    if not dist.is_initialized():  # one process alone: a group of one, so that the same code runs
+        store = dist.HashStore()
+        dist.init_process_group(backend_for(world.device), store=store, rank=0, world_size=1)
+    return init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def several_asked() -> bool:

@@ -34,15 +34,21 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.adamw import adamw
 
-from engine.distributed import World, distribute_like, full_tensor
+from engine.distributed import World, distribute_like, full_tensor, process_grid
 from engine.errors import UserError
 from engine.precision import Precision
 from labs.gpt.model import GPT, HuggingFaceGPT, initial_weight, mean_loss
 from labs.gpt.sizes import Sizes
-from labs.pipeline.stages import SCHEDULES, grid
 
 # The norm of the gradients on a grid of two sides takes two messages of one number each; PyTorch would warn of it.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+SCHEDULES = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zb": pipelining.ScheduleInterleavedZeroBubble,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+}
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 2, "zbv": 2}
 
 
@@ -170,7 +176,7 @@ class Layout:
             config.pipe * config.tensor
         )  # which part of a batch is this rank's
         sharded = config.data_parallel in ("zero2", "zero3")
-        self.mesh = grid(world, **self.grid) if world.size > 1 or sharded else None
+        self.mesh = process_grid(world, **self.grid) if world.size > 1 or sharded else None
         self.schedule = self.ends = None
         with torch.device(
             "meta"

@@ -1,7 +1,7 @@
-"""Who computes what when in a pipeline: recorded with a clock, foretold by simulation and formula.
+"""When each stage computes what: recorded with a clock, simulated, and predicted by formulas.
 
-R ranks, V stages a rank, M micro-batches. An event is (rank, kind, stage, micro-batch, start, end) in seconds; kinds:
-F forward, B backward, or its two halves: I gradients of the inputs, W gradients of the weights.
+R ranks, V stages per rank, M micro-batches. Kinds of work: F forward, B backward; or instead of B
+its two halves: I gradients of the inputs, W gradients of the weights.
 """
 
 import time
@@ -12,7 +12,7 @@ import torch
 
 
 class Event(NamedTuple):
-    """One piece of computing."""
+    """One piece of work; start and end in seconds."""
 
     rank: int
     kind: str
@@ -23,28 +23,25 @@ class Event(NamedTuple):
 
 
 class Recorder:
-    """Notes the time at which each stage of this rank begins and ends each piece of work, in steps with the clock `on`.
+    """Records when this rank's stages begin and end each piece of work, in steps where `on` is set.
 
-    A GPU has to be waited for at each look at the clock, so a step that is watched takes longer there.
+    Reading the clock makes a GPU wait, so a recorded step takes longer there.
     """
 
     def __init__(self, rank: int, device: torch.device):
-        self.rank, self.device, self.events, self.on = rank, device, [], True
+        self.rank = rank
+        self.device = device
+        self.events = []
+        self.on = True
 
     def watch(self, stage) -> None:
-        """Put the clock around what a schedule calls of a `PipelineStage`: every schedule calls these three."""
-        stage.forward_one_chunk = self._timed(stage, stage.forward_one_chunk, lambda _: "F")
-        stage.backward_one_chunk = self._timed(
-            stage,
-            stage.backward_one_chunk,
-            lambda options: "B" if options.get("full_backward", True) else "I",
-        )
-        stage.backward_weight_one_chunk = self._timed(
-            stage, stage.backward_weight_one_chunk, lambda _: "W"
-        )
+        """Time the three methods of a `PipelineStage` that every schedule calls."""
+        stage.forward_one_chunk = self._timed(stage, stage.forward_one_chunk, "F")
+        stage.backward_one_chunk = self._timed(stage, stage.backward_one_chunk, "B")
+        stage.backward_weight_one_chunk = self._timed(stage, stage.backward_weight_one_chunk, "W")
 
     def watch_loss(self, loss, last_stage: int):
-        """The loss is computed right after the last stage's forward pass, and its time belongs to it."""
+        """Count the time of the loss as part of the last stage's forward pass, which it follows."""
 
         def timed(*arguments, **options):
             result = loss(*arguments, **options)
@@ -60,14 +57,20 @@ class Recorder:
         events, self.events = self.events, []
         return events
 
-    def _timed(self, stage, work, kind):
+    def _timed(self, stage, work, kind: str):
         def timed(micro_batch, *arguments, **options):
             if not self.on:
                 return work(micro_batch, *arguments, **options)
             start = self._now()
             result = work(micro_batch, *arguments, **options)
+            only_inputs = kind == "B" and not options.get("full_backward", True)
             event = Event(
-                self.rank, kind(options), stage.stage_index, micro_batch, start, self._now()
+                self.rank,
+                "I" if only_inputs else kind,
+                stage.stage_index,
+                micro_batch,
+                start,
+                self._now(),
             )
             self.events.append(event)
             return result
@@ -76,43 +79,50 @@ class Recorder:
 
     def _now(self) -> float:
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the work is only queued until here
-        return time.time()  # not perf_counter, whose zero is another on every machine
+            torch.cuda.synchronize(self.device)  # the work was only queued until now
+        return time.time()  # unlike perf_counter it has one zero for all machines
 
 
 def bubble_share(events: list[Event], ranks: int) -> float:
-    """The share of all ranks' time, from the first event to the last, in which they compute nothing."""
+    """The idle share of all ranks' time, from the first event to the last."""
     span = max(event.end for event in events) - min(event.start for event in events)
-    return 1 - sum(event.end - event.start for event in events) / (ranks * span)
+    busy = sum(event.end - event.start for event in events)
+    return 1 - busy / (ranks * span)
 
 
 def own_bubble_share(events: list[Event], ranks: int) -> float:
-    """As `bubble_share`, each rank between its own first and last event: what Qi et al. call zero is this one."""
-    by_rank = [[event for event in events if event.rank == rank] for rank in range(ranks)]
-    return 1 - sum(event.end - event.start for event in events) / sum(
-        max(event.end for event in own) - min(event.start for event in own) for own in by_rank
-    )
+    """`bubble_share`, but of each rank's time between its own first and last event.
+
+    This is the share that is zero with the zero-bubble schedules of Qi et al. (2023).
+    """
+    spans = 0.0
+    for rank in range(ranks):
+        own = [event for event in events if event.rank == rank]
+        spans += max(event.end for event in own) - min(event.start for event in own)
+    return 1 - sum(event.end - event.start for event in events) / spans
 
 
 def bubble_in_theory(
     schedule: str, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> float | None:
-    """The share of idle time if all stages take equally long, communication nothing, and F = I = W, B = I + W.
+    """The bubble's share if stages are equally fast, messages are free, F = I = W and B = I + W.
 
-    Huang et al. 2019 (GPipe), section 2.3: (R-1)/(M+R-1). Narayanan et al. 2021, section 2.2: 1F1B idles as long, and
-    interleaved stages a V-th of that; they divide by the time without bubble, here it is the share of the whole time.
-    Qi et al. 2023 (zero bubble), section 2, schedule ZB-H1: (R-1)(F+I-W) idle instead of 1F1B's (R-1)(F+I+W). Their ZB-V
-    (section 6) idles only before a rank's first and after its last event, (R-1)F of one stage, if there are at least
-    2R-1 micro-batches. Interleaved and ZB-H1 want R. None for fewer.
+    Huang et al. 2019 (GPipe), section 2.3: (R-1)/(M+R-1). Narayanan et al. 2021, section 2.2: the
+    same for 1F1B, a V-th of it for interleaved stages (they divide by the time without bubble; here
+    it is a share of the whole time). Qi et al. 2023 (zero bubble), section 2, schedule ZB-H1: idle
+    (R-1)(F+I-W) instead of 1F1B's (R-1)(F+I+W). Their ZB-V (section 6) is idle only before a rank's
+    first and after its last event, (R-1)F of one stage, given 2R-1 micro-batches or more.
+    Interleaved and ZB-H1 need R micro-batches. None for fewer.
     """
-    if micro_batches < {"zbv": 2 * ranks - 1, "zb": ranks, "interleaved": ranks}.get(schedule, 1):
+    least = {"zbv": 2 * ranks - 1, "zb": ranks, "interleaved": ranks}.get(schedule, 1)
+    if micro_batches < least:
         return None
-    idle = (ranks - 1) * (1 if schedule in ("zb", "zbv") else 3)  # in units of F, of one stage
+    idle = (ranks - 1) * (1 if schedule in ("zb", "zbv") else 3)  # in units of one stage's F
     return idle / (idle + 3 * stages_per_rank * micro_batches)
 
 
 def order_of(events: list[Event]) -> dict[int, list[tuple[str, int, int]]]:
-    """What each rank computed, one after another, as (kind, stage, micro-batch)."""
+    """For each rank its work in order, as (kind, stage, micro-batch)."""
     order = defaultdict(list)
     for event in sorted(events, key=lambda event: event.start):
         order[event.rank].append((event.kind, event.stage, event.micro_batch))
@@ -120,45 +130,51 @@ def order_of(events: list[Event]) -> dict[int, list[tuple[str, int, int]]]:
 
 
 def simulate(order: dict[int, list[tuple[str, int, int]]], seconds) -> list[Event]:
-    """The events if each began as soon as its rank and its inputs are there; `seconds(kind, stage)` is what it takes."""
-    last_stage = max(stage for actions in order.values() for _, stage, _ in actions)
-    done, free, waiting = (
-        {},
-        defaultdict(float),
-        {rank: list(actions) for rank, actions in order.items()},
-    )
+    """The events if all work begins as soon as its rank is free and its input has been computed.
 
-    def inputs(kind, stage, micro_batch):
-        """F waits for the stage before; B and I for the one behind, in the last stage for its F; W for its own I."""
-        if kind == "W":
-            return [("I", stage, micro_batch)]
-        if kind == "F":
-            return [("F", stage - 1, micro_batch)] if stage else []
-        return (
-            [("I", stage + 1, micro_batch)] if stage < last_stage else [("F", stage, micro_batch)]
-        )
-
-    def moment(key):
-        """When `key` is done, or None; a whole backward pass gives the inputs' gradients as well."""
-        return done.get(key, done.get(("B", *key[1:])) if key[0] == "I" else None)
-
+    `seconds(kind, stage)` is the time it takes. Raises `ValueError` for an order that waits for
+    itself.
+    """
+    last_stage = max(stage for work in order.values() for _, stage, _ in work)
+    waiting = {rank: list(work) for rank, work in order.items()}
+    free = defaultdict(float)  # rank → when it has finished its last piece of work
+    done = {}  # (kind, stage, micro-batch) → when it was finished
     events = []
     while any(waiting.values()):
-        before = len(events)
-        for rank, actions in waiting.items():
-            while actions and None not in (ready := [moment(key) for key in inputs(*actions[0])]):
-                kind, stage, micro_batch = actions.pop(0)
-                start = max([free[rank], *ready])
-                done[kind, stage, micro_batch] = free[rank] = start + seconds(kind, stage)
-                events.append(Event(rank, kind, stage, micro_batch, start, free[rank]))
-        if len(events) == before:
+        count = len(events)
+        for rank, work in waiting.items():
+            while work:
+                kind, stage, micro_batch = work[0]
+                needed = input_of(kind, stage, micro_batch, last_stage)
+                if needed and needed not in done:
+                    break
+                work.pop(0)
+                start = max(free[rank], done[needed] if needed else 0.0)
+                end = free[rank] = start + seconds(kind, stage)
+                done[kind, stage, micro_batch] = end
+                if kind == "B":  # a full backward pass also gives the gradients of the inputs
+                    done["I", stage, micro_batch] = end
+                events.append(Event(rank, kind, stage, micro_batch, start, end))
+        if len(events) == count:
             raise ValueError("this order waits for itself")
     return events
 
 
+def input_of(kind: str, stage: int, micro_batch: int, last_stage: int):
+    """The work whose result this work needs, as (kind, stage, micro-batch); None for tokens."""
+    if kind == "W":
+        return "I", stage, micro_batch
+    if kind == "F":
+        return ("F", stage - 1, micro_batch) if stage else None
+    if stage == last_stage:
+        return "F", stage, micro_batch
+    return "I", stage + 1, micro_batch
+
+
 def mean_seconds(events: list[Event]):
-    """→ `seconds(kind, stage)` for `simulate`: the mean of what was measured."""
+    """`seconds(kind, stage)` for `simulate`: the means of these events."""
     taken = defaultdict(list)
     for event in events:
         taken[event.kind, event.stage].append(event.end - event.start)
-    return lambda kind, stage: sum(taken[kind, stage]) / len(taken[kind, stage])
+    means = {key: sum(times) / len(times) for key, times in taken.items()}
+    return lambda kind, stage: means[kind, stage]
