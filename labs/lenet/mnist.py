@@ -117,7 +117,7 @@ def find_folder(data: str) -> Path | None:
 
 
 def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """(N, 28, 28) images and (N,) labels, as bytes. Raises `UserError` for files that are damaged."""
+    """(N, 28, 28) images and (N,) labels, as bytes. Raises `UserError` for damaged files."""
     images_file = find_file(folder, f"{FILES[split]}-images-idx3-ubyte")
     labels_file = find_file(folder, f"{FILES[split]}-labels-idx1-ubyte")
     images, labels = read_idx(images_file, 3), read_idx(labels_file, 1)

@@ -94,7 +94,7 @@ def confusion(counts: Tensor, note: str = "") -> Figure:
 
 
 def mistakes(images: Tensor, wrong: list[dict], note: str = "") -> Figure:
-    """The surest mistakes: (N, 28, 28) images, and of each its image, digit, answer, probability."""
+    """The surest mistakes. images (N, 28, 28); wrong: image, digit, answer, probability of each."""
     shown = wrong[:SHOWN_MISTAKES]
     columns, caption = 8, 9  # caption: pixels above each image, for its words
     _, height, width = images.shape

@@ -1,18 +1,19 @@
-"""A Transformer language model on WikiText-2 or any text: GloVe embeddings, label smoothing, dynamic sampling, perplexity.
+"""A Transformer language model on WikiText-2 or any text. Every run writes to runs/NAME/.
 
-    python -m labs.wikitext                                            # /opt/wikitext-2, else the bundled sample
-    python -m labs.wikitext --data novel.txt --glove glove.6B.50d.txt  # any text; GloVe vectors as the embedding
-    python -m labs.wikitext --sampling dynamic                         # hard segments more often, see SegmentSampler
-    python -m labs.wikitext --tokens subwords                          # byte-pair pieces instead of words
-    torchrun --nproc_per_node 2 -m -- labs.wikitext                    # data parallel: the same batches and losses
-    python -m labs.wikitext --resume runs/NAME --generate "The ship"   # goes on where it stopped; continues a text
-    tensorboard --logdir runs                                          # curves, samples, confusion
+python -m labs.wikitext                                   # /opt/wikitext-2, else the bundled sample
+python -m labs.wikitext --preset handout                  # GloVe, lower case, dynamic sampling
+python -m labs.wikitext --data novel.txt --glove glove.6B.50d.txt  # any text; GloVe embeddings
+python -m labs.wikitext --sampling dynamic                # hard segments more often
+python -m labs.wikitext --resume runs/NAME --generate "The ship"   # continue; continue a text
+python -m labs.wikitext.trigram --run runs/NAME           # the baseline: Kneser–Ney trigrams
+torchrun --nproc_per_node 2 -m -- labs.wikitext           # data parallel (DDP): the same batches
+tensorboard --logdir runs                                 # curves, samples, confusion table
 
-Sizes in shape comments: B segments a step, S places in a segment, D model width, E embedding width, V vocabulary, N places
-whose loss counts, T tokens of a text, M segments of the training text. Padding: `real` is False there.
+Sizes in shape comments: B segments in a step, S places in a segment, V vocabulary, N places whose
+loss counts. `real` is False at padding.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
@@ -20,117 +21,112 @@ from engine.errors import UserError, run_script
 
 @dataclass
 class Config:
-    """Every setting of a run."""
+    """Every setting of a run. `fixed`: --resume cannot change it."""
 
+    preset: str = flag(
+        "plain", "defaults of the flags below (plain|handout); see HANDOUT", "Data", fixed=True
+    )
     data: str = flag(
         "", "text file, or folder of text or parquet; /opt/wikitext-2, else the sample", "Data"
     )
-    ratios: str = flag("0.8,0.1,0.1", "train, validation, test: how a missing split is cut", "Data")
-    tokens: str = flag("words", "what a token is (words|subwords)", "Data")
-    vocab: int = flag(
-        0, "the most frequent N tokens; 0: by min_count; subwords: 4000", "Data", min=0
+    ratios: str = flag(
+        "0.8,0.1,0.1", "train, validation, test: how a missing split is cut", "Data", fixed=True
     )
-    min_count: int = flag(3, "rarer words are <unk>, as in WikiText", "Data", min=1)
-    segment: int = flag(
-        64, "tokens in a training segment, and the most that is seen", "Data", min=2
-    )
-    pad: str = flag("right", "where a short segment is filled up (left|right)", "Data")
+    lowercase: bool = flag(False, "read the text in lower case, as GloVe 6B is", "Data", fixed=True)
+    vocab: int = flag(0, "the most frequent N words; 0: by --min_count", "Data", min=0, fixed=True)
+    min_count: int = flag(3, "rarer words are <unk>, as in WikiText", "Data", min=1, fixed=True)
+    segment: int = flag(64, "tokens per segment, the longest context", "Data", min=2, fixed=True)
+    pad: str = flag("right", "side on which a short segment is padded (left|right)", "Data")
 
-    d_model: int = flag(128, "model width", "Model", min=1)
-    d_embedding: int = flag(0, "embedding width; 0: GloVe's, else d_model", "Model", min=0)
-    nhead: int = flag(4, "attention heads", "Model", min=1)
-    layers: int = flag(2, "encoder layers", "Model", min=1)
-    dim_feedforward: int = flag(512, "width of the feed-forward layers", "Model", min=1)
-    dropout: float = flag(0.3, "share of activations dropped", "Model", min=0, below=1)
-    positions: str = flag("learned", "positional encoding (learned|sinusoidal)", "Model")
-    glove: str = flag("", "text file of vectors that the embedding begins with", "Model")
+    d_model: int = flag(128, "model width", "Model", min=1, fixed=True)
+    d_embedding: int = flag(
+        0, "embedding width; 0: that of GloVe, else d_model", "Model", min=0, fixed=True
+    )
+    nhead: int = flag(4, "attention heads", "Model", min=1, fixed=True)
+    layers: int = flag(2, "encoder layers", "Model", min=1, fixed=True)
+    dim_feedforward: int = flag(512, "width of the feed-forward layers", "Model", min=1, fixed=True)
+    dropout: float = flag(0.3, "dropout rate", "Model", min=0, below=1, fixed=True)
+    positions: str = flag(
+        "learned", "positional encoding (learned|sinusoidal)", "Model", fixed=True
+    )
+    glove: str = flag("", "text file of vectors with which the embedding begins", "Model")
 
     epochs: int = flag(
-        0, "passes; 0: 2.4 million tokens' worth, 1 (dynamic: 6) to 30", "Training", min=0
+        0, "passes over the text; 0: 2.4 million tokens, 1 to 30", "Training", min=0, fixed=True
     )
     embedding_share: float = flag(
-        0.125, "share of steps, the first, that train embeddings only", "Training", min=0, below=1
+        0.125,
+        "share of the steps, the first, that train embeddings only",
+        "Training",
+        min=0,
+        below=1,
+        fixed=True,
     )
-    batch: int = flag(32, "segments in a step, of all processes together", "Training", min=1)
-    lr: float = flag(2e-3, "peak learning rate", "Training", above=0, below=10)
+    batch: int = flag(
+        32, "segments per step, of all processes together", "Training", min=1, fixed=True
+    )
+    lr: float = flag(2e-3, "peak learning rate", "Training", above=0, below=10, fixed=True)
     warmup: int = flag(
-        0, "steps of rising learning rate; 0: a tenth, at most 1000", "Training", min=0
+        1000, "warm-up steps, at most a tenth of the run", "Training", min=1, fixed=True
     )
-    weight_decay: float = flag(0.1, "of matrices, not of biases and norms", "Training", min=0)
+    weight_decay: float = flag(
+        0.1, "of matrices, not of biases and norms", "Training", min=0, fixed=True
+    )
     label_smoothing: float = flag(
-        0.1, "share of probability spread over all tokens", "Training", min=0, below=1
+        0.1, "share of probability spread over all words", "Training", min=0, below=1, fixed=True
     )
-    clip: float = flag(0.5, "largest norm of the gradient; 0: not clipped", "Training", min=0)
+    clip: float = flag(0.5, "largest gradient norm; 0: no clipping", "Training", min=0, fixed=True)
     sampling: str = flag(
-        "static", "segments: each once an epoch, or by loss (static|dynamic)", "Training"
+        "static",
+        "segments: each once per epoch, or by loss (static|dynamic)",
+        "Training",
+        fixed=True,
     )
     sharpness: float = flag(
-        1.0, "dynamic: how much the loss weighs, see SegmentSampler", "Training", min=0
+        1.0, "dynamic: how much the loss weighs, see SegmentSampler", "Training", min=0, fixed=True
     )
     resample_every: int = flag(
-        1, "dynamic: epochs that one draw serves; the handout's 10", "Training", min=1
+        1, "dynamic: epochs per draw; 10 in the handout", "Training", min=1, fixed=True
     )
 
-    run: str = flag("", "name of the run (folder runs/NAME); the date and time", "Run")
-    resume: str = flag("", "run folder to go on with", "Run")
-    generate: str = flag(
-        "", "text that the samples continue, besides some of the validation", "Run"
-    )
-    log_every: int = flag(20, "steps between lines of the log", "Run", min=1)
+    run: str = flag("", "name of the run (runs/NAME); default: the time", "Run")
+    resume: str = flag("", "run to continue", "Run")
+    generate: str = flag("", "text that the samples continue, besides the validation text", "Run")
+    log_every: int = flag(20, "steps between log lines", "Run", min=1)
     precision: str = flag("auto", "number format (auto|fp32|bf16|fp16)", "Run")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Run")
-    seed: int = flag(1, "of weights, dropout and the order of segments", "Run", min=0)
+    seed: int = flag(1, "seed of weights, dropout and data order", "Run", min=0, fixed=True)
 
     def __post_init__(self):
         if self.d_model % max(self.nhead, 1) or self.d_model % 2:
             raise UserError(
                 f"--d_model {self.d_model} must be even and a multiple of --nhead {self.nhead}"
             )
-        least = (
-            3 if self.tokens == "words" else 300
-        )  # a subword vocabulary holds the 256 single bytes
-        if 0 < self.vocab < least:
-            raise UserError(
-                f"--vocab {self.vocab}: a vocabulary of {self.tokens} needs at least {least}"
-            )
-        if self.glove and self.tokens == "subwords":
-            raise UserError(
-                "--glove has vectors of words, --tokens subwords cuts words into pieces; leave one out"
-            )
-        if (
-            not self.resume
-            and self.sampling == "static"
-            and (self.sharpness != 1 or self.resample_every != 1)
-        ):
-            raise UserError(
-                "--sharpness and --resample_every belong to --sampling dynamic; give it, or leave them out"
-            )
+        if 0 < self.vocab < 3:
+            raise UserError(f"--vocab {self.vocab}: a vocabulary needs at least 3 words")
         self.split_ratios()
 
     def split_ratios(self) -> tuple[float, ...]:
-        """(train, validation, test)"""
+        """(train, validation, test)."""
         try:
             ratios = tuple(float(word) for word in self.ratios.split(","))
         except ValueError:
             ratios = ()
-        if (
-            len(ratios) != 3
-            or not all(ratio > 0 for ratio in ratios)
-            or abs(sum(ratios) - 1) > 1e-6
-        ):
+        if len(ratios) != 3 or min(ratios) <= 0 or abs(sum(ratios) - 1) > 1e-6:
             raise UserError(
-                f"--ratios {self.ratios}: give three numbers above 0 that add up to 1, like 0.8,0.1,0.1"
+                f"--ratios {self.ratios}: give three numbers above 0 that add up to 1, "
+                "like 0.8,0.1,0.1"
             )
         return ratios
 
 
-if (
-    __name__ == "__main__"
-):  # before the heavy imports, so that --help and a wrong flag answer at once
+# Flags are parsed before the heavy imports, so that --help and a wrong flag answer at once.
+if __name__ == "__main__":
     config = parse_flags(Config, "train a language model; the result goes to runs/NAME")
 
 import json
 import math
+import time
 from pathlib import Path
 
 import torch
@@ -140,8 +136,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engine import checkpoint, distributed, schedule
 from engine.precision import choose_precision
-from engine.run import INTERRUPTED, Run, saved_settings
-from engine.telemetry import Meter, peak_memory_gib
+from engine.run import INTERRUPTED, Run
 from labs.wikitext.model import (
     LanguageModel,
     SmoothedLoss,
@@ -152,25 +147,55 @@ from labs.wikitext.model import (
     send,
 )
 from labs.wikitext.sampler import SegmentSampler
-from labs.wikitext.text import Text, coverage, load_glove, prepare
+from labs.wikitext.text import (
+    GLOVE_PLACES,
+    SAMPLE_NOTE,
+    Text,
+    coverage,
+    find_data,
+    load_glove,
+    prepare,
+)
 
-MAY_CHANGE = {"data", "glove", "generate", "log_every", "precision", "device"}  # on --resume
 TOKENS_IN_ALL = 2_400_000  # some minutes of a CPU core at the default sizes and six thousand words
 CONFUSED = 12  # tokens in the confusion table
+# The handout's settings; flags that are given as well win. It draws segments anew every 10 epochs:
+# epochs 1 to 10 are static, 11 to 20 and 21 to 30 dynamic, 31 to 40 static again.
+HANDOUT = {
+    "lowercase": True,
+    "dim_feedforward": 2048,
+    "dropout": 0.1,
+    "clip": 0.5,
+    "label_smoothing": 0.1,
+    "sampling": "dynamic",
+    "resample_every": 10,
+    "epochs": 40,
+}
 
 
-def main(config: Config) -> None:
-    """One run, from the text to the test."""
-    config = saved_settings(config, MAY_CHANGE)  # on --resume the run's own, its device among them
-    world = distributed.start(config.device)
+@dataclass
+class State:
+    """What a checkpoint keeps, beside the weights, the optimiser's moments and the sampler."""
+
+    step: int = 0
+    validated: int = 0  # step of the last validation
+    best_loss: float | None = None
+
+
+def train(config: Config) -> Path:
+    """One training run, from the text to the test. Returns its folder."""
+    config = with_preset(config)
+    world = distributed.start(config.device)  # this process among those of torchrun
     device = world.device
+    with Run.start(config, "wikitext", world) as run:  # a new folder, or the one to resume
+        log = run.log
 
-    with Run.start(config, "wikitext", world, MAY_CHANGE) as run:
-        # ---- text: rank 0 reads it for all, and settles what depends on it
+        # -------- text: rank 0 reads it for all, and settles what depends on it
         text, vectors, config = world.on_main(lambda: read_text(run.config))
         vocabulary = text.vocabulary
+        check_vocabulary(run, vocabulary.tokens)
 
-        # ---- model, optimiser, order of the segments
+        # -------- model, optimiser, order of the segments
         torch.manual_seed(config.seed)
         model = LanguageModel(len(vocabulary.tokens), config)
         model.start_from_counts(text.ids["train"])
@@ -178,301 +203,317 @@ def main(config: Config) -> None:
             model.embedding.weight.data.copy_(vectors)
         model.to(device)
         precision = choose_precision(device, config.precision, training=True, world=world)
-        exact = choose_precision(
-            device, "fp32"
-        )  # for scores; on a recent GPU its products are TF32
-        decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-        rest = [
-            parameter for parameter in model.parameters() if parameter.dim() < 2
-        ]  # biases and norms
+        matrices = [weight for weight in model.parameters() if weight.dim() > 1]
+        biases_and_norms = [weight for weight in model.parameters() if weight.dim() < 2]
         groups = [
-            dict(params=decayed, weight_decay=config.weight_decay),
-            dict(params=rest, weight_decay=0.0),
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": biases_and_norms, "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(
-            groups, lr=config.lr, betas=(0.9, 0.98), fused=True
-        )  # Vaswani et al. 2017
-        sampler = SegmentSampler(
-            len(text.ids["train"]),
-            config.segment,
-            config.sampling,
-            config.sharpness,
-            config.epochs,
-            config.seed,
-            device,
-            config.resample_every,
-        )
+        # The betas of Vaswani et al. 2017.
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.98), fused=True)
+        sampler = SegmentSampler(len(text.ids["train"]), config, device)
         steps_per_epoch = math.ceil(len(sampler.lengths) / config.batch)
         total_steps = config.epochs * steps_per_epoch
         embedding_steps = round(config.embedding_share * total_steps)
-        rates = schedule.plan(config.lr, config.warmup, total_steps)
-        meter = Meter(config.log_every)
+        warmup = schedule.warmup_steps(config.warmup, total_steps)
 
-        # ---- where the last checkpoint left off: epoch, batch of it, best validation loss
-        progress = {"epoch": 0, "batch": 0, "best_loss": None}
-        if run.state and run.state["key"] != text.key():
-            raise UserError(
-                f"--resume {run.folder}: vocabulary or text at {config.data} is not what the run began with; "
-                "put it back, or start a new run"
-            )
-        if state := run.restore(model, optimizer, precision):
-            sampler.load_state_dict(state["sampler"], world)
-            progress = {name: state[name] for name in progress}
+        # -------- a resumed run continues with its weights, moments and place in the text
+        state = State()
+        if saved := run.restore(model, optimizer, precision):
+            state = State(saved["step"], saved["validated"], saved["best_loss"])
+            sampler.load_state_dict(saved["sampler"], world)
 
-        def save(step: int, best: bool = False) -> None:
-            """A checkpoint of this step; then the clock of the steps starts again."""
-            state = progress | {"sampler": sampler.state_dict(world), "key": text.key()}
-            run.save(step, model, optimizer, state, precision, best=best)
-            meter.resume()
-
-        def score(split: str, confused: Tensor | None = None) -> tuple[dict, Tensor]:
-            """Unsmoothed loss in nats a token, perplexity (per word too where tokens are pieces), accuracy; table."""
-            model.eval()
-            ids = text.ids[split]
-            with exact.autocast():
-                sums, table = evaluate(
-                    model,
-                    ids,
-                    vocabulary.eos,
-                    config.segment,
-                    config.pad,
-                    world,
-                    confused,
-                    vocabulary.unk,
-                )
-            loss = sums["loss"] / len(
-                ids
-            )  # nats; at most 50 go into exp, here and below: it overflows at 710
-            scores = {
-                "loss": loss,
-                "perplexity": math.exp(min(loss, 50)),
-                "accuracy": sums["correct"] / len(ids),
-            }
-            if (
-                vocabulary.unk is not None
-            ):  # guessing <unk> everywhere is right for every sixth word of WikiText-2
-                scores["accuracy_without_unk"] = sums["correct_known"] / max(
-                    1, (ids != vocabulary.unk).sum().item()
-                )
-            if config.tokens == "subwords":
-                scores["perplexity_per_word"] = math.exp(min(sums["loss"] / text.words[split], 50))
-            return scores, table
-
-        def log_step(step: int, smoothed: float, loss: float, norm: float) -> None:
-            """This step's figures. The smoothed loss is what is minimised; only the unsmoothed one makes a perplexity."""
-            rate, speed = (
-                rates.learning_rate(step),
-                meter.read().get("speed/tokens_per_second", 0.0),
-            )
-            values = {
-                "train/smoothed_loss": smoothed,
-                "train/loss": loss,
-                "train/perplexity": math.exp(min(loss, 50)),
-                "train/learning_rate": rate,
-                "train/gradient_norm": norm,
-            }
-            values |= {"speed/tokens_per_second": speed} if speed else {}
-            run.scalars(step, values | {"memory/peak_gib": peak_memory_gib(device)})
-            run.log(
-                f"step {step:>6,}  epoch {step / steps_per_epoch:5.2f}  loss {smoothed:.3f} smoothed, {loss:.3f} not  "
-                f"lr {rate:.2e}  |gradient| {norm:.2f}  {speed:,.0f} tokens/s"
-            )
-
+        # -------- the folder becomes a run
         run.begin()
         if world.is_main:
-            (run.folder / "vocabulary.txt").write_text(
-                "\n".join(vocabulary.tokens) + "\n", encoding="utf-8"
-            )
+            lines = "\n".join(vocabulary.tokens) + "\n"
+            (run.folder / "vocabulary.txt").write_text(lines, encoding="utf-8")
         for line in (*text.notes, precision.describe(), str(model)):
-            run.log(line)
-        segment = torch.ones(1, config.segment, dtype=torch.bool)  # all of it real
-        # MATH: attention by plain matrix products, which the counter knows on every device.
-        with (
-            torch.no_grad(),
-            sdpa_kernel(SDPBackend.MATH),
-            FlopCounterMode(display=False) as counter,
-        ):
-            model(segment.long(), segment)
-        flops = (
-            3 * counter.get_total_flops() // config.segment
-        )  # backward costs twice what forward does
-        run.log(
-            f"model: {sum(p.numel() for p in model.parameters()):,} parameters, {flops:,} FLOPs a training token; "
-            f"{len(sampler.lengths):,} segments, "
-            f"{total_steps:,} steps in {config.epochs} epochs"
+            log(line)
+        log(
+            f"model: {sum(weight.numel() for weight in model.parameters()):,} parameters, "
+            f"{flops_per_token(model, config.segment):,} FLOPs a training token; "
+            f"{len(sampler.lengths):,} segments, {total_steps:,} steps in {config.epochs} epochs"
         )
 
-        # ---- training
-        smoothed_loss = None
-        for epoch in range(progress["epoch"], config.epochs):
-            batches = sampler.plan(epoch).split(config.batch)
-            model.train()
-            for number in range(progress["batch"], steps_per_epoch):
-                step = epoch * steps_per_epoch + number + 1
-                if smoothed_loss is None or step == embedding_steps + 1:
-                    smoothed_loss = start_stage(
-                        model, config, run, embedding_only=step <= embedding_steps
-                    )
-                # Learning rate and randomness are functions of the step: a resumed run draws what it would have drawn.
-                for group in optimizer.param_groups:
-                    group["lr"] = rates.learning_rate(step)
-                world.set_seed(config.seed, step)
-
-                # The batch: segments of the text, (B,), of which this rank computes every `size`th.
-                segments = batches[number]
-                tokens_of_step = sampler.lengths[segments].sum().item()  # of all ranks
-                mine = segments[world.rank :: world.size]
-                spans = sampler.spans(mine if len(mine) else segments[:1])
-                # They stay on the CPU until the model sends on what it needs: no length has to be asked of the GPU.
-                ids = text.ids["train"]
-                tokens, targets, real = gather_segments(
-                    ids, spans, vocabulary.eos, config.segment, config.pad
+        # -------- the loop
+        runner = None
+        segments_of_epoch = None
+        token_count = 0  # of all processes, since the last log line
+        begun = time.perf_counter()
+        while True:
+            # Between two steps: is an epoch over? Validate and save. Is the run asked to stop?
+            interrupted = run.stop_asked()
+            epoch, number = divmod(state.step, steps_per_epoch)
+            epoch_over = state.step > state.validated and number == 0
+            improved = False
+            if epoch_over and not interrupted:
+                sampler.end_epoch(world, epoch - 1)
+                scores, _ = score(model, text, "validation", config, world)
+                improved = state.best_loss is None or scores["loss"] < state.best_loss
+                state.validated = state.step
+                if improved:
+                    state.best_loss = scores["loss"]
+                curves = {f"validation/{name}": value for name, value in scores.items()}
+                run.scalars(state.step, curves | sampler.figures(epoch))
+                log(
+                    f"epoch {epoch} of {config.epochs}: validation loss {scores['loss']:.4f}, "
+                    f"perplexity {scores['perplexity']:.2f}, accuracy {scores['accuracy']:.1%}"
+                    f"{', the best so far' if improved else ''}"
                 )
-                counted = real & (
-                    len(mine) > 0
-                )  # DDP wants a forward pass of a rank without a segment, too
+                if world.is_main:
+                    continued = "\n\n".join(samples(model, text, config))
+                    run.telemetry.text("samples", state.step, continued)
+            if epoch_over or interrupted:
+                kept = asdict(state) | {"sampler": sampler.state_dict(world)}
+                run.save(state.step, model, optimizer, kept, precision, improved)
+                begun = time.perf_counter()
+            if interrupted or state.step >= total_steps:
+                break
 
-                # Forward; loss.backward(); gradients clipped, optimizer.step() if they are finite, then
-                # optimizer.zero_grad() for the next step: the last three are in precision.step, see engine/precision.py.
-                with precision.autocast():
-                    smoothed, losses = smoothed_loss(tokens, targets, real, counted)  # scalar, (N,)
-                # × size undoes DDP's average: the gradient is that of one sum over all ranks, divided by all tokens.
-                precision.backward(smoothed * world.size / tokens_of_step)
-                trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-                norm = precision.step(optimizer, trained, config.clip, step)
+            # The handout's two stages: embedding and positions, then all weights.
+            step = state.step + 1
+            if runner is None or step == embedding_steps + 1:
+                runner = start_stage(model, config, run, embedding_only=step <= embedding_steps)
+                trained = [weight for weight in model.parameters() if weight.requires_grad]
+            # Rate and random numbers depend on the step alone: a resumed run repeats them.
+            progress = schedule.progress(state.step, total_steps)
+            lr = schedule.learning_rate(config.lr, step, progress, warmup)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            world.set_seed(config.seed, step)
 
-                rows = send(counted.nonzero()[:, 0], device)  # (N,) the segment of each loss
-                segment_losses = losses.new_zeros(len(spans)).index_add_(
-                    0, rows, losses
-                )  # (B,) summed over tokens
-                sampler.record(mine, segment_losses[: len(mine)])
-                meter.add(
-                    0, tokens_of_step, config.batch * config.segment
-                )  # 0: there is no source text
-                meter.end_step()
-                if step % config.log_every == 0 or step == total_steps:
-                    precision.check_finite()
-                    sums = world.sum(torch.stack([smoothed.detach(), losses.sum()]))
-                    log_step(step, *(sums / tokens_of_step).tolist(), norm.item())
-                progress["batch"] = number + 1
-                if run.stop_asked():
-                    save(step)
-                    run.close(INTERRUPTED)
-                    return
-
-            # ---- validation
-            step = (epoch + 1) * steps_per_epoch
-            sampler.end_epoch(world, epoch)
-            scores, _ = score("validation")
-            improved = progress["best_loss"] is None or scores["loss"] < progress["best_loss"]
-            best_loss = scores["loss"] if improved else progress["best_loss"]
-            progress = {"epoch": epoch + 1, "batch": 0, "best_loss": best_loss}
-            values = {f"validation/{name}": value for name, value in scores.items()}
-            run.scalars(step, values | sampler.figures(epoch + 1))
-            run.log(
-                f"epoch {epoch + 1} of {config.epochs}: validation loss {scores['loss']:.4f}, "
-                f"perplexity {scores['perplexity']:.2f}, accuracy {scores['accuracy']:.1%}"
-                + (", the best so far" if improved else "")
+            # The batch: segments of the text, (B,), of which this rank takes every `size`th.
+            if number == 0 or segments_of_epoch is None:
+                segments_of_epoch = sampler.plan(epoch).split(config.batch)
+            segments = segments_of_epoch[number]
+            tokens_in_step = sampler.lengths[segments].sum().item()  # of all ranks
+            own = segments[world.rank :: world.size]
+            # DDP wants a forward pass of a rank without a segment, too; nothing of it counts.
+            spans = sampler.spans(own if len(own) else segments[:1])
+            # The batch stays on the CPU; the model sends what it needs to the GPU.
+            tokens, targets, real = gather_segments(
+                text.ids["train"], spans, vocabulary.eos, config.segment, config.pad
             )
-            if world.is_main:
-                run.telemetry.text("samples", step, "\n\n".join(samples(model, text, config)))
-            save(step, best=improved)
+            counted = real & (len(own) > 0)
 
-        # ---- test: the best weights, to the log, TensorBoard and <run>/test.json
-        model.load_state_dict(
-            world.on_main(lambda: checkpoint.load_weights(checkpoint.resolve(run.folder)))
-        )
-        ids = text.ids["test"]
-        frequent = (
-            ids.bincount(minlength=len(vocabulary.tokens))
-            .topk(min(CONFUSED, len(ids.unique())))
-            .indices
-        )
-        scores, table = score("test", frequent)
-        run.log(
-            "test: "
-            + ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scores.items())
-        )
-        if world.is_main:
-            result = json.dumps(scores | {"tokens": len(ids)}, indent=2) + "\n"
-            (run.folder / "test.json").write_text(result, encoding="utf-8")
-            figure = confusion_figure(table, [vocabulary.tokens[id] for id in frequent])
-            run.telemetry.figure("test/confusion", total_steps, figure)
-            for line in samples(model, text, config):
-                run.log("sample: " + line.replace("\n", " / "))
-        result = {f"result/test_{name}": value for name, value in scores.items()}
-        run.telemetry.hyperparameters(config, result)
-        run.close("all epochs are done")
+            model.train()
+            with precision.autocast():
+                smoothed, losses = runner(tokens, targets, real, counted)  # scalar, (N,)
+            # The mean over the tokens of all ranks. × size, because DDP averages the gradients.
+            precision.backward(smoothed / tokens_in_step * world.size)
+            # Clip the gradient, update the weights, clear the gradient.
+            gradient_norm = precision.step(optimizer, trained, config.clip, step)
+            state.step = step
+
+            # Each segment's loss, summed over its tokens, (B,): what dynamic sampling goes by.
+            rows = send(counted.nonzero()[:, 0], device)  # (N,) the segment of each loss
+            segment_losses = losses.new_zeros(len(spans)).index_add_(0, rows, losses)
+            sampler.record(own, segment_losses[: len(own)])
+            token_count += tokens_in_step
+
+            if step % config.log_every == 0 or step == total_steps:
+                # Only here does the loop wait for the GPU.
+                precision.check_finite()
+                sums = world.sum(torch.stack([smoothed.detach(), losses.sum()]))
+                # The smoothed loss is minimised; only the plain one makes a perplexity.
+                smoothed_loss, loss = (sums / tokens_in_step).tolist()
+                speed = token_count / (time.perf_counter() - begun)
+                token_count = 0
+                begun = time.perf_counter()
+                norm = gradient_norm.item()
+                curves = {
+                    "train/smoothed_loss": smoothed_loss,
+                    "train/loss": loss,
+                    "train/perplexity": math.exp(min(loss, 50)),  # exp overflows at 710
+                    "train/learning_rate": lr,
+                    "train/gradient_norm": norm,
+                    "speed/tokens_per_second": speed,
+                }
+                run.scalars(step, curves)
+                log(
+                    f"step {step:>6,}  epoch {step / steps_per_epoch:5.2f}"
+                    f"  loss {smoothed_loss:.3f} smoothed, {loss:.3f} plain  lr {lr:.2e}"
+                    f"  |gradient| {norm:.2f}  {speed:,.0f} tokens/s"
+                )
+
+        if interrupted:
+            run.close(INTERRUPTED, state.step)
+        else:
+            test(run, state.step, model, text, config)
+            run.close("all epochs are done", state.step)
+        return run.folder
+
+
+def with_preset(config: Config) -> Config:
+    """The settings, with the handout's for flags that were not given if --preset asks for them."""
+    if config.preset == "handout" and not config.resume:
+        differing = {
+            field.name for field in fields(config) if getattr(config, field.name) != field.default
+        }
+        given = getattr(config, "given", differing)
+        for name, value in HANDOUT.items():
+            if name not in given:
+                setattr(config, name, value)
+    return config
 
 
 def read_text(config: Config) -> tuple[Text, Tensor | None, Config]:
-    """The tokenised text, GloVe's vectors of its vocabulary if they are asked for, and the settings that hang on both."""
-    if config.data:
-        config.data = str(
-            Path(config.data).expanduser().resolve()
-        )  # --resume finds it from any directory
+    """The text, the GloVe vectors of its vocabulary, and the settings that depend on both."""
+    config.data = find_data(config.data)
     text = prepare(
-        config.data, config.split_ratios(), config.tokens, config.vocab, config.min_count
+        config.data, config.split_ratios(), config.vocab, config.min_count, config.lowercase
     )
     for split, ids in text.ids.items():
         if len(ids) < config.segment:
             raise UserError(
-                f"the {split} text has {len(ids)} tokens, less than one --segment ({config.segment}); give more text"
+                f"the {split} text has {len(ids)} tokens, less than one --segment "
+                f"({config.segment}); give more text"
             )
+    if config.preset == "handout" and not config.glove:
+        config.glove = find_glove()
     vectors = None
     if config.glove:
         config.glove = str(Path(config.glove).expanduser().resolve())
         vectors, known = load_glove(Path(config.glove), text.vocabulary.tokens)
-        if config.d_embedding not in (0, vectors.shape[1]):
+        width = vectors.shape[1]
+        if config.d_embedding not in (0, width):
             raise UserError(
-                f"--d_embedding {config.d_embedding}: these GloVe vectors have {vectors.shape[1]} numbers; "
+                f"--d_embedding {config.d_embedding}: these GloVe vectors have {width} numbers; "
                 "leave the flag out"
             )
-        config.d_embedding = vectors.shape[1]
+        config.d_embedding = width
         types, running = coverage(known, text.ids["train"])
         text.notes.append(
-            f"GloVe: {vectors.shape[1]} numbers a word, projected to {config.d_model}; {types:.1%} of the "
+            f"GloVe: {width} numbers per word, projected to {config.d_model}; {types:.1%} of the "
             f"vocabulary has a vector, {running:.1%} of the running tokens"
         )
     config.d_embedding = config.d_embedding or config.d_model
-    fewest = (
-        6 if config.sampling == "dynamic" else 1
-    )  # the first epoch of dynamic sampling is like static
-    config.epochs = config.epochs or min(
-        30, max(fewest, round(TOKENS_IN_ALL / len(text.ids["train"])))
-    )
+    if not config.epochs:
+        # The first epoch of dynamic sampling is like static.
+        fewest = 6 if config.sampling == "dynamic" else 1
+        wanted = round(TOKENS_IN_ALL / len(text.ids["train"]))
+        config.epochs = min(30, max(fewest, wanted))
     return text, vectors, config
+
+
+def find_glove() -> str:
+    """The first text file of vectors in GLOVE_PLACES. Raises `UserError` if there is none."""
+    for place in GLOVE_PLACES:
+        for file in sorted(place.glob("glove*.txt")):
+            return str(file)
+    raise UserError(
+        "--preset handout begins with GloVe vectors, and there are none in "
+        f"{' or '.join(map(str, GLOVE_PLACES))}; unpack https://nlp.stanford.edu/data/glove.6B.zip "
+        "and give --glove glove.6B.50d.txt"
+    )
+
+
+def check_vocabulary(run: Run, tokens: list[str]) -> None:
+    """Raises `UserError` if a resumed run had other words: its embedding would be read wrongly."""
+    file = run.folder / "vocabulary.txt"
+    if file.exists() and file.read_text(encoding="utf-8") != "\n".join(tokens) + "\n":
+        raise UserError(
+            f"--resume {run.folder}: the text at {run.config.data} has other words than the run "
+            "began with; put it back, or start a new run"
+        )
+
+
+def flops_per_token(model: LanguageModel, length: int) -> int:
+    """FLOPs of matrix products per training token; the backward pass costs twice the forward pass.
+
+    The model's input are ids, so that every product has both gradients.
+    """
+    real = torch.ones(1, length, dtype=torch.bool)
+    # MATH: attention by plain matrix products, which the counter knows on every device.
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+        model(real.long(), real)
+    return 3 * counter.get_total_flops() // length
 
 
 def start_stage(
     model: LanguageModel, config: Config, run: Run, embedding_only: bool
 ) -> torch.nn.Module:
-    """The handout's 预训练 (all but embedding and positions frozen) or 微调 (nothing frozen); → model and loss in one."""
-    first = {id(parameter) for parameter in model.embedding_parameters()}
-    for parameter in model.parameters():
-        parameter.requires_grad_(not embedding_only or id(parameter) in first)
-    run.log(
-        "stage: "
-        + ("embedding and positions are trained" if embedding_only else "all weights are trained")
-    )
-    return run.world.data_parallel(
-        SmoothedLoss(model, config.label_smoothing)
-    )  # DDP asks here what is frozen
+    """Freeze what the stage does not train; model and loss in one module, for this rank."""
+    first = {id(weight) for weight in model.embedding_parameters()}
+    for weight in model.parameters():
+        weight.requires_grad_(not embedding_only or id(weight) in first)
+    trained = "embedding and positions are trained" if embedding_only else "all weights are trained"
+    run.log(f"stage: {trained}")
+    # DDP asks at its construction which weights are frozen.
+    return run.world.data_parallel(SmoothedLoss(model, config.label_smoothing))
+
+
+def score(
+    model: LanguageModel, text: Text, split: str, config: Config, world: distributed.World
+) -> tuple[dict[str, float], Tensor]:
+    """Scores of a split, and the confusion table of its most frequent tokens. In fp32."""
+    frequent = most_frequent(text.ids[split])
+    ids = text.ids[split]
+    return evaluate(model, ids, text.vocabulary, config.segment, config.pad, world, frequent)
+
+
+def most_frequent(ids: Tensor) -> Tensor:
+    """The tokens of the confusion table, (K,)."""
+    counts = ids.bincount()
+    return counts.topk(min(CONFUSED, int((counts > 0).sum()))).indices
+
+
+def test(run: Run, step: int, model: LanguageModel, text: Text, config: Config) -> None:
+    """Score the best weights on the test text: to the log, TensorBoard and eval/test.json."""
+    world, tokens = run.world, text.vocabulary.tokens
+    weights = world.on_main(lambda: checkpoint.load_weights(checkpoint.resolve(run.folder)))
+    model.load_state_dict(weights)
+    scores, table = score(model, text, "test", config, world)
+    figures = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scores.items())
+    run.log(f"test: {figures}")
+    if not world.is_main:
+        return
+    note = SAMPLE_NOTE if text.sample else ""
+    names = [tokens[id] for id in most_frequent(text.ids["test"])]
+    result = {
+        **scores,
+        "tokens": len(text.ids["test"]),
+        "vocabulary": len(tokens),
+        "data": note or config.data,
+        # Rows: the token in the text; columns: the likeliest one, the last stands for all others.
+        "confusion": {"tokens": names, "counts": table.tolist()},
+    }
+    folder = run.folder / "eval"
+    folder.mkdir(exist_ok=True)
+    content = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+    (folder / "test.json").write_text(content, encoding="utf-8")
+    figure = confusion_figure(table, names, note)
+    figure.savefig(folder / "confusion.png", dpi=100)
+    run.telemetry.figure("test/confusion", step, figure)
+    for number, row in enumerate(table.tolist()):
+        guess = [*names, "another token"][row.index(max(row))]
+        run.log(
+            f"confusion: {names[number]} stands there {sum(row):,} times; guessed right "
+            f"{row[number]:,} times, most often guessed: {guess}"
+        )
+    for line in samples(model, text, config):
+        run.log("sample: " + line.replace("\n", " / "))
+    if note:
+        run.log(f"note: {note}")
+    results = {f"result/test_{name}": value for name, value in scores.items()}
+    run.telemetry.hyperparameters(config, results)
 
 
 def samples(model: LanguageModel, text: Text, config: Config) -> list[str]:
-    """Beginnings from the validation text, and the one asked for, each with what the model makes of it."""
+    """Beginnings from the validation text, and --generate, each with the model's continuation."""
     vocabulary, validation = text.vocabulary, text.ids["validation"]
     starts = range(0, len(validation), max(8, len(validation) // 3))
     prompts = [validation[first : first + 8] for first in starts][:3]
     if config.generate:
-        prompts.insert(0, torch.tensor(vocabulary.encode([config.generate])[0], dtype=torch.int64))
+        prompts.insert(0, torch.tensor(vocabulary.encode(config.generate), dtype=torch.int64))
     continued = generate(model, prompts, vocabulary, length=40, seed=config.seed)
     return [
-        f"**{vocabulary.decode(p.tolist())}** {vocabulary.decode(c)}"
-        for p, c in zip(prompts, continued)
+        f"**{vocabulary.decode(prompt.tolist())}** {vocabulary.decode(words)}"
+        for prompt, words in zip(prompts, continued)
     ]
 
 
 if __name__ == "__main__":
-    run_script(lambda: main(config))
+    run_script(lambda: train(config))

@@ -1,6 +1,7 @@
 """The language model: an encoder under a causal mask; its loss, its scores and its samples.
 
-B rows, S places, D model width, E embedding width, V vocabulary, H heads, N places whose loss counts, T tokens of a text.
+B segments, S places in a segment, D model width, E embedding width, V vocabulary, H heads, N places
+whose loss counts, T tokens of a text. `real` (B, S) is False at padding.
 """
 
 import math
@@ -18,90 +19,85 @@ WINDOWS_AT_ONCE = 64  # rows of a batch that is scored
 
 
 class LanguageModel(nn.Module):
-    """`nn.TransformerEncoder` that sees no later token; output weights tied to the embedding (Press and Wolf 2017)."""
+    """`nn.TransformerEncoder` that sees no later token.
+
+    The output weights are those of the embedding (Press and Wolf 2017).
+    """
 
     def __init__(self, vocabulary: int, sizes):
-        """`sizes`: d_model, d_embedding, nhead, layers, dim_feedforward, dropout, positions, segment."""
+        """`sizes`: the fields of Config from d_model to positions, and segment."""
         super().__init__()
-        self.width, self.nhead, d_embedding = (
-            sizes.d_model,
-            sizes.nhead,
-            sizes.d_embedding or sizes.d_model,
-        )
+        width, d_embedding = sizes.d_model, sizes.d_embedding or sizes.d_model
+        self.nhead = sizes.nhead
         self.embedding = nn.Embedding(vocabulary, d_embedding)
         nn.init.normal_(self.embedding.weight, std=d_embedding**-0.5)
-        self.up = (
-            nn.Linear(d_embedding, self.width) if d_embedding != self.width else nn.Identity()
-        )  # E → D
-        self.down = (
-            nn.Linear(self.width, d_embedding) if d_embedding != self.width else nn.Identity()
-        )  # D → E
+        self.up, self.down = nn.Identity(), nn.Identity()
+        if d_embedding != width:
+            self.up = nn.Linear(d_embedding, width)  # E → D
+            self.down = nn.Linear(width, d_embedding)  # D → E
         if sizes.positions == "learned":
-            self.positions = nn.Parameter(torch.randn(sizes.segment, self.width) * 0.02)
+            self.positions = nn.Parameter(torch.randn(sizes.segment, width) * 0.02)
         else:
-            self.register_buffer(
-                "positions", sinusoids(sizes.segment, self.width), persistent=False
-            )
+            self.register_buffer("positions", sinusoids(sizes.segment, width), persistent=False)
         layer = nn.TransformerEncoderLayer(
-            self.width,
-            self.nhead,
+            width,
+            sizes.nhead,
             sizes.dim_feedforward,
             sizes.dropout,
             batch_first=True,
             norm_first=True,
         )
-        norm = nn.LayerNorm(self.width)
         self.encoder = nn.TransformerEncoder(
-            layer, sizes.layers, norm=norm, enable_nested_tensor=False
+            layer, sizes.layers, norm=nn.LayerNorm(width), enable_nested_tensor=False
         )
         self.dropout = nn.Dropout(sizes.dropout)
         self.bias = nn.Parameter(torch.zeros(vocabulary))
-        # Not part of the checkpoint. Triangle: True = may not be seen.
-        triangle = torch.ones(sizes.segment, sizes.segment, dtype=torch.bool).triu(1)
-        self.register_buffer("later", triangle, persistent=False)
+        # The causal mask, (S, S): True where a place must not look. Not part of the checkpoint.
+        later = torch.ones(sizes.segment, sizes.segment, dtype=torch.bool).triu(1)
+        self.register_buffer("later", later, persistent=False)
 
     @torch.no_grad()
     def start_from_counts(self, ids: Tensor) -> None:
-        """The output bias begins at the log frequency of each token, so the first loss is near the unigram entropy."""
+        """Output bias = log frequency of each token: the first loss is then the unigram entropy."""
         counts = ids.bincount(minlength=len(self.bias)).float() + 1
         self.bias.copy_((counts / counts.sum()).log())
 
     def embedding_parameters(self) -> list[nn.Parameter]:
-        """What the first stage trains: embedding, its projection where sizes differ, and positions if they are learned."""
-        positions = [self.positions] if isinstance(self.positions, nn.Parameter) else []
-        return [self.embedding.weight, *self.up.parameters(), *positions]
+        """What the first stage trains: embedding, its projection, and learned positions."""
+        parameters = [self.embedding.weight, *self.up.parameters()]
+        if isinstance(self.positions, nn.Parameter):
+            parameters.append(self.positions)
+        return parameters
 
     def forward(self, tokens: Tensor, real: Tensor, counted: Tensor | None = None) -> Tensor:
-        """(B, S) ids, (B, S) False at padding → logits (B, S, V); or, with `counted` (B, S), only of those places: (N, V).
+        """(B, S) ids → logits (B, S, V); with `counted` (B, S) of those places only, (N, V).
 
         Inputs may stay on the CPU: how many places count is then known without waiting for the GPU.
         """
         return F.linear(self.hidden(tokens, real, counted), self.embedding.weight, self.bias)
 
     def hidden(self, tokens: Tensor, real: Tensor, counted: Tensor | None = None) -> Tensor:
-        """What the output projection sees: (B, S, E) or (N, E)."""
+        """The input of the output projection: (B, S, E), or (N, E) of the counted places."""
         length, device = tokens.size(1), self.bias.device
-        # Counted from the first real token, so that padding on the left moves nothing.
+        # Positions count from the first real token, so that padding on the left moves nothing.
         place = send((real.cumsum(1) - 1).clamp_min(0), device)  # (B, S)
-        tokens = send(tokens, device)
-        scaled = self.embedding(tokens) * math.sqrt(
-            self.embedding.embedding_dim
-        )  # (B, S, E) of variance 1
-        x = self.dropout(self.up(scaled) + F.embedding(place, self.positions))  # (B, S, D)
+        embedded = self.embedding(send(tokens, device))  # (B, S, E)
+        embedded = embedded * math.sqrt(self.embedding.embedding_dim)  # to variance 1
+        x = self.dropout(self.up(embedded) + F.embedding(place, self.positions))  # (B, S, D)
+        later = self.later[:length, :length]
         if real[:, 0].all():
-            # Padding stands on the right, if anywhere: the triangle alone hides it from every real token.
-            x = self.encoder(x, mask=self.later[:length, :length], is_causal=True)
+            # Padding stands on the right, if anywhere: the causal mask alone hides it.
+            x = self.encoder(x, mask=later, is_causal=True)
         else:
-            # A padded place may see itself: a row that may see nothing would be a row of nan.
+            # A padded place may see itself: a row that may see nothing would be a row of NaN.
             itself = torch.eye(length, dtype=torch.bool, device=device)
-            unseen = (
-                self.later[:length, :length] | ~send(real, device).unsqueeze(1)
-            ) & ~itself  # (B, S, S)
-            x = self.encoder(
-                x, mask=unseen.repeat_interleave(self.nhead, 0)
-            )  # (B·H, S, S), as torch wants it
-        if counted is not None:  # (N, D): the largest product is made for them only
-            x = x.flatten(0, 1).index_select(0, send(counted.flatten().nonzero()[:, 0], device))
+            padding = ~send(real, device).unsqueeze(1)  # (B, 1, S)
+            unseen = later | (padding & ~itself)  # (B, S, S)
+            x = self.encoder(x, mask=unseen.repeat_interleave(self.nhead, 0))  # mask (B·H, S, S)
+        if counted is not None:
+            # The largest matrix product is made for these N places only.
+            places = counted.flatten().nonzero().squeeze(1)
+            x = x.flatten(0, 1).index_select(0, send(places, device))  # (N, D)
         return self.down(self.dropout(x))
 
 
@@ -115,103 +111,113 @@ class SmoothedLoss(nn.Module):
     def forward(
         self, tokens: Tensor, targets: Tensor, real: Tensor, counted: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """All (B, S) → the smoothed loss, summed, to be minimised; and the unsmoothed one of each token, (N,), to be shown."""
+        """All inputs (B, S) → the smoothed loss, summed, and the plain loss of each token, (N,)."""
         weight, bias = self.model.embedding.weight, self.model.bias
-        hidden, truth = (
-            self.model.hidden(tokens, real, counted),
-            send(targets[counted], bias.device),
-        )  # (N, E), (N,)
-        loss = F.cross_entropy(
-            F.linear(hidden, weight, bias).float(), truth, reduction="none"
-        )  # (N,): −log p(truth)
-        # Smoothed: (1 − s) · loss + s · (−log p, averaged over the vocabulary) = loss + s · (logit of truth − mean logit).
-        # That difference, `ahead`, is `hidden` times one vector a token: no second pass over the (N, V) logits.
+        hidden = self.model.hidden(tokens, real, counted)  # (N, E)
+        truth = send(targets[counted], bias.device)  # (N,)
+        logits = F.linear(hidden, weight, bias).float()  # (N, V)
+        loss = F.cross_entropy(logits, truth, reduction="none")  # (N,): −log p(truth)
+        # Smoothed: (1 − s) · loss + s · (−log p, averaged over the vocabulary)
+        #         = loss + s · (logit of truth − mean logit).
+        # That difference is `hidden` times one vector per token: no second pass over the logits.
         ahead = (hidden * (weight[truth] - weight.mean(0))).sum(-1) + bias[truth] - bias.mean()
         return (loss + self.smoothing * ahead).sum(), loss.detach()
 
 
 def send(x: Tensor, device: torch.device) -> Tensor:
-    """To the device; from pinned memory, so that the CPU need not wait until the copy is made."""
-    return x if x.device == device else x.pin_memory().to(device, non_blocking=True)
+    """To the device; from pinned memory, so that the CPU does not wait for the copy."""
+    if x.device == device:
+        return x
+    return x.pin_memory().to(device, non_blocking=True)
 
 
 def gather_segments(
-    ids: Tensor, spans: list[tuple[int, int, int]], eos: int, length: int, pad: str
+    ids: Tensor, spans: list[tuple[int, int]], eos: int, length: int, pad: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens first … end − 1 of a text as targets, each token's predecessor as input: (B, length) each, and `real`.
+    """Segments of a text for (first, end) `spans`: tokens, targets, real, each (B, length).
 
-    Before the first token of a text stands <eos>. Padding, on the `pad` side, holds token 0, which nothing looks at.
+    Targets are tokens first … end − 1, the input is each one's predecessor; before the first token
+    of a text stands <eos>. Padding, on the `pad` side, holds token 0.
     """
-    tokens, targets = (torch.zeros(len(spans), length, dtype=torch.int64) for _ in range(2))
-    real = torch.zeros(len(spans), length, dtype=torch.bool)
-    for row, (first, _, end) in enumerate(spans):
+    tokens = torch.zeros(len(spans), length, dtype=torch.int64)
+    targets = torch.zeros_like(tokens)
+    real = torch.zeros_like(tokens, dtype=torch.bool)
+    for row, (first, end) in enumerate(spans):
         size = end - first
         places = slice(length - size, length) if pad == "left" else slice(0, size)
-        before = (
-            ids[first - 1 : end - 1] if first else torch.cat([torch.tensor([eos]), ids[: end - 1]])
-        )
-        tokens[row, places], targets[row, places], real[row, places] = before, ids[first:end], True
+        if first > 0:
+            tokens[row, places] = ids[first - 1 : end - 1]
+        else:
+            tokens[row, places] = torch.cat([torch.tensor([eos]), ids[: end - 1]])
+        targets[row, places] = ids[first:end]
+        real[row, places] = True
     return tokens, targets, real
 
 
-def windows(tokens: int, length: int) -> list[tuple[int, int, int]]:
-    """(first, first counted, end) of overlapping windows that count every token once, after half a window of context.
+def windows(token_count: int, length: int) -> list[tuple[int, int, int]]:
+    """(first, first counted, end) of overlapping windows that count every token once.
 
-    The tokens at the very beginning have only what there is before them.
+    Each token has at least half a window of context, except at the very beginning.
     """
     stride = length // 2
-    ends = [min(first + stride, tokens) for first in range(0, tokens, stride)]
-    return [
-        (max(0, end - length), first, end) for first, end in zip(range(0, tokens, stride), ends)
-    ]
+    spans = []
+    for counted in range(0, token_count, stride):
+        end = min(counted + stride, token_count)
+        spans.append((max(0, end - length), counted, end))
+    return spans
 
 
 @torch.no_grad()
 def evaluate(
     model: LanguageModel,
     ids: Tensor,
-    eos: int,
+    vocabulary: Vocabulary,
     length: int,
     pad: str,
     world: World,
-    confused: Tensor | None = None,
-    unk: int | None = None,
+    confused: Tensor,
 ) -> tuple[dict[str, float], Tensor]:
-    """Sums over a text of T tokens, and a table of the `confused` tokens, (K,).
+    """Scores of a text of T tokens, and the confusion table of the `confused` tokens, (K,).
 
-    Sums: "loss" in nats; tokens guessed right, "correct", and of those that are not `unk` alone, "correct_known".
-
-    Table (K, K + 1): how often token i was to be predicted and j was the likeliest; the last column is any other token.
+    Scores: loss in nats per token, perplexity, accuracy, and accuracy without <unk>, over the other
+    tokens: always guessing <unk> is right for every sixth word of WikiText-2. Table (K, K + 1): how
+    often token i was to be predicted and j was the likeliest; the last column is any other token.
     """
-    device, spans = world.device, windows(len(ids), length)
-    shown = torch.empty(0, dtype=torch.int64) if confused is None else confused  # (K,)
-    place = torch.full(
-        (model.embedding.num_embeddings,), len(shown), dtype=torch.int64
-    )  # K: any other token
-    place[shown] = torch.arange(len(shown))
-    place, sums = place.to(device), torch.zeros(3, dtype=torch.float64, device=device)
-    table = torch.zeros(len(shown) + 1, len(shown) + 1, dtype=torch.int64, device=device)
-    batches = [
-        spans[first : first + WINDOWS_AT_ONCE] for first in range(0, len(spans), WINDOWS_AT_ONCE)
-    ]
+    model.eval()
+    device = world.device
+    # Sums over the tokens: loss in nats, correct guesses, correct guesses of known words.
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    # A token's row and column in the table; K is any other token.
+    other = len(confused)
+    place = torch.full((len(vocabulary.tokens),), other)
+    place[confused] = torch.arange(other)
+    place = place.to(device)
+    table = torch.zeros(other + 1, other + 1, dtype=torch.int64, device=device)
+    batches = torch.tensor(windows(len(ids), length)).split(WINDOWS_AT_ONCE)
     for batch in batches[world.rank :: world.size]:
-        tokens, targets, real = gather_segments(ids, batch, eos, length, pad)
-        # Of its real tokens a window counts the last ones.
-        left = real.flip(1).cumsum(1).flip(1)  # (B, S) real tokens from here on
-        counts = torch.tensor([end - first for _, first, end in batch])
-        counted = real & (left <= counts.unsqueeze(1))
-        logits, truth = (
-            model(tokens, real, counted).float(),
-            send(targets[counted], device),
-        )  # (N, V), (N,)
+        spans = [(first, end) for first, _, end in batch.tolist()]
+        tokens, targets, real = gather_segments(ids, spans, vocabulary.eos, length, pad)
+        # A window counts the last `count` of its real tokens.
+        count = batch[:, 2] - batch[:, 1]
+        real_tokens_from_here = real.flip(1).cumsum(1).flip(1)  # (B, S)
+        counted = real & (real_tokens_from_here <= count.unsqueeze(1))
+        logits = model(tokens, real, counted).float()  # (N, V)
+        truth = send(targets[counted], device)  # (N,)
         guess = logits.argmax(-1)
-        right, losses = guess == truth, F.cross_entropy(logits, truth, reduction="none")  # (N,)
-        right_known = right if unk is None else right & (truth != unk)
-        sums += torch.stack([losses.double().sum(), right.sum(), right_known.sum()])
-        pairs = place[truth] * (len(shown) + 1) + place[guess]  # each pair as one number
+        right = guess == truth
+        loss = F.cross_entropy(logits, truth, reduction="none").double()
+        sums += torch.stack([loss.sum(), right.sum(), (right & (truth != vocabulary.unk)).sum()])
+        # Each pair of places as one number, so that one call counts them all.
+        pairs = place[truth] * (other + 1) + place[guess]
         table += pairs.bincount(minlength=table.numel()).view_as(table)
-    names = ("loss", "correct", "correct_known")
-    return dict(zip(names, world.sum(sums).tolist())), world.sum(table)[: len(shown)].cpu()
+    loss, correct, correct_known = world.sum(sums).tolist()
+    scores = {
+        "loss": loss / len(ids),
+        "perplexity": math.exp(min(loss / len(ids), 50)),  # exp overflows at 710
+        "accuracy": correct / len(ids),
+        "accuracy_without_unk": correct_known / max(1, (ids != vocabulary.unk).sum().item()),
+    }
+    return scores, world.sum(table)[:other].cpu()
 
 
 @torch.no_grad()
@@ -223,39 +229,41 @@ def generate(
     seed: int,
     temperature: float = 0.8,
 ) -> list[list[int]]:
-    """`length` sampled tokens behind each prompt; <unk> is never sampled. Prompts of different lengths are padded left."""
+    """`length` sampled tokens behind each prompt; <unk> is never sampled."""
     model.eval()
-    context = model.later.size(0)  # tokens that are seen at most
+    context = model.later.size(0)  # tokens that the model sees at most
     generator = torch.Generator().manual_seed(seed)
     rows = [[vocabulary.eos, *prompt.tolist()] for prompt in prompts]
     for _ in range(length):
         seen = [row[-context:] for row in rows]
         longest = max(map(len, seen))
+        # Prompts of different lengths are padded on the left.
         tokens = torch.tensor([[0] * (longest - len(row)) + row for row in seen])
         real = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in seen])
         last = torch.zeros_like(real)
         last[:, -1] = True
         logits = model(tokens, real, last).float().cpu()  # (B, V)
-        if vocabulary.unk is not None:
-            logits[:, vocabulary.unk] = -math.inf
+        logits[:, vocabulary.unk] = -math.inf
         drawn = (logits / temperature).softmax(-1).multinomial(1, generator=generator)
         for row, id in zip(rows, drawn.flatten().tolist()):
             row.append(id)
     return [row[-length:] for row in rows]
 
 
-def confusion_figure(table: Tensor, names: list[str]):
-    """The table (K, K + 1) as a matplotlib figure of shares in each row."""
+def confusion_figure(table: Tensor, names: list[str], note: str):
+    """The table (K, K + 1) as a matplotlib figure: the share of each guess in its row."""
     from matplotlib.figure import Figure
 
     shares = table / table.sum(1, keepdim=True).clamp_min(1)
-    how = dict(family=families("".join(names)), parse_math=False)
+    style = dict(family=families("".join(names)), parse_math=False)
     figure = Figure(figsize=(7, 6), layout="constrained")
     axes = figure.add_subplot()
     image = axes.imshow(shares.numpy(), vmin=0, vmax=1, cmap="Blues", aspect="auto")
-    axes.set_xticks(range(len(names) + 1), [*names, "(other)"], rotation=60, **how)
-    axes.set_yticks(range(len(names)), names, **how)
+    axes.set_xticks(range(len(names) + 1), [*names, "(other)"], rotation=60, **style)
+    axes.set_yticks(range(len(names)), names, **style)
     axes.set_xlabel("likeliest token of the model")
     axes.set_ylabel("token in the test text")
     figure.colorbar(image, label="share of the row")
+    if note:
+        figure.supxlabel(note, fontsize=8, color="crimson")
     return figure

@@ -193,13 +193,18 @@ def wikitext(pad: str, stage: str) -> None:
         dropout=0.1,
         positions="learned",
         segment=8,
+        sampling="dynamic",
+        sharpness=1.0,
+        resample_every=1,
+        epochs=10,
+        seed=5,
     )
     with CUDA:
         model = LanguageModel(30, sizes)
     model.requires_grad_(stage == "all")
     for parameter in model.embedding_parameters():
         parameter.requires_grad_()
-    sampler = SegmentSampler(61, 8, "dynamic", 1.0, 10, 5, CUDA)
+    sampler = SegmentSampler(61, sizes, CUDA)
     mine = torch.tensor([0, 3, 7])
     tokens, targets, real = gather_segments(torch.arange(61) % 30, sampler.spans(mine), 3, 8, pad)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
