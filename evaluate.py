@@ -64,7 +64,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data import Collate, cut_batches
+from data import Collate, began_with, cut_batches
 from decoding import Translations, translate_lines
 from engine import checkpoint, distributed
 from engine.precision import Precision
@@ -74,7 +74,6 @@ from model import Translator
 from text.bleu import bleu_card
 from text.cleaning import held_out_rows, missing_splits, normalise, split_to_score
 from text.output import check_writable, keep_score, write_lines
-from text.prepare import began_with
 from text.rows import find_text, fingerprint_of, sample_notice
 from text.subwords import encode, special_ids
 

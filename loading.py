@@ -8,13 +8,13 @@ from pathlib import Path
 from torch import Tensor
 
 import fast
+from data import Prepared
 from engine import checkpoint
 from engine.distributed import World
 from engine.errors import UserError
 from engine.precision import Precision, choose_precision
 from engine.run import find_run, load_weights_into
 from model import ModelConfig, Translator
-from text.prepare import Prepared
 from text.subwords import load_tokenizer
 
 MARKS = ("config.json", "model.json", "tokenizer")  # what a folder has if it is a run

@@ -110,7 +110,14 @@ from pathlib import Path
 import torch
 
 import fast
-from data import BucketSampler, batches_of, collate_for, default_tokens_per_batch
+from data import (
+    BucketSampler,
+    batches_of,
+    collate_for,
+    default_tokens_per_batch,
+    find_and_prepare,
+    load_prepared,
+)
 from engine import distributed, schedule
 from engine.memory import fewest_parts
 from engine.precision import choose_precision
@@ -119,7 +126,6 @@ from engine.telemetry import Meter, measured_peak_flops, peak_memory_gib, progre
 from fast.muon import make_optimizer
 from loading import save_description
 from model import SummedLoss, Translator, sizes_of, training_flops
-from text.prepare import find_and_prepare, load_prepared
 from tools.reporting.preflight import only_asked
 from validation import Validation
 

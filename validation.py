@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 import fast
-from data import Collate, cut_batches
+from data import Collate, Prepared, cut_batches
 from decoding import Translations, translate_lines
 from engine.distributed import full_tensor
 from engine.precision import Precision
@@ -15,7 +15,6 @@ from engine.run import Run
 from model import SummedLoss, Translator, cross_attention
 from text.bleu import corpus_bleu
 from text.cleaning import normalise
-from text.prepare import Prepared
 from text.subwords import encode, special_ids
 from tools.reporting.attention import Attention, in_words, picture
 

@@ -3,7 +3,7 @@
     corpus = load_corpus()              # MINIDATASET, /opt/minidataset or sample/
     corpus.train[0]                     # (source ids, target ids), two numpy arrays without begin and end
 
-The texts are cleaned and cut into tokens by the project's own `text.prepare`; a seeded sample of the training pairs is the
+The texts are cleaned and cut into tokens by the project's own `data.prepare`; a seeded sample of the training pairs is the
 benchmark's corpus. Token 123 of the source is written as the word s123, token 45 of the target as t45, so that every toolkit,
 told to split at spaces, works on exactly the same sequences.
 
@@ -68,7 +68,7 @@ def load_corpus(
     Little text gives smaller vocabularies and fewer pairs. With `run`, the config.json of a trained run, in its tokens.
     Everything is kept in runs/.cache, beside the token store it was drawn from, for the next time.
     """
-    from text.prepare import prepare
+    from data import prepare
 
     text = text_at(run["data"], run["source"], run["target"]) if run else text_at(data)
     settings = {"source_vocab": vocab, "target_vocab": vocab}
@@ -76,7 +76,7 @@ def load_corpus(
         settings = {
             name: run[name] for name in ("source_vocab", "target_vocab", "tokenizer", "max_length")
         }
-    prepared = prepare(text, ROOT / "runs" / ".cache", **settings, say=lambda line: None)
+    prepared = prepare(text, ROOT / "runs" / ".cache", **settings, log=lambda line: None)
     folder = prepared.folder.with_name(
         f"{prepared.folder.name}-benchmark-{pairs}-{test_rows}-{longest}"
     )
@@ -89,8 +89,8 @@ def load_corpus(
 
 def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longest: int) -> None:
     """Draw the sample and write all files; the folder gets its name when it is complete."""
+    from engine.cache import lock_folder, new_folder
     from text.cleaning import held_out_rows, normalise_pair, split_to_score
-    from text.prepare import made_whole
     from text.subwords import encode, special_ids
 
     tokenizers, lengths = (
@@ -104,7 +104,7 @@ def write_corpus(folder: Path, prepared, text, pairs: int, test_rows: int, longe
     test = zip(*(map(np.array, encode(tokenizer, lines)) for tokenizer, lines in sides))
     test = [pair for pair in test if all(1 <= len(ids) <= longest for ids in pair)][:test_rows]
     facts = {"data": str(text.path)}
-    with made_whole(folder) as building:
+    with lock_folder(folder), new_folder(folder) as building:
         for name, rows in (("train", train), ("test", test)):
             for side, sentences in zip(SIDES, zip(*rows)):
                 (building / f"{name}.{side}").write_text(

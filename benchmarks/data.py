@@ -23,14 +23,22 @@ from benchmarks.corpus import text_at
 from benchmarks.measuring import ROOT, in_new_process, measure
 from benchmarks.peers.contest import SIZES
 from benchmarks.peers.ours import make_trainer, time_steps
-from data import Batch, BucketSampler, Collate, batches_of, collate_for
+from data import (
+    Batch,
+    BucketSampler,
+    Collate,
+    Rows,
+    TokenizedPairs,
+    TokenWriter,
+    batches_of,
+    collate_for,
+    prepare,
+)
 from engine.config import flag, parse_flags
 from engine.errors import run_script
 from engine.memory import held_gib
 from engine.precision import choose_precision
 from model import ModelConfig, training_flops
-from text.prepare import prepare
-from text.store import TokenizedPairs, TokenWriter
 
 CPU = torch.device("cpu")
 IDS = {"pad": 0, "bos": 1, "eos": 2}
@@ -81,7 +89,7 @@ def make_store(folder: Path, pairs: int) -> None:
         )  # what both sides have to say, as the logarithm of its length
         for side in ("source", "target"):
             lengths = np.exp(meaning + random.normal(0, 0.15, count)).clip(1, 200).astype(np.int32)
-            writer.write(side, np.resize(ids, lengths.sum()), lengths)
+            writer.write(side, Rows(np.resize(ids, lengths.sum()), lengths))
     writer.close()
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from benchmarks.measuring import call, markdown
 from benchmarks.peers.contest import choose
+from data import load_prepared
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
-from text.prepare import load_prepared
 from tools.reporting.reading import read_run
 
 RECIPES = {  # name: what differs from the defaults of train.py, as its flags

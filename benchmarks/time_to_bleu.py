@@ -32,11 +32,11 @@ from benchmarks.peers.contest import (
     choose,
     command,
 )
+from data import load_prepared
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
 from model import PRESETS
 from text.bleu import corpus_bleu
-from text.prepare import load_prepared
 from text.subwords import decode
 from tools.reporting.reading import read_run
 from validation import BLEU_ROWS

@@ -13,10 +13,9 @@ import pytest
 import torch
 from conftest import HANGS
 
-from data import BucketSampler, Collate, batches_of, one_ahead
+from data import BucketSampler, Collate, Rows, batches_of, one_ahead
 from fast import build
 from model import ModelConfig, SummedLoss, Translator
-from text.store import Rows
 
 HERE, CPU = Path(__file__).parent / "cuda", torch.device("cpu")
 IDS = {"pad": 0, "bos": 1, "eos": 2}
@@ -82,7 +81,7 @@ def test_the_pretence_notices_what_is_wrong(checked):
 
 
 class Pairs:
-    """As text.store.TokenizedPairs, with random tokens."""
+    """As data.TokenizedPairs, with random tokens."""
 
     def __init__(self, count: int = 600, vocabulary: int = 50):
         random = np.random.default_rng(3)

@@ -1,31 +1,360 @@
-"""From rows to batches: nothing lost, nothing twice, the same plan on every rank, the cache trusted only when it is right."""
+"""From texts to batches: nothing lost, nothing twice, the same plan on every rank, a cache that is right or made again."""
 
+import errno
+import os
+import pickle
+import shutil
 import sys
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT, reversed_digits, write_pairs
 from hypothesis import given
 from hypothesis import strategies as st
 
+import data
 from data import (
     BucketSampler,
     Collate,
+    Prepared,
+    TokenizedPairs,
+    TokenWriter,
     batches_of,
     collate_for,
     cut_batches,
     default_tokens_per_batch,
+    find_and_prepare,
+    flatten,
     order_by_length,
+    places_of,
+    prepare,
+    spread,
+    vocabulary_size,
+    worth_keeping,
 )
 from engine.errors import UserError
-from text.prepare import prepare
+from text.cleaning import held_out_rows
 from text.rows import find_text
-from text.store import TokenizedPairs, TokenWriter, flatten
+from text.subwords import decode, encode
 
 IDS = {"pad": 0, "bos": 1, "eos": 2}
+
+
+# ------------------------------------------------------------------------ load, clean, tokenise
+
+
+def quiet(line: str) -> None:
+    """A log for what the test does not look at."""
+
+
+@pytest.fixture
+def toy(tmp_path) -> Path:
+    splits = {"train": slice(0, 70), "validation": slice(70, 80)}
+    return write_pairs(tmp_path / "toy", reversed_digits(80), splits)
+
+
+def prepare_toy(toy: Path, cache: Path, log=quiet, **settings) -> Prepared:
+    settings = {"source_vocab": 300, "target_vocab": 300} | settings
+    return prepare(find_text(str(toy)), cache, log=log, **settings)
+
+
+def test_prepare(toy, tmp_path):
+    lines = []
+    prepared = prepare_toy(toy, tmp_path / "cache", lines.append)
+    assert any("evaluate.py scores validation" in line for line in lines)
+    assert any("70 rows read; dropped none; 70 kept" in line for line in lines)
+    assert prepared.validation_rows == held_out_rows(find_text(str(toy)))["validation"]
+    assert prepared.summary["unknown"] == 0
+    for row, (source, target) in enumerate(reversed_digits(70)):
+        ids = prepared.train[row]
+        assert decode(prepared.source_tokenizer, [ids[0]]) == [source]
+        assert decode(prepared.target_tokenizer, [ids[1]]) == [target]
+        assert ids[1].tolist() == encode(prepared.target_tokenizer, [target])[0]
+
+
+def test_sizes_and_samples():
+    assert [vocabulary_size(-1, pairs) for pairs in (380, 10_000, 10**6)] == [1000, 2000, 16000]
+    assert vocabulary_size(300, 10**6) == 300
+    assert spread(list(range(20)), 8) == [0, 2, 5, 7, 10, 12, 15, 17]
+    assert spread([1, 2], 8) == [1, 2]
+
+
+def test_the_tokenizers_learn_from_pairs_from_all_over(toy, tmp_path, monkeypatch):
+    samples, train_tokenizer = [], data.train_tokenizer
+
+    def train(lines, size):
+        samples.append(list(lines))
+        return train_tokenizer(samples[-1], size)
+
+    monkeypatch.setattr(data, "TOKENIZER_LINES", 25)
+    monkeypatch.setattr(data, "train_tokenizer", train)
+    prepare_toy(toy, tmp_path / "cache")
+    assert list(zip(*samples)) == reversed_digits(80)[:70:3]
+
+
+def test_overlong_and_lopsided_pairs_are_dropped_and_counted(tmp_path):
+    bad = [
+        ("一" * 30, " ".join(["one"] * 30)),
+        ("二", " ".join(["three"] * 15)),
+        ("三" * 10**5, "x" * 10**5),
+    ]
+    pairs = reversed_digits(60) + bad
+    splits = {"train": slice(5, None), "validation": slice(0, 5), "test": slice(0, 1)}
+    log = []
+    folder = write_pairs(tmp_path / "d", pairs, splits)
+    prepared = prepare_toy(
+        folder, tmp_path / "cache", log.append, source_vocab=-1, target_vocab=-1, max_length=16
+    )
+    assert len(prepared.train) == prepared.summary["counts"]["kept"] == 55
+    dropped = "dropped 2 longer than --max_length, 1 with very different lengths; 55 kept"
+    assert any(f"58 rows read; {dropped}" in line for line in log)
+
+
+def test_the_longest_pair_that_is_kept():
+    """A sentence and its begin or end fill the model's positions exactly."""
+    counts = Counter()
+    source, target = np.array([15, 16, 15, 1]), np.array([15, 15, 16, 1])
+    assert worth_keeping(source, target, 16, counts).tolist() == [True, False, False, True]
+    assert counts == {"kept": 2, "too long": 2}
+
+
+@pytest.mark.parametrize("fault", ["tokenizer", "validation"])
+def test_what_is_wrong_from_the_start_fails_before_the_cleaning(toy, tmp_path, monkeypatch, fault):
+    settings, error = {}, "the validation split has no rows; add rows"
+    if fault == "tokenizer":
+        settings, error = {"tokenizer": str(tmp_path)}, "no tokenizer can be read"
+    else:
+        (toy / "validation.jsonl").write_text("\n")
+    monkeypatch.setattr(data, "clean_pairs", lambda *_: pytest.fail("cleaned"))
+    with pytest.raises(UserError, match=error):
+        prepare_toy(toy, tmp_path / "cache", **settings)
+
+
+# ---- the cache
+
+
+def test_the_cache_is_used_only_for_the_same_data_and_settings(toy, tmp_path):
+    cache, log = tmp_path / "cache", []
+    first = prepare_toy(toy, cache)
+    assert prepare_toy(toy, cache, log.append).folder == first.folder
+    assert len(log) == 1 and "tokenised earlier" in log[0]
+    settings = [
+        (300, 300, "", 512),
+        (300, 301, "", 512),
+        (301, 300, "", 512),
+        (300, 300, "", 100),
+        (300, 300, str(first.folder / "tokenizer/source"), 512),
+    ]
+    keys = {data.cache_key(find_text(str(toy)), *values) for values in settings}
+    assert len(keys) == 5 and first.folder.name in keys
+    file = toy / "train.jsonl"
+    file.write_text(file.read_text(encoding="utf-8").replace("one", "two", 1), encoding="utf-8")
+    assert prepare_toy(toy, cache).folder != first.folder
+
+
+FILES = ["train/source.lengths.npy", "train/target.ids.npy", "validation.jsonl", "summary.json"]
+FILES += ["tokenizer/source/tokenizer.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("left", [0.0, 0.7, None])
+def test_a_cache_with_a_file_cut_short_is_made_again(toy, tmp_path, name, left):
+    folder = prepare_toy(toy, tmp_path / "cache").folder
+    content = (folder / name).read_bytes()
+    os.truncate(folder / name, int((left or 0) * len(content)))
+    if left is None:
+        (folder / name).unlink()
+    log = []
+    prepare_toy(toy, tmp_path / "cache", log.append)
+    assert "is damaged and made again" in log[0] and "\n" not in log[0]
+    assert (folder / name).read_bytes() == content
+
+
+@pytest.mark.parametrize("call", ["pathlib.Path.mkdir", "shutil.rmtree"])
+def test_a_cache_of_another_user_is_one_line(toy, tmp_path, monkeypatch, call):
+    folder = prepare_toy(toy, tmp_path / "cache").folder
+    (folder / "summary.json").write_text("{")  # so that it has to be made again
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(call, refuse)
+    with pytest.raises(UserError, match=r"cannot write to .*cache: Perm.*; choose another --run"):
+        prepare_toy(toy, tmp_path / "cache")
+
+
+# ---- what train.py names
+
+
+def flags(**changes) -> SimpleNamespace:
+    sizes = dict(source_vocab=300, target_vocab=300, max_length=512)
+    return SimpleNamespace(
+        **dict(data="", source="zh", target="en", tokenizer="") | sizes | changes
+    )
+
+
+def test_a_tokenizer_folder_serves_both_sides(toy, tmp_path, monkeypatch):
+    trained = prepare_toy(toy, tmp_path / "cache")
+    trained.target_tokenizer.save_pretrained(tmp_path / "joint")
+    monkeypatch.chdir(tmp_path)
+    log = []
+    config = flags(data="toy", tokenizer="joint")
+    folder, found, tokenizer = find_and_prepare(config, tmp_path / "cache", log.append)
+    # Absolute, for a resumed run, wherever it is started.
+    assert (found, tokenizer) == (str(toy), str(tmp_path / "joint"))
+    assert any("have no effect" in line for line in log)
+    prepared = data.load_prepared(folder)
+    line = "three two one"
+    expected = encode(trained.target_tokenizer, [line])
+    assert encode(prepared.source_tokenizer, [line]) == expected
+    assert encode(prepared.target_tokenizer, [line]) == expected
+
+
+def test_a_working_directory_whose_name_is_not_utf8(toy, tmp_path, monkeypatch):
+    folder = tmp_path / os.fsdecode(b"\xd6\xd0")
+    folder.mkdir()
+    shutil.copytree(toy, folder / "toy")
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match="is not UTF-8; rename the folder"):
+        find_and_prepare(flags(data="toy"), tmp_path / "cache", quiet)
+
+
+def test_links_are_read_by_their_own_names_and_from_where_they_lead(toy, tmp_path, monkeypatch):
+    """As in the hub's cache, whose files are links to names without an ending."""
+    (tmp_path / "far" / "near").mkdir(parents=True)
+    (toy / "train.jsonl").rename(tmp_path / "far" / "blob")
+    (tmp_path / "far" / "pairs.jsonl").symlink_to("blob")
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "near")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data, "prepare", lambda text, *_, **__: SimpleNamespace(folder=text))
+    text, found, _ = find_and_prepare(flags(data="link/../pairs.jsonl"), tmp_path, quiet)
+    assert os.path.isabs(found) and found.endswith("pairs.jsonl")
+    assert os.path.samefile(found, tmp_path / "far" / "blob") and text.files["train"]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_training_on_the_sample_says_so(tmp_path, monkeypatch, given):
+    sample, log = str(ROOT / "sample"), []
+    monkeypatch.setattr(data, "default_path", lambda: sample)
+    monkeypatch.setattr(data, "prepare", lambda text, *_, **__: SimpleNamespace(folder=text))
+    find_and_prepare(flags(data=sample if given else ""), tmp_path, log.append)
+    notice = "bundled sample, not WMT19: this score says only that the program works"
+    assert log[0].endswith(notice)
+    assert ("no --data given, using" in log[0]) == (not given)
+
+
+# ---- selection
+
+
+def store(folder: Path, pairs: list[tuple], size: int = 400) -> TokenizedPairs:
+    """`TokenizedPairs` of these ids."""
+    writer = TokenWriter(folder, {"source": size, "target": size})
+    for side, rows in zip(("source", "target"), zip(*pairs)):
+        writer.write(side, flatten(rows))
+    writer.close()
+    return TokenizedPairs(folder)
+
+
+def prepared_of(folder: Path, train: list[tuple], validation: list[tuple]) -> Prepared:
+    """`Prepared` of pairs of token ids; the vocabularies have 400."""
+    splits = store(folder / "train", train), store(folder / "validation", validation)
+    counts = {"counts": {"kept": len(train)}}
+    return Prepared(folder, range(400), range(400), *splits, [], counts)
+
+
+@pytest.mark.parametrize("rows", [199, 200])  # with fewer rows the gap may be chance
+def test_train_becomes_as_long_for_its_sources_as_validation(tmp_path, monkeypatch, rows):
+    """Every fifth pair has half a target: they go, and a worker process has the same rows."""
+    train = [([row + 3] * 8, [row + 3] * (4 if row % 5 == 0 else 8)) for row in range(100)]
+    log, prepared = [], prepared_of(tmp_path, train, [([3] * 8, [3] * 8)] * rows)
+    monkeypatch.setattr(data, "like_validation", lambda pairs, *_: range(len(pairs)))
+    prepared.select_like_validation(log.append)
+    prepared.select_like_validation(log.append)  # now there is no gap any more
+    if rows < 200:
+        assert len(prepared.train) == 100 and log == []
+        return
+    assert log == ["data: 20 of 100 pairs are left out: with a short target (--select)"]
+    assert prepared.summary["counts"] == {"kept": 80, "short target": 20}
+    expected = [row + 3 for row in range(100) if row % 5]
+    for pairs in (prepared.train, pickle.loads(pickle.dumps(prepared.train))):
+        assert [source.tolist() for source, _ in map(pairs.__getitem__, range(80))] == [
+            [id] * 8 for id in expected
+        ]
+        assert pairs.__getitems__(np.array([0, 79]))[1].ids.tolist() == [4] * 8 + [102] * 8
+        chosen = pairs.only(np.array([1, 79]))  # of those that were chosen
+        assert [chosen[row][0].tolist() for row in range(2)] == [[5] * 8, [102] * 8]
+
+
+def words(draw: np.random.Generator, first: int, pairs: int) -> list[tuple]:
+    """Pairs of 4 to 30 ids a side, drawn from the 100 after `first`, frequent ones first."""
+    lengths = draw.integers(4, 31, pairs)
+    return [
+        tuple((first + np.minimum(draw.geometric(0.05, (2, n)) - 1, 99)).tolist()) for n in lengths
+    ]
+
+
+@pytest.mark.parametrize(("foreign", "expected"), [(0.3, 0.3), (0.8, 0.5), (0.0, 0.0)])
+def test_pairs_in_other_words_than_validation_are_left_out(
+    foreign, expected, tmp_path, monkeypatch
+):
+    """Half of all pairs at most. Of data in validation's words all stay, though 1 % are below."""
+    draw, other = np.random.default_rng(0), round(foreign * 1000)
+    train = words(draw, 100, other) + words(draw, 0, 1000 - other)
+    prepared = prepared_of(tmp_path, train, words(draw, 0, 300))
+    monkeypatch.setattr(
+        data, "without_short_targets", lambda lengths, _: range(len(lengths["source"]))
+    )
+    prepared.select_like_validation(quiet)
+    left_out = prepared.summary["counts"].get("unlike validation", 0)
+    chance = 20 if foreign == 0.3 else 0  # 1 % of the 700 pairs in the same words: 7 ± 3
+    assert abs(left_out - 1000 * expected) <= chance
+    first_ids = [prepared.train[row][0][0] for row in range(len(prepared.train))]
+    assert (max(first_ids) < 100) == (foreign <= 0.5)
+    assert len(prepared.train) == prepared.summary["counts"]["kept"] == 1000 - left_out
+
+
+# ------------------------------------------------------------------------ Dataset
+
+
+def test_token_store_round_trip(tmp_path):
+    pairs = [([5, 6], [7]), ([8], [9, 10, 11]), ([300, 3], [4])]
+    writer = TokenWriter(tmp_path / "store", {"source": 400, "target": 70000})
+    writer.write("source", flatten([source for source, _ in pairs]))
+    writer.write("target", flatten([target for _, target in pairs[:2]]))
+    writer.write("target", flatten([pairs[2][1]]))
+    writer.close()
+    stored = TokenizedPairs(tmp_path / "store")
+    assert [tuple(ids.tolist() for ids in stored[row]) for row in range(len(stored))] == pairs
+    # As small as the vocabulary allows.
+    assert stored[0][0].dtype == np.uint16 and stored[0][1].dtype == np.int32
+    # As a DataLoader worker gets it.
+    assert pickle.loads(pickle.dumps(stored))[1][1].tolist() == [9, 10, 11]
+    assert all(isinstance(ids.base, np.memmap) for ids in stored._ids.values())  # not in memory
+    parts = [part[0].ids.tolist() for part in stored.parts(size=2)]
+    assert parts == [[5, 6, 8], [300, 3]]
+
+
+def test_places_of():
+    places = places_of(np.array([2, 0, 3]), np.array([10, 7, 50]))
+    assert places.tolist() == [10, 11, 50, 51, 52]
+
+
+@pytest.mark.parametrize("id", [60_000, 65_537])
+def test_ids_beyond_the_vocabulary_do_not_wrap(tmp_path, id):
+    writer = TokenWriter(tmp_path / "store", {"source": 60_000, "target": 60_000})
+    writer.write("source", flatten([[1, 59_999]]))
+    with pytest.raises(UserError, match=f"the target tokenizer gives the id {id}, but has 60000"):
+        writer.write("target", flatten([[id]]))
+
+
+# ------------------------------------------------------------------------ batches
+
+
 lengths_of_pairs = st.lists(
     st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=6, max_size=200
 )
@@ -231,11 +560,8 @@ def test_collate_rounds_lengths_up():
 
 def test_a_batch_is_made_without_a_loop_over_sentences(tmp_path):
     """A hundred times as many take no more lines of Python, whatever file they are in."""
-    writer, ran = TokenWriter(tmp_path / "pairs", dict(source=50, target=50)), Counter()
-    for side in ("source", "target"):
-        writer.write(side, *flatten([range(3, 7)] * 1600))
-    writer.close()
-    pairs, tracing = TokenizedPairs(tmp_path / "pairs"), sys.gettrace()
+    pairs = store(tmp_path / "pairs", [(range(3, 7), range(3, 7))] * 1600)
+    ran, tracing = Counter(), sys.gettrace()
 
     def trace(frame, event, _):
         ran[size] += event == "line"
@@ -258,10 +584,10 @@ def test_a_batch_is_made_without_a_loop_over_sentences(tmp_path):
 @pytest.mark.slow
 def test_real_data(real_data, tmp_path):
     """All pairs of the course's data: cleaned, tokenised, and losslessly so."""
-    said = []
+    log = []
     text = find_text(str(real_data))
     prepared = prepare(
-        text, tmp_path / "cache", source_vocab=1000, target_vocab=1000, say=said.append
+        text, tmp_path / "cache", source_vocab=1000, target_vocab=1000, log=log.append
     )
     counts = prepared.summary["counts"]
     assert counts["read"] == sum(counts[key] for key in counts if key != "read")

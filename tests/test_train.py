@@ -33,14 +33,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.nn.parallel import DistributedDataParallel
 
 import train as training
-from data import BucketSampler, collate_for
+from data import BucketSampler, collate_for, load_prepared
 from engine.errors import UserError
 from engine.memory import fewest_parts
 from engine.precision import Precision
 from engine.run import INTERRUPTED, Run
 from engine.telemetry import shown_as
 from model import ModelConfig, Translator
-from text.prepare import load_prepared
 from text.rows import default_path, find_text
 from tools.reporting.preflight import check
 from tools.reporting.reading import read_run

@@ -12,7 +12,6 @@ import numpy as np
 
 from engine.telemetry import progress
 from text.rows import ParallelText
-from text.store import TokenizedPairs
 
 HELD_OUT_SHARE = 0.01  # of the distinct pairs, for each split that the data does not bring
 CHANCE = 0.05  # a smaller share of the pairs, or gap in their lengths, may be chance between a few hundred rows
@@ -166,9 +165,7 @@ def absurd_ratio(source_tokens, target_tokens):
     return longer > 4 * shorter + 10
 
 
-def like_validation(
-    train: TokenizedPairs, validation: TokenizedPairs, vocabularies: list[int]
-) -> np.ndarray:
+def like_validation(train, validation, vocabularies: list[int]) -> np.ndarray:
     """Which pairs of `train` to keep, (n,) row numbers: those written in the words of validation.
 
     A pair's score is the mean of log p(token in validation) / p(token in train) over each side, both added: a cross-entropy
@@ -190,7 +187,7 @@ def like_validation(
     return _without_last(np.argsort(-scores, kind="stable"), under, UNLIKE_SHARE)
 
 
-def _counts(pairs: TokenizedPairs, vocabularies: list[int]) -> list[np.ndarray]:
+def _counts(pairs, vocabularies: list[int]) -> list[np.ndarray]:
     """How often each token occurs, (V,) for each side."""
     counts = [np.zeros(size, np.int64) for size in vocabularies]
     for part in pairs.parts():
@@ -199,7 +196,7 @@ def _counts(pairs: TokenizedPairs, vocabularies: list[int]) -> list[np.ndarray]:
     return counts
 
 
-def _scores(pairs: TokenizedPairs, gains: list[np.ndarray]) -> np.ndarray:
+def _scores(pairs, gains: list[np.ndarray]) -> np.ndarray:
     """The mean of the gains of a pair's tokens on each side, both added: (pairs,)."""
     scores = []
     for part in pairs.parts():

@@ -11,16 +11,12 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
-
 from engine.errors import UserError
 from engine.telemetry import progress
 from text.cleaning import LONGEST_TOKEN
 from text.formats import groups_of
-from text.store import flatten, places_of, starts_of
 
 SPACE = "▁"  # U+2581, which stands for a space at the head of a word
-WORDS_AT_ONCE = 100
 CHARACTERS_AT_ONCE = (
     2**22
 )  # of the lines that are encoded together; the library takes some hundred bytes for each
@@ -184,55 +180,6 @@ def encode_together(tokenizer, lines: list[str]) -> list[list[int]]:
     return tokenizer(lines, add_special_tokens=False, split_special_tokens=True, verbose=False)[
         "input_ids"
     ]
-
-
-def encode_flat(tokenizer, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """What `encode` gives, as the ids of all lines one after another, (N,), and the number of ids in each, (lines,).
-
-    A tokenizer of ours cuts at spaces before all else, so a word has the same ids wherever it stands: each distinct word
-    is encoded once. A corpus of English has many times as many words as distinct ones.
-    """
-    joined = " ".join(lines)
-    words = joined.split(" ")
-    distinct = {word: number for number, word in enumerate(dict.fromkeys(words))}
-    # Of two spaces in a row the first is a word of its own, and so is a ▁ that was in the text: then each line as a whole.
-    if not lines or "" in distinct or SPACE in joined or not encodes_words_alone(tokenizer):
-        return flatten(encode(tokenizer, lines))
-    ids, starts = encode_words(tokenizer, list(distinct))
-    numbers = np.fromiter(map(distinct.__getitem__, words), np.int64, len(words))
-    lengths = np.diff(starts)[numbers]  # (words,) how many ids each word of the text has
-    words_in_line = np.fromiter((line.count(" ") + 1 for line in lines), np.int64, len(lines))
-    # The ids word by word, and their number in each line: lengths summed from each line's first word to the next's.
-    return ids[places_of(lengths, starts[numbers])], np.add.reduceat(
-        lengths, starts_of(words_in_line)[:-1]
-    )
-
-
-def encode_words(tokenizer, words: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of words one after another, (N,), and where each word begins, with the end, (words + 1,).
-
-    Many words go into one text, since every text costs the Rust library as much as five words.
-    """
-    texts = [
-        " ".join(words[first : first + WORDS_AT_ONCE])
-        for first in range(0, len(words), WORDS_AT_ONCE)
-    ]
-    ids, _ = flatten(encode(tokenizer, texts))
-    begins = np.zeros(len(tokenizer), bool)
-    begins[[id for token, id in tokenizer.get_vocab().items() if token.startswith(SPACE)]] = True
-    return ids, np.append(np.flatnonzero(begins[ids]), len(ids))
-
-
-def encodes_words_alone(tokenizer) -> bool:
-    """Whether nothing this tokenizer does looks beyond a space: true of those that `train_tokenizer` makes."""
-    if not tokenizer.is_fast or tokenizer.backend_tokenizer.normalizer is not None:
-        return False
-    if not all(token.special for token in tokenizer.added_tokens_decoder.values()):
-        return (
-            False  # a token that is not special would be found in the text before anything is cut
-        )
-    cuts = tokenizer.backend_tokenizer.pre_tokenizer
-    return cuts is not None and cuts.__getstate__() == own_pre_tokenizer().__getstate__()
 
 
 def decode(tokenizer, rows: Sequence[Sequence[int]]) -> list[str]:

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data import flatten
+from engine.cache import lock_folder, new_folder
 from engine.errors import UserError
 from labs.gpt.sizes import Sizes
 from text.plain import NO_TEXT, TITLE, read_lines, split_of
-from text.prepare import made_whole
-from text.subwords import encode_flat, open_tokenizer, tokenizer_key, train_tokenizer
+from text.subwords import encode, open_tokenizer, tokenizer_key, train_tokenizer
 
 SUFFIXES = (".txt", ".tokens", ".raw", ".md", ".tsv", ".parquet")
 ABSTRACT = "Abstract"  # the column of Web of Science's table
@@ -121,9 +122,9 @@ def prepare(config, splits: dict[str, list[str]], vocabulary: int, folder: Path)
         else train_tokenizer(splits["train"], vocabulary)
     )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with made_whole(folder) as building:
+    with lock_folder(folder), new_folder(folder) as building:
         for split, documents in splits.items():
-            ids, lengths = encode_flat(tokenizer, documents)
+            ids, lengths = flatten(encode(tokenizer, documents))
             # Where a document ends, the next may begin.
             ids = np.insert(ids, np.cumsum(lengths), tokenizer.eos_token_id)
             np.save(

@@ -26,13 +26,12 @@ from benchmarks.corpus import SIDES, as_ids, as_words, load_corpus, read_corpus
 from benchmarks.measuring import ROOT, Run, tokens_of, write_json
 from benchmarks.peers import contest, marian, ours, toolkits
 from benchmarks.peers.contest import TINY, Contestant, Task, choose, command, start
-from data import Collate
+from data import Collate, TokenizedPairs
 from engine.config import checked, parse_flags
 from engine.errors import UserError
 from engine.precision import choose_precision
 from labs.attention_op import cpp
 from model import ModelConfig, Translator, training_flops
-from text.store import TokenizedPairs
 
 
 class Ended(Exception):

@@ -16,13 +16,12 @@ import torch
 
 import decoding
 import fast
-from data import BucketSampler, Collate, batches_of
+from data import BucketSampler, Collate, batches_of, flatten
 from engine.distributed import World
 from engine.precision import Precision
 from fast.muon import make_optimizer
 from labs.attention_op import attention, gelu, use_in
 from model import ModelConfig, SummedLoss, Translator, cross_attention
-from text.store import flatten
 from validation import Validation
 
 IDS = {"pad": 0, "bos": 1, "eos": 2}
@@ -40,7 +39,7 @@ SENTENCES = [[list(range(3, 3 + length)) for length in pair] for pair in LENGTHS
 
 
 class Pairs:
-    """As text.store.TokenizedPairs."""
+    """As data.TokenizedPairs."""
 
     lengths: ClassVar = {
         side: flatten([pair[i] for pair in SENTENCES]).lengths

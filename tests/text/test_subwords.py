@@ -4,12 +4,12 @@ import json
 from string import ascii_lowercase
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import regex
 from conftest import reversed_digits
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import pre_tokenizers
 
 from engine.errors import UserError
 from text import subwords
@@ -22,8 +22,6 @@ from text.subwords import (
     commonest_characters,
     decode,
     encode,
-    encode_flat,
-    encodes_words_alone,
     load_tokenizer,
     special_ids,
     train_tokenizer,
@@ -215,6 +213,14 @@ def test_a_special_id_beyond_the_number_of_tokens_is_refused(tmp_path):
 # ---------------------------------------------------------------- nothing is cut
 
 
+def test_long_lines_are_encoded_in_groups_and_cut(tokenizer, monkeypatch):
+    lines = ["一二三 four", "", "五" * 50, "four five", "一"]
+    plain = encode(tokenizer, lines)
+    monkeypatch.setattr(subwords, "CHARACTERS_AT_ONCE", 12)
+    assert encode(tokenizer, lines) == plain and encode(tokenizer, []) == []
+    assert encode(tokenizer, lines, 3) == [ids[:3] for ids in plain]
+
+
 @pytest.mark.parametrize("which", ["own", "bert"])
 def test_nothing_is_truncated_or_padded(tmp_path, bert, capfd, which):
     loaded = train_tokenizer(LINES, 300) if which == "own" else bert
@@ -246,60 +252,38 @@ def test_a_tokenizer_in_python_is_asked_for_the_same():
 # ---------------------------------------------------------------- mistakes
 
 
+def test_a_tokenizer_that_brings_code_is_refused_without_a_question(tmp_path, monkeypatch):
+    train_tokenizer(["一二三 four five"] * 20, 300).save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["auto_map"] = {"AutoTokenizer": ["code.Planted", "code.Planted"]}
+    settings["tokenizer_class"] = "Planted"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    hacked = str(tmp_path / "hacked")
+    (tmp_path / "code.py").write_text(f"open({hacked!r}, 'w')\nclass Planted: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    with pytest.raises(UserError, match="no tokenizer can be read"):
+        load_tokenizer(str(tmp_path))
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_any_damage_to_a_tokenizer_is_one_line(tmp_path):
+    train_tokenizer(["一二三 four five"] * 20, 300).save_pretrained(tmp_path)
+    content, random = (tmp_path / "tokenizer.json").read_bytes(), np.random.default_rng(0)
+    refused = 0
+    for _ in range(20):
+        spoiled = bytearray(content)
+        spoiled[random.integers(len(content))] ^= 1 << random.integers(8)
+        (tmp_path / "tokenizer.json").write_bytes(spoiled)
+        try:
+            load_tokenizer(str(tmp_path))
+        except UserError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > 2  # the others changed a letter of a token
+
+
 def test_no_tokenizer_there(tmp_path):
     with pytest.raises(
         UserError, match=r"tokenizer .*none: no such folder, and it cannot be loaded from the hub"
     ):
         load_tokenizer(str(tmp_path / "none"))
-
-
-# ---------------------------------------------------------------- fast and the same
-
-
-def plainly(tokenizer, lines):
-    rows = encode(tokenizer, lines)
-    return [token for row in rows for token in row], [len(row) for row in rows]
-
-
-UNTIDY = [
-    "",
-    " ",
-    "a  b",
-    " a",
-    "a ",
-    "▁",
-    "a▁b",
-    "x ▁a",
-    "<s> </s>",
-    "two\tthree",
-    "鸞 <0x41>",
-    "three three",
-]
-
-
-@given(
-    st.lists(
-        st.sampled_from(UNTIDY) | st.text(alphabet="ab今天鸞1,'<s>/ ▁é\u0301", max_size=20),
-        max_size=8,
-    )
-)
-@example(LINES)
-@example([*UNTIDY, *LINES])
-def test_words_apart_give_the_ids_of_whole_lines(tokenizer, lines):
-    ids, lengths = encode_flat(tokenizer, lines)
-    assert (ids.tolist(), lengths.tolist()) == plainly(tokenizer, lines)
-
-
-def test_only_our_own_cut_makes_words_stand_alone(tokenizer, bert, tmp_path):
-    assert encodes_words_alone(tokenizer) and not encodes_words_alone(bert)
-    tokenizer.save_pretrained(tmp_path / "own")
-    loaded = load_tokenizer(str(tmp_path / "own"))
-    assert encodes_words_alone(loaded)
-    loaded.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    assert not encodes_words_alone(loaded)
-    loaded = load_tokenizer(str(tmp_path / "own"))
-    loaded.add_tokens(["three four"])  # found across the space, before anything is cut
-    assert not encodes_words_alone(loaded)
-    for one in (bert, loaded):
-        ids, lengths = encode_flat(one, ["the weathers", "three four five"])
-        assert (ids.tolist(), lengths.tolist()) == plainly(one, ["the weathers", "three four five"])

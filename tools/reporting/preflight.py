@@ -22,6 +22,14 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from data import (
+    BucketSampler,
+    Prepared,
+    collate_for,
+    default_tokens_per_batch,
+    prepare,
+    vocabulary_size,
+)
 from engine.checkpoint import RESUMABLE
 from engine.distributed import choose_device, hidden_gpus, several_asked
 from engine.errors import UserError
@@ -30,7 +38,6 @@ from engine.precision import Precision, choose_precision
 from engine.run import folder_of
 from engine.telemetry import nvml_of, peak_memory_gib
 from text.cleaning import REASONS, missing_splits
-from text.prepare import Prepared, prepare, vocabulary_size
 from text.rows import CHINESE, ParallelText, default_path, find_text
 from tools.reporting.masks import explain_masks
 
@@ -100,7 +107,7 @@ def check(config) -> None:
             target_vocab=sizes[1],
             tokenizer=config.tokenizer,
             max_length=config.max_length,
-            say=lambda line: None,
+            log=lambda line: None,
         )
         if config.select:
             prepared.select_like_validation(lambda line: None)
@@ -238,7 +245,6 @@ def say_costs(
     config, sample: Prepared, whole: Prepared, tokens: int, precision: Precision, warn: Callable
 ) -> None:
     """Steps, time, memory and disk; `whole` has lengths alone. Raises `UserError` if memory or disk do not suffice."""
-    from data import BucketSampler, default_tokens_per_batch
     from model import Translator, sizes_of
 
     device = precision.device
@@ -284,7 +290,6 @@ def try_steps(
     it, as the run would.
     """
     import fast
-    from data import BucketSampler, collate_for
     from fast.muon import make_optimizer
     from model import SummedLoss, Translator
 
