@@ -120,10 +120,10 @@ from data import (
 )
 from engine import distributed, schedule
 from engine.memory import fewest_parts
+from engine.optimizer import make_optimizer
 from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
 from engine.telemetry import Meter, measured_peak_flops, peak_memory_gib, progress
-from fast.muon import make_optimizer
 from loading import save_description
 from model import SummedLoss, Translator, sizes_of, training_flops
 from tools.reporting.preflight import only_asked

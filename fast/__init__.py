@@ -6,8 +6,7 @@
 
 The doors; behind them, on a CPU, C++ compiled at the first use (build.py): training.py and cross_entropy.py over kernels.cpp,
 decoding.py over decoding.cpp, and memory.cpp. On a GPU: cross_entropy.py. Where there is no faster way, a door gives None, and
-the plain code runs. train.py's optimizer stands in muon.py: torch.optim.Muon and AdamW in one, for the same weights with fewer
-waits.
+the plain code runs.
 """
 
 from collections.abc import Callable

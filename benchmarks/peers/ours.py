@@ -28,9 +28,9 @@ from benchmarks.peers.contest import (
 )
 from data import Batch, BucketSampler, Collate, batches_of
 from engine.distributed import choose_device
+from engine.optimizer import make_optimizer
 from engine.precision import Precision, choose_precision
 from engine.telemetry import measured_peak_flops
-from fast.muon import make_optimizer
 from model import ModelConfig, SummedLoss, Translator
 
 CLIP = 1.0  # train.py's default; the other contestants do not clip

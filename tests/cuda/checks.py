@@ -18,8 +18,8 @@ import decoding
 import fast
 from data import BucketSampler, Collate, batches_of, flatten
 from engine.distributed import World
+from engine.optimizer import make_optimizer
 from engine.precision import Precision
-from fast.muon import make_optimizer
 from labs.attention_op import attention, gelu, use_in
 from model import ModelConfig, SummedLoss, Translator, cross_attention
 from validation import Validation

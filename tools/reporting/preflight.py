@@ -290,7 +290,7 @@ def try_steps(
     it, as the run would.
     """
     import fast
-    from fast.muon import make_optimizer
+    from engine.optimizer import make_optimizer
     from model import SummedLoss, Translator
 
     device, collate = precision.device, collate_for(sample)
