@@ -1,18 +1,17 @@
-"""The page's server: every request is answered, with its own translation or with one line that says why not."""
+"""The page's server: each request is answered, with its translation or with one line on what is wrong."""
 
-import asyncio
 import http.client
-import json
 import os
 import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import HANGS, Forked
+from conftest import Forked
 
 from decoding import translate_lines
 from engine.errors import UserError
@@ -22,7 +21,7 @@ from text.sentences import sentences
 
 server = pytest.importorskip("tools.serving.server")
 testclient = pytest.importorskip("starlette.testclient")
-HERE = "http://127.0.0.1"
+LOCALHOST = "http://127.0.0.1"
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +32,9 @@ def trained(tiny_run):
 @pytest.fixture
 def client(trained):
     precision = choose_precision(torch.device("cpu"), "fp32")
-    app = server.make_app(server.translator(trained, precision, None, 0.6), "a run")
-    with testclient.TestClient(app, base_url=HERE) as client:
+    app = server.make_app(server.PageModel(trained, precision, None, 0.6).translate, "a run")
+    with testclient.TestClient(app, base_url=LOCALHOST) as client:
         yield client
-
-
-def translated(job, text: str):
-    return server.Sentence(source=job.source, hypotheses=[server.Hypothesis(text=text)])
 
 
 def ask(client, text: str, **more):
@@ -58,163 +53,69 @@ def test_lines_and_sentences_come_back_in_their_places(client, trained, beam):
     assert sources == [["一二。", "三四！"], [], ["五六"]]
     for sentence in (sentence for line in answer["lines"] for sentence in line):
         scores = [hypothesis["score"] for hypothesis in sentence["hypotheses"]]
-        assert (
-            scores == ([None] if beam == 1 else sorted(scores, reverse=True))
-            and len(scores) == beam
-        )
+        assert len(scores) == beam
+        assert scores == ([None] if beam == 1 else sorted(scores, reverse=True))
         seen = sentence["attention"]
         assert len(seen["weights"]) == len(seen["target_words"])
-        assert all(
-            len(row) == len(seen["source_words"]) and abs(sum(row) - 1) < 0.02
-            for row in seen["weights"]
-        )
+        for row in seen["weights"]:
+            assert len(row) == len(seen["source_words"]) and sum(row) == pytest.approx(1, abs=0.02)
 
 
-def test_200_requests_at_once_are_all_answered_by_few_batches(monkeypatch):
-    """Each gets its own translation; requests wait together while a batch, the first here, is under way."""
-    sizes, came, all_came, submit = [], [], threading.Event(), server.Batcher.submit
+def test_a_sentence_longer_than_the_model_reads_is_marked_as_cut(client):
+    answers = [ask(client, "一" * count).json() for count in (5, 100)]
+    assert [answer["lines"][0][0]["cut"] for answer in answers] == [False, True]
 
-    def count(batcher, jobs):
-        came.append(submit(batcher, jobs))
-        if len(came) == 200:
-            all_came.set()
-        return came[-1]
 
-    def translate(jobs):
-        all_came.wait(HANGS)
-        sizes.append(len(jobs))
-        return [translated(job, job.source[::-1]) for job in jobs]
+def test_one_request_at_a_time_has_the_model_and_an_error_does_not_keep_it():
+    running, most = [], []
 
-    async def send():
-        httpx = testclient.httpx
-        app = server.make_app(translate, "a run")
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=HERE)
-        async with app.router.lifespan_context(app), client:
-            return await asyncio.gather(*(ask(client, f"text {number}") for number in range(200)))
+    def translate(sources, beam, attention):
+        running.append(sources)
+        most.append(len(running))
+        time.sleep(0.01)
+        running.pop()
+        if sources == ["bad"]:
+            raise RuntimeError("no")
+        hypothesis = server.Hypothesis(text=sources[0][::-1])
+        return [server.Sentence(source=sources[0], hypotheses=[hypothesis])]
 
-    monkeypatch.setattr(server.Batcher, "submit", count)
-    answers = asyncio.run(send())
-    assert [answer.json()["translation"] for answer in answers] == [
-        f"text {number}"[::-1] for number in range(200)
+    app = server.make_app(translate, "a run")
+    texts = [f"text {number}" for number in range(20)] + ["bad"]
+    with (
+        testclient.TestClient(app, base_url=LOCALHOST, raise_server_exceptions=False) as client,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        answers = list(pool.map(lambda text: ask(client, text), ["bad", *texts]))
+    assert answers[0].status_code == answers[-1].status_code == 500
+    assert [answer.json()["translation"] for answer in answers[1:-1]] == [
+        t[::-1] for t in texts[:-1]
     ]
-    assert sum(sizes) == 200 and max(sizes) <= server.TOGETHER and len(sizes) <= 5
+    assert max(most) == 1
 
 
-def test_a_full_queue_says_so(client, monkeypatch):
-    batcher = server.Batcher(None)  # does not run: what waits goes on waiting
-    left = SimpleNamespace(done=lambda: False)
-    jobs = [server.Job("一", 1, False, left)] * 600
-    assert batcher.submit(jobs) and not batcher.submit(jobs) and batcher.submit(jobs[:400])
-    left.done = lambda: True  # the pages are gone: nobody waits for these
-    assert batcher.submit(jobs)
-    monkeypatch.setattr(server.Batcher, "submit", lambda *_: False)
-    full = ask(client, "一。")
-    assert (
-        full.status_code == 503
-        and "try again" in full.json()["detail"]
-        and full.headers["retry-after"]
-    )
-    assert ask(client, "一。" * (server.MOST_WAITING + 1)).status_code == 413
+WRONG_REQUESTS = [
+    '{"text": 5}',
+    '{"text": "<b>", "beam": 99}',
+    '{"text',
+    '["<i>"]',
+    '{"text": "\\ud800 <b>"}',  # half a character
+    f'{{"text": "{"<" * (server.LONGEST_TEXT + 1)}"}}',
+]
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_a_megabyte_is_refused(client, chunked):
-    body = json.dumps({"text": "a" * 1_000_000}).encode()
-    answer = client.post("/translate", content=iter([body[:500], body[500:]]) if chunked else body)
-    assert answer.status_code == 413 and "1,000,000 bytes" in answer.json()["detail"]
-
-
-@pytest.mark.parametrize(
-    "body", ['{"text": 5}', '{"text": "<b>", "beam": 99}', '{"text', '{"<script>": 1}', '["<i>"]']
-)
-def test_a_wrong_request_is_told_so_and_not_repeated(client, body):
+@pytest.mark.parametrize("body", WRONG_REQUESTS)
+def test_a_wrong_request_gets_a_line_that_does_not_repeat_it(client, body):
     answer = client.post("/translate", content=body, headers={"Content-Type": "application/json"})
-    assert (
-        answer.status_code == 422
-        and isinstance(answer.json()["detail"], str)
-        and "<" not in answer.text
-    )
+    assert answer.status_code == 422 and isinstance(answer.json()["detail"], str)
+    assert "<" not in answer.text
 
 
-def test_nothing_of_the_user_is_html(client, tiny_run):
-    broken = client.post(
-        "/translate",
-        content='{"text": "\\ud800 <b>"}',
-        headers={"Content-Type": "application/json"},
-    )
-    assert broken.status_code == 200 and broken.headers["content-type"] == "application/json"
+def test_text_of_the_user_is_never_html_and_other_hosts_are_refused(client, tiny_run):
     assert "<" not in client.get("/%3Cscript%3E").text
     assert client.get("/", headers={"Host": "elsewhere.example"}).status_code == 400
     page = client.get("/").text
     assert not any(word in page for word in ("innerHTML", "insertAdjacentHTML", "document.write"))
     assert str(tiny_run.parent) not in page + client.get("/docs").text
-
-
-def test_sentences_of_a_page_that_was_left_are_not_translated():
-    begun, left, batches = threading.Event(), threading.Event(), []
-
-    def translate(jobs):
-        batches.append([job.source for job in jobs])
-        begun.set()
-        assert left.wait(HANGS)
-        return [translated(job, "x") for job in jobs]
-
-    async def leave_and_ask_again():
-        app, body = (
-            server.make_app(translate, "a run"),
-            json.dumps({"text": "一。" * (server.TOGETHER + 1)}).encode(),
-        )
-        scope = dict(
-            type="http",
-            method="POST",
-            path="/translate",
-            raw_path=b"/translate",
-            query_string=b"",
-            root_path="",
-            scheme="http",
-            http_version="1.1",
-            client=None,
-            server=("127.0.0.1", 80),
-            state={},
-            asgi={"version": "3.0"},
-            headers=[(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
-        )
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive():
-            if messages:
-                return messages.pop()
-            if not begun.is_set():
-                await asyncio.Event().wait()  # asked whether the page was left: not yet
-            return {"type": "http.disconnect"}
-
-        async def send(message):
-            pass
-
-        async with app.router.lifespan_context(app):
-            await app(scope, receive, send)
-            left.set()
-
-    asyncio.run(leave_and_ask_again())
-    assert [len(batch) for batch in batches] == [
-        server.TOGETHER
-    ]  # the sentence that was left is in none
-
-
-def test_an_error_of_the_model_does_not_end_the_server():
-    def translate(jobs):
-        if jobs[0].source == "bad":
-            raise RuntimeError("no")
-        return [translated(job, "ok") for job in jobs]
-
-    app = server.make_app(translate, "a run")
-    with testclient.TestClient(app, base_url=HERE, raise_server_exceptions=False) as client:
-        assert [ask(client, text).status_code for text in ("bad", "good", "bad", "good")] == [
-            500,
-            200,
-            500,
-            200,
-        ]
 
 
 def test_a_port_in_use_is_one_line(trained):
@@ -226,41 +127,36 @@ def test_a_port_in_use_is_one_line(trained):
             server.serve(trained, None, None, config)
 
 
-def never_done(busy: str):
-    """In the server's process: translating, or cutting a text into sentences, says when it begins and has no end."""
-    without_end = lambda *_: print("begun", flush=True) or time.sleep(10**6)  # noqa: E731
-    server.SECONDS_TO_END = 1
-    server.translator = lambda *_: without_end
-    server.sentences = without_end if busy == "cutting" else server.sentences
+def translate_forever():
+    """In the server's process: the model begins to translate and never ends."""
+
+    def translate(*_):
+        print("begun", flush=True)
+        threading.Event().wait()
+
+    server.SECONDS_TO_STOP = 1
+    server.PageModel.translate = translate
 
 
-@pytest.mark.parametrize("busy", ["", "translating", "cutting"])
-def test_ctrl_c_ends_it_also_while_a_text_is_under_way(tiny_run, tmp_path, busy):
+@pytest.mark.parametrize("busy", [False, True])
+def test_ctrl_c_ends_it_also_during_a_translation(tiny_run, tmp_path, busy):
     flags = "--ckpt", tiny_run, "--serve", "--port", 0, "--device", "cpu"
-    script = Forked("translate.py", *flags, cwd=tmp_path, first=(never_done, busy) if busy else ())
+    first = (translate_forever,) if busy else ()
+    script = Forked("translate.py", *flags, cwd=tmp_path, first=first)
     try:
         address = script.wait_for("Ctrl-C ends it").splitlines()[-1].split()[0]
         connection = http.client.HTTPConnection(address.removeprefix("http://"))
-        connection.request(
-            "POST", "/translate", '{"text": "1"}', {"Content-Type": "application/json"}
-        )
+        json_type = {"Content-Type": "application/json"}
+        connection.request("POST", "/translate", '{"text": "1"}', json_type)
         if busy:
             script.wait_for("begun")
         else:
             assert connection.getresponse().status == 200
-        with pytest.raises(
-            OSError
-        ):  # by another address of this machine: the page is for its user alone
+        # Not by another address of this machine: the page is for its user alone.
+        with pytest.raises(OSError):
             socket.create_connection(("127.0.0.2", int(address.rpartition(":")[2])), timeout=5)
         os.kill(script.process.pid, signal.SIGINT)
         assert script.wait() == 0 and script.output.endswith("stopped\n")
         assert "Traceback" not in script.output and "Exception" not in script.output
     finally:
         script.process.kill()
-
-
-def test_a_sentence_that_the_model_cannot_hold_says_that_it_is_cut(client):
-    assert [ask(client, "一" * count).json()["lines"][0][0]["cut"] for count in (5, 100)] == [
-        False,
-        True,
-    ]
