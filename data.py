@@ -20,7 +20,6 @@ import json
 import math
 import os
 import shutil
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from engine.cache import lock_folder, new_folder
 from engine.checkpoint import load_state
 from engine.errors import UserError
-from engine.run import leave_signals_to_main
+from engine.signals import leave_signals_to_main
 from engine.telemetry import progress
 from text.cleaning import (
     REASONS,
@@ -159,8 +158,8 @@ def prepare(
     text: ParallelText,
     cache: Path,
     *,
-    source_vocab: int = -1,
-    target_vocab: int = -1,
+    source_vocab: int = 0,
+    target_vocab: int = 0,
     tokenizer: str = "",
     max_length: int = 512,
     log: Callable = print,
@@ -313,13 +312,11 @@ def require_pairs(text: ParallelText, counts: Counter) -> None:
 
 
 def vocabulary_size(asked: int, pairs: int) -> int:
-    """Tokens of a vocabulary. Automatic unless `asked` is positive: a fifth of the pairs.
+    """Tokens of a vocabulary. Automatic if `asked` is 0: a fifth of the pairs.
 
     So each token is seen often enough to be learned. At least 1,000, at most 16,000.
     """
-    if asked > 0:
-        return asked
-    return min(16000, max(1000, pairs // 5))
+    return asked or min(16000, max(1000, pairs // 5))
 
 
 def spread(rows: list, count: int) -> list:
@@ -590,23 +587,6 @@ class BucketSampler(Sampler[np.ndarray]):
         """Optimiser steps in which every pair comes once, over all ranks."""
         return len(self.bounds) - 1
 
-    @property
-    def plan_id(self) -> int:
-        """Equal for two samplers whose steps have the same pairs, however they are dealt."""
-        return zlib.crc32(np.asarray([self.seed, *self.bounds]).tobytes())
-
-    def describe_change(self, state: dict) -> str:
-        """One line if a resumed run's batches differ from before, else ''."""
-        before = f"{state['world_size']} processes × {state['accumulate'] or '?'} micro-batches"
-        change = f"note: {before} before, {self.world_size} × {self.accumulate} from now on"
-        same_ranks = state["world_size"] == self.world_size
-        if state["plan"] == self.plan_id or (same_ranks and not state["plan"]):
-            return "" if same_ranks else f"{change}; every step keeps its pairs, shared out anew"
-        return (
-            f"{change}; steps have other pairs: the order continues at step {self.step:,} "
-            "of a new plan"
-        )
-
     def epoch_plan(self, epoch: int) -> Iterator[np.ndarray]:
         """The pairs of each step of an epoch, over all ranks."""
         if self._planned[0] != epoch:
@@ -709,6 +689,16 @@ class Batch:
     real: torch.Tensor  # (N,) positions in the flattened (B · T) tgt_in that predict tgt_out
     source_tokens: int  # real tokens, eos included
     target_tokens: int  # N
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """The arguments of `SummedLoss`."""
+        return self.src, self.src_pad, self.tgt_in, self.real, self.tgt_out
+
+    @property
+    def places(self) -> int:
+        """Tokens of both sides with their padding: B · (S + T)."""
+        return self.src.numel() + self.tgt_in.numel()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Name -> tensor."""

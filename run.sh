@@ -120,7 +120,7 @@ if [[ -z "$settings" && " $* " != *" --resume"* ]] &&
     { [[ " $* " =~ " --device"[\ =]"cpu " ]] || ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; }; then
     if [[ -d /opt/minidataset || " $* " == *" --data"* ]]; then flags=(--max_minutes 60); else flags=(--max_minutes 3.5); fi
 fi
-case " $* " in *" --help "* | *" -h "* | *" --check"* | *" --explain"*) # nothing is trained, so nothing is evaluated
+case " $* " in *" --help "* | *" -h "* | *" --check"*) # nothing is trained, so nothing is evaluated
     exec "$python" "$root/train.py" ${flags[@]+"${flags[@]}"} "$@" ;;
 esac
 # The name of the run, so that just this one is evaluated.

@@ -21,6 +21,7 @@ import sys
 from pathlib import Path
 
 from engine.errors import UserError, prepare_process, stop
+from engine.files import as_json, atomic_write, wait_for_disk  # noqa: F401
 
 SETTINGS_BYTES = 2**16
 OTHER_WORDS = {  # what a flag is called elsewhere
@@ -263,27 +264,6 @@ def command() -> str:
         return f"python -m {name}" if module else f"python {name}"
     # With the "--", or torchrun takes our --run and --resume for its own.
     return f"torchrun --nproc_per_node {os.environ['LOCAL_WORLD_SIZE']} {'-m -- ' if module else '-- '}{name}"
-
-
-def as_json(value) -> str:
-    """The text of a JSON file."""
-    return json.dumps(value, ensure_ascii=False, indent=2) + "\n"
-
-
-def atomic_write(path: Path, text: str) -> None:
-    """A file that is there whole or not at all, whenever this process is killed or the power fails."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # never written through a link that somebody put there
-    temporary.write_text(text, encoding="utf-8")
-    wait_for_disk(temporary)
-    os.replace(temporary, path)
-
-
-def wait_for_disk(path: Path) -> None:
-    """Without it a power cut may leave a file of zeros. A new name lasts only once its folder is on disk as well."""
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
 
 
 def load_config(config_class, path: Path):

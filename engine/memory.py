@@ -83,3 +83,30 @@ def fewest_parts(trial, device: torch.device, largest: int = 256) -> int:
             torch.cuda.empty_cache()
         parts *= 2
     return parts
+
+
+def micro_batches_that_fit(loss_of, precision, pairs, heaviest_steps, collate, world) -> int:
+    """The fewest micro-batches per step (a power of two) with which training fits in the GPU's memory.
+
+    Tried with the steps that need most: `heaviest_steps`, each a list of indices into `pairs`. All ranks get the
+    same number. On a CPU and for a sharded model (FSDP2), whose ranks cannot be tried alone, it is 1.
+    """
+    weights = list(loss_of.parameters())
+    if any(hasattr(module, "unshard") for module in loss_of.modules()):
+        return 1
+
+    def try_heaviest_steps(parts: int) -> None:
+        # As large as AdamW's two moments and the buckets that DDP sends.
+        reserved = [torch.empty_like(weight) for weight in weights for _ in range(3)]
+        for step in heaviest_steps:
+            part = pairs.__getitems__(step[:: parts * world.size])
+            batch = collate(part).to(world.device)
+            with precision.autocast():
+                loss, _ = loss_of(*batch.inputs)
+            loss.backward()
+        del reserved
+
+    parts = fewest_parts(try_heaviest_steps, world.device)
+    for weight in weights:
+        weight.grad = None
+    return int(world.maximum(parts)[0])

@@ -60,6 +60,12 @@ class Precision:
         optimizer.zero_grad(set_to_none=True)
         return norm
 
+    def curves(self) -> dict[str, float]:
+        """The scale of fp16's loss; {} in other formats."""
+        if not self.scaler.is_enabled():
+            return {}
+        return {"train/loss_scale": self.scaler.get_scale()}
+
     def check_finite(self) -> None:
         """Stop the run if a step's gradient was not finite. Waits for the device: ask when logging, before saving."""
         if (

@@ -15,8 +15,8 @@ import os
 import sys
 import threading
 import time
-from collections import deque
-from contextlib import suppress
+from collections import Counter, deque
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -104,25 +104,27 @@ class Telemetry:
         """Write a matplotlib figure and close it."""
         self._try(lambda: self.writer.add_figure(tag, figure, step))
 
-    def hyperparameters(self, config, metrics: dict) -> None:
-        """The settings (a dataclass) that are not as by default, and the results, for TensorBoard's HPARAMS page, once."""
+    def hyperparameters(self, config, results: dict[str, float | None]) -> None:
+        """Settings that differ from their defaults, and the results, for TensorBoard's HPARAMS page.
+
+        Written once: not again when a finished run is resumed. A result that is None is left out.
+        """
         if self.writer is None or self.last_step == self.result_step:
             return
         from torch.utils.tensorboard.summary import hparams
 
-        given = {
-            field.name for field in fields(config) if getattr(config, field.name) != field.default
-        }
-        chosen = {
-            name: getattr(config, name) for name in sorted(given | getattr(config, "given", set()))
-        }
-        # SummaryWriter.add_hparams would open a folder for a second run; the same three records may as well lie here.
-        self._try(
-            lambda: [
-                self.writer.file_writer.add_summary(summary) for summary in hparams(chosen, metrics)
-            ]
-        )
-        self.scalars(self.last_step, metrics)
+        results = {tag: value for tag, value in results.items() if value is not None}
+        chosen = getattr(config, "given", set()).copy()
+        chosen |= {f.name for f in fields(config) if getattr(config, f.name) != f.default}
+        settings = {name: getattr(config, name) for name in sorted(chosen)}
+
+        def write() -> None:
+            # SummaryWriter.add_hparams would make a second run folder for these three records.
+            for summary in hparams(settings, results):
+                self.writer.file_writer.add_summary(summary)
+
+        self._try(write)
+        self.scalars(self.last_step, results)
 
     def close(self) -> None:
         """Finish both files; afterwards every method does nothing."""
@@ -189,11 +191,14 @@ class Log:
             self.path = None
 
 
-def progress(iterable=None, **kwargs) -> tqdm:
+def progress_bar(iterable=None, **kwargs) -> tqdm:
     """A tqdm bar; silent when standard error is no terminal (batch jobs) and on ranks other than 0."""
     return tqdm(
         iterable, disable=None if is_main() else True, dynamic_ncols=True, **kwargs
     )  # None: if no terminal
+
+
+progress = progress_bar
 
 
 class ProcessMeter:
@@ -294,50 +299,60 @@ def nvml_of(device: torch.device) -> tuple:
 class Meter:
     """Speed over the last `window` steps only, so that warm-up, validation and saving do not dilute it.
 
-    The clock starts at the end of the first step, which is itself not counted: it holds compilation and cold caches.
+    The clock starts at the end of the first step. That step is not counted: it compiles and fills caches.
+    `flops_of(source_tokens, target_tokens)` counts a step's floating-point operations, `peak_flops` is what the
+    device could do per second.
     """
 
-    def __init__(self, window: int = 50, peak_flops: float | None = None, clock=time.perf_counter):
-        self.steps = deque(
-            maxlen=window
-        )  # of each: seconds, source and target tokens, places, seconds waited, FLOP
-        self.peak_flops = peak_flops  # FLOP/s of this device
+    def __init__(self, window=50, peak_flops=None, flops_of=None, clock=time.perf_counter):
+        self.steps = deque(maxlen=window)  # a dictionary of sums for each step
+        self.peak_flops = peak_flops
+        self.flops_of = flops_of
         self.clock = clock
-        self.last_time = None  # seconds; None: before the first step's end
-        self.micro_batches = []  # of the step that is under way
+        self.last_time = None  # seconds; None before the end of the first step
+        self.step = Counter()  # sums over the micro-batches of the current step
 
-    def add(
-        self, source_tokens: int, target_tokens: int, places: int, wait_seconds: float = 0.0
-    ) -> None:
-        """One micro-batch: real tokens of each side, `places` of the padded batches, and how long the loop waited for it."""
-        self.micro_batches.append((source_tokens, target_tokens, places, wait_seconds))
+    def add(self, source_tokens: int, target_tokens: int, places: int) -> None:
+        """Count one micro-batch: real tokens of each side, and `places` with padding, of both sides."""
+        self.step["source"] += source_tokens
+        self.step["target"] += target_tokens
+        self.step["places"] += places
 
-    def end_step(self, flops_of=lambda source_tokens, target_tokens: 0.0) -> None:
-        """The optimizer has stepped. `flops_of` tells the model's operations for so many tokens."""
-        now, counts = self.clock(), [sum(column) for column in zip(*self.micro_batches)]
+    @contextmanager
+    def waiting(self):
+        """The time inside is spent waiting for data."""
+        begun = self.clock()
+        yield
+        self.step["waiting"] += self.clock() - begun
+
+    def end_step(self) -> None:
+        """The optimizer has updated the weights."""
+        now = self.clock()
         if self.last_time is not None:
-            self.steps.append((now - self.last_time, *counts, flops_of(*counts[:2])))
-        self.last_time, self.micro_batches = now, []
+            self.step["seconds"] = now - self.last_time
+            self.steps.append(self.step)
+        self.last_time = now
+        self.step = Counter()
 
     def resume(self) -> None:
         """Start the clock again, after validating or saving and before the next batch is fetched."""
         self.last_time = self.clock()
 
     def read(self, ranks: int = 1) -> dict[str, float]:
-        """The figures of the window; {} before the end of the second step. All ranks have equal shares of the tokens."""
+        """Figures of the window, {} before the end of the second step. All ranks have equal shares of the tokens."""
         if not self.steps:
             return {}
-        seconds, source_tokens, target_tokens, places, wait_seconds, flops = map(
-            sum, zip(*self.steps)
-        )
-        seconds, places = max(seconds, 1e-9), max(places, 1)
+        total = sum(self.steps, Counter())
+        seconds = max(total["seconds"], 1e-9)
+        tokens = total["source"] + total["target"]
         figures = {
-            "speed/tokens_per_second": ranks * (source_tokens + target_tokens) / seconds,
-            "speed/target_tokens_per_second": ranks * target_tokens / seconds,
-            "data/padding_share": 1 - (source_tokens + target_tokens) / places,
-            "data/wait_share": wait_seconds / seconds,
+            "speed/tokens_per_second": ranks * tokens / seconds,
+            "speed/target_tokens_per_second": ranks * total["target"] / seconds,
+            "data/padding_share": 1 - tokens / max(total["places"], 1),
+            "data/wait_share": total["waiting"] / seconds,
         }
-        if flops and self.peak_flops:
+        if self.flops_of and self.peak_flops:
+            flops = self.flops_of(total["source"], total["target"])
             figures["speed/model_flops_utilisation"] = flops / seconds / self.peak_flops
         return figures
 

@@ -195,7 +195,6 @@ OUT_OF_BOUNDS = [
     ("train --source zh --target zh", "--source and --target are both 'zh'"),
     ("train --preset huge", "lab, base or big"),
     ("train --precision fp8", "fp32, bf16 or fp16"),
-    ("train --attention fast", "choose python, recompute"),
     ("evaluate --split dev", "--split dev is unknown"),
     ("evaluate --beam 0", "--beam 0 must be at least 1"),
     ("translate --beam -2 一", "--beam -2 must be at least 1"),

@@ -78,7 +78,7 @@ def test_prepare(toy, tmp_path):
 
 
 def test_sizes_and_samples():
-    assert [vocabulary_size(-1, pairs) for pairs in (380, 10_000, 10**6)] == [1000, 2000, 16000]
+    assert [vocabulary_size(0, pairs) for pairs in (380, 10_000, 10**6)] == [1000, 2000, 16000]
     assert vocabulary_size(300, 10**6) == 300
     assert spread(list(range(20)), 8) == [0, 2, 5, 7, 10, 12, 15, 17]
     assert spread([1, 2], 8) == [1, 2]
@@ -108,7 +108,7 @@ def test_overlong_and_lopsided_pairs_are_dropped_and_counted(tmp_path):
     log = []
     folder = write_pairs(tmp_path / "d", pairs, splits)
     prepared = prepare_toy(
-        folder, tmp_path / "cache", log.append, source_vocab=-1, target_vocab=-1, max_length=16
+        folder, tmp_path / "cache", log.append, source_vocab=0, target_vocab=0, max_length=16
     )
     assert len(prepared.train) == prepared.summary["counts"]["kept"] == 55
     dropped = "dropped 2 longer than --max_length, 1 with very different lengths; 55 kept"

@@ -206,7 +206,7 @@ def test_on_a_cpu_time_is_limited_unless_a_file_of_settings_or_a_run_says_how_lo
     assert code == 0 and re.search(rf"{trains}\n", asked) and "evaluate.py" in asked
 
 
-@pytest.mark.parametrize("flag", ["--help", "--check", "--explain_masks"])
+@pytest.mark.parametrize("flag", ["--help", "--check"])
 def test_nothing_is_evaluated_where_nothing_is_trained(place, flag):
     code, _, asked = run_sh(place, "--", flag)
     assert code == 0 and f"train.py {flag}\n" in asked and "evaluate.py" not in asked

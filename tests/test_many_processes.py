@@ -1,7 +1,6 @@
 """One process or many, on one machine or several, killed or not: the same run."""
 
 import os
-import re
 import signal
 import subprocess
 import time
@@ -13,12 +12,11 @@ from conftest import (
     TINY_FLAGS,
     Forked,
     fork_ranks,
-    forked_ranks,
     free_port,
     records,
     torchrun,
 )
-from test_train import LONG, SAME, assert_close_run, assert_same_run, signal_at_step
+from test_train import SAME, assert_close_run, signal_at_step
 
 from engine import distributed
 
@@ -58,26 +56,6 @@ def test_a_killed_rank_ends_the_job_with_one_clear_line(toy_data, tmp_path, vict
         and f"error (rank {1 - victim}): another process of this run has ended" in lines[0]
     )
     assert errors.count("Traceback (most recent call last)") == 1  # torchrun's own, after our line
-
-
-@needs_proc
-@pytest.mark.slow
-def test_restarted_by_torchrun_it_goes_on_from_the_last_checkpoint(toy_data, here, tmp_path):
-    longer = [*TINY_FLAGS, *LONG, "--max_steps", "400"]  # not over before it is killed
-    forked_ranks(2, "train.py", "--data", toy_data, *longer, "--run", here, cwd=tmp_path)
-    # No --run: the new processes find the run that the old ones began.
-    flags = ["--data", toy_data, *longer]
-    process = torchrun(
-        2, "train.py", *flags, cwd=tmp_path, own=("--standalone", "--max_restarts", "1")
-    )
-    run = kill_rank_at_step(process, 1, tmp_path, 28)
-    output, errors = process.communicate(timeout=HANGS)
-    assert process.returncode == 0, errors
-    assert re.search(r"resumed after step \d+ from", output)
-    assert (
-        len([folder for folder in tmp_path.glob("runs/*") if not folder.name.startswith(".")]) == 1
-    )
-    assert_same_run(here, run)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`--check` finds what would spoil a run, and says what it costs; `--explain_masks` shows what the model sees."""
+"""`--check` finds what would spoil a run, and says what it costs."""
 
 import json
 import re

@@ -32,20 +32,20 @@ from conftest import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.parallel import DistributedDataParallel
 
+import engine.memory
 import train as training
 from data import BucketSampler, collate_for, load_prepared
 from engine.errors import UserError
-from engine.memory import fewest_parts
 from engine.precision import Precision
 from engine.run import INTERRUPTED, Run
 from engine.telemetry import shown_as
+from labs.attention_op import train as training_by_hand
 from model import ModelConfig, Translator
 from text.rows import default_path, find_text
-from tools.reporting.preflight import check
-from tools.reporting.reading import read_run
-from tools.reporting.sections import compare
 
 # ---- what a run wrote ----
+
+CURVES = ("train/loss", "valid/loss", "train/learning_rate", "train/gradient_norm")
 
 
 def curve(run: Path, tag: str = "train/loss") -> dict[int, float]:
@@ -59,13 +59,12 @@ def weights(run: Path, checkpoint: str = "last") -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(run / "checkpoints" / checkpoint / "model.safetensors")
 
 
-CURVES = (
-    "train/loss",
-    "train/smoothed_loss",
-    "valid/loss",
-    "train/learning_rate",
-    "train/gradient_norm",
-)
+def saved_state(run: Path) -> dict:
+    return json.loads((run / "checkpoints/last/state.json").read_text())
+
+
+def log_of(run: Path) -> str:
+    return (run / "train.log").read_text(encoding="utf-8")
 
 
 def assert_same_run(run: Path, other: Path) -> None:
@@ -74,15 +73,15 @@ def assert_same_run(run: Path, other: Path) -> None:
         assert records(run, key) == records(other, key) and records(run, key)
         assert curve(run, key) == curve(other, key)
     first, second = weights(run), weights(other)
-    assert first.keys() == second.keys() and all(
-        torch.equal(first[name], second[name]) for name in first
-    )
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def assert_same_weights(first: dict, second: dict, tolerance: float) -> None:
-    """By the mean distance of each tensor's elements: a gradient that is rounding noise around 0 Adam blows up to a step.
+    """By the mean distance of each tensor's elements.
 
-    Such are all those of the biases on the keys, which softmax does not see, so these are left out.
+    Left out are the biases of the keys: softmax does not see them, so their gradient is rounding noise around 0,
+    which Adam blows up to a whole step.
     """
     for name in first:
         pair = [weights[name].double() for weights in (first, second)]
@@ -92,26 +91,24 @@ def assert_same_weights(first: dict, second: dict, tolerance: float) -> None:
 
 
 def assert_close_run(run: Path, other: Path) -> None:
-    """The same sums in another order, in fp32: a relative 1e-7 each, which 24 steps of Adam blow up to 1e-5 at most."""
+    """The same sums in another order, in fp32: a relative 1e-7 each, which 24 steps blow up to 1e-5 at most."""
     for key in ("train/loss", "valid/loss"):
-        assert (
-            records(run, key) == pytest.approx(records(other, key), rel=1e-5)
-            and len(records(run, key)) > 2
-        )
+        assert records(run, key) == pytest.approx(records(other, key), rel=1e-5)
+        assert len(records(run, key)) > 2
     assert_same_weights(weights(run), weights(other), 1e-5)
 
 
 # ---- runs in this process ----
 
-# In fp32 on every machine: these look at numbers.
+# In fp32 on every machine, for these look at numbers.
 SMALL = dict(
     max_steps=6, eval_every=3, log_every=2, tokens_per_batch=300, precision="fp32", device="cpu"
 )
 
 
-def config(**values) -> training.Config:
+def config(kind=training.Config, **values) -> training.Config:
     tiny = dict(zip((flag[2:] for flag in TINY_FLAGS[::2]), map(int, TINY_FLAGS[1::2])))
-    made = training.Config(**(tiny | SMALL | values))
+    made = kind(**(tiny | SMALL | values))
     made.given = set(values)
     return made
 
@@ -132,13 +129,11 @@ def test_learns_64_real_pairs_by_heart(tmp_path):
     rows = [
         row for row in next(text.rows("train")) if 8 <= len(row[0]) <= 40 and len(row[1]) <= 120
     ][:68]
-    data = write_pairs(
-        tmp_path / "data",
-        rows,
-        {"train": slice(4, 68), "validation": slice(0, 2), "test": slice(2, 4)},
-    )
-    flags = "--d_model 128 --nhead 4 --num_encoder_layers 2 --num_decoder_layers 2 --dim_feedforward 512 --dropout 0"
-    flags += " --label_smoothing 0 --lr 0.003 --source_vocab 800 --target_vocab 800"
+    splits = {"train": slice(4, 68), "validation": slice(0, 2), "test": slice(2, 4)}
+    data = write_pairs(tmp_path / "data", rows, splits)
+    flags = "--d_model 128 --nhead 4 --num_encoder_layers 2 --num_decoder_layers 2"
+    flags += " --dim_feedforward 512 --dropout 0 --label_smoothing 0 --lr 0.003"
+    flags += " --source_vocab 800 --target_vocab 800"
     flags += " --max_steps 260 --eval_every 260 --tokens_per_batch 1024"
     forked("train.py", "--data", data, *flags.split(), "--run", "64", cwd=tmp_path)
     forked("evaluate.py", "--split", "train", cwd=tmp_path)
@@ -152,7 +147,7 @@ def test_learns_64_real_pairs_by_heart(tmp_path):
 def trained_by_hand(prepared, c: training.Config, ranks: int = 1, parts: int = 1):
     """`c.max_steps` steps of `ranks` processes with `parts` micro-batches each, in one process.
 
-    → the model, and of each step the loss to minimise, the plain loss and the gradient's norm.
+    Returns the model, and of each step the loss without label smoothing and the gradient's norm.
     """
     sizes = ModelConfig(
         len(prepared.source_tokenizer),
@@ -170,8 +165,9 @@ def trained_by_hand(prepared, c: training.Config, ranks: int = 1, parts: int = 1
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=(0.9, 0.98), eps=1e-8, weight_decay=0.01
     )
-    samplers = [
-        BucketSampler(
+    micro_batches = []
+    for rank in range(ranks):
+        sampler = BucketSampler(
             prepared.train.lengths,
             c.tokens_per_batch,
             seed=c.seed,
@@ -179,38 +175,36 @@ def trained_by_hand(prepared, c: training.Config, ranks: int = 1, parts: int = 1
             world_size=ranks,
             accumulate=parts,
         )
-        for rank in range(ranks)
-    ]
-    micro_batches, collate, figures = list(map(iter, samplers)), collate_for(prepared), []
+        micro_batches.append(iter(sampler))
+    collate = collate_for(prepared)
+    figures = []
     for step in range(1, c.max_steps + 1):
-        down = (c.max_steps + 1 - step) / (c.max_steps + 1 - math.ceil(0.7 * c.max_steps))
-        optimizer.param_groups[0]["lr"] = c.lr * min(1, step / c.warmup, down)
+        left = 1 - (step - 1) / c.max_steps
+        optimizer.param_groups[0]["lr"] = c.lr * min(1, left / 0.3)
         smoothed = plain = tokens = 0
         for rank in range(ranks):
-            torch.manual_seed(
-                int(np.random.SeedSequence((c.seed, step, rank)).generate_state(1, np.uint64)[0])
-            )
+            mixed = np.random.SeedSequence((c.seed, step, rank)).generate_state(1, np.uint64)[0]
+            torch.manual_seed(int(mixed))
             for _ in range(parts):
                 batch = collate([prepared.train[row] for row in next(micro_batches[rank])])
-                log_probabilities = model(
-                    batch.src, batch.src_pad, batch.tgt_in, batch.real
-                ).log_softmax(-1)
+                logits = model(batch.src, batch.src_pad, batch.tgt_in, batch.real)
+                log_probabilities = logits.log_softmax(-1)
                 right = -log_probabilities.gather(1, batch.tgt_out[:, None]).sum()
                 uniform = -log_probabilities.mean(-1).sum()
                 smoothed += (1 - c.label_smoothing) * right + c.label_smoothing * uniform
-                plain, tokens = plain + right.item(), tokens + len(batch.tgt_out)
+                plain += right.item()
+                tokens += len(batch.tgt_out)
         optimizer.zero_grad()
         (smoothed / tokens).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip)
         optimizer.step()
-        figures.append((smoothed.item() / tokens, plain / tokens, norm.item()))
+        figures.append((plain / tokens, norm.item()))
     return model, figures
 
 
-# Every one of them another than its default, and all of them large enough to show after six steps.
+# Each unlike its default, and large enough to show after six steps.
 BY_HAND = dict(
     log_every=1,
-    warmup=3,
     lr=0.01,
     seed=7,
     label_smoothing=0.2,
@@ -224,13 +218,11 @@ BY_HAND = dict(
 
 def assert_run_is(run: Path, model, figures) -> None:
     """fp32 sums in another order; an element of the weights has moved by some 0.03."""
-    for key, column in zip(
-        ("train/smoothed_loss", "train/loss", "train/gradient_norm"), zip(*figures)
-    ):
+    for key, column in zip(("train/loss", "train/gradient_norm"), zip(*figures)):
         assert list(records(run, key).values()) == pytest.approx(column, rel=1e-4), key
-    perplexities = [math.exp(plain) for _, plain, _ in figures]
+    perplexities = [math.exp(loss) for loss, _ in figures]
     assert list(records(run, "train/perplexity").values()) == pytest.approx(perplexities, rel=1e-3)
-    assert figures[0][2] > 0.5  # the clipping does something
+    assert figures[0][1] > 0.5  # the clipping does something
     assert_same_weights(weights(run), model.state_dict(), 2e-5)
 
 
@@ -239,10 +231,6 @@ def test_the_run_of_one_process_is_the_loop_by_hand(toy_data, here, norm_first):
     c = config(data=str(toy_data), run=str(here), norm_first=norm_first, **BY_HAND)
     training.train(c)
     assert_run_is(here, *trained_by_hand(prepared_of(here), c))
-    rates = list(
-        records(here, "train/learning_rate").values()
-    )  # up in three steps, level for two, down in one
-    assert rates == pytest.approx([0.01 / 3, 0.02 / 3, 0.01, 0.01, 0.01, 0.005], rel=1e-9)
 
 
 def test_the_run_of_two_processes_is_the_loop_by_hand(toy_data, here, tmp_path):
@@ -252,21 +240,14 @@ def test_the_run_of_two_processes_is_the_loop_by_hand(toy_data, here, tmp_path):
     output = forked_ranks(2, "train.py", *flags, cwd=tmp_path, first=(make_a_step_last_a_second,))
     # Gradients are sent once a step, not with each micro-batch; constants, which are buffers, never.
     assert output.count("no_sync, buffers: False\n") == 6
-    assert_run_is(here, *trained_by_hand(prepared_of(here), c, ranks=2, parts=2))
-    # Of the last window, one step: the tokens of all ranks, though rank 0 has counted its own alone.
     prepared = prepared_of(here)
-    lengths = {side: prepared.train.lengths[side] + 1 for side in ("source", "target")}
-    sampler = BucketSampler(prepared.train.lengths, 300, seed=7, world_size=2, accumulate=2)
-    target = [
-        int(lengths["target"][rows].sum()) for rows in islice(sampler, 12)
-    ]  # of each micro-batch
-    sampler.step = 0
-    source = [int(lengths["source"][rows].sum()) for rows in islice(sampler, 12)]
-    steps = {step: slice(2 * step - 2, 2 * step) for step in range(2, 7)}
-    speeds = {step: 2 * sum(target[part]) for step, part in steps.items()}
+    assert_run_is(here, *trained_by_hand(prepared, c, ranks=2, parts=2))
+    # The speed counts the tokens of all ranks, though rank 0 sees only its own.
+    lengths = prepared.train.lengths
+    sampler = BucketSampler(lengths, 300, seed=7, world_size=2, accumulate=2)
+    of_rank_0 = [int((lengths["target"][rows] + 1).sum()) for rows in islice(sampler, 12)]
+    speeds = {step: 2 * sum(of_rank_0[2 * step - 2 : 2 * step]) for step in range(2, 7)}
     assert records(here, "speed/target_tokens_per_second") == speeds
-    speeds = {step: 2 * sum(target[part] + source[part]) for step, part in steps.items()}
-    assert records(here, "speed/tokens_per_second") == speeds
 
 
 def make_a_step_last_a_second() -> None:
@@ -274,33 +255,45 @@ def make_a_step_last_a_second() -> None:
     import engine.telemetry
 
     class SteadyMeter(engine.telemetry.Meter):
-        def __init__(self, *arguments):
-            ticks = count()
-            super().__init__(*arguments, clock=lambda: float(next(ticks)))
+        def __init__(self, _window, *arguments):
+            self.now = 0.0
+            super().__init__(1, *arguments, clock=lambda: self.now)
+
+        def end_step(self):
+            self.now += 1
+            super().end_step()
 
     engine.telemetry.Meter = SteadyMeter
-    plain, says = DistributedDataParallel.no_sync, os.environ["RANK"] == "0"
-    said = "no_sync, buffers:"
-    DistributedDataParallel.no_sync = lambda module: (
-        says and print(said, module.broadcast_buffers),
-        plain(module),
-    )[1]
+    no_sync = DistributedDataParallel.no_sync
+
+    def noted(module):
+        if os.environ["RANK"] == "0":
+            print("no_sync, buffers:", module.broadcast_buffers)
+        return no_sync(module)
+
+    DistributedDataParallel.no_sync = noted
 
 
 def prepared_of(run: Path):
-    state = json.loads((run / "checkpoints/last/state.json").read_text())
-    return load_prepared(run.parent / ".cache" / state["data_key"])
+    return load_prepared(run.parent / ".cache" / saved_state(run)["data_key"])
 
 
 # ---- the same run, whatever it is split into ----
 
-PLAIN = dict(max_steps=24, eval_every=8, log_every=3, warmup=4, dropout=0.0, lr=0.0003)
+PLAIN = dict(max_steps=24, eval_every=8, log_every=3, dropout=0.0, lr=0.0003)
 SAME = [word for name, value in (SMALL | PLAIN).items() for word in (f"--{name}", str(value))]
 
 
-@pytest.mark.parametrize("change", [dict(accumulate=4), dict(attention="python")], ids=str)
-def test_another_way_to_the_same_run(whole_run, long_data, here, change):
-    training.train(config(data=str(long_data), run=str(here), **PLAIN, **change))
+def test_accumulated_gradients_are_those_of_the_whole_batch(whole_run, long_data, here):
+    training.train(config(data=str(long_data), run=str(here), accumulate=4, **PLAIN))
+    assert_close_run(whole_run, here)
+
+
+def test_attention_by_hand_trains_the_same_model(whole_run, long_data, here, monkeypatch):
+    monkeypatch.setattr(training, "Translator", Translator)  # put back when the test ends
+    by_hand = config(training_by_hand.Config, data=str(long_data), run=str(here), **PLAIN)
+    training_by_hand.main(by_hand)
+    assert training.Translator is not Translator
     assert_close_run(whole_run, here)
 
 
@@ -320,10 +313,23 @@ def test_compiled_pads_no_further_than_the_models_positions(toy_data, here, monk
         return module
 
     monkeypatch.setattr(torch, "compile", compiled)
-    training.train(
-        config(data=str(toy_data), run=str(here), compile=True, max_length=13, max_steps=1)
-    )
+    settings = dict(compile=True, max_length=13, max_steps=1)
+    training.train(config(data=str(toy_data), run=str(here), **settings))
     assert len(records(here, "valid/loss")) == 1 and widths == {13}
+
+
+def test_the_sizes_of_a_preset(monkeypatch):
+    monkeypatch.setattr(training, "train", trained := Mock())
+    settings = config(preset="big", nhead=4)
+    settings.given = {"preset", "nhead"}
+    training.main(settings)
+    sizes = trained.call_args.args[0]
+    assert (sizes.d_model, sizes.nhead, sizes.dim_feedforward, sizes.dropout) == (
+        1024,
+        4,
+        4096,
+        0.3,
+    )
 
 
 @pytest.mark.parametrize("part", ["loss", "translate"])
@@ -337,38 +343,36 @@ def test_a_fault_of_the_validation_comes_before_the_first_step(toy_data, here, m
 def test_epochs_are_passes_over_the_data(toy_data, here):
     settings = dict(max_steps=0, epochs=2, tokens_per_batch=2000, accumulate=2)
     training.train(config(data=str(toy_data), run=str(here), **settings))
-    steps = int(
-        re.search(r"(\d+) steps per epoch", (here / "train.log").read_text(encoding="utf-8"))[1]
-    )
+    steps = int(re.search(r"(\d+) steps per epoch", log_of(here))[1])
     assert max(records(here)) == 2 * steps > 4
 
 
-def test_validations_come_every_250_steps_where_an_epoch_has_fewer(toy_data, here, monkeypatch):
-    validated = []
+@pytest.mark.parametrize("tokens, validated", [(300, [250, 251]), (30, [])])
+def test_an_epoch_ends_with_a_validation(toy_data, here, monkeypatch, tokens, validated):
+    """But at most one every 250 steps. With 30 tokens per batch an epoch is longer than this run."""
+    steps = []
     monkeypatch.setattr(
-        training.Validation, "__call__", lambda _, step: validated.append(step) or (1.0, 0.0)
+        training.Validation, "__call__", lambda _, step: steps.append(step) or (1.0, 0.0)
     )
-    training.train(config(data=str(toy_data), run=str(here), eval_every=0, max_steps=251))
-    assert validated == [250, 251]
+    asked = count(1)
+    signals = nullcontext(lambda: next(asked) > 252)
+    monkeypatch.setattr("engine.run.caught_signals", lambda: signals)
+    limits = dict(eval_every=0, max_steps=251 if validated else 10**6, tokens_per_batch=tokens)
+    training.train(config(data=str(toy_data), run=str(here), **limits))
+    assert steps == validated
 
 
 def test_the_chosen_format_reaches_every_forward_pass(toy_data, here, monkeypatch):
-    seen, plain, chosen = (
-        [],
-        training.SummedLoss.forward,
-        Mock(side_effect=training.choose_precision),
-    )
+    seen, plain = [], training.SummedLoss.forward
 
     def forward(loss_of, *batch):
         seen.append(torch.is_autocast_enabled("cpu"))
         return plain(loss_of, *batch)
 
-    monkeypatch.setattr(training, "choose_precision", chosen)
+    monkeypatch.setattr(training.fast, "loss", lambda *_: None)
     monkeypatch.setattr(training.SummedLoss, "forward", forward)
-    training.train(
-        config(data=str(toy_data), run=str(here), max_steps=1, precision="bf16", attention="python")
-    )
-    assert len(seen) > 2 and all(seen) and chosen.call_args.kwargs["training"]
+    training.train(config(data=str(toy_data), run=str(here), max_steps=1, precision="bf16"))
+    assert len(seen) > 2 and all(seen)
 
 
 def test_validations_are_not_in_the_speed(toy_data, here, monkeypatch):
@@ -379,9 +383,9 @@ def test_validations_are_not_in_the_speed(toy_data, here, monkeypatch):
         def __init__(self, *arguments):
             super().__init__(*arguments, clock=lambda: now[0])
 
-        def end_step(self, *arguments):
+        def end_step(self):
             now[0] += 1
-            super().end_step(*arguments)
+            super().end_step()
 
     def validate(*_):
         now[0] += 3600
@@ -402,37 +406,31 @@ def test_a_step_that_does_not_fit_the_memory_is_split(toy_data, here, monkeypatc
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return super().forward(src, src_pad, tgt_in, real, tgt_out)
 
+    fewest_parts = engine.memory.fewest_parts
     monkeypatch.setattr(training.fast, "loss", lambda *_: None)
     monkeypatch.setattr(training, "SummedLoss", Small)
     monkeypatch.setattr(
-        training, "fewest_parts", lambda trial, _: fewest_parts(trial, torch.device("cuda"))
+        engine.memory, "fewest_parts", lambda trial, _: fewest_parts(trial, torch.device("cuda"))
     )
     monkeypatch.setattr(training, "Validation", validation := Mock(side_effect=training.Validation))
     training.train(config(data=str(toy_data), run=str(here)))
-    parts = json.loads((here / "checkpoints/last/state.json").read_text())["accumulate"]
+    parts = json.loads((here / "config.json").read_text())["accumulate"]
     assert parts > 1 and validation.call_args.args[-1] == SMALL["tokens_per_batch"] // parts
 
 
 # ---- killed and resumed ----
 
-LONG = "--max_steps 60 --eval_every 10 --log_every 7 --tokens_per_batch 300 --precision fp32 --dropout 0.1".split()
+# With dropout: the random numbers must be resumed as well.
+LONG = "--max_steps 60 --eval_every 10 --log_every 1 --tokens_per_batch 300 --precision fp32"
+LONG = f"{LONG} --dropout_after 0".split()
 
 
 @pytest.fixture(scope="session")
 def uninterrupted(long_data, tmp_path_factory) -> tuple[Path, int]:
-    """With dropout: the randomness must be resumed as well. And how many file operations it took, tokenising included."""
+    """The run, and how many file operations it took, tokenising included."""
     folder = tmp_path_factory.mktemp("unbroken")
-    output = forked(
-        "train.py",
-        "--data",
-        long_data,
-        *TINY_FLAGS,
-        *LONG,
-        "--run",
-        folder / "run",
-        cwd=folder,
-        first=(count_file_operations,),
-    )
+    flags = ["--data", long_data, *TINY_FLAGS, *LONG, "--run", folder / "run"]
+    output = forked("train.py", *flags, cwd=folder, first=(count_file_operations,))
     return folder / "run", int(output.split("file operations: ")[1].split()[0])
 
 
@@ -440,9 +438,8 @@ def uninterrupted(long_data, tmp_path_factory) -> tuple[Path, int]:
 def uninterrupted_by_two(long_data, tmp_path_factory) -> Path:
     """The same by two processes."""
     folder = tmp_path_factory.mktemp("two")
-    forked_ranks(
-        2, "train.py", "--data", long_data, *TINY_FLAGS, *LONG, "--run", folder / "run", cwd=folder
-    )
+    flags = ["--data", long_data, *TINY_FLAGS, *LONG, "--run", folder / "run"]
+    forked_ranks(2, "train.py", *flags, cwd=folder)
     return folder / "run"
 
 
@@ -458,10 +455,12 @@ def count_file_operations(kill_at: int = 0) -> None:
     import engine.run
 
     close = engine.run.Run.close
-    engine.run.Run.close = lambda run, *words: (
-        close(run, *words),
-        print("file operations:", next(seen)),
-    )[0]
+
+    def close_and_print(run, *words):
+        close(run, *words)
+        print("file operations:", next(seen))
+
+    engine.run.Run.close = close_and_print
 
 
 def signal_at_step(number: int, step: int, whole_group: bool = False, rank: str = "0") -> None:
@@ -471,12 +470,12 @@ def signal_at_step(number: int, step: int, whole_group: bool = False, rank: str 
     class DoomedMeter(engine.telemetry.Meter):
         done = 0
 
-        def end_step(self, *arguments):
+        def end_step(self):
             self.done += 1
             if self.done == step and os.environ.get("RANK", "0") == rank:
                 print("workers:", len(multiprocessing.active_children()))
                 os.killpg(0, number) if whole_group else os.kill(os.getpid(), number)
-            super().end_step(*arguments)
+            super().end_step()
 
     engine.telemetry.Meter = DoomedMeter
 
@@ -485,7 +484,6 @@ def signal_at_step(number: int, step: int, whole_group: bool = False, rank: str 
     "ranks, seed, kills",
     [
         (1, 1, 3),
-        (1, 2, 3),
         *(
             pytest.param(ranks, seed, 10, marks=pytest.mark.slow)
             for seed in range(5)
@@ -519,18 +517,14 @@ def test_killed_at_any_moment_and_resumed_is_the_same(
         codes = {script.wait() for script in scripts}
         died = way and -signal.SIGKILL in codes
         killed += bool(died)
-        # What is left to do may take fewer operations than the whole run. 2: it saw that the other one was gone.
-        assert codes <= ({-signal.SIGKILL, 2} if died else set()) | {0}, (
-            way,
-            [script.output for script in scripts],
-        )
-    assert (
-        killed >= 1
-    )  # the first way strikes always: the whole run has more operations than it waits for
+        # What is left to do may take fewer operations than the whole run. 2: the other rank was gone.
+        allowed = {-signal.SIGKILL, 2, 0} if died else {0}
+        assert codes <= allowed, (way, [script.output for script in scripts])
+    assert killed >= 1  # the first way always strikes: the whole run has more operations
     assert_same_run(unbroken, run)
 
 
-@pytest.mark.parametrize("workers, step", [(0, 25), (2, 25), (2, 42), (0, 50)])
+@pytest.mark.parametrize("workers, step", [(2, 25), (0, 50)])
 def test_sigterm_saves_and_the_resumed_run_is_the_same(
     uninterrupted, long_data, here, tmp_path, workers, step
 ):
@@ -543,41 +537,35 @@ def test_sigterm_saves_and_the_resumed_run_is_the_same(
         "train.py", *flags, cwd=tmp_path, first=(signal_at_step, signal.SIGTERM, step, True)
     )
     command = f"python train.py --resume {shlex.quote(str(here))}"
-    assert f"stopped after step {step}: interrupted\nto go on: {command}\n" in output
+    assert f"stopped after step {step}: interrupted\nto resume: {command}\n" in output
     assert f"workers: {workers}\n" in output
     output += forked("train.py", "--resume", here, cwd=tmp_path)
     assert f"resumed after step {step}" in output
     assert_same_run(uninterrupted[0], here)
 
 
-@pytest.mark.parametrize("name", ["two words", "it's $5", "实验"])
-def test_printed_commands_can_be_typed_whatever_the_name_of_the_run(name, toy_data, here, capsys):
-    folder = here / name
+def test_printed_commands_can_be_typed_whatever_the_name_of_the_run(toy_data, here, capsys):
+    folder = here / "it's 实验 $5"
     training.train(config(data=str(toy_data), run=str(folder)))
     Run.close(SimpleNamespace(log=print, started=0.0, folder=folder), INTERRUPTED)
-    run = read_run(folder)
-    said = [*capsys.readouterr().out.splitlines(), *(words[-1] for words in run.missing)]
-    for call in (lambda: training.train(config(run=str(folder))), lambda: compare([run])):
-        with pytest.raises(UserError) as error:
-            call()
-        said.append(str(error.value))
+    lines = capsys.readouterr().out.splitlines()
+    with pytest.raises(UserError) as error:
+        training.train(config(run=str(folder)))
+    lines.append(str(error.value))
     commands = [
-        shlex.split(words)[0] for line in said for words in re.split("--(?:ckpt|resume) ", line)[1:]
+        shlex.split(words)[0]
+        for line in lines
+        for words in re.split("--(?:ckpt|resume) ", line)[1:]
     ]
-    assert commands == [str(folder)] * 5
+    assert commands == [str(folder)] * 3
 
 
 @pytest.mark.parametrize("select", [True, False])
 def test_pairs_with_short_targets_are_left_out_of_the_run(
     select, tmp_path, here, monkeypatch, capsys
 ):
-    settings = config(
-        data=str(with_short_targets(tmp_path / "d", 400)), max_steps=10, run=str(here)
-    )
-    settings.select = select
-    check(settings)
-    words = "25% left out: with a short target (--select)"
-    assert (words in capsys.readouterr().out) == select
+    data = str(with_short_targets(tmp_path / "d", 400))
+    settings = config(data=data, max_steps=10, run=str(here), select=select)
     batches_of, short = training.batches_of, []
 
     def watched(*arguments):
@@ -590,88 +578,50 @@ def test_pairs_with_short_targets_are_left_out_of_the_run(
     monkeypatch.setattr(training, "batches_of", watched)
     training.train(settings)
     assert len(short) == 10 and any(short) != select
-    words = "data: 100 of 400 pairs are left out: with a short target"
-    assert (words in capsys.readouterr().out) == select
     counts = json.loads((here / "data.json").read_text())["counts"]
     assert counts["kept"] == (300 if select else 400)
     assert counts.get("short target") == (100 if select else None)
 
 
-def test_a_longer_run_goes_on_from_a_finished_one(long_data, here, capsys, monkeypatch):
-    """At a higher rate, until the rate falls again."""
+def test_a_finished_run_is_continued_only_to_a_later_end(long_data, here, capsys, monkeypatch):
+    """At the level rate, until the rate falls again."""
     training.train(config(data=str(long_data), run=str(here)))
     before, _ = weights(here), capsys.readouterr()
     training.train(resumed(here))
-    said = capsys.readouterr().out
-    assert "stopped after step 6: all steps are done" in said and "  loss " not in said
+    output = capsys.readouterr().out
+    assert "stopped after step 6: finished" in output and "  loss " not in output
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(here).items())
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(ZeroDivisionError),
-    ):  # it ends before its next checkpoint
-        patch.setattr(training, "Meter", lambda *_: 1 / 0)
-        training.train(resumed(here, max_steps=8))
-    training.train(resumed(here))
-    assert max(records(here)) == 8
-    training.train(resumed(here, max_steps=20))
-    assert max(records(here)) == 20
+    training.train(resumed(here, max_steps=20, log_every=1))
+    rates = records(here, "train/learning_rate")
+    assert max(rates) == 20 and rates[7] == rates[14] == 0.002 and rates[20] < 0.0004
 
 
-def test_the_end_that_a_run_has_anyway_changes_nothing(toy_data, here, monkeypatch):
-    """Interrupted on the way down of its rate, and gone on with by the same flags, and one that --max_steps makes void."""
-    asked = iter([False] * 17 + [True] + [False] * 9)
-    with monkeypatch.context() as patch:
-        patch.setattr("engine.run.caught_signals", lambda: nullcontext(lambda: next(asked)))
-        training.train(config(data=str(toy_data), run=str(here), max_steps=20, log_every=1))
-    plan = json.loads((here / "checkpoints/last/state.json").read_text())["schedule"]
-    assert max(records(here)) == 18 > plan["decay_start"]
-    training.train(resumed(here, max_steps=20, epochs=7))
-    after = json.loads((here / "checkpoints/last/state.json").read_text())["schedule"]
-    clock = {name: plan[name] for name in ("first_step", "first_minutes")}  # of each start its own
-    assert after | clock == plan and after["first_step"] == 19
+def test_other_data_than_before_is_refused(toy_data, long_data, here):
+    training.train(config(data=str(toy_data), run=str(here)))
+    with pytest.raises(UserError, match="is not what the run began with"):
+        training.train(resumed(here, data=str(long_data)))
 
 
-def test_large_tensors_are_kept_together_before_there_are_any(toy_data, here, monkeypatch):
-    devices = []
-    monkeypatch.setattr(training.fast, "keep_tensors_together", devices.append)
-    monkeypatch.setattr(training, "Translator", lambda sizes: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        training.train(config(data=str(toy_data), run=str(here)))
-    assert devices == [torch.device("cpu")]
+@contextmanager
+def signals(came):
+    yield lambda: came
 
 
 def test_a_validation_cut_off_by_a_signal_is_made_up_for(toy_data, here, monkeypatch):
-    """Interrupted at the very step of a validation: saved first, validated when the run goes on."""
-
-    @contextmanager
-    def signals(came):
-        yield lambda: came
-
-    monkeypatch.setattr("engine.run.caught_signals", lambda: signals(True))
+    """Interrupted at the very step of a validation: saved first, validated after the resume."""
+    asked = count()
+    monkeypatch.setattr(
+        "engine.run.caught_signals", lambda: nullcontext(lambda: next(asked) in (1, 2))
+    )
     training.train(config(data=str(toy_data), run=str(here), max_steps=4, eval_every=1))
     assert records(here, "valid/loss") == {}
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr("engine.run.caught_signals", lambda: signals(False))
+        patch.setattr("engine.run.Run.save", lambda *_, **__: 1 / 0)  # killed before it is saved
+        training.train(resumed(here))
     monkeypatch.setattr("engine.run.caught_signals", lambda: signals(False))
     training.train(resumed(here))
-    assert list(records(here, "valid/loss")) == [1, 2, 3, 4]
-
-
-def test_a_validation_cut_short_by_a_kill_stands_once_in_the_curve(toy_data, here, monkeypatch):
-    """Stopped when a validation was due; killed after making up for it, before the checkpoint."""
-
-    @contextmanager
-    def signals(came):
-        yield lambda: came
-
-    with monkeypatch.context() as patch:
-        patch.setattr("engine.run.caught_signals", lambda: signals(True))
-        training.train(config(data=str(toy_data), run=str(here), max_steps=4, eval_every=1))
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr("engine.run.Run.save", lambda *_, **__: 1 / 0)
-        training.train(resumed(here))
-    training.train(resumed(here))
-    lines = (here / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [record["step"] for record in map(json.loads, lines) if "valid/loss" in record]
-    assert steps == [1, 2, 3, 4]
+    assert list(records(here, "valid/loss")) == [1, 2, 3, 4]  # each once: see `records`
 
 
 def test_a_validation_loss_that_is_not_finite_is_never_the_best(toy_data, here, monkeypatch):
@@ -679,11 +629,11 @@ def test_a_validation_loss_that_is_not_finite_is_never_the_best(toy_data, here, 
     losses = iter([math.nan, 3.0, math.inf, 4.0])
     monkeypatch.setattr(training, "Validation", lambda *_: lambda step: (next(losses), 0.0))
     training.train(config(data=str(toy_data), run=str(here), max_steps=4, eval_every=1))
-    state = json.loads((here / "checkpoints/last/state.json").read_text())
-    assert (state["best_loss"], state["best_step"], state["stale"]) == (3.0, 2, 2)
+    state = saved_state(here)
+    assert (state["best_loss"], state["best_step"], state["bad_validations"]) == (3.0, 2, 2)
 
 
-def test_the_loss_scale_goes_on(toy_data, here, place, monkeypatch):
+def test_the_loss_scale_is_resumed(toy_data, here, monkeypatch):
     """As in fp16 on a GPU, with a scale that doubles every second step."""
 
     def scaled(device, *_, **__):
@@ -692,44 +642,30 @@ def test_the_loss_scale_goes_on(toy_data, here, place, monkeypatch):
         return precision
 
     monkeypatch.setattr(training, "choose_precision", scaled)
-    whole = training.train(config(data=str(toy_data), run=f"{here}-whole", log_every=1))
-    scales = list(records(whole, "train/loss_scale").values())
-    assert scales == [4, 8, 8, 16, 16, 32]
     training.train(config(data=str(toy_data), run=str(here), log_every=1, max_steps=3))
-    training.train(resumed(here, max_steps=6, log_every=1))
-    assert list(records(here, "train/loss_scale").values()) == scales
+    training.train(resumed(here, max_steps=6))
+    assert list(records(here, "train/loss_scale").values()) == [4, 8, 8, 16, 16, 32]
 
 
 # ---- what a run writes and when it stops ----
 
 
-def test_what_a_run_leaves(toy_data, here, tmp_path, monkeypatch):
+def test_what_a_run_leaves(toy_data, here, monkeypatch):
     monkeypatch.chdir(toy_data.parent)
     training.train(config(data=toy_data.name, run=str(here), tokens_per_batch=0))
     saved = json.loads((here / "config.json").read_text())
     assert saved["max_steps"] == 6 and Path(saved["data"]) == toy_data
-    # The automatic size of a batch depends on the device, so the one chosen first is kept: a run may go on elsewhere.
-    assert saved["tokens_per_batch"] == 1024
-    for name in (
-        "model.json",
-        "metrics.jsonl",
-        "train.log",
-        "tokenizer/source/tokenizer.json",
-        "tokenizer/target",
-    ):
+    # Automatic settings depend on the device; those of the first session are kept.
+    assert saved["tokens_per_batch"] == 1024 and saved["accumulate"] == 1 and saved["lr"] == 0.002
+    for name in ("model.json", "tokenizer/source/tokenizer.json", "tokenizer/target"):
         assert (here / name).exists()
-    assert sorted(path.name for path in (here / "checkpoints").iterdir()) == [
-        "best",
-        "last",
-        "step-3",
-        "step-6",
-    ]
-    assert "--shard" not in (here / "train.log").read_text(encoding="utf-8")  # nobody asked
+    checkpoints = sorted(path.name for path in (here / "checkpoints").iterdir())
+    assert checkpoints == ["best", "last", "step-3", "step-6"]
+    assert "--shard" not in log_of(here)  # nobody asked
+    assert "Translator(" in log_of(here)
     tags = EventAccumulator(str(here)).Reload().Tags()
-    others = (
-        "train/perplexity speed/tokens_per_second speed/model_flops_utilisation data/padding_share"
-    )
-    others += " data/wait_share memory/peak_gib valid/perplexity valid/bleu"
+    others = "train/perplexity speed/tokens_per_second speed/model_flops_utilisation"
+    others += " data/padding_share data/wait_share memory/peak_gib valid/perplexity valid/bleu"
     assert {shown_as(tag) for tag in [*CURVES, *others.split()]} <= set(tags["scalars"])
     assert tags["images"] == ["cross-attention"] and "samples/text_summary" in tags["tensors"]
     assert "_hparams_/experiment" in EventAccumulator(str(here)).Reload().summary_metadata
@@ -742,93 +678,56 @@ def test_what_a_run_leaves(toy_data, here, tmp_path, monkeypatch):
 
 
 def test_stops_after_the_minutes(long_data, here, monkeypatch):
-    """On a clock that goes by 0.1 seconds each time it is looked at: that the rate has fallen is no matter of luck."""
+    """On a clock that goes by 0.3 seconds with every look: a look per step makes 40 steps in 12 seconds."""
     ticks = count()
-    monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 10))
+    monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * 0.3))
     bar = SimpleNamespace(update=lambda: None, close=lambda: None)
-    monkeypatch.setattr(training, "progress", lambda **_: bar)
-    endless = dict(max_steps=10**6, eval_every=10**6, log_every=1)
-    training.train(
-        config(
-            data=str(long_data),
-            run=str(here),
-            max_minutes=0.2,
-            save_minutes=0.05,
-            keep=9,
-            **endless,
-        )
-    )
-    assert (
-        len([*(here / "checkpoints").glob("step-*")]) == 4
-    )  # after each 3 of the 12 seconds, the end included
+    monkeypatch.setattr(training, "progress_bar", lambda **_: bar)
+    limits = dict(max_steps=10**6, max_minutes=0.2, eval_every=10**6, log_every=1)
+    training.train(config(data=str(long_data), run=str(here), save_minutes=0.05, keep=9, **limits))
     rates = list(records(here, "train/learning_rate").values())
-    assert bar.total == pytest.approx(len(rates), abs=1)
-    # A step looks three times: 40 steps in 12 seconds, and from the 28th on the rate falls.
-    assert 38 <= len(rates) <= 42 and max(rates) == 0.002 and rates[-1] < 0.0002
-    log = (here / "train.log").read_text(encoding="utf-8")
-    begins = re.search(r"step (\d+): \S+ minutes used; the learning rate falls from now on", log)
-    assert begins and "the 0.2 minutes are over" in log
+    assert len(rates) == 39 and bar.total == pytest.approx(40, abs=1)
+    # It rises for 20 steps at least, is level, and falls from 70 % of the time on.
+    assert rates[9] == pytest.approx(0.001) and rates[20:27] == [0.002] * 7 and rates[-1] < 0.0003
+    saved = len([*(here / "checkpoints").glob("step-*")])
+    assert saved == 4  # after each 3 of the 12 seconds, the end included
+    assert "stopped after step 39: finished" in log_of(here)
 
 
 @pytest.mark.parametrize(
     "optimizer, width, peak",
-    [
-        ("muon", 256, 2e-3),
-        ("muon", 512, 1e-3),
-        ("adamw", 32, 1e-3),
-        ("adamw", 1024, 2.5e-4),
-    ],
+    [("muon", 256, 2e-3), ("muon", 512, 1e-3), ("adamw", 32, 1e-3), ("adamw", 1024, 2.5e-4)],
 )
-def test_the_rate_where_none_is_given(toy_data, here, monkeypatch, optimizer, width, peak):
-    made = Mock(side_effect=ZeroDivisionError)
-    monkeypatch.setattr(training, "make_optimizer", made)
-    with pytest.raises(ZeroDivisionError):
-        training.train(
-            config(data=str(toy_data), run=str(here), optimizer=optimizer, d_model=width)
-        )
-    name, _, _, rate, _ = made.call_args.args
-    assert (name, rate) == (optimizer, peak)
+def test_the_rate_where_none_is_given(optimizer, width, peak):
+    settings = training.Config(optimizer=optimizer, d_model=width)
+    assert training.default_learning_rate(settings) == peak
 
 
-@pytest.mark.parametrize(
-    "flags, passes, rate",
-    [
-        (dict(dropout_after=2), 2, 0.1),
-        (dict(dropout=0.3, dropout_after=2), 2, 0.3),
-        (dict(dropout=0.3), 0, 0.3),  # who asks for a rate wants to see what it does
-        ({}, 10, 0.1),
-    ],
-)
-def test_dropout_begins_after_some_passes(toy_data, here, monkeypatch, flags, passes, rate):
+@pytest.mark.parametrize("flags, passes", [(dict(dropout_after=2), 2), (dict(dropout=0.3), 10)])
+def test_dropout_begins_after_some_passes(toy_data, here, monkeypatch, flags, passes):
     rates = []
     monkeypatch.setattr(Translator, "set_dropout", lambda model, p: rates.append(p))
-    training.train(
-        config(data=str(toy_data), run=str(here), tokens_per_batch=10000, max_steps=50, **flags)
-    )
-    without = passes * int(
-        re.search(r"(\d+) steps per epoch", (here / "train.log").read_text(encoding="utf-8"))[1]
-    )
+    limits = dict(tokens_per_batch=10000, max_steps=50)
+    training.train(config(data=str(toy_data), run=str(here), **limits, **flags))
+    without = passes * int(re.search(r"(\d+) steps per epoch", log_of(here))[1])
+    rate = flags.get("dropout", 0.1)
     assert without < 50 and rates == [0.0] * without + [rate] * (50 - without)
 
 
-@pytest.mark.parametrize("cut_after", [[], [7], [8], [5, 8]])
+@pytest.mark.parametrize("cut_after", [[], [8], [9], [6, 10]])
 def test_early_stopping(toy_data, here, monkeypatch, cut_after):
-    """A run that goes on counts on, also with a validation that was due when it was cut off; and then it is over."""
-    losses, steps = iter([3.0, 2.0, 2.5, 2.0, 1.0]), count(1)
+    """A resumed run counts on, also with a validation that was due when it was cut off; and then it is over."""
+    losses, looks = iter([3.0, 2.0, 2.5, 2.0, 1.0]), count(1)
     monkeypatch.setattr(training.Validation, "__call__", lambda *_: (next(losses), 0.0))
     monkeypatch.setattr(
-        "engine.run.caught_signals", lambda: nullcontext(lambda: next(steps) in cut_after)
+        "engine.run.caught_signals", lambda: nullcontext(lambda: next(looks) in cut_after)
     )
-    training.train(
-        config(data=str(toy_data), run=str(here), max_steps=50, eval_every=2, patience=2)
-    )
+    limits = dict(max_steps=50, eval_every=2, patience=2)
+    training.train(config(data=str(toy_data), run=str(here), **limits))
     for _ in [*cut_after, "once more"]:
         training.train(resumed(here))
-    log = (here / "train.log").read_text(encoding="utf-8")
-    assert (
-        log.count("stopped after step 8: 2 validations without a better loss") == 2
-        and next(losses) == 1.0
-    )
+    stopped = "stopped after step 8: 2 validations without a better loss"
+    assert log_of(here).count(stopped) == 2 and next(losses) == 1.0
     assert os.readlink(here / "checkpoints/best") == "step-4"
 
 
@@ -839,6 +738,7 @@ def test_a_non_finite_loss_stops_before_the_update_and_names_the_step(toy_data, 
         factor = math.nan if loss_of.label_smoothing and next(steps) == 5 else 1.0
         return tuple(loss * factor for loss in plain(loss_of, *batch))
 
+    monkeypatch.setattr(training.fast, "loss", lambda *_: None)
     monkeypatch.setattr(training.SummedLoss, "forward", spoiled)
     with pytest.raises(UserError, match="step 5: the loss or its gradient is not finite"):
         training.train(

@@ -278,19 +278,21 @@ def clock() -> Mock:
 
 
 def test_meter_arithmetic_over_a_sliding_window(clock):
-    meter = tm.Meter(window=2, peak_flops=1000.0, clock=clock)
+    meter = tm.Meter(2, 1000.0, lambda source, target: 10.0 * source, clock)
     # The first step holds start-up and compilation, the second leaves the window below.
     for seconds, tokens in ((500, 2), (100, 20)):
         assert meter.read() == {}
         clock.return_value += seconds
-        meter.add(tokens // 2, tokens // 2, tokens, 50.0)
-        meter.end_step(lambda source, target: 7.0)
+        meter.add(tokens // 2, tokens // 2, tokens)
+        meter.end_step()
     assert meter.read()["speed/tokens_per_second"] == pytest.approx(0.2)
     for seconds, source_tokens, target_tokens in ((1, 60, 40), (3, 120, 80)):
-        clock.return_value += seconds
         for _ in range(2):  # micro-batches
-            meter.add(source_tokens // 2, target_tokens // 2, 100, wait_seconds=0.25)
-        meter.end_step(lambda source, target: 10.0 * source)
+            with meter.waiting():
+                clock.return_value += seconds / 8
+            meter.add(source_tokens // 2, target_tokens // 2, 100)
+        clock.return_value += seconds * 6 / 8
+        meter.end_step()
     expected = {
         "speed/tokens_per_second": 300 / 4,
         "speed/target_tokens_per_second": 120 / 4,

@@ -1,4 +1,4 @@
-"""`python train.py --explain_masks`: which place sees which, in a batch of two toy pairs, made by `Collate` and `Translator`."""
+"""`python -m tools.reporting.masks`: which place sees which, in a batch of two toy pairs."""
 
 import unicodedata
 
@@ -90,3 +90,7 @@ def padded(text: str, width: int = 8) -> str:
     return text + " " * (
         width - sum(1 + (unicodedata.east_asian_width(character) in "WF") for character in text)
     )
+
+
+if __name__ == "__main__":
+    explain_masks()

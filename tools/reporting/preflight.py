@@ -39,7 +39,6 @@ from engine.run import folder_of
 from engine.telemetry import nvml_of, peak_memory_gib
 from text.cleaning import REASONS, missing_splits
 from text.rows import CHINESE, ParallelText, default_path, find_text
-from tools.reporting.masks import explain_masks
 
 ROWS = 500_000  # that are read, and compared for duplicates
 SAMPLE = 5_000  # rows, up to twice as many, that are cleaned and tokenised
@@ -61,15 +60,6 @@ class Sample(ParallelText):
     def fingerprint(self) -> str:
         """Only has to be there: what is made of a sample is thrown away."""
         return "sample"
-
-
-def only_asked(config) -> bool:
-    """Whether train.py's flags ask for an answer and no run; then it is printed."""
-    if config.explain_masks:
-        explain_masks()
-    elif config.check:
-        check(config)
-    return config.explain_masks or config.check
 
 
 def check(config) -> None:
@@ -276,8 +266,8 @@ def say_costs(
         warn(
             f"--max_minutes {config.max_minutes:g} end before the first epoch, which takes {epoch:,.0f}"
         )
-    if config.compile or config.attention:
-        warn("the time is of the plain training, without --compile and --attention")
+    if config.compile:
+        warn("the time is of the plain training, without --compile")
 
 
 def try_steps(

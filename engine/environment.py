@@ -1,0 +1,69 @@
+"""What a run was made with: machine, versions, commit and command."""
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from engine.config import command
+from engine.distributed import World
+from engine.memory import GIB
+from engine.telemetry import nvml_of
+
+
+def environment(world: World) -> dict:
+    """One session of a run, for environment.json. A fact that cannot be found out is None."""
+    facts = {
+        "begun": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "seconds": None,  # written when the session ends
+        "command": f"{command()} {shlex.join(sys.argv[1:])}".strip(),
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "driver": None,
+        "system": platform.platform(),
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "processes": world.size,
+        "gpu": None,
+        "gpu_memory_gib": None,
+    }
+    if world.device.type == "cuda":
+        card = torch.cuda.get_device_properties(world.device)
+        facts["gpu"] = card.name
+        facts["gpu_memory_gib"] = round(card.total_memory / GIB, 1)
+        with suppress(Exception):  # no package, no permission: a run does not need it
+            nvml, _ = nvml_of(world.device)
+            facts["driver"] = nvml.nvmlSystemGetDriverVersion()
+    return facts
+
+
+def commit() -> str | None:
+    """The commit of this code; with "-dirty" if files were changed since."""
+    describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    with suppress(OSError, subprocess.SubprocessError):
+        answer = subprocess.run(
+            describe,
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
+        return answer.stdout.strip()
+    return None
+
+
+def cpu_name() -> str:
+    """The processor's name: Linux has it in /proc only."""
+    with suppress(OSError, IndexError):
+        return Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].split("\n")[0]
+    return platform.processor()

@@ -1,0 +1,43 @@
+"""A training that is asked to stop finishes its step and saves first."""
+
+import contextlib
+import os
+import signal
+import sys
+
+# The scheduler ends the job, Ctrl-C, the terminal was closed.
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+
+
+@contextlib.contextmanager
+def caught_signals():
+    """Inside, the first signal sets a flag instead of stopping the process; the second one stops it.
+
+    Yields a function that tells whether the flag is set.
+    """
+    received = []
+
+    def remember(number, _frame):
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    # `nohup python train.py` ignores SIGHUP, so that the run outlives the terminal: leave it so.
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    numbers = [number for number in SIGNALS if not (number == signal.SIGHUP and ignored)]
+    handlers = {number: signal.signal(number, remember) for number in numbers}
+    try:
+        yield lambda: bool(received)
+    finally:
+        # torchrun stops all ranks once the first has failed. A rank that is failing itself keeps
+        # ignoring that request, or its own error message would be lost.
+        alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        failing = sys.exc_info()[0] is not None
+        if alone or not failing:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def leave_signals_to_main(_worker: int) -> None:
+    """For a DataLoader's processes: the main process ends them, not the signal that it received too."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
