@@ -370,6 +370,16 @@ def test_an_operator_that_cannot_run_leaves_no_folder(data, tmp_path, monkeypatc
     assert not list(Path("runs").iterdir())
 
 
+def test_lightning_learns_the_same(data, tmp_path, monkeypatch):
+    pytest.importorskip("lightning")
+    from labs.lenet import lightning
+
+    monkeypatch.chdir(tmp_path)
+    lightning.train(lightning.Config(data=str(data), epochs=2, batch=25))
+    result = json.loads(Path("runs/lightning/test.json").read_text(encoding="utf-8"))
+    assert result["test/accuracy"] > 0.9 and result["data"] == str(data)
+
+
 @pytest.mark.slow
 def test_real_digits(tmp_path, monkeypatch):
     """One epoch is enough for 97.5 %."""
