@@ -66,6 +66,8 @@ def run_script(main) -> None:
             stop(
                 "this GPU is too old for this build of PyTorch; see docs/troubleshooting.md, or give --device cpu"
             )
+        if "C++ compile error" in str(error):
+            stop(_compile_remedy(str(error)))
         if re.search(r"C(\+\+)? compiler", str(error)):  # torch.compile's, or Triton's
             stop(
                 "--compile needs a C and C++ compiler (gcc, g++) and Python's headers; install them, or leave it out"
@@ -93,6 +95,25 @@ def run_script(main) -> None:
         )
     except KeyboardInterrupt:
         stop("interrupted", code=130)
+
+
+def _compile_remedy(message: str) -> str:
+    """One line for an error of torch.compile, whose message holds the compiler's whole output."""
+    # PyTorch (2.13) does not quote the paths in the compiler's command.
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")  # torch.compile sets it
+    if " " in cache:
+        return (
+            f"--compile cannot write C++ files to {cache!r}, whose path has a space; set "
+            "TORCHINDUCTOR_CACHE_DIR to a folder without one, or leave --compile out"
+        )
+    if " " in sys.prefix:
+        return (
+            f"--compile cannot use the PyTorch in {sys.prefix!r}, whose path has a space; install "
+            "the packages elsewhere (VENV=/tmp/venv bash run.sh), or leave --compile out"
+        )
+    errors = [line for line in message.splitlines() if "error:" in line]
+    reason = errors[0] if errors else "no reason given"
+    return f"--compile: the C++ compiler failed ({reason}); install a newer g++, or leave it out"
 
 
 def _disk_error(error: BaseException | None) -> int | None:

@@ -104,6 +104,18 @@ def test_a_bug_keeps_its_traceback(bug, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_path_that_torch_compile_cannot_use_is_named_in_one_line(monkeypatch, capsys):
+    error = RuntimeError("CppCompileError: C++ compile error\n\nCommand:\n…\nx.h:1: error: no y\n")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/a")
+    monkeypatch.setattr(sys, "prefix", "/b")
+    assert "the C++ compiler failed (x.h:1: error: no y)" in ended_by(error, capsys)[1]
+    monkeypatch.setattr(sys, "prefix", "/my courses")
+    assert "PyTorch in '/my courses', whose path has a space" in ended_by(error, capsys)[1]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/a b")
+    code, line = ended_by(error, capsys)
+    assert code == 2 and "'/a b', whose path has a space" in line and line.count("\n") == 1
+
+
 def test_interrupted(capsys):
     assert ended_by(KeyboardInterrupt(), capsys) == (130, "error: interrupted\n")
 
