@@ -10,7 +10,7 @@
         run.close("finished")
 
 runs/NAME/config.json  environment.json  metrics.jsonl  events.out.tfevents.*  train.log
-          checkpoints/step-N/  checkpoints/best  checkpoints/last
+          checkpoints/step-N/  checkpoints/best  checkpoints/last  nvidia-smi.txt
 """
 
 import contextlib
@@ -32,6 +32,7 @@ from engine.distributed import World, distribute_like, full_tensor, hidden_gpus
 from engine.environment import environment
 from engine.errors import UserError
 from engine.files import as_json, atomic_write
+from engine.gpu_evidence import keep_nvidia_smi
 from engine.precision import Precision
 from engine.signals import caught_signals
 from engine.telemetry import GpuSampler, Log, ProcessMeter, Telemetry
@@ -132,6 +133,7 @@ class Run(contextlib.AbstractContextManager):
         self.at_end.callback(self.telemetry.close)
         self.process = ProcessMeter()
         self.gpu = None
+        self.gpu_shown = False  # nvidia-smi's output is kept after the first minute, and at the end
         if self.world.is_main and self.world.device.type == "cuda":
             self.gpu = GpuSampler(self.world.device, gpu_seconds, self.log)
             self.gpu.start()
@@ -177,6 +179,8 @@ class Run(contextlib.AbstractContextManager):
         values = values | self.process.read()
         if self.gpu:
             values |= self.gpu.read()
+            if not self.gpu_shown and time.perf_counter() - self.started > 60:
+                self.gpu_shown = keep_nvidia_smi(self.folder, f"step {step:,}")
         self.telemetry.scalars(step, values)
 
     def save(
@@ -221,6 +225,8 @@ class Run(contextlib.AbstractContextManager):
         """The last lines of the log; of an interrupted run the command that resumes it."""
         minutes = (time.perf_counter() - self.started) / 60
         after = "" if step is None else f" after step {step:,}"
+        if self.gpu:
+            keep_nvidia_smi(self.folder, f"stopped{after}: {why}")
         self.log(f"time: {minutes:,.1f} minutes")
         self.log(f"stopped{after}: {why}")
         if why == INTERRUPTED:

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -321,18 +322,26 @@ def test_a_rank_that_ends_by_an_error_outlives_the_request_to_stop(world_size, l
     assert handlers() != caught
 
 
-def test_the_gpus_figures_are_among_the_curves(monkeypatch):
+def test_a_gpus_load_is_among_the_curves_and_nvidia_smi_is_kept(monkeypatch, tmp_path):
     sampler = Mock(**{"read.return_value": {"gpu/utilisation_percent": 97.0}})
     monkeypatch.setattr(run_module, "GpuSampler", lambda *_, **__: sampler)
     monkeypatch.setattr(run_module, "environment", lambda world: {})
+    smi = tmp_path / "bin/nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho NVIDIA-SMI 575\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
     with Run.start(config(run="a"), "toy", World(0, 1, torch.device("cuda", 0))) as run:
         run.begin()
-        run.scalars(1, {"train/loss": 1.0})
-    assert (
-        metrics("a")[0]["gpu/utilisation_percent"] == 97
-        and sampler.start.called
-        and sampler.ended.set.called
-    )
+        for step, minutes in enumerate((0, 1.1, 2.2), start=1):
+            run.started = time.perf_counter() - 60 * minutes
+            run.scalars(step, {"train/loss": 1.0})
+        run.close("finished", 3)
+    assert metrics("a")[0]["gpu/utilisation_percent"] == 97
+    assert sampler.start.called and sampler.ended.set.called
+    kept = (run.folder / "nvidia-smi.txt").read_text()
+    assert kept.count("NVIDIA-SMI 575") == 2
+    assert "step 2 (" in kept and "stopped after step 3: finished (" in kept
 
 
 def test_the_cache_lies_beside_the_run_wherever_one_stands(monkeypatch):
