@@ -86,8 +86,6 @@ def evaluate(config: Config) -> None:
     trained, precision, steps = load_for_decoding(config, config.average, world, log)
     rows, scored = world.on_main(lambda: load_rows(config, trained))
     log(f"{trained.name}: {scored['data']}, split {scored['split']}, {len(rows):,} rows")
-    if hidden := distributed.hidden_gpus():
-        log(f"note: {hidden}")
     if config.out:
         world.on_main(lambda: check_writable(Path(config.out)))
 

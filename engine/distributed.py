@@ -9,6 +9,8 @@ import itertools
 import math
 import os
 import re
+import shlex
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import (
     TimeoutError as MeetingTimeout,
@@ -304,15 +306,25 @@ def adopt_srun(environment=os.environ) -> None:
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
-    """'auto' is this rank's GPU, on a machine without GPUs the CPU. Raises `UserError` for a device that is not there."""
+    """'auto' is this rank's GPU, or the CPU on a machine without GPUs.
+
+    Raises `UserError` for a device that is not there, and for GPUs that PyTorch cannot use.
+    """
     if name not in ("auto", "cpu", "cuda") and not name.startswith("cuda:"):
         raise UserError(f"--device {name}: unknown device; choose auto, cpu, cuda or cuda:N")
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+    if name != "cpu" and not torch.cuda.is_available():
+        reason = hidden_gpus()
+        # Whoever hides the GPUs wants the CPU. For any other reason a run would take hours on the
+        # CPU without anybody having asked for that.
+        if reason and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+            raise UserError(f"{reason}; or give --device cpu")
+        if name != "auto":
+            reason = reason or "PyTorch sees no GPU on this machine"
+            raise UserError(f"--device {name}: {reason}; --device auto takes the CPU then")
+        name = "cpu"
+    if name == "cpu":
         keep_freed_memory()
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        reason = hidden_gpus() or "PyTorch sees no GPU on this machine"
-        raise UserError(f"--device {name}: {reason}; --device auto takes the CPU then")
     count = torch.cuda.device_count()
     if ":" in name and os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
@@ -349,16 +361,51 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     return device
 
 
-def hidden_gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
-    """One line if the machine has NVIDIA cards and PyTorch can use none of them, with the reason; else None."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    cards = len(list(proc.iterdir())) if proc.is_dir() else 0
-    if not cards or torch.cuda.is_available():
+# The oldest NVIDIA driver for each CUDA version that PyTorch 2.13 is built for: CUDA 13.0, which
+# pip installs by default, and CUDA 12.6 (pytorch/pytorch, RELEASE.md; NVIDIA's CUDA release notes).
+OLDEST_DRIVER = {13: 580, 12: 525}
+
+
+def hidden_gpus(nvidia: Path = Path("/proc/driver/nvidia")) -> str | None:
+    """One line if the machine has NVIDIA GPUs and PyTorch can use none of them, else None.
+
+    The line says why, and how to mend it. `nvidia` is where the driver describes itself.
+    """
+    gpus = len(list(nvidia.glob("gpus/*")))
+    if not gpus or torch.cuda.is_available():
         return None
-    first = visible.split(",")[0].strip()  # at the first card that is not there CUDA stops
-    if first.startswith(("GPU-", "MIG-")) or (first.isdecimal() and int(first) < cards):
-        return (
-            f"PyTorch {torch.__version__} can use none of the {cards} GPU(s) of this machine: its driver is too old for "
-            f"CUDA {torch.version.cuda} (see `nvidia-smi`), or it is a build for CPUs: docs/troubleshooting.md"
-        )
-    return f"CUDA_VISIBLE_DEVICES={visible!r} hides all {cards} GPU(s) of this machine"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    first = visible.split(",")[0].strip()  # CUDA stops at the first one that is not there
+    is_there = first.isdecimal() and int(first) < gpus
+    if not is_there and not first.startswith(("GPU-", "MIG-")):
+        return f"CUDA_VISIBLE_DEVICES={visible!r} hides all {gpus} GPU(s) of this machine"
+
+    unusable = f"PyTorch {torch.__version__} can use none of the {gpus} GPU(s) of this machine"
+    cuda = int((torch.version.cuda or "0").split(".")[0])  # 0: a build for CPUs
+    driver = driver_version(nvidia) or OLDEST_DRIVER[13]
+    if driver < OLDEST_DRIVER[12]:
+        newest = OLDEST_DRIVER[13]
+        return f"{unusable}: the NVIDIA driver {driver} is too old; update it to {newest} or later"
+    if cuda == 0 or driver < OLDEST_DRIVER.get(cuda, 0):
+        reason = "it is a build for CPUs"
+        if cuda:
+            reason = f"its CUDA {torch.version.cuda} needs a newer driver than {driver}"
+        version = torch.__version__.split("+")[0]
+        install = f"{shlex.quote(sys.executable)} -m pip install --force-reinstall torch=={version}"
+        if driver < OLDEST_DRIVER[13]:
+            install += " --index-url https://download.pytorch.org/whl/cu126"
+        return f"{unusable}: {reason}; type `{install}`"
+    return (
+        f"{unusable}: this process has no access to them; a container needs --gpus all (Docker) or "
+        "--nv (Apptainer), a batch job has to request a GPU"
+    )
+
+
+def driver_version(nvidia: Path) -> int | None:
+    """The major version of the NVIDIA driver, such as 580; None if it is not known."""
+    try:
+        # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 …"
+        found = re.search(r"\b(\d+)\.\d+", (nvidia / "version").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return int(found[1]) if found else None

@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import sys
 from datetime import timedelta
 from itertools import combinations, product
 from pathlib import Path
@@ -371,38 +372,77 @@ def test_a_task_of_srun_that_sees_its_own_card_alone(gpus, monkeypatch):
             choose_device("auto", 1)
 
 
+@pytest.fixture
+def driver(tmp_path, gpus, monkeypatch):
+    """The driver of a machine whose GPUs PyTorch does not see; → the folder where it describes itself."""
+    gpus(0)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+x")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def driver(version: int, cards: int = 3) -> Path:
+        for card in range(cards):
+            (tmp_path / f"nvidia/gpus/0000:{card:02}:00.0").mkdir(parents=True)
+        text = (
+            f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {version}.65.06  Release\n"
+        )
+        (tmp_path / "nvidia/version").write_text(text)
+        return tmp_path / "nvidia"
+
+    return driver
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "7"])
+def test_hidden_gpus_are_named(driver, monkeypatch, visible):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert hidden_gpus(driver(580)) == (
+        f"CUDA_VISIBLE_DEVICES={visible!r} hides all 3 GPU(s) of this machine"
+    )
+
+
+PIP = f"`{sys.executable} -m pip install --force-reinstall torch==2.13.0"
+
+
 @pytest.mark.parametrize(
-    "cards, seen, visible, said",
+    "cuda, version, visible, remedy",
     [
-        *(
-            (3, 0, name, f"CUDA_VISIBLE_DEVICES={name!r} hides all 3 GPU(s) of this machine")
-            for name in ("", "-1", "7")
-        ),
-        (0, 0, "", None),
-        (3, 1, "", None),
-        # Not by this variable: an old driver, or a build of torch without CUDA. Said as well, in other words.
-        *(
-            (3, 0, name, "can use none of the 3 GPU(s)")
-            for name in (None, "1", "2,7", "GPU-8932f937-d72c")
-        ),
+        ("13.0", 470, "0", "the NVIDIA driver 470 is too old; update it to 580 or later"),
+        ("13.0", 525, "1", f"{PIP} --index-url https://download.pytorch.org/whl/cu126`"),
+        ("13.0", 579, "2,7", "CUDA 13.0 needs a newer driver than 579"),
+        (None, 579, "GPU-8932f937-d72c", f"CPUs; type {PIP} --index-url"),
+        (None, 580, "0", f"it is a build for CPUs; type {PIP}`"),
+        ("13.0", 580, "0", "has no access to them; a container needs --gpus all"),
+        ("12.6", 525, "0", "has no access to them"),
     ],
 )
-def test_hidden_gpus_are_said(tmp_path, gpus, monkeypatch, cards, seen, visible, said):
-    gpus(seen)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert hidden_gpus(tmp_path / "gpus") is None  # without a driver there is no folder
-    for place in ("gpus", *(f"gpus/0000:{card:02}:00.0" for card in range(cards))):
-        (tmp_path / place).mkdir()
-    found = hidden_gpus(tmp_path / "gpus")
-    assert said in found if said else found is None
+def test_gpus_that_pytorch_cannot_use(driver, monkeypatch, cuda, version, visible, remedy):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    message = hidden_gpus(driver(version))
+    assert message.startswith("PyTorch 2.13.0+x can use none of the 3 GPU(s) of this machine: ")
+    assert remedy in message and "\n" not in message
 
 
-def test_why_there_is_no_gpu_is_said(gpus, monkeypatch):
+def test_no_line_about_gpus_without_a_driver_or_with_a_gpu_that_works(tmp_path, driver, gpus):
+    assert hidden_gpus(tmp_path / "none") is None
+    gpus(1)
+    assert hidden_gpus(driver(580)) is None
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_gpus_that_cannot_be_used_are_an_error_unless_the_user_hid_them(gpus, monkeypatch, name):
     gpus(0)
-    monkeypatch.setattr(distributed, "hidden_gpus", lambda: "they are hidden")
-    with pytest.raises(
-        UserError, match="--device cuda: they are hidden; --device auto takes the CPU"
-    ):
-        choose_device("cuda", 0)
+    monkeypatch.setattr(distributed, "hidden_gpus", lambda: "they cannot be used")
+    for visible in (None, "7"):
+        if visible:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        else:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        with pytest.raises(UserError, match=r"^they cannot be used; or give --device cpu$"):
+            choose_device(name, 0)
+        assert choose_device("cpu", 0).type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    if name == "auto":
+        assert choose_device("auto", 0).type == "cpu"
+    else:
+        with pytest.raises(UserError, match=r"--device cuda: they cannot .* takes the CPU then"):
+            choose_device("cuda", 0)
