@@ -1,10 +1,10 @@
 """Checkpoints of a model that lies in pieces on many processes, by `torch.distributed.checkpoint`.
 
-    python -m labs.gpt.checkpoints --ckpt runs/NAME        # the newest one → runs/NAME/model.safetensors
+    python -m labs.gpt.checkpoints --ckpt runs/NAME   # the newest one → runs/NAME/model.safetensors
 
-Every rank writes its own pieces, and a file of metadata tells which piece is where: so a run goes on under another layout
-(FSDP × tensor parallel 2 × 2 → one process), each rank reading what it needs. runs/x/checkpoints/sharded-N/ holds the
-pieces and state.json.
+Every rank writes its own pieces, and a file of metadata says which piece is where. So a run can be
+resumed under another layout (FSDP × tensor parallel 2 × 2 → one process): each rank reads what it
+needs. runs/x/checkpoints/sharded-N/ has the pieces and state.json.
 """
 
 import json
@@ -26,43 +26,44 @@ from engine.errors import UserError, run_script
 from engine.run import find_run
 from labs.gpt.sizes import Sizes
 
-warnings.filterwarnings(
-    "ignore", message="torch.distributed is disabled"
-)  # one process alone is meant to be alone
+# One process alone is meant to be alone.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def save(folder: Path, step: int, layout, optimizer, state: dict, world: World) -> None:
-    """Write folder/sharded-N, all ranks together; it gets its name when all is written. Of others the newest stay."""
+    """Write folder/sharded-N, all ranks together, and delete all but the newest --keep.
+
+    The folder gets its name when it is complete. Raises `UserError` if it cannot be written.
+    """
     temporary, target = folder / f".tmp-sharded-{step}", folder / f"sharded-{step}"
-    world.on_main(
-        lambda: [shutil.rmtree(left, ignore_errors=True) for left in folder.glob(".tmp-sharded-*")]
-    )
+    world.on_main(lambda: remove(folder.glob(".tmp-sharded-*")))
     tensors = {"model": detached(layout.weights), "optimizer": optimizer_tensors(layout, optimizer)}
     try:
         dcp.save(tensors, checkpoint_id=temporary)
-    except (
-        dcp.CheckpointException
-    ) as error:  # a BaseException, not an `Exception`; raised on every rank
-        world.on_main(lambda: shutil.rmtree(temporary, ignore_errors=True))
+    except dcp.CheckpointException as error:  # not an `Exception`; raised on every rank
+        world.on_main(lambda: remove([temporary]))
         reason = next(iter(error.failures.values()))[0]
         raise UserError(
             f"cannot write {temporary}: {reason}; free some space, then --resume"
         ) from None
-
-    def finish() -> None:
+    if world.is_main:
         text = json.dumps({**state, "step": step, "sizes": asdict(layout.sizes)}, indent=2)
         (temporary / "state.json").write_text(text, encoding="utf-8")
         write_checksums(temporary, [path.name for path in temporary.iterdir()])
-        shutil.rmtree(target, ignore_errors=True)
+        remove([target])
         os.replace(temporary, target)
-        for old in list_checkpoints(folder)[: -layout.config.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        remove(list_checkpoints(folder)[: -layout.config.keep])
+    world.on_main(lambda: None)  # the others wait until it has its name
 
-    world.on_main(finish)
+
+def remove(folders) -> None:
+    """Delete folders with all they contain."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def restore(path: Path, layout, optimizer) -> None:
-    """The weights and the optimiser's state, whatever layout wrote them."""
+    """Load the weights and the optimizer's moments, whatever layout wrote them."""
     tensors = {"model": detached(layout.weights), "optimizer": optimizer_tensors(layout, optimizer)}
     try:
         dcp.load(tensors, checkpoint_id=path)
@@ -70,33 +71,33 @@ def restore(path: Path, layout, optimizer) -> None:
         raise UserError(
             f"{path} does not fit this model or is damaged: {' '.join(str(error).split())[:200]}"
         ) from None
-    inner(optimizer).state.update(
-        {layout.weights[name]: state for name, state in tensors["optimizer"].items()}
-    )
+    for name, moments in tensors["optimizer"].items():
+        inner(optimizer).state[layout.weights[name]] = moments
 
 
 def load_state(path: Path) -> dict:
-    """The step, the sizes of the model, and what the training noted beside them."""
+    """The step, the model's sizes, and the other values saved with them."""
     return json.loads((path / "state.json").read_text(encoding="utf-8"))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Oldest first."""
-    whole = [path for path in folder.glob("sharded-*") if (path / "state.json").exists()]
-    return sorted(whole, key=lambda path: int(path.name.rpartition("-")[2]))
+    """The checkpoints in a folder, oldest first."""
+    complete = [path for path in folder.glob("sharded-*") if (path / "state.json").exists()]
+    return sorted(complete, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def newest(run: Path) -> Path | None:
-    """The newest whole one; None if nothing was saved yet. Raises `UserError` if all are damaged."""
+    """The newest undamaged checkpoint; None if there is none. `UserError` if all are damaged."""
     damaged = []
     for path in reversed(list_checkpoints(run / "checkpoints")):
-        if not (damage := verify_files(path)):
-            for passed_over in damaged:
-                print(f"checkpoint {passed_over}; using {path.name}", file=sys.stderr)
+        damage = verify_files(path)
+        if not damage:
+            for skipped in damaged:
+                print(f"checkpoint {skipped}; using {path.name}", file=sys.stderr)
             return path
         damaged.append(f"{path.name} is damaged ({damage})")
     if damaged:
-        raise UserError(f"no whole checkpoint in {run}: {', '.join(damaged)}; train again")
+        raise UserError(f"no undamaged checkpoint in {run}: {', '.join(damaged)}; train again")
     return None
 
 
@@ -106,52 +107,52 @@ def detached(weights: dict) -> dict:
 
 
 def inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The one that holds states: with ZeRO-1 each rank has an AdamW for its share of the weights."""
+    """The optimizer that holds the moments: with ZeRO-1 each rank has its own for its share."""
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
 def optimizer_tensors(layout, optimizer) -> dict:
-    """Name of the weight → AdamW's state of it, in the same pieces as the weight; zeros if it has not stepped yet."""
-    optimizer, tensors = inner(optimizer), {}
-    here = {weight for group in optimizer.param_groups for weight in group["params"]}
+    """Weight name → AdamW's state of it, sharded like the weight; zeros before the first step."""
+    optimizer = inner(optimizer)
+    own = {weight for group in optimizer.param_groups for weight in group["params"]}
+    tensors = {}
     for name, weight in layout.weights.items():
-        if weight in here:
+        if weight not in own:
+            continue
+        state = optimizer.state.get(weight)
+        if not state:
             place = "cpu" if layout.config.offload == "optimizer" else weight.device
-            zeros = {
-                key: torch.zeros_like(weight.detach(), device=place)
-                for key in ("exp_avg", "exp_avg_sq")
+            state = {
+                "exp_avg": torch.zeros_like(weight.detach(), device=place),
+                "exp_avg_sq": torch.zeros_like(weight.detach(), device=place),
+                # A fused AdamW counts its steps where the weight is.
+                "step": torch.zeros((), device=place),
             }
-            # A fused AdamW counts its steps where the weight is.
-            tensors[name] = optimizer.state.get(weight) or zeros | {
-                "step": torch.zeros((), device=place)
-            }
+        tensors[name] = state
     return tensors
 
 
 def load_weights(path: Path) -> tuple[dict[str, torch.Tensor], Sizes]:
-    """All weights in one process, and the sizes of the model."""
+    """All weights in one process, and the model's sizes."""
     reader = dcp.FileSystemReader(path)
-    entries = reader.read_metadata().state_dict_metadata
-    names = [name for name in entries if name.startswith("model.")]
-    weights = {
-        name.removeprefix("model."): torch.empty(
-            entries[name].size, dtype=entries[name].properties.dtype
-        )
-        for name in names
-    }
+    weights = {}
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
+        if name.startswith("model."):
+            empty = torch.empty(entry.size, dtype=entry.properties.dtype)
+            weights[name.removeprefix("model.")] = empty
     dcp.load({"model": weights}, storage_reader=reader, no_dist=True)
     return weights, Sizes(**load_state(path)["sizes"])
 
 
 def checkpoint_of(run: str) -> Path:
-    """What --ckpt takes: a run or its name, or one of its checkpoints."""
+    """The checkpoint that --ckpt names: a run (its newest), or one of its checkpoints."""
     path = find_run(run)
     if not (path / ".metadata").exists():
         path = newest(path)
     elif damage := verify_files(path):
         raise UserError(f"{path} is damaged ({damage}); name another one, or the run")
     if path is None:
-        raise UserError(f"{run} holds no checkpoint of this lab; train first, or name another run")
+        raise UserError(f"{run} has no checkpoint of this lab; train first, or name another run")
     return path
 
 
@@ -160,22 +161,21 @@ def newest_run() -> str:
     saved = [state.parent for state in Path("runs").glob("*/checkpoints/sharded-*/state.json")]
     if not saved:
         raise UserError(
-            "runs/ holds no run of this lab with a checkpoint; train first, or give --ckpt"
+            "runs/ has no run of this lab with a checkpoint; train first, or name one with --ckpt"
         )
     return str(max(saved, key=lambda path: path.stat().st_mtime).parent.parent)
 
 
 def convert(run: str) -> None:
-    """The newest checkpoint of a run, or the one named, as a single file that needs none of this: RUN/model.safetensors."""
+    """Write the checkpoint that `run` names as one file, RUN/model.safetensors."""
     import safetensors.torch
 
     run = find_run(run or newest_run())
     path = checkpoint_of(run)
     weights, sizes = load_weights(path)
     target = run / "model.safetensors"
-    safetensors.torch.save_file(
-        weights, target, metadata={"format": "pt", "sizes": json.dumps(asdict(sizes))}
-    )
+    about = {"format": "pt", "sizes": json.dumps(asdict(sizes))}
+    safetensors.torch.save_file(weights, target, metadata=about)
     print(f"{path} → {target}: {sum(w.numel() for w in weights.values()):,} parameters")
 
 
@@ -184,7 +184,7 @@ class Config:
     """Which run to convert."""
 
     ckpt: str = flag(
-        "", "a run of labs.gpt, or one of its checkpoints; the newest run", "Conversion"
+        "", "run of labs.gpt, or one of its checkpoints; default: the newest", "Conversion"
     )
 
 

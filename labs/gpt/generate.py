@@ -1,8 +1,8 @@
-"""Write on from a text, with a trained model.
+"""Continue a text with a trained model.
 
-    python -m labs.gpt.generate --ckpt runs/NAME --prompt "In this paper" --tokens 60 --temperature 0.8 --top_p 0.9
+    python -m labs.gpt.generate --ckpt runs/NAME --prompt "In this paper" --temperature 0.8
 
-The keys and values of the tokens before are kept (KV cache), so each new token is one step over one position.
+Keys and values of earlier tokens are kept (KV cache), so each new token costs one position.
 """
 
 from dataclasses import dataclass
@@ -16,21 +16,25 @@ class Config:
     """What to write, and with which model."""
 
     ckpt: str = flag(
-        "", "a run of labs.gpt, or one of its checkpoints; the newest run", "Generation"
+        "", "run of labs.gpt, or one of its checkpoints; default: the newest", "Generation"
     )
-    prompt: str = flag("In this paper", "the text to go on from", "Generation")
-    tokens: int = flag(60, "new tokens", "Generation", min=1)
+    prompt: str = flag("In this paper", "the beginning of the text", "Generation")
+    tokens: int = flag(60, "number of new tokens", "Generation", min=1)
     temperature: float = flag(
-        0.8, "0: always the likeliest; 1: as the model says", "Generation", min=0, max=10
+        0.8, "0: always the most probable token; 1: as the model says", "Generation", min=0, max=10
     )
     top_p: float = flag(
-        0.9, "draw from the likeliest that have this share together", "Generation", above=0, max=1
+        0.9,
+        "draw from the most probable tokens with this total share",
+        "Generation",
+        above=0,
+        max=1,
     )
-    seed: int = flag(1, "of the draws", "Generation", min=0)
+    seed: int = flag(1, "seed of the draws", "Generation", min=0)
 
 
 if __name__ == "__main__":
-    config = parse_flags(Config, "write on from a text")
+    config = parse_flags(Config, "continue a text with a trained model")
 
 import torch
 from torch import Tensor
@@ -40,78 +44,63 @@ from labs.gpt.model import GPT
 
 
 @torch.no_grad()
-def generate(
-    model: GPT,
-    tokens: Tensor,
-    count: int,
-    temperature: float,
-    top_p: float,
-    draw: torch.Generator,
-    longest: int,
-    end: int | None = None,
-) -> Tensor:
-    """Token ids (1, T) → the same with up to `count` more; ends at the token `end`, or when the sequence is full."""
+def generate(model: GPT, tokens: Tensor, config, longest: int, end: int | None = None) -> Tensor:
+    """Token ids (1, T) → with up to `config.tokens` more; stops at token `end`, or at `longest`."""
+    draw = torch.Generator().manual_seed(config.seed)
     past = {number: [] for number in model.h}
     new = tokens  # what the model has not seen yet
-    while count and tokens.shape[1] < longest:
+    for _ in range(min(config.tokens, longest - tokens.shape[1])):
         logits = model(new, past=past)[:, -1].float()  # (1, V)
-        new = choose(logits, temperature, top_p, draw)  # (1, 1)
-        tokens, count = torch.cat([tokens, new], dim=1), count - 1
-        if end is not None and new.item() == end:
+        new = choose(logits, config.temperature, config.top_p, draw)  # (1, 1)
+        tokens = torch.cat([tokens, new], dim=1)
+        if new.item() == end:
             break
     return tokens
 
 
 def choose(logits: Tensor, temperature: float, top_p: float, draw: torch.Generator) -> Tensor:
-    """The next token, (1, V) → (1, 1). Nucleus sampling (Holtzman et al. 2020): the unlikely tail is never drawn."""
+    """The next token, (1, V) → (1, 1), by nucleus sampling (Holtzman et al. 2020)."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     shares, order = (logits / temperature).softmax(-1).sort(descending=True)
-    shares[shares.cumsum(-1) - shares >= top_p] = (
-        0  # a token stays if those before it do not fill the share
-    )
+    # A token stays if those before it do not reach the share.
+    shares[shares.cumsum(-1) - shares >= top_p] = 0
     place = torch.multinomial(shares.cpu(), 1, generator=draw).to(order.device)
     return order.gather(-1, place)
 
 
-def sample(model: GPT, tokenizer, prompt: str, config, longest: int) -> str:
-    """`config` has tokens, temperature, top_p and seed."""
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
+def sample(model: GPT, tokenizer, config, longest: int) -> str:
+    """The text that `model` writes after `config.prompt`; `longest`: positions of the model."""
+    ids = tokenizer(config.prompt, add_special_tokens=False)["input_ids"]
+    ids = ids or [tokenizer.eos_token_id]
     if len(ids) >= longest:
         raise UserError(
-            f"the prompt has {len(ids)} tokens, the model's sequence is {longest}; give a shorter --prompt"
+            f"the prompt has {len(ids)} tokens and the model {longest} positions; "
+            "use a shorter --prompt"
         )
-    draw = torch.Generator().manual_seed(config.seed)
     tokens = torch.tensor([ids], device=next(model.parameters()).device)
-    how = (config.tokens, config.temperature, config.top_p, draw, longest, tokenizer.eos_token_id)
-    out = generate(model, tokens, *how)
-    return tokenizer.decode(out[0].tolist(), skip_special_tokens=True)
+    tokens = generate(model, tokens, config, longest, tokenizer.eos_token_id)
+    return tokenizer.decode(tokens[0].tolist(), skip_special_tokens=True)
 
 
 def main(config: Config) -> None:
-    """Load the model, print what it writes."""
+    """Load the model and print what it writes."""
     from transformers import AutoTokenizer
 
     path = checkpoint_of(config.ckpt or newest_run())
     folder = path.parent.parent / "tokenizer"
     if not folder.is_dir():
         raise UserError(
-            f"{path.parent.parent} was trained on random ids; there is no text to write"
+            f"{path.parent.parent} was trained on random ids and cannot write text; "
+            "train with --data"
         )
     weights, sizes = load_weights(path)
     if not any(name.startswith("h.") for name in weights):
-        raise UserError(f"{path} is a model of --model hf; only our own generates here")
+        raise UserError(f"{path} is of --model hf; generation needs --model own")
     model = GPT(sizes)
     model.load_state_dict(weights)
-    print(
-        sample(
-            model.eval(),
-            AutoTokenizer.from_pretrained(folder),
-            config.prompt,
-            config,
-            sizes.sequence,
-        )
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    print(sample(model.eval(), tokenizer, config, sizes.sequence))
 
 
 if __name__ == "__main__":

@@ -7,24 +7,26 @@ from contextlib import contextmanager
 
 import torch
 
+from engine.distributed import World
 from engine.memory import forget_peak, held_gib
-from engine.telemetry import peak_memory_gib
+from engine.telemetry import measured_peak_flops, peak_memory_gib
 
 
 class Steps:
     """Seconds of each step; the first ones warm up and are not counted."""
 
     def __init__(self, device: torch.device, warm_up: int = 2):
-        self.device, self.warm_up = device, warm_up
+        self.device = device
+        self.warm_up = warm_up
         self.seconds = []
         self.last = None
 
     def start(self) -> None:
-        """Before a step, and after anything that is no step (validation, saving)."""
+        """Call before a step, and after anything that is not a step (validation, saving)."""
         self.last = time.perf_counter()
 
     def end(self) -> None:
-        """After a step; what was sent to a GPU is waited for."""
+        """Call after a step; waits for the GPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
@@ -38,43 +40,58 @@ class Steps:
 
 
 class Memory:
-    """The most that was held since `Memory()`: by tensors on a GPU, by the whole process on a CPU.
+    """The most memory held since `Memory()`: by tensors on a GPU, by the process on a CPU.
 
-    A process holds some 0.3 GiB of libraries before it has a model; that is left out here.
+    A process holds some 0.3 GiB of libraries before it has a model; that is not counted.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.before = 0.0
         if device.type == "cpu":
-            forget_peak()  # where that cannot be done, it may be one of before
+            forget_peak()  # where the system cannot, an earlier peak counts
             self.before = held_gib("VmRSS")
         else:
             torch.cuda.reset_peak_memory_stats(device)
 
     def peak_gib(self) -> float:
-        """The most GiB held so far; on a CPU above what the process held before it had a model."""
+        """The peak in GiB."""
         return peak_memory_gib(self.device) - self.before
+
+
+def peak_flops(world: World, dtype: torch.dtype) -> float:
+    """FLOP/s that matrix products reach on the devices of all ranks together.
+
+    CPU ranks share the cores of a machine. They measure one after another, or each would see only
+    what the others leave; and where they have more threads than there are cores, only a share of
+    what each reached alone is possible for all at once.
+    """
+    if world.device.type != "cpu":
+        peak = measured_peak_flops(world.device, dtype)
+    else:
+        for turn in range(world.size):
+            if turn == world.rank:
+                peak = measured_peak_flops(world.device, dtype)
+            world.maximum(0.0)  # the others wait here
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+        peak *= min(1.0, cores() / (processes * torch.get_num_threads()))
+    return world.sum(torch.tensor(peak)).item()
 
 
 def cores() -> int:
     """The cores that this process may use."""
-    return (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    )  # macOS has it not
-
-
-def share_of_cores(processes: int) -> float:
-    """What a process gets of the cores that its threads could use, where so many processes share them."""
-    return min(1.0, cores() / (processes * torch.get_num_threads()))
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 @contextmanager
 def communication(result: dict, device: torch.device):
-    """Inside, one step is traced; → result["communication_share"], the part of its time in which a message was under way.
+    """Trace the step inside; sets result["communication_share"].
 
-    A rank that waits for the others counts as communicating: that is time lost to it as well. Messages that travel while
-    the rank computes count too, so a large share is not always a loss.
+    This is the share of the step's time in which a message was under way. A rank that waits for
+    others counts as communicating: that time is lost to it as well. Messages that travel while the
+    rank computes count too, so a large share is not always a loss.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -85,18 +102,16 @@ def communication(result: dict, device: torch.device):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - begin
-    spans = [
-        (event.time_range.start, event.time_range.end)
-        for event in profile.events() or []
-        if any(word in event.name for word in ("gloo:", "nccl:", "ncclDevKernel"))
-    ]
-    result["communication_share"] = min(
-        1.0, covered(spans) / 1e6 / seconds
-    )  # the profiler counts microseconds
+    spans = []
+    for event in profile.events() or []:
+        if any(word in event.name for word in ("gloo:", "nccl:", "ncclDevKernel")):
+            spans.append((event.time_range.start, event.time_range.end))
+    share = covered(spans) / 1e6 / seconds  # the profiler counts microseconds
+    result["communication_share"] = min(1.0, share)
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
-    """The length of the union of some spans of time."""
+    """The length of the union of spans."""
     total, end = 0.0, float("-inf")
     for first, last in sorted(spans):
         total += max(0.0, last - max(first, end))

@@ -1,37 +1,28 @@
-"""GPT-2 (Radford et al. 2019): learned positions, pre-norm, GELU, the output tied to the embedding. Read it beside nanoGPT.
+"""GPT-2 (Radford et al. 2019): learned positions, pre-norm, GELU, tied output. Compare nanoGPT.
 
     model = GPT(PRESETS["toy"])
     logits = model(tokens)                    # (B, T) → (B, T, V)
     loss = model(tokens, targets)             # the mean cross-entropy in nats
 
-B sequences, T tokens, D hidden size, H heads, W = D / H, V vocabulary. The weights have GPT-2's names. There is no dropout:
-every layout of processes would draw other random numbers, and their losses could not be compared.
+B sequences, T tokens, D hidden size, H heads, W = D / H, V vocabulary. The weights have GPT-2's
+names. There is no dropout: every layout of processes would draw other random numbers, and their
+losses could not be compared.
 """
 
 import zlib
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from labs.gpt.sizes import Sizes
 
-# What selective recomputation keeps: the results of matrix products and of attention, which are dear; norms, GELU and sums
-# are computed again.
-KEPT = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-]
-CHUNK = 512  # tokens whose logits are in memory at a time, with `chunked_loss`
+CHUNK = 512  # with `chunked_loss`, the number of tokens whose logits are in memory at a time
 
 
 class CausalSelfAttention(nn.Module):
-    """Each token looks at itself and those before it, (B, T, D) → (B, T, D)."""
+    """Each token attends to itself and those before it, (B, T, D) → (B, T, D)."""
 
     def __init__(self, sizes: Sizes):
         super().__init__()
@@ -40,31 +31,28 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(sizes.hidden, sizes.hidden)
 
     def forward(self, x: Tensor, past: list[Tensor] | None = None) -> Tensor:
-        """`past`: keys and values of the tokens before, (B, H, P, W) each; these tokens' are added."""
-        # Query, key and value lie head by head (GPT-2 has all queries first): cut into equal parts, the rows of c_attn are
-        # whole heads, as tensor parallelism wants them. H is then the number of heads on this rank.
+        """`past`: keys and values of P tokens before, (B, H, P, W) each; these are added."""
+        # Query, key and value lie head by head (GPT-2 has all queries first): equal parts of
+        # c_attn's rows are then whole heads, as tensor parallelism needs. H: heads on this rank.
         heads = self.c_attn(x).unflatten(2, (-1, 3, self.head_size))  # (B, T, H, 3, W)
         q, k, v = (part.transpose(1, 2) for part in heads.unbind(3))  # (B, H, T, W) each
-        if (
-            past is not None
-        ):  # generation: keys and values of the tokens before, to which these are added
-            k, v = (
-                [torch.cat(pair, dim=2) for pair in zip(past, (k, v))] if past else (k, v)
-            )  # (B, H, P + T, W) each
+        if past is not None:  # generation
+            if past:
+                k = torch.cat([past[0], k], dim=2)  # (B, H, P + T, W)
+                v = torch.cat([past[1], v], dim=2)
             past[:] = k, v
-        # A GPU's fused attention wants widths of whole eights: zeros, which add nothing to a product.
+        # A GPU's fused attention needs widths that are multiples of 8. Zeros change no product.
         if x.is_cuda and self.head_size % 8:
             q, k, v = (F.pad(part, (0, -self.head_size % 8)) for part in (q, k, v))
-        # Behind a past comes one token at a time, which may see all keys: no mask.
-        x = F.scaled_dot_product_attention(
-            q, k, v, is_causal=q.shape[2] == k.shape[2], scale=self.head_size**-0.5
-        )
+        # After a past comes one token at a time, which may see all keys: no mask.
+        causal = q.shape[2] == k.shape[2]
+        x = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=self.head_size**-0.5)
         x = x[..., : self.head_size]  # (B, H, T, W)
         return self.c_proj(x.transpose(1, 2).flatten(2))  # (B, T, D)
 
 
 class MLP(nn.Module):
-    """Two layers with GPT-2's GELU between them, each token by itself, (B, T, D) → (B, T, D)."""
+    """Two layers with GPT-2's GELU between them, for each token, (B, T, D) → (B, T, D)."""
 
     def __init__(self, sizes: Sizes):
         super().__init__()
@@ -77,21 +65,23 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, a layer norm before each, their results added to what came in, (B, T, D) → (B, T, D)."""
+    """Attention and MLP, each after a layer norm and added to its input, (B, T, D) → (B, T, D)."""
 
     def __init__(self, sizes: Sizes):
         super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(sizes.hidden), CausalSelfAttention(sizes)
-        self.ln_2, self.mlp = nn.LayerNorm(sizes.hidden), MLP(sizes)
+        self.ln_1 = nn.LayerNorm(sizes.hidden)
+        self.attn = CausalSelfAttention(sizes)
+        self.ln_2 = nn.LayerNorm(sizes.hidden)
+        self.mlp = MLP(sizes)
 
     def forward(self, x: Tensor, past: list[Tensor] | None = None) -> Tensor:
-        """`past` as in the attention."""
+        """`past`: see `CausalSelfAttention`."""
         x = x + self.attn(self.ln_1(x), past=past)
         return x + self.mlp(self.ln_2(x))
 
 
 class GPT(nn.Module):
-    """The whole model; or, with `blocks`, the stage of a pipeline that has these: the first embeds, the last has the output.
+    """The model; with `blocks` a stage of a pipeline: the first embeds, the last has the output.
 
     A weight has the same name in a stage as in the whole model.
     """
@@ -99,18 +89,18 @@ class GPT(nn.Module):
     def __init__(
         self,
         sizes: Sizes,
-        recompute: str = "none",
+        recompute: bool = False,
         chunked_loss: bool = False,
-        blocks: list | None = None,
+        blocks: list[int] | None = None,
     ):
         super().__init__()
         blocks = blocks or list(range(sizes.layers))
-        self.recompute, self.chunked_loss = recompute, chunked_loss
-        self.is_first, self.is_last = blocks[0] == 0, blocks[-1] == sizes.layers - 1
-        if self.is_first or self.is_last:
-            self.wte = nn.Embedding(
-                sizes.vocabulary, sizes.hidden
-            )  # tied: embedding and output are one matrix
+        self.recompute = recompute
+        self.chunked_loss = chunked_loss
+        self.is_first = blocks[0] == 0
+        self.is_last = blocks[-1] == sizes.layers - 1
+        if self.is_first or self.is_last:  # tied: embedding and output are one matrix
+            self.wte = nn.Embedding(sizes.vocabulary, sizes.hidden)
         if self.is_first:
             self.wpe = nn.Embedding(sizes.sequence, sizes.hidden)
         self.h = nn.ModuleDict({str(number): Block(sizes) for number in blocks})
@@ -120,7 +110,7 @@ class GPT(nn.Module):
     def forward(
         self, x: Tensor, targets: Tensor | None = None, past: dict[str, list] | None = None
     ) -> Tensor:
-        """Token ids (B, T), or what the stage before gives, (B, T, D) → logits, the mean loss, or (B, T, D)."""
+        """Token ids (B, T), or the previous stage's (B, T, D) → logits, mean loss, or (B, T, D)."""
         if self.is_first:
             seen = past["0"][0].shape[2] if past and past["0"] else 0  # tokens before these
             positions = torch.arange(seen, seen + x.shape[1], device=x.device)  # (T,)
@@ -128,48 +118,40 @@ class GPT(nn.Module):
         for number, block in self.h.items():
             if past is not None:
                 x = block(x, past[number])
-            elif self.recompute != "none" and torch.is_grad_enabled():
-                x = recomputed(block, x, self.recompute == "selective")
+            elif self.recompute and torch.is_grad_enabled():
+                # Keep the block's input only; the backward pass runs it again (Chen et al. 2016).
+                x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
         if not self.is_last:
             return x
         x = self.ln_f(x)
         if targets is not None and self.chunked_loss:
-            # PyTorch's own, which makes, uses and drops the logits of a few tokens at a time. In fp32 at least: its loss has
-            # the type of its inputs, and three digits are too few.
-            wide = torch.promote_types(x.dtype, torch.float32)
-            options = nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK)
-            hidden, weight = x.flatten(0, 1).to(wide), self.wte.weight.to(wide)
-            return F.linear_cross_entropy(hidden, weight, targets.flatten(), options=options)
+            return chunked_loss(x, self.wte.weight, targets)
         logits = F.linear(x, self.wte.weight)  # (B, T, V)
         return logits if targets is None else mean_loss(logits, targets)
 
 
-def recomputed(block: nn.Module, x: Tensor, selective: bool) -> Tensor:
-    """The block's output; what its backward pass needs is dropped and computed again (Chen et al. 2016), all or in part."""
-    if not selective:
-        return checkpoint(block, x, use_reentrant=False)
-    return checkpoint(
-        block,
-        x,
-        use_reentrant=False,
-        context_fn=partial(create_selective_checkpoint_contexts, KEPT),
-    )
-
-
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of each next token, in nats; logits (B, T, V), targets (B, T)."""
-    wide = torch.promote_types(
-        logits.dtype, torch.float32
-    )  # CUDA's autocast, unlike the CPU's, leaves them narrow
+    """Cross-entropy of the next token, in nats; logits (B, T, V), targets (B, T)."""
+    # CUDA's autocast leaves logits in 16 bits; the loss needs 32.
+    wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
 
 
-class HuggingFaceGPT(nn.Module):
-    """The handout's `GPT2LMHeadModel` in the same place. Targets are shifted already, so its own loss is not asked for."""
+def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """`mean_loss` of x·weightᵀ, of which only `CHUNK` rows are in memory at a time; x (B, T, D)."""
+    # In fp32: this function's loss has the type of its inputs, and bf16 has three digits.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK)
+    hidden = x.flatten(0, 1).to(wide)
+    return F.linear_cross_entropy(hidden, weight.to(wide), targets.flatten(), options=options)
 
-    def __init__(self, sizes: Sizes, recompute: str = "none"):
+
+class HuggingFaceGPT(nn.Module):
+    """The handout's `GPT2LMHeadModel` behind the same interface. Targets are already shifted."""
+
+    def __init__(self, sizes: Sizes, recompute: bool = False):
         super().__init__()
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -187,25 +169,25 @@ class HuggingFaceGPT(nn.Module):
             eos_token_id=None,
         )
         self.model = GPT2LMHeadModel(config)
-        if recompute == "all":
+        if recompute:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     @property
     def h(self) -> dict[str, nn.Module]:
-        """Its blocks by number, as `GPT.h`."""
+        """Its blocks by number, like `GPT.h`."""
         return dict(self.model.transformer.h.named_children())
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Token ids (B, T) → logits (B, T, V), or the mean loss in nats if there are targets (B, T)."""
+        """Token ids (B, T) → logits (B, T, V), or with targets (B, T) the mean loss in nats."""
         logits = self.model(x).logits
         return logits if targets is None else mean_loss(logits, targets)
 
 
 def initial_weight(name: str, shape: torch.Size, layers: int, seed: int) -> Tensor:
-    """GPT-2's: N(0, 0.02²), what adds to the residual stream smaller by √(2·layers); biases 0, norms 1.
+    """GPT-2's: N(0, 0.02²), divided by √(2·layers) for c_proj; biases 0, norms 1.
 
-    Every weight has a seed of its own, so each layout of processes begins with the same model, and no rank ever holds more
-    than one whole weight for it.
+    Every weight has its own seed, so every layout of processes begins with the same model, and no
+    rank holds more than one full weight for it.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)

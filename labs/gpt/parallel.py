@@ -1,10 +1,12 @@
 """The model on a grid of processes, data × pipe × tensor, and one training step on it.
 
-    check_grid(config, sizes, world.size)     # a grid that cannot be is refused, before anything is allocated
+    check_grid(config, sizes, world.size)     # refuse what cannot work
     layout = Layout(config, sizes, world, precision)
-    share = layout.forward_backward(tokens, targets); norm = layout.clip(1.0)
+    share = layout.forward_backward(tokens, targets)
+    norm = layout.clip(1.0)
 
-Whatever the grid, losses and weights are those of one process that sees the whole batch. B sequences, T tokens, D hidden size.
+On every grid, losses and weights are those of one process that sees the whole batch.
+B sequences, T tokens, D hidden size.
 """
 
 import contextlib
@@ -31,7 +33,6 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.adamw import adamw
 
 from engine.distributed import World, distribute_like, full_tensor, process_grid
@@ -40,121 +41,118 @@ from engine.precision import Precision
 from labs.gpt.model import GPT, HuggingFaceGPT, initial_weight, mean_loss
 from labs.gpt.sizes import Sizes
 
-# The norm of the gradients on a grid of two sides takes two messages of one number each; PyTorch would warn of it.
+# PyTorch warns that the gradient norm on a grid of two sides takes two messages of one number each.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-SCHEDULES = {
-    "gpipe": pipelining.ScheduleGPipe,
-    "1f1b": pipelining.Schedule1F1B,
-    "interleaved": pipelining.ScheduleInterleaved1F1B,
-    "zb": pipelining.ScheduleInterleavedZeroBubble,
-    "zbv": pipelining.ScheduleZBVZeroBubble,
-}
-STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 2, "zbv": 2}
+WEIGHT_DECAY = 0.1  # of matrices, as GPT-3 (Brown et al. 2020, appendix B)
 
 
 def check_grid(config, sizes: Sizes, processes: int) -> int:
-    """The number of processes along `data`. Raises `UserError` for a grid or a combination that cannot be."""
-    tensor, pipe = config.tensor, config.pipe
+    """The number of data-parallel processes. Raises `UserError` for settings that cannot work."""
+    check_combinations(config)
+    tensor, pipe, accumulate = config.tensor, config.pipe, config.accumulate
     if processes % (tensor * pipe):
         raise UserError(
-            f"{processes} processes are no grid with --tensor {tensor} × --pipe {pipe}; start a multiple of "
-            f"{tensor * pipe}"
+            f"--tensor {tensor} × --pipe {pipe} does not divide {processes} processes; "
+            f"start a multiple of {tensor * pipe}"
         )
     data = processes // (tensor * pipe)
-    sharded = config.data_parallel in ("zero2", "zero3")
-    stages = pipe * STAGES_PER_RANK[config.schedule]
-    micro_batch, rest = divmod(config.batch_size, data * config.accumulate)
-    checks = [
+    if sizes.hidden % sizes.heads:
+        raise UserError(f"--hidden {sizes.hidden} must be divisible by --heads {sizes.heads}")
+    if sizes.heads % tensor:
+        raise UserError(f"--tensor {tensor} does not divide the {sizes.heads} heads")
+    if sizes.sequence % tensor:
+        raise UserError(f"--tensor {tensor} does not divide a sequence of {sizes.sequence} tokens")
+    # FSDP2 shards what a tensor-parallel rank has; PyTorch cannot cut such a piece out of a full
+    # matrix whose rows do not divide.
+    if is_sharded(config) and tensor > 1 and data > 2 and sizes.vocabulary % tensor:
+        raise UserError(
+            f"--tensor {tensor} does not divide the vocabulary of {sizes.vocabulary}, as "
+            f"--data_parallel {config.data_parallel} with {data} processes needs; use ddp"
+        )
+    if pipe > sizes.layers:
+        raise UserError(f"--pipe {pipe} is more than the {sizes.layers} layers")
+    if config.batch_size % (data * accumulate):
+        raise UserError(
+            f"--batch_size {config.batch_size} is not divisible by {data} × {accumulate} "
+            "(data-parallel processes × --accumulate)"
+        )
+    if pipe > 1 and config.schedule == "1f1b" and accumulate < pipe:
+        raise UserError(
+            f"--schedule 1f1b needs --accumulate of at least --pipe {pipe}, not {accumulate}; "
+            "use a larger --batch_size or --schedule gpipe"
+        )
+    return data
+
+
+def check_combinations(config) -> None:
+    """Raise `UserError` for techniques that do not work together, on any number of processes."""
+    tensor, pipe = config.tensor > 1, config.pipe > 1
+    sharded, zero1 = is_sharded(config), config.data_parallel == "zero1"
+    hugging_face = config.model == "hf"
+    refusals = [
+        (tensor and pipe, "--tensor and --pipe do not work together; use one of them"),
         (
-            sizes.hidden % sizes.heads,
-            f"--hidden {sizes.hidden} must be divisible by --heads {sizes.heads}",
-        ),
-        (sizes.heads % tensor, f"--tensor {tensor} does not divide the {sizes.heads} heads"),
-        # FSDP2 cuts what a tensor-parallel rank has; PyTorch, asked for such a piece of a whole matrix, cuts it elsewhere.
-        (
-            sharded and tensor > 1 and data > 2 and sizes.vocabulary % tensor,
-            f"--tensor {tensor} does not divide the "
-            f"vocabulary of {sizes.vocabulary}, as {config.data_parallel} over {data} processes needs; take another, or ddp",
-        ),
-        (
-            sizes.sequence % tensor,
-            f"--tensor {tensor} does not divide a sequence of {sizes.sequence} tokens",
-        ),
-        (
-            pipe > 1 and stages > sizes.layers,
-            f"{sizes.layers} layers are no {stages} stages; use a smaller --pipe",
-        ),
-        (
-            rest or not micro_batch,
-            f"--batch_size {config.batch_size} does not divide into {data} × {config.accumulate} "
-            "parts (data-parallel processes × --accumulate)",
-        ),
-        (
-            config.schedule == "1f1b" and config.accumulate < pipe,
-            f"--schedule 1f1b wants --accumulate of at least --pipe {pipe}, not {config.accumulate}",
-        ),
-        (
-            stages > pipe > 1 and config.accumulate % pipe,
-            f"--schedule {config.schedule} wants --accumulate to be a multiple of --pipe {pipe}, not {config.accumulate}",
-        ),
-        (
-            tensor > 1 and pipe > 1,
-            "--tensor and --pipe together are not built; use one of them, with data parallelism",
-        ),
-        (
-            pipe > 1 and config.data_parallel != "ddp",
-            f"--pipe goes with --data_parallel ddp, not {config.data_parallel}",
+            pipe and config.data_parallel != "ddp",
+            f"--data_parallel {config.data_parallel} does not work with --pipe; use ddp",
         ),
         (
-            tensor > 1 and config.data_parallel == "zero1",
-            "--tensor goes with --data_parallel ddp, zero2 or zero3",
+            tensor and zero1,
+            "--data_parallel zero1 does not work with --tensor; use ddp, zero2 or zero3",
         ),
         (
             config.offload == "parameters" and not sharded,
             "--offload parameters needs --data_parallel zero2 or zero3",
         ),
         (
-            config.offload == "optimizer"
-            and (sharded or tensor * pipe > 1 or config.data_parallel == "zero1"),
-            "--offload optimizer needs --data_parallel ddp without --tensor and --pipe; for zero2 and zero3 use "
-            "--offload parameters",
+            config.offload == "optimizer" and (sharded or zero1 or tensor or pipe),
+            "--offload optimizer works with --data_parallel ddp only, without --tensor and --pipe; "
+            "with zero2 and zero3 use --offload parameters",
         ),
         (
-            config.model == "hf"
-            and (tensor * pipe > 1 or config.chunked_loss or config.recompute == "selective"),
-            "--model hf knows neither --tensor nor --pipe nor --chunked_loss nor --recompute selective; use --model own",
+            hugging_face and (tensor or pipe or config.chunked_loss),
+            "--model hf does not work with --tensor, --pipe and --chunked_loss; use --model own",
         ),
         (
-            config.chunked_loss and tensor * pipe > 1,
-            "--chunked_loss goes with neither --tensor nor --pipe",
-        ),
-        (
-            config.chunked_loss and not hasattr(nn, "LinearCrossEntropyOptions"),
-            f"--chunked_loss needs a newer PyTorch than {torch.__version__}: that of requirements.txt",
+            config.chunked_loss and (tensor or pipe),
+            "--chunked_loss does not work with --tensor and --pipe",
         ),
         (
             config.chunked_loss and config.compile,
-            "--chunked_loss and --compile do not go together in PyTorch 2.13",
+            "--chunked_loss does not work with --compile in PyTorch 2.13",
         ),
         (
-            config.precision == "fp16" and pipe > 1,
-            "--precision fp16 with --pipe is not built; use bf16 or fp32",
+            config.chunked_loss and not hasattr(nn, "LinearCrossEntropyOptions"),
+            f"--chunked_loss needs PyTorch 2.13; this is {torch.__version__}",
         ),
         (
-            pipe > 1
-            and (config.recompute != "none" or config.compile)
-            and config.schedule in ("zb", "zbv"),
-            f"--schedule {config.schedule} cuts the backward pass in two and can neither recompute nor compile; use 1f1b",
+            config.precision == "fp16" and pipe,
+            "--precision fp16 does not work with --pipe; use bf16 or fp32",
         ),
     ]
-    for wrong, message in checks:
-        if wrong:
+    for refused, message in refusals:
+        if refused:
             raise UserError(message)
-    return data
 
 
-class Newest(dict):
-    """Keeps one entry: in a validation a stage's output is needed until it is sent, and the last stage's are logits."""
+def is_sharded(config) -> bool:
+    """Whether FSDP2 shards weights and gradients, too."""
+    return config.data_parallel in ("zero2", "zero3")
+
+
+def default_accumulate(config, processes: int) -> int:
+    """1; in a pipeline the fewest micro-batches that are twice as many as its stages.
+
+    If the batch does not divide into so many, the most that it divides into.
+    """
+    if config.pipe == 1:
+        return 1
+    rows = max(1, config.batch_size * config.tensor * config.pipe // processes)
+    divisors = [number for number in range(1, rows + 1) if rows % number == 0]
+    return next((number for number in divisors if number >= 2 * config.pipe), rows)
+
+
+class LatestOutput(dict):
+    """Keeps the newest entry only. In validation a stage's older outputs have been sent already."""
 
     def __setitem__(self, key, value):
         self.clear()
@@ -164,251 +162,189 @@ class Newest(dict):
 class Layout:
     """This rank's part of the model, and how a step is computed with it.
 
-    parts       the modules on this rank: the model, or the stages of a pipeline
-    weights     name → parameter, a `DTensor` where it is cut; names as in the whole model
+    model     the model, or this rank's stage of a pipeline
+    weights   name → parameter, a `DTensor` where it is sharded; names as in the whole model
     """
 
     def __init__(self, config, sizes: Sizes, world: World, precision: Precision):
         self.config, self.sizes, self.world, self.precision = config, sizes, world, precision
         self.data = check_grid(config, sizes, world.size)
         self.grid = {"data": self.data, "pipe": config.pipe, "tensor": config.tensor}
-        self.row = world.rank // (
-            config.pipe * config.tensor
-        )  # which part of a batch is this rank's
-        sharded = config.data_parallel in ("zero2", "zero3")
-        self.mesh = process_grid(world, **self.grid) if world.size > 1 or sharded else None
-        self.schedule = self.ends = None
-        with torch.device(
-            "meta"
-        ):  # nothing is allocated before it is known which part of a weight is needed here
-            self.parts = self._parts()
+        self.row = world.rank // (config.pipe * config.tensor)  # its part of the batch
+        self.mesh = None
+        if world.size > 1 or is_sharded(config):
+            self.mesh = process_grid(world, **self.grid)
+
+        # Nothing is allocated until it is known which part of a weight this rank needs.
+        with torch.device("meta"):
+            self.model = self._make_model()
         if config.tensor > 1:
-            cut_for_tensor_parallelism(self.parts[0], self.mesh["tensor"])
-        if sharded:
-            shard(self.parts[0], self.mesh["data"], config, precision)
-        for part in self.parts:
-            part.to_empty(device="cpu" if config.offload == "parameters" else world.device)
-        self.weights = self._weights()
+            parallelize_tensors(self.model, self.mesh["tensor"])
+        if is_sharded(config):
+            shard(self.model, self.mesh["data"], config, precision)
+        self.model.to_empty(device="cpu" if config.offload == "parameters" else world.device)
+        if config.model == "hf":
+            self.model.model.tie_weights()  # `to_empty` has untied them
+        self.weights = dict(self.model.named_parameters())
         for name, weight in self.weights.items():
-            set_whole(weight, initial_weight(name, weight.shape, sizes.layers, config.seed))
+            value = initial_weight(name, weight.shape, sizes.layers, config.seed)
+            set_weight(weight, value)
         if config.compile:
-            for part in self.parts:
-                for block in part.h.values():
-                    block.compile()
+            for block in self.model.h.values():
+                block.compile()
+
+        self.schedule = self.ends = None
         if config.pipe > 1:
             self._make_schedule()
-        # DistributedDataParallel takes whole models; gradients of stages and of cut weights are averaged by hand.
+        # DDP takes whole models: gradients of stages and tensor-parallel weights are averaged here.
         in_parts = config.tensor * config.pipe > 1
-        self.by_hand = self.data > 1 and not sharded and in_parts
-        self.runner = self.parts[0] if in_parts else world.data_parallel(self.parts[0])
+        self.averages_gradients = self.data > 1 and in_parts and not is_sharded(config)
+        self.runner = self.model if in_parts else world.data_parallel(self.model)
 
     @property
-    def stage_numbers(self) -> list[int]:
-        """This rank's: in a loop over the ranks (0 1 0 1), or for ZB-V there and back (0 1 1 0)."""
-        pipe, here = self.config.pipe, self.world.rank // self.config.tensor % self.config.pipe
-        if self.config.schedule == "zbv":
-            return [here, 2 * pipe - 1 - here]
-        return [here + pipe * turn for turn in range(STAGES_PER_RANK[self.config.schedule])]
+    def has_whole_model(self) -> bool:
+        """Whether this rank can run the model without the others."""
+        return self.config.tensor * self.config.pipe == 1 and not is_sharded(self.config)
 
-    @property
-    def output_is_here(self) -> bool:
-        """Whether the tied matrix is both embedding and output on this rank, in two stages (ZB-V)."""
-        return len(self.parts) > 1 and self.parts[0].is_first and self.parts[-1].is_last
-
-    def _parts(self) -> list[nn.Module]:
+    def _make_model(self) -> nn.Module:
         config, sizes = self.config, self.sizes
         if config.model == "hf":
-            return [HuggingFaceGPT(sizes, config.recompute)]
+            return HuggingFaceGPT(sizes, config.recompute)
         if config.pipe == 1:
-            return [GPT(sizes, config.recompute, config.chunked_loss)]
-        stages = config.pipe * STAGES_PER_RANK[config.schedule]
-        blocks = torch.arange(sizes.layers, device="cpu").tensor_split(stages)
-        return [
-            GPT(sizes, config.recompute, blocks=blocks[number].tolist())
-            for number in self.stage_numbers
-        ]
+            return GPT(sizes, config.recompute, config.chunked_loss)
+        stages = torch.arange(sizes.layers, device="cpu").tensor_split(config.pipe)
+        return GPT(sizes, config.recompute, blocks=stages[self.stage_number].tolist())
 
-    def _weights(self) -> dict[str, nn.Parameter]:
-        first, last = self.parts[0], self.parts[-1]
-        if self.output_is_here:
-            # Two parameters on the same memory: of one that two stages share, ZB-V's split backward pass loses gradients.
-            last.wte.weight = nn.Parameter(first.wte.weight.detach())
-        if self.config.model == "hf":
-            first.model.tie_weights()  # which `to_empty` has undone
-        # Reversed: of a name that both have (wte.weight, with ZB-V) the first stage's weight stays.
-        return {
-            name: weight
-            for part in reversed(self.parts)
-            for name, weight in part.named_parameters()
-        }
+    @property
+    def stage_number(self) -> int:
+        """This rank's stage of the pipeline."""
+        return self.world.rank // self.config.tensor % self.config.pipe
 
     def _make_schedule(self) -> None:
-        """The stages, told what they receive and send, and the order of their work."""
+        """The stage with the shapes it receives and sends, and the order of the work."""
         config, sizes, device = self.config, self.sizes, self.world.device
-        rows = self.config.batch_size // self.data // config.accumulate
-        stages = config.pipe * STAGES_PER_RANK[config.schedule]
-        tokens = torch.empty(rows, sizes.sequence, dtype=torch.long, device="meta")
-        hidden = torch.empty(rows, sizes.sequence, sizes.hidden, device="meta", requires_grad=True)
-        logits = torch.empty(
-            rows, sizes.sequence, sizes.vocabulary, device="meta", requires_grad=True
-        )
-        if (
-            self.precision.name != "fp32"
-        ):  # products, and so the logits, are narrow; the residual stream is not
+        shape = (config.batch_size // self.data // config.accumulate, sizes.sequence)
+        tokens = torch.empty(shape, dtype=torch.long, device="meta")
+        hidden = torch.empty(*shape, sizes.hidden, device="meta", requires_grad=True)
+        logits = torch.empty(*shape, sizes.vocabulary, device="meta", requires_grad=True)
+        if self.precision.name != "fp32":  # products are in 16 bits; the residual stream is not
             logits = logits.to(self.precision.dtype)
-        group = self.mesh["pipe"].get_group()
-        self.stages = [
-            pipelining.PipelineStage(
-                part,
-                number,
-                stages,
-                device,
-                input_args=hidden if number else tokens,
-                output_args=hidden if number < stages - 1 else logits,
-                group=group,
-            )
-            for number, part in zip(self.stage_numbers, self.parts)
-        ]
-        if device.type == "cpu":
-            for stage in (
-                self.stages
-            ):  # a greeting that NCCL wants; a ZB-V rank would greet itself, which gloo refuses
-                stage._get_init_p2p_neighbors_ops = list
-        schedule = SCHEDULES[config.schedule]
-        single = issubclass(schedule, pipelining.schedules.PipelineScheduleSingle)
-        stages = self.stages[0] if single else self.stages
-        self.schedule = schedule(stages, config.accumulate, loss_fn=mean_loss)
-        if (
-            config.schedule != "zbv"
-        ):  # the first and the last rank of a row hold a copy each of the tied matrix
-            ranks = self.mesh.mesh.squeeze(-1)  # (data, pipe)
-            for row in ranks.tolist():
-                pair = dist.new_group([row[0], row[-1]])  # made by all, used by two
-                if self.world.rank in (row[0], row[-1]):
-                    self.ends = pair
+        is_last = self.stage_number == config.pipe - 1
+        self.stage = pipelining.PipelineStage(
+            self.model,
+            self.stage_number,
+            config.pipe,
+            device,
+            input_args=hidden if self.stage_number else tokens,
+            output_args=logits if is_last else hidden,
+            group=self.mesh["pipe"].get_group(),
+        )
+        kinds = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
+        self.schedule = kinds[config.schedule](self.stage, config.accumulate, loss_fn=mean_loss)
+        # The first and the last rank of a row have a copy each of the tied matrix.
+        for row in self.mesh.mesh.squeeze(-1).tolist():  # (data, pipe)
+            pair = dist.new_group([row[0], row[-1]])  # all ranks must take part
+            if self.world.rank in (row[0], row[-1]):
+                self.ends = pair
+
+    def part_of(self, batch: tuple) -> list[Tensor]:
+        """This row's sequences of a batch, on the device."""
+        return [ids.chunk(self.data)[self.row].to(self.world.device) for ids in batch]
+
+    def micro_batches(self, tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """(B, T) each → `accumulate` pairs of equal size."""
+        parts = self.config.accumulate
+        return list(zip(tokens.chunk(parts), targets.chunk(parts)))
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Gradients of the mean loss over the batch; (B, T) is this row's part of it.
+        """Compute the gradients of the mean loss over the batch; (B, T) each, this row's part.
 
-        → this rank's share of that loss: summed over all ranks, it is the loss.
+        Returns this rank's share of that loss: the sum over all ranks is the loss.
         """
         if self.schedule:
-            loss = self._pipeline(tokens, targets, self.schedule.step)
-            self._add_gradients_of_tied()
+            loss = self._run_pipeline(tokens, targets, self.schedule.step)
+            if self.ends is not None:
+                # The tied matrix works in the first and the last stage: its gradients are added.
+                dist.all_reduce(self.weights["wte.weight"].grad, group=self.ends)
         else:
-            micro_batches = list(
-                zip(tokens.chunk(self.config.accumulate), targets.chunk(self.config.accumulate))
-            )
             loss = torch.zeros((), device=self.world.device)
-            for number, (x, y) in enumerate(micro_batches):
-                # DDP averages over the ranks at the end of a backward pass; only the last one needs it.
-                waits = number < len(micro_batches) - 1 and isinstance(
-                    self.runner, DistributedDataParallel
-                )
+            for number in range(self.config.accumulate):
+                x, y = self.micro_batches(tokens, targets)[number]
+                last = number == self.config.accumulate - 1
                 with (
-                    self.runner.no_sync() if waits else contextlib.nullcontext(),
+                    self.world.accumulate_gradients(self.runner, last=last),
                     self._loss_parallel(),
                 ):
                     with self.precision.autocast():
-                        part = full_tensor(self.runner(x, y)) / len(micro_batches)
+                        part = full_tensor(self.runner(x, y)) / self.config.accumulate
                     self.precision.backward(part)
                 loss += part.detach()
-        if self.by_hand:
+        if self.averages_gradients:
             for weight in self.weights.values():
                 gradient = local(weight.grad)
                 dist.all_reduce(gradient, group=self.mesh["data"].get_group())
                 gradient /= self.data
         return loss / (self.data * self.config.tensor)
 
-    def _add_gradients_of_tied(self) -> None:
-        """The tied matrix works in the first stage and in the last; its gradient is the sum of both."""
-        gradient = self.weights["wte.weight"].grad if "wte.weight" in self.weights else None
-        if self.output_is_here:
-            output = self.parts[-1].wte.weight
-            gradient += output.grad
-            output.grad = None
-        elif self.ends is not None:
-            dist.all_reduce(gradient, group=self.ends)
-
-    def _pipeline(self, tokens: Tensor, targets: Tensor, run) -> Tensor:
-        """The mean loss by `run`, which is the schedule's `step` or `eval`; 0 on all ranks but that of the last stage."""
-        losses, has_first, has_last = (
-            [],
-            any(p.is_first for p in self.parts),
-            any(p.is_last for p in self.parts),
-        )
+    def _run_pipeline(self, tokens: Tensor, targets: Tensor, run) -> Tensor:
+        """The mean loss by the schedule's `step` or `eval`; 0 on all ranks but the last stage's."""
+        losses = []
+        last = self.model.is_last
         with self.precision.autocast():
             run(
-                *([tokens] if has_first else []),
-                target=targets if has_last else None,
-                losses=losses if has_last else None,
+                *([tokens] if self.model.is_first else []),
+                target=targets if last else None,
+                losses=losses if last else None,
                 return_outputs=False,
             )
-        return (
-            torch.stack(losses).mean().detach()
-            if losses
-            else torch.zeros((), device=self.world.device)
-        )
+        if not last:
+            return torch.zeros((), device=self.world.device)
+        return torch.stack(losses).mean().detach()
 
+    @torch.no_grad()
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """This rank's share of the mean loss, for validation; leaves no gradients."""
-        if (
-            self.config.schedule == "zbv" and self.schedule
-        ):  # its eval raises in PyTorch 2.13: a step, without its use
-            loss = self._pipeline(tokens, targets, self.schedule.step)
-            for part in self.parts:
-                part.zero_grad()
-        elif self.schedule:
-            for (
-                stage
-            ) in self.stages:  # eval leaves out the backward pass, but would keep all for it
-                stage.fwd_cache = Newest()
-            with torch.no_grad():
-                loss = self._pipeline(tokens, targets, self.schedule.eval)
-            for stage in self.stages:
-                stage.fwd_cache = {}
+        """This rank's share of the mean loss, for validation; (B, T) each."""
+        if self.schedule:
+            self.stage.fwd_cache = LatestOutput()  # `eval` would keep all for a backward pass
+            loss = self._run_pipeline(tokens, targets, self.schedule.eval)
+            self.stage.fwd_cache = {}
         else:
-            micro_batches = zip(
-                tokens.chunk(self.config.accumulate), targets.chunk(self.config.accumulate)
-            )
-            with torch.no_grad(), self._loss_parallel(), self.precision.autocast():
-                loss = (
-                    sum(full_tensor(self.parts[0](x, y)) for x, y in micro_batches)
-                    / self.config.accumulate
-                )
+            losses = []
+            with self._loss_parallel(), self.precision.autocast():
+                for x, y in self.micro_batches(tokens, targets):
+                    losses.append(full_tensor(self.model(x, y)))
+            loss = torch.stack(losses).mean()
         return loss / (self.data * self.config.tensor)
 
     def _loss_parallel(self):
-        """With tensor parallelism each rank has the logits of a part of the vocabulary; they are never gathered."""
+        """With tensor parallelism the logits stay distributed over the vocabulary."""
         return loss_parallel() if self.config.tensor > 1 else contextlib.nullcontext()
 
     def clip(self, limit: float) -> Tensor:
-        """Scale the gradients down to norm `limit` (0: leave them); → their norm before, the same on all ranks."""
+        """Scale the gradients down to norm `limit`; returns the norm before, equal on all ranks."""
         weights = self.weights
         if self.config.pipe == 1:
-            norm = full_tensor(
-                nn.utils.get_total_norm([weight.grad for weight in weights.values()])
-            )
-        else:  # the stages' norms together; the tied matrix counts once, though two ranks hold it
-            is_copy = self.ends is not None and not self.parts[0].is_first
-            gradients = [
-                weight.grad
-                for name, weight in weights.items()
-                if not (is_copy and name == "wte.weight")
-            ]
+            gradients = [weight.grad for weight in weights.values()]
+            norm = full_tensor(nn.utils.get_total_norm(gradients))
+        else:  # the tied matrix counts once, though two ranks have it
+            is_copy = self.ends is not None and not self.model.is_first
+            gradients = []
+            for name, weight in weights.items():
+                if not (is_copy and name == "wte.weight"):
+                    gradients.append(weight.grad)
             square = nn.utils.get_total_norm(gradients) ** 2
             dist.all_reduce(square, group=self.mesh["pipe"].get_group())
             norm = square.sqrt()
-        if limit:
-            nn.utils.clip_grads_with_norm_(weights.values(), limit, norm)
+        nn.utils.clip_grads_with_norm_(weights.values(), limit, norm)
         return norm
 
 
-def cut_for_tensor_parallelism(model: GPT, mesh) -> None:
-    """Megatron's cut (Shoeybi et al. 2019; Korthikanti et al. 2022), two all-gathers and two reduce-scatters a block.
+def parallelize_tensors(model: GPT, mesh) -> None:
+    """Tensor parallelism (Shoeybi et al. 2019) with sequence parallelism (Korthikanti et al. 2022).
 
-    Columns of the first matrix and rows of the second, so that nothing travels in between; norms work on a part of the
-    sequence, embedding and loss on a part of the vocabulary.
+    Columns of the first matrix and rows of the second, so that nothing travels in between: two
+    all-gathers and two reduce-scatters per block. Norms work on a part of the sequence, embedding
+    and loss on a part of the vocabulary.
     """
     into_rows = dict(input_layouts=Replicate(), use_local_output=True)
     model_plan = {
@@ -417,21 +353,19 @@ def cut_for_tensor_parallelism(model: GPT, mesh) -> None:
         "ln_f": SequenceParallel(),
     }
     parallelize_module(model, mesh, model_plan)
-    # The output is a product with the weight of `wte`, which is a DTensor; so its other factor must be one.
-    parallelize_module(
-        model.ln_f,
-        mesh,
-        PrepareModuleOutput(
-            output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False
-        ),
+    # The output multiplies by the weight of `wte`, a DTensor; so its other factor must be one.
+    whole_sequence = PrepareModuleOutput(
+        output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False
     )
+    parallelize_module(model.ln_f, mesh, whole_sequence)
+    gather = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     block_plan = {
         "ln_1": SequenceParallel(),
-        "attn": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "attn": gather,
         "attn.c_attn": ColwiseParallel(),
         "attn.c_proj": RowwiseParallel(output_layouts=Shard(1)),
         "ln_2": SequenceParallel(),
-        "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "mlp": gather,
         "mlp.c_fc": ColwiseParallel(),
         "mlp.c_proj": RowwiseParallel(output_layouts=Shard(1)),
     }
@@ -440,34 +374,32 @@ def cut_for_tensor_parallelism(model: GPT, mesh) -> None:
 
 
 def shard(model: nn.Module, mesh, config, precision: Precision) -> None:
-    """FSDP2: each rank keeps its part of every weight, gradient and optimiser state, and gathers a block when it is due.
+    """FSDP2: each rank keeps its part of every weight, and gathers a block when it is computed.
 
-    zero2 keeps the gathered weights until the backward pass is done, zero3 drops them after each block.
+    zero2 keeps the gathered weights until the backward pass, zero3 drops them after each block.
     """
-    narrow = (
-        precision.dtype if precision.name != "fp32" else None
-    )  # the type in which weights are gathered
-    offloads = config.offload == "parameters"
-    settings = dict(
-        mesh=mesh,
-        reshard_after_forward=config.data_parallel == "zero3",
-        mp_policy=MixedPrecisionPolicy(
-            param_dtype=narrow, reduce_dtype=torch.float32 if narrow else None
-        ),
-        offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-        if offloads
-        else OffloadPolicy(),
-    )
-    for block in model.h.values():
-        fully_shard(block, **settings)
-    fully_shard(model, **settings)
+    mixed = MixedPrecisionPolicy()
+    if precision.name != "fp32":  # gather weights in 16 bits, reduce gradients in 32
+        mixed = MixedPrecisionPolicy(param_dtype=precision.dtype, reduce_dtype=torch.float32)
+    offload = OffloadPolicy()
+    if config.offload == "parameters":
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    reshard = config.data_parallel == "zero3"
+    for part in [*model.h.values(), model]:
+        fully_shard(
+            part,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=mixed,
+            offload_policy=offload,
+        )
 
 
 def make_optimizer(layout: Layout) -> torch.optim.Optimizer:
-    """AdamW as GPT-3 has it; matrices decay, biases and norms do not."""
+    """AdamW with GPT-3's settings; biases and norms do not decay."""
     config, weights = layout.config, list(layout.weights.values())
     groups = [
-        {"params": [w for w in weights if w.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [w for w in weights if w.dim() > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
     ]
     settings = dict(lr=config.lr, betas=(0.9, 0.95), fused=True)
@@ -479,26 +411,26 @@ def make_optimizer(layout: Layout) -> torch.optim.Optimizer:
 
 
 class AdamWOnCPU(torch.optim.AdamW):
-    """The optimiser's state stays in host memory and the update is computed there (ZeRO-Offload, Ren et al. 2021).
+    """Moments and update in host memory (ZeRO-Offload, Ren et al. 2021).
 
-    Weights and gradients travel to the CPU and new weights back: 12 bytes a weight and step, for 8 bytes a weight on the GPU.
+    Weights and gradients travel to the CPU and new weights back: 12 bytes per weight and step, to
+    save 8 bytes per weight on the GPU.
     """
 
     @torch.no_grad()
     def step(self, closure=None):
+        """One update."""
         if getattr(self, "found_inf", None) is not None and self.found_inf.item():
             return  # fp16 overflowed: the step is skipped
         for group in self.param_groups:
             for weight in group["params"]:
-                state, here = self.state[weight], weight.detach().cpu()
+                on_host, state = weight.detach().cpu(), self.state[weight]
                 if not state:
-                    state.update(
-                        step=torch.zeros(()),
-                        exp_avg=torch.zeros_like(here),
-                        exp_avg_sq=torch.zeros_like(here),
-                    )
+                    state["step"] = torch.zeros(())
+                    state["exp_avg"] = torch.zeros_like(on_host)
+                    state["exp_avg_sq"] = torch.zeros_like(on_host)
                 adamw(
-                    [here],
+                    [on_host],
                     [weight.grad.cpu()],
                     [state["exp_avg"]],
                     [state["exp_avg_sq"]],
@@ -513,7 +445,7 @@ class AdamWOnCPU(torch.optim.AdamW):
                     eps=group["eps"],
                     maximize=False,
                 )
-                weight.copy_(here)  # on the CPU it is the same memory
+                weight.copy_(on_host)  # on the CPU it is the same memory
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -522,6 +454,6 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def set_whole(weight: Tensor, value: Tensor) -> None:
-    """Write this rank's part of `value` into `weight`, without a message: every rank has the whole value."""
+def set_weight(weight: Tensor, value: Tensor) -> None:
+    """Write this rank's part of `value` into `weight`; every rank has the full value."""
     local(weight).copy_(local(distribute_like(value, weight)))

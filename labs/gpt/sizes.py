@@ -1,4 +1,4 @@
-"""Sizes of models: presets, parameters and operations, the handout's way and the right way.
+"""Sizes of models: presets, parameters and operations, by the handout's formulas and by ours.
 
 H hidden size, L layers, T sequence, V vocabulary.
 """
@@ -10,7 +10,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model, and what it is trained with unless a flag says otherwise."""
+    """The sizes of a model, and what it is trained with unless a flag says otherwise."""
 
     hidden: int
     heads: int
@@ -18,7 +18,7 @@ class Sizes:
     sequence: int
     vocabulary: int = 50_257  # GPT-2's; a tokenizer trained on the data has its own
     lr: float = 5e-4
-    batch_size: int = 8  # sequences a step, of all processes together
+    batch_size: int = 8  # sequences per step, of all processes together
 
     @property
     def block_parameters(self) -> int:
@@ -32,24 +32,28 @@ class Sizes:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model; the output is the embedding again and is counted once."""
+        """Of the whole model; the output is the embedding's matrix and counts once."""
         return self.embedding_parameters + self.layers * self.block_parameters + 2 * self.hidden
 
     def flops_per_token(self) -> float:
-        """Operations that training needs for a token: a product with W weights costs 2·W forward and 4·W backward.
+        """Operations per training token: W weights cost 2·W forward and 4·W backward.
 
-        The embedding is looked up, not multiplied, but as the output it is; a position costs nothing. The scores of
-        attention and their use cost 4·T·H a layer forward, 12·T·H in all (the half above the diagonal counted as well, as
-        in most papers). What recomputation adds is not counted: it is no progress.
+        The embedding is a look-up, but the output multiplies by its matrix. Attention's own
+        products cost 4·T·H per layer forward, 12·T·H in all (the masked half is counted, as in most
+        papers). Recomputation is not counted: it is no progress.
         """
         matrices = self.layers * 12 * self.hidden**2 + self.vocabulary * self.hidden
         return 6.0 * matrices + 12.0 * self.layers * self.sequence * self.hidden
 
 
-# Hidden size, heads, layers, sequence. 124m to 1.5b are GPT-2's own; 1.6b is the handout's row, of 32 heads.
+# Hidden size, heads, layers, sequence. 124m to 1.5b are GPT-2's; 1.6b is the handout's row.
+# In `wide` most memory goes to weights and the optimizer, in `deep` to activations: the sizes
+# of the comparison table.
 PRESETS = {
     "toy": Sizes(32, 4, 4, 32, vocabulary=512, lr=3e-3, batch_size=12),
-    "mini": Sizes(192, 6, 4, 128, vocabulary=4096, lr=2e-3, batch_size=8),
+    "mini": Sizes(192, 6, 4, 128, vocabulary=4096, lr=2e-3),
+    "wide": Sizes(768, 12, 6, 128, vocabulary=4096, lr=6e-4),
+    "deep": Sizes(256, 8, 24, 128, vocabulary=4096, lr=1e-3),
     "124m": Sizes(768, 12, 12, 1024, lr=6e-4),
     "355m": Sizes(1024, 16, 24, 1024, lr=3e-4),
     "774m": Sizes(1280, 20, 36, 1024, lr=2.5e-4),
@@ -59,13 +63,13 @@ PRESETS = {
 
 
 def get_model_size(model: nn.Module) -> int:
-    """The handout's. It goes by modules, so a tied weight is counted where it embeds and again where it is the output."""
+    """The handout's formula. It goes by modules and counts a tied weight twice."""
     return sum(p.numel() for module in model.modules() for p in module.parameters(recurse=False))
 
 
 def get_tflops(model_numel: int, batch_size: int, seq_len: int, step_time: float) -> float:
-    """The handout's. Its 8 = 2 forward + 4 backward + 2 forward again: right with recomputation, 6 without it.
+    """The handout's formula. 8 = 2 forward + 4 backward + 2 recomputed; without recomputation: 6.
 
-    And as it is given the number of parameters, it knows nothing of attention's own products.
+    It gets the number of parameters only, so attention's own products are missing.
     """
     return model_numel * batch_size * seq_len * 8 / 1e12 / (step_time + 1e-12)

@@ -1,0 +1,186 @@
+"""The handout's table of scales: the largest models that one and two cards can train.
+
+    python -m labs.gpt.scales --data wos/                          # on the GPUs of this machine
+    python -m labs.gpt.scales --data wos/ --memory_gib 0.5         # on a CPU: "cards" of 0.5 GiB
+
+The planner finds the deepest model of each scale. A scale that this machine can hold is trained;
+one that needs more cards or memory is a row with the planner's figures, marked "planned". The
+handout leaves scales 3 and 4 open: here they are two cards with every technique, and handout 000's
+1.6B model on four cards. The table is in runs/scales-SIZE-CARD/: table.md, table.json.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.config import flag, parse_flags
+from engine.errors import run_script
+from engine.memory import GIB
+from engine.telemetry import Log
+from labs.gpt.rows import run_row
+
+
+@dataclass
+class Config:
+    """Every setting of the table."""
+
+    data: str = flag("random", "text file or folder; random ids show no learning", "Scales")
+    size: str = flag(
+        "", "preset for width and sequence; default: 1.6b, on a CPU mini (mini|124m|1.6b)", "Scales"
+    )
+    cards: int = flag(
+        0, "cards to use; 0: the GPUs of this machine, or 2 on a CPU", "Scales", min=0, max=64
+    )
+    memory_gib: float = flag(
+        0.0, "memory of a card; 0: its free memory less 1 GiB, or 0.25 on a CPU", "Scales", min=0
+    )
+    steps: int = flag(300, "steps of each row", "Scales", min=5)
+    precision: str = flag("auto", "of matrix products (auto|fp32|bf16|fp16)", "Scales")
+    minutes: float = flag(60.0, "time limit of a row", "Scales", above=0)
+    folder: str = flag("", "folder of the table; default: runs/scales-SIZE-CARD", "Scales")
+
+
+if __name__ == "__main__":
+    config = parse_flags(Config, "train each scale of the handout that this machine can hold")
+
+import torch
+
+from engine import distributed
+from engine.precision import choose_precision
+from labs.gpt import plan
+from labs.gpt.__main__ import Config as TrainConfig
+from labs.gpt.__main__ import resolved, sizes_of
+from labs.gpt.parallel import check_grid
+
+LESS_THAN = 7.0  # the handout: a final loss below 7 is a successful training
+HEAD = (
+    "scale",
+    "cards",
+    "hidden",
+    "heads",
+    "layers",
+    "sequence",
+    "parameters",
+    "memory a card",
+    "time",
+    "final loss",
+    "loss < 7",
+)
+
+
+class Scale(NamedTuple):
+    """A row: with `layers` 0 the deepest model that fits."""
+
+    name: str
+    cards: int
+    settings: dict
+    size: str = ""
+    layers: int = 0
+
+
+EVERY_TECHNIQUE = {"data_parallel": "zero3", "recompute": True}
+SCALES = [
+    Scale("1: one card", 1, {}),
+    Scale("2: two cards, naive data parallel", 2, {}),
+    # Without micro-batches one card computes while the other waits.
+    Scale("2: two cards, naive pipeline", 2, {"pipe": 2, "schedule": "gpipe", "accumulate": 1}),
+    Scale("3: two cards, ZeRO-3 + recomputation", 2, EVERY_TECHNIQUE),
+    Scale("4: the 1.6B of handout 000", 4, EVERY_TECHNIQUE, "1.6b", 48),
+]
+
+
+def plan_scale(scale: Scale, config: Config, precision: str) -> tuple[TrainConfig, float]:
+    """The settings of a scale with its number of layers, and the GiB it needs on a card."""
+    settings = TrainConfig(
+        size=scale.size or config.size,
+        data=config.data,
+        precision=precision,
+        max_steps=config.steps,
+        **scale.settings,
+    )
+    settings = resolved(settings, scale.cards)
+    sizes = sizes_of(settings)
+    narrow = precision != "fp32"
+    settings.layers = scale.layers or plan.most_layers(
+        settings, sizes, scale.cards, config.memory_gib, narrow
+    )
+    sizes = replace(sizes, layers=max(settings.layers, scale.settings.get("pipe", 1)))
+    settings.layers = sizes.layers
+    check_grid(settings, sizes, scale.cards)
+    return settings, plan.memory(settings, sizes, scale.cards, narrow).total / GIB
+
+
+def flags_of(settings: TrainConfig) -> list[str]:
+    """The command line that gives these settings."""
+    names = ["size", "layers", "data", "precision", "max_steps", "batch_size", "accumulate"]
+    names += ["data_parallel", "pipe", "schedule"]
+    flags = ["--keep", "0"]
+    for name in names:
+        flags += [f"--{name}", str(getattr(settings, name))]
+    if settings.recompute:
+        flags.append("--recompute")
+    return flags
+
+
+def row_of(scale: Scale, settings: TrainConfig, need_gib: float, outcome: dict) -> list[str]:
+    """The cells of a row."""
+    sizes = sizes_of(settings)
+    cells = [scale.name, scale.cards, sizes.hidden, sizes.heads, sizes.layers, sizes.sequence]
+    parameters = outcome.get("parameters", sizes.parameters)
+    cells += [f"{parameters:,}"]
+    if "planned" in outcome:
+        cells += [f"{need_gib:.2f} GiB planned", "planned", outcome["planned"], "–"]
+    elif "failed" in outcome:
+        cells += [f"{need_gib:.2f} GiB planned", outcome["failed"].replace("|", "/"), "", "no"]
+    else:
+        reached = "yes" if outcome["loss"] < LESS_THAN else "no"
+        if outcome["data"] == "random ids":
+            reached = "– (random ids)"
+        cells += [f"{max(outcome['peak_gib']):.2f} GiB", f"{outcome['minutes']:.1f} min"]
+        cells += [f"{outcome['loss']:.2f}", reached]
+    return [str(cell) for cell in cells]
+
+
+def main(config: Config) -> None:
+    """Plan every scale, train those that fit, and write the table after each one."""
+    world = distributed.start("auto")
+    on_gpu = world.device.type == "cuda"
+    precision = choose_precision(world.device, config.precision, training=True).name
+    cards = config.cards or (torch.cuda.device_count() if on_gpu else 2)
+    if not config.memory_gib:
+        config.memory_gib = 0.25
+        if on_gpu:
+            config.memory_gib = torch.cuda.mem_get_info()[0] / GIB - 1
+    if not config.size:
+        config.size = "1.6b" if on_gpu else "mini"
+    card = torch.cuda.get_device_name().replace(" ", "-") if on_gpu else "cpu"
+    folder = Path(config.folder or f"runs/scales-{config.size}-{card}")
+    folder.mkdir(parents=True, exist_ok=True)
+    log = Log()
+    log(f"{cards} card(s) of {config.memory_gib:.2f} GiB ({card}), {precision}")
+    if config.data == "random":
+        log("data: random ids, not text: no row can show learning; name a text with --data")
+    lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
+    outcomes = []
+    for number, scale in enumerate(SCALES):
+        settings, need_gib = plan_scale(scale, config, precision)
+        if scale.cards > cards:
+            outcome = {"planned": f"needs {scale.cards} cards"}
+        elif need_gib > config.memory_gib:
+            outcome = {"planned": f"does not fit in {config.memory_gib:.2f} GiB"}
+        else:
+            run = folder / f"scale-{number}"
+            outcome = run_row(flags_of(settings), scale.cards, run, config.minutes)
+        cells = row_of(scale, settings, need_gib, outcome)
+        lines.append(f"| {' | '.join(cells)} |")
+        log(lines[-1])
+        outcomes.append({"scale": scale.name, **dict(zip(HEAD[1:], cells[1:])), **outcome})
+        (folder / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        text = json.dumps(outcomes, indent=2, ensure_ascii=False) + "\n"
+        (folder / "table.json").write_text(text, encoding="utf-8")
+    log(f"table: {folder / 'table.md'}")
+
+
+if __name__ == "__main__":
+    run_script(lambda: main(config))
