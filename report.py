@@ -24,34 +24,39 @@ class Config:
     )
 
 
-if (
-    __name__ == "__main__"
-):  # before the heavy imports, so that --help and a wrong flag answer at once
+# Before the heavy imports, so that --help and a wrong flag answer at once.
+if __name__ == "__main__":
     config = parse_flags(Config, "the report of one run or more", positional="runs")
 
 import torch
 
 from loading import load_trained
 from model import ModelConfig, Translator, training_flops
-from tools.reporting import sections
+from tools.reporting import sections, written
 from tools.reporting.attention import Attention
+from tools.reporting.comparing import comparison_in_lines
 from tools.reporting.page import Page
-from tools.reporting.reading import RunFiles, newest_run, read_runs, rows_of
+from tools.reporting.reading import UNKNOWN, RunFiles, newest_run, read_runs, rows_of
 from validation import attention_of
 
 
 def report(config: Config) -> None:
-    """Read the runs; add the sections in the order they are read in; write the page."""
+    """Read the runs, add the sections in their order on the page, write the page."""
     runs = read_runs(config.runs or [newest_run()])
     if config.compare:
-        print(sections.comparison_in_lines(runs))
+        print(comparison_in_lines(runs))
         return
-    described = {run.name: description for run in runs if (description := describe(run))}
+    for run in runs:
+        if run.model:
+            describe_model(run)
     page = Page("Training report", config.language, config.out or runs[0].folder / "report")
-    with page.later():  # the summary says what is missing, which the sections behind it find out
+    # The summary stands first, but lists what is missing, which the other sections find out.
+    with page.later():
+        written.process(page, runs)
         sections.environment(page, runs)
         sections.data(page, runs)
-        sections.model(page, runs, described)
+        sections.model(page, runs)
+        written.positional_encoding(page, runs)
         sections.curves(page, runs)
         sections.hardware(page, runs)
         sections.speed(page, runs)
@@ -60,33 +65,35 @@ def report(config: Config) -> None:
         shown = sections.translations(page, runs)
         sections.attention(page, runs, look, *shown)
         sections.own_pictures(page, runs)
+        written.sources(page, runs)
         sections.settings(page, runs)
-    sections.summary(page, runs, described)
+    sections.summary(page, runs)
     print(f"written to {page.write()}; report.md and {len(page.pictures)} pictures lie beside it")
 
 
-def describe(run: RunFiles) -> sections.Described | None:
-    """The model of a run of train.py; None for a lab's, whose script prints its own into the log."""
+def describe_model(run: RunFiles) -> None:
+    """Layers, parameters and FLOPs of a run of train.py, computed from its sizes."""
     try:
         with torch.device("meta"):  # shapes without numbers
             model = Translator(ModelConfig(**run.model))
-        pairs, tokens = run.data.get("counts", {}).get("kept"), run.data.get("tokens")
-        flops = pairs and training_flops(
-            model.config, tokens["source"] / pairs + 1, tokens["target"] / pairs + 1
-        )
-    except (TypeError, KeyError, UserError):
-        return run.model and run.missing.append(
-            ("model.json", "damaged", "the sizes of the model are unknown")
-        )
-    return sections.Described(
-        str(model), sum(weights.numel() for weights in model.parameters()), flops
-    )
+    except (TypeError, UserError):
+        run.missing.append(("model.json", "damaged", UNKNOWN["model.json"]))
+        return
+    run.layers = str(model)
+    run.parameters = sum(weight.numel() for weight in model.parameters())
+    pairs = run.data.get("counts", {}).get("kept")
+    if pairs:
+        tokens = run.data["tokens"]
+        # A source has its end token besides, a target its begin token.
+        lengths = (tokens[side] / pairs + 1 for side in ("source", "target"))
+        run.pair_flops = training_flops(model.config, *lengths)
 
 
 def look(run: RunFiles, name: str, chosen: list[int]) -> list[Attention]:
-    """Where the checkpoint that was scored looks for its translations of these rows."""
+    """Cross-attention of the scored checkpoint for its translations of these rows."""
     trained = load_trained(run.scored(name), say=lambda _: None)
-    tokenizers, rows = (trained.source_tokenizer, trained.target_tokenizer), rows_of(run, name)
+    tokenizers = (trained.source_tokenizer, trained.target_tokenizer)
+    rows = rows_of(run, name)
     return [
         attention_of(trained.model, tokenizers, rows[row][0], run.hypotheses[name][row])
         for row in chosen

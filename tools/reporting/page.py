@@ -78,6 +78,22 @@ class Page:
         words = self.say(words)
         self.add(f"<p><small>{html.escape(words)}</small></p>", words)
 
+    def prose(self, words: str) -> None:
+        """A paragraph, in the language of the page."""
+        words = self.say(words)
+        self.add(f"<p>{html.escape(words)}</p>", words)
+
+    def bullets(self, *items: str) -> None:
+        """A list, in the language of the page."""
+        items = [self.say(words) for words in items]
+        lines = "".join(f"<li>{html.escape(words)}</li>" for words in items)
+        self.add(f"<ul>{lines}</ul>", "\n".join(f"- {words}" for words in items))
+
+    def to_write(self, words: str) -> None:
+        """A marked place where the student must write."""
+        words = f"✎ {self.say(words)}"
+        self.add(f'<p class="missing">{html.escape(words)}</p>', f"> **{words}**")
+
     def missing(self, lacks: list[tuple[str, ...]]) -> None:
         """What is not there: a place, then words about it."""
         lines = [" · ".join(self.words.get(words, words) for words in lack) for lack in lacks]

@@ -1,8 +1,8 @@
-"""The files of a run, as far as they are there: what is missing or damaged is said, and the rest is read.
+"""The files of a run. What is missing or damaged is noted, and the rest is read.
 
 run = read_run("runs/NAME")
-run.records                         # the lines of metrics.jsonl
-run.figure("valid/loss", "min")     # Fact: a value with the place it is from
+run.look_up("metrics.jsonl#valid/loss#min")      # Fact: a value with the place it is from
+run.look_up("environment.json#-1.gpu")
 """
 
 import fcntl
@@ -19,20 +19,25 @@ from pathlib import Path
 from engine.errors import UserError
 from engine.run import find_run
 from text.cleaning import held_out_rows
-from text.rows import find_text, fingerprint_of
+from text.rows import find_text, fingerprint_of, sample_notice
 
-SUMMARIES = {"min": min, "max": max, "median": statistics.median, "last": lambda v: v[-1]}
-PAUSE = (
-    5  # minutes without a line in the log, and ten times the usual, from which the run stood still
-)
-STAMP = re.compile(
-    r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", re.MULTILINE
-)  # before every message of train.log
+# "mean" is `mean_over_time`.
+SUMMARIES = {"min": min, "max": max, "median": statistics.median, "last": lambda values: values[-1]}
+PAUSE = 5  # minutes: a longer gap between two records, and ten times the usual one, is a pause
+STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", re.MULTILINE)  # of a message in train.log
+UNKNOWN = {  # file → what cannot be shown without it
+    "config.json": "the settings are unknown",
+    "model.json": "the sizes of the model are unknown",
+    "data.json": "counts and lengths of the data are unknown",
+    "environment.json": "the machine is unknown",
+    "train.log": "the messages of the run are unknown",
+    "metrics.jsonl": "there are no curves",
+}
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A value on the page, as it is written there, and the place in the run's files that it is from."""
+    """A value, its text on the page, and its place in the run's files."""
 
     value: object
     text: str
@@ -41,162 +46,168 @@ class Fact:
 
 @dataclass
 class RunFiles:
-    """One run. What a file does not tell is empty, and `missing` says so in words."""
+    """One run. What a file does not contain is empty, and `missing` says so in words."""
 
     folder: Path
     name: str
     config: dict = field(default_factory=dict)
-    model: dict = field(default_factory=dict)  # of train.py's runs: the sizes
-    data: dict = field(default_factory=dict)  # of train.py's runs: what `Prepared.describe` told
-    environment: list[dict] = field(default_factory=list)  # one a start of the script
-    records: list[dict] = field(default_factory=list)
+    model: dict = field(default_factory=dict)  # sizes; only in runs of train.py
+    data: dict = field(default_factory=dict)  # counts and lengths; only in runs of train.py
+    environment: list[dict] = field(default_factory=list)  # one entry for each start of the script
+    records: list[dict] = field(default_factory=list)  # lines of metrics.jsonl
     log: str = ""
-    results: dict[str, dict] = field(
-        default_factory=dict
-    )  # "eval/test-greedy" → what that .json holds
+    results: dict[str, dict] = field(default_factory=dict)  # "eval/test-greedy" → that .json
     hypotheses: dict[str, list[str]] = field(default_factory=dict)  # likewise, of the .txt
-    pictures: list[Path] = field(default_factory=list)  # that the script itself left
-    missing: list[tuple[str, ...]] = field(
-        default_factory=list
-    )  # the place, then words that a page can translate
+    pictures: list[Path] = field(default_factory=list)  # written by the script, or put there
+    gpu_table: str = ""  # what nvidia-smi printed, if nvidia-smi.txt is there
+    missing: list[tuple[str, ...]] = field(default_factory=list)  # a place, then words on it
     running: bool = False
     rows: dict[str, list] = field(default_factory=dict)  # see `rows_of`
+    # Computed from model.json and data.json by report.py; unknown for a lab's run.
+    layers: str = ""  # print(model)
+    parameters: int = 0
+    pair_flops: float = 0.0  # operations of training on one pair of mean lengths
+
+    # ---------------------------------------------------------------- curves
 
     def series(self, tag: str) -> tuple[list[int], list[float]]:
         """Steps and values of a curve."""
-        points = [
-            (record["step"], record[tag]) for record in self.records if is_number(record.get(tag))
-        ]
+        points = [(r["step"], r[tag]) for r in self.records if is_number(r.get(tag))]
         return [step for step, _ in points], [value for _, value in points]
 
     def minutes(self, tag: str) -> list[float]:
-        """When the points of `series` were written, in minutes since the first line; hours between two starts count."""
+        """When the points of `series` were written, in minutes since the first record."""
         times = [record["time"] for record in self.records if is_number(record.get(tag))]
         return [(time - self.records[0]["time"]) / 60 for time in times]
 
     def tags(self) -> list[str]:
-        """Every curve of the run, in the order of its first point."""
+        """The names of all curves, in the order of their first points."""
         tags = dict.fromkeys(tag for record in self.records for tag in record)
         return [tag for tag in tags if tag not in ("step", "time") and self.series(tag)[1]]
 
+    # ---------------------------------------------------------------- values
+
+    def look_up(self, source: str, form: str = "") -> Fact | None:
+        """The value at "FILE.json#key.key" or "metrics.jsonl#TAG#SUMMARY"; None if there is none."""
+        file, *keys = source.split("#")
+        if file == "metrics.jsonl":
+            return self.figure(*keys, form or ",.4g")
+        return self.fact(file, tuple(keys[0].split(".")), form)
+
     def figure(self, tag: str, summary: str, form: str = ",.4g") -> Fact | None:
-        """One number of a curve: its min, max, mean, median or last."""
+        """The min, max, mean, median or last value of a curve."""
         values = self.series(tag)[1]
-        if not values and tag.startswith("valid/"):  # as some labs call it
+        if not values and tag.startswith("valid/"):  # some labs write it out
             return self.figure(tag.replace("valid/", "validation/"), summary, form)
         if not values:
             return None
-        value = (
-            mean_over_time(self.minutes(tag), values)
-            if summary == "mean"
-            else SUMMARIES[summary](values)
-        )
+        summarize = SUMMARIES.get(summary)
+        value = summarize(values) if summarize else mean_over_time(self.minutes(tag), values)
         return Fact(value, format(value, form), f"{self.name}/metrics.jsonl#{tag}#{summary}")
 
     def fact(self, file: str, keys: tuple, form: str = "") -> Fact | None:
-        """One value of a JSON file, e.g. `fact("environment.json", (-1, "torch"))`."""
-        value = {
+        """One value of a JSON file; "-1" is the last entry of a list."""
+        contents = {
             "config.json": self.config,
             "model.json": self.model,
             "data.json": self.data,
             "environment.json": self.environment,
-        }.get(file)
-        value = self.results.get(file.removesuffix(".json")) if value is None else value
+        }
+        value = contents.get(file)
+        if value is None:
+            value = self.results.get(file.removesuffix(".json"))
         try:
             for key in keys:
-                value = value[key]
-        except (KeyError, IndexError, TypeError):
+                value = value[int(key) if isinstance(value, list) else key]
+        except (KeyError, IndexError, TypeError, ValueError):
             return None
         if value is None or value == "":
             return None
-        form = (
-            "," if isinstance(value, int) and "g" in form else form
-        )  # whole numbers keep all their digits
+        if isinstance(value, int) and "g" in form:
+            form = ","  # whole numbers keep all their digits
         text = format(value, form) if is_number(value) else str(value)
         return Fact(value, text, f"{self.name}/{file}#{'.'.join(map(str, keys))}")
 
     def seconds(self) -> Fact | None:
-        """How long the run took, over all its starts; at least so long if it was killed, or is under way."""
-        known = [
-            session["seconds"] for session in self.environment if is_number(session.get("seconds"))
-        ]
-        total, source = sum(known), f"{self.name}/environment.json#seconds#sum"
+        """The duration of the run over all its starts; a lower bound if it was killed or still runs."""
+        known = [s["seconds"] for s in self.environment if is_number(s.get("seconds"))]
+        total, source = sum(known), "environment.json#seconds#sum"
         if known and len(known) == len(self.environment):
-            return Fact(total, in_minutes(total), source)
-        if (
-            len(self.records) > 1 and "resumed after step" not in self.log
-        ):  # the hours between two starts do not count
-            total, source = (
-                self.records[-1]["time"] - self.records[0]["time"],
-                f"{self.name}/metrics.jsonl#time#span",
-            )
-        with suppress(
-            OSError, ValueError, KeyError, TypeError
-        ):  # a checkpoint knows the minutes of all starts
-            saved = (
-                60
-                * json.loads((self.folder / "checkpoints/last/state.json").read_bytes())["minutes"]
-            )
-            total, source = max(
-                (total, source), (saved, f"{self.name}/checkpoints/last/state.json#minutes")
-            )
-        return Fact(total, f"≥ {in_minutes(total)}", source) if total else None
+            return Fact(total, in_minutes(total), f"{self.name}/{source}")
+        # The hours between two starts do not count, so a resumed run's records are no measure.
+        if len(self.records) > 1 and "resumed after step" not in self.log:
+            total = self.records[-1]["time"] - self.records[0]["time"]
+            source = "metrics.jsonl#time#span"
+        state = "checkpoints/last/state.json"  # knows the minutes of all starts
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            saved = 60 * json.loads((self.folder / state).read_bytes())["minutes"]
+            if saved > total:
+                total, source = saved, f"{state}#minutes"
+        return Fact(total, f"≥ {in_minutes(total)}", f"{self.name}/{source}") if total else None
 
     def scored(self, name: str) -> Path:
-        """The checkpoint that a result is of; the run itself where the result names none, or a mean of several."""
-        checkpoint = Path(
-            str(self.results[name].get("checkpoint")).removesuffix("/model.safetensors")
-        ).name
-        return (
-            self.folder / "checkpoints" / checkpoint
-            if checkpoint.startswith("step-")
-            else self.folder
-        )
+        """The checkpoint of a result; the run itself if the result names none or a mean of several."""
+        named = str(self.results[name].get("checkpoint")).removesuffix("/model.safetensors")
+        checkpoint = Path(named).name
+        return self.folder / "checkpoints" / checkpoint if is_step(checkpoint) else self.folder
+
+    def notice(self) -> str:
+        """That the data were the bundled sample; "" for all other data."""
+        if not self.model:
+            return ""
+        used = [self.config.get("data"), *(result.get("data") for result in self.results.values())]
+        return next(filter(None, (sample_notice(str(data)) for data in used if data)), "")
+
+    # ---------------------------------------------------------------- the log
 
     def last_words(self) -> str:
-        """Why it stopped, as the log says it; '' if it does not."""
-        after = self.log.rpartition("resumed after step")[2]
-        words = [line for line in messages(after) if line.startswith("stopped")]
-        return words[-1] if words else ""
+        """Why the run stopped, as its log says; "" if it does not."""
+        latest = self.log.rpartition("resumed after step")[2]
+        lines = [line for line in messages(latest) if line.startswith("stopped")]
+        return lines[-1] if lines else ""
 
     def opening(self) -> str:
-        """What the script said before its first step, without the model it printed."""
-        lines = takewhile(
-            lambda text: not text.startswith(("step", "epoch", "stopped")), messages(self.log)
+        """The messages before the first step, without the model and the settings."""
+        before_training = takewhile(
+            lambda text: not text.startswith(("step ", "epoch", "stopped")), messages(self.log)
         )
-        elsewhere = ("", self.printed_model())  # on the page; so are the settings
+        shown_elsewhere = ("", self.printed_model())
         return "\n".join(
-            text for text in lines if text not in elsewhere and not text.startswith("settings: ")
+            text
+            for text in before_training
+            if text not in shown_elsewhere and not text.startswith("settings: ")
         )
 
     def logged(self, pattern: str) -> Fact | None:
-        """The last number that the log tells in these words."""
-        told = re.findall(pattern, self.log)
-        return (
-            Fact(int(told[-1].replace(",", "")), told[-1], f"{self.name}/train.log")
-            if told
-            else None
-        )
+        """The last number in the log that stands in these words."""
+        found = re.findall(pattern, self.log)
+        if not found:
+            return None
+        return Fact(int(found[-1].replace(",", "")), found[-1], f"{self.name}/train.log")
 
     def printed_model(self) -> str:
-        """The layers as a lab's script printed them into its log; ''."""
+        """print(model) as the script wrote it into its log; "" if it did not."""
         printed = [text for text in messages(self.log) if re.match(r"(a block: )?\w+\(\n", text)]
         return printed[-1] if printed else ""
 
 
 def mean_over_time(minutes: list[float], values: list[float]) -> float:
-    """Each value counts for the time since the one before, the first and one after a pause for the usual time."""
-    spans = [
-        max(0.0, after - before) for before, after in zip(minutes, minutes[1:])
-    ]  # a clock may be put back
-    usual = statistics.median(spans or [1]) or 1
-    spans = [usual, *(usual if is_pause(span, usual) else span for span in spans)]
-    return sum(span * value for span, value in zip(spans, values)) / sum(spans)
+    """The mean, each value weighted by the time since the one before; a pause counts as usual time."""
+    # A clock that was set back gives a negative gap.
+    gaps = [max(0.0, after - before) for before, after in zip(minutes, minutes[1:])]
+    usual = statistics.median(gaps or [1]) or 1
+    weights = [usual, *(usual if is_pause(gap, usual) else gap for gap in gaps)]
+    return sum(weight * value for weight, value in zip(weights, values)) / sum(weights)
 
 
-def is_pause(span: float, usual: float) -> bool:
-    """Whether the run stood still in these minutes between two lines of the log, as between two starts."""
-    return span > max(PAUSE, 10 * usual)
+def is_pause(gap: float, usual: float) -> bool:
+    """Whether the run stood still in these minutes between two records, as between two starts."""
+    return gap > max(PAUSE, 10 * usual)
+
+
+def is_step(name: str) -> bool:
+    """Whether a checkpoint's name is step-N."""
+    return name.startswith("step-")
 
 
 def messages(log: str) -> list[str]:
@@ -205,129 +216,120 @@ def messages(log: str) -> list[str]:
 
 
 def is_number(value) -> bool:
-    """A finite int or float; True and False are none."""
+    """Whether it is a finite int or float, and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def in_minutes(seconds: float) -> str:
-    """Minutes, or seconds if they are less than 100, with the unit."""
+    """Minutes with the unit, or seconds below 100."""
     return f"{seconds / 60:,.1f} min" if seconds >= 100 else f"{seconds:.0f} s"
 
 
+# -------------------------------------------------------------------- reading
+
+
 def read_runs(folders: list) -> list[RunFiles]:
-    """Several runs; those of the same name go by their path."""
+    """Several runs; those of the same name are called by their paths."""
     runs = [read_run(folder) for folder in folders]
     names = [run.name for run in runs]
     for run in runs:
-        run.name = run.name if names.count(run.name) == 1 else str(run.folder)
+        if names.count(run.name) > 1:
+            run.name = str(run.folder)
     return runs
 
 
 def read_run(folder: str | Path) -> RunFiles:
-    """Everything in runs/NAME. Raises `UserError` only for what is no run at all."""
+    """Everything in runs/NAME. Raises `UserError` only for a folder that is no run."""
     folder = find_run(folder)
-    run = RunFiles(folder, folder.resolve().name)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run; `ls runs` shows what there is")
-    if not any(
-        (run.folder / name).exists() for name in ("config.json", "metrics.jsonl", "train.log")
-    ):
+    if not any((folder / name).exists() for name in ("config.json", "metrics.jsonl", "train.log")):
         raise UserError(f"{folder} is no run: it has no config.json, metrics.jsonl or train.log")
-    run.config = read_json(run, "config.json", dict, "the settings are unknown")
+    run = RunFiles(folder, folder.resolve().name)
+    run.config = read_json(run, "config.json", dict)
     if "target" in run.config:  # a run of train.py
-        run.model = read_json(run, "model.json", dict, "the sizes of the model are unknown")
-        lost = "counts and lengths of the data are unknown"
-        run.data = read_json(run, "data.json", dict, lost)
-        if run.data and not all(
-            isinstance(run.data.get(name), dict) for name in ("counts", "tokens", "lengths")
-        ):
-            run.data = run.missing.append(("data.json", "damaged", lost)) or {}
-    run.environment = read_json(run, "environment.json", list, "the machine is unknown")
-    run.environment = [session for session in run.environment if isinstance(session, dict)]
+        run.model = read_json(run, "model.json", dict)
+        run.data = read_json(run, "data.json", dict)
+        parts = [run.data.get(name) for name in ("counts", "tokens", "lengths")]
+        if run.data and not all(isinstance(part, dict) for part in parts):
+            run.missing.append(("data.json", "damaged", UNKNOWN["data.json"]))
+            run.data = {}
+    sessions = read_json(run, "environment.json", list)
+    run.environment = [session for session in sessions if isinstance(session, dict)]
     run.records = read_records(run)
-    if (
-        run.model
-        and run.records
-        and run.config.get("label_smoothing")
-        and "train/smoothed_loss" not in run.tags()
-    ):
-        run.missing.append(
-            ("train/loss, train/perplexity", "of an older version: these are of the smoothed loss")
-        )
-    run.log = read_text(run, "train.log", "what it said is unknown")
-    results = [
-        path
-        for form in ("test.json", "result.json", "eval/*.json")
-        for path in run.folder.glob(form)
-    ]
-    # What is graded comes first: the test rows, and of them greedy search.
-    for path in sorted(
-        results, key=lambda path: ("test" not in path.stem, "greedy" not in path.stem, path.stem)
-    ):
-        name = path.relative_to(run.folder).with_suffix("").as_posix()
-        if result := read_json(run, f"{name}.json", dict, "that result is left out"):
-            run.results[name] = result
-            if path.with_suffix(".txt").exists():
-                run.hypotheses[name] = read_text(run, f"{name}.txt", "").split("\n")[:-1]
-            elif run.model:
-                run.missing.append(
-                    (f"{name}.txt", "not there", "so the translations are not shown")
-                )
-            best, scored = (run.folder / "checkpoints/best").resolve().name, run.scored(name).name
-            # The name of a result tells a checkpoint that was not the best one when it was scored.
-            if (
-                best.startswith("step-")
-                and scored.startswith("step-")
-                and scored != best
-                and scored not in name
-            ):
-                why = "of an earlier checkpoint than the best; run evaluate.py again"
-                run.missing.append((f"{name}.json", scored, why))
-    if not run.results and (run.model or not run.last_words()):  # some labs make none
-        way = (
-            ("this makes one", f"python evaluate.py --ckpt {shlex.quote(str(folder))}")
-            if run.model
-            else ()
-        )
-        run.missing.append(("eval/", "no result yet", *way))
+    run.log = read_text(run, "train.log")
+    read_results(run)
     run.pictures = sorted([*run.folder.glob("*.png"), *run.folder.glob("eval/*.png")])
+    if (run.folder / "nvidia-smi.txt").exists():
+        run.gpu_table = read_text(run, "nvidia-smi.txt").rstrip("\n")
     run.running = is_locked(run.folder / ".lock")
     if run.running:
         run.missing.append((".lock", "the run is still under way: these are its figures so far"))
     elif run.log and not run.last_words():
-        run.missing.append(
-            ("train.log", "no last words: the run was killed, or ended with an error")
-        )
+        why = "no last words: the run was killed, or ended with an error"
+        run.missing.append(("train.log", why))
     return run
 
 
-def read_json(run: RunFiles, name: str, kind: type, lost: str):
-    """What the file holds; an empty `kind` if it is missing or damaged, and a word about it."""
+def read_results(run: RunFiles) -> None:
+    """The scores and hypotheses of evaluate.py, or the results of a lab; the graded one first."""
+    files = [
+        path
+        for pattern in ("test.json", "result.json", "eval/*.json")
+        for path in run.folder.glob(pattern)
+    ]
+    files.sort(key=lambda path: ("test" not in path.stem, "greedy" not in path.stem, path.stem))
+    best = (run.folder / "checkpoints/best").resolve().name
+    for path in files:
+        name = path.relative_to(run.folder).with_suffix("").as_posix()
+        result = read_json(run, f"{name}.json", dict)
+        if not result:
+            continue
+        run.results[name] = result
+        if path.with_suffix(".txt").exists():
+            run.hypotheses[name] = read_text(run, f"{name}.txt").split("\n")[:-1]
+        elif run.model:
+            run.missing.append((f"{name}.txt", "not there", "so the translations are not shown"))
+        scored = run.scored(name).name
+        # The name of a result contains a checkpoint that was not the best one when it was scored.
+        if is_step(best) and is_step(scored) and scored != best and scored not in name:
+            why = "of an earlier checkpoint than the best; run evaluate.py again"
+            run.missing.append((f"{name}.json", scored, why))
+    if run.model and not run.results:
+        command = f"python evaluate.py --ckpt {shlex.quote(str(run.folder))}"
+        run.missing.append(("eval/", "no result yet", "this makes one", command))
+    elif not run.results and not run.last_words():  # a lab that has not ended; some make no result
+        run.missing.append(("eval/", "no result yet"))
+
+
+def read_json(run: RunFiles, name: str, kind: type):
+    """The content of a file; an empty `kind` if it is missing or damaged, which is noted."""
+    why = UNKNOWN.get(name, "that result is left out")
     try:
         value = json.loads((run.folder / name).read_text(encoding="utf-8"))
         if isinstance(value, kind):
             return value
-        run.missing.append((name, "damaged", lost))
+        run.missing.append((name, "damaged", why))
     except FileNotFoundError:
-        run.missing.append((name, "not there", lost))
+        run.missing.append((name, "not there", why))
     except (OSError, ValueError, RecursionError):
-        run.missing.append((name, "damaged", lost))
+        run.missing.append((name, "damaged", why))
     return kind()
 
 
-def read_text(run: RunFiles, name: str, lost: str) -> str:
-    """A file of the run; "" if it is not there, and `run.missing` says what is `lost` by it."""
+def read_text(run: RunFiles, name: str) -> str:
+    """The text of a file; "" if it is not there, which is noted."""
     try:
         return (run.folder / name).read_bytes().decode("utf-8", errors="replace")
     except OSError:
-        run.missing.append((name, "not there", lost))
+        run.missing.append((name, "not there", UNKNOWN.get(name, "")))
         return ""
 
 
 def read_records(run: RunFiles) -> list[dict]:
-    """The lines of metrics.jsonl that can be read; of a killed run the last one may be torn."""
+    """The readable lines of metrics.jsonl. A killed run may leave a torn last line."""
     records, damaged = [], 0
-    for line in read_text(run, "metrics.jsonl", "there are no curves").splitlines():
+    for line in read_text(run, "metrics.jsonl").splitlines():
         try:
             record = json.loads(line)
             if is_number(record["step"]) and is_number(record["time"]):
@@ -349,12 +351,12 @@ def is_locked(path: Path) -> bool:
             return False
     except BlockingIOError:
         return True
-    except OSError:  # an old run, or a file system without locks
+    except OSError:  # no such file, or a file system without locks
         return False
 
 
 def rows_of(run: RunFiles, name: str) -> list[tuple[str, str]]:
-    """The raw (source, target) rows of a result, from the data set; [] if it is not there as it was, which is noted."""
+    """The raw (source, target) rows of a result; [] if the data are no longer there, which is noted."""
     if name not in run.rows:
         try:
             run.rows[name] = read_rows(run, name)
@@ -365,28 +367,28 @@ def rows_of(run: RunFiles, name: str) -> list[tuple[str, str]]:
 
 
 def read_rows(run: RunFiles, name: str) -> list[tuple[str, str]]:
-    """The rows that a result is of; UserError if the data set is gone, or was not what was scored."""
-    result, lines = run.results[name], len(run.hypotheses[name])
-    data, split = result.get("data") or run.config.get("data", ""), result.get("split", "test")
-    of_hub = (
-        data == run.config.get("data") and not Path(data).is_absolute()
-    )  # other names are not asked for there
-    if not (of_hub or Path(data).exists()):
+    """The rows that were scored. Raises `UserError` if the data set is gone or has other rows."""
+    result, count = run.results[name], len(run.hypotheses[name])
+    data = result.get("data") or run.config.get("data", "")
+    split = result.get("split", "test")
+    # Only the run's own data are looked for on the hub.
+    is_of_hub = data == run.config.get("data") and not Path(data).is_absolute()
+    if not is_of_hub and not Path(data).exists():
         raise UserError(f"{data} is not on this disk")
-    text = find_text(
-        data, *result.get("columns", (run.config.get("source", ""), run.config["target"]))
-    )
-    parts = {"train": ["train"], "all": list(text.files)}.get(
-        split, []
-    )  # "all": of data without that split
-    read = chain.from_iterable(chunk for part in parts for chunk in text.rows(part))
-    # Older scores may be of a "test" that is no longer cut from train.
-    rows = list(islice(read, lines)) if parts else held_out_rows(text).get(split, [])
-    is_first_part = parts or "first" in name  # evaluate.py --limit
-    if lines > len(rows) or (lines < len(rows) and not is_first_part):
-        raise UserError(f"{name}.txt has {lines:,} lines, the data set {len(rows):,} rows")
-    rows = rows[:lines]
-    if result.get("rows", known := fingerprint_of(rows)) != known:
+    languages = [run.config["source"], run.config["target"]]
+    text = find_text(data, *result.get("columns", languages))
+    if split in ("train", "all"):  # "all": of data that have neither validation nor test rows
+        splits = ["train"] if split == "train" else list(text.files)
+        chunks = chain.from_iterable(text.rows(part) for part in splits)
+        rows = list(islice(chain.from_iterable(chunks), count))
+        may_be_fewer = True
+    else:
+        rows = held_out_rows(text).get(split, [])
+        may_be_fewer = "first" in name  # evaluate.py --limit
+    if count > len(rows) or (count < len(rows) and not may_be_fewer):
+        raise UserError(f"{name}.txt has {count:,} lines, the data set {len(rows):,} rows")
+    rows = rows[:count]
+    if "rows" in result and result["rows"] != fingerprint_of(rows):
         raise UserError(f"{name} is of other rows than {data} has")
     return rows
 

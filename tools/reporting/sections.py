@@ -1,69 +1,66 @@
-"""The parts of a report, each a function that adds to the page; every table has one column a run."""
+"""The parts of a report, each a function that adds to the page. A table has one column for each run.
 
-import shlex
+A row of a table is a label and where its value is: a place as `RunFiles.look_up` reads it, such a place
+with a format, or a function of the run.
+"""
+
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 
 from engine.errors import UserError
-from text.bleu import Compared, paired_bootstrap, sentence_scores
+from text.bleu import sentence_scores
 from text.cleaning import REASONS
 from tools.reporting import figures
-from tools.reporting.attention import picture
+from tools.reporting.attention import Attention, picture
+from tools.reporting.comparing import compare, shared_results
 from tools.reporting.page import Page
 from tools.reporting.reading import Fact, RunFiles, rows_of
 
-MOST_COMPARED = 50_000  # rows: the paired bootstrap takes 72 kB of memory for each
-SHOWN = 3  # best, middle and worst translations, so many of each
+EXAMPLES = 3  # of the best, the middle and the worst translations each
 
 
-@dataclass
-class Described:
-    """What a script that knows the model tells of one run's."""
-
-    layers: str  # as print(model) shows them
-    parameters: int
-    pair_flops: (
-        float | None
-    )  # operations of training on one pair of mean lengths; None: lengths unknown
+def name_of(run: RunFiles) -> Fact:
+    """The head of a run's column."""
+    return Fact(run.name, run.name, run.name)
 
 
-def header(runs: list[RunFiles]) -> list:
-    """The first row of a table: one column a run."""
-    return ["run", *(Fact(run.name, run.name, run.name) for run in runs)]
+def value_of(run: RunFiles, place: str | tuple[str, str] | Callable) -> Fact | str | None:
+    """A cell of a table."""
+    if callable(place):
+        return place(run)
+    return run.look_up(place) if isinstance(place, str) else run.look_up(*place)
 
 
-def table(
-    page: Page, runs: list[RunFiles], rows: dict[str, Callable], mark: set[int] = frozenset()
-) -> None:
-    """One row a label, one column a run."""
-    page.table(header(runs), [[label, *map(of, runs)] for label, of in rows.items()], mark)
+def table(page: Page, runs: list[RunFiles], rows: dict, mark: set[int] = frozenset()) -> None:
+    """Rows by label, and a column for each run; `mark`: numbers of rows to colour."""
+    header = ["run", *map(name_of, runs)]
+    cells = [[label, *(value_of(run, place) for run in runs)] for label, place in rows.items()]
+    page.table(header, cells, mark)
 
 
-def summary(page: Page, runs: list[RunFiles], described: dict[str, Described]) -> None:
-    """How the runs ended, their best figures and every BLEU; what could not be read."""
+# -------------------------------------------------------------------- the run
+
+
+def summary(page: Page, runs: list[RunFiles]) -> None:
+    """How the runs ended, their best figures, every BLEU, and what could not be read."""
     page.heading("Summary")
+    for run in runs:
+        if notice := run.notice():
+            page.missing([(run.name, notice)])
     page.note("Hover over a number to see the file it is from.")
     rows = {
         "status": status,
         "time": RunFiles.seconds,
         "steps": last_step,
-        "parameters": lambda run: parameters(run, described),
-        "last training loss": partial(RunFiles.figure, tag="train/loss", summary="last"),
-        "best validation loss": partial(RunFiles.figure, tag="valid/loss", summary="min"),
-        "best validation perplexity": partial(
-            RunFiles.figure, tag="valid/perplexity", summary="min"
-        ),
-        "best validation BLEU (smoothed)": partial(
-            RunFiles.figure, tag="valid/bleu", summary="max", form=".2f"
-        ),
-        "test accuracy": partial(RunFiles.figure, tag="test/accuracy", summary="last", form=".2%"),
-        "test errors": partial(RunFiles.figure, tag="test/errors", summary="last", form=",.0f"),
+        "parameters": parameters,
+        "last training loss": "metrics.jsonl#train/loss#last",
+        "best validation loss": "metrics.jsonl#valid/loss#min",
+        "best validation perplexity": "metrics.jsonl#valid/perplexity#min",
+        "best validation BLEU (smoothed)": ("metrics.jsonl#valid/bleu#max", ".2f"),
+        "test accuracy": ("metrics.jsonl#test/accuracy#last", ".2%"),
+        "test errors": ("metrics.jsonl#test/errors#last", ",.0f"),
     }
     for name in dict.fromkeys(name for run in runs for name in run.results):
-        rows[f"BLEU {name}"] = partial(
-            RunFiles.fact, file=f"{name}.json", keys=("nltk",), form=".2f"
-        )
+        rows[f"BLEU {name}"] = (f"{name}.json#nltk", ".2f")
     table(page, runs, rows)
     for run in runs:
         if run.missing:
@@ -72,38 +69,35 @@ def summary(page: Page, runs: list[RunFiles], described: dict[str, Described]) -
 
 
 def status(run: RunFiles) -> Fact | str:
-    """The last words of its log, or that it is under way."""
-    words = run.last_words()
+    """Why it stopped, or that it runs."""
     if run.running:
         return "under way"
+    words = run.last_words()
     return Fact(words, words, f"{run.name}/train.log") if words else "no last words"
 
 
 def last_step(run: RunFiles) -> Fact | None:
-    """The step it stopped after, as the log says: an interrupted run is steps ahead of its last record. Else that one's."""
-    if run.last_words() and (told := run.logged(r"stopped after step ([\d,]+)")):
-        return told
+    """The step it stopped after; an interrupted run is some steps ahead of its last record."""
+    stopped_after = run.logged(r"stopped after step ([\d,]+)")
+    if run.last_words() and stopped_after:
+        return stopped_after
     if not run.records:
         return None
     step = run.records[-1]["step"]
     return Fact(step, f"{step:,}", f"{run.name}/metrics.jsonl#step#last")
 
 
-def parameters(run: RunFiles, described: dict[str, Described]) -> Fact | None:
-    """Their number: of a model that can be built counted, else as the log says."""
-    if run.name in described:
-        count = described[run.name].parameters
-        return Fact(count, f"{count:,}", f"computed from {run.name}/model.json")
+def parameters(run: RunFiles) -> Fact | None:
+    """The number of parameters: counted, or from the log of a lab."""
+    if run.parameters:
+        source = f"computed from {run.name}/model.json"
+        return Fact(run.parameters, f"{run.parameters:,}", source)
     return run.logged(r"(\d[\d,]*) parameters")
 
 
 def environment(page: Page, runs: list[RunFiles]) -> None:
-    """Machines and versions of each run's starts; when and how it began, and the command that went on with it."""
+    """Machine, versions and commands."""
     page.heading("Environment")
-
-    def of(key: str, start: int = -1) -> Callable:
-        return partial(RunFiles.fact, file="environment.json", keys=(start, key))
-
     keys = {
         "GPU": "gpu",
         "GPU memory (GiB)": "gpu_memory_gib",
@@ -118,37 +112,43 @@ def environment(page: Page, runs: list[RunFiles]) -> None:
         "torch": "torch",
         "commit": "commit",
     }
-    rows = {label: partial(of_all_starts, key=key) for label, key in keys.items()}
-    rows |= {"begun": of("begun", 0), "command": of("command", 0), "time": RunFiles.seconds}
-    rows["resumed by"] = lambda run: of("command")(run) if len(run.environment) > 1 else None
+    rows = {label: lambda run, key=key: of_all_starts(run, key) for label, key in keys.items()}
+    rows["begun"] = "environment.json#0.begun"
+    rows["command"] = "environment.json#0.command"
+    rows["resumed by"] = resumed_by
+    rows["time"] = RunFiles.seconds
     table(page, runs, rows)
 
 
 def of_all_starts(run: RunFiles, key: str) -> Fact | None:
-    """What environment.json says; where a run went on elsewhere, one value after another, each once."""
-    told = dict.fromkeys(str(start.get(key) or "—") for start in run.environment)
-    if len(told) < 2:
-        return run.fact("environment.json", (-1, key))
-    return Fact(text := " → ".join(told), text, f"{run.name}/environment.json#*.{key}")
+    """A value of environment.json; where starts differ, all values in order."""
+    values = list(dict.fromkeys(str(start.get(key) or "—") for start in run.environment))
+    if len(values) < 2:
+        return run.look_up(f"environment.json#-1.{key}")
+    text = " → ".join(values)
+    return Fact(text, text, f"{run.name}/environment.json#*.{key}")
+
+
+def resumed_by(run: RunFiles) -> Fact | None:
+    """The last command, if there were several."""
+    return run.look_up("environment.json#-1.command") if len(run.environment) > 1 else None
 
 
 def data(page: Page, runs: list[RunFiles]) -> None:
-    """Counts, what was dropped, lengths; of a lab's run what its script said."""
+    """Counts, what was dropped, lengths, and the first messages of the log."""
     page.heading("Data")
-
-    def of(*keys, form: str = ",") -> Callable:
-        return partial(RunFiles.fact, file="data.json", keys=keys, form=form)
-
     rows = {
-        "data set": partial(RunFiles.fact, file="config.json", keys=("data",)),
-        "pairs read": of("counts", "read"),
-        "pairs kept": of("counts", "kept"),
+        "data set": "config.json#data",
+        "pairs read": ("data.json#counts.read", ","),
+        "pairs kept": ("data.json#counts.kept", ","),
     }
-    rows |= {words: of("counts", reason) for reason, words in REASONS.items()}
-    rows |= {"validation rows": of("validation_rows"), "unknown tokens": of("unknown", form=".2%")}
+    for reason, words in REASONS.items():
+        rows[words] = (f"data.json#counts.{reason}", ",")
+    rows["validation rows"] = ("data.json#validation_rows", ",")
+    rows["unknown tokens"] = ("data.json#unknown", ".2%")
     for side in ("source", "target"):
-        rows |= {f"{page.say('vocabulary')} ({page.say(side)})": of("vocabulary", side)}
-        rows |= {f"{page.say('tokens')} ({page.say(side)})": of("tokens", side)}
+        for label, key in (("vocabulary", "vocabulary"), ("tokens", "tokens")):
+            rows[f"{page.say(label)} ({page.say(side)})"] = (f"data.json#{key}.{side}", ",")
     table(page, runs, rows)
     for run in runs:
         if opening := run.opening():
@@ -157,42 +157,35 @@ def data(page: Page, runs: list[RunFiles]) -> None:
         page.figures({"sentence lengths": figure})
 
 
-def model(page: Page, runs: list[RunFiles], described: dict[str, Described]) -> None:
-    """Parameters, FLOPs and the printed layers; the same layers of several runs once."""
+def model(page: Page, runs: list[RunFiles]) -> None:
+    """Parameters, FLOPs and print(model); the same layers of several runs once."""
     page.heading("Model")
-
-    def flops(run: RunFiles) -> Fact | None:
-        value = described[run.name].pair_flops if run.name in described else None
-        return value and Fact(
-            value, f"{value / 1e9:,.3g} G", f"computed from {run.name}/model.json and data.json"
-        )
-
-    table(
-        page,
-        runs,
-        {
-            "parameters": lambda run: parameters(run, described),
-            "FLOPs of a training pair": flops,
-            "FLOPs of a training token": lambda run: run.logged(
-                r"(\d[\d,]*) FLOPs a training token"
-            ),
-            "FLOPs of a training image": lambda run: run.logged(
-                r"(\d[\d,]*) FLOPs a training image"
-            ),
-        },
-    )
-    layers = {
-        run.name: described[run.name].layers if run.name in described else run.printed_model()
-        for run in runs
+    rows = {
+        "parameters": parameters,
+        "FLOPs of a training pair": pair_flops,
+        "FLOPs of a training token": lambda run: run.logged(r"(\d[\d,]*) FLOPs a training token"),
+        "FLOPs of a training image": lambda run: run.logged(r"(\d[\d,]*) FLOPs a training image"),
     }
-    for text in dict.fromkeys(filter(None, layers.values())):
-        names = ", ".join(name for name in layers if layers[name] == text)
-        source = (
-            f"computed from {names}/model.json"
-            if names.split(", ")[0] in described
-            else f"{names}/train.log"
-        )
-        page.verbatim(Fact(None, text, source))
+    table(page, runs, rows)
+    shown = set()
+    for run in runs:
+        text = run.layers or run.printed_model()
+        if text and text not in shown:
+            file = f"{run.name}/train.log"
+            source = f"computed from {run.name}/model.json" if run.layers else file
+            page.verbatim(Fact(None, text, source))
+            shown.add(text)
+
+
+def pair_flops(run: RunFiles) -> Fact | None:
+    """Operations of training on one pair of mean lengths."""
+    if not run.pair_flops:
+        return None
+    text = f"{run.pair_flops / 1e9:,.3g} G"
+    return Fact(run.pair_flops, text, f"computed from {run.name}/model.json and data.json")
+
+
+# -------------------------------------------------------------------- training
 
 
 def curves(page: Page, runs: list[RunFiles]) -> None:
@@ -201,44 +194,51 @@ def curves(page: Page, runs: list[RunFiles]) -> None:
     if not panels:
         return
     page.heading("Training curves")
-    page.note(
-        "Losses are in nats a token, without label smoothing unless it says so; validation BLEU is smoothed and "
-        "of the first rows only."
-    ) if any(run.model for run in runs) else None
-    page.figures(
-        {name: figures.curves(runs, name, tags, page.say) for name, tags in panels.items()}
-    )
+    if any(run.model for run in runs):
+        page.note(
+            "Losses are in nats a token, without label smoothing unless it says so; validation BLEU is smoothed and "
+            "of the first rows only."
+        )
+    drawn = {name: figures.curves(runs, name, tags, page.say) for name, tags in panels.items()}
+    page.figures(drawn)
     page.keep("curves", figures.overview(runs, panels, page.say))
 
 
 def hardware(page: Page, runs: list[RunFiles]) -> None:
-    """Use, memory (GiB) and power (W) of GPU and CPU: drawn over time, mean and highest in a table."""
+    """Utilisation, memory and power of GPU and CPU over time, and what nvidia-smi printed."""
     drawn = {f"hardware {run.name}": figures.hardware(run, page.say) for run in runs}
     drawn = {name: figure for name, figure in drawn.items() if figure}
-    if not drawn:
+    tables = [run for run in runs if run.gpu_table]
+    on_gpu = any(start.get("gpu") for run in runs for start in run.environment)
+    if not (drawn or tables or on_gpu):
         return
     page.heading("Hardware over time")
+    for run in tables:
+        page.heading(f"{run.name} nvidia-smi", 3)
+        page.verbatim(Fact(None, run.gpu_table, f"{run.name}/nvidia-smi.txt"))
+    if on_gpu and not tables:
+        page.to_write(
+            "Add what nvidia-smi shows during training: a screenshot (PNG) or nvidia-smi.txt in the run's folder "
+            "appears in this report."
+        )
+    if not drawn:
+        return
     page.note("100 % of the CPU is one core.")
     page.figures(drawn)
+    units = {"utilisation_percent": "%", "memory_gib": "GiB", "power_watt": "W"}
     rows = {}
     for device in ("gpu", "cpu"):
-        for name, unit in (
-            ("utilisation_percent", "%"),
-            ("memory_gib", "GiB"),
-            ("power_watt", "W"),
-        ):
-            for summary_name, words in (("mean", "mean"), ("max", "highest")):
-                label = f"{device.upper()} {page.say(name)} ({unit}), {page.say(words)}"
-                rows[label] = partial(
-                    RunFiles.figure, tag=f"{device}/{name}", summary=summary_name, form=",.1f"
-                )
+        for quantity, unit in units.items():
+            for kind, words in (("mean", "mean"), ("max", "highest")):
+                label = f"{device.upper()} {page.say(quantity)} ({unit}), {page.say(words)}"
+                rows[label] = (f"metrics.jsonl#{device}/{quantity}#{kind}", ",.1f")
     table(page, runs, rows)
 
 
 def speed(page: Page, runs: list[RunFiles]) -> None:
-    """Medians over the run, and the peak memory in GiB."""
+    """Medians over the run, and the peak memory."""
     page.heading("Speed")
-    tags = {
+    medians = {
         "tokens per second": ("speed/tokens_per_second", ",.0f"),
         "target tokens per second": ("speed/target_tokens_per_second", ",.0f"),
         "images per second": ("speed/images_per_second", ",.0f"),
@@ -247,86 +247,90 @@ def speed(page: Page, runs: list[RunFiles]) -> None:
         "waiting for data": ("data/wait_share", ".1%"),
     }
     rows = {
-        f"{page.say(label)} ({page.say('median')})": partial(
-            RunFiles.figure, tag=tag, summary="median", form=form
-        )
-        for label, (tag, form) in tags.items()
+        f"{page.say(label)} ({page.say('median')})": (f"metrics.jsonl#{tag}#median", form)
+        for label, (tag, form) in medians.items()
     }
-    rows["peak memory (GiB)"] = partial(
-        RunFiles.figure, tag="memory/peak_gib", summary="max", form=".2f"
-    )
+    rows["peak memory (GiB)"] = ("metrics.jsonl#memory/peak_gib#max", ".2f")
     table(page, runs, rows)
 
 
-def result(*keys, form: str = ".2f") -> Callable:
-    """→ a function of a run and the `name` of a result: the value there."""
-    return lambda run, name: run.fact(f"{name}.json", keys, form)
+# -------------------------------------------------------------------- results
 
-
-CARD = {
-    "BLEU (nltk, graded)": result("nltk"),
-    "lower end of the interval": result("low"),
-    "upper end of the interval": result("high"),
-    "sacreBLEU": result("sacrebleu"),
-    "signature": result("signature"),
-    "uncased": result("lowercase"),
-    "chrF2": result("chrf"),
-    **{f"{n}-gram": result("precisions", n - 1, form=".1f") for n in (1, 2, 3, 4)},
-    "brevity penalty": result("brevity_penalty", form=".3f"),
-    "length ratio": result("ratio", form=".3f"),
-    "sentences": result("sentences", form=","),
-    "outputs cut at the length limit": result("capped", form=","),
-    "decoding": result("decoding"),
-    "checkpoint": result("checkpoint"),
+CARD = {  # label → key in eval/*.json, and format
+    "BLEU (nltk, graded)": ("nltk", ".2f"),
+    "lower end of the interval": ("low", ".2f"),
+    "upper end of the interval": ("high", ".2f"),
+    "sacreBLEU": ("sacrebleu", ".2f"),
+    "signature": ("signature", ""),
+    "uncased": ("lowercase", ".2f"),
+    "chrF2": ("chrf", ".2f"),
+    "1-gram": ("precisions.0", ".1f"),
+    "2-gram": ("precisions.1", ".1f"),
+    "3-gram": ("precisions.2", ".1f"),
+    "4-gram": ("precisions.3", ".1f"),
+    "brevity penalty": ("brevity_penalty", ".3f"),
+    "length ratio": ("ratio", ".3f"),
+    "sentences": ("sentences", ","),
+    "outputs cut at the length limit": ("capped", ","),
+    "decoding": ("decoding", ""),
+    "checkpoint": ("checkpoint", ""),
 }
 
 
 def results(page: Page, runs: list[RunFiles]) -> None:
-    """The BLEU cards, of one run all side by side, of several one evaluation after another; of a lab the plain numbers."""
-    names = dict.fromkeys(name for run in runs for name in run.results)
+    """The BLEU cards, and the plain numbers of a lab's results."""
+    names = list(dict.fromkeys(name for run in runs for name in run.results))
+    if not names:
+        return
+    page.heading("Results")
     cards = [name for name in names if any("nltk" in run.results.get(name, {}) for run in runs)]
-    page.heading("Results") if names else None
-    if len(runs) == 1 and cards:
-        cells = [[label, *(of(runs[0], name) for name in cards)] for label, of in CARD.items()]
-        page.table(["", *cards], cells)
-    for name in names if len(runs) > 1 else [name for name in names if name not in cards]:
+    if len(runs) == 1 and cards:  # side by side
+        run = runs[0]
+        lines = [
+            [label, *(run.look_up(f"{name}.json#{key}", form) for name in cards)]
+            for label, (key, form) in CARD.items()
+        ]
+        page.table(["", *cards], lines)
+        names = [name for name in names if name not in cards]
+    for name in names:
         page.heading(name, 3)
-        shown = [run for run in runs if name in run.results]
-        keys = dict.fromkeys(key for run in shown for key in run.results[name])
-        plain = [key for key in keys if all(is_plain(run.results[name].get(key)) for run in shown)]
-        rows = CARD if name in cards else {key: result(key, form=",.6g") for key in plain}
-        table(page, shown, {label: partial(of, name=name) for label, of in rows.items()})
+        scored = [run for run in runs if name in run.results]
+        rows = CARD if name in cards else plain_values([run.results[name] for run in scored])
+        rows = {label: (f"{name}.json#{key}", form) for label, (key, form) in rows.items()}
+        table(page, scored, rows)
 
 
-def is_plain(value) -> bool:
-    """Something for one cell of a table; a list is not."""
-    return value is None or isinstance(value, int | float | str)
-
-
-def shared_results(runs: list[RunFiles]) -> list[str]:
-    """The evaluations of which every run has the translations."""
-    return [name for name in runs[0].hypotheses if all(name in run.hypotheses for run in runs)]
+def plain_values(contents: list[dict]) -> dict[str, tuple[str, str]]:
+    """The keys whose values fit one cell of a table; a list or a dict does not."""
+    keys = dict.fromkeys(key for content in contents for key in content)
+    return {
+        key: (key, ",.6g")
+        for key in keys
+        if not any(isinstance(content.get(key), list | dict) for content in contents)
+    }
 
 
 def translations(page: Page, runs: list[RunFiles]) -> tuple[str, list[int]]:
-    """The best, middle and worst of the first run, all runs side by side; → the result, and the first row of each part."""
-    runs = [run for run in runs if run.hypotheses] or runs  # a lab's has none
+    """The best, middle and worst translations of the first run, with those of the others.
+
+    Returns the name of the result, and the first row of each part.
+    """
+    runs = [run for run in runs if run.hypotheses] or runs  # a lab's run has none
     name = next((name for name in shared_results(runs) if rows_of(runs[0], name)), "")
     rows = rows_of(runs[0], name) if name else []
-    runs = [run for run in runs if rows and rows_of(run, name) == rows]  # the same data set
+    runs = [run for run in runs if rows and rows_of(run, name) == rows]
     if not runs:
         return name, []
     references = [reference for _, reference in rows]
-    scores = [
-        sentence_scores(references, run.hypotheses[name], run.config["target"]) for run in runs
-    ]
-    # Of equal scores the longer ones: "Yes." is soon right.
+    target = runs[0].config["target"]
+    scores = [sentence_scores(references, run.hypotheses[name], target) for run in runs]
+    # Of equal scores the longer reference first: "Yes." is easily right.
     order = sorted(range(len(rows)), key=lambda row: (-scores[0][row], -len(references[row]), row))
-    middle = max(0, len(order) // 2 - SHOWN // 2)
+    middle = max(0, len(order) // 2 - EXAMPLES // 2)
     parts = {
-        "best": order[:SHOWN],
-        "middle": order[middle : middle + SHOWN],
-        "worst": order[-SHOWN:][::-1],
+        "best": order[:EXAMPLES],
+        "middle": order[middle : middle + EXAMPLES],
+        "worst": order[-EXAMPLES:][::-1],
     }
     page.heading("Translations")
     page.heading(name, 3)
@@ -334,24 +338,33 @@ def translations(page: Page, runs: list[RunFiles]) -> tuple[str, list[int]]:
         "Scores of single sentences are sacreBLEU's sentence BLEU, for reading only: the mean of them is not the "
         "corpus BLEU."
     )
-    lines, data = [], runs[0].results[name].get("data", runs[0].config["data"])
-    for part, row in ((part, row) for part, numbers in parts.items() for row in numbers):
-        line = [part, *(Fact(row, text, f"{data}#{row}") for text in rows[row])]
-        for run, score in zip(runs, scores):
-            source = f"{run.name}/{name}.txt#{row}"
-            line.append(Fact(row, run.hypotheses[name][row], source))
-            line.append(Fact(score[row], f"{score[row]:.1f}", f"computed from {source}"))
-        lines.append(line)
-    systems = [cell for run in runs for cell in (Fact(run.name, run.name, run.name), "score")]
-    page.table(["", "source", "reference", *systems], lines)
+    file = runs[0].results[name].get("data", runs[0].config["data"])
+    lines = []
+    for part, numbers in parts.items():
+        for row in numbers:
+            line = [part, *(Fact(row, text, f"{file}#{row}") for text in rows[row])]
+            for run, score in zip(runs, scores):
+                source = f"{run.name}/{name}.txt#{row}"
+                line.append(Fact(row, run.hypotheses[name][row], source))
+                line.append(Fact(score[row], f"{score[row]:.1f}", f"computed from {source}"))
+            lines.append(line)
+    columns = [column for run in runs for column in (name_of(run), "score")]
+    page.table(["", "source", "reference", *columns], lines)
     return name, [numbers[0] for numbers in parts.values()]
 
 
-def attention(page: Page, runs: list[RunFiles], look: Callable, name: str, rows: list[int]) -> None:
-    """Tables for these rows of a result; `look(run, name, rows)` gives the weights."""
-    drawn, runs = {}, [run for run in runs if name in run.hypotheses]
+def attention(
+    page: Page,
+    runs: list[RunFiles],
+    look: Callable[[RunFiles, str, list[int]], list[Attention]],
+    name: str,
+    rows: list[int],
+) -> None:
+    """Cross-attention for these rows of a result, which `look(run, name, rows)` computes."""
+    drawn = {}
+    runs = [run for run in runs if rows and name in run.hypotheses]
     for run in runs:
-        if not rows or not run.model or rows_of(run, name) != rows_of(runs[0], name):
+        if not run.model or rows_of(run, name) != rows_of(runs[0], name):
             continue
         try:
             drawn[run.name] = look(run, name, rows)
@@ -369,96 +382,43 @@ def attention(page: Page, runs: list[RunFiles], look: Callable, name: str, rows:
             page.attention(sentence, f"attention {number} {run_name}", picture(sentence))
 
 
-def compare(runs: list[RunFiles]) -> tuple[str, list[Compared]]:
-    """Paired bootstrap of the first evaluation that all runs share: → its file and the figures. Raises `UserError`.
-
-    Of one run: of all its evaluations of the same rows, greedy search first.
-    """
-    if len(runs) == 1:
-        return compare_scores(runs[0])
-    for name in shared_results(runs):
-        rows = rows_of(runs[0], name) if len(runs[0].hypotheses[name]) <= MOST_COMPARED else []
-        if rows and all(rows_of(run, name) == rows for run in runs[1:]):
-            references = [reference for _, reference in rows]
-            systems = {run.name: run.hypotheses[name] for run in runs}
-            return f"{name}.txt", paired_bootstrap(references, systems, runs[0].config["target"])
-    raise UserError(
-        why_no_rows(runs)
-        or f"the runs have no translations of the same rows, at most {MOST_COMPARED:,}; run "
-        "evaluate.py with the same flags on each"
-    )
-
-
-def why_no_rows(runs: list[RunFiles]) -> str:
-    """Why data sets could not be read again, if so, and what to do."""
-    why = dict.fromkeys(words[1] for run in runs for words in run.missing if words[0] == "data set")
-    return f"{'; '.join(why)}; put the data back, or run evaluate.py again on each" if why else ""
-
-
-def compare_scores(run: RunFiles) -> tuple[str, list[Compared]]:
-    """The paired bootstrap of one run's evaluations on the same rows; UserError if there is one only."""
-    names = [
-        name for name, lines in run.hypotheses.items() if len(lines) <= MOST_COMPARED
-    ]  # greedy search first
-    names = [
-        name for name in names if run.results[name].get("rows") == run.results[names[0]].get("rows")
-    ]
-    rows = next(filter(None, (rows_of(run, name) for name in names)), []) if len(names) > 1 else []
-    names = [name for name in names if len(run.hypotheses[name]) == len(rows)]  # others lost lines
-    if len(names) < 2:
-        raise UserError(
-            why_no_rows([run])
-            or "--compare needs two runs, or two evaluations of one on the same rows: python "
-            f"evaluate.py --ckpt {shlex.quote(str(run.folder))} --beam 4"
-        )
-    systems = {name: run.hypotheses[name] for name in names}
-    return str(run.folder), paired_bootstrap(
-        [reference for _, reference in rows], systems, run.config["target"]
-    )
-
-
 def comparison(page: Page, runs: list[RunFiles]) -> None:
     """The paired bootstrap of several translation runs."""
-    runs = [run for run in runs if run.model]  # a lab's translates nothing
+    runs = [run for run in runs if run.model]
     if len(runs) < 2:
         return
+    page.heading("Paired bootstrap")
     try:
         name, systems = compare(runs)
     except UserError as error:
-        page.heading("Paired bootstrap")
         page.missing([("--compare", str(error))])
         return
-    page.heading("Paired bootstrap")
     page.note(
         "As sacreBLEU does it: both systems on the same resampled rows. p counts one direction: under 0.025 the difference "
         "is hardly chance."
     )
     source = f"computed from {name} of {', '.join(run.name for run in runs)}"
+    lines = []
+    for system in systems:
+        numbers = [
+            Fact(value, f"{value:.2f}", source) for value in (system.score, system.low, system.high)
+        ]
+        p_value = None
+        if system.p_value is not None:
+            p_value = Fact(system.p_value, f"{system.p_value:.4f}", source)
+        lines.append(
+            [system.metric, Fact(system.name, system.name, system.name), *numbers, p_value]
+        )
+    interval = ["lower end of the interval", "upper end of the interval"]
+    page.table(["metric", "run", "score", *interval, "p-value"], lines)
 
-    def number(value: float | None, form: str) -> Fact | None:
-        return None if value is None else Fact(value, format(value, form), source)
 
-    page.table(
-        [
-            "metric",
-            "run",
-            "score",
-            "lower end of the interval",
-            "upper end of the interval",
-            "p-value",
-        ],
-        [
-            [
-                system.metric,
-                Fact(system.name, system.name, system.name),
-                number(system.score, ".2f"),
-                number(system.low, ".2f"),
-                number(system.high, ".2f"),
-                number(system.p_value, ".4f"),
-            ]
-            for system in systems
-        ],
-    )
+def own_pictures(page: Page, runs: list[RunFiles]) -> None:
+    """What the script drew itself, such as filters, and screenshots put into the run's folder."""
+    pictures = {f"{run.name} {p.stem}": p.read_bytes() for run in runs for p in run.pictures}
+    if pictures:
+        page.heading("Pictures of the run")
+        page.figures(pictures)
 
 
 def settings(page: Page, runs: list[RunFiles]) -> None:
@@ -467,42 +427,12 @@ def settings(page: Page, runs: list[RunFiles]) -> None:
     if not names:
         return
     page.heading("Settings")
-    own = {"run", "resume", "seed"}
-    mark = {
-        n
-        for n, name in enumerate(names)
-        if name not in own and len({str(run.config.get(name)) for run in runs}) > 1
-    }
-    page.note("Only what differs between the runs is marked.") if mark else None
-    rows = {f"--{name}": partial(RunFiles.fact, file="config.json", keys=(name,)) for name in names}
-    table(page, runs, rows, mark)
-
-
-def own_pictures(page: Page, runs: list[RunFiles]) -> None:
-    """What the lab's script drew itself: filters, confusion matrix, schedule."""
-    if pictures := {
-        f"{run.name} {path.stem}": path.read_bytes() for run in runs for path in run.pictures
-    }:
-        page.heading("Pictures of the run")
-        page.figures(pictures)
-
-
-def comparison_in_lines(runs: list[RunFiles]) -> str:
-    """The paired bootstrap for the terminal: one line a metric and system, and what is to be known of the scores."""
-    name, systems = compare(runs)
-    lines = [
-        f"{name}, paired bootstrap of 1,000 resamples; p: how often chance alone gives so much in this direction"
-    ]
-    for system in systems:
-        p_value = "compared with" if system.p_value is None else f"p = {system.p_value:.4f}"
-        interval = f"95 % [{system.low:.2f}, {system.high:.2f}]"
-        lines.append(
-            f"{system.metric:<6} {system.name:<30} {system.score:6.2f}  {interval}  {p_value}"
-        )
-    lines += [
-        f"note: {run.name} · {' · '.join(told)}"
-        for run in runs
-        for told in run.missing
-        if "eval/" in told[0]
-    ]
-    return "\n".join(lines)
+    may_differ = {"run", "resume", "seed"}
+    mark = set()
+    for number, name in enumerate(names):
+        values = {str(run.config.get(name)) for run in runs}
+        if name not in may_differ and len(values) > 1:
+            mark.add(number)
+    if mark:
+        page.note("Only what differs between the runs is marked.")
+    table(page, runs, {f"--{name}": f"config.json#{name}" for name in names}, mark)

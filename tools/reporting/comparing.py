@@ -1,0 +1,84 @@
+"""Does one run translate better than another? The paired bootstrap of runs, or of one run's evaluations."""
+
+import shlex
+
+from engine.errors import UserError
+from text.bleu import Compared, paired_bootstrap
+from tools.reporting.reading import RunFiles, rows_of
+
+MOST_ROWS = 50_000  # the paired bootstrap takes 72 kB of memory for each
+
+
+def shared_results(runs: list[RunFiles]) -> list[str]:
+    """The evaluations of which every run has the translations."""
+    return [name for name in runs[0].hypotheses if all(name in run.hypotheses for run in runs)]
+
+
+def compare(runs: list[RunFiles]) -> tuple[str, list[Compared]]:
+    """The paired bootstrap of the first evaluation that all runs share: its file and the figures.
+
+    Of one run: of all its evaluations of the same rows, greedy search first. Raises `UserError`.
+    """
+    if len(runs) == 1:
+        return compare_evaluations(runs[0])
+    for name in shared_results(runs):
+        rows = rows_of(runs[0], name) if len(runs[0].hypotheses[name]) <= MOST_ROWS else []
+        if rows and all(rows_of(run, name) == rows for run in runs[1:]):
+            references = [reference for _, reference in rows]
+            systems = {run.name: run.hypotheses[name] for run in runs}
+            return f"{name}.txt", paired_bootstrap(references, systems, runs[0].config["target"])
+    raise UserError(
+        why_no_rows(runs)
+        or f"the runs have no translations of the same rows, at most {MOST_ROWS:,}; run "
+        "evaluate.py with the same flags on each"
+    )
+
+
+def compare_evaluations(run: RunFiles) -> tuple[str, list[Compared]]:
+    """The paired bootstrap of one run's evaluations. Raises `UserError` if there is only one."""
+    names = [name for name, lines in run.hypotheses.items() if len(lines) <= MOST_ROWS]
+    if names:  # those of the same rows as the first; greedy search comes first
+        fingerprint = run.results[names[0]].get("rows")
+        names = [name for name in names if run.results[name].get("rows") == fingerprint]
+    rows = []
+    if len(names) > 1:
+        rows = next(filter(None, (rows_of(run, name) for name in names)), [])
+        names = [name for name in names if len(run.hypotheses[name]) == len(rows)]
+    if len(names) < 2:
+        command = f"python evaluate.py --ckpt {shlex.quote(str(run.folder))} --beam 4"
+        raise UserError(
+            why_no_rows([run])
+            or f"--compare needs two runs, or two evaluations of one on the same rows: {command}"
+        )
+    systems = {name: run.hypotheses[name] for name in names}
+    references = [reference for _, reference in rows]
+    return str(run.folder), paired_bootstrap(references, systems, run.config["target"])
+
+
+def why_no_rows(runs: list[RunFiles]) -> str:
+    """Why data sets could not be read, and what to do; "" if they could."""
+    notes = [note for run in runs for note in run.missing if note[0] == "data set"]
+    reasons = dict.fromkeys(reason for _, reason, *_ in notes)
+    if not reasons:
+        return ""
+    return f"{'; '.join(reasons)}; put the data back, or run evaluate.py again on each"
+
+
+def comparison_in_lines(runs: list[RunFiles]) -> str:
+    """The paired bootstrap for the terminal: one line for each metric and system, and notes."""
+    name, systems = compare(runs)
+    lines = [
+        f"{name}, paired bootstrap of 1,000 resamples; "
+        "p: how often chance alone gives so much in this direction"
+    ]
+    for system in systems:
+        p_value = "compared with" if system.p_value is None else f"p = {system.p_value:.4f}"
+        interval = f"95 % [{system.low:.2f}, {system.high:.2f}]"
+        lines.append(
+            f"{system.metric:<6} {system.name:<30} {system.score:6.2f}  {interval}  {p_value}"
+        )
+    for run in runs:
+        notes = [" · ".join(note) for note in run.missing if "eval/" in note[0]]
+        notes += [run.notice()] if run.notice() else []
+        lines += [f"note: {run.name} · {note}" for note in notes]
+    return "\n".join(lines)
