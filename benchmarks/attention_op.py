@@ -24,8 +24,8 @@ from engine.config import flag, parse_flags
 from engine.distributed import choose_device
 from engine.errors import run_script
 from engine.memory import forget_peak, held_gib
-from labs.attention_op import ATTENTION_BACKENDS, attention, gelu
 from labs.attention_op.checks import random_inputs
+from labs.attention_op.operators import ATTENTION_BACKENDS, GELU_BACKENDS, attention, gelu
 
 TOKENS, HEADS, WIDTH = (
     4096,
@@ -66,30 +66,20 @@ def attentions(device: torch.device) -> dict[str, Callable[..., Tensor]]:
 
     if device.type == "cpu":
         named = {"PyTorch flash": pytorch(SDPBackend.FLASH_ATTENTION)}
-        backends = ATTENTION_BACKENDS
     else:  # flash attention on a GPU knows no fp32
         named = {"PyTorch efficient": pytorch(SDPBackend.EFFICIENT_ATTENTION)}
-        backends = [name for name in ATTENTION_BACKENDS if name != "cpp"]
     named["PyTorch math"] = pytorch(SDPBackend.MATH)
     named["composed"] = lambda q, k, v: (q @ k.mT / math.sqrt(q.size(-1))).softmax(-1) @ v
-    return named | {f"ours {name}": partial(attention, backend=name) for name in backends}
+    return named | {f"ours {name}": partial(attention, backend=name) for name in ATTENTION_BACKENDS}
 
 
-def gelus(device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
+def gelus() -> dict[str, Callable[[Tensor], Tensor]]:
     """Name → function of x."""
     named = {
         "PyTorch": F.gelu,
         "composed": lambda x: 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5))),
-        "ours python": gelu,
-        "PyTorch tanh": lambda x: F.gelu(x, approximate="tanh"),
-        "ours python tanh": lambda x: gelu(x, "tanh"),
     }
-    if device.type == "cpu":
-        named |= {
-            "ours cpp": lambda x: gelu(x, backend="cpp"),
-            "ours cpp tanh": lambda x: gelu(x, "tanh", "cpp"),
-        }
-    return named
+    return named | {f"ours {name}": partial(gelu, backend=name) for name in GELU_BACKENDS}
 
 
 def tasks(config: Config, device: torch.device) -> Iterator[tuple[str, Callable[[], tuple]]]:
@@ -108,7 +98,7 @@ def tasks(config: Config, device: torch.device) -> Iterator[tuple[str, Callable[
             [torch.randn(count, device=device, requires_grad=True)],
             torch.randn(count, device=device),
         )
-        for name, operator in gelus(device).items():
+        for name, operator in gelus().items():
             yield f"gelu {name}, {count}", partial(forward_and_backward, operator, inputs, grad)
 
 

@@ -53,15 +53,19 @@ def library(source: Path, **defined: str) -> ctypes.CDLL | None:
         RuntimeError,
         subprocess.CalledProcessError,
     ) as error:  # RuntimeError: there is no home folder
-        lines = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
-        reason = next(
-            (line for line in lines if "error" in line), lines[0] if lines else "no reason given"
-        )
         print(
-            f"note: {source.name} could not be compiled, so slower PyTorch code is used: {reason}",
+            f"note: {source.name} could not be compiled, so slower PyTorch code is used: "
+            f"{reason_of(error)}",
             file=sys.stderr,
         )
         return None
+
+
+def reason_of(error: Exception) -> str:
+    """Why compiling or loading failed, in one line: the compiler's first error."""
+    lines = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
+    first = lines[0] if lines else "no reason given"
+    return next((line for line in lines if "error" in line), first)
 
 
 def why_not() -> str:
@@ -83,11 +87,8 @@ def compiled(source: Path, macros: list[str]) -> Path:
     command = [*compiler(), *FLAGS, *macros]
     paths = [f"-I{FOLDER}", str(source)]
     texts = [path.read_bytes() for path in (source, *sorted(FOLDER.glob("*.h")))]
-    paths += (
-        [f"-isystem{TORCH / 'include'}", f"-L{TORCH / 'lib'}", "-lc10"]
-        if b"#include <c10/" in texts[0]
-        else []
-    )
+    if b"#include <c10/" in texts[0] or b"#include <ATen/" in texts[0]:
+        paths += [f"-isystem{TORCH / 'include'}", f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
     version = hashlib.sha256(
         repr((texts, command, torch.__version__, processor())).encode()
     ).hexdigest()[:12]

@@ -26,6 +26,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "sample/README.md",
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "labs").glob("*/README*.md")),
 ]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 LABS = {"lenet", "wikitext", "attention", "pipeline", "collectives", "gpt"}
@@ -188,7 +189,7 @@ def test_the_page_names_the_flags_that_may_change():
     }
 
 
-@pytest.mark.parametrize("page", ["docs/positional_encoding.md", "docs/attention_op.md"])
+@pytest.mark.parametrize("page", ["docs/positional_encoding.md", "labs/attention_op/README.md"])
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     """Blocks that begin with `import torch`; they check what the page says, or print it."""
     monkeypatch.chdir(tmp_path)

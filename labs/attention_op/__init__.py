@@ -1,28 +1,21 @@
 """Attention and GELU written by hand, forward and backward: in Python and in C++.
 
-    python -m labs.attention_op                       # check every operator against PyTorch, then a short timing
+    python -m labs.attention_op                    # check every operator against PyTorch, then time it
 
     from labs.attention_op import attention, gelu, MultiHeadAttention, use_in
     out = attention(q, k, v, mask=padding, causal=True, backend="cpp")    # (B, H, S, D) each
-    y = gelu(x, approximate="tanh", backend="cpp")
-    use_in(model, "cpp")                              # every nn.MultiheadAttention of a model, weights as they are
+    y = gelu(x, backend="cpp")
+    use_in(model, "cpp")                           # replace every nn.MultiheadAttention of a model
 
-attention_python.py and gelu_python.py are the place to begin: the derivations stand there.
+Begin with gelu_python.py and attention_python.py, which derive the formulas.
 """
 
-__all__ = [
-    "ATTENTION_BACKENDS",
-    "GELU_BACKENDS",
-    "MultiHeadAttention",
-    "attention",
-    "gelu",
-    "use_in",
-]
+__all__ = ["MultiHeadAttention", "attention", "gelu", "use_in"]
 
 
 def __getattr__(name: str):
-    # Python asks here for a name that the package does not have yet (PEP 562): so PyTorch is not imported before an operator
-    # is used, and `python -m labs.attention_op --help` answers at once.
+    # Python calls this for a name that the package does not have yet (PEP 562). So PyTorch is only
+    # imported when an operator is used, and `python -m labs.attention_op --help` answers at once.
     if name in ("MultiHeadAttention", "use_in"):
         from labs.attention_op import module as home
     elif name in __all__:

@@ -1,4 +1,4 @@
-"""The two operators: what they accept, and which implementation answers.
+"""The two operators: they check their inputs and choose the implementation.
 
 B rows, H heads, S queries, T keys, D width of queries and keys, W width of values.
 """
@@ -6,15 +6,16 @@ B rows, H heads, S queries, T keys, D width of queries and keys, W width of valu
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import UserError
-from labs.attention_op.attention_python import Attention, RecomputedAttention
-from labs.attention_op.gelu_python import Gelu, GeluTanh
+from labs.attention_op.attention_python import Attention, RecomputedAttention, dropout_factors
+from labs.attention_op.cpp import CppAttention, CppGelu
+from labs.attention_op.gelu_python import Gelu
 
 ATTENTION_BACKENDS = ("python", "recompute", "cpp")
-GELU_BACKENDS = ("python", "cpp")
+GELU_BACKENDS = {"python": Gelu, "cpp": CppGelu}
+HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def attention(
@@ -29,128 +30,102 @@ def attention(
 ) -> Tensor:
     """softmax(scale · QKᵀ + mask) V: (B, H, S, D), (B, H, T, D), (B, H, T, W) → (B, H, S, W)
 
-    mask:    boolean, True = ignore (the opposite of `F.scaled_dot_product_attention`), or numbers added to the scores;
-             broadcastable to (B, H, S, T): padding of keys is (B, 1, 1, T). It gets no gradient.
-    causal:  query i sees the keys 0…i, also when S ≠ T. May be given beside a mask.
-    dropout: share of the weights set to 0, the others divided by 1 − dropout. Give 0 when not training.
-    scale:   1/√D unless given.
-    backend: "python" keeps all weights for the backward pass; "recompute" makes them again, block by block; "cpp" (CPU) does the
-             same compiled. All drop the same weights after the same `torch.manual_seed`.
+    mask:    boolean, True = ignore (the opposite of `F.scaled_dot_product_attention`), or numbers
+             that are added to the scores. Broadcastable to (B, H, S, T): a padding mask of the keys
+             is (B, 1, 1, T). It gets no gradient.
+    causal:  query i sees the keys 0…i, also when S ≠ T. Can be combined with a mask.
+    dropout: probability of setting a weight to 0; the others are divided by 1 − dropout.
+             Pass 0 outside training.
+    scale:   1/√D by default.
+    backend: "python" and "cpp" keep all weights for the backward pass, "recompute" computes them
+             again, block by block.
 
-    A query that may see nothing gets zeros. Half precision is computed in fp32 and rounded at the end of
-    the forward pass, and again at the end of the backward pass, which starts from the rounded output;
-    autocast applies as to PyTorch's own. It can be differentiated once. Raises `UserError`.
+    A query that may see nothing gets zeros. Half precision is computed in fp32 and rounded at the
+    end, also under autocast. Can be differentiated once. Raises `UserError`.
     """
     check_backend("attention", backend, ATTENTION_BACKENDS)
     check_inputs(q, k, v, mask, dropout)
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-    scale = 1 / math.sqrt(max(1, q.size(-1))) if scale is None else scale
-    bias = None if mask is None else as_bias(mask, q)
-    if (
-        k.size(2) == 0
-    ):  # no keys are one key that nobody may see: then no implementation has to know
-        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-        bias = as_bias(torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device), q)
-    seed = (
-        torch.randint(-(2**31), 2**31 - 1, (2,), dtype=torch.int32, device=q.device)
-        if dropout
-        else None
-    )
-    return implementation(backend)(q, k, v, bias, causal, scale, dropout, seed)
+    dtype = q.dtype
+    if dtype in HALF_PRECISION:
+        q, k, v = q.float(), k.float(), v.float()
+    bias = None if mask is None else as_bias(mask, q.dtype)
+    if scale is None:
+        scale = 1 / math.sqrt(q.size(-1))
+    with torch.autocast(q.device.type, enabled=False):
+        if backend == "recompute":
+            seed = torch.randint(2**62, ()).item() if dropout else 0
+            out = RecomputedAttention.apply(q, k, v, bias, causal, dropout, seed, scale)
+        else:
+            if causal:
+                later = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).triu(1)
+                bias = as_bias(later, q.dtype) + (0 if bias is None else bias)
+            factors = None
+            if dropout:
+                factors = dropout_factors(q.new_empty(*q.shape[:3], k.size(2)), dropout)
+            function = Attention if backend == "python" else CppAttention
+            out = function.apply(q, k, v, bias, factors, scale)
+    return out.to(dtype) if dtype in HALF_PRECISION else out
 
 
-def implementation(backend: str):
-    """The function (q, k, v, bias, causal, scale, dropout, seed) → output. Compiled ones are built at first use."""
-    if backend == "cpp":
-        from labs.attention_op.cpp import cpp_attention
+def gelu(x: Tensor, backend: str = "python") -> Tensor:
+    """x Φ(x) of every element, as `F.gelu` without approximation. Any shape → the same shape.
 
-        return cpp_attention
-    return {"python": Attention.apply, "recompute": RecomputedAttention.apply}[backend]
-
-
-def gelu(x: Tensor, approximate: str = "none", backend: str = "python") -> Tensor:
-    """GELU of every number, as `F.gelu`: the exact one, or with `approximate="tanh"` the approximation.
-
-    Half precision is computed in fp32 and rounded once. Raises `UserError`.
+    Half precision is computed in fp32 and rounded at the end. Raises `UserError`.
     """
-    if approximate not in ("none", "tanh"):
-        raise UserError(f"gelu: approximate={approximate!r} is unknown; choose 'none' or 'tanh'")
     check_backend("gelu", backend, GELU_BACKENDS)
     if not x.is_floating_point():
-        raise UserError(f"gelu: the input is {x.dtype}; give floating-point numbers")
-    if backend == "cpp":
-        from labs.attention_op.cpp import cpp_gelu
-
-        return cpp_gelu(x, approximate)
-    return (Gelu if approximate == "none" else GeluTanh).apply(x)
-
-
-def as_bias(mask: Tensor, q: Tensor) -> Tensor:
-    """A mask as numbers to add to the scores, four axes, its keys side by side in memory."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if mask.dtype == torch.bool:
-        bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
-            mask, -torch.inf
-        )
-    else:
-        bias = mask.to(dtype)
-    return bias.reshape((1,) * (4 - bias.dim()) + bias.shape).contiguous()
+        raise UserError(f"gelu: the input is {x.dtype}; pass floating-point numbers")
+    function = GELU_BACKENDS[backend]
+    if x.dtype in HALF_PRECISION:
+        return function.apply(x.float()).to(x.dtype)
+    return function.apply(x)
 
 
-def check_backend(operator: str, backend: str, known: tuple[str, ...]) -> None:
-    """Raises `UserError` for one that does not exist."""
+def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as numbers that are added to the scores: -inf where a boolean mask is True."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -torch.inf)
+
+
+def check_backend(operator: str, backend: str, known) -> None:
+    """Raises `UserError` for an unknown backend."""
     if backend not in known:
-        raise UserError(f"{operator}: backend={backend!r} is unknown; choose {', '.join(known)}")
+        raise UserError(f"{operator}: unknown backend {backend!r}; choose {', '.join(known)}")
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> None:
-    """Raises `UserError`, in one line, for shapes and types that do not fit."""
-    named = {"q": q, "k": k, "v": v}
-    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
-    if any(x.dim() != 4 for x in named.values()):
-        raise UserError(
-            f"attention: q, k and v have four axes (batch, heads, length, width); got {shapes}"
-        )
+    """Raises `UserError`, in one line, for shapes and types that do not fit together."""
+    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise UserError(f"attention: q, k and v need the axes (B, H, length, width); {shapes}")
     if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
-        raise UserError(f"attention: batch and heads differ: {shapes}; expand them first")
+        raise UserError(f"attention: q, k and v need the same batch and heads; {shapes}")
     if q.size(3) != k.size(3):
-        raise UserError(
-            f"attention: queries of width {q.size(3)} do not fit keys of width {k.size(3)}: {shapes}"
-        )
-    if k.size(2) != v.size(2):
-        raise UserError(f"attention: {k.size(2)} keys but {v.size(2)} values: {shapes}")
-    kinds = {(x.dtype, x.device) for x in named.values()}
-    autocast = torch.is_autocast_enabled(q.device.type)  # which makes the types equal afterwards
-    if not q.is_floating_point() or (len(kinds) > 1 and not autocast):
-        raise UserError(
-            "attention: q, k and v need one floating-point type and device; got "
-            + ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in named.items())
-        )
+        raise UserError(f"attention: queries and keys need the same width; {shapes}")
+    if k.size(2) != v.size(2) or k.size(2) == 0:
+        raise UserError(f"attention: as many values as keys are needed, at least one; {shapes}")
+    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
+        types = f"got {q.dtype}, {k.dtype} and {v.dtype}"
+        raise UserError(f"attention: q, k and v need one floating-point type; {types}")
     if not 0 <= dropout < 1:
-        raise UserError(f"attention: dropout={dropout} must be in [0, 1)")
+        raise UserError(f"attention: dropout={dropout} must be at least 0 and below 1")
     if mask is not None:
-        check_mask(mask, (*q.shape[:3], k.size(2)), q.device)
+        check_mask(mask, (*q.shape[:3], k.size(2)))
 
 
-def check_mask(mask: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raises `UserError` unless the mask is here, of a usable type and broadcastable to (B, H, S, T)."""
-    if mask.device != device:
-        raise UserError(
-            f"attention: the mask is on {mask.device}, the queries are on {device}; move it there"
-        )
+def check_mask(mask: Tensor, shape: tuple[int, ...]) -> None:
+    """Raises `UserError` unless the mask has a usable type and broadcasts to (B, H, S, T)."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise UserError(
-            f"attention: the mask is {mask.dtype}; give torch.bool with True = ignore, or numbers to add"
+            f"attention: the mask is {mask.dtype}; pass torch.bool (True = ignore) or floats to add"
         )
     if mask.requires_grad:
+        raise UserError("attention: the mask gets no gradient; pass mask.detach()")
+    try:
+        mask.expand(shape)
+    except RuntimeError:
         raise UserError(
-            "attention: the mask requires a gradient, which this operator does not compute; detach it"
-        )
-    sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-    if mask.dim() > 4 or any(size not in (1, whole) for size, whole in zip(sizes, shape)):
-        raise UserError(
-            f"attention: a mask of shape {tuple(mask.shape)} does not fit scores (batch, heads, queries, keys) "
-            f"{shape}; padding of keys is (batch, 1, 1, keys)"
-        )
+            f"attention: a mask of shape {tuple(mask.shape)} does not broadcast to the scores' "
+            f"(B, H, S, T) = {shape}; a padding mask of the keys is (B, 1, 1, T)"
+        ) from None

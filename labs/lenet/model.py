@@ -86,7 +86,7 @@ class OwnGelu(nn.Module):
         self.backend = backend
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.gelu(x, approximate="none", backend=self.backend)
+        return self.gelu(x, backend=self.backend)
 
     def extra_repr(self) -> str:
         return f"backend={self.backend!r}"
