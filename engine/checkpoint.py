@@ -1,11 +1,13 @@
-"""Checkpoints that survive a kill, a full disk and a flipped bit, and never run code when they are opened.
+"""Checkpoints that survive a kill and a full disk, and never run code when they are opened.
+
+    save(folder, step, model.state_dict(), optimizer.state_dict(), {"best_loss": 3.1}, best_step=step)
+    newest = mend(folder)                                       # to resume
+    model.load_state_dict(load_weights(resolve("runs/x")))      # to translate
 
 runs/x/checkpoints/step-200/     model.safetensors  optimizer.pt  state.json  checksums.json
 runs/x/checkpoints/best, last    symbolic links, each to one of the step-N folders
 
-save(folder, step, model.state_dict(), optimizer.state_dict(), {"best_score": 31.2}, best_step=step)
-newest = mend(folder); load_tensors(newest / "optimizer.pt"); load_state(newest)   # to resume
-model.load_state_dict(load_weights(resolve("runs/x")))             # to translate
+A checkpoint is "whole" if its files are those that checksums.json lists, byte for byte.
 """
 
 import hashlib
@@ -25,17 +27,15 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from engine.config import as_json, atomic_write, wait_for_disk
 from engine.errors import UserError
+from engine.files import as_json, atomic_write, wait_for_disk
 from engine.telemetry import is_main
 
-CONTENT = [
-    "model.safetensors",
-    "optimizer.pt",
-    "state.json",
-]  # the files that checksums.json vouches for
-RESUMABLE = 2  # checkpoints that keep the optimizer's state: the newest, and one to fall back on
+CONTENT = ["model.safetensors", "optimizer.pt", "state.json"]  # what checksums.json lists
+RESUMABLE = 2  # checkpoints that keep the optimizer's state: the newest, and one to fall back to
 WEIGHT_SUFFIXES = [".safetensors", ".pt", ".pth", ".bin"]
+
+# ---- write
 
 
 def save(
@@ -47,44 +47,26 @@ def save(
     keep: int = 5,
     best_step: int | None = None,
 ) -> None:
-    """Write `folder/step-N` whole or not at all, re-point `last` and `best`, and keep the newest `keep` and the best.
+    """Write `folder/step-N` completely or not at all. To be called by one process only (rank 0).
 
-    `state` is any JSON: best score, sampler position, scaler… The optimizer's state, up to twice the size of the
-    weights, stays in the newest `RESUMABLE` only. To be called by one process only (rank 0).
+    `state` is any JSON. The links `last` and `best` follow; the newest `keep` checkpoints and the best
+    one stay. The optimizer's state, up to twice the size of the weights, stays in the newest two.
+    Raises `UserError` if the disk is full or cannot be written to.
     """
-    checkpoint, temporary = folder / f"step-{step}", folder / f".tmp-step-{step}-{os.getpid()}"
-    # Everything becomes bytes first and then goes to disk in one way, so that a full disk has one kind of error.
-    # The price is a second copy of the checkpoint in host memory for as long as the writing takes.
-    optimizer_file = io.BytesIO()
-    torch.save(optimizer_state, optimizer_file)
-    # safetensors refuses names that share storage (tied weights), and loading must give every name back: copy each.
-    tensors = {
-        name: tensor.detach().to("cpu", copy=True).contiguous()
-        for name, tensor in model_state.items()
-    }
-    files = {
-        "model.safetensors": safetensors.torch.save(tensors, metadata={"format": "pt"}),
-        "optimizer.pt": optimizer_file.getbuffer(),
-        "state.json": as_json({**state, "step": step, "best_step": best_step}).encode(),
-    }
-    files["checksums.json"] = as_json(
-        {name: hashlib.sha256(files[name]).hexdigest() for name in CONTENT}
-    ).encode()
+    files = contents(step, model_state, optimizer_state, {**state, "best_step": best_step})
+    checkpoint = folder / f"step-{step}"
+    temporary = folder / f".tmp-step-{step}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _settle_replaced(folder)
-        for leftover in folder.glob(
-            ".tmp-*"
-        ):  # a run has one writer, so these are of runs killed in the middle
-            shutil.rmtree(leftover, ignore_errors=True)
+        _remove_temporary(folder)
         temporary.mkdir()
         for name, content in files.items():
             (temporary / name).write_bytes(content)
             wait_for_disk(temporary / name)
         wait_for_disk(temporary)
-        if (
-            checkpoint.exists()
-        ):  # a resumed run does a step again, and a folder cannot be renamed onto a full one
+        # A resumed run may save a step again, and a folder cannot be renamed onto a full one.
+        if checkpoint.exists():
             os.replace(checkpoint, folder / f".replaced-{checkpoint.name}")
         os.replace(temporary, checkpoint)
         _link(folder, step, best_step)
@@ -94,91 +76,105 @@ def save(
     except OSError as error:
         _settle_replaced(folder)
         whole = next(_whole(folder), None)
-        remedy = (
-            f"resume from {whole.name}, which is whole"
-            if whole
-            else "begin anew: no earlier checkpoint is whole"
-        )
+        if whole:
+            remedy = f"resume from {whole.name}, which is whole"
+        else:
+            remedy = "start again: no earlier checkpoint is whole"
         reason = f"cannot write step-{step} in {folder}: {error.strerror or error}"
         raise UserError(f"{reason}; fix this, then {remedy}") from error
     finally:
-        for leftover in folder.glob(
-            ".tmp-*"
-        ):  # what failed or is old; what was saved has its final name
-            shutil.rmtree(leftover, ignore_errors=True)
+        _remove_temporary(folder)
+
+
+def contents(step: int, model_state: dict, optimizer_state: dict, state: dict) -> dict[str, bytes]:
+    """Name -> bytes of the four files.
+
+    Everything becomes bytes before anything is written: a full disk then has one kind of error. The
+    price is a second copy of the checkpoint in memory.
+    """
+    optimizer_file = io.BytesIO()
+    torch.save(optimizer_state, optimizer_file)
+    # safetensors refuses names that share storage (tied weights), and all names are to come back.
+    tensors = {
+        name: tensor.detach().to("cpu", copy=True).contiguous()
+        for name, tensor in model_state.items()
+    }
+    files = {
+        "model.safetensors": safetensors.torch.save(tensors, metadata={"format": "pt"}),
+        "optimizer.pt": optimizer_file.getbuffer(),
+        "state.json": as_json({**state, "step": step}).encode(),
+    }
+    checksums = {name: hashlib.sha256(files[name]).hexdigest() for name in CONTENT}
+    return {**files, "checksums.json": as_json(checksums).encode()}
+
+
+def write_checksums(folder: Path, names: list[str]) -> None:
+    """checksums.json in `folder`: the hashes of these files, for `verify_files`."""
+    hashes = {name: _hash_of(folder / name) for name in sorted(names)}
+    atomic_write(folder / "checksums.json", as_json(hashes))
+
+
+# ---- check
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps that have a folder, ascending. A folder gets the name step-N only once all its files are written."""
+    """The steps that have a folder, ascending. Only a complete folder is named step-N."""
     names = (path.name for path in Path(folder).glob("step-*") if path.is_dir())
     return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-(0|[1-9][0-9]*)", name))
 
 
-def write_checksums(folder: Path, names: list[str]) -> None:
-    """checksums.json, the hashes of these files in `folder`, for `verify_files`; whole or not at all."""
-    atomic_write(
-        folder / "checksums.json",
-        as_json({name: _hash_of(folder / name) for name in sorted(names)}),
-    )
-
-
 def verify_files(folder: Path, may_miss: str = "") -> str | None:
-    """None if every file that checksums.json names is exactly as it was written, else a few words on what is wrong."""
+    """None if all files in checksums.json are as they were written, else what is wrong in a few words."""
     try:
         text = Path(folder, "checksums.json").read_bytes()
         recorded = json.loads(text)
-        # Comparing with what we would write shows any changed byte of this file too, even a space turned into a tab.
-        if text != as_json(recorded).encode():
+        if text != as_json(recorded).encode():  # a changed byte of this file itself
             return "checksums.json is damaged"
         for name, digest in recorded.items():
-            if (name != may_miss or Path(folder, name).exists()) and _hash_of(
-                Path(folder, name)
-            ) != digest:
+            path = Path(folder, name)
+            if name == may_miss and not path.exists():
+                continue
+            if _hash_of(path) != digest:
                 return f"checksum of {name} differs"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ):  # no JSON, not UTF-8, no table, nested without end
+    except (ValueError, TypeError, AttributeError, RecursionError):  # no JSON, or no object
         return "checksums.json is damaged"
     return None
 
 
 def verify(checkpoint: Path, to_resume: bool = False) -> str | None:
-    """None if the checkpoint is as it was saved (optimizer.pt may be gone), else what is wrong or, `to_resume`, missing."""
+    """None if the checkpoint is whole, else what is wrong. Without optimizer.pt it is whole, but not `to_resume`."""
     if damage := verify_files(checkpoint, may_miss="optimizer.pt"):
         return damage
     recorded = json.loads(Path(checkpoint, "checksums.json").read_bytes())
-    if to_resume and not ("optimizer.pt" in recorded and Path(checkpoint, "optimizer.pt").exists()):
+    if to_resume and not Path(checkpoint, "optimizer.pt").exists():
         return "its optimizer state was removed, to save space"
-    return (
-        None if {*recorded, "optimizer.pt"} == {*CONTENT} else "checksums.json is damaged"
-    )  # or unlisted
+    if {*recorded, "optimizer.pt"} != {*CONTENT}:
+        return "checksums.json is damaged"
+    return None
+
+
+# ---- find
 
 
 def latest(folder: Path, to_resume: bool = False) -> Path:
-    """The newest whole checkpoint in `folder`; every damaged one that is passed over is named in one line.
+    """The newest whole checkpoint in `folder`; damaged ones that are skipped are named on stderr.
 
-    Changes nothing: a run may be writing there.
+    Changes nothing: a run may be writing there. Raises `UserError` if there is none.
     """
     damaged = []
-    for checkpoint in (Path(folder) / f"step-{step}" for step in reversed(steps(folder))):
-        if not (damage := verify(checkpoint, to_resume)):
-            for passed_over in (
-                damaged if is_main() else []
-            ):  # of the processes of one run, one speaks
-                print(
-                    f"checkpoint {passed_over} is passed over; using {checkpoint.name}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            return checkpoint
-        damaged.append(f"{checkpoint.name} ({damage})")
+    for step in reversed(steps(folder)):
+        checkpoint = Path(folder) / f"step-{step}"
+        damage = verify(checkpoint, to_resume)
+        if damage:
+            damaged.append(f"{checkpoint.name} ({damage})")
+            continue
+        for skipped in damaged:
+            _print(f"checkpoint {skipped} is skipped; using {checkpoint.name}")
+        return checkpoint
     reason = ", ".join(damaged) or "nothing is saved yet"
     raise UserError(
         f"no checkpoint in {folder} can be used: {reason}; train first, or give another folder"
@@ -186,99 +182,55 @@ def latest(folder: Path, to_resume: bool = False) -> Path:
 
 
 def mend(folder: Path) -> Path | None:
-    """What a run goes on from, None if nothing was saved; links are set anew: a kill may have come before they were."""
+    """The checkpoint to resume from, None if nothing is saved. Only for the run that writes there.
+
+    What a kill left half done is completed: replaced checkpoints, links, damaged newer checkpoints.
+    """
     _settle_replaced(folder)
     if not steps(folder):
         return None
     newest = latest(folder, to_resume=True)
-    _put_damaged_aside(folder, int(newest.name[5:]))
-    _link(folder, int(newest.name[5:]), load_state(newest)["best_step"])
+    step = int(newest.name.removeprefix("step-"))
+    _put_damaged_aside(folder, step)
+    _link(folder, step, load_state(newest)["best_step"])
     return newest
 
 
 def resolve(path: str | Path) -> Path:
-    """The checkpoint or weights file `--ckpt` names, of a run its best checkpoint, else its latest; or `UserError`."""
+    """The checkpoint or weights file that `--ckpt` means; of a run its best checkpoint, else its latest.
+
+    Raises `UserError` for a path that leads to none.
+    """
     path = Path(path)
     if path.is_file() and path.suffix in WEIGHT_SUFFIXES:
-        if (
-            path.name in CONTENT
-            and (path.parent / "state.json").exists()
-            and (damage := verify(path.parent))
-        ):
-            raise UserError(
-                f"{path} belongs to a checkpoint that is not whole ({damage}); use another one"
-            )
+        _require_whole_around(path)
         return path
     if not path.is_dir():
-        what = (
-            f"is not a weights file ({' '.join(WEIGHT_SUFFIXES)})"
-            if path.exists()
-            else "does not exist"
-        )
+        what = "does not exist"
+        if path.exists():
+            what = f"is not a weights file ({' '.join(WEIGHT_SUFFIXES)})"
         raise UserError(
             f"{path} {what}; give a run directory, a checkpoint directory or a weights file"
         )
-    is_folder_of_run = (path / "checkpoints").is_dir() or (path / "config.json").exists()
-    folder = path / "checkpoints" if is_folder_of_run else path
-    if not is_folder_of_run and not steps(folder):  # nor is it a run's checkpoints/
-        if damage := verify(path.resolve()):
-            whole = next(_whole(path.resolve().parent), None)
-            advice = (
-                f"use {whole}, which is whole"
-                if whole
-                else "give a run directory or another checkpoint"
-            )
-            raise UserError(f"{path} is not a whole checkpoint ({damage}); {advice}")
-        return path.resolve()  # from a link such as `best` to its step-N
-    newest = latest(folder)
-    best_step = load_state(newest)["best_step"]
-    best = (
-        newest if best_step is None else folder / f"step-{best_step}"
-    )  # None: nothing was validated yet
-    if best != newest and (damage := verify(best)):
-        if is_main():
-            print(
-                f"{best} is no whole checkpoint ({damage}), so not the best but the latest is used",
-                file=sys.stderr,
-            )
-        best = newest
-    return best.resolve()
-
-
-def load_weights(path: Path) -> dict[str, Tensor]:
-    """The weights of a checkpoint that was verified or of a weights file, on the CPU, without prefixes of DDP and compile."""
-    weights = load_tensors(path / "model.safetensors" if path.is_dir() else path)
-    for key in ["model", "state_dict"]:
-        if isinstance(weights, dict) and isinstance(weights.get(key), dict):
-            weights = weights[key]
-    entries = weights.items() if isinstance(weights, dict) else []
-    if not entries or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in entries
-    ):
-        raise UserError(f"{path} contains no state_dict (names and tensors); give a weights file")
-    # DistributedDataParallel puts "module." before each name and torch.compile "_orig_mod.", in either order.
-    return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): tensor for name, tensor in entries}
-
-
-def load_state(checkpoint: Path) -> dict:
-    """The state of a checkpoint that was verified, as it was given to `save`, with its step and the best one's."""
-    state, best = (
-        json.loads((Path(checkpoint) / "state.json").read_bytes()),
-        Path(checkpoint).parent / "best",
-    )
-    if "best_step" not in state:  # an older version had the link alone
-        state["best_step"] = (
-            int(best.resolve().name.removeprefix("step-")) if best.exists() else None
-        )
-    return state
+    if (path / "checkpoints").is_dir() or (path / "config.json").exists():
+        return _best_or_latest(path / "checkpoints")
+    if steps(path):  # the folder checkpoints/ of a run
+        return _best_or_latest(path)
+    checkpoint = path.resolve()  # from a link such as `best` to its step-N
+    if damage := verify(checkpoint):
+        whole = next(_whole(checkpoint.parent), None)
+        remedy = "give a run directory or another checkpoint"
+        if whole:
+            remedy = f"use {whole}, which is whole"
+        raise UserError(f"{path} is not a whole checkpoint ({damage}); {remedy}")
+    return checkpoint
 
 
 def last_whole(checkpoint: Path, count: int) -> list[Path]:
     """The `count` whole checkpoints up to and including this one in its folder, oldest first."""
     whole = list(_whole(checkpoint.parent))
-    whole = (
-        whole[whole.index(checkpoint) :] if checkpoint in whole else []
-    )  # a weights file has nothing before it
+    # A weights file has nothing before it.
+    whole = whole[whole.index(checkpoint) :] if checkpoint in whole else []
     if not 1 <= count <= len(whole):
         raise UserError(
             f"cannot average {count} checkpoints up to {checkpoint}: {len(whole)} are whole; ask for fewer"
@@ -286,41 +238,86 @@ def last_whole(checkpoint: Path, count: int) -> list[Path]:
     return whole[:count][::-1]
 
 
+# ---- read
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """The weights of a verified checkpoint or of a weights file, on the CPU.
+
+    Prefixes that DDP and torch.compile put before the names are removed.
+    """
+    weights = load_tensors(path / "model.safetensors" if path.is_dir() else path)
+    for key in ("model", "state_dict"):  # of other programs' checkpoints
+        if isinstance(weights, dict) and isinstance(weights.get(key), dict):
+            weights = weights[key]
+    entries = weights.items() if isinstance(weights, dict) else []
+    are_weights = all(isinstance(name, str) and isinstance(w, Tensor) for name, w in entries)
+    if not entries or not are_weights:
+        raise UserError(f"{path} contains no state_dict (names and tensors); give a weights file")
+    return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): tensor for name, tensor in entries}
+
+
+def load_state(checkpoint: Path) -> dict:
+    """The state of a verified checkpoint as it was given to `save`, with its step and the best one's."""
+    return json.loads((Path(checkpoint) / "state.json").read_bytes())
+
+
 def load_tensors(path: Path):
-    """Tensors and plain values of a safetensors or torch file; what else a pickle asks for is refused, never run."""
+    """Tensors and plain values of a safetensors or torch file. A pickle that asks for more is refused, not run."""
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # torch warns of a pickle's version before it refuses the pickle
+            warnings.simplefilter("ignore")  # torch warns of old formats before it refuses them
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UserError(
             f"cannot read {path}: {error.strerror or error}; name another file"
         ) from error
-    except (
-        Exception
-    ) as error:  # given any other bytes, the readers may raise anything, even KeyError
-        # A function or class that is not on torch's list of harmless ones, TorchScript, or a pickle not of torch.save:
-        plain_pickle = (
-            isinstance(error, pickle.UnpicklingError) and path.read_bytes()[:1] == b"\x80"
-        )
+    except Exception as error:  # given any other bytes the readers raise anything, even KeyError
+        # An object that is not on torch's list of harmless ones, TorchScript, or a pickle not of torch.save.
+        unpickling = isinstance(error, pickle.UnpicklingError)
+        plain_pickle = unpickling and path.read_bytes()[:1] == b"\x80"
         if plain_pickle or "GLOBAL" in str(error) or "TorchScript" in str(error):
-            reason = "contains more than tensors and would run code when opened, so it is refused; use .safetensors"
+            reason = (
+                "contains more than tensors and would run code when opened, so it is refused; "
+                "use .safetensors"
+            )
         else:
             reason = "is empty, truncated or not a weights file; copy it again or use another file"
         raise UserError(f"{path} {reason}") from error
 
 
+# ---- details
+
+
+def _best_or_latest(folder: Path) -> Path:
+    newest = latest(folder)
+    best_step = load_state(newest)["best_step"]
+    if best_step is None:  # nothing was validated yet
+        return newest.resolve()
+    best = folder / f"step-{best_step}"
+    if best != newest and (damage := verify(best)):
+        _print(f"the best checkpoint, {best}, is not whole ({damage}): the latest is used")
+        return newest.resolve()
+    return best.resolve()
+
+
+def _require_whole_around(path: Path) -> None:
+    """Raises `UserError` for a weights file in a damaged checkpoint folder."""
+    in_checkpoint = path.name in CONTENT and (path.parent / "state.json").exists()
+    if in_checkpoint and (damage := verify(path.parent)):
+        raise UserError(
+            f"{path} belongs to a checkpoint that is not whole ({damage}); use another one"
+        )
+
+
 def _whole(folder: Path) -> Iterator[Path]:
     """The whole checkpoints, the newest first."""
-    return (
-        path
-        for step in reversed(steps(folder))
-        if verify(path := Path(folder) / f"step-{step}") is None
-    )
+    for step in reversed(steps(folder)):
+        checkpoint = Path(folder) / f"step-{step}"
+        if verify(checkpoint) is None:
+            yield checkpoint
 
 
 def _hash_of(file: Path) -> str:
@@ -332,47 +329,59 @@ def _hash_of(file: Path) -> str:
 
 
 def _settle_replaced(folder: Path) -> None:
-    """Remove a step-N that was replaced; or, if the new one never came (a kill in between), give it its name back."""
+    """Remove a replaced step-N; if the new one never came (a kill in between), give it its name back."""
     for replaced in folder.glob(".replaced-step-*"):
         checkpoint = folder / replaced.name.removeprefix(".replaced-")
-        with suppress(OSError):  # the folder may be somebody else's, and only for reading
-            shutil.rmtree(replaced) if checkpoint.exists() else replaced.rename(checkpoint)
+        with suppress(OSError):  # the folder may be read-only
+            if checkpoint.exists():
+                shutil.rmtree(replaced)
+            else:
+                replaced.rename(checkpoint)
+
+
+def _remove_temporary(folder: Path) -> None:
+    """What failed, or was left by a killed process: a run has one writer."""
+    for leftover in folder.glob(".tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _put_damaged_aside(folder: Path, step: int) -> None:
-    """Rename the damaged checkpoints newer than this step: they would count among those that are kept."""
-    for newer in [found for found in steps(folder) if found > step]:
-        checkpoint, aside = folder / f"step-{newer}", folder / f"damaged-step-{newer}"
-        if not verify(checkpoint):  # whole: only its optimizer's state is gone
+    """Rename damaged checkpoints newer than this step: they would count among those that are kept."""
+    for newer in steps(folder):
+        checkpoint = folder / f"step-{newer}"
+        # Without optimizer.pt it is whole, and may stay.
+        if newer <= step or verify(checkpoint) is None:
             continue
-        with suppress(OSError):  # what cannot be renamed is no reason to stop the training
-            shutil.rmtree(aside, ignore_errors=True)  # of an earlier fall
+        aside = folder / f"damaged-step-{newer}"
+        with suppress(OSError):  # what cannot be renamed need not stop the training
+            shutil.rmtree(aside, ignore_errors=True)
             os.replace(checkpoint, aside)
-            said = f"checkpoint {checkpoint.name} is damaged and now called {aside.name}"
-            print(f"{said}; it may be deleted", file=sys.stderr, flush=True)
+            _print(f"checkpoint {checkpoint.name} is damaged; {aside.name} may be deleted")
 
 
 def _link(folder: Path, last: int, best: int | None) -> None:
-    """Point `last` and `best` to their checkpoints. Whoever looks finds the old one or the new one, never none."""
+    """Point `last` and `best` to their checkpoints. A reader finds the old link or the new one, never none."""
     for name, step in {"last": last, "best": best}.items():
-        if (folder / f"step-{step}").is_dir():  # "step-None": nothing was validated yet
-            with suppress(
-                OSError
-            ):  # exFAT, SMB and Google Drive have no links; no training needs these
-                (folder / f".new-{name}").unlink(missing_ok=True)
-                (folder / f".new-{name}").symlink_to(
-                    f"step-{step}"
-                )  # relative, so that a run may be moved or copied
-                os.replace(folder / f".new-{name}", folder / name)
+        if not (folder / f"step-{step}").is_dir():  # "step-None": nothing was validated yet
+            continue
+        new = folder / f".new-{name}"
+        with suppress(OSError):  # exFAT, SMB and Google Drive have no links; training needs none
+            new.unlink(missing_ok=True)
+            new.symlink_to(f"step-{step}")  # relative, so that a run can be moved or copied
+            os.replace(new, folder / name)
 
 
 def _remove_old(folder: Path, spared: set[int | None], keep: int) -> None:
     newest_first = steps(folder)[::-1]
-    for old in newest_first[RESUMABLE:]:
-        with suppress(OSError):  # what cannot be removed is no reason to stop the training
+    with suppress(OSError):  # what cannot be removed need not stop the training
+        for old in newest_first[RESUMABLE:]:
             (folder / f"step-{old}" / "optimizer.pt").unlink(missing_ok=True)
     for old in set(newest_first[max(keep, 1) :]) - spared:
-        with suppress(
-            OSError
-        ):  # only out of sight, for `save` to sweep: a kill halfway leaves no half step-N
+        # Rename first: a kill while its files are removed must not leave half a step-N.
+        with suppress(OSError):
             os.replace(folder / f"step-{old}", folder / f".tmp-removed-step-{old}")
+
+
+def _print(note: str) -> None:
+    if is_main():  # of the processes of one run, one
+        print(note, file=sys.stderr, flush=True)

@@ -1,11 +1,11 @@
-"""Command-line flags from one dataclass: every field is a flag; its help, bounds and choices stand beside its default.
+"""Command-line flags from one dataclass: every field is a flag, with its help, bounds and choices.
 
 @dataclass
 class Config:
     lr: float = flag(1e-3, "peak learning rate", "Training", above=0, below=10)
-    preset: str = flag("lab", "model size (lab|base|big)", "Model")     # the words in (a|b) are the choices
+    preset: str = flag("lab", "model size (lab|base|big)", "Model")     # (a|b): the choices
 
-config = parse_flags(Config)              # script.py --lr 3e-4, or: script.py settings.yaml --lr 3e-4
+config = parse_flags(Config)      # script.py --lr 3e-4, or: script.py settings.yaml --lr 3e-4
 """
 
 import argparse
@@ -23,8 +23,9 @@ from pathlib import Path
 from engine.errors import UserError, prepare_process, stop
 from engine.files import as_json, atomic_write, wait_for_disk  # noqa: F401
 
-SETTINGS_BYTES = 2**16
-OTHER_WORDS = {  # what a flag is called elsewhere
+SETTINGS_BYTES = 2**16  # a settings file is no larger
+LARGEST = 2**31 - 1  # whole number, where a flag has no other limit
+OTHER_NAMES = {  # what a flag is called in other programs
     "batch_size": "tokens_per_batch",
     "batch": "tokens_per_batch",
     "learning_rate": "lr",
@@ -35,14 +36,14 @@ OTHER_WORDS = {  # what a flag is called elsewhere
     "checkpoint": "ckpt",
     "name": "run",
 }
-LARGEST = 2**31 - 1  # whole number, where a flag names no other limit
-BOUNDS = {
+BOUNDS = {  # test, words, sign
     "min": (operator.ge, "at least", ">="),
-    "above": (operator.gt, "above", ">"),  # test, words, sign
+    "above": (operator.gt, "above", ">"),
     "max": (operator.le, "at most", "<="),
     "below": (operator.lt, "below", "<"),
 }
-SAYS_TRUE, SAYS_FALSE = ("true", "yes", "1"), ("false", "no", "0")
+TRUE_WORDS = ("true", "yes", "1")
+FALSE_WORDS = ("false", "no", "0")
 
 
 def flag(
@@ -62,7 +63,7 @@ def flag(
     value must be one of them. A `fixed` setting stays the same when a run is resumed.
     """
     if isinstance(default, int) and max is None and below is None:
-        max = LARGEST  # catches a typo of some zeros too many
+        max = LARGEST  # catches a few zeros too many
     bounds = {"min": min, "above": above, "max": max, "below": below}
     metadata = {"help": help, "group": group, "fixed": fixed, **bounds}
     return dataclasses.field(default=default, metadata=metadata)
@@ -71,9 +72,9 @@ def flag(
 def parse_flags(config_class, description: str = "", positional: str | None = None):
     """Parse sys.argv into `config_class`; its attribute `given` names the flags that the user set.
 
-    A first argument ending in .yaml or .json is read as the defaults. With `positional`, words that belong to no flag
-    and all words after `--` are collected in `config.<positional>`; without it they are an error. Mistakes print one
-    line and exit with 2.
+    A first argument ending in .yaml or .json is read as the defaults. With `positional`, words that
+    belong to no flag and all words after `--` are collected in `config.<positional>`; without it they
+    are an error. Mistakes print one line and exit with 2.
     """
     prepare_process()
     try:
@@ -83,65 +84,47 @@ def parse_flags(config_class, description: str = "", positional: str | None = No
 
 
 def _parse(config_class, description: str, positional: str | None, arguments: list[str]):
-    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    names = [field.name for field in dataclasses.fields(config_class)]
-    for field in dataclasses.fields(config_class):
-        kind = dict(
-            type=os.path.expanduser if field.type is str else field.type
-        )  # the shell expands no ~ in --run=~/x
-        kind = (
-            dict(type=_boolean, nargs="?", const=True) if field.type is bool else kind
-        )  # --check, --norm_first=false
-        kind = (
-            dict(type=int, nargs="+") if field.type is tuple else kind
-        )  # whole numbers: --gpu_devices 0 1 2
-        parser.add_argument(
-            f"--{field.name}", f"--{field.name.replace('_', '-')}", **kind
-        )  # _ or - in the name
-    end = arguments.index("--") if positional and "--" in arguments else len(arguments)
-    arguments, words_after = arguments[:end], arguments[end + 1 :]
+    fields = dataclasses.fields(config_class)
+    names = [field.name for field in fields]
+    words_after = []
+    if positional and "--" in arguments:
+        end = arguments.index("--")
+        arguments, words_after = arguments[:end], arguments[end + 1 :]
     if {"--help", "-h"} & set(arguments):
         print(format_help(config_class, description, positional), end="")
         sys.exit(0)
     if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
-        values = read_settings(Path(arguments.pop(0)))
-        if unknown := [name for name in values if name not in names]:
-            raise UserError(
-                f"unknown setting {unknown[0]!r} in the settings file{nearest(str(unknown[0]), names)}"
-            )
-        # As flags before the others: so a value is checked and converted in one way, wherever it comes from.
-        arguments = [
-            f"--{name}={value}" for name, value in values.items() if value is not None
-        ] + arguments
-    if positional:  # `--compare runs/a` → `--compare=true runs/a`, or argparse takes the run for the switch's value
-        yes = [
-            f"--{field.name.replace('_', '-')}"
-            for field in dataclasses.fields(config_class)
-            if field.type is bool
-        ]
-        arguments = [
-            f"{word}=true"
-            if word.replace("_", "-") in yes and after.lower() not in SAYS_TRUE + SAYS_FALSE
-            else word
-            for word, after in zip(arguments, [*arguments[1:], ""])
-        ]
-    parsed, rest = parser.parse_known_args(arguments)
-    for word in rest:
-        if word.startswith("-") and len(word) > 1:
-            advice = nearest(word.lstrip("-").split("=")[0], names, "--")
-            advice += f"; {positional} that begins with - goes after --" if positional else ""
-            raise UserError(f"unknown flag {word.split('=')[0]}{advice}")
-    if rest and not positional:
-        raise UserError(f"unexpected argument {rest[0]!r}; every setting is a flag (see --help)")
-    given = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in vars(parsed).items()
-    }
+        arguments = _as_flags(read_settings(Path(arguments[0])), names) + arguments[1:]
+    if positional:
+        arguments = _with_values(arguments, fields)
+    parsed, rest = _parser(fields).parse_known_args(arguments)
+    _refuse_unknown(rest, names, positional)
+
+    given = vars(parsed)
+    for name, value in given.items():
+        if isinstance(value, list):
+            given[name] = tuple(value)
     config = checked(config_class(**given))
-    config.given = {*given}
+    config.given = set(given)
     if positional:
         setattr(config, positional, rest + words_after)
     return config
+
+
+def _parser(fields) -> argparse.ArgumentParser:
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for field in fields:
+        if field.type is bool:  # --check, --check true or --check=false
+            kind = dict(type=_boolean, nargs="?", const=True)
+        elif field.type is tuple:  # whole numbers: --gpu_devices 0 1 2
+            kind = dict(type=int, nargs="+")
+        elif field.type is str:  # the shell does not expand the ~ in --run=~/x
+            kind = dict(type=os.path.expanduser)
+        else:
+            kind = dict(type=field.type)
+        dashed = field.name.replace("_", "-")
+        parser.add_argument(f"--{field.name}", f"--{dashed}", **kind)
+    return parser
 
 
 class _Parser(argparse.ArgumentParser):
@@ -150,51 +133,87 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _boolean(word: str) -> bool:
-    if word.lower() not in SAYS_TRUE + SAYS_FALSE:
+    if word.lower() not in TRUE_WORDS + FALSE_WORDS:
         raise argparse.ArgumentTypeError(f"{word!r} is not true or false")
-    return word.lower() in SAYS_TRUE
+    return word.lower() in TRUE_WORDS
+
+
+def _as_flags(settings: dict, names: list[str]) -> list[str]:
+    """A settings file as flags, so that a value is checked in one way wherever it comes from."""
+    for name in settings:
+        if name not in names:
+            raise UserError(
+                f"unknown setting {name!r} in the settings file{nearest(str(name), names)}"
+            )
+    return [f"--{name}={value}" for name, value in settings.items() if value is not None]
+
+
+def _with_values(arguments: list[str], fields) -> list[str]:
+    """`--compare runs/a` becomes `--compare=true runs/a`, or argparse would take the run for a value."""
+    switches = {f"--{field.name}" for field in fields if field.type is bool}
+    result = []
+    for word, after in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        is_switch = word.replace("-", "_").replace("__", "--", 1) in switches
+        has_value = after.lower() in TRUE_WORDS + FALSE_WORDS
+        if is_switch and not has_value:
+            word += "=true"
+        result.append(word)
+    return result
+
+
+def _refuse_unknown(words: list[str], names: list[str], positional: str | None) -> None:
+    """Raises `UserError` for the first word that is no flag, and without `positional` for any word."""
+    for word in words:
+        if word.startswith("-") and len(word) > 1:
+            name = word.split("=")[0]
+            advice = nearest(name.lstrip("-"), names, "--")
+            if positional:
+                advice += f"; {positional} that begins with - goes after --"
+            raise UserError(f"unknown flag {name}{advice}")
+    if words and not positional:
+        raise UserError(f"unexpected argument {words[0]!r}; every setting is a flag (see --help)")
 
 
 def checked(config):
-    """The same settings. Raises `UserError` for the first one outside the bounds or choices of its flag."""
+    """The same settings. Raises `UserError` for the first outside its flag's type, bounds or choices."""
     for field in dataclasses.fields(config):
-        value, told = getattr(config, field.name), field.metadata
-        if not isinstance(value, (int, float) if field.type is float else field.type):
+        value = getattr(config, field.name)
+        allowed = (int, float) if field.type is float else field.type
+        if not isinstance(value, allowed):
             raise UserError(f"--{field.name} {value!r} must be of type {field.type.__name__}")
-        if isinstance(value, str) and re.search(
-            "[\0\ud800-\udfff]", value
-        ):  # surrogates stand for other bytes
-            raise UserError(
-                f"--{field.name} {value!r} holds a NUL character, or is not UTF-8; rename it"
-            )
+        if isinstance(value, str):
+            _check_text(field, value)
         for number in value if isinstance(value, tuple) else [value]:
-            if isinstance(number, int | float) and (bounds := _missed_bounds(number, told)):
-                raise UserError(f"--{field.name} {number} must be {bounds}")
-        in_help = field.type is str and re.search(
-            r"\(([\w.-]+(?:\|[\w.-]+)+)\)", told["help"]
-        )  # (a|b)
-        choices = in_help[1].split("|") if in_help else []
-        if choices and value not in (*choices, field.default):
-            names = f"{', '.join(choices[:-1])} or {choices[-1]}"
-            raise UserError(
-                f"--{field.name} {value} is unknown; choose {names}{nearest(value, choices)}"
-            )
+            if isinstance(number, int | float):
+                _check_number(field, number)
     return config
 
 
-def _missed_bounds(number: int | float, told) -> str:
-    """'' for a number within the bounds of its flag, else the bounds in words: 'at least 1 and below 10'."""
-    bounds = {name: told[name] for name in BOUNDS if told[name] is not None}
-    finite = (
-        -math.inf < number < math.inf
-    )  # false for nan too, and right for whole numbers that no float can hold
-    if finite and all(BOUNDS[name][0](number, bound) for name, bound in bounds.items()):
-        return ""
-    # The limit of every whole number goes without saying until it is hit.
-    shown = [name for name, bound in bounds.items() if bound != LARGEST or number > LARGEST]
-    return (
-        " and ".join(f"{BOUNDS[name][1]} {bounds[name]:,}" for name in shown) or "a finite number"
-    )
+def _check_text(field, value: str) -> None:
+    if re.search("[\0\ud800-\udfff]", value):  # surrogates stand for bytes that are not UTF-8
+        raise UserError(
+            f"--{field.name} {value!r} holds a NUL character, or is not UTF-8; rename it"
+        )
+    listed = re.search(r"\(([\w.-]+(?:\|[\w.-]+)+)\)", field.metadata["help"])  # (a|b)
+    if not listed:
+        return
+    choices = listed[1].split("|")
+    if value not in (*choices, field.default):
+        names = f"{', '.join(choices[:-1])} or {choices[-1]}"
+        raise UserError(
+            f"--{field.name} {value} is unknown; choose {names}{nearest(value, choices)}"
+        )
+
+
+def _check_number(field, number: int | float) -> None:
+    limits = {name: field.metadata[name] for name in BOUNDS if field.metadata[name] is not None}
+    finite = -math.inf < number < math.inf  # false for NaN; right for integers beyond all floats
+    if finite and all(BOUNDS[name][0](number, limit) for name, limit in limits.items()):
+        return
+    # The limit of all whole numbers is mentioned only where it is exceeded.
+    shown = [name for name, limit in limits.items() if limit != LARGEST or number > LARGEST]
+    words = [f"{BOUNDS[name][1]} {limits[name]:,}" for name in shown]
+    raise UserError(f"--{field.name} {number} must be {' and '.join(words) or 'a finite number'}")
 
 
 def read_settings(path: Path) -> dict:
@@ -209,30 +228,28 @@ def read_settings(path: Path) -> dict:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read settings file {path}: {error.strerror}") from None
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: not UTF-8, a date that is none
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, no date
         raise UserError(f"settings file {path} is not valid YAML: {error}") from None
-    # Nested values would have no flag, and written out they can be a billion times the size of the file.
-    if not isinstance(values, dict) or any(
-        isinstance(value, dict | list | set) for value in values.values()
-    ):
+    if not isinstance(values, dict):
+        raise UserError(f"settings file {path} must hold `name: value` lines")
+    if any(isinstance(value, dict | list | set) for value in values.values()):
         raise UserError(f"settings file {path} must hold `name: value` lines")
     return values
 
 
 def nearest(word: str, names: list[str], prefix: str = "") -> str:
-    """'; did you mean --lr?' for the name closest to `word`; where none is close, a flag's help is named."""
+    """'; did you mean --lr?' for the name closest to `word`; if none is close, '; see --help' for a flag."""
     word = word.replace("-", "_")
-    same = [OTHER_WORDS[word]] if OTHER_WORDS.get(word) in names else []
-    close = same or difflib.get_close_matches(word, names, n=1)
-    return f"; did you mean {prefix}{close[0]}?" if close else "; see --help" if prefix else ""
+    close = difflib.get_close_matches(word, names, n=1)
+    if OTHER_NAMES.get(word) in names:
+        close = [OTHER_NAMES[word]]
+    if close:
+        return f"; did you mean {prefix}{close[0]}?"
+    return "; see --help" if prefix else ""
 
 
 def format_help(config_class, description: str, positional: str | None) -> str:
-    """One line a flag, by groups: name, default, help, bounds."""
+    """One line per flag, by groups: name, default, help, bounds."""
     words = f" [{positional.upper()} …]" if positional else ""
     lines = [f"{command()} [--flag value …]{words}    {description}".rstrip()]
     for group, fields in itertools.groupby(
@@ -240,30 +257,29 @@ def format_help(config_class, description: str, positional: str | None) -> str:
     ):
         lines.append(f"{group}:")
         for field in fields:
-            told, default = field.metadata, field.default
-            default = (
-                "-" if default in ("", (), None) or default is False else default
-            )  # `is`: 0 == False, yet shown
+            default = field.default
+            if default in ("", (), None) or default is False:  # `is`: 0 == False, yet is shown
+                default = "-"
             bounds = [
-                f"{sign} {told[n]:g}"
-                for n, (*_, sign) in BOUNDS.items()
-                if told[n] not in (None, LARGEST)
+                f"{sign} {field.metadata[name]:g}"
+                for name, (_, _, sign) in BOUNDS.items()
+                if field.metadata[name] not in (None, LARGEST)
             ]
             shown = f" [{', '.join(bounds)}]" if bounds else ""
-            lines.append(f"  --{field.name:<19} {default!s:<6} {told['help']}{shown}".rstrip())
+            lines.append(f"  --{field.name:<19} {default!s:<6} {field.metadata['help']}{shown}")
     return "\n".join(lines) + "\n"
 
 
 def command() -> str:
-    """What the user typed to start this script: `python train.py`, `python -m labs.lenet`, or torchrun with either."""
-    module = getattr(
-        sys.modules["__main__"], "__spec__", None
-    )  # None for a script that is named by its file
+    """How the user started this script: `python train.py`, `python -m labs.lenet`, or by torchrun."""
+    module = getattr(sys.modules["__main__"], "__spec__", None)  # None for a script's file
     name = module.name.removesuffix(".__main__") if module else Path(sys.argv[0]).name
-    if os.environ.get("WORLD_SIZE", "1") == "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if not by_torchrun or os.environ.get("WORLD_SIZE", "1") == "1":
         return f"python -m {name}" if module else f"python {name}"
-    # With the "--", or torchrun takes our --run and --resume for its own.
-    return f"torchrun --nproc_per_node {os.environ['LOCAL_WORLD_SIZE']} {'-m -- ' if module else '-- '}{name}"
+    # Without the "--", torchrun would take our --run for one of its own flags.
+    module_flag = "-m " if module else ""
+    return f"torchrun --nproc_per_node {os.environ['LOCAL_WORLD_SIZE']} {module_flag}-- {name}"
 
 
 def load_config(config_class, path: Path):
@@ -276,9 +292,13 @@ def load_config(config_class, path: Path):
             f"cannot read {path}: {error.strerror}; is {path.parent} a run of this script?"
         ) from None
     except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged, or belongs to another script: {error}") from None
-    lacking = [field.name for field in dataclasses.fields(config) if field.name not in saved]
-    if lacking:
-        names = ", ".join(f"--{name}" for name in lacking)
-        print(f"note: {path} lacks {names}: as by default", file=sys.stderr, flush=True)
-    return checked(config)
+        raise UserError(
+            f"{path} is damaged, or of another script or version: {error}; start a new run"
+        ) from None
+    checked(config)
+    for field in dataclasses.fields(config):
+        if field.name not in saved:
+            raise UserError(
+                f"{path} is of another version: it lacks --{field.name}; start a new run"
+            )
+    return config

@@ -169,7 +169,9 @@ def test_a_damaged_one_fallen_back_past_takes_no_place_of_those_kept(tmp_path, c
         save(tmp_path, step, keep=2)
     spoil(tmp_path / "step-30" / "model.safetensors")
     assert ck.mend(tmp_path) == tmp_path / "step-20"
-    assert "checkpoint step-30 is damaged and now called damaged-step-30" in capsys.readouterr().err
+    assert (
+        "checkpoint step-30 is damaged; damaged-step-30 may be deleted" in capsys.readouterr().err
+    )
     spoil(save(tmp_path, 25, keep=2) / "model.safetensors")
     assert ck.mend(tmp_path) == tmp_path / "step-20"  # still there to fall back on
     assert ck.steps(tmp_path) == [20]
@@ -348,10 +350,7 @@ def test_damage_is_seen_and_the_checkpoint_before_is_used(tmp_path, capsys, name
     reason = ck.verify(tmp_path / "step-300")
     assert name in reason or name == "checksums.json"  # where a flipped bit may make another sum
     assert ck.latest(tmp_path) == tmp_path / "step-200"
-    assert (
-        capsys.readouterr().err
-        == f"checkpoint step-300 ({reason}) is passed over; using step-200\n"
-    )
+    assert capsys.readouterr().err == f"checkpoint step-300 ({reason}) is skipped; using step-200\n"
     with pytest.raises(UserError, match=r"step-300 .*use .*step-200, which is whole"):
         ck.resolve(tmp_path / "step-300")
 
@@ -371,7 +370,7 @@ def test_a_lost_optimizer_is_no_damage_but_nothing_to_go_on_from(tmp_path, capsy
     (tmp_path / "step-2" / "optimizer.pt").unlink()
     assert ck.latest(tmp_path) == tmp_path / "step-2" and ck.mend(tmp_path) == tmp_path / "step-1"
     assert (
-        "step-2 (its optimizer state was removed, to save space) is passed over"
+        "step-2 (its optimizer state was removed, to save space) is skipped"
         in capsys.readouterr().err
     )
 
@@ -391,7 +390,7 @@ def test_an_empty_directory_is_passed_over_and_all_damaged_is_an_error(tmp_path,
     save(tmp_path, 1)
     (tmp_path / "step-2").mkdir()
     assert ck.latest(tmp_path).name == "step-1"
-    assert "step-2 (checksums.json is missing) is passed over" in capsys.readouterr().err
+    assert "step-2 (checksums.json is missing) is skipped" in capsys.readouterr().err
     (tmp_path / "step-1" / "state.json").unlink()
     with pytest.raises(
         UserError, match=r"can be used: step-2 \(.*\), step-1 \(state.json is missing\)"
@@ -526,10 +525,7 @@ def test_a_damaged_best_gives_way_to_the_latest(tmp_path, capsys):
         save(folder, step, best_step=2 if step > 1 else None)
     spoil(folder / "step-2" / "model.safetensors")
     assert ck.resolve(tmp_path / "run") == folder / "step-3"
-    assert (
-        "step-2 is no whole checkpoint (checksum of model.safetensors differs)"
-        in capsys.readouterr().err
-    )
+    assert "step-2, is not whole (checksum of model.safetensors differs)" in capsys.readouterr().err
     with pytest.raises(
         UserError, match=r"best is not a whole checkpoint .*use .*step-3, which is whole"
     ):

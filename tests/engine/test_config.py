@@ -309,10 +309,8 @@ def test_help_shows_default_meaning_and_bounds(parse, capsys):
     ]
 
 
-def test_saved_settings_that_lack_a_flag_take_its_default_and_say_so(tmp_path, capsys):
-    """Of a run whose script had no such flag yet."""
+def test_settings_of_another_version_are_refused(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"data": "pairs"}', encoding="utf-8")
-    assert load_config(Config, path) == Config(data="pairs")
-    assert "config.json lacks --preset, --max_steps" in capsys.readouterr().err
-    assert not any("before" in field.metadata for field in fields(Config))
+    with pytest.raises(UserError, match=r"another version: it lacks --.*; start a new run"):
+        load_config(Config, path)
