@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
-# One command from a fresh machine (Linux, macOS or WSL) to a BLEU card, another to the tests. Again is quick.
+# One command from a fresh machine (Linux, macOS or WSL) to a BLEU card, another to the tests.
+# The second time it is quick.
 #
-#   bash run.sh                        install, train, evaluate (data: /opt/minidataset if it is there, else sample/)
-#   bash run.sh -- --max_minutes 20    the same; what stands after -- goes to train.py
-#   bash run.sh test                   install and run the tests; what stands after -- goes to pytest
-#   bash run.sh lenet|wikitext|attention|pipeline|collectives|gpt    another lab; what stands after -- goes to it
-#   bash run.sh gpu                    on a GPU: is the arithmetic right there, how fast is it; ten minutes, a file to send back
+#   bash run.sh                        install, train, evaluate (data: /opt/minidataset, else sample/)
+#   bash run.sh -- --max_minutes 20    the same; words after -- go to train.py
+#   bash run.sh test                   install and run the tests; words after -- go to pytest
+#   bash run.sh lenet|wikitext|attention|pipeline|collectives|gpt    another lab, and its words
+#   bash run.sh gpu                    on a GPU: are the results right, and how fast are they;
+#                                      ten minutes, and a file to send back
 #
-#   VENV=/path bash run.sh             keep the virtual environment elsewhere (default: .venv beside this file)
-#   PROCESSES=4 bash run.sh gpt        processes of gpt (else 1) or pipeline (else 2)
-#   TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu bash run.sh     PyTorch from there: a build without CUDA
+#   VENV=/path bash run.sh             keep the virtual environment there (default: .venv here)
+#   PROCESSES=4 bash run.sh gpt        processes of gpt (default: 1) or pipeline (default: 2)
+#   TORCH_INDEX_URL=URL bash run.sh    take PyTorch from this index (default: see choose_index)
 #
-# Works from any directory: paths are seen from there, and runs/ is made there.
+# It works from any directory: paths are relative to that directory, and runs/ is made there.
 set -euo pipefail
 
 root="$(CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -27,13 +29,14 @@ case "$(uname -s)" in Linux | Darwin) ;; *)
 esac
 
 export PYTHONUNBUFFERED=1
-# Waiting threads sleep instead of spinning: where others use the machine too, spinning costs a multiple. Elsewhere engine/ says how.
+# Waiting threads sleep instead of spinning: on a shared machine spinning makes everything slower
+# by a multiple. On Linux engine/ sets this.
 [ "$(uname -s)" != Darwin ] || export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 venv="${VENV:-$root/.venv}"
 [ "${venv#/}" != "$venv" ] || venv="$PWD/$venv"
 python="$venv/bin/python"
 
-# run COMMAND: as a child, to which the signals that come here are sent on. After one of them nothing more is begun.
+# run COMMAND: run it as a child that gets our signals. After a signal nothing else is started.
 signal= child=
 stop() {
     signal=$1
@@ -55,34 +58,96 @@ run() {
     return "$code"
 }
 
-# installed FILE: was just this file installed before, under just these constraints?
-installed() { [ -x "$python" ] && cat "$1" "$root/constraints.txt" | cmp -s - "$venv/.installed-$(basename "$1")"; }
+# installed FILE: was this file installed before, under the same constraints?
+installed() {
+    [ -x "$python" ] && cat "$1" "$root/constraints.txt" | cmp -s - "$venv/.installed-$(basename "$1")"
+}
 
-# install FILE: its packages into the virtual environment, in the versions that constraints.txt names, unless done before.
+# choose_index: sets `index` to where the PyTorch build for this machine is; empty: pip's default.
+#
+# PyTorch 2.13 has builds for CUDA 13.0 (on PyPI, so the default) and for CUDA 12.6 (cu126); there
+# is a third for 13.2 (experimental). Checked in pytorch/pytorch, RELEASE.md for 2.13, in 2026:
+#   CUDA 13.0   driver 580 or later   compute capability 7.5 (2080 Ti) to 12.0
+#   CUDA 12.6   driver 525 or later   compute capability 5.0 (and V100, 7.0) to 9.0 (H100)
+pytorch=https://download.pytorch.org/whl
+choose_index() {
+    local fields=driver_version,compute_cap gpus driver capability oldest=999 newest=0
+    index="${TORCH_INDEX_URL:-}"
+    [ -z "$index" ] && [ "$(uname -s)" = Linux ] || return 0
+    # One line for each GPU: "535.183.01, 8.0". Old drivers do not know compute_cap.
+    gpus="$(nvidia-smi --query-gpu=$fields --format=csv,noheader 2>/dev/null)" ||
+        gpus="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null)" || gpus=
+    if ! [[ "$gpus" =~ ^[0-9]+[.] ]]; then
+        index=$pytorch/cpu
+        return
+    fi
+    while IFS=' ,' read -r driver capability; do
+        [[ "$capability" =~ ^[0-9]+[.][0-9]$ ]] || capability=8.0
+        capability="${capability/./}"
+        ((capability >= oldest)) || oldest=$capability
+        ((capability <= newest)) || newest=$capability
+    done <<<"$gpus"
+    driver="${gpus%%.*}"
+    if ((driver < 525 || (newest > 90 && driver < 580))); then
+        echo "error: the NVIDIA driver $driver is too old for PyTorch; update it to 580 or later, or" \
+            "train on the CPU: TORCH_INDEX_URL=$pytorch/cpu bash $(printf %q "$0")" >&2
+        exit 2
+    elif ((driver < 580 || oldest < 75)); then
+        index=$pytorch/cu126
+    fi
+}
+
+# install_torch: the PyTorch build that choose_index finds, unless PyTorch is installed already.
+install_torch() {
+    local torch pip=("$python" -m pip install --disable-pip-version-check)
+    torch="$(grep '^torch==' "$root/requirements.txt")"
+    local is_there='import importlib.metadata as m, sys
+sys.exit(sys.argv[1] != "torch==" + m.version("torch").split("+")[0])'
+    ! "$python" -c "$is_there" "$torch" 2>/dev/null || return 0
+    choose_index
+    if [ -n "${TORCH_INDEX_URL:-}" ] || [ "$index" = $pytorch/cu126 ]; then
+        echo "PyTorch comes from $index"
+        run "${pip[@]}" --index-url "$index" "$torch"
+    elif [ "$index" = $pytorch/cpu ]; then
+        echo "No NVIDIA GPU is found, so PyTorch's build for CPUs is enough, a part of the 5.3 GB with"
+        echo "CUDA. If your jobs run elsewhere, on a GPU, stop with Ctrl-C and type"
+        echo "    TORCH_INDEX_URL=https://pypi.org/simple bash $(printf %q "$0")"
+        run "${pip[@]}" --retries 1 --index-url "$index" "$torch" ||
+            echo "note: $index cannot be used; pip's default index has PyTorch with CUDA (5.3 GB)"
+    fi # otherwise pip's default is right
+}
+
+# install FILE: install its packages in the versions of constraints.txt, unless that was done before.
 install() {
     ! installed "$1" || return 0
-    mkdir -p "$venv"; exec 9>>"$venv/.lock" # two at once would write over each other
-    ! command -v flock >/dev/null || flock -n 9 || { echo "another run.sh installs into $venv; waiting for it"; flock 9 || true; }
+    mkdir -p "$venv"
+    exec 9>>"$venv/.lock" # two at once would overwrite each other's files
+    if command -v flock >/dev/null && ! flock -n 9; then
+        echo "another run.sh installs into $venv; waiting for it"
+        flock 9 || true
+    fi
     if installed "$1"; then exec 9>&-; return; fi
-    if ! "$python" -m pip --version >/dev/null 2>&1; then # no environment, or one whose making was broken off
+    # No environment, or one whose creation was interrupted?
+    if ! "$python" -m pip --version >/dev/null 2>&1; then
         for candidate in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
-            # PyTorch has packages for these versions. On Debian and Ubuntu ensurepip is missing until python3-venv is installed.
-            "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null && break
+            # The versions that PyTorch has packages for. On Debian and Ubuntu ensurepip is missing
+            # until python3-venv is installed.
+            "$candidate" -c 'import sys, venv, ensurepip
+sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null && break
             candidate=
         done
-        [ -n "$candidate" ] || { echo "error: Python 3.10 to 3.14 with venv is needed (apt install python3-venv, or conda)" >&2; exit 2; }
+        if [ -z "$candidate" ]; then
+            echo "error: this needs Python 3.10 to 3.14 with venv (apt install python3-venv, or conda)" >&2
+            exit 2
+        fi
         echo "making a virtual environment in $venv"
         run "$candidate" -m venv "$venv"
     fi
     echo "installing $(basename "$1") into $venv; this happens once"
-    if [ -n "${TORCH_INDEX_URL:-}" ]; then
-        run "$python" -m pip install --disable-pip-version-check --index-url "$TORCH_INDEX_URL" "$(grep '^torch' "$root/requirements.txt")"
-    elif [ "$(uname -s)" = Linux ] && ! "$python" -c 'import torch' 2>/dev/null; then
-        echo "PyTorch with CUDA takes 5.3 GB. Without an NVIDIA GPU, here or where your jobs run, a fraction is enough: stop with Ctrl-C and type"
-        echo "    TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu bash $(printf %q "$0")"
-    fi
+    install_torch
     run "$python" -m pip install --disable-pip-version-check -c "$root/constraints.txt" -r "$1"
-    cat "$1" "$root/constraints.txt" > "$venv/.installed-$(basename "$1")"; exec 9>&-
+    cat "$1" "$root/constraints.txt" > "$venv/.installed-$(basename "$1")"
+    exec 9>&-
 }
 
 install "$root/requirements.txt"
@@ -93,41 +158,50 @@ if [ "$verb" = test ]; then
     "$python" -m ruff check .
     "$python" -m ruff format --check .
     export PYTHONUTF8=1 # what tests read is UTF-8, whatever the terminal's encoding
-    export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}" # each core has a file of tests, and no time for waiting threads
-    exec "$python" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"  # a file at a time on each core
+    export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}" # every core is busy with a file of tests
+    exec "$python" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"
 fi
 
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # for the labs, which are modules
 [ "$verb" != gpu ] || install "$root/requirements-dev.txt" # its first stage is a test
+torchrun=("$python" -m torch.distributed.run --standalone --nproc_per_node)
 case "$verb" in
-    pipeline) [ "${PROCESSES:-2}" = 1 ] && exec "$python" -m labs.pipeline "$@"
-        exec "$python" -m torch.distributed.run --standalone --nproc_per_node "${PROCESSES:-2}" -m -- labs.pipeline "$@" ;;
+    pipeline)
+        [ "${PROCESSES:-2}" = 1 ] && exec "$python" -m labs.pipeline "$@"
+        exec "${torchrun[@]}" "${PROCESSES:-2}" -m -- labs.pipeline "$@" ;;
     gpu) exec "$python" -m benchmarks.gpu "$@" ;;
     attention) exec "$python" -m labs.attention_op "$@" ;;
-    gpt)  # a result to look at within minutes, wherever it runs
-        [[ "${1:-}" =~ \.(yaml|yml|json)$ || " $* " =~ " --"(resume|plan) ]] || set -- --max_minutes 10 "$@"
+    gpt)
+        # A result to look at within minutes, on any machine.
+        [[ "${1:-}" =~ \.(yaml|yml|json)$ || " $* " =~ " --"(resume|plan) ]] ||
+            set -- --max_minutes 10 "$@"
         [ "${PROCESSES:-1}" = 1 ] && exec "$python" -m labs.gpt "$@"
-        exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$PROCESSES" -m -- labs.gpt "$@" ;;
+        exec "${torchrun[@]}" "$PROCESSES" -m -- labs.gpt "$@" ;;
     train) ;;
     *) exec "$python" -m "labs.$verb" "$@" ;;
 esac
 
-# On a CPU the run is kept short, so that there is a result to look at: the small sample in minutes, real data in an hour.
-# A settings file comes first on the command line, and says itself how long.
+# On a CPU the run is short, so that there is a result to look at: the small sample in minutes, real
+# data in an hour. A settings file, the first word of the command line, says itself how long.
 flags=() settings=
 case "${1:-}" in *.yaml | *.yml | *.json) settings=yes ;; esac
-if [[ -z "$settings" && " $* " != *" --resume"* ]] &&
-    { [[ " $* " =~ " --device"[\ =]"cpu " ]] || ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; }; then
-    if [[ -d /opt/minidataset || " $* " == *" --data"* ]]; then flags=(--max_minutes 60); else flags=(--max_minutes 3.5); fi
+on_cpu() {
+    [[ " $* " =~ " --device"[\ =]"cpu " ]] ||
+        ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
+}
+if [[ -z "$settings" && " $* " != *" --resume"* ]] && on_cpu "$@"; then
+    flags=(--max_minutes 3.5)
+    [[ ! -d /opt/minidataset && " $* " != *" --data"* ]] || flags=(--max_minutes 60)
 fi
-case " $* " in *" --help "* | *" -h "* | *" --check"*) # nothing is trained, so nothing is evaluated
+case " $* " in *" --help "* | *" -h "* | *" --check"*) # without training there is nothing to evaluate
     exec "$python" "$root/train.py" ${flags[@]+"${flags[@]}"} "$@" ;;
 esac
-# The name of the run, so that just this one is evaluated.
+# The name of the run, so that exactly this one is evaluated.
 name= word=
-if [ -n "$settings" ]; then # which may name it; a wrong file is train.py's to refuse
+if [ -n "$settings" ]; then # it may name the run; train.py refuses a wrong file
     read_name='import pathlib, sys; del sys.path[0]; from engine.config import read_settings
-values = read_settings(pathlib.Path(sys.argv[1])); print(values.get("resume") or values.get("run") or "")'
+values = read_settings(pathlib.Path(sys.argv[1]))
+print(values.get("resume") or values.get("run") or "")'
     name="$("$python" -c "$read_name" "$1" 2>/dev/null || true)"
 fi
 for next in "$@" ""; do
@@ -144,7 +218,7 @@ run "$python" "$root/train.py" ${flags[@]+"${flags[@]}"} "$@"
 folder="$name" # with a / it is a path, as for train.py
 case "$name" in */*) ;; *) [ ! -d "runs/$name" ] || folder="runs/$name" ;; esac
 [ -f "$folder/train.log" ] || exit 0 # a settings file with `check: true`
-if tail -n 1 "$folder/train.log" | grep -q "to go on:"; then
+if tail -n 1 "$folder/train.log" | grep -q "to resume:"; then
     echo "the training was interrupted, so nothing is evaluated" >&2
     exit 130
 fi
@@ -158,7 +232,7 @@ Next 接下来:
   python ${at}evaluate.py --beam 4                  # beam search 束搜索
   python ${at}train.py --help                       # every flag 全部参数
 END
-# A toy score must not pass as one on real data: what train.py said of the sample (text/rows.py) is also the last thing said.
+# A score on the sample must not pass as one on real data: the last line repeats train.py's notice.
 if notice="$(grep -o -m 1 'bundled sample, not WMT19.*' "$folder/train.log")"; then
     printf '\n%s\n' "$notice"
 fi

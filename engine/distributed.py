@@ -390,11 +390,11 @@ def hidden_gpus(nvidia: Path = Path("/proc/driver/nvidia")) -> str | None:
         reason = "it is a build for CPUs"
         if cuda:
             reason = f"its CUDA {torch.version.cuda} needs a newer driver than {driver}"
-        version = torch.__version__.split("+")[0]
-        install = f"{shlex.quote(sys.executable)} -m pip install --force-reinstall torch=={version}"
-        if driver < OLDEST_DRIVER[13]:
-            install += " --index-url https://download.pytorch.org/whl/cu126"
-        return f"{unusable}: {reason}; type `{install}`"
+        build = "cu126" if driver < OLDEST_DRIVER[13] else "cu130"
+        wanted = f"{torch.__version__.split('+')[0]}+{build}"
+        install = f"{shlex.quote(sys.executable)} -m pip install torch=={wanted}"
+        index = f"https://download.pytorch.org/whl/{build}"
+        return f"{unusable}: {reason}; type `{install} --index-url {index}`"
     return (
         f"{unusable}: this process has no access to them; a container needs --gpus all (Docker) or "
         "--nv (Apptainer), a batch job has to request a GPU"

@@ -399,17 +399,18 @@ def test_hidden_gpus_are_named(driver, monkeypatch, visible):
     )
 
 
-PIP = f"`{sys.executable} -m pip install --force-reinstall torch==2.13.0"
+PIP = f"type `{sys.executable} -m pip install torch==2.13.0+"
+INDEX = "--index-url https://download.pytorch.org/whl/"
 
 
 @pytest.mark.parametrize(
     "cuda, version, visible, remedy",
     [
         ("13.0", 470, "0", "the NVIDIA driver 470 is too old; update it to 580 or later"),
-        ("13.0", 525, "1", f"{PIP} --index-url https://download.pytorch.org/whl/cu126`"),
+        ("13.0", 525, "1", f"{PIP}cu126 {INDEX}cu126`"),
         ("13.0", 579, "2,7", "CUDA 13.0 needs a newer driver than 579"),
-        (None, 579, "GPU-8932f937-d72c", f"CPUs; type {PIP} --index-url"),
-        (None, 580, "0", f"it is a build for CPUs; type {PIP}`"),
+        (None, 579, "GPU-8932f937-d72c", f"a build for CPUs; {PIP}cu126 "),
+        (None, 580, "0", f"{PIP}cu130 {INDEX}cu130`"),
         ("13.0", 580, "0", "has no access to them; a container needs --gpus all"),
         ("12.6", 525, "0", "has no access to them"),
     ],
