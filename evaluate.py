@@ -68,7 +68,7 @@ import torch
 from data import began_with, collate_for, cut_batches
 from decoding import Translations, translate_lines
 from engine import distributed
-from engine.config import atomic_write
+from engine.files import atomic_write
 from engine.precision import Precision
 from engine.telemetry import progress
 from loading import Trained, choose_checkpoint, load_for_decoding

@@ -24,8 +24,8 @@ from unittest.mock import patch
 
 import torch
 
-from engine.config import atomic_write
 from engine.errors import UserError
+from engine.files import atomic_write
 from engine.memory import GIB
 
 ROOT = Path(__file__).resolve().parents[1]

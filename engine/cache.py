@@ -14,7 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from engine.config import wait_for_disk
+from engine.files import wait_for_disk
 
 
 @contextmanager

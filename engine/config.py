@@ -21,7 +21,6 @@ import sys
 from pathlib import Path
 
 from engine.errors import UserError, prepare_process, stop
-from engine.files import as_json, atomic_write, wait_for_disk  # noqa: F401
 
 SETTINGS_BYTES = 2**16  # a settings file is no larger
 LARGEST = 2**31 - 1  # whole number, where a flag has no other limit

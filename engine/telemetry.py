@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from engine.config import atomic_write
+from engine.files import atomic_write
 from engine.memory import GIB, held_gib
 
 # TensorBoard sorts its charts by name. These are what a run is watched by: they come first, in this order.

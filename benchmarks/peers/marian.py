@@ -27,7 +27,7 @@ from benchmarks.peers.contest import (
 )
 from benchmarks.peers.handout import cut, labels
 from data import BucketSampler, Collate
-from engine.config import atomic_write
+from engine.files import atomic_write
 from engine.precision import choose_precision
 
 BETAS = (0.9, 0.98)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.peers import contest
-from engine.config import atomic_write
+from engine.files import atomic_write
 
 
 def opennmt(task, corpus) -> None:

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.config import atomic_write, flag, load_config, parse_flags
+from engine.config import flag, load_config, parse_flags
 from engine.errors import UserError, run_script
+from engine.files import atomic_write
 from labs.wikitext.__main__ import Config as TextConfig
 from labs.wikitext.text import SAMPLE_NOTE, Text, find_data, prepare
 

@@ -10,8 +10,9 @@ from conftest import run_script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import as_json, atomic_write, checked, flag, load_config, parse_flags
+from engine.config import checked, flag, load_config, parse_flags
 from engine.errors import UserError
+from engine.files import as_json, atomic_write
 
 
 @dataclass
