@@ -111,7 +111,7 @@ def call(script: str, flags: dict, **environment: str) -> None:
             process.wait()
             raise
     log = read(Path(flags.get("run", flags.get("resume", "")), "train.log")).splitlines()
-    if process.returncode or any("to go on:" in line for line in log[-1:]):
+    if process.returncode or any("to resume:" in line for line in log[-1:]):
         raise UserError(f"{script} {' '.join(words)} did not end; its lines stand above")
 
 

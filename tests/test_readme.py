@@ -297,5 +297,5 @@ def test_training_without_flags(ranks, tmp_path):
     os.killpg(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=HANGS)
     typed = "python train.py" if ranks == 1 else "torchrun --nproc_per_node 2 -- train.py"
-    assert f"to go on: {typed} --resume runs/" in output
+    assert f"to resume: {typed} --resume runs/" in output
     assert output.count("no --data given") == output.count("device: ") == 1

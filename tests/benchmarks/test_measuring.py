@@ -126,7 +126,7 @@ def test_a_training_that_was_stopped_is_no_result(tmp_path):
     script.write_text(SCRIPT)
     ms.call(str(script), {"run": tmp_path, "last": "next: evaluate"})
     with pytest.raises(UserError, match="did not end"):
-        ms.call(str(script), {"run": tmp_path, "last": "to go on: python train.py --resume"})
+        ms.call(str(script), {"run": tmp_path, "last": "to resume: python train.py --resume"})
 
 
 def test_interrupted_it_waits_until_the_training_has_saved(tmp_path):
