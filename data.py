@@ -50,8 +50,7 @@ from text.cleaning import (
     split_to_score,
     without_short_targets,
 )
-from text.formats import short
-from text.rows import ParallelText, default_path, find_text, sample_notice
+from text.reading import ParallelText, default_path, find_text, sample_notice, short
 from text.subwords import encode, load_tokenizer, special_ids, tokenizer_key, train_tokenizer
 
 FORMAT = 3  # of the cache; raise it when the same data and settings give other content

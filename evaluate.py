@@ -75,7 +75,7 @@ from loading import Trained, choose_checkpoint, load_for_decoding
 from model import Translator
 from text.bleu import bleu_card
 from text.cleaning import held_out_rows, missing_splits, normalise, split_to_score
-from text.rows import find_text, fingerprint_of, sample_notice
+from text.reading import find_text, fingerprint_of, sample_notice
 from text.subwords import encode
 
 
@@ -177,8 +177,7 @@ def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], 
 def rows_of(text, splits: list[str]):
     """All rows of these splits, in order."""
     for split in splits:
-        for chunk in text.rows(split):
-            yield from chunk
+        yield from text.pairs(split)
 
 
 def is_best(trained: Trained, average: int) -> bool:

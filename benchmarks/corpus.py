@@ -55,7 +55,7 @@ class Corpus:
 
 def text_at(data: str = "", *columns: str):
     """The parallel text of --data, else of the environment variable MINIDATASET, else /opt/minidataset or sample/."""
-    from text.rows import default_path, find_text
+    from text.reading import default_path, find_text
 
     return find_text(str(data or os.environ.get("MINIDATASET") or default_path()), *columns)
 

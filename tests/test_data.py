@@ -39,7 +39,7 @@ from data import (
 )
 from engine.errors import UserError
 from text.cleaning import held_out_rows
-from text.rows import find_text
+from text.reading import find_text
 from text.subwords import decode, encode
 
 IDS = {"pad": 0, "bos": 1, "eos": 2}

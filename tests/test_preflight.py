@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data import Collate
 from engine.errors import UserError
-from text.rows import find_text
+from text.reading import find_text
 from tools.reporting import masks, preflight
 
 SPLITS = {"train": slice(200, None), "validation": slice(100), "test": slice(100, 200)}
@@ -116,7 +116,6 @@ def test_a_large_data_set_is_looked_at_in_part(
     sample, least, most, tmp_path, pairs, capsys, monkeypatch
 ):
     """Of 2,800 rows 1,000 are read, with 500 distinct ones, of which at most two samples are tokenised."""
-    monkeypatch.setattr("text.formats.CHUNK", 100)
     monkeypatch.setattr(preflight, "ROWS", 1000)
     monkeypatch.setattr(preflight, "SAMPLE", sample)
     rows = [

@@ -25,7 +25,7 @@ from engine.telemetry import ProcessMeter
 from loading import load_trained
 from model import ModelConfig, Translator, training_flops
 from text.bleu import paired_bootstrap
-from text.rows import SAMPLE, fingerprint_of
+from text.reading import SAMPLE, fingerprint_of
 from tools.reporting import figures, fonts, space, written
 from tools.reporting.attention import END, Attention, group_characters, in_words, picture
 from tools.reporting.page import Page
@@ -400,8 +400,7 @@ def test_compare_of_one_run_compares_its_evaluations_of_the_same_rows(run, capsy
 # -------------------------------------------------------------------- what is read
 
 
-def test_the_rows_of_the_training_split_and_of_other_data(trained, toy_data, tmp_path, monkeypatch):
-    monkeypatch.setattr("text.formats.CHUNK", 100)
+def test_the_rows_of_the_training_split_and_of_other_data(trained, toy_data, tmp_path):
     lines = (toy_data / "train.jsonl").read_text(encoding="utf-8").splitlines()[:250]
     rows = [tuple(json.loads(line).values()) for line in lines]
     run = RunFiles(trained, "a", config={"data": str(toy_data), "source": "zh", "target": "en"})

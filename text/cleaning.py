@@ -11,7 +11,7 @@ from hashlib import blake2b
 import numpy as np
 
 from engine.telemetry import progress
-from text.rows import ParallelText
+from text.reading import ParallelText
 
 HELD_OUT_SHARE = 0.01  # of the distinct pairs, for each split that the data does not bring
 CHANCE = 0.05  # a smaller share of the pairs, or gap in their lengths, may be chance between a few hundred rows
@@ -98,22 +98,15 @@ def held_out_rows(text: ParallelText) -> dict[str, list[tuple[str, str]]]:
     Of data with a validation split alone there is no "test".
     """
     missing = missing_splits(text)
-    rows = {
-        split: [row for chunk in text.rows(split) for row in chunk]
-        for split in text.files
-        if split != "train"
-    }
-    cut = {
-        split: {} for split in missing
-    }  # hash → pair: a dict keeps the order and drops repetitions
-    train = text.rows("train") if missing and "train" in text.files else ()
-    for chunk in progress(train, desc="holding out", unit=" chunks", leave=False):
-        for row in chunk:
-            pair = normalise_pair(row)
-            pair_hash = fingerprint(*pair)
-            side = side_of(pair_hash, missing)
-            if side != "train" and _flaw(*pair) is None:
-                cut[side].setdefault(pair_hash, row)
+    rows = {split: list(text.pairs(split)) for split in text.files if split != "train"}
+    cut = {split: {} for split in missing}  # hash -> pair: keeps the order, drops repetitions
+    train = text.pairs("train") if missing and "train" in text.files else ()
+    for row in progress(train, desc="holding out", unit=" pairs", leave=False):
+        pair = normalise_pair(row)
+        pair_hash = fingerprint(*pair)
+        side = side_of(pair_hash, missing)
+        if side != "train" and _flaw(*pair) is None:
+            cut[side].setdefault(pair_hash, row)
     return rows | {split: list(pairs.values()) for split, pairs in cut.items()}
 
 
@@ -128,27 +121,27 @@ def clean_pairs(
     held = [normalise_pair(row) for rows in held_out.values() for row in rows]
     held_sources, held_targets = {source for source, _ in held}, {target for _, target in held}
     seen = set()
-    for chunk in text.rows("train"):
-        for row in chunk:
-            source, target = normalise_pair(row)
-            counts["read"] += 1
-            reason = _flaw(source, target)
-            if reason is None:
-                pair_hash = fingerprint(source, target)
-                if side_of(pair_hash, missing) != "train":
-                    reason = "held out"
-                elif source in held_sources or target in held_targets:
-                    reason = "in validation or test"
-                elif pair_hash in seen:
-                    reason = "duplicate"
-                # Surely over the limit, and slow to tokenise: no token covers more than LONGEST_TOKEN characters.
-                elif max(len(source), len(target)) > LONGEST_TOKEN * max_length:
-                    reason = "too long"
-            if reason:
-                counts[reason] += 1
-            else:
-                seen.add(pair_hash)
-                yield source, target
+    for row in text.pairs("train"):
+        source, target = normalise_pair(row)
+        counts["read"] += 1
+        reason = _flaw(source, target)
+        if reason is None:
+            pair_hash = fingerprint(source, target)
+            if side_of(pair_hash, missing) != "train":
+                reason = "held out"
+            elif source in held_sources or target in held_targets:
+                reason = "in validation or test"
+            elif pair_hash in seen:
+                reason = "duplicate"
+            # No token covers more than LONGEST_TOKEN characters: certainly over the limit, and
+            # slow to tokenise.
+            elif max(len(source), len(target)) > LONGEST_TOKEN * max_length:
+                reason = "too long"
+        if reason:
+            counts[reason] += 1
+        else:
+            seen.add(pair_hash)
+            yield source, target
 
 
 def normalise_pair(row: tuple[str, str]) -> tuple[str, str]:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from engine.errors import UserError
-from text.rows import KEYWORDS
+from text.reading import KEYWORDS
 
 # Files about a corpus that lie beside it and are not part of it.
 NO_TEXT = ("readme", "license", "dataset_card")

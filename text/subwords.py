@@ -7,14 +7,13 @@ bytes, so nothing is ever unknown, and decoding gives the text back letter for l
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
 from engine.errors import UserError
 from engine.telemetry import progress
 from text.cleaning import LONGEST_TOKEN
-from text.formats import groups_of
 
 SPACE = "▁"  # U+2581, which stands for a space at the head of a word
 CHARACTERS_AT_ONCE = (
@@ -164,8 +163,21 @@ def special_ids(tokenizer, name: str = "") -> dict[str, int]:
 
 def encode(tokenizer, lines: Sequence[str], longest: int | None = None) -> list[list[int]]:
     """Token ids of each line, without begin and end, at most `longest`; the Rust library encodes lines in parallel."""
-    groups = groups_of(lines, len, CHARACTERS_AT_ONCE)
+    groups = groups_of(lines, CHARACTERS_AT_ONCE)
     return [ids[:longest] for group in groups for ids in encode_together(tokenizer, group)]
+
+
+def groups_of(lines: Sequence[str], characters: int) -> Iterator[list[str]]:
+    """Lists of lines of at most this many characters; a longer line is alone in its list."""
+    group, size = [], 0
+    for line in lines:
+        if group and size + len(line) > characters:
+            yield group
+            group, size = [], 0
+        group.append(line)
+        size += len(line)
+    if group:
+        yield group
 
 
 def encode_together(tokenizer, lines: list[str]) -> list[list[int]]:

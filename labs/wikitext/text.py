@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.errors import UserError
 from text.plain import NO_TEXT, TITLE, read_lines, split_of
-from text.rows import find_text
+from text.reading import find_text
 
 ROOT = Path(__file__).parents[2]
 # Where WikiText-2 and GloVe are looked for without a flag: /opt, and beside the repository.
@@ -105,9 +105,7 @@ def read_splits(
     if not path:
         notes.append(f"data: {SAMPLE_NOTE}. For WikiText-2 {HOW_TO_GET}")
         pairs = find_text(str(ROOT / "sample"), "zh", "en")
-        english = {
-            split: [en for chunk in pairs.rows(split) for _, en in chunk] for split in SPLITS
-        }
+        english = {split: [en for _, en in pairs.pairs(split)] for split in SPLITS}
         return english, True
     splits = {}
     for split, files in find_files(Path(path)).items():

@@ -26,7 +26,7 @@ from text.cleaning import (
     split_to_score,
     without_short_targets,
 )
-from text.rows import find_text
+from text.reading import find_text
 
 INVISIBLE = (
     "\u00ad\u200b\u200e\u200f\u2060\ufeff\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
@@ -43,13 +43,8 @@ row_lists = st.lists(st.tuples(st.sampled_from(GENERAL), st.sampled_from(GENERAL
 
 
 def text_of(**splits) -> SimpleNamespace:
-    """A data set in memory, in chunks of three rows."""
-
-    def rows(split):
-        for start in range(0, len(splits[split]), 3):
-            yield splits[split][start : start + 3]
-
-    return SimpleNamespace(files=splits, rows=rows)
+    """A data set in memory."""
+    return SimpleNamespace(files=splits, pairs=lambda split: iter(splits[split]))
 
 
 def cleaned(text, max_length: int = 512) -> tuple[list[tuple[str, str]], Counter]:

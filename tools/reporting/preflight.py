@@ -38,7 +38,7 @@ from engine.precision import Precision, choose_precision
 from engine.run import folder_of
 from engine.telemetry import nvml_of, peak_memory_gib
 from text.cleaning import REASONS, missing_splits
-from text.rows import CHINESE, ParallelText, default_path, find_text
+from text.reading import CHINESE, ParallelText, default_path, find_text
 
 ROWS = 500_000  # that are read, and compared for duplicates
 SAMPLE = 5_000  # rows, up to twice as many, that are cleaned and tokenised
@@ -53,9 +53,9 @@ class Sample(ParallelText):
 
     taken: dict[str, list[tuple[str, str]]]
 
-    def rows(self, split: str):
-        """As one chunk."""
-        yield self.taken[split]
+    def pairs(self, split: str):
+        """The rows that were taken."""
+        yield from self.taken[split]
 
     def fingerprint(self) -> str:
         """Only has to be there: what is made of a sample is thrown away."""
@@ -171,18 +171,20 @@ def warn_of_others(device: torch.device, used: list[bool], warn: Callable) -> No
 def sample_of(text: ParallelText) -> tuple[Sample, int, float]:
     """Distinct rows from all over what is read; about how many the text has; the share of rows that repeat an earlier one."""
     seen, taken, read, every = set(), [], 0, 1
-    for chunk in text.rows("train"):
-        distinct = [row for row in chunk if hash(row) not in seen and not seen.add(hash(row))]
-        read += len(chunk)
-        taken += distinct[::every]
-        while len(taken) > 2 * SAMPLE:
-            taken, every = taken[::2], 2 * every
-        if read >= ROWS:
-            break
+    for row in islice(text.pairs("train"), ROWS):
+        read += 1
+        if hash(row) in seen:
+            continue
+        seen.add(hash(row))
+        if len(seen) % every == 0:
+            taken.append(row)
+        if len(taken) > 2 * SAMPLE:
+            taken = taken[::2]
+            every *= 2
     if not read:
         raise UserError(f"{text.path}: the train split has no rows")
     held_out = {
-        split: next(text.rows(split), [])[:SAMPLE] for split in text.files if split != "train"
+        split: list(islice(text.pairs(split), SAMPLE)) for split in text.files if split != "train"
     }
     rows = read if read < ROWS else rows_in(text, taken, read)
     sample = Sample(**vars(text), taken=held_out | {"train": taken})

@@ -19,7 +19,7 @@ from pathlib import Path
 from engine.errors import UserError
 from engine.run import find_run
 from text.cleaning import held_out_rows
-from text.rows import find_text, fingerprint_of, sample_notice
+from text.reading import find_text, fingerprint_of, sample_notice
 
 # "mean" is `mean_over_time`.
 SUMMARIES = {"min": min, "max": max, "median": statistics.median, "last": lambda values: values[-1]}
@@ -379,8 +379,8 @@ def read_rows(run: RunFiles, name: str) -> list[tuple[str, str]]:
     text = find_text(data, *result.get("columns", languages))
     if split in ("train", "all"):  # "all": of data that have neither validation nor test rows
         splits = ["train"] if split == "train" else list(text.files)
-        chunks = chain.from_iterable(text.rows(part) for part in splits)
-        rows = list(islice(chain.from_iterable(chunks), count))
+        pairs = chain.from_iterable(text.pairs(part) for part in splits)
+        rows = list(islice(pairs, count))
         may_be_fewer = True
     else:
         rows = held_out_rows(text).get(split, [])

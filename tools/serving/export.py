@@ -22,7 +22,7 @@ from engine.errors import UserError
 from loading import Trained
 from text.bleu import corpus_bleu
 from text.cleaning import held_out_rows, normalise, split_to_score
-from text.rows import find_text
+from text.reading import find_text
 from text.subwords import decode, encode, special_ids
 from tools.serving import need
 from tools.serving.card import write_card
