@@ -1,6 +1,7 @@
 """Checkpoints that survive a kill and a full disk, and never run code when they are opened.
 
-    save(folder, step, model.state_dict(), optimizer.state_dict(), {"best_loss": 3.1}, best_step=step)
+    save(folder, step, model.state_dict(), optimizer.state_dict(), {"best_loss": 3.1},
+    best_step=step)
     newest = mend(folder)                                       # to resume
     model.load_state_dict(load_weights(resolve("runs/x")))      # to translate
 
@@ -49,9 +50,9 @@ def save(
 ) -> None:
     """Write `folder/step-N` completely or not at all. To be called by one process only (rank 0).
 
-    `state` is any JSON. The links `last` and `best` follow; the newest `keep` checkpoints and the best
-    one stay. The optimizer's state, up to twice the size of the weights, stays in the newest two.
-    Raises `UserError` if the disk is full or cannot be written to.
+    `state` is any JSON. The links `last` and `best` follow; the newest `keep` checkpoints and the
+    best one stay. The optimizer's state, up to twice the size of the weights, stays in the newest
+    two. Raises `UserError` if the disk is full or cannot be written to.
     """
     files = contents(step, model_state, optimizer_state, {**state, "best_step": best_step})
     checkpoint = folder / f"step-{step}"
@@ -124,7 +125,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def verify_files(folder: Path, may_miss: str = "") -> str | None:
-    """None if all files in checksums.json are as they were written, else what is wrong in a few words."""
+    """None if all files in checksums.json are as they were written, else what is wrong."""
     try:
         text = Path(folder, "checksums.json").read_bytes()
         recorded = json.loads(text)
@@ -146,7 +147,10 @@ def verify_files(folder: Path, may_miss: str = "") -> str | None:
 
 
 def verify(checkpoint: Path, to_resume: bool = False) -> str | None:
-    """None if the checkpoint is whole, else what is wrong. Without optimizer.pt it is whole, but not `to_resume`."""
+    """None if the checkpoint is whole, else what is wrong.
+
+    Without optimizer.pt it is whole, but not `to_resume`.
+    """
     if damage := verify_files(checkpoint, may_miss="optimizer.pt"):
         return damage
     recorded = json.loads(Path(checkpoint, "checksums.json").read_bytes())
@@ -197,9 +201,10 @@ def mend(folder: Path) -> Path | None:
 
 
 def resolve(path: str | Path) -> Path:
-    """The checkpoint or weights file that `--ckpt` means; of a run its best checkpoint, else its latest.
+    """The checkpoint or weights file that `--ckpt` means.
 
-    Raises `UserError` for a path that leads to none.
+    Of a run it is the best checkpoint, or the latest if nothing was validated. Raises `UserError`
+    for a path that leads to none.
     """
     path = Path(path)
     if path.is_file() and path.suffix in WEIGHT_SUFFIXES:
@@ -233,7 +238,8 @@ def last_whole(checkpoint: Path, count: int) -> list[Path]:
     whole = whole[whole.index(checkpoint) :] if checkpoint in whole else []
     if not 1 <= count <= len(whole):
         raise UserError(
-            f"cannot average {count} checkpoints up to {checkpoint}: {len(whole)} are whole; ask for fewer"
+            f"cannot average {count} checkpoints up to {checkpoint}: {len(whole)} are whole; "
+            "ask for fewer"
         )
     return whole[:count][::-1]
 
@@ -258,12 +264,15 @@ def load_weights(path: Path) -> dict[str, Tensor]:
 
 
 def load_state(checkpoint: Path) -> dict:
-    """The state of a verified checkpoint as it was given to `save`, with its step and the best one's."""
+    """The state of a verified checkpoint as `save` got it, with its step and the best one's."""
     return json.loads((Path(checkpoint) / "state.json").read_bytes())
 
 
 def load_tensors(path: Path):
-    """Tensors and plain values of a safetensors or torch file. A pickle that asks for more is refused, not run."""
+    """Tensors and plain values of a safetensors or torch file.
+
+    A pickle that asks for more is refused, not run.
+    """
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
@@ -275,7 +284,8 @@ def load_tensors(path: Path):
             f"cannot read {path}: {error.strerror or error}; name another file"
         ) from error
     except Exception as error:  # given any other bytes the readers raise anything, even KeyError
-        # An object that is not on torch's list of harmless ones, TorchScript, or a pickle not of torch.save.
+        # An object that is not on torch's list of harmless ones, TorchScript, or a pickle not of
+        # torch.save.
         unpickling = isinstance(error, pickle.UnpicklingError)
         plain_pickle = unpickling and path.read_bytes()[:1] == b"\x80"
         if plain_pickle or "GLOBAL" in str(error) or "TorchScript" in str(error):
@@ -329,7 +339,10 @@ def _hash_of(file: Path) -> str:
 
 
 def _settle_replaced(folder: Path) -> None:
-    """Remove a replaced step-N; if the new one never came (a kill in between), give it its name back."""
+    """Remove a replaced step-N;
+
+    If the new one never came (a kill in between), give it its name back.
+    """
     for replaced in folder.glob(".replaced-step-*"):
         checkpoint = folder / replaced.name.removeprefix(".replaced-")
         with suppress(OSError):  # the folder may be read-only
@@ -346,7 +359,10 @@ def _remove_temporary(folder: Path) -> None:
 
 
 def _put_damaged_aside(folder: Path, step: int) -> None:
-    """Rename damaged checkpoints newer than this step: they would count among those that are kept."""
+    """Rename damaged checkpoints newer than this step:
+
+    They would count among those that are kept.
+    """
     for newer in steps(folder):
         checkpoint = folder / f"step-{newer}"
         # Without optimizer.pt it is whole, and may stay.
@@ -360,7 +376,10 @@ def _put_damaged_aside(folder: Path, step: int) -> None:
 
 
 def _link(folder: Path, last: int, best: int | None) -> None:
-    """Point `last` and `best` to their checkpoints. A reader finds the old link or the new one, never none."""
+    """Point `last` and `best` to their checkpoints.
+
+    A reader finds the old link or the new one, never none.
+    """
     for name, step in {"last": last, "best": best}.items():
         if not (folder / f"step-{step}").is_dir():  # "step-None": nothing was validated yet
             continue

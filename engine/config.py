@@ -72,8 +72,8 @@ def parse_flags(config_class, description: str = "", positional: str | None = No
     """Parse sys.argv into `config_class`; its attribute `given` names the flags that the user set.
 
     A first argument ending in .yaml or .json is read as the defaults. With `positional`, words that
-    belong to no flag and all words after `--` are collected in `config.<positional>`; without it they
-    are an error. Mistakes print one line and exit with 2.
+    belong to no flag and all words after `--` are collected in `config.<positional>`; without it
+    they are an error. Mistakes print one line and exit with 2.
     """
     prepare_process()
     try:
@@ -148,7 +148,7 @@ def _as_flags(settings: dict, names: list[str]) -> list[str]:
 
 
 def _with_values(arguments: list[str], fields) -> list[str]:
-    """`--compare runs/a` becomes `--compare=true runs/a`, or argparse would take the run for a value."""
+    """`--compare runs/a` becomes `--compare=true runs/a`: argparse would take the run for a value."""
     switches = {f"--{field.name}" for field in fields if field.type is bool}
     result = []
     for word, after in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
@@ -161,7 +161,7 @@ def _with_values(arguments: list[str], fields) -> list[str]:
 
 
 def _refuse_unknown(words: list[str], names: list[str], positional: str | None) -> None:
-    """Raises `UserError` for the first word that is no flag, and without `positional` for any word."""
+    """Raises `UserError` for the first unknown flag, and without `positional` for any word."""
     for word in words:
         if word.startswith("-") and len(word) > 1:
             name = word.split("=")[0]
@@ -174,7 +174,7 @@ def _refuse_unknown(words: list[str], names: list[str], positional: str | None) 
 
 
 def checked(config):
-    """The same settings. Raises `UserError` for the first outside its flag's type, bounds or choices."""
+    """The same settings. Raises `UserError` for one outside its flag's type, bounds or choices."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         allowed = (int, float) if field.type is float else field.type
@@ -237,7 +237,10 @@ def read_settings(path: Path) -> dict:
 
 
 def nearest(word: str, names: list[str], prefix: str = "") -> str:
-    """'; did you mean --lr?' for the name closest to `word`; if none is close, '; see --help' for a flag."""
+    """'; did you mean --lr?' for the name closest to `word`;
+
+    If none is close, '; see --help' for a flag.
+    """
     word = word.replace("-", "_")
     close = difflib.get_close_matches(word, names, n=1)
     if OTHER_NAMES.get(word) in names:
@@ -270,7 +273,10 @@ def format_help(config_class, description: str, positional: str | None) -> str:
 
 
 def command() -> str:
-    """How the user started this script: `python train.py`, `python -m labs.lenet`, or by torchrun."""
+    """How the user started this script:
+
+    `python train.py`, `python -m labs.lenet`, or by torchrun.
+    """
     module = getattr(sys.modules["__main__"], "__spec__", None)  # None for a script's file
     name = module.name.removesuffix(".__main__") if module else Path(sys.argv[0]).name
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
@@ -282,7 +288,10 @@ def command() -> str:
 
 
 def load_config(config_class, path: Path):
-    """The dataclass saved at `path`. Raises `UserError` for a file that is missing, damaged or of another script."""
+    """The dataclass saved at `path`.
+
+    Raises `UserError` for a file that is missing, damaged or of another script.
+    """
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         config = config_class(**saved)

@@ -1,7 +1,7 @@
-"""The folder of a run, and what every training script does with it: start or resume, lock, save, stop.
+"""The folder of a run, and what every training script does with it.
 
     with Run.start(config, "lenet", world) as run:     # config has the flags --run and --resume
-        run.log("…")                                   # load data, build the model: mistakes end here
+        run.log("…")                                   # data, model: mistakes end here
         state = run.restore(model, optimizer, precision) or {"step": 0}
         run.begin()                                    # from now on the folder is a run
         while not run.stop_asked():
@@ -52,17 +52,17 @@ class Run(contextlib.AbstractContextManager):
     """
 
     @classmethod
-    def start(cls, config, kind: str, world: World, may_change: set[str] | None = None) -> "Run":
+    def start(cls, config, kind: str, world: World) -> "Run":
         """Make runs/<config.run> or runs/<time>-<kind>, or open `config.resume`.
 
-        A resumed run takes its settings from its folder. Flags may change them, except for those marked `fixed`;
-        with `may_change` only the settings it names.
+        A resumed run takes its settings from its folder. Flags may change them, except for those
+        marked `fixed`.
         """
         run = cls()
         run.world = world
         run.at_end = contextlib.ExitStack()
         run.started = time.perf_counter()
-        run.config = checked(saved_settings(config, may_change))
+        run.config = checked(saved_settings(config))
         run.folder, run.checkpoint = world.on_main(lambda: run.open_folder(kind))
         run.state = checkpoint.load_state(run.checkpoint) if run.checkpoint else None
         run.best_step = run.state["best_step"] if run.state else None
@@ -152,7 +152,10 @@ class Run(contextlib.AbstractContextManager):
         self.log(f"settings: {', '.join([*changed, 'all others'])} at their defaults")
 
     def write_environment(self) -> None:
-        """environment.json: a list of the run's sessions; the last gets its seconds when it ends."""
+        """environment.json: a list of the run's sessions;
+
+        The last gets its seconds when it ends.
+        """
         path = self.folder / "environment.json"
         sessions = []
         if self.config.resume:
@@ -218,7 +221,10 @@ class Run(contextlib.AbstractContextManager):
             )
 
     def stop_asked(self) -> bool:
-        """Whether any rank received a signal. All ranks ask together, so that all stop at the same step."""
+        """Whether any rank received a signal.
+
+        All ranks ask together, so that all stop at the same step.
+        """
         return bool(self.world.maximum(self.interrupted())[0])
 
     def close(self, why: str, step: int | None = None) -> None:
@@ -333,10 +339,11 @@ def require_finite(weights: dict[str, torch.Tensor], step: int) -> None:
             )
 
 
-def saved_settings(config, may_change: set[str] | None = None):
-    """The settings; on --resume those the run was started with, changed by the flags that may change.
+def saved_settings(config):
+    """The settings; on --resume those of the run, changed by the flags that may change.
 
-    Raises `UserError` for a folder that is no run, and for a flag that would change a fixed setting.
+    Raises `UserError` for a folder that is no run, and for a flag that would change a fixed
+    setting.
     """
     if not config.resume:
         return config
@@ -346,8 +353,6 @@ def saved_settings(config, may_change: set[str] | None = None):
             f"--resume {run}: no such run (it has no config.json); `ls runs` lists the runs"
         )
     saved = load_config(type(config), run / "config.json")
-    if may_change is None:
-        may_change = {field.name for field in fields(config) if not field.metadata["fixed"]}
     # Settings made in Python do not know which of them were given: those unlike the default.
     unlike = {f.name for f in fields(config) if getattr(config, f.name) != f.default}
     given = {
@@ -355,9 +360,10 @@ def saved_settings(config, may_change: set[str] | None = None):
         for name in getattr(config, "given", unlike)
         if name != "resume" and getattr(config, name) != getattr(saved, name)
     }
+    fixed = {field.name for field in fields(config) if field.metadata["fixed"]}
     for name in sorted(given):
         asked = getattr(config, name)
-        if name not in may_change:
+        if name in fixed:
             raise UserError(
                 f"--resume {run}: --{name} {asked!r} would change a fixed setting "
                 f"({getattr(saved, name)!r} in this run); leave the flag out, or start a new run"
