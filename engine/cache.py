@@ -1,6 +1,6 @@
 """Folders that are made once and kept: complete or absent, whenever the process is killed.
 
-with lock_folder(folder):                      # two processes that want the same folder: one makes it
+with lock_folder(folder):                      # another process may be making the same one
     if not folder.exists():
         with new_folder(folder) as building:   # a temporary name; renamed when the block ends well
             (building / "ids").write_bytes(content)

@@ -1,7 +1,9 @@
-"""Raw rows → clean training pairs and untouched validation and test rows, with a count of everything dropped.
+"""Raw rows -> clean training pairs and untouched validation and test rows, with counts.
 
-held_out = held_out_rows(text)                                 # {"validation": [...], "test": [...]}
-for source, target in clean_pairs(text, held_out, 512, counts): ...
+    held_out = held_out_rows(text)                      # {"validation": [...], "test": [...]}
+    for source, target in clean_pairs(text, held_out, 512, counts): ...
+
+Also the choice of the training pairs that are like validation's (`train.py --select`).
 """
 
 from collections import Counter
@@ -13,33 +15,23 @@ import numpy as np
 from engine.telemetry import progress
 from text.reading import ParallelText
 
-HELD_OUT_SHARE = 0.01  # of the distinct pairs, for each split that the data does not bring
-CHANCE = 0.05  # a smaller share of the pairs, or gap in their lengths, may be chance between a few hundred rows
-UNLIKE_SHARE = (
-    0.5  # of the training pairs, at most, are dropped because they are unlike validation's
-)
-SHORT_SHARE = 0.25  # and then of the rest for their short targets
-TELLING_ROWS = 200  # of validation, to tell how train differs from it
+HELD_OUT_SHARE = 0.01  # of the distinct pairs, for each split that must be cut from train
+CHANCE = 0.05  # smaller shares of the pairs, or gaps in their lengths, may be chance
+UNLIKE_SHARE = 0.5  # of the training pairs at most are left out as unlike validation's
+SHORT_SHARE = 0.25  # of the rest at most are left out for their short targets
+TELLING_ROWS = 200  # validation rows that are needed to see how train differs
 PRIOR_TOKENS = 2000  # pseudo-counts by train's frequencies, added to validation's counts
 LONGEST_TOKEN = 16  # characters; our own tokenizers learn no longer token
 
-# Zero-width characters vanish, lone surrogates (broken UTF-16) become the replacement character, and every other control
-# character becomes a space. The joiners U+200C and U+200D stay: some scripts and emoji are spelled with them. U+2581 (▁) is
-# what tokenizers write for a space and would come back as one, so it becomes the underscore that it looks like.
-_VANISH = [
-    0x00AD,
-    0x200B,
-    0x200E,
-    0x200F,
-    0x2060,
-    0xFEFF,
-    *range(0x202A, 0x202F),
-    *range(0x2066, 0x206A),
-]
+# For str.translate. Control characters become spaces; zero-width characters and marks of writing
+# direction vanish, but not the joiners U+200C and U+200D, with which some scripts and emoji are
+# spelled; lone surrogates (broken UTF-16) become the replacement character.
+_VANISH = [0x00AD, 0x200B, 0x200E, 0x200F, 0x2060, 0xFEFF]
+_VANISH += [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]
 _CLEANED = {code: " " for code in [*range(0x20), *range(0x7F, 0xA0)]}
-_CLEANED |= (
-    {code: None for code in _VANISH} | {code: "�" for code in range(0xD800, 0xE000)} | {0x2581: "_"}
-)
+_CLEANED.update({code: None for code in _VANISH})
+_CLEANED.update({code: "\ufffd" for code in range(0xD800, 0xE000)})
+_CLEANED[0x2581] = "_"  # ▁, which tokenizers write for a space: it would come back as one
 
 REASONS = {
     "empty": "with an empty side",
@@ -55,7 +47,7 @@ REASONS = {
 
 
 def normalise(text: str) -> str:
-    """One line without control characters, single spaces inside and none outside. Case and punctuation stay."""
+    """One line without control characters, with single spaces. Case and punctuation stay."""
     return " ".join(text.translate(_CLEANED).split())
 
 
@@ -65,13 +57,12 @@ def fingerprint(source: str, target: str) -> int:
 
 
 def side_of(pair_hash: int, missing: list[str]) -> str:
-    """The split that a training pair belongs to when the splits `missing` must be cut from train.
+    """The split of a training pair if the splits `missing` must be cut from train.
 
-    Depends on the pair alone, so a pair stays on its side whatever the seed, the order or the rest of the data.
+    It depends on the pair alone, not on a seed, the order or the rest of the data.
     """
-    place = (
-        pair_hash >> 20
-    ) / 2**44  # the upper 44 of 64 bits: uniform in [0, 1), and exact, as a float holds 53
+    # The upper 44 of 64 bits: uniform in [0, 1), and exact, as a float holds 53 bits.
+    place = (pair_hash >> 20) / 2**44
     if place < HELD_OUT_SHARE and "validation" in missing:
         return "validation"
     if HELD_OUT_SHARE <= place < 2 * HELD_OUT_SHARE and "test" in missing:
@@ -80,22 +71,24 @@ def side_of(pair_hash: int, missing: list[str]) -> str:
 
 
 def split_to_score(text: ParallelText) -> str:
-    """The split that a score is of: the data's own test, else their own validation; with neither a test cut from train."""
+    """The split that evaluate.py scores: test, else validation, else a test cut from train."""
     if "test" not in text.files and "validation" in text.files:
         return "validation"
     return "test"
 
 
 def missing_splits(text: ParallelText) -> list[str]:
-    """The splits that have to be cut from train: training needs a validation split, scoring one to score."""
-    needed = {"validation": True, "test": split_to_score(text) == "test"}
-    return [split for split in needed if needed[split] and split not in text.files]
+    """The splits to cut from train: training needs validation, and scoring a split to score."""
+    needed = ["validation"]
+    if split_to_score(text) == "test":
+        needed.append("test")
+    return [split for split in needed if split not in text.files]
 
 
 def held_out_rows(text: ParallelText) -> dict[str, list[tuple[str, str]]]:
-    """The raw rows of validation and test, every one and in order; `missing_splits` are cut from train (each pair once).
+    """The raw rows of validation and test, all and in order.
 
-    Of data with a validation split alone there is no "test".
+    `missing_splits` are cut from train, each pair once. Data with validation alone have no "test".
     """
     missing = missing_splits(text)
     rows = {split: list(text.pairs(split)) for split in text.files if split != "train"}
@@ -113,13 +106,14 @@ def held_out_rows(text: ParallelText) -> dict[str, list[tuple[str, str]]]:
 def clean_pairs(
     text: ParallelText, held_out: dict[str, list[tuple[str, str]]], max_length: int, counts: Counter
 ) -> Iterator[tuple[str, str]]:
-    """Stream the pairs worth training on; what is dropped is counted by reason in `counts`.
+    """Stream the pairs worth training on. Counts what is dropped, by a key of `REASONS`.
 
-    Only hashes are remembered (about 100 bytes a pair), so 26 million pairs need no more memory than that.
+    Only hashes are remembered, about 100 bytes a pair: 26 million pairs fit into memory.
     """
     missing = missing_splits(text)
     held = [normalise_pair(row) for rows in held_out.values() for row in rows]
-    held_sources, held_targets = {source for source, _ in held}, {target for _, target in held}
+    held_sources = {source for source, _ in held}
+    held_targets = {target for _, target in held}
     seen = set()
     for row in text.pairs("train"):
         source, target = normalise_pair(row)
@@ -150,34 +144,56 @@ def normalise_pair(row: tuple[str, str]) -> tuple[str, str]:
 
 
 def absurd_ratio(source_tokens, target_tokens):
-    """True when one side is so much longer that the pair cannot be a translation; of two numbers or of two arrays."""
-    shorter, longer = (
-        np.minimum(source_tokens, target_tokens),
-        np.maximum(source_tokens, target_tokens),
-    )
+    """True if one side is too long to translate the other; of two numbers or two arrays."""
+    shorter = np.minimum(source_tokens, target_tokens)
+    longer = np.maximum(source_tokens, target_tokens)
     return longer > 4 * shorter + 10
+
+
+def report(counts: Counter) -> str:
+    """One line: rows read, dropped by reason, kept."""
+    dropped = ", ".join(f"{counts[key]:,} {words}" for key, words in REASONS.items() if counts[key])
+    return (
+        f"train: {counts['read']:,} rows read; dropped {dropped or 'none'}; {counts['kept']:,} kept"
+    )
+
+
+def _flaw(source: str, target: str) -> str | None:
+    """What is wrong with a clean pair, a key of `REASONS`; None if nothing is."""
+    if not source or not target:
+        return "empty"
+    # "1998" is its own translation; a sentence that was left untranslated is not.
+    if source == target and any(character.isalpha() for character in source):
+        return "identical"
+    return None
+
+
+# ------------------------------------------------------------------------ selection
 
 
 def like_validation(train, validation, vocabularies: list[int]) -> np.ndarray:
     """Which pairs of `train` to keep, (n,) row numbers: those written in the words of validation.
 
-    A pair's score is the mean of log p(token in validation) / p(token in train) over each side, both added: a cross-entropy
-    difference (Moore & Lewis 2010, Axelrod et al. 2011), of single tokens. Half of validation gives the frequencies, the other
-    half the bar, which 99 % of its pairs reach. Pairs under it go, at most `UNLIKE_SHARE` of all; none if under `CHANCE` do.
+    Both are `data.TokenizedPairs`. A pair's score is the mean of log p(token in validation) /
+    p(token in train) over each side, both added: a cross-entropy difference (Moore & Lewis 2010,
+    Axelrod et al. 2011) of single tokens. Half of validation gives the frequencies, the other half
+    the bar, which 99 % of its pairs reach. Pairs below it go, at most `UNLIKE_SHARE` of all; none
+    go if they are fewer than `CHANCE`.
     """
-    known, unseen = (validation.only(np.arange(first, len(validation), 2)) for first in (0, 1))
-    gains = []
+    known = validation.only(np.arange(0, len(validation), 2))
+    unseen = validation.only(np.arange(1, len(validation), 2))
+    gains = []  # of each side, (V,)
     for of_train, of_known in zip(_counts(train, vocabularies), _counts(known, vocabularies)):
         p_train = (of_train + 0.5) / (of_train + 0.5).sum()  # + 0.5: no token has p = 0
-        p_known = (of_known + PRIOR_TOKENS * p_train) / (
-            of_known.sum() + PRIOR_TOKENS
-        )  # smoothed towards train
+        # Smoothed towards train: a few thousand rows tell little about rare tokens.
+        p_known = (of_known + PRIOR_TOKENS * p_train) / (of_known.sum() + PRIOR_TOKENS)
         gains.append(np.log(p_known / p_train))
     scores = _scores(train, gains)
-    under = np.count_nonzero(scores < np.quantile(_scores(unseen, gains), 0.01))
-    if under < CHANCE * len(train):
+    bar = np.quantile(_scores(unseen, gains), 0.01)
+    below = np.count_nonzero(scores < bar)
+    if below < CHANCE * len(train):
         return np.arange(len(train))
-    return _without_last(np.argsort(-scores, kind="stable"), under, UNLIKE_SHARE)
+    return _without_last(np.argsort(-scores, kind="stable"), below, UNLIKE_SHARE)
 
 
 def _counts(pairs, vocabularies: list[int]) -> list[np.ndarray]:
@@ -190,7 +206,7 @@ def _counts(pairs, vocabularies: list[int]) -> list[np.ndarray]:
 
 
 def _scores(pairs, gains: list[np.ndarray]) -> np.ndarray:
-    """The mean of the gains of a pair's tokens on each side, both added: (pairs,)."""
+    """The mean gain of a pair's tokens on each side, both added: (pairs,)"""
     scores = []
     for part in pairs.parts():
         means = []
@@ -205,39 +221,22 @@ def _scores(pairs, gains: list[np.ndarray]) -> np.ndarray:
 def without_short_targets(
     train: dict[str, np.ndarray], validation: dict[str, np.ndarray]
 ) -> np.ndarray:
-    """Which pairs of train to keep, (n,) row numbers, so that they have as many target tokens for a source token as validation.
+    """Which pairs to keep, (n,) row numbers, so that targets are as long as in validation.
 
-    Lengths of both sides by their names, (pairs,) each. The pairs with the shortest targets for their sources go first, and no
-    more than `SHORT_SHARE` of all.
+    Arguments are the lengths of "source" and "target", (pairs,) each. The measure is target tokens
+    for each source token. Pairs with the shortest targets for their sources go first, at most
+    `SHORT_SHARE` of all.
     """
     source, target = train["source"], train["target"]
     wanted = validation["target"].sum() / validation["source"].sum()
     order = np.argsort(-target / source, kind="stable")  # the longest targets first
-    ratios = np.cumsum(target[order]) / np.cumsum(
-        source[order]
-    )  # of the first n pairs; falls with n
+    ratios = np.cumsum(target[order]) / np.cumsum(source[order])  # of the first 1, 2, … pairs
     if wanted < (1 + CHANCE) * ratios[-1]:
         return np.arange(len(order))
     return _without_last(order, np.count_nonzero(ratios < wanted), SHORT_SHARE)
 
 
 def _without_last(order: np.ndarray, dropped: int, share: float) -> np.ndarray:
-    """Row numbers in `order` without the last `dropped`, or this share of all if that is less; sorted."""
-    return np.sort(order[: len(order) - min(dropped, int(share * len(order)))])
-
-
-def report(counts: Counter) -> str:
-    """One line: rows read, dropped by reason, kept."""
-    dropped = ", ".join(f"{counts[key]:,} {words}" for key, words in REASONS.items() if counts[key])
-    return (
-        f"train: {counts['read']:,} rows read; dropped {dropped or 'none'}; {counts['kept']:,} kept"
-    )
-
-
-def _flaw(source: str, target: str) -> str | None:
-    if not source or not target:
-        return "empty"
-    # "1998" → "1998" is a translation; a sentence that was left untranslated is not.
-    if source == target and any(character.isalpha() for character in source):
-        return "identical"
-    return None
+    """Row numbers in `order` without the last `dropped`, at most this share of all; sorted."""
+    dropped = min(dropped, int(share * len(order)))
+    return np.sort(order[: len(order) - dropped])

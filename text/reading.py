@@ -148,7 +148,7 @@ def find_text(path: str, source: str = "zh", target: str = "en") -> ParallelText
 
 
 def refuse_swapped(text: ParallelText, rows: list[tuple[str, str]]) -> None:
-    """Raise `UserError` if the column named Chinese has no Chinese characters, but the other has."""
+    """Raise `UserError` if the column named Chinese is not Chinese, but the other one is."""
     chinese = [bool(CHINESE.match(name.lower())) for name in (text.source, text.target)]
     if sum(chinese) != 1 or not rows:
         return
@@ -163,7 +163,8 @@ def refuse_swapped(text: ParallelText, rows: list[tuple[str, str]]) -> None:
     if shares[0] < 0.5 < shares[1]:
         raise UserError(
             f"the languages are swapped: {shares[1]:.0%} of the texts under {names[1]!r} are "
-            f"Chinese, {shares[0]:.0%} of those under {names[0]!r}; exchange the names in {text.path}"
+            f"Chinese, {shares[0]:.0%} of those under {names[0]!r}; exchange the names in "
+            f"{text.path}"
         )
 
 
@@ -481,7 +482,8 @@ def below_header(
     for line, fields in rows:
         if len(fields) != len(columns):
             raise UserError(
-                f"{file}, line {line}: {len(fields)} fields, the header has {len(columns)}; {advice}"
+                f"{file}, line {line}: {len(fields)} fields, the header has {len(columns)}; "
+                f"{advice}"
             )
         yield fields[places[0]], fields[places[1]]
 

@@ -1,6 +1,7 @@
-"""A line → its sentences, and their translations → a line again: for pasted paragraphs, in Chinese or English.
+"""Cut a line into its sentences, and join their translations again. For Chinese and English.
 
-A model learns from sentences: it translates a paragraph better, and past its longest length only, piece by piece.
+A model is trained on sentences: it translates a paragraph better piece by piece, and one beyond its
+longest length in no other way.
 """
 
 import re
@@ -8,47 +9,51 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 PAIRS = '（） () 【】 [] 「」 『』 《》 “” ‘’ ""'  # nothing is cut inside one
-LONGEST_PAIR = 80  # characters inside; a longer one is a speech, or was never closed, and is cut like other text
+# Characters inside a pair. A longer one is a speech, or was never closed, and is cut like other
+# text.
+LONGEST_PAIR = 80
 QUOTES = '”’」』"'
 STOPS = "。！？!?．."
-HAN = "\u3000-\u303f\u3400-\u9fff\uff00-\uffef"  # characters, Chinese punctuation, full-width forms
+HAN = "\u3000-\u303f\u3400-\u9fff\uff00-\uffef"  # with Chinese punctuation and full-width forms
 ABBREVIATIONS = (
-    "Mr Mrs Ms Dr Prof St Sr Jr Gen Gov Sen Rep Rev Hon Col Lt Capt vs No Vol Fig pp al approx e.g i.e a.m p.m Ph.D Inc Corp "
-    "Co Ltd Jan Feb Mar Apr Jun Jul Aug Sep Sept Oct Nov Dec"
+    "Mr Mrs Ms Dr Prof St Sr Jr Gen Gov Sen Rep Rev Hon Col Lt Capt vs No Vol Fig pp al approx "
+    "e.g i.e a.m p.m Ph.D Inc Corp Co Ltd Jan Feb Mar Apr Jun Jul Aug Sep Sept Oct Nov Dec"
 )
 
+# What is read at once: a pair with its inside, a run of stops, a run of other characters, or one
+# character.
 _PAIR = "|".join(
     f"{re.escape(a)}[^{re.escape(a + b)}]{{1,{LONGEST_PAIR}}}{re.escape(b)}"
     for a, b in PAIRS.split()
 )
-# What is read at once: a pair with its inside, a run of stops, a run of other characters, or one character.
 _UNIT = re.compile(
     rf"(?P<pair>{_PAIR})|(?P<stop>[{STOPS}]+)|[^{STOPS}{re.escape(PAIRS)}]+|.", re.DOTALL
 )
-_CLOSING = re.compile(
-    r"[）)】\]」』》”’]*(?:[\"']+(?=\s|$))?\s*"
-)  # what a sentence takes along behind its stop
+# What a sentence takes along behind its stop: closing marks and spaces.
+_CLOSING = re.compile(r"[）)】\]」』》”’]*(?:[\"']+(?=\s|$))?\s*")
 _WORD = re.compile(r"\w")
-# "Mr. Li", "U.S. dollars", "作家J.K.罗琳", "3. The third", "两点：1.快；2.好": a full stop that ends no sentence.
+# A full stop that ends no sentence: "Mr. Li", "U.S. dollars", "作家J.K.罗琳", and the number of an
+# item in a list: "3. The third", "两点：1.快；2.好".
 _SHORT = "|".join(map(re.escape, ABBREVIATIONS.split()))
-_NUMBER = r"^\W*[\d一二三四五六七八九十]+|\D[：；，、:;,]\s*\d\d?"  # of an item in a list
+_NUMBER = r"^\W*[\d一二三四五六七八九十]+|\D[：；，、:;,]\s*\d\d?"
 _NO_END = re.compile(rf"(?:(?:^|[^\w.]|[{HAN}])(?:{_SHORT}|[A-Z](?:\.[A-Z])*)|{_NUMBER})$")
 
 
 def sentences(line: str) -> list[str]:
-    """The sentences of a line, each with the spaces behind it: joined they are the line. Of one sentence: [line]."""
-    pieces, first, at, has_word = (
-        [],
-        0,
-        0,
-        False,
-    )  # first: where the sentence begins; at: how far it is read
+    """The sentences of a line, each with the spaces behind it. Joined they are the line."""
+    pieces = []
+    first = 0  # where the sentence begins
+    at = 0  # how far the line is read
+    has_word = False
     while at < len(line):
         unit = _UNIT.match(line, at)
-        at, has_word = unit.end(), has_word or bool(_WORD.search(unit[0]))
-        if has_word and (end := end_at(line, first, unit)):
+        at = unit.end()
+        has_word = has_word or bool(_WORD.search(unit[0]))
+        end = end_at(line, first, unit) if has_word else 0
+        if end:
             pieces.append(line[first:end])
-            first, at, has_word = end, end, False
+            first = at = end
+            has_word = False
     if pieces and not has_word:  # nothing but signs behind the last sentence
         pieces[-1] += line[first:]
         return pieces
@@ -56,20 +61,21 @@ def sentences(line: str) -> list[str]:
 
 
 def end_at(line: str, first: int, unit: re.Match) -> int:
-    """Where the next sentence begins, if the one that begins at `first` ends with this unit; else 0."""
+    """Where the next sentence begins if the one from `first` on ends with this unit, else 0."""
     text = unit[0]
     if not unit["stop"] and not (unit["pair"] and text[-1] in QUOTES and text[-2] in STOPS):
         return 0
     end = _CLOSING.match(line, unit.end()).end()
     follows = line[end : end + 1]
-    if unit["pair"]:  # 他说：“好。”然后 has two sentences, “好。”他说 one
+    if unit["pair"]:
         if not follows or follows in PAIRS:
             return end
-        joined = follows == "的" or (
-            follows in "和与或等" and text[-2] in "！？!?"
-        )  # 喊着“加油！”的口号
-        goes_on = not follows.isalnum() or follows.islower() or joined
-        return end if line[first : unit.start()].strip() and not goes_on else 0
+        # 他说：“好。”然后 is two sentences; “好。”他说 and 喊着“加油！”的口号 are one.
+        begins_line = not line[first : unit.start()].strip()
+        joined = follows == "的" or (follows in "和与或等" and text[-2] in "！？!?")
+        if begins_line or joined or not follows.isalnum() or follows.islower():
+            return 0
+        return end
     if text[-1] in "。！？":
         return end
     ellipsis = text[-2:] in ("..", "．．")  # 我...我不知道
@@ -77,17 +83,23 @@ def end_at(line: str, first: int, unit: re.Match) -> int:
     spaced = not follows or line[end - 1].isspace() or bool(in_chinese)  # not 3.14, not a.com
     if not spaced or follows.islower():
         return 0
-    # 20: longer than any abbreviation; an x for what is cut off, so that it does not look like the sentence's beginning.
-    before = "x" * (unit.start() - first > 20) + line[max(first, unit.start() - 20) : unit.start()]
+    # 20 characters are longer than any abbreviation. An x in front: the sentence begins earlier.
+    before = line[max(first, unit.start() - 20) : unit.start()]
+    if unit.start() - first > 20:
+        before = "x" + before
     return 0 if text in ".．" and _NO_END.search(before) else end
 
 
 def join(translations: Iterable[str]) -> str:
-    """The translations of a line's sentences as one line, a space between them where the language has spaces."""
+    """The translations of a line's sentences as one line.
+
+    With spaces between them, but not where Chinese characters or punctuation stand on either side.
+    """
     texts = [*filter(None, translations), ""]
-    apart = re.compile(
-        f"[^{HAN}]{{2}}"
-    )  # not where a Chinese sentence ends in a quotation mark or dots of its own
-    return "".join(
-        text + " " * bool(apart.match(text[-1] + after[:1])) for text, after in pairwise(texts)
-    )
+    apart = re.compile(f"[^{HAN}]{{2}}")
+    line = ""
+    for text, following in pairwise(texts):
+        line += text
+        if apart.match(text[-1] + following[:1]):
+            line += " "
+    return line

@@ -1,7 +1,10 @@
-"""Subword tokenizers: trained on the training text, saved where `AutoTokenizer.from_pretrained` finds them.
+"""Subword tokenizers: trained on the training text, saved as `AutoTokenizer.from_pretrained` reads.
 
-Byte-pair encoding (Sennrich et al. 2016) over characters; a character too rare for the vocabulary is spelled in its UTF-8
-bytes, so nothing is ever unknown, and decoding gives the text back letter for letter.
+Byte-pair encoding (Sennrich et al. 2016) over characters. A character too rare for the vocabulary
+is spelled in its UTF-8 bytes, so nothing is ever unknown, and decoding gives the text back exactly.
+
+    tokenizer = train_tokenizer(lines, 8000)
+    encode(tokenizer, ["今天天气很好。"])         # [[1063, 894, 271]]
 """
 
 import hashlib
@@ -15,19 +18,23 @@ from engine.errors import UserError
 from engine.telemetry import progress
 from text.cleaning import LONGEST_TOKEN
 
-SPACE = "▁"  # U+2581, which stands for a space at the head of a word
-CHARACTERS_AT_ONCE = (
-    2**22
-)  # of the lines that are encoded together; the library takes some hundred bytes for each
+# The special tokens: padding, and the begin and end of a sentence, which data.py adds.
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-# Chinese is written without spaces: a run of Han characters is one "word" that merges may divide as they like. Digits stand
-# alone, so that a number is copied figure by figure; so does every punctuation mark. An English word, in between, stays whole.
+SPACE = "▁"  # U+2581, which stands for a space at the head of a word
+# Where a text is cut before merges are learned. Chinese has no spaces: a run of Han characters is
+# one "word", which merges may divide as they like. Digits stand alone, so that numbers are copied
+# figure by figure; so do punctuation marks. What is left between these is an English word.
 PIECES = r"▁?\p{Han}+|▁?\p{N}|▁?[^\p{L}\p{M}\p{N}▁]"
+# Of the lines that are encoded together; the library takes some hundred bytes for each.
+CHARACTERS_AT_ONCE = 2**22
 
 
 def train_tokenizer(lines: Iterable[str], vocabulary: int):
-    """A `PreTrainedTokenizerFast` of at most `vocabulary` tokens, the 256 bytes and pad/bos/eos included."""
+    """A `PreTrainedTokenizerFast` of at most `vocabulary` tokens.
+
+    They include the 256 bytes, pad, bos and eos.
+    """
     from tokenizers import Tokenizer, decoders, models, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -35,7 +42,7 @@ def train_tokenizer(lines: Iterable[str], vocabulary: int):
     tokenizer.pre_tokenizer = own_pre_tokenizer()
     room = vocabulary - len(BYTES)
     lines = list(lines)
-    # At least half of the room, less the three special tokens, is left for merges; rarer characters are spelled in bytes.
+    # At least half of the room is left for merges; rarer characters are spelled in bytes.
     alphabet = commonest_characters(lines, room // 2)
     trainer = trainers.BpeTrainer(
         vocab_size=room,
@@ -71,7 +78,7 @@ def train_tokenizer(lines: Iterable[str], vocabulary: int):
 def commonest_characters(lines: list[str], limit: int) -> list[str]:
     """The `limit` most frequent characters; the sign for the space is one of them.
 
-    Chosen here because the library would choose among equally rare ones by chance, and no two runs would be alike.
+    The library would choose among equally rare ones by chance, and no two runs would be alike.
     """
     counts = Counter(chain.from_iterable(lines))
     counts.pop(" ", None)
@@ -80,7 +87,7 @@ def commonest_characters(lines: list[str], limit: int) -> list[str]:
 
 
 def own_pre_tokenizer():
-    """Cuts a text at its spaces, each of which becomes the ▁ of the word behind it, then around each of `PIECES`."""
+    """Cuts a text before each space, which becomes a ▁, then around each of `PIECES`."""
     from tokenizers import Regex, pre_tokenizers
 
     spaces = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
@@ -88,45 +95,46 @@ def own_pre_tokenizer():
 
 
 def load_tokenizer(name: str):
-    """Any tokenizer that `open_tokenizer` opens; it must have pad, begin and end tokens, with ids the model has."""
+    """As `open_tokenizer`, for translation: with pad, begin and end tokens the model can have."""
     tokenizer = open_tokenizer(name)
     for token, id in special_ids(tokenizer, name).items():
-        # Where ids are left out, the highest can exceed the number of tokens, which is the size of the embedding.
+        # If ids are left out, the highest can exceed the number of tokens, which is the size of
+        # the embedding.
         if id >= len(tokenizer):
             raise UserError(
-                f"tokenizer {name}: its {token} token has the id {id}, but it has {len(tokenizer)} tokens; "
-                "choose one that leaves no ids out"
+                f"tokenizer {name}: its {token} token has the id {id}, but it has {len(tokenizer)} "
+                "tokens; choose one that leaves no ids out"
             )
     return tokenizer
 
 
 def open_tokenizer(name: str):
-    """Any tokenizer that `AutoTokenizer` knows, from a folder or by name.
+    """Any tokenizer that `AutoTokenizer` knows, from a folder or by name. Runs no code of its own.
 
-    Never one that brings its own code: left to itself, transformers would ask on standard input whether to run it.
+    Raises `UserError` if it cannot be read.
     """
     import huggingface_hub
     from transformers import AutoTokenizer
 
-    failure, is_folder = None, Path(name).is_dir()
+    is_folder = Path(name).is_dir()
+    failure = None
     if not is_folder:
         try:
             huggingface_hub.HfApi().model_info(name, timeout=4)
         except Exception as error:
             failure = error
     try:
-        # Without a network it would try again for minutes; told to stay offline, it looks into its cache.
+        # Without a network it would retry for minutes; local_files_only looks into the cache.
+        # trust_remote_code=False: by default it would ask on standard input.
         tokenizer = AutoTokenizer.from_pretrained(
             name, local_files_only=failure is not None, trust_remote_code=False
         )
-    except (
-        Exception
-    ) as error:  # of damaged files the libraries make whatever error it happens to lead to
-        missing = "no such folder, and it cannot be loaded from the hub"
-        what = "no tokenizer can be read from this folder" if is_folder else missing
-        raise UserError(
-            f"tokenizer {name}: {what} ({' '.join(str(failure or error).split())[:200]})"
-        ) from None
+    except Exception as error:  # of damaged files the libraries raise what they happen to meet
+        what = "no such folder, and it cannot be loaded from the hub"
+        if is_folder:
+            what = "no tokenizer can be read from this folder"
+        reason = " ".join(str(failure or error).split())[:200]
+        raise UserError(f"tokenizer {name}: {what} ({reason})") from None
     return tokenizer
 
 
@@ -143,28 +151,31 @@ def tokenizer_key(name: str) -> str:
 
 
 def special_ids(tokenizer, name: str = "") -> dict[str, int]:
-    """{"pad": …, "bos": …, "eos": …}. BERT's [CLS] and [SEP] count as begin and end. Raises `UserError` if one is missing."""
+    """{"pad": …, "bos": …, "eos": …}. Raises `UserError` if one is missing.
+
+    BERT's [CLS] and [SEP] count as begin and end.
+    """
     ids = {
         "pad": tokenizer.pad_token_id,
-        "bos": tokenizer.bos_token_id
-        if tokenizer.bos_token_id is not None
-        else tokenizer.cls_token_id,
-        "eos": tokenizer.eos_token_id
-        if tokenizer.eos_token_id is not None
-        else tokenizer.sep_token_id,
+        "bos": tokenizer.bos_token_id,
+        "eos": tokenizer.eos_token_id,
     }
-    missing = [key for key, value in ids.items() if value is None]
+    if ids["bos"] is None:
+        ids["bos"] = tokenizer.cls_token_id
+    if ids["eos"] is None:
+        ids["eos"] = tokenizer.sep_token_id
+    missing = "/".join(token for token, id in ids.items() if id is None)
     if missing:
         raise UserError(
-            f"tokenizer {name} has no {'/'.join(missing)} token; choose one that has pad, bos and eos"
+            f"tokenizer {name} has no {missing} token; choose one that has pad, bos and eos"
         )
     return ids
 
 
 def encode(tokenizer, lines: Sequence[str], longest: int | None = None) -> list[list[int]]:
-    """Token ids of each line, without begin and end, at most `longest`; the Rust library encodes lines in parallel."""
+    """Token ids of each line, without begin and end, at most `longest`."""
     groups = groups_of(lines, CHARACTERS_AT_ONCE)
-    return [ids[:longest] for group in groups for ids in encode_together(tokenizer, group)]
+    return [ids[:longest] for group in groups for ids in encode_batch(tokenizer, group)]
 
 
 def groups_of(lines: Sequence[str], characters: int) -> Iterator[list[str]]:
@@ -180,24 +191,22 @@ def groups_of(lines: Sequence[str], characters: int) -> Iterator[list[str]]:
         yield group
 
 
-def encode_together(tokenizer, lines: list[str]) -> list[list[int]]:
-    """The ids of lines that are encoded at once."""
-    # No limit of the tokenizer's own: over-long sentences are counted and dropped in one place, never cut here.
-    if tokenizer.is_fast:
-        tokenizer.backend_tokenizer.no_truncation()
-        tokenizer.backend_tokenizer.no_padding()
-        tokenizer.backend_tokenizer.encode_special_tokens = True  # "<s>" in a text is text
-        encodings = tokenizer.backend_tokenizer.encode_batch_fast(lines, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
-    return tokenizer(lines, add_special_tokens=False, split_special_tokens=True, verbose=False)[
-        "input_ids"
-    ]
+def encode_batch(tokenizer, lines: list[str]) -> list[list[int]]:
+    """The ids of lines that are encoded at once, in parallel by the Rust library."""
+    if not tokenizer.is_fast:
+        options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        return tokenizer(lines, **options)["input_ids"]
+    backend = tokenizer.backend_tokenizer
+    # Over-long sentences are counted and dropped in data.py, never cut by the tokenizer.
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True  # "<s>" in a text is text
+    return [encoding.ids for encoding in backend.encode_batch_fast(lines, add_special_tokens=False)]
 
 
 def decode(tokenizer, rows: Sequence[Sequence[int]]) -> list[str]:
     """The text of each row of ids; special tokens are left out."""
-    if not rows:  # which transformers would take for one empty row
+    if not rows:  # transformers would take it for one empty row
         return []
-    return [
-        " ".join(line.split()) for line in tokenizer.batch_decode(rows, skip_special_tokens=True)
-    ]
+    lines = tokenizer.batch_decode(rows, skip_special_tokens=True)
+    return [" ".join(line.split()) for line in lines]
