@@ -1,0 +1,91 @@
+"""What the lessons share: processes, collectives that may fail, and tables."""
+
+import contextlib
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from engine.errors import prepare_process
+
+
+@contextlib.contextmanager
+def processes(function: Callable, world_size: int, *arguments) -> Iterator[mp.ProcessContext]:
+    """Start `function(*arguments)` on `world_size` ranks of a gloo group; give torch's handle of them."""
+    # One process imports PyTorch, the others are forked from it.
+    mp.set_forkserver_preload(["labs.collectives.lessons"])
+    with tempfile.TemporaryDirectory() as folder:
+        # The ranks find each other through a file. Across machines they use a TCP port instead.
+        options = (world_size, f"file://{folder}/store", function, arguments)
+        yield mp.start_processes(
+            _run_rank, options, world_size, join=False, start_method="forkserver"
+        )
+
+
+def _run_rank(
+    rank: int, world_size: int, init_method: str, function: Callable, arguments: tuple
+) -> None:
+    prepare_process()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+    function(*arguments)
+    dist.destroy_process_group()
+
+
+def all_gather_object(value) -> list:
+    """Every rank's picklable value, on every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def try_collective(call: Callable, seconds: float = 2) -> list[str]:
+    """The result or the error of `call(group)` on every rank.
+
+    The group is made for this call, because a failed collective leaves its group unusable. By
+    default gloo would wait for half an hour.
+    """
+    dist.barrier()
+    try:
+        outcome = short_repr(call(dist.new_group(timeout=timedelta(seconds=seconds))))
+    except (RuntimeError, ValueError) as error:
+        outcome = short_repr(error)
+    dist.barrier()  # no rank leaves while another one still waits
+    return all_gather_object(outcome)
+
+
+def short_repr(value) -> str:
+    """One short line for a table: tensors as lists, errors without file names and addresses."""
+    if value is None:
+        return "-"
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist())
+    if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
+        return " ".join(map(short_repr, value))
+    if isinstance(value, Exception):
+        line = str(value).partition("\n")[0]
+        line = re.sub(
+            r"\[(enforce fail at )?/[^\]]*\] ?| <torch[^>]*>| This is typically.*", "", line
+        )
+        line = re.sub(r"\[[\d.:a-f]+\]:\d+", "(a peer)", line)
+        return f"{type(value).__name__}: {line}"
+    return str(value)
+
+
+def print_table(caption: str, columns: str, rows: list[tuple]) -> None:
+    """Rank 0 prints a Markdown table; `columns` are the names between |."""
+    table = [columns.split("|"), *([short_repr(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    table.insert(1, ["-" * width for width in widths])
+    lines = [" | ".join(map(str.ljust, row, widths)) for row in table]
+    print_text(f"{caption}:\n\n" + "\n".join(f"| {line} |" for line in lines))
+
+
+def print_text(text: str) -> None:
+    """Rank 0 prints a paragraph."""
+    if dist.get_rank() == 0:
+        print(f"{text}\n", flush=True)
