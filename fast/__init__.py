@@ -1,12 +1,13 @@
-"""What is only speed: the same results as the plain code, in less time. Read model.py and decoding.py first.
+"""The same results as the plain code in less time. Read model.py and decoding.py first.
 
-    fast.keep_tensors_together(device)                                                  # before there are any
-    loss_of = fast.loss(model, 0.1, torch.bfloat16, log) or SummedLoss(model, 0.1)      # training
-    steps = fast.steps(model) or partial(decoding.start, model)                         # greedy decoding
+    fast.keep_tensors_together(device)                       # before the first tensor is made
+    loss_of = fast.loss(model, 0.1, torch.bfloat16, log)     # None: SummedLoss(model, 0.1)
+    steps = fast.steps(model)                                # None: decoding.start
 
-The doors; behind them, on a CPU, C++ compiled at the first use (build.py): training.py and cross_entropy.py over kernels.cpp,
-decoding.py over decoding.cpp, and memory.cpp. On a GPU: cross_entropy.py. Where there is no faster way, a door gives None, and
-the plain code runs.
+Where no faster way exists, these functions return None and the plain code runs.
+On a CPU they use C++, compiled at its first use (build.py): training.py and cross_entropy.py call
+kernels.cpp, decoding.py calls decoding.cpp, and memory.cpp places large tensors.
+On a GPU only cross_entropy.py is used.
 """
 
 from collections.abc import Callable
@@ -21,52 +22,63 @@ from fast.training import KernelLoss, SlicedLoss, is_known, why_not
 
 
 def keep_tensors_together(device: torch.device) -> bool:
-    """Keep a CPU's large tensors in one region of memory from now on, without holes (memory.cpp); whether that is done."""
-    memory = build.library(build.FOLDER / "memory.cpp") if device.type == "cpu" else None
+    """From now on keep a CPU's large tensors in one region of memory, see memory.cpp.
+
+    Returns whether that is possible.
+    """
+    if device.type != "cpu":
+        return False
+    memory = build.library(build.FOLDER / "memory.cpp")
     return memory is not None and bool(memory.keep_tensors_together())
 
 
 def loss(
     model: nn.Module, label_smoothing: float, dtype: torch.dtype, log: Callable = lambda line: None
 ) -> nn.Module | None:
-    """A faster `SummedLoss(model, label_smoothing)` for matrix products in `dtype`, or None; `log` is told why."""
-    if hasattr(model, "unshard"):  # FSDP2, where only `forward` gathers the weights
-        log(
-            "note: a sharded model trains by PyTorch's own operations: the faster ones in fast/ are not used"
-        )
+    """A faster `SummedLoss(model, label_smoothing)` with matrix products in `dtype`, or None.
+
+    `log` receives the reason for None.
+    """
+    if hasattr(model, "unshard"):  # FSDP2 gathers the weights in `forward` only
+        log("note: a sharded model trains with PyTorch's own operations, without those in fast/")
         return None
     if next(model.parameters()).device.type == "cuda":
-        if dtype != torch.float16 and is_known(model):
-            return SlicedLoss(model, label_smoothing, dtype)
-        # The gradients of fp16, made before the loss is scaled up, would vanish.
-        why = "fp16" if dtype == torch.float16 else "a model of other parts"
-        log(f"note: all logits are in memory at once ({why})")
-        return None
+        if dtype == torch.float16:
+            # SlicedLoss computes gradients before the loss is scaled up: they would vanish.
+            log("note: all logits are in memory at once (fp16)")
+            return None
+        if not is_known(model):
+            log("note: all logits are in memory at once (the model was changed)")
+            return None
+        return SlicedLoss(model, label_smoothing, dtype)
     reason = why_not(model, dtype)
-    if reason:
-        missing = build.why_not()
-        advice = "; install g++" if missing.startswith("no compiler") else ""
-        log(
-            f"note: training is slower than it could be: the kernels in fast/ are not used ({missing or reason}{advice})"
-        )
-        return None
-    return KernelLoss(model, label_smoothing, dtype)
+    if not reason:
+        return KernelLoss(model, label_smoothing, dtype)
+    reason = build.why_not() or reason
+    if reason.startswith("no compiler"):
+        reason += "; install g++"
+    log(f"note: training is slower than it could be: fast/ is not used ({reason})")
+    return None
 
 
 def steps(model: nn.Module, int8: bool = False) -> Callable | None:
-    """A faster `decoding.start` for greedy search with the weights as they are now, or None.
+    """A faster `decoding.start` for greedy search with the current weights, or None.
 
-    `int8`: weights and inputs of linear layers rounded to 8 bits. Raises `UserError` where int8 is asked for and cannot be.
+    int8: round weights and inputs of linear layers to 8 bits. Raises `UserError` if int8 is asked
+    for and not possible.
     """
     device = next(model.parameters()).device
-    possible = (
-        device.type == "cpu" and not torch.is_autocast_enabled("cpu") and is_possible(model, int8)
-    )
-    if possible and agrees(compiled := CompiledSteps(model), model):
-        return CompiledSteps(model, int8).start if int8 else compiled.start
+    in_fp32 = device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    if in_fp32 and is_possible(model, int8):
+        compiled = CompiledSteps(model)
+        if agrees(compiled, model):
+            return CompiledSteps(model, int8=True).start if int8 else compiled.start
     if int8:
+        found = str(device)
+        if build.why_not():
+            found += f", {build.why_not()}"
         raise UserError(
-            f"--precision int8 needs a CPU with AVX-512 VNNI, g++, model.py as it is, sizes that are multiples of 16 "
-            f"({device}{', ' * bool(build.why_not())}{build.why_not()}); use --precision fp32"
+            "--precision int8 needs a CPU with AVX-512 VNNI, g++, model.py as it is and sizes that "
+            f"are multiples of 16 ({found}); use --precision fp32"
         )
     return None

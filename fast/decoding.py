@@ -1,15 +1,17 @@
-"""A translator's weights laid out for decoding.cpp, and greedy decoding with them: the whole step in one call.
+"""Greedy decoding in C++: a translator's weights laid out for decoding.cpp, one call per step.
 
     if is_possible(model):
-        cache = CompiledSteps(model).start(src, src_pad, longest)                # or int8=True
+        cache = CompiledSteps(model).start(src, src_pad, longest)     # int8=True: in 8 bits
         tokens = cache.next_tokens(tokens, position)
 
-`step` of the decoding.py in the root is the plain version of the same. Python's lock is free during a call, so threads with a
-batch each do not wait for one another. Letters as in decoding.cpp.
-In int8 a weight is w ≈ scale · q with q in −127…127 and a scale for every output; inputs are rounded at every call with a scale
-for every row, multiplied as integers, and the product is scaled back to fp32. An integer product does up to four times the
-multiplications of an fp32 one in the same time, and a weight is a byte to read instead of four. What it costs is measured, not
-assumed: score the same checkpoint with and without.
+The plain version is `step` in decoding.py of the root. Python's lock is free during a call, so
+threads with a batch each do not wait for one another. Letters are those of decoding.cpp.
+
+int8: a weight is w ≈ scale · q with q from −127 to 127 and one scale for each output. Inputs are
+rounded in every call with one scale for each row, multiplied as integers, and the product is scaled
+back to fp32. An integer product does up to four times as many multiplications in the same time, and
+a weight is one byte to read instead of four. To see what it costs, score a checkpoint with and
+without it.
 """
 
 import ctypes
@@ -26,14 +28,20 @@ from torch import Tensor, nn
 from fast.build import call, library
 from fast.training import is_known
 
-TOKENS_PER_BLOCK = LANES = 16  # kTokens and kLanes
+LANES = 16  # kLanes: numbers in a vector
+TOKENS_PER_BLOCK = 16  # kTokens: of the cache of keys and values
 
 
-# The structs of decoding.cpp, field for field; there stand the shapes behind the addresses.
+# The structs of decoding.cpp, field for field; the shapes behind the addresses are given there.
 class Linear(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("weight", "bias", "scale", "start")),
-        *((name, c_int64) for name in ("inputs", "outputs", "zero")),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("scale", c_void_p),
+        ("start", c_void_p),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("zero", c_int64),
     ]
 
 
@@ -43,125 +51,128 @@ class Norm(ctypes.Structure):
 
 class Layer(ctypes.Structure):
     _fields_ = [
-        *(
-            (name, Linear)
-            for name in (
-                "own",
-                "own_out",
-                "source_query",
-                "source",
-                "source_out",
-                "widen",
-                "narrow",
-            )
-        ),
+        ("own", Linear),
+        ("own_out", Linear),
+        ("source_query", Linear),
+        ("source", Linear),
+        ("source_out", Linear),
+        ("widen", Linear),
+        ("narrow", Linear),
         ("norms", Norm * 3),
     ]
 
 
 class Weights(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("source_embedding", "target_embedding", "positions")),
-        *((name, POINTER(Layer)) for name in ("encoder", "decoder")),
-        *(
-            (name, c_int64)
-            for name in ("encoder_layers", "decoder_layers", "heads", "width", "norm_first")
-        ),
-        *((name, Norm) for name in ("encoder_norm", "decoder_norm")),
+        ("source_embedding", c_void_p),
+        ("target_embedding", c_void_p),
+        ("positions", c_void_p),
+        ("encoder", POINTER(Layer)),
+        ("decoder", POINTER(Layer)),
+        ("encoder_layers", c_int64),
+        ("decoder_layers", c_int64),
+        ("heads", c_int64),
+        ("width", c_int64),
+        ("norm_first", c_int64),
+        ("encoder_norm", Norm),
+        ("decoder_norm", Norm),
         ("output", Linear),
     ]
 
 
 class CacheAddresses(ctypes.Structure):
-    _fields_ = [(name, c_void_p) for name in ("own", "source", "source_first", "source_length")]
-
-
-def is_possible(model: nn.Module, int8: bool = False) -> bool:
-    """Whether the compiled functions are there and are for such a model: of known parts, fp32, ReLU, all sizes whole vectors."""
-    sizes = model.config
-    widths = (sizes.d_model, sizes.dim_feedforward, sizes.d_model // sizes.nhead)
-    layers = [*model.transformer.encoder.layers, *model.transformer.decoder.layers]
-    if not is_known(model):
-        return False
-    if any(width % LANES for width in widths) or any(
-        x.dtype != torch.float32 for x in model.parameters()
-    ):
-        return False
-    if any(layer.activation is not F.relu for layer in layers):
-        return False
-    if not all(
-        x.isfinite().all() for x in model.parameters()
-    ):  # the largest of logits with nan is another question
-        return False
-    if int8 and not torch.cpu._is_vnni_supported():
-        return False
-    return bool(kernels(int8))
+    _fields_ = [
+        ("own", c_void_p),
+        ("source", c_void_p),
+        ("source_first", c_void_p),
+        ("source_length", c_void_p),
+    ]
 
 
 def kernels(int8: bool) -> ctypes.CDLL | None:
     """The compiled functions, or None."""
-    return library(Path(__file__).with_suffix(".cpp"), **({"INT8": "1"} if int8 else {}))
+    source = Path(__file__).with_suffix(".cpp")
+    return library(source, INT8="1") if int8 else library(source)
+
+
+def is_possible(model: nn.Module, int8: bool = False) -> bool:
+    """Whether the compiled functions exist and can compute this model.
+
+    They need the modules of model.py with ReLU, fp32 and sizes of whole vectors.
+    """
+    if not is_known(model):
+        return False
+    sizes = model.config
+    widths = (sizes.d_model, sizes.dim_feedforward, sizes.d_model // sizes.nhead)
+    if any(width % LANES for width in widths):
+        return False
+    layers = [*model.transformer.encoder.layers, *model.transformer.decoder.layers]
+    if any(layer.activation is not F.relu for layer in layers):
+        return False
+    for weight in model.parameters():
+        # With nan among the logits, the largest one is not defined.
+        if weight.dtype != torch.float32 or not weight.isfinite().all():
+            return False
+    if int8 and not torch.cpu._is_vnni_supported():
+        return False
+    return kernels(int8) is not None
 
 
 @torch.inference_mode()
 def agrees(steps: "CompiledSteps", model: nn.Module) -> bool:
-    """Whether the model's own methods, which a reader may have changed, find likeliest what fp32 `steps` choose."""
-    config, training = model.config, model.training
+    """Whether the model's own methods, which a reader may have changed, choose the same tokens.
+
+    `steps` are in fp32; a near tie between two tokens is no difference.
+    """
+    config = model.config
+    training = model.training
     src = torch.arange(24).view(4, 6) % config.source_vocab
-    src_pad, tokens = (
-        torch.arange(6) > torch.arange(2, 6)[:, None],
-        [torch.arange(4) % config.target_vocab],
-    )
+    src_pad = torch.arange(6) > torch.arange(2, 6)[:, None]
+    tokens = [torch.arange(4) % config.target_vocab]
     cache = steps.start(src, src_pad, 4)
     for position in range(3):
         tokens.append(cache.next_tokens(tokens[-1], position))
     logits = model.eval()(src, src_pad, torch.stack(tokens[:-1], 1))  # (4, 3, V)
     model.train(training)
-    best, chosen = logits.amax(-1), logits.gather(-1, torch.stack(tokens[1:], 1)[..., None])[..., 0]
-    return bool(
-        (best - chosen).mean() <= 1e-3 * (best - logits.mean(-1)).mean()
-    )  # a near tie costs nothing
+    best = logits.amax(-1)
+    chosen = logits.gather(-1, torch.stack(tokens[1:], 1)[..., None]).squeeze(-1)
+    return bool((best - chosen).mean() <= 1e-3 * (best - logits.mean(-1)).mean())
 
 
 def check_ids(tokens: Tensor, vocabulary: int) -> None:
-    """Raises `IndexError` for ids outside the vocabulary: in C++ they would be places in foreign memory."""
+    """Raises `IndexError` for ids outside the vocabulary: C++ would read foreign memory."""
     if bool(((tokens < 0) | (tokens >= vocabulary)).any()):
-        raise IndexError(
-            f"token ids from {tokens.min()} to {tokens.max()}, but the vocabulary has {vocabulary}"
-        )
+        found = f"token ids from {tokens.min()} to {tokens.max()}"
+        raise IndexError(f"{found}, but the vocabulary has {vocabulary}")
 
 
 @dataclass
 class CompiledCache:
-    """Keys and values in blocks of 16 tokens. A row that leaves the batch leaves its slot empty: nothing is moved."""
+    """Keys and values in blocks of 16 tokens.
+
+    A row that leaves the batch leaves its slot empty: no memory is moved.
+    """
 
     steps: "CompiledSteps"
-    slots: Tensor  # (B,) where each row's keys and values are
-    source: Tensor
+    slots: Tensor  # (B,) the place of each row's keys and values
+    source: Tensor  # (blocks, layers, 2 · 16 · D)
     source_first: Tensor  # (slots,) a row's first block in `source`
     source_length: Tensor  # (slots,)
-    block_shape: tuple[int, ...]
-    own: list[Tensor] = field(default_factory=list)
+    block_shape: tuple[int, ...]  # of 16 tokens of all rows: (slots, layers, 2 · 16 · D)
+    own: list[Tensor] = field(default_factory=list)  # blocks of the tokens so far
     shrink_at: ClassVar[float] = 0.0  # as in `decoding.Cache`: rows may leave one by one
 
     def next_tokens(self, tokens: Tensor, position: int) -> Tensor:
-        """Feed (B,) tokens at one position; → (B,) the likeliest next ones. The cache grows by one token."""
+        """Feed (B,) tokens at one position; returns the (B,) likeliest next ones."""
         tokens = tokens.long().contiguous()
-        if position == 0:  # from then on they are what C++ chose itself
+        if position == 0:  # later ones were chosen by C++ itself
             check_ids(tokens, self.steps.config.target_vocab)
         if position % TOKENS_PER_BLOCK == 0:
             self.own.append(self.source.new_empty(self.block_shape))
         chosen = torch.empty_like(tokens)
-        call(
-            self.steps.kernels.decode_tokens,
-            self.steps.weights,
-            self.addresses(),
-            tokens,
-            self.slots,
-            len(tokens),
-            position,
-            chosen,
-        )
+        decode = self.steps.kernels.decode_tokens
+        inputs = (self.steps.weights, self.addresses(), tokens, self.slots)
+        call(decode, *inputs, len(tokens), position, chosen)
         return chosen
 
     def select(self, rows: Tensor) -> None:
@@ -169,59 +180,63 @@ class CompiledCache:
         self.slots = self.slots[rows]
 
     def addresses(self) -> CacheAddresses:
-        """Where the cache lies now; good for one call, since new tokens may add blocks."""
+        """The cache for one call; the next one may have more blocks."""
         own = (c_void_p * len(self.own))(*(block.data_ptr() for block in self.own))
         tensors = (self.source, self.source_first, self.source_length)
         return CacheAddresses(ctypes.cast(own, c_void_p), *map(Tensor.data_ptr, tensors))
 
 
 class CompiledSteps:
-    """A model's weights as they are now, for greedy decoding on a CPU; later changes of the model do not reach it."""
+    """A copy of a model's current weights for greedy decoding on a CPU."""
 
     @torch.inference_mode()
     def __init__(self, model: nn.Module, int8: bool = False):
-        self.kernels, self.int8, self.config = kernels(int8), int8, model.config
+        self.kernels = kernels(int8)
+        self.int8 = int8
+        self.config = model.config
         self.panel = self.kernels.outputs_in_a_panel()
-        self.tensors = []  # kept alive for C++
-        stacks = model.transformer.encoder, model.transformer.decoder
-        layers = [
-            (Layer * len(stack.layers))(*map(self.pack_layer, stack.layers)) for stack in stacks
-        ]
+        self.tensors = []  # keeps alive what C++ has the address of
+        encoder, decoder = model.transformer.encoder, model.transformer.decoder
         scale = math.sqrt(self.config.d_model)
         self.weights = Weights(
-            self.keep(model.source_embedding.weight * scale),
-            self.keep(model.target_embedding.weight * scale),
-            self.keep(model.positions.clone()),
-            *layers,
-            *map(len, layers),
-            self.config.nhead,
-            self.config.d_model,
-            self.config.norm_first,
-            *(self.pack_norm(stack.norm) for stack in stacks),
-            self.pack_linear(model.output.weight, model.output.bias),
+            source_embedding=self.keep(model.source_embedding.weight * scale),
+            target_embedding=self.keep(model.target_embedding.weight * scale),
+            positions=self.keep(model.positions.clone()),
+            encoder=self.pack_layers(encoder),
+            decoder=self.pack_layers(decoder),
+            encoder_layers=len(encoder.layers),
+            decoder_layers=len(decoder.layers),
+            heads=self.config.nhead,
+            width=self.config.d_model,
+            norm_first=self.config.norm_first,
+            encoder_norm=self.pack_norm(encoder.norm),
+            decoder_norm=self.pack_norm(decoder.norm),
+            output=self.pack_linear(model.output.weight, model.output.bias),
         )
 
     def keep(self, tensor: Tensor) -> int:
-        """The address of a tensor that now lives as long as this object."""
+        """The address of a tensor, which now lives as long as this object."""
         self.tensors.append(tensor.contiguous())
         return self.tensors[-1].data_ptr()
 
+    def pack_layers(self, coder: nn.Module) -> ctypes.Array:
+        """All layers of the encoder or the decoder."""
+        return (Layer * len(coder.layers))(*map(self.pack_layer, coder.layers))
+
     def pack_layer(self, layer: nn.Module) -> Layer:
-        """A layer of the encoder (without `multihead_attn`) or of the decoder."""
-        own, source = layer.self_attn, getattr(layer, "multihead_attn", None)
+        """One layer; only those of the decoder have `multihead_attn`."""
+        own = layer.self_attn
         packed = Layer(
             own=self.pack_projection(own, "qkv"),
             own_out=self.pack_linear(own.out_proj.weight, own.out_proj.bias),
             widen=self.pack_linear(layer.linear1.weight, layer.linear1.bias),
             narrow=self.pack_linear(layer.linear2.weight, layer.linear2.bias, zero=0),  # after ReLU
-            norms=(Norm * 3)(
-                *(
-                    self.pack_norm(getattr(layer, name))
-                    for name in ("norm1", "norm2", "norm3")[: 2 + bool(source)]
-                )
-            ),
         )
-        if source:
+        packed.norms[0] = self.pack_norm(layer.norm1)
+        packed.norms[1] = self.pack_norm(layer.norm2)
+        source = getattr(layer, "multihead_attn", None)
+        if source is not None:
+            packed.norms[2] = self.pack_norm(layer.norm3)
             packed.source_query = self.pack_projection(source, "q")
             packed.source = self.pack_projection(source, "kv")
             packed.source_out = self.pack_linear(source.out_proj.weight, source.out_proj.bias)
@@ -231,58 +246,57 @@ class CompiledSteps:
         return Norm(self.keep(norm.weight.clone()), self.keep(norm.bias.clone()), norm.eps)
 
     def pack_projection(self, attention: nn.MultiheadAttention, which: str) -> Linear:
-        """The wanted ones of query, key and value, which stand one below the other; the query times 1/√W."""
+        """`which` of query, key and value: "q", "kv" or "qkv". The query is multiplied by 1/√W."""
         width = attention.embed_dim
         weight, bias = attention.in_proj_weight.clone(), attention.in_proj_bias.clone()
         weight[:width] /= math.sqrt(attention.head_dim)
         bias[:width] /= math.sqrt(attention.head_dim)
-        wanted = slice("qkv".index(which[0]) * width, ("qkv".index(which[-1]) + 1) * width)
+        first, last = "qkv".index(which[0]), "qkv".index(which[-1])
+        wanted = slice(first * width, (last + 1) * width)
         return self.pack_linear(weight[wanted], bias[wanted])
 
     def pack_linear(self, weight: Tensor, bias: Tensor, zero: int = 128) -> Linear:
-        """(out, in), (out,) in panels. int8: inputs are numbers 0…255 that stand for x = scale · (number − zero)."""
+        """(out, in), (out,) → panels of outputs.
+
+        int8: an input is a number from 0 to 255 that stands for x = scale · (number − zero).
+        """
         outputs, inputs = weight.shape
         missing = -outputs % self.panel
-        weight, bias = F.pad(weight, (0, 0, 0, missing)), F.pad(bias, (0, missing), value=-math.inf)
+        weight = F.pad(weight, (0, 0, 0, missing))
+        bias = F.pad(bias, (0, missing), value=-math.inf)
         group, scale, start = 1, None, None
         if self.int8:
-            group, scale = 4, weight.abs().amax(1).clamp(min=1e-30) / 127
-            weight = (weight / scale[:, None]).round().to(torch.int8)
+            group = 4
+            scales = weight.abs().amax(1).clamp(min=1e-30) / 127
+            weight = (weight / scales[:, None]).round().to(torch.int8)
             start = self.keep(-zero * weight.sum(1, dtype=torch.int32))
-            scale = self.keep(scale)
-        panels = weight.view(-1, self.panel, inputs // group, group).transpose(
-            1, 2
-        )  # (panels, in / 4, panel, 4)
-        return Linear(
-            self.keep(panels),
-            self.keep(bias),
-            scale,
-            start,
-            inputs,
-            -(-outputs // LANES) * LANES,
-            zero,
-        )
+            scale = self.keep(scales)
+        # (panels, in / group, panel, group)
+        panels = weight.view(-1, self.panel, inputs // group, group).transpose(1, 2)
+        rounded = -(-outputs // LANES) * LANES
+        return Linear(self.keep(panels), self.keep(bias), scale, start, inputs, rounded, zero)
 
     def start(self, src: Tensor, src_pad: Tensor, length: int) -> CompiledCache:
-        """Encode (B, S), padded behind, for outputs of up to `length` tokens; the cache grows with them."""
-        config, rows, longest = self.config, len(src), max(src.size(1), length)
+        """Encode (B, S) sources, padded at the end, for outputs of up to `length` tokens."""
+        config = self.config
+        longest = max(src.size(1), length)
         if longest > config.max_length:
-            raise ValueError(
-                f"{longest} tokens are more than the {config.max_length} this model has positions for"
-            )
+            limit = f"the {config.max_length} this model has positions for"
+            raise ValueError(f"{longest} tokens are more than {limit}")
         lengths = (~src_pad).sum(1)
         blocks = (lengths + TOKENS_PER_BLOCK - 1) // TOKENS_PER_BLOCK
-        # Of keys and values of all heads, in all layers.
-        block_shape = (rows, config.num_decoder_layers, 2 * TOKENS_PER_BLOCK * config.d_model)
-        source = torch.empty(
-            int(blocks.sum()),
-            *block_shape[1:],
-            dtype=torch.bfloat16 if self.int8 else torch.float32,
-        )
+        # Keys and values of all heads, in all layers.
+        per_row = (config.num_decoder_layers, 2 * TOKENS_PER_BLOCK * config.d_model)
+        dtype = torch.bfloat16 if self.int8 else torch.float32
         cache = CompiledCache(
-            self, torch.arange(rows), source, blocks.cumsum(0) - blocks, lengths, block_shape
+            self,
+            slots=torch.arange(len(src)),
+            source=torch.empty(int(blocks.sum()), *per_row, dtype=dtype),
+            source_first=blocks.cumsum(0) - blocks,
+            source_length=lengths,
+            block_shape=(len(src), *per_row),
         )
         tokens = src[~src_pad].long()  # (N,)
         check_ids(tokens, config.source_vocab)
-        call(self.kernels.encode_sources, self.weights, cache.addresses(), tokens, rows)
+        call(self.kernels.encode_sources, self.weights, cache.addresses(), tokens, len(src))
         return cache

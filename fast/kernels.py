@@ -1,11 +1,13 @@
-"""What a training step does between two matrix products with weights, each in one pass over memory, with its gradient.
+"""What a training step computes between two products with weights, each as one C++ function.
 
-Every function has the plain PyTorch that computes the same beside it in its docstring. Tensors are on the CPU; "wide" ones are
-fp32, "narrow" ones have the format of the matrix products, fp32 or bf16: results that go on to a product are given in both.
-Dropout draws one seed from PyTorch's generator; masks follow from it and are never stored.
+Every function's docstring gives the PyTorch code that computes the same. Tensors are on the CPU.
+"Wide" tensors are fp32; "narrow" ones have the format of the matrix products, fp32 or bf16. A
+result that is the input of a product is returned in both. Dropout draws one seed from PyTorch's
+generator for each call; masks follow from the seed and are never stored.
 
-N tokens, D width, B sentences, T queries, S keys, V vocabulary. There may be more than B·T rows (see `rows_for`): those behind
-the tokens are 0 where they come from an embedding or an attention, their gradients are 0, and nobody looks at them.
+N tokens, D width, B sentences, T queries, S keys, V vocabulary. There may be more than B·T rows
+(see `rows_for`): the additional ones are 0 where they come from an embedding or an attention, their
+gradients are 0, and nothing reads them.
 """
 
 import ctypes
@@ -17,22 +19,22 @@ from torch.autograd.function import once_differentiable
 
 from fast.build import FOLDER, call, library
 
-NUMBERS = {
-    torch.float32: "float",
-    torch.bfloat16: "bf16",
-}  # formats of matrix products, and their names in C++
+# Formats of matrix products, and their names in C++.
+NUMBERS = {torch.float32: "float", torch.bfloat16: "bf16"}
 
 
 def kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The compiled functions for products in this format; None without a compiler, and for other formats."""
-    return library(FOLDER / "kernels.cpp", NARROW=NUMBERS[dtype]) if dtype in NUMBERS else None
+    """The compiled functions for products in this format; None if there are none."""
+    if dtype not in NUMBERS:
+        return None
+    return library(FOLDER / "kernels.cpp", NARROW=NUMBERS[dtype])
 
 
 def rows_for(tokens: int) -> int:
-    """How many rows to give so many tokens: at most an eighth more, and only 8 different numbers up to twice as many.
+    """The number of rows to allocate for `tokens` tokens: at most an eighth more.
 
-    oneDNN compiles code for each new shape of a product, and every batch of sentences would have a new one: a seventh to a
-    quarter of a step.
+    oneDNN compiles code for every new shape of a product, which would take a seventh to a quarter
+    of a step. Between n and 2 n there are only 8 different results.
     """
     step = max(1, (1 << (tokens - 1).bit_length()) // 16)
     return -(-tokens // step) * step
@@ -41,7 +43,10 @@ def rows_for(tokens: int) -> int:
 def embed(
     rows: Tensor, positions: Tensor, factor: float, p: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(B, T, D) rows of an embedding, (T, D) → wide and narrow (`rows_for` B·T, D): `dropout(rows * factor + positions, p)`."""
+    """`dropout(rows * factor + positions, p)`
+
+    (B, T, D) rows of an embedding, (T, D) → wide and narrow (`rows_for(B·T)`, D)
+    """
     return Embed.apply(rows, positions, float(factor), float(p), dtype)
 
 
@@ -53,12 +58,15 @@ def add_norm(
     p: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Wide (N, D), narrow (N, D) → the sum `residual + dropout(branch + bias, p)`, wide, and its norm, wide and narrow."""
+    """`total = residual + dropout(branch + bias, p)` and `norm(total)`
+
+    Wide (N, D), narrow (N, D), (D,) → total, wide; its norm, wide and narrow
+    """
     return AddNorm.apply(residual, branch, bias, norm.weight, norm.bias, norm.eps, float(p), dtype)
 
 
 def relu_dropout(x: Tensor, bias: Tensor, p: float) -> Tensor:
-    """Narrow (N, D), which is overwritten → narrow (N, D): `dropout(relu(x + bias), p)`."""
+    """`dropout(relu(x + bias), p)`; x, narrow (N, D), is overwritten by it."""
     return ReluDropout.apply(x, bias, float(p))
 
 
@@ -71,9 +79,10 @@ def self_attention(
     causal: bool,
     p: float,
 ) -> Tensor:
-    """Narrow (B·T, 3·D), query, key and value without their bias (3·D,); added mask (B, T) or None → narrow (B·T, D).
+    """`scaled_dot_product_attention` of all heads, which are then put side by side.
 
-    `scaled_dot_product_attention` of the heads, put side by side again. `shape` is (B, T).
+    Query, key and value without their bias, narrow (B·T, 3·D); their bias (3·D,); the mask that is
+    added to the scores (B, T) → narrow (B·T, D). `shape` is (B, T).
     """
     return Attention.apply(qkv, None, bias, mask, (*shape, shape[1]), heads, causal, float(p))
 
@@ -81,47 +90,47 @@ def self_attention(
 def cross_attention(
     q: Tensor, kv: Tensor, bias: Tensor, mask: Tensor, shape: tuple[int, int], heads: int, p: float
 ) -> Tensor:
-    """Narrow (B·T, D), narrow (B·S, 2·D), (3·D,), added mask (B, S) → narrow (B·T, D), as `self_attention`."""
+    """As `self_attention`: narrow (B·T, D), narrow (B·S, 2·D), (3·D,), (B, S) → narrow (B·T, D)"""
     return Attention.apply(q, kv, bias, mask, (*shape, mask.size(1)), heads, False, float(p))
 
 
 def softmax_loss(
     logits: Tensor, bias: Tensor, target: Tensor, smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Narrow (N, V) without bias, overwritten by its softmax; (V,), (N,) → losses (N,) and sum of probabilities (V,), wide.
+    """Narrow (N, V) logits without bias, (V,), (N,) → losses (N,), sum of probabilities (V,)
 
-    A loss is logsumexp − (1 − smoothing) · logit of the target. No gradient: who calls makes it from the softmax. Rows of
-    logits without a target stay as they are.
+    A loss is logsumexp − (1 − smoothing) · logit of the target. The logits are overwritten by their
+    softmax, from which the caller makes the gradient; rows without a target stay as they are.
     """
-    threads, tokens, vocabulary = torch.get_num_threads(), len(target), logits.size(1)
-    losses, sums = bias.new_empty(tokens), bias.new_zeros(threads, vocabulary)
-    call(
-        kernels(logits.dtype).softmax_loss,
-        logits,
-        bias,
-        target.contiguous(),
-        losses,
-        sums,
-        tokens,
-        vocabulary,
-        float(smoothing),
-        threads,
-    )
+    threads = torch.get_num_threads()
+    tokens, vocabulary = len(target), logits.size(1)
+    losses = bias.new_empty(tokens)
+    sums = bias.new_zeros(threads, vocabulary)
+    function = kernels(logits.dtype).softmax_loss
+    inputs = (logits, bias, target.contiguous())
+    call(function, *inputs, losses, sums, tokens, vocabulary, float(smoothing), threads)
     return losses, sums.sum(0)
 
 
 def new_seed(p: float) -> int:
-    """For the dropout of one call; nothing is drawn if nothing is dropped."""
+    """The seed of one dropout; nothing is drawn if nothing is dropped."""
     return int(torch.randint(2**63 - 1, ())) if p else 0
 
 
-def both(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Two outputs for one result, and where the kernel writes the narrow one: with fp32 products both are the same memory."""
-    return (
-        (x.detach(), None)
-        if dtype == x.dtype
-        else (narrow := torch.empty_like(x, dtype=dtype), narrow)
-    )
+def narrow_like(wide: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """A narrow tensor for the same values, and where the C++ function writes it.
+
+    With fp32 products both formats share one memory, and the function writes no second one.
+    """
+    if dtype == wide.dtype:
+        return wide.detach(), None
+    narrow = torch.empty_like(wide, dtype=dtype)
+    return narrow, narrow
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    """As `Tensor.contiguous`; None stays None."""
+    return None if x is None else x.contiguous()
 
 
 class Embed(Function):
@@ -129,45 +138,31 @@ class Embed(Function):
 
     @staticmethod
     def forward(ctx, rows, positions, factor, p, dtype):
-        """Both formats of the result."""
+        """→ the result, wide and narrow"""
         width = rows.size(-1)
         tokens = rows.numel() // width
         wide = rows.new_empty(rows_for(tokens), width)
-        narrow, written = both(wide, dtype)
+        narrow, written = narrow_like(wide, dtype)
+        ctx.shape = rows.shape
+        ctx.kernels = kernels(dtype)
         ctx.settings = (factor, p, new_seed(p))
-        ctx.shape, ctx.kernels = rows.shape, kernels(dtype)
-        call(
-            ctx.kernels.embed,
-            rows.contiguous(),
-            positions.contiguous(),
-            wide,
-            written,
-            tokens,
-            len(positions),
-            width,
-            *ctx.settings,
-            torch.get_num_threads(),
-        )
-        wide[tokens:] = narrow[tokens:] = 0
+        tensors = (rows.contiguous(), positions.contiguous(), wide, written)
+        sizes = (tokens, len(positions), width)
+        call(ctx.kernels.embed, *tensors, *sizes, *ctx.settings, torch.get_num_threads())
+        wide[tokens:] = 0
+        narrow[tokens:] = 0
         ctx.set_materialize_grads(False)
         return wide, narrow
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, narrow_grad):
-        """Of the rows."""
+        """→ the gradient of the rows"""
         rows_grad = torch.empty(ctx.shape, dtype=torch.float32)
         width = ctx.shape[-1]
-        call(
-            ctx.kernels.embed_backward,
-            contiguous(grad),
-            contiguous(narrow_grad),
-            rows_grad,
-            rows_grad.numel() // width,
-            width,
-            *ctx.settings,
-            torch.get_num_threads(),
-        )
+        tensors = (contiguous(grad), contiguous(narrow_grad), rows_grad)
+        sizes = (rows_grad.numel() // width, width)
+        call(ctx.kernels.embed_backward, *tensors, *sizes, *ctx.settings, torch.get_num_threads())
         return rows_grad, None, None, None, None
 
 
@@ -176,31 +171,18 @@ class AddNorm(Function):
 
     @staticmethod
     def forward(ctx, residual, branch, bias, gain, shift, epsilon, p, dtype):
-        """The sum, and both formats of its norm."""
+        """→ the sum; its norm, wide and narrow"""
         residual, branch = residual.contiguous(), contiguous(branch)
         total, wide = torch.empty_like(residual), torch.empty_like(residual)
-        moments = residual.new_empty(
-            len(residual), 2
-        )  # mean and 1 / standard deviation of each row
-        narrow, written = both(wide, dtype)
-        ctx.settings, ctx.alone = (p, new_seed(p)), branch is None
-        ctx.dtype, ctx.kernels = dtype, kernels(dtype)
-        call(
-            ctx.kernels.add_norm,
-            residual,
-            branch,
-            bias,
-            gain,
-            shift,
-            total,
-            moments,
-            wide,
-            written,
-            *residual.shape,
-            epsilon,
-            *ctx.settings,
-            torch.get_num_threads(),
-        )
+        moments = residual.new_empty(len(residual), 2)  # mean and 1 / standard deviation of a row
+        narrow, written = narrow_like(wide, dtype)
+        ctx.has_branch = branch is not None
+        ctx.dtype = dtype
+        ctx.kernels = kernels(dtype)
+        ctx.settings = (p, new_seed(p))
+        tensors = (residual, branch, bias, gain, shift, total, moments, wide, written)
+        numbers = (*residual.shape, epsilon, *ctx.settings)
+        call(ctx.kernels.add_norm, *tensors, *numbers, torch.get_num_threads())
         ctx.save_for_backward(total, moments, gain)
         ctx.set_materialize_grads(False)
         return total, wide, narrow
@@ -208,38 +190,19 @@ class AddNorm(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, sum_grad, grad, narrow_grad):
-        """Of the residual, the branch, its bias, the norm's gain and shift."""
+        """→ the gradients of residual, branch, its bias, and the norm's gain and shift"""
         total, moments, gain = ctx.saved_tensors
         threads = torch.get_num_threads()
         residual_grad = torch.empty_like(total)
-        branch_grad = None if ctx.alone else torch.empty_like(total, dtype=ctx.dtype)
+        branch_grad = torch.empty_like(total, dtype=ctx.dtype) if ctx.has_branch else None
         sums = total.new_zeros(threads, 3, total.size(1))
-        call(
-            ctx.kernels.add_norm_backward,
-            contiguous(sum_grad),
-            contiguous(grad),
-            contiguous(narrow_grad),
-            total,
-            moments,
-            gain,
-            residual_grad,
-            branch_grad,
-            sums,
-            *total.shape,
-            *ctx.settings,
-            threads,
-        )
+        upstream = (contiguous(sum_grad), contiguous(grad), contiguous(narrow_grad))
+        tensors = (*upstream, total, moments, gain, residual_grad, branch_grad, sums)
+        call(ctx.kernels.add_norm_backward, *tensors, *total.shape, *ctx.settings, threads)
         bias_grad, gain_grad, shift_grad = sums.sum(0)
-        return (
-            residual_grad,
-            branch_grad,
-            None if ctx.alone else bias_grad,
-            gain_grad,
-            shift_grad,
-            None,
-            None,
-            None,
-        )
+        if not ctx.has_branch:
+            bias_grad = None
+        return residual_grad, branch_grad, bias_grad, gain_grad, shift_grad, None, None, None
 
 
 class ReluDropout(Function):
@@ -247,7 +210,7 @@ class ReluDropout(Function):
 
     @staticmethod
     def forward(ctx, x, bias, p):
-        """In place."""
+        """→ x, overwritten"""
         if not x.is_contiguous():
             raise ValueError("relu_dropout overwrites its input, which must be contiguous")
         ctx.kernels = kernels(x.dtype)
@@ -260,109 +223,95 @@ class ReluDropout(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        """Of x and its bias."""
+        """→ the gradients of x and the bias"""
         (y,) = ctx.saved_tensors
         threads = torch.get_num_threads()
-        x_grad, sums = torch.empty_like(y), torch.zeros(threads, y.size(1), dtype=torch.float32)
-        call(
-            ctx.kernels.relu_dropout_backward,
-            grad.contiguous(),
-            y,
-            x_grad,
-            sums,
-            *y.shape,
-            ctx.p,
-            threads,
-        )
+        x_grad = torch.empty_like(y)
+        sums = torch.zeros(threads, y.size(1), dtype=torch.float32)
+        tensors = (grad.contiguous(), y, x_grad, sums)
+        call(ctx.kernels.relu_dropout_backward, *tensors, *y.shape, ctx.p, threads)
         return x_grad, sums.sum(0), None
 
 
 class AttentionTask(ctypes.Structure):
-    """`Attention` in kernels.cpp."""
+    """The struct `Attention` of kernels.cpp."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("q", "k", "v")]
-    _fields_ += [(name, ctypes.c_int64) for name in ("q_stride", "kv_stride")]
-    _fields_ += [(name, ctypes.c_void_p) for name in ("q_bias", "k_bias", "v_bias", "mask")]
-    _fields_ += [
-        (name, ctypes.c_int64) for name in ("batch", "heads", "queries", "keys", "width", "causal")
+    _fields_ = [
+        ("q", ctypes.c_void_p),
+        ("k", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("q_stride", ctypes.c_int64),
+        ("kv_stride", ctypes.c_int64),
+        ("q_bias", ctypes.c_void_p),
+        ("k_bias", ctypes.c_void_p),
+        ("v_bias", ctypes.c_void_p),
+        ("mask", ctypes.c_void_p),
+        ("batch", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("queries", ctypes.c_int64),
+        ("keys", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("causal", ctypes.c_int64),
+        ("p", ctypes.c_double),
+        ("seed", ctypes.c_int64),
     ]
-    _fields_ += [("p", ctypes.c_double), ("seed", ctypes.c_int64)]
 
 
 def split(first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, (rows, D) each, of (rows, 3·D), or of (rows, D) and (rows, 2·D)."""
-    return first.chunk(3, 1) if second is None else (first, *second.chunk(2, 1))
+    """Query, key and value, (rows, D) each, from (rows, 3·D), or from (rows, D) and (rows, 2·D)."""
+    if second is None:
+        return first.chunk(3, 1)
+    return first, *second.chunk(2, 1)
 
 
 class Attention(Function):
-    """See `self_attention` and `cross_attention`."""
+    """See `self_attention` and `cross_attention`.
+
+    The attention weights are not kept: the backward pass computes them again from the largest score
+    and the sum of each query.
+    """
 
     @staticmethod
     def forward(ctx, first, second, bias, mask, shape, heads, causal, p):
-        """The weights themselves are not kept: the backward pass makes them again from the largest scores and the sums."""
+        """→ the result, narrow (B·T, D)"""
         batch, queries, keys = shape
-        ctx.settings = (
-            batch,
-            heads,
-            queries,
-            keys,
-            len(bias) // 3 // heads,
-            causal,
-            p,
-            new_seed(p),
-        )
-        out = first.new_empty(len(first), len(bias) // 3)
+        width = len(bias) // 3
+        ctx.settings = (batch, heads, queries, keys, width // heads, causal, p, new_seed(p))
+        ctx.kernels = kernels(first.dtype)
+        out = first.new_empty(len(first), width)
         stats = bias.new_empty(batch, heads, 2, queries)
         first, second, mask = first.contiguous(), contiguous(second), contiguous(mask)
         task = Attention.task(ctx, first, second, bias, mask)
-        ctx.kernels = kernels(first.dtype)
         call(ctx.kernels.attention, task, out, stats, torch.get_num_threads())
         out[batch * queries :] = 0
         ctx.save_for_backward(first, second, bias, mask, stats)
         return out
 
     @staticmethod
-    def task(ctx, first, second, bias, mask):
-        """What the kernels are told."""
+    def task(ctx, first, second, bias, mask) -> AttentionTask:
+        """The arguments of both C++ functions."""
         q, k, v = split(first, second)
-        addresses = (tensor.data_ptr() for tensor in (q, k, v))
-        biases = (part.data_ptr() for part in bias.chunk(3))
-        return AttentionTask(
-            *addresses,
-            q.stride(0),
-            k.stride(0),
-            *biases,
-            None if mask is None else mask.data_ptr(),
-            *ctx.settings,
-        )
+        addresses = [tensor.data_ptr() for tensor in (q, k, v)]
+        bias_addresses = [part.data_ptr() for part in bias.chunk(3)]
+        mask_address = None if mask is None else mask.data_ptr()
+        strides = (q.stride(0), k.stride(0))
+        return AttentionTask(*addresses, *strides, *bias_addresses, mask_address, *ctx.settings)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        """Of query, key and value where they lie side by side, and of their bias."""
+        """→ the gradients of query, key and value, side by side as they came, and of the bias"""
         first, second, bias, mask, stats = ctx.saved_tensors
         threads = torch.get_num_threads()
-        first_grad, second_grad = (
-            torch.empty_like(first),
-            None if second is None else torch.empty_like(second),
-        )
+        task = Attention.task(ctx, first, second, bias, mask)
+        first_grad = torch.empty_like(first)
+        second_grad = None if second is None else torch.empty_like(second)
         sums = bias.new_zeros(threads, len(bias))
-        call(
-            ctx.kernels.attention_backward,
-            Attention.task(ctx, first, second, bias, mask),
-            grad.contiguous(),
-            stats,
-            *split(first_grad, second_grad),
-            sums,
-            threads,
-        )
+        gradients = split(first_grad, second_grad)
+        function = ctx.kernels.attention_backward
+        call(function, task, grad.contiguous(), stats, *gradients, sums, threads)
         batch, _, queries, keys, *_ = ctx.settings
         first_grad[batch * queries :] = 0
         if second_grad is not None:
             second_grad[batch * keys :] = 0
         return first_grad, second_grad, sums.sum(0), None, None, None, None, None
-
-
-def contiguous(x: Tensor | None) -> Tensor | None:
-    """As `Tensor.contiguous`, for what may be missing."""
-    return None if x is None else x.contiguous()

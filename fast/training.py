@@ -1,9 +1,10 @@
-"""The training pass on a CPU: the loss of `model.SummedLoss` with fewer passes over memory between the products.
+"""The loss of `model.SummedLoss` on a CPU, with fewer passes over memory between matrix products.
 
-At a model width of 256 a product over a few thousand tokens takes about as long as reading and writing its result a dozen
-times, and that is what biases, dropout, residuals, norms, softmax and casts do one after another. Here everything between two
-products is one kernel (`fast/kernels.py`), with its gradient.
-N = `rows_for` B·S or B·T tokens, D model width. "Wide" is fp32, "narrow" the format of the products.
+At a model width of 256, a product over a few thousand tokens takes about as long as reading and
+writing its result a dozen times. Biases, dropout, residuals, norms, softmax and casts do just that,
+one after another. Everything between two products is one C++ function, see fast/kernels.py.
+N = `rows_for(B·S)` or `rows_for(B·T)` rows, D model width. "Wide" is fp32, "narrow" the format of
+the products.
 """
 
 import itertools
@@ -17,7 +18,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from fast import kernels
 from fast.cross_entropy import linear_cross_entropy
 
-# A model made of other parts, with more or fewer weights in them, or with hooks, is computed as it says itself.
+# The children of a `Translator`, and the weights of every module in it. A model that has others, or
+# hooks, runs its own code.
 PARTS = {"source_embedding", "target_embedding", "dropout", "transformer", "output"}
 WEIGHTS = {
     nn.Transformer: set(),
@@ -37,21 +39,21 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 class KernelLoss(nn.Module):
-    """`SummedLoss` of a model for which `why_not` has no objection."""
+    """`SummedLoss` on a CPU, for a model to which `why_not` does not object."""
 
     def __init__(self, model: nn.Module, label_smoothing: float, dtype: torch.dtype):
         super().__init__()
-        self.model, self.label_smoothing, self.dtype = model, label_smoothing, dtype
+        self.model = model
+        self.label_smoothing = label_smoothing
+        self.dtype = dtype
 
     def forward(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor, tgt_out: Tensor):
-        """(B, S), (B, S), (B, T), (R,), (R,) → the loss to minimise and the unsmoothed one, scalars. R real target tokens."""
-        with torch.autocast(
-            "cpu", enabled=False
-        ):  # the kernels know what is wide and what is narrow
+        """As `SummedLoss.forward`: (smoothed, plain)"""
+        # The kernels choose the format of every tensor themselves.
+        with torch.autocast("cpu", enabled=False):
             memory = encode(self.model, src, src_pad, self.dtype)
-            hidden = decode(self.model, memory, src_pad, tgt_in, self.dtype).index_select(
-                0, real
-            )  # (R, D)
+            hidden = decode(self.model, memory, src_pad, tgt_in, self.dtype)
+            hidden = hidden.index_select(0, real)  # (number of target tokens, D)
         output = self.model.output
         return linear_cross_entropy(
             hidden, output.weight, output.bias, tgt_out, self.label_smoothing, self.dtype
@@ -59,26 +61,29 @@ class KernelLoss(nn.Module):
 
 
 class SlicedLoss(nn.Module):
-    """`SummedLoss` whose logits are never all in memory, on a GPU; the layers are those of PyTorch."""
+    """`SummedLoss` on a GPU: PyTorch's layers, but never all logits in memory at once."""
 
     def __init__(self, model: nn.Module, label_smoothing: float, dtype: torch.dtype):
         super().__init__()
-        self.model, self.label_smoothing, self.dtype = model, label_smoothing, dtype
+        self.model = model
+        self.label_smoothing = label_smoothing
+        self.dtype = dtype
 
     def forward(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor, tgt_out: Tensor):
-        """As `KernelLoss`."""
-        hidden, output = self.model.hidden(src, src_pad, tgt_in, real), self.model.output  # (R, D)
+        """As `SummedLoss.forward`: (smoothed, plain)"""
+        hidden = self.model.hidden(src, src_pad, tgt_in, real)  # (number of target tokens, D)
+        output = self.model.output
         return linear_cross_entropy(
             hidden, output.weight, output.bias, tgt_out, self.label_smoothing, self.dtype
         )
 
 
 def why_not(model: nn.Module, dtype: torch.dtype) -> str:
-    """Why the kernels do not compute this model; '' if they do: stock layers with ReLU, in fp32, on a CPU."""
-    sizes, layers = (
-        model.config,
-        [*model.transformer.encoder.layers, *model.transformer.decoder.layers],
-    )
+    """Why `KernelLoss` cannot compute this model; empty if it can.
+
+    It can for PyTorch's own layers with ReLU, in fp32, on a CPU.
+    """
+    layers = [*model.transformer.encoder.layers, *model.transformer.decoder.layers]
     parts = [part for layer in layers for part in layer.modules()]
     if any(type(part) not in WEIGHTS for part in parts):
         return "the layers are not those of PyTorch"
@@ -86,7 +91,7 @@ def why_not(model: nn.Module, dtype: torch.dtype) -> str:
         return "a module has a hook, which the kernels would not call"
     if any(layer.activation is not F.relu for layer in layers):
         return "the kernels need layers with ReLU"
-    if sizes.d_model // sizes.nhead % 16:
+    if model.config.d_model // model.config.nhead % 16:
         return "the width of a head is not a multiple of 16"
     if not is_known(model):
         return "the model has a part or a weight that the kernels do not know, or lacks one"
@@ -94,97 +99,87 @@ def why_not(model: nn.Module, dtype: torch.dtype) -> str:
         return "the weights are not fp32"
     if not kernels.kernels(dtype):
         return "the kernels are not compiled"
-    return (
-        ""
-        if agrees(model, dtype)
-        else "model.py was changed: it computes something else than they do"
-    )
+    if not agrees(model, dtype):
+        return "model.py was changed: it computes something else"
+    return ""
 
 
+@torch.no_grad()
 def agrees(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether the model's own methods, which a reader may have changed, give on a toy batch what is computed here."""
-    training, ids, pad = (
-        model.training,
-        torch.tensor([[0, 1, 2], [2, 1, 0]]),
-        torch.zeros(2, 3, dtype=torch.bool),
-    )
-    pad[1, 2] = True
+    """Whether the model's own methods, which a reader may have changed, give the same here."""
+    training = model.training
+    ids = torch.tensor([[0, 1, 2], [2, 1, 0]])
+    pad = torch.tensor([[False, False, False], [False, False, True]])
     model.eval()
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        ours = model.output(
-            decode(model, encode(model, ids, pad, dtype), pad, ids, dtype)[: ids.numel()]
-        )
+    with torch.autocast("cpu", enabled=False):
+        hidden = decode(model, encode(model, ids, pad, dtype), pad, ids, dtype)
+        ours = model.output(hidden[: ids.numel()])
         theirs = model(ids, pad, ids).flatten(0, 1)
     model.train(training)
-    limit = (
-        1e-3 if dtype == torch.float32 else 0.1
-    )  # bf16 rounds to 8 bits in every product: 1 to 3 % in all
+    # bf16 rounds to 8 bits in every product, which adds up to 1 to 3 %.
+    limit = 1e-3 if dtype == torch.float32 else 0.1
     return bool((ours - theirs).norm() <= limit * theirs.norm())
 
 
 def is_known(model: nn.Module) -> bool:
-    """Whether the model's parts are those of model.py, whatever its attentions do with their weights; for decoding.py too.
+    """Whether the model has exactly the modules and weights of model.py.
 
-    A weight more would get no gradient, and one less has no address.
+    An additional weight would get no gradient, and a missing one has no address. Subclasses of
+    `nn.MultiheadAttention` are allowed: decoding does not care how they compute.
     """
     for module in model.modules():
-        kind = nn.MultiheadAttention if isinstance(module, nn.MultiheadAttention) else type(module)
-        known = set() if module is model else WEIGHTS.get(kind)
+        if module is model:
+            known = set()
+        elif isinstance(module, nn.MultiheadAttention):
+            known = WEIGHTS[nn.MultiheadAttention]
+        else:
+            known = WEIGHTS.get(type(module))
         weights = {name for name, _ in module.named_parameters(recurse=False)}
         if weights != known or getattr(module, "add_zero_attn", False):
             return False
-    coders = model.transformer.encoder, model.transformer.decoder
-    return {name for name, _ in model.named_children()} == PARTS and all(
-        coder.norm for coder in coders
-    )
+    if {name for name, _ in model.named_children()} != PARTS:
+        return False
+    return bool(model.transformer.encoder.norm and model.transformer.decoder.norm)
 
 
 def encode(model: nn.Module, src: Tensor, src_pad: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, S) → narrow memory (N, D)"""
-    stream, mask = (
-        Stream(model, model.source_embedding, src, model.transformer.encoder, dtype),
-        added_mask(src_pad),
-    )
-    for layer in model.transformer.encoder.layers:
-        own = layer.self_attn
-        stream.add(
-            attend_own(own, stream.narrow, mask, src.shape, causal=False),
-            own.out_proj,
-            layer.dropout1,
-        )
+    """(B, S), (B, S) → narrow memory (N, D)"""
+    encoder = model.transformer.encoder
+    stream = Stream(model, model.source_embedding, src, encoder, dtype)
+    mask = added_mask(src_pad)
+    for layer in encoder.layers:
+        attention = layer.self_attn
+        attended = attend_self(attention, stream.narrow, mask, src.shape, causal=False)
+        stream.add(attended, attention.out_proj, layer.dropout1)
         stream.add(widen(layer, stream.narrow), layer.linear2, layer.dropout2)
-    return stream.end()[1]
+    _, narrow = stream.end()
+    return narrow
 
 
 def decode(
     model: nn.Module, memory: Tensor, src_pad: Tensor, tgt_in: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Narrow (N, D), (B, S), (B, T) → wide hidden (N, D)"""
-    stream, mask = (
-        Stream(model, model.target_embedding, tgt_in, model.transformer.decoder, dtype),
-        added_mask(src_pad),
-    )
-    for layer in model.transformer.decoder.layers:
-        own, other = layer.self_attn, layer.multihead_attn
-        stream.add(
-            attend_own(own, stream.narrow, None, tgt_in.shape, causal=True),
-            own.out_proj,
-            layer.dropout1,
-        )
-        stream.add(
-            attend_source(other, stream.narrow, memory, mask, tgt_in.shape),
-            other.out_proj,
-            layer.dropout2,
-        )
+    decoder = model.transformer.decoder
+    stream = Stream(model, model.target_embedding, tgt_in, decoder, dtype)
+    mask = added_mask(src_pad)
+    for layer in decoder.layers:
+        attention = layer.self_attn
+        attended = attend_self(attention, stream.narrow, None, tgt_in.shape, causal=True)
+        stream.add(attended, attention.out_proj, layer.dropout1)
+        attention = layer.multihead_attn
+        attended = attend_source(attention, stream.narrow, memory, mask, tgt_in.shape)
+        stream.add(attended, attention.out_proj, layer.dropout2)
         stream.add(widen(layer, stream.narrow), layer.linear2, layer.dropout3)
-    return stream.end()[0]
+    wide, _ = stream.end()
+    return wide
 
 
 class Stream:
-    """What flows through the layers, (N, D): `x`, wide, to which each sub-layer adds, and `narrow`, which the next one takes.
+    """The residual stream (N, D): `x`, wide, and `narrow`, the input of the next sub-layer.
 
-    Post-norm: both are the norm of the sum. Pre-norm: `x` is the sum alone, and `narrow` is its norm by the sub-layer that
-    comes. So in either a sum and the norm behind it are one kernel.
+    Post-norm: both are the norm of the last sum. Pre-norm: `x` is the sum itself, and `narrow` its
+    norm by the next sub-layer. In both cases a sum and the norm after it are one C++ function.
     """
 
     def __init__(
@@ -195,32 +190,30 @@ class Stream:
         coder: nn.Module,
         dtype: torch.dtype,
     ):
-        norms = (
-            part
-            for layer in coder.layers
-            for part in layer.children()
-            if isinstance(part, nn.LayerNorm)
-        )
-        self.norms, self.norm_first = itertools.chain(norms, [coder.norm]), model.config.norm_first
+        parts = (part for layer in coder.layers for part in layer.children())
+        norms = (part for part in parts if isinstance(part, nn.LayerNorm))
+        self.norms = itertools.chain(norms, [coder.norm])
+        self.norm_first = model.config.norm_first
         self.x, self.narrow = embed(model, embedding, ids, dtype)
         if self.norm_first:
             self.normalise()
 
     def add(self, inner: Tensor, out: nn.Linear, dropout: nn.Dropout) -> None:
         """The end of a sub-layer: its last product, dropout, residual and norm."""
-        self.normalise(linear(inner, out.weight), out.bias, dropout.p if dropout.training else 0.0)
+        p = dropout.p if dropout.training else 0.0
+        self.normalise(linear(inner, out.weight), out.bias, p)
 
     def normalise(
         self, branch: Tensor | None = None, bias: Tensor | None = None, p: float = 0.0
     ) -> None:
-        """`x` plus what there is to add, and the next norm of it."""
-        total, self.wide, self.narrow = kernels.add_norm(
-            self.x, branch, bias, next(self.norms), p, self.narrow.dtype
-        )
+        """Add `dropout(branch + bias, p)` to `x`, if given, and apply the next norm."""
+        norm = next(self.norms)
+        dtype = self.narrow.dtype
+        total, self.wide, self.narrow = kernels.add_norm(self.x, branch, bias, norm, p, dtype)
         self.x = total if self.norm_first else self.wide
 
     def end(self) -> tuple[Tensor, Tensor]:
-        """Behind the last norm: wide and narrow (N, D)."""
+        """The output of the last norm, wide and narrow (N, D)."""
         if not self.norm_first:
             self.normalise()
         return self.wide, self.narrow
@@ -229,29 +222,28 @@ class Stream:
 def embed(
     model: nn.Module, embedding: nn.Embedding, ids: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(B, T) → wide and narrow (N, D), as `Translator.embed`."""
+    """As `Translator.embed`: (B, T) → wide and narrow (N, D)"""
     positions = model.positions[: model.check_length(ids)]
-    return kernels.embed(
-        embedding(ids), positions, math.sqrt(model.config.d_model), drop(model), dtype
-    )
+    scale = math.sqrt(model.config.d_model)
+    return kernels.embed(embedding(ids), positions, scale, dropout_of(model), dtype)
 
 
 def added_mask(pad: Tensor) -> Tensor:
-    """True = padding → a number to add to the scores: 0, or far below all others.
+    """True = padding → the number to add to the scores.
 
-    Half of the lowest number instead of -inf: a row that may see nothing then sees all alike, and is no row of nan.
+    Half the lowest number instead of -inf: a row in which everything is padding then sees all
+    positions alike, and does not become nan.
     """
-    return torch.zeros_like(pad, dtype=torch.float32).masked_fill(
-        pad, torch.finfo(torch.float32).min / 2
-    )
+    mask = torch.zeros_like(pad, dtype=torch.float32)
+    return mask.masked_fill(pad, torch.finfo(torch.float32).min / 2)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """(N, in), (out, in) → (N, out) in the format of x, without a bias: the kernel that follows adds it."""
+    """(N, in), (out, in) → (N, out) in the format of x. The next kernel adds the bias."""
     return F.linear(x, weight.to(x.dtype))
 
 
-def attend_own(
+def attend_self(
     attention: nn.MultiheadAttention,
     x: Tensor,
     mask: Tensor | None,
@@ -260,34 +252,33 @@ def attend_own(
 ) -> Tensor:
     """Self-attention of (B, T) tokens without its last product: (N, D) → (N, D)"""
     qkv = linear(x, attention.in_proj_weight)  # (N, 3·D)
-    return kernels.self_attention(
-        qkv, attention.in_proj_bias, mask, shape, attention.num_heads, causal, drop(attention)
-    )
+    bias, heads, p = attention.in_proj_bias, attention.num_heads, dropout_of(attention)
+    return kernels.self_attention(qkv, bias, mask, shape, heads, causal, p)
 
 
 def attend_source(
     attention: nn.MultiheadAttention, x: Tensor, memory: Tensor, mask: Tensor, shape: torch.Size
 ) -> Tensor:
-    """Attention of (B, T) tokens over the source without its last product: (N, D), (N, D), added mask (B, S) → (N, D)"""
-    for_query, for_source = attention.in_proj_weight.split(
-        [attention.embed_dim, 2 * attention.embed_dim]
-    )
-    q, kv = linear(x, for_query), linear(memory, for_source)
-    return kernels.cross_attention(
-        q, kv, attention.in_proj_bias, mask, shape, attention.num_heads, drop(attention)
-    )
+    """Attention of (B, T) tokens over the source without its last product.
+
+    (N, D), (N, D), mask (B, S) → (N, D)
+    """
+    width = attention.embed_dim
+    query_weight, source_weight = attention.in_proj_weight.split([width, 2 * width])
+    q, kv = linear(x, query_weight), linear(memory, source_weight)
+    bias, heads, p = attention.in_proj_bias, attention.num_heads, dropout_of(attention)
+    return kernels.cross_attention(q, kv, bias, mask, shape, heads, p)
 
 
 def widen(layer: nn.Module, x: Tensor) -> Tensor:
-    """The inner half of the feed-forward part: (N, D) → (N, feed-forward)"""
-    return kernels.relu_dropout(linear(x, layer.linear1.weight), layer.linear1.bias, drop(layer))
+    """The first half of the feed-forward part: (N, D) → (N, dim_feedforward)"""
+    inner = linear(x, layer.linear1.weight)
+    return kernels.relu_dropout(inner, layer.linear1.bias, dropout_of(layer))
 
 
-def drop(module: nn.Module) -> float:
-    """The dropout of an attention, of a feed-forward part or of the embeddings, as things are."""
-    whose, p = (
-        (module.dropout, module.dropout.p)
-        if isinstance(module.dropout, nn.Module)
-        else (module, module.dropout)
-    )
-    return p if whose.training else 0.0
+def dropout_of(module: nn.Module) -> float:
+    """The current dropout rate of an attention, a feed-forward part or the embeddings."""
+    dropout = module.dropout
+    if isinstance(dropout, nn.Module):
+        return dropout.p if dropout.training else 0.0
+    return dropout if module.training else 0.0  # nn.MultiheadAttention keeps a number

@@ -66,7 +66,7 @@ def load() -> bool:
     reason = build.why_not()
     if not reason:
         try:
-            torch.ops.load_library(build.compiled(SOURCE, []))
+            torch.ops.load_library(build.compiled(SOURCE))
         except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
             reason = build.reason_of(error)
     if reason:

@@ -258,7 +258,7 @@ def test_without_a_compiler(monkeypatch, capsys):
     monkeypatch.setenv("CXX", "none")
     build.library.cache_clear()
     try:
-        assert refusal(make_model(0)).endswith("are not used (CXX=none)") or sys.platform != "linux"
+        assert refusal(make_model(0)).endswith("is not used (CXX=none)") or sys.platform != "linux"
         assert fast.loss(make_model(0), 0.1, torch.float32) is None  # `log` may be left out
     finally:
         build.library.cache_clear()
