@@ -33,7 +33,7 @@ import torch
 from benchmarks.measuring import ROOT, describe_machine, in_new_process, machine, shown, write_json
 from benchmarks.peers.contest import SIZES, choose
 from engine.config import flag, parse_flags
-from engine.distributed import choose_device, hidden_gpus
+from engine.devices import choose_device, hidden_gpus
 from engine.errors import UserError, run_script
 from engine.precision import choose_precision
 from engine.telemetry import GIB

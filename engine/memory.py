@@ -1,4 +1,4 @@
-"""Memory: a CPU's is kept for the next step and bounded; work that is too large for a GPU's is done in parts."""
+"""Memory: keep what the CPU's allocator has freed; split work that is too large for a GPU."""
 
 import ctypes
 import os
@@ -11,85 +11,88 @@ from pathlib import Path
 import torch
 
 GIB = 2**30
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # numbers of malloc.h, see mallopt(3)
-# oneDNN keeps the code it made for a shape of matrices: 1,024 shapes, half a megabyte each. Without fast/'s kernels
-# batches of sentences have ever new shapes, and only those of one step are worth keeping: so many.
-CACHES = {
-    "LRU_CACHE_CAPACITY": "128",
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
-}  # entries; PyTorch's and oneDNN's own
+
+# Settings of mallopt(3), numbered as in malloc.h, with the values that we give them.
+ALLOCATOR = {
+    "M_MMAP_MAX": (-4, 0),  # no memory mapping for a single large tensor
+    "M_TRIM_THRESHOLD": (-1, -1),  # never give memory back to the system
+    "M_TOP_PAD": (-2, 256 * 2**20),  # bytes by which the heap grows at a time
+}
+# oneDNN compiles code for each shape of a matrix product and keeps 1,024 of them by default, half a
+# megabyte each. Batches of sentences have ever new shapes, so only those of the last step pay.
+CACHE_ENTRIES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
 
 
 def keep_freed_memory() -> None:
-    """From now on `free` keeps what `malloc` once got, where the C library is glibc.
+    """Let `free` keep the memory for the next `malloc`. Call it before the first matrix product.
 
-    By default every tensor above 32 MiB is a mapping of its own: the kernel clears its pages when they are first touched and
-    takes them back when the tensor dies, a thousand times a step. The price: the process never shrinks below its peak. To be
-    called before the first matrix product, when the caches of shapes get their size.
+    By default glibc maps every tensor above 32 MiB anew: the kernel clears its pages when they are
+    first used and takes them back when the tensor dies, a thousand times in a training step. The
+    price: the process never shrinks below its peak. Without glibc nothing changes.
     """
-    for name, entries in CACHES.items():
+    for name, entries in CACHE_ENTRIES.items():
         os.environ.setdefault(name, entries)
-    with suppress(OSError, AttributeError):  # another C library
+    with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        # No mappings of their own, no giving back (-1: never), heap grows by 256 MiB.
-        for setting, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, 256 * 2**20)):
-            mallopt(setting, value)
+        for number, value in ALLOCATOR.values():
+            mallopt(number, value)
 
 
 def held_gib(which: str = "VmHWM") -> float:
-    """GiB of this process: now (`which` VmRSS), at most (VmHWM); where /proc does not tell (macOS, gVisor), at most.
+    """GiB that this process holds now (`which` = "VmRSS") or has held at most ("VmHWM").
 
-    Not by `ru_maxrss` where it can be helped: that counts what the parent process held, too. "kB" in /proc are KiB.
+    Where /proc does not tell (macOS, gVisor) it is always the most.
     """
-    with suppress(OSError, TypeError):
-        return (
-            int(
-                re.search(
-                    rf"{which}:\s+(\d+)", Path("/proc/self/status").read_text(errors="replace")
-                )[1]
-            )
-            / 2**20
-        )
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, else KiB
+    with suppress(OSError):
+        status = Path("/proc/self/status").read_text(errors="replace")
+        found = re.search(rf"{which}:\s+(\d+)", status)
+        if found:
+            return int(found[1]) / 2**20  # "kB" in /proc are KiB
+    # Second choice, because it includes what the parent process held: bytes on macOS, else KiB.
+    unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
 def forget_peak() -> bool:
-    """From here on VmHWM is the most held since, freed memory given back first; False where that cannot be (not Linux)."""
+    """Give freed memory back and let `held_gib("VmHWM")` start again. False where it cannot be."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the kernel's code for this, proc(5)
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak, see proc(5)
     except (OSError, AttributeError):
         return False
     return True
 
 
 def fewest_parts(trial, device: torch.device, largest: int = 256) -> int:
-    """The smallest power of two, at most `largest`, so that `trial(parts)` does not run out of a GPU's memory.
+    """The smallest power of two for which `trial(parts)` does not run out of a GPU's memory.
 
-    Raises what the last trial raised if none does. 1 on a CPU: it would swap, and nothing would tell.
+    At most `largest`; raises the error of the last trial if that fails too. On a CPU it is 1: a CPU
+    would swap instead of raising an error.
     """
+    if device.type != "cuda":
+        return 1
     parts = 1
-    while device.type == "cuda":
+    while True:
         try:
             trial(parts)
             return parts
-        except RuntimeError as error:  # on a full card also of a kernel that is loaded late, or of cuBLAS's work space
-            if parts >= largest or not (
-                "out of memory" in str(error) or "CUBLAS_STATUS" in str(error)
-            ):
+        except RuntimeError as error:
+            # On a full GPU, cuBLAS and late-loaded kernels raise errors of their own.
+            out_of_memory = "out of memory" in str(error) or "CUBLAS_STATUS" in str(error)
+            if parts >= largest or not out_of_memory:
                 raise
-        finally:  # while the handler runs, the error holds the trial's tensors; NCCL cannot have what PyTorch keeps
+        finally:
+            # NCCL cannot use the memory that PyTorch's allocator keeps.
             torch.cuda.empty_cache()
         parts *= 2
-    return parts
 
 
 def micro_batches_that_fit(loss_of, precision, pairs, heaviest_steps, collate, world) -> int:
     """The fewest micro-batches per step (a power of two) with which training fits in the GPU's memory.
 
-    Tried with the steps that need most: `heaviest_steps`, each a list of indices into `pairs`. All ranks get the
-    same number. On a CPU and for a sharded model (FSDP2), whose ranks cannot be tried alone, it is 1.
+    Tried with the steps that need most: `heaviest_steps`, each a list of indices into `pairs`. All
+    ranks get the same number. On a CPU it is 1, and for a sharded model (FSDP2) too, because its
+    ranks cannot be tried one by one.
     """
     weights = list(loss_of.parameters())
     if any(hasattr(module, "unshard") for module in loss_of.modules()):

@@ -28,7 +28,8 @@ from torch.utils._pytree import tree_map
 
 from engine import checkpoint
 from engine.config import checked, command, load_config
-from engine.distributed import World, distribute_like, full_tensor, hidden_gpus
+from engine.devices import hidden_gpus
+from engine.distributed import World, distribute_like, full_tensor
 from engine.environment import environment
 from engine.errors import UserError
 from engine.files import as_json, atomic_write

@@ -60,7 +60,7 @@ def small(toy_data, cache):
 def here(monkeypatch):
     """What runs in processes of its own runs in this one, and leaves it as it was."""
     precision = torch.get_float32_matmul_precision()
-    monkeypatch.setattr("engine.distributed.keep_freed_memory", lambda: True)
+    monkeypatch.setattr("engine.devices.keep_freed_memory", lambda: True)
     for module in (attention_op, data):
         monkeypatch.setattr(
             module,

@@ -18,7 +18,7 @@ from random_models import SIZES as SMALL
 import fast
 from data import BucketSampler
 from decoding import greedy, output_limit
-from engine.distributed import choose_device
+from engine.devices import choose_device
 from engine.precision import Precision
 from fast.cross_entropy import LOGITS_AT_ONCE
 from model import PRESETS, ModelConfig, SummedLoss, Translator

@@ -42,7 +42,7 @@ def _seeded_without_mnist(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(mnist, "PLACES", ())
     # Not in the process of all tests.
-    monkeypatch.setattr("engine.distributed.keep_freed_memory", lambda: True)
+    monkeypatch.setattr("engine.devices.keep_freed_memory", lambda: True)
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:
@@ -285,7 +285,7 @@ def whole_run(data, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("lenet")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("engine.distributed.keep_freed_memory", lambda: True)
+        patch.setattr("engine.devices.keep_freed_memory", lambda: True)
         lab("--data", data, *FLAGS, "--run", "whole")
     return folder
 

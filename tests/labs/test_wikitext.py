@@ -324,7 +324,7 @@ def lab(tmp_path, monkeypatch):
     """Runs the lab in this process; before step `stop_before` it is asked to stop, as by a signal."""
     monkeypatch.chdir(tmp_path)
     # Not in the process of all tests.
-    monkeypatch.setattr("engine.distributed.keep_freed_memory", lambda: True)
+    monkeypatch.setattr("engine.devices.keep_freed_memory", lambda: True)
 
     def run(stop_before: int = 10**9, **settings) -> Path:
         turns = iter(range(1, 10**9))

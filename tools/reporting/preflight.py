@@ -31,7 +31,8 @@ from data import (
     vocabulary_size,
 )
 from engine.checkpoint import RESUMABLE
-from engine.distributed import choose_device, hidden_gpus, several_asked
+from engine.devices import choose_device, hidden_gpus
+from engine.distributed import several_asked
 from engine.errors import UserError
 from engine.memory import GIB, fewest_parts, forget_peak, held_gib
 from engine.precision import Precision, choose_precision
