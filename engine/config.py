@@ -148,7 +148,10 @@ def _as_flags(settings: dict, names: list[str]) -> list[str]:
 
 
 def _with_values(arguments: list[str], fields) -> list[str]:
-    """`--compare runs/a` becomes `--compare=true runs/a`: argparse would take the run for a value."""
+    """`--compare runs/a` becomes `--compare=true runs/a`:
+
+    Argparse would take the run for a value.
+    """
     switches = {f"--{field.name}" for field in fields if field.type is bool}
     result = []
     for word, after in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):

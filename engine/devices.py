@@ -89,7 +89,7 @@ def choose_gpu(name: str, local_rank: int) -> int:
 
 
 def sees_its_own_gpu_only(count: int, local_size: int) -> bool:
-    """Whether SLURM shows each of the `local_size` processes one GPU of its own (--gpus-per-task)."""
+    """Whether SLURM gives each process on this machine one GPU of its own (--gpus-per-task)."""
     # torchrun within a SLURM job shares out the GPUs that it sees.
     started_by_srun = "SLURM_LOCALID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
     gpus_on_machine = int(os.environ.get("SLURM_GPUS_ON_NODE", local_size))

@@ -57,7 +57,10 @@ class World:
         return values
 
     def maximum(self, *values: float) -> list[float]:
-        """The largest of each value over all ranks. Sent from the CPU: it does not wait for the GPU."""
+        """The largest of each value over all ranks.
+
+        Sent from the CPU: it does not wait for the GPU.
+        """
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -152,7 +155,7 @@ class World:
         return True
 
     def set_seed(self, seed: int, step: int) -> None:
-        """Seed torch's generators by seed, step and rank, so that a resumed step repeats its draws."""
+        """Seed torch's generators by seed, step and rank: a resumed step repeats its draws."""
         # Mixed and not added up: the generator on the CPU uses only the lower 32 of 64 bits.
         sequence = np.random.SeedSequence((seed, step, self.rank))
         mixed = int(sequence.generate_state(1, np.uint64)[0])
@@ -173,14 +176,18 @@ def is_sharded(module: torch.nn.Module) -> bool:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The complete tensor of a DTensor, for which all ranks must call; any other tensor unchanged."""
+    """The complete tensor of a DTensor, for which all ranks must call;
+
+    Any other tensor unchanged.
+    """
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def distribute_like(tensor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """This rank's part of a complete tensor, divided as the DTensor `weight` is.
 
-    If `weight` is an ordinary tensor, the complete one. Every rank holds `tensor`, so nothing is sent.
+    If `weight` is an ordinary tensor, the complete one. Every rank holds `tensor`, so nothing is
+    sent.
     """
     if not hasattr(weight, "full_tensor"):
         return tensor
@@ -191,7 +198,7 @@ def distribute_like(tensor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def process_grid(world: World, **sizes: int):
-    """The ranks as a `DeviceMesh`: data=2, pipe=4 has two rows of four; rank 5 is in row 1, column 1.
+    """The ranks as a `DeviceMesh`: data=2, pipe=4 has two rows of four ranks.
 
     `process_grid(…)["pipe"].get_group()` is the process group of this rank's row. Raises
     `UserError` if the sizes do not multiply to the number of processes.
@@ -322,6 +329,9 @@ def adopt_srun(environment=os.environ) -> None:
 
 
 def first_machine(nodes: str) -> str:
-    """The first name of SLURM's list: gpu03 of "gpu[03-05,9],cpu1"; rack1node3 of "rack[1-2]node[3]"."""
+    """The first name of SLURM's list:
+
+    Gpu03 of "gpu[03-05,9],cpu1"; rack1node3 of "rack[1-2]node[3]".
+    """
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)[0]
     return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first)

@@ -20,7 +20,10 @@ def atomic_write(path: Path, text: str) -> None:
 
 
 def wait_for_disk(path: Path) -> None:
-    """fsync: without it a power cut may leave a file of zeros. A new name needs it on its folder as well."""
+    """fsync: without it a power cut may leave a file of zeros.
+
+    A new name needs it on its folder as well.
+    """
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)

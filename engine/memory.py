@@ -88,11 +88,11 @@ def fewest_parts(trial, device: torch.device, largest: int = 256) -> int:
 
 
 def micro_batches_that_fit(loss_of, precision, pairs, heaviest_steps, collate, world) -> int:
-    """The fewest micro-batches per step (a power of two) with which training fits in the GPU's memory.
+    """The fewest micro-batches per step with which training fits in the GPU's memory.
 
-    Tried with the steps that need most: `heaviest_steps`, each a list of indices into `pairs`. All
-    ranks get the same number. On a CPU it is 1, and for a sharded model (FSDP2) too, because its
-    ranks cannot be tried one by one.
+    A power of two. Tried with the steps that need most: `heaviest_steps`, each a list of indices
+    into `pairs`. All ranks get the same number. On a CPU it is 1, and for a sharded model (FSDP2)
+    too, because its ranks cannot be tried one by one.
     """
     weights = list(loss_of.parameters())
     if any(hasattr(module, "unshard") for module in loss_of.modules()):

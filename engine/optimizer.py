@@ -1,4 +1,4 @@
-"""The optimiser: AdamW for every weight, or Muon for the Transformer's matrices and AdamW for the rest."""
+"""The optimiser: AdamW, or Muon for the Transformer's matrices and AdamW for the rest."""
 
 import math
 from collections import defaultdict
@@ -93,7 +93,7 @@ class Muon(torch.optim.AdamW):
         torch._foreach_add_(weights, updates)
 
     def momentum_of(self, weight: nn.Parameter) -> Tensor:
-        """The running mean of its gradients, under AdamW's names, so that checkpoints look alike."""
+        """The running mean of its gradients; AdamW's names, so that checkpoints look alike."""
         state = self.state[weight]
         if not state:
             state["step"] = torch.tensor(0.0)  # AdamW's load_state_dict expects it

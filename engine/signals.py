@@ -11,7 +11,7 @@ SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 
 @contextlib.contextmanager
 def caught_signals():
-    """Inside, the first signal sets a flag instead of stopping the process; the second one stops it.
+    """Let the first signal set a flag instead of stopping the process; the second stops it.
 
     Yields a function that tells whether the flag is set.
     """
@@ -38,6 +38,9 @@ def caught_signals():
 
 
 def leave_signals_to_main(_worker: int) -> None:
-    """For a DataLoader's processes: the main process ends them, not the signal that it received too."""
+    """For a DataLoader's processes:
+
+    The main process ends them, not the signal that it received too.
+    """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

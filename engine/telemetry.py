@@ -1,11 +1,13 @@
-"""The numbers of a run: to TensorBoard and to metrics.jsonl alike, to the terminal and to train.log.
+"""The numbers of a run: in TensorBoard and metrics.jsonl, on the terminal and in train.log.
 
-    telemetry, log = Telemetry(run, resume_step), Log(run)
+    telemetry = Telemetry(run, resume_step)
+    log = Log(run)
     telemetry.scalars(step, {"loss/train": 3.2, **meter.read(), **gpu.read()})
-    log(f"step {step}: loss 3.2"); telemetry.close()
+    log(f"step {step}: loss 3.2")
+    telemetry.close()
 
-Rank 0 writes and speaks, the others keep silent. Nothing here that a step calls waits for the GPU: it all takes numbers
-that are on the host already.
+Only rank 0 writes and prints. Nothing that a training step calls waits for the GPU: every function
+takes numbers that are on the host already.
 """
 
 import functools
@@ -26,73 +28,79 @@ from tqdm import tqdm
 from engine.files import atomic_write
 from engine.memory import GIB, held_gib
 
-# TensorBoard sorts its charts by name. These are what a run is watched by: they come first, in this order.
-FIRST = [  # unpacked tuples, or the formatter would give each name a line
-    *(
-        "train/loss",
-        "valid/loss",
-        "validation/loss",
-        "test/loss",
-        "valid/perplexity",
-        "validation/perplexity",
-    ),
-    *(
-        "valid/bleu",
-        "test/accuracy",
-        "train/learning_rate",
-        "gpu/utilisation_percent",
-        "cpu/utilisation_percent",
-    ),
+# The curves to watch come first in TensorBoard, which sorts them by name.
+FIRST = [
+    "train/loss",
+    "valid/loss",
+    "validation/loss",
+    "test/loss",
+    "valid/perplexity",
+    "validation/perplexity",
+    "valid/bleu",
+    "test/accuracy",
+    "train/learning_rate",
+    "gpu/utilisation_percent",
+    "cpu/utilisation_percent",
 ]
 
 
 def is_main() -> bool:
-    """True in the one process of a run that speaks and writes: rank 0, or a process that torchrun did not start."""
+    """Whether this process is the one of the run that prints and writes:
+
+    Rank 0, or the only one.
+    """
     return int(os.environ.get("RANK", 0)) == 0
 
 
 class Telemetry:
-    """Scalars, texts and figures of one run folder. A resumed run continues its curves without doubles.
+    """Scalars, texts and figures of one run folder. A resumed run continues its curves.
 
-    A curve that cannot be written must not end a training that can: it is said once, and the run goes on without curves.
-    metrics.jsonl has no checksum, for nothing trains or scores by it; report.py leaves out what is no JSON, and says so.
+    If the curves cannot be written (a full disk), training continues without them, after one note.
     """
 
     def __init__(self, run: Path, resume_step: int | None = None, validated: int | None = None):
-        """`validated`: step of the last validation in the checkpoint; later ones are made again."""
-        self.writer = None  # None on the other ranks: then every method does nothing
+        """`resume_step`: the step of the checkpoint from which the run resumes; later records go.
+
+        `validated`: the step of the checkpoint's last validation, by default `resume_step`. Later
+        validations are repeated, so their records go too.
+        """
+        self.writer = None  # stays None on the other ranks: every method returns at once
         if not is_main():
             return
-        from torch.utils.tensorboard import SummaryWriter  # here, because the import takes a second
+        from torch.utils.tensorboard import SummaryWriter  # on demand: it takes a second
 
         self.last_step = resume_step or 0
-        last = {}
+        last_record = {}
         if resume_step is not None:
             if validated is None:
                 validated = resume_step
-            last = _keep_records(run / "metrics.jsonl", resume_step, validated)
-        self.result_step = resume_step if any(tag.startswith("result/") for tag in last) else None
-        # TensorBoard hides what a killed run wrote from purge_step on. But it takes the first such mark of a folder for
-        # the beginning, not for a restart, and hides nothing: so a fresh run sets one as well, at step 0.
-        self.writer = SummaryWriter(
-            str(run), purge_step=0 if resume_step is None else resume_step + 1
-        )
-        # Line by line out of this process, so that kill -9 loses the current one at most.
+            last_record = keep_records(run / "metrics.jsonl", resume_step, validated)
+        is_finished = any(tag.startswith("result/") for tag in last_record)
+        self.result_step = resume_step if is_finished else None
+        # TensorBoard hides what was written at `purge_step` and later. It does so only from the
+        # second mark in a folder on, so a new run sets one too, at step 0.
+        purge_step = 0 if resume_step is None else resume_step + 1
+        self.writer = SummaryWriter(str(run), purge_step=purge_step)
+        # Line-buffered, so that kill -9 loses at most the current line.
         self.metrics_file = open(run / "metrics.jsonl", "a", buffering=1, encoding="utf-8")
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Write each value under its tag, and all of them as one line {"step": …, "time": seconds since 1970, …}."""
+        """Add a point to the curve of each tag, and one line to metrics.jsonl.
+
+        The line is {"step": …, "time": seconds since 1970, tag: value, …}; null stands for numbers
+        that are not finite, which JSON does not have.
+        """
         self.last_step = step
-        values = {tag: float(value) for tag, value in values.items()}
 
         def write() -> None:
             now = time.time()
-            # One add_scalar per tag: add_scalars makes a folder for every curve, which purge_step does not reach.
+            record = {"step": step, "time": now}
             for tag, value in values.items():
+                value = float(value)
+                # Not add_scalars: it makes a folder for every curve, which purge_step cannot reach.
                 self.writer.add_scalar(shown_as(tag), value, step, walltime=now)
-            # JSON knows no infinity (the gradient of an fp16 step that overflowed): null stands for it.
-            finite = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
-            self.metrics_file.write(json.dumps({"step": step, "time": now, **finite}) + "\n")
+                record[tag] = value if math.isfinite(value) else None
+            self.metrics_file.write(json.dumps(record) + "\n")
 
         self._try(write)
 
@@ -105,21 +113,23 @@ class Telemetry:
         self._try(lambda: self.writer.add_figure(tag, figure, step))
 
     def hyperparameters(self, config, results: dict[str, float | None]) -> None:
-        """Settings that differ from their defaults, and the results, for TensorBoard's HPARAMS page.
+        """Write the settings that the user chose, and the results, to TensorBoard's HPARAMS page.
 
-        Written once: not again when a finished run is resumed. A result that is None is left out.
+        A result that is None is left out. A finished run that is resumed does not write them again.
         """
         if self.writer is None or self.last_step == self.result_step:
             return
         from torch.utils.tensorboard.summary import hparams
 
         results = {tag: value for tag, value in results.items() if value is not None}
-        chosen = getattr(config, "given", set()).copy()
-        chosen |= {f.name for f in fields(config) if getattr(config, f.name) != f.default}
+        chosen = set(getattr(config, "given", ()))
+        for setting in fields(config):
+            if getattr(config, setting.name) != setting.default:
+                chosen.add(setting.name)
         settings = {name: getattr(config, name) for name in sorted(chosen)}
 
         def write() -> None:
-            # SummaryWriter.add_hparams would make a second run folder for these three records.
+            # Not SummaryWriter.add_hparams: it makes a second run folder for these records.
             for summary in hparams(settings, results):
                 self.writer.file_writer.add_summary(summary)
 
@@ -127,7 +137,7 @@ class Telemetry:
         self.scalars(self.last_step, results)
 
     def close(self) -> None:
-        """Finish both files; afterwards every method does nothing."""
+        """Close both files. Afterwards every method returns at once."""
         self._try(lambda: (self.writer.close(), self.metrics_file.close()))
         self.writer = None
 
@@ -137,39 +147,53 @@ class Telemetry:
         try:
             write()
             self.writer.flush()
-        except Exception as error:  # of the disk; TensorBoard's thread hands on its own here
+        except Exception as error:  # also an earlier error of TensorBoard's thread
             self.writer = None
             print(
-                f"note: the curves cannot be written any more ({error}); the run goes on without",
+                f"note: curves can no longer be written ({error}); training continues without them",
                 file=sys.stderr,
             )
 
 
 def shown_as(tag: str) -> str:
-    """The name of a curve in TensorBoard: train/loss → "1 first/00 train loss"; most keep theirs."""
-    return f"1 first/{FIRST.index(tag):02} {tag.replace('/', ' ')}" if tag in FIRST else tag
+    """The name of a curve in TensorBoard:
+
+    Train/loss → "1 first/00 train loss"; most keep theirs.
+    """
+    if tag not in FIRST:
+        return tag
+    return f"1 first/{FIRST.index(tag):02} {tag.replace('/', ' ')}"
 
 
-def _keep_records(path: Path, last_step: int, validated: int) -> dict:
-    """Drop the records after `last_step` and the torn line of a killed run, by way of a new file; → the last one kept."""
-    kept = []
-    for line in (
-        path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        if path.exists()
-        else ()
-    ):
-        with suppress(ValueError, TypeError, KeyError):  # a torn line is no JSON, or no record
+def keep_records(path: Path, last_step: int, validated: int) -> dict:
+    """Drop later records, and the last line if a kill cut it short; return the last record kept.
+
+    A run that was killed between a validation and its checkpoint validates again: `validated` is
+    the step of the last validation whose record stays.
+    """
+    if not path.exists():
+        return {}
+    text = path.read_text(encoding="utf-8", errors="replace")
+    kept_lines = []
+    last_record = {}
+    for line in text.splitlines(keepends=True):
+        if not line.endswith("\n"):
+            continue
+        try:
             record = json.loads(line)
-            # A run killed between a validation and its checkpoint validates again.
             end = validated if "valid/loss" in record else last_step
-            if record["step"] <= end and record["time"] > 0 and line.endswith("\n"):
-                kept.append(line)
-    atomic_write(path, "".join(kept))
-    return json.loads(kept[-1]) if kept else {}
+            is_kept = record["step"] <= end and record["time"] > 0
+        except (ValueError, TypeError, KeyError):
+            continue
+        if is_kept:
+            kept_lines.append(line)
+            last_record = record
+    atomic_write(path, "".join(kept_lines))
+    return last_record
 
 
 class Log:
-    """`log("…")` prints a line (above a progress bar, if any) and appends it to <run>/train.log with the time."""
+    """`log("…")` prints a line and appends it, with the time, to train.log of the run's folder."""
 
     def __init__(self, run: Path | None = None):
         self.path = run / "train.log" if run else None
@@ -177,111 +201,116 @@ class Log:
     def __call__(self, message: str) -> None:
         if not is_main():
             return
-        with suppress(
-            BrokenPipeError
-        ):  # `python train.py | head` goes on, and train.log has it all
-            tqdm.write(message)
-            sys.stdout.flush()  # in a batch job standard output is a file, and would show nothing for a long time
+        # The reader of a pipe may leave (`python train.py | head`); train.log has every line.
+        with suppress(BrokenPipeError):
+            tqdm.write(message)  # above a progress bar, if there is one
+            sys.stdout.flush()  # to a file (a batch job), Python would keep lines back for long
+        if self.path is None:
+            return
         try:
-            if self.path:
-                with open(self.path, "a", encoding="utf-8") as file:
-                    file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
-        except OSError as error:  # no reason to end a training
-            tqdm.write(f"note: {self.path} cannot be written any more: {error.strerror}")
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+        except OSError as error:
+            tqdm.write(f"note: {self.path} can no longer be written: {error.strerror}")
             self.path = None
 
 
 def progress_bar(iterable=None, **kwargs) -> tqdm:
-    """A tqdm bar; silent when standard error is no terminal (batch jobs) and on ranks other than 0."""
-    return tqdm(
-        iterable, disable=None if is_main() else True, dynamic_ncols=True, **kwargs
-    )  # None: if no terminal
+    """A tqdm bar on rank 0 if standard error is a terminal; otherwise (batch jobs) a silent one."""
+    disable = None if is_main() else True  # None: only where there is no terminal
+    return tqdm(iterable, disable=disable, dynamic_ncols=True, **kwargs)
 
 
 progress = progress_bar
 
 
 class ProcessMeter:
-    """How busy this process kept the CPU since the last look (100 %: one core), and the memory it holds now.
+    """How busy this process has kept the CPU (100 %: one core), and the memory that it holds.
 
-    The system counts both anyway, so nothing runs beside the training. Of many processes rank 0's.
+    With several processes, rank 0's figures.
     """
 
     def __init__(self):
-        self.last = time.perf_counter(), time.process_time()
+        self.last_time = time.perf_counter()
+        self.last_busy = time.process_time()
 
     def read(self) -> dict[str, float]:
-        """{} within a second of the last look: too short to mean anything."""
-        now = time.perf_counter(), time.process_time()
-        seconds, busy = (after - before for after, before in zip(now, self.last))
+        """The averages since the last `read`; {} within a second of it, which means too little."""
+        now = time.perf_counter()
+        seconds = now - self.last_time
         if seconds < 1:
             return {}
-        self.last = now
-        return {
-            "cpu/utilisation_percent": 100 * busy / seconds,
-            "cpu/memory_gib": held_gib("VmRSS"),
-        }
+        busy = time.process_time()
+        share = (busy - self.last_busy) / seconds
+        self.last_time = now
+        self.last_busy = busy
+        return {"cpu/utilisation_percent": 100 * share, "cpu/memory_gib": held_gib("VmRSS")}
 
 
 class GpuSampler(threading.Thread):
-    """Asks NVML every `interval` seconds how busy, full and hot the GPU is and what power it draws; `read()`: averages.
+    """A thread that asks NVML every `interval` seconds how busy, full and hot the GPU is.
 
-    Without a GPU or without NVML (package nvidia-ml-py) it says so once, and `read()` gives {}.
+    Without a GPU or without NVML (package nvidia-ml-py) it logs one line, and `read()` returns {}.
     """
 
-    def __init__(self, device="cuda", interval: float = 5.0, say=print):
+    def __init__(self, device="cuda", interval: float = 5.0, log=print):
         super().__init__(daemon=True, name="gpu-sampler")
-        self.interval, self.samples, self.lock, self.ended = (
-            interval,
-            {},
-            threading.Lock(),
-            threading.Event(),
-        )
+        self.interval = interval
+        self.samples = {}  # tag: values since the last `read`
+        self.lock = threading.Lock()
+        self.ended = threading.Event()
         try:
             self.nvml, self.handle = nvml_of(device)
-        except Exception as error:  # no package, no driver, no GPU, no permission: a run needs none of these figures
-            say(f"no GPU figures will be recorded: {' '.join(str(error).split())}")
+        except Exception as error:  # no package, no driver, no GPU, no permission
+            reason = " ".join(str(error).split())
+            log(f"no GPU figures will be recorded: {reason}")
             self.ended.set()
 
     def run(self) -> None:
         """The thread: a sample every `interval` seconds, until `ended`."""
         while not self.ended.is_set():
-            self._sample()
+            self.sample()
             self.ended.wait(self.interval)
 
-    def _sample(self) -> None:
-        nvml, handle = self.nvml, self.handle
-        questions = {
-            "gpu/utilisation_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
-            "gpu/memory_gib": lambda: (
-                nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB
-            ),  # of all processes on it
-            "gpu/power_watt": lambda: (
-                nvml.nvmlDeviceGetPowerUsage(handle) / 1000
-            ),  # NVML counts milliwatts
-            "gpu/temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(
-                handle, nvml.NVML_TEMPERATURE_GPU
-            ),
+    def sample(self) -> None:
+        nvml = self.nvml
+        functions = {
+            "gpu/utilisation_percent": self._utilisation,
+            "gpu/memory_gib": self._memory,
+            "gpu/power_watt": self._power,
+            "gpu/temperature_celsius": self._temperature,
         }
-        for tag, question in questions.items():
-            with suppress(
-                nvml.NVMLError
-            ):  # some cards, and slices of cards, do not answer every question
-                value = question()
+        for tag, function in functions.items():
+            # Some cards, and slices of cards, do not support every question.
+            with suppress(nvml.NVMLError):
+                value = function()
                 with self.lock:
                     self.samples.setdefault(tag, []).append(value)
+
+    def _utilisation(self) -> float:
+        return self.nvml.nvmlDeviceGetUtilizationRates(self.handle).gpu
+
+    def _memory(self) -> float:
+        return self.nvml.nvmlDeviceGetMemoryInfo(self.handle).used / GIB  # by all processes
+
+    def _power(self) -> float:
+        return self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1000  # milliwatts to watts
+
+    def _temperature(self) -> float:
+        return self.nvml.nvmlDeviceGetTemperature(self.handle, self.nvml.NVML_TEMPERATURE_GPU)
 
     def read(self) -> dict[str, float]:
         """Averages since the last `read()`; {} if there was no sample in between."""
         with self.lock:
-            samples, self.samples = self.samples, {}
+            samples = self.samples
+            self.samples = {}
         return {tag: sum(values) / len(values) for tag, values in samples.items()}
 
 
 def nvml_of(device: torch.device) -> tuple:
-    """NVML and its handle of torch's device: by UUID, for NVML counts all cards and knows no CUDA_VISIBLE_DEVICES.
+    """NVML and its handle of the device. Raises if there is no package, driver, permission or card.
 
-    Raises one exception or another where there is no package, no driver, no permission or no such card.
+    By UUID, because NVML counts all cards and does not know CUDA_VISIBLE_DEVICES.
     """
     import pynvml as nvml
 
@@ -289,19 +318,22 @@ def nvml_of(device: torch.device) -> tuple:
     properties = torch.cuda.get_device_properties(device)
     try:
         return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
-    except (
-        nvml.NVMLError
-    ):  # a slice of a card (MIG) has a UUID of its own: then by the card's place on the PCI bus
-        place = f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-        return nvml, nvml.nvmlDeviceGetHandleByPciBusId(place)
+    except nvml.NVMLError:
+        # A slice of a card (MIG) has a UUID of its own; the place on the PCI bus is the card's.
+        domain, bus, slot = (
+            properties.pci_domain_id,
+            properties.pci_bus_id,
+            properties.pci_device_id,
+        )
+        return nvml, nvml.nvmlDeviceGetHandleByPciBusId(f"{domain:08x}:{bus:02x}:{slot:02x}.0")
 
 
 class Meter:
-    """Speed over the last `window` steps only, so that warm-up, validation and saving do not dilute it.
+    """The speed of training over the last `window` steps.
 
-    The clock starts at the end of the first step. That step is not counted: it compiles and fills caches.
-    `flops_of(source_tokens, target_tokens)` counts a step's floating-point operations, `peak_flops` is what the
-    device could do per second.
+    The clock starts at the end of the first step. That step is not counted: it compiles and fills
+    caches. `flops_of(source_tokens, target_tokens)` counts a step's floating-point operations,
+    `peak_flops` is what the device could do per second.
     """
 
     def __init__(self, window=50, peak_flops=None, flops_of=None, clock=time.perf_counter):
@@ -313,7 +345,10 @@ class Meter:
         self.step = Counter()  # sums over the micro-batches of the current step
 
     def add(self, source_tokens: int, target_tokens: int, places: int) -> None:
-        """Count one micro-batch: real tokens of each side, and `places` with padding, of both sides."""
+        """Count one micro-batch:
+
+        Real tokens of each side, and `places` with padding, of both sides.
+        """
         self.step["source"] += source_tokens
         self.step["target"] += target_tokens
         self.step["places"] += places
@@ -335,11 +370,14 @@ class Meter:
         self.step = Counter()
 
     def resume(self) -> None:
-        """Start the clock again, after validating or saving and before the next batch is fetched."""
+        """Start the clock again after validating or saving, before the next batch is fetched."""
         self.last_time = self.clock()
 
     def read(self, ranks: int = 1) -> dict[str, float]:
-        """Figures of the window, {} before the end of the second step. All ranks have equal shares of the tokens."""
+        """Figures of the window; {} before the end of the second step.
+
+        `ranks`: how many processes train; each is assumed to have the same share of the tokens.
+        """
         if not self.steps:
             return {}
         total = sum(self.steps, Counter())
@@ -359,24 +397,33 @@ class Meter:
 
 @functools.cache
 def measured_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of one large matrix product on this device: what a perfect model could reach. Call it before training."""
+    """FLOP/s of one large matrix product on this device: the most that a model could reach.
+
+    To be called before training.
+    """
     size, seconds = (8192, 1.0) if device.type == "cuda" else (1024, 0.2)
-    # Random numbers, not zeros: multiplying zeros draws less power, and the GPU then clocks higher than it ever will.
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best_seconds, end = float("inf"), time.perf_counter() + seconds
-    while (begun := time.perf_counter()) < end:
+    # Random numbers: products of zeros draw less power, and the GPU would run at a higher clock.
+    left = torch.randn(size, size, device=device).to(dtype)
+    right = torch.randn(size, size, device=device).to(dtype)
+    best = math.inf
+    end = time.perf_counter() + seconds
+    while True:
+        begin = time.perf_counter()
+        if begin >= end:
+            break
         left @ right
-        torch.get_device_module(device).synchronize(
-            device
-        )  # on a GPU the product is only queued until here
-        best_seconds = min(best_seconds, time.perf_counter() - begun)
-    del left, right
-    if device.type == "cuda":  # leave no trace in the memory figures of the run
+        torch.get_device_module(device).synchronize(device)  # until here a GPU has only queued it
+        best = min(best, time.perf_counter() - begin)
+    if device.type == "cuda":
+        # Leave no trace in the memory figures of the run.
+        del left, right
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    return 2 * size**3 / best_seconds  # a multiplication and an addition for each of size³ pairs
+    return 2 * size**3 / best  # a multiplication and an addition for each of size³ pairs
 
 
 def peak_memory_gib(device: torch.device) -> float:
     """The most memory held so far: by tensors on the GPU, or by this process on the CPU."""
-    return torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else held_gib()
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    return held_gib()

@@ -223,8 +223,8 @@ def nvml(monkeypatch):
 def test_sampler_finds_its_card_and_averages(nvml, uuid):
     nvml(uuid)
     sampler = tm.GpuSampler("cuda:0")
-    sampler._sample()
-    sampler._sample()
+    sampler.sample()
+    sampler.sample()
     expected = {
         "gpu/utilisation_percent": 75.0,
         "gpu/memory_gib": 3.0,
@@ -232,15 +232,15 @@ def test_sampler_finds_its_card_and_averages(nvml, uuid):
     }
     assert sampler.read() == expected
     assert sampler.read() == {}
-    sampler._sample()
+    sampler.sample()
     assert sampler.read()["gpu/utilisation_percent"] == 20.0
 
 
 def test_sampler_runs_beside_the_training_and_ends(nvml, monkeypatch):
     nvml("bbbb")
     sampler, sampled = tm.GpuSampler("cuda", interval=0.0), threading.Event()
-    sample = sampler._sample
-    monkeypatch.setattr(sampler, "_sample", lambda: (sample(), sampled.set()))
+    sample = sampler.sample
+    monkeypatch.setattr(sampler, "sample", lambda: (sample(), sampled.set()))
     sampler.start()
     assert sampled.wait(HANGS)
     assert sampler.read()["gpu/memory_gib"] == 3.0 and sampler.daemon
@@ -257,7 +257,7 @@ def test_sampler_without_a_gpu_says_one_line_and_gives_nothing(monkeypatch, case
             fake, "nvmlInit", Mock(side_effect=NVMLError("NVML Shared\nLibrary Not Found"))
         )
     said = []
-    sampler = tm.GpuSampler("cpu" if case == "device cpu" else "cuda", say=said.append)
+    sampler = tm.GpuSampler("cpu" if case == "device cpu" else "cuda", log=said.append)
     sampler.start()
     sampler.join()
     assert sampler.read() == {}
