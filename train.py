@@ -382,7 +382,7 @@ def main(config: Config) -> None:
     if not config.resume:
         apply_preset(config)
     if config.check:
-        from tools.reporting.preflight import check
+        from tools.preflight import check
 
         check(config)
     else:

@@ -1,4 +1,4 @@
-"""`--check` finds what would spoil a run, and says what it costs."""
+"""`--check` finds what would spoil a run and estimates its cost; masks.py prints the true masks."""
 
 import json
 import re
@@ -14,9 +14,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data import Collate
+from engine import preflight as machine
 from engine.errors import UserError
 from text.reading import find_text
-from tools.reporting import masks, preflight
+from tools import preflight
+from tools.reporting import masks
 
 SPLITS = {"train": slice(200, None), "validation": slice(100), "test": slice(100, 200)}
 Usage = namedtuple("Usage", "total used free")
@@ -24,8 +26,9 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch, tmp_path):
-    """One step, in a folder without runs, on a machine without GPUs."""
-    monkeypatch.setattr(preflight, "SECONDS", 0.0)
+    """Few small steps, in a folder without runs, on a machine without GPUs."""
+    monkeypatch.setattr(machine, "SECONDS", 0.0)
+    monkeypatch.setattr(machine, "SMALLEST_STEP", 128)
     monkeypatch.setattr(preflight, "hidden_gpus", lambda: None)
     monkeypatch.chdir(tmp_path)
 
@@ -36,6 +39,7 @@ def pairs():
 
 
 def warnings(capsys, data, **flags) -> list[str]:
+    """The warnings of `--check`."""
     preflight.check(config(data=str(data), **flags))
     lines = capsys.readouterr().out.splitlines()
     found = [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")]
@@ -43,54 +47,90 @@ def warnings(capsys, data, **flags) -> list[str]:
     return found
 
 
-def word_tokenizer(folder, pairs, unknown: str) -> str:
-    """Of whole Chinese numbers and English words, but not of this one."""
-    words = {word for pair in pairs for word in " ".join(pair).split()} - {unknown}
-    ids = {word: n for n, word in enumerate(["<unk>", "<s>", *sorted(words)])}
-    tokenizer = Tokenizer(models.WordLevel(ids, "<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = dict(unk_token="<unk>", bos_token="<s>", eos_token="<s>", pad_token="<s>")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
-    return str(folder)
+# -------------------------------------------------------------------- costs
 
 
-def test_good_data_gives_no_warning_and_the_costs_of_the_run(tmp_path, pairs, capsys):
+def test_good_data_give_no_warning_and_the_costs_of_the_run(tmp_path, pairs, capsys, monkeypatch):
     data = str(write_pairs(tmp_path / "x", pairs, SPLITS))
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (7.5, 0, 0))
     preflight.check(config(data=data, tokens_per_batch=512, epochs=3, max_steps=0))
     out = capsys.readouterr().out
     assert "(json), 500 training pairs" in out and "check: this would run; no warnings" in out
     steps, total = re.search(r"([\d,]+) steps per epoch[^$]*for ([\d,]+) steps", out).groups()
     assert int(total) == 3 * int(steps) and 8 <= int(steps) <= 16  # about 10 tokens a side and pair
+    assert "without validations (busy: load 7.5 on" in out
     assert not (tmp_path / "runs").exists()
 
 
-WARNED = {  # name → what is done to the pairs, the splits, flags, the only warning
-    "no validation split": (
-        lambda p: p,
-        {"train": slice(200, None), "test": slice(200)},
-        {},
-        "there is no validation",
-    ),
+@pytest.mark.parametrize("seconds", [0.5, 30.0])
+def test_the_speed_is_that_of_warm_undisturbed_steps(seconds, monkeypatch):
+    """A step takes 0.1 s and 1 ms per token; the first and third of each size 9 s more."""
+    now, sizes = [0.0], []
+    monkeypatch.setattr(machine, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def step(tokens: int) -> int:
+        sizes.append(tokens)
+        is_slow = sizes.count(tokens) in (1, 3)
+        now[0] += 0.1 + tokens / 1000 + 9 * is_slow
+        return tokens
+
+    speed = machine.measure_speed(step, 1024, seconds)
+    largest = max(sizes)
+    assert largest == (128 if seconds < 1 else 1024)
+    assert speed == pytest.approx(largest / (0.1 + largest / 1000))
+
+
+def test_a_quiet_machine_is_not_called_busy(monkeypatch):
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.1, 9, 9))
+    assert machine.describe_load() == ""
+
+
+def test_a_full_disk(tmp_path, pairs, monkeypatch):
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: Usage(2**40, 2**40, 2**20))
+    with pytest.raises(UserError, match=r"0\.0 GiB free, the run needs about 0\.[1-9]"):
+        preflight.check(config(data=str(write_pairs(tmp_path / "x", pairs, SPLITS)), d_model=512))
+
+
+def test_a_budget_that_does_not_fit_the_memory(toy_data, monkeypatch):
+    if not machine.forget_peak():
+        pytest.skip("this system only reports the peak since the start of the process")
+    limit = machine.peak_of(lambda: None) + 0.3
+    monkeypatch.setattr(preflight, "memory_limit", lambda device: limit)
+    sizes = dict(data=str(toy_data), dim_feedforward=1024, optimizer="adamw")
+    preflight.check(config(**sizes, tokens_per_batch=64))
+    with pytest.raises(UserError, match=r"GiB of memory.*--tokens_per_batch"):
+        preflight.check(config(**sizes, tokens_per_batch=100_000))
+
+
+# -------------------------------------------------------------------- data
+
+
+def with_long_sentences(pairs):
+    return pairs[:600] + [(source * 9, target * 9) for source, target in pairs[600:]]
+
+
+def with_english_sources(pairs):
+    return pairs[:600] + [(f"x{target}", target) for _, target in pairs[600:]]
+
+
+NO_VALIDATION = {"train": slice(200, None), "test": slice(200)}
+WARNED = {  # name → what happens to the pairs, splits, flags, the only warning
+    "no validation split": (list, NO_VALIDATION, {}, "there is no validation"),
     "30 % duplicates": (
-        lambda p: p + p[200:414],
+        lambda pairs: pairs + pairs[200:414],
         SPLITS,
         {},
         "30% of the training pairs are dropped: exact duplicates",
     ),
     "sentences too long": (
-        lambda p: p[:600] + [(a * 9, b * 9) for a, b in p[600:]],
+        with_long_sentences,
         SPLITS,
         {"max_length": 32},
         "20% of the training pairs are dropped: longer than --max_length",
     ),
-    "no Chinese": (
-        lambda p: p[:600] + [("x" + b, b) for _, b in p[600:]],
-        SPLITS,
-        {},
-        "20% of the texts under 'zh' have no",
-    ),
+    "no Chinese": (with_english_sources, SPLITS, {}, "20% of the texts under 'zh' have no"),
     "too few minutes": (
-        lambda p: p,
+        list,
         SPLITS,
         {"max_minutes": 1e-9},
         "--max_minutes 1e-09 end before the first epoch",
@@ -100,194 +140,130 @@ WARNED = {  # name → what is done to the pairs, the splits, flags, the only wa
 
 @pytest.mark.parametrize("name", WARNED)
 def test_warns_of(name, tmp_path, pairs, capsys):
-    spoil, splits, flags, said = WARNED[name]
+    spoil, splits, flags, words = WARNED[name]
     found = warnings(capsys, write_pairs(tmp_path / "x", spoil(pairs), splits), **flags)
-    assert len(found) == 1 and found[0].startswith(said), found
+    assert len(found) == 1 and found[0].startswith(words), found
 
 
-@pytest.mark.parametrize("repeated, warned", [(9, 0), (11, 1)])  # beside 500: 1.8 and 2.2 %
-def test_two_percent_are_worth_a_warning(repeated, warned, tmp_path, pairs, capsys):
-    data = write_pairs(tmp_path / "x", pairs + pairs[200 : 200 + repeated], SPLITS)
-    assert len(warnings(capsys, data)) == warned
-
-
-@pytest.mark.parametrize(("sample", "least", "most"), [(50, 50, 100), (700, 500, 500)])
-def test_a_large_data_set_is_looked_at_in_part(
-    sample, least, most, tmp_path, pairs, capsys, monkeypatch
-):
-    """Of 2,800 rows 1,000 are read, with 500 distinct ones, of which at most two samples are tokenised."""
+def test_a_large_data_set_is_read_in_part(tmp_path, pairs, capsys, monkeypatch):
+    """1,000 of 2,800 rows are read, 500 of them distinct; 50 to 100 are tokenised."""
     monkeypatch.setattr(preflight, "ROWS", 1000)
-    monkeypatch.setattr(preflight, "SAMPLE", sample)
-    rows = [
-        row
-        for n in range(0, 500, 10)
-        for row in pairs[200 + n : 210 + n] + pairs[200 + n : 204 + n]
-    ]
-    data = write_pairs(tmp_path / "x", pairs[:200] + rows * 4, SPLITS)
-    taken = []
-    real = preflight.prepare
-    monkeypatch.setattr(
-        preflight, "prepare", lambda text, *a, **k: taken.append(text.taken) or real(text, *a, **k)
-    )
-    found = warnings(capsys, data)
-    assert len(found) == 1 and re.match(r"50% .* exact duplicates", found[0]), found
-    assert least <= len(taken[0]["train"]) <= most and len(set(taken[0]["train"])) == len(
-        taken[0]["train"]
-    )
+    monkeypatch.setattr(preflight, "SAMPLE", 50)
+    rows = []
+    for n in range(200, 700, 10):
+        rows += pairs[n : n + 10] + pairs[n : n + 4]
+    text = find_text(str(write_pairs(tmp_path / "x", pairs[:200] + rows * 4, SPLITS)))
+    sample, _, duplicates = preflight.sample_of(text)
+    taken = sample.taken["train"]
+    assert 50 <= len(taken) <= 100 and len(set(taken)) == len(taken)
+    assert duplicates == pytest.approx(0.5)
 
 
-ENDED = {  # name → what is done to the pairs, flags, what the line says
-    "languages swapped": (
-        lambda p: [(b, a) for a, b in p],
-        {},
-        "swapped: 100% of the texts under 'en' are Chinese",
-    ),
-    "everything too long": (
-        lambda p: [(a * 40, b * 40) for a, b in p],
-        {"max_length": 16},
-        "0 training pairs left",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ENDED)
-def test_ends_with_a_line_for(name, tmp_path, pairs):
-    spoil, flags, said = ENDED[name]
-    with pytest.raises(UserError, match=said):
-        preflight.check(
-            config(data=str(write_pairs(tmp_path / "x", spoil(pairs), SPLITS)), **flags)
-        )
-
-
-def test_swapped_languages_by_other_names_of_chinese(tmp_path, pairs):
-    rows = [{"中文": target, "en": source} for source, target in pairs]
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    with pytest.raises(UserError, match="swapped: 100% of the texts under 'en' are Chinese"):
-        preflight.check(config(data=str(tmp_path / "train.jsonl"), source="中文"))
-
-
-def test_a_run_that_is_there(tmp_path):
-    (tmp_path / "runs/a").mkdir(parents=True)
-    (tmp_path / "runs/a/config.json").touch()
-    with pytest.raises(UserError, match="run runs/a exists; choose another --run"):
-        preflight.check(config(run="a"))
-
-
-def test_rows_of_json_are_as_long_as_they_are_written(tmp_path, pairs):
-    """Names of columns and escaped characters included: of 300 rows the whole is reckoned."""
+def test_rows_of_json_are_counted_by_their_length_in_the_file(tmp_path, pairs):
+    """Names of columns and escaped characters included; 300 rows are known."""
     rows = [json.dumps({"translation": {"zh": source, "en": target}}) for source, target in pairs]
     (tmp_path / "train.jsonl").write_text("\n".join(rows), encoding="utf-8")
     text = find_text(str(tmp_path / "train.jsonl"))
     assert preflight.rows_in(text, pairs[:300], 300) == pytest.approx(700, rel=0.03)
 
 
-def test_a_full_disk(tmp_path, pairs, monkeypatch):
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: Usage(2**40, 2**40, 2**20))
-    with pytest.raises(UserError, match=r"0\.0 GiB free, the run needs about 0\.[1-9]"):
-        preflight.check(config(data=str(write_pairs(tmp_path / "x", pairs, SPLITS)), d_model=512))
+def test_swapped_languages_and_a_run_that_exists_are_one_line(tmp_path, pairs):
+    rows = [{"中文": target, "en": source} for source, target in pairs]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    with pytest.raises(UserError, match="swapped: 100% of the texts under 'en' are Chinese"):
+        preflight.check(config(data=str(tmp_path / "train.jsonl"), source="中文"))
+    (tmp_path / "runs/a").mkdir(parents=True)
+    (tmp_path / "runs/a/config.json").touch()
+    with pytest.raises(UserError, match="run runs/a exists; choose another --run"):
+        preflight.check(config(run="a"))
 
 
-def test_a_budget_that_does_not_fit_the_memory(toy_data, monkeypatch):
-    if not preflight.forget_peak():
-        pytest.skip(
-            "this system does not tell what a step needs, only the most that there ever was"
-        )
-    sizes = dict(d_model=512, dim_feedforward=4096, data=str(toy_data))
-    monkeypatch.setattr(
-        preflight, "memory_limit", lambda device: preflight.peak_of(lambda: None) + 0.6
-    )
-    preflight.check(config(**sizes, tokens_per_batch=64))
-    preflight.check(config(**sizes, tokens_per_batch=100_000, accumulate=16))
-    with pytest.raises(UserError, match=r"GiB of memory.*--tokens_per_batch"):
-        preflight.check(config(**sizes, tokens_per_batch=100_000))
+def word_tokenizer(folder, pairs, unknown: str) -> str:
+    """A tokenizer of whole Chinese numbers and English words that lacks one word."""
+    words = {word for pair in pairs for word in " ".join(pair).split()} - {unknown}
+    ids = {word: n for n, word in enumerate(["<unk>", "<s>", *sorted(words)])}
+    tokenizer = Tokenizer(models.WordLevel(ids, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = dict(unk_token="<unk>", bos_token="<s>", eos_token="<s>", pad_token="<s>")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    return str(folder)
 
 
 def test_a_tokenizer_that_does_not_know_the_characters(tmp_path, pairs, capsys):
-    """One <unk> in a hundred tokens is a warning where it stands for many characters, and an end where it is more."""
-    pairs = [
-        (source, f"{target} {'x' * 60}" if n % 40 == 0 else target)
-        for n, (source, target) in enumerate(pairs)
-    ]
+    """One <unk> in a hundred tokens is a warning where it stands for many characters."""
+    for n in range(0, len(pairs), 40):
+        pairs[n] = (pairs[n][0], f"{pairs[n][1]} {'x' * 60}")
     data = write_pairs(tmp_path / "x", pairs, SPLITS)
-    found = warnings(capsys, data, tokenizer=word_tokenizer(tmp_path / "t", pairs, "x" * 60))
-    (line,) = found
-    assert re.fullmatch(
-        r"the tokenizer does not know [67]\.\d% of the characters of the target side", line
-    )
-    with pytest.raises(UserError, match=r"does not know .* of the tokens"):
-        warnings(capsys, data, tokenizer=word_tokenizer(tmp_path / "u", pairs, "seven"))
+    (line,) = warnings(capsys, data, tokenizer=word_tokenizer(tmp_path / "t", pairs, "x" * 60))
+    pattern = r"the tokenizer does not know [67]\.\d% of the characters of the target side"
+    assert re.fullmatch(pattern, line)
+
+
+# -------------------------------------------------------------------- GPUs
 
 
 @pytest.mark.parametrize(
     "cards, device, warned",
-    [  # of each card: GiB in use, processes that are seen
+    [  # of each GPU: GiB in use, processes that can be seen
         ([(39.2, 1), (0.4, 0)], "cuda:0", ["others use cuda:0; free: --device cuda:1"]),
         ([(39.2, 1), (0.4, 0)], "cuda:1", []),
         ([(39.2, 1), (0.4, 0)], "cpu", []),
-        (
-            [(30.0, 0), (9.0, 2)],
-            "cuda:0",
-            ["others use cuda:0; free: no card"],
-        ),  # in a container only memory is seen
-        (
-            [(0.4, 1), (0.4, 0), (0.4, 0)],
-            "cuda:0",
-            ["others use cuda:0; free: --device cuda:1, --device cuda:2"],
-        ),
+        # In a container only the memory of others can be seen.
+        ([(30.0, 0), (9.0, 2)], "cuda:0", ["others use cuda:0; free: no GPU"]),
     ],
 )
-def test_others_on_the_card(cards, device, warned, monkeypatch, capsys):
+def test_others_on_the_gpu(cards, device, warned, monkeypatch, capsys):
+    def memory(index):
+        return SimpleNamespace(total=40 * 2**30, used=int(cards[index][0] * 2**30))
+
     nvml = SimpleNamespace(
         nvmlInit=lambda: None,
         nvmlDeviceGetHandleByUUID=lambda uuid: int(uuid.removeprefix("GPU-cuda:")),
-        nvmlDeviceGetMemoryInfo=lambda card: SimpleNamespace(
-            total=40 * 2**30, used=int(cards[card][0] * 2**30)
-        ),
+        nvmlDeviceGetMemoryInfo=memory,
         nvmlDeviceGetComputeRunningProcesses=lambda card: [SimpleNamespace(pid=7)] * cards[card][1],
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda card: SimpleNamespace(name="A100", uuid=card)
-    )
-    used, found = preflight.describe_cards(), []
-    preflight.warn_of_others(torch.device(device), used, found.append)
+    properties = lambda card: SimpleNamespace(name="A100", uuid=card)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    used, found = machine.describe_gpus(), []
+    machine.warn_of_other_users(torch.device(device), used, found.append)
     assert found == warned
     first = f"cuda:0: A100, {40 - cards[0][0]:.1f} of 40.0 GiB free, processes: {cards[0][1]}\n"
     assert capsys.readouterr().out.startswith(first)
     with pytest.raises(UserError, match="--device cuda:9"):
         preflight.check(config(device="cuda:9"))
-    # Before this process takes memory of a card, which would be counted.
+    # Printed before this process takes memory of a GPU, which would be counted.
     assert capsys.readouterr().out.startswith(first)
 
 
+# -------------------------------------------------------------------- as typed
+
+
 def test_check_as_typed(toy_data, tmp_path, capsys):
-    assert not in_this_process(
-        "train.py", "--data", toy_data, "--check", "--d_model", "32", "--device", "cpu"
-    )
-    assert "check: this would run" in capsys.readouterr().out and not (tmp_path / "runs").exists()
+    flags = ("--check", "--d_model", "32", "--device", "cpu")
+    assert not in_this_process("train.py", "--data", toy_data, *flags)
+    assert "check: this would run" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_masks_shown_are_what_the_model_sees(capsys):
-    """Of the second pair: no padding of the source, and nothing of the target that comes later (test_model.py)."""
+    """Of the second pair: no padding of the source, and nothing of the target that comes later."""
     masks.explain_masks()
     text = capsys.readouterr().out
     shown = {}
     tables = r"^\S+ ((?:encoder self|decoder self|cross)-attention).*\n((?:  .*\n?)+)"
     for title, table in re.findall(tables, text, re.MULTILINE):
         rows = [re.findall(r"\b[01]\b", line) for line in table.splitlines()]
-        shown[title] = torch.tensor(
-            [[int(cell) for cell in row] for row in rows if len(row) == 4]
-        ).bool()
+        cells = [[int(cell) for cell in row] for row in rows if len(row) == 4]
+        shown[title] = torch.tensor(cells).bool()
     special = {"pad": 0, "bos": 1, "eos": 2}
     padding = Collate(special, special)(masks.PAIRS).src_pad[1].expand(4, 4)
-    later = torch.ones(4, 4).triu(1).bool()
     expected = {
         "encoder self-attention": padding,
-        "decoder self-attention": later,
+        "decoder self-attention": torch.ones(4, 4).triu(1).bool(),
         "cross-attention": padding,
     }
-    assert shown.keys() == expected.keys() and all(
-        torch.equal(shown[name], expected[name]) for name in expected
-    )
+    assert shown.keys() == expected.keys()
+    assert all(torch.equal(shown[name], expected[name]) for name in expected)
     assert "in  B0  <s>     I       love    you\n  out B0  I       love    you     </s>" in text

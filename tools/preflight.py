@@ -1,0 +1,372 @@
+"""`python train.py --check`: would this run work, and what would it cost?
+
+Answered by the run's own code on a sample of the rows. What cannot work ends with one line and exit
+code 2. What works, but perhaps not as it was meant, is a line that begins with "warning".
+"""
+
+import fileinput
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+import fast
+from data import (
+    BucketSampler,
+    Prepared,
+    collate_for,
+    default_tokens_per_batch,
+    prepare,
+    vocabulary_size,
+)
+from engine.checkpoint import RESUMABLE
+from engine.devices import choose_device, hidden_gpus
+from engine.distributed import several_asked
+from engine.errors import UserError
+from engine.memory import fewest_parts
+from engine.optimizer import make_optimizer
+from engine.precision import Precision, choose_precision
+from engine.preflight import (
+    check_disk,
+    describe_gpus,
+    describe_load,
+    measure_speed,
+    memory_limit,
+    peak_of,
+    warn_of_other_users,
+)
+from engine.run import folder_of
+from engine.telemetry import peak_memory_gib
+from model import ModelConfig, SummedLoss, Translator, sizes_of
+from text.cleaning import REASONS, missing_splits
+from text.reading import CHINESE, ParallelText, default_path, find_text
+
+ROWS = 500_000  # rows that are read and compared for duplicates
+SAMPLE = 5_000  # rows that are cleaned and tokenised, up to twice as many
+NOTABLE = 0.02  # a share of the rows that is worth a warning
+UNKNOWN = 0.01  # a share of the characters that is worth a warning
+ON_PURPOSE = ("unlike validation", "short target")  # pairs left out by --select
+
+
+@dataclass(frozen=True)
+class Sample(ParallelText):
+    """Some rows of a text in place of all."""
+
+    taken: dict[str, list[tuple[str, str]]]
+
+    def pairs(self, split: str):
+        """The rows that were taken from a split."""
+        yield from self.taken[split]
+
+    def fingerprint(self) -> str:
+        """A constant: what is made of a sample is thrown away."""
+        return "sample"
+
+
+def check(config) -> None:
+    """Print what a run with these settings would do. Raises `UserError` for what cannot work."""
+    if config.resume or several_asked():
+        raise UserError("--check is for a new run of one process; leave --resume and torchrun out")
+    if config.run and (folder_of(config.run) / "config.json").exists():
+        folder = folder_of(config.run)
+        raise UserError(f"run {folder} exists; choose another --run, or continue it with --resume")
+    load = describe_load()  # before this process adds to it
+    warnings = []
+    used = describe_gpus()
+    device = choose_device(config.device, 0)
+    precision = choose_precision(device, config.precision, training=True)
+    print(precision.describe())
+    warn_of_other_users(device, used, warnings.append)
+    if hidden := hidden_gpus():
+        warnings.append(hidden)
+
+    text = find_text(config.data or default_path(), config.source, config.target)
+    sample, count, duplicates = sample_of(text)
+    check_languages(sample, warnings.append)
+    for split in missing_splits(text):
+        warnings.append(f"there is no {split} split; 1 % of the pairs are cut from train for it")
+    with tempfile.TemporaryDirectory() as folder:
+        prepared = prepare_sample(config, sample, count, Path(folder))
+        check_shares(prepared, duplicates, warnings.append)
+        for side, texts in zip(("source", "target"), zip(*sample.taken["train"])):
+            share = unknown_characters(getattr(prepared, f"{side}_tokenizer"), texts)
+            if share > UNKNOWN:
+                warnings.append(
+                    f"the tokenizer does not know {share:.1%} of the characters of the {side} side"
+                )
+        counts = prepared.summary["counts"]
+        pairs = round(count * counts["kept"] / counts["read"])
+        # As many lengths as all rows would have: those of the sample, repeated.
+        lengths = {side: np.resize(known, pairs) for side, known in prepared.train.lengths.items()}
+        tokens = {side: int(lengths[side].sum()) + pairs for side in lengths}
+        print(describe_data(text, prepared, pairs, tokens, len(sample.taken["train"]) < pairs))
+        whole = replace(prepared, train=SimpleNamespace(lengths=lengths))
+        total = sum(tokens.values())
+        report_costs(config, prepared, whole, total, precision, load, warnings.append)
+    for warning in warnings:
+        print(f"warning: {warning}")
+    plural = "" if len(warnings) == 1 else "s"
+    print(f"check: this would run; {len(warnings) or 'no'} warning{plural}")
+
+
+# -------------------------------------------------------------------- data
+
+
+def sample_of(text: ParallelText) -> tuple[Sample, int, float]:
+    """Distinct rows from all parts of the text, an estimate of how many there are in all, and the
+    share of rows that repeat an earlier one."""
+    seen = set()  # hashes
+    taken = []
+    read = 0
+    every = 1
+    for row in islice(text.pairs("train"), ROWS):
+        read += 1
+        if hash(row) in seen:
+            continue
+        seen.add(hash(row))
+        if len(seen) % every == 0:
+            taken.append(row)
+        if len(taken) > 2 * SAMPLE:
+            taken = taken[::2]
+            every *= 2
+    if not read:
+        raise UserError(f"{text.path}: the train split has no rows")
+    splits = [split for split in text.files if split != "train"]
+    held_out = {split: list(islice(text.pairs(split), SAMPLE)) for split in splits}
+    rows = read if read < ROWS else rows_in(text, taken, read)
+    sample = Sample(**vars(text), taken=held_out | {"train": taken})
+    return sample, rows * len(seen) // read, 1 - len(seen) / read
+
+
+def rows_in(text: ParallelText, some: list[tuple[str, str]], read: int) -> int:
+    """The number of training rows: exact for parquet, else estimated from the size of the files."""
+    files = text.files["train"]
+    if text.form == "parquet":
+        import pyarrow.parquet
+
+        return sum(pyarrow.parquet.read_metadata(file).num_rows for file in files)
+    size = sum(file.stat().st_size for file in files)
+    with files[0].open("rb") as file:
+        # JSON with a row on each line: column names and \u1234 escapes are a large part of it.
+        if text.form == "json" and re.match(rb'\s*\{(?!\s*("data"\s*:|\n))', file.read(4096)):
+            with fileinput.FileInput(files, mode="rb") as lines:
+                return round(read * size / sum(map(len, islice(lines, read))))
+    bytes_per_row = sum(len("".join(row).encode()) for row in some) / len(some) + 2
+    return round(size / bytes_per_row)
+
+
+def prepare_sample(config, sample: Sample, count: int, folder: Path) -> Prepared:
+    """The sample cleaned and tokenised, as the run would do it with `count` pairs."""
+    sides = (config.source_vocab, config.target_vocab)
+    source_vocab, target_vocab = (vocabulary_size(asked, count) for asked in sides)
+    prepared = prepare(
+        sample,
+        folder,
+        source_vocab=source_vocab,
+        target_vocab=target_vocab,
+        tokenizer=config.tokenizer,
+        max_length=config.max_length,
+        log=lambda line: None,
+    )
+    if config.select:
+        prepared.select_like_validation(lambda line: None)
+    return prepared
+
+
+def check_languages(sample: Sample, warn: Callable) -> None:
+    """Warn if texts of the Chinese side have no Chinese character."""
+    names = (sample.source, sample.target)
+    chinese = [bool(CHINESE.match(name.lower())) for name in names]
+    if sum(chinese) != 1:
+        return
+    side = chinese.index(True)
+    texts = [row[side] for row in sample.taken["train"]]
+    share = sum(not re.search("[\u4e00-\u9fff]", text) for text in texts) / len(texts)
+    if share > NOTABLE:
+        warn(f"{share:.0%} of the texts under {names[side]!r} have no Chinese character")
+
+
+def check_shares(prepared: Prepared, duplicates: float, warn: Callable) -> None:
+    """Warn if many pairs are dropped that the user may have wanted to keep."""
+    counts = prepared.summary["counts"]
+    for reason in REASONS:
+        if reason == "held out" or reason in ON_PURPOSE:
+            continue
+        share = counts.get(reason, 0) / counts["read"]
+        if reason == "duplicate":
+            share = duplicates
+        if share >= NOTABLE:
+            warn(f"{share:.0%} of the training pairs are dropped: {REASONS[reason]}")
+
+
+def unknown_characters(tokenizer, texts) -> float:
+    """The share of the characters that become <unk>; one <unk> may stand for a whole sentence."""
+    if tokenizer.unk_token_id is None or not tokenizer.is_fast:
+        return 0.0
+    encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
+    tokens = zip(chain(*encoded["input_ids"]), chain(*encoded["offset_mapping"]))
+    unknown = sum(end - start for token, (start, end) in tokens if token == tokenizer.unk_token_id)
+    return unknown / max(1, sum(len("".join(text.split())) for text in texts))
+
+
+def describe_data(
+    text: ParallelText, prepared: Prepared, pairs: int, tokens: dict[str, int], is_estimate: bool
+) -> str:
+    """The data in one line."""
+    about = "about " if is_estimate else ""
+    line = (
+        f"data: {text.path} ({text.form}), {about}{pairs:,} training pairs of "
+        f"{tokens['source'] / pairs:.1f} and {tokens['target'] / pairs:.1f} tokens"
+    )
+    counts = prepared.summary["counts"]
+    for reason in ON_PURPOSE:
+        if counts.get(reason):
+            line += f", {counts[reason] / counts['read']:.0%} left out: {REASONS[reason]}"
+    return line
+
+
+# -------------------------------------------------------------------- costs
+
+
+def report_costs(
+    config,
+    sample: Prepared,
+    whole: Prepared,
+    tokens: int,
+    precision: Precision,
+    load: str,
+    warn: Callable,
+) -> None:
+    """Print steps, time, memory and disk. Raises `UserError` if memory or disk do not suffice.
+
+    `whole` has the lengths of all pairs, with `tokens` in all, but no ids. `load`: other processes.
+    """
+    sizes = sizes_of(config, len(sample.source_tokenizer), len(sample.target_tokenizer))
+    with torch.device("meta"):  # shapes without numbers
+        parameters = sum(weight.numel() for weight in Translator(sizes).parameters())
+    # Weights of all checkpoints, with the best one and the one being written; in the newest ones
+    # two moments of the optimizer besides; all in fp32.
+    checkpoints = 4 * parameters * (config.keep + 2 + 2 * (RESUMABLE + 1))
+    ids_and_text = 8 * tokens
+    check_disk(folder_of(config.run or "new").parent, checkpoints + ids_and_text)
+
+    budget = config.tokens_per_batch or default_tokens_per_batch(whole, precision.device)
+    sampler = BucketSampler(whole.train.lengths, budget, seed=config.seed)
+    trial = Trial(config, sample, sizes, precision)
+    parts, peak = trial.measure_memory(sampler.heaviest_steps(), budget)
+    speed = trial.measure_speed(max(1, budget // parts))
+    minutes_per_epoch = tokens / speed / 60
+    steps = config.max_steps or config.epochs * sampler.steps_per_epoch
+    minutes = minutes_per_epoch * steps / sampler.steps_per_epoch
+    print(
+        f"model: {parameters:,} parameters; {budget:,} tokens per step in {parts} parts, "
+        f"{sampler.steps_per_epoch:,} steps per epoch"
+    )
+    print(
+        f"time: about {speed:,.0f} tokens/s: {minutes_per_epoch:,.1f} min an epoch, "
+        f"{minutes:,.1f} min for {steps:,} steps, without validations"
+        + (f" ({load})" if load else "")
+    )
+    print(f"memory: about {peak:.1f} GiB of {memory_limit(precision.device):.1f} GiB")
+    if 0 < config.max_minutes < min(minutes_per_epoch, minutes):
+        warn(
+            f"--max_minutes {config.max_minutes:g} end before the first epoch, "
+            f"which takes {minutes_per_epoch:,.0f}"
+        )
+    if config.compile:
+        warn("the time is that of training without --compile")
+
+
+class Trial:
+    """A fresh model and optimizer that take training steps on the sample."""
+
+    def __init__(self, config, sample: Prepared, sizes: ModelConfig, precision: Precision):
+        self.config, self.precision, self.device = config, precision, precision.device
+        self.pairs = sample.train
+        self.collate = collate_for(sample)
+        torch.manual_seed(config.seed)
+        self.model = Translator(sizes).to(self.device)
+        if config.dropout_after:  # the first epochs have no dropout
+            self.model.set_dropout(0.0)
+        loss_of = fast.loss(self.model, config.label_smoothing, precision.dtype)
+        self.loss_of = loss_of or SummedLoss(self.model, config.label_smoothing)
+        self.weights = list(self.model.parameters())
+        # A rate of nearly 0: thousands of steps would not change the weights.
+        self.optimizer = make_optimizer(
+            config.optimizer, self.model, self.model.transformer, 1e-9, precision.dtype
+        )
+
+    def step(self, pairs: np.ndarray, update: bool = True) -> int:
+        """One step on these pairs; returns its real tokens when it is computed."""
+        batch = self.collate(self.pairs.__getitems__(pairs % len(self.pairs))).to(self.device)
+        with self.precision.autocast():
+            loss, _ = self.loss_of(*batch.inputs)
+        self.precision.backward(loss / batch.target_tokens)
+        if update:
+            norm = self.precision.step(self.optimizer, self.weights, self.config.clip, 1)
+            norm.item()  # waits for the GPU
+        self.optimizer.zero_grad()
+        return batch.source_tokens + batch.target_tokens
+
+    def measure_speed(self, budget: int) -> float:
+        """Tokens per second in steps of at most `budget` tokens."""
+        fast.keep_tensors_together(self.device)  # as train.py does
+        batches = {}  # by size
+
+        def step(tokens: int) -> int:
+            if tokens not in batches:
+                sampler = BucketSampler(self.pairs.lengths, tokens, seed=self.config.seed)
+                batches[tokens] = iter(sampler)
+            return self.step(next(batches[tokens]))
+
+        return measure_speed(step, budget)
+
+    def measure_memory(self, heaviest: list[np.ndarray], budget: int) -> tuple[int, float]:
+        """The micro-batches of a step, and the GiB that the heaviest steps need.
+
+        A GPU tries these steps, as the run would. For a CPU the need is estimated from smaller
+        ones; raises `UserError` if its memory does not suffice.
+        """
+        if self.device.type == "cuda":
+            return self.measure_gpu_memory(heaviest)
+        parts = self.config.accumulate or 1
+        widest = heaviest[0][::parts]
+        # Pairs of similar length: the difference between many and few is what a pair needs. Without
+        # the update, which needs the same for any number of pairs and would hide the difference.
+        tokens = min(max(budget // 4, 1024), 2048)
+        many = min(len(widest), max(2, len(widest) * tokens // budget))
+        few = max(1, many // 4)
+        self.step(widest[:1])
+        low = peak_of(partial(self.step, widest[:few], update=False))
+        high = peak_of(partial(self.step, widest[:many], update=False))
+        high += (len(widest) - many) * max(0.0, high - low) / max(1, many - few)
+        peak = max(high, peak_of(partial(self.step, widest[:few])))
+        limit = memory_limit(self.device)
+        if peak > limit:
+            raise UserError(
+                f"a step of {budget:,} tokens in {parts} parts needs about {peak:.1f} GiB of "
+                f"memory, {limit:.1f} GiB are free; give fewer --tokens_per_batch or more --accumulate"
+            )
+        return parts, peak
+
+    def measure_gpu_memory(self, heaviest: list[np.ndarray]) -> tuple[int, float]:
+        """The same for a GPU."""
+        parts = self.config.accumulate
+        if not parts:
+
+            def try_parts(parts: int) -> None:
+                for pairs in heaviest:
+                    self.step(pairs[::parts])
+
+            parts = fewest_parts(try_parts, self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)  # of the trials that failed
+        for pairs in heaviest:
+            self.step(pairs[::parts])
+        return parts, peak_memory_gib(self.device)
