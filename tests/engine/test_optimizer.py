@@ -99,20 +99,20 @@ def test_orthogonal():
         torch.testing.assert_close(tiny, made, rtol=0, atol=0.01)
     # The squares of these underflow in fp32.
     assert orthogonal(1e-25 * matrices, torch.float32).isfinite().all()
+    assert not orthogonal(torch.zeros(1, 256, 256), torch.float32).any()
 
 
 def test_a_matrix_whose_gradient_vanishes_comes_to_rest():
-    """One gradient, then zeros, until the momentum is far below the square root of fp32's range."""
+    """Also when the momentum has decayed so far that its square underflows in fp32."""
     matrices, others, gradients = weights_with_gradients(1)
     muon = Muon(matrices, others, 1e-2, torch.float32)
     muon.param_groups[1]["weight_decay"] = 0.0
-    take_steps([muon], [*matrices, *others], gradients)
+    before = take_steps([muon], [*matrices, *others], gradients)
+    for weight in matrices:
+        muon.state[weight]["exp_avg"] *= 1e-25
     zeros = [torch.zeros_like(gradient) for gradient in gradients[0]]
-    before = take_steps([muon], [*matrices, *others], [zeros] * 1000)
-    after = take_steps([muon], [*matrices, *others], [zeros] * 1000)
-    for old, new in zip(before[:4], after[:4]):
-        assert new.isfinite().all()
-        assert torch.equal(old, new)
+    after = take_steps([muon], [*matrices, *others], [zeros] * 5)
+    assert all(map(torch.equal, before[:4], after[:4]))
 
 
 # ---------------------------------------------------------------- several processes
@@ -145,10 +145,8 @@ def compare_the_ranks() -> None:
             weights = list(model.parameters())
             tested = make_optimizer(name, model, inside, 0.01, torch.float32)
             precision = Precision(CPU, "fp32", "")
-            # A weight of FSDP2 has one owner and cannot drift; a few steps show that all take part.
-            steps = 20 if sharded else 300
             start = [full_tensor(weight.detach()).clone() for weight in weights]
-            for step in range(1, steps + 1):
+            for step in range(1, 11):
                 world.set_seed(1, step)  # other inputs on each rank
                 runner(torch.randn(3, 2, 5)).pow(3).sum().backward()
                 precision.step(tested, weights, 1.0, step)
