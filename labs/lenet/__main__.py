@@ -14,10 +14,27 @@ python report.py runs/NAME                     # one page with curves, network, 
 The result is that of the last epoch: nothing is chosen by the test images.
 """
 
+from engine import distributed, schedule  # before PyTorch, whose threads read their settings once
+
+# isort: split
+import json
+import math
+import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
 
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
+from engine.run import INTERRUPTED, Run, saved_settings
+from labs.lenet import pictures
+from labs.lenet.mnist import DIGITS, DRAWN_NOTE, HOW_TO_GET, Digits, find_folder, training_batches
+from labs.lenet.model import LeNet5, flops_per_image
+
+# Peak learning rates, compared with --held_out 10000.
+LEARNING_RATE = {"relu": 2e-3, "sigmoid": 5e-3, "paper": 2e-3}
 
 
 @dataclass
@@ -60,28 +77,6 @@ class Config:
             )
 
 
-# Flags are parsed before the heavy imports, so that --help and a wrong flag answer at once.
-if __name__ == "__main__":
-    config = parse_flags(Config, "train LeNet-5 on MNIST; the result goes to runs/NAME")
-
-import json
-import math
-import time
-from pathlib import Path
-
-import torch
-import torch.nn.functional as F
-
-from engine import distributed, schedule
-from engine.run import INTERRUPTED, Run
-from labs.lenet import pictures
-from labs.lenet.mnist import DIGITS, DRAWN_NOTE, HOW_TO_GET, Digits, find_folder, training_batches
-from labs.lenet.model import LeNet5, flops_per_image
-
-# Peak learning rates, compared with --held_out 10000.
-LEARNING_RATE = {"relu": 2e-3, "sigmoid": 5e-3, "paper": 2e-3}
-
-
 @dataclass
 class State:
     """What a checkpoint keeps, beside the weights and the optimiser's moments."""
@@ -92,6 +87,7 @@ class State:
 
 def train(config: Config) -> Path:
     """One training run, from the data to the result on the test images. Returns its folder."""
+    config = saved_settings(config)
     world = distributed.start(config.device)  # this process among those of torchrun
     device = world.device
     with Run.start(config, "lenet", world) as run:  # a new folder, or the one to resume
@@ -125,7 +121,7 @@ def train(config: Config) -> Path:
         # -------- a resumed run continues with its weights, moments and place in the data
         state = State()
         if saved := run.restore(model, optimizer):
-            state = State(saved["step"], saved["tested"])
+            state = State(**saved)
         batches = training_batches(digits, config, world, state.step)
 
         # -------- what would fail after an hour fails now; then the folder becomes a run
@@ -221,7 +217,7 @@ def train(config: Config) -> Path:
             facts["parameters"] = parameter_count
             if world.is_main:
                 write_result(run, state.step, model, tests, facts | result, data_note)
-            run.close("all epochs are done", state.step)
+            run.close("finished", state.step)
         return run.folder
 
 
@@ -315,4 +311,5 @@ def write_result(
 
 
 if __name__ == "__main__":
-    run_script(lambda: train(config))
+    settings = parse_flags(Config, "train LeNet-5 on MNIST; the result goes to runs/NAME")
+    run_script(lambda: train(settings))

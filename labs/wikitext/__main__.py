@@ -13,10 +13,59 @@ Sizes in shape comments: B segments in a step, S places in a segment, V vocabula
 loss counts. `real` is False at padding.
 """
 
-from dataclasses import asdict, dataclass, fields
+from engine import distributed, schedule  # before PyTorch, whose threads read their settings once
 
+# isort: split
+import json
+import math
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from engine import checkpoint
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
+from engine.precision import choose_precision
+from engine.run import INTERRUPTED, Run, saved_settings
+from labs.wikitext.model import (
+    LanguageModel,
+    SmoothedLoss,
+    confusion_figure,
+    evaluate,
+    gather_segments,
+    generate,
+    send,
+)
+from labs.wikitext.sampler import SegmentSampler
+from labs.wikitext.text import (
+    GLOVE_PLACES,
+    SAMPLE_NOTE,
+    Text,
+    coverage,
+    find_data,
+    load_glove,
+    prepare,
+)
+
+TOKENS_IN_ALL = 2_400_000  # some minutes of a CPU core at the default sizes and six thousand words
+CONFUSED = 12  # tokens in the confusion table
+# The handout's settings; flags that are given as well win. It draws segments anew every 10 epochs:
+# epochs 1 to 10 are static, 11 to 20 and 21 to 30 dynamic, 31 to 40 static again.
+HANDOUT = {
+    "lowercase": True,
+    "dim_feedforward": 2048,
+    "dropout": 0.1,
+    "clip": 0.5,
+    "label_smoothing": 0.1,
+    "sampling": "dynamic",
+    "resample_every": 10,
+    "epochs": 40,
+}
 
 
 @dataclass
@@ -120,59 +169,6 @@ class Config:
         return ratios
 
 
-# Flags are parsed before the heavy imports, so that --help and a wrong flag answer at once.
-if __name__ == "__main__":
-    config = parse_flags(Config, "train a language model; the result goes to runs/NAME")
-
-import json
-import math
-import time
-from pathlib import Path
-
-import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
-
-from engine import checkpoint, distributed, schedule
-from engine.precision import choose_precision
-from engine.run import INTERRUPTED, Run
-from labs.wikitext.model import (
-    LanguageModel,
-    SmoothedLoss,
-    confusion_figure,
-    evaluate,
-    gather_segments,
-    generate,
-    send,
-)
-from labs.wikitext.sampler import SegmentSampler
-from labs.wikitext.text import (
-    GLOVE_PLACES,
-    SAMPLE_NOTE,
-    Text,
-    coverage,
-    find_data,
-    load_glove,
-    prepare,
-)
-
-TOKENS_IN_ALL = 2_400_000  # some minutes of a CPU core at the default sizes and six thousand words
-CONFUSED = 12  # tokens in the confusion table
-# The handout's settings; flags that are given as well win. It draws segments anew every 10 epochs:
-# epochs 1 to 10 are static, 11 to 20 and 21 to 30 dynamic, 31 to 40 static again.
-HANDOUT = {
-    "lowercase": True,
-    "dim_feedforward": 2048,
-    "dropout": 0.1,
-    "clip": 0.5,
-    "label_smoothing": 0.1,
-    "sampling": "dynamic",
-    "resample_every": 10,
-    "epochs": 40,
-}
-
-
 @dataclass
 class State:
     """What a checkpoint keeps, beside the weights, the optimiser's moments and the sampler."""
@@ -184,7 +180,7 @@ class State:
 
 def train(config: Config) -> Path:
     """One training run, from the text to the test. Returns its folder."""
-    config = with_preset(config)
+    config = with_preset(saved_settings(config))
     world = distributed.start(config.device)  # this process among those of torchrun
     device = world.device
     with Run.start(config, "wikitext", world) as run:  # a new folder, or the one to resume
@@ -220,8 +216,8 @@ def train(config: Config) -> Path:
         # -------- a resumed run continues with its weights, moments and place in the text
         state = State()
         if saved := run.restore(model, optimizer, precision):
-            state = State(saved["step"], saved["validated"], saved["best_loss"])
-            sampler.load_state_dict(saved["sampler"], world)
+            sampler.load_state_dict(saved.pop("sampler"), world)
+            state = State(**saved)
 
         # -------- the folder becomes a run
         run.begin()
@@ -341,7 +337,7 @@ def train(config: Config) -> Path:
             run.close(INTERRUPTED, state.step)
         else:
             test(run, state.step, model, text, config)
-            run.close("all epochs are done", state.step)
+            run.close("finished", state.step)
         return run.folder
 
 
@@ -516,4 +512,5 @@ def samples(model: LanguageModel, text: Text, config: Config) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_script(lambda: train(config))
+    settings = parse_flags(Config, "train a language model; the result goes to runs/NAME")
+    run_script(lambda: train(settings))

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import time
+from pathlib import Path
 
 import pytest
 from conftest import HANGS, Forked
@@ -16,6 +17,14 @@ def refused(words: str):
     with pytest.raises(UserError, match=re.escape(words)) as error:
         yield error
     assert "\n" not in str(error.value)
+
+
+def handout_commands(page: Path) -> list[tuple[str, list[str]]]:
+    """(module, flags) of the commands in the table that a lab's page sets beside its handout."""
+    text = page.read_text(encoding="utf-8")
+    table = text.split("## The handout, line by line")[1].split("\n## ")[0]
+    commands = re.findall(r"`(?:python|torchrun .*) -m (?:-- )?(labs\.\S+)(.*?)`", table)
+    return [(module, flags.split()) for module, flags in commands]
 
 
 def together(ranks: list[Forked]) -> None:

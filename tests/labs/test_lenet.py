@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import forked_ranks, records
-from helpers import refused
+from conftest import ROOT, forked_ranks, records
+from helpers import handout_commands, refused
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -337,6 +337,26 @@ def test_a_stopped_and_a_killed_run_ends_as_the_whole_one(data, whole_run, monke
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_the_commands_that_meet_the_handout(data, tmp_path, monkeypatch):
+    """Those of the page, with 60 images and one epoch."""
+    monkeypatch.chdir(tmp_path)
+    write_mnist(tmp_path / "DIR", 60, 20)
+    programs = {"labs.lenet": []}
+    for module, flags in handout_commands(ROOT / "labs/lenet/README.md"):
+        programs.setdefault(module, []).append(flags)
+    for number, flags in enumerate(programs["labs.lenet"]):
+        if "own-gelu-cpp" in flags:
+            flags = ["--data", "DIR"]  # building it takes a minute; a slow test does
+        lab("--run", number, *flags, "--epochs", 1)
+    assert programs["labs.lenet.lightning"] == [["--data", "DIR"]]  # its own test runs it
+    assert len(programs["labs.lenet"]) == 3
+    assert {path.parent.parent.name for path in Path("runs").glob("*/eval/test.json")} == {
+        "NAME",
+        "1",
+        "2",
+    }
+
+
 def test_weights_that_are_not_finite_are_never_saved(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(F, "cross_entropy", lambda logits, *_, **__: logits.sum() * float("nan"))
@@ -435,7 +455,7 @@ def test_bad_flags_are_refused():
     [
         ("--data nowhere", "no MNIST files in nowhere"),
         ("--batch 1 --data {data}", "less than the 2 processes"),
-        ("--resume runs/whole --variant paper", "with another --variant"),
+        ("--resume runs/whole --variant paper", "would change a fixed setting"),
         ("--resume runs/none", "no such run"),
         ("--held_out 2001 --data {data}", "--held_out 2,001: there are 2,001 training images"),
     ],

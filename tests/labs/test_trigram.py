@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from dataclasses import asdict
 from itertools import product
 
 import numpy as np
@@ -12,6 +13,7 @@ from nltk.lm import KneserNeyInterpolated
 from nltk.util import everygrams
 
 from labs.wikitext import trigram as benchmark
+from labs.wikitext.__main__ import Config as TextConfig
 from labs.wikitext.trigram import Config, Trigram, main, ring
 
 
@@ -110,7 +112,8 @@ def test_a_text_is_scored_alone_and_beside_a_run(tmp_path, monkeypatch, capsys):
 
     run = tmp_path / "run"
     (run / "eval").mkdir(parents=True)
-    (run / "config.json").write_text(json.dumps(dict(data="a.txt", min_count=2)))
+    settings = asdict(TextConfig(data="a.txt", min_count=2))
+    (run / "config.json").write_text(json.dumps(settings))
     text, _ = benchmark.read_text(Config(data="a.txt", min_count=2))
     (run / "vocabulary.txt").write_text("\n".join(text.vocabulary.tokens) + "\n")
     (run / "eval/test.json").write_text(json.dumps({"perplexity": 3.5}))

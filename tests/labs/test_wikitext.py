@@ -3,18 +3,19 @@
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import forked_ranks
-from helpers import refused
+from conftest import ROOT, forked_ranks
+from helpers import handout_commands, refused
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine import checkpoint
-from engine.config import checked
+from engine.config import checked, parse_flags
 from engine.distributed import World
 from engine.precision import choose_precision
 from engine.telemetry import shown_as
@@ -468,10 +469,29 @@ def test_the_handouts_preset_writes_all_down(lab, tmp_path, report_of):
     assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
 
 
+def test_the_commands_that_meet_the_handout(lab, tmp_path, monkeypatch):
+    """Those of the page, on a dozen articles; one process stands for torchrun's two."""
+    write(tmp_path / "DIR/a.txt", wiki(12))
+    write(tmp_path / "FILE", "the 1 2 3 4\nship -3 0 1 4\n")
+    commands = handout_commands(ROOT / "labs/wikitext/README.md")
+    assert len(commands) == 11
+    small = ["--d_model", "8", "--nhead", "1", "--layers", "1", "--segment", "8", "--device", "cpu"]
+    monkeypatch.setattr(wikitext, "TOKENS_IN_ALL", 300)
+    monkeypatch.setattr(wikitext, "HANDOUT", HANDOUT | {"epochs": 2, "dim_feedforward": 8})
+    for number, (module, flags) in enumerate(commands):
+        assert module == "labs.wikitext"
+        flags = " ".join(flags).replace("--epochs 40", "--epochs 3").split()
+        words = ["wikitext", "--run", str(number), *small, "--batch", "64", *flags]
+        monkeypatch.setattr(sys, "argv", words)
+        run = wikitext.train(parse_flags(Config))
+        assert result_of(run)["tokens"] > 0
+    assert Path("runs/NAME/eval/confusion.png").exists()
+
+
 def test_the_bundled_sample_never_passes_as_wikitext(lab, monkeypatch, report_of):
     """The log, the result, the picture and the report say so; the log says where WikiText is."""
     rows = [("船", f"the ship {number} sailed .") for number in range(60)]
-    sample = SimpleNamespace(rows=lambda split: [rows])
+    sample = SimpleNamespace(pairs=lambda split: rows)
     monkeypatch.setattr(texts, "find_text", lambda *words: sample)
     notes = []
 
