@@ -339,10 +339,7 @@ def _hash_of(file: Path) -> str:
 
 
 def _settle_replaced(folder: Path) -> None:
-    """Remove a replaced step-N;
-
-    If the new one never came (a kill in between), give it its name back.
-    """
+    """Remove a replaced step-N, or restore it if a kill came before the new one was in place."""
     for replaced in folder.glob(".replaced-step-*"):
         checkpoint = folder / replaced.name.removeprefix(".replaced-")
         with suppress(OSError):  # the folder may be read-only
@@ -359,10 +356,7 @@ def _remove_temporary(folder: Path) -> None:
 
 
 def _put_damaged_aside(folder: Path, step: int) -> None:
-    """Rename damaged checkpoints newer than this step:
-
-    They would count among those that are kept.
-    """
+    """Rename damaged checkpoints newer than this step, which would count among those to keep."""
     for newer in steps(folder):
         checkpoint = folder / f"step-{newer}"
         # Without optimizer.pt it is whole, and may stay.

@@ -148,9 +148,9 @@ def _as_flags(settings: dict, names: list[str]) -> list[str]:
 
 
 def _with_values(arguments: list[str], fields) -> list[str]:
-    """`--compare runs/a` becomes `--compare=true runs/a`:
+    """Turn `--compare runs/a` into `--compare=true runs/a`.
 
-    Argparse would take the run for a value.
+    argparse would take the run for the value of --compare.
     """
     switches = {f"--{field.name}" for field in fields if field.type is bool}
     result = []
@@ -240,7 +240,7 @@ def read_settings(path: Path) -> dict:
 
 
 def nearest(word: str, names: list[str], prefix: str = "") -> str:
-    """'; did you mean --lr?' for the name closest to `word`;
+    """'; did you mean --lr?' for the name closest to `word`.
 
     If none is close, '; see --help' for a flag.
     """
@@ -276,10 +276,7 @@ def format_help(config_class, description: str, positional: str | None) -> str:
 
 
 def command() -> str:
-    """How the user started this script:
-
-    `python train.py`, `python -m labs.lenet`, or by torchrun.
-    """
+    """How the user started this script: `python train.py`, `python -m labs.lenet`, torchrun."""
     module = getattr(sys.modules["__main__"], "__spec__", None)  # None for a script's file
     name = module.name.removesuffix(".__main__") if module else Path(sys.argv[0]).name
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ

@@ -176,10 +176,7 @@ def is_sharded(module: torch.nn.Module) -> bool:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The complete tensor of a DTensor, for which all ranks must call;
-
-    Any other tensor unchanged.
-    """
+    """The complete tensor of a DTensor (all ranks must call this); any other tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -329,9 +326,6 @@ def adopt_srun(environment=os.environ) -> None:
 
 
 def first_machine(nodes: str) -> str:
-    """The first name of SLURM's list:
-
-    Gpu03 of "gpu[03-05,9],cpu1"; rack1node3 of "rack[1-2]node[3]".
-    """
+    """The first name of SLURM's list: "gpu03" of "gpu[03-05,9],cpu1"."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)[0]
     return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first)

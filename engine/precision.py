@@ -18,10 +18,7 @@ SMALLEST_SCALE = 2**-10  # of fp16's loss: from 2**16, halved by each overflow
 
 
 class Precision:
-    """How to compute on one device:
-
-    `with precision.autocast(): …`, then `backward`, then `step`.
-    """
+    """How to compute on one device: `with precision.autocast(): …`, `backward`, then `step`."""
 
     def __init__(self, device: torch.device, name: str, reason: str):
         self.device = device

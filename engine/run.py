@@ -153,10 +153,7 @@ class Run(contextlib.AbstractContextManager):
         self.log(f"settings: {', '.join([*changed, 'all others'])} at their defaults")
 
     def write_environment(self) -> None:
-        """environment.json: a list of the run's sessions;
-
-        The last gets its seconds when it ends.
-        """
+        """Write environment.json: a list of the run's sessions, the last without its seconds."""
         path = self.folder / "environment.json"
         sessions = []
         if self.config.resume:

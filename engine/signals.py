@@ -38,9 +38,6 @@ def caught_signals():
 
 
 def leave_signals_to_main(_worker: int) -> None:
-    """For a DataLoader's processes:
-
-    The main process ends them, not the signal that it received too.
-    """
+    """Ignore the signals in a DataLoader's processes: the main process ends them."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -45,10 +45,7 @@ FIRST = [
 
 
 def is_main() -> bool:
-    """Whether this process is the one of the run that prints and writes:
-
-    Rank 0, or the only one.
-    """
+    """Whether this process prints and writes for the run: rank 0, or a process alone."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
@@ -156,10 +153,7 @@ class Telemetry:
 
 
 def shown_as(tag: str) -> str:
-    """The name of a curve in TensorBoard:
-
-    Train/loss → "1 first/00 train loss"; most keep theirs.
-    """
+    """The name of a curve in TensorBoard: train/loss becomes "1 first/00 train loss"."""
     if tag not in FIRST:
         return tag
     return f"1 first/{FIRST.index(tag):02} {tag.replace('/', ' ')}"
@@ -345,10 +339,7 @@ class Meter:
         self.step = Counter()  # sums over the micro-batches of the current step
 
     def add(self, source_tokens: int, target_tokens: int, places: int) -> None:
-        """Count one micro-batch:
-
-        Real tokens of each side, and `places` with padding, of both sides.
-        """
+        """Count one micro-batch: its tokens, and the `places` of both sides, padding included."""
         self.step["source"] += source_tokens
         self.step["target"] += target_tokens
         self.step["places"] += places
