@@ -1,4 +1,7 @@
-"""A trained model with what belongs to it, written and read: `load_trained("runs/NAME")`."""
+"""A trained model and what belongs to it, loaded and saved.
+
+trained = load_trained("runs/NAME")    # its best checkpoint, with both tokenizers and the settings
+"""
 
 import json
 from collections.abc import Callable
@@ -17,164 +20,173 @@ from engine.run import find_run, load_weights_into
 from model import ModelConfig, Translator
 from text.subwords import load_tokenizer
 
-MARKS = ("config.json", "model.json", "tokenizer")  # what a folder has if it is a run
+# A folder that has all of these is a run of train.py.
+FILES_OF_A_RUN = ("config.json", "model.json", "tokenizer")
 
 
 @dataclass
 class Trained:
-    """Weights, tokenizers and settings of one run."""
+    """The weights, tokenizers and settings of one run."""
 
-    model: Translator
+    model: Translator  # in evaluation mode, on the CPU
     source_tokenizer: object
     target_tokenizer: object
-    config: dict  # the run's own settings
+    config: dict  # the settings of the run
     run: Path
-    name: str  # which checkpoint
-    checkpoint: Path  # the same as a path; of an average the newest one in it
+    name: str  # the checkpoint or the mean, for people
+    checkpoint: Path  # a folder or a weights file; the newest one of a mean
+
+
+def load_trained(path: str | Path = "", average: int = 1, log=print) -> Trained:
+    """Load what `--ckpt` names; see `choose_checkpoint`.
+
+    With `average` > 1 the weights are the mean of this number of checkpoints, the last of which is
+    the chosen one. Raises `UserError` for everything that cannot be read.
+    """
+    chosen = choose_checkpoint(str(path), average, log)
+    run = run_of(chosen)
+    config, sizes = load_settings(run)
+    source_tokenizer = load_tokenizer(str(run / "tokenizer" / "source"))
+    target_tokenizer = load_tokenizer(str(run / "tokenizer" / "target"))
+    check_tokenizer(run, "source", source_tokenizer, sizes.source_vocab)
+    check_tokenizer(run, "target", target_tokenizer, sizes.target_vocab)
+
+    if average > 1:
+        members = checkpoint.last_whole(chosen, average)
+        weights = mean_of(members)
+        name = f"mean of {', '.join(member.name for member in members)} of {run}"
+    else:
+        weights = checkpoint.load_weights(chosen)
+        name = str(chosen)
+    model = Translator(sizes)
+    load_weights_into(model, weights, chosen)
+    if not all(weight.isfinite().all() for weight in weights.values()):
+        raise UserError(f"{chosen} has weights that are not finite; use an earlier checkpoint")
+    model.eval().requires_grad_(False)
+    return Trained(model, source_tokenizer, target_tokenizer, config, run, name, chosen)
+
+
+def load_for_decoding(
+    config, average: int, world: World, log
+) -> tuple[Trained, Precision, Callable | None]:
+    """What the flags of evaluate.py and translate.py name: the model on its device, its precision,
+    and faster decoding steps (see fast/) or None where `decoding.start` has to do them."""
+    int8 = config.precision == "int8"
+    precision = choose_precision(world.device, "fp32" if int8 else config.precision)
+    # Rank 0 chooses for all: a run that still trains may get a new best checkpoint in between.
+    chosen = world.on_main(lambda: choose_checkpoint(config.ckpt, average, log))
+    trained = load_trained(chosen, average, log)
+    trained.model.to(world.device)
+    steps = None
+    if config.beam == 1:
+        with precision.autocast():  # fast.steps asks whether it is on
+            steps = fast.steps(trained.model, int8)
+    rounded = ", weights and inputs of linear layers rounded to 8 bits" if int8 else ""
+    log(f"{precision.describe()}{rounded}")
+    return trained, precision, steps
+
+
+# ---------------------------------------------------------------- which checkpoint
 
 
 def choose_checkpoint(
-    path: str = "", average: int = 1, say=print, runs: Path = Path("runs")
+    path: str = "", average: int = 1, log=print, runs: Path = Path("runs")
 ) -> Path:
-    """What `--ckpt` names: a run (its best checkpoint), one of its checkpoints, a weights file; '' is the newest run.
+    """The checkpoint folder or weights file that `--ckpt` names.
 
-    With an average, a run means its newest checkpoint. Raises `UserError` for a path that leads to none.
+    `path` is a run (its best checkpoint is taken, or its newest one for a mean), a checkpoint
+    folder or a weights file; "" is the newest run in `runs`. Raises `UserError` for any other path.
     """
     if not path:
         path = newest_run(runs)
-        say(f"no --ckpt given, using the newest run: {path}")
+        log(f"no --ckpt given, using the newest run: {path}")
     path = find_run(path, runs)
     chosen = checkpoint.resolve(path)
     if average > 1 and not chosen.is_dir():
         raise UserError(f"--average needs a run or a checkpoint folder, not the file {chosen}")
-    if average > 1 and path.resolve() != chosen:  # `path` is a run, not one of its checkpoints
+    is_run = path.resolve() != chosen
+    if average > 1 and is_run:
         chosen = checkpoint.latest(chosen.parent).resolve()
     return chosen
 
 
-def load_trained(path: str | Path = "", average: int = 1, say=print) -> Trained:
-    """The model that `choose_checkpoint` finds at `path`; with `average` > 1 the mean of that many up to it.
-
-    Raises `UserError` for all that cannot be read.
-    """
-    chosen = choose_checkpoint(str(path), average, say)
-    run = run_of(chosen)
-    if (run / "checksums.json").exists() and (
-        damage := checkpoint.verify_files(run)
-    ):  # older versions wrote none
-        raise UserError(f"{run}: {damage}; put the file back as it was, or train anew")
-    try:
-        config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-        sizes = ModelConfig(**json.loads((run / "model.json").read_text(encoding="utf-8")))
-        config["data"], config["source"], config["target"]  # KeyError if one is missing
-    except (OSError, ValueError, TypeError, KeyError) as error:
+def newest_run(runs: Path) -> str:
+    """The run of train.py with the newest checkpoint; the runs of other labs lie beside them."""
+    folders = [folder for folder in runs.glob("*/checkpoints") if checkpoint.steps(folder)]
+    folders = [folder for folder in folders if is_run_of_train(folder.parent)]
+    if not folders:
         raise UserError(
-            f"{run}: config.json or model.json is damaged, or of another script ({error})"
-        ) from None
-    tokenizers = {
-        side: load_tokenizer(str(run / "tokenizer" / side)) for side in ("source", "target")
-    }
-    name = str(chosen)
-    if average > 1:
-        members = checkpoint.last_whole(chosen, average)
-        weights, name = (
-            mean_of(members),
-            f"mean of {', '.join(member.name for member in members)} of {run}",
+            f"no trained run in {runs.absolute()}; train one with `python train.py`, "
+            "or name it with --ckpt"
         )
-    else:
-        weights = checkpoint.load_weights(chosen)
-    model = Translator(sizes)
-    load_weights_into(model, weights, chosen)
-    if not all(weight.isfinite().all() for weight in weights.values()):
-        raise UserError(
-            f"{chosen} has weights that are not finite numbers; use an earlier checkpoint"
-        )
-    for side, size in (("source", sizes.source_vocab), ("target", sizes.target_vocab)):
-        if len(tokenizers[side]) > size:
-            raise UserError(
-                f"{run}: its {side} tokenizer has {len(tokenizers[side])} tokens, but the model {size}; "
-                "put back the one that the run was trained with"
-            )
-    return Trained(
-        model.eval().requires_grad_(False),
-        tokenizers["source"],
-        tokenizers["target"],
-        config,
-        run,
-        name,
-        chosen,
-    )
-
-
-def mean_of(members: list[Path]) -> dict[str, Tensor]:
-    """The mean of each parameter, summed in float64 and returned in its own type; integer buffers from the last one."""
-    sums, expected, weights = {}, {}, {}
-    for member in members:
-        weights = checkpoint.load_weights(member)
-        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
-        expected = expected or shapes
-        differing = sorted(
-            name
-            for name in expected.keys() | shapes.keys()
-            if expected.get(name) != shapes.get(name)
-        )
-        if differing:
-            reason = f"{differing[0]} is missing in one or differs in shape or type"
-            raise UserError(
-                f"cannot average {member} with {members[0]}: {reason}; average one run only"
-            )
-        for name, tensor in weights.items():
-            if tensor.is_floating_point():
-                sums[name] = sums.get(name, 0) + tensor.double()
-    means = {name: (total / len(members)).to(weights[name].dtype) for name, total in sums.items()}
-    return {**weights, **means}
-
-
-def save_description(run: Path, sizes: ModelConfig, prepared: Prepared) -> None:
-    """What `load_trained` needs beside the weights and config.json, and what report.py tells of the data."""
-    (run / "checksums.json").unlink(
-        missing_ok=True
-    )  # first: a kill in between leaves no checksum of another file
-    prepared.source_tokenizer.save_pretrained(run / "tokenizer" / "source")
-    prepared.target_tokenizer.save_pretrained(run / "tokenizer" / "target")
-    (run / "model.json").write_text(json.dumps(asdict(sizes), indent=2) + "\n", encoding="utf-8")
-    (run / "data.json").write_text(
-        json.dumps(prepared.describe(), ensure_ascii=False) + "\n", encoding="utf-8"
-    )
-
-
-def load_for_decoding(
-    config, average: int, world: World, say
-) -> tuple[Trained, Precision, Callable | None]:
-    """What evaluate.py's and translate.py's flags name: the model on its device, its precision, and faster steps if any."""
-    int8 = config.precision == "int8"
-    precision = choose_precision(world.device, "fp32" if int8 else config.precision)
-    # Rank 0 chooses for all: a run that still trains may have a new best checkpoint a moment later.
-    chosen = world.on_main(lambda: choose_checkpoint(config.ckpt, average, say))
-    trained = load_trained(chosen, average, say)
-    trained.model.to(world.device)
-    with precision.autocast():  # fast.steps asks whether it is on
-        steps = fast.steps(trained.model, int8) if config.beam == 1 else None
-    say(precision.describe() + ", weights and inputs of linear layers rounded to 8 bits" * int8)
-    return trained, precision, steps
+    return str(max(folders, key=lambda folder: folder.stat().st_mtime).parent)
 
 
 def run_of(path: Path) -> Path:
-    """The run that a checkpoint belongs to: the nearest folder above it that looks like one."""
+    """The run that a checkpoint belongs to: the nearest folder above it that is a run."""
     for folder in (path, *path.absolute().parents):
-        if all((folder / mark).exists() for mark in MARKS):
+        if is_run_of_train(folder):
             return folder
-    raise UserError(
-        f"{path} is not inside a run of train.py (no folder above it has {', '.join(MARKS)})"
-    )
+    files = ", ".join(FILES_OF_A_RUN)
+    raise UserError(f"{path} is not inside a run of train.py (no folder above it has {files})")
 
 
-def newest_run(runs: Path) -> str:
-    """The run of train.py whose last checkpoint is the youngest; the other labs' runs lie beside them."""
-    found = [folder.parent for folder in runs.glob("*/checkpoints") if checkpoint.steps(folder)]
-    found = [run for run in found if all((run / mark).exists() for mark in MARKS)]
-    if not found:
+def is_run_of_train(folder: Path) -> bool:
+    """Whether train.py made this folder."""
+    return all((folder / name).exists() for name in FILES_OF_A_RUN)
+
+
+# ---------------------------------------------------------------- its parts
+
+
+def load_settings(run: Path) -> tuple[dict, ModelConfig]:
+    """The settings of a run, and the sizes of its model."""
+    try:
+        config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        sizes = ModelConfig(**json.loads((run / "model.json").read_text(encoding="utf-8")))
+        for name in ("data", "source", "target"):
+            config[name]  # KeyError if it is missing
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
-            f"no trained run in {runs.absolute()}; train one with `python train.py`, or name it by --ckpt"
+            f"{run}: config.json or model.json is damaged or of another script ({error}); "
+            "restore it, or train again"
+        ) from None
+    return config, sizes
+
+
+def check_tokenizer(run: Path, side: str, tokenizer, vocabulary: int) -> None:
+    """Raise `UserError` for a tokenizer with ids that the model has no embedding for."""
+    if len(tokenizer) > vocabulary:
+        raise UserError(
+            f"{run}: the {side} tokenizer has {len(tokenizer)} tokens but the model {vocabulary}; "
+            "restore the tokenizer that the run was trained with"
         )
-    return str(max(found, key=lambda run: (run / "checkpoints").stat().st_mtime))
+
+
+def mean_of(members: list[Path]) -> dict[str, Tensor]:
+    """The mean of each weight over these checkpoints. Sums are float64, results of the first type.
+
+    Averaging the last checkpoints smooths the noise of single steps (Vaswani et al. 2017, 6.1).
+    """
+    first = checkpoint.load_weights(members[0])
+    shapes = {name: (weight.shape, weight.dtype) for name, weight in first.items()}
+    sums = {name: weight.double() for name, weight in first.items()}
+    for member in members[1:]:
+        weights = checkpoint.load_weights(member)
+        if {name: (weight.shape, weight.dtype) for name, weight in weights.items()} != shapes:
+            raise UserError(
+                f"cannot average {member} with {members[0]}: their weights differ in name, shape "
+                "or type; average checkpoints of one run"
+            )
+        for name, weight in weights.items():
+            sums[name] += weight
+    return {name: (total / len(members)).to(first[name].dtype) for name, total in sums.items()}
+
+
+def save_description(run: Path, sizes: ModelConfig, prepared: Prepared) -> None:
+    """Save what `load_trained` needs beside weights and config.json, and what report.py shows."""
+    prepared.source_tokenizer.save_pretrained(run / "tokenizer" / "source")
+    prepared.target_tokenizer.save_pretrained(run / "tokenizer" / "target")
+    (run / "model.json").write_text(json.dumps(asdict(sizes), indent=2) + "\n", encoding="utf-8")
+    described = json.dumps(prepared.describe(), ensure_ascii=False)
+    (run / "data.json").write_text(described + "\n", encoding="utf-8")

@@ -91,7 +91,7 @@ def describe_model(run: RunFiles) -> None:
 
 def look(run: RunFiles, name: str, chosen: list[int]) -> list[Attention]:
     """Cross-attention of the scored checkpoint for its translations of these rows."""
-    trained = load_trained(run.scored(name), say=lambda _: None)
+    trained = load_trained(run.scored(name), log=lambda _: None)
     tokenizers = (trained.source_tokenizer, trained.target_tokenizer)
     rows = rows_of(run, name)
     return [

