@@ -107,9 +107,9 @@ def memory(config, sizes: Sizes, processes: int, narrow: bool) -> Need:
         logits += 4 * tokens * sizes.vocabulary
     if config.pipe > 1 and config.schedule == "gpipe":  # the last stage keeps those of all
         logits += (in_flight - 1) * tokens * sizes.vocabulary * KEPT_LOGITS[narrow]
-    if config.chunked_loss:  # a chunk's logits and their gradient; the hidden states' gradient
-        logits = min(tokens, CHUNK) * sizes.vocabulary * 8
-        logits += tokens * sizes.hidden * 8
+    if config.chunked_loss:  # a chunk's logits; gradients of hidden states and matrix
+        logits = 4 * min(tokens, CHUNK) * sizes.vocabulary
+        logits += 8 * tokens * sizes.hidden + matrix
 
     # The fullest moment is at the output, or at the embedding at the end of the backward pass.
     # Gradients are there all the time where they are added up, and in DDP's buckets.
