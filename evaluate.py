@@ -224,7 +224,7 @@ def report(
 ) -> dict:
     """Print the BLEU card and three translations; return all figures, for the score file."""
     references = [target for _, target in rows]
-    card = bleu_card(references, translations.texts, trained.config["target"])
+    card = bleu_card(references, translations.texts)
     decoding = "greedy"
     if config.beam > 1:
         decoding = f"beam {config.beam}, length penalty {config.length_penalty:g}"

@@ -47,7 +47,7 @@ class Validation:
         model = whole_copy(model)
         self.loss(model, [self.batches[0], self.batches[-1]])
         self.translate(model, self.prepared.validation_rows[:SAMPLES])
-        corpus_bleu(["one"], ["one"], run.config.target, smooth=True)
+        corpus_bleu(["one"], ["one"], smooth=True)
 
     def __call__(self, step: int) -> tuple[float, float | None]:
         """Write the figures; → the loss, the same on every rank, and on rank 0 BLEU."""
@@ -58,7 +58,7 @@ class Validation:
         if translations:
             texts, references = translations.texts, [target for _, target in rows]
             # Smoothed, because a young model has no 4-gram right; evaluate.py's score is not.
-            bleu = corpus_bleu(references, texts, self.run.config.target, smooth=True)
+            bleu = corpus_bleu(references, texts, smooth=True)
             perplexity = math.exp(min(loss, 50))  # past e^709 exp raises, and e^50 is as bad as any
             self.run.scalars(
                 step, {"valid/loss": loss, "valid/perplexity": perplexity, "valid/bleu": bleu}

@@ -17,26 +17,24 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# What the name of a Japanese or Korean column may hold: the code of the language or of the country,
-# or the language's name in English, Chinese or Korean.
-JAPANESE_OR_KOREAN = re.compile("(.*[^a-z])?(ja|jpn?|ko|kor|kr)(?![a-z])|japan|korea|[日韩한]")
+CHINESE_CHARACTER = re.compile("[\u3400-\u9fff]")  # Japanese uses them too
+# Hiragana and katakana; Hangul's letters and syllables.
+KANA_OR_HANGUL = re.compile("[\u3041-\u30fa\u31f0-\u31ff\u1100-\u11ff\u3131-\u318e\uac00-\ud7a3]")
 
 
-def corpus_bleu(
-    references: list[str], hypotheses: list[str], target: str = "en", smooth: bool = False
-) -> float:
+def corpus_bleu(references: list[str], hypotheses: list[str], smooth: bool = False) -> float:
     """The graded score, 0–100: nltk's corpus BLEU (Papineni et al. 2002), case-sensitive.
 
-    Both lists hold plain sentences in the language `target`, one reference for each hypothesis;
-    any other shape is a `ValueError`. References come first, as in nltk. The order matters: matches
-    are divided by the n-grams of the hypotheses, and only these pay the brevity penalty. So name
-    them: `corpus_bleu(references=..., hypotheses=...)`.
+    Both lists hold plain sentences, one reference for each hypothesis. Raises `ValueError` for any
+    other shape. References come first, as in nltk. The order matters: matches are divided by the
+    n-grams of the hypotheses, and only these pay the brevity penalty. So name them:
+    `corpus_bleu(references=..., hypotheses=...)`.
 
     `smooth` is for the training curve only: a model that has just begun to learn matches no four
     tokens in a row and would score 0.
     """
     check_sentences(references, hypotheses)
-    metric = sacrebleu_metric(target, references)
+    metric = sacrebleu_metric(references)
     return nltk_bleu(tokens_of(references, metric), tokens_of(hypotheses, metric), smooth)
 
 
@@ -54,35 +52,34 @@ def check_sentences(references: list[str], hypotheses: list[str]) -> None:
         raise ValueError(f"{numbers}: the numbers must be equal and at least 1")
 
 
-def sacrebleu_metric(
-    target: str, references: Sequence[str] = (), lowercase: bool = False, smooth: str = "exp"
-):
-    """sacreBLEU's BLEU for a language; by default with the settings that papers report.
-
-    Its tokeniser 13a cuts at spaces and punctuation. Chinese, Japanese and Korean are cut into
-    characters, since they have no spaces between words. Chinese is recognised by the characters of
-    the `references` and not by the column's name: English may stand under `zh_en`, and Chinese
-    under `target`. Japanese texts may hold Chinese characters only, so there the name decides.
-    """
+def sacrebleu_metric(references: Sequence[str], lowercase: bool = False, smooth: str = "exp"):
+    """sacreBLEU's BLEU for these references; by default with the settings that papers report."""
     from sacrebleu.metrics import BLEU
 
-    if JAPANESE_OR_KOREAN.match(target.lower()):
-        tokeniser = "char"
-    elif mostly_chinese(references):
-        tokeniser = "zh"
-    else:
-        tokeniser = "13a"
+    tokeniser = choose_tokeniser(references)
     # `force` silences a warning about lines that end in " .".
     return BLEU(tokenize=tokeniser, lowercase=lowercase, smooth_method=smooth, force=True)
 
 
-def mostly_chinese(sentences: Sequence[str]) -> bool:
-    """Whether more than half of the sentences hold a Chinese character.
+def choose_tokeniser(references: Sequence[str]) -> str:
+    """The name of sacreBLEU's tokeniser for the language of the references.
 
-    Half, because an English sentence may quote a Chinese name.
+    Their characters decide and not the name of their column: English may stand under `zh_en`, and
+    Chinese under `target`. "13a", the standard, cuts at spaces and punctuation. Chinese ("zh"),
+    Japanese and Korean ("char") are cut into characters.
     """
-    chinese = sum(bool(re.search("[\u4e00-\u9fff]", sentence)) for sentence in sentences)
-    return 2 * chinese > len(sentences)
+    chinese = 0
+    japanese_or_korean = 0
+    for sentence in references:
+        if KANA_OR_HANGUL.search(sentence):
+            japanese_or_korean += 1
+        elif CHINESE_CHARACTER.search(sentence):
+            chinese += 1
+    # More than half, because an English sentence may quote a Chinese name.
+    if 2 * (chinese + japanese_or_korean) <= len(references):
+        return "13a"
+    # A short Japanese sentence may have no kana, and a Chinese one may quote a Japanese name.
+    return "char" if japanese_or_korean > chinese else "zh"
 
 
 def tokens_of(sentences: list[str], metric) -> list[list[str]]:
@@ -158,9 +155,7 @@ class BleuCard:
         return card
 
 
-def bleu_card(
-    references: list[str], hypotheses: list[str], target: str = "en", resamples: int = 1000
-) -> BleuCard:
+def bleu_card(references: list[str], hypotheses: list[str], resamples: int = 1000) -> BleuCard:
     """The graded score and all that explains it. Arguments as for `corpus_bleu`.
 
     The interval is sacreBLEU's bootstrap (Koehn 2004): the scores of `resamples` test sets, each
@@ -169,9 +164,9 @@ def bleu_card(
     from sacrebleu.metrics import CHRF
 
     check_sentences(references, hypotheses)
-    cased = sacrebleu_metric(target, references)
-    uncased = sacrebleu_metric(target, references, lowercase=True)
-    unsmoothed = sacrebleu_metric(target, references, smooth="none")
+    cased = sacrebleu_metric(references)
+    uncased = sacrebleu_metric(references, lowercase=True)
+    unsmoothed = sacrebleu_metric(references, smooth="none")
     chrf = CHRF()
     standard = cased.corpus_score(hypotheses, [references])
     # sacreBLEU holds 40 bytes for each row of each resample: fewer of them bound the memory.
@@ -200,14 +195,12 @@ def bleu_card(
     )
 
 
-def sentence_scores(
-    references: list[str], hypotheses: list[str], target: str = "en"
-) -> list[float]:
+def sentence_scores(references: list[str], hypotheses: list[str]) -> list[float]:
     """sacreBLEU's BLEU of each sentence, 0–100, to find good and bad ones.
 
     Their mean is not the corpus score.
     """
-    metric = sacrebleu_metric(target, references)
+    metric = sacrebleu_metric(references)
     # A sentence of three words has no 4-grams: score it by the orders that it has.
     metric.effective_order = True
     pairs = zip(references, hypotheses)
@@ -226,9 +219,7 @@ class Compared:
     p_value: float | None  # None: the system that the others are compared with
 
 
-def paired_bootstrap(
-    references: list[str], systems: dict[str, list[str]], target: str = "en"
-) -> list[Compared]:
+def paired_bootstrap(references: list[str], systems: dict[str, list[str]]) -> list[Compared]:
     """sacreBLEU's paired bootstrap (Koehn 2004) of the first system with each of the others.
 
     It asks whether they differ or only seem to on these rows: all systems are scored on the same
@@ -240,7 +231,7 @@ def paired_bootstrap(
 
     for hypotheses in systems.values():
         check_sentences(references, hypotheses)
-    metrics = {"BLEU": sacrebleu_metric(target, references), "chrF2": CHRF()}
+    metrics = {"BLEU": sacrebleu_metric(references), "chrF2": CHRF()}
     _, scores = PairedTest(list(systems.items()), metrics, [references], test_type="bs")()
     compared = []
     for metric in metrics:

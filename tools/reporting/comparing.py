@@ -26,7 +26,7 @@ def compare(runs: list[RunFiles]) -> tuple[str, list[Compared]]:
         if rows and all(rows_of(run, name) == rows for run in runs[1:]):
             references = [reference for _, reference in rows]
             systems = {run.name: run.hypotheses[name] for run in runs}
-            return f"{name}.txt", paired_bootstrap(references, systems, runs[0].config["target"])
+            return f"{name}.txt", paired_bootstrap(references, systems)
     raise UserError(
         why_no_rows(runs)
         or f"the runs have no translations of the same rows, at most {MOST_ROWS:,}; run "
@@ -52,7 +52,7 @@ def compare_evaluations(run: RunFiles) -> tuple[str, list[Compared]]:
         )
     systems = {name: run.hypotheses[name] for name in names}
     references = [reference for _, reference in rows]
-    return str(run.folder), paired_bootstrap(references, systems, run.config["target"])
+    return str(run.folder), paired_bootstrap(references, systems)
 
 
 def why_no_rows(runs: list[RunFiles]) -> str:

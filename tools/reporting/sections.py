@@ -322,8 +322,7 @@ def translations(page: Page, runs: list[RunFiles]) -> tuple[str, list[int]]:
     if not runs:
         return name, []
     references = [reference for _, reference in rows]
-    target = runs[0].config["target"]
-    scores = [sentence_scores(references, run.hypotheses[name], target) for run in runs]
+    scores = [sentence_scores(references, run.hypotheses[name]) for run in runs]
     # Of equal scores the longer reference first: "Yes." is easily right.
     order = sorted(range(len(rows)), key=lambda row: (-scores[0][row], -len(references[row]), row))
     middle = max(0, len(order) // 2 - EXAMPLES // 2)

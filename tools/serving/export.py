@@ -96,9 +96,7 @@ def trial(trained: Trained, translate: Callable[[Ids], Ids], rows: int) -> str:
     outputs = search(trained.model, list(sources), collate).tokens, translate(list(sources))
     same = sum(ours == theirs for ours, theirs in zip(*outputs))
     references, target = [reference for _, reference in pairs], trained.target_tokenizer
-    ours, theirs = (
-        corpus_bleu(references, decode(target, tokens), config["target"]) for tokens in outputs
-    )
+    ours, theirs = (corpus_bleu(references, decode(target, tokens)) for tokens in outputs)
     return (
         f"tried on {len(pairs):,} {split} rows of {config['data']}: {same:,} come out token for token as from the model; "
         f"BLEU {theirs:.2f}, the model's {ours:.2f}"
