@@ -1,96 +1,114 @@
-"""`python -m tools.reporting.masks`: which place sees which, in a batch of two toy pairs."""
+"""Print the masks of a batch of two toy pairs, and what the model combines of them.
+
+python -m tools.reporting.masks                # explained in Chinese
+python -m tools.reporting.masks --language en  # explained in English
+"""
 
 import unicodedata
+from dataclasses import dataclass
 
 import torch
 
-WORDS = "<pad> <s> </s> 我 爱 你 好 I love you hello".split()  # an id is the place in this list
-PAIRS = [([3, 4, 5], [7, 8, 9]), ([5, 6], [10])]  # 我爱你 → I love you; 你好 → hello
+from data import Collate
+from engine.config import flag, parse_flags
+from model import ModelConfig, Translator
+
+WORDS = "<pad> <s> </s> 我 爱 你 好 I love you hello".split()  # the index is the token's id
+SPECIAL = {"pad": 0, "bos": 1, "eos": 2}
+PAIRS = [([3, 4, 5], [7, 8, 9]), ([5, 6], [10])]  # 我爱你 -> I love you; 你好 -> hello
+
+CHINESE = {
+    "sizes": "B = {B} 个句对，S = {S} 个源词元，T = {T} 个目标词元，N = {N} 个要预测的词元\n"
+    "掩码中 1（True）表示看不见，0 表示看得见；与分词器的 attention_mask 相反",
+    "src": "src (B, S)：句子、</s>、补齐",
+    "src_pad": "src_pad (B, S)：哪些位置是补齐",
+    "tgt": "tgt_in 与 tgt_out (B, T)：同一句错开一位，每个位置预测它下面的词；补齐处不算损失",
+    "real": "  tgt_out 只保存 N 个真实的词元；它们在 B·T 个位置中的序号 real (N,)：",
+    "causal_mask": "causal_mask (T, T)：行是作预测的位置，列是 tgt_in 中被看的位置；看不见后面的词",
+    "combined": "模型对句对 B1 合并使用的掩码",
+    "encoder": "编码器自注意力 (S, S) = src_pad，每行相同",
+    "decoder": "解码器自注意力 (T, T) = causal_mask；补齐在句末，因果掩码已经挡住它",
+    "cross": "交叉注意力 (T, S) = src_pad；行是 tgt_in，列是 src",
+}
+ENGLISH = {
+    "sizes": "B = {B} pairs, S = {S} source tokens, T = {T} target tokens, N = {N} to predict\n"
+    "In a mask, 1 (True) hides a position and 0 shows it: the opposite of a tokenizer's "
+    "attention_mask",
+    "src": "src (B, S): sentence, </s>, padding",
+    "src_pad": "src_pad (B, S): which positions are padding",
+    "tgt": "tgt_in and tgt_out (B, T): the same sentence shifted by one; each position predicts "
+    "the word below it, padding has no loss",
+    "real": "  tgt_out holds only the N real tokens; real (N,) is their index among B·T positions: ",
+    "causal_mask": "causal_mask (T, T): rows predict, columns are the positions of tgt_in that they "
+    "see; later words are hidden",
+    "combined": "What the model combines for pair B1",
+    "encoder": "encoder self-attention (S, S) = src_pad, the same in each row",
+    "decoder": "decoder self-attention (T, T) = causal_mask, which also hides the padding at the end",
+    "cross": "cross-attention (T, S) = src_pad; rows are tgt_in, columns are src",
+}
 
 
-def explain_masks() -> None:
+@dataclass
+class Config:
+    """The settings of this page."""
+
+    language: str = flag("zh", "language of the explanations (zh|en)", "Options")
+
+
+def explain_masks(language: str) -> None:
     """Print the batch, each mask with its axes labelled, and what the model combines."""
-    from data import Collate
-    from model import ModelConfig, Translator
-
-    special = {"pad": 0, "bos": 1, "eos": 2}
-    batch = Collate(special, special)(PAIRS)
+    say = CHINESE if language == "zh" else ENGLISH
+    batch = Collate(SPECIAL, SPECIAL)(PAIRS)
+    B, S = batch.src.shape
+    T = batch.tgt_in.size(1)
     model = Translator(
         ModelConfig(len(WORDS), len(WORDS), d_model=8, dim_feedforward=8, max_length=8)
     )
-    (B, S), T = batch.src.shape, batch.tgt_in.size(1)
-    predicted = (
-        torch.full((B * T,), special["pad"]).index_copy(0, batch.real, batch.tgt_out).view(B, T)
-    )
-    src, tgt_in, tgt_out = (
-        [[WORDS[token] for token in row] for row in ids.tolist()]
-        for ids in (batch.src, batch.tgt_in, predicted)
-    )
-    pairs, places = [f"B{row}" for row in range(B)], [f"S{s}" for s in range(S)]
-    src_pad, causal = batch.src_pad.int().tolist(), model.causal_mask[:T, :T].int().tolist()
+    tgt_out = torch.full((B * T,), SPECIAL["pad"])  # as in tgt_in, where nothing is predicted
+    tgt_out[batch.real] = batch.tgt_out
 
-    print(
-        f"B {B} 句对 pairs, S {S} 源 source tokens, T {T} 目标 target tokens, N {len(batch.tgt_out)} 要预测的 to predict\n"
-        "掩码 masks: 1 = True = 看不见 may not be seen, 0 = 看得见 may be seen；"
-        "与分词器的 attention_mask 相反 · the opposite of a tokenizer's attention_mask"
-    )
-    table("src (B, S)：句子、</s>、再补齐 · sentence, </s>, padding", places, pairs, src)
-    table("src_pad (B, S)：补齐的位置 · where the padding is", places, pairs, src_pad)
-    table(
-        "tgt_in 与 and tgt_out (B, T)：同一句错开一位，每个位置预测下面的词；补齐处不算损失\n"
-        "  the same sentence shifted by one: each place predicts the word below it; padding has no loss",
-        [f"T{t}" for t in range(T)],
-        [f"{name} {pair}" for pair in pairs for name in ("in ", "out")],
-        [row for both in zip(tgt_in, tgt_out) for row in both],
-    )
-    print(
-        "  tgt_out 只存 N 个真的词 · holds the N real ones alone; real (N,) = 在 B·T 中的位置 places: "
-        f"{batch.real.tolist()}"
-    )
-    table(
-        "causal_mask (T, T)：行 = 预测的位置，列 = tgt_in 中被看的位置，后面的看不见\n"
-        "  row: the place that predicts; column: the place in tgt_in that it looks at, none after itself",
-        tgt_in[0],
-        tgt_in[0],
-        causal,
-    )
+    src = words_of(batch.src)
+    tgt_in = words_of(batch.tgt_in)
+    tgt_out = words_of(tgt_out.view(B, T))
+    src_pad = batch.src_pad.int().tolist()
+    causal_mask = model.causal_mask[:T, :T].int().tolist()
 
-    src, tgt_in, pad = src[-1], tgt_in[-1], src_pad[-1]  # of the shorter pair
-    print(f"\n合起来 combined, 句对 pair {pairs[-1]}")
-    table(
-        "编码器自注意力 encoder self-attention (S, S) = src_pad, 每行相同 the same in each row",
-        src,
-        src,
-        [pad] * S,
-    )
-    table(
-        "解码器自注意力 decoder self-attention (T, T) = causal_mask；补齐在句末，因果掩码已经挡住它\n"
-        "  padding stands at the end of the sentence, where the causal mask hides it already",
-        tgt_in,
-        tgt_in,
-        causal,
-    )
-    table(
-        "交叉注意力 cross-attention (T, S) = src_pad, 行 row: tgt_in, 列 column: src",
-        src,
-        tgt_in,
-        [pad] * T,
-    )
+    pairs = [f"B{b}" for b in range(B)]
+    source_positions = [f"S{s}" for s in range(S)]
+    target_positions = [f"T{t}" for t in range(T)]
+    print(say["sizes"].format(B=B, S=S, T=T, N=len(batch.tgt_out)))
+    table(say["src"], source_positions, pairs, src)
+    table(say["src_pad"], source_positions, pairs, src_pad)
+    labels = [f"{name} {pair}" for pair in pairs for name in ("in ", "out")]
+    shifted = [row for both in zip(tgt_in, tgt_out) for row in both]
+    table(say["tgt"], target_positions, labels, shifted)
+    print(f"{say['real']}{batch.real.tolist()}")
+    table(say["causal_mask"], tgt_in[0], tgt_in[0], causal_mask)
+
+    print(f"\n{say['combined']}")
+    src, tgt_in, padding = src[1], tgt_in[1], src_pad[1]
+    table(say["encoder"], src, src, [padding] * S)
+    table(say["decoder"], tgt_in, tgt_in, causal_mask)
+    table(say["cross"], src, tgt_in, [padding] * T)
+
+
+def words_of(ids: torch.Tensor) -> list[list[str]]:
+    """The words of a batch of ids."""
+    return [[WORDS[token] for token in row] for row in ids.tolist()]
 
 
 def table(title: str, columns: list[str], labels: list[str], rows: list[list]) -> None:
-    """A title, a line of column names, and a line for each row."""
+    """Print a title, a line of column names, and a line for each row."""
     print(f"\n{title}")
     for cells in [["", *columns], *([label, *row] for label, row in zip(labels, rows))]:
         print("  " + "".join(padded(str(cell)) for cell in cells).rstrip())
 
 
 def padded(text: str, width: int = 8) -> str:
-    """Up to `width` columns of a terminal, where a Chinese character takes two."""
-    return text + " " * (
-        width - sum(1 + (unicodedata.east_asian_width(character) in "WF") for character in text)
-    )
+    """`text` with spaces up to `width` columns of a terminal; a Chinese character takes two."""
+    used = sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+    return text + " " * (width - used)
 
 
 if __name__ == "__main__":
-    explain_masks()
+    explain_masks(parse_flags(Config, "the masks of a toy batch").language)
