@@ -26,6 +26,7 @@ from conftest import (
     forked,
     forked_ranks,
     records,
+    reversed_digits,
     with_short_targets,
     write_pairs,
 )
@@ -549,7 +550,8 @@ def test_sigterm_saves_and_the_resumed_run_is_the_same(
 def test_printed_commands_can_be_typed_whatever_the_name_of_the_run(toy_data, here, capsys):
     folder = here / "it's 实验 $5"
     training.train(config(data=str(toy_data), run=str(folder)))
-    Run.close(SimpleNamespace(log=print, started=0.0, folder=folder), INTERRUPTED)
+    interrupted = SimpleNamespace(log=print, started=0.0, folder=folder, gpu=None)
+    Run.close(interrupted, INTERRUPTED)
     lines = capsys.readouterr().out.splitlines()
     with pytest.raises(UserError) as error:
         training.train(config(run=str(folder)))
@@ -706,14 +708,16 @@ def test_the_rate_where_none_is_given(optimizer, width, peak):
 
 
 @pytest.mark.parametrize("flags, passes", [(dict(dropout_after=2), 2), (dict(dropout=0.3), 10)])
-def test_dropout_begins_after_some_passes(toy_data, here, monkeypatch, flags, passes):
+def test_dropout_begins_after_some_passes(tmp_path, here, monkeypatch, flags, passes):
+    splits = {"train": slice(0, 150), "validation": slice(150, 160)}
+    data = write_pairs(tmp_path / "data", reversed_digits(160), splits)
     rates = []
     monkeypatch.setattr(Translator, "set_dropout", lambda model, p: rates.append(p))
-    limits = dict(tokens_per_batch=10000, max_steps=50)
-    training.train(config(data=str(toy_data), run=str(here), **limits, **flags))
+    limits = dict(tokens_per_batch=2000, max_steps=30, eval_every=30)
+    training.train(config(data=str(data), run=str(here), **limits, **flags))
     without = passes * int(re.search(r"(\d+) steps per epoch", log_of(here))[1])
     rate = flags.get("dropout", 0.1)
-    assert without < 50 and rates == [0.0] * without + [rate] * (50 - without)
+    assert 0 < without < 30 and rates == [0.0] * without + [rate] * (30 - without)
 
 
 @pytest.mark.parametrize("cut_after", [[], [8], [9], [6, 10]])
