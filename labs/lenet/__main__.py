@@ -2,7 +2,6 @@
 
 python -m labs.lenet                           # no flag is needed: /opt/mnist, else drawn digits
 python -m labs.lenet --data DIR                # the folder with MNIST's four files, plain or .gz
-python -m labs.lenet --variant sigmoid         # sigmoid and average pooling, the textbooks' LeNet
 python -m labs.lenet --variant paper           # the layers of the paper
 python -m labs.lenet --activation own-gelu     # with the GELU operator of labs/attention_op
 python -m labs.lenet --held_out 10000          # to compare settings without the test images
@@ -33,9 +32,6 @@ from labs.lenet import pictures
 from labs.lenet.mnist import DIGITS, DRAWN_NOTE, HOW_TO_GET, Digits, find_folder, training_batches
 from labs.lenet.model import LeNet5, flops_per_image
 
-# Peak learning rates, compared with --held_out 10000.
-LEARNING_RATE = {"relu": 2e-3, "sigmoid": 5e-3, "paper": 2e-3}
-
 
 @dataclass
 class Config:
@@ -46,9 +42,7 @@ class Config:
         0, "test on the last N training images, train on the others", "Data", min=0, fixed=True
     )
 
-    variant: str = flag(
-        "relu", "layers (relu|sigmoid|paper); see labs/lenet/model.py", "Model", fixed=True
-    )
+    variant: str = flag("relu", "layers of today or of 1998 (relu|paper)", "Model", fixed=True)
     activation: str = flag(
         "relu", "of --variant relu (relu|gelu|own-gelu|own-gelu-cpp)", "Model", fixed=True
     )
@@ -57,29 +51,22 @@ class Config:
     batch: int = flag(
         100, "images per step, of all processes together", "Training", min=1, fixed=True
     )
-    lr: float = flag(
-        0.0, "peak learning rate; 0: that of the variant", "Training", min=0, below=10, fixed=True
-    )
+    lr: float = flag(2e-3, "peak learning rate", "Training", above=0, below=10, fixed=True)
 
     run: str = flag("", "name of the run (runs/NAME); default: the time", "Run")
     resume: str = flag("", "run to continue", "Run")
     log_every: int = flag(100, "steps between log lines", "Run", min=1)
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Run")
-    threads: int = flag(
-        1, "CPU threads per process; the layers are too small for many", "Run", min=1
-    )
     seed: int = flag(1, "seed of weights and data order", "Run", min=0, fixed=True)
 
     def __post_init__(self):
-        if self.variant != "relu" and self.activation != "relu":
-            raise UserError(
-                f"--activation belongs to --variant relu; --variant {self.variant} has its own"
-            )
+        if self.variant == "paper" and self.activation != "relu":
+            raise UserError("--activation is for --variant relu; the paper has its own")
 
 
 @dataclass
 class State:
-    """What a checkpoint keeps, beside the weights and the optimiser's moments."""
+    """What a checkpoint keeps, beside the weights and the optimizer's moments."""
 
     step: int = 0
     tested: int = 0  # step of the last test
@@ -92,8 +79,7 @@ def train(config: Config) -> Path:
     device = world.device
     with Run.start(config, "lenet", world) as run:  # a new folder, or the one to resume
         config, log = run.config, run.log
-        if device.type == "cpu":
-            torch.set_num_threads(config.threads)
+        torch.set_num_threads(1)  # the layers are so small that threads would wait for each other
 
         # -------- data
         digits, tests, data_note = read_digits(config)
@@ -108,13 +94,12 @@ def train(config: Config) -> Path:
         digits.to(device)
         tests.to(device)
 
-        # -------- model, optimiser
+        # -------- model, optimizer
         torch.manual_seed(config.seed)
         model = LeNet5(config.variant, config.activation).to(device)
         parameter_count = sum(weight.numel() for weight in model.parameters())
         # One image there and back: an operator that does not run on this device says so now.
         flops = flops_per_image(model, device)
-        config.lr = config.lr or LEARNING_RATE[config.variant]
         warmup = schedule.warmup_steps(1000, total_steps)
         optimizer = torch.optim.AdamW(model.parameters(), config.lr, fused=True)
 

@@ -1,6 +1,6 @@
-"""LeNet-5 in three variants: as built today, as textbooks tell it, and as in the paper of 1998.
+"""LeNet-5 in two variants: as built today, and with the layers of the paper of 1998.
 
-All three end in a linear layer, whose softmax gives the probabilities. The paper compares F6 with
+Both end in a linear layer, whose softmax gives the probabilities. The paper compares F6 with
 drawings of the digits instead (radial basis functions), which needs its drawings and its own loss.
 
 B images, C maps of H × W pixels.
@@ -21,17 +21,14 @@ class LeNet5(nn.Module):
 
     def __init__(self, variant: str = "relu", activation: str = "relu"):
         super().__init__()
-        c3 = nn.Conv2d(6, 16, 5)
-        if variant == "relu":
-            squash = ACTIVATIONS[activation]
-            s2, s4 = nn.MaxPool2d(2), nn.MaxPool2d(2)
-        elif variant == "sigmoid":
-            squash = nn.Sigmoid
-            s2, s4 = nn.AvgPool2d(2), nn.AvgPool2d(2)
-        else:
-            squash = ScaledTanh
-            s2, s4 = PaperPooling(6), PaperPooling(16)
+        if variant == "paper":
             c3 = PaperConvolution()
+            s2, s4 = PaperPooling(6), PaperPooling(16)
+            squash = ScaledTanh
+        else:
+            c3 = nn.Conv2d(6, 16, 5)
+            s2, s4 = nn.MaxPool2d(2), nn.MaxPool2d(2)
+            squash = ACTIVATIONS[activation]
         # Output shapes; C1 sees images padded to 32 × 32.
         self.c1 = nn.Sequential(nn.Conv2d(1, 6, 5), squash())  # (B, 6, 28, 28)
         self.s2 = s2  # (B, 6, 14, 14)
@@ -41,9 +38,7 @@ class LeNet5(nn.Module):
         self.c5 = nn.Sequential(nn.Flatten(), nn.Linear(16 * 5 * 5, 120), squash())  # (B, 120)
         self.f6 = nn.Sequential(nn.Linear(120, 84), squash())  # (B, 84)
         self.output = nn.Linear(84, DIGITS)  # (B, 10)
-        if variant == "sigmoid":
-            self.apply(init_xavier)
-        elif variant == "paper":
+        if variant == "paper":
             self.apply(init_as_in_paper)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -76,7 +71,7 @@ def flops_per_image(model: LeNet5, device: torch.device) -> int:
 
 
 class OwnGelu(nn.Module):
-    """The GELU operator of labs/attention_op as a layer: the handout's last task for it."""
+    """The GELU operator of labs/attention_op as a layer: its handout wants LeNet-5 trained with it."""
 
     def __init__(self, backend: str):
         super().__init__()
@@ -98,13 +93,6 @@ ACTIVATIONS = {
     "own-gelu": lambda: OwnGelu("python"),
     "own-gelu-cpp": lambda: OwnGelu("cpp"),
 }
-
-
-def init_xavier(layer: nn.Module) -> None:
-    """Glorot & Bengio 2010. With torch's smaller default, sigmoids learn nothing for epochs."""
-    if isinstance(layer, nn.Conv2d | nn.Linear):
-        nn.init.xavier_uniform_(layer.weight)
-        nn.init.zeros_(layer.bias)
 
 
 # -------------------------------------------------------------------------- the paper's own layers

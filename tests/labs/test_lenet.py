@@ -2,9 +2,9 @@
 
 import gzip
 import json
-import os
 import struct
 import sys
+from collections import defaultdict
 from itertools import product
 from pathlib import Path
 
@@ -14,14 +14,13 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, forked_ranks, records
 from helpers import handout_commands, refused
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from matplotlib.figure import Figure
 from torch import nn
 
 from engine import checkpoint, distributed
 from engine.config import checked, parse_flags
-from engine.errors import UserError
 from engine.run import Run
-from engine.telemetry import shown_as
+from engine.telemetry import Telemetry
 from labs.lenet import mnist, pictures
 from labs.lenet.__main__ import Config, train
 from labs.lenet.mnist import Digits, draw_digits, find_folder, rows_of_epoch
@@ -31,7 +30,6 @@ from labs.lenet.model import (
     PaperConvolution,
     PaperPooling,
     flops_per_image,
-    init_xavier,
 )
 
 CPU = torch.device("cpu")
@@ -41,8 +39,6 @@ CPU = torch.device("cpu")
 def _seeded_without_mnist(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(mnist, "PLACES", ())
-    # Not in the process of all tests.
-    monkeypatch.setattr("engine.devices.keep_freed_memory", lambda: True)
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:
@@ -62,28 +58,24 @@ def write_mnist(folder: Path, train: int, test: int, ending: str = "") -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """2,001 training images (no multiple of the batch) and 301 test images."""
-    return write_mnist(tmp_path_factory.mktemp("mnist") / "files", 2001, 301)
+    """1,001 training images (no multiple of the batch) and 301 test images."""
+    return write_mnist(tmp_path_factory.mktemp("mnist") / "files", 1001, 301)
 
 
-class Killed(Exception):
-    pass
-
-
-def lab(*flags, stop_at: int = 0, kill_at: int = 0) -> None:
-    """The lab in this process; at the loop's `stop_at`th turn it is asked to stop, at `kill_at` it dies."""
+def lab(*flags, stop_at: int = 0) -> dict[str, list[int]]:
+    """The lab in this process; at turn `stop_at` of the loop it is asked to stop. Returns the
+    figures for TensorBoard, tag → steps: to draw them would take most of the time.
+    """
     turns = iter(range(1, 10**9))
-
-    def stop_asked(_run) -> bool:
-        number = next(turns)
-        if number == kill_at:
-            raise Killed
-        return number == stop_at
-
+    drawn = defaultdict(list)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "stop_asked", stop_asked)
+        patch.setattr("engine.devices.keep_freed_memory", lambda: True)
+        patch.setattr(Telemetry, "figure", lambda _, tag, step, figure: drawn[tag].append(step))
+        patch.setattr(Figure, "savefig", lambda _, path, dpi: path.touch())
+        patch.setattr(Run, "stop_asked", lambda _: next(turns) == stop_at)
         patch.setattr(sys, "argv", ["lenet", "--device", "cpu", *map(str, flags)])
         train(parse_flags(Config))
+    return drawn
 
 
 def result_of(run: Path) -> dict:
@@ -99,12 +91,11 @@ def test_reads_what_was_written(tmp_path, ending, inside):
     digits = Digits(find_folder(str(tmp_path / "root")), "test")
     images, labels = draw_digits(20, 2)
     assert len(digits) == 20
-    for i in range(20):
-        image, label = digits[i]
-        assert image.shape == (1, 28, 28) and label == labels[i]
-        assert torch.equal(image[0], torch.from_numpy(images[i]) / 255)
-    batch, _ = digits[torch.tensor([3, 5])]
-    assert torch.equal(batch, torch.stack([digits[3][0], digits[5][0]]))
+    image, label = digits[7]
+    assert image.shape == (1, 28, 28) and label == labels[7]
+    assert torch.equal(image[0], torch.from_numpy(images[7]) / 255)
+    batch, _ = digits[torch.tensor([3, 7])]
+    assert torch.equal(batch, torch.stack([digits[3][0], image]))
 
 
 def test_every_image_once_per_epoch_in_another_order():
@@ -124,35 +115,6 @@ def test_mnist_is_found_without_a_flag(data, tmp_path, monkeypatch):
     assert find_folder("drawn") is None
 
 
-def test_drawn_digits_never_pass_as_mnist(tmp_path, monkeypatch, report_of):
-    """The log, the result, every picture and the report say so; the log says where MNIST is."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mnist, "DRAWN", {"train": (300, 1), "test": (200, 2)})
-    titles = []
-    new_figure = pictures.new_figure
-
-    def noted(width, height, note):
-        titles.append(note)
-        return new_figure(width, height, note)
-
-    monkeypatch.setattr(pictures, "new_figure", noted)
-    lab("--epochs", 1, "--held_out", 120, "--activation", "own-gelu", "--run", "x")
-    note = "drawn digits, not MNIST: this score says only that the program works"
-    run = Path("runs/x")
-    log = (run / "train.log").read_text(encoding="utf-8")
-    assert f"data: {note}. For MNIST download the four .gz files of https://ossci" in log
-    assert f"note: {note}" in log and "in 120 held-out training images" in log
-    assert set(titles) == {note}
-    result = result_of(run)
-    assert result["data"] == note and result["images"] == result["held_out"] == 120
-    assert note in report_of(run)
-    images, labels = draw_digits(300, 1)
-    assert set(labels) == set(range(10))
-    assert images.max((1, 2)).min() > 150  # no font without digits
-    counts = np.bincount(labels[-120:], minlength=10)  # the last ones are held out
-    assert np.sum(result["confusion"], 1).tolist() == counts.tolist()
-
-
 # ---- the model
 
 
@@ -167,15 +129,11 @@ def test_the_papers_sizes():
     assert sum(counts.values()) == 60_000
     outputs = model.layers(torch.rand(2, 1, 28, 28))
     shapes = {name: tuple(output.shape[1:]) for name, output in outputs.items()}
-    assert shapes == dict(
-        c1=(6, 28, 28),
-        s2=(6, 14, 14),
-        c3=(16, 10, 10),
-        s4=(16, 5, 5),
-        c5=(120,),
-        f6=(84,),
-        output=(10,),
-    )
+    maps = dict(c1=(6, 28, 28), s2=(6, 14, 14), c3=(16, 10, 10), s4=(16, 5, 5))
+    assert shapes == maps | dict(c5=(120,), f6=(84,), output=(10,))
+    # The first logits are near 0; weights ten times as large would saturate the units.
+    loss = F.cross_entropy(outputs["output"], torch.tensor([0, 1]))
+    assert abs(loss - np.log(10)) < 0.1
 
 
 def test_flops_are_those_of_the_products():
@@ -207,27 +165,24 @@ def test_c3_sees_the_connected_maps_only():
 def test_paper_pooling_is_a_weighted_sum():
     layer, x = PaperPooling(3), torch.rand(2, 3, 4, 6)
     layer.weight.data, layer.bias.data = torch.randn(3, 1, 1), torch.randn(3, 1, 1)
-    for b, c, i, j in ((0, 0, 0, 0), (1, 2, 1, 2), (0, 1, 1, 0)):
-        pixels = x[b, c, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2]
-        total = pixels.sum() * layer.weight[c, 0, 0] + layer.bias[c, 0, 0]
-        torch.testing.assert_close(layer(x)[b, c, i, j], 1.7159 * torch.tanh(total * 2 / 3))
+    total = x[1, 2, 2:4, 4:6].sum() * layer.weight[2, 0, 0] + layer.bias[2, 0, 0]
+    torch.testing.assert_close(layer(x)[1, 2, 1, 2], 1.7159 * torch.tanh(total * 2 / 3))
 
 
 @pytest.mark.parametrize(
-    "variant, name, activation, pool",
+    "name, activation",
     [
-        ("relu", "relu", nn.ReLU, nn.MaxPool2d),
-        ("sigmoid", "relu", nn.Sigmoid, nn.AvgPool2d),
-        ("relu", "own-gelu", nn.GELU, nn.MaxPool2d),
-        pytest.param("relu", "own-gelu-cpp", nn.GELU, nn.MaxPool2d, marks=pytest.mark.slow),
+        ("relu", nn.ReLU),
+        ("own-gelu", nn.GELU),
+        pytest.param("own-gelu-cpp", nn.GELU, marks=pytest.mark.slow),
     ],
 )
-def test_equals_the_same_layers_in_a_row(variant, name, activation, pool):
+def test_equals_the_same_layers_in_a_row(name, activation):
     """torch's own layers, with padding by paper (which normalising makes −0.42) done by hand."""
-    model = LeNet5(variant, name)
+    model = LeNet5("relu", name)
     plain = nn.Sequential(
-        *(nn.Conv2d(1, 6, 5), activation(), pool(2)),
-        *(nn.Conv2d(6, 16, 5), activation(), pool(2)),
+        *(nn.Conv2d(1, 6, 5), activation(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 16, 5), activation(), nn.MaxPool2d(2)),
         *(nn.Flatten(), nn.Linear(400, 120), activation()),
         *(nn.Linear(120, 84), activation(), nn.Linear(84, 10)),
     )
@@ -243,40 +198,23 @@ def test_equals_the_same_layers_in_a_row(variant, name, activation, pool):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
-def test_initial_weights():
-    images, labels = map(torch.from_numpy, draw_digits(200, 1))
-    # Logits of ± 0.06; weights ten times as large give 0.1, a network that saturates.
-    loss = F.cross_entropy(LeNet5("paper")(images[:, None] / 255), labels.long())
-    assert abs(loss - np.log(10)) < 0.05
-    torch.manual_seed(0)
-    expected = nn.Linear(120, 84).apply(init_xavier).weight
-    torch.testing.assert_close(
-        LeNet5("sigmoid").f6[0].weight.std(), expected.std(), rtol=0.05, atol=0
-    )
-
-
-# ---- pictures
-
-
-def test_filters_show_every_weight():
+def test_pictures_show_every_weight_and_the_first_mistakes():
     model = LeNet5("paper")
     # Rows: maps of S2, columns: maps of C3.
     shown = pictures.filters(model).axes[1].images[0].get_array()
     for to, origin in product(range(16), range(6)):
         tile = shown[6 * origin : 6 * origin + 5, 6 * to : 6 * to + 5]
         assert torch.equal(torch.tensor(tile), model.c3[0].full_weight()[to, origin])
-
-
-@pytest.mark.parametrize("count", [0, 60])
-def test_any_number_of_mistakes_is_drawn(count):
-    wrong = [dict(image=i, digit=i % 10, answer=1, probability=0.9) for i in range(count)]
-    axes = pictures.mistakes(torch.zeros(100, 28, 28, dtype=torch.uint8), wrong).axes[0]
-    assert len(axes.texts) == min(count, 40) and f"{count} mistakes" in axes.get_title(loc="left")
+    for count in (0, 60):
+        wrong = [dict(image=i, digit=i % 10, answer=1, probability=0.9) for i in range(count)]
+        axes = pictures.mistakes(torch.zeros(100, 28, 28, dtype=torch.uint8), wrong).axes[0]
+        assert len(axes.texts) == min(count, 40)
+        assert f"{count} mistakes" in axes.get_title(loc="left")
 
 
 # ---- training
 
-FLAGS = ["--epochs", 2, "--batch", 25, "--log_every", 10]  # 81 steps per epoch
+FLAGS = ["--epochs", 2, "--batch", 25, "--log_every", 10]  # 41 steps per epoch
 
 
 @pytest.fixture(scope="module")
@@ -285,34 +223,28 @@ def whole_run(data, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("lenet")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("engine.devices.keep_freed_memory", lambda: True)
-        lab("--data", data, *FLAGS, "--run", "whole")
+        drawn = lab("--data", data, *FLAGS, "--run", "whole")
+    per_epoch, at_the_end = [0, 41, 82], [82]
+    assert drawn == {
+        **{"filters": per_epoch, "feature maps": per_epoch},
+        **{"confusion": at_the_end, "mistakes": at_the_end},
+    }
     return folder
 
 
 def test_learns_and_writes_all_down(data, whole_run, report_of):
     run = whole_run / "runs" / "whole"
     result = result_of(run)
-    assert result["accuracy"] > 0.95 and result["images"] == 301 and result["data"] == str(data)
+    assert result["accuracy"] > 0.8 and result["images"] == 301 and result["data"] == str(data)
     assert result["errors"] == len(result["mistakes"]) == round((1 - result["accuracy"]) * 301)
     counts = np.array(result["confusion"])
-    assert counts.sum() == 301 and counts.sum() - counts.trace() == result["errors"]
+    assert counts.sum() - counts.trace() == result["errors"]
     assert (counts.sum(1) == np.bincount(draw_digits(301, 2)[1], minlength=10)).all()
     log = (run / "train.log").read_text(encoding="utf-8")
     assert f"{result['accuracy']:.2%}: {result['errors']} errors in 301 test images" in log
-    assert json.loads((run / "config.json").read_text())["lr"] == 0.002
-    assert list(records(run, "train/loss")) == [*range(10, 90, 10), 81, *range(90, 170, 10), 162]
-    assert list(records(run, "test/accuracy")) == [81, 162]
-    assert records(run, "test/accuracy")[162] == result["accuracy"]
-    events = EventAccumulator(str(run), size_guidance={"images": 0}).Reload()
-    tags = {shown_as(tag) for tag in ("train/loss", "train/accuracy", "test/loss", "test/accuracy")}
-    assert tags <= set(events.Tags()["scalars"])
-    steps = {tag: [event.step for event in events.Images(tag)] for tag in events.Tags()["images"]}
-    per_epoch, at_the_end = [0, 81, 162], [162]
-    assert steps == {
-        **{"filters": per_epoch, "feature maps": per_epoch},
-        **{"confusion": at_the_end, "mistakes": at_the_end},
-    }
+    assert list(records(run, "train/loss")) == [10, 20, 30, 40, 41, 50, 60, 70, 80, 82]
+    assert list(records(run, "test/accuracy")) == [41, 82]
+    assert records(run, "test/accuracy")[82] == result["accuracy"]
     names = {path.stem for path in (run / "eval").glob("*.png")}
     assert names == {"filters", "feature-maps", "confusion", "mistakes"}
     page = report_of(run)
@@ -320,74 +252,76 @@ def test_learns_and_writes_all_down(data, whole_run, report_of):
     assert 'FLOPs of a training image</th><td><data value="2263920"' in page
 
 
-def test_a_stopped_and_a_killed_run_ends_as_the_whole_one(data, whole_run, monkeypatch):
+def test_a_stopped_run_ends_as_the_whole_one(data, whole_run, monkeypatch):
     monkeypatch.chdir(whole_run)
-    lab("--data", data, *FLAGS, "--run", "parts", stop_at=41)
+    lab("--data", data, *FLAGS, "--run", "parts", stop_at=21)
     run, whole = Path("runs/parts"), Path("runs/whole")
-    assert checkpoint.load_state(run / "checkpoints/last")["step"] == 40
-    with pytest.raises(Killed):
-        # At step 100: what it did since step 81, the end of the epoch, is lost.
-        lab("--resume", run, kill_at=61)
+    assert checkpoint.load_state(run / "checkpoints/last")["step"] == 20
     lab("--resume", run)
-    log = (run / "train.log").read_text(encoding="utf-8")
-    assert "resumed after step 40" in log and "resumed after step 81" in log
-    for tag in ("train/loss", "train/learning_rate", "test/loss", "test/accuracy"):
+    assert "resumed after step 20" in (run / "train.log").read_text(encoding="utf-8")
+    for tag in ("train/loss", "test/loss", "test/accuracy"):
         assert records(run, tag) == records(whole, tag) != {}  # bit for bit
     ours, theirs = (checkpoint.load_weights(folder / "checkpoints/last") for folder in (run, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_the_commands_that_meet_the_handout(data, tmp_path, monkeypatch):
+def test_the_commands_that_meet_the_handout(tmp_path, monkeypatch):
     """Those of the page, with 60 images and one epoch."""
     monkeypatch.chdir(tmp_path)
     write_mnist(tmp_path / "DIR", 60, 20)
-    programs = {"labs.lenet": []}
+    programs = defaultdict(list)
     for module, flags in handout_commands(ROOT / "labs/lenet/README.md"):
-        programs.setdefault(module, []).append(flags)
-    for number, flags in enumerate(programs["labs.lenet"]):
-        if "own-gelu-cpp" in flags:
-            flags = ["--data", "DIR"]  # building it takes a minute; a slow test does
-        lab("--run", number, *flags, "--epochs", 1)
+        programs[module].append(flags)
     assert programs["labs.lenet.lightning"] == [["--data", "DIR"]]  # its own test runs it
     assert len(programs["labs.lenet"]) == 3
-    assert {path.parent.parent.name for path in Path("runs").glob("*/eval/test.json")} == {
-        "NAME",
-        "1",
-        "2",
-    }
+    for number, flags in enumerate(programs["labs.lenet"]):
+        if "own-gelu-cpp" in flags:
+            checked(Config(activation="own-gelu-cpp"))  # to build it takes a minute
+        else:
+            lab("--run", number, *flags, "--epochs", 1)
+    assert {path.parts[1] for path in Path("runs").glob("*/eval/test.json")} == {"NAME", "1"}
 
 
-def test_weights_that_are_not_finite_are_never_saved(data, tmp_path, monkeypatch):
+def test_drawn_digits_never_pass_as_mnist(tmp_path, monkeypatch, report_of):
+    """The log, the result, every picture and the report say so; the log says where MNIST is."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(F, "cross_entropy", lambda logits, *_, **__: logits.sum() * float("nan"))
-    with refused("are not finite"):
-        lab("--data", data, "--run", "x", "--epochs", 1)
-    assert not list(Path("runs/x/checkpoints").glob("step-*"))
+    monkeypatch.setattr(mnist, "DRAWN", {"train": (300, 1), "test": (200, 2)})
+    notes = []
+    new_figure = pictures.new_figure
+
+    def noted(width, height, note):
+        notes.append(note)
+        return new_figure(width, height, note)
+
+    monkeypatch.setattr(pictures, "new_figure", noted)
+    lab("--epochs", 1, "--held_out", 120, "--run", "x")
+    note = "drawn digits, not MNIST: this score says only that the program works"
+    run = Path("runs/x")
+    log = (run / "train.log").read_text(encoding="utf-8")
+    assert f"data: {note}. For MNIST download the four .gz files of https://ossci" in log
+    assert f"note: {note}" in log and "in 120 held-out training images" in log
+    assert set(notes) == {note}
+    result = result_of(run)
+    assert result["data"] == note and result["images"] == result["held_out"] == 120
+    assert note in report_of(run)
+    images, labels = draw_digits(300, 1)
+    assert images.max((1, 2)).min() > 150  # no font without digits
+    counts = np.bincount(labels[-120:], minlength=10)  # the last ones are held out
+    assert counts.min() > 0 and np.sum(result["confusion"], 1).tolist() == counts.tolist()
 
 
 @pytest.mark.slow
 def test_two_processes_train_alike(data, tmp_path, monkeypatch):
     """20 steps: differences of rounding grow with every step."""
     monkeypatch.chdir(tmp_path)
-    flags = ["--data", data, "--held_out", 1501, "--batch", 25, "--epochs", 1, "--log_every", 5]
+    flags = ["--data", data, "--held_out", 501, "--batch", 25, "--epochs", 1, "--log_every", 5]
     lab(*flags, "--run", "one")
     two = [*flags, "--device", "cpu", "--run", "two"]
     forked_ranks(2, "labs/lenet/__main__.py", *two, cwd=tmp_path)
     for tag in ("train/loss", "train/accuracy", "test/loss", "test/accuracy"):
         one, two = (records(Path("runs") / name, tag) for name in ("one", "two"))
         assert one == pytest.approx(two, rel=1e-4) and one
-    assert result_of(Path("runs/two"))["images"] == 1501
-
-
-def test_an_operator_that_cannot_run_leaves_no_folder(data, tmp_path, monkeypatch):
-    def refuse(x, **settings):
-        raise UserError("gelu: backend='cpp' is for the CPU")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("labs.attention_op.gelu", refuse, raising=False)
-    with refused("is for the CPU"):
-        lab("--data", data, "--activation", "own-gelu-cpp")
-    assert not list(Path("runs").iterdir())
+    assert result_of(Path("runs/two"))["images"] == 501
 
 
 def test_lightning_learns_the_same(data, tmp_path, monkeypatch):
@@ -398,16 +332,6 @@ def test_lightning_learns_the_same(data, tmp_path, monkeypatch):
     lightning.train(lightning.Config(data=str(data), epochs=2, batch=25))
     result = json.loads(Path("runs/lightning/test.json").read_text(encoding="utf-8"))
     assert result["test/accuracy"] > 0.9 and result["data"] == str(data)
-
-
-@pytest.mark.slow
-def test_real_digits(tmp_path, monkeypatch):
-    """One epoch is enough for 97.5 %."""
-    if not os.environ.get("MNIST"):
-        pytest.skip("MNIST names no folder")
-    monkeypatch.chdir(tmp_path)
-    lab("--data", os.environ["MNIST"], "--epochs", 1, "--run", "real")
-    assert result_of(Path("runs/real"))["accuracy"] > 0.975
 
 
 # ---- mistakes
@@ -422,17 +346,10 @@ def truncate(path: Path, size: int) -> None:
     [
         ("", lambda images, labels: labels.unlink(), "no train-labels-idx1-ubyte(.gz) in"),
         ("", lambda images, labels: images.write_bytes(b"<!DOCTYPE"), "begins with 3c 21 44 4f"),
-        ("", lambda images, labels: images.write_bytes(b""), "begins with nothing"),
         ("", lambda images, labels: truncate(images, 23_535), "23,519 values instead of 30 × 28"),
         ("", lambda images, labels: write_idx(labels, np.zeros(29, np.uint8)), "but 29 labels"),
         ("", lambda images, labels: write_idx(labels, np.full(30, 10, np.uint8)), "a label is 10"),
-        (
-            "",
-            lambda images, labels: write_idx(images, np.zeros((30, 32, 32), np.uint8)),
-            "not 28 × 28",
-        ),
         (".gz", lambda images, labels: truncate(images, 1000), "Compressed file ended"),
-        (".gz", lambda images, labels: images.write_bytes(b"no"), "Not a gzipped file"),
     ],
 )
 def test_damaged_files_are_refused(tmp_path, ending, damage, words):
@@ -443,21 +360,13 @@ def test_damaged_files_are_refused(tmp_path, ending, damage, words):
     assert str(tmp_path) in str(error.value)
 
 
-def test_bad_flags_are_refused():
-    with refused("--variant lenet is unknown"):
-        checked(Config(variant="lenet"))
-    with refused("belongs to --variant relu"):
-        Config(variant="paper", activation="gelu")
-
-
 @pytest.mark.parametrize(
     "flags, words",
     [
         ("--data nowhere", "no MNIST files in nowhere"),
         ("--batch 1 --data {data}", "less than the 2 processes"),
         ("--resume runs/whole --variant paper", "would change a fixed setting"),
-        ("--resume runs/none", "no such run"),
-        ("--held_out 2001 --data {data}", "--held_out 2,001: there are 2,001 training images"),
+        ("--held_out 1001 --data {data}", "--held_out 1,001: there are 1,001 training images"),
     ],
 )
 def test_mistakes_leave_all_as_it_was(data, whole_run, monkeypatch, flags, words):
@@ -471,3 +380,8 @@ def test_mistakes_leave_all_as_it_was(data, whole_run, monkeypatch, flags, words
     with refused(words):
         lab(*flags.format(data=data).split())
     assert sorted(whole_run.rglob("*")) == before
+
+
+def test_the_paper_has_its_own_activation():
+    with refused("--activation is for --variant relu"):
+        Config(variant="paper", activation="gelu")
