@@ -23,6 +23,7 @@ from engine.signals import SIGNALS
 
 PAGES = [
     ROOT / "README.md",
+    ROOT / "README.zh-CN.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "sample/README.md",
     *sorted((ROOT / "docs").glob("*.md")),
