@@ -1,12 +1,9 @@
 """The baseline of the language model: interpolated Kneser–Ney trigrams on the same tokens.
 
-python -m labs.wikitext.trigram --data wikitext-2    # the trigrams alone
-python -m labs.wikitext.trigram --run runs/NAME      # on the text of a run, beside its score
+python -m labs.wikitext.trigram --run runs/NAME      # on the text of a finished run
 
-Same vocabulary, <unk>, <eos> behind every line and test tokens; every probability is normalised
-over the whole vocabulary, which is checked. nltk's trigram has one discount, which is chosen on the
-validation text: nltk's default, 0.1, is far from the best. The modified one (Chen and Goodman 1999)
-has six, by a formula from the counts, and nothing is chosen.
+Same vocabulary, <unk>, <eos> behind every line and test tokens. The discount is chosen on the
+validation text: nltk's default, 0.1, is far from the best.
 
 nltk computes a probability by walking through all contexts of the training text: hours for a test
 set. `Trigram` holds the same counts in sorted arrays; the tests compare it with nltk.
@@ -14,216 +11,155 @@ set. `Trigram` holds the same counts in sorted arrays; the tests compare it with
 
 import json
 import math
-import random
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy import ndarray
 
 from engine.config import flag, load_config, parse_flags
 from engine.errors import UserError, run_script
 from engine.files import atomic_write
+from engine.run import find_run
 from labs.wikitext.__main__ import Config as TextConfig
-from labs.wikitext.text import SAMPLE_NOTE, Text, find_data, prepare
+from labs.wikitext.text import Text, find_data, prepare
 
 DISCOUNTS = (0.1, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 NLTK_DEFAULT = 0.1
-CHECKED = 500  # contexts whose probabilities are added up
 
 
 @dataclass
 class Config:
     """Every setting of this baseline."""
 
-    data: str = flag("", "as in labs.wikitext", "Text")
-    min_count: int = flag(3, "as in labs.wikitext", "Text", min=1)
     run: str = flag("", "finished run of labs.wikitext, to compare with its score", "Text")
 
 
 class Trigram:
-    """Kneser–Ney's probabilities, plain or modified, from the counts of a text of ids.
-
-    `discount`, in all methods: one number d, for nltk's `KneserNeyInterpolated(3, d)`; or (2, 3),
-    what is taken off bigrams and trigrams that are counted once, twice, more often.
+    """The probabilities of nltk's `KneserNeyInterpolated(3, discount)`, from a text of ids.
 
     The text is counted as a ring, its last two tokens before its first. So every bigram has a
     predecessor, without which nltk's sum over the words that follow a token exceeds 1.
     """
 
-    def __init__(self, ids: np.ndarray, vocabulary: int):
+    def __init__(self, ids: ndarray, vocabulary: int):
         self.vocabulary = vocabulary
         a, b, w = triples(ring(ids))
+        # One entry per distinct trigram, and how often it occurs.
         self.trigrams, self.times = np.unique(self._key(self._key(a, b), w), return_counts=True)
-        # One entry per distinct trigram.
         contexts, last = np.divmod(self.trigrams, vocabulary)
         middle = contexts % vocabulary
-        # place: the context of each trigram.
-        self.contexts, self.place = np.unique(contexts, return_inverse=True)
-        self.context_times = np.bincount(self.place, self.times)
+        # One entry per distinct context a b: different words after it, and occurrences.
+        self.contexts, place = np.unique(contexts, return_inverse=True)
+        self.context_words = np.bincount(place)
+        self.context_times = np.bincount(place, self.times)
         # Continuation counts: how many different tokens stand before a bigram or a token.
         self.bigrams, self.predecessors = np.unique(self._key(middle, last), return_counts=True)
-        self.first, second = np.divmod(self.bigrams, vocabulary)
-        # Distinct trigrams with this token in the middle.
-        self.middles = np.bincount(middle, minlength=vocabulary)
+        first, second = np.divmod(self.bigrams, vocabulary)
         self.unigram = np.bincount(second, minlength=vocabulary) / len(self.bigrams)
+        # Of each token: different words after it, and distinct trigrams with it in the middle.
+        self.followers = np.bincount(first, minlength=vocabulary)
+        self.middles = np.bincount(middle, minlength=vocabulary)
 
-    def probabilities(self, a: np.ndarray, b: np.ndarray, w: np.ndarray, discount) -> np.ndarray:
+    def probabilities(self, a: ndarray, b: ndarray, w: ndarray, discount: float) -> ndarray:
         """p(w | a b) for three arrays of one length; an unseen context backs off to the shorter."""
-        of_bigrams, of_trigrams = np.broadcast_to(discount, (2, 3))
         counts = lookup(self.bigrams, self.predecessors, self._key(b, w))
-        freed = np.bincount(
-            self.first, taken_off(self.predecessors, of_bigrams), minlength=self.vocabulary
-        )
-        p = interpolate(counts, of_bigrams, self.middles[b], freed[b], self.unigram[w])
+        p = interpolate(counts, self.middles[b], self.followers[b], self.unigram[w], discount)
         context = self._key(a, b)
         counts = lookup(self.trigrams, self.times, self._key(context, w))
         total = lookup(self.contexts, self.context_times, context)
-        freed = np.bincount(self.place, taken_off(self.times, of_trigrams))
-        return interpolate(counts, of_trigrams, total, lookup(self.contexts, freed, context), p)
+        words = lookup(self.contexts, self.context_words, context)
+        return interpolate(counts, total, words, p, discount)
 
-    def chen_goodman(self) -> np.ndarray | None:
-        """The six discounts of modified Kneser–Ney, (2, 3); None if too few n-grams are rare.
-
-        D_k = k − (k + 1) · Y · n_{k+1} / n_k,  Y = n_1 / (n_1 + 2 n_2)
-        n_k: how many n-grams are counted k times (Chen and Goodman 1999, equation 26).
-        """
-        discounts = np.empty((2, 3))
-        for row, counts in enumerate((self.predecessors, self.times)):
-            n = np.bincount(counts, minlength=5)[:5].astype(float)
-            if not n[1:4].all():
-                return None
-            y = n[1] / (n[1] + 2 * n[2])
-            discounts[row] = [k - (k + 1) * y * n[k + 1] / n[k] for k in (1, 2, 3)]
-        return discounts.clip(min=0)
-
-    def loss(self, ids: np.ndarray, eos: int, discount) -> float:
+    def loss(self, ids: ndarray, eos: int, discount: float) -> float:
         """Nats a token of another text; infinite if a token has no probability."""
         p = self.probabilities(*triples(np.concatenate([[eos, eos], ids])), discount)
         return -np.log(p).mean() if (p > 0).all() else math.inf
 
-    def sum_of(self, a: int, b: int, discount) -> float:
-        """Σ_w p(w | a b): 1 if all is right."""
-        words = np.arange(self.vocabulary)
-        return self.probabilities(
-            np.full_like(words, a), np.full_like(words, b), words, discount
-        ).sum()
-
-    def _key(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    def _key(self, left: ndarray, right: ndarray) -> ndarray:
         # Three ids of up to two million fit into 63 bits.
         return left * np.int64(self.vocabulary) + right
 
 
-def taken_off(counts: np.ndarray, discounts: np.ndarray) -> np.ndarray:
-    """The discount of each count: of 0 nothing, of 1, 2 and more discounts[0], [1] and [2]."""
-    return np.concatenate([[0.0], discounts])[np.minimum(counts, 3)]
+def interpolate(
+    counts: ndarray, total: ndarray, words: ndarray, shorter: ndarray, discount: float
+) -> ndarray:
+    """(count − d) / total + d · words / total · shorter; `shorter` where total is 0.
 
-
-def interpolate(counts, discounts, total, freed, shorter) -> np.ndarray:
-    """Discounted counts as shares of their context's `total`; what that freed is shared out by
-    `shorter`, p in the shorter context.
+    The discount d that is taken off each of a context's different `words` is shared out by the
+    probability in the shorter context.
     """
-    divisor = np.maximum(total, 1)  # total is 0 for a context that the text does not have
-    freed_share = np.where(total > 0, freed / divisor, 1)
-    return (counts - taken_off(counts, discounts)) / divisor + freed_share * shorter
+    divisor = np.maximum(total, 1)
+    kept = np.maximum(counts - discount, 0) / divisor
+    freed = np.where(total > 0, discount * words / divisor, 1)
+    return kept + freed * shorter
 
 
-def ring(ids: np.ndarray) -> np.ndarray:
+def ring(ids: ndarray) -> ndarray:
     """The last two ids once more before the first."""
     return np.concatenate([ids[-2:], ids]).astype(np.int64)
 
 
-def triples(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def triples(ids: ndarray) -> tuple[ndarray, ndarray, ndarray]:
     """Every token but the first two, w, with the two before it: a, b, w."""
     return ids[:-2], ids[1:-1], ids[2:]
 
 
-def lookup(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def lookup(keys: ndarray, values: ndarray, wanted: ndarray) -> ndarray:
     """The values of the wanted keys, 0 for those that are not in the sorted `keys`."""
     place = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
     return np.where(keys[place] == wanted, values[place], 0)
 
 
 def main(config: Config) -> None:
-    """Count, choose the discount, check, score, write."""
-    text, settings = read_text(config)
-    ids = {split: row.numpy() for split, row in text.ids.items()}
-    size, eos = len(text.vocabulary.tokens), text.vocabulary.eos
-    trigram = Trigram(ids["train"], size)
-    best = min(DISCOUNTS, key=lambda discount: trigram.loss(ids["validation"], eos, discount))
-    models = {
-        f"discount {NLTK_DEFAULT} (nltk's default)": NLTK_DEFAULT,
-        f"discount {best} (best on validation)": best,
-    }
-    modified = trigram.chen_goodman()
-    if modified is not None:
-        models["modified"] = modified
-    perplexities = {}
-    for name, discount in models.items():
-        perplexities[name] = math.exp(trigram.loss(ids["test"], eos, discount))
-    if math.inf in perplexities.values():
+    """Count, choose the discount, score; the result goes to eval/trigram.json of the run."""
+    run = find_run(config.run)
+    if not (run / "eval/test.json").exists():
         raise UserError(
-            "some test tokens have probability 0, because the training text does not have them "
-            "(<unk>, if no word is rare); give a larger --min_count"
+            f"--run {run}: no eval/test.json there; name a run of labs.wikitext that has ended"
         )
-    check_sums(trigram, ids["test"], list(models.values()))
-
-    result = {"tokens": len(ids["test"]), "vocabulary": size, "perplexity": perplexities}
-    result["data"] = SAMPLE_NOTE if text.sample else settings.data
-    model_perplexity = None
-    out = Path("runs/trigram.json")
-    if config.run:
-        out = Path(config.run) / "eval" / "trigram.json"
-        scores = json.loads(out.with_name("test.json").read_text(encoding="utf-8"))
-        model_perplexity = scores["perplexity"]
-        result["model"] = model_perplexity
-        print(f"{config.run}: test perplexity {model_perplexity:.2f}")
-    for name, perplexity in perplexities.items():
-        line = f"Kneser–Ney trigram, {name}: test perplexity {perplexity:.2f}"
-        if model_perplexity:
-            line += f"; the model's is {model_perplexity / perplexity:.1%} of it"
-        print(line)
-    out.parent.mkdir(exist_ok=True)
-    atomic_write(out, json.dumps(result, ensure_ascii=False, indent=1) + "\n")
-
-
-def check_sums(trigram: Trigram, ids: np.ndarray, discounts: list) -> None:
-    """Print how far the probabilities over the vocabulary are from adding up to 1."""
-    a, b, _ = triples(ids)
-    places = random.Random(0).sample(range(len(a)), min(CHECKED, len(a)))
-    sums = [trigram.sum_of(a[n], b[n], discount) for discount in discounts for n in places]
-    error = max(abs(total - 1) for total in sums)
-    print(f"probabilities add up to 1 within {error:.1e} in {len(places)} test contexts")
-
-
-def read_text(config: Config) -> tuple[Text, TextConfig]:
-    """The tokenised text, by the flags or as a finished run has it, and its settings."""
-    settings = TextConfig(data=config.data, min_count=config.min_count)
-    run = Path(config.run)
-    if config.run:
-        if not (run / "eval/test.json").exists():
+    text = read_text(run)
+    ids = {split: row.numpy() for split, row in text.ids.items()}
+    eos = text.vocabulary.eos
+    trigram = Trigram(ids["train"], len(text.vocabulary.tokens))
+    best = min(DISCOUNTS, key=lambda discount: trigram.loss(ids["validation"], eos, discount))
+    names = {NLTK_DEFAULT: "nltk's default", best: "best on validation"}
+    scores = json.loads((run / "eval/test.json").read_text(encoding="utf-8"))
+    model = scores["perplexity"]
+    print(f"{run}: test perplexity {model:.2f}")
+    perplexities = {}
+    for discount, name in names.items():
+        loss = trigram.loss(ids["test"], eos, discount)
+        if loss == math.inf:
             raise UserError(
-                f"--run {run}: no eval/test.json there; name a run of labs.wikitext that has ended"
+                "some test tokens have probability 0, because the training text does not have "
+                "them (<unk>, if no word is rare); train with a larger --min_count"
             )
-        settings = load_config(TextConfig, run / "config.json")
-    settings.data = find_data(settings.data)
+        perplexities[discount] = math.exp(loss)
+        print(
+            f"Kneser–Ney trigram, discount {discount} ({name}): test perplexity "
+            f"{perplexities[discount]:.2f}; the model's is {model / perplexities[discount]:.1%} "
+            "of it"
+        )
+    result = {"perplexity_by_discount": perplexities, "best_discount": best, "model": model}
+    atomic_write(run / "eval/trigram.json", json.dumps(result, indent=1) + "\n")
+
+
+def read_text(run: Path) -> Text:
+    """The tokenised text of a finished run."""
+    settings = load_config(TextConfig, run / "config.json")
+    data = find_data(settings.data)
     text = prepare(
-        settings.data,
-        settings.split_ratios(),
-        settings.vocab,
-        settings.min_count,
-        settings.lowercase,
+        data, settings.split_ratios(), settings.vocab, settings.min_count, settings.lowercase
     )
     words = "\n".join(text.vocabulary.tokens) + "\n"
-    if config.run and words != (run / "vocabulary.txt").read_text(encoding="utf-8"):
+    if words != (run / "vocabulary.txt").read_text(encoding="utf-8"):
         raise UserError(
-            f"--run {run}: the text at {settings.data} now gives another vocabulary; put it back"
+            f"--run {run}: the text at {data} now gives another vocabulary; put it back"
         )
-    for line in text.notes:
-        print(line)
-    return text, settings
+    return text
 
 
 if __name__ == "__main__":
-    run_script(
-        lambda: main(parse_flags(Config, "Kneser–Ney trigrams on the text of the language model"))
-    )
+    settings = parse_flags(Config, "Kneser–Ney trigrams on the text of a language model")
+    run_script(lambda: main(settings))
