@@ -1,7 +1,9 @@
-"""Who takes part: how each contestant is started, and what their processes share: task, clock, the line of JSON they end with.
+"""How a contestant is started, and what all of them share: the task, the clock, the result.
 
-Each contestant is a file of this folder, started as `python -m benchmarks.peers.NAME TASK`, the task in JSON, in an environment
-of its own, with the same threads on the same cores; so this file needs the standard library, numpy and torch alone.
+A contestant is a file of this folder. It runs as `python -m benchmarks.peers.NAME TASK`, the task
+in JSON, with the same number of threads on the same cores as the others, and prints its figures as
+one line of JSON. A toolkit runs in its own environment, so this file needs the standard library,
+numpy and torch alone.
 """
 
 import contextlib
@@ -21,24 +23,25 @@ from benchmarks.corpus import Corpus, as_words, read_corpus
 from benchmarks.measuring import ROOT, pinned
 from engine.errors import UserError
 from engine.memory import GIB, held_gib
-from model import PRESETS
+from model import PRESETS, ModelConfig
 
-TINY = dict(
-    d_model=32, nhead=2, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=64, dropout=0.1
-)
-SIZES = {
-    "lab": PRESETS["lab"],
-    "big": PRESETS["big"],
-    "tiny": TINY,
-}  # of the model; tiny: to try a command
+TINY = {  # to try a command
+    "d_model": 32,
+    "nhead": 2,
+    "num_encoder_layers": 1,
+    "num_decoder_layers": 1,
+    "dim_feedforward": 64,
+    "dropout": 0.1,
+}
+DEFAULTS = {name: getattr(ModelConfig, name) for name in TINY}
+SIZES = {name: DEFAULTS | PRESETS[name] for name in ("lab", "big")} | {"tiny": TINY}
 LABEL_SMOOTHING = 0.1
 LEARNING_RATE = 1e-4
-WARM_STEPS = 3  # not counted: cold caches, first allocations
-ENVIRONMENTS = ROOT / "benchmarks" / ".envs"  # of the toolkits; made by benchmarks/peers/install.sh
-OLD_LOAD = {
-    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"
-}  # `torch.load` reads pickles, as it did before torch 2.6
-# glibc gives large blocks back to the system at once and takes them again page by page; with these it keeps them.
+WARM_STEPS = 3  # steps that do not count: cold caches, first allocations
+ENVIRONMENTS = ROOT / "benchmarks" / ".envs"  # made by benchmarks/peers/install.sh
+# The toolkits' `torch.load` reads pickles, which torch refuses by default since 2.6.
+OLD_LOAD = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+# By default glibc gives large blocks back to the system and takes them again page by page.
 KEEP_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
@@ -48,11 +51,13 @@ KEEP_MEMORY = {
 
 @dataclass(frozen=True)
 class Contestant:
+    """How to start one of the files in this folder."""
+
     module: str  # benchmarks/peers/MODULE.py
-    settings: dict = field(default_factory=dict)  # of its `Task`
-    toolkit: str = ""  # its environment; "": the project's own
+    settings: dict = field(default_factory=dict)  # fields of its `Task`
+    toolkit: str = ""  # whose environment; empty: the project's own
     environment: dict[str, str] = field(default_factory=dict)
-    pin: bool = True  # each compute thread to a core of its own
+    pin: bool = True  # bind each compute thread to a core
 
 
 TOOLKITS = {
@@ -62,154 +67,170 @@ TOOLKITS = {
 
 @dataclass
 class Task:
-    what: str  # train or decode; marian: learn; toolkits: which
+    """What one process is to do."""
+
+    what: str  # the function to call: train, decode, learn, …
     corpus: str  # folder made by benchmarks.corpus
-    seconds: float = 20.0  # of measuring, after the warm-up
+    seconds: float = 20.0  # to measure, after the warm-up
     threads: int = 2
     device: str = "cpu"
     sizes: dict = field(default_factory=lambda: SIZES["lab"])  # of the model
-    tokens_per_batch: int = 4096  # target tokens, where it counts tokens
+    tokens_per_batch: int = 4096  # target tokens, padding included
     variant: str = ""  # of this contestant: fp32, int8, …
-    weights: str = ""  # decode: folder with weights.pt, the project's
-    length: int = 0  # tokens of every output, end suppressed; 0: to the end
-    rows: int = 0  # decode only so many test sentences; 0: all
-    batch: int = 64  # sentences decoded at once; ours: 0 as evaluate.py
-    outputs: str = ""  # file for the decoded words, a sentence a line; learn: folder
+    weights: str = ""  # decode: folder with the project's weights.pt
+    length: int = 0  # decode: tokens of every output; 0: up to its end token
+    rows: int = 0  # decode: number of test sentences; 0: all
+    batch: int = 64  # decode: sentences at once; for ours 0 means as evaluate.py
+    outputs: str = ""  # decode: file for the outputs; learn: folder
     every: int = 0  # learn: steps between translations
 
 
-def choose(
-    names: str, known: Iterable[str], flag: str = "--contestants", between: str = ","
-) -> list[str]:
+def choose(names: str, known: Iterable[str], flag: str = "--contestants") -> list[str]:
     """ "a,b" → ["a", "b"]. Raises `UserError` for an unknown name."""
-    chosen = [name.strip() for name in names.split(between) if name.strip()]
-    if unknown := [name for name in chosen if name not in known]:
-        raise UserError(f"{flag} {unknown[0]}: unknown; choose from {between.join(known)}")
+    chosen = [name.strip() for name in names.split(",") if name.strip()]
+    for name in chosen:
+        if name not in known:
+            raise UserError(f"{flag} {name}: unknown; choose from {','.join(known)}")
     return chosen
 
 
 def command(contestant: Contestant, task: Task) -> tuple[list[str], dict[str, str]]:
-    """The words and environment variables that start a contestant on a task."""
-    python = (
-        str(ENVIRONMENTS / contestant.toolkit / "bin/python")
-        if contestant.toolkit
-        else sys.executable
-    )
+    """The command and the environment variables that start a contestant on a task."""
+    python = sys.executable
+    if contestant.toolkit:
+        python = str(ENVIRONMENTS / contestant.toolkit / "bin/python")
     job = json.dumps(asdict(replace(task, **contestant.settings)))
-    cores = pinned(
-        task.threads, contestant.pin and task.device == "cpu"
-    )  # a GPU's threads want cores of their own
+    # With a GPU, the threads that feed it must not share one core.
+    cores = pinned(task.threads, contestant.pin and task.device == "cpu")
     words = [python, "-m", f"benchmarks.peers.{contestant.module}", job]
     return words, {**os.environ, **cores, **contestant.environment}
 
 
+def is_installed(toolkit: str) -> bool:
+    """Whether benchmarks/peers/install.sh has made its environment."""
+    return (ENVIRONMENTS / toolkit / "complete").exists()
+
+
 def start(name: str, contestant: Contestant, task: Task, timeout: float = 600) -> dict | None:
-    """One turn of one contestant; → its figures, None with one line that says why if it cannot take part."""
-    if contestant.toolkit and not (ENVIRONMENTS / contestant.toolkit / "complete").exists():
-        print(
-            f"{name}: left out; to install it: bash benchmarks/peers/install.sh {contestant.toolkit}",
-            flush=True,
-        )
+    """The figures of one turn. If there are none, a line says why."""
+    if contestant.toolkit and not is_installed(contestant.toolkit):
+        install = f"bash benchmarks/peers/install.sh {contestant.toolkit}"
+        print(f"{name}: left out; to install it: {install}", flush=True)
         return None
     words, environment = command(contestant, task)
+    options = dict(cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
     try:
-        done = subprocess.run(
-            words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
-        )
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        figures = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        reason = (
-            "" if figures and not done.returncode else f"it ended with {done.returncode}: {last}"
-        )
+        process = subprocess.run(words, **options)
     except subprocess.TimeoutExpired:
         reason = f"no result after {timeout:.0f} s"
-    if reason:
-        print(f"{name}: left out, {reason}; {' '.join(words)}", flush=True)
-        return None
-    return json.loads(figures[-1])
+    else:
+        figures = [line for line in process.stdout.splitlines() if line.startswith("{")]
+        if figures and process.returncode == 0:
+            return json.loads(figures[-1])
+        messages = process.stderr.strip().splitlines() or ["no message"]
+        reason = f"it ended with {process.returncode}: {messages[-1]}"
+    print(f"{name}: left out, {reason}; {' '.join(words)}", flush=True)
+    return None
 
 
-def run_peer(*tasks: Callable) -> None:
-    """The main program of a contestant: do its task. Everything it prints meanwhile goes to stderr."""
+def run_peer(*tasks: Callable[[Task, Corpus], None]) -> None:
+    """The main program of a contestant: do the task on the command line.
+
+    Everything that it prints goes to stderr, stdout is for the result.
+    """
     task = Task(**json.loads(sys.argv[1]))
     corpus = read_corpus(task.corpus, task.rows)
+    functions = {function.__name__: function for function in tasks}
     with contextlib.redirect_stdout(sys.stderr):
-        {function.__name__: function for function in tasks}[task.what](task, corpus)
+        functions[task.what](task, corpus)
 
 
 def wait_for_gpu() -> None:
-    """Until the GPU has done what it was given, if this process has one."""
+    """Wait until the GPU has finished, if this process uses one."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
-def memory_gib(which: str = "VmHWM") -> float:
-    """The most that this process, or its tensors on a GPU, held so far; with VmRSS what they hold now."""
+def peak_gib() -> float:
+    """The most memory of this process so far, or of its tensors on a GPU."""
     if torch.cuda.is_initialized():
-        return (
-            torch.cuda.max_memory_allocated() if which == "VmHWM" else torch.cuda.memory_allocated()
-        ) / GIB
-    return held_gib(which)
+        return torch.cuda.max_memory_allocated() / GIB
+    return held_gib()
+
+
+def current_gib() -> float:
+    """The memory of this process now, or of its tensors on a GPU."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.memory_allocated() / GIB
+    return held_gib("VmRSS")
 
 
 def report(figures: dict) -> None:
-    """Print the figures for the process that started this one."""
-    print(json.dumps(figures | {"peak_gib": memory_gib()}), file=sys.__stdout__, flush=True)
+    """Print the figures for `start`, which started this process."""
+    print(json.dumps(figures | {"peak_gib": peak_gib()}), file=sys.__stdout__, flush=True)
 
 
 class TrainingClock:
-    """Counts real tokens over the measured seconds.
+    """Counts steps and real tokens for `seconds`, then reports and ends the process.
 
-    `step(source_tokens, target_tokens)` is called at the start of every optimiser step and so counts everything from there to
-    the next one: loading, forward, backward, update, logging. Once `seconds` are over it reports and ends the process.
-    `step_gib`: what the steps took beside what was there before the first. `more`: further figures to report.
+    Call `step` at the start of every optimizer step: the time up to the next call includes loading,
+    forward and backward pass, update and logging. `more` are further figures to report. `step_gib`
+    is the memory that the steps took in addition to what was held before the first.
     """
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.perf_counter, **more: float):
-        self.seconds, self.now, self.more = seconds, now, more
-        self.steps, self.source, self.target, self.begun = -WARM_STEPS, 0, 0, 0.0
+        self.seconds = seconds
+        self.now = now
+        self.more = more
+        self.steps = -WARM_STEPS
+        self.source = 0
+        self.target = 0
 
     def step(self, source_tokens: int, target_tokens: int) -> None:
-        """A step over so many real tokens (end tokens counted, padding not) begins now."""
+        """A step begins. Its tokens: end tokens count, padding does not."""
         if self.steps == -WARM_STEPS:
-            self.held = memory_gib("VmRSS")
+            self.held = current_gib()
         elif self.steps == 0:
             wait_for_gpu()
             self.begun = self.now()
         elif self.steps > 0 and self.now() - self.begun >= self.seconds:
-            wait_for_gpu()  # only here: in between the host runs ahead of the GPU
-            seconds = self.now() - self.begun  # of all steps but the one that begins now
-            report(
-                {
-                    "target_tokens_per_second": self.target / seconds,
-                    "tokens_per_second": (self.source + self.target) / seconds,
-                    "seconds_per_step": seconds / self.steps,
-                    "target_tokens_per_step": self.target / self.steps,
-                    "steps": self.steps,
-                    "step_gib": memory_gib() - self.held,
-                    **self.more,
-                }
-            )
-            sys.stderr.flush()
-            os._exit(0)  # some toolkits would now write checkpoints
+            self.finish()
         self.steps += 1
         if self.steps > 0:
-            self.source, self.target = (
-                self.source + int(source_tokens),
-                self.target + int(target_tokens),
-            )
+            self.source += int(source_tokens)
+            self.target += int(target_tokens)
+
+    def finish(self) -> None:
+        """Report all steps but the one that begins now."""
+        wait_for_gpu()  # only here and at the start: in between the CPU runs ahead of the GPU
+        seconds = self.now() - self.begun
+        report(
+            {
+                "target_tokens_per_second": self.target / seconds,
+                "tokens_per_second": (self.source + self.target) / seconds,
+                "seconds_per_step": seconds / self.steps,
+                "target_tokens_per_step": self.target / self.steps,
+                "steps": self.steps,
+                "step_gib": peak_gib() - self.held,
+                **self.more,
+            }
+        )
+        sys.stderr.flush()
+        os._exit(0)  # some toolkits would write checkpoints now
 
 
 def time_decoding(
     task: Task, corpus: Corpus, decode: Callable, warm: bool = True, read: Callable = list
 ) -> None:
-    """Decode the test sentences once to warm up, then again and again for `task.seconds`, and report the median.
+    """Decode the test sentences for `task.seconds`, at least once, and report the median pass.
 
-    `read(decode())` are the output ids of every sentence without begin and end; the reading is not timed. Each sentence
-    counts its tokens, and one more for its end where that was not suppressed.
+    `read(decode())` are the output ids of every sentence without begin and end; reading them is not
+    timed. With `warm` the first pass does not count. A sentence counts its tokens, and one more for
+    its end unless `task.length` suppresses that.
     """
+    uncounted = 1 if warm else 0
     passes = []
-    while len(passes) < 1 + warm or sum(passes[warm:]) < task.seconds:
+    while len(passes) <= uncounted or sum(passes[uncounted:]) < task.seconds:
         begun = time.perf_counter()
         outputs = decode()
         passes.append(time.perf_counter() - begun)
@@ -219,8 +240,8 @@ def time_decoding(
         raise RuntimeError(f"{len(lengths)} outputs of {min(lengths)} to {max(lengths)} tokens")
     if task.outputs:
         Path(task.outputs).write_text(as_words(outputs, "tgt"), encoding="utf-8")
-    seconds = statistics.median(passes[warm:])
-    tokens = sum(lengths) + (0 if task.length else len(lengths))
+    seconds = statistics.median(passes[uncounted:])
+    tokens = sum(lengths) if task.length else sum(lengths) + len(lengths)
     report(
         {
             "tokens_per_second": tokens / seconds,
@@ -229,6 +250,6 @@ def time_decoding(
             "first_seconds": passes[0],
             "tokens": tokens,
             "sentences": len(lengths),
-            "passes": len(passes) - warm,
+            "passes": len(passes) - uncounted,
         }
     )

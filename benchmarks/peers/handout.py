@@ -1,18 +1,20 @@
 """Contestant "handout": the lab as a student writes it straight from the course's handout.
 
-Stock `nn.Transformer`, every sentence padded to 128 tokens, 32 random sentences a batch, `ignore_index` for the padding, plain
-Adam; to decode, the whole model runs again for every new token.
+Stock `nn.Transformer`, batches of 32 random sentences padded to 128 tokens, `ignore_index` for the
+padding, plain Adam. To decode, the whole model runs again for every new token.
 Not like for like: 32 sentences hold fewer real tokens than the 4,096 of the others.
 """
 
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from benchmarks.corpus import Corpus
 from benchmarks.peers.contest import (
     LABEL_SMOOTHING,
     LEARNING_RATE,
+    Task,
     TrainingClock,
     run_peer,
     time_decoding,
@@ -20,15 +22,17 @@ from benchmarks.peers.contest import (
 from data import Batch, Collate
 from model import sinusoids
 
-LENGTH, SENTENCES = 128, 32  # of a batch
+LENGTH = 128
+SENTENCES = 32
 
 
 class Seq2Seq(nn.Module):
     """Embeddings, sinusoidal positions, `nn.Transformer`, output layer."""
 
-    def __init__(self, sizes: dict, corpus):
+    def __init__(self, sizes: dict, corpus: Corpus):
         super().__init__()
-        self.width = width = sizes["d_model"]
+        width = sizes["d_model"]
+        self.width = width
         self.source_embedding = nn.Embedding(corpus.source_vocab, width)
         self.target_embedding = nn.Embedding(corpus.target_vocab, width)
         self.transformer = nn.Transformer(**sizes, batch_first=True)
@@ -36,15 +40,14 @@ class Seq2Seq(nn.Module):
         self.dropout = nn.Dropout(sizes["dropout"])
         self.register_buffer("positions", sinusoids(512, width), persistent=False)
 
-    def embed(self, embedding, ids):
+    def embed(self, embedding: nn.Embedding, ids: Tensor) -> Tensor:
         """(B, T) → (B, T, D)"""
         return self.dropout(embedding(ids) * math.sqrt(self.width) + self.positions[: ids.size(1)])
 
-    def forward(self, src, tgt_in, src_pad, tgt_pad):
-        """→ logits (B, T, V)"""
-        causal = torch.triu(
-            torch.ones(tgt_in.size(1), tgt_in.size(1), dtype=torch.bool, device=tgt_in.device), 1
-        )
+    def forward(self, src: Tensor, tgt_in: Tensor, src_pad: Tensor, tgt_pad: Tensor) -> Tensor:
+        """(B, S), (B, T) and their padding → logits (B, T, V)"""
+        length = tgt_in.size(1)
+        causal = torch.ones(length, length, dtype=torch.bool, device=tgt_in.device).triu(1)
         hidden = self.transformer(
             self.embed(self.source_embedding, src),
             self.embed(self.target_embedding, tgt_in),
@@ -56,15 +59,15 @@ class Seq2Seq(nn.Module):
         return self.output(hidden)
 
 
-def labels(batch: Batch, pad: int) -> torch.Tensor:
-    """(B, T) what is to be predicted: `tgt_out`, and behind each sentence padding."""
+def labels(batch: Batch, pad: int) -> Tensor:
+    """(B, T) target tokens to predict, with padding behind each sentence."""
     places = torch.full_like(batch.tgt_in, pad)
     places.view(-1)[batch.real] = batch.tgt_out
     return places
 
 
-def train(task, corpus) -> None:
-    """Random batches of 32, padded to 128 beforehand as the handout's tokenizer call does."""
+def train(task: Task, corpus: Corpus) -> None:
+    """Random batches of 32, padded to 128 beforehand, as the handout's tokenizer call does."""
     source, target = corpus.source_ids, corpus.target_ids
     every = Collate(source, target, pad_multiple=LENGTH)(corpus.train)
     pairs = torch.utils.data.TensorDataset(every.src, every.tgt_in, labels(every, target["pad"]))
@@ -76,11 +79,7 @@ def train(task, corpus) -> None:
     while True:
         for src, tgt_in, tgt_out in loader:
             clock.step((src != source["pad"]).sum(), (tgt_out != target["pad"]).sum())
-            src, tgt_in, tgt_out = (
-                src.to(task.device),
-                tgt_in.to(task.device),
-                tgt_out.to(task.device),
-            )
+            src, tgt_in, tgt_out = (ids.to(task.device) for ids in (src, tgt_in, tgt_out))
             logits = model(src, tgt_in, src == source["pad"], tgt_in == target["pad"])
             loss = criterion(logits.flatten(0, 1), tgt_out.flatten())
             optimizer.zero_grad()
@@ -90,14 +89,12 @@ def train(task, corpus) -> None:
 
 
 @torch.no_grad()
-def decode(task, corpus) -> None:
-    """The whole model, encoder too, once for every token, until all sentences of the batch have ended."""
-    collate, eos = (
-        Collate(corpus.source_ids, corpus.target_ids, pad_multiple=LENGTH),
-        corpus.target_ids["eos"],
-    )
+def decode(task: Task, corpus: Corpus) -> None:
+    """The whole model, encoder too, once for every token until all sentences have ended."""
+    collate = Collate(corpus.source_ids, corpus.target_ids, pad_multiple=LENGTH)
+    eos = corpus.target_ids["eos"]
     model = Seq2Seq(task.sizes, corpus).eval()
-    # The project's own: the names are the same, for the parts are.
+    # The project's own weights fit: the modules have the same names.
     model.load_state_dict(torch.load(f"{task.weights}/weights.pt"))
     model.to(task.device)
 
@@ -122,7 +119,7 @@ def decode(task, corpus) -> None:
 
 
 def cut(ids: list[int], limit: int, eos: int) -> list[int]:
-    """Up to the end token, and no more than `limit`."""
+    """The tokens before the end token, at most `limit`."""
     ids = ids[:limit]
     return ids[: ids.index(eos)] if eos in ids else ids
 

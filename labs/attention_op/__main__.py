@@ -3,7 +3,6 @@
 python -m labs.attention_op                       # every implementation
 python -m labs.attention_op --backend cpp         # one implementation; C++ is compiled at first use
 python -m labs.attention_op --seq 1024 --batch 1  # other sizes
-python -m benchmarks.attention_op                 # the full measurement, with memory
 """
 
 from dataclasses import dataclass
