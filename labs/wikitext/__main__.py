@@ -10,7 +10,7 @@ torchrun --nproc_per_node 2 -m -- labs.wikitext           # data parallel (DDP):
 tensorboard --logdir runs                                 # curves, samples, confusion table
 
 Sizes in shape comments: B segments in a step, S places in a segment, V vocabulary, N places whose
-loss counts. `real` is False at padding.
+loss counts. `attention_mask` is False at padding.
 """
 
 from engine import distributed, schedule  # before PyTorch, whose threads read their settings once
@@ -52,7 +52,6 @@ from labs.wikitext.text import (
     prepare,
 )
 
-TOKENS_IN_ALL = 2_400_000  # some minutes of a CPU core at the default sizes and six thousand words
 CONFUSED = 12  # tokens in the confusion table
 # The handout's settings; flags that are given as well win. It draws segments anew every 10 epochs:
 # epochs 1 to 10 are static, 11 to 20 and 21 to 30 dynamic, 31 to 40 static again.
@@ -100,9 +99,7 @@ class Config:
     )
     glove: str = flag("", "text file of vectors with which the embedding begins", "Model")
 
-    epochs: int = flag(
-        0, "passes over the text; 0: 2.4 million tokens, 1 to 30", "Training", min=0, fixed=True
-    )
+    epochs: int = flag(12, "passes over the text", "Training", min=1, fixed=True)
     embedding_share: float = flag(
         0.125,
         "share of the steps, the first, that train embeddings only",
@@ -130,9 +127,6 @@ class Config:
         "segments: each once per epoch, or by loss (static|dynamic)",
         "Training",
         fixed=True,
-    )
-    sharpness: float = flag(
-        1.0, "dynamic: how much the loss weighs, see SegmentSampler", "Training", min=0, fixed=True
     )
     resample_every: int = flag(
         1, "dynamic: epochs per draw; 10 in the handout", "Training", min=1, fixed=True
@@ -171,7 +165,7 @@ class Config:
 
 @dataclass
 class State:
-    """What a checkpoint keeps, beside the weights, the optimiser's moments and the sampler."""
+    """What a checkpoint keeps, beside the weights, the optimizer's moments and the sampler."""
 
     step: int = 0
     validated: int = 0  # step of the last validation
@@ -191,7 +185,7 @@ def train(config: Config) -> Path:
         vocabulary = text.vocabulary
         check_vocabulary(run, vocabulary.tokens)
 
-        # -------- model, optimiser, order of the segments
+        # -------- model, optimizer, order of the segments
         torch.manual_seed(config.seed)
         model = LanguageModel(len(vocabulary.tokens), config)
         model.start_from_counts(text.ids["train"])
@@ -261,8 +255,8 @@ def train(config: Config) -> Path:
                     continued = "\n\n".join(samples(model, text, config))
                     run.telemetry.text("samples", state.step, continued)
             if epoch_over or interrupted:
-                kept = asdict(state) | {"sampler": sampler.state_dict(world)}
-                run.save(state.step, model, optimizer, kept, precision, improved)
+                saved = asdict(state) | {"sampler": sampler.state_dict(world)}
+                run.save(state.step, model, optimizer, saved, precision, improved)
                 begun = time.perf_counter()
             if interrupted or state.step >= total_steps:
                 break
@@ -284,18 +278,18 @@ def train(config: Config) -> Path:
                 segments_of_epoch = sampler.plan(epoch).split(config.batch)
             segments = segments_of_epoch[number]
             tokens_in_step = sampler.lengths[segments].sum().item()  # of all ranks
-            own = segments[world.rank :: world.size]
+            local = segments[world.rank :: world.size]
             # DDP wants a forward pass of a rank without a segment, too; nothing of it counts.
-            spans = sampler.spans(own if len(own) else segments[:1])
+            spans = sampler.spans(local if len(local) else segments[:1])
             # The batch stays on the CPU; the model sends what it needs to the GPU.
-            tokens, targets, real = gather_segments(
+            tokens, targets, attention_mask = gather_segments(
                 text.ids["train"], spans, vocabulary.eos, config.segment, config.pad
             )
-            counted = real & (len(own) > 0)
+            counted = attention_mask & (len(local) > 0)
 
             model.train()
             with precision.autocast():
-                smoothed, losses = runner(tokens, targets, real, counted)  # scalar, (N,)
+                smoothed, losses = runner(tokens, targets, attention_mask, counted)  # scalar, (N,)
             # The mean over the tokens of all ranks. × size, because DDP averages the gradients.
             precision.backward(smoothed / tokens_in_step * world.size)
             # Clip the gradient, update the weights, clear the gradient.
@@ -305,7 +299,7 @@ def train(config: Config) -> Path:
             # Each segment's loss, summed over its tokens, (B,): what dynamic sampling goes by.
             rows = send(counted.nonzero()[:, 0], device)  # (N,) the segment of each loss
             segment_losses = losses.new_zeros(len(spans)).index_add_(0, rows, losses)
-            sampler.record(own, segment_losses[: len(own)])
+            sampler.record(local, segment_losses[: len(local)])
             token_count += tokens_in_step
 
             if step % config.log_every == 0 or step == total_steps:
@@ -385,11 +379,6 @@ def read_text(config: Config) -> tuple[Text, Tensor | None, Config]:
             f"vocabulary has a vector, {running:.1%} of the running tokens"
         )
     config.d_embedding = config.d_embedding or config.d_model
-    if not config.epochs:
-        # The first epoch of dynamic sampling is like static.
-        fewest = 6 if config.sampling == "dynamic" else 1
-        wanted = round(TOKENS_IN_ALL / len(text.ids["train"]))
-        config.epochs = min(30, max(fewest, wanted))
     return text, vectors, config
 
 
@@ -420,11 +409,11 @@ def flops_per_token(model: LanguageModel, length: int) -> int:
 
     The model's input are ids, so that every product has both gradients.
     """
-    real = torch.ones(1, length, dtype=torch.bool)
+    attention_mask = torch.ones(1, length, dtype=torch.bool)
     # MATH: attention by plain matrix products, which the counter knows on every device.
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
-        model(real.long(), real)
+        model(attention_mask.long(), attention_mask)
     return 3 * counter.get_total_flops() // length
 
 

@@ -1,7 +1,7 @@
 """The language model: an encoder under a causal mask; its loss, its scores and its samples.
 
 B segments, S places in a segment, D model width, E embedding width, V vocabulary, H heads, N places
-whose loss counts, T tokens of a text. `real` (B, S) is False at padding.
+whose loss counts, T tokens of a text. `attention_mask` (B, S) is False at padding.
 """
 
 import math
@@ -52,9 +52,9 @@ class LanguageModel(nn.Module):
         )
         self.dropout = nn.Dropout(sizes.dropout)
         self.bias = nn.Parameter(torch.zeros(vocabulary))
-        # The causal mask, (S, S): True where a place must not look. Not part of the checkpoint.
-        later = torch.ones(sizes.segment, sizes.segment, dtype=torch.bool).triu(1)
-        self.register_buffer("later", later, persistent=False)
+        # (S, S): True where a place must not look. Not part of the checkpoint.
+        causal_mask = torch.ones(sizes.segment, sizes.segment, dtype=torch.bool).triu(1)
+        self.register_buffer("causal_mask", causal_mask, persistent=False)
 
     @torch.no_grad()
     def start_from_counts(self, ids: Tensor) -> None:
@@ -69,36 +69,35 @@ class LanguageModel(nn.Module):
             parameters.append(self.positions)
         return parameters
 
-    def forward(self, tokens: Tensor, real: Tensor, counted: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, attention_mask: Tensor, counted: Tensor | None = None
+    ) -> Tensor:
         """(B, S) ids → logits (B, S, V); with `counted` (B, S) of those places only, (N, V).
 
         Inputs may stay on the CPU: how many places count is then known without waiting for the GPU.
         """
-        return F.linear(self.hidden(tokens, real, counted), self.embedding.weight, self.bias)
-
-    def hidden(self, tokens: Tensor, real: Tensor, counted: Tensor | None = None) -> Tensor:
-        """The input of the output projection: (B, S, E), or (N, E) of the counted places."""
         length, device = tokens.size(1), self.bias.device
         # Positions count from the first real token, so that padding on the left moves nothing.
-        place = send((real.cumsum(1) - 1).clamp_min(0), device)  # (B, S)
+        place = send((attention_mask.cumsum(1) - 1).clamp_min(0), device)  # (B, S)
         embedded = self.embedding(send(tokens, device))  # (B, S, E)
         embedded = embedded * math.sqrt(self.embedding.embedding_dim)  # to variance 1
         x = self.dropout(self.up(embedded) + F.embedding(place, self.positions))  # (B, S, D)
-        later = self.later[:length, :length]
-        if real[:, 0].all():
+        causal_mask = self.causal_mask[:length, :length]
+        if attention_mask[:, 0].all():
             # Padding stands on the right, if anywhere: the causal mask alone hides it.
-            x = self.encoder(x, mask=later, is_causal=True)
+            x = self.encoder(x, mask=causal_mask, is_causal=True)
         else:
             # A padded place may see itself: a row that may see nothing would be a row of NaN.
             itself = torch.eye(length, dtype=torch.bool, device=device)
-            padding = ~send(real, device).unsqueeze(1)  # (B, 1, S)
-            unseen = later | (padding & ~itself)  # (B, S, S)
-            x = self.encoder(x, mask=unseen.repeat_interleave(self.nhead, 0))  # mask (B·H, S, S)
+            padding = ~send(attention_mask, device).unsqueeze(1)  # (B, 1, S)
+            mask = causal_mask | (padding & ~itself)  # (B, S, S)
+            x = self.encoder(x, mask=mask.repeat_interleave(self.nhead, 0))  # mask (B·H, S, S)
         if counted is not None:
             # The largest matrix product is made for these N places only.
             places = counted.flatten().nonzero().squeeze(1)
             x = x.flatten(0, 1).index_select(0, send(places, device))  # (N, D)
-        return self.down(self.dropout(x))
+        x = self.down(self.dropout(x))  # (…, E)
+        return F.linear(x, self.embedding.weight, self.bias)
 
 
 class SmoothedLoss(nn.Module):
@@ -109,19 +108,15 @@ class SmoothedLoss(nn.Module):
         self.model, self.smoothing = model, smoothing
 
     def forward(
-        self, tokens: Tensor, targets: Tensor, real: Tensor, counted: Tensor
+        self, tokens: Tensor, targets: Tensor, attention_mask: Tensor, counted: Tensor
     ) -> tuple[Tensor, Tensor]:
         """All inputs (B, S) → the smoothed loss, summed, and the plain loss of each token, (N,)."""
-        weight, bias = self.model.embedding.weight, self.model.bias
-        hidden = self.model.hidden(tokens, real, counted)  # (N, E)
-        truth = send(targets[counted], bias.device)  # (N,)
-        logits = F.linear(hidden, weight, bias).float()  # (N, V)
-        loss = F.cross_entropy(logits, truth, reduction="none")  # (N,): −log p(truth)
-        # Smoothed: (1 − s) · loss + s · (−log p, averaged over the vocabulary)
-        #         = loss + s · (logit of truth − mean logit).
-        # That difference is `hidden` times one vector per token: no second pass over the logits.
-        ahead = (hidden * (weight[truth] - weight.mean(0))).sum(-1) + bias[truth] - bias.mean()
-        return (loss + self.smoothing * ahead).sum(), loss.detach()
+        logits = self.model(tokens, attention_mask, counted).float()  # (N, V)
+        truth = send(targets[counted], logits.device)  # (N,)
+        smoothed = F.cross_entropy(logits, truth, reduction="sum", label_smoothing=self.smoothing)
+        with torch.no_grad():
+            plain = F.cross_entropy(logits, truth, reduction="none")
+        return smoothed, plain
 
 
 def send(x: Tensor, device: torch.device) -> Tensor:
@@ -134,14 +129,15 @@ def send(x: Tensor, device: torch.device) -> Tensor:
 def gather_segments(
     ids: Tensor, spans: list[tuple[int, int]], eos: int, length: int, pad: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Segments of a text for (first, end) `spans`: tokens, targets, real, each (B, length).
+    """Segments of a text for (first, end) `spans`.
 
-    Targets are tokens first … end − 1, the input is each one's predecessor; before the first token
-    of a text stands <eos>. Padding, on the `pad` side, holds token 0.
+    Returns tokens, targets and attention mask, (B, length) each. Targets are tokens first … end − 1,
+    the input is each one's predecessor; before the first token of a text stands <eos>. Padding, on
+    the `pad` side, holds token 0.
     """
     tokens = torch.zeros(len(spans), length, dtype=torch.int64)
     targets = torch.zeros_like(tokens)
-    real = torch.zeros_like(tokens, dtype=torch.bool)
+    attention_mask = torch.zeros_like(tokens, dtype=torch.bool)
     for row, (first, end) in enumerate(spans):
         size = end - first
         places = slice(length - size, length) if pad == "left" else slice(0, size)
@@ -150,8 +146,8 @@ def gather_segments(
         else:
             tokens[row, places] = torch.cat([torch.tensor([eos]), ids[: end - 1]])
         targets[row, places] = ids[first:end]
-        real[row, places] = True
-    return tokens, targets, real
+        attention_mask[row, places] = True
+    return tokens, targets, attention_mask
 
 
 def windows(token_count: int, length: int) -> list[tuple[int, int, int]]:
@@ -196,12 +192,12 @@ def evaluate(
     batches = torch.tensor(windows(len(ids), length)).split(WINDOWS_AT_ONCE)
     for batch in batches[world.rank :: world.size]:
         spans = [(first, end) for first, _, end in batch.tolist()]
-        tokens, targets, real = gather_segments(ids, spans, vocabulary.eos, length, pad)
+        tokens, targets, attention_mask = gather_segments(ids, spans, vocabulary.eos, length, pad)
         # A window counts the last `count` of its real tokens.
         count = batch[:, 2] - batch[:, 1]
-        real_tokens_from_here = real.flip(1).cumsum(1).flip(1)  # (B, S)
-        counted = real & (real_tokens_from_here <= count.unsqueeze(1))
-        logits = model(tokens, real, counted).float()  # (N, V)
+        tokens_to_the_end = attention_mask.flip(1).cumsum(1).flip(1)  # (B, S)
+        counted = attention_mask & (tokens_to_the_end <= count.unsqueeze(1))
+        logits = model(tokens, attention_mask, counted).float()  # (N, V)
         truth = send(targets[counted], device)  # (N,)
         guess = logits.argmax(-1)
         right = guess == truth
@@ -231,7 +227,7 @@ def generate(
 ) -> list[list[int]]:
     """`length` sampled tokens behind each prompt; <unk> is never sampled."""
     model.eval()
-    context = model.later.size(0)  # tokens that the model sees at most
+    context = model.causal_mask.size(0)  # tokens that the model sees at most
     generator = torch.Generator().manual_seed(seed)
     rows = [[vocabulary.eos, *prompt.tolist()] for prompt in prompts]
     for _ in range(length):
@@ -239,10 +235,12 @@ def generate(
         longest = max(map(len, seen))
         # Prompts of different lengths are padded on the left.
         tokens = torch.tensor([[0] * (longest - len(row)) + row for row in seen])
-        real = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in seen])
-        last = torch.zeros_like(real)
+        attention_mask = torch.tensor(
+            [[False] * (longest - len(row)) + [True] * len(row) for row in seen]
+        )
+        last = torch.zeros_like(attention_mask)
         last[:, -1] = True
-        logits = model(tokens, real, last).float().cpu()  # (B, V)
+        logits = model(tokens, attention_mask, last).float().cpu()  # (B, V)
         logits[:, vocabulary.unk] = -math.inf
         drawn = (logits / temperature).softmax(-1).multinomial(1, generator=generator)
         for row, id in zip(rows, drawn.flatten().tolist()):

@@ -13,14 +13,14 @@ class SegmentSampler:
 
     static: each segment once. dynamic: segment i is drawn with probability
 
-        p_i = (1 − w) / M + w · exp(β ℓ_i) / Σ_j exp(β ℓ_j)
+        p_i = (1 − w) / M + w · exp(ℓ_i) / Σ_j exp(ℓ_j)
         w = 0 in the first epoch, else max(0, 1 − e / (0.7 · E))
 
     ℓ_i: mean plain loss of its tokens, in nats, over its visits since the last draw (without a
-    visit: as it was; before any: the mean of the others); β: `sharpness`; e: epochs done; E: epochs
-    in all. With β = 1 a segment's extra share is proportional to its perplexity. w falls from
-    nearly 1 to 0 where the learning rate begins to fall: the last 30 % of the epochs are static
-    again. One draw serves `resample_every` epochs, in another order each; e is the first of them.
+    visit: as it was; before any: the mean of the others); e: epochs done; E: epochs in all. So a
+    segment's extra share is proportional to its perplexity. w falls from nearly 1 to 0 where the
+    learning rate begins to fall: the last 30 % of the epochs are static again. One draw serves
+    `resample_every` epochs, in another order each; e is the first of them.
 
     A draw takes M segments by systematic resampling: i comes ⌊M p_i⌋ or ⌈M p_i⌉ times and M p_i
     times in expectation, so at w = 0 each comes exactly once. It is a function of (losses, seed,
@@ -28,7 +28,7 @@ class SegmentSampler:
     """
 
     def __init__(self, token_count: int, config, device: torch.device):
-        """`config`: segment, sampling, sharpness, resample_every, epochs, seed."""
+        """`config`: segment, sampling, resample_every, epochs, seed."""
         self.starts = torch.arange(0, token_count, config.segment)  # (M,)
         self.lengths = (token_count - self.starts).clamp_max(config.segment)  # (M,)
         self.config = config
@@ -62,7 +62,7 @@ class SegmentSampler:
         if weight == 0 or self.losses.isnan().all():
             return uniform
         losses = self.losses.nan_to_num(self.losses.nanmean().item())
-        return (1 - weight) * uniform + weight * (self.config.sharpness * losses).softmax(0)
+        return (1 - weight) * uniform + weight * losses.softmax(0)
 
     def plan(self, epoch: int) -> Tensor:
         """The segments of this epoch in order, (M,)."""
@@ -96,10 +96,9 @@ class SegmentSampler:
         self.visits.zero_()
 
     def figures(self, epoch: int) -> dict[str, float]:
-        """How uniform a draw is: entropy in nats (at most ln M), effective sample size (M)."""
+        """How uniform a draw is: its weight w, and its effective sample size (at most M)."""
         p = self.probabilities(epoch)
         return {
-            "sampler/entropy": torch.special.entr(p).sum().item(),
             "sampler/effective_sample_size": 1 / p.square().sum().item(),
             "sampler/weight": self.weight(epoch),
         }

@@ -162,10 +162,10 @@ def cut_missing(
     shares = [weight / sum(weights) for weight in weights]
     name = source or "the text"
     cut, kind = cut_text(splits.pop(source), shares, name)
-    told = ", ".join(f"{share:.1%} {split}" for split, share in zip(parts, shares))
+    note = ", ".join(f"{share:.1%} {split}" for split, share in zip(parts, shares))
     for split in splits:
-        told += f"; {split} as it is"
-    notes.append(f"splits: {name} is cut at {kind}: {told}")
+        note += f"; {split} as it is"
+    notes.append(f"splits: {name} is cut at {kind}: {note}")
     return {**dict(zip(parts, cut)), **splits}
 
 
@@ -190,13 +190,10 @@ def cut_text(lines: list[str], shares: list[float], name: str) -> tuple[list[lis
 
 
 def boundaries(lines: list[str], parts: int) -> tuple[list[int], str]:
-    """Where articles begin; with too few titles paragraphs, and without paragraphs lines."""
+    """Where articles begin, and "articles"; with too few titles every line, and "lines"."""
     titles = [number for number, line in enumerate(lines) if TITLE.fullmatch(line)]
-    blank = [not line.strip() for line in lines]
-    paragraphs = [n for n in range(len(lines)) if not blank[n] and (n == 0 or blank[n - 1])]
-    for starts, kind in ((titles, "articles"), (paragraphs, "paragraphs")):
-        if len(starts) > parts:
-            return [0, *starts[1:]], kind  # lines before the first title or paragraph belong to it
+    if len(titles) > parts:
+        return [0, *titles[1:]], "articles"  # lines before the first title belong to it
     return list(range(len(lines))), "lines"
 
 
