@@ -1,19 +1,41 @@
 """Score a trained model: translate a split greedily and print the BLEU card.
 
-    python evaluate.py                                       # the newest run, its own data
-    python evaluate.py --ckpt runs/NAME --beam 4             # a run, a checkpoint or a weights file
-    python evaluate.py --ckpt runs/NAME --average 5          # the mean of the last five checkpoints
-    torchrun --nproc_per_node 2 evaluate.py --ckpt runs/NAME # each GPU translates a part
+python evaluate.py                                       # the newest run, its own data
+python evaluate.py --ckpt runs/NAME --beam 4             # a run, a checkpoint or a weights file
+python evaluate.py --ckpt runs/NAME --average 5          # the mean of the last five checkpoints
+torchrun --nproc_per_node 2 evaluate.py --ckpt runs/NAME # each process translates a part
 
 The model reads a source sentence and nothing else, and writes its own translation word by word.
 The references are the raw text of the data set. Both facts make the score a BLEU; see
 docs/evaluation.md on the number that the handout's `evaluate()` would give.
 """
 
-from dataclasses import asdict, dataclass
+from engine import distributed  # before PyTorch, whose threads read their settings once
 
+# isort: split
+import errno
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
+from pathlib import Path
+
+import torch
+
+from data import began_with, collate_for
+from decoding import Translations, translate_lines
 from engine.config import checked, flag, parse_flags
+from engine.distributed import World
 from engine.errors import UserError, run_script
+from engine.files import atomic_write
+from engine.precision import Precision
+from engine.telemetry import progress_bar
+from loading import Trained, choose_checkpoint, load_for_decoding
+from text.bleu import bleu_card
+from text.cleaning import held_out_rows, missing_splits, normalise, split_to_score
+from text.reading import find_text, fingerprint_of, sample_notice
+from text.subwords import encode
 
 
 @dataclass
@@ -25,7 +47,9 @@ class Config:
     source: str = flag("", "source column of the data; default: as in the run", "What")
     target: str = flag("", "column with the references; default: as in the run", "What")
     split: str = flag(
-        "", "(test|validation|train); default: test, or validation if there is no test", "What"
+        "",
+        "(test|validation|train); default: test, else validation, else cut from train",
+        "What",
     )
     limit: int = flag(0, "score only the first N rows; 0: all rows", "What", min=0)
     average: int = flag(1, "average the weights of the last N checkpoints", "What", min=1)
@@ -50,42 +74,16 @@ class Config:
             )
 
 
-# Before the imports that take seconds, so that --help and a wrong flag answer at once.
-if __name__ == "__main__":
-    config = parse_flags(Config, "print the BLEU of a trained model")
-
-import errno
-import json
-import os
-import sys
-import time
-from itertools import islice
-from pathlib import Path
-
-import numpy as np
-import torch
-
-from data import began_with, collate_for, cut_batches
-from decoding import Translations, translate_lines
-from engine import distributed
-from engine.files import atomic_write
-from engine.precision import Precision
-from engine.telemetry import progress
-from loading import Trained, choose_checkpoint, load_for_decoding
-from model import Translator
-from text.bleu import bleu_card
-from text.cleaning import held_out_rows, missing_splits, normalise, split_to_score
-from text.reading import find_text, fingerprint_of, sample_notice
-from text.subwords import encode
-
-
 def evaluate(config: Config) -> None:
-    """Load the model, translate, score, print. All processes translate; rank 0 prints."""
+    """Load the model, translate, score, print. All ranks translate; rank 0 scores and prints.
+
+    Raises `UserError` for a model, data or places that cannot be used.
+    """
     world = distributed.start(checked(config).device)
     log = print if world.is_main else lambda line: None
     trained, precision, steps = load_for_decoding(config, config.average, world, log)
-    rows, scored = world.on_main(lambda: load_rows(config, trained))
-    log(f"{trained.name}: {scored['data']}, split {scored['split']}, {len(rows):,} rows")
+    scored = world.on_main(lambda: choose_rows(config, trained))
+    log(f"{trained.name}: {scored.data}, split {scored.split}, {len(scored.rows):,} rows")
     if config.out:
         world.on_main(lambda: check_writable(Path(config.out)))
 
@@ -95,17 +93,17 @@ def evaluate(config: Config) -> None:
             trained.model,
             trained.source_tokenizer,
             trained.target_tokenizer,
-            [source for source, _ in rows],
+            scored.sources(),
             beam=config.beam,
             length_penalty=config.length_penalty,
             world=world,
             steps=steps,
-            progress=lambda batches: progress(batches, desc="translating", unit="batch"),
+            progress=lambda batches: progress_bar(batches, desc="translating", unit="batch"),
         )
     seconds = time.perf_counter() - begun
 
-    if translations:  # None on all ranks but rank 0
-        result = report(config, trained, scored, rows, translations, seconds, log)
+    if world.is_main:
+        result = report(config, trained, scored, translations, seconds, log)
         # Number formats round differently, and scores differ a little between them.
         result["precision"] = "int8" if config.precision == "int8" else precision.name
         name = name_of_score(config, trained, scored)
@@ -115,7 +113,7 @@ def evaluate(config: Config) -> None:
             log(f"translations written to {config.out}, one a line")
 
     if config.teacher_forced:
-        match = teacher_forced_match(trained, rows, world, precision)
+        match = teacher_forced_match(trained, scored, world, precision)
         log(
             f"teacher-forced token match {match:.2f} % — NOT a BLEU and not comparable with one: "
             "at every position the model sees the reference before it"
@@ -126,58 +124,81 @@ def evaluate(config: Config) -> None:
 # ---------------------------------------------------------------- which rows are scored
 
 
-def load_rows(config: Config, trained: Trained) -> tuple[list[tuple[str, str]], dict]:
-    """The raw (source, target) rows to score, and a description of them for the score file.
+@dataclass
+class Scored:
+    """The rows to score, and what a reader of the score must know about them."""
 
-    The rule for the split: the one that --split names; without --split the data's test split, or
-    their validation split if they have no test split. Data with neither: of the run's own data the
-    rows that training cut from train and never saw; of any other data all rows.
+    data: str  # path
+    columns: list[str]  # source, target
+    split: (
+        str  # "test", "validation", "train", or "all" for data without a test or validation split
+    )
+    note: str  # for the first line of the card; "" if there is nothing to say
+    own: bool  # whether the run was trained on these data
+    rows: list[tuple[str, str]]  # raw (source, reference)
+
+    def sources(self) -> list[str]:
+        """The texts to translate."""
+        return [source for source, _ in self.rows]
+
+    def references(self) -> list[str]:
+        """The texts that translations are compared with."""
+        return [reference for _, reference in self.rows]
+
+
+def choose_rows(config: Config, trained: Trained) -> Scored:
+    """Apply the rule for the split, and say on the card what it did.
+
+    The first of these is scored:
+
+    1. the split that --split names;
+    2. the data's own test split;
+    3. the data's own validation split (the course's data have no test split);
+    4. the test rows that train.py cut from train and did not train on.
+
+    Other data than those of the run have no such rows; without a test and a validation split they
+    are scored whole. Raises `UserError` if the data have no such split, or no rows in it.
     """
     run_columns = [trained.config["source"], trained.config["target"]]
     path = os.path.expanduser(config.data or trained.config["data"])
     columns = [config.source or run_columns[0], config.target or run_columns[1]]
     text = find_text(path, *columns)
-    split = config.split or split_to_score(text)
-    lacking = split in missing_splits(text)
+    split = config.split or split_to_score(text)  # the rule; train.py asks the same function
 
-    # Is this the data that the run was trained on? By its place, or by its content if it has moved.
-    same_place = os.path.realpath(path) == os.path.realpath(trained.config["data"])
-    same_place = same_place and columns == run_columns
-    same_content = False
-    if lacking or not same_place:  # comparing the content reads all files: only where it matters
-        same_content = began_with(trained.checkpoint, trained.config, text)
-    own = same_place or same_content
+    # The data of the run: in the same place, or moved and with the same content.
+    same_path = os.path.realpath(path) == os.path.realpath(trained.config["data"])
+    own = same_path and columns == run_columns
+    if not own:
+        own = began_with(trained.checkpoint, trained.config, text)
 
-    cut = lacking and own
-    if cut and not same_content:
-        # A test split may have been there before, and these rows may have been trained on.
-        note = f"note: {path} has changed since the training: the model may have learned these rows"
-        print(note, file=sys.stderr)
-
-    if cut:
+    notes = []
+    if split in text.files:
+        rows = text.pairs(split)
+        if split == "validation" and not config.split:
+            notes.append("the data have no test split")
+    elif own and split in missing_splits(text):
         rows = held_out_rows(text)[split]
-    elif split in text.files:
-        rows = rows_of(text, [split])
+        notes.append(f"cut from train: the data have no {split} split")
+        # Another train file is cut in another place. Perhaps the data had a test split, too.
+        if not began_with(trained.checkpoint, trained.config, text):
+            notes.append("the data have changed: the model may have learned these rows")
     elif own or config.split:
         splits = ", ".join(text.files)
         raise UserError(f"{path} has no {split} split (it has {splits}); leave --split out")
     else:
         split = "all"
-        rows = rows_of(text, list(text.files))
+        rows = chain.from_iterable(text.pairs(name) for name in text.files)
+        notes.append("the data have neither a test nor a validation split")
+    # The best of many checkpoints on these rows: a little too good to be the score on new rows.
+    if own and split == "validation" and is_best(trained, config.average):
+        notes.append("it also chose the checkpoint")
+    if own and split == "train":
+        notes.append("the model has learned these rows")
+
     rows = list(islice(rows, config.limit or None))
     if not rows:
         raise UserError(f"{path} has no rows in its {split} split; choose another --split")
-
-    best = is_best(trained, config.average)
-    note = note_on_split(split, own=own, cut=cut, asked=bool(config.split), best=best)
-    described = dict(data=path, columns=columns, split=split, own=own, cut=cut, note=note)
-    return rows, described | {"rows": fingerprint_of(rows)}
-
-
-def rows_of(text, splits: list[str]):
-    """All rows of these splits, in order."""
-    for split in splits:
-        yield from text.pairs(split)
+    return Scored(path, columns, split, "; ".join(notes), own, rows)
 
 
 def is_best(trained: Trained, average: int) -> bool:
@@ -188,84 +209,75 @@ def is_best(trained: Trained, average: int) -> bool:
     return average == 1 and best.exists() and folder.samefile(best)
 
 
-def note_on_split(split: str, own: bool, cut: bool, asked: bool, best: bool) -> str:
-    """What a reader of the score must know about the split; the first line of the card shows it.
-
-    own: the data of the run; cut: from train; asked: by --split; best: see `is_best`.
-    """
-    notes = []
-    if cut and split == "test":
-        notes.append("cut from train: the data have neither a test nor a validation split")
-    elif cut:
-        notes.append(f"cut from train: the data have no {split} split")
-    elif split == "all":
-        notes.append("the data have neither a test nor a validation split")
-    elif split == "validation" and not asked:
-        notes.append("the data have no test split")
-    # The best of many checkpoints on these rows: a little too good to be the score on new rows.
-    if own and split == "validation" and best:
-        notes.append("it also chose the checkpoint")
-    if own and split == "train":
-        notes.append("the model has learned these rows")
-    return "; ".join(notes)
-
-
 # ---------------------------------------------------------------- the card and its files
 
 
 def report(
     config: Config,
     trained: Trained,
-    scored: dict,
-    rows: list[tuple[str, str]],
+    scored: Scored,
     translations: Translations,
     seconds: float,
     log,
 ) -> dict:
-    """Print the BLEU card and three translations; return all figures, for the score file."""
-    references = [target for _, target in rows]
-    card = bleu_card(references, translations.texts)
+    """Print the BLEU card and three translations; return all figures, for the score file.
+
+    `seconds` is the time that the translation took.
+    """
+    card = bleu_card(scored.references(), translations.texts)
     decoding = "greedy"
     if config.beam > 1:
         decoding = f"beam {config.beam}, length penalty {config.length_penalty:g}"
     if config.precision == "int8":
         decoding += ", int8"
 
-    note = f" ({scored['note']})" if scored["note"] else ""
-    log(f"\nsplit      {scored['split']}{note}")
-    if notice := sample_notice(scored["data"]):
+    # The first line says what was scored: without it no number means anything.
+    note = f" ({scored.note})" if scored.note else ""
+    log(f"\nsplit      {scored.split}{note}")
+    if notice := sample_notice(scored.data):
         log(f"data       {notice}")
     for line in card.lines():
         log(line)
-    log(f"scored     {scored['data']}, split {scored['split']}, {len(rows):,} rows")
+    log(f"scored     {scored.data}, split {scored.split}, {len(scored.rows):,} rows")
     log(
-        f"decoding   {decoding}; {len(rows) / seconds:,.1f} sentences/s, "
+        f"decoding   {decoding}; {len(scored.rows) / seconds:,.1f} sentences/s, "
         f"{translations.tokens / seconds:,.0f} tokens/s; "
         f"{translations.capped} outputs reached the length limit without ending"
     )
     if translations.cut:
         longest = trained.model.config.max_length
         log(f"note: {translations.cut} sources were cut to the model's limit of {longest} tokens")
-    for (source, reference), text in zip(rows[:3], translations.texts):
+    for (source, reference), text in zip(scored.rows[:3], translations.texts):
         log(f"\n  source       {normalise(source)}")
         log(f"  translation  {text}")
         log(f"  reference    {normalise(reference)}")
     log("")
 
-    result = scored | {"checkpoint": trained.name, "decoding": decoding}
-    result |= {"average": config.average, "capped": translations.capped}
-    result |= {"seconds": seconds, "tokens": translations.tokens}
-    return result | asdict(card)
+    return {
+        "data": scored.data,
+        "columns": scored.columns,
+        "split": scored.split,
+        "note": scored.note,
+        "own": scored.own,
+        "rows": fingerprint_of(scored.rows),  # scores can be compared if it is the same
+        "checkpoint": trained.name,
+        "average": config.average,
+        "decoding": decoding,
+        "seconds": seconds,
+        "tokens": translations.tokens,
+        "capped": translations.capped,
+        **asdict(card),
+    }
 
 
-def name_of_score(config: Config, trained: Trained, scored: dict) -> str:
+def name_of_score(config: Config, trained: Trained, scored: Scored) -> str:
     """The name of the score file: the split, the search, and all that is not the default.
 
     So scores of different things never overwrite each other.
     """
-    name = f"{scored['split']}-greedy"
+    name = f"{scored.split}-greedy"
     if config.beam > 1:
-        name = f"{scored['split']}-beam{config.beam}-lp{config.length_penalty:g}"
+        name = f"{scored.split}-beam{config.beam}-lp{config.length_penalty:g}"
     if config.average > 1:
         name += f"-average{config.average}"
     if config.limit:
@@ -275,9 +287,11 @@ def name_of_score(config: Config, trained: Trained, scored: dict) -> str:
     chosen = trained.checkpoint
     # A file of weights may lie in a run that was handed on without its checkpoints.
     if chosen.is_file() or chosen != choose_checkpoint(str(trained.run), config.average):
-        name += f"-{chosen.parent.name if chosen.name == 'model.safetensors' else chosen.stem}"
-    if not scored["own"]:
-        name += f"-data-{scored['rows']}"
+        # Every checkpoint calls its weights model.safetensors, so its folder gives the name.
+        is_weights_of_checkpoint = chosen.name == "model.safetensors"
+        name += f"-{chosen.parent.name if is_weights_of_checkpoint else chosen.stem}"
+    if not scored.own:
+        name += f"-data-{fingerprint_of(scored.rows)}"
     return name
 
 
@@ -315,35 +329,31 @@ def as_lines(texts: list[str]) -> str:
 
 # ---------------------------------------------------------------- the number that is no BLEU
 
+PAIRS_AT_ONCE = 16  # few, because their logits take pairs · tokens · vocabulary · 4 bytes
+
 
 @torch.inference_mode()
 def teacher_forced_match(
-    trained: Trained, rows: list[tuple[str, str]], world: distributed.World, precision: Precision
+    trained: Trained, scored: Scored, world: World, precision: Precision
 ) -> float:
     """The percentage of reference tokens that the model ranks first, given those before them.
 
     This is what the argmax of one forward pass measures. It is not a translation, because the
     right answer up to each position was given to the model. docs/evaluation.md says more.
     """
-    model: Translator = trained.model.eval()
+    model = trained.model
     longest = model.config.max_length - 1  # one position is for the begin or end token
-    sources = [normalise(source) for source, _ in rows]
-    targets = [normalise(target) for _, target in rows]
-    pairs = list(
-        zip(
-            encode(trained.source_tokenizer, sources, longest),
-            encode(trained.target_tokenizer, targets, longest),
-        )
-    )
-    pairs.sort(key=lambda pair: len(pair[1]))  # similar lengths together: less padding
-    widths = np.array([max(len(source), len(target)) + 1 for source, target in pairs])
-    bounds = cut_batches(widths, budget=8192)  # in padded tokens
-    batches = list(zip(bounds, bounds[1:]))
+    sources = [normalise(source) for source in scored.sources()]
+    targets = [normalise(reference) for reference in scored.references()]
+    source_ids = encode(trained.source_tokenizer, sources, longest)
+    target_ids = encode(trained.target_tokenizer, targets, longest)
+    pairs = sorted(zip(source_ids, target_ids), key=lambda pair: len(pair[1]))  # less padding
 
     collate = collate_for(trained)
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)  # right tokens, all tokens
-    for first, last in batches[world.rank :: world.size]:
-        batch = collate(pairs[first:last]).to(world.device)
+    # Every rank takes its share of the batches.
+    for first in range(world.rank * PAIRS_AT_ONCE, len(pairs), world.size * PAIRS_AT_ONCE):
+        batch = collate(pairs[first : first + PAIRS_AT_ONCE]).to(world.device)
         with precision.autocast():
             hidden = model.hidden(batch.src, batch.src_pad, batch.tgt_in, batch.real)  # (N, D)
         # Logits in fp32, as in decoding: in bf16 many of them are equal.
@@ -355,4 +365,5 @@ def teacher_forced_match(
 
 
 if __name__ == "__main__":
-    run_script(lambda: evaluate(config))
+    settings = parse_flags(Config, "print the BLEU of a trained model")
+    run_script(lambda: evaluate(settings))

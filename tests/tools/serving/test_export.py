@@ -61,7 +61,7 @@ def test_the_lines_in_the_card_translate_as_the_run_does(run, tmp_path, kind, qu
     assert len(same) == len(lines) and sum(same) >= len(lines) - bool(
         quantization
     )  # 8 bits may tip a close choice
-    for fact in ("2,000 training pairs", "`max_steps 500`", " test | 50 | greedy | "):
+    for fact in ("2,000 training pairs", "`max_steps 220`", " test | 50 | greedy | "):
         assert fact in card
 
 
