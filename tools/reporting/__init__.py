@@ -1,1 +1,1 @@
-"""The report of a run: `reading` the run's files → `figures` and `sections` → one `page`. Used by report.py."""
+"""The report of a run: `reading` its files, `figures` and `sections` of them, one `page`."""

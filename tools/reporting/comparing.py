@@ -1,12 +1,10 @@
-"""Does one run translate better than another? The paired bootstrap of runs, or of one run's evaluations."""
+"""Does one run translate better than another? The paired bootstrap of runs or evaluations."""
 
 import shlex
 
 from engine.errors import UserError
 from text.bleu import Compared, paired_bootstrap
 from tools.reporting.reading import RunFiles, rows_of
-
-MOST_ROWS = 50_000  # the paired bootstrap takes 72 kB of memory for each
 
 
 def shared_results(runs: list[RunFiles]) -> list[str]:
@@ -22,28 +20,25 @@ def compare(runs: list[RunFiles]) -> tuple[str, list[Compared]]:
     if len(runs) == 1:
         return compare_evaluations(runs[0])
     for name in shared_results(runs):
-        rows = rows_of(runs[0], name) if len(runs[0].hypotheses[name]) <= MOST_ROWS else []
+        rows = rows_of(runs[0], name)
         if rows and all(rows_of(run, name) == rows for run in runs[1:]):
             references = [reference for _, reference in rows]
             systems = {run.name: run.hypotheses[name] for run in runs}
             return f"{name}.txt", paired_bootstrap(references, systems)
     raise UserError(
         why_no_rows(runs)
-        or f"the runs have no translations of the same rows, at most {MOST_ROWS:,}; run "
-        "evaluate.py with the same flags on each"
+        or "the runs have no translations of the same rows; run evaluate.py with the same flags "
+        "on each"
     )
 
 
 def compare_evaluations(run: RunFiles) -> tuple[str, list[Compared]]:
-    """The paired bootstrap of one run's evaluations. Raises `UserError` if there is only one."""
-    names = [name for name, lines in run.hypotheses.items() if len(lines) <= MOST_ROWS]
-    if names:  # those of the same rows as the first; greedy search comes first
-        fingerprint = run.results[names[0]].get("rows")
-        names = [name for name in names if run.results[name].get("rows") == fingerprint]
-    rows = []
-    if len(names) > 1:
-        rows = next(filter(None, (rows_of(run, name) for name in names)), [])
-        names = [name for name in names if len(run.hypotheses[name]) == len(rows)]
+    """The paired bootstrap of one run's evaluations of the same rows as the first of them."""
+    names = list(run.hypotheses)
+    fingerprints = {name: run.results[name].get("rows") for name in names}
+    names = [name for name in names if fingerprints[name] == fingerprints[names[0]]]
+    rows = next(filter(None, (rows_of(run, name) for name in names)), [])
+    names = [name for name in names if len(run.hypotheses[name]) == len(rows)]
     if len(names) < 2:
         command = f"python evaluate.py --ckpt {shlex.quote(str(run.folder))} --beam 4"
         raise UserError(
@@ -79,6 +74,7 @@ def comparison_in_lines(runs: list[RunFiles]) -> str:
         )
     for run in runs:
         notes = [" · ".join(note) for note in run.missing if "eval/" in note[0]]
-        notes += [run.notice()] if run.notice() else []
+        if run.notice():
+            notes.append(run.notice())
         lines += [f"note: {run.name} · {note}" for note in notes]
     return "\n".join(lines)

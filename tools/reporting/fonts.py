@@ -1,7 +1,7 @@
 """Chinese characters in pictures and on the page, on machines that have no Chinese font.
 
-NotoSansCJKsc-subset.otf, which lies here, has the 7,445 characters of GB 2312 (OFL.txt beside it says how it was cut). For
-others, traditional ones say, any installed font that has them.
+NotoSansCJKsc-subset.otf in this folder has the 7,445 characters of GB 2312 (OFL.txt says how it was
+cut). For others, such as traditional ones, any installed font that has them is used.
 """
 
 import base64
@@ -14,27 +14,26 @@ LATIN = "DejaVu Sans"  # for all that is not Chinese; matplotlib brings it
 
 
 def families(text: str) -> list[str]:
-    """The fonts that draw `text`, for matplotlib's `family=`: for each character it takes the first that has it."""
+    """Fonts for matplotlib's `family=`; for each character it takes the first that has it."""
     from matplotlib import font_manager
 
-    missing = frozenset(ord(c) for c in text if not c.isspace()) - characters_of(own_family()[1])
-    names, latin = [LATIN, own_family()[0]], characters_of(font_manager.findfont(LATIN))
-    for font in (
-        font_manager.fontManager.ttflist if missing - latin else []
-    ):  # all that are on this machine
-        if (
-            font.style == "normal"
-            and missing & characters_of(font.fname)
-            and font.name not in names
-        ):
+    own_name, own_path = own_family()
+    names = [LATIN, own_name]
+    missing = {ord(character) for character in text if not character.isspace()}
+    missing -= characters_of(own_path) | characters_of(font_manager.findfont(LATIN))
+    if not missing:
+        return names
+    for font in font_manager.fontManager.ttflist:  # all fonts of this machine
+        found = missing & characters_of(font.fname)
+        if font.style == "normal" and found and font.name not in names:
             names.append(font.name)
-            missing -= characters_of(font.fname)
+            missing -= found
     return names
 
 
 @functools.cache
 def own_family() -> tuple[str, str]:
-    """The name by which matplotlib knows the font that lies here, and its path."""
+    """The name of the font in this folder in matplotlib, and its path."""
     from matplotlib import font_manager
 
     font_manager.fontManager.addfont(OWN)
@@ -53,7 +52,7 @@ def characters_of(path: str) -> frozenset[int]:
 
 
 def embedded(text: str) -> str:
-    """CSS that brings the characters of `text` with the page, as the font "own": no machine shows boxes for them."""
+    """CSS with the characters of `text` as the font "own", so that no machine shows boxes."""
     from fontTools import subset
 
     font = subset.load_font(str(OWN), subset.Options())
@@ -63,4 +62,5 @@ def embedded(text: str) -> str:
     file = io.BytesIO()
     font.save(file)
     encoded = base64.b64encode(file.getvalue()).decode()
-    return f"@font-face {{ font-family: own; font-display: block; src: url(data:font/otf;base64,{encoded}) }}"
+    source = f"url(data:font/otf;base64,{encoded})"
+    return f"@font-face {{ font-family: own; font-display: block; src: {source} }}"

@@ -13,7 +13,7 @@ import shlex
 import statistics
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 from pathlib import Path
 
 from engine.errors import UserError
@@ -21,13 +21,16 @@ from engine.run import find_run
 from text.cleaning import held_out_rows
 from text.reading import find_text, fingerprint_of, sample_notice
 
-# "mean" is `mean_over_time`.
-SUMMARIES = {"min": min, "max": max, "median": statistics.median, "last": lambda values: values[-1]}
-PAUSE = 5  # minutes: a longer gap between two records, and ten times the usual one, is a pause
+SUMMARIES = {
+    "min": min,
+    "max": max,
+    "mean": statistics.fmean,
+    "median": statistics.median,
+    "last": lambda values: values[-1],
+}
 STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", re.MULTILINE)  # of a message in train.log
 UNKNOWN = {  # file → what cannot be shown without it
     "config.json": "the settings are unknown",
-    "model.json": "the sizes of the model are unknown",
     "data.json": "counts and lengths of the data are unknown",
     "environment.json": "the machine is unknown",
     "train.log": "the messages of the run are unknown",
@@ -51,7 +54,7 @@ class RunFiles:
     folder: Path
     name: str
     config: dict = field(default_factory=dict)
-    model: dict = field(default_factory=dict)  # sizes; only in runs of train.py
+    is_translation: bool = False  # a run of train.py, not of a lab
     data: dict = field(default_factory=dict)  # counts and lengths; only in runs of train.py
     environment: list[dict] = field(default_factory=list)  # one entry for each start of the script
     records: list[dict] = field(default_factory=list)  # lines of metrics.jsonl
@@ -63,10 +66,6 @@ class RunFiles:
     missing: list[tuple[str, ...]] = field(default_factory=list)  # a place, then words on it
     running: bool = False
     rows: dict[str, list] = field(default_factory=dict)  # see `rows_of`
-    # Computed from model.json and data.json by report.py; unknown for a lab's run.
-    layers: str = ""  # print(model)
-    parameters: int = 0
-    pair_flops: float = 0.0  # operations of training on one pair of mean lengths
 
     # ---------------------------------------------------------------- curves
 
@@ -74,11 +73,6 @@ class RunFiles:
         """Steps and values of a curve."""
         points = [(r["step"], r[tag]) for r in self.records if is_number(r.get(tag))]
         return [step for step, _ in points], [value for _, value in points]
-
-    def minutes(self, tag: str) -> list[float]:
-        """When the points of `series` were written, in minutes since the first record."""
-        times = [record["time"] for record in self.records if is_number(record.get(tag))]
-        return [(time - self.records[0]["time"]) / 60 for time in times]
 
     def tags(self) -> list[str]:
         """The names of all curves, in the order of their first points."""
@@ -88,28 +82,15 @@ class RunFiles:
     # ---------------------------------------------------------------- values
 
     def look_up(self, source: str, form: str = "") -> Fact | None:
-        """The value at "FILE.json#key.key" or "metrics.jsonl#TAG#SUMMARY"; None if there is none."""
+        """The value at "FILE.json#key.key" or "metrics.jsonl#TAG#SUMMARY"; None if there is none.
+
+        The key "-1" is the last entry of a list.
+        """
         file, *keys = source.split("#")
         if file == "metrics.jsonl":
-            return self.figure(*keys, form or ",.4g")
-        return self.fact(file, tuple(keys[0].split(".")), form)
-
-    def figure(self, tag: str, summary: str, form: str = ",.4g") -> Fact | None:
-        """The min, max, mean, median or last value of a curve."""
-        values = self.series(tag)[1]
-        if not values and tag.startswith("valid/"):  # some labs write it out
-            return self.figure(tag.replace("valid/", "validation/"), summary, form)
-        if not values:
-            return None
-        summarize = SUMMARIES.get(summary)
-        value = summarize(values) if summarize else mean_over_time(self.minutes(tag), values)
-        return Fact(value, format(value, form), f"{self.name}/metrics.jsonl#{tag}#{summary}")
-
-    def fact(self, file: str, keys: tuple, form: str = "") -> Fact | None:
-        """One value of a JSON file; "-1" is the last entry of a list."""
+            return self.summary_of_curve(*keys, form or ",.4g")
         contents = {
             "config.json": self.config,
-            "model.json": self.model,
             "data.json": self.data,
             "environment.json": self.environment,
         }
@@ -117,7 +98,7 @@ class RunFiles:
         if value is None:
             value = self.results.get(file.removesuffix(".json"))
         try:
-            for key in keys:
+            for key in keys[0].split("."):
                 value = value[int(key) if isinstance(value, list) else key]
         except (KeyError, IndexError, TypeError, ValueError):
             return None
@@ -126,34 +107,48 @@ class RunFiles:
         if isinstance(value, int) and "g" in form:
             form = ","  # whole numbers keep all their digits
         text = format(value, form) if is_number(value) else str(value)
-        return Fact(value, text, f"{self.name}/{file}#{'.'.join(map(str, keys))}")
+        return Fact(value, text, f"{self.name}/{source}")
+
+    def summary_of_curve(self, tag: str, summary: str, form: str) -> Fact | None:
+        """The min, max, mean, median or last value of a curve."""
+        values = self.series(tag)[1]
+        if not values and tag.startswith("valid/"):  # some labs write the word out
+            tag = tag.replace("valid/", "validation/")
+            values = self.series(tag)[1]
+        if not values:
+            return None
+        value = SUMMARIES[summary](values)
+        return Fact(value, format(value, form), f"{self.name}/metrics.jsonl#{tag}#{summary}")
+
+    def logged(self, pattern: str) -> Fact | None:
+        """The last number in the log that matches the group of `pattern`."""
+        found = re.findall(pattern, self.log)
+        if not found:
+            return None
+        return Fact(int(found[-1].replace(",", "")), found[-1], f"{self.name}/train.log")
 
     def seconds(self) -> Fact | None:
-        """The duration of the run over all its starts; a lower bound if it was killed or still runs."""
+        """The duration over all starts; a lower bound if one was killed or is still running."""
         known = [s["seconds"] for s in self.environment if is_number(s.get("seconds"))]
-        total, source = sum(known), "environment.json#seconds#sum"
+        total, source = sum(known), f"{self.name}/environment.json#seconds#sum"
         if known and len(known) == len(self.environment):
-            return Fact(total, in_minutes(total), f"{self.name}/{source}")
-        # The hours between two starts do not count, so a resumed run's records are no measure.
-        if len(self.records) > 1 and "resumed after step" not in self.log:
-            total = self.records[-1]["time"] - self.records[0]["time"]
-            source = "metrics.jsonl#time#span"
+            return Fact(total, in_minutes(total), source)
         state = "checkpoints/last/state.json"  # knows the minutes of all starts
         with suppress(OSError, ValueError, KeyError, TypeError):
             saved = 60 * json.loads((self.folder / state).read_bytes())["minutes"]
             if saved > total:
-                total, source = saved, f"{state}#minutes"
-        return Fact(total, f"≥ {in_minutes(total)}", f"{self.name}/{source}") if total else None
+                total, source = saved, f"{self.name}/{state}#minutes"
+        return Fact(total, f"≥ {in_minutes(total)}", source) if total else None
 
     def scored(self, name: str) -> Path:
-        """The checkpoint of a result; the run itself if the result names none or a mean of several."""
+        """The checkpoint of a result; the run if the result names none or a mean of several."""
         named = str(self.results[name].get("checkpoint")).removesuffix("/model.safetensors")
         checkpoint = Path(named).name
         return self.folder / "checkpoints" / checkpoint if is_step(checkpoint) else self.folder
 
     def notice(self) -> str:
         """That the data were the bundled sample; "" for all other data."""
-        if not self.model:
+        if not self.is_translation:
             return ""
         used = [self.config.get("data"), *(result.get("data") for result in self.results.values())]
         return next(filter(None, (sample_notice(str(data)) for data in used if data)), "")
@@ -166,43 +161,10 @@ class RunFiles:
         lines = [line for line in messages(latest) if line.startswith("stopped")]
         return lines[-1] if lines else ""
 
-    def opening(self) -> str:
-        """The messages before the first step, without the model and the settings."""
-        before_training = takewhile(
-            lambda text: not text.startswith(("step ", "epoch", "stopped")), messages(self.log)
-        )
-        shown_elsewhere = ("", self.printed_model())
-        return "\n".join(
-            text
-            for text in before_training
-            if text not in shown_elsewhere and not text.startswith("settings: ")
-        )
-
-    def logged(self, pattern: str) -> Fact | None:
-        """The last number in the log that stands in these words."""
-        found = re.findall(pattern, self.log)
-        if not found:
-            return None
-        return Fact(int(found[-1].replace(",", "")), found[-1], f"{self.name}/train.log")
-
     def printed_model(self) -> str:
         """print(model) as the script wrote it into its log; "" if it did not."""
         printed = [text for text in messages(self.log) if re.match(r"(a block: )?\w+\(\n", text)]
         return printed[-1] if printed else ""
-
-
-def mean_over_time(minutes: list[float], values: list[float]) -> float:
-    """The mean, each value weighted by the time since the one before; a pause counts as usual time."""
-    # A clock that was set back gives a negative gap.
-    gaps = [max(0.0, after - before) for before, after in zip(minutes, minutes[1:])]
-    usual = statistics.median(gaps or [1]) or 1
-    weights = [usual, *(usual if is_pause(gap, usual) else gap for gap in gaps)]
-    return sum(weight * value for weight, value in zip(weights, values)) / sum(weights)
-
-
-def is_pause(gap: float, usual: float) -> bool:
-    """Whether the run stood still in these minutes between two records, as between two starts."""
-    return gap > max(PAUSE, 10 * usual)
 
 
 def is_step(name: str) -> bool:
@@ -247,10 +209,10 @@ def read_run(folder: str | Path) -> RunFiles:
         raise UserError(f"{folder} is no run: it has no config.json, metrics.jsonl or train.log")
     run = RunFiles(folder, folder.resolve().name)
     run.config = read_json(run, "config.json", dict)
-    if "target" in run.config:  # a run of train.py
-        run.model = read_json(run, "model.json", dict)
+    run.is_translation = "target" in run.config
+    if run.is_translation:
         run.data = read_json(run, "data.json", dict)
-        parts = [run.data.get(name) for name in ("counts", "tokens", "lengths")]
+        parts = [run.data.get(name) for name in ("counts", "tokens", "vocabulary")]
         if run.data and not all(isinstance(part, dict) for part in parts):
             run.missing.append(("data.json", "damaged", UNKNOWN["data.json"]))
             run.data = {}
@@ -288,14 +250,14 @@ def read_results(run: RunFiles) -> None:
         run.results[name] = result
         if path.with_suffix(".txt").exists():
             run.hypotheses[name] = read_text(run, f"{name}.txt").split("\n")[:-1]
-        elif run.model:
+        elif run.is_translation:
             run.missing.append((f"{name}.txt", "not there", "so the translations are not shown"))
         scored = run.scored(name).name
         # The name of a result contains a checkpoint that was not the best one when it was scored.
         if is_step(best) and is_step(scored) and scored != best and scored not in name:
             why = "of an earlier checkpoint than the best; run evaluate.py again"
             run.missing.append((f"{name}.json", scored, why))
-    if run.model and not run.results:
+    if run.is_translation and not run.results:
         command = f"python evaluate.py --ckpt {shlex.quote(str(run.folder))}"
         run.missing.append(("eval/", "no result yet", "this makes one", command))
     elif not run.results and not run.last_words():  # a lab that has not ended; some make no result
@@ -356,7 +318,7 @@ def is_locked(path: Path) -> bool:
 
 
 def rows_of(run: RunFiles, name: str) -> list[tuple[str, str]]:
-    """The raw (source, target) rows of a result; [] if the data are no longer there, which is noted."""
+    """The raw (source, target) rows of a result; [] if the data are gone, which is noted."""
     if name not in run.rows:
         try:
             run.rows[name] = read_rows(run, name)

@@ -1,19 +1,21 @@
-"""The parts of a report, each a function that adds to the page. A table has one column for each run.
+"""The parts of a report: functions that add to the page. A table has one column for each run.
 
-A row of a table is a label and where its value is: a place as `RunFiles.look_up` reads it, such a place
-with a format, or a function of the run.
+A row of a table is a label and where its value is: a place as `RunFiles.look_up` reads it, such a
+place with a format, or a function of the run.
 """
 
 from collections.abc import Callable
 
 from engine.errors import UserError
+from loading import load_trained
 from text.bleu import sentence_scores
 from text.cleaning import REASONS
 from tools.reporting import figures
-from tools.reporting.attention import Attention, picture
+from tools.reporting.attention import picture
 from tools.reporting.comparing import compare, shared_results
 from tools.reporting.page import Page
 from tools.reporting.reading import Fact, RunFiles, rows_of
+from validation import attention_of
 
 EXAMPLES = 3  # of the best, the middle and the worst translations each
 
@@ -88,10 +90,7 @@ def last_step(run: RunFiles) -> Fact | None:
 
 
 def parameters(run: RunFiles) -> Fact | None:
-    """The number of parameters: counted, or from the log of a lab."""
-    if run.parameters:
-        source = f"computed from {run.name}/model.json"
-        return Fact(run.parameters, f"{run.parameters:,}", source)
+    """The number of parameters."""
     return run.logged(r"(\d[\d,]*) parameters")
 
 
@@ -135,7 +134,7 @@ def resumed_by(run: RunFiles) -> Fact | None:
 
 
 def data(page: Page, runs: list[RunFiles]) -> None:
-    """Counts, what was dropped, lengths, and the first messages of the log."""
+    """The data set, the counts of its pairs and tokens, and why pairs were dropped."""
     page.heading("Data")
     rows = {
         "data set": "config.json#data",
@@ -150,11 +149,6 @@ def data(page: Page, runs: list[RunFiles]) -> None:
         for label, key in (("vocabulary", "vocabulary"), ("tokens", "tokens")):
             rows[f"{page.say(label)} ({page.say(side)})"] = (f"data.json#{key}.{side}", ",")
     table(page, runs, rows)
-    for run in runs:
-        if opening := run.opening():
-            page.verbatim(Fact(None, opening, f"{run.name}/train.log"))
-    if figure := figures.lengths(runs, page.say):
-        page.figures({"sentence lengths": figure})
 
 
 def model(page: Page, runs: list[RunFiles]) -> None:
@@ -162,27 +156,16 @@ def model(page: Page, runs: list[RunFiles]) -> None:
     page.heading("Model")
     rows = {
         "parameters": parameters,
-        "FLOPs of a training pair": pair_flops,
         "FLOPs of a training token": lambda run: run.logged(r"(\d[\d,]*) FLOPs a training token"),
         "FLOPs of a training image": lambda run: run.logged(r"(\d[\d,]*) FLOPs a training image"),
     }
     table(page, runs, rows)
-    shown = set()
+    printed = {}
     for run in runs:
-        text = run.layers or run.printed_model()
-        if text and text not in shown:
-            file = f"{run.name}/train.log"
-            source = f"computed from {run.name}/model.json" if run.layers else file
-            page.verbatim(Fact(None, text, source))
-            shown.add(text)
-
-
-def pair_flops(run: RunFiles) -> Fact | None:
-    """Operations of training on one pair of mean lengths."""
-    if not run.pair_flops:
-        return None
-    text = f"{run.pair_flops / 1e9:,.3g} G"
-    return Fact(run.pair_flops, text, f"computed from {run.name}/model.json and data.json")
+        printed.setdefault(run.printed_model(), run.name)
+    for text, name in printed.items():
+        if text:
+            page.verbatim(Fact(None, text, f"{name}/train.log"))
 
 
 # -------------------------------------------------------------------- training
@@ -194,44 +177,42 @@ def curves(page: Page, runs: list[RunFiles]) -> None:
     if not panels:
         return
     page.heading("Training curves")
-    if any(run.model for run in runs):
+    if any(run.is_translation for run in runs):
         page.note(
-            "Losses are in nats a token, without label smoothing unless it says so; validation BLEU is smoothed and "
-            "of the first rows only."
+            "Losses are in nats per token, without label smoothing unless it says so; "
+            "validation BLEU is smoothed and of the first rows only."
         )
     drawn = {name: figures.curves(runs, name, tags, page.say) for name, tags in panels.items()}
     page.figures(drawn)
-    page.keep("curves", figures.overview(runs, panels, page.say))
 
 
 def hardware(page: Page, runs: list[RunFiles]) -> None:
-    """Utilisation, memory and power of GPU and CPU over time, and what nvidia-smi printed."""
+    """What nvidia-smi printed; utilisation, memory and power of GPU and CPU over the steps."""
     drawn = {f"hardware {run.name}": figures.hardware(run, page.say) for run in runs}
     drawn = {name: figure for name, figure in drawn.items() if figure}
     tables = [run for run in runs if run.gpu_table]
     on_gpu = any(start.get("gpu") for run in runs for start in run.environment)
     if not (drawn or tables or on_gpu):
         return
-    page.heading("Hardware over time")
+    page.heading("Hardware use")
     for run in tables:
         page.heading(f"{run.name} nvidia-smi", 3)
         page.verbatim(Fact(None, run.gpu_table, f"{run.name}/nvidia-smi.txt"))
     if on_gpu and not tables:
         page.to_write(
-            "Add what nvidia-smi shows during training: a screenshot (PNG) or nvidia-smi.txt in the run's folder "
-            "appears in this report."
+            "Add what nvidia-smi shows during training: a screenshot (PNG) or nvidia-smi.txt "
+            "in the run's folder appears in this report."
         )
-    if not drawn:
-        return
-    page.note("100 % of the CPU is one core.")
-    page.figures(drawn)
-    units = {"utilisation_percent": "%", "memory_gib": "GiB", "power_watt": "W"}
+    if drawn:
+        page.note("100 % of the CPU is one core.")
+        page.figures(drawn)
     rows = {}
     for device in ("gpu", "cpu"):
-        for quantity, unit in units.items():
-            for kind, words in (("mean", "mean"), ("max", "highest")):
-                label = f"{device.upper()} {page.say(quantity)} ({unit}), {page.say(words)}"
-                rows[label] = (f"metrics.jsonl#{device}/{quantity}#{kind}", ",.1f")
+        for quantity in ("utilisation_percent", "memory_gib", "power_watt"):
+            for summary in ("mean", "max"):
+                label = f"{page.say(quantity)} ({figures.UNITS[quantity]}), {page.say(summary)}"
+                place = f"metrics.jsonl#{device}/{quantity}#{summary}"
+                rows[f"{device.upper()} {label}"] = (place, ",.1f")
     table(page, runs, rows)
 
 
@@ -334,8 +315,8 @@ def translations(page: Page, runs: list[RunFiles]) -> tuple[str, list[int]]:
     page.heading("Translations")
     page.heading(name, 3)
     page.note(
-        "Scores of single sentences are sacreBLEU's sentence BLEU, for reading only: the mean of them is not the "
-        "corpus BLEU."
+        "Scores of single sentences are sacreBLEU's sentence BLEU, for reading only: their mean "
+        "is not the corpus BLEU."
     )
     file = runs[0].results[name].get("data", runs[0].config["data"])
     lines = []
@@ -352,38 +333,32 @@ def translations(page: Page, runs: list[RunFiles]) -> tuple[str, list[int]]:
     return name, [numbers[0] for numbers in parts.values()]
 
 
-def attention(
-    page: Page,
-    runs: list[RunFiles],
-    look: Callable[[RunFiles, str, list[int]], list[Attention]],
-    name: str,
-    rows: list[int],
-) -> None:
-    """Cross-attention for these rows of a result, which `look(run, name, rows)` computes."""
-    drawn = {}
+def attention(page: Page, runs: list[RunFiles], name: str, rows: list[int]) -> None:
+    """Cross-attention of the scored checkpoints for these rows of a result."""
     runs = [run for run in runs if rows and name in run.hypotheses]
+    drawn = {}
     for run in runs:
-        if not run.model or rows_of(run, name) != rows_of(runs[0], name):
+        if rows_of(run, name) != rows_of(runs[0], name):
             continue
         try:
-            drawn[run.name] = look(run, name, rows)
+            trained = load_trained(run.scored(name), log=lambda line: None)
         except UserError as error:
             run.missing.append(("Cross-attention", str(error)))
+            continue
+        tokenizers = (trained.source_tokenizer, trained.target_tokenizer)
+        for number, row in enumerate(rows, 1):
+            source = rows_of(run, name)[row][0]
+            found = attention_of(trained.model, tokenizers, source, run.hypotheses[name][row])
+            drawn[f"attention {number} {run.name}"] = picture(found)
     if drawn:
         page.heading("Cross-attention")
-        page.note(
-            "Columns: source; rows: translation. The darker, the more the last layer looked there."
-        )
-    for run_name, sentences in drawn.items():
-        page.heading(f"{run_name} {name}", 3)
-        for number, sentence in enumerate(sentences, 1):
-            page.note(sentence.source)
-            page.attention(sentence, f"attention {number} {run_name}", picture(sentence))
+        page.note("Columns: source; rows: translation. Darker: more attention of the last layer.")
+        page.figures(drawn)
 
 
 def comparison(page: Page, runs: list[RunFiles]) -> None:
     """The paired bootstrap of several translation runs."""
-    runs = [run for run in runs if run.model]
+    runs = [run for run in runs if run.is_translation]
     if len(runs) < 2:
         return
     page.heading("Paired bootstrap")
@@ -393,21 +368,18 @@ def comparison(page: Page, runs: list[RunFiles]) -> None:
         page.missing([("--compare", str(error))])
         return
     page.note(
-        "As sacreBLEU does it: both systems on the same resampled rows. p counts one direction: under 0.025 the difference "
-        "is hardly chance."
+        "As sacreBLEU does it: both systems on the same resampled rows. p counts one direction: "
+        "under 0.025 the difference is hardly chance."
     )
     source = f"computed from {name} of {', '.join(run.name for run in runs)}"
     lines = []
     for system in systems:
-        numbers = [
-            Fact(value, f"{value:.2f}", source) for value in (system.score, system.low, system.high)
-        ]
-        p_value = None
-        if system.p_value is not None:
-            p_value = Fact(system.p_value, f"{system.p_value:.4f}", source)
-        lines.append(
-            [system.metric, Fact(system.name, system.name, system.name), *numbers, p_value]
-        )
+        values = [(system.score, ".2f"), (system.low, ".2f"), (system.high, ".2f")]
+        values.append((system.p_value, ".4f"))
+        line = [system.metric, Fact(system.name, system.name, system.name)]
+        for value, form in values:
+            line.append(None if value is None else Fact(value, format(value, form), source))
+        lines.append(line)
     interval = ["lower end of the interval", "upper end of the interval"]
     page.table(["metric", "run", "score", *interval, "p-value"], lines)
 

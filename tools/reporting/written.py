@@ -10,6 +10,7 @@ from tools.reporting.page import Page
 from tools.reporting.reading import Fact, RunFiles
 from tools.reporting.sections import parameters, resumed_by, table
 
+MUON = "Jordan et al. 2024, Muon"
 PAPERS = {  # paper → what it is used for, and where
     "Vaswani et al. 2017, Attention Is All You Need, arXiv:1706.03762": ("model", "model.py"),
     "PyTorch, torch.nn.Transformer": ("encoder and decoder layers", "model.py"),
@@ -22,7 +23,7 @@ PAPERS = {  # paper → what it is used for, and where
         "model.py",
     ),
     "Loshchilov and Hutter 2019, AdamW, arXiv:1711.05101": ("optimizer", "engine/optimizer.py"),
-    "Jordan et al. 2024, Muon": ("optimizer", "engine/optimizer.py"),
+    MUON: ("optimizer", "engine/optimizer.py"),
     "Hu et al. 2024, MiniCPM, arXiv:2404.06395": ("learning-rate schedule", "engine/schedule.py"),
     "Sennrich et al. 2016, subword units (BPE), arXiv:1508.07909": (
         "tokenizers",
@@ -64,48 +65,46 @@ def of_first_result(run: RunFiles, key: str) -> Fact | None:
 
 def positional_encoding(page: Page, runs: list[RunFiles]) -> None:
     """The code of `model.sinusoids`, and why it is so."""
-    if not any(run.model for run in runs):
+    if not any(run.is_translation for run in runs):
         return
     page.heading("Positional encoding")
     page.prose(
-        "Self-attention treats all tokens alike: if the input is shuffled, the output is shuffled in the same way. "
-        "So each position p gets a vector that is added to its embedding:"
+        "Self-attention treats all tokens alike: if the input is shuffled, the output is shuffled "
+        "in the same way. So each position p gets a vector that is added to its embedding:"
     )
     page.verbatim(Fact(None, inspect.getsource(model.sinusoids).rstrip(), "model.py"))
     page.bullets(
-        "Each pair of columns is a clock hand: the angle is p times a frequency. Frequencies fall in a geometric series, "
-        "so fast pairs tell neighbours apart, slow ones distant positions.",
-        "A shift by k positions rotates each pair by a fixed angle, whatever p is. A linear layer can therefore express "
-        '"the token k places back".',
+        "Each pair of columns is a clock hand: the angle is p times a frequency. Frequencies fall "
+        "in a geometric series, so fast pairs tell neighbours apart, slow ones distant positions.",
+        "A shift by k positions rotates each pair by a fixed angle, whatever p is. A linear layer "
+        'can therefore express "the token k places back".',
         "The inner product of two encodings depends on their distance alone.",
-        "Embeddings are multiplied by the square root of the model width before the addition, so that both have the "
-        "same scale. The encoding has no parameters and is not trained.",
+        "Embeddings are multiplied by the square root of the model width before the addition, so "
+        "that both have the same scale. The encoding has no parameters and is not trained.",
     )
     page.to_write(
-        "Explain the code line by line in your own words; docs/positional_encoding.md has the proofs and a picture."
+        "Explain the code line by line in your own words; docs/positional_encoding.md has the "
+        "proofs and a picture."
     )
 
 
 def sources(page: Page, runs: list[RunFiles]) -> None:
     """Papers and code that the run used, with a column for the student's words."""
     page.heading("Sources and own understanding")
-    config = next((run.config for run in runs if run.model), {})
-    unused = set()
-    if config.get("optimizer") != "muon":
-        unused.add("Jordan et al. 2024, Muon")
+    config = next((run.config for run in runs if run.is_translation), {})
+    unused_purposes = set()
     if not config.get("label_smoothing"):
-        unused |= {paper for paper, (purpose, _) in PAPERS.items() if purpose == "label smoothing"}
+        unused_purposes.add("label smoothing")
     if config.get("tokenizer"):  # a pretrained one
-        unused |= {paper for paper, (purpose, _) in PAPERS.items() if purpose == "tokenizers"}
+        unused_purposes.add("tokenizers")
     lines = [["this repository", "all code", "README.md", "to be written"]]
-    if config:
-        lines += [
-            [paper, purpose, file, "to be written"]
-            for paper, (purpose, file) in PAPERS.items()
-            if paper not in unused
-        ]
+    for paper, (purpose, file) in PAPERS.items():
+        if paper == MUON and config.get("optimizer") != "muon":
+            continue
+        if config and purpose not in unused_purposes:
+            lines.append([paper, purpose, file, "to be written"])
     page.table(["paper or code", "used for", "file", "your understanding"], lines)
     page.to_write(
-        "Add everything else that you read or were given: web pages, other people's code, assistants. "
-        "Code without a source in the report counts as copied."
+        "Add everything else that you read or were given: web pages, other people's code, "
+        "assistants. Code without a source in the report counts as copied."
     )
