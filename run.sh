@@ -215,8 +215,8 @@ case "$name" in "~/"*) name="$HOME/${name#??}" ;; esac # --run=~/x: the shell le
 [ -n "$name" ] || { name="$(date +%Y-%m-%d_%H-%M-%S)-$$"; set -- "$@" --run "$name"; }
 run "$python" "$root/train.py" ${flags[@]+"${flags[@]}"} "$@"
 
-folder="$name" # with a / it is a path, as for train.py
-case "$name" in */*) ;; *) [ ! -d "runs/$name" ] || folder="runs/$name" ;; esac
+folder="$name" # with a / it is a path, as for find_run in engine/run.py
+case "$name" in */*) ;; *) [ ! -f "runs/$name/config.json" ] || folder="runs/$name" ;; esac
 [ -f "$folder/train.log" ] || exit 0 # a settings file with `check: true`
 if tail -n 1 "$folder/train.log" | grep -q "to resume:"; then
     echo "the training was interrupted, so nothing is evaluated" >&2

@@ -1,4 +1,4 @@
-"""run.sh with a Python that only writes down its calls: installation, signals, the evaluated run."""
+"""run.sh with a Python that only records its calls: installation, signals, the evaluated run."""
 
 import os
 import re
@@ -9,10 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from conftest import HANGS, ROOT
+
+from engine.run import find_run
 
 # Of the virtual environment and of the system; it makes environments by copying itself.
 FAKE_PYTHON = """#!/usr/bin/env bash
@@ -32,10 +33,14 @@ case "$*" in
             for i in $(seq "$TRAINS_FOR"); do sleep 0.1; done
         fi
         while [ $# -gt 1 ]; do
-            case "$1" in --run) folder="runs/$2" ;; --resume) folder="$2" ;; esac
+            case "$1 $2" in
+                "--run "*/* | "--resume "*) folder="$2" ;;
+                "--run "*) folder="runs/$2" ;;
+            esac
             shift
         done
         mkdir -p "${folder:=runs/from_settings}"
+        touch "$folder/config.json"
         echo "${LAST_LINE:-next: python evaluate.py}" > "$folder/train.log"
         exit "${CODE:-0}" ;;
 esac
@@ -50,7 +55,7 @@ echo "$GPUS"
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A checkout in repo/, a fake python3 and nvidia-smi first on PATH, and home/, the user's place."""
+    """A checkout in repo/, home/, where the user is, and a fake python3 and nvidia-smi on PATH."""
     for folder in ("repo", "bin", "home"):
         (tmp_path / folder).mkdir()
     for name in ("run.sh", "requirements.txt", "requirements-dev.txt", "constraints.txt"):
@@ -58,7 +63,7 @@ def place(tmp_path, monkeypatch):
     for name, script in (("python3", FAKE_PYTHON), ("nvidia-smi", FAKE_NVIDIA_SMI)):
         (tmp_path / "bin" / name).write_text(script)
         (tmp_path / "bin" / name).chmod(0o755)
-    for version in (10, 11, 12):
+    for version in range(10, 15):  # no other Python of this machine is found
         (tmp_path / f"bin/python3.{version}").symlink_to("python3")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("LOG", str(tmp_path / "log"))
@@ -71,7 +76,7 @@ def place(tmp_path, monkeypatch):
 
 
 def run_sh(place: Path, *words, repo="repo", **environment) -> tuple[int, str, str]:
-    """→ exit code, what was printed, and Python's calls, one a line."""
+    """The exit code, the output, and Python's calls, one a line."""
     done = subprocess.run(
         ["bash", f"../{repo}/run.sh", *words],
         cwd=place / "home",
@@ -111,11 +116,9 @@ PYTORCH = "https://download.pytorch.org/whl"
     "gpus, index",
     [
         ("580.65.06, 8.0", None),
-        ("580.65.06, 12.0\n580.65.06, 7.5", None),
         ("580.65.06, 8.0\n580.65.06, 7.0", f"{PYTORCH}/cu126"),  # a V100 beside an A100
         ("579.10, 9.0", f"{PYTORCH}/cu126"),
         ("525.60.13, 8.6", f"{PYTORCH}/cu126"),
-        ("535.183.01, [N/A]", f"{PYTORCH}/cu126"),
         ("", f"{PYTORCH}/cpu"),
     ],
 )
@@ -130,7 +133,7 @@ def test_the_build_of_pytorch_fits_driver_and_gpu(place, gpus, index):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the builds of Linux")
 def test_drivers_that_no_build_fits(place):
-    for gpus, old in (("470.57.02", "1"), ("524.9, 8.0", ""), ("570.10, 12.0", "")):
+    for gpus, old in (("470.57.02", "1"), ("570.10, 12.0", "")):
         code, printed, calls = run_sh(place, WITHOUT_TORCH="1", GPUS=gpus, OLD_NVIDIA_SMI=old)
         (line,) = (line for line in printed.splitlines() if line.startswith("error"))
         assert code == 2 and f"the NVIDIA driver {gpus[:3]} is too old for PyTorch; update" in line
@@ -138,16 +141,14 @@ def test_drivers_that_no_build_fits(place):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the builds of Linux")
-def test_without_the_index_of_cpu_builds_pips_default_is_taken(place):
+def test_an_index_that_cannot_be_reached_and_one_that_the_user_names(place):
     unreachable = f"{PYTORCH}/cpu"
     code, printed, calls = run_sh(place, "lenet", WITHOUT_TORCH="1", UNREACHABLE=unreachable)
     assert code == 0 and f"note: {unreachable} cannot be used; pip's default index" in printed
     assert "-r " in calls and "labs.lenet" in calls
-
-
-def test_an_index_that_the_user_names(place):
+    shutil.rmtree(place / "repo/.venv")
     environment = {"WITHOUT_TORCH": "1", "GPUS": "470.57.02, 8.0"}
-    code, _, calls = run_sh(place, TORCH_INDEX_URL="https://mirror/cpu", **environment)
+    code, _, calls = run_sh(place, "lenet", TORCH_INDEX_URL="https://mirror/cpu", **environment)
     assert code == 0 and "--index-url https://mirror/cpu torch==" in calls
 
 
@@ -159,10 +160,6 @@ def test_an_environment_that_was_not_finished_is_made_again(place):
     assert code == 2 and "python3-venv" in printed and printed.count("\n") == 1
     code, _, calls = run_sh(place)
     assert code == 0 and "-m venv" in calls and "evaluate.py" in calls
-    refused = re.search(r"sys\.exit\((not .*)\)$", calls, re.MULTILINE)[1]
-    versions = [(3, 9, 20), (3, 10, 0), (3, 14, 6), (3, 15, 0)]
-    found = [eval(refused, {"sys": SimpleNamespace(version_info=version)}) for version in versions]
-    assert found == [True, False, False, True]
 
 
 # ---------------------------------------------------------------- paths and verbs
@@ -179,20 +176,14 @@ def test_the_printed_commands_can_be_typed_from_anywhere(place):
 def test_an_environment_elsewhere_is_relative_to_where_the_user_is(place):
     code, _, calls = run_sh(place, "test", VENV="env")
     assert code == 0 and (place / "home/env/bin/python").exists() and f"in {place}/repo\n" in calls
-    environment = {**os.environ, "CDPATH": f".:{place}"}  # with which cd prints where it goes
-    words = ["bash", "repo/run.sh", "lenet"]
-    subprocess.run(words, cwd=place, env=environment, check=True, timeout=HANGS)
 
 
 def test_the_verbs(place):
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node"
     commands = {
         ("attention", ""): "-m labs.attention_op",
-        ("collectives", ""): "-m labs.collectives",
         ("lenet -- --data digits", ""): "-m labs.lenet --data digits",
         ("gpt -- --lr 1", ""): "-m labs.gpt --max_minutes 10 --lr 1",
-        ("gpt -- s.yaml", ""): "-m labs.gpt s.yaml",
-        ("gpt -- --resume runs/a", ""): "-m labs.gpt --resume runs/a",
         ("gpt", "3"): f"{torchrun} 3 -m -- labs.gpt --max_minutes 10",
         ("pipeline", ""): f"{torchrun} 2 -m -- labs.pipeline",
         ("pipeline", "1"): "-m labs.pipeline",
@@ -211,24 +202,29 @@ def test_the_verbs(place):
 # ---------------------------------------------------------------- training, then evaluation
 
 
-def test_the_run_that_the_flags_name_is_evaluated(place):
+def test_the_run_that_the_flags_name_is_evaluated(place, monkeypatch):
     for folder in ("runs/a", "runs/b", "elsewhere/c"):
         (place / "home" / folder).mkdir(parents=True)
         (place / "home" / folder / "train.log").write_text("next: python evaluate.py\n")
+        (place / "home" / folder / "config.json").touch()
     (place / "home/s.yaml").write_text("lr: 1\nrun: elsewhere/c\n")
     home = str(place / "home")
+    monkeypatch.chdir(home)
     folders = {
         "--run a": "runs/a",
+        "--run q/r": "q/r",  # a path
         "--run=a": "runs/a",
         "--resume runs/b": "runs/b",
         "--lr 1 --resume=b": "runs/b",
         "s.yaml": "elsewhere/c",
-        "s.yaml --run a": "runs/a",
         "--run=~/elsewhere/c": f"{home}/elsewhere/c",
     }
     for flags, folder in folders.items():
         code, _, calls = run_sh(place, "--", *flags.split(), HOME=home)
         assert code == 0 and f"evaluate.py --ckpt {folder}\n" in calls, flags
+        name = re.split("[ =]", flags)[-1]
+        if "~" not in flags and ".yaml" not in flags:
+            assert find_run(name) == Path(folder)  # as evaluate.py and --resume find it
 
 
 def test_on_a_cpu_time_is_limited_unless_a_settings_file_or_a_run_says_how_long(place):
