@@ -203,7 +203,8 @@ def test_the_verbs(place):
 
 
 def test_the_run_that_the_flags_name_is_evaluated(place, monkeypatch):
-    for folder in ("runs/a", "runs/b", "elsewhere/c"):
+    (place / "home/runs/d").mkdir(parents=True)
+    for folder in ("runs/a", "runs/b", "elsewhere/c", "d"):
         (place / "home" / folder).mkdir(parents=True)
         (place / "home" / folder / "train.log").write_text("next: python evaluate.py\n")
         (place / "home" / folder / "config.json").touch()
@@ -216,6 +217,7 @@ def test_the_run_that_the_flags_name_is_evaluated(place, monkeypatch):
         "--run=a": "runs/a",
         "--resume runs/b": "runs/b",
         "--lr 1 --resume=b": "runs/b",
+        "--resume d": "d",  # runs/d is no run
         "s.yaml": "elsewhere/c",
         "--run=~/elsewhere/c": f"{home}/elsewhere/c",
     }
