@@ -58,8 +58,8 @@ LABS = {
     "lenet": "-m labs.lenet --data drawn --epochs 1 --log_every 1",
     "wikitext": "-m labs.wikitext --data text.txt --epochs 1 --warmup 5 --segment 16 --batch 8"
     " --min_count 1 --log_every 1 --precision fp32",
-    "gpt": "-m labs.gpt --size toy --data random --max_steps 60 --warmup 5 --log_every 1"
-    " --eval_every 60 --precision fp32",
+    "gpt": "-m labs.gpt --size toy --data random --max_steps 50 --log_every 1"
+    " --eval_every 50 --precision fp32",
 }
 LAB_STEPS = 20
 SEARCHES = {

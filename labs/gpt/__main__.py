@@ -24,9 +24,6 @@ class Config:
     """Every setting. `fixed`: --resume cannot change it. 0 is automatic where the help says so."""
 
     data: str = flag("random", "text file or folder; random: ids without meaning", "Data")
-    tokenizer: str = flag(
-        "", "tokenizer's folder or hub name; default: train one", "Data", fixed=True
-    )
     vocabulary: int = flag(0, "tokens; 0, also below: the preset's", "Data", min=0, fixed=True)
 
     size: str = flag(
@@ -58,8 +55,8 @@ class Config:
     recompute: bool = flag(False, "recompute activations in the backward pass", "Techniques")
     chunked_loss: bool = flag(False, "never hold the logits of all tokens", "Techniques")
     compile: bool = flag(False, "torch.compile each block", "Techniques")
-    offload: str = flag(
-        "none", "what to keep in host memory (none|optimizer|parameters)", "Techniques"
+    offload: bool = flag(
+        False, "keep weights, gradients and optimizer in host memory; zero2, zero3", "Techniques"
     )
 
     data_parallel: str = flag(
@@ -80,7 +77,6 @@ class Config:
     )
     log_every: int = flag(10, "steps between log lines", "Run", min=1)
     keep: int = flag(2, "newest checkpoints to keep; 0: save none", "Run", min=0)
-    trace: bool = flag(False, "trace one step: its share of communication", "Run")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Run")
     seed: int = flag(1, "seed of weights and data order", "Run", min=0, fixed=True)
 
@@ -98,7 +94,6 @@ if __name__ == "__main__":
 import json
 import math
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -108,15 +103,13 @@ from engine import distributed, schedule
 from engine.memory import GIB
 from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
-from labs.gpt import checkpoints, generate, measure, plan
+from labs.gpt import checkpoints, measure, plan
 from labs.gpt.data import Data, load
 from labs.gpt.parallel import Layout, check_grid, default_accumulate, make_optimizer
 from labs.gpt.sizes import PRESETS, Sizes, get_tflops
 
 WARMUP = 1000  # steps, at most a tenth of the run
 CLIP = 1.0  # largest norm of the gradient
-TRACED_STEP = 4  # of each session, with --trace
-PROMPT = "In this paper"
 
 
 @dataclass
@@ -162,8 +155,6 @@ def train(config: Config) -> Path | None:
     # The ranks agree on a format here; one that refused earlier would leave the others waiting.
     precision = choose_precision(world.device, config.precision, training=True, world=world)
     settings = replace(resolved(config, world.size), precision=precision.name)
-    if config.tokenizer:  # its vocabulary is known with the data
-        sizes = replace(sizes, vocabulary=0)
     check_grid(settings, sizes, world.size)
     plan.check_fits(settings, sizes, world, precision.name)
     with Run.start(config, "gpt", world) as run:
@@ -194,7 +185,7 @@ def train(config: Config) -> Path | None:
         memory = measure.Memory(world.device)
         layout = Layout(config, sizes, world, precision)
         optimizer = make_optimizer(layout)
-        if config.offload == "parameters":
+        if config.offload:
             # Gradients are on the CPU, so fp16's scale is made there, too.
             precision.scaler.scale(torch.zeros(()))
         grid = " × ".join(f"{side} {size}" for side, size in layout.grid.items())
@@ -241,10 +232,6 @@ def train(config: Config) -> Path | None:
         peak_flops = measure.peak_flops(world, precision.dtype)
         tokens_per_step = config.batch_size * sizes.sequence
         steps = measure.Steps(world.device)
-        trace = {}
-        trace_step = 0
-        if config.trace and world.size > 1:
-            trace_step = state.step + TRACED_STEP
         losses = []  # since the last log line
         loss = None
         saved = state.step
@@ -267,8 +254,6 @@ def train(config: Config) -> Path | None:
                     f"step {state.step:>6,}  validation loss {state.validation_loss:.4f}"
                     f"  perplexity {perplexity:,.1f}"
                 )
-                if world.is_main and layout.has_whole_model and config.model == "own":
-                    write_sample(run, layout, data, state.step)
             if config.keep and state.step > saved and (due or interrupted):
                 extra = {"scaler": precision.scaler.state_dict(), "data_key": data.key}
                 saved = state.step
@@ -283,23 +268,18 @@ def train(config: Config) -> Path | None:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             tokens, targets = layout.part_of(data.batch("train", step - 1))
-            traced = nullcontext()
-            if step == trace_step:
-                traced = measure.communication(trace, world.device)
             steps.start()
-            with traced:
-                losses.append(layout.forward_backward(tokens, targets))
-                precision.scaler.unscale_(optimizer)
-                norm = layout.clip(CLIP)
-                # In fp16 GradScaler skips steps that overflow. Otherwise nothing must be updated.
-                if not precision.scaler.is_enabled() and not norm.isfinite():
-                    raise UserError(
-                        f"step {step}: loss or gradient is not finite; start again with a "
-                        "lower --lr"
-                    )
-                precision.scaler.step(optimizer)
-                precision.scaler.update()
-                optimizer.zero_grad(set_to_none=True)
+            losses.append(layout.forward_backward(tokens, targets))
+            precision.scaler.unscale_(optimizer)
+            norm = layout.clip(CLIP)
+            # In fp16 GradScaler skips steps that overflow. Otherwise nothing must be updated.
+            if not precision.scaler.is_enabled() and not norm.isfinite():
+                raise UserError(
+                    f"step {step}: loss or gradient is not finite; start again with a lower --lr"
+                )
+            precision.scaler.step(optimizer)
+            precision.scaler.update()
+            optimizer.zero_grad(set_to_none=True)
             steps.end()
             state.step = step
 
@@ -328,7 +308,6 @@ def train(config: Config) -> Path | None:
         if losses:  # the clock or a signal ended the run between two log lines
             loss = world.sum(torch.stack(losses).mean()).item()
         peaks = world.gather(memory.peak_gib())
-        shares = world.gather(trace.get("communication_share", 0.0))
         if world.is_main and steps.seconds:
             result = figures(config, sizes, steps.median, peak_flops)
             result |= {
@@ -342,7 +321,6 @@ def train(config: Config) -> Path | None:
                 "precision": precision.name,
                 "peak_gib": peaks,
                 "planned_gib": need.total / GIB,
-                "communication_share": sum(shares) / len(shares) if trace else None,
             }
             text = json.dumps(result, indent=2) + "\n"
             (run.folder / "result.json").write_text(text, encoding="utf-8")
@@ -367,17 +345,6 @@ def validate(layout: Layout, data: Data) -> float:
         batch = layout.part_of(data.batch("validation", number))
         losses.append(layout.loss(*batch).double())
     return layout.world.sum(torch.stack(losses).mean()).item()
-
-
-def write_sample(run: Run, layout: Layout, data: Data, step: int) -> None:
-    """Let the model continue a prompt, and write the text to TensorBoard."""
-    if data.tokenizer is None:
-        return
-    how = generate.Config(prompt=PROMPT, tokens=40, seed=run.config.seed)
-    prompt_tokens = len(data.tokenizer(PROMPT, add_special_tokens=False)["input_ids"])
-    if prompt_tokens < data.sequence:
-        text = generate.sample(layout.model, data.tokenizer, how, data.sequence)
-        run.telemetry.text("sample", step, text)
 
 
 def figures(config: Config, sizes: Sizes, step_seconds: float, peak_flops: float) -> dict:

@@ -11,7 +11,6 @@ import csv
 import functools
 import hashlib
 import io
-import json
 import os
 import shutil
 import tempfile
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from engine.errors import UserError
 from labs.gpt.sizes import Sizes
-from text.subwords import encode, open_tokenizer, tokenizer_key, train_tokenizer
+from text.subwords import encode, train_tokenizer
 
 ABSTRACT = "Abstract"  # the column of Web of Science's table
 VALIDATE_EVERY = 20  # each 20th document is for validation
@@ -87,12 +86,12 @@ def load(config, sizes: Sizes, cache: Path, log) -> Data:
         return random_data(config, sizes)
     splits, note = read_documents(Path(config.data).expanduser())
     vocabulary = config.vocabulary or sizes.vocabulary
-    digest = hashlib.sha256(json.dumps([tokenizer_key(config.tokenizer), vocabulary]).encode())
+    digest = hashlib.sha256(f"{vocabulary}".encode())
     for documents in splits.values():
         digest.update("\0".join(documents).encode("utf-8", "surrogatepass") + b"\0\0")
     folder = cache / f"gpt-{digest.hexdigest()[:16]}"
     if not folder.is_dir():
-        prepare(config, splits, vocabulary, folder)
+        prepare(splits, vocabulary, folder)
     data = open_prepared(folder, config, sizes)
     counts = [
         f"{len(splits[split]):,} documents = {len(data.ids[split]):,} tokens for {split}"
@@ -102,10 +101,9 @@ def load(config, sizes: Sizes, cache: Path, log) -> Data:
     return data
 
 
-def prepare(config, splits: dict[str, list[str]], vocabulary: int, folder: Path) -> None:
-    """Train or load the tokenizer and encode the documents; the folder appears when complete."""
-    tokenizer = named_tokenizer(config.tokenizer) if config.tokenizer else None
-    tokenizer = tokenizer or train_tokenizer(splits["train"], vocabulary)
+def prepare(splits: dict[str, list[str]], vocabulary: int, folder: Path) -> None:
+    """Train the tokenizer and encode the documents; the folder appears when it is complete."""
+    tokenizer = train_tokenizer(splits["train"], vocabulary)
     kind = np.uint16 if len(tokenizer) <= 2**16 else np.int32
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".gpt-"))
@@ -147,20 +145,6 @@ def open_prepared(folder: Path, config, sizes: Sizes) -> Data:
             "--sequence"
         )
     return data
-
-
-def named_tokenizer(name: str):
-    """A tokenizer from a folder or the hub. Raises `UserError` for one that this lab cannot use."""
-    tokenizer = open_tokenizer(name)
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"--tokenizer {name} has no end token; choose one that has, such as gpt2")
-    largest = max([*tokenizer.get_vocab().values(), tokenizer.eos_token_id])
-    if largest >= len(tokenizer):  # the embedding has as many rows as there are tokens
-        raise UserError(
-            f"--tokenizer {name} has {len(tokenizer)} tokens but ids up to {largest}; choose one "
-            "that leaves no ids out"
-        )
-    return tokenizer
 
 
 def random_data(config, sizes: Sizes) -> Data:

@@ -1,9 +1,8 @@
-"""What a step cost: time, memory, and the share of it in which messages were under way."""
+"""What a step costs: time and memory; and how fast the machine could be."""
 
 import os
 import statistics
 import time
-from contextlib import contextmanager
 
 import torch
 
@@ -83,37 +82,3 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
-
-
-@contextmanager
-def communication(result: dict, device: torch.device):
-    """Trace the step inside; sets result["communication_share"].
-
-    This is the share of the step's time in which a message was under way. A rank that waits for
-    others counts as communicating: that time is lost to it as well. Messages that travel while the
-    rank computes count too, so a large share is not always a loss.
-    """
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profile:
-        begin = time.perf_counter()
-        yield
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - begin
-    spans = []
-    for event in profile.events() or []:
-        if any(word in event.name for word in ("gloo:", "nccl:", "ncclDevKernel")):
-            spans.append((event.time_range.start, event.time_range.end))
-    share = covered(spans) / 1e6 / seconds  # the profiler counts microseconds
-    result["communication_share"] = min(1.0, share)
-
-
-def covered(spans: list[tuple[float, float]]) -> float:
-    """The length of the union of spans."""
-    total, end = 0.0, float("-inf")
-    for first, last in sorted(spans):
-        total += max(0.0, last - max(first, end))
-        end = max(end, last)
-    return total

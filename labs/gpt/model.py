@@ -30,23 +30,16 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(sizes.hidden, 3 * sizes.hidden)
         self.c_proj = nn.Linear(sizes.hidden, sizes.hidden)
 
-    def forward(self, x: Tensor, past: list[Tensor] | None = None) -> Tensor:
-        """`past`: keys and values of P tokens before, (B, H, P, W) each; these are added."""
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) → (B, T, D)."""
         # Query, key and value lie head by head (GPT-2 has all queries first): equal parts of
         # c_attn's rows are then whole heads, as tensor parallelism needs. H: heads on this rank.
         heads = self.c_attn(x).unflatten(2, (-1, 3, self.head_size))  # (B, T, H, 3, W)
         q, k, v = (part.transpose(1, 2) for part in heads.unbind(3))  # (B, H, T, W) each
-        if past is not None:  # generation
-            if past:
-                k = torch.cat([past[0], k], dim=2)  # (B, H, P + T, W)
-                v = torch.cat([past[1], v], dim=2)
-            past[:] = k, v
         # A GPU's fused attention needs widths that are multiples of 8. Zeros change no product.
         if x.is_cuda and self.head_size % 8:
             q, k, v = (F.pad(part, (0, -self.head_size % 8)) for part in (q, k, v))
-        # After a past comes one token at a time, which may see all keys: no mask.
-        causal = q.shape[2] == k.shape[2]
-        x = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=self.head_size**-0.5)
+        x = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.head_size**-0.5)
         x = x[..., : self.head_size]  # (B, H, T, W)
         return self.c_proj(x.transpose(1, 2).flatten(2))  # (B, T, D)
 
@@ -74,9 +67,9 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(sizes.hidden)
         self.mlp = MLP(sizes)
 
-    def forward(self, x: Tensor, past: list[Tensor] | None = None) -> Tensor:
-        """`past`: see `CausalSelfAttention`."""
-        x = x + self.attn(self.ln_1(x), past=past)
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) → (B, T, D)."""
+        x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
 
 
@@ -107,18 +100,13 @@ class GPT(nn.Module):
         if self.is_last:
             self.ln_f = nn.LayerNorm(sizes.hidden)
 
-    def forward(
-        self, x: Tensor, targets: Tensor | None = None, past: dict[str, list] | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """Token ids (B, T), or the previous stage's (B, T, D) → logits, mean loss, or (B, T, D)."""
         if self.is_first:
-            seen = past["0"][0].shape[2] if past and past["0"] else 0  # tokens before these
-            positions = torch.arange(seen, seen + x.shape[1], device=x.device)  # (T,)
+            positions = torch.arange(x.shape[1], device=x.device)  # (T,)
             x = self.wte(x) + self.wpe(positions)  # (B, T, D)
-        for number, block in self.h.items():
-            if past is not None:
-                x = block(x, past[number])
-            elif self.recompute and torch.is_grad_enabled():
+        for block in self.h.values():
+            if self.recompute and torch.is_grad_enabled():
                 # Keep the block's input only; the backward pass runs it again (Chen et al. 2016).
                 x = checkpoint(block, x, use_reentrant=False)
             else:

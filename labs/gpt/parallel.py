@@ -33,7 +33,6 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.optim.adamw import adamw
 
 from engine.distributed import World, distribute_like, full_tensor, process_grid
 from engine.errors import UserError
@@ -99,15 +98,7 @@ def check_combinations(config) -> None:
             tensor and zero1,
             "--data_parallel zero1 does not work with --tensor; use ddp, zero2 or zero3",
         ),
-        (
-            config.offload == "parameters" and not sharded,
-            "--offload parameters needs --data_parallel zero2 or zero3",
-        ),
-        (
-            config.offload == "optimizer" and (sharded or zero1 or tensor or pipe),
-            "--offload optimizer works with --data_parallel ddp only, without --tensor and --pipe; "
-            "with zero2 and zero3 use --offload parameters",
-        ),
+        (config.offload and not sharded, "--offload needs --data_parallel zero2 or zero3"),
         (
             hugging_face and (tensor or pipe or config.chunked_loss),
             "--model hf does not work with --tensor, --pipe and --chunked_loss; use --model own",
@@ -182,7 +173,7 @@ class Layout:
             parallelize_tensors(self.model, self.mesh["tensor"])
         if is_sharded(config):
             shard(self.model, self.mesh["data"], config, precision)
-        self.model.to_empty(device="cpu" if config.offload == "parameters" else world.device)
+        self.model.to_empty(device="cpu" if config.offload else world.device)
         if config.model == "hf":
             self.model.model.tie_weights()  # `to_empty` has untied them
         self.weights = dict(self.model.named_parameters())
@@ -200,11 +191,6 @@ class Layout:
         in_parts = config.tensor * config.pipe > 1
         self.averages_gradients = self.data > 1 and in_parts and not is_sharded(config)
         self.runner = self.model if in_parts else world.data_parallel(self.model)
-
-    @property
-    def has_whole_model(self) -> bool:
-        """Whether this rank can run the model without the others."""
-        return self.config.tensor * self.config.pipe == 1 and not is_sharded(self.config)
 
     def _make_model(self) -> nn.Module:
         config, sizes = self.config, self.sizes
@@ -382,7 +368,7 @@ def shard(model: nn.Module, mesh, config, precision: Precision) -> None:
     if precision.name != "fp32":  # gather weights in 16 bits, reduce gradients in 32
         mixed = MixedPrecisionPolicy(param_dtype=precision.dtype, reduce_dtype=torch.float32)
     offload = OffloadPolicy()
-    if config.offload == "parameters":
+    if config.offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     reshard = config.data_parallel == "zero3"
     for part in [*model.h.values(), model]:
@@ -403,49 +389,9 @@ def make_optimizer(layout: Layout) -> torch.optim.Optimizer:
         {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
     ]
     settings = dict(lr=config.lr, betas=(0.9, 0.95), fused=True)
-    if config.offload == "optimizer":
-        return AdamWOnCPU(groups, **settings)
     if config.data_parallel == "zero1" and layout.data > 1:
         return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **settings)
     return torch.optim.AdamW(groups, **settings)
-
-
-class AdamWOnCPU(torch.optim.AdamW):
-    """Moments and update in host memory (ZeRO-Offload, Ren et al. 2021).
-
-    Weights and gradients travel to the CPU and new weights back: 12 bytes per weight and step, to
-    save 8 bytes per weight on the GPU.
-    """
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        """One update."""
-        if getattr(self, "found_inf", None) is not None and self.found_inf.item():
-            return  # fp16 overflowed: the step is skipped
-        for group in self.param_groups:
-            for weight in group["params"]:
-                on_host, state = weight.detach().cpu(), self.state[weight]
-                if not state:
-                    state["step"] = torch.zeros(())
-                    state["exp_avg"] = torch.zeros_like(on_host)
-                    state["exp_avg_sq"] = torch.zeros_like(on_host)
-                adamw(
-                    [on_host],
-                    [weight.grad.cpu()],
-                    [state["exp_avg"]],
-                    [state["exp_avg_sq"]],
-                    [],
-                    [state["step"]],
-                    fused=True,
-                    amsgrad=False,
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=False,
-                )
-                weight.copy_(on_host)  # on the CPU it is the same memory
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ compares them with what autograd keeps.
 
 import itertools
 import os
-import shlex
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,14 +71,12 @@ def memory(config, sizes: Sizes, processes: int, narrow: bool) -> Need:
         weights += gathered * (2 * block + ends)
     elif narrow:  # autocast's copies
         weights += 2 * own / parts
-    if parts > config.tensor or config.offload == "parameters":  # before they are scattered
+    if parts > config.tensor or config.offload:  # before they are scattered
         gradients += 4 * (2 * block + ends)
     if config.data_parallel == "zero1":  # deals out whole matrices
         optimizer = max(8 * own / data, 2 * matrix)
     host = 0.0
-    if config.offload == "optimizer":  # one matrix at a time is on its way
-        host, optimizer = optimizer, matrix
-    elif config.offload == "parameters":
+    if config.offload:
         host = 16 * own / parts
         weights -= 4 * own / parts
         gradients -= 4 * own / parts
@@ -151,24 +148,16 @@ def check_fits(config, sizes: Sizes, world: World, precision: str) -> Need:
     need = memory(config, sizes, world.size, precision != "fp32")
     limit = device_memory(world)
     if need.total > limit:
-        gib = f"{limit / GIB:.1f}"
-        command = ["python", "-m", "labs.gpt", "--plan", "--size", config.size]
-        command += ["--gpus", str(world.size), "--memory_gib", gib]
-        for name in ("layers", "hidden", "heads", "sequence", "batch_size", "data", "tokenizer"):
-            if getattr(config, name):
-                command += [f"--{name}", str(getattr(config, name))]
-        command += ["--model", config.model, "--vocabulary", str(sizes.vocabulary)]
-        command += ["--precision", precision]
         raise UserError(
             f"the model does not fit: it needs {need.total / GIB:.1f} GiB per rank and there are "
-            f"{gib}; to see what fits: {shlex.join(command)}"
+            f"{limit / GIB:.1f}; to see what fits, start one process with the same flags and "
+            f"--plan --gpus {world.size} --memory_gib {limit / GIB:.1f}"
         )
     held = need.host + (need.total if world.device.type == "cpu" else 0)
     if need.host and held > host_memory():
         raise UserError(
-            f"the model does not fit: --offload {config.offload} needs {held / GIB:.1f} GiB of the "
-            f"machine's memory per rank and there are {host_memory() / GIB:.1f}; "
-            "use a smaller --size"
+            f"the model does not fit: --offload needs {held / GIB:.1f} GiB of the machine's memory "
+            f"per rank and there are {host_memory() / GIB:.1f}; use a smaller --size"
         )
     return need
 
@@ -177,107 +166,71 @@ def techniques(config):
     """(name, changed settings) of the techniques to try, from none to all."""
     gpus = config.gpus
     small = {"recompute": True}
-    less = "+ recompute"
+    less = "recompute"
     # Not every PyTorch and model has the chunked loss; see check_combinations.
     if hasattr(nn, "LinearCrossEntropyOptions") and config.model == "own" and not config.compile:
         small["chunked_loss"] = True
-        less = "+ recompute, chunked loss"
-    if gpus == 1:
-        yield "one process", {}
-        yield less, small
-        yield "+ offload optimizer", {**small, "offload": "optimizer"}
-        parameters = {"data_parallel": "zero3", "offload": "parameters"}
-        yield "+ offload parameters (FSDP2)", {**small, **parameters}
-        return
-    yield f"DDP {gpus}", {}
-    yield less, small
-    for name in ("zero1", "zero2", "zero3"):
-        yield name, {"data_parallel": name}
-    yield f"zero3 {less}", {**small, "data_parallel": "zero3"}
-    yield (
-        "zero3 + recompute + offload",
-        {**small, "data_parallel": "zero3", "offload": "parameters"},
-    )
-    for tensor in (number for number in (2, 4, 8) if gpus % number == 0):
-        data = gpus // tensor
-        yield f"tensor {tensor} × data {data}", {"tensor": tensor}
-        yield f"tensor {tensor} × data {data} + recompute", {"tensor": tensor, "recompute": True}
-        if data > 1:
-            yield f"tensor {tensor} × zero3 {data}", {"tensor": tensor, "data_parallel": "zero3"}
-    for pipe in (number for number in (2, 4, 8) if gpus % number == 0):
-        data = gpus // pipe
-        yield f"pipe {pipe} × data {data}, {config.schedule}", {"pipe": pipe}
-        yield f"pipe {pipe} × data {data} + recompute", {"pipe": pipe, "recompute": True}
+        less = "recompute, chunked loss"
+    zero3 = {"data_parallel": "zero3"}
+    yield f"data {gpus}", {}
+    yield f"data {gpus}, {less}", small
+    if gpus > 1:
+        yield f"zero1 {gpus}", {"data_parallel": "zero1"}
+        yield f"zero2 {gpus}", {"data_parallel": "zero2"}
+        yield f"zero3 {gpus}", zero3
+        yield f"zero3 {gpus}, {less}", {**zero3, **small}
+    yield f"zero3 {gpus}, {less}, offload", {**zero3, **small, "offload": True}
+    for parts in (2, 4, 8):
+        if gpus % parts == 0:
+            data = gpus // parts
+            yield f"tensor {parts} × data {data}", {"tensor": parts}
+            yield f"tensor {parts} × data {data}, recompute", {"tensor": parts, "recompute": True}
+            yield f"pipe {parts} × data {data}", {"pipe": parts}
+            yield f"pipe {parts} × data {data}, recompute", {"pipe": parts, "recompute": True}
 
 
 def table(config, sizes: Sizes, narrow: bool) -> str:
     """A line per technique: what it needs, whether it fits, and how deep a model would fit.
 
-    Micro-batches are of one sequence. The last line is the command for the deepest model without
-    --offload; with it the depth depends on the host.
+    Micro-batches are of one sequence. With --offload the depth depends on the host.
     """
     columns = ("weights", "gradients", "optimizer", "activations", "logits", "total")
     products = "bf16 or fp16" if narrow else "fp32"
     lines = [
         f"{sizes.parameters:,} parameters: hidden {sizes.hidden}, {sizes.layers} layers, "
         f"{sizes.heads} heads, sequence {sizes.sequence}, vocabulary {sizes.vocabulary:,}; "
-        f"batch {config.batch_size}",
+        f"{sizes.flops_per_token():,.0f} FLOPs a training token; batch {config.batch_size}",
         f"{config.gpus} card(s) of {config.memory_gib:g} GiB; {products} products, fp32 weights",
-        f"{'GiB a card':32}" + "".join(f"{name:>13}" for name in columns),
+        f"{'GiB a card':41}" + "".join(f"{name:>12}" for name in columns),
     ]
-    deepest, command = 0, ""
     for name, changes in techniques(config):
         trial = trial_of(config, changes)
         try:
             check_grid(trial, sizes, config.gpus)
         except UserError as error:
-            lines.append(f"{name:32} {error}")
+            lines.append(f"{name:41}  {error}")
             continue
         need = memory(trial, sizes, config.gpus, narrow)
-        figures = "".join(f"{getattr(need, column) / GIB:13.2f}" for column in columns)
-        fits = "fits" if need.total <= config.memory_gib * GIB else "does not fit"
-        line = f"{name:32}{figures}  {fits}"
-        if trial.offload == "none":
+        line = f"{name:41}"
+        for column in columns:
+            line += f"{getattr(need, column) / GIB:12.2f}"
+        line += "  fits" if need.total <= config.memory_gib * GIB else "  does not fit"
+        if trial.offload:
+            line += f"; {need.host / GIB:.1f} GiB of host memory a card"
+        else:
             layers = most_layers(trial, sizes, config.gpus, config.memory_gib, narrow)
             billions = replace(sizes, layers=layers).parameters / 1e9
             line += f"; at most {layers} layers ({billions:.2f}B)"
-            if layers > deepest or not command:
-                deepest = layers
-                settings = {**changes, "layers": layers, "accumulate": trial.accumulate}
-                command = command_of(config, settings)
-        else:
-            line += f"; {need.host / GIB:.1f} GiB of host memory a card"
         lines.append(line)
-    if not command:
-        lines.append("no row can run like this; give a --batch_size that the cards divide")
-    elif not deepest:
-        lines.append("no depth fits on these cards")
-    else:
-        lines.append(f"the deepest without --offload: {command}")
     return "\n".join(lines)
 
 
 def trial_of(config, changes: dict):
     """The settings with a technique, and micro-batches of one sequence."""
-    plain = {"data_parallel": "ddp", "tensor": 1, "pipe": 1, "offload": "none"}
+    plain = {"data_parallel": "ddp", "tensor": 1, "pipe": 1, "offload": False}
     trial = replace(config, **{**plain, **changes})
     rows = config.batch_size * trial.tensor * trial.pipe // config.gpus
     return replace(trial, accumulate=max(1, rows))
-
-
-def command_of(config, changes: dict) -> str:
-    """The command that trains with these settings and all others that the user gave."""
-    replaced = {"plan", "gpus", "memory_gib", "data_parallel", "tensor", "pipe", "offload"}
-    settings = {"size": config.size}
-    for name in sorted(config.given - replaced):
-        settings[name] = getattr(config, name)
-    words = ["labs.gpt"]
-    for name, value in {**settings, **changes}.items():
-        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    launcher = f"torchrun --nproc_per_node {config.gpus} -m --"
-    if config.gpus == 1:
-        launcher = "python -m"
-    return f"{launcher} {shlex.join(words)}"
 
 
 def most_layers(trial, sizes: Sizes, processes: int, memory_gib: float, narrow: bool) -> int:

@@ -1,4 +1,4 @@
-"""Rows of a table: each is a run of labs.gpt in processes of its own."""
+"""Tables of runs: each row is a run of labs.gpt in processes of its own."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def run_row(flags: list[str], processes: int, run: Path, minutes: float) -> dict
     done = run / "outcome.json"
     if done.exists():
         outcome = json.loads(done.read_text(encoding="utf-8"))
-        if outcome.get("words") == words and "failed" not in outcome:
+        if outcome["words"] == words and "failed" not in outcome:
             return outcome
     shutil.rmtree(run, ignore_errors=True)  # of an interrupted row, or with other flags
     # Every row has the same cores, which its processes share.
@@ -46,23 +46,33 @@ def run_row(flags: list[str], processes: int, run: Path, minutes: float) -> dict
     if result.exists():
         outcome = json.loads(result.read_text(encoding="utf-8"))
     outcome["words"] = words
-    run.mkdir(exist_ok=True)
+    run.mkdir(parents=True, exist_ok=True)
     done.write_text(json.dumps(outcome), encoding="utf-8")
     return outcome
 
 
 def reason(errors: str) -> str:
-    """The one line of a run's standard error that says why it ended.
+    """The line of a run's standard error that says why it ended.
 
     Our own message if there is one, else the signal that torchrun names, else the exception.
     """
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    own = re.findall(r"^error(?: \(rank \d+\))?: (.*)$", errors, re.MULTILINE)
+    ours = re.findall(r"^error(?: \(rank \d+\))?: (.*)$", errors, re.MULTILINE)
     # That another process has ended is what the other ranks say.
-    first = [line for line in own if "another process of this run" not in line]
+    first = [line for line in ours if "another process of this run" not in line]
     signals = re.findall(r"Signal \d+ \(\w+\) received by PID \d+", errors)
-    exceptions = re.findall(
-        r"^(?:\[rank\d+\]: *)?([\w.]+(?:Error|Exception)\b:.*)$", errors, re.MULTILINE
-    )
-    candidates = first or signals or exceptions or own or lines[-1:] or ["ended without a message"]
-    return candidates[0][:150]
+    exceptions = re.findall(r"^(?:\[rank\d+\]: )?(\w+(?:Error|Exception): .*)$", errors, re.M)
+    candidates = [*first, *signals, *exceptions, *ours, "ended without a message"]
+    return candidates[0][:150].replace("|", "/")
+
+
+def markdown_row(cells) -> str:
+    """A line of a Markdown table."""
+    return f"| {' | '.join(map(str, cells))} |\n"
+
+
+def write_table(folder: Path, head: tuple, rows: list[list], outcomes: list[dict]) -> None:
+    """Write table.md, and table.json with all figures of the runs."""
+    text = markdown_row(head) + "|---" * len(head) + "|\n" + "".join(map(markdown_row, rows))
+    (folder / "table.md").write_text(text, encoding="utf-8")
+    text = json.dumps(outcomes, indent=2, ensure_ascii=False) + "\n"
+    (folder / "table.json").write_text(text, encoding="utf-8")

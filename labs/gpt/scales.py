@@ -6,19 +6,15 @@
 The planner finds the deepest model of each scale. A scale that this machine can hold is trained;
 one that needs more cards or memory is a row with the planner's figures, marked "planned". The
 handout leaves scales 3 and 4 open: here they are two cards with every technique, and handout 000's
-1.6B model on four cards. The table is in runs/scales-SIZE-CARD/: table.md, table.json.
+1.6B model on four cards. The table is in runs/scales-SIZE-CARD/.
 """
 
-import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from engine.config import flag, parse_flags
 from engine.errors import run_script
-from engine.memory import GIB
-from engine.telemetry import Log
-from labs.gpt.rows import run_row
 
 
 @dataclass
@@ -38,7 +34,6 @@ class Config:
     steps: int = flag(300, "steps of each row", "Scales", min=5)
     precision: str = flag("auto", "of matrix products (auto|fp32|bf16|fp16)", "Scales")
     minutes: float = flag(60.0, "time limit of a row", "Scales", above=0)
-    folder: str = flag("", "folder of the table; default: runs/scales-SIZE-CARD", "Scales")
 
 
 if __name__ == "__main__":
@@ -47,11 +42,14 @@ if __name__ == "__main__":
 import torch
 
 from engine import distributed
+from engine.memory import GIB
 from engine.precision import choose_precision
+from engine.telemetry import Log
 from labs.gpt import plan
 from labs.gpt.__main__ import Config as TrainConfig
 from labs.gpt.__main__ import resolved, sizes_of
 from labs.gpt.parallel import check_grid
+from labs.gpt.rows import run_row, write_table
 
 LESS_THAN = 7.0  # the handout: a final loss below 7 is a successful training
 HEAD = (
@@ -97,16 +95,16 @@ def plan_scale(scale: Scale, config: Config, precision: str) -> tuple[TrainConfi
         data=config.data,
         precision=precision,
         max_steps=config.steps,
+        layers=scale.layers,
         **scale.settings,
     )
     settings = resolved(settings, scale.cards)
-    sizes = sizes_of(settings)
     narrow = precision != "fp32"
-    settings.layers = scale.layers or plan.most_layers(
-        settings, sizes, scale.cards, config.memory_gib, narrow
-    )
-    sizes = replace(sizes, layers=max(settings.layers, scale.settings.get("pipe", 1)))
-    settings.layers = sizes.layers
+    if not settings.layers:
+        sizes = sizes_of(settings)
+        deepest = plan.most_layers(settings, sizes, scale.cards, config.memory_gib, narrow)
+        settings.layers = max(deepest, settings.pipe)  # planned even if no depth fits
+    sizes = sizes_of(settings)
     check_grid(settings, sizes, scale.cards)
     return settings, plan.memory(settings, sizes, scale.cards, narrow).total / GIB
 
@@ -123,30 +121,28 @@ def flags_of(settings: TrainConfig) -> list[str]:
     return flags
 
 
-def row_of(scale: Scale, settings: TrainConfig, need_gib: float, outcome: dict) -> list[str]:
+def cells_of(scale: Scale, settings: TrainConfig, need_gib: float, outcome: dict) -> list:
     """The cells of a row."""
     sizes = sizes_of(settings)
     cells = [scale.name, scale.cards, sizes.hidden, sizes.heads, sizes.layers, sizes.sequence]
-    parameters = outcome.get("parameters", sizes.parameters)
-    cells += [f"{parameters:,}"]
+    cells += [f"{outcome.get('parameters', sizes.parameters):,}"]
+    planned = f"{need_gib:.2f} GiB planned"
     if "planned" in outcome:
-        cells += [f"{need_gib:.2f} GiB planned", "planned", outcome["planned"], "–"]
-    elif "failed" in outcome:
-        cells += [f"{need_gib:.2f} GiB planned", outcome["failed"].replace("|", "/"), "", "no"]
-    else:
-        reached = "yes" if outcome["loss"] < LESS_THAN else "no"
-        if outcome["data"] == "random ids":
-            reached = "– (random ids)"
-        cells += [f"{max(outcome['peak_gib']):.2f} GiB", f"{outcome['minutes']:.1f} min"]
-        cells += [f"{outcome['loss']:.2f}", reached]
-    return [str(cell) for cell in cells]
+        return [*cells, planned, "planned", outcome["planned"], "–"]
+    if "failed" in outcome:
+        return [*cells, planned, outcome["failed"], "", "no"]
+    reached = "yes" if outcome["loss"] < LESS_THAN else "no"
+    if outcome["data"] == "random ids":
+        reached = "– (random ids)"
+    cells += [f"{max(outcome['peak_gib']):.2f} GiB", f"{outcome['minutes']:.1f} min"]
+    return [*cells, f"{outcome['loss']:.2f}", reached]
 
 
 def main(config: Config) -> None:
     """Plan every scale, train those that fit, and write the table after each one."""
-    world = distributed.start("auto")
-    on_gpu = world.device.type == "cuda"
-    precision = choose_precision(world.device, config.precision, training=True).name
+    device = distributed.start("auto").device
+    on_gpu = device.type == "cuda"
+    precision = choose_precision(device, config.precision, training=True).name
     cards = config.cards or (torch.cuda.device_count() if on_gpu else 2)
     if not config.memory_gib:
         config.memory_gib = 0.25
@@ -155,14 +151,13 @@ def main(config: Config) -> None:
     if not config.size:
         config.size = "1.6b" if on_gpu else "mini"
     card = torch.cuda.get_device_name().replace(" ", "-") if on_gpu else "cpu"
-    folder = Path(config.folder or f"runs/scales-{config.size}-{card}")
+    folder = Path(f"runs/scales-{config.size}-{card}")
     folder.mkdir(parents=True, exist_ok=True)
     log = Log()
     log(f"{cards} card(s) of {config.memory_gib:.2f} GiB ({card}), {precision}")
     if config.data == "random":
         log("data: random ids, not text: no row can show learning; name a text with --data")
-    lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
-    outcomes = []
+    rows, outcomes = [], []
     for number, scale in enumerate(SCALES):
         settings, need_gib = plan_scale(scale, config, precision)
         if scale.cards > cards:
@@ -172,13 +167,10 @@ def main(config: Config) -> None:
         else:
             run = folder / f"scale-{number}"
             outcome = run_row(flags_of(settings), scale.cards, run, config.minutes)
-        cells = row_of(scale, settings, need_gib, outcome)
-        lines.append(f"| {' | '.join(cells)} |")
-        log(lines[-1])
-        outcomes.append({"scale": scale.name, **dict(zip(HEAD[1:], cells[1:])), **outcome})
-        (folder / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        text = json.dumps(outcomes, indent=2, ensure_ascii=False) + "\n"
-        (folder / "table.json").write_text(text, encoding="utf-8")
+        rows.append(cells_of(scale, settings, need_gib, outcome))
+        outcomes.append({**dict(zip(HEAD, rows[-1])), **outcome})
+        log(", ".join(map(str, rows[-1])))
+        write_table(folder, HEAD, rows, outcomes)
     log(f"table: {folder / 'table.md'}")
 
 

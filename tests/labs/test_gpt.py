@@ -21,28 +21,26 @@ from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, Forked, fork_ranks, forked_ranks, free_port, run_code
+from conftest import ROOT, Forked, forked, free_port
 from helpers import refused, together
 from random_models import needs_compiler, unlimited
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.checkpoint import write_checksums
+from engine.config import parse_flags
 from engine.distributed import World
 from engine.precision import Precision, choose_precision
 from labs.gpt import compare, generate, measure, plan, rows, scales
 from labs.gpt.__main__ import Config, resolved, sizes_of, train
-from labs.gpt.checkpoints import checkpoint_of, convert, load_weights, newest, optimizer_tensors
-from labs.gpt.data import Data, load, named_tokenizer, read_documents
+from labs.gpt.checkpoints import load_weights, newest
+from labs.gpt.data import Data, read_documents
 from labs.gpt.model import GPT, HuggingFaceGPT, initial_weight, mean_loss
 from labs.gpt.parallel import Layout, check_grid
 from labs.gpt.sizes import PRESETS, get_model_size, get_tflops
-from text.subwords import train_tokenizer
 
 CPU = torch.device("cpu")
-STEPS, OVERFLOWS = 10, 7  # steps of a case; in fp16 the step whose gradients overflow
+STEPS, OVERFLOWS = 6, 4  # steps of a case; in fp16 the step whose gradients overflow
 # 12 sequences per step: divisible by 2, 3 and 4. The vocabulary is divisible by none of them, so
 # the parts of a weight differ in size.
 BASE = dict(
@@ -56,15 +54,12 @@ BASE = dict(
 )
 CASES = {  # name: (processes, settings)
     "alone": (1, {}),
-    "accumulate-offload-optimizer": (1, dict(accumulate=3, offload="optimizer")),
-    "recompute-chunked-loss": (1, dict(chunked_loss=True, recompute=True)),
-    "offload-parameters": (1, dict(data_parallel="zero3", offload="parameters")),
-    "hf-ddp-2": (2, dict(model="hf")),  # begins with the same weights: see `initial_weight_of_hf`
-    "ddp-2": (2, dict(accumulate=2, trace=True)),
+    "recompute-chunked-loss": (1, dict(chunked_loss=True, recompute=True, accumulate=3)),
+    "offload": (1, dict(data_parallel="zero3", offload=True)),
+    "hf-ddp-2": (2, dict(model="hf", accumulate=2)),  # see `initial_weight_of_hf`
     "zero1-2": (2, dict(data_parallel="zero1")),
     "zero2-2": (2, dict(data_parallel="zero2", recompute=True)),
     "zero3-3": (3, dict(data_parallel="zero3", accumulate=2)),
-    "tensor-2": (2, dict(tensor=2)),
     "pipe-2-gpipe": (2, dict(pipe=2, accumulate=4, schedule="gpipe")),
     "pipe-4": (4, dict(pipe=4, accumulate=6, recompute=True)),  # not a multiple of 4
     "data-2-pipe-2": (4, dict(pipe=2)),
@@ -75,24 +70,38 @@ CASES = {  # name: (processes, settings)
     "zero1-2 > zero3-2-tensor-2": (4, dict(tensor=2, data_parallel="zero3")),
     # All above compute in float64, which shows any mistake; these as users do.
     "fp32-alone": (1, {}),
-    "fp32-zero3-2-tensor-2": (4, dict(tensor=2, data_parallel="zero3")),
     "bf16-zero3-2": (2, dict(data_parallel="zero3")),
     "bf16-pipe-2": (2, dict(pipe=2, accumulate=4)),
     # One step overflows: see `choose_fp16`.
     "fp16-alone": (1, {}),
-    "fp16-offload-optimizer": (1, dict(offload="optimizer")),
     "fp16-zero1-2": (2, dict(data_parallel="zero1")),
     "fp16-zero3-2": (2, dict(data_parallel="zero3")),
 }
 # First word of a case's name: the run it agrees with, and the relative differences of losses and of
 # gradient norms. bf16 has 8 bits, fp16 has 11; losses are means in which rounding errors cancel.
-EXPECTED = {
-    "fp32": ("fp32-alone", 1e-4, 1e-4),
-    "bf16": ("fp32-alone", 3e-4, 3e-2),
-    "fp16": ("fp16-alone", 1e-4, 1e-2),
-}
+EXPECTED = {"bf16": ("fp32-alone", 3e-4, 3e-2), "fp16": ("fp16-alone", 1e-4, 1e-2)}
 if not hasattr(torch.nn, "LinearCrossEntropyOptions"):  # before PyTorch 2.13; see check_grid
     del CASES["recompute-chunked-loss"]
+
+
+def page_commands() -> list[str]:
+    """The commands in the README's list of what the handouts ask for."""
+    page = (ROOT / "labs/gpt/README.md").read_text(encoding="utf-8")
+    section = page.partition("## What the handouts ask for")[2].partition("\n## ")[0]
+    return list(dict.fromkeys(re.findall(r"`((?:python|torchrun) [^`]+)`", section)))
+
+
+def training_commands() -> dict[str, tuple[int, list[str]]]:
+    """Those that train, at reduced size: name → (processes, flags). Tables and plans: see below."""
+    found = {}
+    for command in page_commands():
+        launcher, _, flags = command.partition("labs.gpt ")
+        if flags and "--plan" not in flags:
+            processes = 2 if "torchrun" in launcher else 1
+            small = "--size toy --vocabulary 300 --max_steps 2 --device cpu --run"
+            name = f"command-{len(found)}"
+            found[name] = (processes, [*flags.split(), *small.split(), name])
+    return found
 
 
 def config_of(given=(), **settings) -> Config:
@@ -105,7 +114,7 @@ def config_of(given=(), **settings) -> Config:
 def settings_of(name: str) -> Config:
     changes = {**BASE, **CASES[name][1]}
     kind = name.split("-")[0]
-    if kind in ("bf16", "fp16"):
+    if kind in EXPECTED:
         changes["precision"] = kind
     if " > " in name:
         changes["resume"] = f"runs/{name}"
@@ -127,7 +136,8 @@ def losses(folder: Path) -> list[float]:
 def runs(tmp_path_factory) -> Path:
     """The folder with the runs of all cases."""
     folder = tmp_path_factory.mktemp("gpt")
-    port = free_port(len(CASES))  # one for each case
+    write_table(folder / "wos")
+    port = free_port(len(CASES) + len(training_commands()))
     together([Forked(__file__, rank, port, cwd=folder) for rank in range(4)])
     return folder / "runs"
 
@@ -141,7 +151,6 @@ def test_losses_are_those_of_one_process(runs, name):
         torch.testing.assert_close(found[begin::2], expected[begin::2], rtol=tolerance, atol=0)
     log = (runs / name / "train.log").read_text()
     assert (" > " in name) == (f"resumed after step {STEPS // 2}" in log)
-    assert "(attn): " in log.partition("a block: ")[2]
 
 
 def test_fp16_leaves_out_the_step_that_overflows(runs):
@@ -154,16 +163,7 @@ def test_fp16_leaves_out_the_step_that_overflows(runs):
         )
 
 
-def test_a_checkpoint_of_many_becomes_one_file(runs):
-    convert(str(runs / "zero3-2-tensor-2"))
-    weights = safetensors.torch.load_file(runs / "zero3-2-tensor-2" / "model.safetensors")
-    expected, sizes = load_weights(newest(runs / "alone"))
-    assert sizes == sizes_of(settings_of("alone")) and weights.keys() == expected.keys()
-    for name, weight in expected.items():
-        torch.testing.assert_close(weights[name], weight, rtol=1e-3, atol=1e-5)
-
-
-def test_damaged_and_foreign_checkpoints(runs, tmp_path, capsys):
+def test_damaged_checkpoints(runs, tmp_path, capsys):
     shutil.copytree(runs / "zero3-3", tmp_path / "run")
     older, last = (tmp_path / f"run/checkpoints/sharded-{step}" for step in (STEPS // 2, STEPS))
     assert newest(tmp_path / "run") == last and len(list(last.glob("*.distcp"))) == 3
@@ -171,37 +171,21 @@ def test_damaged_and_foreign_checkpoints(runs, tmp_path, capsys):
         content = bytearray((folder / piece).read_bytes())
         content[len(content) // 2] ^= 1
         (folder / piece).write_bytes(content)
-        with refused(f"checksum of {piece} differs"):
-            checkpoint_of(str(folder))
         if folder is last:
             assert newest(tmp_path / "run") == older
             assert f"sharded-{STEPS} is damaged" in capsys.readouterr().err
     with refused("no undamaged checkpoint"):
         newest(tmp_path / "run")
-    (tmp_path / "state.json").write_text("{}")
-    write_checksums(tmp_path, ["state.json"])
-    with refused("has no checkpoint of this lab"):
-        checkpoint_of(str(tmp_path))
 
 
-@pytest.mark.parametrize("offload, place", [("none", "meta"), ("optimizer", "cpu")])
-def test_moments_are_read_to_where_adamw_wants_them(offload, place):
-    weight = torch.nn.Parameter(torch.empty(2, device="meta"))
-    layout = SimpleNamespace(weights={"weight": weight}, config=SimpleNamespace(offload=offload))
-    moments = optimizer_tensors(layout, torch.optim.AdamW([weight]))["weight"]
-    places = {name: moment.device.type for name, moment in moments.items()}
-    assert places == dict.fromkeys(("exp_avg", "exp_avg_sq", "step"), place)
-
-
-def test_results(runs):
-    for name, processes in (("alone", 1), ("pipe-4", 4), ("ddp-2", 2)):
+def test_the_commands_that_meet_the_handouts_run(runs):
+    commands = training_commands()
+    assert (len(page_commands()), len(commands)) == (7, 3)  # also scales, compare, plan, report
+    for name, (processes, flags) in commands.items():
         result = json.loads((runs / name / "result.json").read_text())
-        assert result["processes"] == processes == len(result["peak_gib"])
-        assert result["parameters"] == sizes_of(settings_of(name)).parameters
+        assert result["steps"] == 2 and result["processes"] == processes == len(result["peak_gib"])
         assert result["tokens_per_second"] * result["step_seconds"] == pytest.approx(12 * 32)
-        assert result["data"] == "random ids"
-        assert (result["communication_share"] is not None) == (name == "ddp-2")
-    assert "data: random ids, not text" in (runs / "alone/train.log").read_text()
+        assert result["data"] == ("wos/" if "wos/" in flags else "random ids")
 
 
 # ---- the model -----------------------------------------------------------------------------------
@@ -222,46 +206,28 @@ def weights_from_hf(weights: dict[str, torch.Tensor], heads: int) -> dict[str, t
     return ours
 
 
-@pytest.fixture
-def pair():
-    """Hugging Face's model and ours with its weights."""
+def test_logits_and_loss_are_those_of_hugging_face():
     torch.manual_seed(0)
-    sizes = sizes_of(Config(size="toy"))
+    sizes = PRESETS["toy"]
     theirs, ours = HuggingFaceGPT(sizes).double(), GPT(sizes).double()
     for weight in theirs.parameters():  # biases too, so that each is seen
         torch.nn.init.normal_(weight, std=0.1)
     ours.load_state_dict(weights_from_hf(theirs.state_dict(), sizes.heads))
-    return theirs, ours, torch.randint(sizes.vocabulary, (2, sizes.sequence))
-
-
-def test_logits_and_loss_are_those_of_hugging_face(pair):
-    theirs, ours, tokens = pair
+    tokens = torch.randint(sizes.vocabulary, (2, sizes.sequence))
     torch.testing.assert_close(ours(tokens), theirs(tokens), rtol=1e-9, atol=1e-9)
     expected = theirs.model(tokens, labels=tokens).loss  # which shifts by itself
     loss = ours(tokens[:, :-1], tokens[:, 1:])
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0, check_dtype=False)
 
 
-def test_cache_changes_nothing(pair):
-    _, ours, tokens = pair
-    past = {number: [] for number in ours.h}
-    parts = tokens[:, :7], *tokens[:, 7:].split(1, dim=1)
-    with torch.no_grad():
-        logits = torch.cat([ours(part, past=past) for part in parts], dim=1)
-        torch.testing.assert_close(logits, ours(tokens), rtol=1e-9, atol=1e-9)
-
-
 def test_generation():
     torch.manual_seed(0)
-    model, draw = GPT(sizes_of(Config(size="toy"))), torch.Generator().manual_seed(1)
-    config = generate.Config(tokens=100, temperature=0)
+    model = GPT(PRESETS["toy"])
+    config = generate.Config(tokens=40, temperature=0)
     out = generate.generate(model, torch.tensor([[1, 2, 3]]), config, longest=32)
-    assert out.shape == (1, 32)  # as long as there are positions
+    assert out.shape == (1, 43)
     with torch.no_grad():
-        assert torch.equal(model(out[:, :-1])[:, 2:].argmax(-1), out[:, 3:])
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    drawn = {generate.choose(logits, 1.0, 0.7, draw).item() for _ in range(200)}
-    assert drawn == {0, 1}  # 0.5 alone is less than 0.7, 0.5 + 0.3 is more
+        assert torch.equal(model(out[:, :32])[:, 2:].argmax(-1), out[:, 3:33])
 
 
 def test_sizes_and_flops():
@@ -287,7 +253,6 @@ def test_the_loss_of_narrow_logits_is_computed_in_fp32():
     logits, targets = torch.randn(2, 3, 300).bfloat16(), torch.randint(300, (2, 3))
     loss = mean_loss(logits, targets)
     assert loss.dtype == torch.float32 and loss == mean_loss(logits.float(), targets)
-    assert mean_loss(logits.double(), targets).dtype == torch.float64
 
 
 def test_heads_of_any_width_are_padded_on_a_gpu_without_another_result(monkeypatch):
@@ -325,9 +290,9 @@ def test_ranks_that_share_cores_measure_their_peak_one_after_another(monkeypatch
 def test_planned_activations_are_what_autograd_keeps(kind, narrow):
     def kept(layers: int) -> int:
         """Bytes kept for the backward pass, without weights and their narrow copies."""
-        sizes = replace(sizes_of(Config(size="toy")), hidden=128, sequence=256, layers=layers)
+        sizes = replace(PRESETS["toy"], hidden=64, sequence=128, layers=layers)
         model, seen = (GPT if kind == "own" else HuggingFaceGPT)(sizes), {}
-        tokens = torch.zeros(4, 256, dtype=torch.long)
+        tokens = torch.zeros(4, 128, dtype=torch.long)
 
         def pack(tensor):
             seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -338,18 +303,15 @@ def test_planned_activations_are_what_autograd_keeps(kind, narrow):
             loss = model(tokens, tokens)
         assert loss.requires_grad  # keeps the graph
         weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-        copies = layers * 12 * 128**2 * 2 if narrow else 0
+        copies = layers * 12 * 64**2 * 2 if narrow else 0
         return sum(size for place, size in seen.items() if place not in weights) - copies
 
     def planned(layers: int) -> float:
         config = resolved(Config(size="toy", model=kind, batch_size=4), 1)
-        sizes = replace(sizes_of(config), hidden=128, sequence=256, layers=layers)
+        sizes = replace(PRESETS["toy"], hidden=64, sequence=128, layers=layers)
         return plan.memory(config, sizes, 1, narrow).activations
 
-    assert kept(6) - kept(2) == pytest.approx(planned(6) - planned(2), rel=0.03)
-
-
-LARGE_LOGITS = "--size mini --vocabulary 60000 --accumulate 8 --batch_size 16"
+    assert kept(4) - kept(2) == pytest.approx(planned(4) - planned(2), rel=0.05)
 
 
 @needs_compiler
@@ -358,16 +320,16 @@ LARGE_LOGITS = "--size mini --vocabulary 60000 --accumulate 8 --batch_size 16"
     "flags",
     [
         "--size toy --vocabulary 100000 --sequence 128 --batch_size 4 --chunked_loss",
-        pytest.param(LARGE_LOGITS, marks=pytest.mark.slow),
+        pytest.param(
+            "--size mini --vocabulary 60000 --accumulate 8 --batch_size 16", marks=pytest.mark.slow
+        ),
         pytest.param("--size 124m --batch_size 2", marks=pytest.mark.slow),
     ],
 )
 def test_planned_memory_is_what_the_process_held(flags, tmp_path):
-    flags += f" --precision fp32 --max_steps 2 --keep 0 --run {tmp_path}/run"
-    lab = "import runpy; runpy.run_module('labs.gpt', run_name='__main__', alter_sys=True)"
-    one_thread = {"OMP_NUM_THREADS": "1"}  # each thread has memory of its own
-    run_code(lab, *shlex.split(flags), CUDA_VISIBLE_DEVICES="", **one_thread)
-    result = json.loads((tmp_path / "run/result.json").read_text(encoding="utf-8"))
+    flags += " --precision fp32 --max_steps 2 --keep 0 --run run"
+    forked("labs/gpt/__main__.py", *shlex.split(flags), cwd=tmp_path)
+    result = json.loads((tmp_path / "runs/run/result.json").read_text(encoding="utf-8"))
     # 0.1 GiB: what PyTorch and oneDNN need besides tensors.
     assert result["peak_gib"][0] == pytest.approx(result["planned_gib"], rel=0.1, abs=0.1)
 
@@ -378,9 +340,7 @@ def test_plans_of_what_is_gathered_whole_or_lies_on_one_rank():
     sizes = sizes_of(small)
     logits = sizes.sequence * sizes.vocabulary * 4  # bytes, of one sequence
     assert plan.memory(small, sizes, 8, True).optimizer >= 8 * sizes.vocabulary * sizes.hidden
-    chunked = replace(small, chunked_loss=True)  # the logits of half a sequence
-    assert plan.memory(chunked, sizes, 8, True).logits > logits / 2
-    large = config_of(size="1.6b", data_parallel="zero3", offload="parameters", accumulate=1)
+    large = config_of(size="1.6b", data_parallel="zero3", offload=True, accumulate=1)
     gradients = [
         plan.memory(replace(large, batch_size=n), sizes_of(large), n, True).gradients
         for n in (1, 2)
@@ -399,14 +359,12 @@ def test_plans_of_what_is_gathered_whole_or_lies_on_one_rank():
 
 
 def test_memory_of_host_and_container(monkeypatch):
-    config = config_of(
-        size="1.6b", data_parallel="zero3", offload="parameters", batch_size=1, accumulate=1
-    )
+    config = config_of(size="1.6b", data_parallel="zero3", offload=True, batch_size=1, accumulate=1)
     world = SimpleNamespace(device=torch.device("cuda"), size=1, maximum=lambda number: [number])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 2**40))
     with monkeypatch.context() as context:
         context.setattr(plan, "host_memory", lambda: 16 * 2**30)
-        with refused("--offload parameters needs 23.2 GiB of the machine's memory per rank"):
+        with refused("--offload needs 23.2 GiB of the machine's memory per rank"):
             plan.check_fits(config, sizes_of(config), world, "bf16")
         context.setattr(plan, "host_memory", lambda: 32 * 2**30)
         assert plan.check_fits(config, sizes_of(config), world, "bf16").host > 0
@@ -418,31 +376,16 @@ def test_memory_of_host_and_container(monkeypatch):
 
 def test_plan_of_the_handout(capsys):
     train(config_of(size="1.6b", plan=True, gpus=4, memory_gib=24, schedule="gpipe"))
-    printed = capsys.readouterr().out.splitlines()
-    lines = {line[:32].strip(): line[32:] for line in printed}
-    assert "  does not fit; at most" in lines["DDP 4"]
-    assert "  fits" in lines["zero3"] and "  fits" in lines["tensor 4 × data 1"]
-    assert "pipe 2 × data 2, gpipe" in lines
-    gradients, optimizer = map(float, lines["DDP 4"].split()[1:3])
+    printed = capsys.readouterr().out
+    lines = {line[:41].strip(): line[41:] for line in printed.splitlines()}
+    assert "  does not fit; at most" in lines["data 4"]
+    assert "  fits" in lines["zero3 4"] and "  fits" in lines["tensor 4 × data 1"]
+    gradients, optimizer = map(float, lines["data 4"].split()[1:3])
     assert gradients == pytest.approx(1_557_611_200 * 4 / 2**30, abs=0.01)
     assert optimizer == pytest.approx(2 * gradients, abs=0.02)
-    assert "torchrun --nproc_per_node 4 -m -- labs.gpt --size 1.6b" in printed[-1]
-
-
-def test_a_plan_tries_what_can_be_tried_whatever_was_asked_for(capsys):
-    for asked in (dict(offload="optimizer"), dict(model="hf")):
-        train(config_of(["offload"], size="124m", plan=True, memory_gib=24, **asked))
-        *_, plain, recomputed, offloaded, parameters, last = capsys.readouterr().out.splitlines()
-        assert all("fits" in line for line in (plain, recomputed, offloaded, parameters))
-        assert "host memory" in offloaded and "host memory" not in plain
-        assert last.startswith("the deepest without --offload: python -m labs.gpt")
-        assert last.count("--offload") == 1
-    for cards, why in (
-        (dict(gpus=3), "no row can run like this; give a --batch_size that the cards divide"),
-        (dict(memory_gib=0.1), "no depth fits on these cards"),
-    ):
-        train(config_of(size="124m", plan=True, **cards))
-        assert capsys.readouterr().out.splitlines()[-1] == why
+    assert "1,557,611,200 parameters" in printed and "FLOPs a training token" in printed
+    train(config_of(size="124m", plan=True, gpus=3))
+    assert "--batch_size 8 is not divisible by 3" in capsys.readouterr().out
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -479,40 +422,17 @@ def test_only_abstracts_are_read(tmp_path):
 
 def test_texts_of_lines_and_other_tables(tmp_path):
     (tmp_path / "novel.txt").write_text("\tChapter One\nIt was\u2028a\x85night.\n\nend\n", "utf-8")
-    splits, note = read_documents(tmp_path)
+    splits, _ = read_documents(tmp_path)
     assert splits == {"train": ["It was\u2028a\x85night.", "end"], "validation": ["Chapter One"]}
-    assert note.endswith("lines")
     (tmp_path / "table.txt").write_text("a\tb\tabstract\n1\t2\tthree\n")
     with refused("is a table without the column Abstract; it has a, b, abstract"):
         read_documents(tmp_path)
     (tmp_path / "table.txt").write_bytes(b"\xff\xfe")
     with refused("table.txt is not UTF-8 text"):
         read_documents(tmp_path)
+    (tmp_path / "one.txt").write_text("one")
     with refused("fewer than two documents"):
-        (tmp_path / "one.txt").write_text("one")
         read_documents(tmp_path / "one.txt")
-
-
-def test_named_tokenizers(tmp_path):
-    config = resolved(
-        config_of(
-            data=str(write_table(tmp_path / "wos")), tokenizer=str(tmp_path / "t"), batch_size=2
-        ),
-        1,
-    )
-    keys = []
-    for words in ("some words of a text", "others, not the same"):
-        tokenizer = train_tokenizer([words], 300)
-        tokenizer.save_pretrained(tmp_path / "t")
-        keys.append(load(config, sizes_of(config), tmp_path / "cache", print).key)
-    assert len(set(keys)) == 2  # another tokenizer in the same folder makes other data
-    assert not list((tmp_path / "cache").glob(".gpt-*"))
-    holes = json.loads((tmp_path / "t/tokenizer.json").read_text(encoding="utf-8"))
-    last = max(holes["model"]["vocab"], key=holes["model"]["vocab"].get)
-    holes["model"]["vocab"][last] += 5
-    (tmp_path / "t/tokenizer.json").write_text(json.dumps(holes), encoding="utf-8")
-    with refused("choose one that leaves no ids out"):
-        named_tokenizer(str(tmp_path / "t"))
 
 
 def test_batches():
@@ -528,35 +448,29 @@ def test_batches():
 
 def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys, report_of):
     monkeypatch.chdir(tmp_path)
-    text = {**BASE, "data": str(write_table(tmp_path / "wos")), "max_steps": 60, "vocabulary": 300}
-    full = dcp.CheckpointException("", {0: (OSError("No space left on device"), None)})
-    with (
-        refused(": No space left on device; free some space, then --resume"),
-        monkeypatch.context() as context,
-    ):
-        context.setattr(dcp, "save", Mock(side_effect=full))
-        train(config_of(**{**text, "max_steps": 1, "run": "full"}))
-    unsaved = train(config_of(**text | dict(max_steps=1, run="unsaved", keep=0, batch_size=24)))
-    log = (unsaved / "train.log").read_text("utf-8")
-    assert "validation: 1 batches of 24 × 32 tokens, 18 of 18 sequences" in log
-    assert (unsaved / "result.json").exists() and not (unsaved / "checkpoints").exists()
+    text = {**BASE, "data": str(write_table(tmp_path / "wos")), "vocabulary": 300}
+    text |= dict(max_steps=40, eval_every=20)
     folder = train(config_of(**text, run="text"))
     with refused("this run is finished; to continue, increase --epochs"):
         train(config_of(resume=str(folder)))
     values = losses(folder)
-    assert values[0] > 5.5 and values[-1] < 4.0
+    assert values[0] > 5.5 and values[-1] < 4.5
     assert "labels and keywords are not read" in capsys.readouterr().out
     generate.main(generate.Config(ckpt="text", tokens=8))  # runs/text
     assert len(capsys.readouterr().out.split()) >= 4
-    (folder / "checkpoints/.tmp-sharded-61").mkdir()  # a save that was killed
+    (folder / "checkpoints/.tmp-sharded-41").mkdir()  # a save that was killed
     (tmp_path / "wos").rename(tmp_path / "moved")
-    more = dict(resume=str(folder), data=str(tmp_path / "moved"), max_steps=65)
-    train(config_of(**more, given=("data", "max_steps")))
-    convert("")  # the newest run
-    assert (folder / "model.safetensors").exists()
-    assert not (folder / "checkpoints/.tmp-sharded-61").exists()
-    events = (path.read_bytes() for path in folder.glob("events.out.tfevents.*"))
-    assert b"sample/text_summary" in b"".join(events)
+    more = dict(resume=str(folder), data=str(tmp_path / "moved"), max_steps=42)
+    more["given"] = ("data", "max_steps")
+    full = dcp.CheckpointException("", {0: (OSError("No space left on device"), None)})
+    with (
+        refused(": No space left on device; free some space, then --resume"),
+        patch.object(dcp, "save", Mock(side_effect=full)),
+    ):
+        train(config_of(**more))
+    train(config_of(**more))
+    assert newest(folder).name == "sharded-42" and load_weights(newest(folder))[1].sequence == 32
+    assert not (folder / "checkpoints/.tmp-sharded-41").exists()
     flops = sizes_of(config_of(**text)).flops_per_token()
     assert f'FLOPs of a training token</th><td><data value="{flops:.0f}"' in report_of(folder)
 
@@ -564,11 +478,9 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys, report_of):
 def test_a_run_ends_with_its_minutes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     endless = dict(max_steps=10**6, log_every=10**6, eval_every=10**6, run="a")
-    train(config_of(**{**BASE, **endless, "max_minutes": 0.02}))
+    train(config_of(**{**BASE, **endless, "max_minutes": 0.01}))
     result = json.loads(Path("runs/a/result.json").read_text())
-    assert result["minutes"] >= 0.02 and result["steps"] < 10**6 and 6 < result["loss"] < 7
-    with refused("increase --epochs, --max_steps or --max_minutes"):
-        train(config_of(resume="runs/a"))
+    assert result["minutes"] >= 0.01 and result["steps"] < 10**6 and 6 < result["loss"] < 7
 
 
 # ---- bad input -----------------------------------------------------------------------------------
@@ -586,7 +498,7 @@ def test_a_run_ends_with_its_minutes(tmp_path, monkeypatch):
         (1, dict(tensor=2, pipe=2), "--tensor and --pipe do not work together"),
         (1, dict(pipe=2, data_parallel="zero3"), "--data_parallel zero3 does not work with --pipe"),
         (1, dict(tensor=2, model="hf"), "--model hf does not work with --tensor"),
-        (1, dict(offload="parameters"), "--offload parameters needs"),
+        (1, dict(offload=True), "--offload needs --data_parallel zero2 or zero3"),
         (6, dict(tensor=2, data_parallel="zero3"), "does not divide the vocabulary of 511"),
         (1, dict(hidden=30, heads=4), "--hidden 30 must be divisible by --heads 4"),
     ],
@@ -606,14 +518,16 @@ def test_a_pipeline_works_without_accumulate(size, processes, pipe, expected):
     assert check_grid(config, sizes_of(config), processes) == 1
 
 
-def test_the_grid_is_checked_for_the_precision_that_auto_means(tmp_path, monkeypatch):
-    """On a card without bf16 that is fp16, which --pipe does not have."""
+def test_mistakes_end_before_there_is_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "labs.gpt.__main__.check_grid", lambda config, *_: pytest.fail(config.precision)
-    )
-    with pytest.raises(pytest.fail.Exception, match=r"32$|16$"):
-        train(config_of(**{**BASE, "precision": "auto"}))
+    with refused("the model does not fit: it needs"), monkeypatch.context() as context:
+        context.setattr(plan, "device_memory", lambda world: 2**34)
+        train(Config(size="1.6b", layers=2000, precision="fp32", device="cpu"))
+    # The grid is checked for the format that auto means: without bf16 fp16, which --pipe refuses.
+    monkeypatch.setattr("labs.gpt.__main__.choose_precision", choose_fp16)
+    with refused("--precision fp16 does not work with --pipe"):
+        train(config_of(**{**BASE, "precision": "auto", "pipe": 2}))
+    assert not Path("runs").exists()
 
 
 def test_a_gradient_that_is_not_finite_stays_out_of_the_weights(tmp_path, monkeypatch):
@@ -643,18 +557,6 @@ def test_validation_by_a_pipeline_keeps_nothing_for_a_backward_pass():
     assert seen == [(False, {2: "logits"})] and type(layout.stage.fwd_cache) is dict
 
 
-def test_bad_input_is_one_line_on_every_rank(tmp_path, monkeypatch):
-    ranks = fork_ranks(2, "labs/gpt/__main__.py", "--size", "toy", "--tensor", 3, cwd=tmp_path)
-    for number, rank in enumerate(ranks):
-        assert rank.wait() == 2 and rank.output.count("\n") == 1, rank.output
-        assert rank.output.startswith(f"error (rank {number}): --tensor 3")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("labs.gpt.plan.device_memory", lambda world: 2**34)
-    with refused("--layers 2000 --batch_size 8 --data 'my data' --model own --vocabulary 50257"):
-        train(Config(size="1.6b", layers=2000, data="my data", precision="fp32", device="cpu"))
-    assert not Path("runs").exists()
-
-
 # ---- tables --------------------------------------------------------------------------------------
 
 
@@ -662,9 +564,8 @@ def test_bad_input_is_one_line_on_every_rank(tmp_path, monkeypatch):
     "errors, expected",
     [
         (
-            "error (rank 1): another process of this run has ended\n"
-            "error (rank 0): the model does not fit: 9 GiB",
-            "the model does not fit: 9 GiB",
+            "error (rank 1): another process of this run has ended\nerror (rank 0): it is too big",
+            "it is too big",
         ),
         (
             "error (rank 0): another process of this run has ended\n error_file: <N/A>\n"
@@ -683,52 +584,48 @@ def test_a_row_that_fails_says_why_in_one_line(errors, expected):
     assert rows.reason(errors) == expected
 
 
-def fake_python(folder: Path, monkeypatch, script: str) -> None:
-    """Rows run this shell script instead of Python."""
-    (folder / "python").write_text(f"#!/bin/sh\n{script}\n")
-    (folder / "python").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(folder / "python"))
-
-
 def test_a_killed_row_and_the_threads_of_a_row(tmp_path, monkeypatch):
-    fake_python(tmp_path, monkeypatch, "echo some warning >&2\nkill -9 $$")
-    outcome = rows.run_row([], 1, tmp_path / "row", 1)
-    assert outcome["failed"] == "ended by signal 9"
-    fake_python(tmp_path, monkeypatch, 'echo "error: $OMP_NUM_THREADS threads" >&2; exit 2')
+    def outcome_of(script: str, processes: int = 1, minutes: float = 1) -> str:
+        """Rows run this shell script instead of Python."""
+        (tmp_path / "python").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "python").chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+        return rows.run_row([], processes, tmp_path / "row", minutes)["failed"]
+
+    assert outcome_of("echo some warning >&2\nkill -9 $$") == "ended by signal 9"
     monkeypatch.setattr(rows, "cores", lambda: 6)
     monkeypatch.setenv("OMP_NUM_THREADS", "5")  # the rows of a table share the cores all the same
-    assert rows.run_row([], 2, tmp_path / "row", 1)["failed"] == "3 threads"
-    fake_python(tmp_path, monkeypatch, "exec sleep 60")
-    assert rows.run_row([], 1, tmp_path / "row", 0.01)["failed"] == "not done after 0.01 minutes"
+    assert outcome_of('echo "error: $OMP_NUM_THREADS threads" >&2; exit 2', 2) == "3 threads"
+    assert outcome_of("exec sleep 60", minutes=0.01) == "not done after 0.01 minutes"
 
 
 def test_a_table_continues_after_a_row_that_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        compare, "ROWS", [compare.Row("bad", 1, "--tensor 3"), compare.Row("good", 1, "")]
-    )
+    bad, good = compare.Row("bad", 1, "--tensr 3"), compare.Row("good", 1, "")
+    monkeypatch.setattr(compare, "ROWS", [bad, good])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    table = tmp_path / "table"
-    config = compare.Config(size="toy", steps=5, folder=str(table))
-    compare.main(config)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    table = tmp_path / "runs/compare-toy-cpu"
+    compare.main(compare.Config(size="toy", steps=5))
     lines = (table / "table.md").read_text().splitlines()
     assert len(lines) == 4 and "tokens" in lines[0] and "GiB" in lines[3]
-    assert "--tensor 3 × --pipe 1 does not divide 1 processes" in lines[2]
-    assert (table / "table.png").stat().st_size > 1000
+    assert "--tensr" in lines[2] and "--tensor" in lines[2]
     assert not (table / "row-1" / "checkpoints").exists()
     written = (table / "row-1" / "result.json").stat().st_mtime
     failed = (table / "row-0" / "outcome.json").stat().st_mtime_ns
-    compare.main(config)  # again: what succeeded is not repeated, what failed is
+    compare.main(compare.Config(size="toy", steps=5))  # only what failed is repeated
     assert (table / "row-1" / "result.json").stat().st_mtime == written
     assert (table / "row-0" / "outcome.json").stat().st_mtime_ns > failed
 
 
 def test_scales_are_trained_or_planned(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
     outcomes = iter(
         [
             dict(loss=6.5, data="wos", peak_gib=[0.2], minutes=1.5, parameters=7),
             dict(loss=7.5, data="wos", peak_gib=[0.2, 0.1], minutes=1.5, parameters=7),
-            {"failed": "one | line"},
+            {"failed": "one line"},
             dict(loss=6.9, data="random ids", peak_gib=[0.2], minutes=1, parameters=7),
         ]
     )
@@ -739,8 +636,8 @@ def test_scales_are_trained_or_planned(tmp_path, monkeypatch):
         return next(outcomes)
 
     monkeypatch.setattr(scales, "run_row", recorded)
-    scales.main(scales.Config(data="wos", folder=str(tmp_path), memory_gib=0.25, precision="fp32"))
-    lines = (tmp_path / "table.md").read_text(encoding="utf-8").splitlines()[2:]
+    scales.main(scales.Config(data="wos", memory_gib=0.25, precision="fp32"))
+    lines = Path("runs/scales-mini-cpu/table.md").read_text(encoding="utf-8").splitlines()[2:]
     cells = [line.strip("| ").split(" | ") for line in lines]
     ends = [row[-1] for row in cells]
     assert ends == ["yes", "no", "no", "– (random ids)", "–"]
@@ -750,27 +647,6 @@ def test_scales_are_trained_or_planned(tmp_path, monkeypatch):
     assert layers[0] <= layers[1] < layers[2] and layers[0] < layers[3]
     assert [processes for processes, _ in calls] == [1, 2, 2, 2]
     assert calls[2][1]["--accumulate"] == "1" and calls[2][1]["--schedule"] == "gpipe"
-
-
-def test_the_commands_that_meet_the_handout_run(tmp_path, monkeypatch):
-    """Those of the page's list, at reduced size."""
-    page = (ROOT / "docs/gpt.md").read_text(encoding="utf-8")
-    section = page.partition("## 讲义的要求")[2].partition("\n## ")[0]
-    commands = list(dict.fromkeys(re.findall(r"`((?:python|torchrun) [^`]+)`", section)))
-    assert len(commands) == 7
-    write_table(tmp_path / "wos")
-    small = "--size toy --vocabulary 300 --max_steps 5 --device cpu --run".split()
-    for number, command in enumerate(commands):
-        program, *flags = command.partition("labs.gpt")[2].split() or ["report"]
-        if program.startswith((".", "report")) or "--plan" in flags:
-            continue  # compare, scales and plan are tested above, report.py elsewhere
-        flags = [program, *flags]
-        processes = 2 if command.startswith("torchrun") else 1
-        forked_ranks(
-            processes, "labs/gpt/__main__.py", *flags, *small, f"run-{number}", cwd=tmp_path
-        )
-        result = json.loads((tmp_path / f"runs/run-{number}/result.json").read_text())
-        assert result["steps"] == 5 and result["processes"] == processes
 
 
 # ---- what the four processes do ------------------------------------------------------------------
@@ -800,9 +676,20 @@ PATCHES = {
     "hf": ("labs.gpt.parallel.initial_weight", initial_weight_of_hf),
 }
 
-if __name__ == "__main__":  # one of the four processes
-    rank, port = int(sys.argv[1]), int(sys.argv[2])
-    for number, (name, (processes, _)) in enumerate(CASES.items()):
+
+def train_case(name: str) -> None:
+    """Train one case, or one of the page's commands."""
+    if name in CASES:
+        train(settings_of(name))
+        return
+    with patch.object(sys, "argv", ["labs.gpt", *training_commands()[name][1]]):
+        train(parse_flags(Config))
+
+
+def run_cases(rank: int, port: int) -> None:
+    """All cases in which this rank takes part, in turn."""
+    processes_of = {name: case[0] for name, case in (CASES | training_commands()).items()}
+    for number, (name, processes) in enumerate(processes_of.items()):
         ranks = [3] if processes == 1 else list(range(processes))  # 3 has least to do
         if rank not in ranks:
             continue
@@ -813,9 +700,10 @@ if __name__ == "__main__":  # one of the four processes
         if processes > 1:
             os.environ.update({variable: str(value) for variable, value in place.items()})
         kind = name.split("-")[0]
-        torch.set_default_dtype(torch.float32 if kind in EXPECTED else torch.float64)
+        as_users = kind in ("fp32", "command", *EXPECTED)
+        torch.set_default_dtype(torch.float32 if as_users else torch.float64)
         with patch(*PATCHES[kind]) if kind in PATCHES else nullcontext():
-            train(settings_of(name))
+            train_case(name)
         if rank == ranks[0]:
             for later in CASES:
                 if later.startswith(f"{name} > "):
@@ -825,3 +713,7 @@ if __name__ == "__main__":  # one of the four processes
                     (copy / "ready").touch()
         for variable in place:
             os.environ.pop(variable, None)
+
+
+if __name__ == "__main__":  # one of the four processes
+    run_cases(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,21 @@
+"""The pages of results and performance are those that the command writes."""
+
+import pytest
+
+from tools.results import FOLDER, PAGES, SUFFIXES, as_page, read_tables
+
+
+@pytest.mark.parametrize("language", SUFFIXES)
+@pytest.mark.parametrize("page", PAGES)
+def test_the_page_is_the_one_that_the_command_writes(page, language):
+    written = (FOLDER / f"{page}{SUFFIXES[language]}").read_text(encoding="utf-8")
+    assert written == as_page(page, language), "run python -m tools.results"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_row_names_its_commit_and_every_cell_has_a_column(page):
+    for table in read_tables(page):
+        keys = {key for key, _, _ in table["columns"]}
+        for row in table["rows"]:
+            assert row.keys() == keys, (table["title"], row)
+            assert row["commit"]

@@ -1,0 +1,77 @@
+"""Write the pages of results and performance from the tables in docs/results/.
+
+    python -m tools.results
+
+docs/results/results-*.json make docs/results.md and docs/results.zh-CN.md, performance-*.json the
+pages of performance. A file holds one table: its title, sentences above and below it, columns (key,
+English header, Chinese header) and rows. Measured numbers are entered there and nowhere else.
+"""
+
+import json
+from pathlib import Path
+
+FOLDER = Path(__file__).parent.parent / "docs"
+PAGES = ("results", "performance")
+SUFFIXES = {"en": ".md", "zh": ".zh-CN.md"}
+
+TITLES = {
+    "results": {"en": "Results", "zh": "结果"},
+    "performance": {"en": "Performance", "zh": "性能"},
+}
+OTHER_LANGUAGE = {"en": "[中文]({page}.zh-CN.md)", "zh": "[English]({page}.md)"}
+BEGINNINGS = {
+    "en": "Written by `python -m tools.results` from `docs/results/{page}-*.json`. "
+    "What is not here was not measured.",
+    "zh": "由 `python -m tools.results` 根据 `docs/results/{page}-*.json` 生成。"
+    "这里没有的，就是没有测过的。",
+}
+
+
+def as_page(page: str, language: str) -> str:
+    """A page in "en" or "zh", as Markdown."""
+    paragraphs = [
+        f"# {TITLES[page][language]}",
+        OTHER_LANGUAGE[language].format(page=page),
+        BEGINNINGS[language].format(page=page),
+    ]
+    for table in read_tables(page):
+        paragraphs.append(f"## {table['title'][language]}")
+        paragraphs.append("\n".join(table["text"][language]))
+        if table.get("commands"):
+            paragraphs.append("\n".join(["```bash", *table["commands"], "```"]))
+        paragraphs.append(as_table(table, language))
+        paragraphs.append("\n".join(table["notes"][language]))
+    return "\n\n".join(text for text in paragraphs if text) + "\n"
+
+
+def as_table(table: dict, language: str) -> str:
+    keys = [key for key, _, _ in table["columns"]]
+    headers = [english if language == "en" else chinese for _, english, chinese in table["columns"]]
+    lines = [headers, ["---"] * len(keys)]
+    for row in table["rows"]:
+        lines.append([as_text(row[key], language) for key in keys])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def as_text(value, language: str) -> str:
+    """A cell: 10001 → "10,001"; {"en": …, "zh": …} → the text in the language."""
+    if isinstance(value, dict):
+        return value[language]
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def read_tables(page: str) -> list[dict]:
+    """The tables of a page, in the order of their files' names."""
+    files = sorted((FOLDER / "results").glob(f"{page}-*.json"))
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+
+def main() -> None:
+    for page in PAGES:
+        for language, suffix in SUFFIXES.items():
+            file = FOLDER / f"{page}{suffix}"
+            file.write_text(as_page(page, language), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
