@@ -1,7 +1,7 @@
 import os
 
-# OpenMP reads this setting once, so it is made before PyTorch is imported. A thread that waits spins
-# this often (0.1 ms) before it sleeps. With GNU's 300,000 a training step beside another busy
+# OpenMP reads this setting once, so it is made before PyTorch is imported. A thread that waits
+# spins this often (0.1 ms) before it sleeps. With GNU's 300,000 a training step beside another busy
 # process takes 2.3 times as long; with 0, a step alone takes a seventh longer.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -28,10 +28,11 @@ LEAST_STEPS, MOST_STEPS = 3, 9  # of which the median is taken
 def measure_speed(step: Callable[[int], int], budget: int, seconds: float | None = None) -> float:
     """Tokens per second of training.
 
-    `step(tokens)` takes one training step of about this number of tokens, waits until it is computed
-    and returns its exact number. Sizes grow towards `budget` as far as time allows, because small
-    steps are slower per token. The first step of each size is not counted: it compiles, allocates
-    and fills caches. The result is a median, because another process may delay a step.
+    `step(tokens)` takes one training step of about this number of tokens, waits until it is
+    computed and returns its exact number. Sizes grow towards `budget` as far as time allows,
+    because small steps are slower per token. The first step of each size is not counted: it
+    compiles, allocates and fills caches. The result is a median, because another process may delay
+    a step.
     """
     seconds = SECONDS if seconds is None else seconds
     begun = time.perf_counter()

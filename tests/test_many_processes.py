@@ -80,7 +80,7 @@ def signal_one_rank(step: int, rank: int) -> None:
     signal_at_step(signal.SIGTERM, step, rank=str(rank))
 
 
-# The steps are multiples of --log_every: the first mean loss after a resume counts only its own steps.
+# Steps are multiples of --log_every: the first mean loss after a resume has only its own steps.
 @pytest.mark.parametrize(
     "size, flags, step, resumed_size, resumed_flags",
     [

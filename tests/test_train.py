@@ -1,4 +1,7 @@
-"""Training as a user runs it: it learns, it is what a textbook's loop computes, and it survives being killed."""
+"""Training as a user runs it:
+
+It learns, it is what a textbook's loop computes, and it survives being killed.
+"""
 
 import json
 import math
@@ -10,6 +13,7 @@ import shlex
 import signal
 import sys
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import count, islice
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
@@ -81,8 +85,8 @@ def assert_same_run(run: Path, other: Path) -> None:
 def assert_same_weights(first: dict, second: dict, tolerance: float) -> None:
     """By the mean distance of each tensor's elements.
 
-    Left out are the biases of the keys: softmax does not see them, so their gradient is rounding noise around 0,
-    which Adam blows up to a whole step.
+    Left out are the biases of the keys: softmax does not see them, so their gradient is rounding
+    noise around 0, which Adam blows up to a whole step.
     """
     for name in first:
         pair = [weights[name].double() for weights in (first, second)]
@@ -92,7 +96,10 @@ def assert_same_weights(first: dict, second: dict, tolerance: float) -> None:
 
 
 def assert_close_run(run: Path, other: Path) -> None:
-    """The same sums in another order, in fp32: a relative 1e-7 each, which 24 steps blow up to 1e-5 at most."""
+    """The same sums in another order, in fp32:
+
+    A relative 1e-7 each, which 24 steps blow up to 1e-5 at most.
+    """
     for key in ("train/loss", "valid/loss"):
         assert records(run, key) == pytest.approx(records(other, key), rel=1e-5)
         assert len(records(run, key)) > 2
@@ -241,7 +248,8 @@ def test_the_run_of_two_processes_is_the_loop_by_hand(toy_data, here, tmp_path):
     c = config(data=str(toy_data), run=str(here), accumulate=2, **BY_HAND)
     flags = [f"--{name}={getattr(c, name)}" for name in vars(c) if name not in ("given", "resume")]
     output = forked_ranks(2, "train.py", *flags, cwd=tmp_path, first=(make_a_step_last_a_second,))
-    # Gradients are sent once a step, not with each micro-batch; constants, which are buffers, never.
+    # Gradients are sent once a step, not with each micro-batch; constants, which are buffers,
+    # never.
     assert output.count("no_sync, buffers: False\n") == 6
     prepared = prepared_of(here)
     assert_run_is(here, *trained_by_hand(prepared, c, ranks=2, parts=2))
@@ -254,7 +262,7 @@ def test_the_run_of_two_processes_is_the_loop_by_hand(toy_data, here, tmp_path):
 
 
 def make_a_step_last_a_second() -> None:
-    """And rank 0 tell of each backward pass that sends no gradients, and whether forward passes send buffers."""
+    """Rank 0 prints each backward pass that sends no gradients, and whether buffers are sent."""
     import engine.telemetry
 
     class SteadyMeter(engine.telemetry.Meter):
@@ -352,7 +360,10 @@ def test_epochs_are_passes_over_the_data(toy_data, here):
 
 @pytest.mark.parametrize("tokens, validated", [(300, [250, 251]), (30, [])])
 def test_an_epoch_ends_with_a_validation(toy_data, here, monkeypatch, tokens, validated):
-    """But at most one every 250 steps. With 30 tokens per batch an epoch is longer than this run."""
+    """But at most one every 250 steps.
+
+    With 30 tokens per batch an epoch is longer than this run.
+    """
     steps = []
     monkeypatch.setattr(
         training.Validation, "__call__", lambda _, step: steps.append(step) or (1.0, 0.0)
@@ -401,7 +412,10 @@ def test_validations_are_not_in_the_speed(toy_data, here, monkeypatch):
 
 
 def test_a_step_that_does_not_fit_the_memory_is_split(toy_data, here, monkeypatch):
-    """With a loss that pretends to run out of memory above 100 target tokens. Validation's batches are as small."""
+    """With a loss that pretends to run out of memory above 100 target tokens.
+
+    Validation's batches are as small.
+    """
 
     class Small(training.SummedLoss):
         def forward(self, src, src_pad, tgt_in, real, tgt_out):
@@ -447,7 +461,10 @@ def uninterrupted_by_two(long_data, tmp_path_factory) -> Path:
 
 
 def count_file_operations(kill_at: int = 0) -> None:
-    """Count what this process opens, renames and removes, and kill it at operation `kill_at`; else print the count."""
+    """Count what this process opens, renames and removes, and kill it at operation `kill_at`;
+
+    Else print the count.
+    """
     seen, names = count(1), {"open", "os.rename", "os.mkdir", "os.symlink", "os.remove", "os.rmdir"}
 
     def hook(event, _arguments):
@@ -467,7 +484,7 @@ def count_file_operations(kill_at: int = 0) -> None:
 
 
 def signal_at_step(number: int, step: int, whole_group: bool = False, rank: str = "0") -> None:
-    """This process, or its group with the loader's processes, gets a signal in the middle of a step."""
+    """Send a signal within a step to this process, or to its group with the loader's processes."""
     import engine.telemetry
 
     class DoomedMeter(engine.telemetry.Meter):
@@ -497,7 +514,7 @@ def signal_at_step(number: int, step: int, whole_group: bool = False, rank: str 
 def test_killed_at_any_moment_and_resumed_is_the_same(
     uninterrupted, long_data, tmp_path, ranks, seed, kills, request
 ):
-    """At file operations drawn by lot (of starting, tokenising, saving, logging), and in the middle of a step."""
+    """At random file operations (starting, tokenising, saving, logging), and within a step."""
     unbroken = uninterrupted[0] if ranks == 1 else request.getfixturevalue("uninterrupted_by_two")
     draw, run, killed = random.Random(seed), tmp_path / "run", 0
     ways = [
@@ -520,18 +537,46 @@ def test_killed_at_any_moment_and_resumed_is_the_same(
         codes = {script.wait() for script in scripts}
         died = way and -signal.SIGKILL in codes
         killed += bool(died)
-        # What is left to do may take fewer operations than the whole run. 2: the other rank was gone.
+        # What is left to do may take fewer operations than the whole run. 2: the other rank was
+        # gone.
         allowed = {-signal.SIGKILL, 2, 0} if died else {0}
         assert codes <= allowed, (way, [script.output for script in scripts])
     assert killed >= 1  # the first way always strikes: the whole run has more operations
     assert_same_run(unbroken, run)
 
 
+def interrupted_after(steps: int):
+    """What `caught_signals` yields, if a signal comes after this number of steps."""
+    questions = count()
+    return lambda: next(questions) >= steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_fifty_random_interruptions(toy_data, place, tmp_path, monkeypatch, optimizer):
+    """One to three of them, anywhere: in the warm-up, at the level rate, while the rate falls."""
+    limits = dict(max_steps=20, eval_every=6, log_every=1, dropout_after=0, optimizer=optimizer)
+    unbroken = place / f"unbroken-{optimizer}"
+    training.train(config(data=str(toy_data), run=str(unbroken), **limits))
+    draw = random.Random(optimizer)
+    for number in range(50):
+        run = tmp_path / str(number)
+        made = config(data=str(toy_data), run=str(run), **limits)
+        for _ in range(draw.randrange(1, 4)):
+            interrupted = interrupted_after(draw.randrange(15))
+            with monkeypatch.context() as patch:
+                patch.setattr("engine.run.caught_signals", partial(nullcontext, interrupted))
+                training.train(made)
+            made = resumed(run)
+        training.train(made)
+        assert_same_run(unbroken, run)
+
+
 @pytest.mark.parametrize("workers, step", [(2, 25), (0, 50)])
 def test_sigterm_saves_and_the_resumed_run_is_the_same(
     uninterrupted, long_data, here, tmp_path, workers, step
 ):
-    """Sent to every process, as torchrun, SLURM and Ctrl-C on a terminal do: to the loader's workers too.
+    """The signal goes to every process, the loader's workers too, as that of Ctrl-C does.
 
     While the learning rate is level, and while it falls.
     """
@@ -682,7 +727,10 @@ def test_what_a_run_leaves(toy_data, here, monkeypatch):
 
 
 def test_stops_after_the_minutes(long_data, here, monkeypatch):
-    """On a clock that goes by 0.3 seconds with every look: a look per step makes 40 steps in 12 seconds."""
+    """On a clock that goes by 0.3 seconds with every look:
+
+    A look per step makes 40 steps in 12 seconds.
+    """
     ticks = count()
     monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * 0.3))
     bar = SimpleNamespace(update=lambda: None, close=lambda: None)
@@ -722,7 +770,10 @@ def test_dropout_begins_after_some_passes(tmp_path, here, monkeypatch, flags, pa
 
 @pytest.mark.parametrize("cut_after", [[], [8], [9], [6, 10]])
 def test_early_stopping(toy_data, here, monkeypatch, cut_after):
-    """A resumed run counts on, also with a validation that was due when it was cut off; and then it is over."""
+    """A resumed run counts on, also with a validation that was due when it was cut off;
+
+    And then it is over.
+    """
     losses, looks = iter([3.0, 2.0, 2.5, 2.0, 1.0]), count(1)
     monkeypatch.setattr(training.Validation, "__call__", lambda *_: (next(losses), 0.0))
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""A cached folder is complete or absent, whatever happens while it is made, and two processes make it once."""
+"""A cached folder is complete or absent, and two processes make it once."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Whatever happens to a checkpoint — a kill, a full disk, a flipped bit, a hostile pickle — an earlier one serves."""
+"""After a kill, a full disk, a flipped bit or a hostile pickle an earlier checkpoint serves."""
 
 import errno
 import io
@@ -120,7 +120,8 @@ def test_keeps_the_newest_and_the_best(tmp_path):
     for step in range(1, 8):
         save(tmp_path, step, best_step=2 if step > 1 else None, keep=3)
     assert ck.steps(tmp_path) == [2, 5, 6, 7]
-    # The optimizer's state is twice the size of the weights: only those that a run may go on from keep it.
+    # The optimizer's state is twice the size of the weights: only those that a run may go on from
+    # keep it.
     assert [
         step for step in ck.steps(tmp_path) if (tmp_path / f"step-{step}" / "optimizer.pt").exists()
     ] == [6, 7]
@@ -152,7 +153,8 @@ def test_a_run_goes_on_from_the_newest_that_has_all_and_its_links_are_set_anew(
     assert os.readlink(tmp_path / "best") == "step-2" and os.readlink(tmp_path / "last") == "step-3"
     for step in (2, 3):
         spoil(tmp_path / f"step-{step}" / "model.safetensors")
-    said = r"^no checkpoint in .* can be used: step-3 .*, step-1 \(its optimizer state was removed, to save space\)"
+    removed = r"step-1 \(its optimizer state was removed, to save space\)"
+    said = rf"^no checkpoint in .* can be used: step-3 .*, {removed}"
     with pytest.raises(UserError, match=said):
         ck.mend(tmp_path)
     assert ck.latest(tmp_path) == tmp_path / "step-1"  # to translate it does
@@ -211,7 +213,8 @@ def test_steps_of_no_folder_and_of_strange_names(tmp_path):
     assert ck.steps(tmp_path) == [12]
 
 
-# ---------------------------------------------------------------- errors and kills at every stage of a save
+# ---------------------------------------------------------------- errors and kills at every stage
+# of a save
 
 # Every call by which `save` changes the disk, in the order in which it may come.
 STAGES = [
@@ -221,7 +224,10 @@ STAGES.append((Path, "write_bytes"))
 
 
 def fail_at(monkeypatch, number: int, action) -> list[str]:
-    """Let the call with this number, counted over all STAGES, do `action`; returns the growing list of calls."""
+    """Let the call with this number, counted over all STAGES, do `action`;
+
+    Returns the growing list of calls.
+    """
     calls: list[str] = []
 
     def wrap(name, original):
@@ -245,7 +251,7 @@ def disk_full():
 
 
 def stages(tmp_path):
-    """(1, a folder with two checkpoints), (2, another), … until the test has seen a save without a failure."""
+    """Numbered folders with two checkpoints, until a save in one of them succeeds."""
     for number in count(1):
         folder = tmp_path / str(number)
         save(folder, 1)
@@ -284,8 +290,9 @@ def test_an_error_at_any_stage_leaves_an_earlier_checkpoint_whole(tmp_path, step
                 save(folder, step, keep=2, best_step=2)
             except UserError as error:
                 stopped += 1
-                said = rf"cannot write step-{step} in {folder}: No space left on device; .* resume from step-[23], which is whole"
-                assert re.fullmatch(said, str(error))
+                message = str(error)
+                assert message.startswith(f"cannot write step-{step} in {folder}: No space left")
+                assert re.search(r"resume from step-[23], which is whole$", message)
         if len(calls) < number:
             break
         assert not list(folder.glob(".tmp-step-*"))
@@ -436,7 +443,8 @@ def test_damage_under_fitting_checksums_ends_in_a_user_error_or_in_plain_values(
                 assert all(isinstance(tensor, torch.Tensor) for tensor in weights.values())
 
 
-# ---------------------------------------------------------------- weights files, hostile ones among them
+# ---------------------------------------------------------------- weights files, hostile ones among
+# them
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's advice on the old formats made here

@@ -20,7 +20,10 @@ ENVIRONMENT = (
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """`gpus(count)`: torch sees this number of GPUs; the returned list collects the selected ones."""
+    """`gpus(count)`: torch sees this number of GPUs;
+
+    The returned list collects the selected ones.
+    """
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
 
@@ -116,7 +119,7 @@ def test_more_processes_of_slurm_than_gpus(gpus, monkeypatch, variable, value):
 
 @pytest.fixture
 def driver(tmp_path, gpus, monkeypatch):
-    """`driver(580)`: the folder where this driver describes three GPUs that PyTorch does not see."""
+    """`driver(580)`: a folder where it describes three GPUs that PyTorch does not see."""
     gpus(0)
     monkeypatch.setattr(torch, "__version__", "2.13.0+x")
 

@@ -77,7 +77,8 @@ print(by_default, faults())
 def test_freed_memory_is_used_again():
     if platform.libc_ver()[0] != "glibc":
         pytest.skip("the C library is not glibc")
-    # glibc before 2.38 keeps aligned blocks that were freed in its tcache, and then it is chance whether they are found again.
+    # glibc before 2.38 keeps aligned blocks that were freed in its tcache, and then it is chance
+    # whether they are found again.
     by_default, kept = run_code(SCRIPT, GLIBC_TUNABLES="glibc.malloc.tcache_count=0").split()
     assert int(by_default) >= 8 * 64 // 2  # pages, if all are huge ones of 2 MiB
     assert int(kept) < int(by_default) / 8  # less than the pages of one tensor

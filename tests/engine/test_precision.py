@@ -1,4 +1,4 @@
-"""The format that fits the device, exact products in fp32, and updates that a broken gradient cannot reach."""
+"""The format fits the device, fp32 products are exact, a broken gradient changes no weight."""
 
 import copy
 from types import SimpleNamespace
@@ -78,8 +78,11 @@ def test_refused():
 )
 def test_auto_on_a_gpu(monkeypatch, capability, name, said):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
     # A real one would make a tensor on the GPU.
-    make = lambda device, name, reason: SimpleNamespace(device=device, name=name, reason=reason)  # noqa: E731
+    def make(device, name, reason):
+        return SimpleNamespace(device=device, name=name, reason=reason)
+
     monkeypatch.setattr(under_test, "Precision", make)
     torch.backends.cuda.enable_cudnn_sdp(True)
     gpu = torch.device("cuda", 1)

@@ -311,7 +311,10 @@ def test_the_way_back_is_what_was_typed(monkeypatch, environment, typed):
 
 @pytest.mark.parametrize("world_size, lives", [("2", True), ("1", False)])
 def test_a_rank_that_ends_by_an_error_outlives_the_request_to_stop(world_size, lives, monkeypatch):
-    """torchrun sends SIGTERM as soon as it sees the first rank die; the others have then still to say what they saw."""
+    """torchrun sends SIGTERM as soon as it sees the first rank die;
+
+    The others have then still to say what they saw.
+    """
     monkeypatch.setenv("WORLD_SIZE", world_size)
     before = handlers()
     with pytest.raises(RuntimeError), caught_signals():

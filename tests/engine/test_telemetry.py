@@ -1,4 +1,7 @@
-"""One curve without doubles after a kill and a resume; silence on other ranks; figures that are what they say."""
+"""One curve without doubles after a kill and a resume;
+
+Silence on other ranks; figures that are what they say.
+"""
 
 import importlib
 import json
@@ -23,7 +26,8 @@ from tensorboard.util import tensor_util
 from engine import memory
 from engine import telemetry as tm
 
-# TensorBoard reads event files by name, "…SECONDS.HOST.PROCESS.NUMBER". Here starts may share a second: 9 comes after 10.
+# TensorBoard reads event files by name, "…SECONDS.HOST.PROCESS.NUMBER". Here starts may share a
+# second: 9 comes after 10.
 event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
 
 
@@ -35,7 +39,7 @@ def records(run) -> list[dict]:
 
 
 def curve(run, tag: str) -> list[tuple[int, float]]:
-    """The points of a curve, which the library's reader and that of the TensorBoard page must show alike."""
+    """The points of a curve, which both of TensorBoard's readers must show alike."""
     events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
     points = [(event.step, event.value) for event in events.Scalars(tag)]
     page = PageAccumulator(str(run), tensor_size_guidance={"scalars": 0}).Reload()
@@ -83,7 +87,8 @@ def test_torn_ends_of_both_files_are_dropped(tmp_path):
     events.write_bytes(events.read_bytes()[:-7])
     write(tmp_path, [6, 7], resume_step=5).close()
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
-    # Of the torn event file the last record is lost (here a value of step 5), and the new file is read all the same.
+    # Of the torn event file the last record is lost (here a value of step 5), and the new file is
+    # read all the same.
     assert [step for step, _ in curve(tmp_path, "loss/train")] == [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -188,7 +193,10 @@ class NVMLError(Exception):
 
 
 def fake_nvml() -> SimpleNamespace:
-    """Two cards in NVML's order; CUDA sees the second one only, as its device 0. The second card tells no power."""
+    """Two cards in NVML's order;
+
+    CUDA sees the second one only, as its device 0. The second card tells no power.
+    """
     utilisation = {"b": chain([50, 100], repeat(20))}
     cards, places = (
         {"GPU-aaaa": "a", "GPU-bbbb": "b"},
@@ -319,7 +327,10 @@ def test_meter_leaves_out_pauses(clock):
 
 
 def test_measured_peak_is_the_best_of_many_products(monkeypatch):
-    """By a clock of our own, first looked at for the end: the products take 0.03, 0.02, 0.03 … seconds."""
+    """By a clock of our own, first looked at for the end:
+
+    The products take 0.03, 0.02, 0.03 … seconds.
+    """
     waits = chain([0.0], cycle([0.0, 0.03, 0.0, 0.02]))
     monkeypatch.setattr(tm.time, "perf_counter", accumulate(waits).__next__)
     tm.measured_peak_flops.cache_clear()
