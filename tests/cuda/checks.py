@@ -1,6 +1,7 @@
-"""What runs on CUDA, run on a GPU that only pretends: `python tests/cuda/checks.py` prints a line of JSON for every check.
+"""What runs on CUDA, with fake tensors: `python tests/cuda/checks.py [NAME …]`.
 
-{"name": …, "error": "" or what went wrong, "waits": operations for which the CPU waits, "mixed": … on two devices}
+Prints a line of JSON for every check. "error": what went wrong, or empty; "waits": operations for
+which the CPU waits; "mixed": operations with tensors on two devices.
 """
 
 import json
@@ -28,8 +29,8 @@ IDS = {"pad": 0, "bos": 1, "eos": 2}
 SIZES = dict(
     d_model=64,
     nhead=4,
-    num_encoder_layers=2,
-    num_decoder_layers=2,
+    num_encoder_layers=1,
+    num_decoder_layers=1,
     dim_feedforward=64,
     max_length=64,
 )
@@ -39,7 +40,7 @@ SENTENCES = [[list(range(3, 3 + length)) for length in pair] for pair in LENGTHS
 
 
 class Pairs:
-    """As data.TokenizedPairs."""
+    """In place of data.TokenizedPairs."""
 
     lengths: ClassVar = {
         side: flatten([pair[i] for pair in SENTENCES]).lengths
@@ -56,9 +57,8 @@ def make(**sizes) -> Translator:
 
 
 def batches(tokens: int = 24, accumulate: int = 1):
-    with patch(
-        "data.one_ahead", lambda batches, device: batches
-    ):  # the modes of this thread are not those of another
+    # Without the thread that prepares the next batch: fake tensors belong to this one.
+    with patch("data.one_ahead", lambda batches, device: batches):
         sampler = BucketSampler(Pairs.lengths, tokens, accumulate=accumulate)
         return batches_of(Pairs(), sampler, Collate(IDS, IDS), 0, CUDA)
 
@@ -73,51 +73,52 @@ def on_gpu() -> list:
 
 
 def train(
-    name: str,
-    loss: str = "plain",
+    dtype: str,
+    steps: int = 1,
+    use_fast: bool = False,
     accumulate: int = 1,
-    own: str = "",
+    attention: str = "",
     optimizer: str = "muon",
     **sizes,
 ) -> None:
-    """Two steps as in train.py; `own`: the backend of the lab's attention."""
-    model, precision = make(**sizes).train(), Precision(CUDA, name, "")
-    if own:
-        use_in(model, own)
+    """Steps as in train.py. attention: the implementation of the lab attention_op."""
+    model = make(**sizes).train()
+    precision = Precision(CUDA, dtype, "")
+    if attention:
+        use_in(model, attention)
     loss_of = SummedLoss(model, 0.1)
-    if loss == "fast":
+    if use_fast:
         loss_of = fast.loss(model, 0.1, precision.dtype)
-    parameters = list(model.parameters())
+    weights = list(model.parameters())
     optimizer = make_optimizer(optimizer, model, model.transformer, 1e-3, precision.dtype)
     source = batches(accumulate=accumulate)
-    window_loss = torch.zeros(2, device=CUDA)
+    total = torch.zeros((), device=CUDA)
     forget()
-    for number in (1, 2):
-        for batch in (next(source) for _ in range(accumulate)):
+    for step in range(1, steps + 1):
+        for _ in range(accumulate):
+            batch = next(source)
             with precision.autocast():
-                losses = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
-            precision.backward(losses[0] / batch.target_tokens)
-            window_loss += torch.stack(losses).detach() / batch.target_tokens
-        assert all(
-            weight.grad.is_cuda and weight.grad.dtype is torch.float32 for weight in parameters
-        )
-        norm = precision.step(optimizer, parameters, 1.0, number)
-    assert norm.is_cuda and losses[0].dtype is torch.float32
+                smoothed, plain = loss_of(*batch.inputs)
+            precision.backward(smoothed / batch.target_tokens)
+            total += plain / batch.target_tokens
+        assert all(weight.grad.is_cuda for weight in weights)
+        assert all(weight.grad.dtype is torch.float32 for weight in weights)
+        norm = precision.step(optimizer, weights, 1.0, step)
+    assert norm.is_cuda
+    assert smoothed.dtype is torch.float32
 
 
 def validation_loss() -> None:
-    """Of a split, as between training steps; its sum is asked for in the end."""
-    prepared = SimpleNamespace(validation=Pairs())
-    judge = object.__new__(Validation)
-    judge.model, judge.prepared, judge.collate, judge.world = (
-        make(),
-        prepared,
-        Collate(IDS, IDS),
-        WORLD,
-    )
-    judge.precision, judge.loss_of = Precision(CUDA, "bf16", ""), SummedLoss(judge.model, 0.0)
-    with torch.no_grad():  # fake tensors know no inference mode
-        Validation.loss.__wrapped__(judge, judge.model, [[0, 1, 2], [3, 4, 5]])
+    """The loss of a split, between training steps."""
+    validation = object.__new__(Validation)
+    validation.model = make()
+    validation.prepared = SimpleNamespace(validation=Pairs())
+    validation.collate = Collate(IDS, IDS)
+    validation.world = WORLD
+    validation.precision = Precision(CUDA, "bf16", "")
+    validation.loss_of = SummedLoss(validation.model, 0.0)
+    with torch.no_grad():  # fake tensors do not support inference mode
+        Validation.loss.__wrapped__(validation, validation.model, [[0, 1, 2], [3, 4, 5]])
 
 
 def attention_picture() -> None:
@@ -248,49 +249,37 @@ def gpt() -> None:
     assert all(weight.is_cuda and weight.grad.is_cuda for weight in layout.weights.values())
 
 
-# ---------------------------------------------------------------- the pretence itself
+# ---------------------------------------------------------------- mistakes that must be noticed
 
 
 def wrong_device() -> None:
-    """Must be noticed."""
     batch = next(batches())
     make()(batch.src, batch.src_pad, batch.tgt_in, torch.arange(3))
 
 
 def a_question() -> None:
-    """Must be noticed."""
     torch.zeros(3, device=CUDA).sum().item()
 
 
 def a_slow_copy() -> None:
-    """Must be noticed."""
     torch.zeros(3).to(CUDA)
 
 
 CHECKS = {
-    "train bf16": partial(train, "bf16"),
-    "train bf16 adamw": partial(train, "bf16", optimizer="adamw"),
-    "train bf16 fast": partial(train, "bf16", "fast"),
-    "train fp32 pre-norm": partial(train, "fp32", norm_first=True),
+    "train bf16 fast": partial(train, "bf16", steps=2, use_fast=True),
+    "train fp32 pre-norm": partial(train, "fp32", optimizer="adamw", norm_first=True),
     "train fp16 accumulate": partial(train, "fp16", accumulate=2),
-    "train own attention": partial(train, "bf16", own="python"),
+    "train own attention": partial(train, "bf16", attention="python"),
     "validation loss": validation_loss,
     "attention picture": attention_picture,
-    **{
-        f"decode {how}{' pre-norm' * pre}": partial(decode, how, norm_first=pre)
-        for how in ("greedy", "beam")
-        for pre in (False, True)
-    },
-    **{
-        f"operator attention {name}": partial(own_attention, name)
-        for name in ("python", "recompute")
-    },
+    "decode greedy": partial(decode, "greedy"),
+    "decode beam pre-norm": partial(decode, "beam", norm_first=True),
+    "operator attention python": partial(own_attention, "python"),
+    "operator attention recompute": partial(own_attention, "recompute"),
     "operator gelu": own_gelu,
-    **{f"train lenet {variant}": partial(lenet, variant) for variant in ("relu", "paper")},
-    **{
-        f"train wikitext {pad} {stage}": partial(wikitext, pad, stage)
-        for pad, stage in (("right", "all"), ("left", "all"), ("right", "embedding"))
-    },
+    "train lenet": partial(lenet, "relu"),
+    "train wikitext": partial(wikitext, "right", "all"),
+    "train wikitext embedding": partial(wikitext, "left", "embedding"),
     "train pipeline": pipeline,
     "train gpt bf16": gpt,
     "wrong device": wrong_device,
@@ -300,30 +289,22 @@ CHECKS = {
 
 
 def main() -> None:
-    for name, check in ((name, CHECKS[name]) for name in sys.argv[1:] or CHECKS):
+    for name in sys.argv[1:] or CHECKS:
         error = ""
-        watched = SimpleNamespace(waits=[], mixed=[], count=0)
+        watch = None
         try:
-            with GPU() as watched:
-                check()
+            with GPU() as watch:
+                CHECKS[name]()
         except Exception as problem:
-            frames = [
-                f
-                for f in traceback.extract_tb(problem.__traceback__)
-                if "site-packages" not in f.filename
-            ]
-            where = " < ".join(
-                f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames[:-5:-1]
-            )
-            error = f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}; {where}"
-        line = dict(
-            name=name,
-            error=error,
-            waits=watched.waits,
-            mixed=watched.mixed,
-            operations=watched.count,
-        )
-        print(json.dumps(line))
+            frames = traceback.extract_tb(problem.__traceback__)
+            frames = [frame for frame in frames if "site-packages" not in frame.filename]
+            lines = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames]
+            message = " ".join(str(problem).split())[:200]
+            error = f"{type(problem).__name__}: {message}; {' < '.join(lines[:-5:-1])}"
+        facts = {"name": name, "error": error, "waits": [], "mixed": []}
+        if watch:
+            facts |= {"waits": watch.waits, "mixed": watch.mixed}
+        print(json.dumps(facts), flush=True)
 
 
 if __name__ == "__main__":
