@@ -50,8 +50,10 @@ def new_folder(folder: Path) -> Iterator[Path]:
         if not folder.exists():
             os.replace(building, folder)
         wait_for_disk(folder.parent)
-    except OSError as error:
-        if error.errno and not error.filename:  # a failed write, unlike open(), names no file
+    except Exception as error:
+        # For the line of `run_script`. A failed write, unlike open(), names no file, and libraries
+        # in Rust raise no OSError. An OSError without errno (numpy's) would lose its message.
+        if not getattr(error, "filename", None) and getattr(error, "errno", True):
             error.filename = str(building)
         raise
     finally:
