@@ -1,4 +1,7 @@
-"""What a run looks at between training steps: validation loss, greedy BLEU, sample translations, cross-attention."""
+"""What a run measures between training steps, on its validation split.
+
+Validation loss, greedy BLEU, sample translations and a picture of the cross-attention.
+"""
 
 import math
 from contextlib import nullcontext
@@ -18,13 +21,16 @@ from text.cleaning import normalise
 from text.subwords import encode, special_ids
 from tools.reporting.attention import Attention, in_words, picture
 
-BLEU_ROWS = 500  # of the validation split, translated each time; evaluate.py does them all
+BLEU_ROWS = 500  # of the validation split, translated each time; evaluate.py scores all rows
 SAMPLES = 3
 WIDEST = 60  # tokens of a sentence in a picture of attention
 
 
 class Validation:
-    """The validation split, cut into batches of at most `tokens_per_batch` padded tokens per side."""
+    """The validation split, in batches of at most `tokens_per_batch` padded tokens per side.
+
+    Making one is a rehearsal: what would fail in the first validation, an hour later, fails now.
+    """
 
     def __init__(
         self,
@@ -35,47 +41,54 @@ class Validation:
         precision: Precision,
         tokens_per_batch: int,
     ):
-        self.model, self.prepared, self.collate = model, prepared, collate
-        self.tokenizers = prepared.source_tokenizer, prepared.target_tokenizer
-        self.run, self.world, self.precision = run, run.world, precision
+        self.model = model
+        self.prepared = prepared
+        self.collate = collate
+        self.tokenizers = (prepared.source_tokenizer, prepared.target_tokenizer)
+        self.run = run
+        self.world = run.world
+        self.precision = precision
+        # Pairs of similar length together: less padding.
         lengths = prepared.validation.lengths
-        widths = np.maximum(lengths["source"], lengths["target"]) + 1
+        widths = np.maximum(lengths["source"], lengths["target"]) + 1  # with begin or end token
         order = np.lexsort((lengths["source"], lengths["target"]))  # by target, then by source
         bounds = cut_batches(widths[order], tokens_per_batch)
         self.batches = [order[first:last] for first, last in zip(bounds, bounds[1:])]
-        # A rehearsal (shortest and longest batch, a translation): what would fail after an hour fails now.
-        model = whole_copy(model)
-        self.loss(model, [self.batches[0], self.batches[-1]])
-        self.translate(model, self.prepared.validation_rows[:SAMPLES])
+
+        plain_model = unsharded(model)
+        self.loss(plain_model, [self.batches[0], self.batches[-1]])  # the shortest, the longest
+        self.translate(plain_model, self.prepared.validation_rows[:SAMPLES])
         corpus_bleu(["one"], ["one"], smooth=True)
 
     def __call__(self, step: int) -> tuple[float, float | None]:
-        """Write the figures; → the loss, the same on every rank, and on rank 0 BLEU."""
-        model = whole_copy(self.model)
+        """Measure, and write curves, samples and a log line of this step; all ranks must call.
+
+        Returns the loss, in nats per token and the same on every rank, and on rank 0 the BLEU.
+        """
+        model = unsharded(self.model)
         loss = self.loss(model, self.batches)
         rows = self.prepared.validation_rows[:BLEU_ROWS]
-        bleu, translations = None, self.translate(model, rows)
-        if translations:
-            texts, references = translations.texts, [target for _, target in rows]
-            # Smoothed, because a young model has no 4-gram right; evaluate.py's score is not.
-            bleu = corpus_bleu(references, texts, smooth=True)
-            perplexity = math.exp(min(loss, 50))  # past e^709 exp raises, and e^50 is as bad as any
-            self.run.scalars(
-                step, {"valid/loss": loss, "valid/perplexity": perplexity, "valid/bleu": bleu}
-            )
-            table = "".join(
-                f"| {cell(source)} | {cell(text)} | {cell(reference)} |\n"
-                for (source, reference), text in zip(rows[:SAMPLES], texts)
-            )
-            self.run.telemetry.text(
-                "samples", step, "| source | translation | reference |\n|---|---|---|\n" + table
-            )
-            attention = attention_of(model, self.tokenizers, rows[0][0], texts[0])
-            self.run.telemetry.figure("cross-attention", step, picture(attention))
-            self.run.log(
-                f"step {step:>6,}  validation loss {loss:.4f}  perplexity {perplexity:.1f}  "
-                f"BLEU {bleu:.2f} (greedy, {len(rows)} rows, smoothed)  e.g. {texts[0][:80]!r}"
-            )
+        translations = self.translate(model, rows)
+        if translations is None:  # another rank than 0
+            return loss, None
+
+        texts = translations.texts
+        references = [target for _, target in rows]
+        # Smoothed, because a young model has no 4-gram right; evaluate.py's score is not.
+        bleu = corpus_bleu(references, texts, smooth=True)
+        perplexity = math.exp(min(loss, 50))  # e^50 is as bad as any, and exp overflows at 710
+        curves = {"valid/loss": loss, "valid/perplexity": perplexity, "valid/bleu": bleu}
+        self.run.scalars(step, curves)
+        table = "| source | translation | reference |\n|---|---|---|\n"
+        for (source, reference), text in zip(rows[:SAMPLES], texts):
+            table += f"| {cell(source)} | {cell(text)} | {cell(reference)} |\n"
+        self.run.telemetry.text("samples", step, table)
+        attention = attention_of(model, self.tokenizers, rows[0][0], texts[0])
+        self.run.telemetry.figure("cross-attention", step, picture(attention))
+        self.run.log(
+            f"step {step:>6,}  validation loss {loss:.4f}  perplexity {perplexity:.1f}  "
+            f"BLEU {bleu:.2f} (greedy, {len(rows)} rows, smoothed)  e.g. {texts[0][:80]!r}"
+        )
         return loss, bleu
 
     @torch.inference_mode()
@@ -83,20 +96,24 @@ class Validation:
         """Unsmoothed cross-entropy in nats per token; each rank does its share of the batches."""
         model.eval()
         loss_of = fast.loss(model, 0.0, self.precision.dtype) or SummedLoss(model, 0.0)
-        totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # loss, tokens
         for rows in batches[self.world.rank :: self.world.size]:
             batch = self.collate(self.prepared.validation.__getitems__(rows)).to(self.world.device)
             with self.precision.autocast():
-                loss, _ = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
+                loss, _ = loss_of(*batch.inputs)
             totals[0] += loss
             totals[1] += batch.target_tokens
         loss, tokens = self.world.sum(totals).tolist()
         return loss / tokens
 
     def translate(self, model: Translator, rows: list[tuple[str, str]]) -> Translations | None:
-        """Greedy translations of the rows, by all ranks, for rank 0; on a CPU in fp32, as evaluate.py does."""
-        steps = fast.steps(model)  # in place of decoding.start; of the weights as they are now
-        with self.precision.autocast() if self.world.device.type == "cuda" else nullcontext():
+        """Greedy translations of the rows by all ranks; None on all ranks but rank 0.
+
+        On a CPU they are made in fp32, as evaluate.py does.
+        """
+        steps = fast.steps(model)  # of the weights as they are now; None: decoding.py's own
+        on_gpu = self.world.device.type == "cuda"
+        with self.precision.autocast() if on_gpu else nullcontext():
             return translate_lines(
                 model,
                 *self.tokenizers,
@@ -106,9 +123,9 @@ class Validation:
             )
 
 
-def whole_copy(model: Translator) -> Translator:
-    """The model; of a sharded one a plain copy with all its weights, which the ranks make together."""
-    if not hasattr(model, "unshard"):  # a method that fully_shard (FSDP2) adds
+def unsharded(model: Translator) -> Translator:
+    """The model; of a sharded one (FSDP2) a plain copy with all weights. All ranks must call."""
+    if not hasattr(model, "unshard"):  # a method that fully_shard adds
         return model
     copy = Translator(model.config).to(model.output.weight.device)
     copy.load_state_dict({name: full_tensor(weight) for name, weight in model.state_dict().items()})
@@ -116,22 +133,20 @@ def whole_copy(model: Translator) -> Translator:
 
 
 def attention_of(
-    model: Translator, tokenizers: tuple, source: str, translation: str, widest=WIDEST
+    model: Translator, tokenizers: tuple, source: str, translation: str, widest: int = WIDEST
 ) -> Attention:
-    """Which source words the last layer looked at for each word of the translation, of at most `widest` tokens a side."""
-    texts, longest = (
-        (normalise(source), translation),
-        min(widest, model.config.max_length - 1),
-    )  # and an end token
-    ids = [
-        encode(tokenizer, [text], longest + 1)[0] for tokenizer, text in zip(tokenizers, texts)
-    ]  # + 1 shows a cut
+    """Which source words the last decoder layer looked at for each word of the translation.
+
+    Both texts are cut to `widest` tokens, and to what the model has positions for.
+    """
+    texts = (normalise(source), translation)
+    longest = min(widest, model.config.max_length - 1)  # and an end token
+    # One token more than is used: it shows `in_words` that the text was cut.
+    ids = [encode(tokenizer, [text], longest + 1)[0] for tokenizer, text in zip(tokenizers, texts)]
     collate = Collate(*map(special_ids, tokenizers))
-    batch = collate([[own[:longest] for own in ids]]).to(model.output.weight.device)
-    weights = (
-        cross_attention(model, batch.src, batch.src_pad, batch.tgt_in)[0].float().cpu().numpy()
-    )  # (T, S)
-    return in_words(*texts, tokenizers, ids, weights)
+    batch = collate([tuple(side[:longest] for side in ids)]).to(model.output.weight.device)
+    weights = cross_attention(model, batch.src, batch.src_pad, batch.tgt_in)[0]  # (T, S)
+    return in_words(*texts, tokenizers, ids, weights.float().cpu().numpy())
 
 
 def cell(text: str) -> str:

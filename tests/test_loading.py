@@ -84,6 +84,10 @@ def test_a_relative_name(run, monkeypatch):
     monkeypatch.chdir(run.parent.parent)  # the name stands for runs/tiny
     Path("tiny").mkdir()  # no run
     assert has_mean_of(load_trained("tiny"), run / "checkpoints" / "step-30")
+    shutil.copytree(run, "q/r", symlinks=True)  # a name with a slash is a path
+    assert load_trained("q/r").run.samefile("q/r")
+    with pytest.raises(UserError, match="q/tiny does not exist"):
+        load_trained("q/tiny")
 
 
 def test_the_newest_run(run, monkeypatch):
@@ -106,8 +110,10 @@ def test_faster_steps_are_for_greedy_search(run, monkeypatch, beam, steps):
     monkeypatch.setattr("fast.steps", lambda *_: "steps")
     flags = SimpleNamespace(ckpt=str(run), precision="int8", beam=beam)
     lines = []
-    loaded = load_for_decoding(flags, 1, World(0, 1, torch.device("cpu")), lines.append)
-    assert loaded[2] == steps and "rounded to 8 bits" in lines[-1]
+    _, precision, found = load_for_decoding(
+        flags, 1, World(0, 1, torch.device("cpu")), lines.append
+    )
+    assert found == steps and "rounded to 8 bits" in lines[-1] and precision.name == "fp32"
 
 
 # ---------------------------------------------------------------- means

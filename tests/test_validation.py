@@ -1,4 +1,4 @@
-"""What a run looks at between its steps: the right loss, the right BLEU, a table that holds."""
+"""Validation: the right loss, the right BLEU, a table that does not break."""
 
 import math
 from dataclasses import replace
@@ -22,7 +22,7 @@ from validation import Validation, attention_of, cell
 
 @pytest.fixture
 def checked(tiny_run) -> Validation:
-    """The validation of a model that has learned a little; what it writes is in `written`."""
+    """The validation of a model that has learned a little; `written` holds its curves."""
     trained, prepared, cpu = load_trained(tiny_run), prepared_of(tiny_run), torch.device("cpu")
     written = {}
     telemetry = SimpleNamespace(text=lambda *_: None, figure=lambda *_: None)
@@ -54,18 +54,17 @@ def test_the_loss_is_unsmoothed_and_per_token(checked):
 
 
 def test_bleu_takes_the_raw_references_and_their_case(checked, monkeypatch):
-    """With translations that are too short, for which the two lists make another score when swapped, and no four tokens match."""
+    """The translations are too short, so swapped lists would give another score; no 4-gram matches."""
     rows = [("一二", "The cat sat on the Mat in the Sun today"), ("三四", "He likes green tea")]
     texts = ["The cat sat upon the Mat in Sun", "He likes Tea"]
     checked.prepared.validation_rows[:] = rows
     monkeypatch.setattr(Validation, "translate", lambda *_: Translations(texts, 9, 0, 0))
     checked(7)
     references = [target for _, target in rows]
-    assert checked.written["valid/bleu"] == pytest.approx(
-        corpus_bleu(references, texts, smooth=True)
-    )
+    bleu = checked.written["valid/bleu"]
+    assert bleu == pytest.approx(corpus_bleu(references, texts, smooth=True))
     for other in (corpus_bleu(texts, references, smooth=True), corpus_bleu(references, texts)):
-        assert abs(other - checked.written["valid/bleu"]) > 0.1
+        assert abs(other - bleu) > 0.1
 
 
 def test_a_bar_does_not_break_the_table():
@@ -76,9 +75,6 @@ def test_the_attention_picture_is_cut_to_what_the_model_can_read(checked):
     model = Translator(replace(checked.model.config, max_length=9)).eval()
     attention = attention_of(model, checked.tokenizers, "123456789" * 3, "987654321" * 3)
     assert max(attention.weights.shape) <= 9 and np.allclose(attention.weights.sum(1), 1, atol=1e-5)
-    for text, words in (
-        (attention.source, attention.source_words),
-        (attention.translation, attention.target_words),
-    ):
-        assert text == f"{''.join(words[:-1])} …"
+    assert attention.source == f"{''.join(attention.source_words[:-1])} …"
+    assert attention.translation == f"{''.join(attention.target_words[:-1])} …"
     assert attention_of(model, checked.tokenizers, "一二", "two one").source == "一二"
