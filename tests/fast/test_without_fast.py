@@ -1,0 +1,50 @@
+"""fast/ changes time and memory only: without it the lab trains and scores the same."""
+
+import pytest
+from conftest import TINY_FLAGS, in_this_process, records
+from random_models import needs_compiler
+
+import fast
+
+FLAGS = [*TINY_FLAGS, "--d_model", 64, "--precision", "fp32", "--lr", 0.01, "--max_steps", 30]
+FLAGS += ["--log_every", 1, "--eval_every", 30]
+
+
+def translations(run, out) -> list[str]:
+    """The hypotheses of evaluate.py for the first 50 rows."""
+    words = ["evaluate.py", "--ckpt", run, "--limit", 50, "--precision", "fp32", "--out", out]
+    assert not in_this_process(*words)
+    return out.read_text(encoding="utf-8").splitlines()
+
+
+@needs_compiler
+def test_the_lab_trains_and_scores_the_same_without_fast(toy_data, tmp_path, monkeypatch):
+    calls = []
+    loss = fast.loss
+
+    def watched_loss(*arguments):
+        loss_of = loss(*arguments)
+        calls.append(loss_of is not None)
+        return loss_of
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fast, "loss", watched_loss)
+    train = ["train.py", "--data", toy_data, *FLAGS, "--run"]
+    assert not in_this_process(*train, "with")
+    outputs = translations("with", tmp_path / "with.txt")
+    assert calls
+    assert all(calls)
+
+    monkeypatch.setattr(fast, "loss", lambda *arguments: None)
+    for name in ("steps", "decoder"):
+        monkeypatch.setattr(fast, name, lambda *arguments: None, raising=False)
+    assert not in_this_process(*train, "without")
+    for key in ("train/loss", "train/gradient_norm", "valid/loss", "valid/bleu"):
+        found, expected = (records(tmp_path / "runs" / run, key) for run in ("with", "without"))
+        # Sums in another order round differently, and 30 steps carry the difference on.
+        assert found == pytest.approx(expected, rel=2e-3, abs=1e-9), key
+    plain_outputs = translations("with", tmp_path / "plain.txt")
+    assert len(outputs) == 50
+    assert len(set(outputs)) > 5
+    equal = sum(map(str.__eq__, outputs, plain_outputs))
+    assert equal >= 49  # a tie may fall either way
