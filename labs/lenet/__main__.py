@@ -2,7 +2,6 @@
 
 python -m labs.lenet                           # no flag is needed: /opt/mnist, else drawn digits
 python -m labs.lenet --data DIR                # the folder with MNIST's four files, plain or .gz
-python -m labs.lenet --variant paper           # the layers of the paper
 python -m labs.lenet --activation own-gelu     # with the GELU operator of labs/attention_op
 python -m labs.lenet --held_out 10000          # to compare settings without the test images
 python -m labs.lenet --resume runs/NAME        # continue; a finished run is tested again
@@ -42,9 +41,8 @@ class Config:
         0, "test on the last N training images, train on the others", "Data", min=0, fixed=True
     )
 
-    variant: str = flag("relu", "layers of today or of 1998 (relu|paper)", "Model", fixed=True)
     activation: str = flag(
-        "relu", "of --variant relu (relu|gelu|own-gelu|own-gelu-cpp)", "Model", fixed=True
+        "relu", "activation function (relu|gelu|own-gelu|own-gelu-cpp)", "Model", fixed=True
     )
 
     epochs: int = flag(12, "passes over the training images", "Training", min=1)
@@ -58,10 +56,6 @@ class Config:
     log_every: int = flag(100, "steps between log lines", "Run", min=1)
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Run")
     seed: int = flag(1, "seed of weights and data order", "Run", min=0, fixed=True)
-
-    def __post_init__(self):
-        if self.variant == "paper" and self.activation != "relu":
-            raise UserError("--activation is for --variant relu; the paper has its own")
 
 
 @dataclass
@@ -96,7 +90,7 @@ def train(config: Config) -> Path:
 
         # -------- model, optimizer
         torch.manual_seed(config.seed)
-        model = LeNet5(config.variant, config.activation).to(device)
+        model = LeNet5(config.activation).to(device)
         parameter_count = sum(weight.numel() for weight in model.parameters())
         # One image there and back: an operator that does not run on this device says so now.
         flops = flops_per_image(model, device)
@@ -114,7 +108,7 @@ def train(config: Config) -> Path:
         log(f"device: {device}, fp32")
         log(str(model))
         log(
-            f"LeNet-5 {config.variant}: {parameter_count:,} parameters, "
+            f"LeNet-5: {parameter_count:,} parameters, "
             f"{flops:,} FLOPs a training image (forward and backward)"
         )
         log(
@@ -196,7 +190,7 @@ def train(config: Config) -> Path:
             run.close(INTERRUPTED, state.step)
         else:
             result = evaluate(model, tests, world)
-            settings = ("variant", "activation", "held_out", "epochs", "batch", "seed")
+            settings = ("activation", "held_out", "epochs", "batch", "seed")
             facts = {name: getattr(config, name) for name in settings}
             facts["data"] = data_note or config.data
             facts["parameters"] = parameter_count

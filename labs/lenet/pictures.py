@@ -40,16 +40,15 @@ def show(axes, picture: Tensor, title: str, cmap="Greys", gap="white", **setting
 
 @torch.no_grad()
 def filters(model, note: str = "") -> Figure:
-    """The 5 × 5 weights of C1 and C3: red is positive, blue negative, white zero or unconnected."""
-    c1, c3 = model.c1[0].weight.cpu(), model.c3[0]
-    c3 = c3.full_weight() if hasattr(c3, "full_weight") else c3.weight
+    """The 5 × 5 weights of C1 and C3: red is positive, blue negative."""
+    c1, c3 = model.c1[0].weight.cpu(), model.c3[0].weight.cpu()
     figure = new_figure(7, 4.1, note)
     top, bottom = figure.subplots(2, 1, height_ratios=[1, 3.2])
     limit = c1.abs().max().item()
     pictures = tiles(c1.flatten(0, 1), columns=6)
     show(top, pictures, "C1: 6 filters of the image", "RdBu_r", vmin=-limit, vmax=limit)
     limit = c3.abs().max().item()
-    pictures = tiles(c3.cpu().transpose(0, 1).flatten(0, 1), columns=16)
+    pictures = tiles(c3.transpose(0, 1).flatten(0, 1), columns=16)
     title = "C3: a column for each of 16 maps, a row for each map of S2"
     show(bottom, pictures, title, "RdBu_r", vmin=-limit, vmax=limit)
     return figure

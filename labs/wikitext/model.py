@@ -131,9 +131,9 @@ def gather_segments(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Segments of a text for (first, end) `spans`.
 
-    Returns tokens, targets and attention mask, (B, length) each. Targets are tokens first … end − 1,
-    the input is each one's predecessor; before the first token of a text stands <eos>. Padding, on
-    the `pad` side, holds token 0.
+    Returns tokens, targets and attention mask, (B, length) each. Targets are the tokens from first
+    to end − 1, the input is each one's predecessor; before the first token of a text stands <eos>.
+    Padding, on the `pad` side, holds token 0.
     """
     tokens = torch.zeros(len(spans), length, dtype=torch.int64)
     targets = torch.zeros_like(tokens)

@@ -1,4 +1,4 @@
-"""LeNet-5 and its data set: the paper's sizes, learning, exact resumption, refused mistakes."""
+"""LeNet-5 and its data set: the network, learning, exact resumption, refused mistakes."""
 
 import gzip
 import json
@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import ROOT, forked_ranks, records
 from helpers import handout_commands, refused
 from matplotlib.figure import Figure
@@ -24,13 +23,7 @@ from engine.telemetry import Telemetry
 from labs.lenet import mnist, pictures
 from labs.lenet.__main__ import Config, train
 from labs.lenet.mnist import Digits, draw_digits, find_folder, rows_of_epoch
-from labs.lenet.model import (
-    CONNECTIONS,
-    LeNet5,
-    PaperConvolution,
-    PaperPooling,
-    flops_per_image,
-)
+from labs.lenet.model import LeNet5, flops_per_image
 
 CPU = torch.device("cpu")
 
@@ -118,24 +111,6 @@ def test_mnist_is_found_without_a_flag(data, tmp_path, monkeypatch):
 # ---- the model
 
 
-def test_the_papers_sizes():
-    """Every number of section II-B."""
-    model = LeNet5("paper")
-    counts = {}
-    for name, layer in model.named_children():
-        counts[name] = sum(weight.numel() for weight in layer.parameters())
-    assert counts.pop("output") == 850
-    assert counts == dict(c1=156, s2=12, c3=1516, s4=32, c5=48120, f6=10164)
-    assert sum(counts.values()) == 60_000
-    outputs = model.layers(torch.rand(2, 1, 28, 28))
-    shapes = {name: tuple(output.shape[1:]) for name, output in outputs.items()}
-    maps = dict(c1=(6, 28, 28), s2=(6, 14, 14), c3=(16, 10, 10), s4=(16, 5, 5))
-    assert shapes == maps | dict(c5=(120,), f6=(84,), output=(10,))
-    # The first logits are near 0; weights ten times as large would saturate the units.
-    loss = F.cross_entropy(outputs["output"], torch.tensor([0, 1]))
-    assert abs(loss - np.log(10)) < 0.1
-
-
 def test_flops_are_those_of_the_products():
     # Multiplications: 6 maps of 28 × 28 see 25 pixels, 16 of 10 × 10 see 6 · 25; then matrices.
     first = 6 * 28**2 * 25
@@ -148,27 +123,6 @@ def test_flops_are_those_of_the_products():
     assert all(weight.grad is None for weight in model.parameters())
 
 
-def test_c3_sees_the_connected_maps_only():
-    layer, x = PaperConvolution(), torch.rand(2, 6, 14, 14)
-    nn.init.normal_(layer.weight)
-    kernels = iter(layer.weight)
-    for to, origins in enumerate(CONNECTIONS):
-        parts = [F.conv2d(x[:, [origin]], next(kernels)[None, None])[:, 0] for origin in origins]
-        torch.testing.assert_close(layer(x)[:, to], sum(parts) + layer.bias[to])
-    # The paper's words: six maps see three neighbours, six see four, three see four in pairs, one
-    # sees all; every map of S2 is seen by ten.
-    assert sorted(map(len, CONNECTIONS)) == [3] * 6 + [4] * 9 + [6]
-    assert len({tuple(sorted(origins)) for origins in CONNECTIONS}) == 16
-    assert [sum(origin in origins for origins in CONNECTIONS) for origin in range(6)] == [10] * 6
-
-
-def test_paper_pooling_is_a_weighted_sum():
-    layer, x = PaperPooling(3), torch.rand(2, 3, 4, 6)
-    layer.weight.data, layer.bias.data = torch.randn(3, 1, 1), torch.randn(3, 1, 1)
-    total = x[1, 2, 2:4, 4:6].sum() * layer.weight[2, 0, 0] + layer.bias[2, 0, 0]
-    torch.testing.assert_close(layer(x)[1, 2, 1, 2], 1.7159 * torch.tanh(total * 2 / 3))
-
-
 @pytest.mark.parametrize(
     "name, activation",
     [
@@ -179,7 +133,7 @@ def test_paper_pooling_is_a_weighted_sum():
 )
 def test_equals_the_same_layers_in_a_row(name, activation):
     """torch's own layers, with padding by paper (which normalising makes −0.42) done by hand."""
-    model = LeNet5("relu", name)
+    model = LeNet5(name)
     plain = nn.Sequential(
         *(nn.Conv2d(1, 6, 5), activation(), nn.MaxPool2d(2)),
         *(nn.Conv2d(6, 16, 5), activation(), nn.MaxPool2d(2)),
@@ -199,12 +153,12 @@ def test_equals_the_same_layers_in_a_row(name, activation):
 
 
 def test_pictures_show_every_weight_and_the_first_mistakes():
-    model = LeNet5("paper")
+    model = LeNet5()
     # Rows: maps of S2, columns: maps of C3.
     shown = pictures.filters(model).axes[1].images[0].get_array()
     for to, origin in product(range(16), range(6)):
         tile = shown[6 * origin : 6 * origin + 5, 6 * to : 6 * to + 5]
-        assert torch.equal(torch.tensor(tile), model.c3[0].full_weight()[to, origin])
+        assert torch.equal(torch.tensor(tile), model.c3[0].weight[to, origin])
     for count in (0, 60):
         wrong = [dict(image=i, digit=i % 10, answer=1, probability=0.9) for i in range(count)]
         axes = pictures.mistakes(torch.zeros(100, 28, 28, dtype=torch.uint8), wrong).axes[0]
@@ -365,7 +319,7 @@ def test_damaged_files_are_refused(tmp_path, ending, damage, words):
     [
         ("--data nowhere", "no MNIST files in nowhere"),
         ("--batch 1 --data {data}", "less than the 2 processes"),
-        ("--resume runs/whole --variant paper", "would change a fixed setting"),
+        ("--resume runs/whole --activation gelu", "would change a fixed setting"),
         ("--held_out 1001 --data {data}", "--held_out 1,001: there are 1,001 training images"),
     ],
 )
@@ -380,8 +334,3 @@ def test_mistakes_leave_all_as_it_was(data, whole_run, monkeypatch, flags, words
     with refused(words):
         lab(*flags.format(data=data).split())
     assert sorted(whole_run.rglob("*")) == before
-
-
-def test_the_paper_has_its_own_activation():
-    with refused("--activation is for --variant relu"):
-        Config(variant="paper", activation="gelu")

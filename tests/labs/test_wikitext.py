@@ -216,17 +216,6 @@ def test_scores_are_those_of_a_plain_loop_on_one_rank_and_two(monkeypatch):
     assert sum(halves) == pytest.approx(scores["loss"]) and min(halves) > 0
 
 
-def test_the_loss_begins_near_the_unigram_entropy():
-    ids = torch.tensor([0] * 900 + [1] * 90 + [2] * 10)[torch.randperm(1000)]
-    model = tiny_model(3, d_embedding=6)
-    model.start_from_counts(ids)
-    shares = ids.bincount().double() / 1000
-    entropy = -(shares * shares.log()).sum().item()
-    vocabulary = SimpleNamespace(tokens=range(3), eos=1, unk=2)
-    scores, _ = evaluate(model, ids, vocabulary, 8, "right", ALONE, torch.tensor([0]))
-    assert scores["loss"] == pytest.approx(entropy, abs=0.2)
-
-
 def test_samples_are_seeded_and_have_no_unknown_word():
     vocabulary = Vocabulary([EOS, UNK, *"abcdef"])
     model = tiny_model(8)
@@ -301,6 +290,7 @@ def lab(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Figure, "savefig", lambda _, path, dpi: path.touch())
     monkeypatch.setattr(Telemetry, "figure", lambda *words: None)
+    monkeypatch.setattr(wikitext, "confusion_figure", lambda *words: Figure())
     # Not in the process of all tests.
     monkeypatch.setattr("engine.devices.keep_freed_memory", lambda: True)
 
@@ -332,10 +322,10 @@ def figures(run: Path) -> list[dict]:
 def test_a_run_that_was_interrupted_ends_as_one_that_was_not(lab, tmp_path):
     write(tmp_path / "text/a.txt", wiki(12))
     settings = dict(
-        data="text", sampling="dynamic", epochs=4, batch=8, log_every=1, embedding_share=0.3
+        data="text", sampling="dynamic", epochs=3, batch=8, log_every=1, embedding_share=0.3
     )
     whole = lab(run="whole", **settings)
-    assert max(line["step"] for line in figures(whole)) == 20  # 5 per epoch
+    assert max(line["step"] for line in figures(whole)) == 15  # 5 per epoch
     broken = lab(run="broken", stop_before=3, **settings)
     # To the end of an epoch, into the middle of a later one, to the end.
     for turns in (4, 7, 10**9):
@@ -406,12 +396,8 @@ def test_the_handouts_preset_writes_all_down(lab, tmp_path, report_of):
     products += 2 * config["layers"] * config["segment"] * config["d_model"]  # of attention
     assert f'FLOPs of a training token</th><td><data value="{6 * products}"' in page
 
-    (tmp_path / "a.txt").rename(tmp_path / "b.txt")
-    moved = str(glove.rename(tmp_path / "h.txt"))
-    lab(resume="runs/x", data="b.txt", glove=moved, generate="The ship")
+    lab(resume="runs/x", generate="The ship")
     assert "sample: **the ship**" in (run / "train.log").read_text()
-    after = checkpoint.load_weights(run / "checkpoints/last")
-    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
 
 
 def test_the_commands_that_meet_the_handout(lab, tmp_path, monkeypatch):
@@ -441,22 +427,18 @@ def test_the_bundled_sample_never_passes_as_wikitext(lab, monkeypatch, report_of
     sample = SimpleNamespace(pairs=lambda split: rows)
     monkeypatch.setattr(texts, "find_text", lambda *words: sample)
     notes = []
-
-    def noted(table, names, note):
-        notes.append(note)
-        return confusion_figure(table, names, note)
-
-    monkeypatch.setattr(wikitext, "confusion_figure", noted)
+    monkeypatch.setattr(
+        wikitext, "confusion_figure", lambda *words: notes.append(words) or Figure()
+    )
     run = lab(run="x", epochs=1)
     note = "bundled sample, not WikiText-2: this score says only that the program works"
     log = (run / "train.log").read_text(encoding="utf-8")
     assert f"data: {note}. For WikiText-2 download" in log and f"note: {note}" in log
-    assert notes == [note] and result_of(run)["data"] == note and note in report_of(run)
-
-
-def test_wikitext_is_found_without_a_flag(tmp_path, monkeypatch):
-    monkeypatch.setattr(texts, "DATA_PLACES", (tmp_path / "none", tmp_path))
-    assert texts.find_data("") == str(tmp_path)
+    assert (
+        [words[2] for words in notes] == [note]
+        and result_of(run)["data"] == note
+        and note in report_of(run)
+    )
 
 
 def test_resume_with_another_vocabulary_is_refused(lab, tmp_path):
@@ -468,34 +450,20 @@ def test_resume_with_another_vocabulary_is_refused(lab, tmp_path):
 
 
 def test_learns_a_markov_text_to_its_entropy(lab, tmp_path):
-    """Five words and <eos>; no model can do better than the chain's entropy rate."""
-    torch.manual_seed(1)
-    words = [EOS, "a", "b", "c", "d", "e"]
-    chain = (2.5 * torch.randn(6, 6)).softmax(1).double()
-    chain[0, 0] = 0  # no empty lines
-    chain /= chain.sum(1, keepdim=True)
-    state, states = 0, []
-    for draw in torch.rand(24_000, dtype=torch.float64):
-        state = min(5, int((chain[state].cumsum(0) < draw).sum()))
-        states.append(state)
-    text = " ".join("\n" if state == 0 else words[state] for state in states)
-    write(tmp_path / "markov.txt", "\n".join(line.strip() for line in text.split("\n")[:-1]) + "\n")
-    sizes = dict(epochs=4, d_model=32, segment=16, dropout=0.0)
-    run = lab(
-        run="m", data="markov.txt", lr=0.01, label_smoothing=0.0, embedding_share=0.0, **sizes
-    )
-    stationary = torch.linalg.matrix_power(chain, 200)[0]
-    entropy = -(stationary[:, None] * torch.special.xlogy(chain, chain)).sum().item()
-    # Three standard errors of a mean over the 2,400 tokens of the test. The words' frequencies
-    # alone would give 0.84 more.
-    assert result_of(run)["loss"] == pytest.approx(entropy, abs=0.06)
+    """One of two tokens follows each of six: no model does better than ln 2 per token."""
+    states = torch.randint(1, 3, (12_000,)).cumsum(0) % 6
+    words = ["\n", "a ", "b ", "c ", "d ", "e "]
+    write(tmp_path / "markov.txt", "".join(words[state] for state in states.tolist()))
+    settings = dict(epochs=4, segment=16, dropout=0.0, label_smoothing=0.0, embedding_share=0.0)
+    run = lab(run="m", data="markov.txt", lr=0.01, d_model=32, **settings)
+    assert result_of(run)["loss"] == pytest.approx(math.log(2), abs=0.06)
 
 
 def test_two_processes_have_the_losses_of_one(lab, tmp_path):
     write(tmp_path / "a.txt", wiki(12))
     glove = write(tmp_path / "g.txt", "the 1 2 3 4\nship -3 0 1 4\n")
     # The width of GloVe's vectors is settled by the text, which rank 0 alone reads.
-    settings = dict(data="a.txt", epochs=4, glove=str(glove), batch=7, dropout=0.0, log_every=1)
+    settings = dict(data="a.txt", epochs=2, glove=str(glove), batch=7, dropout=0.0, log_every=1)
     settings["sampling"] = "dynamic"
     one = lab(run="one", **settings)
     flags = []
@@ -503,7 +471,7 @@ def test_two_processes_have_the_losses_of_one(lab, tmp_path):
         flags += [f"--{name}", str(value)]
     forked_ranks(2, "labs/wikitext/__main__.py", "--run", "two", *flags, cwd=tmp_path)
     expected, two = figures(one), figures(Path("runs/two"))
-    assert len(expected) == len(two) > 20
+    assert len(expected) == len(two) > 10
     for ours, theirs in zip(two, expected):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
 
