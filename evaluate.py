@@ -17,6 +17,7 @@ import errno
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -218,7 +219,7 @@ def report(
     scored: Scored,
     translations: Translations,
     seconds: float,
-    log,
+    log: Callable[[str], None],
 ) -> dict:
     """Print the BLEU card and three translations; return all figures, for the score file.
 
@@ -295,7 +296,9 @@ def name_of_score(config: Config, trained: Trained, scored: Scored) -> str:
     return name
 
 
-def save_score(folder: Path, name: str, result: dict, texts: list[str], log) -> None:
+def save_score(
+    folder: Path, name: str, result: dict, texts: list[str], log: Callable[[str], None]
+) -> None:
     """Write NAME.json, the figures, and NAME.txt, the translations, into `folder`."""
     try:
         folder.mkdir(exist_ok=True)

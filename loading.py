@@ -29,7 +29,7 @@ class Trained:
     """The weights, tokenizers and settings of one run."""
 
     model: Translator  # in evaluation mode, on the CPU
-    source_tokenizer: object
+    source_tokenizer: object  # of transformers
     target_tokenizer: object
     config: dict  # the settings of the run
     run: Path
@@ -37,7 +37,7 @@ class Trained:
     checkpoint: Path  # a folder or a weights file; the newest one of a mean
 
 
-def load_trained(path: str | Path = "", average: int = 1, log=print) -> Trained:
+def load_trained(path: str | Path = "", average: int = 1, log: Callable = print) -> Trained:
     """Load what `--ckpt` names; see `choose_checkpoint`.
 
     With `average` > 1 the weights are the mean of this number of checkpoints, the last of which is
@@ -67,7 +67,7 @@ def load_trained(path: str | Path = "", average: int = 1, log=print) -> Trained:
 
 
 def load_for_decoding(
-    config, average: int, world: World, log
+    config, average: int, world: World, log: Callable
 ) -> tuple[Trained, Precision, Callable | None]:
     """What the flags of evaluate.py and translate.py name: the model on its device, its precision,
     and faster decoding steps (see fast/) or None where `decoding.start` has to do them."""
@@ -90,7 +90,7 @@ def load_for_decoding(
 
 
 def choose_checkpoint(
-    path: str = "", average: int = 1, log=print, runs: Path = Path("runs")
+    path: str = "", average: int = 1, log: Callable = print, runs: Path = Path("runs")
 ) -> Path:
     """The checkpoint folder or weights file that `--ckpt` names.
 

@@ -47,7 +47,6 @@ def has_mean_of(trained, *folders: Path) -> bool:
     "named, step",
     [
         (".", 30),
-        ("checkpoints", 30),
         ("checkpoints/best", 30),
         ("checkpoints/last", 45),
         ("checkpoints/step-15", 15),

@@ -119,15 +119,6 @@ def test_the_first_loss_is_the_logarithm_of_the_vocabulary(norm_first):
     assert abs(loss.item() / 160 - math.log(1000)) < 1
 
 
-def test_real_positions_only():
-    model = make_model()
-    src, src_pad, tgt_in = make_batch()
-    real = torch.tensor([0, 1, 5, 9])
-    picked = model(src, src_pad, tgt_in, real)
-    assert torch.equal(picked, model(src, src_pad, tgt_in).flatten(0, 1)[real])
-    assert picked.shape == (4, TARGET_VOCAB)
-
-
 def test_smoothed_loss_is_its_definition():
     model, (src, src_pad, tgt_in) = make_model(dtype=torch.float32), make_batch()
     real, target = torch.tensor([0, 1, 5, 9]), torch.tensor([3, 40, 59, 7])

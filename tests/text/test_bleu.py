@@ -93,17 +93,6 @@ def test_short_hypotheses_differ_only_by_the_guard_against_zero_totals(pairs):
     assert graded <= standard.score + 0.01
 
 
-@settings(max_examples=30)
-@given(st.lists(st.tuples(st.text(max_size=30), st.text(max_size=30)), min_size=1, max_size=4))
-def test_any_text_gets_a_score_and_sacrebleus_tokens(pairs):
-    references, hypotheses = zip(*pairs)
-    assert 0 <= corpus_bleu(references, hypotheses) <= 100 + 1e-9
-    metric = sacrebleu_metric(references)
-    counted = metric.corpus_score(hypotheses, [references])
-    assert counted.sys_len == sum(map(len, tokens_of(hypotheses, metric)))
-    assert counted.ref_len == sum(map(len, tokens_of(references, metric)))
-
-
 def test_smoothing_changes_nothing_where_every_order_matches():
     assert corpus_bleu(REFERENCES, HYPOTHESES, smooth=True) == corpus_bleu(REFERENCES, HYPOTHESES)
     early = {"references": ["the cat sat on the mat"], "hypotheses": ["the dog sat by the door"]}
@@ -170,7 +159,6 @@ def test_the_card_holds_sacrebleus_numbers():
     assert card.chrf == CHRF().corpus_score(HYPOTHESES, [REFERENCES]).score
     assert card.sentences == len(REFERENCES)
     assert card.signature.startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.")
-    assert card.chrf_signature.startswith("nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|")
 
 
 def test_the_interval_is_sacrebleus_bootstrap():
