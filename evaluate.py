@@ -88,6 +88,7 @@ def evaluate(config: Config) -> None:
     if config.out:
         world.on_main(lambda: check_writable(Path(config.out)))
 
+    # A translation is made from the source alone: the references are not passed on.
     begun = time.perf_counter()
     with precision.autocast():
         translations = translate_lines(
@@ -103,7 +104,7 @@ def evaluate(config: Config) -> None:
         )
     seconds = time.perf_counter() - begun
 
-    if world.is_main:
+    if world.is_main:  # it has received the translations of all ranks
         result = report(config, trained, scored, translations, seconds, log)
         # Number formats round differently, and scores differ a little between them.
         result["precision"] = "int8" if config.precision == "int8" else precision.name
@@ -160,6 +161,7 @@ def choose_rows(config: Config, trained: Trained) -> Scored:
     Other data than those of the run have no such rows; without a test and a validation split they
     are scored whole. Raises `UserError` if the data have no such split, or no rows in it.
     """
+    # What no flag names is as in the training.
     run_columns = [trained.config["source"], trained.config["target"]]
     path = os.path.expanduser(config.data or trained.config["data"])
     columns = [config.source or run_columns[0], config.target or run_columns[1]]
@@ -354,9 +356,10 @@ def teacher_forced_match(
 
     collate = collate_for(trained)
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)  # right tokens, all tokens
-    # Every rank takes its share of the batches.
+    # Rank r takes the batches r, r + world size, …
     for first in range(world.rank * PAIRS_AT_ONCE, len(pairs), world.size * PAIRS_AT_ONCE):
         batch = collate(pairs[first : first + PAIRS_AT_ONCE]).to(world.device)
+        # The decoder reads the reference here, shifted by the begin token, not its own output.
         with precision.autocast():
             hidden = model.hidden(batch.src, batch.src_pad, batch.tgt_in, batch.real)  # (N, D)
         # Logits in fp32, as in decoding: in bf16 many of them are equal.
