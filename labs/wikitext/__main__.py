@@ -72,7 +72,7 @@ class Config:
     """Every setting of a run. `fixed`: --resume cannot change it."""
 
     preset: str = flag(
-        "plain", "defaults of the flags below (plain|handout); see HANDOUT", "Data", fixed=True
+        "plain", "the lab's settings or its handout's (plain|handout)", "Data", fixed=True
     )
     data: str = flag(
         "", "text file, or folder of text or parquet; /opt/wikitext-2, else the sample", "Data"

@@ -229,23 +229,18 @@ def generate(
     model.eval()
     context = model.causal_mask.size(0)  # tokens that the model sees at most
     generator = torch.Generator().manual_seed(seed)
-    rows = [[vocabulary.eos, *prompt.tolist()] for prompt in prompts]
-    for _ in range(length):
-        seen = [row[-context:] for row in rows]
-        longest = max(map(len, seen))
-        # Prompts of different lengths are padded on the left.
-        tokens = torch.tensor([[0] * (longest - len(row)) + row for row in seen])
-        attention_mask = torch.tensor(
-            [[False] * (longest - len(row)) + [True] * len(row) for row in seen]
-        )
-        last = torch.zeros_like(attention_mask)
-        last[:, -1] = True
-        logits = model(tokens, attention_mask, last).float().cpu()  # (B, V)
-        logits[:, vocabulary.unk] = -math.inf
-        drawn = (logits / temperature).softmax(-1).multinomial(1, generator=generator)
-        for row, id in zip(rows, drawn.flatten().tolist()):
-            row.append(id)
-    return [row[-length:] for row in rows]
+    continued = []
+    for prompt in prompts:
+        ids = [vocabulary.eos, *prompt.tolist()]
+        for _ in range(length):
+            tokens = torch.tensor([ids[-context:]])
+            attention_mask = torch.ones_like(tokens, dtype=torch.bool)
+            logits = model(tokens, attention_mask)[0, -1].float().cpu()  # (V,)
+            logits[vocabulary.unk] = -math.inf
+            probabilities = (logits / temperature).softmax(-1)
+            ids.append(probabilities.multinomial(1, generator=generator).item())
+        continued.append(ids[-length:])
+    return continued
 
 
 def confusion_figure(table: Tensor, names: list[str], note: str):
