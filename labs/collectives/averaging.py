@@ -100,8 +100,8 @@ def lesson_mean() -> None:
     columns = "loss of each rank|norm|norm on one process|relative error"
     print_table("gradient under DDP", columns, rows)
     print_text(
-        "own mean: rows of a short share weigh more. mean of means: autograd does not see\n"
-        "all_reduce, so the gradient is that of the own mean, divided by N once too often."
+        "own mean: rows of a short share weigh more. mean of means: autograd does not see all_reduce,\n"
+        "so the gradient is that of the own mean, divided by N once too often."
     )
 
 

@@ -1,7 +1,4 @@
-"""Two lessons: every rank's tensor on one rank, and on every rank.
-
-N ranks, L elements of one rank.
-"""
+"""Two lessons: every rank's tensor on one rank, and on every rank. N ranks, L elements on one rank."""
 
 import os
 
@@ -133,7 +130,7 @@ def all_gather_equal(x: torch.Tensor, group=None) -> list[torch.Tensor]:
 
 
 def all_gather_uneven(x: torch.Tensor) -> list[torch.Tensor]:
-    """Every rank's `x` (L, …) on every rank: gather lengths, pad to the longest, gather, cut."""
+    """Every rank's `x` (L, …) on every rank: gather the lengths, pad to the longest, gather, cut."""
     lengths = torch.cat(all_gather_equal(torch.tensor([len(x)]))).tolist()
     padded = x.new_zeros(max(lengths), *x.shape[1:])
     padded[: len(x)] = x

@@ -1,4 +1,4 @@
-"""Three lessons: batch size and learning rate, DDP against one process, fp16 with a loss scaler.
+"""Three lessons: batch size and learning rate, DDP against one process, and fp16 with a loss scaler.
 
 N ranks, B rows of a global batch, D features.
 """

@@ -4,7 +4,6 @@ python -m labs.pipeline                                        # one process, on
 torchrun --nproc_per_node 2 -m labs.pipeline                   # two stages, on GPUs or on the CPU
 torchrun --nproc_per_node 4 -m labs.pipeline -- --schedule zbv --stages_per_rank 2
 torchrun --nproc_per_node 2 -m labs.pipeline -- --preset handout    # the handout's settings
-torchrun --nproc_per_node 2 -m labs.pipeline -- --data wikitext-2/ --batch_size 16 --epochs 1
 python -m labs.pipeline.mistakes                               # the handout's four mistakes
 tensorboard --logdir runs                                      # loss, bubble, schedule
 
@@ -12,7 +11,7 @@ Loss, gradients and weights equal those of one process that sees the whole batch
 schedule.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
@@ -35,13 +34,11 @@ HANDOUT = dict(
 class Config:
     """Every setting. `fixed`: --resume cannot change it."""
 
-    data: str = flag("", "text file, or folder of .txt files; default: toy sequences", "Data")
-    length: int = flag(
-        0, "tokens per sequence; 0: 9 (toy sequences) or 128 (text)", "Data", min=0, fixed=True
-    )
     sequences: int = flag(
-        12, "number of toy sequences; sequence n is filled with n", "Data", min=1, fixed=True
+        12, "number of sequences; sequence n is filled with n", "Data", min=1, fixed=True
     )
+    # The handout's DATASET_LENGTH is 10: 9 inputs and the last target.
+    length: int = flag(9, "tokens per sequence", "Data", min=1, fixed=True)
 
     preset: str = flag("lab", "handout: its values where no flag is given (lab|handout)", "Model")
     d_model: int = flag(64, "model width", "Model", min=1, fixed=True)
@@ -131,18 +128,16 @@ if __name__ == "__main__":
 import math
 import os
 import time
-import zlib
-from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from engine import checkpoint, distributed
 from engine.run import INTERRUPTED, Run, saved_settings
 from labs.pipeline.data import batch_of_step, load
-from labs.pipeline.report import Measured, report
+from labs.pipeline.report import report
+from labs.pipeline.schedule import bubble_share
 from labs.pipeline.stages import PADDING, LanguageModel, Pipeline
 
 
@@ -151,7 +146,6 @@ class State:
     """What a checkpoint keeps besides the weights and the optimizer's moments."""
 
     step: int = 0
-    data: list | None = None  # shape and checksum of the sequences
 
 
 def train(config: Config) -> Path:
@@ -173,27 +167,18 @@ def train(config: Config) -> Path:
     with Run.start(config, "pipeline", world) as run:
         config, log = run.config, run.log
 
-        # -------- a resumed run must have the same data
-        state = State(data=[*sequences.shape, zlib.crc32(sequences.contiguous().numpy())])
-        if run.state:
-            if run.state["data"] != state.data:
-                raise UserError(
-                    f"--resume {run.folder}: --data {config.data} is not the data that this run "
-                    "was started with; put it back"
-                )
-            state.step = run.state["step"]
-
         # -------- model: every rank builds the whole model on the CPU and keeps its own stages
-        length = sequences.shape[1] - 1
+        state = State(run.state["step"] if run.state else 0)
         torch.manual_seed(config.seed)
-        model = LanguageModel(vocabulary, length, config)
+        model = LanguageModel(vocabulary, config.length, config)
         run.restore(model)
         log(str(model))
-        log(f"data: {len(sequences):,} sequences of {length} tokens, vocabulary {vocabulary:,}")
+        log(
+            f"data: {len(sequences):,} sequences of {config.length} tokens, vocabulary {vocabulary}"
+        )
         log(
             f"model: {config.num_layers} layers, "
             f"{sum(weight.numel() for weight in model.parameters()):,} parameters, "
-            f"{training_flops(model, sequences[:1, :-1]):,} FLOPs a training token, "
             f"stages: {world.size * config.stages_per_rank}"
         )
 
@@ -209,7 +194,7 @@ def train(config: Config) -> Path:
         run.begin()
 
         # -------- the loop
-        measured = Measured(world, pipeline)
+        recorded, speeds = [], []  # events of all ranks (on rank 0), tokens per second
         first_step = saved_step = state.step
         loss_sum, targets = 0.0, 0  # since the last log line
         log_time = time.perf_counter()
@@ -228,15 +213,11 @@ def train(config: Config) -> Path:
             log_due = step % log_every == 0 or step == total_steps
             # Reading the clock makes a GPU wait, so only steps with a log line are recorded.
             pipeline.recorder.on = log_due
-            # Memory is measured in the second step: by then the optimizer's moments exist.
-            measures_memory = step == min(first_step + 2, total_steps)
-            counting = measured.counting() if measures_memory else nullcontext()
 
             tokens, target = batch_of_step(sequences, step, config.batch_size, config.seed)
             world.set_seed(config.seed, step)  # a resumed run draws the same dropout
             optimizer.zero_grad()
-            with counting:
-                loss = pipeline.forward_backward(tokens, target)
+            loss = pipeline.forward_backward(tokens, target)
             if not math.isfinite(loss):  # on all ranks alike
                 raise UserError(
                     f"the loss is {loss} at step {step}; resume the last checkpoint, or use a "
@@ -246,8 +227,6 @@ def train(config: Config) -> Path:
             state.step = step
             loss_sum += loss
             targets += int((target != PADDING).sum())
-            if measures_memory:
-                measured.add_memory()
 
             if log_due:
                 mean = loss_sum / targets
@@ -255,28 +234,23 @@ def train(config: Config) -> Path:
                 values = {"train/loss": mean, "speed/tokens_per_second": speed}
                 line = f"step {step:>6,}  epoch {step / steps_per_epoch:6.2f}  loss {mean:.4f}"
                 line += f"  {speed:,.0f} tokens/s"
-                # The first two steps of a session warm up. Only rank 0 knows the bubble.
-                bubble = measured.add_step(speed) if step > first_step + 2 else None
-                if bubble is not None:
-                    values["pipeline/bubble_share"] = bubble
-                    line += f"  bubble {bubble:.1%}"
+                if step > first_step + 2:  # the first two steps of a session warm up
+                    speeds.append(speed)
+                    gathered = world.gather(pipeline.recorder.take())
+                    if world.is_main:
+                        recorded.append([event for events in gathered for event in events])
+                        bubble = bubble_share(recorded[-1], world.size)
+                        values["pipeline/bubble_share"] = bubble
+                        line += f"  bubble {bubble:.1%}"
                 log(line)
                 run.scalars(step, values)
                 loss_sum, targets = 0.0, 0
                 log_time = time.perf_counter()
             pipeline.recorder.take()  # the events of this step are used or dropped
 
-        report(measured, run, state.step)
+        report(pipeline, run, recorded, speeds, state.step)
         run.close("all steps are done" if finished else INTERRUPTED)
         return run.folder
-
-
-def training_flops(model: LanguageModel, tokens: torch.Tensor) -> int:
-    """FLOPs per training token; the backward pass costs twice what the forward pass costs."""
-    # MATH computes attention by plain matrix products, which the counter knows.
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(tokens)
-    return 3 * counter.get_total_flops() // tokens.numel()
 
 
 def make_optimizer(config: Config, parameters) -> torch.optim.Optimizer:

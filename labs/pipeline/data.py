@@ -1,51 +1,25 @@
-"""The lab's data: the handout's toy sequences or a text, and the batch of each step.
+"""The handout's toy sequences, and the batch of each step.
 
 N sequences in all, B in a batch, S tokens that the model sees.
 """
 
 import math
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.errors import UserError
 from labs.pipeline.stages import PADDING
 
 
 def load(config) -> tuple[Tensor, int]:
-    """The sequences (N, S+1) and the vocabulary size; a text's tokens are its bytes.
+    """The sequences (N, S+1) and the vocabulary size; sequence n is filled with n.
 
-    A sequence has one token more than the model sees: the last target. The end of a text is filled
-    with PADDING. Raises `UserError` for a text that is missing or too short.
+    A sequence has one token more than the model sees: the last target.
     """
-    if not config.data:
-        length = config.length or 9  # the handout: DATASET_LENGTH 10, of which 9 are inputs
-        sequences = torch.arange(config.sequences).unsqueeze(1).expand(-1, length + 1)
-        return sequences, max(100, config.sequences)  # the handout's VOCAB_SIZE is 100
-    content = read_text(Path(config.data).expanduser())
-    if len(content) < 2:
-        raise UserError(f"--data {config.data} has {len(content)} bytes; a text needs at least two")
-    tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8).int()
-    length = config.length or 128
-    rows = math.ceil((len(tokens) - 1) / length)  # each token but the first is a target once
-    tokens = F.pad(tokens, (0, rows * length + 1 - len(tokens)), value=PADDING)
-    return tokens.unfold(0, length + 1, length), 256
-
-
-def read_text(path: Path) -> bytes:
-    """The bytes of a file, or of all .txt files in a folder, in the order of their names."""
-    try:
-        files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
-        if not files:
-            raise UserError(f"--data {path}: this folder has no .txt file; name another")
-        return b"".join(file.read_bytes() for file in files)
-    except OSError as error:
-        raise UserError(
-            f"--data {path}: {error.strerror}; name a text file or a folder of .txt files"
-        ) from None
+    sequences = torch.arange(config.sequences).unsqueeze(1).expand(-1, config.length + 1)
+    return sequences, max(100, config.sequences)  # the handout's VOCAB_SIZE is 100
 
 
 @lru_cache(maxsize=1)

@@ -1,20 +1,17 @@
 """What a pipeline run reports at its end: bubble, memory, and a picture of the schedule."""
 
-from collections import defaultdict
-from contextlib import contextmanager, nullcontext
 from statistics import median
 
 import torch
 
-from engine.distributed import World
 from engine.run import Run
 from labs.pipeline.schedule import (
     Event,
     bubble_in_theory,
     bubble_share,
     mean_seconds,
+    most_held,
     order_of,
-    own_bubble_share,
     simulate,
 )
 from labs.pipeline.stages import Pipeline, stages_of_rank
@@ -28,55 +25,25 @@ KINDS = {  # of work: name, colour
 }
 
 
-class Measured:
-    """The recorded steps of all ranks, on rank 0: `steps` has a list of events for each."""
+def report(
+    pipeline: Pipeline, run: Run, recorded: list[list[Event]], speeds: list[float], step: int
+) -> None:
+    """Log bubble, speed and memory and draw the schedule.
 
-    def __init__(self, world: World, pipeline: Pipeline):
-        self.world = world
-        self.pipeline = pipeline
-        self.steps = []
-        self.speeds = []  # tokens per second
-        self.memory = None  # for each rank (peak in bytes, number of weights)
-        self.held = HeldBytes(pipeline.parameters.values())
-
-    def add_step(self, tokens_per_second: float = 0.0) -> float | None:
-        """Collect all ranks' events of the last step. Returns the bubble's share on rank 0."""
-        self.speeds.append(tokens_per_second)
-        gathered = self.world.gather(self.pipeline.recorder.take())
-        if gathered is None:
-            return None
-        self.steps.append([event for events in gathered for event in events])
-        return bubble_share(self.steps[-1], self.world.size)
-
-    def counting(self):
-        """A context that measures the peak memory of the step inside."""
-        if self.world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.world.device)
-            return nullcontext()
-        return self.held.counting()
-
-    def add_memory(self) -> None:
-        """Collect each rank's peak after that step."""
-        peak = self.held.peak
-        if self.world.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.world.device)
-        weights = sum(weight.numel() for weight in self.pipeline.parameters.values())
-        self.memory = self.world.gather((peak, weights))
-
-    def typical(self) -> list[Event]:
-        """The step with the median bubble."""
-        by_bubble = sorted(self.steps, key=lambda events: bubble_share(events, self.world.size))
-        return by_bubble[len(by_bubble) // 2]
-
-
-def report(measured: Measured, run: Run, step: int) -> None:
-    """Log bubble and memory and draw the schedule; on rank 0, which has the events."""
-    if not measured.steps:
+    All ranks call it. `recorded` and `speeds` are of the recorded steps: the events of all ranks
+    (on rank 0; elsewhere empty), and tokens per second.
+    """
+    weights = sum(weight.numel() for weight in pipeline.parameters.values())
+    peak = 0
+    if run.world.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(run.world.device)
+    memory = run.world.gather((weights, peak))
+    if not recorded:
         return
     config, ranks = run.config, run.world.size
-    shares = [bubble_share(events, ranks) for events in measured.steps]
-    own_shares = [own_bubble_share(events, ranks) for events in measured.steps]
-    events = measured.typical()
+    recorded = sorted(recorded, key=lambda events: bubble_share(events, ranks))
+    shares = [bubble_share(events, ranks) for events in recorded]
+    events = recorded[len(recorded) // 2]  # the step with the median bubble
     order = order_of(events)
     theory = bubble_in_theory(config.schedule, ranks, config.stages_per_rank, config.micro_batches)
     if theory is None:  # no formula: this order with F = I = W
@@ -84,18 +51,17 @@ def report(measured: Measured, run: Run, step: int) -> None:
         theory = bubble_share(equal_times, ranks)
     simulated = bubble_share(simulate(order, mean_seconds(events)), ranks)
     run.log(
-        f"bubble: measured {median(shares):.1%}, the median of {len(shares)} steps "
-        f"({median(own_shares):.1%} between each rank's own first and last work); in theory "
+        f"bubble: measured {median(shares):.1%}, the median of {len(shares)} steps; in theory "
         f"{theory:.1%}; this order simulated with the measured times of its parts {simulated:.1%}"
     )
-    speeds = measured.speeds
     run.log(f"speed: {median(speeds):,.0f} tokens/s, the median of {len(speeds)} lines")
-    what = "peak of activations kept for the backward pass"
-    if run.world.device.type == "cuda":
-        what = "peak of all tensors"
-    for rank, (peak, weights) in enumerate(measured.memory or []):
+    for rank, (weights, peak) in enumerate(memory):
         stages = ", ".join(map(str, stages_of_rank(rank, ranks, config)))
-        run.log(f"rank {rank} (stage {stages}): {weights:,} weights, {what} {peak / MIB:.2f} MiB")
+        line = f"rank {rank} (stage {stages}): {weights:,} weights, activations of at most "
+        line += f"{most_held(order[rank])} forward passes at a time"
+        if peak:
+            line += f", peak memory {peak / MIB:.2f} MiB"
+        run.log(line)
     title = (
         f"{config.schedule}, ranks: {ranks}, stages per rank: {config.stages_per_rank}, "
         f"micro-batches: {config.micro_batches}, bubble: {bubble_share(events, ranks):.1%}"
@@ -151,54 +117,3 @@ def draw(events: list[Event], ranks: int, title: str):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
     return figure
-
-
-class HeldBytes:
-    """Counts the bytes that autograd keeps for the backward pass; `peak` is the most at one time.
-
-    with held.counting():  forward and backward passes
-    Weights are not counted, and storage that several operations keep counts once.
-    """
-
-    def __init__(self, parameters):
-        self.parameters = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-        self.now = self.peak = 0
-        self.uses = defaultdict(int)  # address of a storage → how many saved tensors use it
-
-    @contextmanager
-    def counting(self):
-        """Count what is computed inside, until autograd releases it."""
-        self.peak = self.now
-        pack = lambda tensor: _Kept(tensor, self)  # noqa: E731
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
-            yield
-
-    def add(self, storage: torch.UntypedStorage) -> None:
-        """Autograd has saved a tensor of this storage."""
-        address = storage.data_ptr()
-        if address not in self.parameters:
-            if not self.uses[address]:
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-            self.uses[address] += 1
-
-    def remove(self, storage: torch.UntypedStorage) -> None:
-        """Autograd has released it."""
-        address = storage.data_ptr()
-        if address not in self.parameters:
-            self.uses[address] -= 1
-            if not self.uses[address]:
-                self.now -= storage.nbytes()
-
-
-class _Kept:
-    """A saved tensor; autograd drops it with the node of the graph that saved it."""
-
-    def __init__(self, tensor, counter: HeldBytes):
-        # Detached: an operation that saves its own result would otherwise keep itself alive.
-        self.tensor = tensor.detach()
-        self.counter = counter
-        counter.add(tensor.untyped_storage())
-
-    def __del__(self):
-        self.counter.remove(self.tensor.untyped_storage())

@@ -90,18 +90,6 @@ def bubble_share(events: list[Event], ranks: int) -> float:
     return 1 - busy / (ranks * span)
 
 
-def own_bubble_share(events: list[Event], ranks: int) -> float:
-    """`bubble_share`, but of each rank's time between its own first and last event.
-
-    This is the share that is zero with the zero-bubble schedules of Qi et al. (2023).
-    """
-    spans = 0.0
-    for rank in range(ranks):
-        own = [event for event in events if event.rank == rank]
-        spans += max(event.end for event in own) - min(event.start for event in own)
-    return 1 - sum(event.end - event.start for event in events) / spans
-
-
 def bubble_in_theory(
     schedule: str, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> float | None:
@@ -127,6 +115,18 @@ def order_of(events: list[Event]) -> dict[int, list[tuple[str, int, int]]]:
     for event in sorted(events, key=lambda event: event.start):
         order[event.rank].append((event.kind, event.stage, event.micro_batch))
     return dict(order)
+
+
+def most_held(work: list[tuple[str, int, int]]) -> int:
+    """Of one rank's work in order: the most forward passes that wait for their backward pass."""
+    held = most = 0
+    for kind, _, _ in work:
+        if kind == "F":
+            held += 1
+        elif kind in ("B", "W"):  # after I the weights' gradients still need the activations
+            held -= 1
+        most = max(most, held)
+    return most
 
 
 def simulate(order: dict[int, list[tuple[str, int, int]]], seconds) -> list[Event]:

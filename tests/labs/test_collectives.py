@@ -33,6 +33,13 @@ def test_strided_rows_are_each_row_once_and_even(rows, size):
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
+def test_learning_rate_rules():
+    scaled = functools.partial(training.scaled_learning_rate, 5e-5, 768, 192)
+    assert scaled("none") == 5e-5
+    assert scaled("sqrt") == pytest.approx(1e-4)
+    assert scaled("linear") == pytest.approx(2e-4)
+
+
 @pytest.mark.parametrize("size", [2, 3, 6])
 def test_scaling_settings_see_the_same_rows_and_only_the_last_leaves_the_stable_range(size):
     features, runs = training.scaling_settings(size)
@@ -114,9 +121,27 @@ def run_on_a_rank(folder: str) -> None:
     gathering.try_collective = functools.partial(common.try_collective, seconds=5)
     with contextlib.redirect_stdout(io.StringIO()) as output:
         lessons.run_lessons(list(lessons.LESSONS), (), 1)
+    rank, size = dist.get_rank(), dist.get_world_size()
     figures = {"output": output.getvalue()}
+    x, y, mine = averaging.uneven_share(rank, size)
+    reference = averaging.single_gradient(x, y)
+    for loss_kind in ("own mean", "mean of means", "own sum · N / rows of all"):
+        gradient = averaging.ddp_gradient(x[mine], y[mine], loss_kind)
+        error = (gradient - reference).abs().max().item()
+        figures[loss_kind] = common.all_gather_object(error)
+    figures["mean"] = averaging.global_mean(*[(16, 32), (17, 32), (4, 4)][rank])
+    gathered = gathering.gather_to(2, torch.tensor([rank]), list(range(1, size + 1)))
+    gathered = None if gathered is None else torch.cat(gathered).tolist()
+    figures["gathered"] = common.all_gather_object(gathered)
     figures["wrong uneven"] = common.all_gather_object(wrong_uneven_gathers())
-    if dist.get_rank() == 0:
+    losses, weights = training.train_classifier(20, distributed=True)
+    expected_losses, expected = training.train_classifier(20, distributed=False)
+    gap = (weights - expected).abs().max().item()
+    figures["ddp weights"] = common.all_gather_object(gap)
+    figures["ddp losses"] = max(abs(a - b) for a, b in zip(losses, expected_losses))
+    start = training.train_classifier(0, distributed=False)[1]
+    figures["moved"] = (expected - start).abs().max().item()
+    if rank == 0:
         Path(folder, "figures.json").write_text(json.dumps(figures), encoding="utf-8")
 
 
@@ -147,9 +172,8 @@ def outcomes(table: list[list[str]], call: str) -> list[str]:
     return found
 
 
-def test_gather_reaches_the_rank_of_the_device_only(tables):
-    table = tables["right, by gloo, on the CPU: gather to device 1, which is rank 0"]
-    assert outcomes(table, "") == ["[3, 4] [5, 6] [7, 8]", "-", "-"]
+def test_gather_reaches_the_rank_of_the_device_only(figures):
+    assert figures["gathered"] == [None, [0, 1, 2], None]
 
 
 def test_wrong_gathers_fail_with_torchs_own_words(tables):
@@ -191,20 +215,18 @@ def test_gradients_stop_at_all_gather(tables):
     assert [row[1:] for row in table] == [["-"] * SIZE, ["1.0", "2.0", "3.0"], ["6.0"] * SIZE]
 
 
-def test_mean_over_ranks(tables):
+def test_mean_over_ranks(figures, tables):
+    assert figures["mean"] == (16 + 17 + 4) / (32 + 32 + 4)
     right, wrong, one = (float(row[1]) for row in tables["what rank 0 prints"])
     assert right == one != wrong
     handout, short = tables["accuracy of 4 ranks, on paper"]
     assert handout[2:] == ["0.5156", "0.5156"] and short[2:] == ["0.5200", "0.6250"]
 
 
-def test_ddp_needs_the_global_count_for_the_right_gradient(tables):
-    own, averaged, right = tables["gradient under DDP"]
-    assert float(own[3]) > 1e-2 and float(averaged[3]) > 1e-2
-    # Sums of at most 24 rows, each of 6 products of numbers near 1, in fp32: 30 · 1.2e-7, doubled.
-    assert float(right[3]) < 8e-6
-    # Averaging the losses divides the gradient once more by the number of ranks.
-    assert float(own[1]) / float(averaged[1]) == pytest.approx(SIZE, rel=1e-3)
+def test_ddp_needs_the_global_count_for_the_right_gradient(figures):
+    # Sums of at most 24 rows, each of 6 products of numbers around 1, in fp32: 30 · 1.2e-7, doubled.
+    assert max(figures["own sum · N / rows of all"]) < 8e-6
+    assert min(figures["own mean"]) > 1e-2 and min(figures["mean of means"]) > 1e-2
 
 
 def test_a_score_over_a_padded_sampler_counts_rows_twice(tables):
@@ -225,19 +247,13 @@ def test_each_scaling_rule_is_right_and_both_together_diverge(tables):
     assert float(rule_1[6]) < 1e-3 and float(rule_2[6]) < 1e-3 and float(both[6]) > 10
     # Each of up to 240 steps rounds the weights by half an eps of 1.2e-7.
     assert float(rule_1[7]) <= 1.5e-5 and float(rule_2[7]) <= 1.5e-5
-    table = tables["--batch_size 192 --lr 5e-5 on N processes"]
-    assert table[2] == ["4", "48", "192", "768", "5.0e-05", "1.0e-04", "2.0e-04"]
 
 
-def test_ddp_equals_one_process_after_20_steps(figures, tables):
-    table = tables["loss under DDP with N = 3 and of one process, same batches"]
-    losses = [(float(ddp), float(single)) for _, ddp, single in table]
-    assert losses[-1][0] < 0.5 * losses[0][0]
+def test_ddp_equals_one_process_after_20_steps(figures):
     # 20 steps, each from sums over 61 rows in two orders, times rate 0.2 and 10 for momentum 0.9:
     # 20 · 61 · 6e-8 · 2 = 1.5e-4 at worst, far below what a wrong gradient moves.
-    assert all(abs(ddp - single) < 1.5e-4 for ddp, single in losses)
-    found = re.search(r"to one process (\S+), between ranks (\S+)\.\n", figures["output"])
-    assert float(found[1]) < 1.5e-4 and float(found[2]) == 0
+    assert max(figures["ddp weights"]) < 1.5e-4 and figures["ddp losses"] < 1.5e-4
+    assert figures["moved"] > 0.1
 
 
 def test_fp16_needs_a_scale_and_master_weights(tables):

@@ -8,25 +8,25 @@ import json
 import os
 import re
 import sys
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import ROOT, Forked, forked_ranks
+from conftest import ROOT, Forked
 from helpers import refused, together
 
 from engine import checkpoint
-from engine.config import checked
+from engine.config import checked, parse_flags
 from engine.distributed import World, process_grid
 from engine.errors import UserError
 from labs.pipeline import __main__ as lab
-from labs.pipeline import data, mistakes, report, schedule, stages
+from labs.pipeline import data, mistakes, schedule, stages
 
-STEPS = 6
+STEPS = 4
 CPU = torch.device("cpu")
 SMALL = dict(
     d_model=16,
@@ -39,27 +39,27 @@ SMALL = dict(
 )
 # 13 sequences in batches of 8: the second batch has 5 rows, so that one micro-batch is short and
 # one is empty.
-TOY = dict(SMALL, sequences=13, optimizer="sgd", lr=0.1)
+TOY = dict(SMALL, sequences=13, optimizer="sgd", lr=0.2)
 ADAM = dict(TOY, num_layers=9, optimizer="adamw", lr=1e-2)
 V = dict(schedule="zbv", stages_per_rank=2)
 TWICE = dict(TOY, batch_size=16, micro_batches=8)
 CASES = {  # name: (ranks, settings); 9 and 5 layers do not divide
-    "gpipe-2": (2, TOY),
-    "gpipe-4": (4, ADAM),
-    "1f1b-4": (4, dict(ADAM, schedule="1f1b")),
-    "interleaved-4": (4, dict(ADAM, schedule="interleaved", stages_per_rank=2)),
-    "zb-4": (4, dict(ADAM, schedule="zb", stages_per_rank=2)),
-    "zbv-4": (4, {**ADAM, **V}),
-    "traced-gpipe-3": (3, dict(TOY, build="traced", num_layers=4)),
-    "traced-zbv-2": (2, {**TOY, **V, "build": "traced", "num_layers": 4}),
-    "text-zb-3": (
-        3,
-        dict(TOY, schedule="zb", stages_per_rank=2, data="odd.txt", length=7, num_layers=7),
-    ),
-    "post-norm-2": (2, dict(TOY, post_norm=True, num_layers=3)),
     "gpipe-twice-2": (2, TWICE),
     "1f1b-twice-2": (2, dict(TWICE, schedule="1f1b")),
+    "traced-zbv-2": (2, {**TOY, **V, "build": "traced", "num_layers": 4}),
+    "traced-gpipe-3": (3, dict(TOY, build="traced", num_layers=4, post_norm=True)),
+    "zb-3": (3, dict(TOY, schedule="zb", stages_per_rank=2, num_layers=7)),
+    "1f1b-4": (4, dict(ADAM, schedule="1f1b")),
+    "interleaved-4": (4, dict(ADAM, schedule="interleaved", stages_per_rank=2)),
+    "zbv-4": (4, {**ADAM, **V}),
 }
+
+
+def required_commands() -> list[str]:
+    """The commands in the README's list of what the handout asks for."""
+    page = (ROOT / "labs/pipeline/README.md").read_text(encoding="utf-8")
+    section = page.partition("## What the handout asks for")[2].partition("\n## ")[0]
+    return list(dict.fromkeys(re.findall(r"`((?:python|torchrun) [^`]+)`", section)))
 
 
 def begin(config: lab.Config, dtype=torch.float64):
@@ -71,7 +71,7 @@ def begin(config: lab.Config, dtype=torch.float64):
     torch.set_default_dtype(dtype)
     sequences, vocabulary = data.load(config)
     torch.manual_seed(config.seed)
-    return sequences, stages.LanguageModel(vocabulary, sequences.shape[1] - 1, config)
+    return sequences, stages.LanguageModel(vocabulary, config.length, config)
 
 
 def train_alone(config: lab.Config, dtype=torch.float64):
@@ -94,25 +94,22 @@ def train_alone(config: lab.Config, dtype=torch.float64):
 
 
 def run_case(config: lab.Config, world: World) -> dict:
-    """The same in a pipeline: losses of all ranks, weights, events and memory, on rank 0."""
+    """The same in a pipeline: losses of all ranks, weights, and events of the last step."""
     sequences, model = begin(config)
     pipeline = stages.Pipeline(model, config, world)
     optimizer, losses = lab.make_optimizer(config, pipeline.parameters.values()), []
-    measured = report.Measured(world, pipeline)
     for step in range(1, STEPS + 1):
         tokens, target = data.batch_of_step(sequences, step, config.batch_size, config.seed)
         optimizer.zero_grad()
         pipeline.recorder.take()
-        with measured.counting() if step == STEPS else nullcontext():
-            loss = pipeline.forward_backward(tokens, target)
+        loss = pipeline.forward_backward(tokens, target)
         losses.append(loss / int((target >= 0).sum()))
         optimizer.step()
-    measured.add_step()
-    measured.add_memory()
+    events = [
+        event for of_rank in world.gather(pipeline.recorder.take()) or [] for event in of_rank
+    ]
     weights, _ = lab.gather_model(pipeline, optimizer) or (None, None)
-    return dict(
-        losses=world.gather(losses), weights=weights, events=measured.steps, memory=measured.memory
-    )
+    return dict(losses=world.gather(losses), weights=weights, events=events)
 
 
 def places_in_a_grid(world: World) -> list | None:
@@ -122,17 +119,24 @@ def places_in_a_grid(world: World) -> list | None:
 
 
 def run_trainings(rank: int, folder: Path) -> None:
-    """Whole runs by `train`: ten steps at once; and five steps on two ranks, then five on four."""
-    common = dict(SMALL, sequences=13, log_every=3, save_every=4, schedule="1f1b", dropout=0.0)
+    """By `train`: ten steps at once; five on two ranks, then five on four; the page's commands."""
+    common = dict(SMALL, sequences=13, log_every=3, save_every=4, schedule="1f1b")
     runs = [
         (2, lab.Config(**common, max_steps=10, run="at-once")),
         (2, lab.Config(**common, max_steps=5, run="in-two")),
         (4, lab.Config(max_steps=10, resume="runs/in-two")),
     ]
+    for config in runs:
+        config[1].given = {"max_steps"}
+    for number, command in enumerate(required_commands()):
+        if "mistakes" not in command:  # tested below
+            flags = command.partition("labs.pipeline")[2].replace(" -- ", " ").split()
+            flags += ["--max_steps", "3", "--log_every", "3", "--run", f"command-{number}"]
+            with patch.object(sys, "argv", ["labs.pipeline", *flags]):
+                runs.append((2, parse_flags(lab.Config).fill_in()))
     for number, (ranks, config) in enumerate(runs):
         if rank < ranks:
             os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
-            config.given = {"max_steps"}
             with_group(number, rank, ranks, folder, lambda _, config=config: lab.train(config))
 
 
@@ -187,22 +191,19 @@ def _single_precision():
 def ran(tmp_path_factory) -> dict:
     """What the four processes found, by case; "folder" is where they ran."""
     folder = tmp_path_factory.mktemp("ranks")
-    (folder / "odd.txt").write_bytes(b"A text of 51 bytes: not a multiple of anything...\n!")
     together([Forked(__file__, rank, cwd=folder) for rank in range(4)])
     return {**torch.load(folder / "results.pt", weights_only=False), "folder": folder}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_pipeline_equals_one_process(ran, name, monkeypatch):
-    monkeypatch.chdir(ran["folder"])
-    _, settings = CASES[name]
-    losses, weights = train_alone(lab.Config(**settings))
+def test_a_pipeline_equals_one_process(ran, name):
+    losses, weights = train_alone(lab.Config(**CASES[name][1]))
     # A loss sums up to 144 targets, each after 9 layers of about five sums over widths of 16 to
-    # 100: 3,000 terms with fp64's eps (2.2e-16), and as many again in each of 6 steps: 4e-12. AdamW may
-    # make 100 times that of a gradient near 0.
+    # 100: 3,000 terms with fp64's eps (2.2e-16), and as many again in each of 4 steps: 3e-12. AdamW
+    # may make 100 times that of a gradient near 0.
     for of_rank in ran[name]["losses"]:
         assert of_rank == pytest.approx(losses, rel=4e-10)
-    assert losses[-1] < 0.95 * losses[0]
+    assert losses[-1] < 0.97 * losses[0]
     assert ran[name]["weights"].keys() == weights.keys()
     for key, weight in weights.items():
         assert (ran[name]["weights"][key] - weight).norm() <= 4e-10 * weight.norm(), key
@@ -214,7 +215,7 @@ def test_the_order_has_the_bubble_of_the_papers(ran, name):
     config = lab.Config(**settings)
     numbers = range(ranks * config.stages_per_rank), range(config.micro_batches)
     wanted = [(stage, part) for stage in numbers[0] for part in numbers[1]]
-    (events,) = ran[name]["events"]
+    events = ran[name]["events"]
     done = {kind: [(e.stage, e.micro_batch) for e in events if e.kind == kind] for kind in "FBIW"}
     # Everything is computed once, by the rank that has the stage ...
     assert sorted(done["F"]) == sorted(done["B"] + done["I"]) == wanted
@@ -239,20 +240,13 @@ def test_formulas_hold_from_a_number_of_micro_batches(name, least):
     assert known == [number >= least for number in range(1, 9)]
 
 
-def test_zb_v_is_never_idle_between_its_first_and_last_work(ran):
-    order = schedule.order_of(ran["traced-zbv-2"]["events"][-1])
-    events = schedule.simulate(order, lambda *_: 1.0)
-    assert schedule.own_bubble_share(events, 2) == pytest.approx(0)
-
-
-def test_activations_held_by_the_schedules(ran):
-    """1F1B holds as many micro-batches as stages, GPipe all; zero bubble releases all."""
-    peaks = {name: [peak for peak, _ in ran[name]["memory"]] for name in CASES}
-    gpipe, one_forward_one_backward = peaks["gpipe-twice-2"], peaks["1f1b-twice-2"]
-    # One micro-batch more would be half as much again, or twice.
-    assert one_forward_one_backward[0] == pytest.approx(gpipe[0] * 2 / 8, rel=0.2)
-    assert one_forward_one_backward[1] == pytest.approx(gpipe[1] * 1 / 8, rel=0.2)
-    assert max(peaks["traced-zbv-2"]) < max(peaks["gpipe-2"])
+@pytest.mark.parametrize(
+    "name, held", [("gpipe-twice-2", [8, 8]), ("1f1b-twice-2", [2, 1]), ("1f1b-4", [4, 3, 2, 1])]
+)
+def test_activations_held_by_the_schedules(ran, name, held):
+    """GPipe holds all micro-batches, 1F1B as many as there are stages from a rank on."""
+    order = schedule.order_of(ran[name]["events"])
+    assert [schedule.most_held(order[rank]) for rank in sorted(order)] == held
 
 
 def test_a_run_in_two_parts_equals_a_run_at_once(ran):
@@ -274,22 +268,25 @@ def test_a_run_leaves_picture_curves_and_memory(ran, report_of):
     folder = ran["folder"] / "runs" / "at-once"
     assert (folder / "schedule.png").stat().st_size > 5000
     log = (folder / "train.log").read_text()
-    assert "rank 1 (stage 1)" in log and "MiB" in log and "in theory 20.0%" in log
+    assert "in theory 20.0%" in log and "rank 1 (stage 1)" in log
+    assert "activations of at most 2 forward passes" in log
     assert "pipeline/bubble_share" in (folder / "metrics.jsonl").read_text()
     page = report_of(folder)
     assert "<h2>Training curves</h2>" in page and "LanguageModel(" in page
-    sizes = re.search(r"sequences of (\d+) tokens, vocabulary (\d+)", log)
-    length, vocabulary = map(int, sizes.groups())
-    width, layers = SMALL["d_model"], SMALL["num_layers"]
-    layer = 4 * width**2 + 2 * width * SMALL["dim_feedforward"] + 2 * length * width
-    flops = 6 * (layers * layer + width * vocabulary)
-    assert f'FLOPs of a training token</th><td><data value="{flops}"' in page
+
+
+def test_the_commands_that_meet_the_handout_run(ran):
+    """The loss that rank 0 logs is the global one."""
+    assert len(required_commands()) == 3
+    for number in (0, 1):
+        assert (ran["folder"] / f"runs/command-{number}/checkpoints/step-3").is_dir()
+    log = (ran["folder"] / "runs/command-1/metrics.jsonl").read_text().splitlines()
+    expected = sum(train_alone(lab.Config(), torch.float32)[0][:3]) / 3
+    assert json.loads(log[0])["train/loss"] == pytest.approx(expected, abs=1e-4)
 
 
 def test_grids(ran):
     assert ran["grid"] == [[0, 0], [0, 1], [0, 2]]
-    mesh = process_grid(World(0, 1, CPU), data=1, pipe=1)
-    assert mesh.mesh_dim_names == ("data", "pipe")
     for sizes in ({"data": 2}, {"data": 3, "pipe": 2}, {"data": -1, "pipe": -4}):
         with pytest.raises(UserError, match="4 processes do not form a grid of data"):
             process_grid(World(0, 4, CPU), **sizes)
@@ -319,21 +316,16 @@ def test_a_layer_equals_torchs_with_the_same_weights(post_norm):
     torch.testing.assert_close(ours(x), theirs(x, src_mask=mask))
 
 
-def handout_settings(**flags) -> lab.Config:
-    """As the command line makes them."""
-    config = lab.Config(preset="handout", build="by_hand", **flags)
-    config.given = set(flags)
-    return config.fill_in()
-
-
 def test_the_handouts_preset_resumes_and_gives_way_to_flags(tmp_path, monkeypatch):
+    def settings(**flags) -> lab.Config:
+        config = lab.Config(preset="handout", build="by_hand", **flags)
+        config.given = set(flags)
+        return config.fill_in()
+
     monkeypatch.chdir(tmp_path)
-    assert handout_settings(lr=0.5).lr == 0.5 and handout_settings(lr=0.5).epochs == 200
-    lab.train(handout_settings(max_steps=4, log_every=2, run="at-once"))
-    recorded, now = [], schedule.Recorder._now
-    monkeypatch.setattr(schedule.Recorder, "_now", lambda self: recorded.append(1) or now(self))
-    lab.train(handout_settings(max_steps=2, log_every=2, run="parts"))
-    assert len(recorded) == 2 * (2 + 2 + 1)  # one of two steps: 2 micro-batches, F, B and loss
+    assert settings(lr=0.5).lr == 0.5 and settings().epochs == 200 and settings().dropout == 0.1
+    lab.train(settings(max_steps=4, log_every=2, run="at-once"))
+    lab.train(settings(max_steps=2, log_every=2, run="parts"))
     resumed = lab.Config(max_steps=4, resume="runs/parts")
     resumed.given = {"max_steps"}
     lab.train(resumed)
@@ -342,14 +334,10 @@ def test_the_handouts_preset_resumes_and_gives_way_to_flags(tmp_path, monkeypatc
         for name in ("at-once", "parts")
     )
     assert all(torch.equal(at_once[name], parts[name]) for name in at_once)  # same dropout too
-    assert "Dropout(p=0.1" in Path("runs/at-once/train.log").read_text()
     invalid = lab.Config(resume="runs/parts", micro_batches=3)
     invalid.given = {"micro_batches"}
     with refused("--micro_batches 3 does not divide --batch_size 4"):
         lab.train(invalid)
-    with refused("is not the data that this run was started with"):
-        Path("other.txt").write_text("another text")
-        lab.train(lab.Config(resume="runs/parts", data="other.txt", max_steps=9))
 
 
 # ---- the handout's mistakes ----------------------------------------------------------------------
@@ -365,7 +353,7 @@ def test_only_without_the_mask_a_later_token_changes_earlier_logits():
         assert torch.equal(model(tokens)[:, :6], model(changed)[:, :6]) == causal
     # No honest model predicts digits drawn by chance better than ln 10 = 2.303.
     assert mistakes.loss_on_random_digits(causal=False, steps=150) < 2.2
-    assert mistakes.loss_on_random_digits(causal=True, steps=150) > 2.29
+    assert mistakes.loss_on_random_digits(causal=True, steps=100) > 2.29
 
 
 def test_rank_0_or_else_fails_on_the_middle_of_three_stages(ran):
@@ -381,50 +369,9 @@ def test_unequal_micro_batches_and_short_batches():
     assert "Expecting 4 arg_mbs but got 1" in error and 4 < loss < 5
 
 
-def test_a_schedule_gets_only_what_torch_2_11_takes():
-    sequences, model = begin(lab.Config(**SMALL))
-    pipeline = stages.Pipeline(model, lab.Config(**SMALL), World(0, 1, CPU))
-    step = pipeline.schedule.step
-
-    def step_of_2_11(*args, target=None, losses=None, return_outputs=True, **for_the_model):
-        assert not for_the_model  # 2.11 passes `loss_kwargs` on to the model, which fails
-        return step(*args, target=target, losses=losses, return_outputs=return_outputs)
-
-    pipeline.schedule.step = step_of_2_11
-    assert pipeline.forward_backward(*data.batch_of_step(sequences, 1, 8, seed=1)) > 0
-
-
-# ---- the parts -----------------------------------------------------------------------------------
-
-
-def test_held_bytes_count_what_autograd_keeps_once():
-    weight = torch.nn.Parameter(torch.ones(10))
-    held = report.HeldBytes([weight])
-    with held.counting():
-        x = torch.ones(10, requires_grad=True)
-        y = (
-            x * weight
-        ).exp()  # keeps x, and the weight, which is not counted; exp keeps its result
-        z = y * y  # keeps y, which is counted already
-    assert held.now == held.peak == 2 * 10 * 4
-    z.sum().backward()
-    del y, z
-    assert held.now == 0 and held.peak == 80
-
-
 def test_simulation_refuses_an_order_that_waits_for_itself():
     with pytest.raises(ValueError, match="waits"):
         schedule.simulate({0: [("B", 0, 0), ("F", 0, 0)]}, lambda *_: 1.0)
-
-
-def test_text_becomes_sequences_that_lose_nothing(tmp_path):
-    (tmp_path / "b.txt").write_bytes(bytes(range(100, 117)))
-    (tmp_path / "a.txt").write_bytes(bytes(range(90, 100)))
-    sequences, vocabulary = data.load(lab.Config(data=str(tmp_path), length=8))
-    assert vocabulary == 256 and sequences.shape == (4, 9)
-    targets = sequences[:, 1:]
-    assert targets[targets >= 0].tolist() == list(range(91, 117))  # each but the first once
-    assert sequences[:, 0].tolist() == [90, 98, 106, 114]
 
 
 def test_an_epoch_shows_every_sequence_once():
@@ -453,16 +400,11 @@ def test_an_epoch_shows_every_sequence_once():
         (dict(schedule="1f1b", micro_batches=2), 4, "as many micro-batches as stages, 4"),
         (dict(schedule="zb", batch_size=9, micro_batches=9), 4, "a multiple of 4"),
         (dict(nhead=5), 2, "multiple of --nhead 5"),
-        (dict(data="nowhere.txt"), 2, "No such file"),
-        (dict(data="."), 2, "has no .txt file"),
     ],
 )
-def test_mistakes_are_one_line(settings, ranks, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_mistakes_are_one_line(settings, ranks, words):
     with refused(words):
-        config = checked(lab.Config(**settings))
-        config.check(ranks)
-        data.load(config)
+        checked(lab.Config(**settings)).check(ranks)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
@@ -472,30 +414,6 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     with refused("needs two processes"):
         lab.train(lab.Config())
-
-
-def required_commands() -> list[str]:
-    """The commands in the README's list of what the handout asks for."""
-    page = (ROOT / "labs/pipeline/README.md").read_text(encoding="utf-8")
-    section = page.partition("## What the handout asks for")[2].partition("\n## ")[0]
-    return list(dict.fromkeys(re.findall(r"`((?:python|torchrun) [^`]+)`", section)))
-
-
-def test_the_commands_that_meet_the_handout_run(tmp_path):
-    """At reduced size: two steps, and the loss that rank 0 prints is the global one."""
-    commands = required_commands()
-    assert len(commands) == 3
-    for number, command in enumerate(commands):
-        if "mistakes" in command:  # tested above
-            continue
-        flags = command.partition("labs.pipeline")[2].split()
-        flags = [flag for flag in flags if flag != "--"]
-        flags += ["--max_steps", 3, "--log_every", 3, "--run", f"run-{number}"]
-        output = forked_ranks(2, "labs/pipeline/__main__.py", *flags, cwd=tmp_path)
-        assert "loss" in output and (tmp_path / f"runs/run-{number}/checkpoints/step-3").is_dir()
-    log = (tmp_path / "runs/run-1/metrics.jsonl").read_text().splitlines()
-    expected = sum(train_alone(lab.Config(), torch.float32)[0][:3]) / 3
-    assert json.loads(log[0])["train/loss"] == pytest.approx(expected, abs=1e-4)
 
 
 if __name__ == "__main__":  # one of the four processes
