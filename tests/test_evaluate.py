@@ -368,6 +368,19 @@ def test_the_length_penalty_is_heeded(tiny_run):
     assert long.tokens > short.tokens and long.texts != short.texts
 
 
+def test_the_search_is_the_one_that_the_flags_name(tiny_run, evaluate, monkeypatch, tmp_path):
+    asked = []
+
+    def translate(*arguments, beam, length_penalty, **_):
+        asked.append((arguments[-1], beam, length_penalty))
+        return Translations(["one"] * 4, 8, 0, 0)
+
+    monkeypatch.setattr(script, "translate_lines", translate)
+    output = evaluate(tmp_path, ckpt=tiny_run, limit=4, beam=2, length_penalty=0.3)
+    sources = [source for source, _ in reversed_digits(2200)[2100:2104]]
+    assert asked == [(sources, 2, 0.3)] and "beam 2, length penalty 0.3" in output
+
+
 def test_int8_from_the_command_line(toy_run, evaluate):
     try:
         fast.steps(load_trained(toy_run / "runs/toy").model, int8=True)
