@@ -276,6 +276,8 @@ def test_the_handouts_draws_are_static_dynamic_and_static_again():
     assert made.weight(15) == made.weight(10) == pytest.approx(1 - 10 / 28)
     sizes = [made.figures(epoch)["sampler/effective_sample_size"] for epoch in (10, 20, 30)]
     assert sizes == sorted(sizes) and sizes[-1] == pytest.approx(50)
+    config.seed = 2
+    assert not torch.equal(SegmentSampler(50 * 8, config, CPU).plan(0), plans[0])
 
 
 # ---- whole runs
