@@ -226,11 +226,11 @@ run "$python" "$root/evaluate.py" --ckpt "$folder"
 at="$([ "$PWD" = "$root" ] || printf %q "$root/")" activate="$(printf %q "$venv/bin/activate")"
 cat <<END
 
-Next 接下来:
-  tensorboard --logdir runs                    # curves 曲线   (source $activate first 先激活环境)
-  python ${at}translate.py 我昨天买了三本书。          # translate 翻译
-  python ${at}evaluate.py --beam 4                  # beam search 束搜索
-  python ${at}train.py --help                       # every flag 全部参数
+Next:
+  tensorboard --logdir runs                    # curves (source $activate first)
+  python ${at}translate.py 我昨天买了三本书。          # translate a sentence
+  python ${at}evaluate.py --beam 4                  # beam search
+  python ${at}train.py --help                       # every flag
 END
 # A score on the sample must not pass as one on real data: the last line repeats train.py's notice.
 if notice="$(grep -o -m 1 'bundled sample, not WMT19.*' "$folder/train.log")"; then
