@@ -1,18 +1,22 @@
 """Greedy and beam search with a key/value cache, over the weights of a stock `nn.Transformer`.
 
-    hypotheses = search(model, sources, collate, beam=1)      # lists of token ids in, lists of token ids out
+    hypotheses = search(model, sources, collate, beam=5)   # lists of token ids in
+    best = [sentence[0].tokens for sentence in hypotheses]  # lists of token ids out
 
-A decoder layer needs, for one new token, only that token's query and the keys and values of all tokens up to it. The stock
-layers recompute those at every step; here they are kept: a step projects one token, and only its attention grows with the length.
-Letters in shape comments: B rows of a batch, K beams, S source tokens, T target tokens, D model width, V vocabulary,
-H heads, W = D / H.
+A decoder layer needs, for one new token, only that token's query and the keys and values of all
+tokens up to it. The stock layers recompute those at every step. Here they are kept in a cache: a
+step projects one token, and only its attention grows with the length. `fast.decoder` takes the
+same steps faster, in C++, behind the same three methods: `next_tokens`, `top_tokens`, `select`.
+
+Letters in shape comments: B sentences, K hypotheses of each (greedy search has one), N = B·K rows
+that the decoder sees, S source tokens, T target tokens, D model width, V vocabulary, H heads,
+W = D / H.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -25,64 +29,89 @@ from model import Translator
 from text.cleaning import normalise
 from text.subwords import decode, encode, special_ids
 
-ROWS_PER_BATCH = 128  # sentences decoded at once on a CPU; a GPU takes four times as many
+ROWS_PER_BATCH = 128  # hypotheses decoded at once on a CPU; a GPU takes four times as many
 TOKENS_PER_BATCH = 2**18  # source tokens, padding included, that a GPU decodes at once
-CHECK_EVERY = 8  # steps between looks at which rows are done on a GPU: each look waits for it
+CHECK_EVERY = 8  # steps between looks at which sentences are done on a GPU: each look waits for it
+CACHE_ROOM = 32  # target tokens by which a cache grows when it is full
+
+
+# ---------------------------------------------------------------- one step of the decoder
 
 
 @dataclass
 class Cache:
-    """Keys and values of every decoder layer, each (B, H, tokens, W). The tokens' own grow, the source's stay."""
+    """Keys and values of every decoder layer, and the decoder's steps over them.
+
+    Those of the target, (N, H, T, W), grow by one token each step. Those of the source,
+    (B, H, S, W), stay as they are and serve all rows of a sentence.
+    """
 
     model: Translator
     own_keys: list[Tensor]
     own_values: list[Tensor]
     source_keys: list[Tensor]
     source_values: list[Tensor]
-    # (B, 1, 1, S) True = look here: `scaled_dot_product_attention` means the opposite of nn.Transformer
+    # (B, 1, 1, S), True = look here: the opposite of the masks of nn.Transformer
     source_mask: Tensor
-    # Finished rows leave the batch when they are this share of it: earlier, moving the others would cost more.
-    shrink_at: ClassVar[float] = 0.25
+    # Greedy search drops finished rows once they are this share: to move the others takes time.
+    drop_at: ClassVar[float] = 0.25
 
     def next_tokens(self, tokens: Tensor, position: int) -> Tensor:
-        """Feed (B,) tokens at one position; → (B,) the likeliest next ones."""
+        """Feed (N,) tokens at one position; → (N,) the likeliest next ones."""
         return step(self.model, self, tokens, position).argmax(-1)
+
+    def top_tokens(self, tokens: Tensor, position: int, count: int) -> tuple[Tensor, Tensor]:
+        """Feed (N,) tokens at one position; → the likeliest next ones of each, best first:
+        log-probabilities (N, C) and ids (N, C), with C = `count`, at most V."""
+        log_probabilities = F.log_softmax(step(self.model, self, tokens, position), -1)
+        return log_probabilities.topk(min(count, log_probabilities.size(1)))
 
     def append(
         self, index: int, position: int, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Keep a layer's key and value of one position, (B, H, 1, W); → those of all positions up to it."""
+        """Keep a layer's key and value of one position, (N, H, 1, W); → all up to it."""
+        if position == self.own_keys[index].size(2):
+            room = (0, 0, 0, CACHE_ROOM)
+            self.own_keys[index] = F.pad(self.own_keys[index], room)
+            self.own_values[index] = F.pad(self.own_values[index], room)
         keys, values = self.own_keys[index], self.own_values[index]
-        keys[:, :, position], values[:, :, position] = key[:, :, 0], value[:, :, 0]
+        keys[:, :, position] = key[:, :, 0]
+        values[:, :, position] = value[:, :, 0]
         return keys[:, :, : position + 1], values[:, :, : position + 1]
 
-    def select(self, rows: Tensor, source_too: bool = True) -> None:
-        """Keep these rows, in this order. Beams of one sentence share a source, so reordering them leaves it alone."""
-        self.own_keys = [keys.index_select(0, rows) for keys in self.own_keys]
-        self.own_values = [values.index_select(0, rows) for values in self.own_values]
-        if source_too:
-            self.source_keys = [keys.index_select(0, rows) for keys in self.source_keys]
-            self.source_values = [values.index_select(0, rows) for values in self.source_values]
-            self.source_mask = self.source_mask.index_select(0, rows)
+    def select(self, rows: Tensor) -> None:
+        """Continue with these rows, (sentences, hypotheses), all of a sentence from that sentence.
+
+        A row may be named several times, and sentences may be left out.
+        """
+        sentences = rows[:, 0] // (len(self.own_keys[0]) // len(self.source_mask))
+        self.own_keys = [keys.index_select(0, rows.flatten()) for keys in self.own_keys]
+        self.own_values = [values.index_select(0, rows.flatten()) for values in self.own_values]
+        if len(sentences) < len(self.source_mask):
+            self.source_keys = [keys.index_select(0, sentences) for keys in self.source_keys]
+            self.source_values = [keys.index_select(0, sentences) for keys in self.source_values]
+            self.source_mask = self.source_mask.index_select(0, sentences)
 
 
-def start(model: Translator, src: Tensor, src_pad: Tensor, length: int, copies: int = 1) -> Cache:
-    """Encode (B, S) and make room for `length` tokens; every row `copies` times."""
+def start(model: Translator, src: Tensor, src_pad: Tensor) -> Cache:
+    """Encode (B, S) sources; → a cache with one row for each."""
     memory = model.encode(src, src_pad)  # (B, S, D)
-    cache = Cache(model, [], [], [], [], ~src_pad[:, None, None, :].repeat_interleave(copies, 0))
+    cache = Cache(model, [], [], [], [], ~src_pad[:, None, None, :])
     for layer in model.transformer.decoder.layers:
         keys, values = project(layer.multihead_attn, memory, "kv")
-        cache.source_keys.append(keys.repeat_interleave(copies, 0))
-        cache.source_values.append(values.repeat_interleave(copies, 0))
-        room = (src.size(0) * copies, keys.size(1), length, keys.size(3))
-        cache.own_keys.append(keys.new_zeros(room))
-        cache.own_values.append(values.new_zeros(room))
+        cache.source_keys.append(keys)
+        cache.source_values.append(values)
+        cache.own_keys.append(keys[:, :, :0])  # no target tokens yet
+        cache.own_values.append(values[:, :, :0])
     return cache
 
 
 def step(model: Translator, cache: Cache, tokens: Tensor, position: int) -> Tensor:
-    """Feed (B,) tokens at one position; → logits (B, V) of the next ones. The cache grows by one token."""
-    x = model.embed(model.target_embedding, tokens[:, None], position)  # (B, 1, D)
+    """Feed (N,) tokens at one position; → logits (N, V) of the next ones.
+
+    The cache grows by one token.
+    """
+    x = model.embed(model.target_embedding, tokens[:, None], position)  # (N, 1, D)
     decoder = model.transformer.decoder
     for index, layer in enumerate(decoder.layers):
         if layer.norm_first:
@@ -93,187 +122,203 @@ def step(model: Translator, cache: Cache, tokens: Tensor, position: int) -> Tens
             x = layer.norm1(x + attend_own(layer, x, cache, index, position))
             x = layer.norm2(x + attend_source(layer, x, cache, index))
             x = layer.norm3(x + feed_forward(layer, x))
-    # In fp32 even under autocast: bf16 has 8 significant bits, so different tokens would often get equal logits.
+    # In fp32 even under autocast: with bf16's 8 bits, different tokens often get equal logits.
     with torch.autocast(x.device.type, enabled=False):
-        return model.output(decoder.norm(x[:, 0].to(model.output.weight.dtype)))  # (B, V)
+        return model.output(decoder.norm(x[:, 0].to(model.output.weight.dtype)))  # (N, V)
 
 
 def attend_own(
     layer: nn.TransformerDecoderLayer, x: Tensor, cache: Cache, index: int, position: int
 ) -> Tensor:
-    """Self-attention of the newest token over itself and all before it: (B, 1, D) → (B, 1, D)"""
-    query, key, value = project(layer.self_attn, x, "qkv")  # (B, H, 1, W) each
-    seen = F.scaled_dot_product_attention(query, *cache.append(index, position, key, value))
-    return join_heads(layer.self_attn, seen)
+    """Self-attention of the newest token over itself and all before it: (N, 1, D) → (N, 1, D)"""
+    query, key, value = project(layer.self_attn, x, "qkv")  # (N, H, 1, W) each
+    keys, values = cache.append(index, position, key, value)
+    return join_heads(layer.self_attn, F.scaled_dot_product_attention(query, keys, values))
 
 
 def attend_source(layer: nn.TransformerDecoderLayer, x: Tensor, cache: Cache, index: int) -> Tensor:
-    """Attention over the encoded source: (B, 1, D) → (B, 1, D)"""
-    (query,) = project(layer.multihead_attn, x, "q")
+    """Attention over the encoded source: (N, 1, D) → (N, 1, D)"""
     keys, values = cache.source_keys[index], cache.source_values[index]
-    seen = F.scaled_dot_product_attention(query, keys, values, attn_mask=cache.source_mask)
-    return join_heads(layer.multihead_attn, seen)
+    # The K rows of a sentence attend to one source as K queries, so that it need not be copied.
+    together = x.reshape(keys.size(0), -1, x.size(2))  # (B, K, D)
+    (query,) = project(layer.multihead_attn, together, "q")  # (B, H, K, W)
+    attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=cache.source_mask)
+    return join_heads(layer.multihead_attn, attended).reshape(x.shape)
 
 
 def feed_forward(layer: nn.TransformerDecoderLayer, x: Tensor) -> Tensor:
-    """(B, 1, D) → (B, 1, D)"""
+    """(N, 1, D) → (N, 1, D)"""
     return layer.linear2(layer.activation(layer.linear1(x)))
 
 
 def project(attention: nn.MultiheadAttention, x: Tensor, which: str) -> list[Tensor]:
-    """(B, T, D) → the wanted ones of query, key, value, each (B, H, T, W).
+    """(N, T, D) → the wanted ones of query, key and value, "qkv", "q" or "kv": (N, H, T, W) each.
 
-    `nn.MultiheadAttention` keeps the three weights in one matrix, query on top: "qkv", "q" and "kv" are slices of it.
+    `nn.MultiheadAttention` keeps the three weights in one matrix, query on top.
     """
-    first, last = (
-        "qkv".index(which[0]) * attention.embed_dim,
-        ("qkv".index(which[-1]) + 1) * attention.embed_dim,
-    )
-    projected = F.linear(
-        x, attention.in_proj_weight[first:last], attention.in_proj_bias[first:last]
-    )
-    heads = projected.unflatten(
-        -1, (len(which), attention.num_heads, attention.head_dim)
-    )  # (B, T, 1–3, H, W)
-    return list(heads.permute(2, 0, 3, 1, 4))
+    first = "qkv".index(which[0]) * attention.embed_dim
+    last = first + len(which) * attention.embed_dim
+    weight, bias = attention.in_proj_weight[first:last], attention.in_proj_bias[first:last]
+    heads = (len(which), attention.num_heads, attention.head_dim)
+    projected = F.linear(x, weight, bias).unflatten(-1, heads)  # (N, T, 1 to 3, H, W)
+    return list(projected.permute(2, 0, 3, 1, 4))
 
 
 def join_heads(attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
-    """(B, H, T, W) → (B, T, D)"""
+    """(N, H, T, W) → (N, T, D)"""
     return attention.out_proj(x.transpose(1, 2).flatten(2))
 
 
-@torch.inference_mode()
-def greedy(
-    model: Translator,
-    src: Tensor,
-    src_pad: Tensor,
-    limits: Tensor,
-    bos: int,
-    eos: int,
-    steps: Callable | None = None,
-) -> Tensor:
-    """The likeliest token at every step: (B, S) → (B, T) ids, padded with eos. `limits` (B,) caps each row's tokens.
+# ---------------------------------------------------------------- the two searches
 
-    `steps`: called in place of `start`, as steps(src, src_pad, length), for a faster cache; see `fast.steps`.
+
+@torch.inference_mode()
+def greedy(cache: Cache, limits: Tensor, bos: int, eos: int) -> Tensor:
+    """The likeliest token at every step: ids (B, T), padded with eos.
+
+    `limits`, (B,), are the most tokens that each sentence may have.
     """
     longest = int(limits.max())
-    cache = (steps or partial(start, model))(src, src_pad, longest)
-    output = torch.full((len(src), longest), eos, device=src.device)
-    rows = torch.arange(
-        len(src), device=src.device
-    )  # where the rows still in the batch stand in `output`
+    output = torch.full((len(limits), longest), eos, device=limits.device)
+    rows = torch.arange(len(limits), device=limits.device)  # places in `output` of those going on
     tokens = torch.full_like(rows, bos)
     done = torch.zeros_like(rows, dtype=torch.bool)
     for position in range(longest):
-        tokens = cache.next_tokens(tokens, position).masked_fill(done, eos)
+        tokens = cache.next_tokens(tokens, position)
+        tokens = tokens.masked_fill(done, eos)
         output[rows, position] = tokens
-        done |= (tokens == eos) | (limits[rows] <= position + 1)
-        if src.device.type == "cpu" or position % CHECK_EVERY == CHECK_EVERY - 1:
-            going = torch.nonzero(~done).squeeze(1)
-            if not len(going):
-                break
-            if len(going) < (1 - cache.shrink_at) * len(done):
-                cache.select(going)
-                rows, tokens, done = rows[going], tokens[going], done[going]
+        done |= (tokens == eos) | (limits[rows] == position + 1)
+        if not should_check(position, limits.device):
+            continue
+        unfinished = torch.nonzero(~done).squeeze(1)
+        if len(unfinished) == 0:
+            break
+        if len(unfinished) < (1 - cache.drop_at) * len(done):
+            cache.select(unfinished[:, None])
+            rows, tokens, done = rows[unfinished], tokens[unfinished], done[unfinished]
     return output
 
 
 @torch.inference_mode()
 def beam_search(
-    model: Translator,
-    src: Tensor,
-    src_pad: Tensor,
-    limits: Tensor,
-    bos: int,
-    eos: int,
-    beam: int,
-    length_penalty: float,
+    cache: Cache, limits: Tensor, bos: int, eos: int, beam: int, length_penalty: float
 ) -> tuple[Tensor, Tensor]:
-    """`beam` hypotheses a sentence, best first: (B, S) → ids (B, K, T) padded with eos, and their scores (B, K).
+    """The K = `beam` best hypotheses of each sentence, best first.
 
-    A hypothesis is scored by its log-probability divided by ((5 + length) / 6) ** length_penalty (Wu et al. 2016), its end
-    token counted. One that ends while among the `beam` best is finished. A sentence is done when `beam` have finished and no
-    unfinished one scores better than the best of them: weak ones that end early must not cut off a strong one. Beam 1: greedy.
+    Returns ids (B, K, T), padded with eos, and scores (B, K): log-probability divided by
+    ((5 + length) / 6) ** length_penalty (Wu et al. 2016), the end token counted; -inf where there
+    are fewer than K.
+
+    A hypothesis that ends while among the K best is finished. A sentence is done when K have
+    finished and none that goes on scores better than the best of them: weak hypotheses that end
+    early must not cut off a strong one. `limits` as in `greedy`, which this equals with K = 1.
     """
-    batch, longest, device = len(src), int(limits.max()), src.device
-    vocabulary = model.config.target_vocab
-    cache = start(model, src, src_pad, longest, copies=beam)
-    first_row = (
-        torch.arange(batch, device=device)[:, None] * beam
-    )  # (B, 1) of each sentence's rows in the cache
-    scores = torch.full((batch, beam), -math.inf, device=device, dtype=model.output.bias.dtype)
-    scores[:, 0] = 0  # the beams begin alike: let one live, or they would all stay alike
-    alive = torch.full((batch, beam, longest), eos, device=device)
-    finished, finished_scores = (
-        alive.clone(),
-        torch.full_like(scores, -math.inf),
-    )  # the best `beam` so far
-    count = torch.zeros(
-        batch, dtype=torch.long, device=device
-    )  # finished hypotheses of each sentence
-    done = torch.zeros(batch, dtype=torch.bool, device=device)
-    tokens = torch.full((batch, beam), bos, device=device)
-    for position in range(longest):
-        logits = step(model, cache, tokens.flatten(), position).view(batch, beam, vocabulary)
-        total = scores[:, :, None] + F.log_softmax(logits, -1)  # (B, K, V)
-        # 2·K candidates hold at least K that do not end: each beam can end in one way only.
-        best, index = total.flatten(1).topk(2 * beam)  # (B, 2K)
-        parent, token = index // vocabulary, index % vocabulary
-        candidates = alive.gather(1, parent[:, :, None].expand(-1, -1, longest))  # (B, 2K, T)
-        candidates[:, :, position] = token
-        ends = token == eos
-        in_beam = torch.arange(2 * beam, device=device) < beam
-        at_limit = (limits == position + 1)[:, None]  # cut short: the beams count as they are
-        stops = (ends | at_limit) & in_beam & ~done[:, None]
-        penalty = ((5 + position + 1) / 6) ** length_penalty
-        penalised = (best / penalty).masked_fill(~stops, -math.inf)
-        pool_scores = torch.cat([finished_scores, penalised], 1)  # (B, 3K)
-        finished_scores, keep = pool_scores.topk(beam)
-        pool = torch.cat([finished, candidates], 1)  # (B, 3K, T)
-        finished = pool.gather(1, keep[:, :, None].expand(-1, -1, longest))
-        count += stops.sum(1)
+    device, longest = limits.device, int(limits.max())
+    output = torch.full((len(limits), beam, longest), eos, device=device)
+    output_scores = torch.full((len(limits), beam), -math.inf, device=device, dtype=torch.float64)
 
-        scores, keep = best.masked_fill(ends, -math.inf).topk(beam)  # (B, K) go on
-        alive = candidates.gather(1, keep[:, :, None].expand(-1, -1, longest))
-        tokens, parent = token.gather(1, keep), parent.gather(1, keep)
-        cache.select((first_row + parent).flatten(), source_too=False)
-        done |= ((count >= beam) & (finished_scores[:, 0] >= scores[:, 0] / penalty)) | (
-            limits <= position + 1
-        )
-        if (device.type == "cpu" or position % CHECK_EVERY == CHECK_EVERY - 1) and bool(done.all()):
-            break
-    return finished, finished_scores
+    # A row for each sentence that goes on; `sentences` says where it stands in the output.
+    sentences = torch.arange(len(limits), device=device)
+    done = torch.zeros_like(sentences, dtype=torch.bool)
+    finished, finished_scores = output[:, :, :0], output_scores.clone()
+    # Its K unfinished hypotheses: at first one, without tokens and with probability 1.
+    prefixes = output[:, :1, :0]
+    scores = output_scores.new_zeros(len(limits), 1)  # log-probabilities, (B, K)
+    tokens = torch.full((len(limits), 1), bos, device=device)
+
+    for position in range(longest):
+        # The candidates are the 2·K likeliest continuations. At least K of them do not end,
+        # because each hypothesis can end in one way only.
+        width = tokens.size(1)  # 1, then K
+        log_probabilities, ids = cache.top_tokens(tokens.flatten(), position, 2 * beam)  # (N, C)
+        totals = scores[:, :, None] + log_probabilities.unflatten(0, scores.shape)  # (B, K, C)
+        totals, index = totals.flatten(1).topk(min(2 * beam, totals[0].numel()))  # (B, 2K)
+        parents = index // ids.size(1)
+        tokens = ids.view(len(sentences), -1).gather(1, index)
+        candidates = torch.cat([pick(prefixes, parents), tokens[:, :, None]], 2)  # (B, 2K, T)
+
+        # Those of the K best that end, or are cut at the limit, compete for the finished places.
+        ends = tokens == eos
+        at_limit = limits[sentences] == position + 1
+        stops = (ends | at_limit[:, None]) & ~done[:, None]
+        penalty = ((5 + position + 1) / 6) ** length_penalty
+        stopped_scores = (totals / penalty).masked_fill(~stops, -math.inf)
+        pool = torch.cat([F.pad(finished, (0, 1), value=eos), candidates[:, :beam]], 1)
+        pool_scores = torch.cat([finished_scores, stopped_scores[:, :beam]], 1)
+        finished_scores, best = pool_scores.topk(beam)
+        finished = pick(pool, best)
+
+        # The K best of those that do not end go on.
+        scores, best = totals.masked_fill(ends, -math.inf).topk(min(beam, totals.size(1)))
+        prefixes = pick(candidates, best)
+        tokens = tokens.gather(1, best)
+        number = torch.arange(len(sentences), device=device)
+        rows = number[:, None] * width + parents.gather(1, best)  # (B, K), in the cache
+
+        all_places_taken = finished_scores[:, -1] > -math.inf
+        nothing_better = finished_scores[:, 0] >= scores[:, 0] / penalty
+        done |= at_limit | (all_places_taken & nothing_better)
+        if should_check(position, device) and done.any():
+            output[sentences, :, : position + 1] = finished
+            output_scores[sentences] = finished_scores
+            state = (sentences, done, finished, finished_scores, prefixes, scores, tokens, rows)
+            state = [tensor[~done] for tensor in state]
+            sentences, done, finished, finished_scores, prefixes, scores, tokens, rows = state
+            if len(sentences) == 0:
+                break
+        cache.select(rows)
+    output[sentences, :, : finished.size(2)] = finished  # none if all are done
+    output_scores[sentences] = finished_scores
+    return output, output_scores
+
+
+def pick(hypotheses: Tensor, index: Tensor) -> Tensor:
+    """(B, M, T) and places among the M, (B, K) → (B, K, T)"""
+    return hypotheses.gather(1, index[:, :, None].expand(-1, -1, hypotheses.size(2)))
+
+
+def should_check(position: int, device: torch.device) -> bool:
+    """Whether to look, after this step, which sentences are done; on a GPU each look waits."""
+    return device.type == "cpu" or (position + 1) % CHECK_EVERY == 0
+
+
+# ---------------------------------------------------------------- many sentences
 
 
 def output_limit(source_tokens: Tensor, max_length: int) -> Tensor:
-    """The most tokens an output may have: 1.5 × source + 10 (references: some 1.2 ×), positions permitting."""
+    """The most tokens an output may have: 1.5 × source + 10, as far as positions reach.
+
+    References have about 1.2 tokens for each of the source.
+    """
     return (source_tokens * 3 // 2 + 10).clamp(max=max_length)
 
 
 @dataclass
-class Hypotheses:
-    """What `search` found, in the order of the sources."""
+class Hypothesis:
+    """One output for a source."""
 
-    tokens: list[list[int]]  # without begin and end
-    capped: int  # outputs that reached the limit without ending
+    tokens: list[int]  # without begin and end
+    score: float | None = None  # see `beam_search`; greedy search has none
+    ended: bool = True  # False: it was cut at the limit
 
 
 def plan_batches(
     lengths: list[int], rows: int, workers: int = 1, copies: int = 1
 ) -> list[list[int]]:
-    """Sentence numbers in batches of similar length, longest first: what does not fit in memory fails at once.
+    """Sentence numbers in batches of similar length, of about `rows` sentences each.
 
-    About `rows` sentences in a batch; where there are many, every worker gets as many batches, all of about one size.
+    Longest first, so that what does not fit in memory fails at once. With many sentences, every
+    worker gets the same number of batches. `copies` counts the hypotheses of each sentence.
     """
-    order = sorted(
-        (row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row]
-    )
+    order = [row for row, length in enumerate(lengths) if length]
+    order.sort(key=lambda row: -lengths[row])
     share = math.ceil(len(order) / workers)  # sentences of a worker
-    rows = max(1, math.ceil(share / max(1, round(share / rows))))  # in each of its batches
+    batches_of_worker = max(1, round(share / rows))
+    rows = max(1, math.ceil(share / batches_of_worker))
     batches, first = [], 0
     while first < len(order):
-        fitting = max(1, TOKENS_PER_BATCH // copies // (lengths[order[first]] + 1))
+        longest = lengths[order[first]] + 1  # with its end token
+        fitting = max(1, TOKENS_PER_BATCH // copies // longest)
         batches.append(order[first : first + min(rows, fitting)])
         first += len(batches[-1])
     return batches
@@ -284,9 +329,8 @@ def plan_for(
 ) -> list[list[int]]:
     """Batches for the model's device, of all ranks: on a CPU every thread decodes some of its own."""
     if next(model.parameters()).device.type == "cpu":
-        return plan_batches(
-            lengths, max(1, ROWS_PER_BATCH // beam), ranks * torch.get_num_threads()
-        )
+        workers = ranks * torch.get_num_threads()
+        return plan_batches(lengths, max(1, ROWS_PER_BATCH // beam), workers)
     return plan_batches(lengths, max(1, 4 * ROWS_PER_BATCH // beam), ranks, copies=beam)
 
 
@@ -296,14 +340,19 @@ def search(
     collate: Collate,
     *,
     beam: int = 1,
+    nbest: int = 0,
     length_penalty: float = 1.5,
     batches: list[list[int]] | None = None,
-    steps: Callable | None = None,
+    decoder=None,
     progress: Callable = iter,
-) -> Hypotheses:
-    """Translate token ids, without begin and end, into token ids. An empty source gives an empty output.
+) -> list[list[Hypothesis]]:
+    """Translate token ids, without begin and end: the best hypotheses of each source, best first.
 
-    `batches`: which rows to do (all by default); others come back empty. `progress` wraps them, as tqdm does.
+    An empty source has one empty hypothesis. `beam` 1 is greedy search, and there is one hypothesis,
+    unless `nbest` asks for that many (up to `beam`) with their scores.
+    `batches`: which sources to translate, all by default; others get an empty hypothesis.
+    `decoder`: `fast.decoder(model)`, to take the place of `start`.
+    `progress` wraps the batches, as tqdm does.
     """
     device = next(model.parameters()).device
     model.eval()
@@ -311,64 +360,83 @@ def search(
     if batches is None:
         batches = plan_for(model, list(map(len, sources)), beam)
 
-    def search_batch(rows: list[int]) -> tuple[list[list[int]], list[int]]:
-        src, src_pad = (
-            tensor.to(device) for tensor in collate.pad_sources([sources[row] for row in rows])
-        )
-        limits = output_limit((~src_pad).sum(1), model.config.max_length)
-        if beam == 1:
-            output = greedy(model, src, src_pad, limits, bos, eos, steps)
-        else:
-            output = beam_search(model, src, src_pad, limits, bos, eos, beam, length_penalty)[0][
-                :, 0
-            ]
-        return output.tolist(), limits.tolist()
+    scored = beam > 1 or nbest > 0
 
-    hypotheses = Hypotheses([[] for _ in sources], 0)
+    def search_batch(rows: list[int]) -> list[list[Hypothesis]]:
+        src, src_pad = collate.pad_sources([sources[row] for row in rows])
+        src, src_pad = src.to(device), src_pad.to(device)
+        limits = output_limit((~src_pad).sum(1), model.config.max_length)
+        cache = decoder.start(src, src_pad) if decoder else start(model, src, src_pad)
+        if scored:
+            ids, scores = beam_search(cache, limits, bos, eos, beam, length_penalty)
+            ids, scores = ids[:, : max(1, nbest)].tolist(), scores.tolist()
+        else:
+            ids = greedy(cache, limits, bos, eos)[:, None].tolist()
+            scores = [[None]] * len(rows)
+        return [
+            [
+                to_hypothesis(tokens[:limit], score, eos)
+                for tokens, score in zip(sentence, sentence_scores)
+                if score != -math.inf
+            ]
+            for sentence, sentence_scores, limit in zip(ids, scores, limits.tolist())
+        ]
+
+    found = [[Hypothesis([], 0.0 if scored else None)] for _ in sources]
     workers = min(torch.get_num_threads(), len(batches)) if device.type == "cpu" else 1
     outputs = map_in_threads(search_batch, batches, workers)
-    for rows, (output, limits) in zip(progress(batches), outputs, strict=True):
-        for row, tokens, limit in zip(rows, output, limits):
-            ended = eos in tokens[:limit]
-            hypotheses.tokens[row] = tokens[: tokens.index(eos)] if ended else tokens[:limit]
-            hypotheses.capped += not ended
-    return hypotheses
+    for rows, hypotheses in zip(progress(batches), outputs, strict=True):
+        for row, of_sentence in zip(rows, hypotheses, strict=True):
+            found[row] = of_sentence
+    return found
+
+
+def to_hypothesis(tokens: list[int], score: float | None, eos: int) -> Hypothesis:
+    """Up to the end token."""
+    if eos in tokens:
+        return Hypothesis(tokens[: tokens.index(eos)], score)
+    return Hypothesis(tokens, score, ended=False)
 
 
 def map_in_threads(function: Callable, items: list, workers: int) -> Iterator:
-    """`function` of each item, in order, by so many Python threads, which share out PyTorch's threads.
+    """`function` of each item, in order, by `workers` Python threads that share PyTorch's threads.
 
-    Two batches with one thread each finish before one batch after the other with two: a decoding step is many small
-    operations, most too small to divide. Python's global lock (GIL) is no hindrance: PyTorch's operations run without it.
+    Two batches with one thread each finish before one after the other with two: a decoding step
+    is many small operations, most too small to divide. Python's global lock (GIL) does not
+    hinder them: PyTorch's operations run without it.
     """
     if workers <= 1:
         yield from map(function, items)
         return
-    # Autocast is a thread's own affair: the workers are to have the caller's.
+    # Autocast is thread-local: copy the caller's setting.
     autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
     def work(item):
         with torch.autocast("cpu", dtype, enabled=autocast):
             return function(item)
 
-    threads, pool = torch.get_num_threads(), ThreadPoolExecutor(workers)
-    torch.set_num_threads(max(1, threads // workers))  # for every Python thread begun from here on
+    threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(workers)
+    torch.set_num_threads(max(1, threads // workers))  # for Python threads that start from now on
     try:
         yield from pool.map(work, items)
     finally:
-        pool.shutdown(
-            cancel_futures=True
-        )  # an error or Ctrl-C: the batches that wait are not begun
+        # After an error or Ctrl-C, batches that have not begun are dropped.
+        pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
+
+
+# ---------------------------------------------------------------- text
 
 
 @dataclass
 class Translations:
-    """Texts in the order of the lines, and what a reader should know of them."""
+    """Texts in the order of the lines, and what a reader should know about them."""
 
     texts: list[str]
-    tokens: int  # produced, end tokens included
-    capped: int  # outputs that reached the limit without ending
+    nbest: list[list[tuple[str, float | None]]]  # of each line texts and scores, best first
+    tokens: int  # of `texts`, end tokens included
+    capped: int  # of `texts`: those that reached the limit without ending
     cut: int  # sources longer than the model has positions, cut to fit
 
 
@@ -379,44 +447,55 @@ def translate_lines(
     lines: list[str],
     *,
     beam: int = 1,
+    nbest: int = 0,
     length_penalty: float = 1.5,
     world: World | None = None,
-    steps: Callable | None = None,
+    decoder=None,
     progress: Callable = iter,
 ) -> Translations | None:
-    """Text → text, one output a line. With a `world` of many, the batches are shared out and rank 0 gets the whole."""
+    """Text → text, one output a line; the options are those of `search`.
+
+    With a `world` of several ranks each translates some batches; rank 0 gets all, others None.
+    """
     longest = model.config.max_length - 1  # one place is left for the end token
-    sources = encode(
-        source_tokenizer, [normalise(line) for line in lines], longest + 1
-    )  # one more shows what is cut
+    # One token more than fits shows which sources are cut.
+    sources = encode(source_tokenizer, [normalise(line) for line in lines], longest + 1)
     cut = sum(len(source) > longest for source in sources)
     sources = [source[:longest] for source in sources]
     collate = Collate(special_ids(source_tokenizer), special_ids(target_tokenizer))
     batches = plan_for(model, list(map(len, sources)), beam, world.size if world else 1)
-    if world:  # the plans of unlike machines differ
-        batches = world.on_main(lambda plan=batches: plan)[world.rank :: world.size]
-    hypotheses = search(
+    if world:
+        # Rank 0 plans for all, since unlike machines would plan unlike batches.
+        batches = world.on_main(lambda: batches)[world.rank :: world.size]
+    found = search(
         model,
         sources,
         collate,
         beam=beam,
+        nbest=nbest,
         length_penalty=length_penalty,
         batches=batches,
-        steps=steps,
+        decoder=decoder,
         progress=progress,
     )
-    mine = [row for batch in batches for row in batch]
-    texts = dict(zip(mine, decode(target_tokenizer, [hypotheses.tokens[row] for row in mine])))
-    tokens = sum(len(hypotheses.tokens[row]) + 1 for row in mine)
-    shares = (
-        world.gather((texts, tokens, hypotheses.capped))
-        if world
-        else [(texts, tokens, hypotheses.capped)]
-    )
+    mine = [(row, hypothesis) for batch in batches for row in batch for hypothesis in found[row]]
+    texts = decode(target_tokenizer, [hypothesis.tokens for _, hypothesis in mine])
+    share = [(row, text, hypothesis) for (row, hypothesis), text in zip(mine, texts)]
+    shares = world.gather(share) if world else [share]
     if shares is None:
         return None
-    everything = {row: text for texts, _, _ in shares for row, text in texts.items()}
-    texts = [everything[row] if source else "" for row, source in enumerate(sources)]
+    results = [[] for _ in lines]
+    for share in shares:
+        for row, text, hypothesis in share:
+            results[row].append((text, hypothesis))
+    for row, source in enumerate(sources):
+        if not source:  # it is in no batch
+            results[row].append(("", found[row][0]))
+    best = [result[0][1] for result, source in zip(results, sources) if source]
     return Translations(
-        texts, sum(share[1] for share in shares), sum(share[2] for share in shares), cut
+        texts=[result[0][0] for result in results],
+        nbest=[[(text, hypothesis.score) for text, hypothesis in result] for result in results],
+        tokens=sum(len(hypothesis.tokens) + 1 for hypothesis in best),
+        capped=sum(not hypothesis.ended for hypothesis in best),
+        cut=cut,
     )

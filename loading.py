@@ -68,22 +68,20 @@ def load_trained(path: str | Path = "", average: int = 1, log: Callable = print)
 
 def load_for_decoding(
     config, average: int, world: World, log: Callable
-) -> tuple[Trained, Precision, Callable | None]:
+) -> tuple[Trained, Precision, fast.CompiledDecoder | None]:
     """What the flags of evaluate.py and translate.py name: the model on its device, its precision,
-    and faster decoding steps (see fast/) or None where `decoding.start` has to do them."""
+    and a faster decoder (see fast/) or None where the plain code has to decode."""
     int8 = config.precision == "int8"
     precision = choose_precision(world.device, "fp32" if int8 else config.precision)
     # Rank 0 chooses for all: a run that still trains may get a new best checkpoint in between.
     chosen = world.on_main(lambda: choose_checkpoint(config.ckpt, average, log))
     trained = load_trained(chosen, average, log)
     trained.model.to(world.device)
-    steps = None
-    if config.beam == 1:
-        with precision.autocast():  # fast.steps asks whether it is on
-            steps = fast.steps(trained.model, int8)
+    with precision.autocast():  # fast.decoder asks whether it is on
+        decoder = fast.decoder(trained.model, int8)
     rounded = ", weights and inputs of linear layers rounded to 8 bits" if int8 else ""
     log(f"{precision.describe()}{rounded}")
-    return trained, precision, steps
+    return trained, precision, decoder
 
 
 # ---------------------------------------------------------------- which checkpoint

@@ -48,10 +48,6 @@ class Config:
     )
 
     def __post_init__(self):
-        # The page shows what a beam finds.
-        if self.precision == "int8" and (self.beam > 1 or self.serve):
-            asked = "--serve" if self.serve else f"--beam {self.beam}"
-            raise UserError(f"--precision int8 decodes greedily; {asked} needs another --precision")
         if self.quantization and self.export != "ctranslate2":
             raise UserError("--quantization is for --export ctranslate2")
 
@@ -68,11 +64,11 @@ def translate(config: Config) -> None:
         )
     world = distributed.start(checked(config).device)
     note = partial(print, file=sys.stderr) if world.is_main else lambda line: None
-    trained, precision, steps = load_for_decoding(config, 1, world, note)
+    trained, precision, decoder = load_for_decoding(config, 1, world, note)
     if config.export or config.serve:
         from tools import serving
 
-        return serving.start(config, trained, precision, steps)
+        return serving.start(config, trained, precision, decoder)
 
     sys.stdout.reconfigure(encoding="utf-8")  # as the input is, whatever the locale
     groups = groups_of_lines(config.text)
@@ -87,7 +83,7 @@ def translate(config: Config) -> None:
                 [sentence for line in pieces for sentence in line],
                 beam=config.beam,
                 length_penalty=config.length_penalty,
-                steps=steps,
+                decoder=decoder,
                 world=world,
             )
         if world.is_main:

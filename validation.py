@@ -111,7 +111,7 @@ class Validation:
 
         On a CPU they are made in fp32, as evaluate.py does.
         """
-        steps = fast.steps(model)  # of the weights as they are now; None: decoding.py's own
+        decoder = fast.decoder(model)  # of the weights as they are now; None: plain decoding
         on_gpu = self.world.device.type == "cuda"
         with self.precision.autocast() if on_gpu else nullcontext():
             return translate_lines(
@@ -119,7 +119,7 @@ class Validation:
                 *self.tokenizers,
                 [source for source, _ in rows],
                 world=self.world,
-                steps=steps,
+                decoder=decoder,
             )
 
 

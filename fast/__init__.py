@@ -2,7 +2,8 @@
 
     fast.keep_tensors_together(device)                       # before the first tensor is made
     loss_of = fast.loss(model, 0.1, torch.bfloat16, log)     # None: SummedLoss(model, 0.1)
-    steps = fast.steps(model)                                # None: decoding.start
+    decoder = fast.decoder(model)                            # None: decoding.start
+    search(model, sources, collate, beam=5, decoder=decoder)
 
 Where no faster way exists, these functions return None and the plain code runs.
 On a CPU they use C++, compiled at its first use (build.py): training.py and cross_entropy.py call
@@ -17,7 +18,7 @@ from torch import nn
 
 from engine.errors import UserError
 from fast import build
-from fast.decoding import CompiledSteps, agrees, is_possible
+from fast.decoding import CompiledDecoder, agrees, is_possible
 from fast.training import KernelLoss, SlicedLoss, is_known, why_not
 
 
@@ -61,8 +62,8 @@ def loss(
     return None
 
 
-def steps(model: nn.Module, int8: bool = False) -> Callable | None:
-    """A faster `decoding.start` for greedy search with the current weights, or None.
+def decoder(model: nn.Module, int8: bool = False) -> CompiledDecoder | None:
+    """Faster decoding with the current weights, or None.
 
     int8: round weights and inputs of linear layers to 8 bits. Raises `UserError` if int8 is asked
     for and not possible.
@@ -70,9 +71,9 @@ def steps(model: nn.Module, int8: bool = False) -> Callable | None:
     device = next(model.parameters()).device
     in_fp32 = device.type == "cpu" and not torch.is_autocast_enabled("cpu")
     if in_fp32 and is_possible(model, int8):
-        compiled = CompiledSteps(model)
+        compiled = CompiledDecoder(model)
         if agrees(compiled, model):
-            return CompiledSteps(model, int8=True).start if int8 else compiled.start
+            return CompiledDecoder(model, int8=True) if int8 else compiled
     if int8:
         found = str(device)
         if build.why_not():

@@ -1,8 +1,9 @@
-// Greedy decoding on a CPU: the encoder for a few sentences, or one step of the decoder for all rows of a batch, in one call.
-// What it computes is `step` of the decoding.py in the root; how it is fast:
+// Decoding on a CPU: the encoder for a few sentences, or one step of the decoder for all rows of a batch, in one call.
+// What it computes is `step` of the decoding.py in the root. Why it is fast:
 //  - every matrix product takes 6 rows by 64 outputs at a time, which fill the processor's registers, from weights that were
-//    laid out for it once; the largest logit is found while the logits are in registers, and they are never stored;
+//    laid out for it once; the largest logits are found while the logits are in registers, and no logit is ever stored;
 //  - attention reads keys 16 tokens at a time, one vector, and values as they are: no mask and no padding anywhere;
+//  - beams that continue the same hypothesis share its keys and values: only the last, unfinished block of 16 tokens is copied;
 //  - compiled with -DINT8, an input row is rounded to 8 bits with a scale of its own, and one instruction does 64
 //    multiplications; keys and values are kept in bf16.
 //
@@ -12,7 +13,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
+#include <utility>
 #include <vector>
 #ifdef INT8
 #include <immintrin.h>
@@ -28,10 +31,16 @@ using Number = float;
 using Cached = float;
 #endif
 
-#ifdef __AVX512F__
+// What one register holds. GCC splits larger vectors, but then keeps sums of them in memory: ten times slower.
+#if defined(__AVX512F__)
 constexpr int kVectors = 4;  // 6 · 4 sums, 4 vectors of weights and an input are 29 of 32 registers
+typedef float Register __attribute__((vector_size(64)));
+#elif defined(__AVX__)
+constexpr int kVectors = 1;  // 6 · 2 sums, 2 and 1 are 15 of 16
+typedef float Register __attribute__((vector_size(32)));
 #else
-constexpr int kVectors = 1;  // 6 · 2 sums, 2 and 1 are 15 of AVX2's 16
+constexpr int kVectors = 1;  // NEON: 6 · 4 sums, 4 and 1 are 29 of 32
+typedef float Register __attribute__((vector_size(16)));
 #endif
 constexpr int kTileRows = 6;
 constexpr int64_t kPanel = kVectors * kLanes;  // outputs
@@ -71,10 +80,11 @@ struct Translator {
 
 // Keys and values in blocks of 16 tokens: for every layer and head keys (W, 16), then values (16, W).
 struct Cache {
-  void* const* own;               // block number → (slots, layers, H, 2, 16 · W)
-  void* source;                   // (all rows' blocks, layers, H, 2, 16 · W)
-  const int64_t* source_first;    // (slots,) a row's first block
-  const int64_t* source_length;   // (slots,) tokens
+  void* const* own;              // block number → (slots, layers, H, 2, 16 · W)
+  const int64_t* own_slots;      // (blocks, N) the slot of each row; rows may share one, but not in the block being written
+  void* source;                  // (all sentences' blocks, layers, H, 2, 16 · W)
+  const int64_t* source_first;   // (N,) the first block of each row's sentence
+  const int64_t* source_length;  // (N,) tokens
 };
 
 // Where the keys and values of one head begin, in an array that begins at `first`.
@@ -88,20 +98,37 @@ Cached* find(const Translator& model, void* first, int64_t block_or_slot, int64_
 // kRows rows x (kRows, in) times one panel of weights; `use(r, v, 16 outputs)` gets every vector of the results. Meanwhile the
 // next panel is fetched from memory; behind the last one there is none, and a prefetch of nothing does nothing.
 #ifndef INT8
+inline Register load_register(const float* from) {
+  Register x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+inline void store_register(float* to, Register x) { std::memcpy(to, &x, sizeof x); }
+
 template <int kRows, typename Use>
 void multiply(const Linear& linear, int64_t panel, const float* x, const float*, Use use) {
-  Floats sums[kRows][kVectors] = {};
+  constexpr int kWidth = sizeof(Register) / sizeof(float), kRegisters = kPanel / kWidth;
+  Register sums[kRows][kRegisters] = {};
   const float* weight = static_cast<const float*>(linear.weight) + panel * kPanel * linear.in;
   for (int64_t i = 0; i < linear.in; ++i, weight += kPanel) {
+    Register weights[kRegisters];
+#pragma GCC unroll 8
+    for (int v = 0; v < kRegisters; ++v) weights[v] = load_register(weight + v * kWidth);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) sums[r][v] += x[r * linear.in + i] * load(weight + v * kLanes);
+      for (int v = 0; v < kRegisters; ++v) sums[r][v] += x[r * linear.in + i] * weights[v];
       if (r < kVectors) __builtin_prefetch(weight + kPanel * linear.in + r * kLanes, 0, 2);
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVectors; ++v) use(r, v, sums[r][v] + load(linear.bias + panel * kPanel + v * kLanes));
+    float products[kPanel];
+#pragma GCC unroll 8
+    for (int v = 0; v < kRegisters; ++v) store_register(products + v * kWidth, sums[r][v]);
+    for (int v = 0; v < kVectors; ++v) {
+      use(r, v, load(products + v * kLanes) + load(linear.bias + panel * kPanel + v * kLanes));
+    }
   }
 }
 
@@ -203,6 +230,8 @@ void apply(const Linear& linear, const float* x, int64_t rows, Inputs& inputs, f
   });
 }
 
+const Ints kLaneNumbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 // (rows, D) → (rows,) the output with the largest logit, of equal ones the first.
 void likeliest(const Linear& linear, const float* x, int64_t rows, Inputs& inputs, int64_t* chosen) {
   const Number* numbers = round_rows(linear, x, rows, inputs);
@@ -211,11 +240,10 @@ void likeliest(const Linear& linear, const float* x, int64_t rows, Inputs& input
     Ints output;
   };
   std::vector<Best> best(rows, Best{all(kNever), Ints{}});  // of outputs 0, 16, 32, …; of outputs 1, 17, 33, …
-  const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   product(linear, numbers, inputs.scale.data(), rows, [&](int64_t row, int64_t first, Floats logit) {
     const auto better = logit > best[row].logit;
     best[row].logit = better ? logit : best[row].logit;
-    best[row].output = better ? lanes + int32_t(first) : best[row].output;
+    best[row].output = better ? kLaneNumbers + int32_t(first) : best[row].output;
   });
   for (int64_t row = 0; row < rows; ++row) {
     const float most = largest_of(best[row].logit);
@@ -224,6 +252,66 @@ void likeliest(const Linear& linear, const float* x, int64_t rows, Inputs& input
       if (best[row].logit[i] == most) chosen[row] = std::min(chosen[row], int64_t(best[row].output[i]));
     }
     if (chosen[row] >= linear.out) chosen[row] = 0;  // nothing but NaN
+  }
+}
+
+inline bool any(Ints mask) {
+  uint64_t parts[8], together = 0;
+  std::memcpy(parts, &mask, sizeof parts);
+  for (uint64_t part : parts) together |= part;
+  return together != 0;
+}
+
+// The largest logits of one row so far, and the sum of e^logit over all of them, for the softmax.
+class Candidates {
+ public:
+  explicit Candidates(int64_t count) : kept_(count) {
+    for (int64_t i = 0; i < count; ++i) kept_[i] = {kNever, -i};
+  }
+
+  void add(Floats logits, int64_t first) {
+    if (any(logits > kept_.front().first)) keep(logits, first);
+    sum_ += exp(logits - largest_);
+  }
+
+  // Best first, of equal ones the first: (count,) log-probabilities and outputs.
+  void write(float* log_probabilities, int64_t* outputs) {
+    std::sort_heap(kept_.begin(), kept_.end(), std::greater<>());
+    const float log_of_sum = largest_ + std::log(sum_of(sum_));
+    for (const auto& [logit, negated_output] : kept_) {
+      *log_probabilities++ = logit - log_of_sum;
+      *outputs++ = -negated_output;
+    }
+  }
+
+ private:
+  // Seldom called: after the first few hundred outputs of a vocabulary, hardly one is among the largest.
+  void keep(Floats logits, int64_t first) {
+    for (int64_t i = 0; i < kLanes; ++i) {
+      if (!(logits[i] > kept_.front().first)) continue;
+      std::pop_heap(kept_.begin(), kept_.end(), std::greater<>());
+      kept_.back() = {logits[i], -(first + i)};
+      std::push_heap(kept_.begin(), kept_.end(), std::greater<>());
+    }
+    const float largest = std::max(largest_, largest_of(logits));
+    sum_ *= exp(all(largest_ - largest));
+    largest_ = largest;
+  }
+
+  std::vector<std::pair<float, int64_t>> kept_;  // a heap of (logit, −output), the smallest in front
+  float largest_ = kNever;
+  Floats sum_ = {};  // of e^(logit − largest_): outputs 0, 16, 32, …; outputs 1, 17, 33, …
+};
+
+// (rows, D) → (rows, count) the largest log-probabilities and their outputs.
+void find_candidates(const Linear& linear, const float* x, int64_t rows, Inputs& inputs, int64_t count,
+                     float* log_probabilities, int64_t* outputs) {
+  const Number* numbers = round_rows(linear, x, rows, inputs);
+  std::vector<Candidates> candidates(rows, Candidates(count));
+  product(linear, numbers, inputs.scale.data(), rows,
+          [&](int64_t row, int64_t first, Floats logits) { candidates[row].add(logits, first); });
+  for (int64_t row = 0; row < rows; ++row) {
+    candidates[row].write(log_probabilities + row * count, outputs + row * count);
   }
 }
 
@@ -397,6 +485,39 @@ void encode(const Translator& model, const Cache& cache, const int64_t* tokens, 
   }
 }
 
+// tokens (N,) at `position` → what the output layer sees of them, s.x (N, D); their keys and values in the cache.
+void decoder_step(const Translator& model, const Cache& cache, const int64_t* tokens, int64_t N, int64_t position, Rows& s) {
+  const int64_t D = model.width, H = model.heads, W = D / H;
+  s.fit(N, model, model.decoder[0]);
+  for (int64_t n = 0; n < N; ++n) embed(model, model.target_embedding, tokens[n], position, &s.x[n * D]);
+  for (int64_t l = 0; l < model.decoder_layers; ++l) {
+    const Layer& layer = model.decoder[l];
+    add_and_norm(model, layer.norms[0], s, N, [&](const float* x, float* y) {
+      apply(layer.own, x, N, s.inputs, s.projected.data());  // (N, 3, H, W)
+      for (int64_t n = 0; n < N; ++n) {
+        const float* query = &s.projected[3 * n * D];
+        const auto block = [&](int64_t b, int64_t h) { return find(model, cache.own[b], cache.own_slots[b * N + n], l, h); };
+        for (int64_t h = 0; h < H; ++h) {
+          const float* key = query + D + h * W;
+          append(block(position / kTokens, h), position % kTokens, key, key + D, W);
+        }
+        attend_heads(model, query, position + 1, block, &s.seen[n * D]);
+      }
+      apply(layer.own_out, s.seen.data(), N, s.inputs, y);
+    });
+    add_and_norm(model, layer.norms[1], s, N, [&](const float* x, float* y) {
+      apply(layer.source_query, x, N, s.inputs, s.projected.data());  // (N, H, W)
+      for (int64_t n = 0; n < N; ++n) {
+        const auto block = [&](int64_t b, int64_t h) { return find(model, cache.source, cache.source_first[n] + b, l, h); };
+        attend_heads(model, &s.projected[n * D], cache.source_length[n], block, &s.seen[n * D]);
+      }
+      apply(layer.source_out, s.seen.data(), N, s.inputs, y);
+    });
+    add_and_norm(model, layer.norms[2], s, N, [&](const float* x, float* y) { feed_forward(layer, x, y, N, s); });
+  }
+  normalise(model.decoder_norm, s.x.data(), s.x.data(), N, D);
+}
+
 }  // namespace
 
 extern "C" {
@@ -421,41 +542,36 @@ void encode_sources(const Translator* model, const Cache* cache, const int64_t* 
   }
 }
 
-// tokens (N,) at `position` of the rows in these slots → the likeliest next ones (N,)
-void decode_tokens(const Translator* translator, const Cache* cache, const int64_t* tokens, const int64_t* slots, int64_t N,
-                   int64_t position, int64_t* next) {
+// tokens (N,) at `position` → the likeliest next ones (N,)
+void next_tokens(const Translator* model, const Cache* cache, const int64_t* tokens, int64_t N, int64_t position,
+                 int64_t* next) {
   thread_local Rows s;
-  const Translator& model = *translator;
-  const int64_t D = model.width, H = model.heads, W = D / H;
-  s.fit(N, model, model.decoder[0]);
-  for (int64_t n = 0; n < N; ++n) embed(model, model.target_embedding, tokens[n], position, &s.x[n * D]);
-  for (int64_t l = 0; l < model.decoder_layers; ++l) {
-    const Layer& layer = model.decoder[l];
-    add_and_norm(model, layer.norms[0], s, N, [&](const float* x, float* y) {
-      apply(layer.own, x, N, s.inputs, s.projected.data());  // (N, 3, H, W)
-      for (int64_t n = 0; n < N; ++n) {
-        const float* query = &s.projected[3 * n * D];
-        const auto block = [&](int64_t b, int64_t h) { return find(model, cache->own[b], slots[n], l, h); };
-        for (int64_t h = 0; h < H; ++h) {
-          const float* key = query + D + h * W;
-          append(block(position / kTokens, h), position % kTokens, key, key + D, W);
-        }
-        attend_heads(model, query, position + 1, block, &s.seen[n * D]);
-      }
-      apply(layer.own_out, s.seen.data(), N, s.inputs, y);
-    });
-    add_and_norm(model, layer.norms[1], s, N, [&](const float* x, float* y) {
-      apply(layer.source_query, x, N, s.inputs, s.projected.data());  // (N, H, W)
-      for (int64_t n = 0; n < N; ++n) {
-        const int64_t first = cache->source_first[slots[n]];
-        const auto block = [&](int64_t b, int64_t h) { return find(model, cache->source, first + b, l, h); };
-        attend_heads(model, &s.projected[n * D], cache->source_length[slots[n]], block, &s.seen[n * D]);
-      }
-      apply(layer.source_out, s.seen.data(), N, s.inputs, y);
-    });
-    add_and_norm(model, layer.norms[2], s, N, [&](const float* x, float* y) { feed_forward(layer, x, y, N, s); });
+  decoder_step(*model, *cache, tokens, N, position, s);
+  likeliest(model->output, s.x.data(), N, s.inputs, next);
+}
+
+// tokens (N,) at `position` → (N, count) the likeliest next ones and their log-probabilities, best first
+void top_tokens(const Translator* model, const Cache* cache, const int64_t* tokens, int64_t N, int64_t position,
+                int64_t count, float* log_probabilities, int64_t* next) {
+  thread_local Rows s;
+  decoder_step(*model, *cache, tokens, N, position, s);
+  find_candidates(model->output, s.x.data(), N, s.inputs, count, log_probabilities, next);
+}
+
+// Give each of N rows a slot of its own in a block: of those that share one, the first keeps it, the others get a copy in a
+// slot that nobody uses. There are at least N slots, of so many bytes each.
+void separate(void* block, int64_t bytes, int64_t slots, int64_t* slot_of_row, int64_t N) {
+  std::vector<bool> used(slots), taken(slots);
+  for (int64_t n = 0; n < N; ++n) used[slot_of_row[n]] = true;
+  char* first = static_cast<char*>(block);
+  for (int64_t n = 0, free = 0; n < N; ++n) {
+    const int64_t slot = slot_of_row[n];
+    if (taken[slot]) {
+      while (used[free]) ++free;
+      std::memcpy(first + free * bytes, first + slot * bytes, bytes);
+      slot_of_row[n] = free++;
+    }
+    taken[slot] = true;
   }
-  normalise(model.decoder_norm, s.x.data(), s.x.data(), N, D);
-  likeliest(model.output, s.x.data(), N, s.inputs, next);
 }
 }

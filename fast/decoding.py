@@ -1,7 +1,7 @@
-"""Greedy decoding in C++: a translator's weights laid out for decoding.cpp, one call per step.
+"""Decoding in C++: a translator's weights laid out for decoding.cpp, one call per step.
 
     if is_possible(model):
-        cache = CompiledSteps(model).start(src, src_pad, longest)     # int8=True: in 8 bits
+        cache = CompiledDecoder(model).start(src, src_pad)            # int8=True: in 8 bits
         tokens = cache.next_tokens(tokens, position)
 
 The plain version is `step` in decoding.py of the root. Python's lock is free during a call, so
@@ -83,6 +83,7 @@ class Weights(ctypes.Structure):
 class CacheAddresses(ctypes.Structure):
     _fields_ = [
         ("own", c_void_p),
+        ("own_slots", c_void_p),
         ("source", c_void_p),
         ("source_first", c_void_p),
         ("source_length", c_void_p),
@@ -119,17 +120,17 @@ def is_possible(model: nn.Module, int8: bool = False) -> bool:
 
 
 @torch.inference_mode()
-def agrees(steps: "CompiledSteps", model: nn.Module) -> bool:
+def agrees(decoder: "CompiledDecoder", model: nn.Module) -> bool:
     """Whether the model's own methods, which a reader may have changed, choose the same tokens.
 
-    `steps` are in fp32; a near tie between two tokens is no difference.
+    `decoder` is in fp32; a near tie between two tokens is no difference.
     """
     config = model.config
     training = model.training
     src = torch.arange(24).view(4, 6) % config.source_vocab
     src_pad = torch.arange(6) > torch.arange(2, 6)[:, None]
     tokens = [torch.arange(4) % config.target_vocab]
-    cache = steps.start(src, src_pad, 4)
+    cache = decoder.start(src, src_pad)
     for position in range(3):
         tokens.append(cache.next_tokens(tokens[-1], position))
     logits = model.eval()(src, src_pad, torch.stack(tokens[:-1], 1))  # (4, 3, V)
@@ -146,48 +147,93 @@ def check_ids(tokens: Tensor, vocabulary: int) -> None:
         raise IndexError(f"{found}, but the vocabulary has {vocabulary}")
 
 
+def check_length(tokens: int, limit: int) -> None:
+    """Raises `ValueError` for positions that the model does not have."""
+    if tokens > limit:
+        raise ValueError(f"{tokens} tokens are more than the {limit} this model has positions for")
+
+
 @dataclass
 class CompiledCache:
-    """Keys and values in blocks of 16 tokens.
+    """Keys and values in blocks of 16 tokens, and the decoder's steps over them.
 
-    A row that leaves the batch leaves its slot empty: no memory is moved.
+    A row has a slot in every block. Rows that continue the same hypothesis share the slots of full
+    blocks. In the last block, which is being written, each has its own. Nothing else is copied.
     """
 
-    steps: "CompiledSteps"
-    slots: Tensor  # (B,) the place of each row's keys and values
-    source: Tensor  # (blocks, layers, 2 · 16 · D)
-    source_first: Tensor  # (slots,) a row's first block in `source`
-    source_length: Tensor  # (slots,)
-    block_shape: tuple[int, ...]  # of 16 tokens of all rows: (slots, layers, 2 · 16 · D)
-    own: list[Tensor] = field(default_factory=list)  # blocks of the tokens so far
-    shrink_at: ClassVar[float] = 0.0  # as in `decoding.Cache`: rows may leave one by one
+    decoder: "CompiledDecoder"
+    source: Tensor  # (blocks, layers, 2 · 16 · D), of all sentences
+    source_first: Tensor  # (N,) the first block of each row's sentence
+    source_length: Tensor  # (N,) tokens
+    own_slots: Tensor  # (blocks, N)
+    own: list[Tensor] = field(default_factory=list)  # blocks: (slots, layers, 2 · 16 · D) each
+    length: int = 0  # tokens so far
+    drop_at: ClassVar[float] = 0.0  # as in `decoding.Cache`: rows may leave one by one
 
     def next_tokens(self, tokens: Tensor, position: int) -> Tensor:
-        """Feed (B,) tokens at one position; returns the (B,) likeliest next ones."""
-        tokens = tokens.long().contiguous()
-        if position == 0:  # later ones were chosen by C++ itself
-            check_ids(tokens, self.steps.config.target_vocab)
-        if position % TOKENS_PER_BLOCK == 0:
-            self.own.append(self.source.new_empty(self.block_shape))
+        """Feed (N,) tokens at one position; returns the (N,) likeliest next ones."""
+        tokens = self.prepare(tokens, position)
         chosen = torch.empty_like(tokens)
-        decode = self.steps.kernels.decode_tokens
-        inputs = (self.steps.weights, self.addresses(), tokens, self.slots)
-        call(decode, *inputs, len(tokens), position, chosen)
+        self.call("next_tokens", tokens, len(tokens), position, chosen)
         return chosen
 
+    def top_tokens(self, tokens: Tensor, position: int, count: int) -> tuple[Tensor, Tensor]:
+        """Feed (N,) tokens at one position; returns the likeliest next ones, best first.
+
+        Log-probabilities (N, C) and ids (N, C), where C is `count` or at most the vocabulary.
+        """
+        tokens = self.prepare(tokens, position)
+        count = min(count, self.decoder.config.target_vocab)
+        ids = tokens.new_empty(len(tokens), count)
+        log_probabilities = torch.empty(len(tokens), count)
+        self.call("top_tokens", tokens, len(tokens), position, count, log_probabilities, ids)
+        return log_probabilities, ids
+
+    def prepare(self, tokens: Tensor, position: int) -> Tensor:
+        """Check the input, which C++ does not, and make room for one more token."""
+        config = self.decoder.config
+        check_length(position + 1, config.max_length)
+        tokens = tokens.long().contiguous()
+        if position == 0:  # later ones were chosen by C++ itself
+            check_ids(tokens, config.target_vocab)
+        if position % TOKENS_PER_BLOCK == 0:
+            self.own.append(self.source.new_empty(len(tokens), *self.source.shape[1:]))
+            new_slots = torch.arange(len(tokens))[None]
+            self.own_slots = torch.cat([self.own_slots, new_slots])
+        self.length = position + 1
+        return tokens
+
+    def call(self, name: str, *arguments) -> None:
+        """Call a function of decoding.cpp that takes the weights and the cache."""
+        function = getattr(self.decoder.kernels, name)
+        call(function, self.decoder.weights, self.addresses(), *arguments)
+
     def select(self, rows: Tensor) -> None:
-        """Keep these rows, in this order."""
-        self.slots = self.slots[rows]
+        """Continue with these rows, (sentences, hypotheses); see `decoding.Cache.select`."""
+        rows = rows.flatten()
+        self.source_first = self.source_first[rows]
+        self.source_length = self.source_length[rows]
+        self.own_slots = self.own_slots.index_select(1, rows)
+        if self.length % TOKENS_PER_BLOCK == 0:
+            return  # the last block is full: nothing more is written to it
+        last = self.own[-1]
+        if len(rows) > len(last):
+            self.own[-1] = last.new_empty(len(rows), *last.shape[1:])
+            self.own[-1][: len(last)] = last
+            last = self.own[-1]
+        bytes_per_slot = last.stride(0) * last.element_size()
+        separate = self.decoder.kernels.separate
+        call(separate, last, bytes_per_slot, len(last), self.own_slots[-1], len(rows))
 
     def addresses(self) -> CacheAddresses:
         """The cache for one call; the next one may have more blocks."""
         own = (c_void_p * len(self.own))(*(block.data_ptr() for block in self.own))
-        tensors = (self.source, self.source_first, self.source_length)
+        tensors = (self.own_slots, self.source, self.source_first, self.source_length)
         return CacheAddresses(ctypes.cast(own, c_void_p), *map(Tensor.data_ptr, tensors))
 
 
-class CompiledSteps:
-    """A copy of a model's current weights for greedy decoding on a CPU."""
+class CompiledDecoder:
+    """A copy of a model's current weights for decoding on a CPU."""
 
     @torch.inference_mode()
     def __init__(self, model: nn.Module, int8: bool = False):
@@ -276,27 +322,24 @@ class CompiledSteps:
         rounded = -(-outputs // LANES) * LANES
         return Linear(self.keep(panels), self.keep(bias), scale, start, inputs, rounded, zero)
 
-    def start(self, src: Tensor, src_pad: Tensor, length: int) -> CompiledCache:
-        """Encode (B, S) sources, padded at the end, for outputs of up to `length` tokens."""
+    @torch.inference_mode()
+    def start(self, src: Tensor, src_pad: Tensor) -> CompiledCache:
+        """Encode (B, S) sources, padded at the end; returns a cache with one row for each."""
         config = self.config
-        longest = max(src.size(1), length)
-        if longest > config.max_length:
-            limit = f"the {config.max_length} this model has positions for"
-            raise ValueError(f"{longest} tokens are more than {limit}")
+        check_length(src.size(1), config.max_length)
         lengths = (~src_pad).sum(1)
         blocks = (lengths + TOKENS_PER_BLOCK - 1) // TOKENS_PER_BLOCK
         # Keys and values of all heads, in all layers.
-        per_row = (config.num_decoder_layers, 2 * TOKENS_PER_BLOCK * config.d_model)
+        per_block = (config.num_decoder_layers, 2 * TOKENS_PER_BLOCK * config.d_model)
         dtype = torch.bfloat16 if self.int8 else torch.float32
         cache = CompiledCache(
             self,
-            slots=torch.arange(len(src)),
-            source=torch.empty(int(blocks.sum()), *per_row, dtype=dtype),
+            source=torch.empty(int(blocks.sum()), *per_block, dtype=dtype),
             source_first=blocks.cumsum(0) - blocks,
             source_length=lengths,
-            block_shape=(len(src), *per_row),
+            own_slots=torch.empty(0, len(src), dtype=torch.long),
         )
-        tokens = src[~src_pad].long()  # (N,)
+        tokens = src[~src_pad].long()  # of all sentences, one after the other
         check_ids(tokens, config.source_vocab)
-        call(self.kernels.encode_sources, self.weights, cache.addresses(), tokens, len(src))
+        cache.call("encode_sources", tokens, len(src))
         return cache

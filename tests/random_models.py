@@ -95,9 +95,12 @@ def make_sources(seed: int, count: int, longest: int) -> list[list[int]]:
     return [torch.randint(3, WORDS, (length,), generator=generator).tolist() for length in lengths]
 
 
-def beam_search(*arguments, **options) -> tuple[Tensor, Tensor]:
+def beam_search(
+    model: Translator, src: Tensor, src_pad: Tensor, limits: Tensor, **options
+) -> tuple[Tensor, Tensor]:
     """The best hypothesis of each sentence, (B, T), and its score, (B,)."""
-    hypotheses, scores = decoding.beam_search(*arguments, **options)
+    cache = decoding.start(model, src, src_pad)
+    hypotheses, scores = decoding.beam_search(cache, limits, BOS, EOS, **options)
     return hypotheses[:, 0], scores[:, 0]
 
 

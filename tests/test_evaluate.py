@@ -14,7 +14,7 @@ from conftest import ROOT, TINY_FLAGS, forked, forked_ranks, reversed_digits, wr
 import evaluate as script
 import fast
 from data import collate_for
-from decoding import Translations, translate_lines
+from decoding import Hypothesis, Translations, translate_lines
 from engine.distributed import World
 from engine.errors import UserError
 from engine.precision import choose_precision
@@ -337,11 +337,18 @@ def test_places_are_tried_before_the_decoding(tiny_run, evaluate, monkeypatch, t
 def test_outputs_that_never_end_are_counted_over_all_ranks(tiny_run):
     trained = load_trained(tiny_run)
     trained.model.output.bias.data[2] = -1e9  # the end token
-    world = SimpleNamespace(
-        rank=0, size=1, on_main=lambda work: work(), gather=lambda share: [share, ({}, 7, 5)]
-    )
     tools = trained.model, trained.source_tokenizer, trained.target_tokenizer
-    assert translate_lines(*tools, ["一", "", "二三"], world=world).capped == 2 + 5
+
+    def gather(share):
+        """As if rank 1 had translated the other lines."""
+        others = {0, 2, 3} - {row for row, _, _ in share}
+        assert others
+        return [share, [(row, "text", Hypothesis([5, 6], ended=False)) for row in others]]
+
+    world = SimpleNamespace(rank=0, size=2, on_main=lambda work: work(), gather=gather)
+    translations = translate_lines(*tools, ["一", "", "二三", "四五六"], world=world)
+    assert translations.capped == 3 and translations.tokens > 3 * 3
+    assert translations.texts[1] == "" and "text" in translations.texts
 
 
 def test_ranks_on_unlike_machines_follow_one_plan(tiny_run):
@@ -354,7 +361,7 @@ def test_ranks_on_unlike_machines_follow_one_plan(tiny_run):
         world.on_main = lambda work: plans.append(work()) or plans[0]
         translate_lines(*tools, lines, world=world)
     assert plans[0] != plans[1]
-    assert sorted(row for texts, *_ in shares for row in texts) == [*range(len(lines))]
+    assert sorted(row for share in shares for row, _, _ in share) == [*range(len(lines))]
 
 
 def test_the_length_penalty_is_heeded(tiny_run):
@@ -383,9 +390,11 @@ def test_the_search_is_the_one_that_the_flags_name(tiny_run, evaluate, monkeypat
 
 def test_int8_from_the_command_line(toy_run, evaluate):
     try:
-        fast.steps(load_trained(toy_run / "runs/toy").model, int8=True)
+        fast.decoder(load_trained(toy_run / "runs/toy").model, int8=True)
     except UserError as error:
         pytest.skip(str(error))
     output = evaluate(toy_run, precision="int8")
     assert "rounded to 8 bits" in output and "greedy, int8" in output
     assert read_score(toy_run / "runs/toy", "test-greedy-int8")["nltk"] > 75
+    evaluate(toy_run, precision="int8", beam=4)
+    assert read_score(toy_run / "runs/toy", "test-beam4-lp1.5-int8")["nltk"] > 75

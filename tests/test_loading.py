@@ -104,15 +104,14 @@ def test_the_newest_run(run, monkeypatch):
     assert newest_run(Path("runs")) == str(Path("runs/z-older"))
 
 
-@pytest.mark.parametrize("beam, steps", [(1, "steps"), (2, None)])
-def test_faster_steps_are_for_greedy_search(run, monkeypatch, beam, steps):
-    monkeypatch.setattr("fast.steps", lambda *_: "steps")
-    flags = SimpleNamespace(ckpt=str(run), precision="int8", beam=beam)
+def test_the_faster_decoder_is_in_8_bits_if_asked(run, monkeypatch):
+    monkeypatch.setattr("fast.decoder", lambda model, int8: "int8" if int8 else "fp32")
+    flags = SimpleNamespace(ckpt=str(run), precision="int8")
     lines = []
     _, precision, found = load_for_decoding(
         flags, 1, World(0, 1, torch.device("cpu")), lines.append
     )
-    assert found == steps and "rounded to 8 bits" in lines[-1] and precision.name == "fp32"
+    assert found == "int8" and "rounded to 8 bits" in lines[-1] and precision.name == "fp32"
 
 
 # ---------------------------------------------------------------- means

@@ -141,16 +141,6 @@ def test_a_file_belongs_on_standard_input(called, tmp_path):
         called("三", str(tmp_path / "zh.txt"))
 
 
-@pytest.mark.parametrize(
-    "asked, named", [(dict(beam=2), "--beam 2"), (dict(serve=True), "--serve")]
-)
-def test_int8_is_for_greedy_search(asked, named):
-    assert script.Config(precision="int8").beam == 1
-    message = f"--precision int8 decodes greedily; {named} needs another"
-    with pytest.raises(UserError, match=message):
-        script.Config(precision="int8", **asked)
-
-
 def test_a_flag_that_the_page_has_no_use_for():
     config = script.Config(serve=True)
     config.text, config.given = [], {"serve", "port", "length_penalty", "beam"}

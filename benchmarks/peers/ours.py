@@ -86,7 +86,7 @@ def decode(task: Task, corpus: Corpus) -> None:
         limit = lambda tokens, max_length: torch.full_like(tokens, task.length)  # noqa: E731
     model.to(device)
     with precision.autocast():
-        steps = None if "plain" in words else fast.steps(model, int8=name == "int8")
+        decoder = None if "plain" in words else fast.decoder(model, int8=name == "int8")
     collate, sources = (
         Collate(corpus.source_ids, corpus.target_ids),
         [source.tolist() for source, _ in corpus.test],
@@ -96,7 +96,8 @@ def decode(task: Task, corpus: Corpus) -> None:
 
     def once() -> list[list[int]]:
         with precision.autocast(), patch.object(decoding, "output_limit", limit):
-            return decoding.search(model, sources, collate, batches=batches, steps=steps).tokens
+            found = decoding.search(model, sources, collate, batches=batches, decoder=decoder)
+        return [hypotheses[0].tokens for hypotheses in found]
 
     time_decoding(task, corpus, once)
 

@@ -133,13 +133,13 @@ def attention_picture() -> None:
 def decode(how: str, **sizes) -> None:
     model, (src, src_pad, limits) = make(**sizes).eval().requires_grad_(False), on_gpu()
     with torch.autocast("cuda", torch.bfloat16):
-        if how == "beam":
-            result = decoding.beam_search(model, src, src_pad, limits, 1, 2, 4, 0.6)[0][:, 0]
-        else:
-            with patch.object(
-                decoding, "CHECK_EVERY", 10**9
-            ):  # which rows leave is a question of numbers
-                result = decoding.greedy(model, src, src_pad, limits, 1, 2)
+        cache = decoding.start(model, src, src_pad)
+        # Which rows leave the batch is a question of numbers.
+        with patch.object(decoding, "CHECK_EVERY", 10**9):
+            if how == "beam":
+                result = decoding.beam_search(cache, limits, 1, 2, 4, 0.6)[0]
+            else:
+                result = decoding.greedy(cache, limits, 1, 2)
     assert result.is_cuda and result.dtype is torch.long
 
 

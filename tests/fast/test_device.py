@@ -17,7 +17,7 @@ from random_models import SIZES as SMALL
 
 import fast
 from data import BucketSampler
-from decoding import greedy, output_limit
+from decoding import greedy, output_limit, start
 from engine.devices import choose_device
 from engine.precision import Precision
 from fast.cross_entropy import LOGITS_AT_ONCE
@@ -151,15 +151,15 @@ def test_losses_and_gradients(moved, exact):
 # ---------------------------------------------------------------- greedy decoding
 
 
-def inputs_of(device: torch.device, longest: int) -> tuple:
-    """What `greedy` takes, of 64 sentences, the longest first."""
+def greedy_outputs(model, device: torch.device) -> torch.Tensor:
+    """Of 64 sentences, on this device."""
     src, src_pad = COLLATE.pad_sources(
         sorted((source for source, _ in made_up(64, seed=2)), key=len, reverse=True)
     )
-    tensors = (
-        tensor.to(device) for tensor in (src, src_pad, output_limit((~src_pad).sum(1), longest))
-    )
-    return *tensors, COLLATE.target_ids["bos"], COLLATE.target_ids["eos"]
+    src, src_pad = src.to(device), src_pad.to(device)
+    limits = output_limit((~src_pad).sum(1), 40)
+    ids = COLLATE.target_ids
+    return greedy(start(model.to(device), src, src_pad), limits, ids["bos"], ids["eos"]).cpu()
 
 
 @pytest.mark.skipif(
@@ -168,5 +168,5 @@ def inputs_of(device: torch.device, longest: int) -> tuple:
 @pytest.mark.parametrize("moved", ["float64"], indirect=True)
 def test_greedy_decoding_is_the_cpus(moved):
     model, precision, *_ = moved
-    outputs = greedy(model.eval(), *inputs_of(precision.device, 40))
-    assert torch.equal(outputs.cpu(), greedy(model.cpu(), *inputs_of(torch.device("cpu"), 40)))
+    outputs = greedy_outputs(model.eval(), precision.device)
+    assert torch.equal(outputs, greedy_outputs(model, torch.device("cpu")))

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from engine.errors import UserError
 
 
-def start(config, trained, precision, steps) -> None:
+def start(config, trained, precision, decoder) -> None:
     """Do what translate.py's flags --export and --serve ask for, with what `load_for_decoding` gave."""
     if config.serve and (config.export or config.text):
         raise UserError("--serve takes neither a text nor --export; give one of them at a time")
@@ -33,7 +33,7 @@ def start(config, trained, precision, steps) -> None:
         need("--serve", "fastapi", "uvicorn")
         from tools.serving.server import serve
 
-        serve(trained, precision, steps, config)
+        serve(trained, precision, decoder, config)
 
 
 def need(what: str, *modules: str) -> None:

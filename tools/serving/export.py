@@ -93,7 +93,8 @@ def trial(trained: Trained, translate: Callable[[Ids], Ids], rows: int) -> str:
     sources = encode(trained.source_tokenizer, [normalise(source) for source, _ in pairs], longest)
     collate = Collate(special_ids(trained.source_tokenizer), special_ids(trained.target_tokenizer))
     pairs, sources = zip(*((pair, source) for pair, source in zip(pairs, sources) if source))
-    outputs = search(trained.model, list(sources), collate).tokens, translate(list(sources))
+    found = search(trained.model, list(sources), collate)
+    outputs = [hypotheses[0].tokens for hypotheses in found], translate(list(sources))
     same = sum(ours == theirs for ours, theirs in zip(*outputs))
     references, target = [reference for _, reference in pairs], trained.target_tokenizer
     ours, theirs = (corpus_bleu(references, decode(target, tokens)) for tokens in outputs)

@@ -7,7 +7,6 @@ A lock gives the model to one request at a time.
 """
 
 import asyncio
-import math
 import os
 import socket
 import sys
@@ -23,14 +22,14 @@ from fastapi.responses import FileResponse, JSONResponse
 from pydantic import BaseModel, Field
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from data import Collate
-from decoding import beam_search, output_limit, plan_for, translate_lines
+from decoding import translate_lines
 from engine.errors import UserError
 from engine.precision import Precision
+from fast import CompiledDecoder
 from loading import Trained
 from text.cleaning import normalise
 from text.sentences import join, sentences
-from text.subwords import decode, encode, special_ids
+from text.subwords import encode
 from tools.reporting import fonts
 from validation import attention_of
 
@@ -53,6 +52,11 @@ class Hypothesis(BaseModel):
 
     text: str
     score: float | None = None
+
+
+def hypothesis(text: str, score: float | None) -> Hypothesis:
+    """With a score that is short to read."""
+    return Hypothesis(text=text, score=None if score is None else round(score, 3))
 
 
 class Attention(BaseModel):
@@ -83,11 +87,15 @@ class PageModel:
     """The trained model as the page needs it: sentences in, `Sentence` objects out."""
 
     def __init__(
-        self, trained: Trained, precision: Precision, steps: Callable | None, length_penalty: float
+        self,
+        trained: Trained,
+        precision: Precision,
+        decoder: CompiledDecoder | None,
+        length_penalty: float,
     ):
         self.trained = trained
         self.precision = precision
-        self.steps = steps  # a faster greedy search, or None
+        self.decoder = decoder
         self.length_penalty = length_penalty
         self.tokenizers = (trained.source_tokenizer, trained.target_tokenizer)
         self.longest = trained.model.config.max_length - 1  # tokens, without the end token
@@ -95,10 +103,18 @@ class PageModel:
     def translate(self, sources: list[str], beam: int, attention: bool) -> list[Sentence]:
         """Translate sentences."""
         with self.precision.autocast(), torch.inference_mode():
-            hypotheses = self.greedy(sources) if beam == 1 else self.beam_search(sources, beam)
+            translations = translate_lines(
+                self.trained.model,
+                *self.tokenizers,
+                sources,
+                beam=beam,
+                nbest=beam if beam > 1 else 0,
+                length_penalty=self.length_penalty,
+                decoder=self.decoder,
+            )
             answers = [
-                Sentence(source=source, hypotheses=found)
-                for source, found in zip(sources, hypotheses)
+                Sentence(source=source, hypotheses=[hypothesis(*one) for one in found])
+                for source, found in zip(sources, translations.nbest)
             ]
             for answer, ids in zip(answers, self.encode(sources, self.longest + 1)):
                 answer.cut = len(ids) > self.longest
@@ -110,41 +126,6 @@ class PageModel:
         """Token ids of each sentence, at most `longest`."""
         texts = [normalise(source) for source in sources]
         return encode(self.trained.source_tokenizer, texts, longest)
-
-    def greedy(self, sources: list[str]) -> list[list[Hypothesis]]:
-        """One hypothesis for each sentence."""
-        translations = translate_lines(
-            self.trained.model, *self.tokenizers, sources, steps=self.steps
-        )
-        return [[Hypothesis(text=text)] for text in translations.texts]
-
-    def beam_search(self, sources: list[str], beam: int) -> list[list[Hypothesis]]:
-        """All hypotheses of the beam for each sentence, best first."""
-        model = self.trained.model
-        collate = Collate(*map(special_ids, self.tokenizers))
-        bos, eos = collate.target_ids["bos"], collate.target_ids["eos"]
-        ids = self.encode(sources, self.longest)
-        found = [[Hypothesis(text="")] for _ in sources]  # an empty sentence is in no batch
-        for rows in plan_for(model, list(map(len, ids)), beam):
-            src, src_pad = (
-                side.to(model.output.weight.device)
-                for side in collate.pad_sources([ids[row] for row in rows])
-            )
-            limits = output_limit((~src_pad).sum(1), self.longest + 1)
-            tokens, scores = beam_search(
-                model, src, src_pad, limits, bos, eos, beam, self.length_penalty
-            )
-            results = zip(rows, limits.tolist(), tokens.tolist(), scores.tolist())
-            for row, limit, outputs, values in results:
-                texts = decode(
-                    self.trained.target_tokenizer, [output[:limit] for output in outputs]
-                )
-                found[row] = [
-                    Hypothesis(text=text, score=round(score, 3))
-                    for text, score in zip(texts, values)
-                    if score > -math.inf
-                ]
-        return found
 
     def attention(self, source: str, translation: str) -> Attention:
         """Cross-attention of the last layer, in words."""
@@ -201,9 +182,9 @@ def make_app(translate: Callable[[list[str], int, bool], list[Sentence]], name: 
     return app
 
 
-def serve(trained: Trained, precision: Precision, steps: Callable | None, config) -> None:
+def serve(trained: Trained, precision: Precision, decoder: CompiledDecoder | None, config) -> None:
     """Serve the page until Ctrl-C. Raises `UserError` if the port is not free."""
-    model = PageModel(trained, precision, steps, config.length_penalty)
+    model = PageModel(trained, precision, decoder, config.length_penalty)
     app = make_app(model.translate, trained.run.resolve().name)
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
