@@ -254,9 +254,8 @@ class Layout:
                 dist.all_reduce(self.weights["wte.weight"].grad, group=self.ends)
         else:
             loss = torch.zeros((), device=self.world.device)
-            for number in range(self.config.accumulate):
-                x, y = self.micro_batches(tokens, targets)[number]
-                last = number == self.config.accumulate - 1
+            for number, (x, y) in enumerate(self.micro_batches(tokens, targets), start=1):
+                last = number == self.config.accumulate
                 with (
                     self.world.accumulate_gradients(self.runner, last=last),
                     self._loss_parallel(),

@@ -547,42 +547,27 @@ def test_validation_by_a_pipeline_keeps_nothing_for_a_backward_pass():
 # ---- tables --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "errors, expected",
-    [
-        (
-            "error (rank 1): another process of this run has ended\nerror (rank 0): it is too big",
-            "it is too big",
-        ),
-        (
-            "traceback : Signal 9 (SIGKILL) received by PID 7",
-            "Signal 9 (SIGKILL) received by PID 7",
-        ),
-        (
-            'Traceback (most recent call last):\n  File "x.py", line 3, in RuntimeErrorHandler\n'
-            "    raise RuntimeError(text)\n[rank0]: RuntimeError: shapes differ\nmore",
-            "RuntimeError: shapes differ",
-        ),
-        ("", "ended without a message"),
-    ],
-)
-def test_a_row_that_fails_says_why_in_one_line(errors, expected):
-    assert rows.reason(errors) == expected
-
-
-def test_a_killed_row_and_the_threads_of_a_row(tmp_path, monkeypatch):
+def test_a_row_that_fails_says_why_in_one_line(tmp_path, monkeypatch):
     def outcome_of(script: str, processes: int = 1, minutes: float = 1) -> str:
-        """Rows run this shell script instead of Python."""
-        (tmp_path / "python").write_text(f"#!/bin/sh\n{script}\n")
+        """Rows run this shell script instead of Python; the row fails."""
+        (tmp_path / "python").write_text(f"#!/bin/sh\nexec >&2\n{script}\n")
         (tmp_path / "python").chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
         return rows.run_row([], processes, tmp_path / "row", minutes)["failed"]
 
-    assert outcome_of("echo some warning >&2\nkill -9 $$") == "ended by signal 9"
+    lost = "echo 'error (rank 0): another process of this run has ended'\n"
+    assert outcome_of(f"{lost}echo 'error (rank 1): too big'") == "too big"
+    assert outcome_of(f"{lost}echo 'traceback : Signal 9 (SIGKILL) received by PID 7'") == (
+        "Signal 9 (SIGKILL) received by PID 7"
+    )
+    raised = "echo '    raise RuntimeError(text)'\necho '[rank0]: RuntimeError: shapes differ'"
+    assert outcome_of(raised) == "RuntimeError: shapes differ"
+    assert outcome_of("true") == "ended without a message"
+    assert outcome_of("echo some warning\nkill -9 $$") == "ended by signal 9"
+    assert outcome_of("exec sleep 60", minutes=0.01) == "not done after 0.01 minutes"
     monkeypatch.setattr(rows, "cores", lambda: 6)
     monkeypatch.setenv("OMP_NUM_THREADS", "5")  # the rows of a table share the cores all the same
-    assert outcome_of('echo "error: $OMP_NUM_THREADS threads" >&2; exit 2', 2) == "3 threads"
-    assert outcome_of("exec sleep 60", minutes=0.01) == "not done after 0.01 minutes"
+    assert outcome_of('echo "error: $OMP_NUM_THREADS threads"', 2) == "3 threads"
 
 
 def test_a_table_continues_after_a_row_that_fails(tmp_path, monkeypatch):
