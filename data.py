@@ -1,4 +1,4 @@
-"""The data of the lab, from files of text to batches of token ids.
+"""The data of the lab, from files of text to batches of token ids. Read it from top to bottom.
 
 load       which files, which rows                 text/reading.py; `datasets` where it can
 clean      drop what is no translation             text/cleaning.py
@@ -18,15 +18,13 @@ Shapes: B pairs of a batch, S and T tokens of its longest source and target, N r
 import hashlib
 import json
 import math
-import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,13 +48,23 @@ from text.cleaning import (
     split_to_score,
     without_short_targets,
 )
-from text.reading import ParallelText, default_path, find_text, sample_notice, short
+from text.reading import (
+    ParallelText,
+    absolute_path,
+    default_path,
+    find_text,
+    sample_notice,
+    short,
+)
+from text.rows import Rows, TokenWriter, add_token, flatten, places_of, starts_of
 from text.subwords import encode, load_tokenizer, special_ids, tokenizer_key, train_tokenizer
 
 FORMAT = 3  # of the cache; raise it when the same data and settings give other content
 TOKENIZER_LINES = 200_000  # sentences a tokenizer is trained on; more of them change little
 LINES_AT_ONCE = 40_000  # lines (20,000 pairs) in memory while tokenising
 VALIDATION_ROWS = 4000  # at most, for validation while training; evaluate.py scores all rows
+# A pair has two sides. Everything that belongs to one of them is kept in a dict with these keys.
+SIDES = ("source", "target")
 
 
 # ------------------------------------------------------------------------ load, clean, tokenise
@@ -82,8 +90,9 @@ class Prepared:
         """
         if len(self.validation) < TELLING_ROWS:
             return
-        sizes = [len(self.source_tokenizer), len(self.target_tokenizer)]
-        self._keep(like_validation(self.train, self.validation, sizes), "unlike validation", log)
+        vocabularies = [len(self.source_tokenizer), len(self.target_tokenizer)]
+        rows = like_validation(self.train, self.validation, vocabularies)
+        self._keep(rows, "unlike validation", log)
         rows = without_short_targets(self.train.lengths, self.validation.lengths)
         self._keep(rows, "short target", log)
 
@@ -94,11 +103,17 @@ class Prepared:
         if left_out == 0:
             return
         log(f"data: {left_out:,} of {total:,} pairs are left out: {REASONS[reason]}")
-        self.summary["counts"].update({reason: left_out, "kept": len(rows)})
+        self.summary["counts"][reason] = left_out
+        self.summary["counts"]["kept"] = len(rows)
         self.train = self.train.only(rows)
 
     def describe(self) -> dict:
         """Facts about the data for JSON; `lengths` counts the sentences of 0, 1, 2, … tokens."""
+        tokens = {}
+        lengths = {}
+        for side in SIDES:
+            tokens[side] = int(self.train.lengths[side].sum())
+            lengths[side] = np.bincount(self.train.lengths[side]).tolist()
         return {
             "path": self.summary["path"],
             "counts": self.summary["counts"],
@@ -108,8 +123,8 @@ class Prepared:
                 "target": len(self.target_tokenizer),
             },
             "validation_rows": len(self.validation_rows),
-            "tokens": {side: int(n.sum()) for side, n in self.train.lengths.items()},
-            "lengths": {side: np.bincount(n).tolist() for side, n in self.train.lengths.items()},
+            "tokens": tokens,
+            "lengths": lengths,
         }
 
 
@@ -119,28 +134,23 @@ def find_and_prepare(config, cache: Path, log: Callable) -> tuple[Path, str, str
     Returns the folder for `load_prepared`, and the paths of data and tokenizer made absolute, so
     that a resumed run finds them from any working directory.
     """
-    data = config.data or default_path()
-    given = "" if config.data else "no --data given, using "
+    data = config.data
+    if not data:
+        data = default_path()
+        log(f"data: no --data given, using {data}")
     if notice := sample_notice(data):
-        log(f"data: {given}{data}; {notice}")
-    elif not config.data:
-        log(f"data: {given}{data}")
-    if config.tokenizer and (config.source_vocab > 0 or config.target_vocab > 0):
+        log(f"data: {notice}")
+    if config.tokenizer and max(config.source_vocab, config.target_vocab) > 0:
         log("note: --source_vocab and --target_vocab have no effect with --tokenizer")
-
-    if os.path.exists(os.path.expanduser(data)):  # otherwise it is the name of a hub data set
-        # Not realpath: the target of a link may have another name. Not abspath: it takes the `..`
-        # of `link/..` for the folder that holds the link.
-        data = str(Path(os.getcwd(), os.path.expanduser(data)))
-    if data != data.encode(errors="ignore").decode():
-        raise UserError(f"the path {data!r} is not UTF-8; rename the folder")
+    data = absolute_path(data)
     tokenizer = config.tokenizer
     if tokenizer and Path(tokenizer).is_dir():
         tokenizer = str(Path(tokenizer).absolute())
 
     text = find_text(data, config.source, config.target)
     for split, files in text.files.items():
-        log(f"data: {split} is {short(', '.join(file.name for file in files))}")
+        names = short(", ".join(file.name for file in files))
+        log(f"data: {split} is {names}")
     prepared = prepare(
         text,
         cache,
@@ -168,32 +178,43 @@ def prepare(
     The cache key is a hash of the files' content and of every setting that changes the ids.
     Raises `UserError` if no pair is left or the cache cannot be written.
     """
-    key = cache_key(text, source_vocab, target_vocab, tokenizer, max_length)
+    settings = (source_vocab, target_vocab, tokenizer, max_length)
+    key = cache_key(text, *settings)
     folder = cache / key
     try:
-        if folder.exists():
-            try:
-                prepared = load_prepared(folder)
-                log(f"data: {text.path} ({text.form}), tokenised earlier in {folder}")
-                return prepared
-            except (OSError, EOFError, ValueError, LookupError, UserError) as damage:
-                log(f"data: {folder} is damaged and made again: {short(damage)}")
-                shutil.rmtree(folder)
+        prepared = prepared_earlier(folder, log)
+        if prepared:
+            log(f"data: {text.path} ({text.form}), tokenised earlier in {folder}")
+            return prepared
         with lock_folder(folder, log):
-            if not folder.exists():  # another process may have made it while we waited
+            # Another process may have made it while we waited for the lock.
+            if not folder.exists():
                 languages = f"{text.source}→{text.target}"
                 log(f"data: {text.path} ({text.form}), {languages}; tokenising into {folder}")
+                # `building` gets its name `folder` when it is complete.
                 with new_folder(folder) as building:
-                    summary = clean_and_tokenise(
-                        text, building, source_vocab, target_vocab, tokenizer, max_length, log
-                    )
-                    content = json.dumps(summary | {"key": key}, ensure_ascii=False, indent=1)
+                    summary = clean_and_tokenise(text, building, *settings, log)
+                    summary["key"] = key
+                    content = json.dumps(summary, ensure_ascii=False, indent=1)
                     (building / "summary.json").write_text(content, encoding="utf-8")
-    except PermissionError as error:  # the cache may belong to another user
+    except PermissionError as error:
+        # The cache may belong to another user.
         raise UserError(
             f"cannot write to {cache}: {error.strerror}; choose another --run PATH/NAME"
         ) from None
     return load_prepared(folder)
+
+
+def prepared_earlier(folder: Path, log: Callable) -> Prepared | None:
+    """What is in the cache folder; None if there is nothing, or if it was damaged and deleted."""
+    if not folder.exists():
+        return None
+    try:
+        return load_prepared(folder)
+    except (OSError, EOFError, ValueError, LookupError, UserError) as damage:
+        log(f"data: {folder} is damaged and made again: {short(damage)}")
+        shutil.rmtree(folder)
+        return None
 
 
 def load_prepared(folder: Path) -> Prepared:
@@ -201,11 +222,18 @@ def load_prepared(folder: Path) -> Prepared:
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     lines = (folder / "validation.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [tuple(json.loads(line)) for line in lines]
-    tokenizers = [load_tokenizer(str(folder / "tokenizer" / side)) for side in ("source", "target")]
-    train, validation = (TokenizedPairs(folder / split) for split in ("train", "validation"))
+    validation = TokenizedPairs(folder / "validation")
     if len(rows) != len(validation):
         raise ValueError(f"validation.jsonl has {len(rows)} rows, not {len(validation)}")
-    return Prepared(folder, *tokenizers, train, validation, rows, summary)
+    return Prepared(
+        folder,
+        source_tokenizer=load_tokenizer(str(folder / "tokenizer" / "source")),
+        target_tokenizer=load_tokenizer(str(folder / "tokenizer" / "target")),
+        train=TokenizedPairs(folder / "train"),
+        validation=validation,
+        validation_rows=rows,
+        summary=summary,
+    )
 
 
 def cache_key(
@@ -220,15 +248,23 @@ def cache_key(
         "tokenizer": tokenizer_key(tokenizer),
         "max_length": max_length,
     }
-    return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
+    content = json.dumps(settings, sort_keys=True).encode()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def began_with(checkpoint: Path, config: dict, text: ParallelText) -> bool:
     """Whether the run of this checkpoint was trained on exactly these files, wherever they lie."""
     folder = checkpoint.parent if checkpoint.is_file() else checkpoint
-    names = ("source_vocab", "target_vocab", "tokenizer", "max_length")
     try:
-        return load_state(folder)["data_key"] == cache_key(text, *(config[name] for name in names))
+        state = load_state(folder)
+        key = cache_key(
+            text,
+            config["source_vocab"],
+            config["target_vocab"],
+            config["tokenizer"],
+            config["max_length"],
+        )
+        return state["data_key"] == key
     except (OSError, ValueError, KeyError):  # weights without the state of their run
         return False
 
@@ -244,44 +280,36 @@ def clean_and_tokenise(
 ) -> dict:
     """The work of `prepare`: write tokenizers and token ids into `folder`. Returns a summary."""
     tokenizers = {}
-    if tokenizer:  # one for both sides; a wrong name fails now, not after the cleaning
-        tokenizers = dict.fromkeys(("source", "target"), load_tokenizer(tokenizer))
+    if tokenizer:
+        # One for both sides. Loaded first: a wrong name is an error now, not after the cleaning.
+        tokenizers = dict.fromkeys(SIDES, load_tokenizer(tokenizer))
 
-    # Load all rows of validation and test: training pairs that repeat them are dropped below.
-    held_out = held_out_rows(text)
-    if "validation" in text.files and not held_out["validation"]:
-        raise UserError(
-            f"{text.path}: the validation split has no rows; add rows, or remove the file: "
-            "then it is cut from train"
-        )
-    for split in missing_splits(text):
-        count = len(held_out[split])
-        log(f"data: no {split} split; {count:,} pairs are cut from train by a hash of the pair")
-    if split_to_score(text) == "validation":
-        log("data: no test split; evaluate.py scores validation, and train keeps its rows")
+    # -------- load: all rows of validation and test, raw
+    held_out = load_held_out(text, log)
 
-    # Clean. Of each pair the source and the target are a line each; clean text has no line ends.
-    counts = Counter()
+    # -------- clean: training pairs that repeat a held-out row are among those that are dropped
+    counts = Counter()  # rows read, rows kept, rows dropped for each of `REASONS`
     clean_file = folder / "clean.txt"
+    pairs = clean_pairs(text, held_out, max_length, counts)
     with clean_file.open("w", encoding="utf-8") as file:
-        pairs = clean_pairs(text, held_out, max_length, counts)
+        # The source on one line, the target on the next: clean text has no line ends.
         for source, target in progress(pairs, desc="cleaning", unit=" pairs"):
             file.write(f"{source}\n{target}\n")
             counts["kept"] += 1
     require_pairs(text, counts)
 
-    # Tokenise.
+    # -------- tokenise
     if not tokenizers:
         vocabularies = {
             "source": vocabulary_size(source_vocab, counts["kept"]),
             "target": vocabulary_size(target_vocab, counts["kept"]),
         }
         tokenizers = train_tokenizers(clean_file, counts["kept"], vocabularies, log)
-    for side, side_tokenizer in tokenizers.items():
-        side_tokenizer.save_pretrained(folder / "tokenizer" / side)
+    for side in SIDES:
+        tokenizers[side].save_pretrained(folder / "tokenizer" / side)
     unknown = tokenise_train(clean_file, folder / "train", tokenizers, max_length, counts)
     clean_file.unlink()
-    require_pairs(text, counts)
+    require_pairs(text, counts)  # again: pairs that are too long in tokens are dropped as well
     if unknown > 0.01:
         raise UserError(
             f"tokenizer {tokenizer} does not know {unknown:.1%} of the tokens of {text.path}; "
@@ -296,9 +324,25 @@ def clean_and_tokenise(
     tokenise_validation(rows, folder, tokenizers, max_length, log)
 
     log(report(counts))
-    sizes = ", ".join(f"{side} vocabulary {len(of):,}" for side, of in tokenizers.items())
+    sizes = ", ".join(f"{side} vocabulary {len(tokenizers[side]):,}" for side in SIDES)
     log(f"tokens: {sizes}, unknown {unknown:.2%}")
     return {"counts": dict(counts), "path": text.path, "unknown": unknown}
+
+
+def load_held_out(text: ParallelText, log: Callable) -> dict[str, list[tuple[str, str]]]:
+    """The raw rows of validation and test, given or cut from train. Logs what is cut."""
+    held_out = held_out_rows(text)
+    if "validation" in text.files and not held_out["validation"]:
+        raise UserError(
+            f"{text.path}: the validation split has no rows; add rows, or remove the file: "
+            "then it is cut from train"
+        )
+    for split in missing_splits(text):
+        count = len(held_out[split])
+        log(f"data: no {split} split; {count:,} pairs are cut from train by a hash of the pair")
+    if split_to_score(text) == "validation":
+        log("data: no test split; evaluate.py scores validation, and train keeps its rows")
+    return held_out
 
 
 def require_pairs(text: ParallelText, counts: Counter) -> None:
@@ -315,7 +359,9 @@ def vocabulary_size(asked: int, pairs: int) -> int:
 
     So each token is seen often enough to be learned. At least 1,000, at most 16,000.
     """
-    return asked or min(16000, max(1000, pairs // 5))
+    if asked:
+        return asked
+    return min(16000, max(1000, pairs // 5))
 
 
 def spread(rows: list, count: int) -> list:
@@ -324,15 +370,19 @@ def spread(rows: list, count: int) -> list:
     return [rows[number * len(rows) // count] for number in range(count)]
 
 
-def train_tokenizers(clean_file: Path, pairs: int, vocabularies: dict[str, int], log) -> dict:
+def train_tokenizers(
+    clean_file: Path, pairs: int, vocabularies: dict[str, int], log: Callable
+) -> dict:
     """A tokenizer for each side, trained on at most TOKENIZER_LINES lines from all over."""
     every = math.ceil(pairs / TOKENIZER_LINES)  # one pair in `every` is read
     tokenizers = {}
-    for first, (side, size) in enumerate(vocabularies.items()):
+    for first_line, side in enumerate(SIDES):
         log(f"tokens: training the {side} tokenizer on {math.ceil(pairs / every):,} sentences")
         with clean_file.open(encoding="utf-8") as file:
-            lines = islice(file, first, None, 2 * every)  # a pair has two lines
-            tokenizers[side] = train_tokenizer((line.rstrip("\n") for line in lines), size)
+            # A pair has two lines, so the next pair that is read begins 2 * every lines on.
+            lines = islice(file, first_line, None, 2 * every)
+            sentences = (line.rstrip("\n") for line in lines)
+            tokenizers[side] = train_tokenizer(sentences, vocabularies[side])
     return tokenizers
 
 
@@ -343,25 +393,29 @@ def tokenise_train(
 
     Returns the share of unknown tokens.
     """
-    writer = TokenWriter(folder, {side: len(of) for side, of in tokenizers.items()})
-    unknown = total = 0
+    writer = TokenWriter(folder, {side: len(tokenizers[side]) for side in SIDES})
+    unknown = 0
+    total = 0
     bar = progress(total=counts["kept"], desc="tokenising", unit=" pairs")
-    counts["kept"] = 0
+    counts["kept"] = 0  # counted anew by `worth_keeping`
     with clean_file.open(encoding="utf-8") as file:
+        # In chunks, so that memory use stays flat.
         while lines := [line.rstrip("\n") for line in islice(file, LINES_AT_ONCE)]:
             encoded = {
-                "source": encode_rows(tokenizers["source"], lines[0::2]),
-                "target": encode_rows(tokenizers["target"], lines[1::2]),
+                "source": flatten(encode(tokenizers["source"], lines[0::2])),
+                "target": flatten(encode(tokenizers["target"], lines[1::2])),
             }
-            kept = worth_keeping(
-                encoded["source"].lengths, encoded["target"].lengths, max_length, counts
-            )
+            lengths = [encoded[side].lengths for side in SIDES]
+            kept = worth_keeping(*lengths, max_length, counts)  # (pairs,) bool
             for side, rows in encoded.items():
-                ids = rows.ids[np.repeat(kept, rows.lengths)]
+                kept_tokens = np.repeat(kept, rows.lengths)  # (tokens,) bool
+                ids = rows.ids[kept_tokens]
                 writer.write(side, Rows(ids, rows.lengths[kept]))
                 total += len(ids)
-                if tokenizers[side].unk_token_id is not None:
-                    unknown += int((ids == tokenizers[side].unk_token_id).sum())
+                # Our own tokenizers spell unknown characters in bytes and have no such token.
+                unknown_id = tokenizers[side].unk_token_id
+                if unknown_id is not None:
+                    unknown += np.count_nonzero(ids == unknown_id)
             bar.update(len(kept))
     bar.close()
     writer.close()
@@ -372,6 +426,7 @@ def worth_keeping(
     source: np.ndarray, target: np.ndarray, max_length: int, counts: Counter
 ) -> np.ndarray:
     """Which pairs of these lengths to keep, (pairs,) bool. Counts the others, by reason."""
+    # Each pair counts for one reason alone, the first that holds. All arrays are (pairs,) bool.
     too_long = np.maximum(source, target) >= max_length  # begin or end needs one place
     lopsided = absurd_ratio(source, target) & ~too_long
     empty = (np.minimum(source, target) == 0) & ~too_long & ~lopsided
@@ -383,50 +438,60 @@ def worth_keeping(
     return kept
 
 
-def tokenise_validation(rows, folder: Path, tokenizers: dict, max_length: int, log) -> None:
+def tokenise_validation(
+    rows: list[tuple[str, str]],
+    folder: Path,
+    tokenizers: dict,
+    max_length: int,
+    log: Callable,
+) -> None:
     """Write the validation rows, raw and as ids. No row is dropped; over-long ones are cut."""
     longest = max_length - 1  # begin or end needs one place
-    writer = TokenWriter(folder / "validation", {side: len(of) for side, of in tokenizers.items()})
-    for index, side in enumerate(("source", "target")):
-        encoded = encode(tokenizers[side], [normalise(row[index]) for row in rows], max_length)
+    writer = TokenWriter(folder / "validation", {side: len(tokenizers[side]) for side in SIDES})
+    for side, texts in zip(SIDES, zip(*rows)):
+        # One token more than is kept, to see which sentences are cut.
+        lines = [normalise(text) for text in texts]
+        encoded = encode(tokenizers[side], lines, max_length)
         cut = sum(len(ids) > longest for ids in encoded)
         if cut:
             log(f"validation: {cut} {side} sentences are cut to {longest} tokens for the loss")
-        writer.write(side, flatten([ids[:longest] for ids in encoded]))
+        writer.write(side, flatten(ids[:longest] for ids in encoded))
     writer.close()
     with (folder / "validation.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
 
 
 # ------------------------------------------------------------------------ Dataset
-
-
-class Rows(NamedTuple):
-    """Token ids of sentences, one after another, (N,), and the number in each, (sentences,)."""
-
-    ids: np.ndarray
-    lengths: np.ndarray
 
 
 class TokenizedPairs(Dataset):
     """Pairs as token ids without begin and end: `pairs[i]` is (source ids, target ids).
 
     A folder holds for each side the ids of all sentences in one array, and their lengths. The ids
-    stay on disk, mapped into memory; 12 bytes a sentence are held: its length and its place, and 8
-    for its number if `rows` chooses some. So 26 million pairs fit, and a batch is one look-up.
+    stay on disk, mapped into memory. In memory are 12 bytes for each sentence: its length (4) and
+    its place (8); and 8 more for its number if `rows` chooses some. So 26 million pairs fit, and a
+    batch is one look-up.
     """
 
     def __init__(self, folder: Path, rows: np.ndarray | slice = slice(None)):
+        # The sentences [5, 6], [8] and [7, 9] are stored as
+        #     ids      5 6 8 7 9
+        #     lengths  2 1 2
+        # and begin at the places 0, 2 and 3 of ids.
         self.folder = folder
         self.rows = rows  # numbers of the stored pairs that this Dataset has
-        self.lengths, self._starts, self._ids = {}, {}, {}
-        for side in ("source", "target"):
+        self.lengths = {}  # side -> (pairs,) tokens of each sentence
+        self._starts = {}  # side -> (pairs,) place of its first token in ids
+        self._ids = {}  # side -> (tokens,) of all stored sentences
+        for side in SIDES:
             lengths = np.load(folder / f"{side}.lengths.npy")
             self.lengths[side] = lengths[rows]
             self._starts[side] = starts_of(lengths)[:-1][rows]
+            ids = np.load(folder / f"{side}.ids.npy", mmap_mode="r")
             # A plain array over the map: slices of np.memmap objects cost ten times as much.
-            self._ids[side] = np.asarray(np.load(folder / f"{side}.ids.npy", mmap_mode="r"))
-            if len(self._ids[side]) != lengths.sum():
+            self._ids[side] = np.asarray(ids)
+            if len(ids) != lengths.sum():
                 raise ValueError(f"{side}.ids.npy and {side}.lengths.npy do not fit together")
 
     def __len__(self) -> int:
@@ -442,92 +507,28 @@ class TokenizedPairs(Dataset):
     def parts(self, size: int = 20_000) -> Iterator[tuple[Rows, Rows]]:
         """Both sides of all pairs, `size` pairs at a time: all ids might not fit into memory."""
         for first in range(0, len(self), size):
-            yield self.__getitems__(np.arange(first, min(first + size, len(self))))
+            last = min(first + size, len(self))
+            yield self.__getitems__(np.arange(first, last))
 
     def only(self, rows: np.ndarray) -> "TokenizedPairs":
         """A Dataset of these pairs alone, by their numbers in this one."""
         stored = np.load(self.folder / "source.lengths.npy", mmap_mode="r")
-        numbers = np.arange(len(stored))[self.rows]
+        numbers = np.arange(len(stored))[self.rows]  # of this Dataset's pairs, as stored
         return TokenizedPairs(self.folder, numbers[rows])
 
     def _sentence(self, side: str, index: int) -> np.ndarray:
         start = self._starts[side][index]
-        return self._ids[side][start : start + self.lengths[side][index]]
+        end = start + self.lengths[side][index]
+        return self._ids[side][start:end]
 
     def _gather(self, side: str, rows: np.ndarray) -> Rows:
         lengths = self.lengths[side][rows].astype(np.int64)
-        return Rows(self._ids[side][places_of(lengths, self._starts[side][rows])], lengths)
+        places = places_of(lengths, self._starts[side][rows])
+        return Rows(self._ids[side][places], lengths)
 
     def __reduce__(self):
         # Pickled for a worker process: by name, so that the worker maps the files itself.
         return TokenizedPairs, (self.folder, self.rows)
-
-
-class TokenWriter:
-    """Writes a folder for `TokenizedPairs` chunk by chunk, so that memory stays flat."""
-
-    def __init__(self, folder: Path, vocabularies: dict[str, int]):
-        folder.mkdir(parents=True)
-        self.folder = folder
-        self.vocabularies = vocabularies
-        self.dtypes = {
-            side: np.dtype(np.uint16 if size <= 2**16 else np.int32)
-            for side, size in vocabularies.items()
-        }
-        self.files = {side: open(folder / f"{side}.ids", "wb") for side in vocabularies}
-        self.lengths = {side: [] for side in vocabularies}
-
-    def write(self, side: str, rows: Rows) -> None:
-        """Append sentences to a side. Raises `UserError` for an id beyond the vocabulary."""
-        size = self.vocabularies[side]
-        if len(rows.ids) and rows.ids.max() >= size:  # 16 bits would wrap around
-            raise UserError(
-                f"the {side} tokenizer gives the id {rows.ids.max()}, but has {size} tokens; "
-                "choose another --tokenizer"
-            )
-        self.lengths[side].append(rows.lengths.astype(np.int32))
-        self.files[side].write(rows.ids.astype(self.dtypes[side]))
-
-    def close(self) -> None:
-        """Turn the raw ids into .npy files and write the lengths."""
-        for side, file in self.files.items():
-            file.close()
-            lengths = np.concatenate([np.zeros(0, np.int32), *self.lengths[side]])
-            np.save(self.folder / f"{side}.lengths.npy", lengths)
-            ids = np.zeros(0, self.dtypes[side])
-            if lengths.sum():  # through a map: all ids might not fit into memory
-                ids = np.memmap(file.name, self.dtypes[side], "r")
-            np.save(self.folder / f"{side}.ids.npy", ids)
-            os.remove(file.name)
-
-
-def encode_rows(tokenizer, lines: Sequence[str]) -> Rows:
-    """The ids of these lines, without begin and end."""
-    return flatten(encode(tokenizer, lines))
-
-
-def flatten(rows: Iterable[Sequence[int]]) -> Rows:
-    """[[5, 6], [8]] -> Rows(ids=[5, 6, 8], lengths=[2, 1])"""
-    rows = list(rows)
-    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    return Rows(np.fromiter(chain.from_iterable(rows), np.int32, int(lengths.sum())), lengths)
-
-
-def starts_of(lengths: np.ndarray) -> np.ndarray:
-    """Where each sentence begins in the array of all ids, and the end: (n,) -> (n + 1,)"""
-    starts = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=starts[1:])
-    return starts
-
-
-def places_of(lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """start, start + 1, … of each row, `length` of them: (rows,), (rows,) -> (lengths.sum(),)
-
-    >>> places_of(np.array([2, 3]), np.array([10, 50]))
-    array([10, 11, 50, 51, 52])
-    """
-    before = np.cumsum(lengths) - lengths  # what the rows above hold
-    return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
 
 
 # ------------------------------------------------------------------------ batches
@@ -536,7 +537,9 @@ def places_of(lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
 def default_tokens_per_batch(prepared: Prepared, device: torch.device) -> int:
     """4,096 tokens on a CPU, 16,384 on a GPU; fewer for little data: about 100 steps an epoch."""
     most = 4096 if device.type == "cpu" else 16384
-    return int(min(most, max(1024, prepared.train.lengths["target"].sum() // 100)))
+    tokens = int(prepared.train.lengths["target"].sum())
+    # Below 1,024 tokens a step is mostly overhead.
+    return min(most, max(1024, tokens // 100))
 
 
 class BucketSampler(Sampler[np.ndarray]):
@@ -558,8 +561,8 @@ class BucketSampler(Sampler[np.ndarray]):
         world_size: int = 1,
         accumulate: int = 1,
     ):
-        # Lengths with begin or end, in the smallest signed type that holds them and their
-        # difference: less memory, and numpy sorts 16-bit integers in linear time.
+        # Lengths with begin or end, (pairs,), in the smallest signed type that holds them and
+        # their difference: less memory, and numpy sorts 16-bit integers in linear time.
         longest = 1 + max(int(side.max(initial=0)) for side in lengths.values())
         dtype = np.min_scalar_type(-longest - 1)
         self.source = lengths["source"].astype(dtype) + dtype.type(1)
@@ -577,9 +580,12 @@ class BucketSampler(Sampler[np.ndarray]):
         # A step is a slice of the pairs in order of length. Where the slices begin and end depends
         # on the lengths alone, so it is the same in every epoch.
         widths = np.maximum(self.source, self.target)
-        self.bounds = cut_batches(np.sort(widths, kind="stable"), tokens_per_batch, self.parts)
+        widths = np.sort(widths, kind="stable")
+        self.bounds = cut_batches(widths, tokens_per_batch, self.parts)
         self.step = 0  # optimiser steps handed out; set it to continue from there
-        self._planned = (None, None, None)  # an epoch, its pairs by length, the order of its steps
+        self._planned_epoch = None  # the epoch that the next two belong to
+        self._order = None  # (pairs,) its pairs in order of length
+        self._steps = None  # (steps,) its slices in random order
 
     @property
     def steps_per_epoch(self) -> int:
@@ -588,33 +594,42 @@ class BucketSampler(Sampler[np.ndarray]):
 
     def epoch_plan(self, epoch: int) -> Iterator[np.ndarray]:
         """The pairs of each step of an epoch, over all ranks."""
-        if self._planned[0] != epoch:
+        if self._planned_epoch != epoch:
             random = np.random.default_rng((self.seed, epoch))
             # Shuffle, then sort: pairs of equal lengths stand in random order, so that batches
             # have other pairs in every epoch.
             pairs = random.permutation(np.arange(len(self.source), dtype=np.int32))
-            order = pairs[order_by_length(self.source[pairs], self.target[pairs])]
-            self._planned = (epoch, order, random.permutation(self.steps_per_epoch))
-        _, order, steps = self._planned
+            by_length = order_by_length(self.source[pairs], self.target[pairs])
+            self._order = pairs[by_length]
+            self._steps = random.permutation(self.steps_per_epoch)
+            self._planned_epoch = epoch
+        # Local names: another iterator may plan another epoch before this one is finished.
+        order = self._order
+        steps = self._steps
         for step in steps:
             yield order[self.bounds[step] : self.bounds[step + 1]]
 
+    def _steps_after(self, step: int) -> Iterator[np.ndarray]:
+        """The pairs of each step after `step`, over all ranks, epoch after epoch without end."""
+        epoch, done = divmod(step, self.steps_per_epoch)
+        while True:
+            yield from islice(self.epoch_plan(epoch), done, None)
+            epoch += 1
+            done = 0
+
     def __iter__(self) -> Iterator[np.ndarray]:
         """This rank's micro-batches, from the current step on, without end."""
-        while True:
-            epoch, done = divmod(self.step, self.steps_per_epoch)
-            for pairs in islice(self.epoch_plan(epoch), done, None):
-                self.step += 1
-                for micro_batch in range(self.accumulate):
-                    yield pairs[micro_batch * self.world_size + self.rank :: self.parts]
+        for pairs in self._steps_after(self.step):
+            self.step += 1
+            for micro_batch in range(self.accumulate):
+                # Every `parts`-th pair: all micro-batches of a step have similar lengths.
+                first = micro_batch * self.world_size + self.rank
+                yield pairs[first :: self.parts]
 
     def target_tokens(self, step: int) -> Iterator[int]:
         """Real target tokens, over all ranks, of the steps after `step`: divisors of the loss."""
-        while True:
-            epoch, done = divmod(step, self.steps_per_epoch)
-            for pairs in islice(self.epoch_plan(epoch), done, None):
-                step += 1
-                yield int(self.target[pairs].sum())
+        for pairs in self._steps_after(step):
+            yield int(self.target[pairs].sum())
 
     def steps_by_length(self) -> list[np.ndarray]:
         """The pairs of each step, the shortest first."""
@@ -626,14 +641,18 @@ class BucketSampler(Sampler[np.ndarray]):
         Of each the pairs, the longest first. A trial of these shows whether all steps fit.
         """
         steps = self.steps_by_length()
-        loads = []
-        for step in steps:
-            source, target = self.source[step].astype(int), self.target[step].astype(int)
-            layers = len(step) * (source.max() + target.max())
-            attention = len(step) * max(source.max(), target.max()) ** 2
-            loads.append((layers, target.sum(), attention))
-        heaviest = np.argmax(loads, axis=0).tolist()  # by each of the three
-        return [steps[number][::-1] for number in dict.fromkeys(heaviest)]
+        loads = []  # (steps, 3), each in units of its own
+        for pairs in steps:
+            source_width = int(self.source[pairs].max())
+            target_width = int(self.target[pairs].max())
+            layers = len(pairs) * (source_width + target_width)
+            logits = int(self.target[pairs].sum())  # made for real tokens alone
+            # Scores of every position for every other.
+            attention = len(pairs) * max(source_width, target_width) ** 2
+            loads.append((layers, logits, attention))
+        heaviest = np.argmax(loads, axis=0).tolist()
+        heaviest = dict.fromkeys(heaviest)  # often one step is the heaviest in several ways
+        return [steps[number][::-1] for number in heaviest]
 
 
 def order_by_length(source: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -643,6 +662,7 @@ def order_by_length(source: np.ndarray, target: np.ndarray) -> np.ndarray:
     the other side has no jump where one length ends and the next begins, and a batch across that
     place has little padding. Pairs of equal lengths keep their order.
     """
+    # (source, target): 3 1, 3 2, 3 3, then 4 4, 4 3, 4 2, then 5 2, 5 3, …
     longer = np.maximum(source, target)
     difference = source - target
     zigzag = np.where(longer % 2, -difference, difference)
@@ -654,6 +674,9 @@ def cut_batches(widths: np.ndarray, budget: int, smallest: int = 1) -> list[int]
 
     Returns the bounds, one more than pieces. No piece has fewer than `smallest` pairs, whatever the
     budget.
+
+    >>> cut_batches(np.array([2, 2, 3, 5]), budget=6)  # the pieces 2 2, 3 and 5
+    [0, 2, 3, 4]
     """
     bounds = [0]
     while bounds[-1] < len(widths):
@@ -663,7 +686,8 @@ def cut_batches(widths: np.ndarray, budget: int, smallest: int = 1) -> list[int]
         widest = np.maximum.accumulate(widths[first : first + most])
         padded = widest * np.arange(1, len(widest) + 1)
         fits = int(np.searchsorted(padded, budget, side="right"))
-        bounds.append(min(len(widths), first + max(fits, smallest)))
+        last = first + max(fits, smallest)
+        bounds.append(min(last, len(widths)))
     # A last piece that is too small takes pairs from the piece before it, or joins it if that would
     # then be too small itself.
     if len(bounds) > 2 and bounds[-1] - bounds[-2] < smallest:
@@ -705,12 +729,17 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`; from pinned memory the copy overlaps with computing."""
-        moved = {n: tensor.to(device, non_blocking=True) for n, tensor in self.tensors().items()}
-        return replace(self, **moved)
+        tensors = self.tensors()
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.to(device, non_blocking=True)
+        return replace(self, **tensors)
 
     def pin_memory(self) -> "Batch":
         """The same batch in pinned memory. The DataLoader calls it."""
-        return replace(self, **{name: t.pin_memory() for name, t in self.tensors().items()})
+        tensors = self.tensors()
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.pin_memory()
+        return replace(self, **tensors)
 
 
 @dataclass
@@ -733,12 +762,18 @@ class Collate:
         else:
             source, target = (flatten(side) for side in zip(*pairs))
         src, src_pad = self.pad_sources(source)
-        lengths = target.lengths + 1  # with bos or eos
-        width = self._round_up(lengths.max())
-        real = places_of(lengths, np.arange(len(lengths)) * width)  # row r: r·T, r·T + 1, …
+
+        # Teacher forcing: bos and the target go in, the target and eos are to come out. A target
+        # of three tokens a b c:
+        #     tgt_in   bos a b c
+        #     tgt_out  a   b c eos
+        lengths = target.lengths + 1  # (B,) with bos or eos
+        width = self._padded_width(lengths)  # T
+        first_places = np.arange(len(lengths)) * width  # of each row in the flattened tgt_in
+        real = places_of(lengths, first_places)  # (N,)
         tgt_in = np.full((len(lengths), width), self.target_ids["pad"], np.int64)
-        tgt_in.ravel()[real] = insert(target, self.target_ids["bos"], before=True)
-        tgt_out = insert(target, self.target_ids["eos"])
+        tgt_in.ravel()[real] = add_token(target, self.target_ids["bos"], at_start=True)
+        tgt_out = add_token(target, self.target_ids["eos"])
         return Batch(
             src=src,
             src_pad=src_pad,
@@ -755,19 +790,23 @@ class Collate:
         The one place where a padding mask is made. It follows PyTorch: bool, True = padding, which
         attention ignores. (The `attention_mask` of Hugging Face is the opposite: 1 = keep.)
         """
-        rows = sources if isinstance(sources, Rows) else flatten(sources)
-        lengths = rows.lengths + 1  # with eos
-        width = self._round_up(lengths.max())
-        real = places_of(lengths, np.arange(len(lengths)) * width)
+        if not isinstance(sources, Rows):
+            sources = flatten(sources)
+        lengths = sources.lengths + 1  # (B,) with eos
+        width = self._padded_width(lengths)  # S
+        first_places = np.arange(len(lengths)) * width
+        real = places_of(lengths, first_places)
         src = np.full((len(lengths), width), self.source_ids["pad"], np.int64)
-        src.ravel()[real] = insert(rows, self.source_ids["eos"])
+        src.ravel()[real] = add_token(sources, self.source_ids["eos"])
         # Set by the lengths, not by `src == pad`: some tokenizers use one id for pad and eos.
         src_pad = np.ones(src.shape, bool)
         src_pad.ravel()[real] = False
         return torch.from_numpy(src), torch.from_numpy(src_pad)
 
-    def _round_up(self, width: np.int64) -> int:
-        return min(math.ceil(width / self.pad_multiple) * self.pad_multiple, self.longest)
+    def _padded_width(self, lengths: np.ndarray) -> int:
+        """Tokens of the longest row, rounded up."""
+        multiples = math.ceil(lengths.max() / self.pad_multiple)
+        return min(multiples * self.pad_multiple, self.longest)
 
 
 def collate_for(prepared: Prepared, pad_multiple: int = 1, longest: int = 2**31) -> Collate:
@@ -775,16 +814,6 @@ def collate_for(prepared: Prepared, pad_multiple: int = 1, longest: int = 2**31)
     source_ids = special_ids(prepared.source_tokenizer)
     target_ids = special_ids(prepared.target_tokenizer)
     return Collate(source_ids, target_ids, pad_multiple, longest)
-
-
-def insert(rows: Rows, token: int, before: bool = False) -> np.ndarray:
-    """The ids with `token` at the end of each row, or at its beginning: (N,) -> (N + rows,)"""
-    result = np.full(len(rows.ids) + len(rows.lengths), token, np.int64)
-    starts = starts_of(rows.lengths + 1)[:-1]
-    if before:
-        starts = starts + 1
-    result[places_of(rows.lengths, starts)] = rows.ids
-    return result
 
 
 def batches_of(
@@ -799,14 +828,17 @@ def batches_of(
         pin_memory=device.type == "cuda",
         worker_init_fn=leave_signals_to_main,
     )
-    # iter(loader) draws a seed from torch's generator. It runs now, not at the first batch, when
-    # the generator is dropout's.
+    # This line calls iter(loader), which draws a seed from torch's generator. It must not happen
+    # at the first batch: then the generator is dropout's.
     batches = (batch.to(device) for batch in loader)
-    return one_ahead(batches, device) if device.type == "cuda" else batches
+    if device.type == "cuda":
+        return one_ahead(batches, device)
+    return batches
 
 
 def one_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """The batches; a thread makes each and sends it to the GPU while the one before is used."""
+    # One thread: the DataLoader's iterator is not made for several.
     # Without set_device the thread would take GPU 0, on every rank.
     with ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,)) as thread:
         coming = thread.submit(next, batches)

@@ -92,6 +92,17 @@ def sample_notice(path: str) -> str:
     return ""
 
 
+def absolute_path(path: str) -> str:
+    """The path from the root; unchanged if nothing is there, as for the name of a hub data set."""
+    if os.path.exists(os.path.expanduser(path)):
+        # Not realpath: the target of a link may have another name. Not abspath: it takes the `..`
+        # of `link/..` for the folder that holds the link.
+        path = str(Path(os.getcwd(), os.path.expanduser(path)))
+    if path != path.encode(errors="ignore").decode():
+        raise UserError(f"the path {path!r} is not UTF-8; rename the folder")
+    return path
+
+
 def fingerprint_of(rows: list[tuple[str, str]]) -> str:
     """A hash of all texts, in order: scores are comparable if their rows have the same."""
     content = "".join(map(repr, rows)).encode()

@@ -1,0 +1,103 @@
+"""Token ids of many sentences in one flat array instead of a list of lists.
+
+numpy then works on all sentences at once, and a file of ids needs no parsing.
+
+    rows = flatten([[5, 6], [8]])                  # Rows(ids=[5, 6, 8], lengths=[2, 1])
+    padded = np.zeros((2, 3), int)                 # 2 sentences, padded to 3 tokens
+    padded.ravel()[places_of(rows.lengths, np.array([0, 3]))] = rows.ids
+    padded                                         # [[5, 6, 0], [8, 0, 0]]
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.errors import UserError
+
+
+class Rows(NamedTuple):
+    """Token ids of sentences, one after another, (N,), and the number in each, (sentences,)."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
+
+
+def flatten(sentences: Iterable[Sequence[int]]) -> Rows:
+    """[[5, 6], [8]] -> Rows(ids=[5, 6, 8], lengths=[2, 1])"""
+    sentences = list(sentences)
+    lengths = np.fromiter(map(len, sentences), np.int64, len(sentences))
+    ids = np.fromiter(chain.from_iterable(sentences), np.int32, int(lengths.sum()))
+    return Rows(ids, lengths)
+
+
+def starts_of(lengths: np.ndarray) -> np.ndarray:
+    """Where each sentence begins in the array of all ids, and the end: (n,) -> (n + 1,)"""
+    starts = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
+
+
+def places_of(lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """start, start + 1, … of each row, `length` of them: (rows,), (rows,) -> (lengths.sum(),)
+
+    >>> places_of(np.array([2, 3]), np.array([10, 50]))
+    array([10, 11, 50, 51, 52])
+    """
+    # A running number over all places is right for the first row. In a later row it is too high by
+    # the number of places in the rows before it.
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
+
+
+def add_token(rows: Rows, token: int, at_start: bool = False) -> np.ndarray:
+    """The ids with `token` added at the end or the start of each row: (N,) -> (N + rows,)"""
+    result = np.full(len(rows.ids) + len(rows.lengths), token, np.int64)
+    starts = starts_of(rows.lengths + 1)[:-1]
+    if at_start:
+        starts = starts + 1
+    result[places_of(rows.lengths, starts)] = rows.ids
+    return result
+
+
+class TokenWriter:
+    """Writes a folder for `data.TokenizedPairs` chunk by chunk, so that memory use stays flat."""
+
+    def __init__(self, folder: Path, vocabularies: dict[str, int]):
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self.vocabularies = vocabularies  # side -> number of tokens
+        self.dtypes = {}
+        self.files = {}
+        self.lengths = {}
+        for side, size in vocabularies.items():
+            self.dtypes[side] = np.dtype(np.uint16 if size <= 2**16 else np.int32)
+            self.files[side] = open(folder / f"{side}.ids", "wb")
+            self.lengths[side] = []
+
+    def write(self, side: str, rows: Rows) -> None:
+        """Append sentences to a side. Raises `UserError` for an id beyond the vocabulary."""
+        size = self.vocabularies[side]
+        highest = rows.ids.max(initial=0)
+        if highest >= size:  # 16 bits would wrap around
+            raise UserError(
+                f"the {side} tokenizer gives the id {highest}, but has {size} tokens; "
+                "choose another --tokenizer"
+            )
+        self.lengths[side].append(rows.lengths.astype(np.int32))
+        self.files[side].write(rows.ids.astype(self.dtypes[side]))
+
+    def close(self) -> None:
+        """Turn the raw ids into .npy files and write the lengths."""
+        for side, file in self.files.items():
+            file.close()
+            lengths = np.concatenate([np.zeros(0, np.int32), *self.lengths[side]])
+            np.save(self.folder / f"{side}.lengths.npy", lengths)
+            ids = np.zeros(0, self.dtypes[side])
+            if lengths.sum():  # through a map: all ids might not fit into memory
+                ids = np.memmap(file.name, self.dtypes[side], "r")
+            np.save(self.folder / f"{side}.ids.npy", ids)
+            os.remove(file.name)
