@@ -138,7 +138,6 @@ def resolved(config: Config, processes: int) -> Config:
         config, lr=config.lr or preset.lr, batch_size=config.batch_size or preset.batch_size
     )
     settings.accumulate = config.accumulate or default_accumulate(settings, processes)
-    settings.given = getattr(config, "given", set())
     return settings
 
 
