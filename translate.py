@@ -41,7 +41,7 @@ class Config:
     serve: bool = flag(False, "a page on this machine, until Ctrl-C", "The model elsewhere")
     port: int = flag(8000, "of the page; 0: a free one", "The model elsewhere", min=0, max=65535)
     export: str = flag(
-        "", "write it to the folder TEXT for (ctranslate2|onnx|hf)", "The model elsewhere"
+        "", "write it to the folder TEXT for (ctranslate2|hf)", "The model elsewhere"
     )
     quantization: str = flag(
         "", "of ctranslate2's weights (int8|float16); default: fp32", "The model elsewhere"

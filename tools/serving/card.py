@@ -1,6 +1,5 @@
-"""The README.md of an exported model: what it is, data, recipe, BLEU, limits, and the lines of Python that load it."""
+"""The README.md of an exported model: data, training, BLEU, limits, and Python code to use it."""
 
-from contextlib import suppress
 from pathlib import Path
 
 from loading import Trained
@@ -11,9 +10,8 @@ LOADERS = Path(__file__).with_name("loaders")
 PACKAGES = {
     "ctranslate2": "ctranslate2 transformers",
     "hf": "torch safetensors transformers",
-    "onnx": "onnxruntime transformers",
 }
-RECIPE = (
+SETTINGS = (
     "preset",
     "epochs",
     "max_steps",
@@ -22,6 +20,7 @@ RECIPE = (
     "optimizer",
     "lr",
     "warmup",
+    "dropout",
     "dropout_after",
     "label_smoothing",
     "clip",
@@ -36,44 +35,49 @@ pipeline_tag: translation
 ---
 # {name}
 
-{source} → {target} 翻译模型，一次一句。Translates from {source} to {target}, sentence by sentence.
-Transformer, {encoder} encoder and {decoder} decoder layers, width {width}, {parameters:,} parameters; from {checkpoint}.
+Translates single sentences from {source} to {target}.
+Transformer, {encoder} encoder and {decoder} decoder layers, width {width}, {parameters:,}
+parameters; from {checkpoint}.
 
-## Use · 使用
+## Use
 
 `pip install {packages}`; in this folder, lines on standard input:
 
 ```python
 {loader}```
 
-Outside Python text: `source/` and `target/` are the tokenizers, and the end token goes behind the source{end}.
+From another language than Python: `source/` and `target/` are the tokenizers, and the end token
+follows the source{end}.
 
-## Data · 数据
+## Data
 
 {data}
 
-## Recipe · 训练
+## Training
 
-{recipe}
+{training}
 
 ## BLEU
 
 {bleu}
 
-## Limits · 局限
+## Limits
 
-- One sentence at a time, of at most {longest:,} tokens; it knows nothing of the sentences around it.
-- It was trained on the data above and on nothing else: other kinds of text come out worse, names and numbers may be wrong,
-  and what the data say wrongly or unfairly it may say too.
-- BLEU compares words with one reference. It does not say whether a sentence is true or polite; a person should read what matters.
+- One sentence at a time, of at most {longest:,} tokens, without the sentences around it.
+- It was trained on the data above only: other kinds of text come out worse, names and numbers may
+  be wrong, and what is wrong or unfair in the data may be repeated.
+- BLEU compares words with one reference. It does not tell whether a sentence is true or polite; a
+  person should read what matters.
 """
 
 
 def write_card(trained: Trained, kind: str, folder: Path) -> None:
-    """Numbers come from the run's own files; what a run does not have is said."""
+    """Write README.md from the files of the run."""
     config, sizes, run = trained.config, trained.model.config, read_run(trained.run)
     loader = (LOADERS / f"{kind}.py").read_text(encoding="utf-8")
+    longest_output = min(256, sizes.max_length)
     loader = loader.replace("max_input_length=512", f"max_input_length={sizes.max_length}")
+    loader = loader.replace("max_decoding_length=256", f"max_decoding_length={longest_output}")
     card = CARD.format(
         source=config["source"],
         target=config["target"],
@@ -84,20 +88,18 @@ def write_card(trained: Trained, kind: str, folder: Path) -> None:
         width=sizes.d_model,
         parameters=sum(weight.numel() for weight in trained.model.parameters()),
         checkpoint=trained.checkpoint.name,
-        loader=loader.replace(
-            "max_decoding_length=256", f"max_decoding_length={min(256, sizes.max_length)}"
-        ),
+        loader=loader,
         longest=sizes.max_length - 1,
-        end=", which CTranslate2 adds itself" * (kind == "ctranslate2"),
+        end=", which CTranslate2 adds itself" if kind == "ctranslate2" else "",
         data=data_of(run),
-        recipe=recipe_of(run, sizes.dropout),
-        bleu=bleu_of(run, str(trained.checkpoint)),
+        training=training_of(run),
+        bleu=bleu_of(run, trained.checkpoint.name),
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def data_of(run: RunFiles) -> str:
-    """Which data, how many pairs and tokens."""
+    """The data set, and the numbers of its pairs and tokens."""
     config, data = run.config, run.data
     name = f"`{Path(config['data']).name}`, columns {config['source']} and {config['target']}"
     if not data:
@@ -108,34 +110,34 @@ def data_of(run: RunFiles) -> str:
     return f"{name}: {pairs}, {tokens}; subword vocabularies: {sizes}."
 
 
-def recipe_of(run: RunFiles, dropout: float) -> str:
-    """The flags of the run and where it ran."""
-    settings = [f"`{name} {run.config[name]}`" for name in RECIPE if name in run.config]
-    places = dict.fromkeys(
-        f"{session.get('gpu') or session.get('cpu')}, torch {session.get('torch')}"
-        for session in run.environment
+def training_of(run: RunFiles) -> str:
+    """The settings of the run, and where it ran."""
+    settings = ", ".join(f"`{name} {run.config[name]}`" for name in SETTINGS if name in run.config)
+    machines = dict.fromkeys(
+        f"{start.get('gpu') or start.get('cpu')}, torch {start.get('torch')}"
+        for start in run.environment
     )
+    if not machines:
+        return settings
     time = run.seconds()
-    where = (
-        f"\n{time.text if time else 'An unknown time'} on {'; '.join(places)}." if places else ""
-    )
-    return f"{', '.join(settings)}, `dropout {dropout}`.{where}"
+    return f"{settings}.\n{time.text if time else 'An unknown time'} on {'; '.join(machines)}."
 
 
 def bleu_of(run: RunFiles, checkpoint: str) -> str:
-    """A line for each score that evaluate.py left of this checkpoint."""
+    """A table of the scores that evaluate.py wrote for this checkpoint."""
     lines = []
     for score in run.results.values():
-        with suppress(KeyError):  # of an older version
-            scored = Path(score["checkpoint"].removesuffix("/model.safetensors")).name
-            if (
-                scored != checkpoint.removesuffix("/model.safetensors").rpartition("/")[2]
-            ):  # other weights, or a mean
-                continue
-            low, high, signature = score["low"], score["high"], cell(score["signature"])
-            lines.append(
-                f"| {Path(score['data']).name} {score['split']} | {score['sentences']:,} | {score['decoding']} | "
-                f"{score['nltk']:.2f} ({low:.2f}–{high:.2f}) | {score['sacrebleu']:.2f} | {score['chrf']:.2f} | "
-                f"`{signature}` |"
-            )
+        scored = str(score.get("checkpoint")).removesuffix("/model.safetensors")
+        if Path(scored).name != checkpoint:  # other weights, or a mean of several
+            continue
+        cells = [
+            f"{Path(score['data']).name} {score['split']}",
+            f"{score['sentences']:,}",
+            score["decoding"],
+            f"{score['nltk']:.2f} ({score['low']:.2f}–{score['high']:.2f})",
+            f"{score['sacrebleu']:.2f}",
+            f"{score['chrf']:.2f}",
+            f"`{cell(score['signature'])}`",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([HEAD, *lines]) if lines else "Not measured."

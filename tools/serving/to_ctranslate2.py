@@ -1,6 +1,6 @@
-"""Write a model's weights as a CTranslate2 model: a decoder in C++, which computes what our model computes.
+"""Write a model's weights for CTranslate2, a decoder in C++ that computes the same.
 
-Needs torch, numpy and ctranslate2 alone: benchmarks/peers/ct2.py uses it too, in an environment of its own.
+Needs only torch, numpy and ctranslate2: benchmarks/peers/ct2.py uses it in its own environment.
 """
 
 from pathlib import Path
@@ -18,11 +18,15 @@ def convert(
     folder: Path,
     quantization: str | None = None,
 ) -> None:
-    """Write weights as a CTranslate2 model. `sizes` are those of `model.ModelConfig`, the words as `name_special` makes them."""
+    """Write weights as a CTranslate2 model.
+
+    `sizes` are those of `model.ModelConfig`, the words as `name_special` returns them.
+    """
     from ctranslate2.specs import TransformerSpec
 
     layers = (sizes["num_encoder_layers"], sizes["num_decoder_layers"])
-    # "Before" keeps the norm behind the last layer, which nn.Transformer has in either order; then the order is put right.
+    # nn.Transformer has a norm behind the last layer in either order; only the specification of
+    # pre_norm has a place for it. The order of the layers is set below.
     spec = TransformerSpec.from_config(layers, sizes["nhead"], pre_norm=True)
     for side, vocabulary in (("encoder", "source"), ("decoder", "target")):
         stack = getattr(spec, side)
@@ -38,8 +42,11 @@ def convert(
     fill(spec.decoder.projection, weights, "output")
     spec.register_source_vocabulary(source_words)
     spec.register_target_vocabulary(target_words)
-    spec.config.bos_token, spec.config.eos_token, spec.config.unk_token = "<s>", "</s>", "<pad>"
-    spec.config.decoder_start_token, spec.config.add_source_eos = "<s>", True
+    spec.config.bos_token = "<s>"
+    spec.config.eos_token = "</s>"
+    spec.config.unk_token = "<pad>"
+    spec.config.decoder_start_token = "<s>"
+    spec.config.add_source_eos = True
     spec.validate()
     spec.optimize(quantization)
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,14 +54,13 @@ def convert(
 
 
 def fill_layer(layer, weights: dict[str, np.ndarray], name: str, width: int) -> None:
-    """One encoder or decoder layer. Norms stand in the order of nn.Transformer: norm1, norm2 and, in a decoder, norm3."""
-    own = layer.self_attention
-    own.linear[0].weight = weights[
-        f"{name}.self_attn.in_proj_weight"
-    ]  # query, key, value in one (3D, D), as with us
-    own.linear[0].bias = weights[f"{name}.self_attn.in_proj_bias"]
-    fill(own.linear[1], weights, f"{name}.self_attn.out_proj")
-    norms = [own.layer_norm, layer.ffn.layer_norm]
+    """One encoder or decoder layer."""
+    attention = layer.self_attention
+    # Query, key and value in one (3D, D) matrix, in both programs.
+    attention.linear[0].weight = weights[f"{name}.self_attn.in_proj_weight"]
+    attention.linear[0].bias = weights[f"{name}.self_attn.in_proj_bias"]
+    fill(attention.linear[1], weights, f"{name}.self_attn.out_proj")
+    norms = [attention.layer_norm, layer.ffn.layer_norm]
     if hasattr(layer, "attention"):
         cross = layer.attention
         weight = weights[f"{name}.multihead_attn.in_proj_weight"]
@@ -63,7 +69,7 @@ def fill_layer(layer, weights: dict[str, np.ndarray], name: str, width: int) -> 
         cross.linear[1].weight, cross.linear[1].bias = weight[width:], bias[width:]
         fill(cross.linear[2], weights, f"{name}.multihead_attn.out_proj")
         norms.insert(1, cross.layer_norm)
-    for number, norm in enumerate(norms, 1):
+    for number, norm in enumerate(norms, 1):  # norm1, norm2 and, in a decoder, norm3
         fill(norm, weights, f"{name}.norm{number}")
     fill(layer.ffn.linear_0, weights, f"{name}.linear1")
     fill(layer.ffn.linear_1, weights, f"{name}.linear2")
@@ -79,8 +85,9 @@ def fill(part, weights: dict[str, np.ndarray], name: str) -> None:
 
 
 def name_special(words: list[str], special: dict[str, int]) -> list[str]:
-    """The words of a vocabulary, those of `special_ids` under the names that `convert` tells CTranslate2."""
+    """A vocabulary in which the tokens of `special_ids` have the names that `convert` gives them."""
     words = list(words)
-    for name, id in zip(("<pad>", "<s>", "</s>"), (special["pad"], special["bos"], special["eos"])):
-        words[id] = name
+    words[special["pad"]] = "<pad>"
+    words[special["bos"]] = "<s>"
+    words[special["eos"]] = "</s>"
     return words

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,46 +24,46 @@ from tools.serving.export import NEEDS, export
 from translate import Config, translate
 
 LINES = ["一二三", "九八七六五四", "没见过的字 English", "", "零"]
-# A byte order mark, spaces of all kinds, the names of special tokens, more tokens than the model has places.
+# A byte order mark, all kinds of spaces, names of special tokens, more tokens than positions.
 ODD_LINES = ["\ufeff一二三", "四\u3000五\t六 \u00a0七", "一</s>二", "一\r二", "一二" * 300]
-PLACES = 32  # tokens
 
 
 @pytest.fixture(scope="module")
-def run(toy_run) -> Path:
-    """A run that has learned something, with a score for its card."""
-    forked("evaluate.py", "--ckpt", toy_run / "runs/toy", "--limit", 50, cwd=toy_run)
-    return toy_run / "runs/toy"
+def run(tiny_run, tmp_path_factory) -> Path:
+    """A run with a score for its card."""
+    folder = tmp_path_factory.mktemp("exported")
+    run = shutil.copytree(tiny_run, folder / "runs" / "tiny", symlinks=True)
+    forked("evaluate.py", "--ckpt", run, "--limit", 50, cwd=folder)
+    return run
 
 
-@pytest.mark.parametrize(
-    "kind, quantization", [("ctranslate2", ""), ("ctranslate2", "int8"), ("onnx", ""), ("hf", "")]
-)
-def test_the_lines_in_the_card_translate_as_the_run_does(run, tmp_path, kind, quantization):
+@pytest.mark.parametrize("kind", ["ctranslate2", "hf"])
+def test_the_lines_in_the_card_translate_as_the_run_does(run, tmp_path, kind):
     for package in NEEDS[kind]:
         pytest.importorskip(package)
-    said, folder, trained = [], tmp_path / "out", load_trained(run)
-    trained.model.config = replace(trained.model.config, max_length=PLACES)
-    trained.model.positions = trained.model.positions[:PLACES]
-    export(trained, kind, [str(folder)], quantization, said.append)
-    assert "how to use it" in said[-1]
-    if kind != "hf":
-        words = r"tried on (\d+) test rows .*: (\d+) come out token for token .*BLEU (.*), the model's (.*)"
-        tried = re.search(words, said[0])
-        # CPUs round int8 products differently: without VNNI instructions 96 of 100 were equal.
-        assert int(tried[1]) == 100 and int(tried[2]) >= (90 if quantization else 100)
-        assert abs(float(tried[3]) - float(tried[4])) <= (2 if quantization else 0)
+    logged, folder, trained = [], tmp_path / "out", load_trained(run)
+    export(trained, kind, [str(folder)], "", logged.append)
+    assert "how to use it" in logged[-1]
+    if kind == "ctranslate2":
+        assert re.search("tried on 100 test rows .*: 100 come out token for token", logged[0])
     card = (folder / "README.md").read_text(encoding="utf-8")
-    lines = LINES if quantization else ODD_LINES + LINES
-    expected = translate_lines(
-        trained.model, trained.source_tokenizer, trained.target_tokenizer, lines
-    ).texts
-    same = list(map(str.__eq__, translated(folder, lines), expected))
-    assert len(same) == len(lines) and sum(same) >= len(lines) - bool(
-        quantization
-    )  # 8 bits may tip a close choice
-    for fact in ("2,000 training pairs", "`max_steps 220`", " test | 50 | greedy | "):
+    for fact in ("2,000 training pairs", "`max_steps 45`", " test | 50 | greedy | "):
         assert fact in card
+    lines = ODD_LINES + LINES
+    tokenizers = (trained.source_tokenizer, trained.target_tokenizer)
+    assert translated(folder, lines) == translate_lines(trained.model, *tokenizers, lines).texts
+
+
+def test_int8_takes_a_quarter_of_the_disk(run, tmp_path):
+    """What it computes depends on the processor's instructions."""
+    pytest.importorskip("ctranslate2")
+    sizes = []
+    for quantization in ("", "int8"):
+        folder, logged = tmp_path / f"out{quantization}", []
+        export(load_trained(run), "ctranslate2", [str(folder)], quantization, logged.append)
+        assert "tried on 100 test rows" in logged[0]
+        sizes.append((folder / "model.bin").stat().st_size)
+    assert sizes[1] < 0.5 * sizes[0]
 
 
 def translated(folder: Path, lines: list[str]) -> list[str]:
@@ -84,14 +85,12 @@ def translated(folder: Path, lines: list[str]) -> list[str]:
 
 
 def test_an_empty_translation_stays_empty(run, tmp_path):
-    """Of a model that ends each one at once."""
+    """With a model that ends each one at once."""
     pytest.importorskip("ctranslate2")
-    said, folder, trained = [], tmp_path / "out", load_trained(run)
+    logged, trained = [], load_trained(run)
     trained.model.output.bias[special_ids(trained.target_tokenizer)["eos"]] += 1000
-    export(trained, "ctranslate2", [str(folder)], "", said.append)
-    assert "100 come out token for token" in said[0] and translated(folder, LINES) == [""] * len(
-        LINES
-    )
+    export(trained, "ctranslate2", [str(tmp_path / "out")], "", logged.append)
+    assert "100 come out token for token" in logged[0]
 
 
 def test_an_export_that_fails_leaves_nothing(run, tmp_path, monkeypatch):
@@ -157,7 +156,7 @@ def onto_a_mount_point(*_):
     [
         ([], "needs one folder"),
         (["a", "b"], "needs one folder"),
-        (["."], "is there"),
+        (["."], "exists already"),
         (["/proc/out"], "cannot write to /proc"),
         (["mount"], "cannot make .*/mount: Device or resource busy; name a new folder"),
     ],
@@ -175,8 +174,8 @@ def test_a_folder_that_cannot_be_is_one_line(run, tmp_path, monkeypatch, words, 
     "start, needs",
     [
         (
-            lambda: export(None, "onnx", ["new"], "", print),
-            "onnx needs onnx, onnxscript, onnxruntime",
+            lambda: export(None, "ctranslate2", ["new"], "", print),
+            "ctranslate2 needs ctranslate2",
         ),
         (
             lambda: serving.start(
