@@ -39,8 +39,8 @@ def results(function, *inputs, dtype=torch.float32):
 def assert_agree(kernel, plain, *inputs, within=2e-6):
     """Outputs and gradients of a kernel in fp32 are those of PyTorch in float64, by their norms.
 
-    A number is a sum of at most 100 terms, each rounded by 6·10⁻⁸: at random 6·10⁻⁷. `within` leaves
-    room for two more sums.
+    A number is a sum of at most 100 terms, each rounded by 6·10⁻⁸: at random 6·10⁻⁷. `within`
+    leaves room for two more sums.
     """
     exact = results(plain, *inputs, dtype=torch.float64)
     # A gradient that is exactly 0 has the rounding of the others.

@@ -1,4 +1,4 @@
-"""Large tensors in one region: no two overlap, holes join, forked processes work, and it stays small."""
+"""Large tensors in one region: none overlap, holes join, children work, and it stays small."""
 
 import torch
 from conftest import forked, keep_tensors_together
