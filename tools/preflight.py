@@ -4,7 +4,6 @@ Answered by the run's own code on a sample of the rows. What cannot work ends wi
 code 2. What works, but perhaps not as it was meant, is a line that begins with "warning".
 """
 
-import fileinput
 import re
 import tempfile
 from collections.abc import Callable
@@ -46,7 +45,7 @@ from engine.run import folder_of
 from engine.telemetry import peak_memory_gib
 from model import ModelConfig, SummedLoss, Translator, sizes_of
 from text.cleaning import REASONS, missing_splits
-from text.reading import CHINESE, ParallelText, default_path, find_text
+from text.reading import CHINESE, PAIRED, ParallelText, default_path, find_text
 
 ROWS = 500_000  # rows that are read and compared for duplicates
 SAMPLE = 5_000  # rows that are cleaned and tokenised, up to twice as many
@@ -146,20 +145,21 @@ def sample_of(text: ParallelText) -> tuple[Sample, int, float]:
 
 
 def rows_in(text: ParallelText, some: list[tuple[str, str]], read: int) -> int:
-    """The number of training rows: exact for parquet, else estimated from the size of the files."""
+    """The number of training rows: exact for parquet, else an estimate, at least `read`."""
     files = text.files["train"]
     if text.form == "parquet":
         import pyarrow.parquet
 
         return sum(pyarrow.parquet.read_metadata(file).num_rows for file in files)
-    size = sum(file.stat().st_size for file in files)
-    with files[0].open("rb") as file:
-        # JSON with a row on each line: column names and \u1234 escapes are a large part of it.
-        if text.form == "json" and re.match(rb'\s*\{(?!\s*("data"\s*:|\n))', file.read(4096)):
-            with fileinput.FileInput(files, mode="rb") as lines:
-                return round(read * size / sum(map(len, islice(lines, read))))
-    bytes_per_row = sum(len("".join(row).encode()) for row in some) / len(some) + 2
-    return round(size / bytes_per_row)
+    if text.form in ("arrow", "save_to_disk", "hub"):
+        bytes_per_row = sum(len("".join(row).encode()) for row in some) / len(some)
+        return max(read, round(sum(file.stat().st_size for file in files) / bytes_per_row))
+    lines = 0
+    for file in files:
+        with file.open("rb") as stream:
+            while block := stream.read(2**22):
+                lines += block.count(b"\n")
+    return max(read, lines // 2 if text.form in PAIRED else lines)
 
 
 def prepare_sample(config, sample: Sample, count: int, folder: Path) -> Prepared:
@@ -352,7 +352,8 @@ class Trial:
         if peak > limit:
             raise UserError(
                 f"a step of {budget:,} tokens in {parts} parts needs about {peak:.1f} GiB of "
-                f"memory, {limit:.1f} GiB are free; give fewer --tokens_per_batch or more --accumulate"
+                f"memory, {limit:.1f} GiB are free; "
+                "give fewer --tokens_per_batch or more --accumulate"
             )
         return parts, peak
 

@@ -38,12 +38,12 @@ ENGLISH = {
     "src_pad": "src_pad (B, S): which positions are padding",
     "tgt": "tgt_in and tgt_out (B, T): the same sentence shifted by one; each position predicts "
     "the word below it, padding has no loss",
-    "real": "  tgt_out holds only the N real tokens; real (N,) is their index among B·T positions: ",
-    "causal_mask": "causal_mask (T, T): rows predict, columns are the positions of tgt_in that they "
-    "see; later words are hidden",
+    "real": "  tgt_out holds only the N real tokens; real (N,) has their places in B·T: ",
+    "causal_mask": "causal_mask (T, T): rows predict, columns are the positions of tgt_in that "
+    "they see; later words are hidden",
     "combined": "What the model combines for pair B1",
     "encoder": "encoder self-attention (S, S) = src_pad, the same in each row",
-    "decoder": "decoder self-attention (T, T) = causal_mask, which also hides the padding at the end",
+    "decoder": "decoder self-attention (T, T) = causal_mask, which also hides the padding",
     "cross": "cross-attention (T, S) = src_pad; rows are tgt_in, columns are src",
 }
 

@@ -5,7 +5,6 @@ page.heading("Speed")
 page.table(["", "a run"], [["time", fact]])
 page.figures({"loss": figure})
 page.write()
-page.heading("Speed"); page.table(["", "a run"], [["time", fact]]); page.figures({"loss": figure}); page.write()
 
 A cell is a label (translated), a `Fact` (as it is, with the place it is from), or None (—).
 """

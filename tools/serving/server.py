@@ -48,7 +48,7 @@ class Query(BaseModel):
 
 
 class Hypothesis(BaseModel):
-    """A translation; its score is the log-probability divided by a length penalty, or None (greedy)."""
+    """A translation; its score is a log-probability over a length penalty, or None (greedy)."""
 
     text: str
     score: float | None = None

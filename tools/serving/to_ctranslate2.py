@@ -85,7 +85,7 @@ def fill(part, weights: dict[str, np.ndarray], name: str) -> None:
 
 
 def name_special(words: list[str], special: dict[str, int]) -> list[str]:
-    """A vocabulary in which the tokens of `special_ids` have the names that `convert` gives them."""
+    """A vocabulary in which the special tokens have the names that `convert` gives them."""
     words = list(words)
     words[special["pad"]] = "<pad>"
     words[special["bos"]] = "<s>"
