@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.config import flag, parse_flags
-from engine.errors import run_script
+from engine.errors import UserError, run_script
 
 
 @dataclass
@@ -104,9 +104,8 @@ def plan_scale(scale: Scale, config: Config, precision: str) -> tuple[TrainConfi
         sizes = sizes_of(settings)
         deepest = plan.most_layers(settings, sizes, scale.cards, config.memory_gib, narrow)
         settings.layers = max(deepest, settings.pipe)  # planned even if no depth fits
-    sizes = sizes_of(settings)
-    check_grid(settings, sizes, scale.cards)
-    return settings, plan.memory(settings, sizes, scale.cards, narrow).total / GIB
+    need = plan.memory(settings, sizes_of(settings), scale.cards, narrow)
+    return settings, need.total / GIB
 
 
 def flags_of(settings: TrainConfig) -> list[str]:
@@ -160,7 +159,14 @@ def main(config: Config) -> None:
     rows, outcomes = [], []
     for number, scale in enumerate(SCALES):
         settings, need_gib = plan_scale(scale, config, precision)
-        if scale.cards > cards:
+        try:
+            check_grid(settings, sizes_of(settings), scale.cards)
+            refusal = ""
+        except UserError as error:
+            refusal = str(error)
+        if refusal:  # a 2080 Ti has no bf16, and fp16 does not work in a pipeline
+            outcome = {"failed": refusal}
+        elif scale.cards > cards:
             outcome = {"planned": f"needs {scale.cards} cards"}
         elif need_gib > config.memory_gib:
             outcome = {"planned": f"does not fit in {config.memory_gib:.2f} GiB"}

@@ -620,6 +620,17 @@ def test_scales_are_trained_or_planned(tmp_path, monkeypatch):
     assert calls[2][1]["--accumulate"] == "1" and calls[2][1]["--schedule"] == "gpipe"
 
 
+def test_scales_on_a_card_without_bf16(tmp_path, monkeypatch):
+    """In fp16 the row of a pipeline is refused, and the table goes on."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(scales, "choose_precision", choose_fp16)
+    scales.main(scales.Config(cards=1, memory_gib=0.001))
+    lines = Path("runs/scales-mini-cpu/table.md").read_text(encoding="utf-8").splitlines()[2:]
+    refused_rows = ["does not work with --pipe" in line for line in lines]
+    assert refused_rows == [False, False, True, False, False]
+
+
 # ---- what the four processes do ------------------------------------------------------------------
 
 
