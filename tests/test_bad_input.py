@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 
 import pyarrow
@@ -81,23 +80,10 @@ class Hostile:
         return os.mkdir, ("hacked",)
 
 
-def hostile_optimizer():
-    """A pickle with code in a checkpoint whose checksums are right."""
-    torch.save({"state": Hostile()}, CHECKPOINT / "optimizer.pt")
-    recorded = json.loads((CHECKPOINT / "checksums.json").read_text())
-    recorded["optimizer.pt"] = sha256((CHECKPOINT / "optimizer.pt").read_bytes()).hexdigest()
-    (CHECKPOINT / "checksums.json").write_text(json.dumps(recorded, indent=2) + "\n")
-
-
 def flip_a_bit():
     content = bytearray((CHECKPOINT / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (CHECKPOINT / "model.safetensors").write_bytes(content)
-
-
-def change_the_data():
-    with open("pairs/train.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps({"zh": "一", "en": "one"}) + "\n")
 
 
 def run_of_another_script():
@@ -140,7 +126,6 @@ def not_hacked():
 
 # ---- (command, words of the error). The flags themselves: before any file is looked at.
 FLAGS = [
-    ("train --d_model -1", "--d_model -1 must be at least"),
     ("train --source_vocab 5", "--source_vocab 5 must be at least 300"),
     ("train --source zh --target zh", "--source and --target are both 'zh'"),
     ("evaluate --split dev", "--split dev is unknown"),
@@ -169,9 +154,6 @@ CASES = {
         ("bad: 5 pairs are too few to cut 1 % off for validation",),
         rows(*PAIRS[:5]),
     ),
-    "no such split": Case(
-        "evaluate --ckpt runs/good --split test --data bad", ("no test split",), rows(*PAIRS)
-    ),
     # Flags that do not go together, or not with this machine.
     "heads that do not divide": Case(
         "train --data pairs --nhead 5", ("--d_model 32", "a multiple of --nhead 5")
@@ -184,14 +166,8 @@ CASES = {
         ("--device cuda", "--device auto"),
         environment={"CUDA_VISIBLE_DEVICES": ""},
     ),
-    "half an environment": Case(
-        "train --data pairs", ("WORLD_SIZE", "missing", "torchrun"), environment={"RANK": "0"}
-    ),
     # Resuming.
     "resume of nothing": Case("resume --resume runs/none", ("--resume runs/none: no such run",)),
-    "resume with other data": Case(
-        "resume --data pairs", ("runs/good", "not what the run began with"), change_the_data
-    ),
     "resume with another model": Case("resume --d_model 64", ("--d_model 64", "32")),
     "resume from damage": Case(
         "resume", ("step-2 (checksum of model.safetensors differs)",), flip_a_bit
@@ -201,9 +177,6 @@ CASES = {
     ),
     "a run that exists": Case(
         "train --data pairs --run good", ("run runs/good exists", "--resume runs/good")
-    ),
-    "hostile optimizer": Case(
-        "resume", ("optimizer.pt", "would run code", "refused"), hostile_optimizer, not_hacked
     ),
     # What --ckpt names.
     "no runs": Case(
@@ -226,21 +199,11 @@ CASES = {
         ("runs/other", "is not inside a run of train.py"),
         run_of_another_script,
     ),
-    "a damaged model.json": Case(
-        "evaluate --ckpt runs/good",
-        ("runs/good: config.json or model.json is damaged",),
-        in_file("runs/good/model.json", "{}"),
-    ),
     # Tokenizers.
     "tokenizer without pad": Case(
         "train --data pairs --tokenizer half",
         ("half has no pad/bos token",),
         tokenizer_without_specials,
-    ),
-    "empty tokenizer": Case(
-        "train --data pairs --tokenizer empty",
-        ("empty: no tokenizer can be read",),
-        lambda: os.mkdir("empty"),
     ),
     # Places to write.
     "a run below a file": Case(
