@@ -4,6 +4,7 @@ load       which files, which rows                 text/reading.py; `datasets` w
 clean      drop what is no translation             text/cleaning.py
 tokenise   texts -> token ids                      text/subwords.py
 Dataset    ids in flat arrays on disk              TokenizedPairs
+cache      all this once, later runs read it       prepare, Prepared
 batches    pairs of similar length, padded         BucketSampler, Collate
 
     text = find_text("/opt/minidataset")               # load
@@ -70,205 +71,6 @@ SIDES = ("source", "target")
 # ------------------------------------------------------------------------ load, clean, tokenise
 
 
-@dataclass
-class Prepared:
-    """Everything that training needs of the data."""
-
-    folder: Path
-    source_tokenizer: object
-    target_tokenizer: object
-    train: "TokenizedPairs"
-    validation: "TokenizedPairs"
-    validation_rows: list[tuple[str, str]]  # raw texts, in the order of `validation`
-    summary: dict  # path, counts of dropped pairs, share of unknown tokens, cache key
-
-    def select_like_validation(self, log: Callable) -> None:
-        """Leave out of `train` what is unlike validation: pairs in other words, short targets.
-
-        A model learns from its data what to write about, and how much to leave out. With a small
-        validation split nothing is left out: the difference may be chance.
-        """
-        if len(self.validation) < TELLING_ROWS:
-            return
-        vocabularies = [len(self.source_tokenizer), len(self.target_tokenizer)]
-        rows = like_validation(self.train, self.validation, vocabularies)
-        self._keep(rows, "unlike validation", log)
-        rows = without_short_targets(self.train.lengths, self.validation.lengths)
-        self._keep(rows, "short target", log)
-
-    def _keep(self, rows: np.ndarray, reason: str, log: Callable) -> None:
-        """Keep these rows of `train`; log and count the others under a key of `REASONS`."""
-        total = len(self.train)
-        left_out = total - len(rows)
-        if left_out == 0:
-            return
-        log(f"data: {left_out:,} of {total:,} pairs are left out: {REASONS[reason]}")
-        self.summary["counts"][reason] = left_out
-        self.summary["counts"]["kept"] = len(rows)
-        self.train = self.train.only(rows)
-
-    def describe(self) -> dict:
-        """Facts about the data for JSON; `lengths` counts the sentences of 0, 1, 2, … tokens."""
-        tokens = {}
-        lengths = {}
-        for side in SIDES:
-            tokens[side] = int(self.train.lengths[side].sum())
-            lengths[side] = np.bincount(self.train.lengths[side]).tolist()
-        return {
-            "path": self.summary["path"],
-            "counts": self.summary["counts"],
-            "unknown": self.summary["unknown"],
-            "vocabulary": {
-                "source": len(self.source_tokenizer),
-                "target": len(self.target_tokenizer),
-            },
-            "validation_rows": len(self.validation_rows),
-            "tokens": tokens,
-            "lengths": lengths,
-        }
-
-
-def find_and_prepare(config, cache: Path, log: Callable) -> tuple[Path, str, str]:
-    """Prepare the data that the flags of train.py name.
-
-    Returns the folder for `load_prepared`, and the paths of data and tokenizer made absolute, so
-    that a resumed run finds them from any working directory.
-    """
-    data = config.data
-    if not data:
-        data = default_path()
-        log(f"data: no --data given, using {data}")
-    if notice := sample_notice(data):
-        log(f"data: {notice}")
-    if config.tokenizer and max(config.source_vocab, config.target_vocab) > 0:
-        log("note: --source_vocab and --target_vocab have no effect with --tokenizer")
-    data = absolute_path(data)
-    tokenizer = config.tokenizer
-    if tokenizer and Path(tokenizer).is_dir():
-        tokenizer = str(Path(tokenizer).absolute())
-
-    text = find_text(data, config.source, config.target)
-    for split, files in text.files.items():
-        names = short(", ".join(file.name for file in files))
-        log(f"data: {split} is {names}")
-    prepared = prepare(
-        text,
-        cache,
-        source_vocab=config.source_vocab,
-        target_vocab=config.target_vocab,
-        tokenizer=tokenizer,
-        max_length=config.max_length,
-        log=log,
-    )
-    return prepared.folder, data, tokenizer
-
-
-def prepare(
-    text: ParallelText,
-    cache: Path,
-    *,
-    source_vocab: int = 0,
-    target_vocab: int = 0,
-    tokenizer: str = "",
-    max_length: int = 512,
-    log: Callable = print,
-) -> Prepared:
-    """Clean and tokenise `text`, or read what an earlier call with the same input left in `cache`.
-
-    The cache key is a hash of the files' content and of every setting that changes the ids.
-    Raises `UserError` if no pair is left or the cache cannot be written.
-    """
-    settings = (source_vocab, target_vocab, tokenizer, max_length)
-    key = cache_key(text, *settings)
-    folder = cache / key
-    try:
-        prepared = prepared_earlier(folder, log)
-        if prepared:
-            log(f"data: {text.path} ({text.form}), tokenised earlier in {folder}")
-            return prepared
-        with lock_folder(folder, log):
-            # Another process may have made it while we waited for the lock.
-            if not folder.exists():
-                languages = f"{text.source}→{text.target}"
-                log(f"data: {text.path} ({text.form}), {languages}; tokenising into {folder}")
-                # `building` gets its name `folder` when it is complete.
-                with new_folder(folder) as building:
-                    summary = clean_and_tokenise(text, building, *settings, log)
-                    summary["key"] = key
-                    content = json.dumps(summary, ensure_ascii=False, indent=1)
-                    (building / "summary.json").write_text(content, encoding="utf-8")
-    except PermissionError as error:
-        # The cache may belong to another user.
-        raise UserError(
-            f"cannot write to {cache}: {error.strerror}; choose another --run PATH/NAME"
-        ) from None
-    return load_prepared(folder)
-
-
-def prepared_earlier(folder: Path, log: Callable) -> Prepared | None:
-    """What is in the cache folder; None if there is nothing, or if it was damaged and deleted."""
-    if not folder.exists():
-        return None
-    try:
-        return load_prepared(folder)
-    except (OSError, EOFError, ValueError, LookupError, UserError) as damage:
-        log(f"data: {folder} is damaged and made again: {short(damage)}")
-        shutil.rmtree(folder)
-        return None
-
-
-def load_prepared(folder: Path) -> Prepared:
-    """What `prepare` left in `folder`. The errors of a damaged folder are left to the caller."""
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    lines = (folder / "validation.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [tuple(json.loads(line)) for line in lines]
-    validation = TokenizedPairs(folder / "validation")
-    if len(rows) != len(validation):
-        raise ValueError(f"validation.jsonl has {len(rows)} rows, not {len(validation)}")
-    return Prepared(
-        folder,
-        source_tokenizer=load_tokenizer(str(folder / "tokenizer" / "source")),
-        target_tokenizer=load_tokenizer(str(folder / "tokenizer" / "target")),
-        train=TokenizedPairs(folder / "train"),
-        validation=validation,
-        validation_rows=rows,
-        summary=summary,
-    )
-
-
-def cache_key(
-    text: ParallelText, source_vocab: int, target_vocab: int, tokenizer: str, max_length: int
-) -> str:
-    """A hash of everything that the token ids depend on: 16 hexadecimal digits."""
-    settings = {
-        "format": FORMAT,
-        "data": text.fingerprint(),
-        "source_vocab": source_vocab,
-        "target_vocab": target_vocab,
-        "tokenizer": tokenizer_key(tokenizer),
-        "max_length": max_length,
-    }
-    content = json.dumps(settings, sort_keys=True).encode()
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
-
-
-def began_with(checkpoint: Path, config: dict, text: ParallelText) -> bool:
-    """Whether the run of this checkpoint was trained on exactly these files, wherever they lie."""
-    folder = checkpoint.parent if checkpoint.is_file() else checkpoint
-    try:
-        state = load_state(folder)
-        key = cache_key(
-            text,
-            config["source_vocab"],
-            config["target_vocab"],
-            config["tokenizer"],
-            config["max_length"],
-        )
-        return state["data_key"] == key
-    except (OSError, ValueError, KeyError):  # weights without the state of their run
-        return False
-
-
 def clean_and_tokenise(
     text: ParallelText,
     folder: Path,
@@ -278,7 +80,10 @@ def clean_and_tokenise(
     max_length: int,
     log: Callable,
 ) -> dict:
-    """The work of `prepare`: write tokenizers and token ids into `folder`. Returns a summary."""
+    """From files of text to tokenizers and token ids in `folder`. Returns a summary.
+
+    `prepare` calls it, once for the same data and settings.
+    """
     tokenizers = {}
     if tokenizer:
         # One for both sides. Loaded first: a wrong name is an error now, not after the cleaning.
@@ -529,6 +334,208 @@ class TokenizedPairs(Dataset):
     def __reduce__(self):
         # Pickled for a worker process: by name, so that the worker maps the files itself.
         return TokenizedPairs, (self.folder, self.rows)
+
+
+# ------------------------------------------------------------------------ the cache: tokenise once
+
+
+@dataclass
+class Prepared:
+    """Everything that training needs of the data."""
+
+    folder: Path
+    source_tokenizer: object
+    target_tokenizer: object
+    train: TokenizedPairs
+    validation: TokenizedPairs
+    validation_rows: list[tuple[str, str]]  # raw texts, in the order of `validation`
+    summary: dict  # path, counts of dropped pairs, share of unknown tokens, cache key
+
+    def select_like_validation(self, log: Callable) -> None:
+        """Leave out of `train` what is unlike validation: pairs in other words, short targets.
+
+        A model learns from its data what to write about, and how much to leave out. With a small
+        validation split nothing is left out: the difference may be chance.
+        """
+        if len(self.validation) < TELLING_ROWS:
+            return
+        vocabularies = [len(self.source_tokenizer), len(self.target_tokenizer)]
+        rows = like_validation(self.train, self.validation, vocabularies)
+        self._keep(rows, "unlike validation", log)
+        rows = without_short_targets(self.train.lengths, self.validation.lengths)
+        self._keep(rows, "short target", log)
+
+    def _keep(self, rows: np.ndarray, reason: str, log: Callable) -> None:
+        """Keep these rows of `train`; log and count the others under a key of `REASONS`."""
+        total = len(self.train)
+        left_out = total - len(rows)
+        if left_out == 0:
+            return
+        log(f"data: {left_out:,} of {total:,} pairs are left out: {REASONS[reason]}")
+        self.summary["counts"][reason] = left_out
+        self.summary["counts"]["kept"] = len(rows)
+        self.train = self.train.only(rows)
+
+    def describe(self) -> dict:
+        """Facts about the data for JSON; `lengths` counts the sentences of 0, 1, 2, … tokens."""
+        tokens = {}
+        lengths = {}
+        for side in SIDES:
+            tokens[side] = int(self.train.lengths[side].sum())
+            lengths[side] = np.bincount(self.train.lengths[side]).tolist()
+        return {
+            "path": self.summary["path"],
+            "counts": self.summary["counts"],
+            "unknown": self.summary["unknown"],
+            "vocabulary": {
+                "source": len(self.source_tokenizer),
+                "target": len(self.target_tokenizer),
+            },
+            "validation_rows": len(self.validation_rows),
+            "tokens": tokens,
+            "lengths": lengths,
+        }
+
+
+def find_and_prepare(config, cache: Path, log: Callable) -> tuple[Path, str, str]:
+    """Prepare the data that the flags of train.py name.
+
+    Returns the folder for `load_prepared`, and the paths of data and tokenizer made absolute, so
+    that a resumed run finds them from any working directory.
+    """
+    data = config.data
+    if not data:
+        data = default_path()
+        log(f"data: no --data given, using {data}")
+    if notice := sample_notice(data):
+        log(f"data: {notice}")
+    if config.tokenizer and max(config.source_vocab, config.target_vocab) > 0:
+        log("note: --source_vocab and --target_vocab have no effect with --tokenizer")
+    data = absolute_path(data)
+    tokenizer = config.tokenizer
+    if tokenizer and Path(tokenizer).is_dir():
+        tokenizer = str(Path(tokenizer).absolute())
+
+    text = find_text(data, config.source, config.target)
+    for split, files in text.files.items():
+        names = short(", ".join(file.name for file in files))
+        log(f"data: {split} is {names}")
+    prepared = prepare(
+        text,
+        cache,
+        source_vocab=config.source_vocab,
+        target_vocab=config.target_vocab,
+        tokenizer=tokenizer,
+        max_length=config.max_length,
+        log=log,
+    )
+    return prepared.folder, data, tokenizer
+
+
+def prepare(
+    text: ParallelText,
+    cache: Path,
+    *,
+    source_vocab: int = 0,
+    target_vocab: int = 0,
+    tokenizer: str = "",
+    max_length: int = 512,
+    log: Callable = print,
+) -> Prepared:
+    """Clean and tokenise `text`, or read what an earlier call with the same input left in `cache`.
+
+    The cache key is a hash of the files' content and of every setting that changes the ids.
+    Raises `UserError` if no pair is left or the cache cannot be written.
+    """
+    settings = (source_vocab, target_vocab, tokenizer, max_length)
+    key = cache_key(text, *settings)
+    folder = cache / key
+    try:
+        prepared = prepared_earlier(folder, log)
+        if prepared:
+            log(f"data: {text.path} ({text.form}), tokenised earlier in {folder}")
+            return prepared
+        with lock_folder(folder, log):
+            # Another process may have made it while we waited for the lock.
+            if not folder.exists():
+                languages = f"{text.source}→{text.target}"
+                log(f"data: {text.path} ({text.form}), {languages}; tokenising into {folder}")
+                # `building` gets its name `folder` when it is complete.
+                with new_folder(folder) as building:
+                    summary = clean_and_tokenise(text, building, *settings, log)
+                    summary["key"] = key
+                    content = json.dumps(summary, ensure_ascii=False, indent=1)
+                    (building / "summary.json").write_text(content, encoding="utf-8")
+    except PermissionError as error:
+        # The cache may belong to another user.
+        raise UserError(
+            f"cannot write to {cache}: {error.strerror}; choose another --run PATH/NAME"
+        ) from None
+    return load_prepared(folder)
+
+
+def prepared_earlier(folder: Path, log: Callable) -> Prepared | None:
+    """What is in the cache folder; None if there is nothing, or if it was damaged and deleted."""
+    if not folder.exists():
+        return None
+    try:
+        return load_prepared(folder)
+    except (OSError, EOFError, ValueError, LookupError, UserError) as damage:
+        log(f"data: {folder} is damaged and made again: {short(damage)}")
+        shutil.rmtree(folder)
+        return None
+
+
+def load_prepared(folder: Path) -> Prepared:
+    """What `prepare` left in `folder`. The errors of a damaged folder are left to the caller."""
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    lines = (folder / "validation.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [tuple(json.loads(line)) for line in lines]
+    validation = TokenizedPairs(folder / "validation")
+    if len(rows) != len(validation):
+        raise ValueError(f"validation.jsonl has {len(rows)} rows, not {len(validation)}")
+    return Prepared(
+        folder,
+        source_tokenizer=load_tokenizer(str(folder / "tokenizer" / "source")),
+        target_tokenizer=load_tokenizer(str(folder / "tokenizer" / "target")),
+        train=TokenizedPairs(folder / "train"),
+        validation=validation,
+        validation_rows=rows,
+        summary=summary,
+    )
+
+
+def cache_key(
+    text: ParallelText, source_vocab: int, target_vocab: int, tokenizer: str, max_length: int
+) -> str:
+    """A hash of everything that the token ids depend on: 16 hexadecimal digits."""
+    settings = {
+        "format": FORMAT,
+        "data": text.fingerprint(),
+        "source_vocab": source_vocab,
+        "target_vocab": target_vocab,
+        "tokenizer": tokenizer_key(tokenizer),
+        "max_length": max_length,
+    }
+    content = json.dumps(settings, sort_keys=True).encode()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def began_with(checkpoint: Path, config: dict, text: ParallelText) -> bool:
+    """Whether the run of this checkpoint was trained on exactly these files, wherever they lie."""
+    folder = checkpoint.parent if checkpoint.is_file() else checkpoint
+    try:
+        state = load_state(folder)
+        key = cache_key(
+            text,
+            config["source_vocab"],
+            config["target_vocab"],
+            config["tokenizer"],
+            config["max_length"],
+        )
+        return state["data_key"] == key
+    except (OSError, ValueError, KeyError):  # weights without the state of their run
+        return False
 
 
 # ------------------------------------------------------------------------ batches
