@@ -206,8 +206,8 @@ def beam_search(
     """The K = `beam` best hypotheses of each sentence, best first.
 
     Returns ids (B, K, T), padded with eos, and scores (B, K): log-probability divided by
-    ((5 + length) / 6) ** length_penalty (Wu et al. 2016), the end token counted; -inf where there
-    are fewer than K.
+    length ** length_penalty, the end token counted; -inf where there are fewer than K. With a
+    penalty of 1 that is the mean per token, whatever the length (Koehn and Knowles 2017).
 
     A hypothesis that ends while among the K best is finished. A sentence is done when K have
     finished and none that goes on scores better than the best of them: weak hypotheses that end
@@ -241,7 +241,7 @@ def beam_search(
         ends = tokens == eos
         at_limit = limits[sentences] == position + 1
         stops = (ends | at_limit[:, None]) & ~done[:, None]
-        penalty = ((5 + position + 1) / 6) ** length_penalty
+        penalty = (position + 1) ** length_penalty
         stopped_scores = (totals / penalty).masked_fill(~stops, -math.inf)
         pool = torch.cat([F.pad(finished, (0, 1), value=eos), candidates[:, :beam]], 1)
         pool_scores = torch.cat([finished_scores, stopped_scores[:, :beam]], 1)
@@ -341,7 +341,7 @@ def search(
     *,
     beam: int = 1,
     nbest: int = 0,
-    length_penalty: float = 1.5,
+    length_penalty: float = 1.0,
     batches: list[list[int]] | None = None,
     decoder=None,
     progress: Callable = iter,
@@ -448,7 +448,7 @@ def translate_lines(
     *,
     beam: int = 1,
     nbest: int = 0,
-    length_penalty: float = 1.5,
+    length_penalty: float = 1.0,
     world: World | None = None,
     decoder=None,
     progress: Callable = iter,

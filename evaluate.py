@@ -57,7 +57,7 @@ class Config:
 
     beam: int = flag(1, "beam size; 1: greedy search, which is graded", "How", min=1, max=1000)
     length_penalty: float = flag(
-        1.5, "beam search: a larger value makes longer outputs", "How", min=0, max=10
+        1.0, "beam search: a larger value makes longer outputs", "How", min=0, max=10
     )
     teacher_forced: bool = flag(
         False, "also print the teacher-forced accuracy, which is NOT a BLEU", "How"

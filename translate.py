@@ -30,7 +30,7 @@ class Config:
     ckpt: str = flag("", "run, checkpoint folder or weights file; default: newest run", "Options")
     beam: int = flag(1, "beam size; 1: greedy", "Options", min=1, max=1000)
     length_penalty: float = flag(
-        1.5, "beam search: a larger value makes longer outputs", "Options", min=0, max=10
+        1.0, "beam search: a larger value makes longer outputs", "Options", min=0, max=10
     )
     precision: str = flag("auto", "(auto|fp32|bf16|fp16|int8); int8: faster on a CPU", "Options")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Options")

@@ -397,4 +397,4 @@ def test_int8_from_the_command_line(toy_run, evaluate):
     assert "rounded to 8 bits" in output and "greedy, int8" in output
     assert read_score(toy_run / "runs/toy", "test-greedy-int8")["nltk"] > 75
     evaluate(toy_run, precision="int8", beam=4)
-    assert read_score(toy_run / "runs/toy", "test-beam4-lp1.5-int8")["nltk"] > 75
+    assert read_score(toy_run / "runs/toy", "test-beam4-lp1-int8")["nltk"] > 75
