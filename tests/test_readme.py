@@ -24,8 +24,6 @@ PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(f"{folder}/*.md"
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES if page.name != "CHANGELOG.md"]
 # Chinese pages that are a summary of the English one.
 ABRIDGED = {
-    "labs/attention_op/README.md",
-    "labs/collectives/README.md",
     "labs/pipeline/README.md",
 }
 PAIRS = [name for name in NAMES if (ROOT / name.replace(".md", ".zh-CN.md")).exists()]

@@ -1,13 +1,15 @@
 """Attention as a `torch.autograd.Function`, twice: weights kept, and weights recomputed.
 
-B rows, H heads, S queries, T keys, D width of queries and keys, W width of values. B and H are left
-out of the formulas: Q (S, D), K (T, D), V (T, W), bias M (S, T) with -inf where a query may not look.
+B rows, H heads, S queries, T keys, D width of queries and keys, W width of values. The formulas
+leave out B and H: Q (S, D), K (T, D), V (T, W), bias M (S, T) with -inf where a query may not look.
 
 Forward (Vaswani et al. 2017, section 3.2.1), s = 1/√D:
 
     A = s Q Kᵀ + M                     scores (S, T)
     P = softmax(A)                     weights, each row sums to 1
-    O = (P ∘ Z) V                      output (S, W); dropout Z: 0 with probability p, else 1/(1 − p)
+    O = (P ∘ Z) V                      output (S, W)
+
+with the dropout factors Z: 0 with probability p, else 1/(1 − p).
 
 Backward: ∂X stands for ∂L/∂X, which has the shape of X. ∂O is given. A product Y = X C has the
 gradients ∂X = ∂Y Cᵀ and ∂C = Xᵀ ∂Y, so
@@ -38,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-SCORES_AT_ONCE = 2**22  # of RecomputedAttention: 16 MiB in fp32
+SCORES_AT_ONCE = 2**20  # of RecomputedAttention: 4 MiB in fp32
 
 
 class Attention(torch.autograd.Function):
@@ -84,7 +86,7 @@ class Attention(torch.autograd.Function):
 
 
 class RecomputedAttention(torch.autograd.Function):
-    """Keeps two numbers per query; computes the weights again in the backward pass, block by block."""
+    """Keeps two numbers per query; computes the weights again in the backward pass, by blocks."""
 
     @staticmethod
     def forward(
@@ -98,7 +100,7 @@ class RecomputedAttention(torch.autograd.Function):
         seed: int,
         scale: float,
     ) -> Tensor:
-        """As `Attention.forward`, but the causal mask and the dropout factors are made per block."""
+        """As `Attention.forward`, but the causal mask and dropout factors are made per block."""
         generator = torch.Generator(q.device).manual_seed(seed) if dropout else None
         out = q.new_empty(*q.shape[:3], v.size(-1))
         peaks = q.new_empty(*q.shape[:3], 1)
@@ -143,7 +145,7 @@ class RecomputedAttention(torch.autograd.Function):
 
 
 def blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """(B, H, S, D), (B, H, T, D) → slices of queries, each with a slice of the keys they may see."""
+    """(B, H, S, D), (B, H, T, D) → slices of queries, each with that of the keys they may see."""
     batch, heads, queries, _ = q.shape
     keys = k.size(2)
     step = max(1, SCORES_AT_ONCE // max(1, batch * heads * keys))

@@ -51,7 +51,7 @@ def compare(ours: Callable, theirs: Callable, inputs: list[Tensor]) -> tuple[flo
 def reference_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` with our masks: True = ignore, and `causal` beside a mask."""
+    """`F.scaled_dot_product_attention` with our masks: True = ignore, `causal` beside a mask."""
     ignored = torch.zeros(*q.shape[:3], k.size(2), dtype=torch.bool, device=q.device)
     if mask is not None:
         ignored = ignored | mask

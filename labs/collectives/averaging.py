@@ -1,5 +1,7 @@
 """Two lessons: means over ranks, and the rows that each rank gets. N ranks, B rows, D features."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -100,22 +102,17 @@ def lesson_mean() -> None:
     columns = "loss of each rank|norm|norm on one process|relative error"
     print_table("gradient under DDP", columns, rows)
     print_text(
-        "own mean: rows of a short share weigh more. mean of means: autograd does not see all_reduce,\n"
-        "so the gradient is that of the own mean, divided by N once too often."
+        "own mean: rows of a short share weigh more. mean of means: autograd does not see\n"
+        "all_reduce, so the gradient is that of the own mean, divided by N once too often."
     )
 
 
 # ---------------------------------------------------------------- sampler
 
 
-def padded_rows(rows: int, rank: int, world_size: int) -> list[int]:
+def sampled_rows(rows: int, rank: int, world_size: int, drop_last: bool = False) -> list[int]:
     """The rows that DistributedSampler gives to `rank`, unshuffled."""
-    return list(DistributedSampler(range(rows), world_size, rank, shuffle=False))
-
-
-def truncated_rows(rows: int, rank: int, world_size: int) -> list[int]:
-    """The same with drop_last."""
-    sampler = DistributedSampler(range(rows), world_size, rank, shuffle=False, drop_last=True)
+    sampler = DistributedSampler(range(rows), world_size, rank, shuffle=False, drop_last=drop_last)
     return list(sampler)
 
 
@@ -125,8 +122,8 @@ def strided_rows(rows: int, rank: int, world_size: int) -> list[int]:
 
 
 SPLITS = {
-    "DistributedSampler": padded_rows,
-    "… with drop_last=True": truncated_rows,
+    "DistributedSampler": sampled_rows,
+    "… with drop_last=True": partial(sampled_rows, drop_last=True),
     "range(rank, rows, N)": strided_rows,
 }
 

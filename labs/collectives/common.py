@@ -15,7 +15,7 @@ from engine.errors import prepare_process
 
 @contextlib.contextmanager
 def processes(function: Callable, world_size: int, *arguments) -> Iterator[mp.ProcessContext]:
-    """Start `function(*arguments)` on `world_size` ranks of a gloo group; give torch's handle of them."""
+    """Start `function(*arguments)` on `world_size` ranks of a gloo group; give their handle."""
     # One process imports PyTorch, the others are forked from it.
     mp.set_forkserver_preload(["labs.collectives.lessons"])
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,7 @@
-"""Two lessons: every rank's tensor on one rank, and on every rank. N ranks, L elements on one rank."""
+"""Two lessons: every rank's tensor on one rank, and on every rank.
+
+N ranks, L elements of one rank.
+"""
 
 import os
 
@@ -10,7 +13,6 @@ from labs.collectives.common import (
     all_gather_object,
     print_table,
     print_text,
-    processes,
     try_collective,
 )
 
@@ -130,7 +132,7 @@ def all_gather_equal(x: torch.Tensor, group=None) -> list[torch.Tensor]:
 
 
 def all_gather_uneven(x: torch.Tensor) -> list[torch.Tensor]:
-    """Every rank's `x` (L, …) on every rank: gather the lengths, pad to the longest, gather, cut."""
+    """Every rank's `x` (L, …) on every rank: gather lengths, pad to the longest, gather, cut."""
     lengths = torch.cat(all_gather_equal(torch.tensor([len(x)]))).tolist()
     padded = x.new_zeros(max(lengths), *x.shape[1:])
     padded[: len(x)] = x
@@ -144,30 +146,10 @@ def all_gather_true_shapes(x: torch.Tensor, lengths: list[int], group) -> list[t
     return received
 
 
-def crash_in_all_gather() -> None:
-    """Gather unequal lengths as if they were equal, in a process of its own."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo's last words and a stack trace
-    x = torch.ones(dist.get_world_size() - dist.get_rank())
-    all_gather_equal(x)
-
-
-def exit_codes(world_size: int) -> list[int]:
-    """How the ranks of `crash_in_all_gather` end: 0, 1 for an error, -6 for SIGABRT."""
-    with processes(crash_in_all_gather, world_size) as context:
-        for process in context.processes:
-            process.join(timeout=60)
-            process.kill()
-            process.join()
-        return [process.exitcode for process in context.processes]
-
-
 def gather_with_gradient(x: torch.Tensor, how: str) -> torch.Tensor:
     """All ranks' `x` in a row, with more or less of a gradient."""
     if how == "all_gather_single":
-        # the name since PyTorch 2.13, and the one before
-        call = getattr(functional, "all_gather_single", None)
-        call = call or functional.all_gather_tensor_autograd
-        return call(x, gather_dim=0, group=dist.group.WORLD)
+        return functional.all_gather_single(x, gather_dim=0, group=dist.group.WORLD)
     received = all_gather_equal(x.detach())
     if how == "all_gather, own tensor put back":
         received[dist.get_rank()] = x
@@ -190,8 +172,9 @@ def lesson_all_gather() -> None:
     """all_gather: the tensors of all ranks on every rank.
 
     Rank r has N - r elements of value r + 1. No collective compares the shapes of different ranks:
-    gloo ends the process, refuses, or returns numbers that nobody sent. And no gradient passes
-    through all_gather.
+    gloo refuses, or returns numbers that nobody sent. Or it aborts the process, which no `try`
+    catches: so does the handout's all_gather into N tensors like the own one, which is not run
+    here. And no gradient passes through all_gather.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.full((size - rank,), rank + 1)
@@ -203,10 +186,6 @@ def lesson_all_gather() -> None:
         "right, but pickled: all_gather_object": lambda _: all_gather_object(x),
     }
     print_outcomes("unequal lengths", calls)
-    # No `try` catches gloo's abort(), so this one runs in other processes.
-    codes = exit_codes(size) if rank == 0 else None
-    dist.barrier()
-    print_text(f"wrong: all_gather into N tensors like one's own. Exit codes of the ranks: {codes}")
     ways = ("all_gather", "all_gather, own tensor put back", "all_gather_single")
     print_table(
         f"x.grad, rank r's loss being (r + 1) · Σ of all x; right: {sum(range(1, size + 1))}",
