@@ -21,11 +21,12 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -210,7 +211,7 @@ def tokenise_train(
                 "source": flatten(encode(tokenizers["source"], lines[0::2])),
                 "target": flatten(encode(tokenizers["target"], lines[1::2])),
             }
-            lengths = [encoded[side].lengths for side in SIDES]
+            lengths = (encoded["source"].lengths, encoded["target"].lengths)
             kept = worth_keeping(*lengths, max_length, counts)  # (pairs,) bool
             for side, rows in encoded.items():
                 kept_tokens = np.repeat(kept, rows.lengths)  # (tokens,) bool
@@ -344,8 +345,8 @@ class Prepared:
     """Everything that training needs of the data."""
 
     folder: Path
-    source_tokenizer: object
-    target_tokenizer: object
+    source_tokenizer: Any
+    target_tokenizer: Any
     train: TokenizedPairs
     validation: TokenizedPairs
     validation_rows: list[tuple[str, str]]  # raw texts, in the order of `validation`
@@ -590,9 +591,9 @@ class BucketSampler(Sampler[np.ndarray]):
         widths = np.sort(widths, kind="stable")
         self.bounds = cut_batches(widths, tokens_per_batch, self.parts)
         self.step = 0  # optimiser steps handed out; set it to continue from there
-        self._planned_epoch = None  # the epoch that the next two belong to
-        self._order = None  # (pairs,) its pairs in order of length
-        self._steps = None  # (steps,) its slices in random order
+        self._planned_epoch: int | None = None  # the epoch that the next two belong to
+        self._order: Any = None  # (pairs,) its pairs in order of length
+        self._steps: Any = None  # (steps,) its slices in random order
 
     @property
     def steps_per_epoch(self) -> int:
@@ -761,9 +762,7 @@ class Collate:
     pad_multiple: int = 1
     longest: int = 2**31
 
-    def __call__(
-        self, pairs: tuple[Rows, Rows] | list[tuple[Sequence[int], Sequence[int]]]
-    ) -> Batch:
+    def __call__(self, pairs: tuple[Rows, Rows] | Sequence[tuple[Sequence[int], ...]]) -> Batch:
         if isinstance(pairs, tuple):  # by TokenizedPairs.__getitems__
             source, target = pairs
         else:
@@ -816,8 +815,8 @@ class Collate:
         return min(multiples * self.pad_multiple, self.longest)
 
 
-def collate_for(prepared: Prepared, pad_multiple: int = 1, longest: int = 2**31) -> Collate:
-    """The `Collate` that knows the special ids of these tokenizers."""
+def collate_for(prepared: Any, pad_multiple: int = 1, longest: int = 2**31) -> Collate:
+    """The `Collate` that knows the special ids of these tokenizers, of a `Prepared` or `Trained`."""
     source_ids = special_ids(prepared.source_tokenizer)
     target_ids = special_ids(prepared.target_tokenizer)
     return Collate(source_ids, target_ids, pad_multiple, longest)
@@ -825,7 +824,7 @@ def collate_for(prepared: Prepared, pad_multiple: int = 1, longest: int = 2**31)
 
 def batches_of(
     pairs: Dataset, sampler: BucketSampler, collate: Collate, workers: int, device: torch.device
-) -> Iterator[Batch]:
+) -> Generator[Batch]:
     """The sampler's micro-batches on the device, without end. `close()` ends worker processes."""
     loader = DataLoader(
         pairs,
@@ -843,7 +842,7 @@ def batches_of(
     return batches
 
 
-def one_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+def one_ahead(batches: Iterator[Batch], device: torch.device) -> Generator[Batch]:
     """The batches; a thread makes each and sends it to the GPU while the one before is used."""
     # One thread: the DataLoader's iterator is not made for several.
     # Without set_device the thread would take GPU 0, on every rank.

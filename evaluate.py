@@ -96,7 +96,7 @@ def evaluate(config: Config) -> None:
         )
     seconds = time.perf_counter() - begun
 
-    if world.is_main:  # it has received the translations of all ranks
+    if translations is not None:  # rank 0 has received those of all ranks
         result = report(config, trained, scored, translations, seconds, log)
         # Number formats round differently, and scores differ a little between them.
         result["precision"] = "int8" if config.precision == "int8" else precision.name

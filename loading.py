@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -29,8 +30,8 @@ class Trained:
     """The weights, tokenizers and settings of one run."""
 
     model: Translator  # in evaluation mode, on the CPU
-    source_tokenizer: object  # of transformers
-    target_tokenizer: object
+    source_tokenizer: Any  # of transformers
+    target_tokenizer: Any
     config: dict  # the settings of the run
     run: Path
     name: str  # the checkpoint or the mean, for people

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from engine.errors import UserError
 
 # Sizes that --preset chooses; "lab", the handout's, is the default of the flags themselves.
-PRESETS = {
+PRESETS: dict[str, dict[str, float]] = {
     "lab": dict(),
     # Vaswani et al. 2017, table 3
     "base": dict(d_model=512, num_encoder_layers=6, num_decoder_layers=6, dim_feedforward=2048),

@@ -8,6 +8,7 @@ python report.py runs/A --compare               # the same for the evaluations o
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from engine.config import flag, parse_flags
 from engine.errors import run_script
@@ -17,6 +18,7 @@ from engine.errors import run_script
 class Config:
     """Every setting of a report."""
 
+    runs: ClassVar[list[str]]  # the words behind the flags
     out: str = flag("", "folder of the report; report/ in the (first) run", "Options")
     language: str = flag("zh", "language of the page (zh|en)", "Options")
     compare: bool = flag(

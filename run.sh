@@ -157,6 +157,7 @@ if [ "$verb" = test ]; then
     cd "$root"
     "$python" -m ruff check .
     "$python" -m ruff format --check .
+    "$python" -m mypy
     export PYTHONUTF8=1 # what tests read is UTF-8, whatever the terminal's encoding
     export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}" # every core is busy with a file of tests
     exec "$python" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"

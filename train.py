@@ -16,6 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -45,6 +46,7 @@ from validation import Validation
 class Config:
     """Every setting of a run; --resume keeps those that are `fixed`. Reasons: docs/training.md."""
 
+    given: ClassVar[set[str]]  # the names of the flags that the user set
     data: str = flag("", "directory, file or hub id; default: /opt/minidataset or sample/", "Data")
     source: str = flag("zh", "source language", "Data", fixed=True)
     target: str = flag("en", "target language", "Data", fixed=True)

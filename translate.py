@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import ClassVar
 
 from decoding import translate_lines
 from engine.config import checked, flag, parse_flags
@@ -27,6 +28,7 @@ from text.sentences import join, sentences
 class Config:
     """Every setting of a translation."""
 
+    text: ClassVar[list[str]]  # the words behind the flags
     ckpt: str = flag("", "run, checkpoint folder or weights file; default: newest run", "Options")
     beam: int = flag(1, "beam size; 1: greedy", "Options", min=1, max=1000)
     length_penalty: float = flag(

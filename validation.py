@@ -143,7 +143,8 @@ def attention_of(
     longest = min(widest, model.config.max_length - 1)  # and an end token
     # One token more than is used: it shows `in_words` that the text was cut.
     ids = [encode(tokenizer, [text], longest + 1)[0] for tokenizer, text in zip(tokenizers, texts)]
-    collate = Collate(*map(special_ids, tokenizers))
+    source_ids, target_ids = map(special_ids, tokenizers)
+    collate = Collate(source_ids, target_ids)
     batch = collate([tuple(side[:longest] for side in ids)]).to(model.output.weight.device)
     weights = cross_attention(model, batch.src, batch.src_pad, batch.tgt_in)[0]  # (T, S)
     return in_words(*texts, tokenizers, ids, weights.float().cpu().numpy())

@@ -54,7 +54,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         # For the line of `run_script`. A failed write, unlike open(), names no file, and libraries
         # in Rust raise no OSError. An OSError without errno (numpy's) would lose its message.
         if not getattr(error, "filename", None) and getattr(error, "errno", True):
-            error.filename = str(building)
+            error.filename = str(building)  # type: ignore[attr-defined]
         raise
     finally:
         shutil.rmtree(building, ignore_errors=True)

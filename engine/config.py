@@ -19,6 +19,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from engine.errors import UserError, prepare_process, stop
 
@@ -114,7 +115,7 @@ def _parser(fields) -> argparse.ArgumentParser:
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for field in fields:
         if field.type is bool:  # --check, --check true or --check=false
-            kind = dict(type=_boolean, nargs="?", const=True)
+            kind: dict[str, Any] = dict(type=_boolean, nargs="?", const=True)
         elif field.type is tuple:  # whole numbers: --gpu_devices 0 1 2
             kind = dict(type=int, nargs="+")
         elif field.type is str:  # the shell does not expand the ~ in --run=~/x

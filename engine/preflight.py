@@ -61,7 +61,9 @@ def measure_speed(step: Callable[[int], int], budget: int, seconds: float | None
 def describe_load() -> str:
     """A warning if other processes use the CPU, so that a measured time is too long; else ""."""
     load = os.getloadavg()[0]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     # This process itself has just been importing, which is up to a sixth of the last minute.
     if load < 0.2 + 0.25 * cores:
         return ""

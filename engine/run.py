@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -51,6 +52,17 @@ class Run(contextlib.AbstractContextManager):
     log         prints a line and appends it to train.log
     at_end      an ExitStack that is closed when the run ends
     """
+
+    config: Any
+    folder: Path
+    state: dict[str, Any] | None
+    cache: Path
+    log: Log
+    at_end: contextlib.ExitStack
+    world: World
+    started: float
+    checkpoint: Path | None
+    best_step: int | None
 
     @classmethod
     def start(cls, config, kind: str, world: World) -> "Run":

@@ -91,7 +91,7 @@ class Telemetry:
 
         def write() -> None:
             now = time.time()
-            record = {"step": step, "time": now}
+            record: dict[str, float | None] = {"step": step, "time": now}
             for tag, value in values.items():
                 value = float(value)
                 # Not add_scalars: it makes a folder for every curve, which purge_step cannot reach.
@@ -118,7 +118,7 @@ class Telemetry:
             return
         from torch.utils.tensorboard.summary import hparams
 
-        results = {tag: value for tag, value in results.items() if value is not None}
+        known = {tag: value for tag, value in results.items() if value is not None}
         chosen = set(getattr(config, "given", ()))
         for setting in fields(config):
             if getattr(config, setting.name) != setting.default:
@@ -127,11 +127,11 @@ class Telemetry:
 
         def write() -> None:
             # Not SummaryWriter.add_hparams: it makes a second run folder for these records.
-            for summary in hparams(settings, results):
+            for summary in hparams(settings, known):
                 self.writer.file_writer.add_summary(summary)
 
         self._try(write)
-        self.scalars(self.last_step, results)
+        self.scalars(self.last_step, known)
 
     def close(self) -> None:
         """Close both files. Afterwards every method returns at once."""

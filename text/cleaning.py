@@ -28,7 +28,7 @@ LONGEST_TOKEN = 16  # characters; our own tokenizers learn no longer token
 # spelled; lone surrogates (broken UTF-16) become the replacement character.
 _VANISH = [0x00AD, 0x200B, 0x200E, 0x200F, 0x2060, 0xFEFF]
 _VANISH += [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]
-_CLEANED = {code: " " for code in [*range(0x20), *range(0x7F, 0xA0)]}
+_CLEANED: dict[int, str | None] = {code: " " for code in [*range(0x20), *range(0x7F, 0xA0)]}
 _CLEANED.update({code: None for code in _VANISH})
 _CLEANED.update({code: "\ufffd" for code in range(0xD800, 0xE000)})
 _CLEANED[0x2581] = "_"  # ▁, which tokenizers write for a space: it would come back as one

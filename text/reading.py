@@ -233,7 +233,7 @@ def split_files(files: list[Path], root: Path) -> dict[str, list[Path]]:
             print(f"no file's name contains train, so all are read as train: {names}")
     elif unnamed:
         print(f"not read, for no train, validation or test is in their names: {names}")
-    return {split: files for split, files in splits.items() if files}
+    return {split: files for split, files in splits.items() if split and files}
 
 
 def split_of(name: str) -> str | None:

@@ -47,6 +47,7 @@ def sentences(line: str) -> list[str]:
     has_word = False
     while at < len(line):
         unit = _UNIT.match(line, at)
+        assert unit  # its last alternative matches any character
         at = unit.end()
         has_word = has_word or bool(_WORD.search(unit[0]))
         end = end_at(line, first, unit) if has_word else 0

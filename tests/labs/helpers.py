@@ -23,7 +23,7 @@ def handout_commands(page: Path) -> list[tuple[str, list[str]]]:
     """(module, flags) of the commands in the table that a lab's page sets beside its handout."""
     text = page.read_text(encoding="utf-8")
     table = text.split("## The handout, line by line")[1].split("\n## ")[0]
-    commands = re.findall(r"`(?:python|torchrun .*) -m (?:-- )?(labs\.\S+)(.*?)`", table)
+    commands = re.findall(r"`(?:python|torchrun .*) -m (?:-- )?(labs\.[\w.]+)(.*?)`", table)
     return [(module, flags.split()) for module, flags in commands]
 
 
