@@ -34,6 +34,9 @@ class Config:
     length_penalty: float = flag(
         1.0, "beam search: a larger value makes longer outputs", "Options", min=0, max=10
     )
+    nbest: int = flag(
+        0, "print the N best of each whole line: number ||| text ||| score", "Options", min=0
+    )
     precision: str = flag("auto", "(auto|fp32|bf16|fp16|int8); int8: faster on a CPU", "Options")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Options")
     whole_lines: bool = flag(
@@ -50,6 +53,8 @@ class Config:
     )
 
     def __post_init__(self):
+        if self.nbest > self.beam:
+            raise UserError(f"--nbest {self.nbest} needs --beam {self.nbest} or larger")
         if self.quantization and self.export != "ctranslate2":
             raise UserError("--quantization is for --export ctranslate2")
 
@@ -57,7 +62,7 @@ class Config:
 def translate(config: Config) -> None:
     """Translate the arguments, the lines of standard input, or what is typed at a prompt.
 
-    Every line in gives one line out. Of several ranks rank 0 reads and prints, and all translate.
+    Every line in gives one line out, or N with --nbest N. Of several ranks rank 0 reads and prints, and all translate.
     Standard output receives translations alone; everything else goes to standard error.
     """
     if (config.export or config.serve) and distributed.several_asked():
@@ -73,10 +78,12 @@ def translate(config: Config) -> None:
         return serving.start(config, trained, precision, decoder)
 
     sys.stdout.reconfigure(encoding="utf-8")  # as the input is, whatever the locale
+    whole_lines = config.whole_lines or config.nbest > 0  # a line has one score
+    lines_done = 0
     groups = groups_of_lines(config.text)
     while lines := world.on_main(lambda: next(groups, None)):
         # The model has learned from single sentences, so a paragraph is cut into its sentences.
-        pieces = [[line] if config.whole_lines else sentences(line) for line in lines]
+        pieces = [[line] if whole_lines else sentences(line) for line in lines]
         with precision.autocast():
             translations = translate_lines(
                 trained.model,
@@ -85,13 +92,17 @@ def translate(config: Config) -> None:
                 [sentence for line in pieces for sentence in line],
                 beam=config.beam,
                 length_penalty=config.length_penalty,
+                nbest=config.nbest,
                 decoder=decoder,
                 world=world,
             )
         if world.is_main:
-            texts = iter(translations.texts)
-            for line in pieces:
-                print(join(islice(texts, len(line))))
+            if config.nbest:
+                print_nbest(translations.nbest, first=lines_done)
+            else:
+                texts = iter(translations.texts)
+                for line in pieces:
+                    print(join(islice(texts, len(line))))
             sys.stdout.flush()
             if translations.cut:
                 longest = trained.model.config.max_length
@@ -99,7 +110,15 @@ def translate(config: Config) -> None:
                     f"note: {translations.cut} sentences were cut to the model's limit of "
                     f"{longest} tokens"
                 )
+        lines_done += len(lines)
     world.stop()
+
+
+def print_nbest(nbest: list[list[tuple[str, float]]], first: int) -> None:
+    """Print number of the line from 0, text and score, best first, as Moses and Marian do."""
+    for number, hypotheses in enumerate(nbest, first):
+        for text, score in hypotheses:
+            print(f"{number} ||| {text} ||| {score:.4f}")
 
 
 if __name__ == "__main__":

@@ -141,6 +141,24 @@ def test_a_file_belongs_on_standard_input(called, tmp_path):
         called("三", str(tmp_path / "zh.txt"))
 
 
+@pytest.mark.parametrize("beam", [1, 3])
+def test_the_best_of_each_line_with_scores(called, reference, monkeypatch, beam):
+    monkeypatch.setattr("text.input.LINES_AT_ONCE", 2)
+    lines = ["一二。三", "", "四五"]  # the first has two sentences, but stays whole
+    out, _ = called(stdin="\n".join(lines).encode(), beam=beam, nbest=beam)
+    rows = [line.split(" ||| ") for line in out.splitlines()]
+    assert [row[0] for row in rows] == ["0"] * beam + ["1"] + ["2"] * beam
+    best = [next(text for number, text, _ in rows if number == str(row)) for row in range(3)]
+    assert best == reference(lines, beam=beam)
+    scores = [float(score) for number, _, score in rows if number == "2"]
+    assert scores == sorted(scores, reverse=True) and scores[0] < 0
+
+
+def test_more_hypotheses_than_beams_are_a_mistake():
+    with pytest.raises(UserError, match="--nbest 3 needs --beam 3 or larger"):
+        script.Config(beam=2, nbest=3)
+
+
 def test_a_flag_that_the_page_has_no_use_for():
     config = script.Config(serve=True)
     config.text, config.given = [], {"serve", "port", "length_penalty", "beam"}

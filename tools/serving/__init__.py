@@ -13,7 +13,7 @@ def start(config, trained, precision, decoder) -> None:
     """Do what translate.py's --export and --serve ask for, with the result of load_for_decoding."""
     if config.serve and (config.export or config.text):
         raise UserError("--serve takes neither a text nor --export; give one of them at a time")
-    unused = {"beam", "whole_lines"}  # the page asks for the beam, and splits lines itself
+    unused = {"beam", "nbest", "whole_lines"}  # the page asks for the beam, and splits lines itself
     if config.export:
         unused |= {"length_penalty", "precision"}
     if given := sorted(unused & getattr(config, "given", set())):
