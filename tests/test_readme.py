@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import re
 import shlex
 import signal
@@ -11,13 +12,14 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY_FLAGS, Forked, forked
+from conftest import ROOT, TINY_FLAGS, forked
 from torch.distributed.run import get_args_parser
 from torch.distributed.run import parse_args as torchrun_arguments
 
 import train
 from engine.config import parse_flags
 from engine.signals import SIGNALS
+from engine.telemetry import Meter
 
 FOLDERS = ("", "docs", "sample", "labs/*")
 PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(f"{folder}/*.md".lstrip("/")))
@@ -296,11 +298,20 @@ def test_the_example_in_python_runs_and_leaves_the_signals_as_they_were(place, m
     assert "nltk corpus_bleu" in capsys.readouterr().out
 
 
+def interrupt_after_a_step() -> None:
+    """In the process of a training: SIGTERM at the end of each step."""
+    end_step = Meter.end_step
+
+    def end_step_with_signal(meter: Meter) -> None:
+        end_step(meter)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    Meter.end_step = end_step_with_signal
+
+
 def test_training_without_flags(tmp_path):
-    """`python train.py` trains on the sample until Ctrl-C."""
-    script = Forked("train.py", cwd=tmp_path)
-    script.wait_for("step     20")
-    script.process.terminate()
-    script.wait()
-    assert "to resume: python train.py --resume runs/" in script.output
-    assert script.output.count("no --data given") == script.output.count("device: ") == 1
+    """`python train.py` trains on the sample until it is interrupted."""
+    output = forked("train.py", cwd=tmp_path, first=(interrupt_after_a_step,))
+    assert "stopped after step 1: interrupted" in output
+    assert "to resume: python train.py --resume runs/" in output
+    assert output.count("no --data given") == output.count("device: ") == 1
