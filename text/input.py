@@ -11,16 +11,17 @@ LINES_AT_ONCE = 2000  # of a file: enough to sort by length, few enough to see r
 
 
 def groups_of_lines(texts: list[str]) -> Iterator[list[str]]:
-    """What to translate, as much at once as is there."""
+    """What to translate, in groups of lines that are available together."""
     if texts:
-        if any(
-            text != text.encode(errors="ignore").decode() for text in texts
-        ):  # surrogates stand for other bytes
-            raise UserError(
-                "the text is not UTF-8; set the terminal to UTF-8, or convert the text with iconv"
-            )
-        if name := next(filter(os.path.isfile, texts), None):
-            raise UserError(f"{name} is a file; give its lines on standard input: < {name}")
+        for text in texts:
+            # Python reads bytes that are not UTF-8 as surrogates, which cannot be encoded.
+            if text != text.encode(errors="ignore").decode():
+                raise UserError(
+                    "the text is not UTF-8; set the terminal to UTF-8, or convert the text with "
+                    "iconv"
+                )
+            if os.path.isfile(text):
+                raise UserError(f"{text} is a file; give its lines on standard input: < {text}")
         yield texts
     elif sys.stdin.isatty():
         print("Ctrl-D ends the program", file=sys.stderr)
@@ -40,11 +41,11 @@ def groups_of_lines(texts: list[str]) -> Iterator[list[str]]:
 
 def prompt() -> str | None:
     """A line typed at the terminal; None at its end."""
+    # If the output goes to a file, it holds translations alone.
+    sign = "> " if sys.stdout.isatty() else ""
     while True:
         try:
-            line = input(
-                "> " if sys.stdout.isatty() else ""
-            ).strip()  # in a file there are translations alone
+            line = input(sign).strip()
             line.encode()  # in some locales other bytes come as surrogates
             return line
         except EOFError:

@@ -1,4 +1,7 @@
-"""Plain text files: their lines, their split, where a WikiText article begins. Shared by the language-model labs."""
+"""Plain text files: their lines, their split, where a WikiText article begins.
+
+Shared by the language-model labs.
+"""
 
 import re
 from pathlib import Path
@@ -18,7 +21,10 @@ def read_lines(file: Path) -> list[str]:
     Hugging Face offers WikiText as parquet only. A row there is a line, or a text of several.
     """
     if file.suffix == ".parquet":
-        return [line for row in read_column(file) for line in (row or "").splitlines() or [""]]
+        lines = []
+        for row in read_column(file):
+            lines += (row or "").splitlines() or [""]  # an empty row is an empty line
+        return lines
     try:
         return file.read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
@@ -47,8 +53,9 @@ def read_column(file: Path) -> list[str]:
 
 
 def split_of(file: Path) -> str:
-    """The split that a file name tells: wiki.train.tokens → "train"; "" if it tells none."""
-    words = {re.sub("(set|data)$", "", word) for word in re.split("[^a-z]+", file.name.lower())}
+    """The split that a file name tells: wiki.train.tokens -> "train"; "" if it tells none."""
+    words = re.split("[^a-z]+", file.name.lower())
+    words = {re.sub("(set|data)$", "", word) for word in words}  # testset, traindata
     for split, names in KEYWORDS.items():
         if words & set(names):
             return split
