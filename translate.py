@@ -62,8 +62,9 @@ class Config:
 def translate(config: Config) -> None:
     """Translate the arguments, the lines of standard input, or what is typed at a prompt.
 
-    Every line in gives one line out, or N with --nbest N. Of several ranks rank 0 reads and prints, and all translate.
-    Standard output receives translations alone; everything else goes to standard error.
+    Every line in gives one line out, or N with --nbest N. Of several ranks rank 0 reads and prints,
+    and all translate. Standard output receives translations alone; everything else goes to standard
+    error.
     """
     if (config.export or config.serve) and distributed.several_asked():
         raise UserError(

@@ -118,7 +118,7 @@ def card_of(scored: Scored, texts: list[str]) -> tuple[dict, str]:
     """The figures and the printed lines of these translations."""
     lines = []
     trained = SimpleNamespace(name="x")
-    figures = report(Config(), trained, scored, Translations(texts, 9, 3, 0), 1.0, lines.append)
+    figures = report(Config(), trained, scored, Translations(texts, [], 9, 3, 0), 1.0, lines.append)
     return figures, "\n".join(lines)
 
 
@@ -380,7 +380,7 @@ def test_the_search_is_the_one_that_the_flags_name(tiny_run, evaluate, monkeypat
 
     def translate(*arguments, beam, length_penalty, **_):
         asked.append((arguments[-1], beam, length_penalty))
-        return Translations(["one"] * 4, 8, 0, 0)
+        return Translations(["one"] * 4, [], 8, 0, 0)
 
     monkeypatch.setattr(script, "translate_lines", translate)
     output = evaluate(tmp_path, ckpt=tiny_run, limit=4, beam=2, length_penalty=0.3)

@@ -58,7 +58,7 @@ def test_bleu_takes_the_raw_references_and_their_case(checked, monkeypatch):
     rows = [("一二", "The cat sat on the Mat in the Sun today"), ("三四", "He likes green tea")]
     texts = ["The cat sat upon the Mat in Sun", "He likes Tea"]
     checked.prepared.validation_rows[:] = rows
-    monkeypatch.setattr(Validation, "translate", lambda *_: Translations(texts, 9, 0, 0))
+    monkeypatch.setattr(Validation, "translate", lambda *_: Translations(texts, [], 9, 0, 0))
     checked(7)
     references = [target for _, target in rows]
     bleu = checked.written["valid/bleu"]
