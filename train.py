@@ -44,12 +44,17 @@ from validation import Validation
 
 @dataclass
 class Config:
-    """Every setting of a run; --resume keeps those that are `fixed`. Reasons: docs/training.md."""
+    """Every setting of a run. Why the defaults are what they are: docs/training.md.
+
+    --resume refuses to change those that are `fixed` and keeps the others unless they are given.
+    Choices in a help text, such as (lab|base|big), are checked. A run whose config.json lacks a
+    setting cannot be resumed: after adding one here, start a new run.
+    """
 
     given: ClassVar[set[str]]  # the names of the flags that the user set
     data: str = flag("", "directory, file or hub id; default: /opt/minidataset or sample/", "Data")
-    source: str = flag("zh", "source language", "Data", fixed=True)
-    target: str = flag("en", "target language", "Data", fixed=True)
+    source: str = flag("zh", "source language, as columns or files name it", "Data", fixed=True)
+    target: str = flag("en", "target language, as columns or files name it", "Data", fixed=True)
     tokenizer: str = flag("", "pretrained tokenizer for both sides; default: train two", "Data")
     source_vocab: int = flag(
         0, "source vocabulary; 0: 16000, less for little text", "Data", min=0, fixed=True
@@ -140,7 +145,7 @@ class State:
     data_key: str  # names the token ids that the run is trained on
     step: int = 0
     minutes: float = 0.0  # of training, over all sessions
-    validated: int = 0  # step of the last validation
+    last_validation: int = 0  # its step
     best_loss: float | None = None  # of all validations; its BLEU beside it
     best_bleu: float | None = None
     bad_validations: int = 0  # since the best one
@@ -180,7 +185,7 @@ def train(config: Config) -> Path:
             config.optimizer, model, model.transformer, config.lr, precision.dtype
         )
 
-        # -------- a resumed run continues with its weights, moments and place in the data
+        # -------- a resumed run continues with its weights, its moments and its step
         if saved := run.restore(model, optimizer, precision):
             state = State(**saved)
 
@@ -196,7 +201,7 @@ def train(config: Config) -> Path:
                 loss_of, precision, prepared.train, sampler.heaviest_steps(), collate, world
             )
             sampler = sampler_for(config, prepared, world)
-        sampler.step = state.step
+        sampler.step = state.step  # the place in the data: batches depend on the step alone
         target_tokens = sampler.target_tokens(state.step)  # of each step, on all ranks
         batches = batches_of(prepared.train, sampler, collate, config.workers, world.device)
         run.at_end.callback(batches.close)  # ends the DataLoader's processes
@@ -209,8 +214,9 @@ def train(config: Config) -> Path:
         log(str(model))
         log(f"model: {sum(weight.numel() for weight in weights):,} parameters")
         log(
-            f"steps: {config.tokens_per_batch:,} tokens per step in {sampler.parts} part(s), "
-            f"{steps_per_epoch:,} steps per epoch, {total_steps:,} steps in total"
+            f"steps: {config.tokens_per_batch:,} tokens per step in {sampler.parts} micro-batch(es), "
+            f"{steps_per_epoch:,} steps per epoch, {warmup:,} steps of warm-up, "
+            f"{total_steps:,} steps in total"
             + (f" or {config.max_minutes:g} minutes" if config.max_minutes else "")
         )
 
@@ -218,7 +224,7 @@ def train(config: Config) -> Path:
         validation = Validation(
             model, prepared, collate, run, precision, config.tokens_per_batch // sampler.parts
         )
-        if world.is_main and not run.state:
+        if world.is_main and not run.saved_state:
             save_description(run.folder, sizes, prepared)
         run.begin()
 
@@ -239,7 +245,8 @@ def train(config: Config) -> Path:
             minutes = (time.perf_counter() - begun) / 60
             interrupted, state.minutes = world.maximum(run.interrupted(), minutes)
             progress = schedule.progress(state.step, total_steps, state.minutes, config.max_minutes)
-            due = state.step > state.validated and (progress >= 1 or state.step % eval_every == 0)
+            at_end_of_period = progress >= 1 or state.step % eval_every == 0
+            due = at_end_of_period and state.step > state.last_validation
             improved = False
             if due and not interrupted:
                 loss, bleu = validation(state.step)
@@ -247,7 +254,7 @@ def train(config: Config) -> Path:
                 improved = math.isfinite(loss) and (
                     state.best_loss is None or loss < state.best_loss
                 )
-                state.validated = state.step
+                state.last_validation = state.step
                 state.bad_validations += 1
                 if improved:
                     state.best_loss = loss
@@ -264,7 +271,7 @@ def train(config: Config) -> Path:
             if interrupted or progress >= 1 or stopped_early:
                 break
 
-            # Rate, dropout and random numbers depend on the step alone: a resumed run repeats them.
+            # Dropout and random numbers depend on the step alone, the rate on progress too.
             step = state.step + 1
             learning_rate = schedule.learning_rate(config.lr, step, progress, warmup)
             for group in optimizer.param_groups:
@@ -353,7 +360,7 @@ def load_data(config: Config, run: Run) -> Prepared:
     prepared = load_prepared(folder)
     if config.select:
         prepared.select_like_validation(run.log)
-    if run.state and run.state["data_key"] != prepared.summary["key"]:
+    if run.saved_state and run.saved_state["data_key"] != prepared.summary["key"]:
         raise UserError(
             f"--resume {run.folder}: {config.data} or the tokenizer is not what the run began with; "
             "restore it, or start a new run"

@@ -47,7 +47,7 @@ class Run(contextlib.AbstractContextManager):
 
     config      the settings; of a resumed run those it began with, changed by flags that may change
     folder      runs/NAME
-    state       what was saved with the last checkpoint; None if there is none
+    saved_state what was saved with the last checkpoint; None if there is none
     cache       a folder that all runs beside this one share
     log         prints a line and appends it to train.log
     at_end      an ExitStack that is closed when the run ends
@@ -77,8 +77,8 @@ class Run(contextlib.AbstractContextManager):
         run.started = time.perf_counter()
         run.config = checked(saved_settings(config))
         run.folder, run.checkpoint = world.on_main(lambda: run.open_folder(kind))
-        run.state = checkpoint.load_state(run.checkpoint) if run.checkpoint else None
-        run.best_step = run.state["best_step"] if run.state else None
+        run.saved_state = checkpoint.load_state(run.checkpoint) if run.checkpoint else None
+        run.best_step = run.saved_state["best_step"] if run.saved_state else None
         run.cache = Path(os.path.abspath(run.folder)).parent / ".cache"
         run.log = Log(run.folder)
         processes = f", {world.size} processes" if world.size > 1 else ""
@@ -123,11 +123,13 @@ class Run(contextlib.AbstractContextManager):
                     if name != "step":
                         values[name] = distribute_like(value, weights[number])
             optimizer.load_state_dict(moments)
-        if precision and self.state.get("scaler"):  # empty if the run was not in fp16 until now
-            precision.scaler.load_state_dict(self.state["scaler"])
-        self.log(f"resumed after step {self.state['step']:,} from {self.checkpoint}")
+        if precision and self.saved_state.get(
+            "scaler"
+        ):  # empty if the run was not in fp16 until now
+            precision.scaler.load_state_dict(self.saved_state["scaler"])
+        self.log(f"resumed after step {self.saved_state['step']:,} from {self.checkpoint}")
         own = {"scaler", "best_step"}  # what `save` adds
-        return {name: value for name, value in self.state.items() if name not in own}
+        return {name: value for name, value in self.saved_state.items() if name not in own}
 
     def begin(self, gpu_seconds: float = 5.0) -> None:
         """Everything is ready: write the settings, open the curves, catch signals.
@@ -137,12 +139,13 @@ class Run(contextlib.AbstractContextManager):
         if self.world.is_main:
             self.write_settings()
             self.write_environment()
-        resume_step = validated = None
+        resume_step = None
+        last_validation = None
         if self.config.resume:
-            resume_step = self.state["step"] if self.state else 0
-        if self.state:
-            validated = self.state.get("validated")
-        self.telemetry = Telemetry(self.folder, resume_step, validated)
+            resume_step = self.saved_state["step"] if self.saved_state else 0
+        if self.saved_state:
+            last_validation = self.saved_state.get("last_validation")
+        self.telemetry = Telemetry(self.folder, resume_step, last_validation)
         self.at_end.callback(self.telemetry.close)
         self.process = ProcessMeter()
         self.gpu = None

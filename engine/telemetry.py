@@ -55,10 +55,12 @@ class Telemetry:
     If the curves cannot be written (a full disk), training continues without them, after one note.
     """
 
-    def __init__(self, run: Path, resume_step: int | None = None, validated: int | None = None):
+    def __init__(
+        self, run: Path, resume_step: int | None = None, last_validation: int | None = None
+    ):
         """`resume_step`: the step of the checkpoint from which the run resumes; later records go.
 
-        `validated`: the step of the checkpoint's last validation, by default `resume_step`. Later
+        `last_validation`: the step of the checkpoint's last validation, by default `resume_step`. Later
         validations are repeated, so their records go too.
         """
         self.writer = None  # stays None on the other ranks: every method returns at once
@@ -69,9 +71,9 @@ class Telemetry:
         self.last_step = resume_step or 0
         last_record = {}
         if resume_step is not None:
-            if validated is None:
-                validated = resume_step
-            last_record = keep_records(run / "metrics.jsonl", resume_step, validated)
+            if last_validation is None:
+                last_validation = resume_step
+            last_record = keep_records(run / "metrics.jsonl", resume_step, last_validation)
         is_finished = any(tag.startswith("result/") for tag in last_record)
         self.result_step = resume_step if is_finished else None
         # TensorBoard hides what was written at `purge_step` and later. It does so only from the
@@ -159,10 +161,10 @@ def shown_as(tag: str) -> str:
     return f"1 first/{FIRST.index(tag):02} {tag.replace('/', ' ')}"
 
 
-def keep_records(path: Path, last_step: int, validated: int) -> dict:
+def keep_records(path: Path, last_step: int, last_validation: int) -> dict:
     """Drop later records, and the last line if a kill cut it short; return the last record kept.
 
-    A run that was killed between a validation and its checkpoint validates again: `validated` is
+    A run that was killed between a validation and its checkpoint validates again: `last_validation` is
     the step of the last validation whose record stays.
     """
     if not path.exists():
@@ -175,7 +177,7 @@ def keep_records(path: Path, last_step: int, validated: int) -> dict:
             continue
         try:
             record = json.loads(line)
-            end = validated if "valid/loss" in record else last_step
+            end = last_validation if "valid/loss" in record else last_step
             is_kept = record["step"] <= end and record["time"] > 0
         except (ValueError, TypeError, KeyError):
             continue

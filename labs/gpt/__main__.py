@@ -118,7 +118,7 @@ class State:
 
     step: int = 0
     minutes: float = 0.0  # of all sessions
-    validated: int = 0  # step of the last validation
+    last_validation: int = 0  # step of the last validation
     validation_loss: float | None = None
 
 
@@ -199,16 +199,16 @@ def train(config: Config) -> Path | None:
         # -------- a resumed run continues with its weights, moments and place in the data
         state = State()
         if checkpoint:
-            run.state = checkpoints.load_state(checkpoint)
-            if run.state["data_key"] != data.key:
+            run.saved_state = checkpoints.load_state(checkpoint)
+            if run.saved_state["data_key"] != data.key:
                 raise UserError(
                     f"--resume {run.folder}: --data {config.data} is not the data that this run "
                     "was started with; put it back"
                 )
             checkpoints.restore(checkpoint, layout, optimizer)
-            state = State(**{name: run.state[name] for name in asdict(state)})
-            if run.state["scaler"]:  # empty if the run was not in fp16
-                precision.scaler.load_state_dict(run.state["scaler"])
+            state = State(**{name: run.saved_state[name] for name in asdict(state)})
+            if run.saved_state["scaler"]:  # empty if the run was not in fp16
+                precision.scaler.load_state_dict(run.saved_state["scaler"])
             log(f"resumed after step {state.step:,} from {checkpoint}")
 
         # -------- how long; then the folder becomes a run
@@ -217,7 +217,7 @@ def train(config: Config) -> Path | None:
         eval_every = config.eval_every or min(500, max(50, steps_per_epoch))
         warmup = schedule.warmup_steps(WARMUP, total_steps)
         done = schedule.progress(state.step, total_steps, state.minutes, config.max_minutes)
-        if checkpoint and done >= 1 and state.validated == state.step:
+        if checkpoint and done >= 1 and state.last_validation == state.step:
             raise UserError(
                 f"--resume {run.folder}: this run is finished; to continue, increase --epochs, "
                 "--max_steps or --max_minutes"
@@ -243,9 +243,9 @@ def train(config: Config) -> Path | None:
             interrupted, state.minutes = world.maximum(run.interrupted(), minutes)
             progress = schedule.progress(state.step, total_steps, state.minutes, config.max_minutes)
             due = state.step % eval_every == 0 or progress >= 1
-            if due and state.step > state.validated and not interrupted:
+            if due and state.step > state.last_validation and not interrupted:
                 state.validation_loss = validate(layout, data)
-                state.validated = state.step
+                state.last_validation = state.step
                 perplexity = math.exp(min(state.validation_loss, 50))
                 values = {"loss": state.validation_loss, "perplexity": perplexity}
                 run.scalars(state.step, {f"validation/{k}": v for k, v in values.items()})

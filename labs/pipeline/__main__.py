@@ -168,7 +168,7 @@ def train(config: Config) -> Path:
         config, log = run.config, run.log
 
         # -------- model: every rank builds the whole model on the CPU and keeps its own stages
-        state = State(run.state["step"] if run.state else 0)
+        state = State(run.saved_state["step"] if run.saved_state else 0)
         torch.manual_seed(config.seed)
         model = LanguageModel(vocabulary, config.length, config)
         run.restore(model)

@@ -168,7 +168,7 @@ class State:
     """What a checkpoint keeps, beside the weights, the optimizer's moments and the sampler."""
 
     step: int = 0
-    validated: int = 0  # step of the last validation
+    last_validation: int = 0  # step of the last validation
     best_loss: float | None = None
 
 
@@ -235,13 +235,13 @@ def train(config: Config) -> Path:
             # Between two steps: is an epoch over? Validate and save. Is the run asked to stop?
             interrupted = run.stop_asked()
             epoch, number = divmod(state.step, steps_per_epoch)
-            epoch_over = state.step > state.validated and number == 0
+            epoch_over = state.step > state.last_validation and number == 0
             improved = False
             if epoch_over and not interrupted:
                 sampler.end_epoch(world, epoch - 1)
                 scores, _ = score(model, text, "validation", config, world)
                 improved = state.best_loss is None or scores["loss"] < state.best_loss
-                state.validated = state.step
+                state.last_validation = state.step
                 if improved:
                     state.best_loss = scores["loss"]
                 curves = {f"validation/{name}": value for name, value in scores.items()}

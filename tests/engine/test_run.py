@@ -161,7 +161,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again():
     with start(run="a") as run:
         run.begin()
     with start(resume="runs/a") as run:
-        assert run.restore(torch.nn.Linear(3, 1)) is run.state is None
+        assert run.restore(torch.nn.Linear(3, 1)) is run.saved_state is None
 
 
 # ---------------------------------------------------------------- the folder
