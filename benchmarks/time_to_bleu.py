@@ -45,8 +45,8 @@ from tools.reporting.reading import read_run
 from validation import BLEU_ROWS
 
 GOALS = (1, 2, 3, 5)  # BLEU
-# The peers' learning rate rises to 0.001 in 1,000 steps, then falls as 1/√step. Their dropout is 0.1;
-# fairseq's own 0.3 is for many passes over little data.
+# The peers' learning rate rises to 0.001 in 1,000 steps, then falls as 1/√step. Their dropout is
+# 0.1; fairseq's own 0.3 is for many passes over little data.
 RATE = "1e-3 1000"
 MARIAN = "marian-lr-1e-3"
 PEERS = {

@@ -1,4 +1,4 @@
-"""The optimiser: AdamW, or Muon for the Transformer's matrices and AdamW for the rest."""
+"""The optimizer: AdamW, or Muon for the Transformer's matrices and AdamW for the rest."""
 
 import math
 from collections import defaultdict
@@ -16,7 +16,7 @@ MOMENTUM = 0.95  # Jordan et al. 2024
 def make_optimizer(
     name: str, model: nn.Module, inside: nn.Module, lr: float, dtype: torch.dtype
 ) -> torch.optim.AdamW:
-    """The optimiser `name`: "adamw" or "muon".
+    """The optimizer `name`: "adamw" or "muon".
 
     Muon moves the matrices of `inside`, which is `model` without its embeddings and output layer;
     its matrix products are computed in `dtype`.
@@ -34,7 +34,7 @@ def make_optimizer(
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for `matrices`, AdamW for `others`, in one optimiser with one learning rate.
+    """Muon for `matrices`, AdamW for `others`, in one optimizer with one learning rate.
 
     Muon (Jordan et al. 2024) moves a matrix by its momentum, a running mean of its gradients, made
     orthogonal: the update is equally long in all directions, also in those that AdamW hardly moves.

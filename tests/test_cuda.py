@@ -1,4 +1,4 @@
-"""CUDA code on a machine without a GPU, with fake tensors (tests/cuda/), and graphs of the compiler.
+"""CUDA code on a machine without a GPU, with fake tensors (tests/cuda/); graphs of the compiler.
 
 docs/cuda.md says what this cannot show.
 """

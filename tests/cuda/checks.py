@@ -231,7 +231,7 @@ def pipeline() -> None:
 
 
 def gpt() -> None:
-    """A step and a validation in two micro-batches. The loop waits for each step to time it; that is not in here."""
+    """A step and a validation in two micro-batches, without the loop, which times every step."""
     from labs.gpt.__main__ import Config
     from labs.gpt.parallel import Layout, make_optimizer
     from labs.gpt.sizes import Sizes
