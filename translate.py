@@ -53,7 +53,8 @@ class Config:
     )
 
     def __post_init__(self):
-        if self.nbest > self.beam:
+        # A --beam below 1 has an error of its own.
+        if self.nbest > max(self.beam, 0):
             raise UserError(f"--nbest {self.nbest} needs --beam {self.nbest} or larger")
         if self.quantization and self.export != "ctranslate2":
             raise UserError("--quantization is for --export ctranslate2")
