@@ -3,6 +3,7 @@
 N ranks, B rows of a global batch, D features.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,35 @@ def flat_weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
+def train(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[tuple[torch.Tensor, torch.Tensor]],
+    loss_of: Callable,
+    distributed: bool,
+) -> tuple[list[float], torch.Tensor]:
+    """A step for each batch x (B, D), y (B); returns the mean losses and the weights.
+
+    Distributed: under DDP, each rank on its rows of the batch. Otherwise all rows in this process.
+    `loss_of(outputs, y)` is a sum over rows.
+    """
+    model = DistributedDataParallel(module) if distributed else module
+    rank, size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+    losses = []
+    for x, y in batches:
+        loss = loss_of(model(x[rank::size]), y[rank::size]) / len(x)
+        # DDP averages the gradients of the ranks, whose shares may differ: so multiply by N.
+        (loss * size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+        loss = loss.detach()
+        if distributed:
+            dist.all_reduce(loss)
+        losses.append(loss.item())
+    return losses, flat_weights(module)
+
+
 # ---------------------------------------------------------------- scaling
 
 
@@ -51,30 +81,15 @@ def scaled_learning_rate(
 def train_linear(
     features: int, batch: int, learning_rate: float, steps: int, distributed: bool
 ) -> tuple[list[float], torch.Tensor]:
-    """SGD on least squares without noise; returns the loss of every batch and the weights.
-
-    Distributed: under DDP, each rank on its rows of the global batch. Otherwise all rows here.
-    """
+    """SGD on least squares without noise; returns the loss of every batch and the weights."""
     module = linear(features)
-    model = DistributedDataParallel(module) if distributed else module
-    rank, size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
-    optimizer = torch.optim.SGD(module.parameters(), learning_rate)
-    losses = []
-    for step in range(1, steps + 1):
-        x, y = synthetic(batch, features, seed=step)
-        x, y = x[rank::size], y[rank::size]
-
-        loss = 0.5 * ((model(x).squeeze(1) - y) ** 2).mean()
-        # All ranks have the same number of rows: DDP's average is the gradient of the global mean.
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-        loss = loss.detach()
-        if distributed:
-            dist.all_reduce(loss)
-        losses.append(loss.item() / size)
-    return losses, flat_weights(module)
+    return train(
+        module,
+        torch.optim.SGD(module.parameters(), learning_rate),
+        [synthetic(batch, features, seed=step) for step in range(1, steps + 1)],
+        lambda out, y: 0.5 * ((out.squeeze(1) - y) ** 2).sum(),
+        distributed,
+    )
 
 
 def scaling_settings(world_size: int) -> tuple[int, list[tuple[str, int, float, int]]]:
@@ -138,26 +153,13 @@ def train_classifier(steps: int, distributed: bool) -> tuple[list[float], torch.
     """A small network, SGD with momentum, 61 rows per step; returns the losses and the weights."""
     torch.manual_seed(5)
     module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
-    model = DistributedDataParallel(module) if distributed else module
-    rank, size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.2, momentum=0.9)
-    losses = []
+    batches = []
     for step in range(1, steps + 1):
         x = torch.randn(61, 8, generator=torch.Generator().manual_seed(step))
-        y = x[:, :3].argmax(dim=1)
-
-        logits = model(x[rank::size])
-        loss = nn.functional.cross_entropy(logits, y[rank::size], reduction="sum") / len(x)
-        # DDP divides by N, and the shares of 61 rows differ: so sum, and multiply by N.
-        (loss * size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-        loss = loss.detach()
-        if distributed:
-            dist.all_reduce(loss)
-        losses.append(loss.item())
-    return losses, flat_weights(module)
+        batches.append((x, x[:, :3].argmax(dim=1)))
+    loss_of = nn.CrossEntropyLoss(reduction="sum")
+    return train(module, optimizer, batches, loss_of, distributed)
 
 
 def lesson_ddp() -> None:
