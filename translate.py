@@ -116,7 +116,7 @@ def translate(config: Config) -> None:
     world.stop()
 
 
-def print_nbest(nbest: list[list[tuple[str, float]]], first: int) -> None:
+def print_nbest(nbest: list, first: int) -> None:
     """Print number of the line from 0, text and score, best first, as Moses and Marian do."""
     for number, hypotheses in enumerate(nbest, first):
         for text, score in hypotheses:

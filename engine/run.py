@@ -55,7 +55,7 @@ class Run(contextlib.AbstractContextManager):
 
     config: Any
     folder: Path
-    state: dict[str, Any] | None
+    saved_state: dict[str, Any] | None
     cache: Path
     log: Log
     at_end: contextlib.ExitStack
