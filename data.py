@@ -1,6 +1,6 @@
 """The data of the lab, from files of text to batches of token ids. Read it from top to bottom.
 
-load       which files, which rows                 text/reading.py; `datasets` where it can
+load       which files, which rows                 text/reading.py, text/formats.py, `datasets`
 clean      drop what is no translation             text/cleaning.py
 tokenise   texts -> token ids                      text/subwords.py
 Dataset    ids in flat arrays on disk              TokenizedPairs
@@ -556,7 +556,8 @@ class BucketSampler(Sampler[np.ndarray]):
     `tokens_per_batch` bounds the padded tokens of either side in one optimiser step, over all ranks
     and micro-batches. The pairs of a step are dealt to `world_size` · `accumulate` micro-batches;
     this rank's come out one after another. Every epoch holds every pair once, in an order drawn
-    from (seed, epoch). The batches depend on the step alone, so a resumed run sets `step`.
+    from (seed, epoch). With the same data, seed and sizes the batches depend on the step alone, so
+    a resumed run sets `step`.
     """
 
     def __init__(
@@ -727,7 +728,7 @@ class Batch:
         return self.src, self.src_pad, self.tgt_in, self.real, self.tgt_out
 
     @property
-    def places(self) -> int:
+    def padded_tokens(self) -> int:
         """Tokens of both sides with their padding: B · (S + T)."""
         return self.src.numel() + self.tgt_in.numel()
 
@@ -793,8 +794,9 @@ class Collate:
     def pad_sources(self, sources: Rows | list[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Source ids -> (src, src_pad), each (B, S); eos is added to each row.
 
-        The one place where a padding mask is made. It follows PyTorch: bool, True = padding, which
-        attention ignores. (The `attention_mask` of Hugging Face is the opposite: 1 = keep.)
+        The one place where a padding mask is made; decoding.py and fast/ derive theirs from it. It
+        follows PyTorch: bool, True = padding, which attention ignores. (The `attention_mask` of
+        Hugging Face is the opposite: 1 = keep.)
         """
         if not isinstance(sources, Rows):
             sources = flatten(sources)

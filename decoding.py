@@ -53,7 +53,8 @@ class Cache:
     source_values: list[Tensor]
     # (B, 1, 1, S), True = look here: the opposite of the masks of nn.Transformer
     source_mask: Tensor
-    # Greedy search drops finished rows once they are this share: to move the others takes time.
+    # Greedy search drops finished rows once they are this share; not earlier, because copying the
+    # others costs time.
     drop_at: ClassVar[float] = 0.25
 
     def next_tokens(self, tokens: Tensor, position: int) -> Tensor:
@@ -89,14 +90,23 @@ class Cache:
         self.own_values = [values.index_select(0, rows.flatten()) for values in self.own_values]
         if len(sentences) < len(self.source_mask):
             self.source_keys = [keys.index_select(0, sentences) for keys in self.source_keys]
-            self.source_values = [keys.index_select(0, sentences) for keys in self.source_values]
+            self.source_values = [
+                values.index_select(0, sentences) for values in self.source_values
+            ]
             self.source_mask = self.source_mask.index_select(0, sentences)
 
 
 def start(model: Translator, src: Tensor, src_pad: Tensor) -> Cache:
     """Encode (B, S) sources; → a cache with one row for each."""
     memory = model.encode(src, src_pad)  # (B, S, D)
-    cache = Cache(model, [], [], [], [], ~src_pad[:, None, None, :])
+    cache = Cache(
+        model,
+        own_keys=[],
+        own_values=[],
+        source_keys=[],
+        source_values=[],
+        source_mask=~src_pad[:, None, None, :],
+    )
     for layer in model.transformer.decoder.layers:
         keys, values = project(layer.multihead_attn, memory, "kv")
         cache.source_keys.append(keys)
@@ -327,7 +337,10 @@ def plan_batches(
 def plan_for(
     model: Translator, lengths: list[int], beam: int = 1, ranks: int = 1
 ) -> list[list[int]]:
-    """Batches for the model's device, of all ranks: on a CPU every thread decodes some of its own."""
+    """Batches for the model's device, of all ranks:
+
+    On a CPU every thread decodes some of its own.
+    """
     if next(model.parameters()).device.type == "cpu":
         workers = ranks * torch.get_num_threads()
         return plan_batches(lengths, max(1, ROWS_PER_BATCH // beam), workers)
@@ -348,8 +361,8 @@ def search(
 ) -> list[list[Hypothesis]]:
     """Translate token ids, without begin and end: the best hypotheses of each source, best first.
 
-    An empty source has one empty hypothesis. `beam` 1 is greedy search, and there is one hypothesis,
-    unless `nbest` asks for that many (up to `beam`) with their scores.
+    An empty source has one empty hypothesis. `beam` 1 is greedy search, and there is one
+    hypothesis, unless `nbest` asks for that many (up to `beam`) with their scores.
     `batches`: which sources to translate, all by default; others get an empty hypothesis.
     `decoder`: `fast.decoder(model)`, to take the place of `start`.
     `progress` wraps the batches, as tqdm does.

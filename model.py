@@ -86,10 +86,11 @@ def sizes_of(config, source_vocab: int, target_vocab: int) -> ModelConfig:
 class Translator(nn.Module):
     """Source and target token ids → logits over the target vocabulary.
 
-    Where is padding masked? Masks are boolean, and True means "do not look at this position".
+    Where is padding masked? Masks are boolean, and True means "do not look at this position", as in
+    nn.Transformer. (decoding.py calls another function of PyTorch, whose True means "look".)
 
-    - Source padding: `src_pad` (B, S), made in data.py, masks it twice: in the encoder's
-      self-attention and in the decoder's attention to the memory. Whoever forgets the second one
+    - Source padding: `src_pad` (B, S), made in data.py, is used in two attentions: the encoder's
+      self-attention and the decoder's attention to the memory. Whoever forgets the second one
       lets translations depend on how long the other sentences of the batch are.
     - Future target tokens: `causal_mask` (T, T), in the decoder's self-attention. Position t sees
       the positions 0 … t, so that all T predictions can be trained in one pass.

@@ -287,7 +287,7 @@ def train(config: Config) -> Path:
             for micro_batch in range(1, config.accumulate + 1):
                 with meter.waiting():
                     batch = next(batches)
-                meter.add(batch.source_tokens, batch.target_tokens, batch.places)
+                meter.add(batch.source_tokens, batch.target_tokens, batch.padded_tokens)
                 # DDP averages the gradients over the ranks, in the last backward pass only.
                 is_last = micro_batch == config.accumulate
                 with world.accumulate_gradients(runner, is_last):

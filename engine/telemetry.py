@@ -340,11 +340,11 @@ class Meter:
         self.last_time = None  # seconds; None before the end of the first step
         self.step = Counter()  # sums over the micro-batches of the current step
 
-    def add(self, source_tokens: int, target_tokens: int, places: int) -> None:
-        """Count one micro-batch: its tokens, and the `places` of both sides, padding included."""
+    def add(self, source_tokens: int, target_tokens: int, padded_tokens: int) -> None:
+        """Count one micro-batch: real tokens, and those of both sides together with padding."""
         self.step["source"] += source_tokens
         self.step["target"] += target_tokens
-        self.step["places"] += places
+        self.step["padded"] += padded_tokens
 
     @contextmanager
     def waiting(self):
@@ -379,7 +379,7 @@ class Meter:
         figures = {
             "speed/tokens_per_second": ranks * tokens / seconds,
             "speed/target_tokens_per_second": ranks * total["target"] / seconds,
-            "data/padding_share": 1 - tokens / max(total["places"], 1),
+            "data/padding_share": 1 - tokens / max(total["padded"], 1),
             "data/wait_share": total["waiting"] / seconds,
         }
         if self.flops_of and self.peak_flops:

@@ -32,16 +32,21 @@ PAIRED = ("moses", "sgm")  # two files belong together
 
 def read_pairs(form: str, files: list[Path], source: str, target: str) -> Pairs:
     """The pairs of a file, or of two that belong together. Raises `UserError`."""
-    readers = {"parquet": read_columns, "json": read_json, "csv": read_csv, "tsv": read_tsv}
+    # A new form is added here, and in text/reading.py to FORMS and ORDER.
+    readers = {
+        "parquet": read_columns,
+        "arrow": read_columns,  # also folders of save_to_disk, and the hub's cache
+        "json": read_json,
+        "csv": read_csv,
+        "tsv": read_tsv,
+    }
     try:
         if form == "moses":
             yield from together(read_lines(files[0]), read_lines(files[1]), *files)
         elif form == "sgm":
             yield from together(read_segments(files[0]), read_segments(files[1]), *files)
         else:
-            # save_to_disk and the hub's cache are arrow files, read as parquet is.
-            reader = readers.get(form, read_columns)
-            yield from reader(files[0], source, target)
+            yield from readers[form](files[0], source, target)
     except UnicodeDecodeError as error:
         raise not_utf8(files) from error
 

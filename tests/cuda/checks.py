@@ -172,11 +172,11 @@ def step_of(loss_of, parameters: list, precision: Precision, *inputs) -> torch.T
     return second
 
 
-def lenet(variant: str) -> None:
+def lenet() -> None:
     from labs.lenet.model import LeNet5
 
     with CUDA:
-        model = LeNet5(variant)
+        model = LeNet5()
         images, labels = torch.zeros(8, 1, 28, 28), torch.zeros(8, dtype=torch.long)
     loss_of = lambda: (torch.nn.functional.cross_entropy(model(images), labels), None)  # noqa: E731
     step_of(loss_of, list(model.parameters()), Precision(CUDA, "fp32", ""))
@@ -196,7 +196,6 @@ def wikitext(pad: str, stage: str) -> None:
         positions="learned",
         segment=8,
         sampling="dynamic",
-        sharpness=1.0,
         resample_every=1,
         epochs=10,
         seed=5,
@@ -277,7 +276,7 @@ CHECKS = {
     "operator attention python": partial(own_attention, "python"),
     "operator attention recompute": partial(own_attention, "recompute"),
     "operator gelu": own_gelu,
-    "train lenet": partial(lenet, "relu"),
+    "train lenet": lenet,
     "train wikitext": partial(wikitext, "right", "all"),
     "train wikitext embedding": partial(wikitext, "left", "embedding"),
     "train pipeline": pipeline,
