@@ -818,7 +818,7 @@ class Collate:
 
 
 def collate_for(prepared: Any, pad_multiple: int = 1, longest: int = 2**31) -> Collate:
-    """The `Collate` that knows the special ids of these tokenizers, of a `Prepared` or `Trained`."""
+    """The `Collate` with the special ids of the tokenizers of a `Prepared` or a `Trained`."""
     source_ids = special_ids(prepared.source_tokenizer)
     target_ids = special_ids(prepared.target_tokenizer)
     return Collate(source_ids, target_ids, pad_multiple, longest)

@@ -214,7 +214,7 @@ def train(config: Config) -> Path:
         log(str(model))
         log(f"model: {sum(weight.numel() for weight in weights):,} parameters")
         log(
-            f"steps: {config.tokens_per_batch:,} tokens per step in {sampler.parts} micro-batch(es), "
+            f"steps: {config.tokens_per_batch:,} tokens each in {sampler.parts} micro-batch(es), "
             f"{steps_per_epoch:,} steps per epoch, {warmup:,} steps of warm-up, "
             f"{total_steps:,} steps in total"
             + (f" or {config.max_minutes:g} minutes" if config.max_minutes else "")
@@ -362,8 +362,8 @@ def load_data(config: Config, run: Run) -> Prepared:
         prepared.select_like_validation(run.log)
     if run.saved_state and run.saved_state["data_key"] != prepared.summary["key"]:
         raise UserError(
-            f"--resume {run.folder}: {config.data} or the tokenizer is not what the run began with; "
-            "restore it, or start a new run"
+            f"--resume {run.folder}: {config.data} or the tokenizer is not what the run began "
+            "with; restore it, or start a new run"
         )
     return prepared
 

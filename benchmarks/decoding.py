@@ -1,12 +1,12 @@
-"""Speed of greedy decoding, side by side: this project, the handout's way, Hugging Face's Marian and CTranslate2.
+"""Speed of greedy decoding: this project, the handout's way, Hugging Face's Marian, CTranslate2.
 
-    python -m benchmarks.decoding                               # random weights, exactly 40 tokens a sentence
-    python -m benchmarks.decoding --ckpt runs/NAME              # a trained model at the lengths it chooses
+    python -m benchmarks.decoding                     # random weights, 40 tokens a sentence
+    python -m benchmarks.decoding --ckpt runs/NAME    # a trained model at the lengths it chooses
     python -m benchmarks.decoding --device cuda --batch 512
 
-All decode the same test sentences with the same weights (the handout's way the first few of them), so their outputs are compared
-too. benchmarks/peers/NAME.py says of each what is like for like and what is not. `first_seconds` is the first pass, which is not
-counted (but of the handout's).
+All decode the same test sentences with the same weights (the handout's way the first few of them),
+so their outputs are compared too. benchmarks/peers/NAME.py says of each what is like for like and
+what is not. `first_seconds` is the first pass, which is not counted (but of the handout's).
 """
 
 import shutil
@@ -27,7 +27,8 @@ from model import ModelConfig, Translator
 
 OURS = "plain-fp32 fp32 plain-bf16 bf16 plain-fp16 int8".split()
 KINDS = ("float32", "float32x2", "bfloat16", "int8", "int8x2", "int8_float32x2")
-# Not pinned: CTranslate2's workers (x2: two of one thread) and our threads begin after the pinning, all on the first core.
+# Not pinned: CTranslate2's workers (x2: two of one thread) and our threads begin after the pinning,
+# all on the first core.
 CONTESTANTS = {
     "handout": Contestant("handout", {"rows": 64}),
     "marian": Contestant("marian"),
@@ -37,7 +38,10 @@ CONTESTANTS = {
     },
     **{f"ours-{variant}": Contestant("ours", {"variant": variant}, pin=False) for variant in OURS},
 }
-EVERYBODY = "handout,marian,ctranslate2-float32-64,ctranslate2-float32x2-64,ctranslate2-int8x2-64,ours-fp32,ours-int8"
+EVERYBODY = (
+    "handout,marian,ctranslate2-float32-64,ctranslate2-float32x2-64,ctranslate2-int8x2-64,"
+    "ours-fp32,ours-int8"
+)
 ON_GPU = "marian,ours-plain-bf16"
 
 
@@ -131,7 +135,7 @@ def export(corpus: Corpus, sizes: dict, name: str, trained: Trained | None) -> P
 
 
 def agreement(outputs: list[list[int]], reference: list[list[int]]) -> tuple[float, float]:
-    """Shares of equal sentences, and of equal tokens up to the first difference of each sentence, its end counted."""
+    """Shares of equal sentences, and of equal tokens up to each sentence's first difference."""
     pairs = list(zip(outputs, reference))
     same = sum(left == right for left, right in pairs)
     prefix = sum(

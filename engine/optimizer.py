@@ -21,8 +21,8 @@ def make_optimizer(
     Muon moves the matrices of `inside`, which is `model` without its embeddings and output layer;
     its matrix products are computed in `dtype`.
 
-    An optimiser must be fused, or, as `Muon`, heed `found_inf`: `Precision.step` sets this tensor to
-    1 where the gradient is not finite, and the step must then change nothing.
+    An optimiser must be fused or, as `Muon` does, heed `found_inf`: `Precision.step` sets this
+    tensor to 1 where the gradient is not finite, and the step must then change nothing.
     """
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), lr, **ADAMW)

@@ -60,8 +60,8 @@ class Telemetry:
     ):
         """`resume_step`: the step of the checkpoint from which the run resumes; later records go.
 
-        `last_validation`: the step of the checkpoint's last validation, by default `resume_step`. Later
-        validations are repeated, so their records go too.
+        `last_validation`: the step of the checkpoint's last validation, by default `resume_step`.
+        Later validations are repeated, so their records go too.
         """
         self.writer = None  # stays None on the other ranks: every method returns at once
         if not is_main():
@@ -164,8 +164,8 @@ def shown_as(tag: str) -> str:
 def keep_records(path: Path, last_step: int, last_validation: int) -> dict:
     """Drop later records, and the last line if a kill cut it short; return the last record kept.
 
-    A run that was killed between a validation and its checkpoint validates again: `last_validation` is
-    the step of the last validation whose record stays.
+    A run that was killed between a validation and its checkpoint validates again: `last_validation`
+    is the step of the last validation whose record stays.
     """
     if not path.exists():
         return {}

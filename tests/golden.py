@@ -23,7 +23,8 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 RECORD = Path(__file__).with_suffix(".json")
-# Relative. Two processes and one differ by 2e-5 in the loss of step 42, by 5e-4 in its gradient norm.
+# Relative. Two processes and one differ by 2e-5 in the loss of step 42, by 5e-4 in its gradient
+# norm.
 TOLERANCE = {
     "loss": 1e-4,
     "validation_loss": 1e-4,

@@ -39,7 +39,7 @@ unlimited = pytest.mark.skipif(  # else there is no region of memory for large t
 def make_model(
     seed: int, words: int = WORDS, scale: float = 1.0, end: float = 0.0, **sizes
 ) -> Translator:
-    """Weights blown up by `scale`, so that choices are lively; the higher `end`, the sooner its sentences end."""
+    """Weights times `scale`, so that choices differ; the higher `end`, the sooner sentences end."""
     torch.manual_seed(seed)
     model = Translator(ModelConfig(WORDS, words, **(SIZES | {"dropout": 0.0} | sizes)))
     with torch.no_grad():
@@ -105,7 +105,7 @@ def beam_search(
 
 
 def nearly_tie(exact: Translator, source: list[int], one: list[int], other: list[int]) -> bool:
-    """Whether the two words at which these outputs first differ are as likely as each other; `exact` is in float64."""
+    """Whether the words at which two outputs first differ are equally likely; `exact`: float64."""
     place = next(
         (i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other))
     )

@@ -195,7 +195,7 @@ def test_weak_hypotheses_that_end_early_do_not_cut_off_a_strong_one():
 
 
 def test_memory_of_a_beam(monkeypatch):
-    """Source keys are not copied for each hypothesis, and no more rows are decoded than greedily."""
+    """Source keys are not copied per hypothesis; no more rows are decoded than greedily."""
     model = make_model()
     sources = [[5] * 60 for _ in range(128)]
     shapes = []

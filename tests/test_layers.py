@@ -79,7 +79,7 @@ def test_waiting_threads_are_told_how_unless_somebody_says(policy, monkeypatch):
 
 
 def test_text_files_have_an_encoding():
-    """The default is the machine's: GBK on a Chinese Windows. /proc is ASCII; a file opened to append is closed at once."""
+    """The default is the machine's: GBK on a Chinese Windows. /proc is ASCII."""
     harmless, bare = re.compile(r"encoding=|'[rwa]b'|/proc/|/sys/|devnull|'a'\)|\.lock"), []
     folders = ("root", "engine", "text", "tools", "labs")
     for path in (path for folder in folders for path in files(folder)):

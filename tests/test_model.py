@@ -1,4 +1,4 @@
-"""The model against a from-scratch float64 reference, masks included, and what modes must not change."""
+"""The model against a float64 reference written by hand; what modes must not change."""
 
 import math
 from dataclasses import replace

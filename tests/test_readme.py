@@ -247,7 +247,7 @@ def runnable(page: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def place(toy_data, tmp_path_factory) -> Path:
-    """A folder with runs/NAME, a tiny run with five checkpoints, and data as the pages name them."""
+    """A folder with runs/NAME, a tiny run with five checkpoints, and data of the pages' names."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "settings.yaml").write_text(settings_file(), encoding="utf-8")
     rows = "".join(f"第{number}行\tline {number}\n" for number in range(2000))

@@ -1,4 +1,4 @@
-"""The bundled data: all files are there, of the right form and size, and no sentence stands in two splits."""
+"""The bundled data: the right files and sizes, and no sentence in two splits."""
 
 import pyarrow.parquet as parquet
 from conftest import ROOT

@@ -101,7 +101,8 @@ class Config:
         if stages > self.num_layers:
             raise UserError(
                 f"{ranks} processes with {self.stages_per_rank} stage(s) each need {stages} "
-                f"layers, more than --num_layers {self.num_layers}; start fewer processes or add layers"
+                f"layers, more than --num_layers {self.num_layers}; "
+                "start fewer processes or add layers"
             )
         if self.batch_size % self.micro_batches:
             raise UserError(
@@ -117,7 +118,8 @@ class Config:
         if self.schedule in ("interleaved", "zb") and self.micro_batches % rounds:
             raise UserError(
                 f"--schedule {self.schedule} works in {rounds} rounds of equally many "
-                f"micro-batches, not {self.micro_batches}; set --micro_batches to a multiple of {ranks}"
+                f"micro-batches, not {self.micro_batches}; "
+                f"set --micro_batches to a multiple of {ranks}"
             )
 
 

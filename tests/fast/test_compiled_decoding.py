@@ -1,4 +1,4 @@
-"""Decoding in C++ finds what plain decoding finds; in 8 bits, what it finds with the same roundings."""
+"""Decoding in C++ equals plain decoding; in 8 bits, plain decoding with the same roundings."""
 
 import copy
 import math
@@ -49,7 +49,7 @@ def lively_model(sizes, seed=0, **options) -> Translator:
 
 
 def next_rows(rows: int, position: int, generator: torch.Generator) -> Tensor:
-    """(sentences, hypotheses) to go on with: at first 3 of each, and one sentence less now and then."""
+    """(sentences, hypotheses) to continue with: 3 of each, and sometimes one sentence less."""
     width = 1 if position == 0 else 3
     sentences = torch.arange(rows // width)
     if position % 7 == 6 and len(sentences) > 1:
@@ -63,7 +63,7 @@ def next_rows(rows: int, position: int, generator: torch.Generator) -> Tensor:
 @pytest.mark.parametrize("sizes", SIZES)
 @torch.inference_mode()
 def test_every_step_finds_the_largest_log_probabilities(sizes, norm_first):
-    """As the plain step in float64, fed the same tokens, while hypotheses fork and sentences leave."""
+    """The plain step in float64 gives the same, while hypotheses fork and sentences leave."""
     model = lively_model(sizes, norm_first=norm_first)
     exact = copy.deepcopy(model).double()
     batch = make_batch(0, 5, 50)
@@ -119,7 +119,7 @@ def test_greedy_search_finds_what_the_plain_search_finds():
 @pytest.mark.parametrize("beam", [1, 4])
 @pytest.mark.parametrize("int8", [False, pytest.param(True, marks=needs_int8)])
 def test_threads_and_batches_change_nothing(int8, beam):
-    """Every row is computed alone: neither its neighbours nor other threads matter, to the last bit."""
+    """Every row is computed alone: neighbours and other threads change no bit of it."""
     model, sources = lively_model(SIZES[1]), make_sources(0, 40, 30)
     decoder, outputs = fast.decoder(model, int8), []
     for count, rows in ((1, 40), (3, 1), (2, 7)):
@@ -133,7 +133,7 @@ def test_threads_and_batches_change_nothing(int8, beam):
 
 @needs_compiler
 def test_memory_of_a_beam():
-    """Beam 8, 128 sentences, 512 tokens: under 2 GiB in the lab's size, since full blocks are shared."""
+    """Beam 8, 128 sentences, 512 tokens: under 2 GiB in the lab's size; full blocks are shared."""
     model = lively_model(SIZES[0], max_length=512)
     model.output.bias.data[2] = -1e9  # never ends
     sources = [[5] * 400 for _ in range(128)]
@@ -247,7 +247,7 @@ def rounded_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_to_int8(x: Tensor, weight: Tensor, bias: Tensor, zero: int | None = None) -> Tensor:
-    """(rows, in) → (rows, out) with the roundings of the C++, and products that are exact in float64."""
+    """(rows, in) → (rows, out) with the roundings of the C++ and exact products in float64."""
     scale, rounded = rounded_weight(weight)
     steps = 255 if zero == 0 or (zero is None and (x >= 0).all()) else 127
     bound = x.abs().amax(-1, keepdim=True).clamp(min=1e-30)

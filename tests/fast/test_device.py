@@ -1,10 +1,10 @@
-"""Is the arithmetic right on this device? Every number format against float64 on the CPU, fast/ against plain code.
+"""Every number format on this device against float64 on the CPU, fast/ against plain code.
 
-    DEVICE=cuda PRESET=big python -m pytest -s tests/fast/test_device.py       # bash run.sh gpu does it; -s shows the figures
+    DEVICE=cuda PRESET=big python -m pytest -s tests/fast/test_device.py    # -s shows the figures
 
-Without the variables a small model on the CPU. A difference is relative: ‖result − wanted‖ / ‖wanted‖, for the loss, for all
-gradients as one vector, and for the gradient of the parameter that is worst off. That last one may be ten times the limit: it
-can be a small sum of large numbers.
+Without the variables a small model on the CPU. A difference is relative: ‖result − wanted‖ /
+‖wanted‖, for the loss, for all gradients as one vector, and for the gradient of the parameter that
+is worst off. That last one may be ten times the limit: it can be a small sum of large numbers.
 """
 
 import os
@@ -27,7 +27,8 @@ DEVICE, PRESET = os.environ.get("DEVICE", "cpu"), os.environ.get("PRESET")
 SIZES = PRESETS.get(PRESET, SMALL) | {"dropout": 0.0}
 VOCABULARY, SMOOTHING = 8000 if PRESET in PRESETS else 50, 0.1
 SLICE_ROWS = 100  # rows of a slice of logits: many, the last one smaller
-FORMATS = {  # name: (weights, precision, fp32 products, limit of loss and gradients, of sentences that differ)
+# Name: (weights, precision, fp32 products, limit of loss and gradients, of sentences that differ).
+FORMATS = {
     "float64": (
         torch.float64,
         "fp32",
@@ -44,7 +45,7 @@ HERE = [name for name in FORMATS if DEVICE != "cpu" or name not in ("TF32", "fp1
 
 
 def model_of(lively: bool = False) -> Translator:
-    """In fp32 on the CPU; `lively`: weights so large that every source token counts, and outputs are long."""
+    """In fp32 on the CPU; `lively`: weights so large that all tokens count and outputs are long."""
     torch.manual_seed(1)
     model = Translator(ModelConfig(VOCABULARY, VOCABULARY, **SIZES))
     with torch.no_grad():
@@ -119,7 +120,7 @@ def check(what: str, result: tuple, wanted: tuple, limit: float) -> None:
         sum(value**2 for value in values.values()) ** 0.5 for values in (sizes, apart)
     )
     worst = max(apart[name] / max(sizes[name], 1e-6 * whole) for name in apart)
-    # A loss is a mean over thousands of tokens, in which rounding averages out: a tenth of the limit.
+    # A loss is a mean over thousands of tokens, where rounding averages out: a tenth of the limit.
     loss_apart = abs(loss / wanted_loss - 1) * (10 if limit > 1e-4 else 1)
     off = {"loss": loss_apart, "gradient": all_apart / whole, "worst": worst / 10}
     print(

@@ -172,7 +172,7 @@ def test_a_second_derivative_is_refused_not_wrong(backend):
 
 @pytest.mark.parametrize("backend", ["python", "recompute"])
 def test_dropout_drops_its_share_and_keeps_the_mean(backend):
-    """With equal weights and values of 1, an output is the share of weights kept / (1 − dropout)."""
+    """With equal weights and values of 1 an output is the share of weights kept / (1 − dropout)."""
     keys, dropout = 1000, 0.3
     q, k, v = torch.zeros(4, 4, 50, 2), torch.zeros(4, 4, keys, 2), torch.ones(4, 4, keys, 1)
     out = attention(q, k, v, dropout=dropout, backend=backend)

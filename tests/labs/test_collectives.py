@@ -40,7 +40,10 @@ def test_scaling_settings_see_the_same_rows_and_only_the_last_leaves_the_stable_
 
 
 def test_the_scaler_by_hand_keeps_torchs_scales():
-    """Ten good steps, single overflows, and two in a row; the scale grows after three good steps."""
+    """Ten good steps, single overflows, and two in a row;
+
+    The scale grows after three good steps.
+    """
     ours = training.LossScaler(2.0**10, growth_interval=3)
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     weight = torch.zeros(1, requires_grad=True)

@@ -240,7 +240,7 @@ def test_the_counts_add_up(train, validation):
 
 
 def test_fingerprints_are_the_same_everywhere():
-    # Another value would move pairs between train, validation and test, and make old scores incomparable.
+    # Another value would move pairs between the splits, and make old scores incomparable.
     assert fingerprint("今天天气怎么样？", "What's the weather like today?") == 14059339316595186768
     pairs = [("", ""), ("a", "b"), ("ab", ""), ("", "ab"), ("b", "a")]
     assert len({fingerprint(*pair) for pair in pairs}) == 5

@@ -1,4 +1,4 @@
-"""The words of the report in Chinese; their English is the key. Curves are called as in metrics.jsonl."""
+"""The words of the report in Chinese; their English is the key."""
 
 ENGLISH = {
     "bleu": "validation BLEU (smoothed)",

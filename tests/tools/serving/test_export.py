@@ -1,4 +1,4 @@
-"""An exported model translates as the run does, in the program it was exported for, and its card says how."""
+"""An exported model translates as the run does, in the program that it was exported for."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""The page's server: each request is answered, with its translation or with one line on what is wrong."""
+"""The page's server answers each request by its translation or one line on what is wrong."""
 
 import http.client
 import os
