@@ -84,7 +84,7 @@ def signal_one_rank(step: int, rank: int) -> None:
 @pytest.mark.parametrize(
     "size, flags, step, resumed_size, resumed_flags",
     [
-        (1, [], 9, 2, []),
+        pytest.param(1, [], 9, 2, [], marks=pytest.mark.slow),
         pytest.param(2, [], 21, 3, [], marks=pytest.mark.slow),
         (2, ["--shard", "--accumulate", "2"], 21, 1, []),
         # Some weights cannot be divided equally among three.

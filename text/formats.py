@@ -35,7 +35,9 @@ def read_pairs(form: str, files: list[Path], source: str, target: str) -> Pairs:
     # A new form is added here, and in text/reading.py to FORMS and ORDER.
     readers = {
         "parquet": read_columns,
-        "arrow": read_columns,  # also folders of save_to_disk, and the hub's cache
+        "arrow": read_columns,
+        "save_to_disk": read_columns,  # a folder of arrow files
+        "hub": read_columns,  # arrow files in the cache of `datasets`
         "json": read_json,
         "csv": read_csv,
         "tsv": read_tsv,
