@@ -36,7 +36,7 @@ from engine.cache import lock_folder, new_folder
 from engine.checkpoint import load_state
 from engine.errors import UserError
 from engine.signals import leave_signals_to_main
-from engine.telemetry import progress
+from engine.telemetry import progress_bar
 from text.cleaning import (
     REASONS,
     TELLING_ROWS,
@@ -99,7 +99,7 @@ def clean_and_tokenise(
     pairs = clean_pairs(text, held_out, max_length, counts)
     with clean_file.open("w", encoding="utf-8") as file:
         # The source on one line, the target on the next: clean text has no line ends.
-        for source, target in progress(pairs, desc="cleaning", unit=" pairs"):
+        for source, target in progress_bar(pairs, desc="cleaning", unit=" pairs"):
             file.write(f"{source}\n{target}\n")
             counts["kept"] += 1
     require_pairs(text, counts)
@@ -202,7 +202,7 @@ def tokenise_train(
     writer = TokenWriter(folder, {side: len(tokenizers[side]) for side in SIDES})
     unknown = 0
     total = 0
-    bar = progress(total=counts["kept"], desc="tokenising", unit=" pairs")
+    bar = progress_bar(total=counts["kept"], desc="tokenising", unit=" pairs")
     counts["kept"] = 0  # counted anew by `worth_keeping`
     with clean_file.open(encoding="utf-8") as file:
         # In chunks, so that memory use stays flat.

@@ -33,10 +33,11 @@ from data import (
 from engine.config import checked, flag, parse_flags
 from engine.errors import UserError, run_script
 from engine.memory import micro_batches_that_fit
+from engine.meters import Meter, measured_peak_flops, peak_memory_gib
 from engine.optimizer import make_optimizer
 from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
-from engine.telemetry import Meter, measured_peak_flops, peak_memory_gib, progress_bar
+from engine.telemetry import progress_bar
 from loading import save_description
 from model import PRESETS, SummedLoss, Translator, sizes_of, training_flops
 from validation import Validation

@@ -14,7 +14,7 @@ import torch
 from engine.config import command
 from engine.distributed import World
 from engine.memory import GIB
-from engine.telemetry import nvml_of
+from engine.meters import nvml_of
 
 
 def environment(world: World) -> dict:

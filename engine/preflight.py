@@ -14,7 +14,7 @@ import torch
 
 from engine.errors import UserError
 from engine.memory import GIB, forget_peak, held_gib
-from engine.telemetry import nvml_of
+from engine.meters import nvml_of
 
 IN_USE = 0.1  # share of a GPU's memory that the driver and a screen do not need
 SMALLEST_STEP = 1024  # tokens

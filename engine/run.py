@@ -35,9 +35,10 @@ from engine.environment import environment
 from engine.errors import UserError
 from engine.files import as_json, atomic_write
 from engine.gpu_evidence import keep_nvidia_smi
+from engine.meters import GpuSampler, ProcessMeter
 from engine.precision import Precision
 from engine.signals import caught_signals
-from engine.telemetry import GpuSampler, Log, ProcessMeter, Telemetry
+from engine.telemetry import Log, Telemetry
 
 INTERRUPTED = "interrupted"
 

@@ -18,8 +18,8 @@ from torch.distributed.run import parse_args as torchrun_arguments
 
 import train
 from engine.config import parse_flags
+from engine.meters import Meter
 from engine.signals import SIGNALS
-from engine.telemetry import Meter
 
 FOLDERS = ("", "docs", "sample", "labs/*")
 PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(f"{folder}/*.md".lstrip("/")))

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import report as script
 from engine.errors import UserError
-from engine.telemetry import ProcessMeter
+from engine.meters import ProcessMeter
 from loading import load_trained
 from text.bleu import paired_bootstrap
 from text.reading import SAMPLE, fingerprint_of

@@ -263,9 +263,9 @@ def test_the_run_of_two_processes_is_the_loop_by_hand(toy_data, here, tmp_path):
 
 def make_a_step_last_a_second() -> None:
     """Rank 0 prints each backward pass that sends no gradients, and whether buffers are sent."""
-    import engine.telemetry
+    import engine.meters
 
-    class SteadyMeter(engine.telemetry.Meter):
+    class SteadyMeter(engine.meters.Meter):
         def __init__(self, _window, *arguments):
             self.now = 0.0
             super().__init__(1, *arguments, clock=lambda: self.now)
@@ -274,7 +274,7 @@ def make_a_step_last_a_second() -> None:
             self.now += 1
             super().end_step()
 
-    engine.telemetry.Meter = SteadyMeter
+    engine.meters.Meter = SteadyMeter
     no_sync = DistributedDataParallel.no_sync
 
     def noted(module):
@@ -485,9 +485,9 @@ def count_file_operations(kill_at: int = 0) -> None:
 
 def signal_at_step(number: int, step: int, whole_group: bool = False, rank: str = "0") -> None:
     """Send a signal within a step to this process, or to its group with the loader's processes."""
-    import engine.telemetry
+    import engine.meters
 
-    class DoomedMeter(engine.telemetry.Meter):
+    class DoomedMeter(engine.meters.Meter):
         done = 0
 
         def end_step(self):
@@ -497,7 +497,7 @@ def signal_at_step(number: int, step: int, whole_group: bool = False, rank: str 
                 os.killpg(0, number) if whole_group else os.kill(os.getpid(), number)
             super().end_step()
 
-    engine.telemetry.Meter = DoomedMeter
+    engine.meters.Meter = DoomedMeter
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from engine.telemetry import progress
+from engine.telemetry import progress_bar
 from text.reading import ParallelText
 
 HELD_OUT_SHARE = 0.01  # of the distinct pairs, for each split that must be cut from train
@@ -94,7 +94,7 @@ def held_out_rows(text: ParallelText) -> dict[str, list[tuple[str, str]]]:
     rows = {split: list(text.pairs(split)) for split in text.files if split != "train"}
     cut = {split: {} for split in missing}  # hash -> pair: keeps the order, drops repetitions
     train = text.pairs("train") if missing and "train" in text.files else ()
-    for row in progress(train, desc="holding out", unit=" pairs", leave=False):
+    for row in progress_bar(train, desc="holding out", unit=" pairs", leave=False):
         pair = normalise_pair(row)
         pair_hash = fingerprint(*pair)
         side = side_of(pair_hash, missing)

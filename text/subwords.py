@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 
 from engine.errors import UserError
-from engine.telemetry import progress
+from engine.telemetry import progress_bar
 from text.cleaning import LONGEST_TOKEN
 
 # The special tokens: padding, and the begin and end of a sentence, which data.py adds.
@@ -51,7 +51,7 @@ def train_tokenizer(lines: Iterable[str], vocabulary: int):
         min_frequency=2,
         max_token_length=LONGEST_TOKEN,
         special_tokens=[PAD, BOS, EOS],
-        show_progress=not progress().disable,
+        show_progress=not progress_bar().disable,
     )
     tokenizer.train_from_iterator(lines, trainer, len(lines))
 

@@ -30,6 +30,7 @@ from engine.devices import choose_device, hidden_gpus
 from engine.distributed import several_asked
 from engine.errors import UserError
 from engine.memory import fewest_parts
+from engine.meters import peak_memory_gib
 from engine.optimizer import make_optimizer
 from engine.precision import Precision, choose_precision
 from engine.preflight import (
@@ -42,7 +43,6 @@ from engine.preflight import (
     warn_of_other_users,
 )
 from engine.run import folder_of
-from engine.telemetry import peak_memory_gib
 from model import ModelConfig, SummedLoss, Translator, sizes_of
 from text.cleaning import REASONS, missing_splits
 from text.reading import CHINESE, PAIRED, ParallelText, default_path, find_text

@@ -25,9 +25,9 @@ from benchmarks.peers.contest import (
 )
 from data import BucketSampler, Collate, batches_of
 from engine.devices import choose_device
+from engine.meters import measured_peak_flops
 from engine.optimizer import make_optimizer
 from engine.precision import choose_precision
-from engine.telemetry import measured_peak_flops
 from model import ModelConfig, SummedLoss, Translator
 
 CLIP = 1.0  # train.py's default; the other contestants do not clip

@@ -8,7 +8,7 @@ import torch
 
 from engine.distributed import World
 from engine.memory import forget_peak, held_gib
-from engine.telemetry import measured_peak_flops, peak_memory_gib
+from engine.meters import measured_peak_flops, peak_memory_gib
 
 
 class Steps:
