@@ -529,3 +529,19 @@ def test_collate_rounds_lengths_up():
     assert batch.src.shape == (1, 32) and batch.tgt_in.shape == (1, 16)
     batch = Collate(IDS, IDS, pad_multiple=16, longest=20)([(np.arange(3, 20), np.arange(3, 6))])
     assert batch.src.shape == (1, 20)  # the model has no more positions
+
+
+def test_a_batch_is_pinned_whole(monkeypatch):
+    """Otherwise a copy to the GPU waits."""
+    pairs = [(np.array([5, 6]), np.array([7])), (np.array([5]), np.array([7, 8]))]
+    batch = Collate(IDS, IDS)(pairs)
+    pinned = []
+
+    def pin_memory(tensor):
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    tensors = batch.pin_memory().tensors()
+    assert list(map(id, tensors.values())) == list(map(id, pinned))
+    assert all(torch.equal(tensors[name], batch.tensors()[name]) for name in batch.tensors())
