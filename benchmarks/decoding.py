@@ -47,6 +47,8 @@ ON_GPU = "marian,ours-plain-bf16"
 
 @dataclass
 class Config:
+    """What is measured, and how long."""
+
     contestants: str = flag("", "who takes part, with commas between; everybody", "What")
     ckpt: str = flag("", "trained run to decode with, at real lengths", "What")
     preset: str = flag("lab", "model size without --ckpt (lab|big|tiny)", "What")

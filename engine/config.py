@@ -128,7 +128,8 @@ def _parser(fields) -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message):  # argparse would print the whole usage first
+    def error(self, message):
+        """Raise one line, where argparse would print the whole usage first."""
         raise UserError(f"{message} (see --help)")
 
 

@@ -48,6 +48,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0, which prints and writes."""
         return self.rank == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:

@@ -114,6 +114,7 @@ def explain(error: Exception) -> str | None:
 
 
 def several_processes() -> bool:
+    """Whether this process is one of several that torchrun started."""
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 

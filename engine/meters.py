@@ -61,6 +61,7 @@ class GpuSampler(threading.Thread):
             self.ended.wait(self.interval)
 
     def sample(self) -> None:
+        """Ask NVML once and keep its answers until the next `read`."""
         nvml = self.nvml
         functions = {
             "gpu/utilisation_percent": self._utilisation,

@@ -124,10 +124,9 @@ class Run(contextlib.AbstractContextManager):
                     if name != "step":
                         values[name] = distribute_like(value, weights[number])
             optimizer.load_state_dict(moments)
-        if precision and self.saved_state.get(
-            "scaler"
-        ):  # empty if the run was not in fp16 until now
-            precision.scaler.load_state_dict(self.saved_state["scaler"])
+        scaler = self.saved_state.get("scaler")  # empty if the run was not in fp16 until now
+        if precision and scaler:
+            precision.scaler.load_state_dict(scaler)
         self.log(f"resumed after step {self.saved_state['step']:,} from {self.checkpoint}")
         own = {"scaler", "best_step"}  # what `save` adds
         return {name: value for name, value in self.saved_state.items() if name not in own}

@@ -34,6 +34,8 @@ TOKENS_PER_BLOCK = 16  # kTokens: of the cache of keys and values
 
 # The structs of decoding.cpp, field for field; the shapes behind the addresses are given there.
 class Linear(ctypes.Structure):
+    """A packed matrix with its bias."""
+
     _fields_ = [
         ("weight", c_void_p),
         ("bias", c_void_p),
@@ -46,10 +48,14 @@ class Linear(ctypes.Structure):
 
 
 class Norm(ctypes.Structure):
+    """A layer norm."""
+
     _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("epsilon", c_double)]
 
 
 class Layer(ctypes.Structure):
+    """One layer of the encoder or the decoder."""
+
     _fields_ = [
         ("own", Linear),
         ("own_out", Linear),
@@ -63,6 +69,8 @@ class Layer(ctypes.Structure):
 
 
 class Weights(ctypes.Structure):
+    """All weights of a model, and its sizes."""
+
     _fields_ = [
         ("source_embedding", c_void_p),
         ("target_embedding", c_void_p),
@@ -81,6 +89,8 @@ class Weights(ctypes.Structure):
 
 
 class CacheAddresses(ctypes.Structure):
+    """Where the keys and values of a cache lie."""
+
     _fields_ = [
         ("own", c_void_p),
         ("own_slots", c_void_p),
@@ -289,6 +299,7 @@ class CompiledDecoder:
         return packed
 
     def pack_norm(self, norm: nn.LayerNorm) -> Norm:
+        """Copies of its weight and bias, kept alive."""
         return Norm(self.keep(norm.weight.clone()), self.keep(norm.bias.clone()), norm.eps)
 
     def pack_projection(self, attention: nn.MultiheadAttention, which: str) -> Linear:

@@ -45,6 +45,7 @@ def as_page(page: str, language: str) -> str:
 
 
 def as_table(table: dict, language: str) -> str:
+    """The columns and rows of a table, as Markdown."""
     keys = [key for key, _, _ in table["columns"]]
     headers = [english if language == "en" else chinese for _, english, chinese in table["columns"]]
     lines = [headers, ["---"] * len(keys)]
@@ -67,6 +68,7 @@ def read_tables(page: str) -> list[dict]:
 
 
 def main() -> None:
+    """Write all pages."""
     for page in PAGES:
         for language, suffix in SUFFIXES.items():
             file = FOLDER / f"{page}{suffix}"
