@@ -274,7 +274,8 @@ def test_lightning_learns_the_same(data, tmp_path, monkeypatch):
     from labs.lenet import lightning
 
     monkeypatch.chdir(tmp_path)
-    lightning.train(lightning.Config(data=str(data), epochs=2, batch=25))
+    # After 2 epochs the accuracy is 0.80 to 0.85, by the seed; after 6 it is 0.95 to 0.97.
+    lightning.train(lightning.Config(data=str(data), epochs=6, batch=25))
     result = json.loads(Path("runs/lightning/test.json").read_text(encoding="utf-8"))
     assert result["test/accuracy"] > 0.9 and result["data"] == str(data)
 
