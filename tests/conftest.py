@@ -70,12 +70,33 @@ TINY_FLAGS = (
 ).split()
 THREADS = torch.get_num_threads()
 
+# pytest-xdist gives each free process the next file. These take longest, so they are started first:
+# at the end no process is left alone with a long file.
+LONGEST_FILES = [
+    "test_train.py",
+    "test_gpt.py",
+    "test_many_processes.py",
+    "test_evaluate.py",
+    "test_readme.py",
+    "test_collectives.py",
+    "test_pipeline.py",
+    "test_cuda.py",
+    "test_attention_op.py",
+    "test_report.py",
+]
+
 keep_tensors_together = fast.keep_tensors_together
 
 
 def pytest_configure(config) -> None:
     """Leave the allocator of the test process alone: tests that measure memory share it."""
     fast.keep_tensors_together = lambda device: False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of the longest files first; all others keep their order."""
+    ranks = {name: rank for rank, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
 
 
 class LargestTensor(TorchDispatchMode):
