@@ -24,10 +24,6 @@ from engine.signals import SIGNALS
 FOLDERS = ("", "docs", "sample", "labs/*")
 PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(f"{folder}/*.md".lstrip("/")))
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES if page.name != "CHANGELOG.md"]
-# Chinese pages that are a summary of the English one.
-ABRIDGED = {
-    "labs/pipeline/README.md",
-}
 PAIRS = [name for name in NAMES if (ROOT / name.replace(".md", ".zh-CN.md")).exists()]
 # Verb of run.sh -> program, where it is not labs.VERB.
 VERBS = {"train": "train.py", "test": "", "gpu": "benchmarks.gpu", "attention": "labs.attention_op"}
@@ -59,7 +55,7 @@ def numbers_of(text: str) -> Counter:
     return Counter(re.findall(r"(?<![A-Za-z\d.])\d[\d.,]*\d", text))
 
 
-@pytest.mark.parametrize("page", sorted(set(PAIRS) - ABRIDGED))
+@pytest.mark.parametrize("page", PAIRS)
 def test_both_languages_have_the_same_headings_code_numbers_and_links(page):
     # The links of a page lead to pages in its language.
     english = read(page).replace(".zh-CN.md", ".md")
