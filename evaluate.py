@@ -10,33 +10,10 @@ The references are the raw text of the data set. Both facts make the score a BLE
 docs/evaluation.md on the number that the handout's `evaluate()` would give.
 """
 
-from engine import distributed  # before PyTorch, whose threads read their settings once
-
-# isort: split
-import errno
-import json
-import os
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import chain, islice
-from pathlib import Path
 
-import torch
-
-from data import began_with, collate_for
-from decoding import Translations, translate_lines
 from engine.config import checked, flag, parse_flags
-from engine.distributed import World
 from engine.errors import UserError, run_script
-from engine.files import atomic_write
-from engine.precision import Precision
-from engine.telemetry import progress_bar
-from loading import Trained, choose_checkpoint, load_for_decoding
-from text.bleu import bleu_card
-from text.cleaning import held_out_rows, missing_splits, normalise, split_to_score
-from text.reading import find_text, fingerprint_of, sample_notice
-from text.subwords import encode
 
 
 @dataclass
@@ -65,6 +42,34 @@ class Config:
     precision: str = flag("auto", "(auto|fp32|bf16|fp16|int8); int8: faster on a CPU", "How")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
     out: str = flag("", "file for the translations, one a line", "How")
+
+
+# Before the heavy imports, so that --help and a wrong flag answer at once.
+if __name__ == "__main__":
+    settings = parse_flags(Config, "print the BLEU of a trained model")
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable
+from itertools import chain, islice
+from pathlib import Path
+
+import torch
+
+from data import began_with, collate_for
+from decoding import Translations, translate_lines
+from engine import distributed
+from engine.distributed import World
+from engine.files import atomic_write
+from engine.precision import Precision
+from engine.telemetry import progress_bar
+from loading import Trained, choose_checkpoint, load_for_decoding
+from text.bleu import bleu_card
+from text.cleaning import held_out_rows, missing_splits, normalise, split_to_score
+from text.reading import find_text, fingerprint_of, sample_notice
+from text.subwords import encode
 
 
 def evaluate(config: Config) -> None:
@@ -363,5 +368,4 @@ def teacher_forced_match(
 
 
 if __name__ == "__main__":
-    settings = parse_flags(Config, "print the BLEU of a trained model")
     run_script(lambda: evaluate(settings))

@@ -7,40 +7,11 @@ torchrun --nproc_per_node 2 train.py                # data parallel (DDP); with 
 python train.py --resume runs/NAME                  # continue exactly where it stopped
 """
 
-from engine import distributed, schedule  # before PyTorch, whose threads read their settings once
-
-# isort: split
-import math
-import shlex
-import time
 from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
 from typing import ClassVar
 
-import torch
-
-import fast
-from data import (
-    BucketSampler,
-    Prepared,
-    batches_of,
-    collate_for,
-    default_tokens_per_batch,
-    find_and_prepare,
-    load_prepared,
-)
 from engine.config import checked, flag, parse_flags
 from engine.errors import UserError, run_script
-from engine.memory import micro_batches_that_fit
-from engine.meters import Meter, measured_peak_flops, peak_memory_gib
-from engine.optimizer import make_optimizer
-from engine.precision import choose_precision
-from engine.run import INTERRUPTED, Run, saved_settings
-from engine.telemetry import progress_bar
-from loading import save_description
-from model import PRESETS, SummedLoss, Translator, sizes_of, training_flops
-from validation import Validation
 
 
 @dataclass
@@ -137,6 +108,40 @@ class Config:
                 )
         if self.source == self.target:
             raise UserError(f"--source and --target are both {self.source!r}; choose two languages")
+
+
+# Before the heavy imports, so that --help and a wrong flag answer at once.
+if __name__ == "__main__":
+    settings = parse_flags(Config, "train a translation model; the result goes to runs/NAME")
+
+import math
+import shlex
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import fast
+from data import (
+    BucketSampler,
+    Prepared,
+    batches_of,
+    collate_for,
+    default_tokens_per_batch,
+    find_and_prepare,
+    load_prepared,
+)
+from engine import distributed, schedule
+from engine.memory import micro_batches_that_fit
+from engine.meters import Meter, measured_peak_flops, peak_memory_gib
+from engine.optimizer import make_optimizer
+from engine.precision import choose_precision
+from engine.run import INTERRUPTED, Run, saved_settings
+from engine.telemetry import progress_bar
+from loading import save_description
+from model import PRESETS, SummedLoss, Translator, sizes_of, training_flops
+from validation import Validation
 
 
 @dataclass
@@ -400,5 +405,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    settings = parse_flags(Config, "train a translation model; the result goes to runs/NAME")
     run_script(lambda: main(settings))

@@ -7,21 +7,11 @@ python translate.py --serve                               # a page in the browse
 python translate.py --export ctranslate2 DIR              # the model, for another program
 """
 
-from engine import distributed  # before PyTorch, whose threads read their settings once
-
-# isort: split
-import sys
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
 from typing import ClassVar
 
-from decoding import translate_lines
 from engine.config import checked, flag, parse_flags
 from engine.errors import UserError, run_script
-from loading import load_for_decoding
-from text.input import groups_of_lines
-from text.sentences import join, sentences
 
 
 @dataclass
@@ -58,6 +48,23 @@ class Config:
             raise UserError(f"--nbest {self.nbest} needs --beam {self.nbest} or larger")
         if self.quantization and self.export != "ctranslate2":
             raise UserError("--quantization is for --export ctranslate2")
+
+
+# Before the heavy imports, so that --help and a wrong flag answer at once.
+if __name__ == "__main__":
+    settings = parse_flags(
+        Config, "translate arguments, or lines of standard input", positional="text"
+    )
+
+import sys
+from functools import partial
+from itertools import islice
+
+from decoding import translate_lines
+from engine import distributed
+from loading import load_for_decoding
+from text.input import groups_of_lines
+from text.sentences import join, sentences
 
 
 def translate(config: Config) -> None:
@@ -124,7 +131,4 @@ def print_nbest(nbest: list, first: int) -> None:
 
 
 if __name__ == "__main__":
-    settings = parse_flags(
-        Config, "translate arguments, or lines of standard input", positional="text"
-    )
     run_script(lambda: translate(settings))
