@@ -310,7 +310,7 @@ class TokenizedPairs(Dataset):
         """Both sides of these pairs. The DataLoader calls it: no loop over sentences."""
         return self._gather("source", rows), self._gather("target", rows)
 
-    def parts(self, size: int = 20_000) -> Iterator[tuple[Rows, Rows]]:
+    def chunks(self, size: int = 20_000) -> Iterator[tuple[Rows, Rows]]:
         """Both sides of all pairs, `size` pairs at a time: all ids might not fit into memory."""
         for first in range(0, len(self), size):
             last = min(first + size, len(self))
@@ -580,8 +580,8 @@ class BucketSampler(Sampler[np.ndarray]):
         self.rank = rank
         self.world_size = world_size
         self.accumulate = accumulate
-        self.parts = world_size * accumulate  # micro-batches of a step, over all ranks
-        if len(self.source) < self.parts:
+        self.micro_batches = world_size * accumulate  # micro-batches of a step, over all ranks
+        if len(self.source) < self.micro_batches:
             raise UserError(
                 f"{len(self.source)} training pairs are too few for {world_size} processes × "
                 f"{accumulate} micro-batches; use fewer"
@@ -590,7 +590,7 @@ class BucketSampler(Sampler[np.ndarray]):
         # on the lengths alone, so it is the same in every epoch.
         widths = np.maximum(self.source, self.target)
         widths = np.sort(widths, kind="stable")
-        self.bounds = cut_batches(widths, tokens_per_batch, self.parts)
+        self.bounds = cut_batches(widths, tokens_per_batch, self.micro_batches)
         self.step = 0  # optimiser steps handed out; set it to continue from there
         self._planned_epoch: int | None = None  # the epoch that the next two belong to
         self._order: Any = None  # (pairs,) its pairs in order of length
@@ -631,9 +631,9 @@ class BucketSampler(Sampler[np.ndarray]):
         for pairs in self._steps_after(self.step):
             self.step += 1
             for micro_batch in range(self.accumulate):
-                # Every `parts`-th pair: all micro-batches of a step have similar lengths.
+                # Every n-th pair, so that all n micro-batches of a step have similar lengths.
                 first = micro_batch * self.world_size + self.rank
-                yield pairs[first :: self.parts]
+                yield pairs[first :: self.micro_batches]
 
     def target_tokens(self, step: int) -> Iterator[int]:
         """Real target tokens, over all ranks, of the steps after `step`: divisors of the loss."""
@@ -711,21 +711,22 @@ class Batch:
     """B pairs padded to S source and T target tokens, with N real target tokens.
 
     The target needs no padding mask: its padding stands behind the sentence, where the causal mask
-    hides it, and `real` leaves out what the decoder predicts there.
+    hides it, and `target_positions` leaves out what the decoder predicts there.
     """
 
     src: torch.Tensor  # (B, S) ids; each row ends with eos
     src_pad: torch.Tensor  # (B, S) bool, True = padding
     tgt_in: torch.Tensor  # (B, T) the decoder's input (teacher forcing): bos, then the target
-    tgt_out: torch.Tensor  # (N,) what it is to predict, row after row: the target, then eos
-    real: torch.Tensor  # (N,) positions in the flattened (B · T) tgt_in that predict tgt_out
+    tgt_out: torch.Tensor  # (N,) the tokens to predict, row after row: the target, then eos
+    # (N,) where they are predicted: positions in the flattened (B · T) tgt_in
+    target_positions: torch.Tensor
     source_tokens: int  # real tokens, eos included
     target_tokens: int  # N
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """The arguments of `SummedLoss`."""
-        return self.src, self.src_pad, self.tgt_in, self.real, self.tgt_out
+        return self.src, self.src_pad, self.tgt_in, self.target_positions, self.tgt_out
 
     @property
     def padded_tokens(self) -> int:
@@ -777,18 +778,18 @@ class Collate:
         lengths = target.lengths + 1  # (B,) with bos or eos
         width = self._padded_width(lengths)  # T
         first_places = np.arange(len(lengths)) * width  # of each row in the flattened tgt_in
-        real = places_of(lengths, first_places)  # (N,)
+        target_positions = places_of(lengths, first_places)  # (N,)
         tgt_in = np.full((len(lengths), width), self.target_ids["pad"], np.int64)
-        tgt_in.ravel()[real] = add_token(target, self.target_ids["bos"], at_start=True)
+        tgt_in.ravel()[target_positions] = add_token(target, self.target_ids["bos"], at_start=True)
         tgt_out = add_token(target, self.target_ids["eos"])
         return Batch(
             src=src,
             src_pad=src_pad,
             tgt_in=torch.from_numpy(tgt_in),
             tgt_out=torch.from_numpy(tgt_out),
-            real=torch.from_numpy(real),
+            target_positions=torch.from_numpy(target_positions),
             source_tokens=int(source.lengths.sum()) + len(source.lengths),
-            target_tokens=len(real),
+            target_tokens=len(target_positions),
         )
 
     def pad_sources(self, sources: Rows | list[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -803,12 +804,12 @@ class Collate:
         lengths = sources.lengths + 1  # (B,) with eos
         width = self._padded_width(lengths)  # S
         first_places = np.arange(len(lengths)) * width
-        real = places_of(lengths, first_places)
+        positions = places_of(lengths, first_places)  # of the real tokens in the flattened src
         src = np.full((len(lengths), width), self.source_ids["pad"], np.int64)
-        src.ravel()[real] = add_token(sources, self.source_ids["eos"])
+        src.ravel()[positions] = add_token(sources, self.source_ids["eos"])
         # Set by the lengths, not by `src == pad`: some tokenizers use one id for pad and eos.
         src_pad = np.ones(src.shape, bool)
-        src_pad.ravel()[real] = False
+        src_pad.ravel()[positions] = False
         return torch.from_numpy(src), torch.from_numpy(src_pad)
 
     def _padded_width(self, lengths: np.ndarray) -> int:

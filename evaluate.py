@@ -358,7 +358,9 @@ def teacher_forced_match(
         batch = collate(pairs[first : first + PAIRS_AT_ONCE]).to(world.device)
         # The decoder reads the reference here, shifted by the begin token, not its own output.
         with precision.autocast():
-            hidden = model.hidden(batch.src, batch.src_pad, batch.tgt_in, batch.real)  # (N, D)
+            hidden = model.hidden(
+                batch.src, batch.src_pad, batch.tgt_in, batch.target_positions
+            )  # (N, D)
         # Logits in fp32, as in decoding: in bf16 many of them are equal.
         predicted = model.output(hidden.float()).argmax(-1)  # (N,)
         totals[0] += (predicted == batch.tgt_out).sum()

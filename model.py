@@ -95,7 +95,8 @@ class Translator(nn.Module):
     - Future target tokens: `causal_mask` (T, T), in the decoder's self-attention. Position t sees
       the positions 0 … t, so that all T predictions can be trained in one pass.
     - Target padding stands at the end of a row. The causal mask hides it from all real tokens, so
-      it needs no mask. The decoder's output at padding is never used: `real` leaves it out.
+      it needs no mask. The decoder's output at padding is never used: `target_positions` names
+      all other positions.
     """
 
     def __init__(self, config: ModelConfig):
@@ -136,25 +137,29 @@ class Translator(nn.Module):
             nn.init.constant_(self.transformer.decoder.norm.weight, gain)
 
     def forward(
-        self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor | None = None
+        self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, target_positions: Tensor | None = None
     ) -> Tensor:
         """Logits (B, T, V) of the token that follows each target token.
 
         src (B, S): source ids; src_pad (B, S): True at padding; tgt_in (B, T): the begin token and
-        the target. With `real` (N,), positions in the flattened (B · T), only their logits (N, V).
+        the target. With `target_positions` (N,), which count in the flattened (B · T), it returns
+        only the logits (N, V) of these positions.
         """
-        return self.output(self.hidden(src, src_pad, tgt_in, real))
+        return self.output(self.hidden(src, src_pad, tgt_in, target_positions))
 
     def hidden(
-        self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor | None = None
+        self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, target_positions: Tensor | None = None
     ) -> Tensor:
-        """The input of the output projection: (B, T, D), or (N, D) with `real`. See `forward`."""
+        """The input of the output projection: (B, T, D), or (N, D) with `target_positions`.
+
+        The arguments are those of `forward`.
+        """
         memory = self.encode(src, src_pad)  # (B, S, D)
         hidden = self.decode(memory, src_pad, tgt_in)  # (B, T, D)
-        if real is None:
+        if target_positions is None:
             return hidden
         # The output projection is the largest matrix product of the model: skip the padding.
-        return hidden.flatten(0, 1).index_select(0, real)  # (B·T, D) → (N, D)
+        return hidden.flatten(0, 1).index_select(0, target_positions)  # (B·T, D) → (N, D)
 
     def encode(self, src: Tensor, src_pad: Tensor) -> Tensor:
         """Source ids (B, S) → memory (B, S, D)."""
@@ -246,16 +251,23 @@ class SummedLoss(nn.Module):
         self.model = model
         self.label_smoothing = label_smoothing
 
-    def forward(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor, tgt_out: Tensor):
+    def forward(
+        self,
+        src: Tensor,
+        src_pad: Tensor,
+        tgt_in: Tensor,
+        target_positions: Tensor,
+        tgt_out: Tensor,
+    ):
         """Cross-entropy in nats, summed over the N target tokens: (smoothed, plain).
 
-        tgt_out (N,): the tokens to predict at the positions `real` (N,). Train on the first; the
+        tgt_out (N,): the tokens to predict at `target_positions` (N,). Train on the first; the
         second has no gradient, and exp(second / N) is the perplexity.
 
         It is a sum and not a mean, because only the caller knows the number of tokens of all
         micro-batches and ranks to divide by. A mean of means would weigh short batches too much.
         """
-        logits = self.model(src, src_pad, tgt_in, real)  # (N, V)
+        logits = self.model(src, src_pad, tgt_in, target_positions)  # (N, V)
         log_p = logits.float().log_softmax(-1)
         plain = F.nll_loss(log_p, tgt_out, reduction="sum")
         # Label smoothing ε (section 5.4): the target is the right token with probability 1 - ε,

@@ -220,7 +220,8 @@ def train(config: Config) -> Path:
         log(str(model))
         log(f"model: {sum(weight.numel() for weight in weights):,} parameters")
         log(
-            f"steps: {config.tokens_per_batch:,} tokens each in {sampler.parts} micro-batch(es), "
+            f"steps: {config.tokens_per_batch:,} tokens each "
+            f"in {sampler.micro_batches} micro-batch(es), "
             f"{steps_per_epoch:,} steps per epoch, {warmup:,} steps of warm-up, "
             f"{total_steps:,} steps in total"
             + (f" or {config.max_minutes:g} minutes" if config.max_minutes else "")
@@ -228,7 +229,12 @@ def train(config: Config) -> Path:
 
         # -------- what would fail after an hour fails now; then the folder becomes a run
         validation = Validation(
-            model, prepared, collate, run, precision, config.tokens_per_batch // sampler.parts
+            model,
+            prepared,
+            collate,
+            run,
+            precision,
+            config.tokens_per_batch // sampler.micro_batches,
         )
         if world.is_main and not run.saved_state:
             save_description(run.folder, sizes, prepared)

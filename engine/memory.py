@@ -63,28 +63,28 @@ def forget_peak() -> bool:
     return True
 
 
-def fewest_parts(trial, device: torch.device, largest: int = 256) -> int:
-    """The smallest power of two for which `trial(parts)` does not run out of a GPU's memory.
+def fewest_micro_batches(trial, device: torch.device, largest: int = 256) -> int:
+    """The smallest power of two with which `trial` does not run out of a GPU's memory.
 
-    At most `largest`; raises the error of the last trial if that fails too. On a CPU it is 1: a CPU
-    would swap instead of raising an error.
+    `trial(n)` takes a step of n micro-batches. At most `largest`; raises the error of the last
+    trial if that fails too. On a CPU it is 1: a CPU would swap instead of raising an error.
     """
     if device.type != "cuda":
         return 1
-    parts = 1
+    micro_batches = 1
     while True:
         try:
-            trial(parts)
-            return parts
+            trial(micro_batches)
+            return micro_batches
         except RuntimeError as error:
             # On a full GPU, cuBLAS and late-loaded kernels raise errors of their own.
             out_of_memory = "out of memory" in str(error) or "CUBLAS_STATUS" in str(error)
-            if parts >= largest or not out_of_memory:
+            if micro_batches >= largest or not out_of_memory:
                 raise
         finally:
             # NCCL cannot use the memory that PyTorch's allocator keeps.
             torch.cuda.empty_cache()
-        parts *= 2
+        micro_batches *= 2
 
 
 def micro_batches_that_fit(loss_of, precision, pairs, heaviest_steps, collate, world) -> int:
@@ -98,18 +98,18 @@ def micro_batches_that_fit(loss_of, precision, pairs, heaviest_steps, collate, w
     if any(hasattr(module, "unshard") for module in loss_of.modules()):
         return 1
 
-    def try_heaviest_steps(parts: int) -> None:
+    def try_heaviest_steps(micro_batches: int) -> None:
         # As large as AdamW's two moments and the buckets that DDP sends.
         reserved = [torch.empty_like(weight) for weight in weights for _ in range(3)]
         for step in heaviest_steps:
-            part = pairs.__getitems__(step[:: parts * world.size])
-            batch = collate(part).to(world.device)
+            first_micro_batch = step[:: micro_batches * world.size]
+            batch = collate(pairs.__getitems__(first_micro_batch)).to(world.device)
             with precision.autocast():
                 loss, _ = loss_of(*batch.inputs)
             loss.backward()
         del reserved
 
-    parts = fewest_parts(try_heaviest_steps, world.device)
+    micro_batches = fewest_micro_batches(try_heaviest_steps, world.device)
     for weight in weights:
         weight.grad = None
-    return int(world.maximum(parts)[0])
+    return int(world.maximum(micro_batches)[0])

@@ -47,13 +47,20 @@ class KernelLoss(nn.Module):
         self.label_smoothing = label_smoothing
         self.dtype = dtype
 
-    def forward(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor, tgt_out: Tensor):
+    def forward(
+        self,
+        src: Tensor,
+        src_pad: Tensor,
+        tgt_in: Tensor,
+        target_positions: Tensor,
+        tgt_out: Tensor,
+    ):
         """As `SummedLoss.forward`: (smoothed, plain)"""
         # The kernels choose the format of every tensor themselves.
         with torch.autocast("cpu", enabled=False):
             memory = encode(self.model, src, src_pad, self.dtype)
             hidden = decode(self.model, memory, src_pad, tgt_in, self.dtype)
-            hidden = hidden.index_select(0, real)  # (number of target tokens, D)
+            hidden = hidden.index_select(0, target_positions)  # (number of target tokens, D)
         output = self.model.output
         return linear_cross_entropy(
             hidden, output.weight, output.bias, tgt_out, self.label_smoothing, self.dtype
@@ -69,9 +76,18 @@ class SlicedLoss(nn.Module):
         self.label_smoothing = label_smoothing
         self.dtype = dtype
 
-    def forward(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, real: Tensor, tgt_out: Tensor):
+    def forward(
+        self,
+        src: Tensor,
+        src_pad: Tensor,
+        tgt_in: Tensor,
+        target_positions: Tensor,
+        tgt_out: Tensor,
+    ):
         """As `SummedLoss.forward`: (smoothed, plain)"""
-        hidden = self.model.hidden(src, src_pad, tgt_in, real)  # (number of target tokens, D)
+        hidden = self.model.hidden(
+            src, src_pad, tgt_in, target_positions
+        )  # (number of target tokens, D)
         output = self.model.output
         return linear_cross_entropy(
             hidden, output.weight, output.bias, tgt_out, self.label_smoothing, self.dtype

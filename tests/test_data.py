@@ -359,8 +359,8 @@ def test_token_store_round_trip(tmp_path):
     # As a DataLoader worker gets it.
     assert pickle.loads(pickle.dumps(stored))[1][1].tolist() == [9, 10, 11]
     assert all(isinstance(ids.base, np.memmap) for ids in stored._ids.values())  # not in memory
-    parts = [part[0].ids.tolist() for part in stored.parts(size=2)]
-    assert parts == [[5, 6, 8], [300, 3]]
+    chunks = [chunk[0].ids.tolist() for chunk in stored.chunks(size=2)]
+    assert chunks == [[5, 6, 8], [300, 3]]
 
 
 def test_ids_beyond_the_vocabulary_do_not_wrap(tmp_path):
@@ -518,8 +518,8 @@ def test_collate(pairs):
         assert (batch.tgt_in[row, len(target) + 1 :] == IDS["pad"]).all()
     predicted = [token for _, target in pairs for token in [*target, IDS["eos"]]]
     assert batch.tgt_out.tolist() == predicted
-    assert (flat_in[batch.real] != IDS["pad"]).all()
-    assert len(batch.real) == (flat_in != IDS["pad"]).sum()
+    assert (flat_in[batch.target_positions] != IDS["pad"]).all()
+    assert len(batch.target_positions) == (flat_in != IDS["pad"]).sum()
     assert batch.source_tokens == sum(len(source) + 1 for source, _ in pairs)
     assert batch.target_tokens == len(batch.tgt_out)
 

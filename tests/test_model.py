@@ -121,9 +121,9 @@ def test_the_first_loss_is_the_logarithm_of_the_vocabulary(norm_first):
 
 def test_smoothed_loss_is_its_definition():
     model, (src, src_pad, tgt_in) = make_model(dtype=torch.float32), make_batch()
-    real, target = torch.tensor([0, 1, 5, 9]), torch.tensor([3, 40, 59, 7])
-    smoothed, plain = SummedLoss(model, 0.1)(src, src_pad, tgt_in, real, target)
-    rows = model(src, src_pad, tgt_in, real).log_softmax(-1)
+    target_positions, target = torch.tensor([0, 1, 5, 9]), torch.tensor([3, 40, 59, 7])
+    smoothed, plain = SummedLoss(model, 0.1)(src, src_pad, tgt_in, target_positions, target)
+    rows = model(src, src_pad, tgt_in, target_positions).log_softmax(-1)
     expected = -sum(0.9 * row[t] + 0.1 * row.mean() for row, t in zip(rows, target))
     assert torch.allclose(smoothed, expected) and smoothed.requires_grad
     assert torch.allclose(plain, -sum(row[t] for row, t in zip(rows, target)))
@@ -170,9 +170,11 @@ def test_counted_flops_are_those_of_the_products_with_weights():
     model = make_model(dtype=torch.float32, dim_feedforward=256, d_model=128)
     # Short sentences, so that attention scores hardly count.
     src, src_pad, tgt_in = make_batch(batch=4, source=2, target=2, padding=0)
-    real = torch.arange(tgt_in.numel())
+    target_positions = torch.arange(tgt_in.numel())
     with FlopCounterMode(display=False) as counter:
-        SummedLoss(model, 0.0)(src, src_pad, tgt_in, real, tgt_in.flatten())[0].backward()
+        SummedLoss(model, 0.0)(src, src_pad, tgt_in, target_positions, tgt_in.flatten())[
+            0
+        ].backward()
     flops = training_flops(model.config, src.numel(), tgt_in.numel())
     assert counter.get_total_flops() == pytest.approx(flops, rel=0.05)
 

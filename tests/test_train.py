@@ -154,8 +154,8 @@ def test_learns_64_real_pairs_by_heart(tmp_path):
 # ---- it is what a textbook's loop computes ----
 
 
-def trained_by_hand(prepared, c: training.Config, ranks: int = 1, parts: int = 1):
-    """`c.max_steps` steps of `ranks` processes with `parts` micro-batches each, in one process.
+def trained_by_hand(prepared, c: training.Config, ranks: int = 1, accumulate: int = 1):
+    """`c.max_steps` steps of `ranks` processes, `accumulate` micro-batches each, in one process.
 
     Returns the model, and of each step the loss without label smoothing and the gradient's norm.
     """
@@ -183,7 +183,7 @@ def trained_by_hand(prepared, c: training.Config, ranks: int = 1, parts: int = 1
             seed=c.seed,
             rank=rank,
             world_size=ranks,
-            accumulate=parts,
+            accumulate=accumulate,
         )
         micro_batches.append(iter(sampler))
     collate = collate_for(prepared)
@@ -195,9 +195,9 @@ def trained_by_hand(prepared, c: training.Config, ranks: int = 1, parts: int = 1
         for rank in range(ranks):
             mixed = np.random.SeedSequence((c.seed, step, rank)).generate_state(1, np.uint64)[0]
             torch.manual_seed(int(mixed))
-            for _ in range(parts):
+            for _ in range(accumulate):
                 batch = collate([prepared.train[row] for row in next(micro_batches[rank])])
-                logits = model(batch.src, batch.src_pad, batch.tgt_in, batch.real)
+                logits = model(batch.src, batch.src_pad, batch.tgt_in, batch.target_positions)
                 log_probabilities = logits.log_softmax(-1)
                 right = -log_probabilities.gather(1, batch.tgt_out[:, None]).sum()
                 uniform = -log_probabilities.mean(-1).sum()
@@ -252,7 +252,7 @@ def test_the_run_of_two_processes_is_the_loop_by_hand(toy_data, here, tmp_path):
     # never.
     assert output.count("no_sync, buffers: False\n") == 6
     prepared = prepared_of(here)
-    assert_run_is(here, *trained_by_hand(prepared, c, ranks=2, parts=2))
+    assert_run_is(here, *trained_by_hand(prepared, c, ranks=2, accumulate=2))
     # The speed counts the tokens of all ranks, though rank 0 sees only its own.
     lengths = prepared.train.lengths
     sampler = BucketSampler(lengths, 300, seed=7, world_size=2, accumulate=2)
@@ -418,21 +418,24 @@ def test_a_step_that_does_not_fit_the_memory_is_split(toy_data, here, monkeypatc
     """
 
     class Small(training.SummedLoss):
-        def forward(self, src, src_pad, tgt_in, real, tgt_out):
+        def forward(self, src, src_pad, tgt_in, target_positions, tgt_out):
             if len(tgt_out) > 100 and self.training:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().forward(src, src_pad, tgt_in, real, tgt_out)
+            return super().forward(src, src_pad, tgt_in, target_positions, tgt_out)
 
-    fewest_parts = engine.memory.fewest_parts
+    fewest_micro_batches = engine.memory.fewest_micro_batches
     monkeypatch.setattr(training.fast, "loss", lambda *_: None)
     monkeypatch.setattr(training, "SummedLoss", Small)
     monkeypatch.setattr(
-        engine.memory, "fewest_parts", lambda trial, _: fewest_parts(trial, torch.device("cuda"))
+        engine.memory,
+        "fewest_micro_batches",
+        lambda trial, _: fewest_micro_batches(trial, torch.device("cuda")),
     )
     monkeypatch.setattr(training, "Validation", validation := Mock(side_effect=training.Validation))
     training.train(config(data=str(toy_data), run=str(here)))
-    parts = json.loads((here / "config.json").read_text())["accumulate"]
-    assert parts > 1 and validation.call_args.args[-1] == SMALL["tokens_per_batch"] // parts
+    accumulate = json.loads((here / "config.json").read_text())["accumulate"]
+    assert accumulate > 1
+    assert validation.call_args.args[-1] == SMALL["tokens_per_batch"] // accumulate
 
 
 # ---- killed and resumed ----
@@ -620,7 +623,7 @@ def test_pairs_with_short_targets_are_left_out_of_the_run(
     def watched(*arguments):
         for batch in batches_of(*arguments):
             # target tokens and an end: 2 of the short ones
-            lengths = (batch.real // batch.tgt_in.size(1)).bincount()
+            lengths = (batch.target_positions // batch.tgt_in.size(1)).bincount()
             short.append(int(lengths.min()) == 2)
             yield batch
 

@@ -44,7 +44,7 @@ def test_the_loss_is_unsmoothed_and_per_token(checked):
     for index in range(len(checked.prepared.validation)):
         batch = checked.collate([checked.prepared.validation[index]])
         with torch.no_grad():
-            logits = checked.model(batch.src, batch.src_pad, batch.tgt_in, batch.real)
+            logits = checked.model(batch.src, batch.src_pad, batch.tgt_in, batch.target_positions)
         total += F.cross_entropy(logits, batch.tgt_out, reduction="sum").item()
         count += batch.target_tokens
     loss, bleu = checked(7)  # fp32 sums in another order

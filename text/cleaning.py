@@ -199,8 +199,8 @@ def like_validation(train, validation, vocabularies: list[int]) -> np.ndarray:
 def _counts(pairs, vocabularies: list[int]) -> list[np.ndarray]:
     """How often each token occurs, (V,) for each side."""
     counts = [np.zeros(size, np.int64) for size in vocabularies]
-    for part in pairs.parts():
-        for of_side, side, size in zip(counts, part, vocabularies):
+    for chunk in pairs.chunks():
+        for of_side, side, size in zip(counts, chunk, vocabularies):
             of_side += np.bincount(side.ids, minlength=size)
     return counts
 
@@ -208,9 +208,9 @@ def _counts(pairs, vocabularies: list[int]) -> list[np.ndarray]:
 def _scores(pairs, gains: list[np.ndarray]) -> np.ndarray:
     """The mean gain of a pair's tokens on each side, both added: (pairs,)"""
     scores = []
-    for part in pairs.parts():
+    for chunk in pairs.chunks():
         means = []
-        for (ids, lengths), gain in zip(part, gains):
+        for (ids, lengths), gain in zip(chunk, gains):
             sums = np.append(0, np.cumsum(gain[ids]))  # sums[i]: of the first i tokens
             ends = np.cumsum(lengths)
             means.append((sums[ends] - sums[ends - lengths]) / np.maximum(lengths, 1))

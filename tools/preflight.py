@@ -29,7 +29,7 @@ from engine.checkpoint import RESUMABLE
 from engine.devices import choose_device, hidden_gpus
 from engine.distributed import several_asked
 from engine.errors import UserError
-from engine.memory import fewest_parts
+from engine.memory import fewest_micro_batches
 from engine.meters import peak_memory_gib
 from engine.optimizer import make_optimizer
 from engine.precision import Precision, choose_precision
@@ -260,14 +260,14 @@ def report_costs(
     budget = config.tokens_per_batch or default_tokens_per_batch(whole, precision.device)
     sampler = BucketSampler(whole.train.lengths, budget, seed=config.seed)
     trial = Trial(config, sample, sizes, precision)
-    parts, peak = trial.measure_memory(sampler.heaviest_steps(), budget)
-    speed = trial.measure_speed(max(1, budget // parts))
+    micro_batches, peak = trial.measure_memory(sampler.heaviest_steps(), budget)
+    speed = trial.measure_speed(max(1, budget // micro_batches))
     minutes_per_epoch = tokens / speed / 60
     steps = config.max_steps or config.epochs * sampler.steps_per_epoch
     minutes = minutes_per_epoch * steps / sampler.steps_per_epoch
     print(
-        f"model: {parameters:,} parameters; {budget:,} tokens per step in {parts} parts, "
-        f"{sampler.steps_per_epoch:,} steps per epoch"
+        f"model: {parameters:,} parameters; {budget:,} tokens per step in {micro_batches} "
+        f"micro-batch(es), {sampler.steps_per_epoch:,} steps per epoch"
     )
     print(
         f"time: about {speed:,.0f} tokens/s: {minutes_per_epoch:,.1f} min an epoch, "
@@ -336,8 +336,8 @@ class Trial:
         """
         if self.device.type == "cuda":
             return self.measure_gpu_memory(heaviest)
-        parts = self.config.accumulate or 1
-        widest = heaviest[0][::parts]
+        micro_batches = self.config.accumulate or 1
+        widest = heaviest[0][::micro_batches]
         # Pairs of similar length: the difference between many and few is what a pair needs. Without
         # the update, which needs the same for any number of pairs and would hide the difference.
         tokens = min(max(budget // 4, 1024), 2048)
@@ -351,23 +351,23 @@ class Trial:
         limit = memory_limit(self.device)
         if peak > limit:
             raise UserError(
-                f"a step of {budget:,} tokens in {parts} parts needs about {peak:.1f} GiB of "
-                f"memory, {limit:.1f} GiB are free; "
+                f"a step of {budget:,} tokens in {micro_batches} micro-batch(es) needs about "
+                f"{peak:.1f} GiB of memory, {limit:.1f} GiB are free; "
                 "give fewer --tokens_per_batch or more --accumulate"
             )
-        return parts, peak
+        return micro_batches, peak
 
     def measure_gpu_memory(self, heaviest: list[np.ndarray]) -> tuple[int, float]:
         """The same for a GPU."""
-        parts = self.config.accumulate
-        if not parts:
+        micro_batches = self.config.accumulate
+        if not micro_batches:
 
-            def try_parts(parts: int) -> None:
+            def try_heaviest_steps(micro_batches: int) -> None:
                 for pairs in heaviest:
-                    self.step(pairs[::parts])
+                    self.step(pairs[::micro_batches])
 
-            parts = fewest_parts(try_parts, self.device)
+            micro_batches = fewest_micro_batches(try_heaviest_steps, self.device)
             torch.cuda.reset_peak_memory_stats(self.device)  # of the trials that failed
         for pairs in heaviest:
-            self.step(pairs[::parts])
-        return parts, peak_memory_gib(self.device)
+            self.step(pairs[::micro_batches])
+        return micro_batches, peak_memory_gib(self.device)

@@ -62,7 +62,7 @@ class Seq2Seq(nn.Module):
 def labels(batch: Batch, pad: int) -> Tensor:
     """(B, T) target tokens to predict, with padding behind each sentence."""
     places = torch.full_like(batch.tgt_in, pad)
-    places.view(-1)[batch.real] = batch.tgt_out
+    places.view(-1)[batch.target_positions] = batch.tgt_out
     return places
 
 

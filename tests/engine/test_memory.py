@@ -1,4 +1,4 @@
-"""Freed memory stays for the next step; as few parts as fit, and the error itself where none do."""
+"""Freed memory stays for the next step; the fewest micro-batches that fit, or the error itself."""
 
 import platform
 from unittest.mock import Mock
@@ -9,15 +9,15 @@ from conftest import run_code
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.memory import fewest_parts
+from engine.memory import fewest_micro_batches
 
 CUDA = torch.device("cuda")
 
 
 def device_of(size: int, work: int, seen: list):
-    def trial(parts: int) -> None:
-        seen.append(parts)
-        if -(-work // parts) > size:
+    def trial(micro_batches: int) -> None:
+        seen.append(micro_batches)
+        if -(-work // micro_batches) > size:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     return trial
@@ -26,15 +26,17 @@ def device_of(size: int, work: int, seen: list):
 @given(st.integers(1, 1000), st.integers(1, 5000))
 def test_the_fewest_powers_of_two(size, work):
     seen = []
-    parts = fewest_parts(device_of(size, work, seen), CUDA, largest=8192)
-    assert -(-work // parts) <= size and (parts == 1 or -(-work // (parts // 2)) > size)
-    assert seen == [2**i for i in range(len(seen))] and seen[-1] == parts
+    micro_batches = fewest_micro_batches(device_of(size, work, seen), CUDA, largest=8192)
+    assert -(-work // micro_batches) <= size and (
+        micro_batches == 1 or -(-work // (micro_batches // 2)) > size
+    )
+    assert seen == [2**i for i in range(len(seen))] and seen[-1] == micro_batches
 
 
 def test_what_never_fits_is_an_error():
     seen = []
     with pytest.raises(torch.OutOfMemoryError):
-        fewest_parts(device_of(0, 10, seen), CUDA, largest=8)
+        fewest_micro_batches(device_of(0, 10, seen), CUDA, largest=8)
     assert seen == [1, 2, 4, 8]
 
 
@@ -47,13 +49,13 @@ def test_what_never_fits_is_an_error():
 )
 def test_a_full_card_has_other_words_for_it(words):
     trial = Mock(side_effect=[RuntimeError(words), None])
-    assert fewest_parts(trial, CUDA) == 2
+    assert fewest_micro_batches(trial, CUDA) == 2
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), RuntimeError("shapes (1, 2) and (3, 4)")])
 def test_other_errors_are_not_taken_for_it(error):
     with pytest.raises(type(error)):
-        fewest_parts(Mock(side_effect=error), CUDA)
+        fewest_micro_batches(Mock(side_effect=error), CUDA)
 
 
 SCRIPT = """

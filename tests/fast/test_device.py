@@ -102,7 +102,9 @@ def gradients(model: Translator, precision: Precision, loss_of) -> tuple[float, 
     with patch.dict(LOGITS_AT_ONCE, {precision.device.type: SLICE_ROWS * VOCABULARY}):
         for batch in (batch.to(precision.device) for batch in BATCHES):
             with precision.autocast():
-                loss, _ = loss_of(batch.src, batch.src_pad, batch.tgt_in, batch.real, batch.tgt_out)
+                loss, _ = loss_of(
+                    batch.src, batch.src_pad, batch.tgt_in, batch.target_positions, batch.tgt_out
+                )
             precision.backward(loss / tokens)
             total += loss.item() / tokens
     scale = precision.scaler.get_scale()

@@ -25,8 +25,10 @@ def make_batch(seed, pairs, source, target):
     src = torch.randint(3, WORDS, (pairs, source), generator=generator)
     tgt = torch.randint(3, WORDS, (pairs, target + 1), generator=generator)
     src_pad = torch.arange(source) >= torch.randint(1, source + 1, (pairs, 1), generator=generator)
-    real = torch.nonzero(torch.rand(pairs * target, generator=generator) < 0.8).squeeze(1)
-    return src, src_pad, tgt[:, :-1], real, tgt[:, 1:].flatten()[real]
+    target_positions = torch.nonzero(torch.rand(pairs * target, generator=generator) < 0.8).squeeze(
+        1
+    )
+    return src, src_pad, tgt[:, :-1], target_positions, tgt[:, 1:].flatten()[target_positions]
 
 
 def results(loss_of, batch, bf16=False):
@@ -44,8 +46,8 @@ def results(loss_of, batch, bf16=False):
 class ExactLoss(SummedLoss):
     """`SummedLoss`, which computes the softmax in fp32, in float64."""
 
-    def forward(self, src, src_pad, tgt_in, real, tgt_out):
-        logits = self.model(src, src_pad, tgt_in, real)
+    def forward(self, src, src_pad, tgt_in, target_positions, tgt_out):
+        logits = self.model(src, src_pad, tgt_in, target_positions)
         smoothed, plain = (
             F.cross_entropy(logits, tgt_out, label_smoothing=smoothing, reduction="sum")
             for smoothing in (self.label_smoothing, 0.0)

@@ -23,7 +23,8 @@ CHINESE = {
     "src": "src (B, S)：句子、</s>、补齐",
     "src_pad": "src_pad (B, S)：哪些位置是补齐",
     "tgt": "tgt_in 与 tgt_out (B, T)：同一句错开一位，每个位置预测它下面的词；补齐处不算损失",
-    "real": "  tgt_out 只保存 N 个真实的词元；它们在 B·T 个位置中的序号 real (N,)：",
+    "positions": "  tgt_out 只保存 N 个真实的词元；"
+    "它们在 B·T 个位置中的序号 target_positions (N,)：",
     "causal_mask": "causal_mask (T, T)：行是作预测的位置，列是 tgt_in 中被看的位置；看不见后面的词",
     "combined": "模型对句对 B1 合并使用的掩码",
     "encoder": "编码器自注意力 (S, S) = src_pad，每行相同",
@@ -38,7 +39,8 @@ ENGLISH = {
     "src_pad": "src_pad (B, S): which positions are padding",
     "tgt": "tgt_in and tgt_out (B, T): the same sentence shifted by one; each position predicts "
     "the word below it, padding has no loss",
-    "real": "  tgt_out holds only the N real tokens; real (N,) has their places in B·T: ",
+    "positions": "  tgt_out holds only the N real tokens; "
+    "target_positions (N,) are their positions in B·T: ",
     "causal_mask": "causal_mask (T, T): rows predict, columns are the positions of tgt_in that "
     "they see; later words are hidden",
     "combined": "What the model combines for pair B1",
@@ -65,7 +67,7 @@ def explain_masks(language: str) -> None:
         ModelConfig(len(WORDS), len(WORDS), d_model=8, dim_feedforward=8, max_length=8)
     )
     tgt_out = torch.full((B * T,), SPECIAL["pad"])  # as in tgt_in, where nothing is predicted
-    tgt_out[batch.real] = batch.tgt_out
+    tgt_out[batch.target_positions] = batch.tgt_out
 
     src = words_of(batch.src)
     tgt_in = words_of(batch.tgt_in)
@@ -74,15 +76,15 @@ def explain_masks(language: str) -> None:
     causal_mask = model.causal_mask[:T, :T].int().tolist()
 
     pairs = [f"B{b}" for b in range(B)]
-    source_positions = [f"S{s}" for s in range(S)]
-    target_positions = [f"T{t}" for t in range(T)]
+    source_labels = [f"S{s}" for s in range(S)]
+    target_labels = [f"T{t}" for t in range(T)]
     print(say["sizes"].format(B=B, S=S, T=T, N=len(batch.tgt_out)))
-    table(say["src"], source_positions, pairs, src)
-    table(say["src_pad"], source_positions, pairs, src_pad)
+    table(say["src"], source_labels, pairs, src)
+    table(say["src_pad"], source_labels, pairs, src_pad)
     labels = [f"{name} {pair}" for pair in pairs for name in ("in ", "out")]
     shifted = [row for both in zip(tgt_in, tgt_out) for row in both]
-    table(say["tgt"], target_positions, labels, shifted)
-    print(f"{say['real']}{batch.real.tolist()}")
+    table(say["tgt"], target_labels, labels, shifted)
+    print(f"{say['positions']}{batch.target_positions.tolist()}")
     table(say["causal_mask"], tgt_in[0], tgt_in[0], causal_mask)
 
     print(f"\n{say['combined']}")
