@@ -53,6 +53,13 @@ def test_no_import_runs_upward(folder):
     assert upward - {("labs/attention_op/train.py", "train", 0)} == set()
 
 
+def test_no_lab_imports_another():
+    for path in files("labs"):
+        lab = path.relative_to(ROOT / "labs").parts[0]
+        named = re.findall(r"(?:from|import) labs\.(\w+)", path.read_text(encoding="utf-8"))
+        assert set(named) <= {lab}, path
+
+
 def test_the_engine_comes_before_pytorch():
     """It says how PyTorch's threads wait, and they look only once."""
     scripts = [ROOT / f"{name}.py" for name in ("train", "evaluate", "translate", "report")]

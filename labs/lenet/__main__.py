@@ -2,11 +2,10 @@
 
 python -m labs.lenet                           # no flag is needed: /opt/mnist, else drawn digits
 python -m labs.lenet --data DIR                # the folder with MNIST's four files, plain or .gz
-python -m labs.lenet --activation own-gelu     # with the GELU operator of labs/attention_op
-python -m labs.lenet --held_out 10000          # to compare settings without the test images
+python -m labs.lenet --activation gelu         # or one written by hand: labs.attention_op:gelu
 python -m labs.lenet --resume runs/NAME        # continue; a finished run is tested again
 torchrun --nproc_per_node 2 -m -- labs.lenet   # data parallel (DDP): the same batches
-tensorboard --logdir runs                      # curves, filters, feature maps, mistakes
+tensorboard --logdir runs                      # curves, filters, feature maps, confusion
 python report.py runs/NAME                     # one page with curves, network, result, hardware
 
 The result is that of the last epoch: nothing is chosen by the test images.
@@ -37,13 +36,8 @@ class Config:
     """Every setting of a run. `fixed`: --resume cannot change it."""
 
     data: str = flag("", "folder with MNIST's files, or drawn; /opt/mnist, else drawn", "Data")
-    held_out: int = flag(
-        0, "test on the last N training images, train on the others", "Data", min=0, fixed=True
-    )
 
-    activation: str = flag(
-        "relu", "activation function (relu|gelu|own-gelu|own-gelu-cpp)", "Model", fixed=True
-    )
+    activation: str = flag("relu", "relu, gelu, or MODULE:FUNCTION of labs/", "Model", fixed=True)
 
     epochs: int = flag(12, "passes over the training images", "Training", min=1)
     batch: int = flag(
@@ -76,9 +70,12 @@ def train(config: Config) -> Path:
         torch.set_num_threads(1)  # the layers are so small that threads would wait for each other
 
         # -------- data
-        digits, tests, data_note = read_digits(config)
-        if data_note:
-            log(f"data: {data_note}. For MNIST {HOW_TO_GET}")
+        folder = find_folder(config.data)
+        # An absolute path, so that --resume finds it from any directory.
+        config.data = str(folder or "drawn")
+        if not folder:
+            log(f"data: {DRAWN_NOTE}. For MNIST {HOW_TO_GET}")
+        digits, tests = Digits(folder, "train"), Digits(folder, "test")
         steps_per_epoch = math.ceil(len(digits) / config.batch)
         total_steps = config.epochs * steps_per_epoch
         if len(digits) // steps_per_epoch < world.size:
@@ -116,7 +113,7 @@ def train(config: Config) -> Path:
             f"{steps_per_epoch:,} steps per epoch, {config.epochs} epochs"
         )
         if state.step == 0:
-            draw_layers(run, 0, model, tests, data_note)
+            draw_layers(run, 0, model, tests)
 
         # -------- the loop
         runner = world.data_parallel(model)
@@ -129,7 +126,7 @@ def train(config: Config) -> Path:
             interrupted = run.stop_asked()
             epoch_over = state.step > state.tested and state.step % steps_per_epoch == 0
             if epoch_over and not interrupted:
-                result = evaluate(model, tests, world)
+                result = evaluate(model, tests)
                 state.tested = state.step
                 curves = {f"test/{name}": result[name] for name in ("loss", "accuracy", "errors")}
                 run.scalars(state.step, curves)
@@ -137,7 +134,7 @@ def train(config: Config) -> Path:
                     f"epoch {state.step // steps_per_epoch} of {config.epochs}: "
                     f"test loss {result['loss']:.4f}, accuracy {result['accuracy']:.2%}"
                 )
-                draw_layers(run, state.step, model, tests, data_note)
+                draw_layers(run, state.step, model, tests)
                 model.train()
             if epoch_over or interrupted:
                 run.save(state.step, model, optimizer, asdict(state))
@@ -148,9 +145,9 @@ def train(config: Config) -> Path:
             # Warm-up, level, then down to zero: a function of the step alone.
             step = state.step + 1
             progress = schedule.progress(state.step, total_steps)
-            lr = schedule.learning_rate(config.lr, step, progress, warmup)
+            learning_rate = schedule.learning_rate(config.lr, step, progress, warmup)
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = learning_rate
 
             # This process has its share of a batch of `batch_size` images.
             images, labels, batch_size = next(batches)
@@ -174,13 +171,13 @@ def train(config: Config) -> Path:
                 curves = {
                     "train/loss": mean_loss,
                     "train/accuracy": accuracy,
-                    "train/learning_rate": lr,
+                    "train/learning_rate": learning_rate,
                     "speed/images_per_second": speed,
                 }
                 run.scalars(step, curves)
                 log(
                     f"step {step:>6,}  loss {mean_loss:.4f}  accuracy {accuracy:7.2%}"
-                    f"  lr {lr:.2e}  {speed:,.0f} images/s"
+                    f"  lr {learning_rate:.2e}  {speed:,.0f} images/s"
                 )
                 totals.zero_()
                 image_count = 0
@@ -189,104 +186,68 @@ def train(config: Config) -> Path:
         if interrupted:
             run.close(INTERRUPTED, state.step)
         else:
-            result = evaluate(model, tests, world)
-            settings = ("activation", "held_out", "epochs", "batch", "seed")
-            facts = {name: getattr(config, name) for name in settings}
-            facts["data"] = data_note or config.data
-            facts["parameters"] = parameter_count
+            result = evaluate(model, tests)
+            result["data"] = str(folder) if folder else DRAWN_NOTE
+            result["parameters"] = parameter_count
             if world.is_main:
-                write_result(run, state.step, model, tests, facts | result, data_note)
+                write_result(run, state.step, model, tests, result)
             run.close("finished", state.step)
         return run.folder
 
 
-def read_digits(config: Config) -> tuple[Digits, Digits, str]:
-    """The images to train on, those to test on, and a note if they are not MNIST, else ''."""
-    folder = find_folder(config.data)
-    # An absolute path, so that --resume finds it from any directory.
-    config.data = str(folder or "drawn")
-    digits = Digits(folder, "train")
-    if config.held_out:
-        digits, tests = digits.hold_out(config.held_out)
-    else:
-        tests = Digits(folder, "test")
-    return digits, tests, "" if folder else DRAWN_NOTE
-
-
 @torch.inference_mode()
-def evaluate(model: LeNet5, tests: Digits, world: distributed.World) -> dict:
-    """Loss in nats, accuracy, confusion matrix and mistakes on the test images, on every process.
+def evaluate(model: LeNet5, tests: Digits) -> dict:
+    """Loss in nats, accuracy and confusion matrix on the test images.
 
-    confusion: 10 × 10 counts, rows the true digit, columns the answer; mistakes: surest first.
+    confusion: 10 × 10 counts, rows the true digit, columns the answer.
     """
     model.eval()
-    rows_of_this_process = torch.arange(len(tests))[world.rank :: world.size]
-    # Log-probabilities, (N, 10); each process fills in its rows, and the sum has them all.
-    scores = torch.zeros(len(tests), DIGITS, device=world.device)
-    for rows in rows_of_this_process.split(1000):
+    scores = []
+    for rows in torch.arange(len(tests)).split(1000):
         images, _ = tests[rows]
-        scores[rows] = model(images).log_softmax(1)
-    scores, labels = world.sum(scores).cpu(), tests.labels.cpu()
+        scores.append(model(images))
+    scores, labels = torch.cat(scores), tests.labels  # (N, 10), (N,)
     answers = scores.argmax(1)
+    errors = (answers != labels).sum().item()
     # A pair (digit, answer) is one number below 100, so that one call counts all pairs.
     pairs = labels * DIGITS + answers
     confusion = pairs.bincount(minlength=DIGITS**2).view(DIGITS, DIGITS)
-    wrong = (answers != labels).nonzero().flatten()
-    wrong = wrong[scores[wrong].amax(1).argsort(descending=True, stable=True)]
-    mistakes = [
-        {
-            "image": image,
-            "digit": int(labels[image]),
-            "answer": int(answers[image]),
-            "probability": round(scores[image].max().exp().item(), 4),
-        }
-        for image in wrong.tolist()
-    ]
     return {
-        "accuracy": 1 - len(wrong) / len(labels),
-        "errors": len(wrong),
+        "accuracy": 1 - errors / len(labels),
+        "errors": errors,
         "images": len(labels),
-        "loss": F.nll_loss(scores, labels).item(),
+        "loss": F.cross_entropy(scores, labels).item(),
         "confusion": confusion.tolist(),
-        "mistakes": mistakes,
     }
 
 
-def draw_layers(run: Run, step: int, model: LeNet5, tests: Digits, data_note: str) -> None:
+def draw_layers(run: Run, step: int, model: LeNet5, tests: Digits) -> None:
     """To TensorBoard: the filters, and what each layer makes of the first test image."""
     if run.world.is_main:
         image, _ = tests[0]
-        run.telemetry.figure("filters", step, pictures.filters(model, data_note))
-        run.telemetry.figure("feature maps", step, pictures.feature_maps(model, image, data_note))
+        run.telemetry.figure("filters", step, pictures.filters(model))
+        run.telemetry.figure("feature maps", step, pictures.feature_maps(model, image))
 
 
-def write_result(
-    run: Run, step: int, model: LeNet5, tests: Digits, result: dict, data_note: str
-) -> None:
-    """eval/test.json with every mistake, the pictures beside it and in TensorBoard, a log line."""
+def write_result(run: Run, step: int, model: LeNet5, tests: Digits, result: dict) -> None:
+    """eval/test.json, the pictures beside it, the confusion matrix in TensorBoard, a log line."""
     folder = run.folder / "eval"
     folder.mkdir(exist_ok=True)
     (folder / "test.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     image, _ = tests[0]
-    counts, wrong = torch.tensor(result["confusion"]), result["mistakes"]
     figures = {
-        "filters": pictures.filters(model, data_note),
-        "feature-maps": pictures.feature_maps(model, image, data_note),
-        "confusion": pictures.confusion(counts, data_note),
-        "mistakes": pictures.mistakes(tests.images.cpu(), wrong, data_note),
+        "filters": pictures.filters(model),
+        "feature-maps": pictures.feature_maps(model, image),
+        "confusion": pictures.confusion(torch.tensor(result["confusion"])),
     }
     for name, figure in figures.items():
         figure.savefig(folder / f"{name}.png", dpi=100)
-    for name in ("confusion", "mistakes"):
-        run.telemetry.figure(name, step, figures[name])
+    run.telemetry.figure("confusion", step, figures["confusion"])
     run.telemetry.hyperparameters(run.config, {"result/accuracy": result["accuracy"]})
-    held_out = "held-out training" if run.config.held_out else "test"
     run.log(
         f"test accuracy {result['accuracy']:.2%}: {result['errors']:,} errors in "
-        f"{result['images']:,} {held_out} images; which ones: {folder}"
+        f"{result['images']:,} test images ({result['data']}); pictures: {folder}"
     )
-    if data_note:
-        run.log(f"note: {data_note}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
 """The same LeNet-5 with PyTorch Lightning: it brings the loop, the checkpoints and the curves.
 
 pip install lightning
-python -m labs.lenet.lightning               # /opt/mnist, else drawn digits
-python -m labs.lenet.lightning --data DIR    # the folder with MNIST's four files
-tensorboard --logdir runs
+python -m labs.lenet.lightning --data DIR    # /opt/mnist, else drawn digits
+tensorboard --logdir runs                    # runs/lightning/version_N
 """
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine import schedule
 from engine.config import flag, parse_flags
@@ -31,13 +28,12 @@ from labs.lenet.model import LeNet5
 
 @dataclass
 class Config:
-    """Every setting of a run."""
+    """The settings that Lightning's program shares with labs.lenet."""
 
     data: str = flag("", "folder with MNIST's files, or drawn; /opt/mnist, else drawn", "Data")
     epochs: int = flag(12, "passes over the training images", "Training", min=1)
     batch: int = flag(100, "images per step", "Training", min=1)
     lr: float = flag(2e-3, "peak learning rate", "Training", above=0, below=10)
-    run: str = flag("lightning", "name of the run (runs/NAME)", "Run")
     seed: int = flag(1, "seed of weights and data order", "Run", min=0)
 
 
@@ -49,18 +45,21 @@ class Classifier(lightning.LightningModule):
         self.model, self.lr = LeNet5(), lr
 
     def training_step(self, batch, _):
+        """Images (B, 1, 28, 28) and labels (B,) → the loss, in nats; Lightning does the rest."""
         images, labels = batch
         loss = F.cross_entropy(self.model(images), labels)
         self.log("train/loss", loss)
         return loss  # Lightning calls zero_grad, backward and step
 
     def test_step(self, batch, _):
+        """Log loss and accuracy of a batch; Lightning takes the means over all batches."""
         images, labels = batch
-        logits = self.model(images)
+        logits = self.model(images)  # (B, 10)
         self.log("test/loss", F.cross_entropy(logits, labels))
         self.log("test/accuracy", (logits.argmax(1) == labels).float().mean())
 
     def configure_optimizers(self):
+        """AdamW under the learning rate of labs.lenet: up, level, down to zero."""
         total = int(self.trainer.estimated_stepping_batches)
         warmup = schedule.warmup_steps(1000, total)
 
@@ -73,28 +72,20 @@ class Classifier(lightning.LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-def train(config: Config) -> dict:
-    """Train, test and write runs/NAME/test.json. Returns its content."""
+def train(config: Config) -> dict[str, float]:
+    """Train, then print and return the loss and the accuracy on the test images."""
     folder = find_folder(config.data)
     if not folder:
         print(f"data: {DRAWN_NOTE}. For MNIST {HOW_TO_GET}")
     lightning.seed_everything(config.seed, verbose=False)
-    trainer = lightning.Trainer(
-        max_epochs=config.epochs,
-        devices=1,
-        logger=TensorBoardLogger("runs", config.run, version=""),
-        enable_model_summary=False,
-    )
+    logger = TensorBoardLogger("runs", "lightning")
+    trainer = lightning.Trainer(max_epochs=config.epochs, devices=1, logger=logger)
     classifier = Classifier(config.lr)
-    batches = DataLoader(Digits(folder, "train"), config.batch, shuffle=True)
-    trainer.fit(classifier, batches)
+    trainer.fit(classifier, DataLoader(Digits(folder, "train"), config.batch, shuffle=True))
     (scores,) = trainer.test(classifier, DataLoader(Digits(folder, "test"), 1000))
-    result = {**scores, "data": str(folder) if folder else DRAWN_NOTE}
-    path = Path("runs") / config.run / "test.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return result
+    return scores
 
 
 if __name__ == "__main__":
-    description = "train LeNet-5 with PyTorch Lightning; the result goes to runs/NAME"
-    run_script(lambda: train(parse_flags(Config, description)))
+    settings = parse_flags(Config, "train LeNet-5 with PyTorch Lightning")
+    run_script(lambda: train(settings))

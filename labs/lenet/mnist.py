@@ -3,7 +3,6 @@
 Where MNIST is not at hand, digits are drawn instead, in the fonts that matplotlib brings along.
 """
 
-import copy
 import gzip
 import math
 import zlib
@@ -56,17 +55,6 @@ class Digits(Dataset):
         """One image and its label; for a tensor of B indices (B, 1, 28, 28) and (B,)."""
         return self.images[index].unsqueeze(-3) / 255, self.labels[index]
 
-    def hold_out(self, count: int) -> tuple["Digits", "Digits"]:
-        """All but the last `count` images, and those. `UserError` if none is left to train on."""
-        if not 0 < count < len(self):
-            raise UserError(
-                f"--held_out {count:,}: there are {len(self):,} training images; hold out fewer"
-            )
-        first, last = copy.copy(self), copy.copy(self)
-        first.images, last.images = self.images[:-count], self.images[-count:]
-        first.labels, last.labels = self.labels[:-count], self.labels[-count:]
-        return first, last
-
     def to(self, device: torch.device) -> "Digits":
         """Move the images and labels to this device."""
         self.images, self.labels = self.images.to(device), self.labels.to(device)
@@ -109,7 +97,7 @@ def find_folder(data: str) -> Path | None:
         return None
     for root in [Path(data).expanduser()] if data else PLACES:
         for folder in (root, root / "MNIST" / "raw", root / "raw"):
-            if any(folder.glob("*-idx?-ubyte*")) or any(folder.glob("*.idx?-ubyte*")):
+            if any(folder.glob("t*-images[-.]idx3-ubyte*")):
                 return folder.resolve()
     if data:
         raise UserError(f"no MNIST files in {data}; {HOW_TO_GET}, or give --data drawn")
@@ -118,8 +106,8 @@ def find_folder(data: str) -> Path | None:
 
 def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     """(N, 28, 28) images and (N,) labels, as bytes. Raises `UserError` for damaged files."""
-    images_file = find_file(folder, f"{FILES[split]}-images-idx3-ubyte")
-    labels_file = find_file(folder, f"{FILES[split]}-labels-idx1-ubyte")
+    images_file = find_file(folder, f"{FILES[split]}-images")
+    labels_file = find_file(folder, f"{FILES[split]}-labels")
     images, labels = read_idx(images_file, 3), read_idx(labels_file, 1)
     if images.shape[1:] != (SIZE, SIZE):
         raise UserError(f"{images_file}: images are not {SIZE} × {SIZE} pixels; download it again")
@@ -134,14 +122,14 @@ def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def find_file(folder: Path, name: str) -> Path:
-    """The file, plain or .gz, also as some archives spell it (train-images.idx3-ubyte)."""
-    for spelling in (name, name.replace("-idx", ".idx")):
-        for path in (folder / spelling, folder / f"{spelling}.gz"):
-            if path.is_file():
-                return path
-    raise UserError(
-        f"no {name}(.gz) in {folder}; MNIST has four such files: name their folder with --data"
-    )
+    """The file that begins with `name`, plain before .gz: archives spell the rest in two ways."""
+    files = sorted(folder.glob(f"{name}[-.]idx?-ubyte*"))
+    if not files:
+        raise UserError(
+            f"no {name}-idx?-ubyte(.gz) in {folder}; MNIST has four such files: name their folder "
+            "with --data"
+        )
+    return files[0]
 
 
 def read_idx(path: Path, axes: int) -> np.ndarray:
@@ -171,7 +159,7 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
 
 
 def draw_digits(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Printed digits, each in some font, turned, slanted, stretched and moved.
+    """Printed digits, each in some font, turned (15 degrees) and moved (2 pixels).
 
     Returns (N, 28, 28) bytes and (N,) labels.
     """
@@ -186,12 +174,8 @@ def draw_digits(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
         picture = Image.new("L", (SIZE, SIZE))
         font = fonts[random.integers(len(fonts))]
         ImageDraw.Draw(picture).text((middle, middle), str(label), 255, font, anchor="mm")
-        # An affine map from a place in the result to a place in the picture.
-        matrix = np.eye(2) + random.normal(0, 0.2, (2, 2))
-        # The middle moves by two pixels at most.
-        shift = middle - matrix @ (middle + random.uniform(-2, 2, 2))
-        affine = (*matrix[0], shift[0], *matrix[1], shift[1])
-        images[number] = picture.transform(
-            (SIZE, SIZE), Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR
+        shift = tuple(random.uniform(-2, 2, 2))
+        images[number] = picture.rotate(
+            random.normal(0, 15), Image.Resampling.BILINEAR, translate=shift
         )
     return images, labels

@@ -1,22 +1,9 @@
-"""Pictures of a LeNet-5 (matplotlib figures): its filters, its feature maps, its mistakes.
-
-`note` in each: a line below the picture that says that the digits are not MNIST, else ''.
-"""
+"""Pictures of a LeNet-5 (matplotlib figures): its filters, its feature maps, its mistakes."""
 
 import torch
 from matplotlib import colormaps
 from matplotlib.figure import Figure  # without pyplot: needs no screen, nothing has to be closed
 from torch import Tensor
-
-SHOWN_MISTAKES = 40
-
-
-def new_figure(width: float, height: float, note: str) -> Figure:
-    """An empty figure, in inches, with the note below it."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    if note:
-        figure.supxlabel(note, fontsize=8, color="crimson")
-    return figure
 
 
 def tiles(maps: Tensor, columns: int) -> Tensor:
@@ -39,10 +26,10 @@ def show(axes, picture: Tensor, title: str, cmap="Greys", gap="white", **setting
 
 
 @torch.no_grad()
-def filters(model, note: str = "") -> Figure:
+def filters(model) -> Figure:
     """The 5 × 5 weights of C1 and C3: red is positive, blue negative."""
     c1, c3 = model.c1[0].weight.cpu(), model.c3[0].weight.cpu()
-    figure = new_figure(7, 4.1, note)
+    figure = Figure(figsize=(7, 4.1), layout="constrained")
     top, bottom = figure.subplots(2, 1, height_ratios=[1, 3.2])
     limit = c1.abs().max().item()
     pictures = tiles(c1.flatten(0, 1), columns=6)
@@ -55,11 +42,11 @@ def filters(model, note: str = "") -> Figure:
 
 
 @torch.no_grad()
-def feature_maps(model, image: Tensor, note: str = "") -> Figure:
+def feature_maps(model, image: Tensor) -> Figure:
     """What each layer makes of one (1, 28, 28) image; each has its own grey scale, dark is high."""
     model.eval()
     outputs = {"input": image[None], **model.layers(image[None])}
-    figure = new_figure(7, 9, note)
+    figure = Figure(figsize=(7, 9), layout="constrained")
     heights = [4, 3, 2.4, 3, 2.4, 0.6, 0.6, 0.8]
     all_axes = figure.subplots(len(outputs), 1, height_ratios=heights)
     for axes, (name, output) in zip(all_axes, outputs.items()):
@@ -74,10 +61,10 @@ def feature_maps(model, image: Tensor, note: str = "") -> Figure:
     return figure
 
 
-def confusion(counts: Tensor, note: str = "") -> Figure:
+def confusion(counts: Tensor) -> Figure:
     """(10, 10) counts, rows the true digit. Only mistakes are coloured, or they would not show."""
     mistakes = counts.clone().fill_diagonal_(0)
-    figure = new_figure(6, 5.4, note)
+    figure = Figure(figsize=(6, 5.4), layout="constrained")
     axes = figure.subplots()
     darkest = max(1, 1.5 * mistakes.max().item())
     axes.imshow(mistakes.numpy(), cmap="Oranges", vmin=0, vmax=darkest)
@@ -89,23 +76,4 @@ def confusion(counts: Tensor, note: str = "") -> Figure:
     errors, total = mistakes.sum().item(), counts.sum().item()
     title = f"{errors:,} errors in {total:,} images: {1 - errors / total:.2%} right"
     axes.set_title(title, fontsize=10)
-    return figure
-
-
-def mistakes(images: Tensor, wrong: list[dict], note: str = "") -> Figure:
-    """The surest mistakes. images (N, 28, 28); wrong: image, digit, answer, probability of each."""
-    shown = wrong[:SHOWN_MISTAKES]
-    columns, caption = 8, 9  # caption: pixels above each image, for its words
-    _, height, width = images.shape
-    pictures = images[[mistake["image"] for mistake in shown]].float()
-    space = torch.full((len(shown), caption, width), float("nan"))
-    pictures = torch.cat([space, pictures], dim=1)  # (N, caption + 28, 28)
-    figure = new_figure(8, 6.6, note)
-    axes = figure.subplots()
-    title = f"digit → answer, probability: the {len(shown)} surest of {len(wrong)} mistakes"
-    show(axes, tiles(pictures, columns), title)
-    for place, mistake in enumerate(shown):
-        row, column = divmod(place, columns)
-        words = f"{mistake['digit']} → {mistake['answer']}  {mistake['probability']:.1%}"
-        axes.text(column * (width + 1), row * (caption + height + 1) + 7, words, fontsize=8)
     return figure
