@@ -19,8 +19,8 @@ import torch
 ROOT = Path(__file__).parent.parent
 HANGS = 1800  # seconds after which a process is taken to wait for something that never comes
 
-# Python and all imports take five seconds to start. These processes are forked from one that has
-# done it. It looks for modules in PYTHONPATH.
+# Python and all imports take seconds to start. These processes are forked from one that has
+# done it, also for what the scripts import on demand. It looks for modules in PYTHONPATH.
 FORKING = multiprocessing.get_context("forkserver")
 FORKING.set_forkserver_preload(
     [
@@ -31,8 +31,10 @@ FORKING.set_forkserver_preload(
         "report",
         "tensorboard",
         "torch.utils.tensorboard",
-        "transformers",
-        "matplotlib.font_manager",
+        "torch._dynamo",
+        "transformers.models.auto.tokenization_auto",
+        "matplotlib.pyplot",
+        "matplotlib.backends.backend_agg",
         "nltk.translate.bleu_score",
         "sacrebleu.metrics",
         "pyarrow.parquet",
