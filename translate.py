@@ -4,7 +4,7 @@ python translate.py 今天天气怎么样？                        # the newest
 python translate.py --ckpt runs/NAME --beam 4 < zh.txt > en.txt
 python translate.py                                       # on a terminal: a prompt
 python translate.py --serve                               # a page in the browser
-python translate.py --export ctranslate2 DIR              # the model, for another program
+python translate.py --export DIR                          # the model, for CTranslate2
 """
 
 from dataclasses import dataclass
@@ -35,19 +35,17 @@ class Config:
 
     serve: bool = flag(False, "a page on this machine, until Ctrl-C", "The model elsewhere")
     port: int = flag(8000, "of the page; 0: a free one", "The model elsewhere", min=0, max=65535)
-    export: str = flag(
-        "", "write it to the folder TEXT for (ctranslate2|hf)", "The model elsewhere"
-    )
+    export: str = flag("", "write it for CTranslate2 to this folder", "The model elsewhere")
     quantization: str = flag(
-        "", "of ctranslate2's weights (int8|float16); default: fp32", "The model elsewhere"
+        "", "of exported weights (int8|float16); default: fp32", "The model elsewhere"
     )
 
     def __post_init__(self):
         # A --beam below 1 has an error of its own.
         if self.nbest > max(self.beam, 0):
             raise UserError(f"--nbest {self.nbest} needs --beam {self.nbest} or larger")
-        if self.quantization and self.export != "ctranslate2":
-            raise UserError("--quantization is for --export ctranslate2")
+        if self.quantization and not self.export:
+            raise UserError("--quantization is for --export")
 
 
 # Before the heavy imports, so that --help and a wrong flag answer at once.
@@ -74,17 +72,24 @@ def translate(config: Config) -> None:
     and all translate. Standard output receives translations alone; everything else goes to standard
     error.
     """
-    if (config.export or config.serve) and distributed.several_asked():
-        raise UserError(
-            "--serve and --export take one process; start translate.py without torchrun and srun"
-        )
+    if config.export or config.serve:
+        if config.text or (config.export and config.serve):
+            raise UserError("--serve and --export take no text; give one of them at a time")
+        if distributed.several_asked():
+            raise UserError(
+                "--serve and --export take one process; start translate.py without torchrun or srun"
+            )
     world = distributed.start(checked(config).device)
     note = partial(print, file=sys.stderr) if world.is_main else lambda line: None
     trained, precision, decoder = load_for_decoding(config, 1, world, note)
-    if config.export or config.serve:
-        from tools import serving
+    if config.export:
+        from tools.serving.export import export
 
-        return serving.start(config, trained, precision, decoder)
+        return export(trained, config.export, config.quantization, note)
+    if config.serve:
+        from tools.serving.server import serve
+
+        return serve(trained, precision, decoder, config)
 
     sys.stdout.reconfigure(encoding="utf-8")  # as the input is, whatever the locale
     whole_lines = config.whole_lines or config.nbest > 0  # a line has one score

@@ -11,7 +11,6 @@ import translate as script
 from decoding import translate_lines
 from engine.errors import UserError
 from loading import load_trained
-from tools import serving
 
 
 @pytest.fixture(scope="session")
@@ -157,13 +156,6 @@ def test_the_best_of_each_line_with_scores(called, reference, monkeypatch, beam)
 def test_more_hypotheses_than_beams_are_a_mistake():
     with pytest.raises(UserError, match="--nbest 3 needs --beam 3 or larger"):
         script.Config(beam=2, nbest=3)
-
-
-def test_a_flag_that_the_page_has_no_use_for():
-    config = script.Config(serve=True)
-    config.text, config.given = [], {"serve", "port", "length_penalty", "beam"}
-    with pytest.raises(UserError, match=r"^--serve has no use for --beam; leave it out$"):
-        serving.start(config, None, None, None)
 
 
 def test_at_a_prompt(called, reference, monkeypatch):

@@ -1,19 +1,15 @@
-"""`translate.py --export FORMAT DIR`: a folder with which other programs translate.
+"""`translate.py --export DIR`: a folder with which CTranslate2, a decoder in C++, translates.
 
-    ctranslate2   CTranslate2's model, in fp32 or fewer bits; compared at once with the run's model
-    hf            weights as safetensors, for PyTorch without this project
-
-Both have the tokenizers as `AutoTokenizer` reads them, and a card, README.md, with Python code.
+It has the weights, in fp32 or fewer bits, the tokenizers as `AutoTokenizer` reads them, and a card,
+README.md, with the Python code that translates.
 """
 
-import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 
 from data import Collate
 from decoding import output_limit, search
@@ -23,26 +19,40 @@ from text.bleu import corpus_bleu
 from text.cleaning import held_out_rows, normalise, split_to_score
 from text.reading import find_text
 from text.subwords import decode, encode, special_ids
-from tools.serving import need
-from tools.serving.card import write_card
-
-NEEDS = {"ctranslate2": ["ctranslate2"], "hf": []}
+from tools.serving.to_ctranslate2 import convert, name_special
 
 Ids = list[list[int]]  # of sentences, without begin and end
 TRIAL_ROWS = 2001  # as many as newstest2017 has
+LOADER = Path(__file__).with_name("loader.py")
+CARD = """# {name}
+
+Translates single sentences from {source} to {target}, of at most {longest:,} tokens.
+A Transformer of {parameters:,} parameters, trained on {data}: other kinds of text come out worse.
+
+`pip install ctranslate2 transformers`; in this folder, lines on standard input:
+
+```python
+{loader}```
+
+From another language than Python: `source/` and `target/` are the tokenizers. CTranslate2 adds the
+end token of the source itself.
+
+The export was {trial}.
+"""
 
 
-def export(trained: Trained, kind: str, words: list[str], quantization: str, log: Callable) -> None:
-    """Write the folder that `words` names, completely or not at all.
+def export(trained: Trained, path: str, quantization: str, log: Callable) -> None:
+    """Write the folder, completely or not at all.
 
     Raises `UserError` if there are files in it, or if it cannot be written.
     """
-    if len(words) != 1:
+    try:
+        import ctranslate2  # noqa: F401
+    except ImportError:
         raise UserError(
-            f"--export {kind} needs one folder: python translate.py --export {kind} DIR"
-        )
-    need(f"--export {kind}", *NEEDS[kind])
-    folder = Path(words[0]).resolve()
+            "--export needs ctranslate2; pip install -r requirements-extras.txt"
+        ) from None
+    folder = Path(path).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already; name a new folder")
     trained.model.cpu().float()
@@ -58,12 +68,9 @@ def export(trained: Trained, kind: str, words: list[str], quantization: str, log
         building.mkdir()
         trained.source_tokenizer.save_pretrained(building / "source")
         trained.target_tokenizer.save_pretrained(building / "target")
-        if kind == "hf":
-            write_config(trained, building)
-            write_weights(trained, building)
-        else:
-            log(trial(trained, to_ctranslate2(trained, building, quantization)))
-        write_card(trained, kind, building)
+        result = trial(trained, to_ctranslate2(trained, building, quantization))
+        log(result)
+        write_card(trained, result, building)
         try:
             building.replace(folder)
         except OSError as error:  # a mount point
@@ -79,13 +86,13 @@ def trial(trained: Trained, translate: Callable[[Ids], Ids]) -> str:
         split = split_to_score(text)
         pairs = held_out_rows(text)[split][:TRIAL_ROWS]
     except UserError as error:
-        return f"note: not tried, since the run's data cannot be read: {error}"
+        return f"not tried, since the run's data cannot be read: {error}"
     longest = trained.model.config.max_length - 1
     sources = encode(trained.source_tokenizer, [normalise(source) for source, _ in pairs], longest)
     references = [reference for (_, reference), source in zip(pairs, sources) if source]
     sources = [source for source in sources if source]
     if not sources:
-        return f"note: not tried, since {config['data']} has no {split} rows"
+        return f"not tried, since {config['data']} has no {split} rows"
     collate = Collate(special_ids(trained.source_tokenizer), special_ids(target_tokenizer))
     expected = [found[0].tokens for found in search(trained.model, sources, collate)]
     found = translate(sources)
@@ -101,15 +108,11 @@ def to_ctranslate2(trained: Trained, folder: Path, quantization: str) -> Callabl
     """Write the model; returns a function that translates with it."""
     import ctranslate2
 
-    from tools.serving.to_ctranslate2 import convert, name_special
-
     # Copies, because CTranslate2 scales them in place when it quantises.
     weights = {name: tensor.numpy().copy() for name, tensor in trained.model.state_dict().items()}
     sizes = trained.model.config
     if len({*special_ids(trained.target_tokenizer).values()}) < 3:
-        raise UserError(
-            "CTranslate2 needs a tokenizer whose begin, end and pad tokens differ; use --export hf"
-        )
+        raise UserError("CTranslate2 needs a tokenizer whose begin, end and pad tokens differ")
     vocabularies = []
     for tokenizer, size in (
         (trained.source_tokenizer, sizes.source_vocab),
@@ -140,23 +143,21 @@ def to_ctranslate2(trained: Trained, folder: Path, quantization: str) -> Callabl
     return translate
 
 
-def write_weights(trained: Trained, folder: Path) -> None:
-    """Every parameter once, and the positions, which a checkpoint leaves out."""
-    weights = {name: tensor.contiguous() for name, tensor in trained.model.state_dict().items()}
-    del weights["output.weight"]  # tied to the target embedding
-    weights["positions"] = trained.model.positions
-    # Not save_file, whose file only its owner can read.
-    (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
-
-
-def write_config(trained: Trained, folder: Path) -> None:
-    """The sizes and the ids that the code in the card reads."""
-    target = special_ids(trained.target_tokenizer)
-    config = {
-        "architectures": ["Translator"],
-        **asdict(trained.model.config),
-        "source_eos_token_id": special_ids(trained.source_tokenizer)["eos"],
-        "bos_token_id": target["bos"],
-        "eos_token_id": target["eos"],
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+def write_card(trained: Trained, trial: str, folder: Path) -> None:
+    """Write README.md. `trial`: what came of it."""
+    config, sizes = trained.config, trained.model.config
+    loader = LOADER.read_text(encoding="utf-8")
+    longest_output = min(256, sizes.max_length)
+    loader = loader.replace("max_input_length=512", f"max_input_length={sizes.max_length}")
+    loader = loader.replace("max_decoding_length=256", f"max_decoding_length={longest_output}")
+    card = CARD.format(
+        name=trained.name,
+        source=config["source"],
+        target=config["target"],
+        longest=sizes.max_length - 1,
+        parameters=sum(weight.numel() for weight in trained.model.parameters()),
+        data=config["data"],
+        loader=loader,
+        trial=trial,
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")

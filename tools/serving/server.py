@@ -1,26 +1,20 @@
 """`translate.py --serve`: a page and a JSON endpoint on this machine, for one person.
 
-GET /             the page            GET /docs         the endpoint, described and to try
-POST /translate   {"text": "…", "beam": 4, "attention": true}
+GET  /            the page
+POST /translate   {"text": "…", "beam": 4, "attention": true} -> what `PageServer.translate` returns
 
 A lock gives the model to one request at a time.
 """
 
-import asyncio
+import json
 import os
-import socket
 import sys
-from collections.abc import Callable
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Lock
 
 import torch
-import uvicorn
-from fastapi import FastAPI, HTTPException
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse
-from pydantic import BaseModel, Field
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from decoding import translate_lines
 from engine.errors import UserError
@@ -30,189 +24,160 @@ from loading import Trained
 from text.cleaning import normalise
 from text.sentences import join, sentences
 from text.subwords import encode
-from tools.reporting import fonts
 from validation import attention_of
 
 LONGEST_TEXT = 20_000  # characters, about ten pages
-SECONDS_TO_STOP = 5  # after Ctrl-C, for a request that is being answered
+MOST_HYPOTHESES = 10
 
 
-class Query(BaseModel):
-    """A text to translate."""
-
-    text: str = Field(
-        max_length=LONGEST_TEXT, description="lines, each of one sentence or more; longer: stdin"
-    )
-    beam: int = Field(1, ge=1, le=10, description="hypotheses for each sentence; 1: greedy")
-    attention: bool = Field(False, description="also where the model looked for each word")
-
-
-class Hypothesis(BaseModel):
-    """A translation; its score is a log-probability over a length penalty, or None (greedy)."""
-
-    text: str
-    score: float | None = None
-
-
-def hypothesis(text: str, score: float | None) -> Hypothesis:
-    """With a score that is short to read."""
-    return Hypothesis(text=text, score=None if score is None else round(score, 3))
+def serve(trained: Trained, precision: Precision, decoder: CompiledDecoder | None, config) -> None:
+    """Serve the page until Ctrl-C. Raises `UserError` if the port is not free."""
+    try:
+        server = PageServer(config.port, trained, precision, decoder, config.length_penalty)
+    except OSError as error:
+        raise UserError(
+            f"--port {config.port}: {error.strerror}; choose another, or 0 for a free one"
+        ) from None
+    address = f"http://127.0.0.1:{server.server_port}"
+    print(f"{address} has the page; Ctrl-C ends it", file=sys.stderr, flush=True)
+    with suppress(KeyboardInterrupt):
+        server.serve_forever()
+    print("stopped", file=sys.stderr, flush=True)
+    # A normal exit would disturb a thread that still translates.
+    os._exit(0)
 
 
-class Attention(BaseModel):
-    """`weights[i][j]`: attention to source word j for target word i. A row sums to 1."""
-
-    source_words: list[str]
-    target_words: list[str]
-    weights: list[list[float]]
-
-
-class Sentence(BaseModel):
-    """A sentence, its hypotheses, best first, and the attention of the best one."""
-
-    source: str
-    hypotheses: list[Hypothesis]
-    attention: Attention | None = None
-    cut: bool = Field(False, description="too long for the model: the end is not translated")
-
-
-class Answer(BaseModel):
-    """The whole translation, and the sentences of each line."""
-
-    translation: str
-    lines: list[list[Sentence]]
-
-
-class PageModel:
-    """The trained model as the page needs it: sentences in, `Sentence` objects out."""
+class PageServer(ThreadingHTTPServer):
+    """Answers requests to 127.0.0.1 by translations of one model."""
 
     def __init__(
         self,
+        port: int,
         trained: Trained,
         precision: Precision,
         decoder: CompiledDecoder | None,
         length_penalty: float,
     ):
-        self.trained = trained
+        super().__init__(("127.0.0.1", port), Handler)
+        self.model = trained.model
+        self.tokenizers = (trained.source_tokenizer, trained.target_tokenizer)
         self.precision = precision
         self.decoder = decoder
         self.length_penalty = length_penalty
-        self.tokenizers = (trained.source_tokenizer, trained.target_tokenizer)
         self.longest = trained.model.config.max_length - 1  # tokens, without the end token
+        self.lock = Lock()
 
-    def translate(self, sources: list[str], beam: int, attention: bool) -> list[Sentence]:
-        """Translate sentences."""
-        with self.precision.autocast(), torch.inference_mode():
-            translations = translate_lines(
-                self.trained.model,
-                *self.tokenizers,
-                sources,
-                beam=beam,
-                nbest=beam if beam > 1 else 0,
-                length_penalty=self.length_penalty,
-                decoder=self.decoder,
-            )
-            answers = [
-                Sentence(source=source, hypotheses=[hypothesis(*one) for one in found])
-                for source, found in zip(sources, translations.nbest)
-            ]
-            for answer, ids in zip(answers, self.encode(sources, self.longest + 1)):
-                answer.cut = len(ids) > self.longest
-                if attention and answer.hypotheses[0].text:
-                    answer.attention = self.attention(answer.source, answer.hypotheses[0].text)
+    def translate(self, text: str, beam: int, attention: bool) -> dict:
+        """The translation of a text, and under "lines" the sentences of each line."""
+        lines = [sentences(line) if line.strip() else [] for line in text.splitlines()]
+        sources = [sentence.strip() for line in lines for sentence in line]
+        with self.lock, self.precision.autocast(), torch.inference_mode():
+            translated = iter(self.translate_sentences(sources, beam, attention))
+        answers = [[next(translated) for _ in line] for line in lines]
+        translation = "\n".join(
+            join(answer["hypotheses"][0]["text"] for answer in line) for line in answers
+        )
+        return {"translation": translation, "lines": answers}
+
+    def translate_sentences(self, sources: list[str], beam: int, attention: bool) -> list[dict]:
+        """Of each sentence the hypotheses, best first, and the cross-attention of the best one.
+
+        The score of greedy search is None. "cut": the sentence is too long for the model.
+        """
+        translations = translate_lines(
+            self.model,
+            *self.tokenizers,
+            sources,
+            beam=beam,
+            nbest=beam if beam > 1 else 0,
+            length_penalty=self.length_penalty,
+            decoder=self.decoder,
+        )
+        texts = [normalise(source) for source in sources]
+        ids = encode(self.tokenizers[0], texts, self.longest + 1)
+        answers = []
+        for source, hypotheses, tokens in zip(sources, translations.nbest, ids):
+            best, _ = hypotheses[0]
+            answer = {
+                "source": source,
+                "hypotheses": [{"text": text, "score": score} for text, score in hypotheses],
+                "cut": len(tokens) > self.longest,
+                "attention": None,
+            }
+            if attention and best:
+                answer["attention"] = self.attention(source, best)
+            answers.append(answer)
         return answers
 
-    def encode(self, sources: list[str], longest: int) -> list[list[int]]:
-        """Token ids of each sentence, at most `longest`."""
-        texts = [normalise(source) for source in sources]
-        return encode(self.trained.source_tokenizer, texts, longest)
-
-    def attention(self, source: str, translation: str) -> Attention:
-        """Cross-attention of the last layer, in words."""
-        seen = attention_of(self.trained.model, self.tokenizers, source, translation, self.longest)
-        return Attention(
-            source_words=seen.source_words,
-            target_words=seen.target_words,
-            weights=seen.weights.astype(float).round(3).tolist(),
-        )
+    def attention(self, source: str, translation: str) -> dict:
+        """`weights[i][j]`: attention to source word j for target word i. A row sums to 1."""
+        found = attention_of(self.model, self.tokenizers, source, translation, self.longest)
+        return {
+            "source_words": found.source_words,
+            "target_words": found.target_words,
+            "weights": found.weights.astype(float).round(3).tolist(),
+        }
 
 
-def make_app(translate: Callable[[list[str], int, bool], list[Sentence]], name: str) -> FastAPI:
-    """The web application; `translate(sentences, beam, attention)`, and the run's name."""
+class Handler(BaseHTTPRequestHandler):
+    """One request."""
+
+    server: PageServer
+
+    def do_GET(self) -> None:
+        """Send the page."""
+        if self.path != "/":
+            self.send(404, "text/plain", b"the page is at /")
+            return
+        page = Path(__file__).with_name("page.html").read_bytes()
+        self.send(200, "text/html", page)
+
+    def do_POST(self) -> None:
+        """Translate a text, or send one line on what is wrong with the request."""
+        status = 200
+        try:
+            if self.path != "/translate":
+                raise UserError("POST to /translate")
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            answer = self.server.translate(*read_query(body))
+        except UserError as error:
+            status, answer = 400, {"detail": str(error)}
+        except Exception:
+            self.send_json(500, {"detail": "an error; the terminal of the server shows it"})
+            raise
+        self.send_json(status, answer)
+
+    def send_json(self, status: int, answer: dict) -> None:
+        """Send an answer of the endpoint."""
+        self.send(status, "application/json", json.dumps(answer).encode())
+
+    def send(self, status: int, kind: str, content: bytes) -> None:
+        """Send the answer."""
+        with suppress(ConnectionError):  # the browser has gone
+            self.send_response(status)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    def log_message(self, *_) -> None:
+        """Print nothing for a request."""
+
+
+def read_query(body: bytes) -> tuple[str, int, bool]:
+    """The text, the beam size and whether attention is wanted. Raises `UserError`."""
     try:
-        from fastapi_offline import FastAPIOffline as App  # /docs without network
-    except ImportError:
-        App = FastAPI
-    app = App(title=f"Translation · {name}")
-    # A page of another site that resolves its name to 127.0.0.1 is refused.
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
-    lock = asyncio.Lock()
-
-    @app.exception_handler(RequestValidationError)
-    async def describe_errors(request, error):
-        """One line without the text that was sent, which would otherwise be repeated."""
-        problems = [f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors()]
-        return JSONResponse({"detail": "; ".join(problems)}, 422)
-
-    @app.get("/", include_in_schema=False)
-    async def page():
-        return FileResponse(Path(__file__).with_name("page.html"))
-
-    @app.get("/font.otf", include_in_schema=False)
-    async def font():
-        return FileResponse(fonts.OWN)
-
-    @app.post("/translate")
-    async def translate_text(query: Query) -> Answer:
-        """Translate every sentence of every line."""
-        lines = [sentences(line) if line.strip() else [] for line in query.text.splitlines()]
-        sources = [sentence.strip() for line in lines for sentence in line]
-        try:
-            async with lock:
-                found = await asyncio.to_thread(translate, sources, query.beam, query.attention)
-        except asyncio.CancelledError:  # by uvicorn, SECONDS_TO_STOP after Ctrl-C
-            raise HTTPException(503, "the server is stopping") from None
-        answers = iter(found)
-        translated = [[next(answers) for _ in line] for line in lines]
-        translation = "\n".join(
-            join(sentence.hypotheses[0].text for sentence in line) for line in translated
+        query = json.loads(body)
+        text = query["text"]
+        text.encode()  # half a character is an error
+        beam = query.get("beam", 1)
+        attention = bool(query.get("attention", False))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise UserError('send JSON: {"text": "…", "beam": 4, "attention": true}') from None
+    if len(text) > LONGEST_TEXT:
+        raise UserError(
+            f"the text has more than {LONGEST_TEXT:,} characters; use translate.py < FILE"
         )
-        return Answer(translation=translation, lines=translated)
-
-    return app
-
-
-def serve(trained: Trained, precision: Precision, decoder: CompiledDecoder | None, config) -> None:
-    """Serve the page until Ctrl-C. Raises `UserError` if the port is not free."""
-    model = PageModel(trained, precision, decoder, config.length_penalty)
-    app = make_app(model.translate, trained.run.resolve().name)
-    with socket.socket() as listening:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listening.bind(("127.0.0.1", config.port))
-            listening.listen()
-        except OSError as error:
-            raise UserError(
-                f"--port {config.port}: {error.strerror}; choose another, or 0 for a free one"
-            ) from None
-        options = dict(log_level="warning", timeout_graceful_shutdown=SECONDS_TO_STOP)
-        server = Server(uvicorn.Config(app, **options))
-        with suppress(KeyboardInterrupt):  # uvicorn raises it again after its own shutdown
-            asyncio.new_event_loop().run_until_complete(server.serve([listening]))
-    print("stopped", file=sys.stderr, flush=True)
-    # A normal exit would wait for the thread that translates, perhaps for minutes.
-    os._exit(0)
-
-
-class Server(uvicorn.Server):
-    """Prints its address once it can be reached."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, then print."""
-        await super().startup(sockets)
-        address = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
-        print(
-            f"{address} has the page, {address}/docs the JSON endpoint; Ctrl-C ends it",
-            file=sys.stderr,
-            flush=True,
-        )
+    if type(beam) is not int or not 1 <= beam <= MOST_HYPOTHESES:
+        raise UserError(f"beam must be a whole number from 1 to {MOST_HYPOTHESES}")
+    return text, beam, attention
