@@ -265,7 +265,8 @@ def join(rank: int, size: int, device: torch.device) -> dist.Store:
         # meeting is ours. In a thread, because it would wait for ever for another program that
         # listens at the port and does not answer.
         meeting = ThreadPoolExecutor(1).submit(meet)
-        store = meeting.result(timeout=JOIN.total_seconds() + 5)
+        # A little longer than the timeout of `rendezvous`, whose message says more.
+        store = meeting.result(timeout=1.1 * JOIN.total_seconds())
         if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
             # When torchrun restarts the processes it keeps its store, with the keys of the dead
             # ones. On one machine all processes know how often it did.

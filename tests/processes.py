@@ -154,6 +154,8 @@ def _run_forked(arguments, cwd, file, environment, first) -> None:
     os.dup2(output, 2)
     sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)
     sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)
+    # The DataLoader's processes start as they do for a user, not from a server of their own.
+    multiprocessing.set_start_method(None, force=True)
     os.chdir(cwd)
     os.environ.update({"CUDA_VISIBLE_DEVICES": "", **environment})
     torch.set_num_threads(1)

@@ -34,6 +34,7 @@ from conftest import (
     with_short_targets,
     write_pairs,
 )
+from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.parallel import DistributedDataParallel
 
@@ -119,6 +120,19 @@ def config(kind=training.Config, **values) -> training.Config:
     made = kind(**(tiny | SMALL | values))
     made.given = set(values)
     return made
+
+
+@pytest.fixture(autouse=True)
+def _blank_pictures(monkeypatch):
+    """Each validation draws what the model attends to, which takes longer than these steps."""
+    monkeypatch.setattr("validation.picture", lambda attention: Figure())
+
+
+@pytest.fixture(scope="module")
+def few_pairs(tmp_path_factory) -> Path:
+    """150 training pairs of the toy language and 10 for validation: a pass takes few steps."""
+    splits = {"train": slice(0, 150), "validation": slice(150, 160)}
+    return write_pairs(tmp_path_factory.mktemp("few"), reversed_digits(160), splits)
 
 
 def resumed(run: Path, **values) -> training.Config:
@@ -351,9 +365,9 @@ def test_a_fault_of_the_validation_comes_before_the_first_step(toy_data, here, m
     assert not (here / "config.json").exists()  # no run has begun
 
 
-def test_epochs_are_passes_over_the_data(toy_data, here):
-    settings = dict(max_steps=0, epochs=2, tokens_per_batch=2000, accumulate=2)
-    training.train(config(data=str(toy_data), run=str(here), **settings))
+def test_epochs_are_passes_over_the_data(few_pairs, here):
+    settings = dict(max_steps=0, epochs=2, tokens_per_batch=500, accumulate=2)
+    training.train(config(data=str(few_pairs), run=str(here), **settings))
     steps = int(re.search(r"(\d+) steps per epoch", log_of(here))[1])
     assert max(records(here)) == 2 * steps > 4
 
@@ -362,8 +376,18 @@ def test_epochs_are_passes_over_the_data(toy_data, here):
 def test_an_epoch_ends_with_a_validation(toy_data, here, monkeypatch, tokens, validated):
     """But at most one every 250 steps.
 
-    With 30 tokens per batch an epoch is longer than this run.
+    With 30 tokens per batch an epoch is longer than this run. The loss is the sum of one weight.
     """
+
+    class LittleWork(torch.nn.Module):
+        def __init__(self, model, *_):
+            super().__init__()
+            self.weight = model.output.weight
+
+        def forward(self, *_):
+            return self.weight.sum(), self.weight.sum().detach()
+
+    monkeypatch.setattr(training.fast, "loss", LittleWork)
     steps = []
     monkeypatch.setattr(
         training.Validation, "__call__", lambda _, step: steps.append(step) or (1.0, 0.0)
@@ -372,11 +396,12 @@ def test_an_epoch_ends_with_a_validation(toy_data, here, monkeypatch, tokens, va
     signals = nullcontext(lambda: next(asked) > 252)
     monkeypatch.setattr("engine.run.caught_signals", lambda: signals)
     limits = dict(eval_every=0, max_steps=251 if validated else 10**6, tokens_per_batch=tokens)
+    limits |= dict(log_every=251, optimizer="adamw")
     training.train(config(data=str(toy_data), run=str(here), **limits))
     assert steps == validated
 
 
-def test_the_chosen_format_reaches_every_forward_pass(toy_data, here, monkeypatch):
+def test_the_chosen_format_reaches_every_forward_pass(few_pairs, here, monkeypatch):
     seen, plain = [], training.SummedLoss.forward
 
     def forward(loss_of, *batch):
@@ -385,7 +410,7 @@ def test_the_chosen_format_reaches_every_forward_pass(toy_data, here, monkeypatc
 
     monkeypatch.setattr(training.fast, "loss", lambda *_: None)
     monkeypatch.setattr(training.SummedLoss, "forward", forward)
-    training.train(config(data=str(toy_data), run=str(here), max_steps=1, precision="bf16"))
+    training.train(config(data=str(few_pairs), run=str(here), max_steps=1, precision="bf16"))
     assert len(seen) > 2 and all(seen)
 
 
@@ -441,7 +466,7 @@ def test_a_step_that_does_not_fit_the_memory_is_split(toy_data, here, monkeypatc
 # ---- killed and resumed ----
 
 # With dropout: the random numbers must be resumed as well.
-LONG = "--max_steps 60 --eval_every 10 --log_every 1 --tokens_per_batch 300 --precision fp32"
+LONG = "--max_steps 24 --eval_every 12 --log_every 1 --tokens_per_batch 300 --precision fp32"
 LONG = f"{LONG} --dropout_after 0".split()
 
 
@@ -575,7 +600,7 @@ def test_fifty_random_interruptions(toy_data, place, tmp_path, monkeypatch, opti
         assert_same_run(unbroken, run)
 
 
-@pytest.mark.parametrize("workers, step", [(2, 25), (0, 50)])
+@pytest.mark.parametrize("workers, step", [(2, 10), (0, 20)])
 def test_sigterm_saves_and_the_resumed_run_is_the_same(
     uninterrupted, long_data, here, tmp_path, workers, step
 ):
@@ -612,12 +637,16 @@ def test_printed_commands_can_be_typed_whatever_the_name_of_the_run(toy_data, he
     assert commands == [str(folder)] * 3
 
 
+@pytest.fixture(scope="module")
+def short_targets(tmp_path_factory) -> Path:
+    """400 training pairs, of which --select leaves 300."""
+    return with_short_targets(tmp_path_factory.mktemp("short"), 400)
+
+
 @pytest.mark.parametrize("select", [True, False])
-def test_pairs_with_short_targets_are_left_out_of_the_run(
-    select, tmp_path, here, monkeypatch, capsys
-):
-    data = str(with_short_targets(tmp_path / "d", 400))
-    settings = config(data=data, max_steps=10, run=str(here), select=select)
+def test_pairs_with_short_targets_are_left_out_of_the_run(select, short_targets, here, monkeypatch):
+    limits = dict(max_steps=10, eval_every=10)
+    settings = config(data=str(short_targets), run=str(here), select=select, **limits)
     batches_of, short = training.batches_of, []
 
     def watched(*arguments):
@@ -635,9 +664,9 @@ def test_pairs_with_short_targets_are_left_out_of_the_run(
     assert counts.get("short target") == (100 if select else None)
 
 
-def test_a_finished_run_is_continued_only_to_a_later_end(long_data, here, capsys, monkeypatch):
+def test_a_finished_run_is_continued_only_to_a_later_end(toy_data, here, capsys):
     """At the level rate, until the rate falls again."""
-    training.train(config(data=str(long_data), run=str(here)))
+    training.train(config(data=str(toy_data), run=str(here), eval_every=20))
     before, _ = weights(here), capsys.readouterr()
     training.train(resumed(here))
     output = capsys.readouterr().out
@@ -759,13 +788,11 @@ def test_the_rate_where_none_is_given(optimizer, width, peak):
 
 
 @pytest.mark.parametrize("flags, passes", [(dict(dropout_after=2), 2), (dict(dropout=0.3), 10)])
-def test_dropout_begins_after_some_passes(tmp_path, here, monkeypatch, flags, passes):
-    splits = {"train": slice(0, 150), "validation": slice(150, 160)}
-    data = write_pairs(tmp_path / "data", reversed_digits(160), splits)
+def test_dropout_begins_after_some_passes(few_pairs, here, monkeypatch, flags, passes):
     rates = []
     monkeypatch.setattr(Translator, "set_dropout", lambda model, p: rates.append(p))
     limits = dict(tokens_per_batch=2000, max_steps=30, eval_every=30)
-    training.train(config(data=str(data), run=str(here), **limits, **flags))
+    training.train(config(data=str(few_pairs), run=str(here), **limits, **flags))
     without = passes * int(re.search(r"(\d+) steps per epoch", log_of(here))[1])
     rate = flags.get("dropout", 0.1)
     assert 0 < without < 30 and rates == [0.0] * without + [rate] * (30 - without)

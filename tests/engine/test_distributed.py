@@ -176,6 +176,33 @@ def test_a_seed_reaches_the_cpu_and_the_gpu_of_the_rank(monkeypatch):
 # ---------------------------------------------------------------- several processes
 
 
+@pytest.fixture
+def two_worlds(monkeypatch) -> list[World]:
+    """Ranks 0 and 1, which share a store and send nothing. Neither waits long for the other."""
+    monkeypatch.setattr(distributed, "WORK", timedelta(milliseconds=50))
+    monkeypatch.setattr(dist, "gather_object", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda *_, **__: None)
+    store = dist.HashStore()
+    return [World(rank, 2, torch.device("cpu"), store) for rank in range(2)]
+
+
+def test_every_gather_waits_for_all_ranks(two_worlds):
+    rank_0, rank_1 = two_worlds
+    with pytest.raises(dist.DistStoreError):
+        rank_1.gather("here first")
+    rank_0.gather("now both are here")
+    with pytest.raises(dist.DistStoreError):
+        rank_0.gather("while rank 1 is still at work")
+
+
+def test_every_call_of_on_main_waits_for_rank_0(two_worlds):
+    rank_0, rank_1 = two_worlds
+    rank_0.on_main(lambda: None)
+    rank_1.on_main(lambda: None)
+    with pytest.raises(dist.DistStoreError):
+        rank_1.on_main(lambda: None)
+
+
 def check_collectives() -> None:
     """Runs in each of three processes."""
 
