@@ -7,12 +7,12 @@ python -m labs.collectives --lesson gather --gpu_devices 0 1 2 3 --target_device
 torchrun --nproc_per_node 2 -m labs.collectives         # on torchrun's processes
 
 gather      the tensors of all ranks on one rank: ranks, devices, sub-groups
-all_gather  … on every rank: unequal lengths, and what happens to gradients
+all_gather  … on every rank: unequal lengths
 mean        one loss and one accuracy instead of one per process; the right gradient
 sampler     which rows DistributedSampler repeats or drops, and what that does to a score
 scaling     batch size and learning rate on N processes: two right rules that are wrong together
-ddp         DistributedDataParallel equals one process; how DataParallel differs
-fp16        gradients that underflow, a loss scaler by hand, an overflow on one rank only
+ddp         DistributedDataParallel and DataParallel beside one process
+fp16        gradients that underflow, and a loss scaler by hand
 
 The output is Markdown, for a report: python -m labs.collectives > collectives.md
 """

@@ -1,4 +1,4 @@
-"""Three lessons: batch size and learning rate, DDP against one process, fp16 with a loss scaler.
+"""Three lessons: batch size and learning rate, DDP and DataParallel, fp16 with a loss scaler.
 
 N ranks, B rows of a global batch, D features.
 """
@@ -34,18 +34,17 @@ def flat_weights(model: nn.Module) -> torch.Tensor:
 
 
 def train(
-    module: nn.Module,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: list[tuple[torch.Tensor, torch.Tensor]],
     loss_of: Callable,
-    distributed: bool,
 ) -> tuple[list[float], torch.Tensor]:
     """A step for each batch x (B, D), y (B); returns the mean losses and the weights.
 
-    Distributed: under DDP, each rank on its rows of the batch. Otherwise all rows in this process.
+    Under DDP each rank computes its rows of the batch, otherwise this process computes all.
     `loss_of(outputs, y)` is a sum over rows.
     """
-    model = DistributedDataParallel(module) if distributed else module
+    distributed = isinstance(model, DistributedDataParallel)
     rank, size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
     losses = []
     for x, y in batches:
@@ -59,7 +58,7 @@ def train(
         if distributed:
             dist.all_reduce(loss)
         losses.append(loss.item())
-    return losses, flat_weights(module)
+    return losses, flat_weights(model)
 
 
 # ---------------------------------------------------------------- scaling
@@ -82,13 +81,14 @@ def train_linear(
     features: int, batch: int, learning_rate: float, steps: int, distributed: bool
 ) -> tuple[list[float], torch.Tensor]:
     """SGD on least squares without noise; returns the loss of every batch and the weights."""
-    module = linear(features)
+    model = linear(features)
+    if distributed:
+        model = DistributedDataParallel(model)
     return train(
-        module,
-        torch.optim.SGD(module.parameters(), learning_rate),
+        model,
+        torch.optim.SGD(model.parameters(), learning_rate),
         [synthetic(batch, features, seed=step) for step in range(1, steps + 1)],
         lambda out, y: 0.5 * ((out.squeeze(1) - y) ** 2).sum(),
-        distributed,
     )
 
 
@@ -149,37 +149,84 @@ def lesson_scaling() -> None:
 # ---------------------------------------------------------------- ddp
 
 
-def train_classifier(steps: int, distributed: bool) -> tuple[list[float], torch.Tensor]:
-    """A small network, SGD with momentum, 61 rows per step; returns the losses and the weights."""
+class DataParallelByHand(nn.Module):
+    """The four steps of `nn.DataParallel`, which needs GPUs; here the CPU stands for each of them.
+
+    In the backward pass each copy hands its gradient to the weights that it was copied from, where
+    the gradients are summed.
+    """
+
+    def __init__(self, module: nn.Module, devices: int):
+        super().__init__()
+        self.module = module  # on the first device
+        self.devices = devices
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The outputs for all rows of x (B, D)."""
+        outputs = []
+        for share in x.chunk(self.devices):  # 1. scatter: the batch is split, by rows
+            # 2. replicate: in every step each device gets the weights again.
+            copies = {name: weight.clone() for name, weight in self.module.named_parameters()}
+            # 3. apply: `nn.DataParallel` has a thread for each device.
+            outputs.append(torch.func.functional_call(self.module, copies, (share,)))
+        return torch.cat(outputs)  # 4. gather: the first device computes the loss of all rows
+
+
+def train_classifier(steps: int, wrap: Callable) -> tuple[list[float], torch.Tensor]:
+    """A small network, SGD with momentum, 61 rows per step; returns the losses and the weights.
+
+    `wrap(network)` is what is trained: the network itself, under DDP, or in DataParallel.
+    """
     torch.manual_seed(5)
-    module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.2, momentum=0.9)
+    model = wrap(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     batches = []
     for step in range(1, steps + 1):
         x = torch.randn(61, 8, generator=torch.Generator().manual_seed(step))
         batches.append((x, x[:, :3].argmax(dim=1)))
-    loss_of = nn.CrossEntropyLoss(reduction="sum")
-    return train(module, optimizer, batches, loss_of, distributed)
+    return train(model, optimizer, batches, nn.CrossEntropyLoss(reduction="sum"))
 
 
 def lesson_ddp() -> None:
-    """ddp: DistributedDataParallel equals one process.
+    """ddp: DistributedDataParallel and DataParallel equal one process.
 
-    Both train on the same global batches of 61 rows; the shares of the ranks differ.
+    All three train on the same global batches of 61 rows. DDP has a process for each share of the
+    rows and averages the gradients. DataParallel is one process: it splits the batch, copies the
+    weights to every device, gathers the outputs, computes the loss and sums the gradients.
     """
-    losses, weights = train_classifier(20, distributed=True)
-    expected_losses, expected = train_classifier(20, distributed=False)
-    rows = [
-        (step, f"{losses[step - 1]:.6f}", f"{expected_losses[step - 1]:.6f}")
-        for step in (1, 5, 10, 20)
-    ]
-    caption = f"loss under DDP with N = {dist.get_world_size()} and of one process, same batches"
-    print_table(caption, "step|DDP|one process", rows)
-    gap = (weights - expected).abs().max().item()
-    between = max((other - weights).abs().max().item() for other in all_gather_object(weights))
+    size = dist.get_world_size()
+    runs = {
+        "DDP": train_classifier(20, DistributedDataParallel),
+        "DataParallel": train_classifier(20, lambda module: DataParallelByHand(module, size)),
+        "one process": train_classifier(20, lambda module: module),
+    }
+    print_table(
+        f"loss on {size} devices and of one process, same batches",
+        "step|" + "|".join(runs),
+        [
+            (step, *(f"{losses[step - 1]:.6f}" for losses, _ in runs.values()))
+            for step in (1, 5, 10, 20)
+        ],
+    )
+    batch = torch.arange(61)
+    shares = {
+        "DDP": [len(batch[rank::size]) for rank in range(size)],
+        "DataParallel": [len(share) for share in batch.chunk(size)],
+    }
+    _, expected = runs["one process"]
+    rows = []
+    for name, lengths in shares.items():
+        gap = (runs[name][1] - expected).abs().max()
+        rows.append((name, " ".join(map(str, lengths)), f"{gap:.1e}"))
+    columns = "way|rows of each device|largest difference to one process"
+    print_table("weights after 20 steps", columns, rows)
+
+    _, weights = runs["DDP"]
+    between = max((other - weights).abs().max() for other in all_gather_object(weights))
     print_text(
-        f"Weights after 20 steps: largest difference to one process {gap:.1e}, "
-        f"between ranks {between:.1e}."
+        f"Largest difference between the weights of DDP's ranks: {between:.1e}.\n"
+        "DataParallel is written by hand here: `nn.DataParallel` splits a batch over GPUs\n"
+        "only. Without GPUs it calls the model itself."
     )
 
 
@@ -239,24 +286,6 @@ def train_half(
     return relative_error.item(), sum(zero_shares) / steps
 
 
-def steps_with_overflow(together: bool, steps: int = 6) -> tuple[int, float]:
-    """(steps made, last scale), where the gradient of the last rank is too large in the third step.
-
-    Each rank holds other parameters, as in FSDP or tensor parallelism. (DDP's average would carry
-    the inf to all ranks.) Together: all ranks make a step or none does.
-    """
-    scaler = LossScaler(scale=2.0**14)
-    steps_made = 0
-    for step in range(steps):
-        too_large = step == 2 and dist.get_rank() == dist.get_world_size() - 1
-        gradient = torch.tensor(8.0 if too_large else 1.0, dtype=torch.float16) * scaler.scale
-        overflow = (~gradient.isfinite()).float()
-        if together:
-            dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
-        steps_made += scaler.update(bool(overflow))
-    return steps_made, scaler.scale
-
-
 def lesson_fp16() -> None:
     """fp16: gradients that underflow, and a loss scaler by hand.
 
@@ -289,11 +318,3 @@ def lesson_fp16() -> None:
         rows.append((name, f"{zeros:.0%}", f"{error:.0e}", f"{scaler.scale:g}" if scaler else "-"))
     columns = "format|gradients that are 0|error, w = 0 being 1|last scale"
     print_table("300 steps on small targets", columns, rows)
-
-    alone, together = (steps_with_overflow(together) for together in (False, True))
-    rows = [(rank, *row) for rank, row in enumerate(all_gather_object((*alone, *together)))]
-    print_table(
-        "6 steps, an overflow on the last rank in the third",
-        "rank|wrong, each for itself: steps made|scale|right, all_reduce: steps made|scale",
-        rows,
-    )
