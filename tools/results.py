@@ -18,6 +18,8 @@ TITLES = {
     "results": {"en": "Results", "zh": "结果"},
     "performance": {"en": "Performance", "zh": "性能"},
 }
+# Between two sentences; a line break in Chinese would be shown as a gap.
+SEPARATORS = {"en": "\n", "zh": ""}
 OTHER_LANGUAGE = {"en": "[中文]({page}.zh-CN.md)", "zh": "[English]({page}.md)"}
 BEGINNINGS = {
     "en": "Written by `python -m tools.results` from `docs/results/{page}-*.json`. "
@@ -34,13 +36,14 @@ def as_page(page: str, language: str) -> str:
         OTHER_LANGUAGE[language].format(page=page),
         BEGINNINGS[language].format(page=page),
     ]
+    separator = SEPARATORS[language]
     for table in read_tables(page):
         paragraphs.append(f"## {table['title'][language]}")
-        paragraphs.append("\n".join(table["text"][language]))
+        paragraphs.append(separator.join(table["text"][language]))
         if table.get("commands"):
             paragraphs.append("\n".join(["```bash", *table["commands"], "```"]))
         paragraphs.append(as_table(table, language))
-        paragraphs.append("\n".join(table["notes"][language]))
+        paragraphs.append(separator.join(table["notes"][language]))
     return "\n\n".join(text for text in paragraphs if text) + "\n"
 
 
