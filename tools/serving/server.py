@@ -8,6 +8,7 @@ A lock gives the model to one request at a time.
 
 import json
 import os
+import re
 import sys
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -66,6 +67,11 @@ class PageServer(ThreadingHTTPServer):
         self.length_penalty = length_penalty
         self.longest = trained.model.config.max_length - 1  # tokens, without the end token
         self.lock = Lock()
+
+    def handle_error(self, request, client_address) -> None:
+        """Print the traceback in the terminal, except where the browser has closed the line."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
     def translate(self, text: str, beam: int, attention: bool) -> dict:
         """The translation of a text, and under "lines" the sentences of each line."""
@@ -138,8 +144,10 @@ class Handler(BaseHTTPRequestHandler):
         try:
             if self.path != "/translate":
                 raise UserError("POST to /translate")
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            answer = self.server.translate(*read_query(body))
+            length = self.headers.get("Content-Length", "0")
+            if not re.fullmatch("[0-9]{1,8}", length):  # of bytes, below 100 MB
+                raise UserError("the request has no valid Content-Length")
+            answer = self.server.translate(*read_query(self.rfile.read(int(length))))
         except UserError as error:
             status, answer = 400, {"detail": str(error)}
         except Exception:
@@ -153,12 +161,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def send(self, status: int, kind: str, content: bytes) -> None:
         """Send the answer."""
-        with suppress(ConnectionError):  # the browser has gone
-            self.send_response(status)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
     def log_message(self, *_) -> None:
         """Print nothing for a request."""

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import Forked
+from conftest import HANGS, Forked
 
 from decoding import translate_lines
 from engine.errors import UserError
@@ -32,10 +33,12 @@ def server(tiny_run):
         server.shutdown()
 
 
-def request(port: int, method: str, path: str, body: str | None = None) -> tuple[int, str]:
+def request(
+    port: int, method: str, path: str, body: str | None = None, **headers: str
+) -> tuple[int, str]:
     """Status and content of an answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    connection.request(method, path, body)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANGS)
+    connection.request(method, path, body, headers)
     answer = connection.getresponse()
     return answer.status, answer.read().decode()
 
@@ -112,6 +115,30 @@ WRONG_REQUESTS = [
 def test_a_wrong_request_gets_a_line_that_does_not_repeat_it(server, body):
     status, answer = request(server.server_port, "POST", "/translate", body)
     assert status == 400 and "<" not in json.loads(answer)["detail"].replace("< FILE", "")
+
+
+@pytest.mark.parametrize("length", ["many", "-1", "9" * 14])
+def test_a_wrong_length_of_a_request_is_one_line(server, length):
+    headers = {"Content-Length": length}
+    status, answer = request(server.server_port, "POST", "/translate", "{}", **headers)
+    assert status == 400 and "Content-Length" in answer
+
+
+def test_a_browser_that_leaves_is_no_traceback(server, monkeypatch, capsys):
+    """It resets the connection while the server waits for the rest of the request."""
+    handle_error, handled = server.handle_error, threading.Event()
+
+    def handle(*arguments):
+        handle_error(*arguments)
+        handled.set()
+
+    monkeypatch.setattr(server, "handle_error", handle)
+    with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
+        connection.sendall(b"POST /translate HTTP/1.1\r\nContent-Length: 9\r\n\r\n{")
+        reset_at_close = struct.pack("ii", 1, 0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset_at_close)
+    assert handled.wait(HANGS)
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_text_of_the_user_is_never_html(server):
