@@ -94,7 +94,7 @@ def clean_and_tokenise(
     held_out = load_held_out(text, log)
 
     # -------- clean: training pairs that repeat a held-out row are among those that are dropped
-    counts = Counter()  # rows read, rows kept, rows dropped for each of `REASONS`
+    counts: Counter[str] = Counter()  # rows read, rows kept, rows dropped for each of `REASONS`
     clean_file = folder / "clean.txt"
     pairs = clean_pairs(text, held_out, max_length, counts)
     with clean_file.open("w", encoding="utf-8") as file:

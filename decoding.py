@@ -497,7 +497,7 @@ def translate_lines(
     shares = world.gather(share) if world else [share]
     if shares is None:
         return None
-    results = [[] for _ in lines]
+    results: list[list[tuple[str, Hypothesis]]] = [[] for _ in lines]
     for share in shares:
         for row, text, hypothesis in share:
             results[row].append((text, hypothesis))

@@ -91,7 +91,8 @@ def translate(config: Config) -> None:
 
         return serve(trained, precision, decoder, config)
 
-    sys.stdout.reconfigure(encoding="utf-8")  # as the input is, whatever the locale
+    # As the input is, whatever the locale.
+    sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     whole_lines = config.whole_lines or config.nbest > 0  # a line has one score
     lines_done = 0
     groups = groups_of_lines(config.text)
@@ -110,7 +111,7 @@ def translate(config: Config) -> None:
                 decoder=decoder,
                 world=world,
             )
-        if world.is_main:
+        if translations is not None:  # rank 0 has received those of all ranks
             if config.nbest:
                 print_nbest(translations.nbest, first=lines_done)
             else:

@@ -41,8 +41,8 @@ class World:
     rank: int
     size: int
     device: torch.device
-    # The key-value store that all ranks share.
-    store: dist.Store | None = field(default=None, compare=False)
+    # The key-value store that all ranks share; None if there are no others.
+    store: dist.Store = field(default=None, compare=False)
     # Numbers the calls of `on_main` and `gather`, the same on all ranks.
     calls: itertools.count = field(default_factory=itertools.count, compare=False)
 
@@ -329,5 +329,6 @@ def adopt_srun(environment=os.environ) -> None:
 
 def first_machine(nodes: str) -> str:
     """The first name of SLURM's list: "gpu03" of "gpu[03-05,9],cpu1"."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)[0]
-    return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first)
+    # Brackets are replaced by their first number; the commas that remain separate machines.
+    without_brackets = re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", nodes)
+    return without_brackets.split(",")[0]

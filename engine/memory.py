@@ -43,14 +43,21 @@ def held_gib(which: str = "VmHWM") -> float:
 
     Where /proc does not tell (macOS, gVisor) it is always the most.
     """
-    with suppress(OSError):
-        status = Path("/proc/self/status").read_text(errors="replace")
-        found = re.search(rf"{which}:\s+(\d+)", status)
-        if found:
-            return int(found[1]) / 2**20  # "kB" in /proc are KiB
+    size = size_in(Path("/proc/self/status"), which)
+    if size is not None:
+        return size / GIB
     # Second choice, because it includes what the parent process held: bytes on macOS, else KiB.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+
+
+def size_in(file: Path, name: str) -> int | None:
+    """Bytes, by the line "name: 123 kB" of a file in /proc; None if the file or line is missing."""
+    with suppress(OSError):
+        found = re.search(rf"{name}:\s+(\d+) kB", file.read_text(errors="replace"))
+        if found:
+            return 1024 * int(found[1])
+    return None
 
 
 def forget_peak() -> bool:

@@ -44,7 +44,7 @@ class GpuSampler(threading.Thread):
     def __init__(self, device="cuda", interval: float = 5.0, log=print):
         super().__init__(daemon=True, name="gpu-sampler")
         self.interval = interval
-        self.samples = {}  # tag: values since the last `read`
+        self.samples: dict[str, list[float]] = {}  # tag: values since the last `read`
         self.lock = threading.Lock()
         self.ended = threading.Event()
         try:
@@ -166,7 +166,7 @@ class Meter:
         """
         if not self.steps:
             return {}
-        total = sum(self.steps, Counter())
+        total: Counter[str] = sum(self.steps, Counter())
         seconds = max(total["seconds"], 1e-9)
         tokens = total["source"] + total["target"]
         figures = {

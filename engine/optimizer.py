@@ -44,6 +44,7 @@ class Muon(torch.optim.AdamW):
     takes matrices of one shape together, never waits, and divides them among the ranks.
     """
 
+    param_groups: list[dict]  # of torch.optim.Optimizer
     # In fp16, GradScaler then passes `found_inf` to us instead of waiting for the GPU to read it.
     _step_supports_amp_scaling = True
 

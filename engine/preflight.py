@@ -1,7 +1,6 @@
 """What a machine can do, measured before a run: GPUs, memory, disk, and the speed of a step."""
 
 import os
-import re
 import resource
 import shutil
 import statistics
@@ -13,7 +12,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import UserError
-from engine.memory import GIB, forget_peak, held_gib
+from engine.memory import GIB, forget_peak, held_gib, size_in
 from engine.meters import nvml_of
 
 IN_USE = 0.1  # share of a GPU's memory that the driver and a screen do not need
@@ -117,9 +116,9 @@ def memory_limit(device: torch.device) -> float:
     if device.type == "cuda":
         return (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) / GIB
     limit = os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
-    with suppress(OSError, TypeError):  # /proc is on Linux only
-        free = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
-        limit = int(free[1]) * 1024 + int(held_gib("VmRSS") * GIB)
+    free = size_in(Path("/proc/meminfo"), "MemAvailable")
+    if free is not None:
+        limit = free + int(held_gib("VmRSS") * GIB)
     with suppress(OSError, ValueError):  # the limit of a container; "max" if it has none
         limit = min(limit, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return limit / GIB

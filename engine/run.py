@@ -113,7 +113,7 @@ class Run(contextlib.AbstractContextManager):
 
         Returns the state that `save` was given, or None if nothing is saved yet.
         """
-        if not self.checkpoint:
+        if self.checkpoint is None or self.saved_state is None:
             return None
         load_weights_into(model, checkpoint.load_weights(self.checkpoint), self.checkpoint)
         if optimizer:

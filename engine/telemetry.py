@@ -18,6 +18,7 @@ import time
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -58,7 +59,8 @@ class Telemetry:
         `last_validation`: the step of the checkpoint's last validation, by default `resume_step`.
         Later validations are repeated, so their records go too.
         """
-        self.writer = None  # stays None on the other ranks: every method returns at once
+        # Stays None on the other ranks: every method returns at once.
+        self.writer: Any = None
         if not is_main():
             return
         from torch.utils.tensorboard import SummaryWriter  # on demand: it takes a second
@@ -132,7 +134,12 @@ class Telemetry:
 
     def close(self) -> None:
         """Close both files. Afterwards every method returns at once."""
-        self._try(lambda: (self.writer.close(), self.metrics_file.close()))
+
+        def close_files() -> None:
+            self.writer.close()
+            self.metrics_file.close()
+
+        self._try(close_files)
         self.writer = None
 
     def _try(self, write) -> None:

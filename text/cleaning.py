@@ -92,7 +92,8 @@ def held_out_rows(text: ParallelText) -> dict[str, list[tuple[str, str]]]:
     """
     missing = missing_splits(text)
     rows = {split: list(text.pairs(split)) for split in text.files if split != "train"}
-    cut = {split: {} for split in missing}  # hash -> pair: keeps the order, drops repetitions
+    # hash -> pair: keeps the order, drops repetitions
+    cut: dict[str, dict] = {split: {} for split in missing}
     train = text.pairs("train") if missing and "train" in text.files else ()
     for row in progress_bar(train, desc="holding out", unit=" pairs", leave=False):
         pair = normalise_pair(row)

@@ -29,7 +29,7 @@ def groups_of_lines(texts: list[str]) -> Iterator[list[str]]:
             if line:  # a pasted text may have empty lines
                 yield [line]
     else:
-        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # type: ignore[union-attr]
         try:
             while group := list(islice(sys.stdin, LINES_AT_ONCE)):
                 yield group

@@ -72,7 +72,7 @@ class TokenWriter:
         self.vocabularies = vocabularies  # side -> number of tokens
         self.dtypes = {}
         self.files = {}
-        self.lengths = {}
+        self.lengths: dict[str, list[np.ndarray]] = {}
         for side, size in vocabularies.items():
             self.dtypes[side] = np.dtype(np.uint16 if size <= 2**16 else np.int32)
             self.files[side] = open(folder / f"{side}.ids", "wb")

@@ -23,8 +23,8 @@ ABBREVIATIONS = (
 # What is read at once: a pair with its inside, a run of stops, a run of other characters, or one
 # character.
 _PAIR = "|".join(
-    f"{re.escape(a)}[^{re.escape(a + b)}]{{1,{LONGEST_PAIR}}}{re.escape(b)}"
-    for a, b in PAIRS.split()
+    f"{re.escape(pair[0])}[^{re.escape(pair)}]{{1,{LONGEST_PAIR}}}{re.escape(pair[1])}"
+    for pair in PAIRS.split()
 )
 _UNIT = re.compile(
     rf"(?P<pair>{_PAIR})|(?P<stop>[{STOPS}]+)|[^{STOPS}{re.escape(PAIRS)}]+|.", re.DOTALL
@@ -66,7 +66,9 @@ def end_at(line: str, first: int, unit: re.Match) -> int:
     text = unit[0]
     if not unit["stop"] and not (unit["pair"] and text[-1] in QUOTES and text[-2] in STOPS):
         return 0
-    end = _CLOSING.match(line, unit.end()).end()
+    closing = _CLOSING.match(line, unit.end())
+    assert closing  # it matches an empty text as well
+    end = closing.end()
     follows = line[end : end + 1]
     if unit["pair"]:
         if not follows or follows in PAIRS:

@@ -180,7 +180,8 @@ def encode(tokenizer, lines: Sequence[str], longest: int | None = None) -> list[
 
 def groups_of(lines: Sequence[str], characters: int) -> Iterator[list[str]]:
     """Lists of lines of at most this many characters; a longer line is alone in its list."""
-    group, size = [], 0
+    group: list[str] = []
+    size = 0
     for line in lines:
         if group and size + len(line) > characters:
             yield group
