@@ -53,7 +53,7 @@ def load_trained(path: str | Path = "", average: int = 1, log: Callable = print)
     check_tokenizer(run, "target", target_tokenizer, sizes.target_vocab)
 
     if average > 1:
-        members = checkpoint.last_whole(chosen, average)
+        members = checkpoint.last_intact(chosen, average)
         weights = mean_of(members)
         name = f"mean of {', '.join(member.name for member in members)} of {run}"
     else:

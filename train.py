@@ -163,7 +163,7 @@ def train(config: Config) -> Path:
     sizes_of(config, 1, 1)  # sizes that do not fit together are an error now, not after tokenising
     world = distributed.start(config.device)  # this process among those of torchrun
     kind = f"{config.source}-{config.target}"
-    with Run.start(config, kind, world) as run:  # a new folder, or the one to resume
+    with Run(config, kind, world) as run:  # a new folder, or the one to resume
         config, log = run.config, run.log
         precision = choose_precision(world.device, config.precision, training=True, world=world)
         log(precision.describe())

@@ -2,13 +2,13 @@
 
     save(folder, step, model.state_dict(), optimizer.state_dict(), {"best_loss": 3.1},
     best_step=step)
-    newest = mend(folder)                                       # to resume
+    newest = repair(folder)                                     # to resume
     model.load_state_dict(load_weights(resolve("runs/x")))      # to translate
 
 runs/x/checkpoints/step-200/     model.safetensors  optimizer.pt  state.json  checksums.json
 runs/x/checkpoints/best, last    symbolic links, each to one of the step-N folders
 
-A checkpoint is "whole" if its files are those that checksums.json lists, byte for byte.
+A checkpoint is intact if its files have the checksums in checksums.json.
 """
 
 import hashlib
@@ -54,12 +54,12 @@ def save(
     best one stay. The optimizer's state, up to twice the size of the weights, stays in the newest
     two. Raises `UserError` if the disk is full or cannot be written to.
     """
-    files = contents(step, model_state, optimizer_state, {**state, "best_step": best_step})
+    files = files_of(step, model_state, optimizer_state, {**state, "best_step": best_step})
     checkpoint = folder / f"step-{step}"
     temporary = folder / f".tmp-step-{step}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _settle_replaced(folder)
+        _finish_replacement(folder)
         _remove_temporary(folder)
         temporary.mkdir()
         for name, content in files.items():
@@ -72,22 +72,22 @@ def save(
         os.replace(temporary, checkpoint)
         _link(folder, step, best_step)
         wait_for_disk(folder)
-        _settle_replaced(folder)
+        _finish_replacement(folder)
         _remove_old(folder, {step, best_step}, keep)
     except OSError as error:
-        _settle_replaced(folder)
-        whole = next(_whole(folder), None)
-        if whole:
-            remedy = f"resume from {whole.name}, which is whole"
+        _finish_replacement(folder)
+        intact = next(_intact_checkpoints(folder), None)
+        if intact:
+            remedy = f"resume from {intact.name}, which is intact"
         else:
-            remedy = "start again: no earlier checkpoint is whole"
+            remedy = "start again: no earlier checkpoint is intact"
         reason = f"cannot write step-{step} in {folder}: {error.strerror or error}"
         raise UserError(f"{reason}; fix this, then {remedy}") from error
     finally:
         _remove_temporary(folder)
 
 
-def contents(step: int, model_state: dict, optimizer_state: dict, state: dict) -> dict[str, bytes]:
+def files_of(step: int, model_state: dict, optimizer_state: dict, state: dict) -> dict[str, bytes]:
     """Name -> bytes of the four files.
 
     Everything becomes bytes before anything is written: a full disk then has one kind of error. The
@@ -124,8 +124,11 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-(0|[1-9][0-9]*)", name))
 
 
-def verify_files(folder: Path, may_miss: str = "") -> str | None:
-    """None if all files in checksums.json are as they were written, else what is wrong."""
+def verify_files(folder: Path, optional: str = "") -> str | None:
+    """None if all files in checksums.json have these checksums, else what is wrong.
+
+    The file `optional` may be missing.
+    """
     try:
         text = Path(folder, "checksums.json").read_bytes()
         recorded = json.loads(text)
@@ -133,7 +136,7 @@ def verify_files(folder: Path, may_miss: str = "") -> str | None:
             return "checksums.json is damaged"
         for name, digest in recorded.items():
             path = Path(folder, name)
-            if name == may_miss and not path.exists():
+            if name == optional and not path.exists():
                 continue
             if _hash_of(path) != digest:
                 return f"checksum of {name} differs"
@@ -147,11 +150,11 @@ def verify_files(folder: Path, may_miss: str = "") -> str | None:
 
 
 def verify(checkpoint: Path, to_resume: bool = False) -> str | None:
-    """None if the checkpoint is whole, else what is wrong.
+    """None if the checkpoint is intact, else what is wrong.
 
-    Without optimizer.pt it is whole, but not `to_resume`.
+    Without optimizer.pt it is intact, but cannot be used `to_resume`.
     """
-    if damage := verify_files(checkpoint, may_miss="optimizer.pt"):
+    if damage := verify_files(checkpoint, optional="optimizer.pt"):
         return damage
     recorded = json.loads(Path(checkpoint, "checksums.json").read_bytes())
     if to_resume and not Path(checkpoint, "optimizer.pt").exists():
@@ -165,7 +168,7 @@ def verify(checkpoint: Path, to_resume: bool = False) -> str | None:
 
 
 def latest(folder: Path, to_resume: bool = False) -> Path:
-    """The newest whole checkpoint in `folder`; damaged ones that are skipped are named on stderr.
+    """The newest intact checkpoint in `folder`; the damaged ones that it skips are named on stderr.
 
     Changes nothing: a run may be writing there. Raises `UserError` if there is none.
     """
@@ -185,17 +188,18 @@ def latest(folder: Path, to_resume: bool = False) -> Path:
     )
 
 
-def mend(folder: Path) -> Path | None:
+def repair(folder: Path) -> Path | None:
     """The checkpoint to resume from, None if nothing is saved. Only for the run that writes there.
 
-    What a kill left half done is completed: replaced checkpoints, links, damaged newer checkpoints.
+    Completes what a kill interrupted: restores a checkpoint that was being replaced, sets damaged
+    newer ones aside and corrects the links.
     """
-    _settle_replaced(folder)
+    _finish_replacement(folder)
     if not steps(folder):
         return None
     newest = latest(folder, to_resume=True)
     step = int(newest.name.removeprefix("step-"))
-    _put_damaged_aside(folder, step)
+    _set_damaged_aside(folder, step)
     _link(folder, step, load_state(newest)["best_step"])
     return newest
 
@@ -208,7 +212,7 @@ def resolve(path: str | Path) -> Path:
     """
     path = Path(path)
     if path.is_file() and path.suffix in WEIGHT_SUFFIXES:
-        _require_whole_around(path)
+        _require_intact_checkpoint_around(path)
         return path
     if not path.is_dir():
         what = "does not exist"
@@ -223,25 +227,26 @@ def resolve(path: str | Path) -> Path:
         return _best_or_latest(path)
     checkpoint = path.resolve()  # from a link such as `best` to its step-N
     if damage := verify(checkpoint):
-        whole = next(_whole(checkpoint.parent), None)
+        intact = next(_intact_checkpoints(checkpoint.parent), None)
         remedy = "give a run directory or another checkpoint"
-        if whole:
-            remedy = f"use {whole}, which is whole"
-        raise UserError(f"{path} is not a whole checkpoint ({damage}); {remedy}")
+        if intact:
+            remedy = f"use {intact}, which is intact"
+        raise UserError(f"{path} is not an intact checkpoint ({damage}); {remedy}")
     return checkpoint
 
 
-def last_whole(checkpoint: Path, count: int) -> list[Path]:
-    """The `count` whole checkpoints up to and including this one in its folder, oldest first."""
-    whole = list(_whole(checkpoint.parent))
-    # A weights file has nothing before it.
-    whole = whole[whole.index(checkpoint) :] if checkpoint in whole else []
-    if not 1 <= count <= len(whole):
+def last_intact(checkpoint: Path, count: int) -> list[Path]:
+    """The `count` intact checkpoints up to and including this one in its folder, oldest first."""
+    newest_first = list(_intact_checkpoints(checkpoint.parent))
+    candidates = []  # none for a weights file
+    if checkpoint in newest_first:
+        candidates = newest_first[newest_first.index(checkpoint) :]
+    if not 1 <= count <= len(candidates):
         raise UserError(
-            f"cannot average {count} checkpoints up to {checkpoint}: {len(whole)} are whole; "
+            f"cannot average {count} checkpoints up to {checkpoint}: {len(candidates)} are intact; "
             "ask for fewer"
         )
-    return whole[:count][::-1]
+    return candidates[:count][::-1]
 
 
 # ---- read
@@ -308,22 +313,20 @@ def _best_or_latest(folder: Path) -> Path:
         return newest.resolve()
     best = folder / f"step-{best_step}"
     if best != newest and (damage := verify(best)):
-        _print(f"the best checkpoint, {best}, is not whole ({damage}): the latest is used")
+        _print(f"the best checkpoint, {best}, is damaged ({damage}); using the latest")
         return newest.resolve()
     return best.resolve()
 
 
-def _require_whole_around(path: Path) -> None:
+def _require_intact_checkpoint_around(path: Path) -> None:
     """Raises `UserError` for a weights file in a damaged checkpoint folder."""
     in_checkpoint = path.name in CONTENT and (path.parent / "state.json").exists()
     if in_checkpoint and (damage := verify(path.parent)):
-        raise UserError(
-            f"{path} belongs to a checkpoint that is not whole ({damage}); use another one"
-        )
+        raise UserError(f"{path} belongs to a damaged checkpoint ({damage}); use another one")
 
 
-def _whole(folder: Path) -> Iterator[Path]:
-    """The whole checkpoints, the newest first."""
+def _intact_checkpoints(folder: Path) -> Iterator[Path]:
+    """The intact checkpoints, the newest first."""
     for step in reversed(steps(folder)):
         checkpoint = Path(folder) / f"step-{step}"
         if verify(checkpoint) is None:
@@ -338,7 +341,7 @@ def _hash_of(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _settle_replaced(folder: Path) -> None:
+def _finish_replacement(folder: Path) -> None:
     """Remove a replaced step-N, or restore it if a kill came before the new one was in place."""
     for replaced in folder.glob(".replaced-step-*"):
         checkpoint = folder / replaced.name.removeprefix(".replaced-")
@@ -355,11 +358,11 @@ def _remove_temporary(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _put_damaged_aside(folder: Path, step: int) -> None:
+def _set_damaged_aside(folder: Path, step: int) -> None:
     """Rename damaged checkpoints newer than this step, which would count among those to keep."""
     for newer in steps(folder):
         checkpoint = folder / f"step-{newer}"
-        # Without optimizer.pt it is whole, and may stay.
+        # Without optimizer.pt it is intact, and may stay.
         if newer <= step or verify(checkpoint) is None:
             continue
         aside = folder / f"damaged-step-{newer}"
@@ -384,12 +387,13 @@ def _link(folder: Path, last: int, best: int | None) -> None:
             os.replace(new, folder / name)
 
 
-def _remove_old(folder: Path, spared: set[int | None], keep: int) -> None:
+def _remove_old(folder: Path, needed: set[int | None], keep: int) -> None:
+    """Keep the newest `keep` checkpoints, the `needed` ones and the newest optimizer states."""
     newest_first = steps(folder)[::-1]
     with suppress(OSError):  # what cannot be removed need not stop the training
         for old in newest_first[RESUMABLE:]:
             (folder / f"step-{old}" / "optimizer.pt").unlink(missing_ok=True)
-    for old in set(newest_first[max(keep, 1) :]) - spared:
+    for old in set(newest_first[max(keep, 1) :]) - needed:
         # Rename first: a kill while its files are removed must not leave half a step-N.
         with suppress(OSError):
             os.replace(folder / f"step-{old}", folder / f".tmp-removed-step-{old}")

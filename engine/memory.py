@@ -54,7 +54,8 @@ def held_gib(which: str = "VmHWM") -> float:
 def size_in(file: Path, name: str) -> int | None:
     """Bytes, by the line "name: 123 kB" of a file in /proc; None if the file or line is missing."""
     with suppress(OSError):
-        found = re.search(rf"{name}:\s+(\d+) kB", file.read_text(errors="replace"))
+        text = file.read_text(encoding="utf-8", errors="replace")
+        found = re.search(rf"{name}:\s+(\d+) kB", text)
         if found:
             return 1024 * int(found[1])
     return None

@@ -1,6 +1,6 @@
 """The folder of a run, and what every training script does with it.
 
-    with Run.start(config, "lenet", world) as run:     # config has the flags --run and --resume
+    with Run(config, "lenet", world) as run:           # config has the flags --run and --resume
         run.log("…")                                   # data, model: mistakes end here
         state = run.restore(model, optimizer, precision) or {"step": 0}
         run.begin()                                    # from now on the folder is a run
@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -44,59 +43,45 @@ INTERRUPTED = "interrupted"
 
 
 class Run(contextlib.AbstractContextManager):
-    """One run of a training script, new or resumed.
+    """One run of a training script, new or resumed."""
 
-    config      the settings; of a resumed run those it began with, changed by flags that may change
-    folder      runs/NAME
-    saved_state what was saved with the last checkpoint; None if there is none
-    cache       a folder that all runs beside this one share
-    log         prints a line and appends it to train.log
-    at_end      an ExitStack that is closed when the run ends
-    """
-
-    config: Any
-    folder: Path
-    saved_state: dict[str, Any] | None
-    cache: Path
-    log: Log
-    at_end: contextlib.ExitStack
-    world: World
-    started: float
-    checkpoint: Path | None
-    best_step: int | None
-
-    @classmethod
-    def start(cls, config, kind: str, world: World) -> "Run":
+    def __init__(self, config, kind: str, world: World):
         """Make runs/<config.run> or runs/<time>-<kind>, or open `config.resume`.
 
         A resumed run takes its settings from its folder. Flags may change them, except for those
         marked `fixed`.
         """
-        run = cls()
-        run.world = world
-        run.at_end = contextlib.ExitStack()
-        run.started = time.perf_counter()
-        run.config = checked(saved_settings(config))
-        run.folder, run.checkpoint = world.on_main(lambda: run.open_folder(kind))
-        run.saved_state = checkpoint.load_state(run.checkpoint) if run.checkpoint else None
-        run.best_step = run.saved_state["best_step"] if run.saved_state else None
-        run.cache = Path(os.path.abspath(run.folder)).parent / ".cache"
-        run.log = Log(run.folder)
+        self.world = world
+        self.started = time.perf_counter()
+        # Closed when the run ends; holds the lock of the folder, among others.
+        self.at_end = contextlib.ExitStack()
+        # Of a resumed run: the settings that it began with, changed by flags that may change.
+        self.config = checked(saved_settings(config))
+        self.folder, self.checkpoint = world.on_main(lambda: self.open_folder(kind))
+        # What was saved with the last checkpoint; None if there is none.
+        self.saved_state = None
+        self.best_step = None
+        if self.checkpoint:
+            self.saved_state = checkpoint.load_state(self.checkpoint)
+            self.best_step = self.saved_state["best_step"]
+        # A folder that all runs beside this one share.
+        self.cache = Path(os.path.abspath(self.folder)).parent / ".cache"
+        # Prints a line and appends it to train.log.
+        self.log = Log(self.folder)
         processes = f", {world.size} processes" if world.size > 1 else ""
-        run.log(f"run: {run.folder}{processes}")
+        self.log(f"run: {self.folder}{processes}")
         if hidden := hidden_gpus():
-            run.log(f"note: {hidden}")
-        return run
+            self.log(f"note: {hidden}")
 
     def open_folder(self, kind: str) -> tuple[Path, Path | None]:
         """The folder, locked, and the checkpoint to resume from, if any."""
         config = self.config
         try:
             if not config.resume:
-                return self.at_end.enter_context(new_folder(config.run, kind)), None
+                return self.at_end.enter_context(new_run_folder(config.run, kind)), None
             folder = Path(config.resume)
-            self.at_end.enter_context(lock(folder))
-            return folder, checkpoint.mend(folder / "checkpoints")
+            self.at_end.enter_context(lock_run(folder))
+            return folder, checkpoint.repair(folder / "checkpoints")
         except OSError as error:
             place = config.resume or folder_of(config.run)
             raise UserError(
@@ -128,8 +113,10 @@ class Run(contextlib.AbstractContextManager):
         if precision and scaler:
             precision.scaler.load_state_dict(scaler)
         self.log(f"resumed after step {self.saved_state['step']:,} from {self.checkpoint}")
-        own = {"scaler", "best_step"}  # what `save` adds
-        return {name: value for name, value in self.saved_state.items() if name not in own}
+        added_by_save = {"scaler", "best_step"}
+        return {
+            name: value for name, value in self.saved_state.items() if name not in added_by_save
+        }
 
     def begin(self, gpu_seconds: float = 5.0) -> None:
         """Everything is ready: write the settings, open the curves, catch signals.
@@ -279,7 +266,7 @@ def find_run(path: str | Path, runs: Path = Path("runs")) -> Path:
 
 
 @contextlib.contextmanager
-def new_folder(name: str, kind: str) -> Iterator[Path]:
+def new_run_folder(name: str, kind: str) -> Iterator[Path]:
     """The folder of a new run, locked. Removed at the end if no run has begun in it.
 
     The folder that a name gives may exist already, as long as no run has begun there.
@@ -291,19 +278,19 @@ def new_folder(name: str, kind: str) -> Iterator[Path]:
         refuse_begun(run)
         run.mkdir(parents=True, exist_ok=True)
     else:
-        run = new_folder_of_this_second(kind)
-    found_there = {file.name for file in run.iterdir()}
-    with lock(run):
+        run = new_folder_named_by_time(kind)
+    existing = {file.name for file in run.iterdir()}
+    with lock_run(run):
         refuse_begun(run)  # another process may have begun one until now
         yield run
         if not (run / "config.json").exists():
-            for leftover in {".lock", "train.log"} - found_there:
+            for leftover in {".lock", "train.log"} - existing:
                 (run / leftover).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # the folder may hold other files
                 run.rmdir()
 
 
-def new_folder_of_this_second(kind: str) -> Path:
+def new_folder_named_by_time(kind: str) -> Path:
     """runs/<time>-<kind>; with + if another run was started in the same second."""
     run = folder_of(time.strftime(f"%Y-%m-%d_%H-%M-%S-{kind}"))
     run.parent.mkdir(parents=True, exist_ok=True)
@@ -325,8 +312,8 @@ def refuse_begun(run: Path) -> None:
 
 
 @contextlib.contextmanager
-def lock(run: Path) -> Iterator[None]:
-    """Keeps a second process from writing to the same run. The lock ends with this process."""
+def lock_run(run: Path) -> Iterator[None]:
+    """Keep a second process from writing to the same run. The lock ends with this process."""
     file_lock = FileLock(run / ".lock", timeout=0)
     try:
         file_lock.acquire()
@@ -389,10 +376,10 @@ def saved_settings(config):
 
 def load_weights_into(model: torch.nn.Module, weights: dict[str, torch.Tensor], path: Path) -> None:
     """The weights from `path` into the model; `UserError` if they are another model's."""
-    own = model.state_dict()
-    weights = {name: distribute_like(weight, own.get(name)) for name, weight in weights.items()}
+    current = model.state_dict()
+    shares = {name: distribute_like(weight, current.get(name)) for name, weight in weights.items()}
     try:
-        model.load_state_dict(weights)
+        model.load_state_dict(shares)
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()[:150]
         raise UserError(f"{path} does not contain the weights of this model: {reason}") from None

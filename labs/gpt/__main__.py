@@ -156,7 +156,7 @@ def train(config: Config) -> Path | None:
     settings = replace(resolved(config, world.size), precision=precision.name)
     check_grid(settings, sizes, world.size)
     plan.check_fits(settings, sizes, world, precision.name)
-    with Run.start(config, "gpt", world) as run:
+    with Run(config, "gpt", world) as run:
         config = resolved(run.config, world.size)
         log = run.log
         log(precision.describe())

@@ -65,7 +65,7 @@ def train(config: Config) -> Path:
     config = saved_settings(config)
     world = distributed.start(config.device)  # this process among those of torchrun
     device = world.device
-    with Run.start(config, "lenet", world) as run:  # a new folder, or the one to resume
+    with Run(config, "lenet", world) as run:  # a new folder, or the one to resume
         config, log = run.config, run.log
         torch.set_num_threads(1)  # the layers are so small that threads would wait for each other
 

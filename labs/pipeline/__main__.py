@@ -166,7 +166,7 @@ def train(config: Config) -> Path:
     config.check(int(ranks) if ranks.isdecimal() else 1)
     sequences, vocabulary = load(config)
     world = distributed.start(config.device)
-    with Run.start(config, "pipeline", world) as run:
+    with Run(config, "pipeline", world) as run:
         config, log = run.config, run.log
 
         # -------- model: every rank builds the whole model on the CPU and keeps its own stages

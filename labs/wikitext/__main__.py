@@ -177,7 +177,7 @@ def train(config: Config) -> Path:
     config = with_preset(saved_settings(config))
     world = distributed.start(config.device)  # this process among those of torchrun
     device = world.device
-    with Run.start(config, "wikitext", world) as run:  # a new folder, or the one to resume
+    with Run(config, "wikitext", world) as run:  # a new folder, or the one to resume
         log = run.log
 
         # -------- text: rank 0 reads it for all, and settles what depends on it

@@ -112,7 +112,7 @@ def test_a_disk_without_links_has_checkpoints_all_the_same(tmp_path, monkeypatch
         save(folder, step, best_step=1)
     assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2"]
     assert (
-        ck.resolve(tmp_path / "run") == folder / "step-1" and ck.mend(folder) == folder / "step-2"
+        ck.resolve(tmp_path / "run") == folder / "step-1" and ck.repair(folder) == folder / "step-2"
     )
 
 
@@ -146,7 +146,7 @@ def test_a_run_goes_on_from_the_newest_that_has_all_and_its_links_are_set_anew(
         (tmp_path / link).symlink_to("step-1")
     hashed, hash_of = [], ck._hash_of
     monkeypatch.setattr(ck, "_hash_of", lambda file: hashed.append(file.name) or hash_of(file))
-    assert ck.mend(tmp_path) == tmp_path / "step-3" and capsys.readouterr().err == ""
+    assert ck.repair(tmp_path) == tmp_path / "step-3" and capsys.readouterr().err == ""
     assert (
         ck.load_weights(tmp_path / "step-3") and hashed == ck.CONTENT
     )  # gigabytes, so each file once
@@ -156,26 +156,26 @@ def test_a_run_goes_on_from_the_newest_that_has_all_and_its_links_are_set_anew(
     removed = r"step-1 \(its optimizer state was removed, to save space\)"
     said = rf"^no checkpoint in .* can be used: step-3 .*, {removed}"
     with pytest.raises(UserError, match=said):
-        ck.mend(tmp_path)
+        ck.repair(tmp_path)
     assert ck.latest(tmp_path) == tmp_path / "step-1"  # to translate it does
 
 
 def test_the_only_checkpoint_put_aside_by_a_killed_save_is_gone_on_from(tmp_path):
-    assert ck.mend(tmp_path) is None
+    assert ck.repair(tmp_path) is None
     save(tmp_path, 1).rename(tmp_path / ".replaced-step-1")
-    assert ck.mend(tmp_path) == tmp_path / "step-1"
+    assert ck.repair(tmp_path) == tmp_path / "step-1"
 
 
 def test_a_damaged_one_fallen_back_past_takes_no_place_of_those_kept(tmp_path, capsys):
     for step in (10, 20, 30):
         save(tmp_path, step, keep=2)
     spoil(tmp_path / "step-30" / "model.safetensors")
-    assert ck.mend(tmp_path) == tmp_path / "step-20"
+    assert ck.repair(tmp_path) == tmp_path / "step-20"
     assert (
         "checkpoint step-30 is damaged; damaged-step-30 may be deleted" in capsys.readouterr().err
     )
     spoil(save(tmp_path, 25, keep=2) / "model.safetensors")
-    assert ck.mend(tmp_path) == tmp_path / "step-20"  # still there to fall back on
+    assert ck.repair(tmp_path) == tmp_path / "step-20"  # still there to fall back on
     assert ck.steps(tmp_path) == [20]
 
 
@@ -259,7 +259,7 @@ def stages(tmp_path):
         yield number, folder
 
 
-def check_whole(folder: Path) -> None:
+def check_intact(folder: Path) -> None:
     """An earlier checkpoint serves, nothing damaged has a name, and the next save finds its way."""
     assert ck.latest(folder).name in ("step-2", "step-3")
     assert all(ck.verify(folder / f"step-{kept}") is None for kept in ck.steps(folder))
@@ -281,7 +281,7 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("step", [3, 2], ids=["new step", "step again"])
-def test_an_error_at_any_stage_leaves_an_earlier_checkpoint_whole(tmp_path, step):
+def test_an_error_at_any_stage_leaves_an_earlier_checkpoint_intact(tmp_path, step):
     stopped = 0
     for number, folder in stages(tmp_path):
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -292,16 +292,16 @@ def test_an_error_at_any_stage_leaves_an_earlier_checkpoint_whole(tmp_path, step
                 stopped += 1
                 message = str(error)
                 assert message.startswith(f"cannot write step-{step} in {folder}: No space left")
-                assert re.search(r"resume from step-[23], which is whole$", message)
+                assert re.search(r"resume from step-[23], which is intact$", message)
         if len(calls) < number:
             break
         assert not list(folder.glob(".tmp-step-*"))
-        check_whole(folder)
+        check_intact(folder)
     assert stopped >= 11, calls
 
 
 @pytest.mark.parametrize("step", [3, 2], ids=["new step", "step again"])
-def test_a_kill_at_any_stage_leaves_an_earlier_checkpoint_whole(tmp_path, step):
+def test_a_kill_at_any_stage_leaves_an_earlier_checkpoint_intact(tmp_path, step):
     for number, folder in stages(tmp_path):
         child = os.fork()
         if child == 0:  # no `finally` and no `except` of `save` runs after this, as with kill -9
@@ -314,14 +314,14 @@ def test_a_kill_at_any_stage_leaves_an_earlier_checkpoint_whole(tmp_path, step):
         if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
             break
         assert ck.verify(ck.latest(folder)) is None  # to read; the writer settles what is half done
-        ck.mend(folder)
-        check_whole(folder)
+        ck.repair(folder)
+        check_intact(folder)
     assert number > 15
 
 
 def test_a_full_disk_before_the_first_checkpoint(tmp_path, monkeypatch):
     fail_at(monkeypatch, 2, disk_full)
-    with pytest.raises(UserError, match="no earlier checkpoint is whole"):
+    with pytest.raises(UserError, match="no earlier checkpoint is intact"):
         save(tmp_path / "checkpoints", 1)
 
 
@@ -358,7 +358,7 @@ def test_damage_is_seen_and_the_checkpoint_before_is_used(tmp_path, capsys, name
     assert name in reason or name == "checksums.json"  # where a flipped bit may make another sum
     assert ck.latest(tmp_path) == tmp_path / "step-200"
     assert capsys.readouterr().err == f"checkpoint step-300 ({reason}) is skipped; using step-200\n"
-    with pytest.raises(UserError, match=r"step-300 .*use .*step-200, which is whole"):
+    with pytest.raises(UserError, match=r"step-300 .*use .*step-200, which is intact"):
         ck.resolve(tmp_path / "step-300")
 
 
@@ -375,7 +375,7 @@ def test_a_lost_optimizer_is_no_damage_but_nothing_to_go_on_from(tmp_path, capsy
     for step in (1, 2):
         save(tmp_path, step)
     (tmp_path / "step-2" / "optimizer.pt").unlink()
-    assert ck.latest(tmp_path) == tmp_path / "step-2" and ck.mend(tmp_path) == tmp_path / "step-1"
+    assert ck.latest(tmp_path) == tmp_path / "step-2" and ck.repair(tmp_path) == tmp_path / "step-1"
     assert (
         "step-2 (its optimizer state was removed, to save space) is skipped"
         in capsys.readouterr().err
@@ -409,7 +409,7 @@ def test_an_empty_directory_is_passed_over_and_all_damaged_is_an_error(tmp_path,
 
 @pytest.fixture(scope="module")
 def whole_checkpoint(tmp_path_factory) -> Path:
-    return save(tmp_path_factory.mktemp("whole"), 1)
+    return save(tmp_path_factory.mktemp("intact"), 1)
 
 
 shares, changes = st.floats(0, 1, exclude_max=True), st.integers(0, 255)
@@ -533,19 +533,19 @@ def test_a_damaged_best_gives_way_to_the_latest(tmp_path, capsys):
         save(folder, step, best_step=2 if step > 1 else None)
     spoil(folder / "step-2" / "model.safetensors")
     assert ck.resolve(tmp_path / "run") == folder / "step-3"
-    assert "step-2, is not whole (checksum of model.safetensors differs)" in capsys.readouterr().err
+    assert "step-2, is damaged (checksum of model.safetensors differs)" in capsys.readouterr().err
     with pytest.raises(
-        UserError, match=r"best is not a whole checkpoint .*use .*step-3, which is whole"
+        UserError, match=r"best is not an intact checkpoint .*use .*step-3, which is intact"
     ):
         ck.resolve(folder / "best")
-    with pytest.raises(UserError, match="belongs to a checkpoint that is not whole"):
+    with pytest.raises(UserError, match="belongs to a damaged checkpoint"):
         ck.resolve(folder / "step-2" / "model.safetensors")
     own = Path(shutil.copy(folder / "step-3" / "model.safetensors", tmp_path / "run"))
     ck.write_checksums(own.parent, [])  # those of a run are not about it
     assert ck.resolve(own) == own
     (folder / "best").unlink()
     assert ck.resolve(tmp_path / "run") == folder / "step-3"
-    assert "the latest is used" in capsys.readouterr().err
+    assert "using the latest" in capsys.readouterr().err
 
 
 def test_resolve_of_the_working_directory(tmp_path, monkeypatch):
@@ -559,7 +559,7 @@ def test_resolve_of_the_working_directory(tmp_path, monkeypatch):
         ("absent", "does not exist; give a run directory"),
         ("notes.txt", "is not a weights file"),
         ("run", "no checkpoint in .* can be used: nothing is saved yet"),
-        ("empty", "not a whole checkpoint .*give a run directory"),
+        ("empty", "not an intact checkpoint .*give a run directory"),
     ],
 )
 def test_resolve_of_what_is_not_there(tmp_path, name, reason):
@@ -570,17 +570,17 @@ def test_resolve_of_what_is_not_there(tmp_path, name, reason):
         ck.resolve(tmp_path / name)
 
 
-def test_the_last_whole_ones_up_to_a_checkpoint(tmp_path):
+def test_the_last_intact_ones_up_to_a_checkpoint(tmp_path):
     for step in range(1, 6):
         save(tmp_path, step)
     truncate(tmp_path / "step-3" / "model.safetensors")
-    assert [path.name for path in ck.last_whole(tmp_path / "step-4", 3)] == [
+    assert [path.name for path in ck.last_intact(tmp_path / "step-4", 3)] == [
         "step-1",
         "step-2",
         "step-4",
     ]
     for wanted in (0, 4):
-        with pytest.raises(UserError, match=f"cannot average {wanted} .*: 3 are whole"):
-            ck.last_whole(tmp_path / "step-4", wanted)
-    with pytest.raises(UserError, match="0 are whole"):
-        ck.last_whole(tmp_path / "step-4" / "model.safetensors", 2)
+        with pytest.raises(UserError, match=f"cannot average {wanted} .*: 3 are intact"):
+            ck.last_intact(tmp_path / "step-4", wanted)
+    with pytest.raises(UserError, match="0 are intact"):
+        ck.last_intact(tmp_path / "step-4" / "model.safetensors", 2)

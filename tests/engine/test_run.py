@@ -41,7 +41,7 @@ def config(**settings) -> Config:
 
 
 def start(**settings) -> Run:
-    return Run.start(config(**settings), "toy", ALONE)
+    return Run(config(**settings), "toy", ALONE)
 
 
 @pytest.fixture(autouse=True)
@@ -123,12 +123,12 @@ def test_going_on_keeps_the_settings_and_refuses_others():
     ):
         start(resume="runs/a", lr=0.5)
     made_in_python = Config(resume="runs/a", steps=8)  # it does not know what was given
-    assert Run.start(made_in_python, "toy", ALONE).config.steps == 8
+    assert Run(made_in_python, "toy", ALONE).config.steps == 8
 
 
 def test_settings_made_in_python_keep_to_the_bounds():
     with pytest.raises(UserError, match=r"--lr 2\.0 must be above 0 and below 1"):
-        Run.start(Config(run="b", lr=2.0), "toy", ALONE)
+        Run(Config(run="b", lr=2.0), "toy", ALONE)
     assert not Path("runs/b").exists()
 
 
@@ -193,7 +193,7 @@ def test_a_mistake_leaves_the_files_of_a_folder_that_was_there():
 
 def test_runs_started_in_the_same_second_get_folders_of_their_own(monkeypatch):
     monkeypatch.setattr(run_module.time, "strftime", lambda _: "now")
-    assert len({run_module.new_folder("", "toy").__enter__() for _ in range(3)}) == 3
+    assert len({run_module.new_run_folder("", "toy").__enter__() for _ in range(3)}) == 3
 
 
 def test_a_name_with_a_slash_is_a_path_for_every_flag():
@@ -233,15 +233,15 @@ def test_the_lock_ends_with_its_process(tmp_path):
     reading, writing = os.pipe()
     locker = os.fork()
     if not locker:
-        with run_module.lock(tmp_path):
+        with run_module.lock_run(tmp_path):
             os.write(writing, b"x")
             signal.pause()
     assert os.read(reading, 1)
-    with pytest.raises(UserError, match="in use by another process"), run_module.lock(tmp_path):
+    with pytest.raises(UserError, match="in use by another process"), run_module.lock_run(tmp_path):
         pass
     os.kill(locker, signal.SIGKILL)
     os.waitpid(locker, 0)
-    with run_module.lock(tmp_path):
+    with run_module.lock_run(tmp_path):
         pass
 
 
@@ -334,7 +334,7 @@ def test_a_gpus_load_is_among_the_curves_and_nvidia_smi_is_kept(monkeypatch, tmp
     smi.write_text("#!/bin/sh\necho NVIDIA-SMI 575\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
-    with Run.start(config(run="a"), "toy", World(0, 1, torch.device("cuda", 0))) as run:
+    with Run(config(run="a"), "toy", World(0, 1, torch.device("cuda", 0))) as run:
         run.begin()
         for step, minutes in enumerate((0, 1.1, 2.2), start=1):
             run.started = time.perf_counter() - 60 * minutes
@@ -350,5 +350,5 @@ def test_a_gpus_load_is_among_the_curves_and_nvidia_smi_is_kept(monkeypatch, tmp
 def test_the_cache_lies_beside_the_run_wherever_one_stands(monkeypatch):
     run, _ = train()
     monkeypatch.chdir(run.folder)
-    with Run.start(config(resume="."), "toy", ALONE) as again:
+    with Run(config(resume="."), "toy", ALONE) as again:
         assert again.cache == run.cache.absolute() == Path.cwd().parent / ".cache"
