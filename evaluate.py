@@ -102,11 +102,11 @@ def evaluate(config: Config) -> None:
     seconds = time.perf_counter() - begun
 
     if translations is not None:  # rank 0 has received those of all ranks
-        result = report(config, trained, scored, translations, seconds, log)
+        figures = report(config, trained, scored, translations, seconds, log)
         # Number formats round differently, and scores differ a little between them.
-        result["precision"] = "int8" if config.precision == "int8" else precision.name
+        figures["precision"] = "int8" if config.precision == "int8" else precision.name
         name = name_of_score(config, trained, scored)
-        save_score(trained.run / "eval", name, result, translations.texts, log)
+        save_score(trained.run / "eval", name, figures, translations.texts, log)
         if config.out:
             Path(config.out).write_text(as_lines(translations.texts), encoding="utf-8")
             log(f"translations written to {config.out}, one a line")
@@ -129,11 +129,9 @@ class Scored:
 
     data: str  # path
     columns: list[str]  # source, target
-    split: (
-        str  # "test", "validation", "train", or "all" for data without a test or validation split
-    )
-    note: str  # for the first line of the card; "" if there is nothing to say
-    own: bool  # whether the run was trained on these data
+    split: str  # "test", "validation", "train", or "all": data without test and validation
+    note: str  # for the first line of the card, or ""
+    is_run_data: bool  # whether the run was trained on these data
     rows: list[tuple[str, str]]  # raw (source, reference)
 
     def sources(self) -> list[str]:
@@ -146,7 +144,7 @@ class Scored:
 
 
 def choose_rows(config: Config, trained: Trained) -> Scored:
-    """Apply the rule for the split, and say on the card what it did.
+    """Apply the rule for the split, and note for the card what it did.
 
     The first of these is scored:
 
@@ -155,50 +153,50 @@ def choose_rows(config: Config, trained: Trained) -> Scored:
     3. the data's own validation split (the course's data have no test split);
     4. the test rows that train.py cut from train and did not train on.
 
-    Other data than those of the run have no such rows; without a test and a validation split they
-    are scored whole. Raises `UserError` if the data have no such split, or no rows in it.
+    Other data than those of the run have no such rows; if they have neither a test nor a validation
+    split, all rows are scored. Raises `UserError` if there is no such split, or no rows in it.
     """
-    # What no flag names is as in the training.
+    # Without a flag, the data and columns are those of the training.
     run_columns = [trained.config["source"], trained.config["target"]]
     path = os.path.expanduser(config.data or trained.config["data"])
     columns = [config.source or run_columns[0], config.target or run_columns[1]]
     text = find_text(path, *columns)
-    split = config.split or split_to_score(text)  # the rule; train.py asks the same function
+    split = config.split or split_to_score(text)  # the rule; train.py uses the same function
 
     # The data of the run: in the same place, or moved and with the same content.
     same_path = os.path.realpath(path) == os.path.realpath(trained.config["data"])
-    own = same_path and columns == run_columns
-    if not own:
-        own = began_with(trained.checkpoint, trained.config, text)
+    is_run_data = same_path and columns == run_columns
+    if not is_run_data:
+        is_run_data = began_with(trained.checkpoint, trained.config, text)
 
     notes = []
     if split in text.files:
         rows = text.pairs(split)
         if split == "validation" and not config.split:
             notes.append("the data have no test split")
-    elif own and split in missing_splits(text):
+    elif is_run_data and split in missing_splits(text):
         rows = held_out_rows(text)[split]
         notes.append(f"cut from train: the data have no {split} split")
         # Another train file is cut in another place. Perhaps the data had a test split, too.
         if not began_with(trained.checkpoint, trained.config, text):
             notes.append("the data have changed: the model may have learned these rows")
-    elif own or config.split:
+    elif is_run_data or config.split:
         splits = ", ".join(text.files)
         raise UserError(f"{path} has no {split} split (it has {splits}); leave --split out")
     else:
         split = "all"
         rows = chain.from_iterable(text.pairs(name) for name in text.files)
         notes.append("the data have neither a test nor a validation split")
-    # The best of many checkpoints on these rows: a little too good to be the score on new rows.
-    if own and split == "validation" and is_best(trained, config.average):
+    # The best of many checkpoints scores a little better on these rows than on new ones.
+    if is_run_data and split == "validation" and is_best(trained, config.average):
         notes.append("it also chose the checkpoint")
-    if own and split == "train":
+    if is_run_data and split == "train":
         notes.append("the model has learned these rows")
 
     rows = list(islice(rows, config.limit or None))
     if not rows:
         raise UserError(f"{path} has no rows in its {split} split; choose another --split")
-    return Scored(path, columns, split, "; ".join(notes), own, rows)
+    return Scored(path, columns, split, "; ".join(notes), is_run_data, rows)
 
 
 def is_best(trained: Trained, average: int) -> bool:
@@ -258,7 +256,6 @@ def report(
         "columns": scored.columns,
         "split": scored.split,
         "note": scored.note,
-        "own": scored.own,
         "rows": fingerprint_of(scored.rows),  # scores can be compared if it is the same
         "checkpoint": trained.name,
         "average": config.average,
@@ -271,9 +268,9 @@ def report(
 
 
 def name_of_score(config: Config, trained: Trained, scored: Scored) -> str:
-    """The name of the score file: the split, the search, and all that is not the default.
+    """The name of the score file: the split, the search, and every setting that is not the default.
 
-    So scores of different things never overwrite each other.
+    Different evaluations therefore never overwrite each other's scores.
     """
     name = f"{scored.split}-greedy"
     if config.beam > 1:
@@ -287,22 +284,23 @@ def name_of_score(config: Config, trained: Trained, scored: Scored) -> str:
     chosen = trained.checkpoint
     # A file of weights may lie in a run that was handed on without its checkpoints.
     if chosen.is_file() or chosen != choose_checkpoint(str(trained.run), config.average):
-        # Every checkpoint calls its weights model.safetensors, so its folder gives the name.
-        is_weights_of_checkpoint = chosen.name == "model.safetensors"
-        name += f"-{chosen.parent.name if is_weights_of_checkpoint else chosen.stem}"
-    if not scored.own:
+        if chosen.name == "model.safetensors":  # as in every checkpoint: its folder has the name
+            name += f"-{chosen.parent.name}"
+        else:
+            name += f"-{chosen.stem}"
+    if not scored.is_run_data:
         name += f"-data-{fingerprint_of(scored.rows)}"
     return name
 
 
 def save_score(
-    folder: Path, name: str, result: dict, texts: list[str], log: Callable[[str], None]
+    folder: Path, name: str, figures: dict, texts: list[str], log: Callable[[str], None]
 ) -> None:
     """Write NAME.json, the figures, and NAME.txt, the translations, into `folder`."""
     try:
         folder.mkdir(exist_ok=True)
         atomic_write(folder / f"{name}.txt", as_lines(texts))
-        atomic_write(folder / f"{name}.json", json.dumps(result, indent=2) + "\n")
+        atomic_write(folder / f"{name}.json", json.dumps(figures, indent=2) + "\n")
     except OSError as error:
         # Somebody else's run can be scored too. A full disk, however, is an error.
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -319,9 +317,9 @@ def check_writable(path: Path) -> None:
         if not is_pipe_or_device:  # the reader of a pipe would see it closed
             open(path, "a").close()
     except OSError as error:
-        reason = error.strerror
-        message = f"--out {path} cannot be written ({reason}); choose another file"
-        raise UserError(message) from None
+        raise UserError(
+            f"--out {path} cannot be written ({error.strerror}); choose another file"
+        ) from None
 
 
 def as_lines(texts: list[str]) -> str:
@@ -329,7 +327,7 @@ def as_lines(texts: list[str]) -> str:
     return "".join(f"{text}\n" for text in texts)
 
 
-# ---------------------------------------------------------------- the number that is no BLEU
+# ---------------------------------------------------------------- the teacher-forced accuracy
 
 PAIRS_AT_ONCE = 16  # few, because their logits take pairs · tokens · vocabulary · 4 bytes
 

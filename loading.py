@@ -70,8 +70,11 @@ def load_trained(path: str | Path = "", average: int = 1, log: Callable = print)
 def load_for_decoding(
     config, average: int, world: World, log: Callable
 ) -> tuple[Trained, Precision, fast.CompiledDecoder | None]:
-    """What the flags of evaluate.py and translate.py name: the model on its device, its precision,
-    and a faster decoder (see fast/) or None where the plain code has to decode."""
+    """Load what the flags of evaluate.py and translate.py name.
+
+    Returns the model on its device, its precision, and a faster decoder (see fast/) or None where
+    the plain code has to decode.
+    """
     int8 = config.precision == "int8"
     precision = choose_precision(world.device, "fp32" if int8 else config.precision)
     # Rank 0 chooses for all: a run that still trains may get a new best checkpoint in between.
@@ -163,7 +166,7 @@ def check_tokenizer(run: Path, side: str, tokenizer, vocabulary: int) -> None:
 
 
 def mean_of(members: list[Path]) -> dict[str, Tensor]:
-    """The mean of each weight over these checkpoints. Sums are float64, results of the first type.
+    """The mean of each weight over these checkpoints, summed in float64, in the weight's own type.
 
     Averaging the last checkpoints smooths the noise of single steps (Vaswani et al. 2017, 6.1).
     """

@@ -241,10 +241,10 @@ def test_data_without_splits_are_scored_on_the_part_that_was_cut_off(tmp_path, e
     alone = load_trained(trained.checkpoint / "model.safetensors")
     for loaded in (trained, alone):
         found = choose_rows(Config(data=str(moved)), loaded)
-        assert (found.rows, found.split, found.own) == (scored.rows, "test", True)
+        assert (found.rows, found.split, found.is_run_data) == (scored.rows, "test", True)
     write_pairs(moved, PAIRS[1:])  # these are other data
     found = choose_rows(Config(data=str(moved)), trained)
-    assert (found.rows, found.split, found.own) == (PAIRS[1:], "all", False)
+    assert (found.rows, found.split, found.is_run_data) == (PAIRS[1:], "all", False)
 
 
 def test_other_data_with_other_columns(tiny_run, tmp_path, evaluate):
