@@ -1,149 +1,243 @@
-"""Speed of greedy decoding: this project, the handout's way, Hugging Face's Marian, CTranslate2.
+"""Decoding speed: this project and CTranslate2 translate the same sentences with the same weights.
 
-    python -m benchmarks.decoding                     # random weights, 40 tokens a sentence
-    python -m benchmarks.decoding --ckpt runs/NAME    # a trained model at the lengths it chooses
-    python -m benchmarks.decoding --device cuda --batch 512
+    pip install ctranslate2==4.8.5                                          # once
+    python -m benchmarks.decoding --ckpt runs/NAME --data DIR --split test --beam 5
+    python -m benchmarks.decoding            # random weights: 500 outputs of 40 tokens
 
-All decode the same test sentences with the same weights (the handout's way the first few of them),
-so their outputs are compared too. benchmarks/peers/NAME.py says of each what is like for like and
-what is not. `first_seconds` is the first pass, which is not counted (but of the handout's).
+Every turn is a new process. It loads the model, decodes 64 sentences to warm up, and then all:
+token ids in, token ids out. Only that is timed. `peak_gib` is the most memory of the process.
+
+CTranslate2 has several settings: workers × threads of each, and sentences per batch. Each is first
+tried on every fourth sentence, and the fastest takes part. It sees the same limits and the same
+length penalty, see benchmarks/peers/ct2.py. The rules of beam search for when to stop differ:
+CTranslate2 stops when as many hypotheses have ended as the beam is wide, ours when, in addition,
+no unfinished one scores better.
 """
 
-import shutil
-from dataclasses import dataclass, replace
-from itertools import takewhile
+import json
+import tempfile
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.corpus import Corpus, as_ids, load_corpus
-from benchmarks.measuring import Row, in_new_process, measure, tokens_of
-from benchmarks.peers.contest import SIZES, Contestant, Task, choose, start
-from engine.config import flag, parse_flags
-from engine.distributed import choose_device
-from engine.errors import UserError, run_script
-from loading import Trained, load_trained
-from model import ModelConfig, Translator
-
-OURS = "plain-fp32 fp32 plain-bf16 bf16 plain-fp16 int8".split()
-KINDS = ("float32", "float32x2", "bfloat16", "int8", "int8x2", "int8_float32x2")
-# Not pinned: CTranslate2's workers (x2: two of one thread) and our threads begin after the pinning,
-# all on the first core.
-CONTESTANTS = {
-    "handout": Contestant("handout", {"rows": 64}),
-    "marian": Contestant("marian"),
-    **{
-        f"ctranslate2-{kind}-64": Contestant("ct2", {"variant": kind}, "ctranslate2", pin=False)
-        for kind in KINDS
-    },
-    **{f"ours-{variant}": Contestant("ours", {"variant": variant}, pin=False) for variant in OURS},
-}
-EVERYBODY = (
-    "handout,marian,ctranslate2-float32-64,ctranslate2-float32x2-64,ctranslate2-int8x2-64,"
-    "ours-fp32,ours-int8"
+from benchmarks.measuring import (
+    Figures,
+    Row,
+    add_rows,
+    check_table,
+    hardware,
+    in_new_process,
+    measure,
 )
-ON_GPU = "marian,ours-plain-bf16"
+from benchmarks.peers.contest import SIZES, Contestant, choose, ours, start
+from benchmarks.peers.turn import Task
+from data import collate_for
+from decoding import output_limit
+from engine.config import flag, parse_flags
+from engine.devices import choose_device
+from engine.environment import commit
+from engine.errors import UserError, run_script
+from evaluate import Config as Evaluation
+from evaluate import choose_rows
+from loading import load_trained
+from model import ModelConfig, Translator
+from text.bleu import corpus_bleu
+from text.cleaning import normalise
+from text.subwords import decode, encode
+from tools.serving.to_ctranslate2 import convert, name_special
+
+OURS = ours(["fp32", "int8", "bf16", "plain-fp32", "plain-bf16", "plain-fp16"])
+CT2 = {f"ctranslate2-{kind}": kind for kind in ("float32", "int8")}
+ON_CPU = "ours-fp32,ctranslate2-float32,ours-int8,ctranslate2-int8"
+ON_GPU = "ours-plain-bf16"
+BATCHES = (16, 32)  # sentences, of CTranslate2
+COLUMNS = "who search seconds tokens ratio bleu equal memory hardware commit".split()
 
 
 @dataclass
 class Config:
-    """What is measured, and how long."""
+    """Every setting of this benchmark."""
 
-    contestants: str = flag("", "who takes part, with commas between; everybody", "What")
-    ckpt: str = flag("", "trained run to decode with, at real lengths", "What")
+    ckpt: str = flag("", "run, checkpoint or weights file; default: random weights", "What")
+    data: str = flag("", "as in evaluate.py", "What")
+    split: str = flag("", "(test|validation|train); default: as in evaluate.py", "What")
+    limit: int = flag(0, "only the first N rows; 0: all, or 500 random ones", "What", min=0)
     preset: str = flag("lab", "model size without --ckpt (lab|big|tiny)", "What")
-    length: int = flag(40, "tokens of each output without --ckpt", "What", min=1, max=500)
-    sentences: int = flag(500, "of the test split, the first so many", "What", min=1)
-    vocab: int = flag(16000, "tokens in each vocabulary without --ckpt", "What", min=300, max=60000)
-    data: str = flag("", "as train.py's --data; MINIDATASET, else as there", "What")
+    beam: int = flag(1, "beam size; 1: greedy search", "What", min=1, max=1000)
+    length_penalty: float = flag(1.0, "as in evaluate.py", "What", min=0, max=10)
+    contestants: str = flag("", "who takes part, separated by commas; default: all", "How")
     device: str = flag("cpu", "cpu, cuda or cuda:N", "How")
-    batch: int = flag(0, "sentences decoded at once by ours; 0: as evaluate.py", "How", min=0)
-    rounds: int = flag(2, "turns of each", "How", min=1)
-    seconds: float = flag(5.0, "measured in each turn; one pass at least", "How", above=0)
     threads: int = flag(2, "compute threads of each", "How", min=1)
-    out: str = flag("runs/benchmarks/decoding.json", "file for all turns", "How")
+    rounds: int = flag(3, "turns of each", "How", min=1)
+    json: str = flag("", "table in the form of docs/results/ that gets the rows", "How")
+
+
+@dataclass
+class Sentences:
+    """What all contestants decode, and with which weights."""
+
+    model: Translator
+    sources: list[list[int]]  # token ids without end token, none empty
+    source_ids: dict[str, int]  # {"pad": …, "bos": …, "eos": …}
+    target_ids: dict[str, int]
+    target_tokenizer: Any = None
+    references: list[str] = field(default_factory=list)  # texts; none for random weights
 
 
 def main(config: Config) -> list[Row]:
-    """Take turns, print the tables; → the rows of speed."""
-    in_new_process(
-        choose_device, config.device, 0
-    )  # which must be there; in this process it would hold the card
-    names = choose(
-        config.contestants or (EVERYBODY if config.device == "cpu" else ON_GPU), CONTESTANTS
+    """Take turns and print the table."""
+    # The device must exist. In this process the check would occupy memory of the GPU.
+    in_new_process(choose_device, config.device, 0)
+    check_table(config.json, COLUMNS)
+    default = ON_CPU if config.device == "cpu" else ON_GPU
+    names = choose(config.contestants or default, [*OURS, *CT2])
+    sentences = trained_model(config) if config.ckpt else random_model(config)
+    with tempfile.TemporaryDirectory() as folder:
+        return race(config, names, sentences, Path(folder))
+
+
+def trained_model(config: Config) -> Sentences:
+    """A run and the rows that evaluate.py would score."""
+    trained = load_trained(config.ckpt)
+    scored = choose_rows(
+        Evaluation(data=config.data, split=config.split, limit=config.limit), trained
     )
-    if config.ckpt:
-        trained, length = load_trained(config.ckpt), 0
-        corpus = load_corpus(test_rows=config.sentences, run=trained.config)
-        sizes = {
-            name: getattr(trained.model.config, name) for name in (*SIZES["lab"], "norm_first")
-        }
-        weights, title = f"run-{trained.run.name}", f"real lengths, {trained.name}"
-    else:
-        trained, length, sizes = None, config.length, SIZES[config.preset]
-        corpus = load_corpus(config.data, config.vocab, test_rows=config.sentences)
-        weights, title = f"random-{config.preset}", f"{length} tokens a sentence, random weights"
-    folder = export(corpus, sizes, weights, trained)
+    longest = trained.model.config.max_length - 1
+    lines = [normalise(source) for source in scored.sources()]
+    sources = encode(trained.source_tokenizer, lines, longest)
+    collate = collate_for(trained)
+    return Sentences(
+        trained.model,
+        [source for source in sources if source],
+        collate.source_ids,
+        collate.target_ids,
+        trained.target_tokenizer,
+        [text for text, source in zip(scored.references(), sources) if source],
+    )
+
+
+def random_model(config: Config) -> Sentences:
+    """Random weights; no output ends before its limit, 40 tokens."""
+    torch.manual_seed(1)
+    vocabulary = 16000
+    special = {"pad": 0, "bos": 1, "eos": 2}
+    model = Translator(ModelConfig(vocabulary, vocabulary, **SIZES[config.preset])).eval()
+    model.output.bias.data[special["eos"]] = -1e9
+    sources = torch.randint(3, vocabulary, (config.limit or 500, 19)).tolist()
+    return Sentences(model, sources, special, special)
+
+
+def race(config: Config, names: list[str], sentences: Sentences, folder: Path) -> list[Row]:
+    """Measure, compare the outputs, and add the rows to the table."""
+    (folder / "sources.json").write_text(json.dumps(sentences.sources), encoding="utf-8")
+    torch.save(sentences.model.state_dict(), folder / "weights.pt")
     task = Task(
         "decode",
-        str(corpus.folder),
-        config.seconds,
-        config.threads,
-        config.device,
-        sizes,
-        length=length,
-        weights=str(folder),
+        threads=config.threads,
+        device=config.device,
+        folder=str(folder),
+        sizes=asdict(sentences.model.config),
+        source_ids=sentences.source_ids,
+        target_ids=sentences.target_ids,
+        beam=config.beam,
+        length_penalty=config.length_penalty,
     )
+    contestants = {name: OURS[name] for name in names if name in OURS}
+    for name in names:
+        if name in CT2:
+            export(sentences, folder / "ctranslate2")
+            contestants[name] = fastest_setting(name, task)
+    lengths = torch.tensor([len(source) + 1 for source in sentences.sources])
+    limits = output_limit(lengths, sentences.model.config.max_length).tolist()
+    baseline: list[list[int]] = []  # the outputs of the first contestant
 
-    def turn(name: str) -> dict | None:
-        batch = config.batch if name.startswith("ours") else task.batch
-        return start(
-            name, CONTESTANTS[name], replace(task, batch=batch, outputs=str(folder / f"{name}.txt"))
-        )
+    def turn(name: str) -> Figures | None:
+        figures = start(name, contestants[name], task)
+        if figures is None:
+            return None
+        outputs = json.loads((folder / "outputs.json").read_text(encoding="utf-8"))
+        if not baseline:
+            baseline.extend(outputs)
+        # An output counts its end token, if it has one.
+        tokens = sum(min(len(output) + 1, limit) for output, limit in zip(outputs, limits))
+        same = sum(output == other for output, other in zip(outputs, baseline))
+        figures["tokens_per_second"] = tokens / figures["seconds"]
+        figures["equal"] = same / len(outputs)
+        if sentences.references:
+            texts = decode(sentences.target_tokenizer, outputs)
+            figures["bleu"] = corpus_bleu(references=sentences.references, hypotheses=texts)
+        return figures
 
-    reference = next(
-        (name for name in ("ours-fp32", *names) if name in names and name != "marian"), names[0]
-    )
-    title = f"greedy decoding, {title}; {corpus.describe()}"
-    rows = measure(title, names, config, turn, "tokens_per_second", reference)
-    texts = {
-        row.contestant: (folder / f"{row.contestant}.txt").read_text(encoding="utf-8")
-        for row in rows
-    }
-    outputs = {
-        name: [ids.tolist() for ids in as_ids(text.splitlines())] for name, text in texts.items()
-    }
-    print(f"\noutputs that are {reference}'s: sentences, tokens before the first difference")
-    for name in outputs if reference in outputs else ():
-        sentences, tokens = agreement(outputs[name], outputs[reference])
-        print(f"  {name:<28} {sentences:6.1%} {tokens:6.1%}")
+    search = "greedy search" if config.beam == 1 else f"beam {config.beam}"
+    title = f"{search}, {len(limits):,} sentences of {config.ckpt or 'random weights'}"
+    rows = measure(title, names, turn, "tokens_per_second", config.rounds, names[0])
+    machine = hardware(config.threads, config.device)
+    add_rows(config.json, [as_cells(row, contestants, config.beam, machine) for row in rows])
     return rows
 
 
-def export(corpus: Corpus, sizes: dict, name: str, trained: Trained | None) -> Path:
-    """The weights that all contestants load, of a trained run or random ones; → their folder."""
-    folder = corpus.folder / "peers" / name
-    vocabularies = (corpus.source_vocab, corpus.target_vocab)
-    if trained:
-        if (trained.model.config.source_vocab, trained.model.config.target_vocab) != vocabularies:
-            raise UserError(f"{trained.run}: its data gives other vocabularies by now; put it back")
-        shutil.rmtree(folder, ignore_errors=True)  # the run may have gone on since
-    if not (folder / "weights.pt").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.manual_seed(1)
-        model = trained.model if trained else Translator(ModelConfig(*vocabularies, **sizes))
-        torch.save(model.state_dict(), folder / "weights.pt")
-    return folder
+def export(sentences: Sentences, folder: Path) -> None:
+    """Write the weights for CTranslate2; a token's name is its number."""
+    if folder.exists():
+        return
+    sizes = sentences.model.config
+    weights = {name: tensor.numpy() for name, tensor in sentences.model.state_dict().items()}
+    sources = name_special(list(map(str, range(sizes.source_vocab))), sentences.source_ids)
+    targets = name_special(list(map(str, range(sizes.target_vocab))), sentences.target_ids)
+    try:
+        convert(weights, asdict(sizes), sources, targets, folder)
+    except ModuleNotFoundError:
+        raise UserError(
+            "CTranslate2 is not installed; pip install ctranslate2==4.8.5, "
+            "or leave it out with --contestants"
+        ) from None
 
 
-def agreement(outputs: list[list[int]], reference: list[list[int]]) -> tuple[float, float]:
-    """Shares of equal sentences, and of equal tokens up to each sentence's first difference."""
-    pairs = list(zip(outputs, reference))
-    same = sum(left == right for left, right in pairs)
-    prefix = sum(
-        1 for pair in pairs for _ in takewhile(lambda tokens: tokens[0] == tokens[1], zip(*pair))
-    )
-    return same / len(pairs), (prefix + same) / tokens_of(row for _, row in pairs)
+def fastest_setting(name: str, task: Task) -> Contestant:
+    """CTranslate2 with the setting that decodes every fourth sentence fastest."""
+    from ctranslate2 import __version__ as version
+
+    divisions = {(task.threads, 1), (1, task.threads)}
+    settings = {}
+    for workers, threads in sorted(divisions):
+        for batch in BATCHES:
+            kind = CT2[name]
+            contestant = Contestant(
+                "ct2",
+                f"{kind} {workers} {threads} {batch}",
+                f"CTranslate2 {version}, {kind}, {workers} × {threads} threads, batch {batch}",
+                f"CTranslate2 {version}，{kind}，{workers} × {threads} 线程，每批 {batch} 句",
+            )
+            figures = start(name, contestant, replace(task, part=4))
+            if figures is None:
+                raise UserError(f"{name} cannot be measured here; leave it out with --contestants")
+            print(f"{contestant.english}: {figures['seconds']:.2f} s for a quarter", flush=True)
+            settings[contestant.variant] = (figures["seconds"], contestant)
+    _, fastest = min(settings.values(), key=lambda setting: setting[0])
+    return fastest
+
+
+def as_cells(row: Row, contestants: dict[str, Contestant], beam: int, machine: dict) -> dict:
+    """A row of the page."""
+    contestant = contestants[row.contestant]
+    figures = row.figures
+    search = {"en": "greedy", "zh": "贪心"}
+    if beam > 1:
+        search = {"en": f"beam {beam}", "zh": f"束宽 {beam}"}
+    return {
+        "who": {"en": contestant.english, "zh": contestant.chinese},
+        "search": search,
+        "seconds": f"{figures['seconds']:.1f}",
+        "tokens": round(figures["tokens_per_second"]),
+        "ratio": f"{row.ratio:.2f}" if row.ratio else "–",
+        "bleu": f"{figures['bleu']:.2f}" if "bleu" in figures else "–",
+        "equal": f"{100 * figures['equal']:.1f} %",
+        "memory": f"{figures['peak_gib']:.2f}",
+        "hardware": machine,
+        "commit": commit(),
+    }
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ cards      the same steps of train.py on one card and, over NCCL, on all of them
 run        train.py for --minutes, then evaluate.py
 
 Every command is printed before it runs. One that fails is reported at the end, the others run all
-the same. The folder `--out` gets tables, runs and log.txt with all that was printed.
+the same. The folder `--out` gets the runs, and log.txt with all that was printed.
 """
 
 import math
@@ -55,7 +55,7 @@ class Config:
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
     minutes: float = flag(2.0, "minutes of stage run; 0: none", "How", min=0)
     seconds: float = flag(8.0, "measured in each turn", "How", above=0)
-    out: str = flag("runs/benchmarks/gpu", "folder for tables, runs and log.txt", "How")
+    out: str = flag("runs/benchmarks/gpu", "folder for runs and log.txt", "How")
 
 
 def main(config: Config) -> int:
@@ -98,15 +98,14 @@ def commands(config: Config, device: torch.device, dtype: str, folder: Path) -> 
     turns = f"{where} --vocab 8000 --rounds 1 --seconds {config.seconds}"
     train = f"-m benchmarks.training {turns} --tokens_per_batch {tokens}"
     train += f" --contestants {TRAINING[dtype] if on_gpu else 'ours-fp32'}"
-    decode = f"-m benchmarks.decoding {turns} --batch 512 --sentences 2001"
+    decode = f"-m benchmarks.decoding --device {device} --rounds 1 --limit 2001"
     decode += f" --contestants {f'ours-plain-{dtype}' if on_gpu else 'ours-fp32'}"
 
     presets = choose(config.presets, SIZES, "--presets")
     test = "-m pytest -q -s tests/fast/test_device.py"
     found = [f"PRESET={preset} DEVICE={device} {test}" for preset in presets]
     for preset in presets:
-        sizes = f"--preset {preset} --out {out}/{preset}"
-        found += [f"{train} {sizes}-training.json", f"{decode} {sizes}-decoding.json"]
+        found += [f"{train} --preset {preset}", f"{decode} --preset {preset}"]
     if on_gpu:
         cards = torch.cuda.device_count()
         steps = f"train.py {where} --max_steps 60 --eval_every 60 --dropout 0 --run {out}/cards"

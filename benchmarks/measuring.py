@@ -1,8 +1,9 @@
-"""Compare contestants that take turns (A B C, A B C, …): a slow minute of the machine hits all.
+"""Contestants take turns (A B C, A B C, …), so that a slow minute of the machine hits all of them.
 
-    rows = measure("title", ["plain", "fast"], config, turn, figure="tokens_per_second")
+    rows = measure("title", ["plain", "fast"], turn, "tokens_per_second", rounds=3)
 
-prints every turn and a table of medians, and writes all turns to the file `config.out`.
+prints every turn and a table of medians. `add_rows` adds them to a table of docs/results/, from
+which `python -m tools.results` makes a page.
 
 Tokens are counted alike for all contestants: a sentence of n tokens counts n + 1 on either side,
 because the model also reads or predicts its end token. Padding never counts.
@@ -10,47 +11,30 @@ because the model also reads or predicts its end token. Padding never counts.
 
 import json
 import os
-import re
+import shlex
 import statistics
-import time
+import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
+from engine.config import command
+from engine.environment import commit, cpu_name
+from engine.errors import UserError
 from engine.files import atomic_write
-from engine.memory import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
-QUIET = 0.05  # a turn is disturbed if other processes keep more cores than this busy
-
-
-@dataclass
-class Run:
-    """One turn of one contestant."""
-
-    contestant: str
-    round: int
-    figures: dict[str, float]
-    seconds: float  # of the turn, loading included
-    others: float | None = None  # cores that other processes kept busy; None: unknown
-
-    @property
-    def disturbed(self) -> bool:
-        """Whether other processes kept the machine busy."""
-        return self.others is not None and self.others > QUIET
-
-    def __str__(self) -> str:
-        figures = "  ".join(f"{name} {shown(value)}" for name, value in self.figures.items())
-        line = f"round {self.round}  {self.contestant}: {figures}  ({self.seconds:.0f} s)"
-        if self.others is not None:
-            line += f"  [others {self.others:.2f} cores]"
-        if self.disturbed:
-            line += " DISTURBED"
-        return line
+# /proc/cpuinfo's name, English, Chinese; the first that a CPU has
+INSTRUCTIONS = (
+    ("amx_bf16", "AMX", "AMX"),
+    ("avx512f", "AVX-512", "AVX-512"),
+    ("avx2", "AVX2 only", "仅 AVX2"),
+)
+Figures = dict[str, float]
 
 
 @dataclass
@@ -58,106 +42,71 @@ class Row:
     """All turns of one contestant."""
 
     contestant: str
-    median: float
-    least: float
+    figures: Figures  # medians
+    least: float  # of the figure that is compared
     most: float
-    runs: int
-    disturbed: int
-    more: dict[str, float]  # medians of the other figures
-    ratio: float | None = None  # the median over the baseline's median
+    turns: int
+    ratio: float | None  # its median over the baseline's
 
 
 def measure(
     title: str,
     names: Iterable[str],
-    config,
-    turn: Callable[[str], dict[str, float] | None],
+    turn: Callable[[str], Figures | None],
     figure: str,
+    rounds: int,
     baseline: str = "",
 ) -> list[Row]:
-    """Take `config.rounds` turns of every contestant and print a table of `figure`.
+    """Take `rounds` turns of every contestant and print a table of `figure`.
 
     `turn(name)` returns the figures of one turn, or None if the contestant cannot take part.
     """
-    print(f"{title}\n{describe_machine()}", flush=True)
+    load = os.getloadavg()[0]
+    print(f"{title}\n{describe_machine()}; load {load:.1f}", flush=True)
     names = list(names)
-    runs = []
-    for number in range(1, config.rounds + 1):
+    turns: dict[str, list[Figures]] = {name: [] for name in names}
+    for number in range(1, rounds + 1):
         for name in list(names):
-            before = seconds_of_others()
-            begun = time.perf_counter()
             figures = turn(name)
-            seconds = time.perf_counter() - begun
             if figures is None:
                 names.remove(name)
                 continue
-            run = Run(name, number, figures, seconds)
-            if before is not None:
-                run.others = max(0.0, seconds_of_others() - before) / seconds
-            runs.append(run)
-            print(run, flush=True)
-    write_json(ROOT / config.out, runs, title=title, settings=asdict(config))
-    rows = compare(runs, figure, baseline)
-    print_table(rows, f"{title}: {figure}")
+            turns[name].append(figures)
+            line = "  ".join(f"{key} {shown(value)}" for key, value in figures.items())
+            print(f"round {number}  {name}: {line}", flush=True)
+    rows = compare(turns, figure, baseline)
+    print(f"\n{title}: {figure}\n{as_table(rows, figure)}", flush=True)
     return rows
 
 
-def in_new_process(function: Callable, *arguments):
-    """The result of the function, called in a new process."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
-
-
-def seconds_of_others() -> float | None:
-    """CPU seconds since the machine was started, less those of this process and its children.
-
-    None without /proc.
-    """
-    # user nice system idle iowait irq softirq steal, in clock ticks; see proc(5)
-    ticks = [int(word) for word in read("/proc/stat").partition("\n")[0].split()[1:9]]
-    if not ticks:
-        return None
-    idle = sum(ticks[3:5])
-    busy = (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
-    return busy - sum(os.times()[:4])
-
-
-def tokens_of(sentences: Iterable) -> int:
-    """Tokens of sentences that are given without begin and end; their ends count."""
-    return sum(len(sentence) + 1 for sentence in sentences)
-
-
-def compare(runs: list[Run], figure: str, baseline: str = "") -> list[Row]:
+def compare(turns: dict[str, list[Figures]], figure: str, baseline: str = "") -> list[Row]:
     """The turns of each contestant in one row, and its ratio to the baseline."""
     rows = []
-    for name in dict.fromkeys(run.contestant for run in runs if figure in run.figures):
-        turns = [run for run in runs if run.contestant == name and figure in run.figures]
+    for name, all_figures in turns.items():
+        if not all_figures:
+            continue
         medians = {
-            key: statistics.median(turn.figures[key] for turn in turns)
-            for key in turns[0].figures
-            if all(key in turn.figures for turn in turns)
+            key: statistics.median(figures[key] for figures in all_figures)
+            for key in all_figures[0]
         }
-        values = [turn.figures[figure] for turn in turns]
-        median = medians.pop(figure)
-        disturbed = sum(turn.disturbed for turn in turns)
-        rows.append(Row(name, median, min(values), max(values), len(turns), disturbed, medians))
-    bases = [row.median for row in rows if row.contestant == baseline]
+        values = [figures[figure] for figures in all_figures]
+        rows.append(Row(name, medians, min(values), max(values), len(values), None))
+    bases = [row.figures[figure] for row in rows if row.contestant == baseline]
     for row in rows:
-        row.ratio = row.median / bases[0] if bases else None
+        row.ratio = row.figures[figure] / bases[0] if bases else None
     return rows
 
 
-def print_table(rows: list[Row], title: str) -> None:
-    """One line for each contestant."""
-    more = list(dict.fromkeys(name for row in rows for name in row.more))
-    cells = [["contestant", "median", "least", "most", "ratio", "runs", *more]]
+def as_table(rows: list[Row], figure: str) -> str:
+    """One line for each contestant, in Markdown."""
+    more = list(dict.fromkeys(key for row in rows for key in row.figures if key != figure))
+    cells = [["contestant", "median", "least", "most", "ratio", "turns", *more]]
     for row in rows:
-        values = [shown(value) for value in (row.median, row.least, row.most)]
+        values = [shown(value) for value in (row.figures[figure], row.least, row.most)]
         ratio = f"{row.ratio:.2f}" if row.ratio else ""
-        runs = f"{row.runs} ({row.disturbed} disturbed)" if row.disturbed else f"{row.runs}"
-        others = [shown(row.more[name]) if name in row.more else "" for name in more]
-        cells.append([row.contestant, *values, ratio, runs, *others])
-    print(f"\n{title}\n{markdown(cells)}", flush=True)
+        others = [shown(row.figures[key]) if key in row.figures else "" for key in more]
+        cells.append([row.contestant, *values, ratio, f"{row.turns}", *others])
+    return markdown(cells)
 
 
 def shown(value: float) -> str:
@@ -178,43 +127,66 @@ def markdown(cells: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def write_json(path: Path | str, runs: list[Run], **facts) -> None:
-    """Write all turns, the machine and further facts to one file."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    content = {**facts, "machine": machine(), "runs": [asdict(run) for run in runs]}
-    atomic_write(Path(path), json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+# ---------------------------------------------------------------- rows for the pages
 
 
-def read_json(path: Path | str) -> list[Run]:
-    """The turns of an earlier measurement; [] if there is none."""
-    text = read(path)
-    return [Run(**run) for run in json.loads(text)["runs"]] if text else []
+def check_table(path: str, keys: Iterable[str]) -> None:
+    """Raise `UserError` now, before hours of measuring, if `add_rows` could not add such rows."""
+    if not path or not Path(path).exists():
+        return
+    columns = [key for key, _, _ in json.loads(Path(path).read_text(encoding="utf-8"))["columns"]]
+    if columns != list(keys):
+        raise UserError(
+            f"--json {path} has the columns {', '.join(columns)}, not {', '.join(keys)}; "
+            "choose another file"
+        )
 
 
-def machine() -> dict:
-    """What the figures depend on."""
-    # Imported when called: the environment of a toolkit lacks what these modules need.
-    from engine.distributed import World
-    from engine.environment import environment
+def add_rows(path: str, rows: list[dict]) -> None:
+    """Add rows and this command to a table in the form of docs/results/; "": to none.
 
-    cpu = read("/proc/cpuinfo").partition("\n\n")[0]
-    extensions = re.findall(r"\b(?:avx2|avx512f|avx512_vnni|avx512_bf16|amx_bf16)\b", cpu)
-    family = re.findall(r"(?m)^(?:cpu family|model)\s*: (\d+)", cpu)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    return environment(World(0, 1, torch.device("cpu"))) | {
-        "flags": sorted(set(extensions)),
-        "family": "/".join(family),  # and model: the name of a virtual CPU is vague
-        "memory_gib": round(memory, 1),
+    A new file gets their keys as columns; its title, text and notes are left to the author.
+    """
+    if not path:
+        return
+    file = Path(path)
+    if file.exists():
+        table = json.loads(file.read_text(encoding="utf-8"))
+    else:
+        nothing: dict = {"en": [], "zh": []}
+        columns = [[key, key, key] for key in rows[0]]
+        table = {"title": {"en": file.stem, "zh": file.stem}, "text": nothing, "commands": []}
+        table |= {"columns": columns, "rows": [], "notes": nothing}
+    line = f"{command()} {shlex.join(sys.argv[1:])}".strip()
+    if line not in table["commands"]:
+        table["commands"].append(line)
+    table["rows"] += rows
+    file.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(file, json.dumps(table, indent=1, ensure_ascii=False) + "\n")
+
+
+# ---------------------------------------------------------------- the machine
+
+
+def hardware(threads: int, device: str = "cpu") -> dict[str, str]:
+    """What the figures depend on, for a table: "2 cores, AMD EPYC (AVX2 only)"."""
+    if device != "cpu":
+        name = torch.cuda.get_device_name(device)
+        return {"en": name, "zh": name}
+    words = read("/proc/cpuinfo").partition("\n\n")[0].split()
+    known = [(english, chinese) for flag, english, chinese in INSTRUCTIONS if flag in words]
+    english, chinese = known[0] if known else ("", "")
+    cores = "1 core" if threads == 1 else f"{threads} cores"
+    return {
+        "en": f"{cores}, {cpu_name()}" + (f" ({english})" if english else ""),
+        "zh": f"{threads} 核，{cpu_name()}" + (f"（{chinese}）" if chinese else ""),
     }
 
 
 def describe_machine() -> str:
-    """`machine` in one line."""
-    facts = machine()
-    return (
-        f"{facts['cpu']} ({facts['family']}), {facts['cores']} cores, {' '.join(facts['flags'])}; "
-        f"{facts['memory_gib']} GiB; torch {facts['torch']}; commit {facts['commit']}"
-    )
+    """CPU, its cores, PyTorch and commit in one line."""
+    facts = (hardware(os.cpu_count() or 1)["en"], f"torch {torch.__version__}", f"{commit()}")
+    return "; ".join(facts)
 
 
 def read(path: Path | str) -> str:
@@ -223,17 +195,7 @@ def read(path: Path | str) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
-def pinned(threads: int, pin: bool = True) -> dict[str, str]:
-    """Environment variables for a child process with this number of compute threads.
-
-    pin: bind each thread to a core.
-    """
-    variables = {
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if pin and hasattr(os, "sched_getaffinity"):
-        cores = sorted(os.sched_getaffinity(0))[:threads]
-        variables["GOMP_CPU_AFFINITY"] = " ".join(map(str, cores))
-    return variables
+def in_new_process(function: Callable, *arguments):
+    """The result of the function, called in a new process."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()

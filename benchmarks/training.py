@@ -1,18 +1,15 @@
-"""Training speed, side by side: this project, the handout's way and three toolkits.
+"""Training speed: this project, the handout's way and Hugging Face's MarianMTModel.
 
     python -m benchmarks.training                     # all, two rounds
-    python -m benchmarks.training --part ladder       # plain and fast, fp32 and bf16
-    python -m benchmarks.training --part limits       # matrix products alone
+    python -m benchmarks.training --part limits       # and the limit of the machine
     python -m benchmarks.training --device cuda --preset big --tokens_per_batch 65536
 
 All train a model of the same sizes with Adam, dropout 0.1 and label smoothing 0.1, on the same
 token sequences, in batches of about 4,096 target tokens. benchmarks/peers/NAME.py says where a
-contestant differs. `peak_gib` is the most that a process held, `step_gib` what the steps added.
+contestant differs. `peak_gib` is the most memory that a process held.
 
 The limit is a step that computes its matrix products alone, forward and backward, at their own
-sizes. All else comes on top: attention scores, norms, dropout, softmax, the update. Model FLOPs
-utilisation compares with one large product of the same number format instead. Both are printed for
-ours with the last speed that was measured.
+sizes. All else comes on top: attention scores, norms, dropout, softmax, the update.
 """
 
 import timeit
@@ -21,49 +18,63 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.corpus import Corpus, load_corpus
-from benchmarks.measuring import ROOT, Row, compare, in_new_process, measure, read_json, tokens_of
-from benchmarks.peers.contest import KEEP_MEMORY, SIZES, TOOLKITS, Contestant, Task, choose, start
+from benchmarks.corpus import describe, load_corpus, prepare_corpus
+from benchmarks.measuring import (
+    Figures,
+    Row,
+    add_rows,
+    check_table,
+    hardware,
+    in_new_process,
+    measure,
+)
+from benchmarks.peers.contest import KEEP_MEMORY, SIZES, Contestant, choose, ours, start
+from benchmarks.peers.turn import Task
+from data import Prepared
 from engine.config import flag, parse_flags
 from engine.devices import choose_device
+from engine.environment import commit
 from engine.errors import UserError, run_script
+from engine.memory import keep_freed_memory
 from model import ModelConfig, training_flops
 
-OURS = (
-    "plain-fp32",
-    "plain-bf16",
-    "plain-fp16",
-    "fp32",
-    "bf16",
-    "fp16",
-    "muon-fp32",
-    "muon-bf16",
-    "muon-fp16",
-)
+OURS = ["fp32", "bf16", "fp16"]
 CONTESTANTS = {
-    "handout": Contestant("handout"),
-    **TOOLKITS,
-    "marian": Contestant("marian"),
-    "marian-tuned": Contestant("marian", {"variant": "tuned"}, environment=KEEP_MEMORY),
-    **{f"ours-{variant}": Contestant("ours", {"variant": variant}) for variant in OURS},
+    "handout": Contestant("handout", "", "the handout's code", "讲义的写法"),
+    "marian": Contestant(
+        "marian",
+        "",
+        "`MarianMTModel`, plain loop, length buckets",
+        "`MarianMTModel`，普通循环，按长度分桶",
+    ),
+    "marian-tuned": Contestant(
+        "marian",
+        "tuned",
+        "the same with oneDNN and kept memory",
+        "同上，用 oneDNN 并保留内存",
+        KEEP_MEMORY,
+    ),
+    **ours([*OURS, *(f"plain-{name}" for name in OURS), *(f"muon-{name}" for name in OURS)]),
 }
-PEERS = "handout,opennmt,fairseq,marian,marian-tuned,ours-fp32,ours-bf16"
-ON_GPU = "handout,marian,marian-tuned,ours-plain-bf16,ours-bf16"
-LADDER = "ours-plain-fp32,ours-fp32,ours-plain-bf16,ours-bf16"
+ON_CPU = "marian,handout,marian-tuned,ours-fp32,ours-bf16"
+ON_GPU = "marian,handout,marian-tuned,ours-plain-bf16,ours-bf16"
 # Of the limits: number format, how fp32 products are computed, which of ours computes in it.
 FORMATS = {
-    "fp32, MKL": (torch.float32, "highest", ""),
-    "fp32, oneDNN": (torch.float32, "medium", "ours-fp32"),
+    "fp32 (MKL)": (torch.float32, "highest", "ours-fp32"),
     "bf16": (torch.bfloat16, "medium", "ours-bf16"),
 }
-LARGE = 2048  # rows, columns and depth of the large product
+FIGURE = "target_tokens_per_second"
+COLUMNS = {
+    "speed": "who tokens ratio memory hardware commit".split(),
+    "limits": "format limit share hardware commit".split(),
+}
 
 
 @dataclass
 class Config:
     """Every setting of this benchmark."""
 
-    part: str = flag("speed", "what to measure (speed|ladder|limits)", "What")
+    part: str = flag("speed", "what to measure (speed|limits)", "What")
     contestants: str = flag("", "who takes part, separated by commas; default: all", "What")
     baseline: str = flag("", "contestant that the ratios refer to; default: the first", "What")
     preset: str = flag("lab", "model size (lab|big|tiny)", "What")
@@ -74,97 +85,115 @@ class Config:
     rounds: int = flag(2, "turns of each", "How", min=1)
     seconds: float = flag(20.0, "measured in each turn", "How", above=0)
     threads: int = flag(2, "compute threads of each", "How", min=1)
-    out: str = flag("", "file for all turns; default: runs/benchmarks/PART.json", "How")
+    json: str = flag("", "table in the form of docs/results/ that gets the rows", "How")
 
 
 def main(config: Config) -> list[Row]:
     """Take turns and print the table."""
     # The device must exist. In this process the check would occupy memory of the GPU.
     in_new_process(choose_device, config.device, 0)
-    if not config.out:
-        config.out = f"runs/benchmarks/{config.part}.json"
     if config.device != "cpu" and config.part == "limits":
         raise UserError("--part limits needs --device cpu")
-    names = contestants_of(config)
-    corpus = load_corpus(config.data, config.vocab)
-    sizes = ModelConfig(corpus.source_vocab, corpus.target_vocab, **SIZES[config.preset])
+    default = ON_CPU if config.device == "cpu" else ON_GPU
+    names = choose(config.contestants or default, CONTESTANTS)
+    check_table(config.json, COLUMNS[config.part])
+    corpus = load_corpus(prepare_corpus(config.data, config.vocab))
     if config.part == "limits":
-        return measure_limits(config, corpus, sizes)
-    task = Task(
-        "train",
-        str(corpus.folder),
-        config.seconds,
-        config.threads,
-        config.device,
-        SIZES[config.preset],
-        config.tokens_per_batch,
-    )
+        return measure_limits(config, corpus)
+    return measure_speed(config, corpus, names)
 
-    def turn(name: str) -> dict | None:
-        figures = start(name, CONTESTANTS[name], task, timeout=240 + 4 * config.seconds)
+
+def measure_speed(config: Config, corpus: Prepared, names: list[str]) -> list[Row]:
+    """All contestants in turns; the rows of the page."""
+    sizes = sizes_of(config, corpus)
+
+    def turn(name: str) -> Figures | None:
+        figures = train_once(config, corpus, name)
         if figures and "peak_tflops" in figures:
-            target = figures["target_tokens_per_second"]
+            target = figures[FIGURE]
             flops = training_flops(sizes, figures["tokens_per_second"] - target, target)
             figures["model_flops_utilisation"] = flops / 1e12 / figures["peak_tflops"]
         return figures
 
-    title = f"training on {corpus.describe()}; tokens_per_second counts both sides"
-    baseline = config.baseline or names[0]
-    return measure(title, names, config, turn, "target_tokens_per_second", baseline)
-
-
-def contestants_of(config: Config) -> list[str]:
-    """Who takes part. Raises `UserError` for unknown names, and for toolkits on a GPU."""
-    if config.contestants:
-        names = choose(config.contestants, CONTESTANTS)
-    elif config.part == "ladder":
-        names = choose(LADDER, CONTESTANTS)
-    else:
-        names = choose(PEERS if config.device == "cpu" else ON_GPU, CONTESTANTS)
-    toolkits = [name for name in names if CONTESTANTS[name].toolkit]
-    if config.device != "cpu" and toolkits:
-        raise UserError(
-            f"--device {config.device}: {', '.join(toolkits)} can be measured on a CPU only; "
-            "leave them out"
+    title = f"training on {describe(corpus)}; tokens_per_second counts both sides"
+    rows = measure(title, names, turn, FIGURE, config.rounds, config.baseline or names[0])
+    cells = []
+    for row in rows:
+        contestant = CONTESTANTS[row.contestant]
+        cells.append(
+            {
+                "who": {"en": contestant.english, "zh": contestant.chinese},
+                "tokens": round(row.figures[FIGURE]),
+                "ratio": f"{row.ratio:.2f}" if row.ratio else "–",
+                "memory": f"{row.figures['peak_gib']:.1f}",
+                "hardware": hardware(config.threads, config.device),
+                "commit": commit(),
+            }
         )
-    return names
+    add_rows(config.json, cells)
+    return rows
 
 
-def measure_limits(config: Config, corpus: Corpus, sizes: ModelConfig) -> list[Row]:
-    """Measure the products in each number format; print what share of the limit ours reaches."""
+def sizes_of(config: Config, corpus: Prepared) -> ModelConfig:
+    """The sizes of the model that all train."""
+    vocabularies = (len(corpus.source_tokenizer), len(corpus.target_tokenizer))
+    return ModelConfig(*vocabularies, **SIZES[config.preset])
+
+
+def train_once(config: Config, corpus: Prepared, name: str) -> Figures | None:
+    """A turn of one contestant."""
+    task = Task(
+        "train",
+        threads=config.threads,
+        device=config.device,
+        folder=str(corpus.folder),
+        sizes=SIZES[config.preset],
+        seconds=config.seconds,
+        tokens_per_batch=config.tokens_per_batch,
+    )
+    return start(name, CONTESTANTS[name], task)
+
+
+# ---------------------------------------------------------------- the limit of the machine
+
+
+def measure_limits(config: Config, corpus: Prepared) -> list[Row]:
+    """In each number format the products alone and the training of ours, in turns."""
     torch.set_num_threads(config.threads)
-    sources, targets = (tokens_of(sentences) for sentences in zip(*corpus.train))
+    keep_freed_memory()  # as training does; otherwise the products wait for cleared pages
     target = config.tokens_per_batch  # tokens of a step
-    source = round(target * sources / targets)
-    flops = training_flops(sizes, source, target)
+    lengths = {side: (of_side + 1).sum() for side, of_side in corpus.train.lengths.items()}
+    source = round(target * lengths["source"] / lengths["target"])
+    sizes = sizes_of(config, corpus)
+    shapes = Counter(products(sizes, source, target))
 
-    def turn(name: str) -> dict[str, float]:
+    def turn(name: str) -> Figures | None:
+        if name not in FORMATS:
+            return train_once(config, corpus, name)
         dtype, setting, _ = FORMATS[name]
         torch.set_float32_matmul_precision(setting)
-        shapes = Counter(products(sizes, source, target))
         seconds = sum(count * seconds_of(*shape, dtype) for shape, count in shapes.items())
-        peak = 3 * 2 * LARGE**3 / seconds_of(LARGE, LARGE, LARGE, dtype)
-        return {
-            "target_tokens_per_second": target / seconds,
-            "gflops": flops / seconds / 1e9,
-            "peak_gflops": peak / 1e9,
-        }
+        return {FIGURE: target / seconds}
 
-    figure = "target_tokens_per_second"
+    flops = training_flops(sizes, source, target)
     title = f"matrix products alone, {flops / target / 1e6:.1f} MFLOP per target token"
-    rows = measure(title, FORMATS, config, turn, figure)
-    speeds = compare(read_json((ROOT / config.out).with_name("speed.json")), figure)
-    medians = {row.contestant: row.median for row in speeds}
-    for row in rows:
-        _, _, name = FORMATS[row.contestant]
-        if name in medians:
-            speed = medians[name]
-            utilisation = speed * flops / target / 1e9 / row.more["peak_gflops"]
-            print(
-                f"{name}: {speed:,.0f} target tokens/s, "
-                f"{speed / row.median:.0%} of the matrix products alone; "
-                f"model FLOPs utilisation {utilisation:.0%}"
-            )
+    names = [name for limit, (_, _, trained) in FORMATS.items() for name in (limit, trained)]
+    rows = measure(title, names, turn, FIGURE, config.rounds)
+    speeds = {row.contestant: row.figures[FIGURE] for row in rows}
+    cells = []
+    for name, (_, _, trained) in FORMATS.items():
+        share = f"{speeds[trained] / speeds[name]:.0%}"
+        print(f"{trained} reaches {share} of the matrix products alone")
+        cells.append(
+            {
+                "format": {"en": name, "zh": name.replace(" (", "（").replace(")", "）")},
+                "limit": round(speeds[name]),
+                "share": share.replace("%", " %"),
+                "hardware": hardware(config.threads),
+                "commit": commit(),
+            }
+        )
+    add_rows(config.json, cells)
     return rows
 
 

@@ -26,9 +26,7 @@ MAY_IMPORT = {
 
 def files(folder: str) -> list[Path]:
     found = ROOT.glob("*.py") if folder == "root" else (ROOT / folder).rglob("*.py")
-    return sorted(
-        path for path in found if ".envs" not in path.parts
-    )  # the toolkits that benchmarks compare with
+    return sorted(found)
 
 
 def imports(tree: ast.AST) -> set[tuple[str, int]]:

@@ -1,63 +1,59 @@
-"""Contestant "ctranslate2": CTranslate2 4.8, a decoder in C++, with this project's own weights.
+"""Contestant "ctranslate2": CTranslate2 4.8, a decoder in C++, with this project's weights.
 
-It computes what our model computes, so its outputs can be compared with ours token by token.
-`--variant` is its compute type (float32, bfloat16, int8, int8_float32, …); int8x2 has two workers
-with one thread each. It sorts the sentences by length itself.
-Not like for like at real lengths: it has one limit for all sentences, so an output without end goes
-on to the longest limit; what is too long is cut and not counted.
+The variant is "KIND WORKERS THREADS BATCH": compute type (float32, int8), workers that decode a
+batch each, threads of each worker, sentences of a batch.
+
+It computes what our model computes, so its outputs can be compared with ours token by token. Our
+outputs end at 1.5 × source + 10 tokens. CTranslate2 has one limit for each call, so it gets a call
+for every batch, all at once; sentences are sorted by length, and the limit is that of the longest
+in the batch. What is longer than the limit of its own sentence is cut off.
 """
 
-import sys
 from pathlib import Path
 
 import ctranslate2
-import torch
 
-from benchmarks.corpus import Corpus
-from benchmarks.peers.contest import Task, run_peer, time_decoding
-from tools.serving.to_ctranslate2 import convert, name_special
+from benchmarks.peers.turn import Task, run_peer, time_decoding
 
 
-def decode(task: Task, corpus: Corpus) -> None:
-    """All test sentences in one call."""
-    folder = Path(task.weights) / "ctranslate2"
-    if not (folder / "model.bin").exists():
-        state = torch.load(folder.parent / "weights.pt")
-        weights = {name: tensor.float().numpy() for name, tensor in state.items()}
-        sizes = {"norm_first": False, **task.sizes, "max_length": 512}
-        sources = name_special([f"s{i}" for i in range(corpus.source_vocab)], corpus.source_ids)
-        targets = name_special([f"t{i}" for i in range(corpus.target_vocab)], corpus.target_ids)
-        convert(weights, sizes, sources, targets, folder)
-    kind, _, workers = task.variant.partition("x")
-    workers = int(workers or 1)
+def decode(task: Task) -> dict:
+    """Search as `task` says."""
+    kind, workers, threads, batch = task.variant.split()
     translator = ctranslate2.Translator(
-        str(folder),
+        str(Path(task.folder) / "ctranslate2"),
         device=task.device,
         compute_type=kind,
-        inter_threads=workers,
-        intra_threads=max(1, task.threads // workers),
+        inter_threads=int(workers),
+        intra_threads=int(threads),
     )
-    print("computes in", translator.compute_type, file=sys.stderr)
-    sources = [[f"s{id}" for id in source] for source, _ in corpus.test]
-    limits = [task.length or (len(source) + 1) * 3 // 2 + 10 for source in sources]
+    names = {"pad": "<pad>", "bos": "<s>", "eos": "</s>"}  # as to_ctranslate2.name_special has them
+    special = {names[name]: token for name, token in task.target_ids.items() if name in names}
 
-    def once():
-        return translator.translate_batch(
-            sources,
-            beam_size=1,
-            max_batch_size=task.batch,
-            min_decoding_length=task.length or 1,
-            max_decoding_length=max(limits),
-        )
-
-    def read(results) -> list[list[int]]:
+    def translate(sources: list[list[int]]) -> list[list[int]]:
+        # As decoding.output_limit, which needs torch.
+        longest = task.sizes["max_length"]
+        limits = [min((len(source) + 1) * 3 // 2 + 10, longest) for source in sources]
+        order = sorted(range(len(sources)), key=lambda row: -len(sources[row]))
+        calls = {}  # sentence: its result to come
+        for first in range(0, len(order), int(batch)):
+            rows = order[first : first + int(batch)]
+            results = translator.translate_batch(
+                [[str(token) for token in sources[row]] for row in rows],
+                beam_size=task.beam,
+                length_penalty=task.length_penalty,
+                max_input_length=0,
+                max_decoding_length=limits[rows[0]],
+                asynchronous=True,
+            )
+            calls.update(zip(rows, results))
         outputs = []
-        for result, limit in zip(results, limits):
-            words = result.hypotheses[0][:limit]
-            outputs.append([int(word[1:]) if word[0] == "t" else 0 for word in words])
+        for row, limit in enumerate(limits):
+            words = calls[row].result().hypotheses[0]
+            ids = [special[word] if word in special else int(word) for word in words[:limit]]
+            outputs.append(ids)
         return outputs
 
-    time_decoding(task, corpus, once, read=read)
+    return time_decoding(task, translate)
 
 
 if __name__ == "__main__":

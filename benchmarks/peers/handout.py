@@ -1,25 +1,21 @@
 """Contestant "handout": the lab as a student writes it straight from the course's handout.
 
 Stock `nn.Transformer`, batches of 32 random sentences padded to 128 tokens, `ignore_index` for the
-padding, plain Adam. To decode, the whole model runs again for every new token.
-Not like for like: 32 sentences hold fewer real tokens than the 4,096 of the others.
+padding, plain Adam. Not like for like: 32 sentences hold fewer real tokens than the 4,096 of the
+others.
 """
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.corpus import Corpus
-from benchmarks.peers.contest import (
-    LABEL_SMOOTHING,
-    LEARNING_RATE,
-    Task,
-    TrainingClock,
-    run_peer,
-    time_decoding,
-)
-from data import Batch, Collate
+from benchmarks.corpus import load_corpus
+from benchmarks.peers.contest import LABEL_SMOOTHING, LEARNING_RATE, wait_for_gpu
+from benchmarks.peers.turn import Task, TrainingClock, run_peer
+from data import Batch, Prepared, collate_for
 from model import sinusoids
 
 LENGTH = 128
@@ -29,16 +25,16 @@ SENTENCES = 32
 class Seq2Seq(nn.Module):
     """Embeddings, sinusoidal positions, `nn.Transformer`, output layer."""
 
-    def __init__(self, sizes: dict, corpus: Corpus):
+    def __init__(self, sizes: dict, source_vocab: int, target_vocab: int):
         super().__init__()
         width = sizes["d_model"]
         self.width = width
-        self.source_embedding = nn.Embedding(corpus.source_vocab, width)
-        self.target_embedding = nn.Embedding(corpus.target_vocab, width)
+        self.source_embedding = nn.Embedding(source_vocab, width)
+        self.target_embedding = nn.Embedding(target_vocab, width)
         self.transformer = nn.Transformer(**sizes, batch_first=True)
-        self.output = nn.Linear(width, corpus.target_vocab)
+        self.output = nn.Linear(width, target_vocab)
         self.dropout = nn.Dropout(sizes["dropout"])
-        self.register_buffer("positions", sinusoids(512, width), persistent=False)
+        self.register_buffer("positions", sinusoids(LENGTH, width), persistent=False)
 
     def embed(self, embedding: nn.Embedding, ids: Tensor) -> Tensor:
         """(B, T) → (B, T, D)"""
@@ -66,21 +62,30 @@ def labels(batch: Batch, pad: int) -> Tensor:
     return places
 
 
-def train(task: Task, corpus: Corpus) -> None:
-    """Random batches of 32, padded to 128 beforehand, as the handout's tokenizer call does."""
-    source, target = corpus.source_ids, corpus.target_ids
-    every = Collate(source, target, pad_multiple=LENGTH)(corpus.train)
-    pairs = torch.utils.data.TensorDataset(every.src, every.tgt_in, labels(every, target["pad"]))
-    loader = torch.utils.data.DataLoader(pairs, SENTENCES, shuffle=True)
-    model = Seq2Seq(task.sizes, corpus).to(task.device)
+def padded_pairs(corpus: Prepared) -> TensorDataset:
+    """All pairs, padded to 128 tokens beforehand, as the handout's tokenizer call does."""
+    collate = collate_for(corpus, pad_multiple=LENGTH)
+    batch = collate(corpus.train.__getitems__(np.arange(len(corpus.train))))
+    return TensorDataset(batch.src, batch.tgt_in, labels(batch, collate.target_ids["pad"]))
+
+
+def train(task: Task) -> dict:
+    """Random batches of 32 sentences."""
+    corpus = load_corpus(task.folder)
+    collate = collate_for(corpus)
+    source_pad, target_pad = collate.source_ids["pad"], collate.target_ids["pad"]
+    loader = DataLoader(padded_pairs(corpus), SENTENCES, shuffle=True)
+    vocabularies = (len(corpus.source_tokenizer), len(corpus.target_tokenizer))
+    model = Seq2Seq(task.sizes, *vocabularies).to(task.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    criterion = nn.CrossEntropyLoss(ignore_index=target["pad"], label_smoothing=LABEL_SMOOTHING)
-    clock = TrainingClock(task.seconds)
+    criterion = nn.CrossEntropyLoss(ignore_index=target_pad, label_smoothing=LABEL_SMOOTHING)
+    clock = TrainingClock(task.seconds, wait_for_gpu)
     while True:
         for src, tgt_in, tgt_out in loader:
-            clock.step((src != source["pad"]).sum(), (tgt_out != target["pad"]).sum())
+            if not clock.starts((src != source_pad).sum(), (tgt_out != target_pad).sum()):
+                return clock.figures()
             src, tgt_in, tgt_out = (ids.to(task.device) for ids in (src, tgt_in, tgt_out))
-            logits = model(src, tgt_in, src == source["pad"], tgt_in == target["pad"])
+            logits = model(src, tgt_in, src == source_pad, tgt_in == target_pad)
             loss = criterion(logits.flatten(0, 1), tgt_out.flatten())
             optimizer.zero_grad()
             loss.backward()
@@ -88,41 +93,5 @@ def train(task: Task, corpus: Corpus) -> None:
             loss.item()
 
 
-@torch.no_grad()
-def decode(task: Task, corpus: Corpus) -> None:
-    """The whole model, encoder too, once for every token until all sentences have ended."""
-    collate = Collate(corpus.source_ids, corpus.target_ids, pad_multiple=LENGTH)
-    eos = corpus.target_ids["eos"]
-    model = Seq2Seq(task.sizes, corpus).eval()
-    # The project's own weights fit: the modules have the same names.
-    model.load_state_dict(torch.load(f"{task.weights}/weights.pt"))
-    model.to(task.device)
-
-    def once() -> list[list[int]]:
-        outputs = []
-        for first in range(0, len(corpus.test), SENTENCES):
-            sources = [source for source, _ in corpus.test[first : first + SENTENCES]]
-            src, src_pad = (tensor.to(task.device) for tensor in collate.pad_sources(sources))
-            tgt = torch.full((len(src), 1), corpus.target_ids["bos"], device=task.device)
-            limits = [task.length or (len(source) + 1) * 3 // 2 + 10 for source in sources]
-            for _ in range(max(limits)):
-                logits = model(src, tgt, src_pad, tgt == corpus.target_ids["pad"])[:, -1]
-                if task.length:
-                    logits[:, eos] = -math.inf
-                tgt = torch.cat([tgt, logits.argmax(-1, keepdim=True)], 1)
-                if not task.length and (tgt == eos).any(1).all():
-                    break
-            outputs += [cut(ids, limit, eos) for ids, limit in zip(tgt[:, 1:].tolist(), limits)]
-        return outputs
-
-    time_decoding(task, corpus, once, warm=False)
-
-
-def cut(ids: list[int], limit: int, eos: int) -> list[int]:
-    """The tokens before the end token, at most `limit`."""
-    ids = ids[:limit]
-    return ids[: ids.index(eos)] if eos in ids else ids
-
-
 if __name__ == "__main__":
-    run_peer(train, decode)
+    run_peer(train)

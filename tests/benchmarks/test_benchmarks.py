@@ -2,13 +2,10 @@
 
 import importlib
 import json
-import shutil
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,105 +15,72 @@ import torch
 from torch.nn import Transformer
 
 from benchmarks import corpus as corpus_module
-from benchmarks import decoding, gpu, measuring, time_to_bleu, training
-from benchmarks.corpus import as_ids, as_words, load_corpus, read_corpus
-from benchmarks.peers import contest, marian, toolkits
-from benchmarks.peers.contest import SIZES, TINY, Task, choose, start
+from benchmarks import decoding, gpu, time_to_bleu, training
+from benchmarks.corpus import load_corpus, prepare_corpus
+from benchmarks.peers import contest, marian, turn
+from benchmarks.peers.contest import SIZES, TINY, choose, start
+from benchmarks.peers.turn import Task
 from engine.config import parse_flags
 from engine.errors import UserError
 from model import ModelConfig, training_flops
+from tools.results import read_tables
 
 
 class Ended(Exception):
-    """Raised instead of ending the process."""
-
-
-def end(code):
-    raise Ended
+    """Raised to leave an endless loop."""
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """An empty cache for these tests."""
+def folder(toy_data, tmp_path_factory):
+    """The tokenised corpus."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus_module, "ROOT", tmp_path_factory.mktemp("root"))
-        yield
-
-
-@pytest.fixture(scope="module")
-def small(toy_data, cache):
-    """50 training pairs and 20 test sentences."""
-    return load_corpus(str(toy_data), vocab=300, pairs=50, test_rows=20, longest=30)
+        yield prepare_corpus(str(toy_data), vocabulary=300)
 
 
 @pytest.fixture(autouse=True)
-def in_this_process(monkeypatch):
+def in_this_process(monkeypatch, folder):
     """Contestants run in this process, and leave it as it was."""
     precision = torch.get_float32_matmul_precision()
-    monkeypatch.setattr("engine.devices.keep_freed_memory", lambda: None)
-    monkeypatch.setattr(contest.os, "_exit", end)
+    for module in ("engine.devices", "benchmarks.training"):
+        monkeypatch.setattr(f"{module}.keep_freed_memory", lambda: None)
     for module in (training, decoding, gpu):
         monkeypatch.setattr(module, "in_new_process", lambda function, *args: function(*args))
     for module in (training, decoding):
         monkeypatch.setattr(module, "start", start_in_this_process)
-    monkeypatch.setattr(measuring, "describe_machine", lambda: "")
+    for module in (training, time_to_bleu):
+        monkeypatch.setattr(module, "prepare_corpus", lambda data, vocabulary: folder)
     yield
     torch.set_float32_matmul_precision(precision)
 
 
-def start_in_this_process(name, contestant, task, timeout=0):
+def start_in_this_process(name, contestant, task):
     """As `contest.start`."""
-    task = replace(task, **contestant.settings)
-    figures = {}
     peer = importlib.import_module(f"benchmarks.peers.{contestant.module}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contest, "report", figures.update)
-        with suppress(Ended):
-            getattr(peer, task.what)(task, read_corpus(task.corpus, task.rows))
-    return figures
+    return getattr(peer, task.what)(replace(task, variant=contestant.variant))
 
 
-def figures_of(file: Path) -> dict:
-    runs = json.loads(file.read_text(encoding="utf-8"))["runs"]
-    return {run["contestant"]: run["figures"] for run in runs}
+def rows_of(file: Path) -> list[dict]:
+    return json.loads(file.read_text(encoding="utf-8"))["rows"]
 
 
-# ---------------------------------------------------------------- the corpus, the contestants
+# ---------------------------------------------------------------- the contestants
 
 
-def test_words_are_the_ids_and_in_every_vocabulary(small):
-    assert (len(small.train), len(small.test)) == (50, 20)
-    lines = (small.folder / "train.tgt").read_text().splitlines()
-    assert [ids.tolist() for ids in as_ids(lines)] == [ids.tolist() for _, ids in small.train]
-    for side in ("src", "tgt"):
-        words = set((small.folder / f"train.{side}").read_text().split())
-        for name in (f"opennmt.{side}", f"dict.{side}.txt"):
-            known = [line.split()[0] for line in (small.folder / name).read_text().splitlines()]
-            assert words <= set(known)
-            assert len(known) == len(set(known)) == 300 - 3
+def test_the_sample_is_the_same_in_every_process(folder):
+    first, again = load_corpus(folder, pairs=50), load_corpus(folder, pairs=50)
+    assert len(first.train) == 50
+    for (source, target), (other_source, other_target) in zip(first.train, again.train):
+        assert (source == other_source).all()
+        assert (target == other_target).all()
 
 
-def test_the_sample_is_made_once(small, toy_data, monkeypatch):
-    monkeypatch.setattr(corpus_module, "write_corpus", None)
-    monkeypatch.setenv("MINIDATASET", str(toy_data))
-    again = load_corpus(vocab=300, pairs=50, test_rows=20, longest=30)
-    assert again.data == str(toy_data)
-    assert [ids.tolist() for ids, _ in again.train] == [ids.tolist() for ids, _ in small.train]
-
-
-def test_contestants_are_chosen_by_name(monkeypatch, tmp_path, capsys):
+def test_contestants_are_chosen_by_name():
     assert choose("marian, handout", training.CONTESTANTS) == ["marian", "handout"]
-    for names in (training.PEERS, training.LADDER, training.ON_GPU):
+    for names in (training.ON_CPU, training.ON_GPU):
         assert choose(names, training.CONTESTANTS)
-    for names in (decoding.EVERYBODY, decoding.ON_GPU):
-        assert choose(names, decoding.CONTESTANTS)
     with pytest.raises(UserError, match="marion: unknown; choose from handout"):
         choose("marion", training.CONTESTANTS)
-    with pytest.raises(UserError, match="--device cuda: fairseq"):
-        training.contestants_of(training.Config(contestants="fairseq", device="cuda"))
-    monkeypatch.setattr(contest, "ENVIRONMENTS", tmp_path)
-    assert start("fairseq", training.CONTESTANTS["fairseq"], Task("train", "")) is None
-    assert "bash benchmarks/peers/install.sh fairseq" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("preset", SIZES)
@@ -128,17 +92,16 @@ def test_sizes_are_complete(preset):
 
 def test_start_reads_the_figures_or_gives_the_reason(monkeypatch, capsys):
     monkeypatch.setattr(contest, "command", lambda code, task: ([sys.executable, "-c", code], None))
-    assert start("good", SimpleCode("""print('noise\\n{"speed": 1}')"""), None) == {"speed": 1}
-    assert start("broken", SimpleCode("import absent"), None) is None
-    assert "broken: left out, it ended with 1: ModuleNotFoundError" in capsys.readouterr().out
-    assert start("slow", SimpleCode("while True: pass"), None, timeout=0.3) is None
-    assert "slow: left out, no result after 0 s" in capsys.readouterr().out
+    assert start("good", """print('noise\\n{"speed": 1}')""", None) == {"speed": 1}
+    assert start("broken", "import absent", None) is None
+    assert "broken: left out, ModuleNotFoundError" in capsys.readouterr().out
 
 
-class SimpleCode(str):
-    """Python code in place of a contestant."""
-
-    toolkit = ""
+def test_the_pages_have_the_columns_of_the_benchmarks():
+    tables = [[key for key, _, _ in table["columns"]] for table in read_tables("performance")]
+    columns = (training.COLUMNS["speed"], training.COLUMNS["limits"])
+    for wanted in (*columns, decoding.COLUMNS, time_to_bleu.COLUMNS):
+        assert wanted in tables
 
 
 # ---------------------------------------------------------------- training
@@ -146,65 +109,62 @@ class SimpleCode(str):
 
 def test_the_clock_leaves_out_the_warm_up_and_the_last_step(monkeypatch):
     """Steps of 2 s and 100 target tokens."""
-    reported = {}
     now = [0.0]
-    monkeypatch.setattr(contest, "report", reported.update)
-    monkeypatch.setattr(contest, "current_gib", lambda: 1)
-    monkeypatch.setattr(contest, "peak_gib", lambda: 3)
-    clock = contest.TrainingClock(6, now=lambda: now[0], loss=1.5)
-    with pytest.raises(Ended):
-        for _ in range(20):
-            clock.step(10, 100)
-            now[0] += 2
-    assert reported == {
+    monkeypatch.setattr(turn, "peak_gib", lambda: 3)
+    clock = turn.TrainingClock(6, now=lambda: now[0])
+    while clock.starts(10, 100):
+        now[0] += 2
+    assert clock.figures() == {
         "steps": 3,
         "target_tokens_per_second": 50,
         "tokens_per_second": 55,
         "seconds_per_step": 2,
-        "target_tokens_per_step": 100,
-        "step_gib": 2,
-        "loss": 1.5,
+        "peak_gib": 3,
     }
 
 
 @pytest.mark.parametrize("name", ["handout", "marian", "ours"])
-def test_an_epoch_counts_every_real_token_once(name, small, monkeypatch):
+def test_an_epoch_counts_every_real_token_once(name, folder, monkeypatch):
     """Neither padding nor begin tokens, but the end token, also of the source."""
     peer = importlib.import_module(f"benchmarks.peers.{name}")
-    expected = [measuring.tokens_of(sentences) for sentences in zip(*small.train)]
+    small = load_corpus(folder, pairs=50)
+    expected = [sum(len(sentence) + 1 for sentence in side) for side in zip(*small.train)]
     counted = np.zeros(2, int)
 
-    def step(source, target):
+    def starts(source, target):
         counted[:] += int(source), int(target)
         if counted[1] >= expected[1]:
             raise Ended
+        return True
 
-    monkeypatch.setattr(peer, "TrainingClock", lambda seconds: SimpleNamespace(step=step))
+    monkeypatch.setattr(peer, "load_corpus", lambda folder: small)
+    monkeypatch.setattr(peer, "TrainingClock", lambda *arguments: SimpleNamespace(starts=starts))
     with pytest.raises(Ended):
-        peer.train(Task("train", "", sizes=TINY, variant="fp32", tokens_per_batch=512), small)
+        peer.train(Task("train", "fp32", sizes=TINY, tokens_per_batch=512))
     assert counted.tolist() == expected
 
 
-def test_training_and_limits(toy_data, cache, tmp_path, monkeypatch, capsys):
+def test_training_and_limits(tmp_path, monkeypatch, capsys):
     config = training.Config(
         contestants="handout,marian,ours-plain-fp32,ours-muon-fp32,ours-fp32",
         preset="tiny",
         tokens_per_batch=64,
-        vocab=300,
-        data=str(toy_data),
         rounds=1,
         seconds=0.01,
-        threads=1,
-        out=str(tmp_path / "speed.json"),
+        json=str(tmp_path / "speed.json"),
     )
-    training.main(config)
-    figures = figures_of(tmp_path / "speed.json")
-    assert list(figures) == config.contestants.split(",")
-    assert all(contestant["target_tokens_per_second"] > 0 for contestant in figures.values())
-    monkeypatch.setattr(training, "LARGE", 16)
-    training.main(replace(config, part="limits", out=str(tmp_path / "limits.json")))
-    assert list(figures_of(tmp_path / "limits.json")) == list(training.FORMATS)
-    assert "ours-fp32: " in capsys.readouterr().out
+    names = config.contestants.split(",")
+    assert [row.contestant for row in training.main(config)] == names
+    rows = rows_of(tmp_path / "speed.json")
+    assert [list(row) for row in rows] == [training.COLUMNS["speed"]] * len(names)
+    assert rows[0]["ratio"] == "1.00"
+    assert all(row["tokens"] > 0 for row in rows)
+
+    training.main(replace(config, part="limits", json=str(tmp_path / "limits.json")))
+    rows = rows_of(tmp_path / "limits.json")
+    assert [row["format"]["en"] for row in rows] == list(training.FORMATS)
+    assert list(rows[0]) == training.COLUMNS["limits"]
+    assert "ours-fp32 reaches " in capsys.readouterr().out
 
 
 def test_the_products_of_the_limit_are_those_of_the_model():
@@ -213,184 +173,137 @@ def test_the_products_of_the_limit_are_those_of_the_model():
     assert 3 * forward == training_flops(sizes, 700, 900)
 
 
-def test_a_toolkit_translates_after_every_second_step(tmp_path, monkeypatch):
-    class Trainer:
-        def step(self, batches):
-            steps.append(batches)
-
-    def translate(trainer, step: int, sources: Path) -> str:
-        return f"{step} {len(steps)} {sources.name}"
-
-    steps = []
-    monkeypatch.setattr(toolkits, "time", SimpleNamespace(time=lambda: len(steps)))
-    task = Task("", "", threads=torch.get_num_threads(), outputs=str(tmp_path), every=2)
-    toolkits.watch(task, Trainer, "step", None, translate)
-    for number in range(5):
-        Trainer().step(number)
-    outputs = {file.name: file.read_text() for file in tmp_path.iterdir()}
-    assert outputs == {"2.out": "2 2 valid.src", "4.out": "4 4 valid.src"}
-    assert steps == list(range(5))
-
-
-def test_marian_translates_while_it_learns(small, tmp_path, monkeypatch):
-    (tmp_path / "valid.src").write_text(as_words([source for source, _ in small.test], "src"))
-    monkeypatch.setattr(marian, "BucketSampler", lambda *_: [range(3)] * 2)
-    task = Task("learn", "", threads=1, sizes=TINY, variant="1e-3 10", every=2)
-    marian.learn(replace(task, outputs=str(tmp_path)), small)
-    (file,) = tmp_path.glob("*.out")
-    assert len(file.read_text().splitlines()) == 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["opennmt", "fairseq"])
-def test_installed_toolkits(name, small):
-    if not contest.is_installed(name):
-        pytest.skip(f"bash benchmarks/peers/install.sh {name}")
-    task = Task("train", str(small.folder), seconds=0.5, threads=1)
-    figures = start(name, training.CONTESTANTS[name], task)
-    total = measuring.tokens_of(target for _, target in small.train)
-    assert 0 < figures["target_tokens_per_step"] <= total
-
-
 # ---------------------------------------------------------------- decoding
 
 
-def with_larger_weights(export):
-    """`export`, with weights so large that outputs differ from sentence to sentence."""
-
-    def export_larger(*arguments):
-        folder = export(*arguments)
-        state = torch.load(folder / "weights.pt")
-        for name, tensor in state.items():
-            if tensor.dim() > 1:
-                tensor *= 4 if "attn" in name else 2.5
-        torch.save(state, folder / "weights.pt")
-        return folder
-
-    return export_larger
-
-
-def test_the_same_weights_give_the_same_outputs(toy_data, cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(decoding, "export", with_larger_weights(decoding.export))
-    names = ["handout", "ours-fp32", "ours-plain-fp32", "marian"]
+def test_a_trained_model_gives_all_contestants_the_same_outputs(tiny_run, tmp_path):
+    pytest.importorskip("ctranslate2")
+    names = ["ours-plain-fp32", "ours-fp32", "ctranslate2-float32"]
     config = decoding.Config(
-        ",".join(names),
-        data=str(toy_data),
-        vocab=300,
-        sentences=20,
-        preset="tiny",
-        length=7,
+        ckpt=str(tiny_run),
+        limit=30,
+        beam=3,
+        # Without a penalty no longer output scores better, so both programs stop at the same step.
+        length_penalty=0.0,
         rounds=1,
-        seconds=0.01,
-        batch=7,
-        out=str(tmp_path / "out.json"),
+        contestants=",".join(names),
+        json=str(tmp_path / "table.json"),
     )
-    assert [row.more["tokens"] for row in decoding.main(config)] == [20 * 7] * len(names)
-    folder = load_corpus(str(toy_data), 300, test_rows=20).folder / "peers" / "random-tiny"
-    outputs = {}
-    for name in names:
-        lines = (folder / f"{name}.txt").read_text().splitlines()
-        outputs[name] = [ids.tolist() for ids in as_ids(lines)]
-    assert len({tuple(ids) for ids in outputs["ours-fp32"]}) > 10
-    for name in names[:-1]:  # marian has its own weights
-        same, _ = decoding.agreement(outputs[name], outputs["ours-fp32"])
-        assert same >= 0.9, name  # a tie may fall either way
+    rows = decoding.main(config)
+    assert [row.contestant for row in rows] == names
+    for row in rows:
+        assert row.figures["equal"] >= 0.9  # a tie may fall either way
+        assert "bleu" in row.figures
+    cells = rows_of(tmp_path / "table.json")
+    assert [list(row) for row in cells] == [decoding.COLUMNS] * len(names)
+    assert cells[0]["search"]["en"] == "beam 3"
+    assert cells[0]["equal"] == "100.0 %"
+    assert cells[2]["who"]["en"].startswith("CTranslate2 ")
 
 
-def test_agreement():
-    assert decoding.agreement([[1, 2], [3]], [[1, 2], [3]]) == (1, 1)
-    # One token before the difference, of three and the end.
-    assert decoding.agreement([[1, 9, 3]], [[1, 2, 3]]) == (0, 1 / 4)
-    assert decoding.agreement([[1]], [[1, 2]])[0] == 0
+def test_an_empty_source_leaves_out_its_reference_too(tiny_run, tmp_path):
+    pairs = {"一二": "one two", "": "nothing", "三": "three"}
+    lines = [json.dumps({"zh": source, "en": target}) for source, target in pairs.items()]
+    (tmp_path / "test.jsonl").write_text("\n".join(lines))
+    config = decoding.Config(ckpt=str(tiny_run), data=str(tmp_path), split="test")
+    sentences = decoding.trained_model(config)
+    assert len(sentences.sources) == 2
+    assert sentences.references == ["one two", "three"]
 
 
-def test_what_a_pass_counts(small, monkeypatch, tmp_path):
-    reported = []
-    monkeypatch.setattr(contest, "report", reported.append)
-    task = SimpleNamespace(length=0, seconds=0, outputs=str(tmp_path / "outputs"))
-    ticks = count(step=2)  # seconds
-    monkeypatch.setattr(contest.time, "perf_counter", lambda: next(ticks))
-    contest.time_decoding(task, small, lambda: [[7, 8]] * 20)
-    task.length = 2
-    contest.time_decoding(task, small, lambda: [[7, 8]] * 20)
-    # The end counts where it may come.
-    assert [figures["tokens"] for figures in reported] == [60, 40]
-    assert reported[1]["tokens_per_second"] == 20
-    assert (tmp_path / "outputs").read_text() == "t7 t8\n" * 20
-    with pytest.raises(RuntimeError, match="1 to 2 tokens"):
-        contest.time_decoding(task, small, lambda: [[1]] + [[7, 8]] * 19, warm=False)
+def test_a_contestant_that_cannot_decode_is_left_out(monkeypatch, tmp_path):
+    """Also if the ratios should refer to it."""
+
+    def start_all_but_int8(name, contestant, task):
+        return None if "int8" in name else start_in_this_process(name, contestant, task)
+
+    monkeypatch.setattr(decoding, "start", start_all_but_int8)
+    config = decoding.Config(
+        preset="tiny",
+        limit=2,
+        rounds=1,
+        threads=1,
+        contestants="ours-int8,ours-plain-fp32",
+        json=str(tmp_path / "table.json"),
+    )
+    decoding.main(config)
+    (row,) = rows_of(tmp_path / "table.json")
+    assert row["ratio"] == "–"
+
+
+@pytest.mark.parametrize("beam", [1, 2])
+def test_random_weights_decode_up_to_the_limit_in_both_programs(beam):
+    pytest.importorskip("ctranslate2")
+    names = "ours-plain-fp32,ctranslate2-float32"
+    config = decoding.Config(
+        preset="tiny", limit=5, beam=beam, rounds=1, threads=1, contestants=names
+    )
+    for row in decoding.main(config):
+        tokens = row.figures["tokens_per_second"] * row.figures["seconds"]
+        assert tokens == pytest.approx(5 * 40)
+        assert row.figures["equal"] >= 0.8
 
 
 # ---------------------------------------------------------------- minutes to a BLEU, GPU
 
 
-def fake_process(words, timeout=None, check=False, **options):
-    """In place of train.py or a peer, whose translations are the references."""
-    flags = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
-    if "train.py" in words:
-        lines = [{"step": step, "time": time.time(), "valid/bleu": step} for step in (1, 4)]
-        Path(flags["run"]).mkdir(parents=True)
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        Path(flags["run"], "metrics.jsonl").write_text(text)
-        return
-    if "benchmarks.peers.marian" in words or "benchmarks.peers.toolkits" in words:
-        task = json.loads(words[-1])
-        if task["what"] == "binarise":
+def test_minutes_to_a_bleu(folder, tmp_path, monkeypatch, capsys):
+    """train.py and the peer are replaced; the peer's translations are the references."""
+
+    def run(words, timeout=None, check=False, **options):
+        if "train.py" in words:
+            flags = dict(word[2:].split("=", 1) for word in words if word.startswith("--"))
+            lines = [{"step": step, "time": time.time(), "valid/bleu": step} for step in (1, 4)]
+            Path(flags["run"]).mkdir(parents=True)
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            Path(flags["run"], "metrics.jsonl").write_text(text)
             return
-        folder = Path(task["outputs"])
-        shutil.copy(folder / "valid.tgt", folder / f"{time.time()}.out")
-    else:
-        script = words[words.index("--valid-script-path") + 1]
-        subprocess.check_call([script, words[words.index("--valid-sets") + 2]])
-    raise subprocess.TimeoutExpired("", timeout)
+        corpus = load_corpus(folder)
+        outputs = [corpus.validation[row][1].tolist() for row in range(len(corpus.validation))]
+        file = Path(json.loads(words[-1])["outputs"], f"{time.time()}.json")
+        file.write_text(json.dumps(outputs))
+        raise subprocess.TimeoutExpired("", timeout)
 
-
-def test_minutes_to_a_bleu(toy_data, cache, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(contest, "ENVIRONMENTS", tmp_path)
-    monkeypatch.setattr(time_to_bleu, "ROOT", tmp_path)
-    processes = SimpleNamespace(run=fake_process, TimeoutExpired=subprocess.TimeoutExpired)
-    config = time_to_bleu.Config(str(toy_data), vocab=300, minutes=0.05)
-    with pytest.raises(UserError, match=r"install\.sh fairseq opennmt pymarian$"):
-        time_to_bleu.main(config)
-    for toolkit in ("pymarian", "opennmt", "fairseq"):
-        (tmp_path / toolkit).mkdir()
-        (tmp_path / toolkit / "complete").touch()
+    processes = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr(time_to_bleu, "subprocess", processes)
-    time_to_bleu.main(replace(config, contestants="ours"))
-    time_to_bleu.main(replace(config, contestants=",".join(time_to_bleu.EVERYBODY[1:])))
-    rows = capsys.readouterr().out.splitlines()[-len(time_to_bleu.EVERYBODY) :]
-    for name, row in zip(time_to_bleu.EVERYBODY, rows):
-        cells = [cell.strip() for cell in row.split("|")]
-        assert cells[1] == name
-        if name == "ours":
-            assert cells[5] == "–"
-            assert cells[6].startswith("4.00 after")
-        else:
-            assert cells[2] == cells[5] != "–"
-            assert float(cells[6].split()[0]) > 90  # smoothed: short sentences lose some
-    with pytest.raises(UserError, match="other data or tokens; choose another --out"):
-        time_to_bleu.main(replace(config, contestants="ours", vocab=310))
+    monkeypatch.setattr(time_to_bleu, "ROOT", tmp_path)
+    table = tmp_path / "table.json"
+    time_to_bleu.main(time_to_bleu.Config(minutes=0.05, json=str(table)))
+    ours, peer = rows_of(table)
+    assert list(ours) == time_to_bleu.COLUMNS
+    assert (ours["three"], ours["five"], ours["end"]) == ("0.0", "–", "4.00, 0.0 min")
+    assert peer["five"] == "0.0"
+    assert float(peer["end"].split(",")[0]) > 90  # smoothed: short sentences lose some
+    assert "| ours" in capsys.readouterr().out
+
+
+def test_marian_translates_while_it_learns(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(marian, "BucketSampler", lambda *_: [range(3)] * 2)
+    marian.learn(Task("learn", folder=str(folder), sizes=TINY, every=2, outputs=str(tmp_path)))
+    (file,) = tmp_path.glob("*.json")
+    assert len(json.loads(file.read_text())) == 100
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_the_commands_for_a_gpu_parse(device, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(gpu, "tokens_for", lambda device: 512)
-    folder = tmp_path / "with space"
-    config = gpu.Config("tiny", data=str(folder))
-    commands = gpu.commands(config, torch.device(device), "bf16", folder)
+    place = tmp_path / "with space"
+    config = gpu.Config("tiny", data=str(place))
+    commands = gpu.commands(config, torch.device(device), "bf16", place)
     programs = []
     for command in commands:
         words = command.replace("-m torch.distributed.run --standalone --nproc_per_node 2 -- ", "")
-        words = words.replace(f"'{folder}'", "PATH").replace("-m ", "").split()
+        words = words.replace(f"'{place}'", "PATH").replace("-m ", "").split()
         programs.append(words[0])
         if words[0].startswith("PRESET="):
             continue
         monkeypatch.setattr("sys.argv", words)
         config = parse_flags(importlib.import_module(words[0].removesuffix(".py")).Config)
-        if hasattr(config, "contestants"):
-            module = importlib.import_module(words[0])
-            assert choose(config.contestants, module.CONTESTANTS)
+        if words[0] == "benchmarks.training":
+            assert choose(config.contestants, training.CONTESTANTS)
+        if words[0] == "benchmarks.decoding":
+            assert choose(config.contestants, decoding.OURS)
     assert programs.count("train.py") == (1 if device == "cpu" else 3)
     assert programs[-1] == "evaluate.py"
 

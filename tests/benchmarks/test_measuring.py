@@ -1,63 +1,64 @@
-"""Taking turns, comparing, keeping."""
+"""Taking turns, comparing, adding rows to a table."""
 
-import os
-from dataclasses import dataclass
+import json
+import sys
 
 import pytest
 
 from benchmarks import measuring as ms
-
-RUNS = [
-    ms.Run("slow", 1, {"speed": 10.0, "gib": 1.0}, 1.0, 0.0),
-    ms.Run("fast", 1, {"speed": 40.0}, 1.0, 0.0),
-    ms.Run("slow", 2, {"speed": 20.0, "gib": 3.0}, 1.0, 0.5),
-    ms.Run("fast", 2, {"speed": 50.0}, 1.0, 0.0),
-]
+from engine.errors import UserError
 
 
-@dataclass
-class Config:
-    out: str
-    rounds: int = 2
-
-
-def test_contestants_take_turns_and_who_cannot_is_asked_once(tmp_path, capsys):
+def test_contestants_take_turns_and_who_cannot_is_asked_once(capsys):
     asked = []
 
     def turn(name):
         asked.append(name)
         return None if name == "absent" else {"speed": 1.0}
 
-    config = Config(str(tmp_path / "new" / "out.json"))
-    ms.measure("title", ["a", "absent", "b"], config, turn, "speed")
+    rows = ms.measure("title", ["a", "absent", "b"], turn, "speed", rounds=2)
     assert asked == ["a", "absent", "b", "a", "b"]
-    kept = ms.read_json(config.out)
-    assert [(run.contestant, run.round) for run in kept] == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+    assert [row.contestant for row in rows] == ["a", "b"]
     assert capsys.readouterr().out.count("round") == 4
-    assert ms.read_json(tmp_path / "none.json") == []
 
 
-def test_medians_and_ratios_in_a_table(capsys):
-    slow, fast = ms.compare(RUNS, "speed", baseline="slow")
-    assert (slow.median, slow.least, slow.most, slow.runs, slow.disturbed) == (15, 10, 20, 2, 1)
+def test_medians_and_ratios_in_a_table():
+    turns = {
+        "slow": [{"speed": 10.0, "gib": 1.0}, {"speed": 20.0, "gib": 3.0}],
+        "fast": [{"speed": 40.0}, {"speed": 50.0}],
+    }
+    slow, fast = ms.compare(turns, "speed", baseline="slow")
+    assert (slow.figures, slow.least, slow.most, slow.turns) == ({"speed": 15, "gib": 2}, 10, 20, 2)
     assert slow.ratio == 1
-    assert fast.ratio == pytest.approx(3)
-    assert slow.more == {"gib": 2}
-    assert fast.more == {}
-    assert [row.ratio for row in ms.compare(RUNS, "speed", baseline="nobody")] == [None, None]
-    ms.print_table([slow, fast], "a title")
-    lines = capsys.readouterr().out.splitlines()[2:]
+    assert fast.ratio == 3
+    assert [row.ratio for row in ms.compare(turns, "speed", baseline="nobody")] == [None, None]
+    lines = ms.as_table([slow, fast], "speed").splitlines()
     assert len(lines) == 4
     assert len(set(map(len, lines))) == 1
     assert "3.00" in lines[3]
-    assert "1 disturbed" in lines[2]
 
 
-def test_own_work_and_idle_time_are_not_of_others(monkeypatch):
-    monkeypatch.setattr(ms, "read", lambda path: "cpu  300 20 30 9999 77 4 5 41 6 0\ncpu0 1\n")
-    # ours, our children's, the wall clock's
-    monkeypatch.setattr(os, "times", lambda: (0.5, 0.25, 1.0, 0.25, 99.0))
-    monkeypatch.setattr(os, "sysconf", lambda name: 100)  # ticks per second
-    assert ms.seconds_of_others() == 4.0 - 2.0
-    monkeypatch.setattr(ms, "read", lambda path: "")
-    assert ms.seconds_of_others() is None
+def test_rows_are_added_to_a_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["benchmarks/x.py", "--json", "t.json"])
+    file = tmp_path / "folder" / "t.json"
+    ms.add_rows("", [{"who": "a"}])
+    for who in ("a", "b"):
+        ms.check_table(str(file), ["who"])
+        ms.add_rows(str(file), [{"who": who}])
+    table = json.loads(file.read_text())
+    assert table["rows"] == [{"who": "a"}, {"who": "b"}]
+    assert table["columns"] == [["who", "who", "who"]]
+    assert len(table["commands"]) == 1
+    assert table["commands"][0].endswith("--json t.json")
+    with pytest.raises(UserError, match="has the columns who, not seconds"):
+        ms.check_table(str(file), ["seconds"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"), [("avx2 avx512f", "AVX-512"), ("sse avx2", "AVX2 only"), ("sse", "")]
+)
+def test_the_hardware_of_a_row(flags, words, monkeypatch):
+    monkeypatch.setattr(ms, "read", lambda path: f"flags : {flags}\n\nprocessor : 1 amx_bf16")
+    monkeypatch.setattr(ms, "cpu_name", lambda: "A CPU")
+    assert ms.hardware(1)["en"] == "1 core, A CPU" + (f" ({words})" if words else "")
+    assert ms.hardware(2)["zh"].startswith("2 核，A CPU")

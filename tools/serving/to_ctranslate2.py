@@ -1,7 +1,4 @@
-"""Write a model's weights for CTranslate2, a decoder in C++ that computes the same.
-
-Needs only torch, numpy and ctranslate2: benchmarks/peers/ct2.py uses it in its own environment.
-"""
+"""Write a model's weights for CTranslate2, a decoder in C++ that computes the same."""
 
 from pathlib import Path
 
