@@ -232,6 +232,8 @@ def make_report(*runs: Path, out: Path, language: str = "en") -> str:
 @pytest.fixture
 def without_drawing(monkeypatch) -> None:
     """Reports without pictures and fonts, which take most of the time."""
+    monkeypatch.setattr("tools.reporting.figures.curves", lambda *_: b"")
+    monkeypatch.setattr("tools.reporting.sections.picture", lambda attention: b"")
     monkeypatch.setattr("tools.reporting.page.Page.keep", lambda self, name, figure: b"")
     monkeypatch.setattr("tools.reporting.page.embedded", lambda text: "")
 

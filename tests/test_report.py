@@ -510,8 +510,8 @@ def test_a_folder_that_is_no_run_or_no_place_for_a_report_is_one_line(run, tmp_p
         Page("title", "en", run)
 
 
-def test_a_labs_run(tmp_path):
-    """Its result, its layers from the log, its pictures, and a GPU."""
+def test_a_labs_run(tmp_path, without_drawing):
+    """Its result, its layers from the log, its pictures, a GPU, and an impossible utilisation."""
     run = tmp_path / "lenet"
     (run / "eval").mkdir(parents=True)
     (run / "config.json").write_text('{"variant": "relu", "data": "mnist"}')
@@ -525,7 +525,7 @@ def test_a_labs_run(tmp_path):
     gpu = {"utilisation_percent": 90, "memory_gib": 3, "power_watt": 250, "temperature_celsius": 61}
     records = [
         {"step": n, "time": 60 * n, "train/loss": 1 / n, "validation/loss": 2 / n}
-        | {"test/accuracy": accuracy}
+        | {"test/accuracy": accuracy, "speed/model_flops_utilisation": n}
         | {f"gpu/{name}": value for name, value in gpu.items()}
         for n, accuracy in enumerate([0.9, 0.995, 0.98, 0.99], 1)
     ]
@@ -535,11 +535,11 @@ def test_a_labs_run(tmp_path):
     assert ("0.5", "lenet/metrics.jsonl#validation/loss#min", "0.5") in facts
     # The last accuracy, not the best on the test set.
     assert ("0.99", "lenet/metrics.jsonl#test/accuracy#last", "99.00%") in facts
-    for words in ("124,439,808", "61,706", "Conv2d(1, 6)", "GPU power (W), mean"):
+    for words in ("124,439,808", "61,706", "Conv2d(1, 6)", "mean GPU power (W)"):
         assert words in page
     assert "<h2>Pictures of the run</h2>" in page and "confusion" not in page
     assert "<h2>Positional encoding</h2>" not in page
-    assert (run / "report" / "lenet filters.png").exists()
+    assert 'alt="lenet filters"' in page and "FLOPs utilisation" not in page
     files = read_run(run)
     assert files.printed_model() == network
     axes = figures.hardware(files, str).axes

@@ -39,12 +39,7 @@ PANELS = [
 TOGETHER = {"smoothed_loss": "loss"}
 # The hardware has a figure of its own.
 NOT_SHOWN = ("cpu/", "gpu/", "memory/", "result/", "speed/target", "test/errors")
-UNITS = {
-    "utilisation_percent": "%",
-    "memory_gib": "GiB",
-    "power_watt": "W",
-    "temperature_celsius": "°C",
-}
+QUANTITIES = ("utilisation_percent", "memory_gib", "power_watt", "temperature_celsius")
 WIDE_RANGE = 30  # largest / smallest value from which a scale is logarithmic
 
 
@@ -91,7 +86,11 @@ def curves(runs: list[RunFiles], name: str, tags: list[str], say) -> Figure:
             style = dict(color=colour, linewidth=width, marker=marker, markersize=3)
             axes.plot(steps, values, line, label=label, **style)
             drawn += values
-    if name != "learning_rate":
+    # All panels have the same steps, also those with few points.
+    axes.set_xlim(0, 1.02 * max(run.records[-1]["step"] for run in runs if run.records))
+    if name == "bleu":
+        axes.set_ylim(0, 1.1 * max(drawn) or 1)
+    elif name != "learning_rate":
         choose_scale(axes, drawn)
     if len(tags) > 1 or len(runs) > 1:
         labels = "".join(axes.get_legend_handles_labels()[1])
@@ -121,7 +120,7 @@ def choose_scale(axes, values: list[float]) -> None:
 
 def hardware(run: RunFiles, say) -> Figure | None:
     """Utilisation, memory, power and temperature of GPU and CPU over the steps."""
-    tags = [f"{device}/{name}" for device in ("gpu", "cpu") for name in UNITS]
+    tags = [f"{device}/{name}" for device in ("gpu", "cpu") for name in QUANTITIES]
     tags = [tag for tag in tags if run.series(tag)[1]]
     if not tags:
         return None
@@ -136,7 +135,7 @@ def hardware(run: RunFiles, say) -> Figure | None:
         axes.plot(steps, values, color=colour, linewidth=1.2, marker=marker)
         top = 100 if tag == "gpu/utilisation_percent" else 1.15 * max(values)
         axes.set_ylim(0, max(top, 1e-6))
-        title = f"{device.upper()} {say(name)} ({UNITS[name]})"
+        title = f"{device.upper()} {say(name)}"
         axes.set_title(title, fontsize=9, loc="left", family=families(title))
         axes.grid(alpha=0.25)
     axes.set_xlabel(say("step"), family=families(say("step")))

@@ -10,6 +10,7 @@ import io
 from pathlib import Path
 
 OWN = Path(__file__).with_name("NotoSansCJKsc-subset.otf")
+FIRST_CHINESE = 0x2E80  # in Unicode: from here on, radicals, punctuation and characters
 LATIN = "DejaVu Sans"  # for all that is not Chinese; matplotlib brings it
 
 
@@ -52,12 +53,12 @@ def characters_of(path: str) -> frozenset[int]:
 
 
 def embedded(text: str) -> str:
-    """CSS with the characters of `text` as the font "own", so that no machine shows boxes."""
+    """CSS with the Chinese characters of `text` as the font "own", so no machine shows boxes."""
     from fontTools import subset
 
     font = subset.load_font(str(OWN), subset.Options())
     cutter = subset.Subsetter(subset.Options(notdef_outline=True))
-    cutter.populate(text="".join(set(text)))
+    cutter.populate(unicodes={ord(letter) for letter in text if ord(letter) >= FIRST_CHINESE})
     cutter.subset(font)
     file = io.BytesIO()
     font.save(file)

@@ -30,6 +30,7 @@ h2 { font-size: 1.2em; margin: 2em 0 .5em; border-bottom: 2px solid #1f5fa8 }
 h3 { font-size: 1em }
 small { color: #5a6673 }
 .missing, tr.mark { background: #fff3cf }
+p.missing { padding: .4em .7em }
 pre { overflow-x: auto; background: #f4f6f8; padding: .8em; font-size: 12px }
 .wide { overflow-x: auto; margin: .5em 0 }
 table { border-collapse: collapse }
@@ -43,8 +44,10 @@ tr > :first-child { position: sticky; left: 0; background: inherit }
 .flag { white-space: nowrap }
 .figures { display: grid; gap: 14px;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 350px), 1fr)) }
+.large { grid-template-columns: 1fr; overflow-x: auto }
 figure { margin: 0 }
 img { max-width: 100%; height: auto }
+.large img { max-width: none; zoom: .75 }
 """.strip()
 
 
@@ -168,8 +171,11 @@ class Page:
         self.pictures[file_name(name)] = figure
         return figure
 
-    def figures(self, figures: dict[str, object]) -> None:
-        """Pictures by the names of their files: on the page and beside it."""
+    def figures(self, figures: dict[str, object], kind: str = "") -> None:
+        """Pictures by the names of their files, on the page and beside it; `kind`: "" or "large".
+
+        Large ones stand below each other, in their own size.
+        """
         tags, lines = [], []
         for name, figure in figures.items():
             encoded = base64.b64encode(self.keep(name, figure)).decode()
@@ -178,7 +184,7 @@ class Page:
                 f'<figure><img alt="{alternative}" src="data:image/png;base64,{encoded}"></figure>'
             )
             lines.append(f"![{self.say(name)}]({quote(file_name(name))})")
-        self.add(f'<div class="figures">{"".join(tags)}</div>', "\n".join(lines))
+        self.add(f'<div class="figures {kind}">{"".join(tags)}</div>', "\n".join(lines))
 
     def write(self) -> Path:
         """Write report.html, report.md and the pictures into the folder; returns the page."""

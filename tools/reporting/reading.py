@@ -219,6 +219,7 @@ def read_run(folder: str | Path) -> RunFiles:
     sessions = read_json(run, "environment.json", list)
     run.environment = [session for session in sessions if isinstance(session, dict)]
     run.records = read_records(run)
+    leave_out_impossible_utilisation(run)
     run.log = read_text(run, "train.log")
     read_results(run)
     run.pictures = sorted([*run.folder.glob("*.png"), *run.folder.glob("eval/*.png")])
@@ -303,6 +304,14 @@ def read_records(run: RunFiles) -> list[dict]:
     if damaged:
         run.missing.append(("metrics.jsonl", str(damaged), "damaged lines are left out"))
     return records
+
+
+def leave_out_impossible_utilisation(run: RunFiles) -> None:
+    """Remove a curve that exceeds 100 %: other processes disturbed the measurement of the peak."""
+    tag = "speed/model_flops_utilisation"
+    if max(run.series(tag)[1], default=0) > 1:
+        for record in run.records:
+            record.pop(tag, None)
 
 
 def is_locked(path: Path) -> bool:

@@ -18,6 +18,7 @@ from tools.reporting.reading import Fact, RunFiles, rows_of
 from validation import attention_of
 
 EXAMPLES = 3  # of the best, the middle and the worst translations each
+WIDEST = 20  # tokens of a sentence in a picture of attention, which fits the page
 
 
 def name_of(run: RunFiles) -> Fact:
@@ -95,7 +96,7 @@ def parameters(run: RunFiles) -> Fact | None:
 
 
 def environment(page: Page, runs: list[RunFiles]) -> None:
-    """Machine, versions and commands."""
+    """Machine and versions."""
     page.heading("Environment")
     keys = {
         "GPU": "gpu",
@@ -113,9 +114,6 @@ def environment(page: Page, runs: list[RunFiles]) -> None:
     }
     rows = {label: lambda run, key=key: of_all_starts(run, key) for label, key in keys.items()}
     rows["begun"] = "environment.json#0.begun"
-    rows["command"] = "environment.json#0.command"
-    rows["resumed by"] = resumed_by
-    rows["time"] = RunFiles.seconds
     table(page, runs, rows)
 
 
@@ -146,8 +144,8 @@ def data(page: Page, runs: list[RunFiles]) -> None:
     rows["validation rows"] = ("data.json#validation_rows", ",")
     rows["unknown tokens"] = ("data.json#unknown", ".2%")
     for side in ("source", "target"):
-        for label, key in (("vocabulary", "vocabulary"), ("tokens", "tokens")):
-            rows[f"{page.say(label)} ({page.say(side)})"] = (f"data.json#{key}.{side}", ",")
+        for key in ("vocabulary", "tokens"):
+            rows[f"{side} {key}"] = (f"data.json#{key}.{side}", ",")
     table(page, runs, rows)
 
 
@@ -210,15 +208,15 @@ def hardware(page: Page, runs: list[RunFiles]) -> None:
     for device in ("gpu", "cpu"):
         for quantity in ("utilisation_percent", "memory_gib", "power_watt"):
             for summary in ("mean", "max"):
-                label = f"{page.say(quantity)} ({figures.UNITS[quantity]}), {page.say(summary)}"
-                place = f"metrics.jsonl#{device}/{quantity}#{summary}"
-                rows[f"{device.upper()} {label}"] = (place, ",.1f")
+                label = f"{page.say(summary)} {device.upper()} {page.say(quantity)}"
+                rows[label] = (f"metrics.jsonl#{device}/{quantity}#{summary}", ",.1f")
     table(page, runs, rows)
 
 
 def speed(page: Page, runs: list[RunFiles]) -> None:
     """Medians over the run, and the peak memory."""
     page.heading("Speed")
+    page.note("Medians over the run.")
     medians = {
         "tokens per second": ("speed/tokens_per_second", ",.0f"),
         "target tokens per second": ("speed/target_tokens_per_second", ",.0f"),
@@ -227,10 +225,7 @@ def speed(page: Page, runs: list[RunFiles]) -> None:
         "padding": ("data/padding_share", ".1%"),
         "waiting for data": ("data/wait_share", ".1%"),
     }
-    rows = {
-        f"{page.say(label)} ({page.say('median')})": (f"metrics.jsonl#{tag}#median", form)
-        for label, (tag, form) in medians.items()
-    }
+    rows = {label: (f"metrics.jsonl#{tag}#median", form) for label, (tag, form) in medians.items()}
     rows["peak memory (GiB)"] = ("metrics.jsonl#memory/peak_gib#max", ".2f")
     table(page, runs, rows)
 
@@ -294,7 +289,7 @@ def plain_values(contents: list[dict]) -> dict[str, tuple[str, str]]:
 def translations(page: Page, runs: list[RunFiles]) -> tuple[str, list[int]]:
     """The best, middle and worst translations of the first run, with those of the others.
 
-    Returns the name of the result, and the first row of each part.
+    Returns the name of the result, and the row with the shortest source of each part.
     """
     runs = [run for run in runs if run.hypotheses] or runs  # a lab's run has none
     name = next((name for name in shared_results(runs) if rows_of(runs[0], name)), "")
@@ -330,7 +325,8 @@ def translations(page: Page, runs: list[RunFiles]) -> tuple[str, list[int]]:
             lines.append(line)
     columns = [column for run in runs for column in (name_of(run), "score")]
     page.table(["", "source", "reference", *columns], lines)
-    return name, [numbers[0] for numbers in parts.values()]
+    shortest = [min(part, key=lambda row: len(rows[row][0])) for part in parts.values()]
+    return name, shortest
 
 
 def attention(page: Page, runs: list[RunFiles], name: str, rows: list[int]) -> None:
@@ -348,12 +344,13 @@ def attention(page: Page, runs: list[RunFiles], name: str, rows: list[int]) -> N
         tokenizers = (trained.source_tokenizer, trained.target_tokenizer)
         for number, row in enumerate(rows, 1):
             source = rows_of(run, name)[row][0]
-            found = attention_of(trained.model, tokenizers, source, run.hypotheses[name][row])
+            translation = run.hypotheses[name][row]
+            found = attention_of(trained.model, tokenizers, source, translation, WIDEST)
             drawn[f"attention {number} {run.name}"] = picture(found)
     if drawn:
         page.heading("Cross-attention")
         page.note("Columns: source; rows: translation. Darker: more attention of the last layer.")
-        page.figures(drawn)
+        page.figures(drawn, "large")
 
 
 def comparison(page: Page, runs: list[RunFiles]) -> None:

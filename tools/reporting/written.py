@@ -8,7 +8,7 @@ import inspect
 import model
 from tools.reporting.page import Page
 from tools.reporting.reading import Fact, RunFiles
-from tools.reporting.sections import parameters, resumed_by, table
+from tools.reporting.sections import resumed_by, table
 
 MUON = "Jordan et al. 2024, Muon"
 PAPERS = {  # paper → what it is used for, and where
@@ -40,13 +40,11 @@ def process(page: Page, runs: list[RunFiles]) -> None:
     rows = {
         "data set": "config.json#data",
         "pairs kept": ("data.json#counts.kept", ","),
-        "parameters": parameters,
         "optimizer": "config.json#optimizer",
         "peak learning rate": ("config.json#lr", "g"),
         "tokens per step": ("config.json#tokens_per_batch", ","),
         "command": "environment.json#0.command",
         "resumed by": resumed_by,
-        "time": RunFiles.seconds,
         "scored split": lambda run: of_first_result(run, "split"),
         "decoding": lambda run: of_first_result(run, "decoding"),
         "scored checkpoint": lambda run: of_first_result(run, "checkpoint"),
