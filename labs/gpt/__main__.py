@@ -50,10 +50,9 @@ class Config:
 
     precision: str = flag("auto", "of matrix products (auto|fp32|bf16|fp16)", "Techniques")
     accumulate: int = flag(
-        0, "micro-batches per step; 0: 1, or enough for --pipe", "Techniques", min=0
+        0, "micro-batches per step; 0: 1, with --pipe twice its stages", "Techniques", min=0
     )
     recompute: bool = flag(False, "recompute activations in the backward pass", "Techniques")
-    chunked_loss: bool = flag(False, "never hold the logits of all tokens", "Techniques")
     compile: bool = flag(False, "torch.compile each block", "Techniques")
     offload: bool = flag(
         False, "keep weights, gradients and optimizer in host memory; zero2, zero3", "Techniques"
@@ -64,7 +63,6 @@ class Config:
     )
     tensor: int = flag(1, "processes that share each matrix", "Processes", min=1, max=2**10)
     pipe: int = flag(1, "processes that share the layers", "Processes", min=1, max=2**10)
-    schedule: str = flag("1f1b", "order of work in the pipeline (gpipe|1f1b)", "Processes")
 
     plan: bool = flag(False, "only print what fits on the cards below", "Planner")
     gpus: int = flag(1, "cards", "Planner", min=1, max=2**14)
@@ -105,7 +103,7 @@ from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
 from labs.gpt import checkpoints, measure, plan
 from labs.gpt.data import Data, load
-from labs.gpt.parallel import Layout, check_grid, default_accumulate, make_optimizer
+from labs.gpt.parallel import Layout, make_layout, make_optimizer
 from labs.gpt.sizes import PRESETS, Sizes, get_tflops
 
 WARMUP = 1000  # steps, at most a tenth of the run
@@ -116,49 +114,29 @@ CLIP = 1.0  # largest norm of the gradient
 class State:
     """What a checkpoint keeps besides the weights and the optimizer's moments."""
 
+    data_key: str  # names the token ids that the run is trained on
     step: int = 0
-    minutes: float = 0.0  # of all sessions
-    last_validation: int = 0  # step of the last validation
+    minutes: float = 0.0  # of training, over all sessions
+    last_validation: int = 0  # its step
     validation_loss: float | None = None
 
 
-def sizes_of(config: Config) -> Sizes:
-    """The preset, changed by flags."""
-    changes = {}
-    for name in ("hidden", "heads", "layers", "sequence", "vocabulary"):
-        if getattr(config, name):
-            changes[name] = getattr(config, name)
-    return replace(PRESETS[config.size], **changes)
-
-
-def resolved(config: Config, processes: int) -> Config:
-    """The settings with every automatic value (0) replaced."""
-    preset = PRESETS[config.size]
-    settings = replace(
-        config, lr=config.lr or preset.lr, batch_size=config.batch_size or preset.batch_size
-    )
-    settings.accumulate = config.accumulate or default_accumulate(settings, processes)
-    return settings
-
-
 def train(config: Config) -> Path | None:
-    """One run, from the data to the last checkpoint; returns its folder."""
+    """One run, from the data to the last checkpoint. Returns its folder."""
     config = saved_settings(config)
-    sizes = sizes_of(config)
     if config.plan:
-        print(plan.table(resolved(config, config.gpus), sizes, config.precision != "fp32"))
+        print(plan.table(resolved(config, config.gpus), sizes_of(config)))
         return None
 
     # -------- every rank refuses what cannot work, before anything is allocated
     world = distributed.start(config.device)
     # The ranks agree on a format here; one that refused earlier would leave the others waiting.
     precision = choose_precision(world.device, config.precision, training=True, world=world)
-    settings = replace(resolved(config, world.size), precision=precision.name)
-    check_grid(settings, sizes, world.size)
-    plan.check_fits(settings, sizes, world, precision.name)
-    with Run(config, "gpt", world) as run:
-        config = resolved(run.config, world.size)
-        log = run.log
+    settings = resolved(config, world.size, precision.name)
+    plan.check_grid(settings, sizes_of(config), world.size)
+    plan.check_fits(settings, sizes_of(config), world)
+    with Run(config, "gpt", world) as run:  # a new folder, or the one to resume
+        config, log = resolved(run.config, world.size, precision.name), run.log
         log(precision.describe())
         checkpoint = None
         if config.resume:
@@ -169,20 +147,19 @@ def train(config: Config) -> Path | None:
         world.on_main(lambda: load(config, sizes, run.cache, log) and None)
         data = load(config, sizes, run.cache, log=lambda line: None)
         sizes = replace(sizes, vocabulary=data.vocabulary)
-        need = plan.check_fits(config, sizes, world, precision.name)
         for split in ("train", "validation"):
-            count = data.sequences(split)
-            used = min(count, data.batches(split) * config.batch_size)
             log(
                 f"{split}: {data.batches(split):,} batches of {config.batch_size} × "
-                f"{sizes.sequence} tokens, {used:,} of {count:,} sequences"
+                f"{sizes.sequence} tokens from {data.sequences(split):,} sequences"
             )
+        state = State(data_key=data.key)
 
         # -------- this rank's part of the model, and its optimizer
+        need = plan.check_fits(config, sizes, world)
         # On a CPU large tensors share one region of memory: the heap's holes cannot be planned.
         fast.keep_tensors_together(world.device)
         memory = measure.Memory(world.device)
-        layout = Layout(config, sizes, world, precision)
+        layout = make_layout(config, sizes, world, precision)
         optimizer = make_optimizer(layout)
         if config.offload:
             # Gradients are on the CPU, so fp16's scale is made there, too.
@@ -196,28 +173,25 @@ def train(config: Config) -> Path | None:
         )
         log(f"memory: {need} planned on the fullest rank")
 
-        # -------- a resumed run continues with its weights, moments and place in the data
-        state = State()
+        # -------- a resumed run continues with its weights, its moments and its step
         if checkpoint:
-            run.saved_state = checkpoints.load_state(checkpoint)
-            if run.saved_state["data_key"] != data.key:
+            run.saved_state = checkpoints.read(checkpoint)["state"]
+            state = State(**run.saved_state)
+            if state.data_key != data.key:
                 raise UserError(
                     f"--resume {run.folder}: --data {config.data} is not the data that this run "
                     "was started with; put it back"
                 )
             checkpoints.restore(checkpoint, layout, optimizer)
-            state = State(**{name: run.saved_state[name] for name in asdict(state)})
-            if run.saved_state["scaler"]:  # empty if the run was not in fp16
-                precision.scaler.load_state_dict(run.saved_state["scaler"])
             log(f"resumed after step {state.step:,} from {checkpoint}")
 
-        # -------- how long; then the folder becomes a run
+        # -------- the length of the run; then the folder becomes a run
         steps_per_epoch = data.batches("train")
         total_steps = config.max_steps or config.epochs * steps_per_epoch
         eval_every = config.eval_every or min(500, max(50, steps_per_epoch))
         warmup = schedule.warmup_steps(WARMUP, total_steps)
         done = schedule.progress(state.step, total_steps, state.minutes, config.max_minutes)
-        if checkpoint and done >= 1 and state.last_validation == state.step:
+        if done >= 1 and state.last_validation == state.step:
             raise UserError(
                 f"--resume {run.folder}: this run is finished; to continue, increase --epochs, "
                 "--max_steps or --max_minutes"
@@ -229,16 +203,14 @@ def train(config: Config) -> Path | None:
 
         # -------- the loop
         peak_flops = measure.peak_flops(world, precision.dtype)
-        tokens_per_step = config.batch_size * sizes.sequence
         steps = measure.Steps(world.device)
-        losses = []  # since the last log line
+        losses = []  # of the steps since the last log line
         loss = None
-        saved = state.step
+        saved_step = state.step
         begun = time.perf_counter() - 60 * state.minutes
-        steps.start()
         while True:
-            # Between two steps: is it time to validate, to save, to stop?
-            # The slowest clock and any rank's signal count for all, or the ranks would part.
+            # Between two steps: is it time to validate, save or stop?
+            # The slowest clock and any rank's signal count for all ranks, or they would part.
             minutes = (time.perf_counter() - begun) / 60
             interrupted, state.minutes = world.maximum(run.interrupted(), minutes)
             progress = schedule.progress(state.step, total_steps, state.minutes, config.max_minutes)
@@ -247,38 +219,30 @@ def train(config: Config) -> Path | None:
                 state.validation_loss = validate(layout, data)
                 state.last_validation = state.step
                 perplexity = math.exp(min(state.validation_loss, 50))
-                values = {"loss": state.validation_loss, "perplexity": perplexity}
-                run.scalars(state.step, {f"validation/{k}": v for k, v in values.items()})
+                curves = {
+                    "validation/loss": state.validation_loss,
+                    "validation/perplexity": perplexity,
+                }
+                run.scalars(state.step, curves)
                 log(
                     f"step {state.step:>6,}  validation loss {state.validation_loss:.4f}"
                     f"  perplexity {perplexity:,.1f}"
                 )
-            if config.keep and state.step > saved and (due or interrupted):
-                extra = {"scaler": precision.scaler.state_dict(), "data_key": data.key}
-                saved = state.step
-                folder = run.folder / "checkpoints"
-                checkpoints.save(folder, saved, layout, optimizer, asdict(state) | extra, world)
+            if config.keep and state.step > saved_step and (due or interrupted):
+                checkpoints.save(run.folder / "checkpoints", layout, optimizer, asdict(state))
+                saved_step = state.step
             if interrupted or progress >= 1:
                 break
 
-            # One step. Its learning rate and its batch depend on the step alone.
+            # The learning rate and the batch depend on the step alone, the rate on progress too.
             step = state.step + 1
-            lr = schedule.learning_rate(config.lr, step, progress, warmup)
+            learning_rate = schedule.learning_rate(config.lr, step, progress, warmup)
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = learning_rate
             tokens, targets = layout.part_of(data.batch("train", step - 1))
             steps.start()
             losses.append(layout.forward_backward(tokens, targets))
-            precision.scaler.unscale_(optimizer)
-            norm = layout.clip(CLIP)
-            # In fp16 GradScaler skips steps that overflow. Otherwise nothing must be updated.
-            if not precision.scaler.is_enabled() and not norm.isfinite():
-                raise UserError(
-                    f"step {step}: loss or gradient is not finite; start again with a lower --lr"
-                )
-            precision.scaler.step(optimizer)
-            precision.scaler.update()
-            optimizer.zero_grad(set_to_none=True)
+            gradient_norm = layout.step(optimizer, CLIP, step)
             steps.end()
             state.step = step
 
@@ -286,21 +250,21 @@ def train(config: Config) -> Path | None:
                 precision.check_finite()
                 loss = world.sum(torch.stack(losses).mean()).item()
                 losses.clear()
-                speed = tokens_per_step / steps.median
-                values = {
+                speed = figures(config, sizes, steps.median, peak_flops)
+                curves = {
                     "train/loss": loss,
                     "train/perplexity": math.exp(min(loss, 50)),
-                    "train/learning_rate": lr,
-                    "train/gradient_norm": norm.item(),
-                    "speed/tokens_per_second": speed,
-                    "speed/model_flops_utilisation": sizes.flops_per_token() * speed / peak_flops,
+                    "train/learning_rate": learning_rate,
+                    "train/gradient_norm": gradient_norm.item(),
+                    "speed/tokens_per_second": speed["tokens_per_second"],
+                    "speed/model_flops_utilisation": speed["share_of_peak"],
                     "memory/peak_gib": memory.peak_gib(),
                 }
-                run.scalars(step, values)
-                minutes = (time.perf_counter() - begun) / 60
+                run.scalars(step, curves)
                 log(
-                    f"step {step:>6,}  loss {loss:.4f}  lr {lr:.2e}  |gradient| {norm.item():.2f}"
-                    f"  {speed:,.0f} tokens/s  {minutes:.1f} min"
+                    f"step {step:>6,}  loss {loss:.4f}  lr {learning_rate:.2e}"
+                    f"  |gradient| {gradient_norm.item():.2f}"
+                    f"  {speed['tokens_per_second']:,.0f} tokens/s  {state.minutes:.1f} min"
                 )
 
         # -------- what it took
@@ -337,6 +301,30 @@ def train(config: Config) -> Path | None:
         return run.folder
 
 
+def sizes_of(config: Config) -> Sizes:
+    """The preset, changed by flags."""
+    changes = {}
+    for name in ("hidden", "heads", "layers", "sequence", "vocabulary"):
+        if getattr(config, name):
+            changes[name] = getattr(config, name)
+    return replace(PRESETS[config.size], **changes)
+
+
+def resolved(config: Config, processes: int, precision: str = "") -> Config:
+    """The settings with every automatic value (0) replaced, and with the format chosen."""
+    settings = replace(config, precision=precision or config.precision)
+    preset = PRESETS[config.size]
+    settings.lr = config.lr or preset.lr
+    settings.batch_size = config.batch_size or preset.batch_size
+    if not config.accumulate:
+        settings.accumulate = 1
+        if config.pipe > 1:  # the fewest equal micro-batches that are twice as many as the stages
+            rows = max(1, settings.batch_size * config.tensor * config.pipe // processes)
+            enough = [n for n in range(2 * config.pipe, rows) if rows % n == 0]
+            settings.accumulate = min(enough, default=rows)
+    return settings
+
+
 def validate(layout: Layout, data: Data) -> float:
     """The mean loss of the validation text, the same on all ranks."""
     losses = []
@@ -350,8 +338,9 @@ def figures(config: Config, sizes: Sizes, step_seconds: float, peak_flops: float
     """Size and speed, by our formulas and the handout's."""
     tokens = config.batch_size * sizes.sequence
     flops = sizes.flops_per_token() * tokens / step_seconds
-    # What the handout's get_model_size gives for the whole model: the tied matrix counts twice.
+    # What the handout's get_model_size gives: the tied matrix counts twice.
     handout_parameters = sizes.parameters + sizes.vocabulary * sizes.hidden
+    handout_tflops = get_tflops(handout_parameters, config.batch_size, sizes.sequence, step_seconds)
     return {
         "parameters": sizes.parameters,
         "handout_parameters": handout_parameters,
@@ -359,9 +348,7 @@ def figures(config: Config, sizes: Sizes, step_seconds: float, peak_flops: float
         "tokens_per_second": tokens / step_seconds,
         "tflops": flops / 1e12,
         "share_of_peak": flops / peak_flops,
-        "handout_tflops": get_tflops(
-            handout_parameters, config.batch_size, sizes.sequence, step_seconds
-        ),
+        "handout_tflops": handout_tflops,
     }
 
 

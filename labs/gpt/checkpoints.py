@@ -18,7 +18,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from engine.checkpoint import verify_files, write_checksums
-from engine.distributed import World
 from engine.errors import UserError
 from labs.gpt.sizes import Sizes
 
@@ -26,12 +25,14 @@ from labs.gpt.sizes import Sizes
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
-def save(folder: Path, step: int, layout, optimizer, state: dict, world: World) -> None:
+def save(folder: Path, layout, optimizer, state: dict) -> None:
     """Write folder/sharded-N, all ranks together, and delete all but the newest --keep.
 
-    The folder gets its name when it is complete. Raises `UserError` if it cannot be written.
+    `state` is any JSON with the step N. The folder gets its name when it is complete. Raises
+    `UserError` if it cannot be written.
     """
-    temporary = folder / f".tmp-sharded-{step}"
+    world, name = layout.world, f"sharded-{state['step']}"
+    temporary = folder / f".tmp-{name}"
     world.on_main(lambda: remove(folder.glob(".tmp-sharded-*")))
     try:
         dcp.save(tensors_of(layout, optimizer), checkpoint_id=temporary)
@@ -42,12 +43,12 @@ def save(folder: Path, step: int, layout, optimizer, state: dict, world: World) 
             f"cannot write {temporary}: {reason}; free some space, then --resume"
         ) from None
     if world.is_main:
-        text = json.dumps({**state, "step": step, "sizes": asdict(layout.sizes)}, indent=2)
-        (temporary / "state.json").write_text(text, encoding="utf-8")
+        scaler = layout.precision.scaler.state_dict()  # of fp16's loss; otherwise empty
+        saved = {"state": state, "sizes": asdict(layout.sizes), "scaler": scaler}
+        (temporary / "state.json").write_text(json.dumps(saved, indent=2), encoding="utf-8")
         write_checksums(temporary, [path.name for path in temporary.iterdir()])
-        target = folder / f"sharded-{step}"
-        remove([target])
-        os.replace(temporary, target)
+        remove([folder / name])
+        os.replace(temporary, folder / name)
         remove(list_checkpoints(folder)[: -layout.config.keep])
     world.on_main(lambda: None)  # the others wait until it has its name
 
@@ -59,7 +60,7 @@ def remove(folders) -> None:
 
 
 def restore(path: Path, layout, optimizer) -> None:
-    """Load the weights and the optimizer's moments, whatever layout wrote them."""
+    """Load the weights, the optimizer's moments and the loss scale, whatever layout wrote them."""
     tensors = tensors_of(layout, optimizer)
     try:
         dcp.load(tensors, checkpoint_id=path)
@@ -69,6 +70,9 @@ def restore(path: Path, layout, optimizer) -> None:
         ) from None
     for name, moments in tensors["optimizer"].items():
         local_optimizer(optimizer).state[layout.weights[name]] = moments
+    scaler = read(path)["scaler"]
+    if scaler:  # empty if the run was not in fp16
+        layout.precision.scaler.load_state_dict(scaler)
 
 
 def tensors_of(layout, optimizer) -> dict[str, dict]:
@@ -96,8 +100,8 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
-def load_state(path: Path) -> dict:
-    """The step, the model's sizes, and the other values saved with them."""
+def read(path: Path) -> dict:
+    """What `save` wrote beside the tensors: the state, the model's sizes and the loss scale."""
     return json.loads((path / "state.json").read_text(encoding="utf-8"))
 
 
@@ -131,4 +135,4 @@ def load_weights(path: Path) -> tuple[dict[str, torch.Tensor], Sizes]:
             empty = torch.empty(entry.size, dtype=entry.properties.dtype)
             weights[name.removeprefix("model.")] = empty
     dcp.load({"model": weights}, storage_reader=reader, no_dist=True)
-    return weights, Sizes(**load_state(path)["sizes"])
+    return weights, Sizes(**read(path)["sizes"])

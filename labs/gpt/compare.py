@@ -5,8 +5,8 @@
     python -m labs.gpt.compare --size 124m --processes 1    # on a GPU
     python -m labs.gpt.compare --size 1.6b --processes 4
 
-Each row is a run in processes of its own, on random ids. A finished row is not repeated: after an
-interruption the same command continues. The table is in runs/compare-SIZE-CARD/.
+Each row is a run in processes of its own, on random ids. The table is in runs/compare-SIZE-CARD/
+and grows with each row that ends. Started again, the command runs all rows again.
 """
 
 from dataclasses import dataclass
@@ -27,18 +27,19 @@ class Config:
     )
     steps: int = flag(8, "steps of each row", "Table", min=5)
     processes: int = flag(
-        0, "most processes; 0: the GPUs of this machine, or 4 on a CPU", "Table", min=0, max=64
+        0, "most processes; 0: the GPUs of this machine, or its cores", "Table", min=0, max=64
     )
     precision: str = flag("fp32", "where a row names none (fp32|bf16|fp16)", "Table")
     minutes: float = flag(10.0, "time limit of a row", "Table", above=0)
 
 
 if __name__ == "__main__":
-    config = parse_flags(Config, "compare all techniques; finished rows are not repeated")
+    config = parse_flags(Config, "compare all techniques")
 
 import torch
 
 from engine.telemetry import Log
+from labs.gpt.measure import cores
 from labs.gpt.rows import run_row, write_table
 
 
@@ -57,7 +58,6 @@ ROWS = [
     Row("fp16 + loss scaling", 1, "--precision fp16"),  # on a GPU only
     Row("accumulate 4", 1, "--accumulate 4"),
     Row("recompute", 1, "--recompute"),
-    Row("chunked loss", 1, "--chunked_loss"),
     Row("torch.compile", 1, "--compile"),
     Row("offload", 1, "--data_parallel zero3 --offload"),
     Row("DDP", 2, ""),
@@ -65,7 +65,6 @@ ROWS = [
     Row("FSDP2, ZeRO-2", 2, "--data_parallel zero2"),
     Row("FSDP2, ZeRO-3", 2, "--data_parallel zero3"),
     Row("tensor", 2, "--tensor 2"),
-    Row("pipe, GPipe", 2, "--pipe 2 --schedule gpipe"),
     Row("pipe, 1F1B", 2, "--pipe 2"),
     Row("DDP", 4, ""),
     Row("FSDP2 × tensor", 4, "--data_parallel zero3 --tensor 2"),
@@ -103,9 +102,9 @@ def cells_of(row: Row, outcome: dict) -> list:
 
 
 def main(config: Config) -> None:
-    """Run the rows that are missing, and write the table after each one."""
+    """Run every row that this machine has processes for, and write the table after each one."""
     gpus = torch.cuda.device_count()
-    most = config.processes or gpus or 4
+    most = config.processes or gpus or cores()
     card = torch.cuda.get_device_name().replace(" ", "-") if gpus else "cpu"
     folder = Path(f"runs/compare-{config.size}-{card}")
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,10 +11,6 @@ import csv
 import functools
 import hashlib
 import io
-import os
-import shutil
-import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.cache import lock_folder, new_folder
 from engine.errors import UserError
 from labs.gpt.sizes import Sizes
 from text.subwords import encode, train_tokenizer
@@ -84,40 +81,35 @@ def load(config, sizes: Sizes, cache: Path, log) -> Data:
     if config.data == "random":
         log("data: random ids, not text: speed and memory are real, the loss shows no learning")
         return random_data(config, sizes)
-    splits, note = read_documents(Path(config.data).expanduser())
+    documents, kind = read_documents(Path(config.data).expanduser())
     vocabulary = config.vocabulary or sizes.vocabulary
-    digest = hashlib.sha256(f"{vocabulary}".encode())
-    for documents in splits.values():
-        digest.update("\0".join(documents).encode("utf-8", "surrogatepass") + b"\0\0")
+    digest = hashlib.sha256("\0".join([f"{vocabulary}", *documents]).encode())
     folder = cache / f"gpt-{digest.hexdigest()[:16]}"
-    if not folder.is_dir():
-        prepare(splits, vocabulary, folder)
+    with lock_folder(folder, log):
+        if not folder.exists():
+            prepare(documents, vocabulary, folder)
     data = open_prepared(folder, config, sizes)
-    counts = [
-        f"{len(splits[split]):,} documents = {len(data.ids[split]):,} tokens for {split}"
-        for split in splits
-    ]
-    log(f"data: {note}; {', '.join(counts)}; vocabulary {data.vocabulary:,}")
+    log(
+        f"data: {config.data}: {len(documents):,} {kind}, {len(data.ids['train']):,} tokens for "
+        f"train, {len(data.ids['validation']):,} for validation; vocabulary {data.vocabulary:,}"
+    )
     return data
 
 
-def prepare(splits: dict[str, list[str]], vocabulary: int, folder: Path) -> None:
+def prepare(documents: list[str], vocabulary: int, folder: Path) -> None:
     """Train the tokenizer and encode the documents; the folder appears when it is complete."""
+    splits = {
+        "train": [text for number, text in enumerate(documents) if number % VALIDATE_EVERY],
+        "validation": documents[::VALIDATE_EVERY],
+    }
     tokenizer = train_tokenizer(splits["train"], vocabulary)
-    kind = np.uint16 if len(tokenizer) <= 2**16 else np.int32
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".gpt-"))
-    try:
-        for split, documents in splits.items():
+    with new_folder(folder) as building:
+        for split, texts in splits.items():
             ids = []
-            for document in encode(tokenizer, documents):
+            for document in encode(tokenizer, texts):
                 ids += [*document, tokenizer.eos_token_id]
-            np.save(building / f"{split}.npy", np.array(ids, dtype=kind))
+            np.save(building / f"{split}.npy", np.array(ids, dtype=np.int32))
         tokenizer.save_pretrained(building / "tokenizer")
-        with suppress(OSError):  # another run has made the same folder in the meantime
-            os.replace(building, folder)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
 
 
 def open_prepared(folder: Path, config, sizes: Sizes) -> Data:
@@ -128,15 +120,8 @@ def open_prepared(folder: Path, config, sizes: Sizes) -> Data:
     for split in ("train", "validation"):
         ids[split] = np.load(folder / f"{split}.npy", mmap_mode="r")
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)
-    data = Data(
-        ids,
-        sizes.sequence,
-        config.batch_size,
-        config.seed,
-        len(tokenizer),
-        folder.name,
-        tokenizer,
-    )
+    shape = (sizes.sequence, config.batch_size, config.seed)
+    data = Data(ids, *shape, len(tokenizer), folder.name, tokenizer)
     if data.sequences("validation") < 1 or data.batches("train") < 1:
         raise UserError(
             f"{config.data}: {len(ids['train']):,} tokens for training and "
@@ -159,53 +144,47 @@ def random_data(config, sizes: Sizes) -> Data:
     return Data(ids, sizes.sequence, config.batch_size, config.seed, sizes.vocabulary, key)
 
 
-def read_documents(path: Path) -> tuple[dict[str, list[str]], str]:
-    """{"train": texts, "validation": texts} of a file or folder, and a line on what was read."""
-    if not path.exists():
-        raise UserError(
-            f"--data {path} does not exist; name a text file, a folder of them, or `random`"
-        )
+def read_documents(path: Path) -> tuple[list[str], str]:
+    """The documents of a file, or of all .txt files of a folder, and what kind they are."""
     files = [path]
     if path.is_dir():
-        # The archive has X.txt in several folders; the largest contains the others. Beside each
-        # lie files of labels.
-        files = sorted(path.rglob("X.txt"), key=lambda file: file.stat().st_size)[-1:]
-        files = files or sorted(file for file in path.rglob("*.txt") if file.is_file())
-    if not files:
-        raise UserError(f"--data {path} has no .txt file; name a folder with text in it")
-    documents, kinds = [], set()
+        files = sorted(file for file in path.rglob("*.txt") if file.is_file())
+        # Web of Science has X.txt in several folders, beside files of labels. The largest one
+        # contains the others.
+        abstracts = [file for file in files if file.name == "X.txt"]
+        if abstracts:
+            files = [max(abstracts, key=lambda file: file.stat().st_size)]
+    documents = []
+    kind = "lines"
     for file in files:
         texts, kind = read_file(file)
-        documents += texts
-        kinds.add(kind)
-    splits = {
-        "train": [text for n, text in enumerate(documents) if n % VALIDATE_EVERY],
-        "validation": documents[::VALIDATE_EVERY],
-    }
-    if not splits["train"]:
+        documents += [text.strip() for text in texts if text.strip()]
+    if len(documents) < 2:
         raise UserError(f"--data {path} has fewer than two documents; use more text")
-    return splits, f"{path}: {', '.join(sorted(kinds))}"
+    return documents, kind
 
 
 def read_file(file: Path) -> tuple[list[str], str]:
-    """The documents of a file and their kind: rows of Web of Science's table, or lines."""
+    """The abstracts of a table, or the lines of any other text; and which of the two."""
     try:
         text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise UserError(f"{file} is not UTF-8 text; convert it, or name another file") from None
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}; name another file") from None
-    lines = text.split("\n")  # not splitlines: U+2028 and the like stand within a line
-    columns = lines[0].split("\t")
-    if ABSTRACT in columns and len(columns) > 1:
-        rows = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t")  # undoes the quotes
-        texts = [row[ABSTRACT].strip() for row in rows if row[ABSTRACT]]
-        return texts, "abstracts of Web of Science, labels and keywords are not read"
-    if len(columns) > 2 and len(lines) > 1 and lines[1].count("\t") == len(columns) - 1:
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"{file} is a table without the column {ABSTRACT}; it has {', '.join(columns)[:100]}"
+            f"--data {file} cannot be read ({error}); name a UTF-8 text file, a folder of "
+            "them, or `random`"
+        ) from None
+    lines = text.split("\n")  # not splitlines: U+2028 and the like stand within a line
+    delimiter = "," if file.suffix == ".csv" else "\t"
+    columns = next(csv.reader(lines[:1], delimiter=delimiter))
+    if ABSTRACT in columns:
+        rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)  # undoes quotes
+        texts = [row[ABSTRACT] or "" for row in rows]
+        return texts, "abstracts; labels and keywords are not read"
+    # Web of Science's table is a .txt file: a header and a row with the same number of tabs.
+    tabs = [line.count("\t") for line in lines[:2]]
+    if file.suffix in (".csv", ".tsv") or (len(tabs) == 2 and 1 < tabs[0] == tabs[1]):
+        raise UserError(
+            f"--data {file} is a table without the column {ABSTRACT}; give this name to the column "
+            f"to read, one of {', '.join(columns)[:100]}"
         )
-    texts = [line.strip() for line in lines if line.strip()]
-    if file.name == "X.txt":
-        return texts, "abstracts of Web of Science, labels are not read"
-    return texts, "lines"
+    return lines, "lines"

@@ -18,19 +18,17 @@ class Steps:
         self.device = device
         self.warm_up = warm_up
         self.seconds = []
-        self.last = None
+        self.begun = 0.0
 
     def start(self) -> None:
-        """Call before a step, and after anything that is not a step (validation, saving)."""
-        self.last = time.perf_counter()
+        """Call before a step."""
+        self.begun = time.perf_counter()
 
     def end(self) -> None:
         """Call after a step; waits for the GPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        now = time.perf_counter()
-        self.seconds.append(now - self.last)
-        self.last = now
+        self.seconds.append(time.perf_counter() - self.begun)
 
     @property
     def median(self) -> float:
@@ -61,9 +59,9 @@ class Memory:
 def peak_flops(world: World, dtype: torch.dtype) -> float:
     """FLOP/s that matrix products reach on the devices of all ranks together.
 
-    CPU ranks share the cores of a machine. They measure one after another, or each would see only
-    what the others leave; and where they have more threads than there are cores, only a share of
-    what each reached alone is possible for all at once.
+    CPU ranks share the cores of a machine. They measure one at a time, or each would see only what
+    the others leave. If they have more threads than there are cores, all at once reach only a part
+    of what each reached alone.
     """
     if world.device.type != "cpu":
         peak = measured_peak_flops(world.device, dtype)
@@ -78,7 +76,7 @@ def peak_flops(world: World, dtype: torch.dtype) -> float:
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count()

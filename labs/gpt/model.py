@@ -18,8 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from labs.gpt.sizes import Sizes
 
-CHUNK = 512  # with `chunked_loss`, the number of tokens whose logits are in memory at a time
-
 
 class CausalSelfAttention(nn.Module):
     """Each token attends to itself and those before it, (B, T, D) → (B, T, D)."""
@@ -79,17 +77,10 @@ class GPT(nn.Module):
     A weight has the same name in a stage as in the whole model.
     """
 
-    def __init__(
-        self,
-        sizes: Sizes,
-        recompute: bool = False,
-        chunked_loss: bool = False,
-        blocks: list[int] | None = None,
-    ):
+    def __init__(self, sizes: Sizes, recompute: bool = False, blocks: list[int] | None = None):
         super().__init__()
         blocks = blocks or list(range(sizes.layers))
         self.recompute = recompute
-        self.chunked_loss = chunked_loss
         self.is_first = blocks[0] == 0
         self.is_last = blocks[-1] == sizes.layers - 1
         if self.is_first or self.is_last:  # tied: embedding and output are one matrix
@@ -114,8 +105,6 @@ class GPT(nn.Module):
         if not self.is_last:
             return x
         x = self.ln_f(x)
-        if targets is not None and self.chunked_loss:
-            return chunked_loss(x, self.wte.weight, targets)
         logits = F.linear(x, self.wte.weight)  # (B, T, V)
         return logits if targets is None else mean_loss(logits, targets)
 
@@ -125,15 +114,6 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     # CUDA's autocast leaves logits in 16 bits; the loss needs 32.
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
-
-
-def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """`mean_loss` of x·weightᵀ, of which only `CHUNK` rows are in memory at a time; x (B, T, D)."""
-    # In fp32: this function's loss has the type of its inputs, and bf16 has three digits.
-    wide = torch.promote_types(x.dtype, torch.float32)
-    options = nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK)
-    hidden = x.flatten(0, 1).to(wide)
-    return F.linear_cross_entropy(hidden, weight.to(wide), targets.flatten(), options=options)
 
 
 class HuggingFaceGPT(nn.Module):

@@ -1,4 +1,4 @@
-"""How much memory a rank will need, computed before anything is allocated.
+"""What can work, decided before anything is allocated: the combination of flags, and the memory.
 
     python -m labs.gpt --plan --size 1.6b --gpus 4 --memory_gib 24
 
@@ -13,13 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from engine.distributed import World
 from engine.errors import UserError
 from engine.memory import GIB
-from labs.gpt.model import CHUNK
-from labs.gpt.parallel import check_grid, is_sharded
 from labs.gpt.sizes import Sizes
 
 # What a block keeps for its backward pass, in bytes per token and unit of H, by (model, narrow).
@@ -28,7 +25,82 @@ from labs.gpt.sizes import Sizes
 KEPT = {("own", False): 64, ("own", True): 36, ("hf", False): 112, ("hf", True): 60}
 # Bytes per logit: itself, its log-softmax, and the gradients of both; 16-bit logits are widened.
 LOGITS = {False: 12, True: 16}
-KEPT_LOGITS = {False: 8, True: 6}  # the part that waits for the backward pass
+
+
+# -------- which settings work together
+
+
+def is_sharded(config) -> bool:
+    """Whether FSDP2 shards weights and gradients, too."""
+    return config.data_parallel in ("zero2", "zero3")
+
+
+def check_grid(config, sizes: Sizes, processes: int) -> None:
+    """Raises `UserError` for settings that cannot work together, or on this number of processes."""
+    tensor, pipe, accumulate = config.tensor, config.pipe, config.accumulate
+    zero = config.data_parallel
+    data = max(1, processes // (tensor * pipe))
+    mistakes = [
+        (tensor > 1 and pipe > 1, "--tensor and --pipe do not work together; use one of them"),
+        (
+            pipe > 1 and zero != "ddp",
+            f"--data_parallel {zero} does not work with --pipe; use ddp",
+        ),
+        (
+            pipe > 1 and config.precision == "fp16",
+            "--precision fp16 does not work with --pipe; use bf16 or fp32",
+        ),
+        (
+            tensor > 1 and zero == "zero1",
+            "--data_parallel zero1 does not work with --tensor; use ddp, zero2 or zero3",
+        ),
+        (
+            config.offload and not is_sharded(config),
+            "--offload needs --data_parallel zero2 or zero3",
+        ),
+        (
+            config.model == "hf" and (tensor > 1 or pipe > 1),
+            "--model hf does not work with --tensor and --pipe; use --model own",
+        ),
+        (
+            processes % (tensor * pipe),
+            f"--tensor {tensor} × --pipe {pipe} does not divide {processes} processes; "
+            f"start a multiple of {tensor * pipe}",
+        ),
+        (
+            sizes.hidden % sizes.heads,
+            f"--hidden {sizes.hidden} must be divisible by --heads {sizes.heads}",
+        ),
+        (sizes.heads % tensor, f"--tensor {tensor} does not divide the {sizes.heads} heads"),
+        (
+            sizes.sequence % tensor,
+            f"--tensor {tensor} does not divide a sequence of {sizes.sequence} tokens",
+        ),
+        # FSDP2 shards what a tensor-parallel rank has; PyTorch cannot cut such a piece out of a
+        # full matrix whose rows do not divide.
+        (
+            is_sharded(config) and tensor > 1 and data > 2 and sizes.vocabulary % tensor,
+            f"--tensor {tensor} does not divide the vocabulary of {sizes.vocabulary}, as "
+            f"--data_parallel {zero} with {data} processes needs; use ddp",
+        ),
+        (pipe > sizes.layers, f"--pipe {pipe} is more than the {sizes.layers} layers"),
+        (
+            config.batch_size % (data * accumulate),
+            f"--batch_size {config.batch_size} is not divisible by {data} × {accumulate} "
+            "(data-parallel processes × --accumulate)",
+        ),
+        (
+            1 < accumulate < pipe,
+            f"--pipe {pipe} needs --accumulate of at least {pipe}, not {accumulate}, or 1 for a "
+            "pipeline in which one stage works at a time",
+        ),
+    ]
+    for wrong, message in mistakes:
+        if wrong:
+            raise UserError(message)
+
+
+# -------- the memory that a rank needs
 
 
 @dataclass
@@ -49,90 +121,102 @@ class Need:
         return f"{self.total / GIB:.2f} GiB ({parts})"
 
 
-def memory(config, sizes: Sizes, processes: int, narrow: bool) -> Need:
-    """What the fullest rank needs. `narrow`: products in bf16 or fp16 (weights stay fp32)."""
+def memory(config, sizes: Sizes, processes: int) -> Need:
+    """What the fullest rank needs. Weights are fp32; products too, or else in 16 bits."""
     data = processes // (config.tensor * config.pipe)
-    parts = config.tensor * (data if is_sharded(config) else 1)  # that a weight is cut into
     layers = -(-sizes.layers // config.pipe)  # rounded up: the rank that has most
     # The first stage; the last one has about as many.
     own = sizes.embedding_parameters + layers * sizes.block_parameters
+    # The output and the embedding are one matrix. It has a gradient as each, and then their sum.
+    tied = 4 * sizes.vocabulary * sizes.hidden / config.tensor
+
+    weights, gradients, optimizer, host = bytes_of_weights(config, sizes, data, own)
+    micro_batch, again, logits = bytes_of_micro_batch(config, sizes, data, layers)
+    # Every stage of a pipeline begins as many micro-batches as there are stages, if there are.
+    in_flight = min(config.accumulate, config.pipe)
+    activations = in_flight * micro_batch + again
+
+    # The fullest moment is at the output, or at the embedding at the end of the backward pass.
+    at_output = activations + logits + tied
+    if config.pipe > 1:  # the first rank has the activations, the last one the logits
+        at_output = max(activations, micro_batch + again + logits + tied)
+    at_embedding = gradients + activations / layers + 2 * tied
+    # Gradients are there all the time where they are added up, and in DDP's buckets.
+    if config.accumulate > 1 or (data > 1 and not is_sharded(config)):
+        at_output += gradients
+        at_embedding += tied
+    total = weights + optimizer + max(at_output, at_embedding)
+    if config.pipe > 1:  # buffers for each micro-batch's input and its gradient
+        buffers = 1 if config.pipe == 2 else 2
+        row = config.batch_size / data * sizes.sequence * sizes.hidden
+        total += 4 * row * buffers
+    return Need(weights, gradients, optimizer, activations, logits, host, total)
+
+
+def bytes_of_weights(config, sizes: Sizes, data: int, own: int) -> tuple[float, ...]:
+    """Of `own` weights, their gradients and AdamW's two moments; and what lies in host memory."""
+    narrow = config.precision != "fp32"
+    gathered = 2 if narrow else 4  # bytes per weight in computation
     block = sizes.block_parameters / config.tensor
     ends = sizes.embedding_parameters / config.tensor
-    matrix = 4 * sizes.vocabulary * sizes.hidden  # bytes of the tied matrix
-    gathered = 2 if narrow else 4  # bytes per weight in computation
+    kept = own / config.tensor  # on this rank, of each of the four
+    if is_sharded(config):
+        kept /= data
+    weights, gradients, optimizer, host = 4 * kept, 4 * kept, 8 * kept, 0.0
+    if config.offload:
+        weights, gradients, optimizer, host = 0.0, 0.0, 0.0, 16 * kept
+    if config.data_parallel == "zero1":  # deals out whole matrices
+        optimizer = 8 * max(own / data, sizes.vocabulary * sizes.hidden)
 
-    # Weights, gradients and AdamW's two moments.
-    weights = 4 * own / parts
-    gradients = 4 * own / parts
-    optimizer = 8 * own / parts
     if config.data_parallel == "zero2":  # all weights stay gathered until the backward pass
         weights += gathered * own / config.tensor
     elif config.data_parallel == "zero3":  # the current block, the next one, and the embedding
         weights += gathered * (2 * block + ends)
     elif narrow:  # autocast's copies
-        weights += 2 * own / parts
-    if parts > config.tensor or config.offload:  # before they are scattered
+        weights += 2 * own / config.tensor
+    if is_sharded(config) and (data > 1 or config.offload):  # before they are scattered
         gradients += 4 * (2 * block + ends)
-    if config.data_parallel == "zero1":  # deals out whole matrices
-        optimizer = max(8 * own / data, 2 * matrix)
-    host = 0.0
-    if config.offload:
-        host = 16 * own / parts
-        weights -= 4 * own / parts
-        gradients -= 4 * own / parts
-        optimizer = 0.0
+    return weights, gradients, optimizer, host
 
-    # Activations of the micro-batches that are under way.
+
+def bytes_of_micro_batch(config, sizes: Sizes, data: int, layers: int) -> tuple[float, ...]:
+    """What the backward pass needs of a micro-batch; recomputed of one block; the logits."""
+    narrow = config.precision != "fp32"
     tokens = config.batch_size / (data * config.accumulate) * sizes.sequence
-    in_flight = 1
-    if config.pipe > 1:  # 1F1B keeps as many micro-batches as there are ranks, GPipe all
-        in_flight = config.accumulate
-        if config.schedule == "1f1b":
-            in_flight = min(config.accumulate, config.pipe)
-    # Sequence parallelism cuts everything, but the output of each norm is whole for a while.
-    kept = KEPT[config.model, narrow] / config.tensor + 2 * gathered * (1 - 1 / config.tensor)
-    again = 0.0  # the block that is being recomputed
+    # Sequence parallelism cuts everything, but the output of each norm is complete for a while.
+    kept = KEPT[config.model, narrow] / config.tensor
+    kept += (4 if narrow else 8) * (1 - 1 / config.tensor)
+    again = 0.0
     if config.recompute:
         again = tokens * sizes.hidden * kept
         kept = 4 / config.tensor
-    micro_batch = tokens * sizes.hidden * layers * kept
-    activations = in_flight * micro_batch + again
-
-    # Logits of one micro-batch.
     logits = tokens * sizes.vocabulary * LOGITS[narrow] / config.tensor
     if config.pipe > 1 and not narrow:  # the last stage's output stays until its backward pass
         logits += 4 * tokens * sizes.vocabulary
-    if config.pipe > 1 and config.schedule == "gpipe":  # the last stage keeps those of all
-        logits += (in_flight - 1) * tokens * sizes.vocabulary * KEPT_LOGITS[narrow]
-    if config.chunked_loss:  # a chunk's logits; gradients of hidden states and matrix
-        logits = 4 * min(tokens, CHUNK) * sizes.vocabulary
-        logits += 8 * tokens * sizes.hidden + matrix
-
-    # The fullest moment is at the output, or at the embedding at the end of the backward pass.
-    # Gradients are there all the time where they are added up, and in DDP's buckets.
-    adds_up = config.accumulate > 1 or (data > 1 and config.data_parallel in ("ddp", "zero1"))
-    # The tied matrix has a gradient as output, one as embedding, and then their sum.
-    tied = matrix / config.tensor
-    at_output = activations + logits + tied
-    if config.pipe > 1 and config.schedule == "1f1b":
-        # The first rank has the activations, the last one the logits and one micro-batch.
-        at_output = max(activations, micro_batch + again + logits + tied)
-    if adds_up:
-        at_output += gradients
-    at_embedding = gradients + activations / layers + (3 if adds_up else 2) * tied
-    total = weights + optimizer + max(at_output, at_embedding)
-    if config.pipe > 1:  # buffers for each micro-batch's input and its gradient
-        buffers = 1 if config.pipe == 2 else 2
-        total += 4 * tokens * sizes.hidden * config.accumulate * buffers
-    return Need(weights, gradients, optimizer, activations, logits, host, total)
+    return tokens * sizes.hidden * layers * kept, again, logits
 
 
-def device_memory(world: World) -> float:
-    """Bytes that a rank may have: the free memory of its GPU, or its share of the machine's."""
+def check_fits(config, sizes: Sizes, world: World) -> Need:
+    """What the fullest rank needs. Raises `UserError` if that is more than there is."""
+    need = memory(config, sizes, world.size)
     if world.device.type == "cuda":
         free = torch.cuda.mem_get_info(world.device)[0]
-        return -world.maximum(-free)[0]  # the least, for all ranks alike
-    return host_memory()
+        free = -world.maximum(-free)[0]  # the least, for all ranks alike
+        require("GPU", need.total, free, world)
+        require("host", need.host, host_memory(), world)
+    else:
+        require("host", need.host + need.total, host_memory(), world)
+    return need
+
+
+def require(kind: str, needed: float, limit: float, world: World) -> None:
+    """Raises `UserError` if a rank needs more bytes than it may have."""
+    if needed > limit:
+        raise UserError(
+            f"the model does not fit: it needs {needed / GIB:.1f} GiB of {kind} memory per rank "
+            f"and there are {limit / GIB:.1f}; to see what fits, start one process with the same "
+            f"flags and --plan --gpus {world.size} --memory_gib {limit / GIB:.1f}"
+        )
 
 
 def host_memory() -> float:
@@ -143,99 +227,70 @@ def host_memory() -> float:
     return limit / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def check_fits(config, sizes: Sizes, world: World, precision: str) -> Need:
-    """What the fullest rank needs. Raises `UserError` if that is more than there is."""
-    need = memory(config, sizes, world.size, precision != "fp32")
-    limit = device_memory(world)
-    if need.total > limit:
-        raise UserError(
-            f"the model does not fit: it needs {need.total / GIB:.1f} GiB per rank and there are "
-            f"{limit / GIB:.1f}; to see what fits, start one process with the same flags and "
-            f"--plan --gpus {world.size} --memory_gib {limit / GIB:.1f}"
-        )
-    held = need.host + (need.total if world.device.type == "cpu" else 0)
-    if need.host and held > host_memory():
-        raise UserError(
-            f"the model does not fit: --offload needs {held / GIB:.1f} GiB of the machine's memory "
-            f"per rank and there are {host_memory() / GIB:.1f}; use a smaller --size"
-        )
-    return need
+# -------- the table of --plan
 
 
-def techniques(config):
-    """(name, changed settings) of the techniques to try, from none to all."""
-    gpus = config.gpus
+def techniques(cards: int) -> dict[str, dict]:
+    """The techniques to try: name → changed settings."""
     small = {"recompute": True}
-    less = "recompute"
-    # Not every PyTorch and model has the chunked loss; see check_combinations.
-    if hasattr(nn, "LinearCrossEntropyOptions") and config.model == "own" and not config.compile:
-        small["chunked_loss"] = True
-        less = "recompute, chunked loss"
     zero3 = {"data_parallel": "zero3"}
-    yield f"data {gpus}", {}
-    yield f"data {gpus}, {less}", small
-    if gpus > 1:
-        yield f"zero1 {gpus}", {"data_parallel": "zero1"}
-        yield f"zero2 {gpus}", {"data_parallel": "zero2"}
-        yield f"zero3 {gpus}", zero3
-        yield f"zero3 {gpus}, {less}", {**zero3, **small}
-    yield f"zero3 {gpus}, {less}, offload", {**zero3, **small, "offload": True}
+    rows = {f"data {cards}": {}, f"data {cards}, recompute": small}
+    if cards > 1:
+        for stage in (1, 2, 3):
+            rows[f"zero{stage} {cards}"] = {"data_parallel": f"zero{stage}"}
+        rows[f"zero3 {cards}, recompute"] = zero3 | small
+    rows[f"zero3 {cards}, recompute, offload"] = zero3 | small | {"offload": True}
     for parts in (2, 4, 8):
-        if gpus % parts == 0:
-            data = gpus // parts
-            yield f"tensor {parts} × data {data}", {"tensor": parts}
-            yield f"tensor {parts} × data {data}, recompute", {"tensor": parts, "recompute": True}
-            yield f"pipe {parts} × data {data}", {"pipe": parts}
-            yield f"pipe {parts} × data {data}, recompute", {"pipe": parts, "recompute": True}
+        if cards % parts == 0:
+            for side in ("tensor", "pipe"):
+                name = f"{side} {parts} × data {cards // parts}"
+                rows[name] = {side: parts}
+                rows[f"{name}, recompute"] = {side: parts} | small
+    return rows
 
 
-def table(config, sizes: Sizes, narrow: bool) -> str:
+def table(config, sizes: Sizes) -> str:
     """A line per technique: what it needs, whether it fits, and how deep a model would fit.
 
     Micro-batches are of one sequence. With --offload the depth depends on the host.
     """
     columns = ("weights", "gradients", "optimizer", "activations", "logits", "total")
-    products = "bf16 or fp16" if narrow else "fp32"
+    products = "fp32" if config.precision == "fp32" else "bf16 or fp16"
     lines = [
         f"{sizes.parameters:,} parameters: hidden {sizes.hidden}, {sizes.layers} layers, "
         f"{sizes.heads} heads, sequence {sizes.sequence}, vocabulary {sizes.vocabulary:,}; "
         f"{sizes.flops_per_token():,.0f} FLOPs a training token; batch {config.batch_size}",
         f"{config.gpus} card(s) of {config.memory_gib:g} GiB; {products} products, fp32 weights",
-        f"{'GiB a card':41}" + "".join(f"{name:>12}" for name in columns),
+        f"{'GiB a card':33}" + "".join(f"{name:>12}" for name in columns),
     ]
-    for name, changes in techniques(config):
-        trial = trial_of(config, changes)
+    for name, changes in techniques(config.gpus).items():
+        plain = {"data_parallel": "ddp", "tensor": 1, "pipe": 1, "offload": False}
+        trial = replace(config, **plain | changes)
+        rows = config.batch_size * trial.tensor * trial.pipe // config.gpus
+        trial.accumulate = max(1, rows)
+        line = f"{name:33}"
         try:
             check_grid(trial, sizes, config.gpus)
         except UserError as error:
-            lines.append(f"{name:41}  {error}")
+            lines.append(f"{line}  {error}")
             continue
-        need = memory(trial, sizes, config.gpus, narrow)
-        line = f"{name:41}"
+        need = memory(trial, sizes, config.gpus)
         for column in columns:
             line += f"{getattr(need, column) / GIB:12.2f}"
         line += "  fits" if need.total <= config.memory_gib * GIB else "  does not fit"
         if trial.offload:
             line += f"; {need.host / GIB:.1f} GiB of host memory a card"
         else:
-            layers = most_layers(trial, sizes, config.gpus, config.memory_gib, narrow)
+            layers = most_layers(trial, sizes, config.gpus, config.memory_gib)
             billions = replace(sizes, layers=layers).parameters / 1e9
             line += f"; at most {layers} layers ({billions:.2f}B)"
         lines.append(line)
     return "\n".join(lines)
 
 
-def trial_of(config, changes: dict):
-    """The settings with a technique, and micro-batches of one sequence."""
-    plain = {"data_parallel": "ddp", "tensor": 1, "pipe": 1, "offload": False}
-    trial = replace(config, **{**plain, **changes})
-    rows = config.batch_size * trial.tensor * trial.pipe // config.gpus
-    return replace(trial, accumulate=max(1, rows))
-
-
-def most_layers(trial, sizes: Sizes, processes: int, memory_gib: float, narrow: bool) -> int:
+def most_layers(config, sizes: Sizes, processes: int, memory_gib: float) -> int:
     """The most layers of this width that fit; 0 if not even one per stage fits."""
-    for layers in itertools.count(trial.pipe, trial.pipe):
-        need = memory(trial, replace(sizes, layers=layers), processes, narrow)
+    for layers in itertools.count(config.pipe, config.pipe):
+        need = memory(config, replace(sizes, layers=layers), processes)
         if need.total > memory_gib * GIB:
-            return layers - trial.pipe
+            return layers - config.pipe

@@ -10,59 +10,52 @@ from pathlib import Path
 
 from labs.gpt.measure import cores
 
+# What a run that fails prints, the most useful first: our own message (but not that another rank
+# has ended), the signal that torchrun names, an exception.
+REASONS = (
+    r"^error(?: \(rank \d+\))?: (?!another process of this run)(.*)$",
+    r"(Signal \d+ \(\w+\) received by PID \d+)",
+    r"^(?:\[rank\d+\]: )?(\w+(?:Error|Exception): .*)$",
+)
+
 
 def run_row(flags: list[str], processes: int, run: Path, minutes: float) -> dict:
     """Train with these flags; returns the run's result.json, or {"failed": one line}.
 
-    A row that has succeeded with the same flags is not run again. `minutes`: the row's time limit.
+    `minutes`: the row's time limit. All rows share the same cores among their processes.
     """
-    run = run.resolve()
+    shutil.rmtree(run, ignore_errors=True)
     launcher = ["-m"]
     if processes > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone"]
         launcher += ["--nproc_per_node", str(processes), "-m", "--"]
-    words = [sys.executable, *launcher, "labs.gpt", "--run", str(run), *flags]
-    done = run / "outcome.json"
-    if done.exists():
-        outcome = json.loads(done.read_text(encoding="utf-8"))
-        if outcome["words"] == words and "failed" not in outcome:
-            return outcome
-    shutil.rmtree(run, ignore_errors=True)  # of an interrupted row, or with other flags
-    # Every row has the same cores, which its processes share.
-    environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, cores() // processes))}
-    options = dict(env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    result = run / "result.json"
-    with subprocess.Popen(words, **options) as process:
+    command = [sys.executable, *launcher, "labs.gpt", "--run", str(run.resolve()), *flags]
+    threads = max(1, cores() // processes)
+    options = dict(env={**os.environ, "OMP_NUM_THREADS": str(threads)}, text=True)
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **options
+    ) as process:
         try:
             _, errors = process.communicate(timeout=minutes * 60)
-            if process.returncode < 0:  # 9 mostly means that the memory was full
-                errors += f"\nerror: ended by signal {-process.returncode}"
         except subprocess.TimeoutExpired:
             process.terminate()  # torchrun then ends its processes; after a kill they would go on
             process.communicate()
-            result.unlink(missing_ok=True)
-            errors = f"error: not done after {minutes:g} minutes"
-    outcome = {"failed": reason(errors)}
+            return {"failed": f"not done after {minutes:g} minutes"}
+    result = run / "result.json"
     if result.exists():
-        outcome = json.loads(result.read_text(encoding="utf-8"))
-    outcome["words"] = words
-    run.mkdir(parents=True, exist_ok=True)
-    done.write_text(json.dumps(outcome), encoding="utf-8")
-    return outcome
+        return json.loads(result.read_text(encoding="utf-8"))
+    return {"failed": reason(errors, process.returncode)}
 
 
-def reason(errors: str) -> str:
-    """The line of a run's standard error that says why it ended.
-
-    Our own message if there is one, else the signal that torchrun names, else the exception.
-    """
-    ours = re.findall(r"^error(?: \(rank \d+\))?: (.*)$", errors, re.MULTILINE)
-    # That another process has ended is what the other ranks say.
-    first = [line for line in ours if "another process of this run" not in line]
-    signals = re.findall(r"Signal \d+ \(\w+\) received by PID \d+", errors)
-    exceptions = re.findall(r"^(?:\[rank\d+\]: )?(\w+(?:Error|Exception): .*)$", errors, re.M)
-    candidates = [*first, *signals, *exceptions, *ours, "ended without a message"]
-    return candidates[0][:150].replace("|", "/")
+def reason(errors: str, code: int) -> str:
+    """A line that says why a run ended with this output and exit code."""
+    for pattern in REASONS:
+        found = re.search(pattern, errors, re.MULTILINE)
+        if found:
+            return found[1][:150].replace("|", "/")
+    if code < 0:  # 9 mostly means that the memory was full
+        return f"ended by signal {-code}"
+    return "ended without a message"
 
 
 def markdown_row(cells) -> str:

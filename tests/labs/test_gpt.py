@@ -1,14 +1,14 @@
 """Every layout of processes against one process; our GPT against Hugging Face's; planner and data.
 
-This file, run as a script (see the end), is one of four processes that train all cases in turn by
-the lab's own `train`.
+This file, run as a script (see the end), forks four processes that train all cases in turn by the
+lab's own `train`.
 """
 
+import importlib
 import json
 import math
 import os
 import re
-import shlex
 import shutil
 import sys
 import time
@@ -23,28 +23,29 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, Forked, forked, free_port
-from helpers import refused, together
+from conftest import ROOT, forked, free_port
+from helpers import handout_commands, refused
 from random_models import needs_compiler, unlimited
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.config import parse_flags
 from engine.distributed import World
-from engine.precision import Precision, choose_precision
+from engine.precision import Precision
 from labs.gpt import compare, generate, measure, plan, rows, scales
 from labs.gpt.__main__ import Config, resolved, sizes_of, train
 from labs.gpt.checkpoints import load_weights, newest
 from labs.gpt.data import Data, read_documents
 from labs.gpt.model import GPT, HuggingFaceGPT, initial_weight, mean_loss
-from labs.gpt.parallel import Layout, check_grid
+from labs.gpt.parallel import Layout
 from labs.gpt.sizes import PRESETS, get_model_size, get_tflops
 
-CPU = torch.device("cpu")
-STEPS, OVERFLOWS = 6, 4  # steps of a case; in fp16 the step whose gradients overflow
+STEPS, OVERFLOWS = 4, 3  # steps of a case; in fp16 the step whose gradients overflow
 # 12 sequences per step: divisible by 2, 3 and 4. The vocabulary is divisible by none of them, so
 # the parts of a weight differ in size.
 BASE = dict(
     size="toy",
+    layers=3,
+    sequence=16,
     vocabulary=511,
     precision="fp32",
     max_steps=STEPS,
@@ -54,23 +55,19 @@ BASE = dict(
 )
 CASES = {  # name: (processes, settings)
     "alone": (1, {}),
-    "recompute-chunked-loss": (1, dict(chunked_loss=True, recompute=True, accumulate=3)),
-    "offload": (1, dict(data_parallel="zero3", offload=True)),
     "hf-ddp-2": (2, dict(model="hf", accumulate=2)),  # see `initial_weight_of_hf`
-    "zero1-2": (2, dict(data_parallel="zero1")),
-    "zero2-2": (2, dict(data_parallel="zero2", recompute=True)),
-    "zero3-3": (3, dict(data_parallel="zero3", accumulate=2)),
-    "pipe-2-gpipe": (2, dict(pipe=2, accumulate=4, schedule="gpipe")),
-    "pipe-4": (4, dict(pipe=4, accumulate=6, recompute=True)),  # not a multiple of 4
-    "data-2-pipe-2": (4, dict(pipe=2)),
-    "zero3-2-tensor-2": (4, dict(tensor=2, data_parallel="zero3")),
+    "zero1-2": (2, dict(data_parallel="zero1", recompute=True)),
+    "zero2-2-offload": (2, dict(data_parallel="zero2", offload=True, accumulate=3)),
+    "pipe-3": (3, dict(pipe=3, accumulate=4, recompute=True)),  # not a multiple of 3
+    "data-2-pipe-2": (4, dict(pipe=2, accumulate=1)),
+    "zero3-2-tensor-2": (4, dict(tensor=2, data_parallel="zero3", accumulate=2)),
     # A copy of the first run, ended in the middle, is resumed under another layout.
     "zero3-2-tensor-2 > 1": (1, {}),
     "zero1-2 > data-2-tensor-2": (4, dict(tensor=2, data_parallel="ddp")),
     # All above compute in float64, which shows any mistake; these as users do.
     "fp32-alone": (1, {}),
     "bf16-zero3-2": (2, dict(data_parallel="zero3")),
-    "bf16-pipe-2": (2, dict(pipe=2, accumulate=4)),
+    "bf16-pipe-2": (2, dict(pipe=2)),
     # One step overflows: see `choose_fp16`.
     "fp16-alone": (1, {}),
     "fp16-zero1-2": (2, dict(data_parallel="zero1")),
@@ -79,27 +76,20 @@ CASES = {  # name: (processes, settings)
 # First word of a case's name: the run it agrees with, and the relative differences of losses and of
 # gradient norms. bf16 has 8 bits, fp16 has 11; losses are means in which rounding errors cancel.
 EXPECTED = {"bf16": ("fp32-alone", 3e-4, 3e-2), "fp16": ("fp16-alone", 1e-4, 1e-2)}
-if not hasattr(torch.nn, "LinearCrossEntropyOptions"):  # before PyTorch 2.13; see check_grid
-    del CASES["recompute-chunked-loss"]
-
-
-def page_commands() -> list[str]:
-    """The commands in the README's list of what the handouts ask for."""
-    page = (ROOT / "labs/gpt/README.md").read_text(encoding="utf-8")
-    section = page.partition("## What the handouts ask for")[2].partition("\n## ")[0]
-    return list(dict.fromkeys(re.findall(r"`((?:python|torchrun) [^`]+)`", section)))
+PAGE = ROOT / "labs/gpt/README.md"
+SMALL = "--size toy --layers 2 --sequence 16 --vocabulary 300 --batch_size 4 --max_steps 1 --keep 0"
 
 
 def training_commands() -> dict[str, tuple[int, list[str]]]:
-    """Those that train, at reduced size: name → (processes, flags). Tables and plans: see below."""
+    """The commands of the page that train, at reduced size: name -> (processes, flags)."""
+    table = PAGE.read_text(encoding="utf-8").split("## The handout, line by line")[1]
+    table = table.split("\n## ")[0]
     found = {}
-    for command in page_commands():
-        launcher, _, flags = command.partition("labs.gpt ")
-        if flags and "--plan" not in flags:
-            processes = 2 if "torchrun" in launcher else 1
-            small = "--size toy --vocabulary 300 --max_steps 2 --device cpu --run"
+    for launcher, flags in re.findall(r"`(python|torchrun).* labs\.gpt( .*?)?`", table):
+        if "--plan" not in flags:
             name = f"command-{len(found)}"
-            found[name] = (processes, [*flags.split(), *small.split(), name])
+            words = [*flags.split(), *SMALL.split(), "--device", "cpu", "--run", name]
+            found[name] = (2 if launcher == "torchrun" else 1, words)
     return found
 
 
@@ -117,7 +107,7 @@ def settings_of(name: str) -> Config:
         changes["precision"] = kind
     if " > " in name:
         changes["resume"] = f"runs/{name}"
-        return config_of(("accumulate", "tensor", "pipe", "data_parallel"), **changes)
+        return config_of(("accumulate", "tensor", "data_parallel", "recompute"), **changes)
     return config_of(run=f"runs/{name}", **changes)
 
 
@@ -136,8 +126,7 @@ def runs(tmp_path_factory) -> Path:
     """The folder with the runs of all cases."""
     folder = tmp_path_factory.mktemp("gpt")
     write_table(folder / "wos")
-    port = free_port(len(CASES) + len(training_commands()))
-    together([Forked(__file__, rank, port, cwd=folder) for rank in range(4)])
+    forked(__file__, free_port(len(CASES) + len(training_commands())), cwd=folder)
     return folder / "runs"
 
 
@@ -163,9 +152,9 @@ def test_fp16_leaves_out_the_step_that_overflows(runs):
 
 
 def test_damaged_checkpoints(runs, tmp_path, capsys):
-    shutil.copytree(runs / "zero3-3", tmp_path / "run")
+    shutil.copytree(runs / "zero2-2-offload", tmp_path / "run")
     older, last = (tmp_path / f"run/checkpoints/sharded-{step}" for step in (STEPS // 2, STEPS))
-    assert newest(tmp_path / "run") == last and len(list(last.glob("*.distcp"))) == 3
+    assert newest(tmp_path / "run") == last and len(list(last.glob("*.distcp"))) == 2
     for folder, piece in ((last, "__1_0.distcp"), (older, ".metadata")):
         content = bytearray((folder / piece).read_bytes())
         content[len(content) // 2] ^= 1
@@ -177,14 +166,24 @@ def test_damaged_checkpoints(runs, tmp_path, capsys):
         newest(tmp_path / "run")
 
 
-def test_the_commands_that_meet_the_handouts_run(runs):
-    commands = training_commands()
-    assert (len(page_commands()), len(commands)) == (7, 3)  # also scales, compare, plan, report
-    for name, (processes, flags) in commands.items():
+def test_the_commands_that_meet_the_handout(runs, monkeypatch, capsys):
+    """Those of the page: trainings at reduced size, the plan, and the flags of the two tables."""
+    for name, (processes, flags) in training_commands().items():
         result = json.loads((runs / name / "result.json").read_text())
-        assert result["steps"] == 2 and result["processes"] == processes == len(result["peak_gib"])
-        assert result["tokens_per_second"] * result["step_seconds"] == pytest.approx(12 * 32)
+        assert result["steps"] == 1 and result["processes"] == len(result["peak_gib"]) == processes
+        assert result["tokens_per_second"] * result["step_seconds"] == pytest.approx(4 * 16)
         assert result["data"] == ("wos/" if "wos/" in flags else "random ids")
+    commands = handout_commands(PAGE)
+    others = [command for command in commands if command[0] != "labs.gpt" or "--plan" in command[1]]
+    assert (len(commands), len(training_commands())) == (len(others) + 11, 11)
+    for module, flags in others:
+        monkeypatch.setattr(sys, "argv", [module, *flags])
+        if module == "labs.gpt":
+            train(parse_flags(Config))
+        else:
+            parse_flags(sys.modules[module].Config)
+    assert {module for module, _ in others} == {"labs.gpt", "labs.gpt.compare", "labs.gpt.scales"}
+    assert "1,557,611,200 parameters" in capsys.readouterr().out
 
 
 # ---- the model -----------------------------------------------------------------------------------
@@ -258,35 +257,31 @@ def test_heads_of_any_width_are_padded_on_a_gpu_without_another_result(monkeypat
     torch.manual_seed(1)
     model = GPT(replace(PRESETS["toy"], hidden=40)).double()  # heads of 10
     tokens = torch.randint(512, (2, 32))
-    plain, widths, attend = model(tokens), [], torch.nn.functional.scaled_dot_product_attention
-
-    def recorded(q, *rest, **options):
-        widths.append(q.shape[-1])
-        return attend(q, *rest, **options)
-
+    plain, attend = model(tokens), Mock(wraps=torch.nn.functional.scaled_dot_product_attention)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
     torch.testing.assert_close(model(tokens), plain)
-    assert set(widths) == {16}
+    assert {call.args[0].shape[-1] for call in attend.call_args_list} == {16}
 
 
-def test_ranks_that_share_cores_measure_their_peak_one_after_another(monkeypatch):
+def test_ranks_that_share_cores_measure_their_peak_one_at_a_time(monkeypatch):
     monkeypatch.setattr(measure, "measured_peak_flops", lambda *_: 8.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(World, "sum", lambda self, value: value * self.size)
     for cores, size, peak in ((2, 1, 8), (8, 2, 16), (2, 2, 8), (1, 4, 4)):
-        turns = []
-        monkeypatch.setattr(World, "maximum", lambda self, *_, turns=turns: turns.append(1))
+        wait = Mock()
+        monkeypatch.setattr(World, "maximum", wait)
         monkeypatch.setattr(measure, "cores", lambda cores=cores: cores)
-        assert measure.peak_flops(World(0, size, CPU), torch.float32) == peak
-        assert len(turns) == size  # a barrier after each rank's turn
+        world = World(0, size, torch.device("cpu"))
+        assert measure.peak_flops(world, torch.float32) == peak
+        assert wait.call_count == size  # after each rank's turn
 
 
 # ---- the planner ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind, narrow", [("own", False), ("own", True), ("hf", True)])
-def test_planned_activations_are_what_autograd_keeps(kind, narrow):
+@pytest.mark.parametrize("kind, precision", [("own", "fp32"), ("own", "bf16"), ("hf", "bf16")])
+def test_planned_activations_are_what_autograd_keeps(kind, precision):
     def kept(layers: int) -> int:
         """Bytes kept for the backward pass, without weights and their narrow copies."""
         sizes = replace(PRESETS["toy"], hidden=64, sequence=128, layers=layers)
@@ -297,6 +292,7 @@ def test_planned_activations_are_what_autograd_keeps(kind, narrow):
             seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
+        narrow = precision == "bf16"
         narrowed = torch.autocast("cpu", torch.bfloat16, enabled=narrow)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), narrowed:
             loss = model(tokens, tokens)
@@ -306,9 +302,9 @@ def test_planned_activations_are_what_autograd_keeps(kind, narrow):
         return sum(size for place, size in seen.items() if place not in weights) - copies
 
     def planned(layers: int) -> float:
-        config = resolved(Config(size="toy", model=kind, batch_size=4), 1)
+        config = resolved(Config(size="toy", model=kind, batch_size=4), 1, precision)
         sizes = replace(PRESETS["toy"], hidden=64, sequence=128, layers=layers)
-        return plan.memory(config, sizes, 1, narrow).activations
+        return plan.memory(config, sizes, 1).activations
 
     assert kept(4) - kept(2) == pytest.approx(planned(4) - planned(2), rel=0.05)
 
@@ -318,7 +314,7 @@ def test_planned_activations_are_what_autograd_keeps(kind, narrow):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--size toy --vocabulary 100000 --sequence 128 --batch_size 4 --chunked_loss",
+        "--size toy --vocabulary 100000 --sequence 128 --batch_size 4",
         pytest.param(
             "--size mini --vocabulary 60000 --accumulate 8 --batch_size 16", marks=pytest.mark.slow
         ),
@@ -327,34 +323,25 @@ def test_planned_activations_are_what_autograd_keeps(kind, narrow):
 )
 def test_planned_memory_is_what_the_process_held(flags, tmp_path):
     flags += " --precision fp32 --max_steps 2 --keep 0 --run run"
-    forked("labs/gpt/__main__.py", *shlex.split(flags), cwd=tmp_path)
+    forked("labs/gpt/__main__.py", *flags.split(), cwd=tmp_path)
     result = json.loads((tmp_path / "runs/run/result.json").read_text(encoding="utf-8"))
     # 0.1 GiB: what PyTorch and oneDNN need besides tensors.
     assert result["peak_gib"][0] == pytest.approx(result["planned_gib"], rel=0.1, abs=0.1)
 
 
-def test_plans_of_what_is_gathered_whole_or_lies_on_one_rank():
-    """ZeRO-1 deals out matrices; GPipe's last rank keeps all logits and their log-softmax."""
-    small = resolved(config_of(size="124m", data_parallel="zero1", batch_size=8), 8)
-    sizes = sizes_of(small)
-    assert plan.memory(small, sizes, 8, True).optimizer >= 8 * sizes.vocabulary * sizes.hidden
-    config = config_of(size="124m", pipe=2, accumulate=8, batch_size=8)
-    gpipe, other = (
-        plan.memory(replace(config, schedule=name), sizes, 2, False) for name in ("gpipe", "1f1b")
-    )
-    assert gpipe.logits - other.logits == 7 * 2 * sizes.sequence * sizes.vocabulary * 4
-
-
-def test_memory_of_host_and_container(monkeypatch):
+def test_memory_of_gpu_and_host(monkeypatch):
     config = config_of(size="1.6b", data_parallel="zero3", offload=True, batch_size=1, accumulate=1)
     world = SimpleNamespace(device=torch.device("cuda"), size=1, maximum=lambda number: [number])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 2**40))
-    with monkeypatch.context() as context:
-        context.setattr(plan, "host_memory", lambda: 16 * 2**30)
-        with refused("--offload needs 23.2 GiB of the machine's memory per rank"):
-            plan.check_fits(config, sizes_of(config), world, "bf16")
-        context.setattr(plan, "host_memory", lambda: 32 * 2**30)
-        assert plan.check_fits(config, sizes_of(config), world, "bf16").host > 0
+    monkeypatch.setattr(plan, "host_memory", lambda: 16 * 2**30)
+    with refused("it needs 23.2 GiB of host memory per rank and there are 16.0"):
+        plan.check_fits(config, sizes_of(config), world)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**40))
+    with refused("GiB of GPU memory per rank and there are 1.0; to see what fits"):
+        plan.check_fits(config, sizes_of(config), world)
+
+
+def test_memory_of_a_container(monkeypatch):
     limits = iter(["max\n", f"{2**30}\n"])
     monkeypatch.setattr(Path, "read_text", lambda path, **_: next(limits))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -362,9 +349,9 @@ def test_memory_of_host_and_container(monkeypatch):
 
 
 def test_plan_of_the_handout(capsys):
-    train(config_of(size="1.6b", plan=True, gpus=4, memory_gib=24, schedule="gpipe"))
+    train(config_of(size="1.6b", plan=True, gpus=4, memory_gib=24))
     printed = capsys.readouterr().out
-    lines = {line[:41].strip(): line[41:] for line in printed.splitlines()}
+    lines = {line[:33].strip(): line[33:] for line in printed.splitlines()}
     assert "  does not fit; at most" in lines["data 4"]
     assert "  fits" in lines["zero3 4"] and "  fits" in lines["tensor 4 × data 1"]
     gradients, optimizer = map(float, lines["data 4"].split()[1:3])
@@ -378,13 +365,13 @@ def test_plan_of_the_handout(capsys):
 # ---- data ----------------------------------------------------------------------------------------
 
 
-def write_table(folder: Path, count: int = 60) -> Path:
-    """A folder with a table like Web of Science's."""
+def write_table(folder: Path) -> Path:
+    """A folder with a table like Web of Science's, of 60 rows."""
     folder.mkdir(exist_ok=True)
     lines = ["Y1\tY2\tY\tDomain\tarea\tkeywords\tAbstract"]
     words = "we propose a method for the study of cells and networks in this paper".split()
     draw = np.random.default_rng(0)
-    for number in range(count):
+    for number in range(60):
         text = " ".join(draw.choice(words, 60))
         lines.append(f'5\t48\t120\tSecretLabel \tarea\tkey; words\t"{text} ""quoted"" {number}."')
     (folder / "Data1k.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -392,34 +379,45 @@ def write_table(folder: Path, count: int = 60) -> Path:
 
 
 def test_only_abstracts_are_read(tmp_path):
-    splits, note = read_documents(write_table(tmp_path / "wos"))
-    assert (len(splits["train"]), len(splits["validation"])) == (57, 3)
-    assert splits["validation"][1].endswith('"quoted" 20.')
-    assert "SecretLabel" not in " ".join(splits["train"])
-    assert "labels and keywords are not read" in note
+    documents, kind = read_documents(write_table(tmp_path / "wos"))
+    assert len(documents) == 60 and documents[20].endswith('"quoted" 20.')
+    assert "SecretLabel" not in " ".join(documents)
+    assert "labels and keywords are not read" in kind
     for name, count in (("WOS5736", 25), ("WOS11967", 50)):  # of the archive's the largest
         (tmp_path / name).mkdir()
         abstracts = "\n".join(f"abstract {number}" for number in range(count))
         (tmp_path / name / "X.txt").write_text(abstracts)
         (tmp_path / name / "Y.txt").write_text("1\n" * count)
-    splits, _ = read_documents(tmp_path)
-    assert sum(map(len, splits.values())) == 50
-    assert all(text.startswith("abstract") for text in splits["train"])
+    documents, _ = read_documents(tmp_path)
+    assert len(documents) == 50 and all(text.startswith("abstract") for text in documents)
 
 
-def test_texts_of_lines_and_other_tables(tmp_path):
-    (tmp_path / "novel.txt").write_text("\tChapter One\nIt was\u2028a\x85night.\n\nend\n", "utf-8")
-    splits, _ = read_documents(tmp_path)
-    assert splits == {"train": ["It was\u2028a\x85night.", "end"], "validation": ["Chapter One"]}
-    (tmp_path / "table.txt").write_text("a\tb\tabstract\n1\t2\tthree\n")
-    with refused("is a table without the column Abstract; it has a, b, abstract"):
+def test_texts_of_lines(tmp_path):
+    novel = tmp_path / "novel.txt"
+    novel.write_text("\tChapter One\nIt was\u2028a\x85night.\n\nend\n", "utf-8")
+    documents, _ = read_documents(tmp_path)
+    assert documents == ["Chapter One", "It was\u2028a\x85night.", "end"]
+    novel.write_bytes(b"\xff\xfe")
+    with refused("novel.txt cannot be read"):
         read_documents(tmp_path)
-    (tmp_path / "table.txt").write_bytes(b"\xff\xfe")
-    with refused("table.txt is not UTF-8 text"):
-        read_documents(tmp_path)
-    (tmp_path / "one.txt").write_text("one")
+    with refused("missing cannot be read"):
+        read_documents(tmp_path / "missing")
+    novel.write_text("one")
     with refused("fewer than two documents"):
-        read_documents(tmp_path / "one.txt")
+        read_documents(novel)
+
+
+def test_tables(tmp_path):
+    other = "other,tables\n1,2\n"
+    for name, text in (("a.csv", other), ("b.tsv", other.replace(",", "\t")), ("c.tsv", "line\n")):
+        (tmp_path / name).write_text(text)
+        with refused(f"{name} is a table without the column Abstract; give this name"):
+            read_documents(tmp_path / name)
+    (tmp_path / "d.txt").write_text("a\tb\tabstract\n1\t2\tthree\n")
+    with refused("one of a, b, abstract"):
+        read_documents(tmp_path)
+    (tmp_path / "e.csv").write_text('"Year","Abstract"\n1,"one, two"\n2,\n3,three\n')
+    assert read_documents(tmp_path / "e.csv")[0] == ["one, two", "three"]
 
 
 def test_batches():
@@ -446,9 +444,11 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys, report_of):
     generate.main(generate.Config(ckpt="text", tokens=8))  # runs/text
     assert len(capsys.readouterr().out.split()) >= 4
     (folder / "checkpoints/.tmp-sharded-41").mkdir()  # a save that was killed
+    other = dict(resume=str(folder), data="random", max_steps=42, given=("data", "max_steps"))
+    with refused("--data random is not the data that this run was started with"):
+        train(config_of(**other))
     (tmp_path / "wos").rename(tmp_path / "moved")
-    more = dict(resume=str(folder), data=str(tmp_path / "moved"), max_steps=42)
-    more["given"] = ("data", "max_steps")
+    more = other | {"data": str(tmp_path / "moved")}
     full = dcp.CheckpointException("", {0: (OSError("No space left on device"), None)})
     with (
         refused(": No space left on device; free some space, then --resume"),
@@ -456,7 +456,7 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys, report_of):
     ):
         train(config_of(**more))
     train(config_of(**more))
-    assert newest(folder).name == "sharded-42" and load_weights(newest(folder))[1].sequence == 32
+    assert newest(folder).name == "sharded-42" and load_weights(newest(folder))[1].sequence == 16
     assert not (folder / "checkpoints/.tmp-sharded-41").exists()
     flops = sizes_of(config_of(**text)).flops_per_token()
     assert f'FLOPs of a training token</th><td><data value="{flops:.0f}"' in report_of(folder)
@@ -478,9 +478,9 @@ def test_a_run_ends_with_its_minutes(tmp_path, monkeypatch):
     [
         (2, dict(tensor=3), "--tensor 3 × --pipe 1 does not divide 2 processes"),
         (8, dict(tensor=8), "--tensor 8 does not divide the 4 heads"),
-        (8, dict(pipe=8, batch_size=8), "--pipe 8 is more than the 4 layers"),
+        (4, dict(pipe=4), "--pipe 4 is more than the 3 layers"),
         (5, {}, "--batch_size 12 is not divisible by 5"),
-        (4, dict(pipe=4, accumulate=3), "--schedule 1f1b needs --accumulate of at least --pipe 4"),
+        (3, dict(pipe=3, accumulate=2), "--pipe 3 needs --accumulate of at least 3, not 2, or 1"),
         # The flag that cannot work is named first, whatever the number of processes.
         (1, dict(tensor=2, pipe=2), "--tensor and --pipe do not work together"),
         (1, dict(pipe=2, data_parallel="zero3"), "--data_parallel zero3 does not work with --pipe"),
@@ -491,9 +491,9 @@ def test_a_run_ends_with_its_minutes(tmp_path, monkeypatch):
     ],
 )
 def test_a_grid_that_cannot_work(processes, settings, message):
-    config = resolved(Config(**{**BASE, "batch_size": 12, **settings}), processes)
+    config = resolved(Config(**{**BASE, **settings}), processes)
     with refused(message):
-        check_grid(config, sizes_of(config), processes)
+        plan.check_grid(config, sizes_of(config), processes)
 
 
 @pytest.mark.parametrize(
@@ -502,14 +502,14 @@ def test_a_grid_that_cannot_work(processes, settings, message):
 def test_a_pipeline_works_without_accumulate(size, processes, pipe, expected):
     config = resolved(Config(size=size, pipe=pipe), processes)
     assert config.accumulate == expected
-    assert check_grid(config, sizes_of(config), processes) == 1
+    plan.check_grid(config, sizes_of(config), processes)
 
 
 def test_mistakes_end_before_there_is_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with refused("the model does not fit: it needs"), monkeypatch.context() as context:
-        context.setattr(plan, "device_memory", lambda world: 2**34)
-        train(Config(size="1.6b", layers=2000, precision="fp32", device="cpu"))
+    monkeypatch.setattr(plan, "host_memory", lambda: 2**34)
+    with refused("the model does not fit: it needs"):
+        train(Config(size="1.6b", precision="fp32", device="cpu"))
     # The grid is checked for the format that auto means: without bf16 fp16, which --pipe refuses.
     monkeypatch.setattr("labs.gpt.__main__.choose_precision", choose_fp16)
     with refused("--precision fp16 does not work with --pipe"):
@@ -520,28 +520,10 @@ def test_mistakes_end_before_there_is_a_run(tmp_path, monkeypatch):
 def test_a_gradient_that_is_not_finite_stays_out_of_the_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     norms = iter([1.0, math.inf])
-    monkeypatch.setattr(Layout, "clip", lambda *_: torch.tensor(next(norms)))
+    monkeypatch.setattr(Layout, "gradient_norm", lambda _: torch.tensor(next(norms)))
     with refused("step 2: loss or gradient is not finite; start again with a lower --lr"):
         train(config_of(**{**BASE, "log_every": 99, "eval_every": 1, "run": "nan"}))
     assert newest(Path("runs/nan")).name == "sharded-1"
-
-
-def test_validation_by_a_pipeline_keeps_nothing_for_a_backward_pass():
-    layout, seen = object.__new__(Layout), []
-    layout.config, layout.data = Config(), 1
-    layout.model = SimpleNamespace(is_first=False, is_last=False)
-    layout.world = SimpleNamespace(device=CPU)
-    layout.precision = choose_precision(CPU, "fp32")
-    layout.stage = SimpleNamespace(fwd_cache={})
-
-    def evaluate(**_):
-        for part in range(3):
-            layout.stage.fwd_cache[part] = "logits"
-        seen.append((torch.is_grad_enabled(), dict(layout.stage.fwd_cache)))
-
-    layout.schedule = SimpleNamespace(eval=evaluate)
-    layout.loss(torch.ones(1, 1), torch.ones(1, 1))
-    assert seen == [(False, {2: "logits"})] and type(layout.stage.fwd_cache) is dict
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -568,45 +550,50 @@ def test_a_row_that_fails_says_why_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "cores", lambda: 6)
     monkeypatch.setenv("OMP_NUM_THREADS", "5")  # the rows of a table share the cores all the same
     assert outcome_of('echo "error: $OMP_NUM_THREADS threads"', 2) == "3 threads"
+    command = outcome_of('echo "error: $*"', 2)
+    torchrun = "-m torch.distributed.run --standalone --nproc_per_node 2 -m -- "
+    assert command.startswith(f"{torchrun}labs.gpt --run ")
 
 
-def test_a_table_continues_after_a_row_that_fails(tmp_path, monkeypatch):
-    bad, good = compare.Row("bad", 1, "--tensr 3"), compare.Row("good", 1, "")
+def test_a_table_continues_after_a_row_that_fails(runs, tmp_path, monkeypatch):
+    outcomes = [{"failed": "one line"}, json.loads((runs / "fp32-alone/result.json").read_text())]
+    run_row = Mock(side_effect=outcomes)
+    monkeypatch.setattr(compare, "run_row", run_row)
+    monkeypatch.setattr(compare, "ROWS", [row for row in compare.ROWS if row.name == "DDP"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+    compare.main(compare.Config(size="toy", processes=4))
+    lines = Path("runs/compare-toy-cpu/table.md").read_text().splitlines()
+    assert len(lines) == 4 and "tokens" in lines[0] and "GiB" in lines[3]
+    assert "| DDP | 2 | one line |" in lines[2] and "| DDP | 4 | " in lines[3]
+    assert [call.args[1] for call in run_row.call_args_list] == [2, 4]
+
+
+@pytest.mark.slow
+def test_rows_in_processes_of_their_own(tmp_path, monkeypatch):
+    bad, good = compare.Row("bad", 1, "--tensr 3"), compare.Row("good", 2, "--tensor 2")
     monkeypatch.setattr(compare, "ROWS", [bad, good])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
+    compare.main(compare.Config(size="toy", steps=5, processes=2))
     table = tmp_path / "runs/compare-toy-cpu"
-    compare.main(compare.Config(size="toy", steps=5))
     lines = (table / "table.md").read_text().splitlines()
-    assert len(lines) == 4 and "tokens" in lines[0] and "GiB" in lines[3]
-    assert "--tensr" in lines[2] and "--tensor" in lines[2]
+    assert "--tensr" in lines[2] and "--tensor" in lines[2] and "GiB" in lines[3]
     assert not (table / "row-1" / "checkpoints").exists()
-    written = (table / "row-1" / "result.json").stat().st_mtime
-    failed = (table / "row-0" / "outcome.json").stat().st_mtime_ns
-    compare.main(compare.Config(size="toy", steps=5))  # only what failed is repeated
-    assert (table / "row-1" / "result.json").stat().st_mtime == written
-    assert (table / "row-0" / "outcome.json").stat().st_mtime_ns > failed
 
 
 def test_scales_are_trained_or_planned(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
-    outcomes = iter(
-        [
-            dict(loss=6.5, data="wos", peak_gib=[0.2], minutes=1.5, parameters=7),
-            dict(loss=7.5, data="wos", peak_gib=[0.2, 0.1], minutes=1.5, parameters=7),
-            {"failed": "one line"},
-            dict(loss=6.9, data="random ids", peak_gib=[0.2], minutes=1, parameters=7),
-        ]
-    )
-    calls = []
-
-    def recorded(flags, processes, *_):
-        calls.append((processes, dict(zip(flags[::2], flags[1::2]))))
-        return next(outcomes)
-
-    monkeypatch.setattr(scales, "run_row", recorded)
+    outcomes = [
+        dict(loss=6.5, data="wos", peak_gib=[0.2], minutes=1.5, parameters=7),
+        dict(loss=7.5, data="wos", peak_gib=[0.2, 0.1], minutes=1.5, parameters=7),
+        {"failed": "one line"},
+        dict(loss=6.9, data="random ids", peak_gib=[0.2], minutes=1, parameters=7),
+    ]
+    run_row = Mock(side_effect=outcomes)
+    monkeypatch.setattr(scales, "run_row", run_row)
     scales.main(scales.Config(data="wos", memory_gib=0.25, precision="fp32"))
     lines = Path("runs/scales-mini-cpu/table.md").read_text(encoding="utf-8").splitlines()[2:]
     cells = [line.strip("| ").split(" | ") for line in lines]
@@ -616,19 +603,9 @@ def test_scales_are_trained_or_planned(tmp_path, monkeypatch):
     layers = [int(row[4]) for row in cells]
     # DDP holds the model on each card, two stages hold half of it each.
     assert layers[0] <= layers[1] < layers[2] and layers[0] < layers[3]
-    assert [processes for processes, _ in calls] == [1, 2, 2, 2]
-    assert calls[2][1]["--accumulate"] == "1" and calls[2][1]["--schedule"] == "gpipe"
-
-
-def test_scales_on_a_card_without_bf16(tmp_path, monkeypatch):
-    """In fp16 the row of a pipeline is refused, and the table goes on."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(scales, "choose_precision", choose_fp16)
-    scales.main(scales.Config(cards=1, memory_gib=0.001))
-    lines = Path("runs/scales-mini-cpu/table.md").read_text(encoding="utf-8").splitlines()[2:]
-    refused_rows = ["does not work with --pipe" in line for line in lines]
-    assert refused_rows == [False, False, True, False, False]
+    assert [call.args[1] for call in run_row.call_args_list] == [1, 2, 2, 2]
+    flags = " ".join(run_row.call_args_list[2].args[0])
+    assert "--pipe 2 --accumulate 1" in flags and f"--layers {layers[2]}" in flags
 
 
 # ---- what the four processes do ------------------------------------------------------------------
@@ -659,19 +636,11 @@ PATCHES = {
 }
 
 
-def train_case(name: str) -> None:
-    """Train one case, or one of the page's commands."""
-    if name in CASES:
-        train(settings_of(name))
-        return
-    with patch.object(sys, "argv", ["labs.gpt", *training_commands()[name][1]]):
-        train(parse_flags(Config))
-
-
 def run_cases(rank: int, port: int) -> None:
     """All cases in which this rank takes part, in turn."""
-    processes_of = {name: case[0] for name, case in (CASES | training_commands()).items()}
-    for number, (name, processes) in enumerate(processes_of.items()):
+    torch.set_num_threads(1)
+    cases = CASES | training_commands()
+    for number, (name, (processes, settings)) in enumerate(cases.items()):
         ranks = [3] if processes == 1 else list(range(processes))  # 3 has least to do
         if rank not in ranks:
             continue
@@ -682,12 +651,17 @@ def run_cases(rank: int, port: int) -> None:
         if processes > 1:
             os.environ.update({variable: str(value) for variable, value in place.items()})
         kind = name.split("-")[0]
-        # Measuring it takes seconds in fp16, and has a test of its own.
-        measure.measured_peak_flops = lambda *_: 1e12
         as_users = kind in ("fp32", "command", *EXPECTED)
         torch.set_default_dtype(torch.float32 if as_users else torch.float64)
+        # Measuring takes seconds in fp16, and has a test of its own.
+        measure.measured_peak_flops = lambda *_: 1e12
+        if name in CASES:
+            config = settings_of(name)
+        else:
+            with patch.object(sys, "argv", ["labs.gpt", *settings]):
+                config = parse_flags(Config)
         with patch(*PATCHES[kind]) if kind in PATCHES else nullcontext():
-            train_case(name)
+            train(config)
         if rank == ranks[0]:
             for later in CASES:
                 if later.startswith(f"{name} > "):
@@ -699,5 +673,10 @@ def run_cases(rank: int, port: int) -> None:
             os.environ.pop(variable, None)
 
 
-if __name__ == "__main__":  # one of the four processes
-    run_cases(int(sys.argv[1]), int(sys.argv[2]))
+if __name__ == "__main__":
+    # Forked, so that the four import nothing again, not even what the model does on demand. One
+    # that fails ends the others.
+    importlib.import_module("transformers.models.gpt2.modeling_gpt2")
+    torch.multiprocessing.start_processes(
+        run_cases, (int(sys.argv[1]),), nprocs=4, start_method="fork"
+    )
