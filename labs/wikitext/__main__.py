@@ -16,43 +16,25 @@ loss counts. `attention_mask` is False at padding.
 from engine import distributed, schedule  # before PyTorch, whose threads read their settings once
 
 # isort: split
-import json
 import math
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from engine import checkpoint
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
 from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
-from labs.wikitext.model import (
-    LanguageModel,
-    SmoothedLoss,
-    confusion_figure,
-    evaluate,
-    gather_segments,
-    generate,
-    send,
-)
-from labs.wikitext.sampler import SegmentSampler
-from labs.wikitext.text import (
-    GLOVE_PLACES,
-    SAMPLE_NOTE,
-    Text,
-    coverage,
-    find_data,
-    load_glove,
-    prepare,
-)
+from labs.wikitext.evaluation import SCORES, evaluate, samples, write_result
+from labs.wikitext.glove import find_glove, load_glove
+from labs.wikitext.model import LanguageModel, SmoothedLoss, flops_per_token
+from labs.wikitext.sampler import SegmentSampler, gather_segments
+from labs.wikitext.text import Text, find_data, prepare
 
-CONFUSED = 12  # tokens in the confusion table
 # The handout's settings; flags that are given as well win. It draws segments anew every 10 epochs:
 # epochs 1 to 10 are static, 11 to 20 and 21 to 30 dynamic, 31 to 40 static again.
 HANDOUT = {
@@ -174,16 +156,16 @@ class State:
 
 def train(config: Config) -> Path:
     """One training run, from the text to the test. Returns its folder."""
-    config = with_preset(saved_settings(config))
+    config = saved_settings(config)
     world = distributed.start(config.device)  # this process among those of torchrun
     device = world.device
     with Run(config, "wikitext", world) as run:  # a new folder, or the one to resume
         log = run.log
 
-        # -------- text: rank 0 reads it for all, and settles what depends on it
+        # -------- text: rank 0 reads it for all, and sets the settings that depend on it
         text, vectors, config = world.on_main(lambda: read_text(run.config))
         vocabulary = text.vocabulary
-        check_vocabulary(run, vocabulary.tokens)
+        vocabulary.check(run.folder, config.data)
 
         # -------- model, optimizer, order of the segments
         torch.manual_seed(config.seed)
@@ -216,8 +198,7 @@ def train(config: Config) -> Path:
         # -------- the folder becomes a run
         run.begin()
         if world.is_main:
-            lines = "\n".join(vocabulary.tokens) + "\n"
-            (run.folder / "vocabulary.txt").write_text(lines, encoding="utf-8")
+            vocabulary.save(run.folder)
         for line in (*text.notes, precision.describe(), str(model)):
             log(line)
         log(
@@ -239,12 +220,12 @@ def train(config: Config) -> Path:
             improved = False
             if epoch_over and not interrupted:
                 sampler.end_epoch(world, epoch - 1)
-                scores, _ = score(model, text, "validation", config, world)
+                scores = evaluate(model, text.ids["validation"], vocabulary, world)
                 improved = state.best_loss is None or scores["loss"] < state.best_loss
                 state.last_validation = state.step
                 if improved:
                     state.best_loss = scores["loss"]
-                curves = {f"validation/{name}": value for name, value in scores.items()}
+                curves = {f"validation/{name}": scores[name] for name in SCORES}
                 run.scalars(state.step, curves | sampler.figures(epoch))
                 log(
                     f"epoch {epoch} of {config.epochs}: validation loss {scores['loss']:.4f}, "
@@ -252,8 +233,8 @@ def train(config: Config) -> Path:
                     f"{', the best so far' if improved else ''}"
                 )
                 if world.is_main:
-                    continued = "\n\n".join(samples(model, text, config))
-                    run.telemetry.text("samples", state.step, continued)
+                    continued = samples(model, text, config.generate, config.seed)
+                    run.telemetry.text("samples", state.step, "\n\n".join(continued))
             if epoch_over or interrupted:
                 saved = asdict(state) | {"sampler": sampler.state_dict(world)}
                 run.save(state.step, model, optimizer, saved, precision, improved)
@@ -296,10 +277,7 @@ def train(config: Config) -> Path:
             gradient_norm = precision.step(optimizer, trained, config.clip, step)
             state.step = step
 
-            # Each segment's loss, summed over its tokens, (B,): what dynamic sampling goes by.
-            rows = send(counted.nonzero()[:, 0], device)  # (N,) the segment of each loss
-            segment_losses = losses.new_zeros(len(spans)).index_add_(0, rows, losses)
-            sampler.record(local, segment_losses[: len(local)])
+            sampler.record(local, losses, counted)
             token_count += tokens_in_step
 
             if step % config.log_every == 0 or step == total_steps:
@@ -327,25 +305,30 @@ def train(config: Config) -> Path:
                     f"  |gradient| {norm:.2f}  {speed:,.0f} tokens/s"
                 )
 
+        # Delete DDP while its process group exists: PyTorch 2.13 may deadlock if it goes last.
+        runner = None
         if interrupted:
             run.close(INTERRUPTED, state.step)
         else:
-            test(run, state.step, model, text, config)
+            # The checkpoint with the lowest validation loss, on the test text.
+            weights = world.on_main(lambda: checkpoint.load_weights(checkpoint.resolve(run.folder)))
+            model.load_state_dict(weights)
+            scores = evaluate(model, text.ids["test"], vocabulary, world)
+            if world.is_main:
+                write_result(run, state.step, text, scores)
+                for line in samples(model, text, config.generate, config.seed):
+                    log("sample: " + line.replace("\n", " / "))
             run.close("finished", state.step)
         return run.folder
 
 
-def with_preset(config: Config) -> Config:
-    """The settings, with the handout's for flags that were not given if --preset asks for them."""
-    if config.preset == "handout" and not config.resume:
-        differing = {
-            field.name for field in fields(config) if getattr(config, field.name) != field.default
-        }
-        given = getattr(config, "given", differing)
+def apply_preset(config: Config) -> None:
+    """--preset handout: its settings, except for those that flags set, and GloVe vectors."""
+    if config.preset == "handout":
         for name, value in HANDOUT.items():
-            if name not in given:
+            if name not in config.given:
                 setattr(config, name, value)
-    return config
+        config.glove = config.glove or find_glove()
 
 
 def read_text(config: Config) -> tuple[Text, Tensor | None, Config]:
@@ -360,8 +343,6 @@ def read_text(config: Config) -> tuple[Text, Tensor | None, Config]:
                 f"the {split} text has {len(ids)} tokens, less than one --segment "
                 f"({config.segment}); give more text"
             )
-    if config.preset == "handout" and not config.glove:
-        config.glove = find_glove()
     vectors = None
     if config.glove:
         config.glove = str(Path(config.glove).expanduser().resolve())
@@ -373,48 +354,13 @@ def read_text(config: Config) -> tuple[Text, Tensor | None, Config]:
                 "leave the flag out"
             )
         config.d_embedding = width
-        types, running = coverage(known, text.ids["train"])
+        types = known.double().mean().item()
+        running = known[text.ids["train"]].double().mean().item()
         text.notes.append(
             f"GloVe: {width} numbers per word, projected to {config.d_model}; {types:.1%} of the "
             f"vocabulary has a vector, {running:.1%} of the running tokens"
         )
-    config.d_embedding = config.d_embedding or config.d_model
     return text, vectors, config
-
-
-def find_glove() -> str:
-    """The first text file of vectors in GLOVE_PLACES. Raises `UserError` if there is none."""
-    for place in GLOVE_PLACES:
-        for file in sorted(place.glob("glove*.txt")):
-            return str(file)
-    raise UserError(
-        "--preset handout begins with GloVe vectors, and there are none in "
-        f"{' or '.join(map(str, GLOVE_PLACES))}; unpack https://nlp.stanford.edu/data/glove.6B.zip "
-        "and give --glove glove.6B.50d.txt"
-    )
-
-
-def check_vocabulary(run: Run, tokens: list[str]) -> None:
-    """Raises `UserError` if a resumed run had other words: its embedding would be read wrongly."""
-    file = run.folder / "vocabulary.txt"
-    if file.exists() and file.read_text(encoding="utf-8") != "\n".join(tokens) + "\n":
-        raise UserError(
-            f"--resume {run.folder}: the text at {run.config.data} has other words than the run "
-            "began with; put it back, or start a new run"
-        )
-
-
-def flops_per_token(model: LanguageModel, length: int) -> int:
-    """FLOPs of matrix products per training token; the backward pass costs twice the forward pass.
-
-    The model's input are ids, so that every product has both gradients.
-    """
-    attention_mask = torch.ones(1, length, dtype=torch.bool)
-    # MATH: attention by plain matrix products, which the counter knows on every device.
-    counter = FlopCounterMode(display=False)
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
-        model(attention_mask.long(), attention_mask)
-    return 3 * counter.get_total_flops() // length
 
 
 def start_stage(
@@ -430,76 +376,13 @@ def start_stage(
     return run.world.data_parallel(SmoothedLoss(model, config.label_smoothing))
 
 
-def score(
-    model: LanguageModel, text: Text, split: str, config: Config, world: distributed.World
-) -> tuple[dict[str, float], Tensor]:
-    """Scores of a split, and the confusion table of its most frequent tokens. In fp32."""
-    frequent = most_frequent(text.ids[split])
-    ids = text.ids[split]
-    return evaluate(model, ids, text.vocabulary, config.segment, config.pad, world, frequent)
-
-
-def most_frequent(ids: Tensor) -> Tensor:
-    """The tokens of the confusion table, (K,)."""
-    counts = ids.bincount()
-    return counts.topk(min(CONFUSED, int((counts > 0).sum()))).indices
-
-
-def test(run: Run, step: int, model: LanguageModel, text: Text, config: Config) -> None:
-    """Score the best weights on the test text: to the log, TensorBoard and eval/test.json."""
-    world, tokens = run.world, text.vocabulary.tokens
-    weights = world.on_main(lambda: checkpoint.load_weights(checkpoint.resolve(run.folder)))
-    model.load_state_dict(weights)
-    scores, table = score(model, text, "test", config, world)
-    figures = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scores.items())
-    run.log(f"test: {figures}")
-    if not world.is_main:
-        return
-    note = SAMPLE_NOTE if text.sample else ""
-    names = [tokens[id] for id in most_frequent(text.ids["test"])]
-    result = {
-        **scores,
-        "tokens": len(text.ids["test"]),
-        "vocabulary": len(tokens),
-        "data": note or config.data,
-        # Rows: the token in the text; columns: the likeliest one, the last stands for all others.
-        "confusion": {"tokens": names, "counts": table.tolist()},
-    }
-    folder = run.folder / "eval"
-    folder.mkdir(exist_ok=True)
-    content = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-    (folder / "test.json").write_text(content, encoding="utf-8")
-    figure = confusion_figure(table, names, note)
-    figure.savefig(folder / "confusion.png", dpi=100)
-    run.telemetry.figure("test/confusion", step, figure)
-    for number, row in enumerate(table.tolist()):
-        guess = [*names, "another token"][row.index(max(row))]
-        run.log(
-            f"confusion: {names[number]} stands there {sum(row):,} times; guessed right "
-            f"{row[number]:,} times, most often guessed: {guess}"
-        )
-    for line in samples(model, text, config):
-        run.log("sample: " + line.replace("\n", " / "))
-    if note:
-        run.log(f"note: {note}")
-    results = {f"result/test_{name}": value for name, value in scores.items()}
-    run.telemetry.hyperparameters(config, results)
-
-
-def samples(model: LanguageModel, text: Text, config: Config) -> list[str]:
-    """Beginnings from the validation text, and --generate, each with the model's continuation."""
-    vocabulary, validation = text.vocabulary, text.ids["validation"]
-    starts = range(0, len(validation), max(8, len(validation) // 3))
-    prompts = [validation[first : first + 8] for first in starts][:3]
-    if config.generate:
-        prompts.insert(0, torch.tensor(vocabulary.encode(config.generate), dtype=torch.int64))
-    continued = generate(model, prompts, vocabulary, length=40, seed=config.seed)
-    return [
-        f"**{vocabulary.decode(prompt.tolist())}** {vocabulary.decode(words)}"
-        for prompt, words in zip(prompts, continued)
-    ]
+def main(config: Config) -> Path:
+    """Train, with the preset's settings; a resumed run has them already."""
+    if not config.resume:
+        apply_preset(config)
+    return train(config)
 
 
 if __name__ == "__main__":
     settings = parse_flags(Config, "train a language model; the result goes to runs/NAME")
-    run_script(lambda: train(settings))
+    run_script(lambda: main(settings))

@@ -1,7 +1,7 @@
-"""The language model: an encoder under a causal mask; its loss, its scores and its samples.
+"""The language model: an encoder under a causal mask, and its loss.
 
 B segments, S places in a segment, D model width, E embedding width, V vocabulary, H heads, N places
-whose loss counts, T tokens of a text. `attention_mask` (B, S) is False at padding.
+whose loss counts. `attention_mask` (B, S) is False at padding.
 """
 
 import math
@@ -9,13 +9,10 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from engine.distributed import World
-from labs.wikitext.text import Vocabulary
 from model import sinusoids
-from tools.reporting.fonts import families
-
-WINDOWS_AT_ONCE = 64  # rows of a batch that is scored
 
 
 class LanguageModel(nn.Module):
@@ -126,137 +123,14 @@ def send(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True)
 
 
-def gather_segments(
-    ids: Tensor, spans: list[tuple[int, int]], eos: int, length: int, pad: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Segments of a text for (first, end) `spans`.
+def flops_per_token(model: LanguageModel, length: int) -> int:
+    """FLOPs of matrix products per training token; the backward pass costs twice the forward pass.
 
-    Returns tokens, targets and attention mask, (B, length) each. Targets are the tokens from first
-    to end − 1, the input is each one's predecessor; before the first token of a text stands <eos>.
-    Padding, on the `pad` side, holds token 0.
+    The model's input are ids, so that every product has both gradients.
     """
-    tokens = torch.zeros(len(spans), length, dtype=torch.int64)
-    targets = torch.zeros_like(tokens)
-    attention_mask = torch.zeros_like(tokens, dtype=torch.bool)
-    for row, (first, end) in enumerate(spans):
-        size = end - first
-        places = slice(length - size, length) if pad == "left" else slice(0, size)
-        if first > 0:
-            tokens[row, places] = ids[first - 1 : end - 1]
-        else:
-            tokens[row, places] = torch.cat([torch.tensor([eos]), ids[: end - 1]])
-        targets[row, places] = ids[first:end]
-        attention_mask[row, places] = True
-    return tokens, targets, attention_mask
-
-
-def windows(token_count: int, length: int) -> list[tuple[int, int, int]]:
-    """(first, first counted, end) of overlapping windows that count every token once.
-
-    Each token has at least half a window of context, except at the very beginning.
-    """
-    stride = length // 2
-    spans = []
-    for counted in range(0, token_count, stride):
-        end = min(counted + stride, token_count)
-        spans.append((max(0, end - length), counted, end))
-    return spans
-
-
-@torch.no_grad()
-def evaluate(
-    model: LanguageModel,
-    ids: Tensor,
-    vocabulary: Vocabulary,
-    length: int,
-    pad: str,
-    world: World,
-    confused: Tensor,
-) -> tuple[dict[str, float], Tensor]:
-    """Scores of a text of T tokens, and the confusion table of the `confused` tokens, (K,).
-
-    Scores: loss in nats per token, perplexity, accuracy, and accuracy without <unk>, over the other
-    tokens: always guessing <unk> is right for every sixth word of WikiText-2. Table (K, K + 1): how
-    often token i was to be predicted and j was the likeliest; the last column is any other token.
-    """
-    model.eval()
-    device = world.device
-    # Sums over the tokens: loss in nats, correct guesses, correct guesses of known words.
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    # A token's row and column in the table; K is any other token.
-    other = len(confused)
-    place = torch.full((len(vocabulary.tokens),), other)
-    place[confused] = torch.arange(other)
-    place = place.to(device)
-    table = torch.zeros(other + 1, other + 1, dtype=torch.int64, device=device)
-    batches = torch.tensor(windows(len(ids), length)).split(WINDOWS_AT_ONCE)
-    for batch in batches[world.rank :: world.size]:
-        spans = [(first, end) for first, _, end in batch.tolist()]
-        tokens, targets, attention_mask = gather_segments(ids, spans, vocabulary.eos, length, pad)
-        # A window counts the last `count` of its real tokens.
-        count = batch[:, 2] - batch[:, 1]
-        tokens_to_the_end = attention_mask.flip(1).cumsum(1).flip(1)  # (B, S)
-        counted = attention_mask & (tokens_to_the_end <= count.unsqueeze(1))
-        logits = model(tokens, attention_mask, counted).float()  # (N, V)
-        truth = send(targets[counted], device)  # (N,)
-        guess = logits.argmax(-1)
-        right = guess == truth
-        loss = F.cross_entropy(logits, truth, reduction="none").double()
-        sums += torch.stack([loss.sum(), right.sum(), (right & (truth != vocabulary.unk)).sum()])
-        # Each pair of places as one number, so that one call counts them all.
-        pairs = place[truth] * (other + 1) + place[guess]
-        table += pairs.bincount(minlength=table.numel()).view_as(table)
-    loss, correct, correct_known = world.sum(sums).tolist()
-    scores = {
-        "loss": loss / len(ids),
-        "perplexity": math.exp(min(loss / len(ids), 50)),  # exp overflows at 710
-        "accuracy": correct / len(ids),
-        "accuracy_without_unk": correct_known / max(1, (ids != vocabulary.unk).sum().item()),
-    }
-    return scores, world.sum(table)[:other].cpu()
-
-
-@torch.no_grad()
-def generate(
-    model: LanguageModel,
-    prompts: list[Tensor],
-    vocabulary: Vocabulary,
-    length: int,
-    seed: int,
-    temperature: float = 0.8,
-) -> list[list[int]]:
-    """`length` sampled tokens behind each prompt; <unk> is never sampled."""
-    model.eval()
-    context = model.causal_mask.size(0)  # tokens that the model sees at most
-    generator = torch.Generator().manual_seed(seed)
-    continued = []
-    for prompt in prompts:
-        ids = [vocabulary.eos, *prompt.tolist()]
-        for _ in range(length):
-            tokens = torch.tensor([ids[-context:]])
-            attention_mask = torch.ones_like(tokens, dtype=torch.bool)
-            logits = model(tokens, attention_mask)[0, -1].float().cpu()  # (V,)
-            logits[vocabulary.unk] = -math.inf
-            probabilities = (logits / temperature).softmax(-1)
-            ids.append(probabilities.multinomial(1, generator=generator).item())
-        continued.append(ids[-length:])
-    return continued
-
-
-def confusion_figure(table: Tensor, names: list[str], note: str):
-    """The table (K, K + 1) as a matplotlib figure: the share of each guess in its row."""
-    from matplotlib.figure import Figure
-
-    shares = table / table.sum(1, keepdim=True).clamp_min(1)
-    style = dict(family=families("".join(names)), parse_math=False)
-    figure = Figure(figsize=(7, 6), layout="constrained")
-    axes = figure.add_subplot()
-    image = axes.imshow(shares.numpy(), vmin=0, vmax=1, cmap="Blues", aspect="auto")
-    axes.set_xticks(range(len(names) + 1), [*names, "(other)"], rotation=60, **style)
-    axes.set_yticks(range(len(names)), names, **style)
-    axes.set_xlabel("likeliest token of the model")
-    axes.set_ylabel("token in the test text")
-    figure.colorbar(image, label="share of the row")
-    if note:
-        figure.supxlabel(note, fontsize=8, color="crimson")
-    return figure
+    attention_mask = torch.ones(1, length, dtype=torch.bool)
+    # MATH: attention by plain matrix products, which the counter knows on every device.
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+        model(attention_mask.long(), attention_mask)
+    return 3 * counter.get_total_flops() // length

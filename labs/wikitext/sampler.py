@@ -1,4 +1,4 @@
-"""Which segments of the training text an epoch visits: each once, or the hard ones more often."""
+"""Segments of a text as tensors, and which of them an epoch of training visits."""
 
 import torch
 from torch import Tensor
@@ -81,9 +81,10 @@ class SegmentSampler:
         # The CPU's generator uses 32 bits of its seed. So seeds lie a million epochs apart.
         return torch.Generator().manual_seed((1_000_003 * self.config.seed + epoch) % 2**32)
 
-    def record(self, segments: Tensor, sums: Tensor) -> None:
-        """This rank visited these segments (B,); their tokens' losses add up to `sums` (B,)."""
-        self.sums.index_add_(0, send(segments, self.sums.device), sums.double())
+    def record(self, segments: Tensor, losses: Tensor, counted: Tensor) -> None:
+        """This rank visited these segments, (B,); `losses` (N,) are of the places `counted`."""
+        rows = counted.nonzero()[:, 0]  # (N,) the row of each loss
+        self.sums.index_add_(0, send(segments[rows], self.sums.device), losses.double())
         self.visits.index_add_(0, segments, torch.ones(len(segments), dtype=torch.float64))
 
     def end_epoch(self, world: World, epoch: int) -> None:
@@ -133,3 +134,27 @@ def systematic(p: Tensor, shift: Tensor) -> Tensor:
     edges = (p / p.sum()).cumsum(0) * len(p)
     # i where edges[i − 1] ≤ point < edges[i]. Rounding may put the last edge below the last point.
     return torch.searchsorted(edges, points, right=True).clamp_max(len(p) - 1)
+
+
+def gather_segments(
+    ids: Tensor, spans: list[tuple[int, int]], eos: int, length: int, pad: str = "right"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Segments of a text for (first, end) `spans`.
+
+    Returns tokens, targets and attention mask, (B, length) each. Targets are the tokens from first
+    to end − 1, the input is each one's predecessor; before the first token of a text stands <eos>.
+    Padding, on the `pad` side, holds token 0.
+    """
+    tokens = torch.zeros(len(spans), length, dtype=torch.int64)
+    targets = torch.zeros_like(tokens)
+    attention_mask = torch.zeros_like(tokens, dtype=torch.bool)
+    for row, (first, end) in enumerate(spans):
+        size = end - first
+        places = slice(length - size, length) if pad == "left" else slice(0, size)
+        if first > 0:
+            tokens[row, places] = ids[first - 1 : end - 1]
+        else:
+            tokens[row, places] = torch.cat([torch.tensor([eos]), ids[: end - 1]])
+        targets[row, places] = ids[first:end]
+        attention_mask[row, places] = True
+    return tokens, targets, attention_mask

@@ -1,8 +1,7 @@
-"""Text for the language model: files → splits → words → vocabulary → token ids; GloVe vectors.
+"""Text for the language model: files → splits → words → vocabulary → token ids.
 
 text = prepare("/opt/wikitext-2", ratios=(0.8, 0.1, 0.1), vocab=0, min_count=3)
 text.ids["train"]            # (T,) int64; every line ends with <eos>
-vectors, known = load_glove(Path("glove.6B.50d.txt"), text.vocabulary.tokens)
 
 WikiText's own form is the default: words stand between spaces, rare ones are `<unk>`, an article
 begins with a line ` = title = `, and every line, an empty one too, ends with the token `<eos>`.
@@ -23,9 +22,8 @@ from text.plain import NO_TEXT, TITLE, read_lines, split_of
 from text.reading import find_text
 
 ROOT = Path(__file__).parents[2]
-# Where WikiText-2 and GloVe are looked for without a flag: /opt, and beside the repository.
+# Where WikiText-2 is looked for without a flag: /opt, and beside the repository.
 DATA_PLACES = (Path("/opt/wikitext-2"), ROOT.parent / "wikitext-2")
-GLOVE_PLACES = (Path("/opt/glove"), ROOT.parent / "glove")
 SAMPLE_NOTE = "bundled sample, not WikiText-2: this score says only that the program works"
 HOW_TO_GET = (
     "download the parquet files of "
@@ -62,6 +60,20 @@ class Vocabulary:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these ids, with a line end for <eos>."""
         return " ".join("\n" if id == self.eos else self.tokens[id] for id in ids)
+
+    def save(self, run: Path) -> None:
+        """Write vocabulary.txt, one word per line."""
+        words = "".join(f"{token}\n" for token in self.tokens)
+        (run / "vocabulary.txt").write_text(words, encoding="utf-8")
+
+    def check(self, run: Path, data: str) -> None:
+        """Raises `UserError` if the run had other words: its embedding would be read wrongly."""
+        file = run / "vocabulary.txt"
+        if file.exists() and file.read_text(encoding="utf-8").splitlines() != self.tokens:
+            raise UserError(
+                f"{run}: the text at {data or 'sample'} has other words than the run began with; "
+                "put it back, or start a new run"
+            )
 
 
 @dataclass
@@ -229,63 +241,3 @@ def choose_words(rows: list[list[str]], size: int, min_count: int) -> list[str]:
     counts[EOS] = len(rows)
     counts[UNK] = unknown + sum(counts[word] for word in by_count[len(kept) :])
     return sorted([*kept, EOS, UNK], key=lambda word: (-counts[word], word))
-
-
-# -------- GloVe
-
-
-def load_glove(path: Path, tokens: list[str]) -> tuple[Tensor, Tensor]:
-    """Vectors (V, G) of these tokens and whether the file has them (V,).
-
-    The file is text, a word and its G numbers per line (Pennington et al. 2014,
-    https://nlp.stanford.edu/projects/glove/). A word it lacks is looked up in lower case. The
-    vectors found are scaled to variance 1/G; tokens without one get N(0, 1/G) of a fixed seed.
-    """
-    wanted = {form for token in tokens for form in (token, token.lower())} - {UNK, EOS}
-    table, size = read_vectors(path, wanted)
-    vectors = torch.randn(len(tokens), size, generator=torch.Generator().manual_seed(0))
-    vectors *= size**-0.5
-    known = torch.zeros(len(tokens), dtype=torch.bool)
-    for id, token in enumerate(tokens):
-        row = table.get(token, table.get(token.lower()))
-        if row is not None:
-            vectors[id], known[id] = torch.tensor(row), True
-    if not known.any():
-        raise UserError(
-            f"--glove {path}: none of its words is in the vocabulary; is it of this language?"
-        )
-    deviation = vectors[known].std(correction=0).clamp_min(1e-8)
-    vectors[known] *= size**-0.5 / deviation
-    return vectors, known
-
-
-def read_vectors(path: Path, wanted: set[str]) -> tuple[dict[str, list[float]], int]:
-    """word → its numbers, for the wanted words, and how many numbers a word has."""
-    table, size = {}, 0
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                words = line.rstrip().split(" ")
-                size = size or len(words) - 1
-                if size < 2 or len(words) <= size:
-                    raise ValueError(
-                        f"line {number} has {len(words) - 1} numbers instead of {size or 'some'}"
-                    )
-                # A few words of the largest files have spaces within.
-                word = " ".join(words[:-size])
-                if word in wanted and word not in table:
-                    table[word] = [float(value) for value in words[-size:]]
-    except OSError as error:
-        raise UserError(
-            f"--glove {path}: {error.strerror}; give a text file such as glove.6B.50d.txt"
-        ) from None
-    except ValueError as error:  # not UTF-8 is one of them
-        raise UserError(
-            f"--glove {path} is not a file of vectors ({error}); unpack the .zip, or fetch it again"
-        ) from None
-    return table, size
-
-
-def coverage(known: Tensor, ids: Tensor) -> tuple[float, float]:
-    """Shares of the vocabulary (types) and of the text (running tokens) that have a vector."""
-    return known.double().mean().item(), known[ids].double().mean().item()

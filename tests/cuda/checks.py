@@ -183,8 +183,8 @@ def lenet() -> None:
 
 
 def wikitext(pad: str, stage: str) -> None:
-    from labs.wikitext.model import LanguageModel, SmoothedLoss, gather_segments, send
-    from labs.wikitext.sampler import SegmentSampler
+    from labs.wikitext.model import LanguageModel, SmoothedLoss
+    from labs.wikitext.sampler import SegmentSampler, gather_segments
 
     sizes = SimpleNamespace(
         d_model=16,
@@ -212,8 +212,7 @@ def wikitext(pad: str, stage: str) -> None:
     losses = step_of(
         SmoothedLoss(model, 0.1), trained, Precision(CUDA, "bf16", ""), tokens, targets, real, real
     )
-    rows = send(real.nonzero()[:, 0], CUDA)
-    sampler.record(mine, losses.new_zeros(3).index_add_(0, rows, losses))
+    sampler.record(mine, losses, real)
 
 
 def pipeline() -> None:

@@ -17,19 +17,14 @@ from engine.config import checked, parse_flags
 from engine.distributed import World
 from engine.telemetry import Telemetry
 from labs.wikitext import __main__ as wikitext
+from labs.wikitext import evaluation, glove
 from labs.wikitext import text as texts
 from labs.wikitext.__main__ import HANDOUT, Config
-from labs.wikitext.model import (
-    LanguageModel,
-    SmoothedLoss,
-    confusion_figure,
-    evaluate,
-    gather_segments,
-    generate,
-    windows,
-)
-from labs.wikitext.sampler import SegmentSampler, systematic
-from labs.wikitext.text import EOS, UNK, Vocabulary, coverage, load_glove, prepare, read_splits
+from labs.wikitext.evaluation import confusion_figure, evaluate, generate, windows
+from labs.wikitext.glove import load_glove
+from labs.wikitext.model import LanguageModel, SmoothedLoss
+from labs.wikitext.sampler import SegmentSampler, gather_segments, systematic
+from labs.wikitext.text import EOS, UNK, Vocabulary, prepare, read_splits
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
@@ -50,7 +45,7 @@ TINY = dict(
 def _seeded_without_data(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(texts, "DATA_PLACES", ())
-    monkeypatch.setattr(wikitext, "GLOVE_PLACES", ())
+    monkeypatch.setattr(glove, "PLACES", ())
 
 
 def wiki(documents: int = 20, first: int = 0) -> str:
@@ -128,7 +123,7 @@ def test_every_line_ends_with_eos_and_the_rare_are_unknown(tmp_path):
     assert sorted(most_frequent.vocabulary.tokens) == sorted([UNK, EOS, "a"])
 
 
-def test_glove_coverage_lower_case_and_scale(tmp_path):
+def test_glove_lower_case_and_scale(tmp_path):
     path = write(tmp_path / "g.txt", "the 1 2 3\nship -3 0 1\nShip 9 9 9\nother 5 5 5\n")
     tokens = ["The", "ship", UNK, EOS, "zebra"]
     vectors, found = load_glove(path, tokens)
@@ -136,7 +131,6 @@ def test_glove_coverage_lower_case_and_scale(tmp_path):
     raw = torch.tensor([[1.0, 2, 3], [-3, 0, 1]])
     torch.testing.assert_close(vectors[:2], raw / raw.std(correction=0) / math.sqrt(3))
     assert vectors.shape == (5, 3) and vectors[2:].norm(dim=1).min() > 0
-    assert coverage(found, torch.tensor([0, 0, 1, 3])) == (0.4, 0.75)
 
 
 # ---- model
@@ -198,21 +192,22 @@ def test_scores_are_those_of_a_plain_loop_on_one_rank_and_two(monkeypatch):
             right.append(ids[place].item())
     unk = right[0]
     vocabulary = SimpleNamespace(tokens=range(11), eos=3, unk=unk)
-    confused = ids.bincount(minlength=11).topk(3).indices
-    scores, table = evaluate(model, ids, vocabulary, 8, "left", ALONE, confused)
+    monkeypatch.setattr(evaluation, "CONFUSED", 3)
+    scores = evaluate(model, ids, vocabulary, ALONE)
     assert scores["loss"] == pytest.approx(total / 61, rel=1e-6)
     assert scores["perplexity"] == pytest.approx(math.exp(total / 61), rel=1e-6)
     assert scores["accuracy"] == len(right) / 61
     known = 61 - ids.tolist().count(unk)
     assert scores["accuracy_without_unk"] == (len(right) - right.count(unk)) / known
+    table = torch.tensor(scores["confusion"]["counts"])
     assert table.shape == (3, 4)
-    assert table.sum(1).tolist() == ids.bincount(minlength=11)[confused].tolist()
-    monkeypatch.setattr("labs.wikitext.model.WINDOWS_AT_ONCE", 2)
+    assert scores["confusion"]["tokens"] == ids.bincount().topk(3).indices.tolist()
+    assert table.sum(1).tolist() == ids.bincount().topk(3).values.tolist()
+    monkeypatch.setattr(evaluation, "WINDOWS_AT_ONCE", 2)
     monkeypatch.setattr(World, "sum", lambda _, values: values)  # of this rank alone
     halves = []
     for rank in (0, 1):
-        of_rank, _ = evaluate(model, ids, vocabulary, 8, "right", World(rank, 2, CPU), confused)
-        halves.append(of_rank["loss"])
+        halves.append(evaluate(model, ids, vocabulary, World(rank, 2, CPU))["loss"])
     assert sum(halves) == pytest.approx(scores["loss"]) and min(halves) > 0
 
 
@@ -228,11 +223,17 @@ def test_samples_are_seeded_and_have_no_unknown_word():
 # ---- sampler
 
 
+def record(made: SegmentSampler, segments: torch.Tensor, losses: torch.Tensor) -> None:
+    """A visit of these segments, in which every token of a segment has the same loss."""
+    counted = torch.arange(8) < made.lengths[segments].unsqueeze(1)  # (B, S)
+    made.record(segments, losses.repeat_interleave(made.lengths[segments]), counted)
+
+
 def made_sampler(count: int = 7, **settings) -> SegmentSampler:
     defaults = dict(sampling="dynamic", epochs=10, seed=5, resample_every=1)
     config = SimpleNamespace(segment=8, **(defaults | settings))
     made = SegmentSampler(count * 8 - 3, config, CPU)
-    made.record(torch.arange(count), torch.arange(count) * 8.0 / 2 * (made.lengths / 8))
+    record(made, torch.arange(count), torch.arange(count) / 2)
     made.end_epoch(ALONE, 0)
     return made
 
@@ -263,7 +264,7 @@ def test_the_handouts_draws_are_static_dynamic_and_static_again():
     plans = []
     for epoch in range(40):
         plan = made.plan(epoch)
-        made.record(plan, 8 * (plan / 20 + epoch % 10))
+        record(made, plan, plan / 20 + epoch % 10)
         plans.append(plan)
         made.end_epoch(ALONE, epoch)
         if epoch == 14:  # in the middle of a draw: what it saw waits for the next
@@ -292,7 +293,7 @@ def lab(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Figure, "savefig", lambda _, path, dpi: path.touch())
     monkeypatch.setattr(Telemetry, "figure", lambda *words: None)
-    monkeypatch.setattr(wikitext, "confusion_figure", lambda *words: Figure())
+    monkeypatch.setattr(evaluation, "confusion_figure", lambda *words: Figure())
     # Not in the process of all tests.
     monkeypatch.setattr("engine.devices.keep_freed_memory", lambda: True)
 
@@ -302,7 +303,7 @@ def lab(tmp_path, monkeypatch):
         defaults = {} if "resume" in settings else TINY | dict(epochs=2)
         config = checked(Config(**(defaults | settings)))
         config.given = set(defaults | settings)
-        return wikitext.train(config)
+        return wikitext.main(config)
 
     return run
 
@@ -343,10 +344,10 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(lab, tmp_path):
 def test_the_best_weights_are_tested(lab, tmp_path, monkeypatch):
     losses, seen = iter([1.0, 2.0, 0.0]), []  # of two validations and the test
 
-    def judge(model, ids, vocabulary, length, pad, world, confused):
+    def judge(model, *_):
         seen.append({name: weight.clone() for name, weight in model.state_dict().items()})
-        table = torch.eye(len(confused), len(confused) + 1)
-        return dict(loss=next(losses), perplexity=1.0, accuracy=0.0), table
+        scores = dict.fromkeys(evaluation.SCORES, next(losses))
+        return scores | {"confusion": {"tokens": ["a"], "counts": [[1, 0]]}}
 
     monkeypatch.setattr(wikitext, "evaluate", judge)
     write(tmp_path / "a.txt", wiki(12))
@@ -419,7 +420,7 @@ def test_the_commands_that_meet_the_handout(lab, tmp_path, monkeypatch):
         else:
             flags = ["--epochs", "1", *flags]
         monkeypatch.setattr(sys, "argv", ["wikitext", "--run", str(number), *small, *flags])
-        run = wikitext.train(parse_flags(Config))
+        run = wikitext.main(parse_flags(Config))
         assert result_of(run)["tokens"] > 0
     assert Path("runs/NAME/eval/confusion.png").exists()
 
@@ -431,7 +432,7 @@ def test_the_bundled_sample_never_passes_as_wikitext(lab, monkeypatch, report_of
     monkeypatch.setattr(texts, "find_text", lambda *words: sample)
     notes = []
     monkeypatch.setattr(
-        wikitext, "confusion_figure", lambda *words: notes.append(words) or Figure()
+        evaluation, "confusion_figure", lambda *words: notes.append(words) or Figure()
     )
     run = lab(run="x", epochs=1)
     note = "bundled sample, not WikiText-2: this score says only that the program works"
@@ -513,4 +514,5 @@ def test_mistakes_are_named_in_one_line(lab, tmp_path, settings, message):
 
 @pytest.mark.filterwarnings("error:Glyph")
 def test_the_confusion_table_shows_chinese(tmp_path):
-    confusion_figure(torch.eye(2, 3), ["你", "$_$"], "").savefig(tmp_path / "confusion.png")
+    figure = confusion_figure(["你", "$_$"], [[1, 0, 0], [0, 1, 0]], "")
+    figure.savefig(tmp_path / "confusion.png")
