@@ -95,8 +95,8 @@ def explain(error: Exception) -> str | None:
         return f"the machine's memory is full; {smaller}"
     if "no kernel image" in message:
         return (
-            "this GPU is too old for this build of PyTorch; see docs/troubleshooting.md, "
-            "or give --device cpu"
+            "this GPU is too old for this build of PyTorch; see "
+            "docs/troubleshooting.md#gpu, or give --device cpu"
         )
 
     if "C++ compile error" in message:
@@ -109,7 +109,10 @@ def explain(error: Exception) -> str | None:
 
     # An OSError is not a lost rank but, for example, a download that failed.
     if several_processes() and not isinstance(error, OSError) and re.search(PEER_LOST, message):
-        return "another process of this run has ended or does not answer; its own message says why"
+        return (
+            "another process of this run has ended or does not answer; its own message says why "
+            "(docs/data_parallel.md#what-can-go-wrong)"
+        )
     return explain_disk_error(error)
 
 

@@ -2,9 +2,11 @@
 
 import importlib
 import importlib.util
+import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 from collections import Counter
@@ -12,10 +14,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY_FLAGS, forked
+from conftest import ROOT, forked_ranks, in_this_process, reversed_digits, write_pairs
 from torch.distributed.run import get_args_parser
 from torch.distributed.run import parse_args as torchrun_arguments
 
+import data
+import model
 import train
 from engine.config import parse_flags
 from engine.meters import Meter
@@ -25,6 +29,15 @@ FOLDERS = ("", "docs", "sample", "labs/*")
 PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(f"{folder}/*.md".lstrip("/")))
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES if page.name != "CHANGELOG.md"]
 PAIRS = [name for name in NAMES if (ROOT / name.replace(".md", ".zh-CN.md")).exists()]
+PROGRAMS = (
+    "*.py",
+    "run.sh",
+    "engine/*.py",
+    "fast/*.py",
+    "text/*.py",
+    "tools/**/*.py",
+    "labs/**/*.py",
+)
 # Verb of run.sh -> program, where it is not labs.VERB.
 VERBS = {"train": "train.py", "test": "", "gpu": "benchmarks.gpu", "attention": "labs.attention_op"}
 LABS = {"lenet", "wikitext", "pipeline", "collectives", "gpt"}
@@ -38,6 +51,12 @@ BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 def read(page: str) -> str:
     """The text of a page."""
     return (ROOT / page).read_text(encoding="utf-8")
+
+
+def anchors(page: Path) -> set[str]:
+    """What may follow # in a link to the page: its headings as GitHub changes them."""
+    headings = re.findall("^#+ (.*)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 # -------------------------------------------------------------------- two languages
@@ -75,6 +94,14 @@ def test_english_pages_have_no_chinese_prose(page):
     text = re.sub(r"`[^`]*`|\[[^]]*\]\([^)]*zh-CN\.md\)", "", BLOCK.sub("", read(page)))
     chinese = re.findall("[\u4e00-\u9fff]+", text)
     assert not chinese
+
+
+@pytest.mark.parametrize("page", [name for name in NAMES if "zh-CN" in name])
+def test_chinese_paragraphs_are_not_wrapped(page):
+    """A line break between two Chinese characters is shown as a gap."""
+    assert not re.findall(
+        "[\u3000-\u9fff\uff00-\uffef]\n[\u4e00-\u9fff]", BLOCK.sub("", read(page))
+    )
 
 
 # -------------------------------------------------------------------- commands and names
@@ -191,12 +218,27 @@ def test_every_file_exists(page):
     for name in re.findall(r"`(\w[\w/]*(?:\.py|\.cpp|\.h|/))`", text):
         exists = any((folder / name).exists() for folder in folders)
         assert exists or name.startswith(("runs/", "my_corpus/")), name  # the user makes these
-    for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
-        assert ((ROOT / page).parent / link).exists(), link
+    for link, anchor in re.findall(r"\]\((?!http)([^)#]+)#?([^)]*)\)", text):
+        file = (ROOT / page).parent / link
+        assert file.exists(), link
+        assert not anchor or anchor in anchors(file), f"{link}#{anchor}"
     files = (ROOT / "tests").rglob("test_*.py")
     tests = "".join(file.read_text(encoding="utf-8") for file in files)
     for name in re.findall(r"`(test_\w+)…?`", text):  # … stands for the rest of a name
         assert f"def {name}" in tests, name
+
+
+def test_the_pages_that_programs_name_exist():
+    """`docs/page.md` in an error line or a comment, or `docs/page.md#heading`."""
+    programs = [path for folder in PROGRAMS for path in ROOT.glob(folder)]
+    named = set()
+    for program in programs:
+        text = program.read_text(encoding="utf-8")
+        named |= set(re.findall(r"(docs/\w+\.md)(?:#([\w-]+))?", text))
+    assert ("docs/troubleshooting.md", "gpu") in named
+    for page, anchor in named:
+        assert (ROOT / page).exists(), page
+        assert not anchor or anchor in anchors(ROOT / page), f"{page}#{anchor}"
 
 
 @pytest.mark.parametrize(
@@ -230,55 +272,140 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
         exec(block, {})
 
 
-def runnable(page: str) -> list[str]:
-    """The commands that one process can run on a CPU, without network and the course's data."""
-    scripts = ("python train.py", "python evaluate.py", "python translate.py")
-    elsewhere = r"wmt/|~/|google-bert/|my_tokenizer/|--source |int8|--attention|--serve|\$|DIR"
-    return [
-        command
-        for command in dict.fromkeys(commands(page))
-        if command.startswith(scripts) and not re.search(elsewhere, command)
-    ]
+SCRIPTS = ("train.py", "evaluate.py", "translate.py", "report.py")
+# What needs a network, a second machine, another torchrun or a CPU with VNNI is only parsed, as are
+# servers, which do not end. So are run.sh, the labs and the benchmarks, which have their own tests.
+ONLY_PARSED = r"wmt/|google-bert/|--nnodes|--shutdown_timeout|precision int8|--serve|\$"
+if not importlib.util.find_spec("ctranslate2"):
+    ONLY_PARSED += "|--export"
+QUICK_PAGES = ["docs/handout.md", "README.md", "docs/data.md", "docs/evaluation.md"]
+SMALL = dict(d_model=32, nhead=4, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=64)
+END_STEP = Meter.end_step
+
+
+def runnable_commands() -> dict[str, list[str]]:
+    """Page -> the commands that run here and that no page before it names.
+
+    Those for several processes are under "torchrun".
+    """
+    pages = [*QUICK_PAGES, *(name for name in NAMES if "zh-CN" not in name)]
+    found = {"torchrun": []}
+    seen = set()
+    for page in dict.fromkeys(pages):
+        found[page] = []
+        for command in commands(page):
+            runs = program_and_flags(command)[0] in SCRIPTS
+            if command in seen or not runs or re.search(ONLY_PARSED, command):
+                continue
+            seen.add(command)
+            key = "torchrun" if command.startswith("torchrun") else page
+            found[key].append(command)
+    return {page: commands for page, commands in found.items() if commands}
+
+
+RUNNABLE = runnable_commands()
+
+
+def make_small(steps: int, set_attribute=setattr) -> None:
+    """Every model size is tiny, and a training is interrupted after a number of steps."""
+
+    def end_step(meter: Meter) -> None:
+        END_STEP(meter)
+        meter.steps_taken = getattr(meter, "steps_taken", 0) + 1
+        if meter.steps_taken == steps:
+            signal.raise_signal(signal.SIGTERM)
+
+    set_attribute(data, "default_path", lambda: "my_corpus")
+    set_attribute(model, "PRESETS", dict.fromkeys(model.PRESETS, SMALL))
+    set_attribute(Meter, "end_step", end_step)
+
+
+def run_as_typed(command: str, folder: Path, steps: int = 2) -> None:
+    """The command in `folder`, in this process; one under torchrun in forked processes."""
+    # Data are in DIR, so the report goes elsewhere.
+    typed = command.replace("~/", "").replace("--out DIR", "--out OUT")
+    script, flags = program_and_flags(typed)
+    if script == "evaluate.py":
+        flags += ["--limit", "5"]
+    if "--run" in flags:
+        # The pages call every run NAME, but a run is never overwritten.
+        flags[flags.index("--run") + 1] += f"-{len(os.listdir(folder / 'runs'))}"
+    if "--help" in command:
+        flags.append("--help")
+    shutil.rmtree(folder / "exported", ignore_errors=True)
+    if command.startswith("torchrun"):
+        count = int(re.search(r"--nproc_per_node (\d+)", command)[1])
+        forked_ranks(count, script, *flags, cwd=folder, first=(make_small, steps))
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        make_small(steps, patch.setattr)
+        patch.chdir(folder)
+        assert not in_this_process(script, *flags), command
 
 
 @pytest.fixture(scope="module")
-def place(toy_data, tmp_path_factory) -> Path:
-    """A folder with runs/NAME, a tiny run with five checkpoints, and data of the pages' names."""
+def place(tmp_path_factory) -> Path:
+    """A folder with data of the pages' names, and with tiny runs: NAME has five checkpoints, and
+    A, B and lm are scored copies of it."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "settings.yaml").write_text(settings_file(), encoding="utf-8")
-    rows = "".join(f"第{number}行\tline {number}\n" for number in range(2000))
-    (folder / "pairs.tsv").write_text("zh\ten\n" + rows, encoding="utf-8")
+    pairs = reversed_digits(2200)
+    splits = {"train": slice(0, 2000), "validation": slice(2000, 2100), "test": slice(2100, 2200)}
+    write_pairs(folder / "my_corpus", pairs, splits)
+    for file in (folder / "my_corpus").iterdir():
+        text = file.read_text(encoding="utf-8")
+        file.write_text(re.sub(r'"zh": ("[^"]*")', r'\g<0>, "de": \1', text), encoding="utf-8")
+    for name in ("sample", "minidataset", "DIR"):
+        (folder / name).symlink_to("my_corpus")
+    lines = ["\t".join((*pair, *pair)) for pair in pairs]
+    table = "\n".join(["zh\ten\tChinese\tEnglish", *lines])
+    (folder / "pairs.tsv").write_text(table, encoding="utf-8")
     for part in ("src.zh", "ref.en"):
         (folder / f"newstest2019-zhen-{part}.sgm").write_text("<seg>1</seg>", encoding="utf-8")
-    for name in ("my_corpus", "sample"):
-        (folder / name).symlink_to(toy_data)
-    run_as_typed("python train.py --data my_corpus --max_steps 5 --eval_every 1 --run NAME", folder)
+    (folder / "runs").mkdir()
+    run_as_typed("python train.py --data my_corpus --eval_every 1 --run first", folder, steps=5)
+    (folder / "runs/first-0").rename(folder / "runs/NAME")
+    for beam in (1, 4):
+        run_as_typed(f"python evaluate.py --ckpt runs/NAME --beam {beam}", folder)
+    shutil.copytree(folder / "runs/NAME/tokenizer/source", folder / "my_tokenizer")
+    for name in ("A", "B", "lm"):
+        shutil.copytree(folder / "runs/NAME", folder / "runs" / name)
     return folder
 
 
-def run_as_typed(command: str, folder: Path) -> None:
-    """The command with a model, and a number of steps or rows, that take seconds."""
-    _, script, *flags = shlex.split(command)
-    if script == "train.py" and "--resume" not in flags:
-        flags += [*TINY_FLAGS, "--max_length", 64]
-        flags += ["--data", "my_corpus"] if "--data" not in flags else []
-    if script == "train.py" and "--eval_every" not in flags:
-        flags += ["--max_steps", 6, "--eval_every", 6]
-    if script == "evaluate.py":
-        flags += ["--limit", 5]
-    forked(script, *flags, "--device", "cpu", cwd=folder)
+def test_the_commands_that_meet_the_handout(place):
+    """Those of the page; then what it says is there to be looked at."""
+    for command in RUNNABLE["docs/handout.md"]:
+        run_as_typed(command, place)
+    [page] = place.glob("runs/*/report/report.html")
+    run = page.parent.parent
+    assert "(transformer): Transformer(" in (run / "train.log").read_text(encoding="utf-8")
+    assert list(run.glob("events.out.tfevents.*"))
+    for split in ("validation", "test"):
+        score = json.loads((run / f"eval/{split}-greedy-first5.json").read_text("utf-8"))
+        assert score["split"] == split and 0 <= score["nltk"] <= 100
 
 
-@pytest.mark.parametrize("command", runnable("README.md"))
-def test_the_commands_of_the_readme_run(command, place):
-    run_as_typed(command, place)
+@pytest.mark.parametrize("page", QUICK_PAGES[1:])
+def test_the_commands_of_a_page_run(page, place):
+    for command in RUNNABLE[page]:
+        run_as_typed(command, place)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["docs/training.md", "docs/data.md", "docs/evaluation.md"])
-def test_the_commands_of_the_pages_run(page, place):
-    for command in runnable(page):
+@pytest.mark.parametrize("page", [page for page in RUNNABLE if page not in QUICK_PAGES])
+def test_the_commands_of_a_long_page_run(page, place):
+    for command in RUNNABLE[page]:
         run_as_typed(command, place)
+
+
+def test_training_without_flags(place, capfd):
+    """`python train.py` trains on the sample until it is interrupted."""
+    run_as_typed("python train.py", place)
+    output = "".join(capfd.readouterr())
+    assert "stopped after step 2: interrupted" in output
+    assert "to resume: python train.py --resume runs/" in output
+    assert output.count("no --data given") == output.count("device: ") == 1
 
 
 def test_the_example_in_python_runs_and_leaves_the_signals_as_they_were(place, monkeypatch, capsys):
@@ -292,22 +419,3 @@ def test_the_example_in_python_runs_and_leaves_the_signals_as_they_were(place, m
     assert [signal.getsignal(number) for number in SIGNALS] == before
     assert names["folder"].is_dir() and len(names["translations"].texts) == 2
     assert "nltk corpus_bleu" in capsys.readouterr().out
-
-
-def interrupt_after_a_step() -> None:
-    """In the process of a training: SIGTERM at the end of each step."""
-    end_step = Meter.end_step
-
-    def end_step_with_signal(meter: Meter) -> None:
-        end_step(meter)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    Meter.end_step = end_step_with_signal
-
-
-def test_training_without_flags(tmp_path):
-    """`python train.py` trains on the sample until it is interrupted."""
-    output = forked("train.py", cwd=tmp_path, first=(interrupt_after_a_step,))
-    assert "stopped after step 1: interrupted" in output
-    assert "to resume: python train.py --resume runs/" in output
-    assert output.count("no --data given") == output.count("device: ") == 1

@@ -145,7 +145,8 @@ class BleuCard:
         if min(self.precisions) == 0:
             card.append(
                 "note: BLEU is 0, because no n-gram of some length n matches; "
-                "sacreBLEU smooths (smooth:exp)"
+                "sacreBLEU smooths (smooth:exp); "
+                "see docs/troubleshooting.md#translations-and-scores"
             )
         elif self.short and abs(self.nltk - self.sacrebleu) >= 0.005:
             card.append(
