@@ -29,7 +29,7 @@ from tools.reporting.reading import RunFiles, read_run, rows_of
 from tools.reporting.words import CHINESE
 
 NUMBER = re.compile(r"-?[\d,]+(?:\.\d+)?(?:e[+-]\d+)?")
-WORDS_WITH_DIGITS = ["chrF2", "1-gram", "2-gram", "3-gram", "4-gram", "100 %", "95 %", "0.025"]
+WORDS_WITH_DIGITS = ["chrF2", "1-gram", "2-gram", "3-gram", "4-gram", "100 %", "95 %"]
 GREEDY = "eval/test-greedy"
 
 
@@ -286,12 +286,12 @@ def test_a_report_of_two_runs_and_a_lab(run, without_drawing):
     page = make(run, other)
     marked = re.findall('<tr class=mark><th><span class="flag">(.*?)</span></th>', page)
     assert set(marked) - {"--run"} == {"--lr"}
-    assert "<h2>Paired bootstrap</h2>" in page and ">b</data>" in page
+    assert ">b</data>" in page
     lab.mkdir()
     (lab / "config.json").write_text('{"variant": "relu"}')
     page = make(lab, run, other)
     assert "<h2>Translations</h2>" in page and "<h2>Cross-attention</h2>" in page
-    assert "<h2>Paired bootstrap</h2>" in page and "· data set ·" not in page
+    assert "· data set ·" not in page
     same_name = shutil.copytree(run, run.parent / "c" / "a", symlinks=True)
     page = make(run, same_name)
     assert f">{run}</data>" in page and f">{same_name}</data>" in page

@@ -106,9 +106,9 @@ def check(config) -> None:
         lengths = {side: np.resize(known, pairs) for side, known in prepared.train.lengths.items()}
         tokens = {side: int(lengths[side].sum()) + pairs for side in lengths}
         print(describe_data(text, prepared, pairs, tokens, len(sample.taken["train"]) < pairs))
-        whole = replace(prepared, train=SimpleNamespace(lengths=lengths))
+        all_pairs = replace(prepared, train=SimpleNamespace(lengths=lengths))
         total = sum(tokens.values())
-        report_costs(config, prepared, whole, total, precision, load, warnings.append)
+        report_costs(config, prepared, all_pairs, total, precision, load, warnings.append)
     for warning in warnings:
         print(f"warning: {warning}")
     plural = "" if len(warnings) == 1 else "s"
@@ -207,7 +207,7 @@ def check_shares(prepared: Prepared, duplicates: float, warn: Callable) -> None:
 
 
 def unknown_characters(tokenizer, texts) -> float:
-    """The share of the characters that become <unk>; one <unk> may stand for a whole sentence."""
+    """The share of the characters that become <unk>; one <unk> may stand for an entire sentence."""
     if tokenizer.unk_token_id is None or not tokenizer.is_fast:
         return 0.0
     encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
@@ -238,7 +238,7 @@ def describe_data(
 def report_costs(
     config,
     sample: Prepared,
-    whole: Prepared,
+    all_pairs: Prepared,
     tokens: int,
     precision: Precision,
     load: str,
@@ -246,7 +246,8 @@ def report_costs(
 ) -> None:
     """Print steps, time, memory and disk. Raises `UserError` if memory or disk do not suffice.
 
-    `whole` has the lengths of all pairs, with `tokens` in all, but no ids. `load`: other processes.
+    `all_pairs` has the lengths of all pairs, with `tokens` in all, but no ids. `load`: other
+    processes.
     """
     sizes = sizes_of(config, len(sample.source_tokenizer), len(sample.target_tokenizer))
     with torch.device("meta"):  # shapes without numbers
@@ -257,8 +258,8 @@ def report_costs(
     ids_and_text = 8 * tokens
     check_disk(folder_of(config.run or "new").parent, checkpoints + ids_and_text)
 
-    budget = config.tokens_per_batch or default_tokens_per_batch(whole, precision.device)
-    sampler = BucketSampler(whole.train.lengths, budget, seed=config.seed)
+    budget = config.tokens_per_batch or default_tokens_per_batch(all_pairs, precision.device)
+    sampler = BucketSampler(all_pairs.train.lengths, budget, seed=config.seed)
     trial = Trial(config, sample, sizes, precision)
     micro_batches, peak = trial.measure_memory(sampler.heaviest_steps(), budget)
     speed = trial.measure_speed(max(1, budget // micro_batches))

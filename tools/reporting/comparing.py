@@ -9,7 +9,8 @@ from tools.reporting.reading import RunFiles, rows_of
 
 def shared_results(runs: list[RunFiles]) -> list[str]:
     """The evaluations of which every run has the translations."""
-    return [name for name in runs[0].hypotheses if all(name in run.hypotheses for run in runs)]
+    names = runs[0].hypotheses if runs else []
+    return [name for name in names if all(name in run.hypotheses for run in runs)]
 
 
 def compare(runs: list[RunFiles]) -> tuple[str, list[Compared]]:

@@ -53,14 +53,14 @@ def panels_of(runs: list[RunFiles]) -> dict[str, list[str]]:
     return {name: tags for name, tags in panels.items() if tags}
 
 
-def curves(runs: list[RunFiles], name: str, tags: list[str], say) -> Figure:
-    """One panel: all runs and all its tags over the steps. `say` translates labels."""
+def curves(runs: list[RunFiles], name: str, tags: list[str], translate) -> Figure:
+    """One panel: all runs and all its tags over the steps. `translate` translates labels."""
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
     # Errors of 0.9 % and 0.7 % can be told apart, accuracies of 99.1 % and 99.3 % cannot.
-    title = say("error rate" if name == "accuracy" else name)
+    title = translate("error rate" if name == "accuracy" else name)
     axes.set_title(title, fontsize=11, family=families(title), parse_math=False)
-    axes.set_xlabel(say("step"), family=families(say("step")))
+    axes.set_xlabel(translate("step"), family=families(translate("step")))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if len(runs) > 1:
@@ -74,7 +74,7 @@ def curves(runs: list[RunFiles], name: str, tags: list[str], say) -> Figure:
             split = split_of(tag)
             colour, width, marker = STYLES.get(split, STYLES["other"])
             line = "-"
-            label = say(NAMES.get(split, split))
+            label = translate(NAMES.get(split, split))
             if len(runs) > 1:
                 colour = COLOURS[number % len(COLOURS)]
                 line = LINES.get(split, "-") if len(tags) > 1 else "-"
@@ -118,7 +118,7 @@ def choose_scale(axes, values: list[float]) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def hardware(run: RunFiles, say) -> Figure | None:
+def hardware(run: RunFiles, translate) -> Figure | None:
     """Utilisation, memory, power and temperature of GPU and CPU over the steps."""
     tags = [f"{device}/{name}" for device in ("gpu", "cpu") for name in QUANTITIES]
     tags = [tag for tag in tags if run.series(tag)[1]]
@@ -135,8 +135,8 @@ def hardware(run: RunFiles, say) -> Figure | None:
         axes.plot(steps, values, color=colour, linewidth=1.2, marker=marker)
         top = 100 if tag == "gpu/utilisation_percent" else 1.15 * max(values)
         axes.set_ylim(0, max(top, 1e-6))
-        title = f"{device.upper()} {say(name)}"
+        title = f"{device.upper()} {translate(name)}"
         axes.set_title(title, fontsize=9, loc="left", family=families(title))
         axes.grid(alpha=0.25)
-    axes.set_xlabel(say("step"), family=families(say("step")))
+    axes.set_xlabel(translate("step"), family=families(translate("step")))
     return figure

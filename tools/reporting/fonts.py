@@ -56,12 +56,12 @@ def embedded(text: str) -> str:
     """CSS with the Chinese characters of `text` as the font "own", so no machine shows boxes."""
     from fontTools import subset
 
-    font = subset.load_font(str(OWN), subset.Options())
     cutter = subset.Subsetter(subset.Options(notdef_outline=True))
     cutter.populate(unicodes={ord(letter) for letter in text if ord(letter) >= FIRST_CHINESE})
-    cutter.subset(font)
     file = io.BytesIO()
-    font.save(file)
+    with subset.load_font(str(OWN), subset.Options()) as font:
+        cutter.subset(font)
+        font.save(file)
     encoded = base64.b64encode(file.getvalue()).decode()
     source = f"url(data:font/otf;base64,{encoded})"
     return f"@font-face {{ font-family: own; font-display: block; src: {source} }}"

@@ -59,7 +59,7 @@ class Config:
 
 def explain_masks(language: str) -> None:
     """Print the batch, each mask with its axes labelled, and what the model combines."""
-    say = CHINESE if language == "zh" else ENGLISH
+    texts = CHINESE if language == "zh" else ENGLISH
     batch = Collate(SPECIAL, SPECIAL)(PAIRS)
     B, S = batch.src.shape
     T = batch.tgt_in.size(1)
@@ -78,20 +78,20 @@ def explain_masks(language: str) -> None:
     pairs = [f"B{b}" for b in range(B)]
     source_labels = [f"S{s}" for s in range(S)]
     target_labels = [f"T{t}" for t in range(T)]
-    print(say["sizes"].format(B=B, S=S, T=T, N=len(batch.tgt_out)))
-    table(say["src"], source_labels, pairs, src)
-    table(say["src_pad"], source_labels, pairs, src_pad)
+    print(texts["sizes"].format(B=B, S=S, T=T, N=len(batch.tgt_out)))
+    table(texts["src"], source_labels, pairs, src)
+    table(texts["src_pad"], source_labels, pairs, src_pad)
     labels = [f"{name} {pair}" for pair in pairs for name in ("in ", "out")]
     shifted = [row for both in zip(tgt_in, tgt_out) for row in both]
-    table(say["tgt"], target_labels, labels, shifted)
-    print(f"{say['positions']}{batch.target_positions.tolist()}")
-    table(say["causal_mask"], tgt_in[0], tgt_in[0], causal_mask)
+    table(texts["tgt"], target_labels, labels, shifted)
+    print(f"{texts['positions']}{batch.target_positions.tolist()}")
+    table(texts["causal_mask"], tgt_in[0], tgt_in[0], causal_mask)
 
-    print(f"\n{say['combined']}")
+    print(f"\n{texts['combined']}")
     src, tgt_in, padding = src[1], tgt_in[1], src_pad[1]
-    table(say["encoder"], src, src, [padding] * S)
-    table(say["decoder"], tgt_in, tgt_in, causal_mask)
-    table(say["cross"], src, tgt_in, [padding] * T)
+    table(texts["encoder"], src, src, [padding] * S)
+    table(texts["decoder"], tgt_in, tgt_in, causal_mask)
+    table(texts["cross"], src, tgt_in, [padding] * T)
 
 
 def words_of(ids: torch.Tensor) -> list[list[str]]:

@@ -62,10 +62,10 @@ class Page:
         self.pictures: dict[str, bytes] = {}
         if (self.folder / "config.json").exists():  # its own pictures would count as the run's
             raise UserError(f"{self.folder} is a run itself; name a folder of its own by --out DIR")
-        self.title = self.say(title)
+        self.title = self.translate(title)
         self.heading(title, 1)
 
-    def say(self, words: str) -> str:
+    def translate(self, words: str) -> str:
         """A label in the language of the page.
 
         Names of curves are labels too; names of files and flags are not translated.
@@ -86,28 +86,28 @@ class Page:
 
     def heading(self, words: str, level: int = 2) -> None:
         """A heading, in the language of the page."""
-        words = self.say(words)
+        words = self.translate(words)
         self.add(f"<h{level}>{html.escape(words)}</h{level}>", f"{'#' * level} {words}")
 
     def note(self, words: str) -> None:
         """A line in small print, in the language of the page."""
-        words = self.say(words)
+        words = self.translate(words)
         self.add(f"<p><small>{html.escape(words)}</small></p>", words)
 
     def prose(self, words: str) -> None:
         """A paragraph, in the language of the page."""
-        words = self.say(words)
+        words = self.translate(words)
         self.add(f"<p>{html.escape(words)}</p>", words)
 
     def bullets(self, *items: str) -> None:
         """A list, in the language of the page."""
-        items = [self.say(words) for words in items]
+        items = [self.translate(words) for words in items]
         lines = "".join(f"<li>{html.escape(words)}</li>" for words in items)
         self.add(f"<ul>{lines}</ul>", "\n".join(f"- {words}" for words in items))
 
     def to_write(self, words: str) -> None:
         """A marked place where the student must write."""
-        words = f"✎ {self.say(words)}"
+        words = f"✎ {self.translate(words)}"
         self.add(f'<p class="missing">{html.escape(words)}</p>', f"> **{words}**")
 
     def missing(self, lacks: list[tuple[str, ...]]) -> None:
@@ -149,18 +149,20 @@ class Page:
             kind = ' class="text"' if len(cell.text) > 30 else ""
             text = html.escape(cell.text)
             return f'<{tag}{kind}><data value="{value}" title="{source}">{text}</data></{tag}>'
-        words = html.escape("—" if cell is None else self.say(cell))
+        words = html.escape(self.text_of(cell))
         # The name of a flag is not broken into two lines.
         words = re.sub(r"--\w+", r'<span class="flag">\g<0></span>', words)
         return f"<{tag}>{words}</{tag}>"
 
     def markdown_cell(self, cell) -> str:
         """The same for a Markdown table: one line, | escaped."""
+        return " ".join(self.text_of(cell).split()).replace("|", "\\|")
+
+    def text_of(self, cell) -> str:
+        """The text of a table cell."""
         if isinstance(cell, Fact):
-            text = cell.text
-        else:
-            text = "—" if cell is None else self.say(cell)
-        return " ".join(text.split()).replace("|", "\\|")
+            return cell.text
+        return "—" if cell is None else self.translate(cell)
 
     def keep(self, name: str, figure) -> bytes:
         """Keep a matplotlib figure, or the bytes of a PNG file, for `write`; returns its bytes."""
@@ -179,11 +181,11 @@ class Page:
         tags, lines = [], []
         for name, figure in figures.items():
             encoded = base64.b64encode(self.keep(name, figure)).decode()
-            alternative = html.escape(self.say(name), quote=True)
+            alternative = html.escape(self.translate(name), quote=True)
             tags.append(
                 f'<figure><img alt="{alternative}" src="data:image/png;base64,{encoded}"></figure>'
             )
-            lines.append(f"![{self.say(name)}]({quote(file_name(name))})")
+            lines.append(f"![{self.translate(name)}]({quote(file_name(name))})")
         self.add(f'<div class="figures {kind}">{"".join(tags)}</div>', "\n".join(lines))
 
     def write(self) -> Path:

@@ -12,7 +12,7 @@ from text.bleu import sentence_scores
 from text.cleaning import REASONS
 from tools.reporting import figures
 from tools.reporting.attention import picture
-from tools.reporting.comparing import compare, shared_results
+from tools.reporting.comparing import shared_results
 from tools.reporting.page import Page
 from tools.reporting.reading import Fact, RunFiles, rows_of
 from validation import attention_of
@@ -180,13 +180,15 @@ def curves(page: Page, runs: list[RunFiles]) -> None:
             "Losses are in nats per token, without label smoothing unless it says so; "
             "validation BLEU is smoothed and of the first rows only."
         )
-    drawn = {name: figures.curves(runs, name, tags, page.say) for name, tags in panels.items()}
+    drawn = {
+        name: figures.curves(runs, name, tags, page.translate) for name, tags in panels.items()
+    }
     page.figures(drawn)
 
 
 def hardware(page: Page, runs: list[RunFiles]) -> None:
     """What nvidia-smi printed; utilisation, memory and power of GPU and CPU over the steps."""
-    drawn = {f"hardware {run.name}": figures.hardware(run, page.say) for run in runs}
+    drawn = {f"hardware {run.name}": figures.hardware(run, page.translate) for run in runs}
     drawn = {name: figure for name, figure in drawn.items() if figure}
     tables = [run for run in runs if run.gpu_table]
     on_gpu = any(start.get("gpu") for run in runs for start in run.environment)
@@ -208,7 +210,7 @@ def hardware(page: Page, runs: list[RunFiles]) -> None:
     for device in ("gpu", "cpu"):
         for quantity in ("utilisation_percent", "memory_gib", "power_watt"):
             for summary in ("mean", "max"):
-                label = f"{page.say(summary)} {device.upper()} {page.say(quantity)}"
+                label = f"{page.translate(summary)} {device.upper()} {page.translate(quantity)}"
                 rows[label] = (f"metrics.jsonl#{device}/{quantity}#{summary}", ",.1f")
     table(page, runs, rows)
 
@@ -286,17 +288,17 @@ def plain_values(contents: list[dict]) -> dict[str, tuple[str, str]]:
     }
 
 
-def translations(page: Page, runs: list[RunFiles]) -> tuple[str, list[int]]:
+def translations(page: Page, runs: list[RunFiles]) -> tuple[list[RunFiles], str, list[int]]:
     """The best, middle and worst translations of the first run, with those of the others.
 
-    Returns the name of the result, and the row with the shortest source of each part.
+    Returns the runs, the name of the result, and the row with the shortest source of each part.
     """
-    runs = [run for run in runs if run.hypotheses] or runs  # a lab's run has none
+    runs = [run for run in runs if run.hypotheses]  # a lab's run has none
     name = next((name for name in shared_results(runs) if rows_of(runs[0], name)), "")
-    rows = rows_of(runs[0], name) if name else []
-    runs = [run for run in runs if rows and rows_of(run, name) == rows]
-    if not runs:
-        return name, []
+    if not name:
+        return [], name, []
+    rows = rows_of(runs[0], name)
+    runs = [run for run in runs if rows_of(run, name) == rows]
     references = [reference for _, reference in rows]
     scores = [sentence_scores(references, run.hypotheses[name]) for run in runs]
     # Of equal scores the longer reference first: "Yes." is easily right.
@@ -326,16 +328,13 @@ def translations(page: Page, runs: list[RunFiles]) -> tuple[str, list[int]]:
     columns = [column for run in runs for column in (name_of(run), "score")]
     page.table(["", "source", "reference", *columns], lines)
     shortest = [min(part, key=lambda row: len(rows[row][0])) for part in parts.values()]
-    return name, shortest
+    return runs, name, shortest
 
 
 def attention(page: Page, runs: list[RunFiles], name: str, rows: list[int]) -> None:
     """Cross-attention of the scored checkpoints for these rows of a result."""
-    runs = [run for run in runs if rows and name in run.hypotheses]
     drawn = {}
     for run in runs:
-        if rows_of(run, name) != rows_of(runs[0], name):
-            continue
         try:
             trained = load_trained(run.scored(name), log=lambda line: None)
         except UserError as error:
@@ -343,7 +342,7 @@ def attention(page: Page, runs: list[RunFiles], name: str, rows: list[int]) -> N
             continue
         tokenizers = (trained.source_tokenizer, trained.target_tokenizer)
         for number, row in enumerate(rows, 1):
-            source = rows_of(run, name)[row][0]
+            source, _ = rows_of(run, name)[row]
             translation = run.hypotheses[name][row]
             found = attention_of(trained.model, tokenizers, source, translation, WIDEST)
             drawn[f"attention {number} {run.name}"] = picture(found)
@@ -351,34 +350,6 @@ def attention(page: Page, runs: list[RunFiles], name: str, rows: list[int]) -> N
         page.heading("Cross-attention")
         page.note("Columns: source; rows: translation. Darker: more attention of the last layer.")
         page.figures(drawn, "large")
-
-
-def comparison(page: Page, runs: list[RunFiles]) -> None:
-    """The paired bootstrap of several translation runs."""
-    runs = [run for run in runs if run.is_translation]
-    if len(runs) < 2:
-        return
-    page.heading("Paired bootstrap")
-    try:
-        name, systems = compare(runs)
-    except UserError as error:
-        page.missing([("--compare", str(error))])
-        return
-    page.note(
-        "As sacreBLEU does it: both systems on the same resampled rows. p counts one direction: "
-        "under 0.025 the difference is hardly chance."
-    )
-    source = f"computed from {name} of {', '.join(run.name for run in runs)}"
-    lines = []
-    for system in systems:
-        values = [(system.score, ".2f"), (system.low, ".2f"), (system.high, ".2f")]
-        values.append((system.p_value, ".4f"))
-        line = [system.metric, Fact(system.name, system.name, system.name)]
-        for value, form in values:
-            line.append(None if value is None else Fact(value, format(value, form), source))
-        lines.append(line)
-    interval = ["lower end of the interval", "upper end of the interval"]
-    page.table(["metric", "run", "score", *interval, "p-value"], lines)
 
 
 def own_pictures(page: Page, runs: list[RunFiles]) -> None:
