@@ -188,25 +188,52 @@ def greedy(cache: Cache, limits: Tensor, bos: int, eos: int) -> Tensor:
 
     `limits`, (B,), are the most tokens that each sentence may have.
     """
+    device = limits.device
     longest = int(limits.max())
-    output = torch.full((len(limits), longest), eos, device=limits.device)
-    rows = torch.arange(len(limits), device=limits.device)  # places in `output` of those going on
-    tokens = torch.full_like(rows, bos)
-    done = torch.zeros_like(rows, dtype=torch.bool)
+    output = torch.full((len(limits), longest), eos, device=device)
+    # A row of the cache for each sentence that is still decoded, and its row in `output`.
+    sentences = torch.arange(len(limits), device=device)
+    tokens = torch.full_like(sentences, bos)
+    finished = torch.zeros_like(sentences, dtype=torch.bool)
     for position in range(longest):
         tokens = cache.next_tokens(tokens, position)
-        tokens = tokens.masked_fill(done, eos)
-        output[rows, position] = tokens
-        done |= (tokens == eos) | (limits[rows] == position + 1)
-        if not should_check(position, limits.device):
+        tokens = tokens.masked_fill(finished, eos)
+        output[sentences, position] = tokens
+        at_limit = limits[sentences] == position + 1
+        finished |= (tokens == eos) | at_limit
+        if not should_check(position, device):
             continue
-        unfinished = torch.nonzero(~done).squeeze(1)
-        if len(unfinished) == 0:
+        active = torch.nonzero(~finished).squeeze(1)
+        if len(active) == 0:
             break
-        if len(unfinished) < (1 - cache.drop_at) * len(done):
-            cache.select(unfinished[:, None])
-            rows, tokens, done = rows[unfinished], tokens[unfinished], done[unfinished]
+        if len(active) < (1 - cache.drop_at) * len(finished):
+            cache.select(active[:, None])
+            sentences = sentences[active]
+            tokens = tokens[active]
+            finished = finished[active]
     return output
+
+
+@dataclass
+class Hypotheses:
+    """M hypotheses of each of B sentences, as beam search extends them together."""
+
+    tokens: Tensor  # (B, M, 1 + T) ids; the first one is bos
+    scores: Tensor  # (B, M)
+
+    def best(self, count: int) -> tuple["Hypotheses", Tensor]:
+        """The `count` best of each sentence, best first, and their indices among the M, (B, K)."""
+        scores, index = self.scores.topk(min(count, self.scores.size(1)))
+        return Hypotheses(take_hypotheses(self.tokens, index), scores), index
+
+    def of_sentences(self, index: Tensor) -> "Hypotheses":
+        """Those of some of the sentences."""
+        return Hypotheses(self.tokens[index], self.scores[index])
+
+
+def take_hypotheses(tokens: Tensor, index: Tensor) -> Tensor:
+    """(B, M, T) and indices among the M, (B, K) → (B, K, T)"""
+    return tokens.gather(1, index[:, :, None].expand(-1, -1, tokens.size(2)))
 
 
 @torch.inference_mode()
@@ -219,76 +246,92 @@ def beam_search(
     length ** length_penalty, the end token counted; -inf where there are fewer than K. With a
     penalty of 1 that is the mean per token, whatever the length (Koehn and Knowles 2017).
 
-    A hypothesis that ends while among the K best is finished. A sentence is done when K have
-    finished and none that goes on scores better than the best of them: weak hypotheses that end
-    early must not cut off a strong one. `limits` as in `greedy`, which this equals with K = 1.
+    A hypothesis that ends while it is among the K best is finished; the others are active. The
+    search for a sentence is done when K hypotheses have finished and no active one scores better
+    than the best of them: weak hypotheses that end early must not cut off a strong one. `limits`
+    as in `greedy`, which this equals with K = 1.
     """
-    device, longest = limits.device, int(limits.max())
+    device = limits.device
+    longest = int(limits.max())
     output = torch.full((len(limits), beam, longest), eos, device=device)
     output_scores = torch.full((len(limits), beam), -math.inf, device=device, dtype=torch.float64)
 
-    # A row for each sentence that goes on; `sentences` says where it stands in the output.
-    sentences = torch.arange(len(limits), device=device)
+    # The search for each sentence starts with one active hypothesis, which has no tokens yet and
+    # the log-probability 0, and with K empty places for finished ones.
+    sentences = torch.arange(len(limits), device=device)  # their rows in `output`
     done = torch.zeros_like(sentences, dtype=torch.bool)
-    finished, finished_scores = output[:, :, :0], output_scores.clone()
-    # Its K unfinished hypotheses: at first one, without tokens and with probability 1.
-    prefixes = output[:, :1, :0]
-    scores = output_scores.new_zeros(len(limits), 1)  # log-probabilities, (B, K)
-    tokens = torch.full((len(limits), 1), bos, device=device)
+    begin = torch.full((len(limits), 1, 1), bos, device=device)
+    active = Hypotheses(begin, output_scores.new_zeros(len(limits), 1))
+    finished = Hypotheses(begin.expand(-1, beam, -1), output_scores)
 
-    for position in range(longest):
-        # The candidates are the 2·K likeliest continuations. At least K of them do not end,
-        # because each hypothesis can end in one way only.
-        width = tokens.size(1)  # 1, then K
-        log_probabilities, ids = cache.top_tokens(tokens.flatten(), position, 2 * beam)  # (N, C)
-        totals = scores[:, :, None] + log_probabilities.unflatten(0, scores.shape)  # (B, K, C)
-        totals, index = totals.flatten(1).topk(min(2 * beam, totals[0].numel()))  # (B, 2K)
-        parents = index // ids.size(1)
-        tokens = ids.view(len(sentences), -1).gather(1, index)
-        candidates = torch.cat([pick(prefixes, parents), tokens[:, :, None]], 2)  # (B, 2K, T)
+    for length in range(1, longest + 1):
+        # At least K of 2·K candidates have not ended: a hypothesis can end in one way only.
+        candidates, parents = expand(cache, active, 2 * beam)
+        ended = candidates.tokens[:, :, -1] == eos  # (B, 2K)
+        at_limit = limits[sentences] == length  # (B,)
+        penalty = length**length_penalty
 
-        # Those of the K best that end, or are cut at the limit, compete for the finished places.
-        ends = tokens == eos
-        at_limit = limits[sentences] == position + 1
-        stops = (ends | at_limit[:, None]) & ~done[:, None]
-        penalty = (position + 1) ** length_penalty
-        stopped_scores = (totals / penalty).masked_fill(~stops, -math.inf)
-        pool = torch.cat([F.pad(finished, (0, 1), value=eos), candidates[:, :beam]], 1)
-        pool_scores = torch.cat([finished_scores, stopped_scores[:, :beam]], 1)
-        finished_scores, best = pool_scores.topk(beam)
-        finished = pick(pool, best)
+        # Of the K best candidates, those that end, or are cut at the limit, may be finished ones.
+        stopped = (ended | at_limit[:, None]) & ~done[:, None]
+        scores = (candidates.scores / penalty).masked_fill(~stopped, -math.inf)
+        newly_finished = Hypotheses(candidates.tokens[:, :beam], scores[:, :beam])
+        finished = merge_finished(finished, newly_finished, eos)
 
-        # The K best of those that do not end go on.
-        scores, best = totals.masked_fill(ends, -math.inf).topk(min(beam, totals.size(1)))
-        prefixes = pick(candidates, best)
-        tokens = tokens.gather(1, best)
-        number = torch.arange(len(sentences), device=device)
-        rows = number[:, None] * width + parents.gather(1, best)  # (B, K), in the cache
+        # The K best of those that have not ended stay active.
+        width = active.scores.size(1)  # rows of a sentence in the cache: 1, then K
+        scores = candidates.scores.masked_fill(ended, -math.inf)
+        active, chosen = Hypotheses(candidates.tokens, scores).best(beam)
+        first_rows = width * torch.arange(len(sentences), device=device)
+        rows = first_rows[:, None] + parents.gather(1, chosen)  # (B, K), to keep in the cache
 
-        all_places_taken = finished_scores[:, -1] > -math.inf
-        nothing_better = finished_scores[:, 0] >= scores[:, 0] / penalty
-        done |= at_limit | (all_places_taken & nothing_better)
-        if should_check(position, device) and done.any():
-            output[sentences, :, : position + 1] = finished
-            output_scores[sentences] = finished_scores
-            state = (sentences, done, finished, finished_scores, prefixes, scores, tokens, rows)
-            state = [tensor[~done] for tensor in state]
-            sentences, done, finished, finished_scores, prefixes, scores, tokens, rows = state
-            if len(sentences) == 0:
+        has_all = finished.scores[:, -1] > -math.inf
+        cannot_improve = finished.scores[:, 0] >= active.scores[:, 0] / penalty
+        done |= at_limit | (has_all & cannot_improve)
+        # At the last step all are done.
+        if length == longest or (should_check(length - 1, device) and done.any()):
+            output[sentences[done], :, :length] = finished.tokens[done, :, 1:]
+            output_scores[sentences[done]] = finished.scores[done]
+            remaining = torch.nonzero(~done).squeeze(1)
+            if len(remaining) == 0:
                 break
+            active = active.of_sentences(remaining)
+            finished = finished.of_sentences(remaining)
+            sentences = sentences[remaining]
+            rows = rows[remaining]
+            done = done[remaining]
         cache.select(rows)
-    output[sentences, :, : finished.size(2)] = finished  # none if all are done
-    output_scores[sentences] = finished_scores
     return output, output_scores
 
 
-def pick(hypotheses: Tensor, index: Tensor) -> Tensor:
-    """(B, M, T) and places among the M, (B, K) → (B, K, T)"""
-    return hypotheses.gather(1, index[:, :, None].expand(-1, -1, hypotheses.size(2)))
+def expand(cache: Cache, active: Hypotheses, count: int) -> tuple[Hypotheses, Tensor]:
+    """The `count` likeliest continuations of each sentence's hypotheses by one token, best first.
+
+    Returns them, scored by their log-probabilities, and the index of the active hypothesis that
+    each continues, (B, C).
+    """
+    last_tokens = active.tokens[:, :, -1].flatten()  # (N,)
+    position = active.tokens.size(2) - 1
+    log_probabilities, ids = cache.top_tokens(last_tokens, position, count)  # (N, C)
+    sums = active.scores[:, :, None] + log_probabilities.unflatten(0, active.scores.shape)
+    sums = sums.flatten(1)  # (B, K·C)
+    scores, index = sums.topk(min(count, sums.size(1)))  # (B, C)
+    parents = index // ids.size(1)
+    new_tokens = ids.view(len(sums), -1).gather(1, index)
+    prefixes = take_hypotheses(active.tokens, parents)
+    return Hypotheses(torch.cat([prefixes, new_tokens[:, :, None]], 2), scores), parents
+
+
+def merge_finished(finished: Hypotheses, newly_finished: Hypotheses, eos: int) -> Hypotheses:
+    """The best of both, as many as there are places; the earlier ones are one token shorter."""
+    padded = F.pad(finished.tokens, (0, 1), value=eos)
+    tokens = torch.cat([padded, newly_finished.tokens], 1)
+    scores = torch.cat([finished.scores, newly_finished.scores], 1)
+    best, _ = Hypotheses(tokens, scores).best(finished.scores.size(1))
+    return best
 
 
 def should_check(position: int, device: torch.device) -> bool:
-    """Whether to look, after this step, which sentences are done; on a GPU each look waits."""
+    """Whether to check, after this step, which sentences are done; on a GPU each check waits."""
     return device.type == "cpu" or (position + 1) % CHECK_EVERY == 0
 
 
