@@ -31,7 +31,7 @@ from text.subwords import decode, encode, special_ids
 
 ROWS_PER_BATCH = 128  # hypotheses decoded at once on a CPU; a GPU takes four times as many
 TOKENS_PER_BATCH = 2**18  # source tokens, padding included, that a GPU decodes at once
-CHECK_EVERY = 8  # steps between looks at which sentences are done on a GPU: each look waits for it
+CHECK_EVERY = 8  # steps between checks which sentences are done on a GPU: each check waits for it
 CACHE_ROOM = 32  # target tokens by which a cache grows when it is full
 
 
@@ -78,22 +78,24 @@ class Cache:
         keys, values = self.own_keys[index], self.own_values[index]
         keys[:, :, position] = key[:, :, 0]
         values[:, :, position] = value[:, :, 0]
-        return keys[:, :, : position + 1], values[:, :, : position + 1]
+        length = position + 1
+        return keys[:, :, :length], values[:, :, :length]
 
     def select(self, rows: Tensor) -> None:
         """Continue with these rows, (sentences, hypotheses), all of a sentence from that sentence.
 
         A row may be named several times, and sentences may be left out.
         """
-        sentences = rows[:, 0] // (len(self.own_keys[0]) // len(self.source_mask))
-        self.own_keys = [keys.index_select(0, rows.flatten()) for keys in self.own_keys]
-        self.own_values = [values.index_select(0, rows.flatten()) for values in self.own_values]
-        if len(sentences) < len(self.source_mask):
-            self.source_keys = [keys.index_select(0, sentences) for keys in self.source_keys]
-            self.source_values = [
-                values.index_select(0, sentences) for values in self.source_values
-            ]
-            self.source_mask = self.source_mask.index_select(0, sentences)
+        rows_per_sentence = len(self.own_keys[0]) // len(self.source_mask)
+        sentences = rows[:, 0] // rows_per_sentence
+        rows = rows.flatten()
+        self.own_keys = [keys.index_select(0, rows) for keys in self.own_keys]
+        self.own_values = [values.index_select(0, rows) for values in self.own_values]
+        if len(sentences) == len(self.source_mask):
+            return  # no sentence is left out
+        self.source_keys = [keys.index_select(0, sentences) for keys in self.source_keys]
+        self.source_values = [values.index_select(0, sentences) for values in self.source_values]
+        self.source_mask = self.source_mask.index_select(0, sentences)
 
 
 def start(model: Translator, src: Tensor, src_pad: Tensor) -> Cache:
@@ -133,8 +135,9 @@ def step(model: Translator, cache: Cache, tokens: Tensor, position: int) -> Tens
             x = layer.norm2(x + attend_source(layer, x, cache, index))
             x = layer.norm3(x + feed_forward(layer, x))
     # In fp32 even under autocast: with bf16's 8 bits, different tokens often get equal logits.
+    hidden = x[:, 0].to(model.output.weight.dtype)  # (N, D)
     with torch.autocast(x.device.type, enabled=False):
-        return model.output(decoder.norm(x[:, 0].to(model.output.weight.dtype)))  # (N, V)
+        return model.output(decoder.norm(hidden))  # (N, V)
 
 
 def attend_own(
@@ -143,7 +146,8 @@ def attend_own(
     """Self-attention of the newest token over itself and all before it: (N, 1, D) → (N, 1, D)"""
     query, key, value = project(layer.self_attn, x, "qkv")  # (N, H, 1, W) each
     keys, values = cache.append(index, position, key, value)
-    return join_heads(layer.self_attn, F.scaled_dot_product_attention(query, keys, values))
+    attended = F.scaled_dot_product_attention(query, keys, values)
+    return join_heads(layer.self_attn, attended)
 
 
 def attend_source(layer: nn.TransformerDecoderLayer, x: Tensor, cache: Cache, index: int) -> Tensor:
@@ -168,7 +172,8 @@ def project(attention: nn.MultiheadAttention, x: Tensor, which: str) -> list[Ten
     """
     first = "qkv".index(which[0]) * attention.embed_dim
     last = first + len(which) * attention.embed_dim
-    weight, bias = attention.in_proj_weight[first:last], attention.in_proj_bias[first:last]
+    weight = attention.in_proj_weight[first:last]
+    bias = attention.in_proj_bias[first:last]
     heads = (len(which), attention.num_heads, attention.head_dim)
     projected = F.linear(x, weight, bias).unflatten(-1, heads)  # (N, T, 1 to 3, H, W)
     return list(projected.permute(2, 0, 3, 1, 4))
@@ -233,7 +238,8 @@ class Hypotheses:
 
 def take_hypotheses(tokens: Tensor, index: Tensor) -> Tensor:
     """(B, M, T) and indices among the M, (B, K) → (B, K, T)"""
-    return tokens.gather(1, index[:, :, None].expand(-1, -1, tokens.size(2)))
+    index = index[:, :, None].expand(-1, -1, tokens.size(2))  # the same for all positions
+    return tokens.gather(1, index)
 
 
 @torch.inference_mode()
@@ -252,16 +258,17 @@ def beam_search(
     as in `greedy`, which this equals with K = 1.
     """
     device = limits.device
+    count = len(limits)
     longest = int(limits.max())
-    output = torch.full((len(limits), beam, longest), eos, device=device)
-    output_scores = torch.full((len(limits), beam), -math.inf, device=device, dtype=torch.float64)
+    output = torch.full((count, beam, longest), eos, device=device)
+    output_scores = torch.full((count, beam), -math.inf, dtype=torch.float64, device=device)
 
     # The search for each sentence starts with one active hypothesis, which has no tokens yet and
     # the log-probability 0, and with K empty places for finished ones.
-    sentences = torch.arange(len(limits), device=device)  # their rows in `output`
-    done = torch.zeros_like(sentences, dtype=torch.bool)
-    begin = torch.full((len(limits), 1, 1), bos, device=device)
-    active = Hypotheses(begin, output_scores.new_zeros(len(limits), 1))
+    sentences = torch.arange(count, device=device)  # their rows in `output`
+    done = torch.zeros(count, dtype=torch.bool, device=device)
+    begin = torch.full((count, 1, 1), bos, device=device)
+    active = Hypotheses(begin, output_scores.new_zeros(count, 1))
     finished = Hypotheses(begin.expand(-1, beam, -1), output_scores)
 
     for length in range(1, longest + 1):
@@ -318,7 +325,8 @@ def expand(cache: Cache, active: Hypotheses, count: int) -> tuple[Hypotheses, Te
     parents = index // ids.size(1)
     new_tokens = ids.view(len(sums), -1).gather(1, index)
     prefixes = take_hypotheses(active.tokens, parents)
-    return Hypotheses(torch.cat([prefixes, new_tokens[:, :, None]], 2), scores), parents
+    tokens = torch.cat([prefixes, new_tokens[:, :, None]], 2)  # one longer
+    return Hypotheses(tokens, scores), parents
 
 
 def merge_finished(finished: Hypotheses, newly_finished: Hypotheses, eos: int) -> Hypotheses:
@@ -353,41 +361,44 @@ class Hypothesis:
     tokens: list[int]  # without begin and end
     score: float | None = None  # see `beam_search`; greedy search has none
     ended: bool = True  # False: it was cut at the limit
+    text: str = ""  # set by `translate_lines`
 
 
 def plan_batches(
-    lengths: list[int], rows: int, workers: int = 1, copies: int = 1
+    lengths: list[int], batch_size: int, workers: int = 1, beam: int = 1
 ) -> list[list[int]]:
-    """Sentence numbers in batches of similar length, of about `rows` sentences each.
+    """Indices of sentences in batches of similar length, of about `batch_size` sentences each.
 
     Longest first, so that what does not fit in memory fails at once. With many sentences, every
-    worker gets the same number of batches. `copies` counts the hypotheses of each sentence.
+    worker gets the same number of batches. Empty sentences are in no batch.
     """
-    order = [row for row, length in enumerate(lengths) if length]
-    order.sort(key=lambda row: -lengths[row])
+    order = [index for index, length in enumerate(lengths) if length]
+    order.sort(key=lambda index: -lengths[index])
     share = math.ceil(len(order) / workers)  # sentences of a worker
-    batches_of_worker = max(1, round(share / rows))
-    rows = max(1, math.ceil(share / batches_of_worker))
-    batches, first = [], 0
+    batches_of_worker = max(1, round(share / batch_size))
+    batch_size = max(1, math.ceil(share / batches_of_worker))
+    batches = []
+    first = 0
     while first < len(order):
         longest = lengths[order[first]] + 1  # with its end token
-        fitting = max(1, TOKENS_PER_BATCH // copies // longest)
-        batches.append(order[first : first + min(rows, fitting)])
-        first += len(batches[-1])
+        fitting = max(1, TOKENS_PER_BATCH // beam // longest)
+        batch = order[first : first + min(batch_size, fitting)]
+        batches.append(batch)
+        first += len(batch)
     return batches
 
 
 def plan_for(
     model: Translator, lengths: list[int], beam: int = 1, ranks: int = 1
 ) -> list[list[int]]:
-    """Batches for the model's device, of all ranks:
-
-    On a CPU every thread decodes some of its own.
-    """
+    """Batches of the size that suits the model's device, for all ranks."""
     if next(model.parameters()).device.type == "cpu":
-        workers = ranks * torch.get_num_threads()
-        return plan_batches(lengths, max(1, ROWS_PER_BATCH // beam), workers)
-    return plan_batches(lengths, max(1, 4 * ROWS_PER_BATCH // beam), ranks, copies=beam)
+        rows = ROWS_PER_BATCH
+        workers = ranks * torch.get_num_threads()  # every thread decodes batches of its own
+    else:
+        rows = 4 * ROWS_PER_BATCH
+        workers = ranks
+    return plan_batches(lengths, max(1, rows // beam), workers, beam)
 
 
 def search(
@@ -412,46 +423,59 @@ def search(
     """
     device = next(model.parameters()).device
     model.eval()
-    bos, eos = collate.target_ids["bos"], collate.target_ids["eos"]
-    if batches is None:
-        batches = plan_for(model, list(map(len, sources)), beam)
-
+    bos = collate.target_ids["bos"]
+    eos = collate.target_ids["eos"]
     scored = beam > 1 or nbest > 0
+    if batches is None:
+        batches = plan_for(model, [len(source) for source in sources], beam)
 
-    def search_batch(rows: list[int]) -> list[list[Hypothesis]]:
-        src, src_pad = collate.pad_sources([sources[row] for row in rows])
+    def search_batch(batch: list[int]) -> list[list[Hypothesis]]:
+        src, src_pad = collate.pad_sources([sources[index] for index in batch])
         src, src_pad = src.to(device), src_pad.to(device)
         limits = output_limit((~src_pad).sum(1), model.config.max_length)
         cache = decoder.start(src, src_pad) if decoder else start(model, src, src_pad)
-        if scored:
-            ids, scores = beam_search(cache, limits, bos, eos, beam, length_penalty)
-            ids, scores = ids[:, : max(1, nbest)].tolist(), scores.tolist()
-        else:
-            ids = greedy(cache, limits, bos, eos)[:, None].tolist()
-            scores = [[None]] * len(rows)
-        return [
-            [
-                to_hypothesis(tokens[:limit], score, eos)
-                for tokens, score in zip(sentence, sentence_scores)
-                if score != -math.inf
-            ]
-            for sentence, sentence_scores, limit in zip(ids, scores, limits.tolist())
-        ]
+        if not scored:
+            ids = greedy(cache, limits, bos, eos)
+            return to_hypotheses(ids[:, None], None, limits, eos)
+        ids, scores = beam_search(cache, limits, bos, eos, beam, length_penalty)
+        count = max(1, nbest)
+        return to_hypotheses(ids[:, :count], scores[:, :count], limits, eos)
 
     found = [[Hypothesis([], 0.0 if scored else None)] for _ in sources]
-    workers = min(torch.get_num_threads(), len(batches)) if device.type == "cpu" else 1
+    workers = 1
+    if device.type == "cpu":
+        workers = min(torch.get_num_threads(), len(batches))
     outputs = map_in_threads(search_batch, batches, workers)
-    for rows, hypotheses in zip(progress(batches), outputs, strict=True):
-        for row, of_sentence in zip(rows, hypotheses, strict=True):
-            found[row] = of_sentence
+    for batch, hypotheses in zip(progress(batches), outputs, strict=True):
+        for index, of_sentence in zip(batch, hypotheses, strict=True):
+            found[index] = of_sentence
     return found
 
 
-def to_hypothesis(tokens: list[int], score: float | None, eos: int) -> Hypothesis:
-    """Up to the end token."""
-    if eos in tokens:
-        return Hypothesis(tokens[: tokens.index(eos)], score)
-    return Hypothesis(tokens, score, ended=False)
+def to_hypotheses(
+    ids: Tensor, scores: Tensor | None, limits: Tensor, eos: int
+) -> list[list[Hypothesis]]:
+    """The hypotheses of each sentence, cut at their end tokens, or at the sentence's limit.
+
+    Takes ids (B, K, T), scores (B, K), if there are any, and limits (B,).
+    """
+    if scores is None:
+        scores_of_all = [[None] * ids.size(1)] * len(ids)
+    else:
+        scores_of_all = scores.tolist()
+    found = []
+    for tokens_of_each, scores_of_each, limit in zip(ids.tolist(), scores_of_all, limits.tolist()):
+        hypotheses = []
+        for tokens, score in zip(tokens_of_each, scores_of_each):
+            if score == -math.inf:  # fewer than K have finished
+                continue
+            tokens = tokens[:limit]
+            ended = eos in tokens
+            if ended:
+                tokens = tokens[: tokens.index(eos)]
+            hypotheses.append(Hypothesis(tokens, score, ended))
+        found.append(hypotheses)
+    return found
 
 
 def map_in_threads(function: Callable, items: list, workers: int) -> Iterator:
@@ -487,13 +511,13 @@ def map_in_threads(function: Callable, items: list, workers: int) -> Iterator:
 
 @dataclass
 class Translations:
-    """Texts in the order of the lines, and what a reader should know about them."""
+    """The translations of lines, in their order, and facts about them."""
 
     texts: list[str]
-    nbest: list[list[tuple[str, float | None]]]  # of each line texts and scores, best first
+    nbest: list[list[tuple[str, float | None]]]  # texts and scores of each line, best first
     tokens: int  # of `texts`, end tokens included
-    capped: int  # of `texts`: those that reached the limit without ending
-    cut: int  # sources longer than the model has positions, cut to fit
+    capped: int  # how many of `texts` reached the limit without ending
+    cut: int  # how many sources were cut, because the model has fewer positions
 
 
 def translate_lines(
@@ -509,19 +533,22 @@ def translate_lines(
     decoder=None,
     progress: Callable = iter,
 ) -> Translations | None:
-    """Text → text, one output a line; the options are those of `search`.
+    """Translate lines of text; the options are those of `search`.
 
-    With a `world` of several ranks each translates some batches; rank 0 gets all, others None.
+    With a `world` of several ranks each of them translates some of the batches. Rank 0 returns the
+    translations of all lines, the others None.
     """
     longest = model.config.max_length - 1  # one place is left for the end token
     # One token more than fits shows which sources are cut.
-    sources = encode(source_tokenizer, [normalise(line) for line in lines], longest + 1)
+    clean = [normalise(line) for line in lines]
+    sources = encode(source_tokenizer, clean, longest + 1)
     cut = sum(len(source) > longest for source in sources)
     sources = [source[:longest] for source in sources]
     collate = Collate(special_ids(source_tokenizer), special_ids(target_tokenizer))
-    batches = plan_for(model, list(map(len, sources)), beam, world.size if world else 1)
+    lengths = [len(source) for source in sources]
+    batches = plan_for(model, lengths, beam, ranks=world.size if world else 1)
     if world:
-        # Rank 0 plans for all, since unlike machines would plan unlike batches.
+        # Rank 0 plans for all: on machines with other numbers of threads plans would differ.
         batches = world.on_main(lambda: batches)[world.rank :: world.size]
     found = search(
         model,
@@ -534,23 +561,23 @@ def translate_lines(
         decoder=decoder,
         progress=progress,
     )
-    mine = [(row, hypothesis) for batch in batches for row in batch for hypothesis in found[row]]
-    texts = decode(target_tokenizer, [hypothesis.tokens for _, hypothesis in mine])
-    share = [(row, text, hypothesis) for (row, hypothesis), text in zip(mine, texts)]
+    # This rank's share of the sentences: index -> hypotheses, now with texts.
+    share = {index: found[index] for batch in batches for index in batch}
+    hypotheses = [hypothesis for of_sentence in share.values() for hypothesis in of_sentence]
+    texts = decode(target_tokenizer, [hypothesis.tokens for hypothesis in hypotheses])
+    for hypothesis, text in zip(hypotheses, texts, strict=True):
+        hypothesis.text = text
     shares = world.gather(share) if world else [share]
     if shares is None:
         return None
-    results: list[list[tuple[str, Hypothesis]]] = [[] for _ in lines]
     for share in shares:
-        for row, text, hypothesis in share:
-            results[row].append((text, hypothesis))
-    for row, source in enumerate(sources):
-        if not source:  # it is in no batch
-            results[row].append(("", found[row][0]))
-    best = [result[0][1] for result, source in zip(results, sources) if source]
+        for index, hypotheses in share.items():
+            found[index] = hypotheses
+    # An empty source is in no batch: its hypothesis is empty too, and does not count below.
+    best = [hypotheses[0] for hypotheses, source in zip(found, sources) if source]
     return Translations(
-        texts=[result[0][0] for result in results],
-        nbest=[[(text, hypothesis.score) for text, hypothesis in result] for result in results],
+        texts=[hypotheses[0].text for hypotheses in found],
+        nbest=[[(one.text, one.score) for one in hypotheses] for hypotheses in found],
         tokens=sum(len(hypothesis.tokens) + 1 for hypothesis in best),
         capped=sum(not hypothesis.ended for hypothesis in best),
         cut=cut,

@@ -287,14 +287,14 @@ def test_all_ranks_have_work():
 
 
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 10), st.integers(1, 3))
-def test_every_sentence_is_in_exactly_one_batch(lengths, rows, copies):
+def test_every_sentence_is_in_exactly_one_batch(lengths, rows, beam):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoding, "TOKENS_PER_BATCH", 100)
-        batches = plan_batches(lengths, rows, copies=copies)
+        batches = plan_batches(lengths, rows, beam=beam)
     widths = [lengths[row] for batch in batches for row in batch]
     assert widths == sorted(widths, reverse=True)
     for batch in batches:
-        assert len(batch) == 1 or copies * len(batch) * (lengths[batch[0]] + 1) <= 100
+        assert len(batch) == 1 or beam * len(batch) * (lengths[batch[0]] + 1) <= 100
         assert len(batch) <= math.ceil(1.5 * rows)  # rather one larger batch than a tiny last one
     not_empty = [row for row, length in enumerate(lengths) if length]
     assert sorted(row for batch in batches for row in batch) == not_empty

@@ -341,9 +341,9 @@ def test_outputs_that_never_end_are_counted_over_all_ranks(tiny_run):
 
     def gather(share):
         """As if rank 1 had translated the other lines."""
-        others = {0, 2, 3} - {row for row, _, _ in share}
+        others = {0, 2, 3} - share.keys()
         assert others
-        return [share, [(row, "text", Hypothesis([5, 6], ended=False)) for row in others]]
+        return [share, {row: [Hypothesis([5, 6], ended=False, text="text")] for row in others}]
 
     world = SimpleNamespace(rank=0, size=2, on_main=lambda work: work(), gather=gather)
     translations = translate_lines(*tools, ["一", "", "二三", "四五六"], world=world)
@@ -361,7 +361,7 @@ def test_ranks_on_unlike_machines_follow_one_plan(tiny_run):
         world.on_main = lambda work: plans.append(work()) or plans[0]
         translate_lines(*tools, lines, world=world)
     assert plans[0] != plans[1]
-    assert sorted(row for share in shares for row, _, _ in share) == [*range(len(lines))]
+    assert sorted(row for share in shares for row in share) == [*range(len(lines))]
 
 
 def test_the_length_penalty_is_heeded(tiny_run):
