@@ -1,10 +1,10 @@
-"""The data of the lab, from files of text to batches of token ids. Read it from top to bottom.
+"""The data of the lab, from text files to batches of token ids. Read it from top to bottom.
 
-load       which files, which rows                 text/reading.py, text/formats.py, `datasets`
-clean      drop what is no translation             text/cleaning.py
+load       find the files, read their rows         text/reading.py, text/formats.py, `datasets`
+clean      drop pairs that are not translations    text/cleaning.py
 tokenise   texts -> token ids                      text/subwords.py
-Dataset    ids in flat arrays on disk              TokenizedPairs
-cache      all this once, later runs read it       prepare, Prepared
+Dataset    token ids in flat arrays on disk        TokenizedPairs
+cache      keep all this for later runs            prepare, Prepared
 batches    pairs of similar length, padded         BucketSampler, Collate
 
     text = find_text("/opt/minidataset")               # load
@@ -63,7 +63,7 @@ from text.subwords import encode, load_tokenizer, special_ids, tokenizer_key, tr
 
 FORMAT = 3  # of the cache; raise it when the same data and settings give other content
 TOKENIZER_LINES = 200_000  # sentences a tokenizer is trained on; more of them change little
-LINES_AT_ONCE = 40_000  # lines (20,000 pairs) in memory while tokenising
+LINES_AT_ONCE = 40_000  # lines (two for each pair) in memory while tokenising
 VALIDATION_ROWS = 4000  # at most, for validation while training; evaluate.py scores all rows
 # A pair has two sides. Everything that belongs to one of them is kept in a dict with these keys.
 SIDES = ("source", "target")
@@ -81,24 +81,24 @@ def clean_and_tokenise(
     max_length: int,
     log: Callable,
 ) -> dict:
-    """From files of text to tokenizers and token ids in `folder`. Returns a summary.
+    """Write tokenizers and token ids of `text` to `folder`. Returns a summary.
 
-    `prepare` calls it, once for the same data and settings.
+    `prepare` calls it once for the same data and settings.
     """
     tokenizers = {}
     if tokenizer:
-        # One for both sides. Loaded first: a wrong name is an error now, not after the cleaning.
+        # One for both sides. It is loaded first, so that a wrong name fails before the cleaning.
         tokenizers = dict.fromkeys(SIDES, load_tokenizer(tokenizer))
 
     # -------- load: all rows of validation and test, raw
     held_out = load_held_out(text, log)
 
-    # -------- clean: training pairs that repeat a held-out row are among those that are dropped
+    # -------- clean: this also drops training pairs that repeat a held-out row
     counts: Counter[str] = Counter()  # rows read, rows kept, rows dropped for each of `REASONS`
     clean_file = folder / "clean.txt"
     pairs = clean_pairs(text, held_out, max_length, counts)
     with clean_file.open("w", encoding="utf-8") as file:
-        # The source on one line, the target on the next: clean text has no line ends.
+        # The source on one line, the target on the next: clean text has no line breaks.
         for source, target in progress_bar(pairs, desc="cleaning", unit=" pairs"):
             file.write(f"{source}\n{target}\n")
             counts["kept"] += 1
@@ -115,13 +115,13 @@ def clean_and_tokenise(
         tokenizers[side].save_pretrained(folder / "tokenizer" / side)
     unknown = tokenise_train(clean_file, folder / "train", tokenizers, max_length, counts)
     clean_file.unlink()
-    require_pairs(text, counts)  # again: pairs that are too long in tokens are dropped as well
+    require_pairs(text, counts)  # again: tokenising drops pairs that are too long in tokens
     if unknown > 0.01:
         raise UserError(
             f"tokenizer {tokenizer} does not know {unknown:.1%} of the tokens of {text.path}; "
             f"choose one made for {text.source} and {text.target}, or leave --tokenizer out"
         )
-    rows = spread(held_out["validation"], VALIDATION_ROWS)
+    rows = evenly_spaced(held_out["validation"], VALIDATION_ROWS)
     if not rows:
         raise UserError(
             f"{text.path}: {counts['kept']:,} pairs are too few to cut 1 % off for validation; "
@@ -130,13 +130,15 @@ def clean_and_tokenise(
     tokenise_validation(rows, folder, tokenizers, max_length, log)
 
     log(report(counts))
-    sizes = ", ".join(f"{side} vocabulary {len(tokenizers[side]):,}" for side in SIDES)
-    log(f"tokens: {sizes}, unknown {unknown:.2%}")
+    log(
+        f"tokens: source vocabulary {len(tokenizers['source']):,}, "
+        f"target vocabulary {len(tokenizers['target']):,}, unknown {unknown:.2%}"
+    )
     return {"counts": dict(counts), "path": text.path, "unknown": unknown}
 
 
 def load_held_out(text: ParallelText, log: Callable) -> dict[str, list[tuple[str, str]]]:
-    """The raw rows of validation and test, given or cut from train. Logs what is cut."""
+    """The raw rows of validation and test. A split without files is cut from train and logged."""
     held_out = held_out_rows(text)
     if "validation" in text.files and not held_out["validation"]:
         raise UserError(
@@ -161,32 +163,34 @@ def require_pairs(text: ParallelText, counts: Counter) -> None:
 
 
 def vocabulary_size(asked: int, pairs: int) -> int:
-    """Tokens of a vocabulary. Automatic if `asked` is 0: a fifth of the pairs.
+    """The number of tokens of a vocabulary: `asked`, or automatic if that is 0.
 
-    So each token is seen often enough to be learned. At least 1,000, at most 16,000.
+    Automatic is a fifth of the pairs, so that each token is seen often enough to be learned; at
+    least 1,000 and at most 16,000.
     """
     if asked:
         return asked
     return min(16000, max(1000, pairs // 5))
 
 
-def spread(rows: list, count: int) -> list:
-    """At most `count` of the rows, evenly from all over: corpora stand one behind another."""
+def evenly_spaced(rows: list, count: int) -> list:
+    """At most `count` rows at equal distances, because a file may hold several corpora in turn."""
     count = min(count, len(rows))
-    return [rows[number * len(rows) // count] for number in range(count)]
+    return [rows[index * len(rows) // count] for index in range(count)]
 
 
 def train_tokenizers(
     clean_file: Path, pairs: int, vocabularies: dict[str, int], log: Callable
 ) -> dict:
-    """A tokenizer for each side, trained on at most TOKENIZER_LINES lines from all over."""
-    every = math.ceil(pairs / TOKENIZER_LINES)  # one pair in `every` is read
+    """A tokenizer for each side, trained on at most TOKENIZER_LINES evenly spaced sentences."""
+    step = math.ceil(pairs / TOKENIZER_LINES)  # one pair in this many is read
+    count = math.ceil(pairs / step)
     tokenizers = {}
     for first_line, side in enumerate(SIDES):
-        log(f"tokens: training the {side} tokenizer on {math.ceil(pairs / every):,} sentences")
+        log(f"tokens: training the {side} tokenizer on {count:,} sentences")
         with clean_file.open(encoding="utf-8") as file:
-            # A pair has two lines, so the next pair that is read begins 2 * every lines on.
-            lines = islice(file, first_line, None, 2 * every)
+            # A pair has two lines, so the next pair that is read begins 2 * step lines later.
+            lines = islice(file, first_line, None, 2 * step)
             sentences = (line.rstrip("\n") for line in lines)
             tokenizers[side] = train_tokenizer(sentences, vocabularies[side])
     return tokenizers
@@ -195,24 +199,25 @@ def train_tokenizers(
 def tokenise_train(
     clean_file: Path, folder: Path, tokenizers: dict, max_length: int, counts: Counter
 ) -> float:
-    """Write the ids of all clean pairs but those too long or too unlike in length.
+    """Write the ids of the clean pairs, except those that `worth_keeping` rejects.
 
     Returns the share of unknown tokens.
     """
-    writer = TokenWriter(folder, {side: len(tokenizers[side]) for side in SIDES})
-    unknown = 0
+    writer = token_writer(folder, tokenizers)
+    unknown = 0  # tokens
     total = 0
     bar = progress_bar(total=counts["kept"], desc="tokenising", unit=" pairs")
     counts["kept"] = 0  # counted anew by `worth_keeping`
     with clean_file.open(encoding="utf-8") as file:
-        # In chunks, so that memory use stays flat.
+        # In chunks, so that memory use does not grow with the data.
         while lines := [line.rstrip("\n") for line in islice(file, LINES_AT_ONCE)]:
             encoded = {
                 "source": flatten(encode(tokenizers["source"], lines[0::2])),
                 "target": flatten(encode(tokenizers["target"], lines[1::2])),
             }
-            lengths = (encoded["source"].lengths, encoded["target"].lengths)
-            kept = worth_keeping(*lengths, max_length, counts)  # (pairs,) bool
+            source_lengths = encoded["source"].lengths
+            target_lengths = encoded["target"].lengths
+            kept = worth_keeping(source_lengths, target_lengths, max_length, counts)  # (pairs,)
             for side, rows in encoded.items():
                 kept_tokens = np.repeat(kept, rows.lengths)  # (tokens,) bool
                 ids = rows.ids[kept_tokens]
@@ -228,12 +233,17 @@ def tokenise_train(
     return unknown / max(total, 1)
 
 
+def token_writer(folder: Path, tokenizers: dict) -> TokenWriter:
+    """A `TokenWriter` for the vocabularies of these tokenizers."""
+    return TokenWriter(folder, {side: len(tokenizers[side]) for side in SIDES})
+
+
 def worth_keeping(
     source: np.ndarray, target: np.ndarray, max_length: int, counts: Counter
 ) -> np.ndarray:
     """Which pairs of these lengths to keep, (pairs,) bool. Counts the others, by reason."""
-    # Each pair counts for one reason alone, the first that holds. All arrays are (pairs,) bool.
-    too_long = np.maximum(source, target) >= max_length  # begin or end needs one place
+    # A pair is counted under the first reason that holds. All arrays are (pairs,) bool.
+    too_long = np.maximum(source, target) >= max_length  # bos or eos needs one position
     lopsided = absurd_ratio(source, target) & ~too_long
     empty = (np.minimum(source, target) == 0) & ~too_long & ~lopsided
     kept = ~(too_long | lopsided | empty)
@@ -251,11 +261,11 @@ def tokenise_validation(
     max_length: int,
     log: Callable,
 ) -> None:
-    """Write the validation rows, raw and as ids. No row is dropped; over-long ones are cut."""
-    longest = max_length - 1  # begin or end needs one place
-    writer = TokenWriter(folder / "validation", {side: len(tokenizers[side]) for side in SIDES})
+    """Write the validation rows, raw and as ids. No row is dropped; overlong ones are cut."""
+    longest = max_length - 1  # bos or eos needs one position
+    writer = token_writer(folder / "validation", tokenizers)
     for side, texts in zip(SIDES, zip(*rows)):
-        # One token more than is kept, to see which sentences are cut.
+        # One token more than is kept shows which sentences are cut.
         lines = [normalise(text) for text in texts]
         encoded = encode(tokenizers[side], lines, max_length)
         cut = sum(len(ids) > longest for ids in encoded)
@@ -274,10 +284,10 @@ def tokenise_validation(
 class TokenizedPairs(Dataset):
     """Pairs as token ids without begin and end: `pairs[i]` is (source ids, target ids).
 
-    A folder holds for each side the ids of all sentences in one array, and their lengths. The ids
-    stay on disk, mapped into memory. In memory are 12 bytes for each sentence: its length (4) and
-    its place (8); and 8 more for its number if `rows` chooses some. So 26 million pairs fit, and a
-    batch is one look-up.
+    For each side, the folder holds the ids of all sentences in one array, and their lengths. The
+    ids stay on disk, mapped into memory. Memory holds 12 bytes for each sentence: its length (4)
+    and its place (8); with `rows` another 8 for its index. So 26 million pairs fit into memory, and
+    a batch is one look-up.
     """
 
     def __init__(self, folder: Path, rows: np.ndarray | slice = slice(None)):
@@ -286,7 +296,7 @@ class TokenizedPairs(Dataset):
         #     lengths  2 1 2
         # and begin at the places 0, 2 and 3 of ids.
         self.folder = folder
-        self.rows = rows  # numbers of the stored pairs that this Dataset has
+        self.rows = rows  # indices of the stored pairs that belong to this Dataset
         self.lengths = {}  # side -> (pairs,) tokens of each sentence
         self._starts = {}  # side -> (pairs,) place of its first token in ids
         self._ids = {}  # side -> (tokens,) of all stored sentences
@@ -295,7 +305,7 @@ class TokenizedPairs(Dataset):
             self.lengths[side] = lengths[rows]
             self._starts[side] = starts_of(lengths)[:-1][rows]
             ids = np.load(folder / f"{side}.ids.npy", mmap_mode="r")
-            # A plain array over the map: slices of np.memmap objects cost ten times as much.
+            # A plain array over the map: slicing an np.memmap object costs ten times as much.
             self._ids[side] = np.asarray(ids)
             if len(ids) != lengths.sum():
                 raise ValueError(f"{side}.ids.npy and {side}.lengths.npy do not fit together")
@@ -307,7 +317,7 @@ class TokenizedPairs(Dataset):
         return self._sentence("source", index), self._sentence("target", index)
 
     def __getitems__(self, rows: np.ndarray) -> tuple[Rows, Rows]:
-        """Both sides of these pairs. The DataLoader calls it: no loop over sentences."""
+        """Both sides of these pairs. The DataLoader calls it in place of `__getitem__`."""
         return self._gather("source", rows), self._gather("target", rows)
 
     def chunks(self, size: int = 20_000) -> Iterator[tuple[Rows, Rows]]:
@@ -316,11 +326,11 @@ class TokenizedPairs(Dataset):
             last = min(first + size, len(self))
             yield self.__getitems__(np.arange(first, last))
 
-    def only(self, rows: np.ndarray) -> "TokenizedPairs":
-        """A Dataset of these pairs alone, by their numbers in this one."""
+    def subset(self, indices: np.ndarray) -> "TokenizedPairs":
+        """A Dataset of these pairs alone; the indices are those of this Dataset."""
         stored = np.load(self.folder / "source.lengths.npy", mmap_mode="r")
-        numbers = np.arange(len(stored))[self.rows]  # of this Dataset's pairs, as stored
-        return TokenizedPairs(self.folder, numbers[rows])
+        rows = np.arange(len(stored))[self.rows]
+        return TokenizedPairs(self.folder, rows[indices])
 
     def _sentence(self, side: str, index: int) -> np.ndarray:
         start = self._starts[side][index]
@@ -333,7 +343,7 @@ class TokenizedPairs(Dataset):
         return Rows(self._ids[side][places], lengths)
 
     def __reduce__(self):
-        # Pickled for a worker process: by name, so that the worker maps the files itself.
+        # For pickle: a worker process gets the folder's name and maps the files itself.
         return TokenizedPairs, (self.folder, self.rows)
 
 
@@ -353,10 +363,10 @@ class Prepared:
     summary: dict  # path, counts of dropped pairs, share of unknown tokens, cache key
 
     def select_like_validation(self, log: Callable) -> None:
-        """Leave out of `train` what is unlike validation: pairs in other words, short targets.
+        """Leave out training pairs that are unlike validation: in their words or their lengths.
 
         A model learns from its data what to write about, and how much to leave out. With a small
-        validation split nothing is left out: the difference may be chance.
+        validation split no pair is left out, because the difference may be chance.
         """
         if len(self.validation) < TELLING_ROWS:
             return
@@ -367,18 +377,19 @@ class Prepared:
         self._keep(rows, "short target", log)
 
     def _keep(self, rows: np.ndarray, reason: str, log: Callable) -> None:
-        """Keep these rows of `train`; log and count the others under a key of `REASONS`."""
+        """Keep these rows of `train`. Log and count the others under `reason`, of `REASONS`."""
         total = len(self.train)
         left_out = total - len(rows)
         if left_out == 0:
             return
         log(f"data: {left_out:,} of {total:,} pairs are left out: {REASONS[reason]}")
-        self.summary["counts"][reason] = left_out
-        self.summary["counts"]["kept"] = len(rows)
-        self.train = self.train.only(rows)
+        counts = self.summary["counts"]
+        counts[reason] = left_out
+        counts["kept"] = len(rows)
+        self.train = self.train.subset(rows)
 
     def describe(self) -> dict:
-        """Facts about the data for JSON; `lengths` counts the sentences of 0, 1, 2, … tokens."""
+        """Facts about the data, as JSON types. `lengths` counts sentences of 0, 1, 2, … tokens."""
         tokens = {}
         lengths = {}
         for side in SIDES:
@@ -401,8 +412,8 @@ class Prepared:
 def find_and_prepare(config, cache: Path, log: Callable) -> tuple[Path, str, str]:
     """Prepare the data that the flags of train.py name.
 
-    Returns the folder for `load_prepared`, and the paths of data and tokenizer made absolute, so
-    that a resumed run finds them from any working directory.
+    Returns the folder for `load_prepared`, and the absolute paths of data and tokenizer, so that a
+    resumed run finds them from any working directory.
     """
     data = config.data
     if not data:
@@ -443,7 +454,7 @@ def prepare(
     max_length: int = 512,
     log: Callable = print,
 ) -> Prepared:
-    """Clean and tokenise `text`, or read what an earlier call with the same input left in `cache`.
+    """Clean and tokenise `text`, or read the result of an earlier call from `cache`.
 
     The cache key is a hash of the files' content and of every setting that changes the ids.
     Raises `UserError` if no pair is left or the cache cannot be written.
@@ -452,7 +463,7 @@ def prepare(
     key = cache_key(text, *settings)
     folder = cache / key
     try:
-        prepared = prepared_earlier(folder, log)
+        prepared = load_if_intact(folder, log)
         if prepared:
             log(f"data: {text.path} ({text.form}), tokenised earlier in {folder}")
             return prepared
@@ -461,12 +472,12 @@ def prepare(
             if not folder.exists():
                 languages = f"{text.source}→{text.target}"
                 log(f"data: {text.path} ({text.form}), {languages}; tokenising into {folder}")
-                # `building` gets its name `folder` when it is complete.
-                with new_folder(folder) as building:
-                    summary = clean_and_tokenise(text, building, *settings, log)
+                # A temporary folder, which is renamed to `folder` when it is complete.
+                with new_folder(folder) as unfinished:
+                    summary = clean_and_tokenise(text, unfinished, *settings, log)
                     summary["key"] = key
                     content = json.dumps(summary, ensure_ascii=False, indent=1)
-                    (building / "summary.json").write_text(content, encoding="utf-8")
+                    (unfinished / "summary.json").write_text(content, encoding="utf-8")
     except PermissionError as error:
         # The cache may belong to another user.
         raise UserError(
@@ -475,8 +486,8 @@ def prepare(
     return load_prepared(folder)
 
 
-def prepared_earlier(folder: Path, log: Callable) -> Prepared | None:
-    """What is in the cache folder; None if there is nothing, or if it was damaged and deleted."""
+def load_if_intact(folder: Path, log: Callable) -> Prepared | None:
+    """`load_prepared`, or None if there is no folder. A damaged one is deleted: also None."""
     if not folder.exists():
         return None
     try:
@@ -488,7 +499,7 @@ def prepared_earlier(folder: Path, log: Callable) -> Prepared | None:
 
 
 def load_prepared(folder: Path) -> Prepared:
-    """What `prepare` left in `folder`. The errors of a damaged folder are left to the caller."""
+    """Read what `prepare` wrote to `folder`. The caller handles the errors of a damaged one."""
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     lines = (folder / "validation.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [tuple(json.loads(line)) for line in lines]
@@ -522,19 +533,14 @@ def cache_key(
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def began_with(checkpoint: Path, config: dict, text: ParallelText) -> bool:
-    """Whether the run of this checkpoint was trained on exactly these files, wherever they lie."""
+def was_trained_on(checkpoint: Path, config: dict, text: ParallelText) -> bool:
+    """Whether the run of this checkpoint used exactly these files, wherever they are now."""
     folder = checkpoint.parent if checkpoint.is_file() else checkpoint
     try:
-        state = load_state(folder)
-        key = cache_key(
-            text,
-            config["source_vocab"],
-            config["target_vocab"],
-            config["tokenizer"],
-            config["max_length"],
-        )
-        return state["data_key"] == key
+        key_of_run = load_state(folder)["data_key"]
+        names = ("source_vocab", "target_vocab", "tokenizer", "max_length")
+        settings = {name: config[name] for name in names}
+        return key_of_run == cache_key(text, **settings)
     except (OSError, ValueError, KeyError):  # weights without the state of their run
         return False
 
@@ -543,21 +549,21 @@ def began_with(checkpoint: Path, config: dict, text: ParallelText) -> bool:
 
 
 def default_tokens_per_batch(prepared: Prepared, device: torch.device) -> int:
-    """4,096 tokens on a CPU, 16,384 on a GPU; fewer for little data: about 100 steps an epoch."""
-    most = 4096 if device.type == "cpu" else 16384
+    """4,096 tokens on a CPU, 16,384 on a GPU; with little data fewer, for 100 steps an epoch."""
+    largest = 4096 if device.type == "cpu" else 16384
     tokens = int(prepared.train.lengths["target"].sum())
     # Below 1,024 tokens a step is mostly overhead.
-    return min(most, max(1024, tokens // 100))
+    return min(largest, max(1024, tokens // 100))
 
 
 class BucketSampler(Sampler[np.ndarray]):
-    """Endless batches of pairs of similar length, under a budget of tokens, planned for all ranks.
+    """Endless batches of pairs of similar length, within a budget of tokens, planned for all ranks.
 
     `tokens_per_batch` bounds the padded tokens of either side in one optimiser step, over all ranks
-    and micro-batches. The pairs of a step are dealt to `world_size` · `accumulate` micro-batches;
-    this rank's come out one after another. Every epoch holds every pair once, in an order drawn
-    from (seed, epoch). With the same data, seed and sizes the batches depend on the step alone, so
-    a resumed run sets `step`.
+    and micro-batches. The pairs of a step are divided among `world_size` · `accumulate`
+    micro-batches; iterating gives those of this rank. Every epoch has every pair once, in an order
+    drawn from (seed, epoch). With the same data, seed and sizes the batches depend on the step
+    alone, so a resumed run only sets `step`.
     """
 
     def __init__(
@@ -570,12 +576,13 @@ class BucketSampler(Sampler[np.ndarray]):
         world_size: int = 1,
         accumulate: int = 1,
     ):
-        # Lengths with begin or end, (pairs,), in the smallest signed type that holds them and
-        # their difference: less memory, and numpy sorts 16-bit integers in linear time.
-        longest = 1 + max(int(side.max(initial=0)) for side in lengths.values())
+        # Lengths with bos or eos, (pairs,), in the smallest signed type that holds them and their
+        # difference: less memory, and numpy sorts 16-bit integers in linear time.
+        longest = 1 + int(max(side.max(initial=0) for side in lengths.values()))
         dtype = np.min_scalar_type(-longest - 1)
-        self.source = lengths["source"].astype(dtype) + dtype.type(1)
-        self.target = lengths["target"].astype(dtype) + dtype.type(1)
+        one = dtype.type(1)
+        self.source = lengths["source"].astype(dtype) + one
+        self.target = lengths["target"].astype(dtype) + one
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
@@ -586,28 +593,28 @@ class BucketSampler(Sampler[np.ndarray]):
                 f"{len(self.source)} training pairs are too few for {world_size} processes × "
                 f"{accumulate} micro-batches; use fewer"
             )
-        # A step is a slice of the pairs in order of length. Where the slices begin and end depends
-        # on the lengths alone, so it is the same in every epoch.
-        widths = np.maximum(self.source, self.target)
-        widths = np.sort(widths, kind="stable")
+        # A step is a slice of the pairs in order of length. The bounds of the slices depend on the
+        # lengths alone, so they are the same in every epoch.
+        widths = np.sort(np.maximum(self.source, self.target), kind="stable")
         self.bounds = cut_batches(widths, tokens_per_batch, self.micro_batches)
-        self.step = 0  # optimiser steps handed out; set it to continue from there
-        self._planned_epoch: int | None = None  # the epoch that the next two belong to
+        self.step = 0  # optimiser steps that were iterated over; set it to continue from there
+        self._planned_epoch: int | None = None  # the epoch of the next two attributes
         self._order: Any = None  # (pairs,) its pairs in order of length
         self._steps: Any = None  # (steps,) its slices in random order
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimiser steps in which every pair comes once, over all ranks."""
+        """Optimiser steps of an epoch: every pair once, over all ranks."""
         return len(self.bounds) - 1
 
     def epoch_plan(self, epoch: int) -> Iterator[np.ndarray]:
         """The pairs of each step of an epoch, over all ranks."""
         if self._planned_epoch != epoch:
             random = np.random.default_rng((self.seed, epoch))
-            # Shuffle, then sort: pairs of equal lengths stand in random order, so that batches
-            # have other pairs in every epoch.
-            pairs = random.permutation(np.arange(len(self.source), dtype=np.int32))
+            # Shuffle, then sort: pairs of equal lengths are in random order, so that batches
+            # differ between epochs.
+            pairs = np.arange(len(self.source), dtype=np.int32)
+            pairs = random.permutation(pairs)
             by_length = order_by_length(self.source[pairs], self.target[pairs])
             self._order = pairs[by_length]
             self._steps = random.permutation(self.steps_per_epoch)
@@ -616,15 +623,17 @@ class BucketSampler(Sampler[np.ndarray]):
         order = self._order
         steps = self._steps
         for step in steps:
-            yield order[self.bounds[step] : self.bounds[step + 1]]
+            first = self.bounds[step]
+            last = self.bounds[step + 1]
+            yield order[first:last]
 
     def _steps_after(self, step: int) -> Iterator[np.ndarray]:
-        """The pairs of each step after `step`, over all ranks, epoch after epoch without end."""
-        epoch, done = divmod(step, self.steps_per_epoch)
+        """The pairs of each step after `step`, over all ranks, without end."""
+        epoch, steps_done = divmod(step, self.steps_per_epoch)
         while True:
-            yield from islice(self.epoch_plan(epoch), done, None)
+            yield from islice(self.epoch_plan(epoch), steps_done, None)
             epoch += 1
-            done = 0
+            steps_done = 0
 
     def __iter__(self) -> Iterator[np.ndarray]:
         """This rank's micro-batches, from the current step on, without end."""
@@ -636,40 +645,42 @@ class BucketSampler(Sampler[np.ndarray]):
                 yield pairs[first :: self.micro_batches]
 
     def target_tokens(self, step: int) -> Iterator[int]:
-        """Real target tokens, over all ranks, of the steps after `step`: divisors of the loss."""
+        """The target tokens of each step after `step`, over all ranks: divisors of the loss."""
         for pairs in self._steps_after(step):
             yield int(self.target[pairs].sum())
 
     def steps_by_length(self) -> list[np.ndarray]:
         """The pairs of each step, the shortest first."""
-        return np.split(order_by_length(self.source, self.target), self.bounds[1:-1])
+        order = order_by_length(self.source, self.target)
+        return np.split(order, self.bounds[1:-1])
 
     def heaviest_steps(self) -> list[np.ndarray]:
-        """The steps that need most memory for layers, for logits, for attention matrices.
+        """The pairs, longest first, of the steps that need most memory.
 
-        Of each the pairs, the longest first. A trial of these shows whether all steps fit.
+        One for the layers, one for the logits and one for the attention matrices. If these fit in
+        memory, all steps do.
         """
         steps = self.steps_by_length()
-        loads = []  # (steps, 3), each in units of its own
+        loads = []  # (steps, 3), each in its own unit
         for pairs in steps:
             source_width = int(self.source[pairs].max())
             target_width = int(self.target[pairs].max())
             layers = len(pairs) * (source_width + target_width)
-            logits = int(self.target[pairs].sum())  # made for real tokens alone
-            # Scores of every position for every other.
+            logits = int(self.target[pairs].sum())  # padding has none
+            # A score of every position for every other.
             attention = len(pairs) * max(source_width, target_width) ** 2
             loads.append((layers, logits, attention))
         heaviest = np.argmax(loads, axis=0).tolist()
-        heaviest = dict.fromkeys(heaviest)  # often one step is the heaviest in several ways
-        return [steps[number][::-1] for number in heaviest]
+        heaviest = dict.fromkeys(heaviest)  # one step is often the heaviest in several ways
+        return [steps[index][::-1] for index in heaviest]
 
 
 def order_by_length(source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """An order of the pairs in which neighbours are alike in both lengths, (n,) row numbers.
+    """Indices, (pairs,), that sort the pairs so that neighbours are similar in both lengths.
 
-    By the longer side; within it by how much the source is longer, rising and falling in turn. So
-    the other side has no jump where one length ends and the next begins, and a batch across that
-    place has little padding. Pairs of equal lengths keep their order.
+    By the longer side first; then by how much the source is longer, rising and falling in turn. So
+    the shorter side does not jump from one length to the next, and a batch that holds both has
+    little padding. Pairs of equal lengths keep their order.
     """
     # (source, target): 3 1, 3 2, 3 3, then 4 4, 4 3, 4 2, then 5 2, 5 3, …
     longer = np.maximum(source, target)
@@ -679,25 +690,25 @@ def order_by_length(source: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 
 def cut_batches(widths: np.ndarray, budget: int, smallest: int = 1) -> list[int]:
-    """Cut a row of sentence widths so that pairs · widest <= budget in each piece.
+    """Cut sentence widths, (pairs,), into batches with pairs · widest <= budget.
 
-    Returns the bounds, one more than pieces. No piece has fewer than `smallest` pairs, whatever the
-    budget.
+    Returns the bounds, one more than there are batches. No batch has fewer than `smallest` pairs,
+    whatever the budget.
 
-    >>> cut_batches(np.array([2, 2, 3, 5]), budget=6)  # the pieces 2 2, 3 and 5
+    >>> cut_batches(np.array([2, 2, 3, 5]), budget=6)  # the batches 2 2, 3 and 5
     [0, 2, 3, 4]
     """
     bounds = [0]
     while bounds[-1] < len(widths):
         first = bounds[-1]
-        most = max(budget // int(widths[first]), smallest)  # if all were as narrow as the first
-        # widest[i] · (i + 1): padded tokens of a piece of i + 1 pairs. It rises with i.
-        widest = np.maximum.accumulate(widths[first : first + most])
+        largest = max(budget // int(widths[first]), smallest)  # if all were as short as the first
+        # padded[i] = widest[i] · (i + 1): the padded tokens of i + 1 pairs. It rises with i.
+        widest = np.maximum.accumulate(widths[first : first + largest])
         padded = widest * np.arange(1, len(widest) + 1)
-        fits = int(np.searchsorted(padded, budget, side="right"))
-        last = first + max(fits, smallest)
+        fitting = int(np.searchsorted(padded, budget, side="right"))
+        last = first + max(fitting, smallest)
         bounds.append(min(last, len(widths)))
-    # A last piece that is too small takes pairs from the piece before it, or joins it if that would
+    # If the last batch is too small, it takes pairs from the one before, or joins it if that would
     # then be too small itself.
     if len(bounds) > 2 and bounds[-1] - bounds[-2] < smallest:
         bounds[-2] = bounds[-1] - smallest
@@ -710,8 +721,8 @@ def cut_batches(widths: np.ndarray, budget: int, smallest: int = 1) -> list[int]
 class Batch:
     """B pairs padded to S source and T target tokens, with N real target tokens.
 
-    The target needs no padding mask: its padding stands behind the sentence, where the causal mask
-    hides it, and `target_positions` leaves out what the decoder predicts there.
+    The target needs no padding mask. Its padding follows the sentence, so the causal mask hides it,
+    and `target_positions` leaves out what the decoder predicts at padding.
     """
 
     src: torch.Tensor  # (B, S) ids; each row ends with eos
@@ -738,7 +749,7 @@ class Batch:
         return {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch on `device`; from pinned memory the copy overlaps with computing."""
+        """The same batch on `device`. From pinned memory, the copy overlaps with computing."""
         tensors = self.tensors()
         for name, tensor in tensors.items():
             tensors[name] = tensor.to(device, non_blocking=True)
@@ -754,9 +765,9 @@ class Batch:
 
 @dataclass
 class Collate:
-    """Pairs -> `Batch`. Lengths are padded to a multiple of `pad_multiple`, at most `longest`.
+    """Pairs -> `Batch`. Widths are rounded up to a multiple of `pad_multiple`, at most `longest`.
 
-    A multiple gives a compiler fewer shapes.
+    With a multiple there are fewer shapes to compile for.
     """
 
     source_ids: dict[str, int]  # {"pad": …, "bos": …, "eos": …}
@@ -771,8 +782,8 @@ class Collate:
             source, target = (flatten(side) for side in zip(*pairs))
         src, src_pad = self.pad_sources(source)
 
-        # Teacher forcing: bos and the target go in, the target and eos are to come out. A target
-        # of three tokens a b c:
+        # Teacher forcing: the decoder reads bos and the target, and learns to predict the target
+        # and eos. For a target of three tokens a b c:
         #     tgt_in   bos a b c
         #     tgt_out  a   b c eos
         lengths = target.lengths + 1  # (B,) with bos or eos
@@ -795,8 +806,8 @@ class Collate:
     def pad_sources(self, sources: Rows | list[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Source ids -> (src, src_pad), each (B, S); eos is added to each row.
 
-        The one place where a padding mask is made; decoding.py and fast/ derive theirs from it. It
-        follows PyTorch: bool, True = padding, which attention ignores. (The `attention_mask` of
+        The padding mask is made here and nowhere else; decoding.py and fast/ derive theirs from it.
+        It follows PyTorch: True marks padding, which attention ignores. (The `attention_mask` of
         Hugging Face is the opposite: 1 = keep.)
         """
         if not isinstance(sources, Rows):
@@ -828,7 +839,7 @@ def collate_for(prepared: Any, pad_multiple: int = 1, longest: int = 2**31) -> C
 def batches_of(
     pairs: Dataset, sampler: BucketSampler, collate: Collate, workers: int, device: torch.device
 ) -> Generator[Batch]:
-    """The sampler's micro-batches on the device, without end. `close()` ends worker processes."""
+    """The sampler's micro-batches on the device, without end. `close()` ends the workers."""
     loader = DataLoader(
         pairs,
         batch_sampler=sampler,
@@ -837,8 +848,8 @@ def batches_of(
         pin_memory=device.type == "cuda",
         worker_init_fn=leave_signals_to_main,
     )
-    # This line calls iter(loader), which draws a seed from torch's generator. It must not happen
-    # at the first batch: then the generator is dropout's.
+    # This line calls iter(loader), which draws a seed from torch's random generator. It must not
+    # happen at the first batch: by then the generator is set for dropout.
     batches = (batch.to(device) for batch in loader)
     if device.type == "cuda":
         return one_ahead(batches, device)
@@ -846,12 +857,12 @@ def batches_of(
 
 
 def one_ahead(batches: Iterator[Batch], device: torch.device) -> Generator[Batch]:
-    """The batches; a thread makes each and sends it to the GPU while the one before is used."""
-    # One thread: the DataLoader's iterator is not made for several.
-    # Without set_device the thread would take GPU 0, on every rank.
+    """The batches; a thread prepares the next one while the GPU works on the last."""
+    # One thread, because the DataLoader's iterator is not thread-safe.
+    # Without set_device the thread would use GPU 0 on every rank.
     with ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,)) as thread:
-        coming = thread.submit(next, batches)
+        next_batch = thread.submit(next, batches)
         while True:
-            batch = coming.result()
-            coming = thread.submit(next, batches)
+            batch = next_batch.result()
+            next_batch = thread.submit(next, batches)
             yield batch

@@ -58,7 +58,7 @@ from pathlib import Path
 
 import torch
 
-from data import began_with, collate_for
+from data import collate_for, was_trained_on
 from decoding import Translations, translate_lines
 from engine import distributed
 from engine.distributed import World
@@ -167,7 +167,7 @@ def choose_rows(config: Config, trained: Trained) -> Scored:
     same_path = os.path.realpath(path) == os.path.realpath(trained.config["data"])
     is_run_data = same_path and columns == run_columns
     if not is_run_data:
-        is_run_data = began_with(trained.checkpoint, trained.config, text)
+        is_run_data = was_trained_on(trained.checkpoint, trained.config, text)
 
     notes = []
     if split in text.files:
@@ -178,7 +178,7 @@ def choose_rows(config: Config, trained: Trained) -> Scored:
         rows = held_out_rows(text)[split]
         notes.append(f"cut from train: the data have no {split} split")
         # Another train file is cut in another place. Perhaps the data had a test split, too.
-        if not began_with(trained.checkpoint, trained.config, text):
+        if not was_trained_on(trained.checkpoint, trained.config, text):
             notes.append("the data have changed: the model may have learned these rows")
     elif is_run_data or config.split:
         splits = ", ".join(text.files)

@@ -25,10 +25,10 @@ from data import (
     TokenWriter,
     cut_batches,
     default_tokens_per_batch,
+    evenly_spaced,
     find_and_prepare,
     flatten,
     prepare,
-    spread,
     vocabulary_size,
     worth_keeping,
 )
@@ -75,8 +75,8 @@ def test_prepare(toy, tmp_path):
 def test_sizes_and_samples():
     assert [vocabulary_size(0, pairs) for pairs in (380, 10_000, 10**6)] == [1000, 2000, 16000]
     assert vocabulary_size(300, 10**6) == 300
-    assert spread(list(range(20)), 8) == [0, 2, 5, 7, 10, 12, 15, 17]
-    assert spread([1, 2], 8) == [1, 2]
+    assert evenly_spaced(list(range(20)), 8) == [0, 2, 5, 7, 10, 12, 15, 17]
+    assert evenly_spaced([1, 2], 8) == [1, 2]
 
 
 def test_the_tokenizers_learn_from_pairs_from_all_over(toy, tmp_path, monkeypatch):
@@ -278,7 +278,7 @@ def test_train_becomes_as_long_for_its_sources_as_validation(tmp_path, monkeypat
     for pairs in (prepared.train, pickle.loads(pickle.dumps(prepared.train))):
         assert [pairs[row][0].tolist() for row in range(80)] == [[id] * 8 for id in expected]
         assert pairs.__getitems__(np.array([0, 79]))[1].ids.tolist() == [4] * 8 + [102] * 8
-        chosen = pairs.only(np.array([1, 79]))  # of those that were chosen
+        chosen = pairs.subset(np.array([1, 79]))  # of those that were chosen
         assert [chosen[row][0].tolist() for row in range(2)] == [[5] * 8, [102] * 8]
 
 

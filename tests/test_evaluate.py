@@ -157,7 +157,7 @@ def run_of(tmp_path, monkeypatch):
             (checkpoints / name).mkdir(parents=True)
             (checkpoints / name / "model.safetensors").touch()
         (checkpoints / "best").symlink_to("step-1")
-        monkeypatch.setattr(script, "began_with", lambda *_: unchanged)
+        monkeypatch.setattr(script, "was_trained_on", lambda *_: unchanged)
         return SimpleNamespace(
             config={"data": str(tmp_path / "data"), "source": "zh", "target": "en"},
             run=tmp_path / "run",

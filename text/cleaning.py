@@ -181,8 +181,8 @@ def like_validation(train, validation, vocabularies: list[int]) -> np.ndarray:
     the bar, which 99 % of its pairs reach. Pairs below it go, at most `UNLIKE_SHARE` of all; none
     go if they are fewer than `CHANCE`.
     """
-    known = validation.only(np.arange(0, len(validation), 2))
-    unseen = validation.only(np.arange(1, len(validation), 2))
+    known = validation.subset(np.arange(0, len(validation), 2))
+    unseen = validation.subset(np.arange(1, len(validation), 2))
     gains = []  # of each side, (V,)
     for of_train, of_known in zip(_counts(train, vocabularies), _counts(known, vocabularies)):
         p_train = (of_train + 0.5) / (of_train + 0.5).sum()  # + 0.5: no token has p = 0
