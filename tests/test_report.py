@@ -434,7 +434,7 @@ DAMAGES = [
     ],
     [
         (lambda run: (run / "data.json").write_text('{"counts": 3}'), "data.json · damaged"),
-        (lambda run: cut(run / "train.log"), "train.log · no last words"),
+        (lambda run: cut(run / "train.log"), "train.log · no final message"),
         (lambda run: cut(run / "metrics.jsonl"), "metrics.jsonl · 1 · damaged"),
         (lambda run: cut(run / f"{GREEDY}.txt"), f"{GREEDY}.txt has"),
     ],

@@ -37,10 +37,10 @@ table { border-collapse: collapse }
 td, th { padding: .25em .7em; text-align: left; vertical-align: top;
   border-bottom: 1px solid #dde3ea }
 th { min-width: 6em }
-td { min-width: 5em; overflow-wrap: anywhere }
+td { min-width: 5em }
 tr { background: #fff }
 tr > :first-child { position: sticky; left: 0; background: inherit }
-.text { min-width: 13em }
+.text { min-width: 13em; overflow-wrap: anywhere }
 .flag { white-space: nowrap }
 .figures { display: grid; gap: 14px;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 350px), 1fr)) }

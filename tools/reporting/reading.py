@@ -155,7 +155,7 @@ class RunFiles:
 
     # ---------------------------------------------------------------- the log
 
-    def last_words(self) -> str:
+    def final_message(self) -> str:
         """Why the run stopped, as its log says; "" if it does not."""
         latest = self.log.rpartition("resumed after step")[2]
         lines = [line for line in messages(latest) if line.startswith("stopped")]
@@ -228,8 +228,8 @@ def read_run(folder: str | Path) -> RunFiles:
     run.running = is_locked(run.folder / ".lock")
     if run.running:
         run.missing.append((".lock", "the run is still under way: these are its figures so far"))
-    elif run.log and not run.last_words():
-        why = "no last words: the run was killed, or ended with an error"
+    elif run.log and not run.final_message():
+        why = "no final message: the run was killed, or ended with an error"
         run.missing.append(("train.log", why))
     return run
 
@@ -261,7 +261,9 @@ def read_results(run: RunFiles) -> None:
     if run.is_translation and not run.results:
         command = f"python evaluate.py --ckpt {shlex.quote(str(run.folder))}"
         run.missing.append(("eval/", "no result yet", "this makes one", command))
-    elif not run.results and not run.last_words():  # a lab that has not ended; some make no result
+    elif (
+        not run.results and not run.final_message()
+    ):  # a lab that has not ended; some make no result
         run.missing.append(("eval/", "no result yet"))
 
 

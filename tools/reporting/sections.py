@@ -75,14 +75,16 @@ def status(run: RunFiles) -> Fact | str:
     """Why it stopped, or that it runs."""
     if run.running:
         return "under way"
-    words = run.last_words()
-    return Fact(words, words, f"{run.name}/train.log") if words else "no last words"
+    message = run.final_message()
+    if not message:
+        return "no final message"
+    return Fact(message, message, f"{run.name}/train.log")
 
 
 def last_step(run: RunFiles) -> Fact | None:
     """The step it stopped after; an interrupted run is some steps ahead of its last record."""
     stopped_after = run.logged(r"stopped after step ([\d,]+)")
-    if run.last_words() and stopped_after:
+    if run.final_message() and stopped_after:
         return stopped_after
     if not run.records:
         return None
