@@ -59,7 +59,7 @@ def test_no_lab_imports_another():
 
 
 def test_the_engine_comes_before_pytorch():
-    """It says how PyTorch's threads wait, and they look only once."""
+    """It sets how PyTorch's threads wait; they read that setting only once."""
     scripts = [ROOT / f"{name}.py" for name in ("train", "evaluate", "translate", "report")]
     for path in (*scripts, *ROOT.glob("labs/*/__main__.py")):
         body = ast.parse(path.read_text(encoding="utf-8")).body
@@ -73,23 +73,26 @@ def test_the_engine_comes_before_pytorch():
 
 
 @pytest.mark.parametrize("policy", [None, "ACTIVE"])
-def test_waiting_threads_are_told_how_unless_somebody_says(policy, monkeypatch):
-    monkeypatch.setenv("GOMP_SPINCOUNT", "")  # noted, so that it comes back
+def test_the_engine_sets_how_threads_wait_unless_the_user_does(policy, monkeypatch):
+    monkeypatch.setenv("GOMP_SPINCOUNT", "")  # recorded, so that it is restored
     monkeypatch.delenv("GOMP_SPINCOUNT")
-    monkeypatch.setenv("OMP_WAIT_POLICY", policy) if policy else monkeypatch.delenv(
-        "OMP_WAIT_POLICY", raising=False
-    )
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
     importlib.reload(engine)
     assert ("GOMP_SPINCOUNT" in os.environ) == (policy is None)
 
 
 def test_text_files_have_an_encoding():
     """The default is the machine's: GBK on a Chinese Windows. /proc is ASCII."""
-    harmless, bare = re.compile(r"encoding=|'[rwa]b'|/proc/|/sys/|devnull|'a'\)|\.lock"), []
+    opens = re.compile(r"^open$|(?<!os)\.open$|\.(read|write)_text$")
+    harmless = re.compile(r"encoding=|'[rwa]b'|/proc/|/sys/|devnull|'a'\)|\.lock")
+    without = []
     folders = ("root", "engine", "text", "tools", "labs")
     for path in (path for folder in folders for path in files(folder)):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            called = isinstance(node, ast.Call) and ast.unparse(node.func)
-            if called and re.search(r"^open$|(?<!os)\.open$|\.(read|write)_text$", called):
-                bare += [(str(path), node.lineno)] * (not harmless.search(ast.unparse(node)))
-    assert bare == []
+            if not isinstance(node, ast.Call) or not opens.search(ast.unparse(node.func)):
+                continue
+            if not harmless.search(ast.unparse(node)):
+                without.append((str(path), node.lineno))
+    assert without == []
