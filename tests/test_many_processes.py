@@ -80,32 +80,30 @@ def signal_one_rank(step: int, rank: int) -> None:
     signal_at_step(signal.SIGTERM, step, rank=str(rank))
 
 
+# For each session: processes, flags, steps until one rank receives a signal (0: none does).
 # Steps are multiples of --log_every: the first mean loss after a resume has only its own steps.
 @pytest.mark.parametrize(
-    "size, flags, step, resumed_size, resumed_flags",
+    "sessions",
     [
-        pytest.param(1, [], 9, 2, [], marks=pytest.mark.slow),
-        pytest.param(2, [], 21, 3, [], marks=pytest.mark.slow),
-        (2, ["--shard", "--accumulate", "2"], 21, 1, []),
         # Some weights cannot be divided equally among three.
-        (1, [], 9, 3, ["--shard"]),
+        [(1, [], 9), (3, ["--shard", "--accumulate", "2"], 12), (1, [], 0)],
+        pytest.param([(1, [], 9), (2, [], 12), (3, [], 0)], marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_to_one_rank_stops_all_and_another_number_resumes(
-    whole_run, long_data, here, tmp_path, size, flags, step, resumed_size, resumed_flags
+    whole_run, long_data, here, tmp_path, sessions
 ):
-    flags_before = flags
-    flags = [*flags, "--data", long_data, *TINY_FLAGS, *SAME, "--run", here]
-    stop = (signal_one_rank, step, size - 1)
-    ranks = fork_ranks(size, "train.py", *flags, cwd=tmp_path, first=stop)
-    assert [rank.wait() for rank in ranks] == [0] * size, [rank.output for rank in ranks]
-    assert f"stopped after step {step}: interrupted" in ranks[0].output
-
-    flags = ["--resume", here, *resumed_flags]
-    ranks = fork_ranks(resumed_size, "train.py", *flags, cwd=tmp_path)
-    assert [rank.wait() for rank in ranks] == [0] * resumed_size, [rank.output for rank in ranks]
-    has_note = "note: --shard has no effect" in ranks[0].output
-    assert has_note == ("--shard" in flags_before and resumed_size == 1)
+    run = ["--data", long_data, *TINY_FLAGS, *SAME, "--run", here]
+    done = 0
+    for size, flags, steps in sessions:
+        signal_last_rank = (signal_one_rank, steps, size - 1) if steps else ()
+        ranks = fork_ranks(size, "train.py", *run, *flags, cwd=tmp_path, first=signal_last_rank)
+        assert [rank.wait() for rank in ranks] == [0] * size, [rank.output for rank in ranks]
+        if steps:
+            done += steps
+            assert f"stopped after step {done}: interrupted" in ranks[0].output
+        run = ["--resume", here]
+    assert ("note: --shard has no effect" in ranks[0].output) == ("--shard" in sessions[1][1])
     assert_close_run(whole_run, here)
 
 
