@@ -31,16 +31,11 @@ using Number = float;
 using Cached = float;
 #endif
 
-// What one register holds. GCC splits larger vectors, but then keeps sums of them in memory: ten times slower.
+// A product's sums are of type Register: GCC would keep sums of larger vectors in memory, ten times slower.
 #if defined(__AVX512F__)
 constexpr int kVectors = 4;  // 6 · 4 sums, 4 vectors of weights and an input are 29 of 32 registers
-typedef float Register __attribute__((vector_size(64)));
-#elif defined(__AVX__)
-constexpr int kVectors = 1;  // 6 · 2 sums, 2 and 1 are 15 of 16
-typedef float Register __attribute__((vector_size(32)));
 #else
-constexpr int kVectors = 1;  // NEON: 6 · 4 sums, 4 and 1 are 29 of 32
-typedef float Register __attribute__((vector_size(16)));
+constexpr int kVectors = 1;  // AVX2: 6 · 2 sums, 2 and 1 are 15 of 16; NEON: 6 · 4 sums, 4 and 1 are 29 of 32
 #endif
 constexpr int kTileRows = 6;
 constexpr int64_t kPanel = kVectors * kLanes;  // outputs
@@ -241,9 +236,9 @@ void likeliest(const Linear& linear, const float* x, int64_t rows, Inputs& input
   };
   std::vector<Best> best(rows, Best{all(kNever), Ints{}});  // of outputs 0, 16, 32, …; of outputs 1, 17, 33, …
   product(linear, numbers, inputs.scale.data(), rows, [&](int64_t row, int64_t first, Floats logit) {
-    const auto better = logit > best[row].logit;
-    best[row].logit = better ? logit : best[row].logit;
-    best[row].output = better ? kLaneNumbers + int32_t(first) : best[row].output;
+    const Ints better = is_greater(logit, best[row].logit);
+    best[row].logit = larger(logit, best[row].logit);
+    best[row].output = (better & (kLaneNumbers + int32_t(first))) | (~better & best[row].output);
   });
   for (int64_t row = 0; row < rows; ++row) {
     const float most = largest_of(best[row].logit);
@@ -270,7 +265,7 @@ class Candidates {
   }
 
   void add(Floats logits, int64_t first) {
-    if (any(logits > kept_.front().first)) keep(logits, first);
+    if (any(is_greater(logits, all(kept_.front().first)))) keep(logits, first);
     sum_ += exp(logits - largest_);
   }
 
@@ -371,7 +366,9 @@ void attend(const float* query, int64_t length, int64_t width, Block block, std:
       for (int64_t j = 0; j < 4; ++j) part[j] += query[i + j] * load(keys + (i + j) * kTokens);
     }
     const Floats score = (part[0] + part[1]) + (part[2] + part[3]);
-    const Floats real = lanes < float(length - b * kTokens) ? score : all(kNever);
+    const float left = float(length - b * kTokens);
+    const auto choose = [&](Register x, Register lane) { return lane < left ? x : Register{} + kNever; };
+    const Floats real = by_registers(choose, score, lanes);
     most = larger(most, real);
     store(scores.data() + b * kTokens, real);
   }

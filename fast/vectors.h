@@ -15,6 +15,34 @@ typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 
+// What one register holds. GCC splits larger vectors into registers, but it compares them number by number. So comparisons are
+// made register by register.
+#if defined(__AVX512F__)
+constexpr int kRegisterBytes = 64;
+#elif defined(__AVX__)
+constexpr int kRegisterBytes = 32;
+#else
+constexpr int kRegisterBytes = 16;  // NEON
+#endif
+typedef float Register __attribute__((vector_size(kRegisterBytes)));
+typedef int32_t RegisterInts __attribute__((vector_size(kRegisterBytes)));
+
+// Applies f to the vectors' registers: first to the lowest one of each, and so on.
+template <typename Result = Floats, typename Function, typename... Vectors>
+inline Result by_registers(Function f, Vectors... vectors) {
+  Result result;
+  for (size_t first = 0; first < sizeof result; first += kRegisterBytes) {
+    const auto part = [&](const Floats& x) {
+      Register some;
+      std::memcpy(&some, reinterpret_cast<const char*>(&x) + first, kRegisterBytes);
+      return some;
+    };
+    const auto some = f(part(vectors)...);
+    std::memcpy(reinterpret_cast<char*>(&result) + first, &some, kRegisterBytes);
+  }
+  return result;
+}
+
 // The upper half of a float: its range with 8 bits of precision.
 struct bf16 {
   uint16_t bits;
@@ -97,7 +125,13 @@ inline void by_vectors(int64_t n, const Step& f) {
 }
 
 inline Floats all(float x) { return x - Floats{}; }
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats larger(Floats a, Floats b) {
+  return by_registers([](Register x, Register y) { return x > y ? x : y; }, a, b);
+}
+// Lane by lane −1 (all bits) where a > b, else 0.
+inline Ints is_greater(Floats a, Floats b) {
+  return by_registers<Ints>([](Register x, Register y) { return RegisterInts(x > y); }, a, b);
+}
 
 inline float sum_of(Floats x) {
 #ifdef __AVX512F__
@@ -119,18 +153,20 @@ inline float largest_of(Floats x) {
 }
 
 // e^x for x ≤ 88, to 2 units of the last place; 0 below e^-87, the smallest normal float.
-inline Floats exp(Floats x) {
+inline Register exp_of_register(Register x) {
   constexpr float kRound = 12582912.0f;  // 1.5 · 2^23: adding it leaves the nearest whole number in the last bits
-  const Floats bounded = larger(x, all(-87.0f));
-  const Floats shifted = bounded * 1.44269504f + kRound;  // x / ln 2
-  const Floats whole = shifted - kRound;
-  const Floats rest = (bounded - whole * 0.693359375f) + whole * 2.12194440e-4f;  // x − whole · ln 2, in two steps
-  Floats y = rest * 1.9875691500e-4f + 1.3981999507e-3f;  // the polynomial of Cephes
+  const Register least = Register{} - 87.0f;
+  const Register bounded = x > least ? x : least;
+  const Register shifted = bounded * 1.44269504f + kRound;  // x / ln 2
+  const Register whole = shifted - kRound;
+  const Register rest = (bounded - whole * 0.693359375f) + whole * 2.12194440e-4f;  // x − whole · ln 2, in two steps
+  Register y = rest * 1.9875691500e-4f + 1.3981999507e-3f;  // the polynomial of Cephes
   y = y * rest + 8.3334519073e-3f;
   y = y * rest + 4.1665795894e-2f;
   y = y * rest + 1.6666665459e-1f;
   y = y * rest + 5.0000001201e-1f;
   y = y * rest * rest + rest + 1.0f;
-  const Floats power = (Floats)((Ints)y + ((Ints)shifted << 23));
-  return x >= -87.0f ? power : (x < -87.0f ? Floats{} : x);  // NaN stays
+  const Register power = (Register)((RegisterInts)y + ((RegisterInts)shifted << 23));
+  return x >= least ? power : (x < least ? Register{} : x);  // NaN stays
 }
+inline Floats exp(Floats x) { return by_registers(exp_of_register, x); }
