@@ -10,16 +10,8 @@
 Begin with gelu_python.py and attention_python.py, which derive the formulas.
 """
 
+import engine  # noqa: F401  before PyTorch, whose threads read their settings once
+from labs.attention_op.module import MultiHeadAttention, use_in
+from labs.attention_op.operators import attention, gelu
+
 __all__ = ["MultiHeadAttention", "attention", "gelu", "use_in"]
-
-
-def __getattr__(name: str):
-    # Python calls this for a name that the package does not have yet (PEP 562). So PyTorch is only
-    # imported when an operator is used, and `python -m labs.attention_op --help` answers at once.
-    if name in ("MultiHeadAttention", "use_in"):
-        from labs.attention_op import module as home
-    elif name in __all__:
-        from labs.attention_op import operators as home
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(home, name)

@@ -1,44 +1,39 @@
 """Check attention and GELU written by hand against PyTorch's, then time them.
 
-python -m labs.attention_op                       # every implementation
+python -m labs.attention_op                       # both implementations
 python -m labs.attention_op --backend cpp         # one implementation; C++ is compiled at first use
 python -m labs.attention_op --seq 1024 --batch 1  # other sizes
 """
 
+from engine.memory import keep_freed_memory  # before PyTorch, see __init__.py
+
+# isort: split
+import statistics
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
 
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
+from labs.attention_op import checks
+from labs.attention_op.operators import BACKENDS, attention, gelu
 
 
 @dataclass
 class Config:
     """Every setting of this lab."""
 
-    backend: str = flag("", "only this one (python|recompute|cpp); default: all", "Operators")
+    backend: str = flag("", "only this one (python|cpp); default: both", "Operators")
     batch: int = flag(8, "rows", "Sizes", min=1)
     heads: int = flag(8, "attention heads", "Sizes", min=1)
     seq: int = flag(256, "queries, and keys, per row", "Sizes", min=1)
     width: int = flag(64, "width of a head", "Sizes", min=1)
     turns: int = flag(5, "timed passes of each implementation", "Timing", min=1)
     seed: int = flag(1, "seed of the random inputs", "Timing", min=0)
-
-
-# Before the imports that take seconds, so that --help and a wrong flag answer at once.
-if __name__ == "__main__":
-    config = parse_flags(Config, "attention and GELU by hand, checked against PyTorch")
-
-import statistics
-import time
-from collections.abc import Callable
-from functools import partial
-
-import torch
-import torch.nn.functional as F
-
-from engine.memory import keep_freed_memory
-from labs.attention_op import checks
-from labs.attention_op.operators import ATTENTION_BACKENDS, GELU_BACKENDS, attention, gelu
 
 
 def main(config: Config) -> None:
@@ -48,7 +43,10 @@ def main(config: Config) -> None:
     backends = usable_backends(config.backend)
     right = check_all(backends)
     threads = torch.get_num_threads()
-    print(f"\nforward and backward in ms, median of {config.turns}; {threads} threads")
+    print(
+        f"\nforward and backward in ms, median of {config.turns}, {threads} threads; "
+        "MiB kept for the backward pass, inputs included"
+    )
     time_attention(config, backends)
     time_gelu(config, backends)
     if not right:
@@ -59,7 +57,7 @@ def usable_backends(wanted: str) -> list[str]:
     """The backends that work on this machine. Raises `UserError` if the wanted one does not."""
     x = torch.zeros(1, 1, 1, 1)
     backends = []
-    for backend in [wanted] if wanted else ATTENTION_BACKENDS:
+    for backend in [wanted] if wanted else BACKENDS:
         try:
             attention(x, x, x, backend=backend)
         except UserError as error:
@@ -82,10 +80,9 @@ def check_all(backends: list[str]) -> bool:
         derivative = checks.gradcheck_attention(backend)
         results.append(report(f"attention, {backend}", errors, checks.terms_of(sizes), derivative))
     for backend in backends:
-        if backend in GELU_BACKENDS:
-            errors = partial(checks.check_gelu, backend)
-            derivative = checks.gradcheck_gelu(backend)
-            results.append(report(f"gelu, {backend}", errors, checks.GELU_TERMS, derivative))
+        errors = partial(checks.check_gelu, backend)
+        derivative = checks.gradcheck_gelu(backend)
+        results.append(report(f"gelu, {backend}", errors, checks.GELU_TERMS, derivative))
     return all(results)
 
 
@@ -107,7 +104,14 @@ def time_attention(config: Config, backends: list[str]) -> None:
     contestants = {"F.scaled_dot_product_attention": F.scaled_dot_product_attention}
     for backend in backends:
         contestants[backend] = partial(attention, backend=backend)
-    sizes = (config.batch, config.heads, config.seq, config.seq, config.width, config.width)
+    sizes = (
+        config.batch,
+        config.heads,
+        config.seq,
+        config.seq,
+        config.width,
+        config.width,
+    )
     print(f"attention (B, H, S, D) = {(config.batch, config.heads, config.seq, config.width)}")
     race(contestants, checks.random_inputs(sizes, torch.float32), config.turns)
 
@@ -116,8 +120,7 @@ def time_gelu(config: Config, backends: list[str]) -> None:
     """Ours beside PyTorch's, on the hidden layer of a Transformer: four times the model's width."""
     contestants = {"F.gelu": F.gelu}
     for backend in backends:
-        if backend in GELU_BACKENDS:
-            contestants[backend] = partial(gelu, backend=backend)
+        contestants[backend] = partial(gelu, backend=backend)
     shape = (config.batch * config.seq, 4 * config.heads * config.width)
     print(f"gelu of {shape}")
     race(contestants, [torch.randn(shape)], config.turns)
@@ -134,9 +137,24 @@ def race(contestants: dict[str, Callable], inputs: list[torch.Tensor], turns: in
             torch.autograd.grad(out, inputs, out.detach())
             times[name].append(1e3 * (time.perf_counter() - start))
     for name, values in times.items():
-        # the first turn warms up
-        print(f"  {name:<32}{statistics.median(values[1:]):>10.2f}", flush=True)
+        median = statistics.median(values[1:])  # the first turn warms up
+        kept = kept_bytes(contestants[name], inputs) / 2**20
+        print(f"  {name:<32}{median:>10.2f} ms{kept:>8.1f} MiB", flush=True)
+
+
+def kept_bytes(operator: Callable, inputs: list[torch.Tensor]) -> int:
+    """The memory of the tensors that autograd keeps from the forward for the backward pass."""
+    kept = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        operator(*inputs)
+    return sum(kept)
 
 
 if __name__ == "__main__":
-    run_script(lambda: main(config))
+    settings = parse_flags(Config, "attention and GELU by hand, checked against PyTorch")
+    run_script(lambda: main(settings))

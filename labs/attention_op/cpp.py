@@ -41,20 +41,18 @@ class CppAttention(torch.autograd.Function):
         v: Tensor,
         bias: Tensor | None,
         factors: Tensor | None,
-        scale: float,
     ) -> Tensor:
         """As `Attention.forward`."""
-        out, weights = library().attention(q, k, v, bias, factors, scale)
+        out, weights = library().attention(q, k, v, bias, factors)
         ctx.save_for_backward(q, k, v, factors, weights, out)
-        ctx.scale = scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
         """∂O → ∂Q, ∂K, ∂V; the other inputs have no gradient."""
-        grads = library().attention_backward(grad, *ctx.saved_tensors, ctx.scale)
-        return *grads, None, None, None
+        grads = library().attention_backward(grad, *ctx.saved_tensors)
+        return *grads, None, None
 
 
 @functools.cache

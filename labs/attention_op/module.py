@@ -8,22 +8,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.errors import UserError
-from labs.attention_op.operators import ATTENTION_BACKENDS, as_bias, attention, check_backend
+from labs.attention_op.operators import as_bias, attention, check_backend
 
 
 class MultiHeadAttention(nn.MultiheadAttention):
     """`nn.MultiheadAttention` computed by this lab's operators, with the same parameters and names.
 
-    The stock attention still answers where weights are asked for (`need_weights=True`, here not the
-    default) and where the inputs have no batch axis.
+    The stock attention still answers where weights are asked for: `need_weights=True`, here not the
+    default.
     """
 
     def __init__(self, *args, backend: str = "python", **options):
         """`args` and `options` are those of `nn.MultiheadAttention`."""
         super().__init__(*args, **options)
-        check_backend("MultiHeadAttention", backend, ATTENTION_BACKENDS)
-        if self.bias_k is not None or self.add_zero_attn:
-            raise UserError("MultiHeadAttention: add_bias_kv and add_zero_attn are not supported")
+        self.choose(backend)
+
+    def choose(self, backend: str) -> None:
+        """Compute with this backend. Raises `UserError`."""
+        check_backend("MultiHeadAttention", backend)
+        if self.bias_k is not None or self.add_zero_attn or not self._qkv_same_embed_dim:
+            raise UserError(
+                "MultiHeadAttention: add_bias_kv, add_zero_attn, kdim and vdim are not supported"
+            )
         self.backend = backend
         # Outside training, nn.TransformerEncoderLayer bypasses its attention module and calls a
         # fused kernel with its weights, unless the module has a hook. This one changes nothing.
@@ -45,7 +51,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         key_padding_mask (B, T) and attn_mask (S, T) or (B·H, S, T): True = ignore, or numbers to
         add. `is_causal` promises that attn_mask is the causal mask, which is then not read.
         """
-        if need_weights or query.dim() == 2:
+        if need_weights:
             return super().forward(
                 query,
                 key,
@@ -64,7 +70,9 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if key_padding_mask is not None:
             padding = as_bias(key_padding_mask, query.dtype)[:, None, None]  # (B, 1, 1, T)
             mask = padding if mask is None else mask + padding
-        projected = self.project(query, key, value)
+        weights = self.in_proj_weight.chunk(3)
+        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        projected = map(F.linear, (query, key, value), weights, biases)
         if not self.batch_first:
             projected = [x.transpose(0, 1) for x in projected]
         # (B, S or T, E) → (B, H, S or T, E/H)
@@ -76,58 +84,21 @@ class MultiHeadAttention(nn.MultiheadAttention):
             out = out.transpose(0, 1)
         return self.out_proj(out), None
 
-    def project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """The inputs → queries, keys and values of all heads, (…, E) each."""
-        if not self._qkv_same_embed_dim:
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        elif query is key is value:
-            # one product instead of three
-            return list(F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1))
-        else:
-            weights = self.in_proj_weight.chunk(3)
-        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        return list(map(F.linear, (query, key, value), weights, biases))
-
 
 def use_in(model: nn.Module, backend: str) -> int:
-    """Replace every `nn.MultiheadAttention` in a model by a `MultiHeadAttention`; return how many.
+    """Turn every `nn.MultiheadAttention` of a model into `MultiHeadAttention`; return how many.
 
-    The parameters themselves are kept, so names, checkpoints and optimisers stay valid. Hooks are
-    lost, and `need_weights` is False where a call does not set it. C++ is compiled here, not in the
-    first step. Raises `UserError`.
+    The modules and their parameters stay, so names, checkpoints and optimisers do too; only the
+    class changes, and with it `forward`. C++ is compiled here, not in the first step. Raises
+    `UserError`.
     """
-    check_backend("use_in", backend, ATTENTION_BACKENDS)
+    check_backend("use_in", backend)
     sample = torch.zeros(1, 1, 1, 1)
     attention(sample, sample, sample, backend=backend)  # compiles, if there is something to compile
-    replacements = {}  # a module may stand in several places
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.MultiheadAttention):
-                if child not in replacements:
-                    replacements[child] = with_parameters_of(child, backend)
-                setattr(parent, name, replacements[child])
-    if not replacements:
+    found = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    if not found:
         raise UserError(f"use_in: {type(model).__name__} contains no nn.MultiheadAttention")
-    return len(replacements)
-
-
-def with_parameters_of(stock: nn.MultiheadAttention, backend: str) -> MultiHeadAttention:
-    """A `MultiHeadAttention` that shares the parameters of `stock`."""
-    # On "meta" its own parameters take no memory and draw no random numbers.
-    ours = MultiHeadAttention(
-        stock.embed_dim,
-        stock.num_heads,
-        stock.dropout,
-        stock.in_proj_bias is not None,
-        stock.bias_k is not None,
-        stock.add_zero_attn,
-        stock.kdim,
-        stock.vdim,
-        stock.batch_first,
-        device="meta",
-        backend=backend,
-    )
-    for name, parameter in stock.named_parameters(recurse=False):
-        setattr(ours, name, parameter)
-    ours.out_proj = stock.out_proj
-    return ours.train(stock.training)
+    for module in found:
+        module.__class__ = MultiHeadAttention
+        module.choose(backend)
+    return len(found)

@@ -40,8 +40,8 @@ Tensor dropped(const Tensor& weights, const MaybeTensor& factors) {
 
 // Q (B, H, S, D), K (B, H, T, D), V (B, H, T, W) → output O (B, H, S, W), weights P (B, H, S, T)
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                                     const MaybeTensor& bias, const MaybeTensor& factors,
-                                     double scale) {
+                                     const MaybeTensor& bias, const MaybeTensor& factors) {
+  const double scale = 1 / std::sqrt(q.size(-1));
   Tensor scores = (q * scale).matmul(k.mT());
   if (bias) {
     scores += *bias;
@@ -57,8 +57,8 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
 std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& q,
                                                       const Tensor& k, const Tensor& v,
                                                       const MaybeTensor& factors,
-                                                      const Tensor& weights, const Tensor& out,
-                                                      double scale) {
+                                                      const Tensor& weights, const Tensor& out) {
+  const double scale = 1 / std::sqrt(q.size(-1));
   Tensor grad_v = dropped(weights, factors).mT().matmul(grad);
   Tensor grad_weights = dropped(grad.matmul(v.mT()), factors);
   Tensor delta = (grad * out).sum(-1, /*keepdim=*/true);

@@ -3,18 +3,17 @@
 B rows, H heads, S queries, T keys, D width of queries and keys, W width of values.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from engine.errors import UserError
-from labs.attention_op.attention_python import Attention, RecomputedAttention, dropout_factors
+from labs.attention_op.attention_python import Attention
 from labs.attention_op.cpp import CppAttention, CppGelu
 from labs.attention_op.gelu_python import Gelu
 
-ATTENTION_BACKENDS = ("python", "recompute", "cpp")
-GELU_BACKENDS = {"python": Gelu, "cpp": CppGelu}
+GELU = {"python": Gelu, "cpp": CppGelu}
+ATTENTION = {"python": Attention, "cpp": CppAttention}
+BACKENDS = tuple(ATTENTION)
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -25,10 +24,9 @@ def attention(
     mask: Tensor | None = None,
     causal: bool = False,
     dropout: float = 0.0,
-    scale: float | None = None,
     backend: str = "python",
 ) -> Tensor:
-    """softmax(scale · QKᵀ + mask) V: (B, H, S, D), (B, H, T, D), (B, H, T, W) → (B, H, S, W)
+    """softmax(QKᵀ / √D + mask) V: (B, H, S, D), (B, H, T, D), (B, H, T, W) → (B, H, S, W)
 
     mask:    boolean, True = ignore (the opposite of `F.scaled_dot_product_attention`), or numbers
              that are added to the scores. Broadcastable to (B, H, S, T): a padding mask of the keys
@@ -36,35 +34,29 @@ def attention(
     causal:  query i sees the keys 0…i, also when S ≠ T. Can be combined with a mask.
     dropout: probability of setting a weight to 0; the others are divided by 1 − dropout.
              Pass 0 outside training.
-    scale:   1/√D by default.
-    backend: "python" and "cpp" keep all weights for the backward pass, "recompute" computes them
-             again, block by block.
+    backend: "python" or "cpp".
 
     A query that may see nothing gets zeros. Half precision is computed in fp32 and rounded at the
     end, also under autocast. Can be differentiated once. Raises `UserError`.
     """
-    check_backend("attention", backend, ATTENTION_BACKENDS)
+    check_backend("attention", backend)
     check_inputs(q, k, v, mask, dropout)
     dtype = q.dtype
     if dtype in HALF_PRECISION:
         q, k, v = q.float(), k.float(), v.float()
-    bias = None if mask is None else as_bias(mask, q.dtype)
-    if scale is None:
-        scale = 1 / math.sqrt(q.size(-1))
+    bias = None
+    if mask is not None:
+        bias = as_bias(mask, q.dtype)
+    if causal:
+        later = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).triu(1)
+        causal_bias = as_bias(later, q.dtype)
+        bias = causal_bias if bias is None else bias + causal_bias
+    factors = None
+    if dropout:
+        kept = q.new_empty(*q.shape[:3], k.size(2)).bernoulli_(1 - dropout)
+        factors = kept / (1 - dropout)
     with torch.autocast(q.device.type, enabled=False):
-        if backend == "recompute":
-            seed = torch.randint(2**62, ()).item() if dropout else 0
-            out = RecomputedAttention.apply(q, k, v, bias, causal, dropout, seed, scale)
-        else:
-            if causal:
-                later = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).triu(1)
-                bias = as_bias(later, q.dtype) + (0 if bias is None else bias)
-            factors = None
-            if dropout:
-                factors = dropout_factors(q.new_empty(*q.shape[:3], k.size(2)), dropout)
-            function = Attention if backend == "python" else CppAttention
-            out = function.apply(q, k, v, bias, factors, scale)
-    return out.to(dtype) if dtype in HALF_PRECISION else out
+        return ATTENTION[backend].apply(q, k, v, bias, factors).to(dtype)
 
 
 def gelu(x: Tensor, backend: str = "python") -> Tensor:
@@ -72,13 +64,11 @@ def gelu(x: Tensor, backend: str = "python") -> Tensor:
 
     Half precision is computed in fp32 and rounded at the end. Raises `UserError`.
     """
-    check_backend("gelu", backend, GELU_BACKENDS)
+    check_backend("gelu", backend)
     if not x.is_floating_point():
         raise UserError(f"gelu: the input is {x.dtype}; pass floating-point numbers")
-    function = GELU_BACKENDS[backend]
-    if x.dtype in HALF_PRECISION:
-        return function.apply(x.float()).to(x.dtype)
-    return function.apply(x)
+    wide = x.float() if x.dtype in HALF_PRECISION else x
+    return GELU[backend].apply(wide).to(x.dtype)
 
 
 def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -88,10 +78,10 @@ def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -torch.inf)
 
 
-def check_backend(operator: str, backend: str, known) -> None:
+def check_backend(operator: str, backend: str) -> None:
     """Raises `UserError` for an unknown backend."""
-    if backend not in known:
-        raise UserError(f"{operator}: unknown backend {backend!r}; choose {', '.join(known)}")
+    if backend not in BACKENDS:
+        raise UserError(f"{operator}: unknown backend {backend!r}; choose {', '.join(BACKENDS)}")
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> None:
