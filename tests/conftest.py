@@ -184,7 +184,7 @@ def toy_run(toy_data, tmp_path_factory) -> Path:
     flags = (
         "--d_model 64 --nhead 4 --num_encoder_layers 2 --num_decoder_layers 2"
         " --dim_feedforward 128 --dropout 0 --source_vocab 300 --target_vocab 300"
-        " --max_steps 220 --eval_every 110 --lr 0.003 --precision fp32 --run toy"
+        " --max_steps 120 --eval_every 120 --lr 0.006 --precision fp32 --run toy"
     )
     forked("train.py", "--data", toy_data, *flags.split(), cwd=folder)
     return folder
