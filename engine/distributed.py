@@ -30,6 +30,11 @@ ANSWER = timedelta(minutes=15)
 # How long the others wait while rank 0 works alone, for example tokenises a large data set.
 WORK = timedelta(days=2)
 
+# The process groups, kept until the process ends. PyTorch 2.13 can deadlock when DDP is the last to
+# hold gloo's group: its destructor waits for gloo's threads without releasing Python's global lock
+# (GIL), and such a thread needs the lock to free the tensors of the last collective.
+KEPT_GROUPS: list[dist.ProcessGroup] = []
+
 
 @dataclass(frozen=True)
 class World:
@@ -212,7 +217,9 @@ def process_grid(world: World, **sizes: int):
         # A group of one process, so that the same code runs in a single process.
         store = dist.HashStore()
         dist.init_process_group(backend_for(world.device), store=store, rank=0, world_size=1)
-    return init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    KEPT_GROUPS.extend(mesh.get_all_groups())
+    return mesh
 
 
 def several_asked() -> bool:
@@ -274,6 +281,7 @@ def join(rank: int, size: int, device: torch.device) -> dist.Store:
             store = dist.PrefixStore(f"attempt {attempt}", store)
         backend = backend_for(device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=ANSWER)
+        KEPT_GROUPS.append(dist.group.WORLD)
     except (FutureTimeout, dist.DistError, RuntimeError, ValueError, OSError) as error:
         reason = (str(error).strip() or f"no answer for {JOIN}").splitlines()[0]
         if "EADDRINUSE" in str(error):

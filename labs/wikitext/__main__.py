@@ -305,8 +305,6 @@ def train(config: Config) -> Path:
                     f"  |gradient| {norm:.2f}  {speed:,.0f} tokens/s"
                 )
 
-        # Delete DDP while its process group exists: PyTorch 2.13 may deadlock if it goes last.
-        runner = None
         if interrupted:
             run.close(INTERRUPTED, state.step)
         else:

@@ -1,7 +1,9 @@
 """A single process waits for nothing; several get the same results; SLURM's variables are read."""
 
+import gc
 import os
 import socket
+import weakref
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from conftest import Forked, fork_ranks, free_port
 
 from engine import distributed
-from engine.distributed import World, adopt_srun, first_machine, start
+from engine.distributed import World, adopt_srun, first_machine, process_grid, start
 from engine.errors import UserError
 
 SRUN = {
@@ -265,3 +267,12 @@ def test_another_program_has_the_port(tmp_path):
 
 def test_a_process_that_never_comes(tmp_path):
     error_of_a_rank_alone(0, free_port(), tmp_path)
+
+
+def test_process_groups_are_never_freed():
+    """Whoever frees gloo's group last, such as DDP, may wait for ever for its threads."""
+    world = World(0, 1, torch.device("cpu"))
+    group = weakref.ref(process_grid(world, data=1).get_group())
+    world.stop()
+    gc.collect()
+    assert group() is not None
