@@ -294,19 +294,21 @@ def beam_search(
         has_all = finished.scores[:, -1] > -math.inf
         cannot_improve = finished.scores[:, 0] >= active.scores[:, 0] / penalty
         done |= at_limit | (has_all & cannot_improve)
-        # At the last step all are done.
-        if length == longest or (should_check(length - 1, device) and done.any()):
+        if should_check(length - 1, device) and done.any():
             output[sentences[done], :, :length] = finished.tokens[done, :, 1:]
             output_scores[sentences[done]] = finished.scores[done]
             remaining = torch.nonzero(~done).squeeze(1)
-            if len(remaining) == 0:
-                break
             active = active.of_sentences(remaining)
             finished = finished.of_sentences(remaining)
             sentences = sentences[remaining]
             rows = rows[remaining]
             done = done[remaining]
+            if len(sentences) == 0:
+                break
         cache.select(rows)
+    # The searches for the others, if any, are done now, at the longest limit.
+    output[sentences, :, :length] = finished.tokens[:, :, 1:]
+    output_scores[sentences] = finished.scores
     return output, output_scores
 
 

@@ -43,7 +43,7 @@ def load_corpus(folder: str | Path, pairs: int = 20000) -> Prepared:
     lengths = corpus.train.lengths
     fits = np.flatnonzero(np.maximum(lengths["source"], lengths["target"]) <= LONGEST)
     rows = np.random.default_rng(1).permutation(fits)[:pairs]
-    corpus.train = corpus.train.only(rows)
+    corpus.train = corpus.train.subset(rows)
     return corpus
 
 

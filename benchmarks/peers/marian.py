@@ -24,7 +24,6 @@ from benchmarks.peers.contest import LABEL_SMOOTHING, LEARNING_RATE, wait_for_gp
 from benchmarks.peers.handout import labels
 from benchmarks.peers.turn import Task, TrainingClock, run_peer
 from data import Batch, BucketSampler, Collate, Prepared, batches_of, collate_for
-from decoding import to_hypothesis
 from engine.files import atomic_write
 from engine.precision import choose_precision
 
@@ -148,8 +147,9 @@ def translate(model: MarianMTModel, collate: Collate, sources: list[np.ndarray])
             do_sample=False,
             max_new_tokens=min(512, src.size(1) * 3 // 2 + 10),
         )
+        eos = collate.target_ids["eos"]
         for row, ids in zip(rows, generated[:, 1:].tolist()):  # the first is the begin token
-            outputs[row] = to_hypothesis(ids, None, collate.target_ids["eos"]).tokens
+            outputs[row] = ids[: ids.index(eos)] if eos in ids else ids
     return outputs
 
 
