@@ -42,7 +42,13 @@ def report(config: Config) -> None:
     if config.compare:
         print(comparison_in_lines(runs))
         return
-    page = Page("Training report", config.language, config.out or runs[0].folder / "report")
+    # First, because the summary lists what could not be read or drawn.
+    examples = sections.choose_examples(runs)
+    attention = sections.draw_attention(examples)
+
+    title = ("Training report", "训练报告")
+    page = Page(title, config.language, config.out or runs[0].folder / "report")
+    sections.summary(page, runs)
     written.process(page, runs)
     sections.environment(page, runs)
     sections.data(page, runs)
@@ -52,14 +58,11 @@ def report(config: Config) -> None:
     sections.hardware(page, runs)
     sections.speed(page, runs)
     sections.results(page, runs)
-    sections.attention(page, *sections.translations(page, runs))
+    sections.translations(page, examples)
+    sections.attention(page, attention)
     sections.own_pictures(page, runs)
     written.sources(page, runs)
     sections.settings(page, runs)
-    # The summary lists what is missing, which the other sections find out; it stands first.
-    before = len(page.blocks)
-    sections.summary(page, runs)
-    page.to_front(len(page.blocks) - before)
     print(f"written to {page.write()}; report.md and {len(page.pictures)} pictures lie beside it")
 
 

@@ -4,7 +4,8 @@ import shlex
 
 from engine.errors import UserError
 from text.bleu import Compared, paired_bootstrap
-from tools.reporting.reading import RunFiles, rows_of
+from tools.reporting.reading import DATA_SET, SAMPLE_NOTE, RunFiles, rows_of
+from tools.reporting.words import in_language
 
 
 def shared_results(runs: list[RunFiles]) -> list[str]:
@@ -53,7 +54,7 @@ def compare_evaluations(run: RunFiles) -> tuple[str, list[Compared]]:
 
 def why_no_rows(runs: list[RunFiles]) -> str:
     """Why data sets could not be read, and what to do; "" if they could."""
-    notes = [note for run in runs for note in run.missing if note[0] == "data set"]
+    notes = [note for run in runs for note in run.missing if note[0] == DATA_SET]
     reasons = dict.fromkeys(reason for _, reason, *_ in notes)
     if not reasons:
         return ""
@@ -74,8 +75,10 @@ def comparison_in_lines(runs: list[RunFiles]) -> str:
             f"{system.metric:<6} {system.name:<30} {system.score:6.2f}  {interval}  {p_value}"
         )
     for run in runs:
-        notes = [" · ".join(note) for note in run.missing if "eval/" in note[0]]
-        if run.notice():
-            notes.append(run.notice())
-        lines += [f"note: {run.name} · {note}" for note in notes]
+        notes = [note for note in run.missing if "eval/" in note[0]]
+        if run.is_of_sample():
+            notes.append((SAMPLE_NOTE,))
+        for note in notes:
+            texts = [in_language(words, "en") for words in note]
+            lines.append(f"note: {' · '.join([run.name, *texts])}")
     return "\n".join(lines)

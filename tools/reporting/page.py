@@ -1,25 +1,24 @@
 """One report as a page that opens without network, as Markdown, and as PNG pictures.
 
-page = Page("Training report", "zh", Path("runs/NAME/report"))
-page.heading("Speed")
-page.table(["", "a run"], [["time", fact]])
+page = Page(("Training report", "训练报告"), "zh", Path("runs/NAME/report"))
+page.heading("Speed", "速度")
+page.table(["", "a run"], [[("time", "总用时"), fact]])
 page.figures({"loss": figure})
 page.write()
 
-A cell is a label (translated), a `Fact` (as it is, with the place it is from), or None (—).
+A cell of a table is a text (see words.py), a `Fact`, or None (—).
 """
 
 import base64
 import html
 import io
-import re
 from pathlib import Path
 from urllib.parse import quote
 
 from engine.errors import UserError
 from tools.reporting.fonts import embedded
 from tools.reporting.reading import Fact
-from tools.reporting.words import CHINESE, ENGLISH
+from tools.reporting.words import Words, in_language
 
 DOTS_PER_INCH = 130
 STYLE = """
@@ -41,80 +40,64 @@ td { min-width: 5em }
 tr { background: #fff }
 tr > :first-child { position: sticky; left: 0; background: inherit }
 .text { min-width: 13em; overflow-wrap: anywhere }
-.flag { white-space: nowrap }
 .figures { display: grid; gap: 14px;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 350px), 1fr)) }
 .large { grid-template-columns: 1fr; overflow-x: auto }
 figure { margin: 0 }
 img { max-width: 100%; height: auto }
 .large img { max-width: none; zoom: .75 }
+@media (min-width: 600px) { th { white-space: nowrap } }
 """.strip()
 
 
 class Page:
     """Blocks in the order they are added, in HTML and in Markdown."""
 
-    def __init__(self, title: str, language: str, folder: str | Path):
+    def __init__(self, title: tuple[str, str], language: str, folder: str | Path):
         self.language = language
         self.folder = Path(folder)
-        self.words = CHINESE if language == "zh" else ENGLISH
         self.blocks: list[tuple[str, str]] = []  # in HTML and in Markdown
         self.pictures: dict[str, bytes] = {}
         if (self.folder / "config.json").exists():  # its own pictures would count as the run's
             raise UserError(f"{self.folder} is a run itself; name a folder of its own by --out DIR")
-        self.title = self.translate(title)
-        self.heading(title, 1)
+        self.title = self.text(title)
+        self.heading(*title, level=1)
 
-    def translate(self, words: str) -> str:
-        """A label in the language of the page.
-
-        Names of curves are labels too; names of files and flags are not translated.
-        """
-        if words in self.words:
-            return self.words[words]
-        return words.replace("_", " ") if words.isidentifier() else words
+    def text(self, cell: Words | Fact | None) -> str:
+        """A text in the language of the page, or the text of a cell."""
+        if cell is None:
+            return "—"
+        return in_language(cell.text if isinstance(cell, Fact) else cell, self.language)
 
     def add(self, as_html: str, as_markdown: str) -> None:
         """The same block in both forms; `as_html` is escaped already."""
         self.blocks.append((as_html, as_markdown + "\n"))
 
-    def to_front(self, count: int) -> None:
-        """Move the last `count` blocks behind the title."""
-        moved = self.blocks[len(self.blocks) - count :]
-        del self.blocks[len(self.blocks) - count :]
-        self.blocks[1:1] = moved
+    def heading(self, *words: str, level: int = 2) -> None:
+        """A heading; level 2 begins a section."""
+        text = self.text(words)
+        self.add(f"<h{level}>{html.escape(text)}</h{level}>", f"{'#' * level} {text}")
 
-    def heading(self, words: str, level: int = 2) -> None:
-        """A heading, in the language of the page."""
-        words = self.translate(words)
-        self.add(f"<h{level}>{html.escape(words)}</h{level}>", f"{'#' * level} {words}")
+    def paragraph(self, *words: str) -> None:
+        """A paragraph."""
+        text = self.text(words)
+        self.add(f"<p>{html.escape(text)}</p>", text)
 
-    def note(self, words: str) -> None:
-        """A line in small print, in the language of the page."""
-        words = self.translate(words)
-        self.add(f"<p><small>{html.escape(words)}</small></p>", words)
+    def note(self, *words: str) -> None:
+        """A line in small print."""
+        text = self.text(words)
+        self.add(f"<p><small>{html.escape(text)}</small></p>", text)
 
-    def prose(self, words: str) -> None:
-        """A paragraph, in the language of the page."""
-        words = self.translate(words)
-        self.add(f"<p>{html.escape(words)}</p>", words)
-
-    def bullets(self, *items: str) -> None:
-        """A list, in the language of the page."""
-        items = [self.translate(words) for words in items]
-        lines = "".join(f"<li>{html.escape(words)}</li>" for words in items)
-        self.add(f"<ul>{lines}</ul>", "\n".join(f"- {words}" for words in items))
-
-    def to_write(self, words: str) -> None:
+    def to_write(self, *words: str) -> None:
         """A marked place where the student must write."""
-        words = f"✎ {self.translate(words)}"
-        self.add(f'<p class="missing">{html.escape(words)}</p>', f"> **{words}**")
+        text = f"✎ {self.text(words)}"
+        self.add(f'<p class="missing">{html.escape(text)}</p>', f"> **{text}**")
 
-    def missing(self, lacks: list[tuple[str, ...]]) -> None:
-        """What is not there: a place, then words about it."""
-        lines = [" · ".join(self.words.get(words, words) for words in lack) for lack in lacks]
-        items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-        self.add(f'<ul class="missing">{items}</ul>', "\n".join(f"- {line}" for line in lines))
+    def bullets(self, items: list[Words], kind: str = "") -> None:
+        """A list; `kind`: "missing" for what the reader must see."""
+        texts = [self.text(words) for words in items]
+        lines = "".join(f"<li>{html.escape(text)}</li>" for text in texts)
+        self.add(f'<ul class="{kind}">{lines}</ul>', "\n".join(f"- {text}" for text in texts))
 
     def verbatim(self, fact: Fact) -> None:
         """Text of a file as it is."""
@@ -129,49 +112,30 @@ class Page:
         if not shown:
             return
         lines = ["<tr>" + "".join(self.cell(cell, "th") for cell in header) + "</tr>"]
-        markdown = [markdown_row(map(self.markdown_cell, header)), "|" + " --- |" * len(header)]
+        markdown = [self.markdown_row(header), "|" + " --- |" * len(header)]
         for n in shown:
             label, *values = rows[n]
             cells = self.cell(label, "th") + "".join(self.cell(value, "td") for value in values)
             start = "<tr class=mark>" if n in mark else "<tr>"
             lines.append(f"{start}{cells}</tr>")
-            markdown.append(markdown_row(map(self.markdown_cell, rows[n])))
-        self.add(
-            f'<div class="wide"><table>{"".join(lines)}</table></div>',
-            "\n".join(markdown),
-        )
+            markdown.append(self.markdown_row(rows[n]))
+        table = "".join(lines)
+        self.add(f'<div class="wide"><table>{table}</table></div>', "\n".join(markdown))
 
-    def cell(self, cell, tag: str) -> str:
+    def cell(self, cell: Words | Fact | None, tag: str) -> str:
         """The HTML of a table cell; a fact's source is shown under the mouse."""
-        if isinstance(cell, Fact):
-            value = html.escape(str(cell.value))
-            source = html.escape(cell.source)
-            kind = ' class="text"' if len(cell.text) > 30 else ""
-            text = html.escape(cell.text)
-            return f'<{tag}{kind}><data value="{value}" title="{source}">{text}</data></{tag}>'
-        words = html.escape(self.text_of(cell))
-        # The name of a flag is not broken into two lines.
-        words = re.sub(r"--\w+", r'<span class="flag">\g<0></span>', words)
-        return f"<{tag}>{words}</{tag}>"
+        text = html.escape(self.text(cell))
+        if not isinstance(cell, Fact):
+            return f"<{tag}>{text}</{tag}>"
+        value = html.escape(str(cell.value))
+        source = html.escape(cell.source)
+        kind = ' class="text"' if len(cell.text) > 30 else ""
+        return f'<{tag}{kind}><data value="{value}" title="{source}">{text}</data></{tag}>'
 
-    def markdown_cell(self, cell) -> str:
-        """The same for a Markdown table: one line, | escaped."""
-        return " ".join(self.text_of(cell).split()).replace("|", "\\|")
-
-    def text_of(self, cell) -> str:
-        """The text of a table cell."""
-        if isinstance(cell, Fact):
-            return cell.text
-        return "—" if cell is None else self.translate(cell)
-
-    def keep(self, name: str, figure) -> bytes:
-        """Keep a matplotlib figure, or the bytes of a PNG file, for `write`; returns its bytes."""
-        if not isinstance(figure, bytes):
-            file = io.BytesIO()
-            figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
-            figure = file.getvalue()
-        self.pictures[file_name(name)] = figure
-        return figure
+    def markdown_row(self, cells: list) -> str:
+        """A line of a Markdown table; each cell is one line, | escaped."""
+        texts = [" ".join(self.text(cell).split()).replace("|", "\\|") for cell in cells]
+        return f"| {' | '.join(texts)} |"
 
     def figures(self, figures: dict[str, object], kind: str = "") -> None:
         """Pictures by the names of their files, on the page and beside it; `kind`: "" or "large".
@@ -181,12 +145,21 @@ class Page:
         tags, lines = [], []
         for name, figure in figures.items():
             encoded = base64.b64encode(self.keep(name, figure)).decode()
-            alternative = html.escape(self.translate(name), quote=True)
             tags.append(
-                f'<figure><img alt="{alternative}" src="data:image/png;base64,{encoded}"></figure>'
+                f'<figure><img alt="{html.escape(name)}" src="data:image/png;base64,{encoded}">'
+                "</figure>"
             )
-            lines.append(f"![{self.translate(name)}]({quote(file_name(name))})")
+            lines.append(f"![{name}]({quote(file_name(name))})")
         self.add(f'<div class="figures {kind}">{"".join(tags)}</div>', "\n".join(lines))
+
+    def keep(self, name: str, figure) -> bytes:
+        """Keep a matplotlib figure, or the bytes of a PNG file, for `write`; returns its bytes."""
+        if not isinstance(figure, bytes):
+            file = io.BytesIO()
+            figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
+            figure = file.getvalue()
+        self.pictures[file_name(name)] = figure
+        return figure
 
     def write(self) -> Path:
         """Write report.html, report.md and the pictures into the folder; returns the page."""
@@ -213,11 +186,6 @@ class Page:
                 f"cannot write to {self.folder}: {error.strerror}; choose another --out DIR"
             ) from None
         return self.folder / "report.html"
-
-
-def markdown_row(cells) -> str:
-    """A line of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
 
 
 def file_name(name: str) -> str:

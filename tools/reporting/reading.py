@@ -1,8 +1,9 @@
 """The files of a run. What is missing or damaged is noted, and the rest is read.
 
 run = read_run("runs/NAME")
-run.look_up("metrics.jsonl#valid/loss#min")      # Fact: a value with the place it is from
-run.look_up("environment.json#-1.gpu")
+run.look_up("metrics.jsonl#valid/loss#min")    # Fact: a value with the place it is from
+run.look_up("eval/test-greedy.json#nltk:.2f")  # with the format of the text
+run.look_up("environment.json#*.gpu")          # of all starts of the script
 """
 
 import fcntl
@@ -20,6 +21,7 @@ from engine.errors import UserError
 from engine.run import find_run
 from text.cleaning import held_out_rows
 from text.reading import find_text, fingerprint_of, sample_notice
+from tools.reporting.words import Words
 
 SUMMARIES = {
     "min": min,
@@ -29,13 +31,23 @@ SUMMARIES = {
     "last": lambda values: values[-1],
 }
 STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", re.MULTILINE)  # of a message in train.log
-UNKNOWN = {  # file → what cannot be shown without it
-    "config.json": "the settings are unknown",
-    "data.json": "counts and lengths of the data are unknown",
-    "environment.json": "the machine is unknown",
-    "train.log": "the messages of the run are unknown",
-    "metrics.jsonl": "there are no curves",
+# What is wrong with a file.
+NOT_THERE = ("not there", "没有这个文件")
+DAMAGED = ("damaged", "已损坏")
+# File → what cannot be shown without it.
+UNKNOWN: dict[str, Words] = {
+    "config.json": ("the settings are unknown", "不知道设置"),
+    "data.json": ("counts and lengths of the data are unknown", "不知道数据的数量与长度"),
+    "environment.json": ("the machine is unknown", "不知道运行的机器"),
+    "train.log": ("the messages of the run are unknown", "不知道运行时的输出"),
+    "metrics.jsonl": ("there are no curves", "没有曲线"),
 }
+SAMPLE_NOTE = (
+    "bundled sample, not WMT19: this score says only that the program works",
+    "自带样例，不是 WMT19：得分只说明程序能运行",
+)
+DATA_SET = ("data set", "数据集")
+NO_TRANSLATIONS = ("so the translations are not shown", "所以不显示译文")
 
 
 @dataclass(frozen=True)
@@ -44,7 +56,7 @@ class Fact:
 
     value: object
     text: str
-    source: str  # "FILE", "FILE#key.key" or "metrics.jsonl#tag#min"
+    source: str  # "RUN/FILE", "RUN/FILE#key.key" or "RUN/metrics.jsonl#tag#min"
 
 
 @dataclass
@@ -63,7 +75,7 @@ class RunFiles:
     hypotheses: dict[str, list[str]] = field(default_factory=dict)  # likewise, of the .txt
     pictures: list[Path] = field(default_factory=list)  # written by the script, or put there
     gpu_table: str = ""  # what nvidia-smi printed, if nvidia-smi.txt is there
-    missing: list[tuple[str, ...]] = field(default_factory=list)  # a place, then words on it
+    missing: list[tuple[Words, ...]] = field(default_factory=list)  # a place, then words on it
     running: bool = False
     rows: dict[str, list] = field(default_factory=dict)  # see `rows_of`
 
@@ -81,14 +93,18 @@ class RunFiles:
 
     # ---------------------------------------------------------------- values
 
-    def look_up(self, source: str, form: str = "") -> Fact | None:
+    def look_up(self, place: str) -> Fact | None:
         """The value at "FILE.json#key.key" or "metrics.jsonl#TAG#SUMMARY"; None if there is none.
 
-        The key "-1" is the last entry of a list.
+        The key "-1" is the last entry of a list. ":FORMAT" at the end, as in an f-string, is the
+        format of a number that is not whole.
         """
-        file, *keys = source.split("#")
+        file, *keys = place.split("#")
+        keys[-1], _, form = keys[-1].partition(":")
         if file == "metrics.jsonl":
-            return self.summary_of_curve(*keys, form or ",.4g")
+            return self.summary_of_curve(*keys, form)
+        if keys[0].startswith("*."):
+            return self.of_all_starts(keys[0].removeprefix("*."))
         contents = {
             "config.json": self.config,
             "data.json": self.data,
@@ -104,10 +120,17 @@ class RunFiles:
             return None
         if value is None or value == "":
             return None
-        if isinstance(value, int) and "g" in form:
-            form = ","  # whole numbers keep all their digits
-        text = format(value, form) if is_number(value) else str(value)
-        return Fact(value, text, f"{self.name}/{source}")
+        # A setting is shown as a flag takes it.
+        text = str(value) if file == "config.json" else as_text(value, form)
+        return Fact(value, text, f"{self.name}/{file}#{keys[0]}")
+
+    def of_all_starts(self, key: str) -> Fact | None:
+        """A value of environment.json; where starts of the script differ, all values in order."""
+        values = list(dict.fromkeys(str(start.get(key) or "—") for start in self.environment))
+        if len(values) < 2:
+            return self.look_up(f"environment.json#-1.{key}")
+        text = " → ".join(values)
+        return Fact(text, text, f"{self.name}/environment.json#*.{key}")
 
     def summary_of_curve(self, tag: str, summary: str, form: str) -> Fact | None:
         """The min, max, mean, median or last value of a curve."""
@@ -118,7 +141,7 @@ class RunFiles:
         if not values:
             return None
         value = SUMMARIES[summary](values)
-        return Fact(value, format(value, form), f"{self.name}/metrics.jsonl#{tag}#{summary}")
+        return Fact(value, as_text(value, form), f"{self.name}/metrics.jsonl#{tag}#{summary}")
 
     def logged(self, pattern: str) -> Fact | None:
         """The last number in the log that matches the group of `pattern`."""
@@ -146,12 +169,10 @@ class RunFiles:
         checkpoint = Path(named).name
         return self.folder / "checkpoints" / checkpoint if is_step(checkpoint) else self.folder
 
-    def notice(self) -> str:
-        """That the data were the bundled sample; "" for all other data."""
-        if not self.is_translation:
-            return ""
+    def is_of_sample(self) -> bool:
+        """Whether it learned, or was scored on, the bundled sample."""
         used = [self.config.get("data"), *(result.get("data") for result in self.results.values())]
-        return next(filter(None, (sample_notice(str(data)) for data in used if data)), "")
+        return self.is_translation and any(sample_notice(str(data)) for data in used if data)
 
     # ---------------------------------------------------------------- the log
 
@@ -180,6 +201,13 @@ def messages(log: str) -> list[str]:
 def is_number(value) -> bool:
     """Whether it is a finite int or float, and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def as_text(value, form: str = "") -> str:
+    """A value for the page: whole numbers with all digits, others in four or as `form` says."""
+    if not is_number(value):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else format(value, form or ",.4g")
 
 
 def in_minutes(seconds: float) -> str:
@@ -214,7 +242,7 @@ def read_run(folder: str | Path) -> RunFiles:
         run.data = read_json(run, "data.json", dict)
         parts = [run.data.get(name) for name in ("counts", "tokens", "vocabulary")]
         if run.data and not all(isinstance(part, dict) for part in parts):
-            run.missing.append(("data.json", "damaged", UNKNOWN["data.json"]))
+            run.missing.append(("data.json", DAMAGED, UNKNOWN["data.json"]))
             run.data = {}
     sessions = read_json(run, "environment.json", list)
     run.environment = [session for session in sessions if isinstance(session, dict)]
@@ -227,9 +255,16 @@ def read_run(folder: str | Path) -> RunFiles:
         run.gpu_table = read_text(run, "nvidia-smi.txt").rstrip("\n")
     run.running = is_locked(run.folder / ".lock")
     if run.running:
-        run.missing.append((".lock", "the run is still under way: these are its figures so far"))
+        why = (
+            "the run is still under way: these are its figures so far",
+            "实验仍在运行，以下是到目前为止的数字",
+        )
+        run.missing.append((".lock", why))
     elif run.log and not run.final_message():
-        why = "no final message: the run was killed, or ended with an error"
+        why = (
+            "no final message: the run was killed, or ended with an error",
+            "日志没有结束的记录：实验被强行终止，或因错误结束",
+        )
         run.missing.append(("train.log", why))
     return run
 
@@ -252,33 +287,36 @@ def read_results(run: RunFiles) -> None:
         if path.with_suffix(".txt").exists():
             run.hypotheses[name] = read_text(run, f"{name}.txt").split("\n")[:-1]
         elif run.is_translation:
-            run.missing.append((f"{name}.txt", "not there", "so the translations are not shown"))
+            run.missing.append((f"{name}.txt", NOT_THERE, NO_TRANSLATIONS))
         scored = run.scored(name).name
         # The name of a result contains a checkpoint that was not the best one when it was scored.
         if is_step(best) and is_step(scored) and scored != best and scored not in name:
-            why = "of an earlier checkpoint than the best; run evaluate.py again"
+            why = (
+                "of an earlier checkpoint than the best; run evaluate.py again",
+                "这个结果属于较早的检查点，不是最好的；请重新运行 evaluate.py",
+            )
             run.missing.append((f"{name}.json", scored, why))
+    no_result = ("no result yet", "还没有评测结果")
     if run.is_translation and not run.results:
         command = f"python evaluate.py --ckpt {shlex.quote(str(run.folder))}"
-        run.missing.append(("eval/", "no result yet", "this makes one", command))
-    elif (
-        not run.results and not run.final_message()
-    ):  # a lab that has not ended; some make no result
-        run.missing.append(("eval/", "no result yet"))
+        run.missing.append(("eval/", no_result, ("this makes one", "评测的命令"), command))
+    elif not run.results and not run.final_message():
+        # A lab that has not ended; some labs make no result.
+        run.missing.append(("eval/", no_result))
 
 
 def read_json(run: RunFiles, name: str, kind: type):
     """The content of a file; an empty `kind` if it is missing or damaged, which is noted."""
-    why = UNKNOWN.get(name, "that result is left out")
+    why = UNKNOWN.get(name, ("that result is left out", "略去这个结果"))
     try:
         value = json.loads((run.folder / name).read_text(encoding="utf-8"))
         if isinstance(value, kind):
             return value
-        run.missing.append((name, "damaged", why))
+        run.missing.append((name, DAMAGED, why))
     except FileNotFoundError:
-        run.missing.append((name, "not there", why))
+        run.missing.append((name, NOT_THERE, why))
     except (OSError, ValueError, RecursionError):
-        run.missing.append((name, "damaged", why))
+        run.missing.append((name, DAMAGED, why))
     return kind()
 
 
@@ -287,7 +325,7 @@ def read_text(run: RunFiles, name: str) -> str:
     try:
         return (run.folder / name).read_bytes().decode("utf-8", errors="replace")
     except OSError:
-        run.missing.append((name, "not there", UNKNOWN.get(name, "")))
+        run.missing.append((name, NOT_THERE, UNKNOWN.get(name, "")))
         return ""
 
 
@@ -304,7 +342,8 @@ def read_records(run: RunFiles) -> list[dict]:
             pass
         damaged += bool(line.strip())
     if damaged:
-        run.missing.append(("metrics.jsonl", str(damaged), "damaged lines are left out"))
+        why = ("damaged lines are left out", "行损坏，已略去")
+        run.missing.append(("metrics.jsonl", str(damaged), why))
     return records
 
 
@@ -334,7 +373,7 @@ def rows_of(run: RunFiles, name: str) -> list[tuple[str, str]]:
         try:
             run.rows[name] = read_rows(run, name)
         except (UserError, OSError, KeyError) as error:
-            run.missing.append(("data set", str(error), "so the translations are not shown"))
+            run.missing.append((DATA_SET, str(error), NO_TRANSLATIONS))
             run.rows[name] = []
     return run.rows[name]
 

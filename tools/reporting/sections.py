@@ -1,10 +1,11 @@
-"""The parts of a report: functions that add to the page. A table has one column for each run.
+"""The sections of a report: functions that add to the page. A table has one column for each run.
 
-A row of a table is a label and where its value is: a place as `RunFiles.look_up` reads it, such a
-place with a format, or a function of the run.
+To add one, write a function here (texts as in words.py) and call it in report.py. A row of a table
+begins with where its values are: a place as `RunFiles.look_up` reads it, or a function of the run.
+Then comes its text in English and, unless it is the same, in Chinese.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from engine.errors import UserError
 from loading import load_trained
@@ -14,7 +15,8 @@ from tools.reporting import figures
 from tools.reporting.attention import picture
 from tools.reporting.comparing import shared_results
 from tools.reporting.page import Page
-from tools.reporting.reading import Fact, RunFiles, rows_of
+from tools.reporting.reading import SAMPLE_NOTE, Fact, RunFiles, rows_of
+from tools.reporting.words import Words
 from validation import attention_of
 
 EXAMPLES = 3  # of the best, the middle and the worst translations each
@@ -26,18 +28,18 @@ def name_of(run: RunFiles) -> Fact:
     return Fact(run.name, run.name, run.name)
 
 
-def value_of(run: RunFiles, place: str | tuple[str, str] | Callable) -> Fact | str | None:
-    """A cell of a table."""
-    if callable(place):
-        return place(run)
-    return run.look_up(place) if isinstance(place, str) else run.look_up(*place)
-
-
-def table(page: Page, runs: list[RunFiles], rows: dict, mark: set[int] = frozenset()) -> None:
-    """Rows by label, and a column for each run; `mark`: numbers of rows to colour."""
-    header = ["run", *map(name_of, runs)]
-    cells = [[label, *(value_of(run, place) for run in runs)] for label, place in rows.items()]
-    page.table(header, cells, mark)
+def table(
+    page: Page,
+    runs: list[RunFiles],
+    rows: list[tuple],
+    mark: set[int] = frozenset(),
+) -> None:
+    """A row for each (place, English, Chinese); `mark`: numbers of rows to colour."""
+    cells = []
+    for place, *texts in rows:
+        values = [place(run) if callable(place) else run.look_up(place) for run in runs]
+        cells.append([tuple(texts), *values])
+    page.table([("run", "实验"), *map(name_of, runs)], cells, mark)
 
 
 # -------------------------------------------------------------------- the run
@@ -45,39 +47,52 @@ def table(page: Page, runs: list[RunFiles], rows: dict, mark: set[int] = frozens
 
 def summary(page: Page, runs: list[RunFiles]) -> None:
     """How the runs ended, their best figures, every BLEU, and what could not be read."""
-    page.heading("Summary")
+    page.heading("Summary", "概览")
     for run in runs:
-        if notice := run.notice():
-            page.missing([(run.name, notice)])
-    page.note("Hover over a number to see the file it is from.")
-    rows = {
-        "status": status,
-        "time": RunFiles.seconds,
-        "steps": last_step,
-        "parameters": parameters,
-        "last training loss": "metrics.jsonl#train/loss#last",
-        "best validation loss": "metrics.jsonl#valid/loss#min",
-        "best validation perplexity": "metrics.jsonl#valid/perplexity#min",
-        "best validation BLEU (smoothed)": ("metrics.jsonl#valid/bleu#max", ".2f"),
-        "test accuracy": ("metrics.jsonl#test/accuracy#last", ".2%"),
-        "test errors": ("metrics.jsonl#test/errors#last", ",.0f"),
-    }
-    for name in dict.fromkeys(name for run in runs for name in run.results):
-        rows[f"BLEU {name}"] = (f"{name}.json#nltk", ".2f")
+        if run.is_of_sample():
+            page.bullets([f"{run.name} · {page.text(SAMPLE_NOTE)}"], "missing")
+    page.note(
+        "Hover over a number to see the file it is from.",
+        "鼠标停在数字上，可以看到它来自哪个文件。",
+    )
+    rows = [
+        (status, "status", "状态"),
+        (RunFiles.seconds, "time", "总用时"),
+        (last_step, "steps", "步数"),
+        (parameters, "parameters", "参数量"),
+        ("metrics.jsonl#train/loss#last", "last training loss", "最后的训练损失"),
+        ("metrics.jsonl#valid/loss#min", "best validation loss", "最好的验证损失"),
+        ("metrics.jsonl#valid/perplexity#min", "best validation perplexity", "最好的验证困惑度"),
+        (
+            "metrics.jsonl#valid/bleu#max:.2f",
+            "best validation BLEU (smoothed)",
+            "最好的验证 BLEU（平滑）",
+        ),
+        ("metrics.jsonl#test/accuracy#last:.2%", "test accuracy", "测试准确率"),
+        ("metrics.jsonl#test/errors#last:,.0f", "test errors", "测试错误数"),
+    ]
+    for name in names_of_results(runs):
+        rows.append((f"{name}.json#nltk:.2f", f"BLEU {name}"))
     table(page, runs, rows)
     for run in runs:
         if run.missing:
-            page.heading("What is missing", 3)
-            page.missing([(run.name, *words) for words in dict.fromkeys(run.missing)])
+            page.heading("What is missing", "缺少的内容", level=3)
+            notes = [(run.name, *words) for words in dict.fromkeys(run.missing)]
+            page.bullets([" · ".join(map(page.text, note)) for note in notes], "missing")
 
 
-def status(run: RunFiles) -> Fact | str:
+def names_of_results(runs: list[RunFiles]) -> list[str]:
+    """The evaluations of all runs, such as "eval/test-greedy"."""
+    return list(dict.fromkeys(name for run in runs for name in run.results))
+
+
+def status(run: RunFiles) -> Fact | Words:
     """Why it stopped, or that it runs."""
     if run.running:
-        return "under way"
+        return ("under way", "正在运行")
     message = run.final_message()
     if not message:
-        return "no final message"
+        return ("no final message", "没有正常结束")
     return Fact(message, message, f"{run.name}/train.log")
 
 
@@ -97,68 +112,79 @@ def parameters(run: RunFiles) -> Fact | None:
     return run.logged(r"(\d[\d,]*) parameters")
 
 
+def flops_per_token(run: RunFiles) -> Fact | None:
+    """Of a step's forward and backward pass."""
+    return run.logged(r"(\d[\d,]*) FLOPs a training token")
+
+
+def flops_per_image(run: RunFiles) -> Fact | None:
+    """The same in LeNet's lab."""
+    return run.logged(r"(\d[\d,]*) FLOPs a training image")
+
+
 def environment(page: Page, runs: list[RunFiles]) -> None:
     """Machine and versions."""
-    page.heading("Environment")
-    keys = {
-        "GPU": "gpu",
-        "GPU memory (GiB)": "gpu_memory_gib",
-        "driver": "driver",
-        "CUDA": "cuda",
-        "CPU": "cpu",
-        "cores": "cores",
-        "threads": "threads",
-        "processes": "processes",
-        "system": "system",
-        "Python": "python",
-        "torch": "torch",
-        "commit": "commit",
-    }
-    rows = {label: lambda run, key=key: of_all_starts(run, key) for label, key in keys.items()}
-    rows["begun"] = "environment.json#0.begun"
+    page.heading("Environment", "运行环境")
+    rows = [
+        ("environment.json#*.gpu", "GPU"),
+        ("environment.json#*.gpu_memory_gib", "GPU memory (GiB)", "显存（GiB）"),
+        ("environment.json#*.driver", "driver", "驱动"),
+        ("environment.json#*.cuda", "CUDA"),
+        ("environment.json#*.cpu", "CPU"),
+        ("environment.json#*.cores", "cores", "核数"),
+        ("environment.json#*.threads", "threads", "线程数"),
+        ("environment.json#*.processes", "processes", "进程数"),
+        ("environment.json#*.system", "system", "系统"),
+        ("environment.json#*.python", "Python"),
+        ("environment.json#*.torch", "torch"),
+        ("environment.json#*.commit", "commit", "代码版本（commit）"),
+        ("environment.json#0.begun", "begun", "开始时间"),
+    ]
     table(page, runs, rows)
 
 
-def of_all_starts(run: RunFiles, key: str) -> Fact | None:
-    """A value of environment.json; where starts differ, all values in order."""
-    values = list(dict.fromkeys(str(start.get(key) or "—") for start in run.environment))
-    if len(values) < 2:
-        return run.look_up(f"environment.json#-1.{key}")
-    text = " → ".join(values)
-    return Fact(text, text, f"{run.name}/environment.json#*.{key}")
-
-
-def resumed_by(run: RunFiles) -> Fact | None:
-    """The last command, if there were several."""
-    return run.look_up("environment.json#-1.command") if len(run.environment) > 1 else None
+REASONS_IN_CHINESE = {
+    "empty": "有一侧为空",
+    "identical": "原文与译文相同",
+    "held out": "划入验证集或测试集",
+    "in validation or test": "有一侧也在验证集或测试集中",
+    "duplicate": "完全重复",
+    "too long": "超过 --max_length",
+    "length ratio": "两侧长度相差太大",
+    "unlike validation": "用词与验证集相差较大（--select）",
+    "short target": "译文偏短（--select）",
+}
 
 
 def data(page: Page, runs: list[RunFiles]) -> None:
     """The data set, the counts of its pairs and tokens, and why pairs were dropped."""
-    page.heading("Data")
-    rows = {
-        "data set": "config.json#data",
-        "pairs read": ("data.json#counts.read", ","),
-        "pairs kept": ("data.json#counts.kept", ","),
-    }
-    for reason, words in REASONS.items():
-        rows[words] = (f"data.json#counts.{reason}", ",")
-    rows["validation rows"] = ("data.json#validation_rows", ",")
-    rows["unknown tokens"] = ("data.json#unknown", ".2%")
-    for side in ("source", "target"):
-        for key in ("vocabulary", "tokens"):
-            rows[f"{side} {key}"] = (f"data.json#{key}.{side}", ",")
+    page.heading("Data", "数据")
+    rows = [
+        ("config.json#data", "data set", "数据集"),
+        ("data.json#counts.read", "pairs read", "读入句对"),
+        ("data.json#counts.kept", "pairs kept", "保留句对"),
+    ]
+    for reason, english in REASONS.items():
+        rows.append((f"data.json#counts.{reason}", english, REASONS_IN_CHINESE[reason]))
+    rows += [
+        ("data.json#validation_rows", "validation rows", "验证集行数"),
+        ("data.json#unknown:.2%", "unknown tokens", "未知词元比例"),
+        ("data.json#vocabulary.source", "source vocabulary", "原文词表大小"),
+        ("data.json#tokens.source", "source tokens", "原文词元数"),
+        ("data.json#vocabulary.target", "target vocabulary", "译文词表大小"),
+        ("data.json#tokens.target", "target tokens", "译文词元数"),
+    ]
     table(page, runs, rows)
 
 
 def model(page: Page, runs: list[RunFiles]) -> None:
     """Parameters, FLOPs and print(model); the same layers of several runs once."""
-    page.heading("Model")
-    rows = {
-        "parameters": parameters,
-        "FLOPs of a training token": lambda run: run.logged(r"(\d[\d,]*) FLOPs a training token"),
-        "FLOPs of a training image": lambda run: run.logged(r"(\d[\d,]*) FLOPs a training image"),
-    }
+    page.heading("Model", "模型")
+    rows = [
+        (parameters, "parameters", "参数量"),
+        (flops_per_token, "FLOPs of a training token", "每个训练词元的浮点运算"),
+        (flops_per_image, "FLOPs of a training image", "每张训练图像的浮点运算"),
+    ]
     table(page, runs, rows)
     printed = {}
     for run in runs:
@@ -176,129 +202,147 @@ def curves(page: Page, runs: list[RunFiles]) -> None:
     panels = figures.panels_of(runs)
     if not panels:
         return
-    page.heading("Training curves")
+    page.heading("Training curves", "训练曲线")
     if any(run.is_translation for run in runs):
         page.note(
             "Losses are in nats per token, without label smoothing unless it says so; "
-            "validation BLEU is smoothed and of the first rows only."
+            "validation BLEU is smoothed and of the first rows only.",
+            "损失的单位是每词元 nat，除注明外不含标签平滑；"
+            "验证 BLEU 经过平滑，只用验证集的前若干行计算。",
         )
-    drawn = {
-        name: figures.curves(runs, name, tags, page.translate) for name, tags in panels.items()
-    }
-    page.figures(drawn)
+    page.figures(
+        {name: figures.curves(runs, name, tags, page.language) for name, tags in panels.items()}
+    )
 
 
 def hardware(page: Page, runs: list[RunFiles]) -> None:
     """What nvidia-smi printed; utilisation, memory and power of GPU and CPU over the steps."""
-    drawn = {f"hardware {run.name}": figures.hardware(run, page.translate) for run in runs}
+    drawn = {f"hardware {run.name}": figures.hardware(run, page.language) for run in runs}
     drawn = {name: figure for name, figure in drawn.items() if figure}
     tables = [run for run in runs if run.gpu_table]
     on_gpu = any(start.get("gpu") for run in runs for start in run.environment)
     if not (drawn or tables or on_gpu):
         return
-    page.heading("Hardware use")
+    page.heading("Hardware use", "硬件使用情况")
     for run in tables:
-        page.heading(f"{run.name} nvidia-smi", 3)
+        page.heading(f"{run.name} nvidia-smi", level=3)
         page.verbatim(Fact(None, run.gpu_table, f"{run.name}/nvidia-smi.txt"))
     if on_gpu and not tables:
         page.to_write(
             "Add what nvidia-smi shows during training: a screenshot (PNG) or nvidia-smi.txt "
-            "in the run's folder appears in this report."
+            "in the run's folder appears in this report.",
+            "请补上训练时的 nvidia-smi：把截图（PNG）或 nvidia-smi.txt "
+            "放进这次训练的文件夹，就会出现在报告里。",
         )
     if drawn:
-        page.note("100 % of the CPU is one core.")
+        page.note("100 % of the CPU is one core.", "CPU 利用率 100 % 表示用满一个核。")
         page.figures(drawn)
-    rows = {}
+    rows = []
     for device in ("gpu", "cpu"):
         for quantity in ("utilisation_percent", "memory_gib", "power_watt"):
-            for summary in ("mean", "max"):
-                label = f"{page.translate(summary)} {device.upper()} {page.translate(quantity)}"
-                rows[label] = (f"metrics.jsonl#{device}/{quantity}#{summary}", ",.1f")
+            english, chinese = figures.QUANTITIES[quantity]
+            for summary, in_chinese in (("mean", "平均"), ("max", "最高")):
+                place = f"metrics.jsonl#{device}/{quantity}#{summary}:,.1f"
+                names = (f"{summary} {device.upper()} ", f"{in_chinese} {device.upper()} ")
+                rows.append((place, names[0] + english, names[1] + chinese))
     table(page, runs, rows)
 
 
 def speed(page: Page, runs: list[RunFiles]) -> None:
     """Medians over the run, and the peak memory."""
-    page.heading("Speed")
-    page.note("Medians over the run.")
-    medians = {
-        "tokens per second": ("speed/tokens_per_second", ",.0f"),
-        "target tokens per second": ("speed/target_tokens_per_second", ",.0f"),
-        "images per second": ("speed/images_per_second", ",.0f"),
-        "model FLOPs utilisation": ("speed/model_flops_utilisation", ".1%"),
-        "padding": ("data/padding_share", ".1%"),
-        "waiting for data": ("data/wait_share", ".1%"),
-    }
-    rows = {label: (f"metrics.jsonl#{tag}#median", form) for label, (tag, form) in medians.items()}
-    rows["peak memory (GiB)"] = ("metrics.jsonl#memory/peak_gib#max", ".2f")
+    page.heading("Speed", "速度")
+    page.note("Medians over the run.", "整个训练过程的中位数。")
+    medians = [
+        ("speed/tokens_per_second", ",.0f", "tokens per second", "每秒词元数"),
+        ("speed/target_tokens_per_second", ",.0f", "target tokens per second", "每秒目标词元数"),
+        ("speed/images_per_second", ",.0f", "images per second", "每秒图片数"),
+        (
+            "speed/model_flops_utilisation",
+            ".1%",
+            "model FLOPs utilisation",
+            "模型算力利用率（MFU）",
+        ),
+        ("data/padding_share", ".1%", "padding", "填充比例"),
+        ("data/wait_share", ".1%", "waiting for data", "等待数据的时间比例"),
+    ]
+    rows = [(f"metrics.jsonl#{tag}#median:{form}", *texts) for tag, form, *texts in medians]
+    peak = ("peak memory (GiB)", "内存峰值（GiB；在 GPU 上是显存）")
+    rows.append(("metrics.jsonl#memory/peak_gib#max:.2f", *peak))
     table(page, runs, rows)
 
 
 # -------------------------------------------------------------------- results
 
-CARD = {  # label → key in eval/*.json, and format
-    "BLEU (nltk, graded)": ("nltk", ".2f"),
-    "lower end of the interval": ("low", ".2f"),
-    "upper end of the interval": ("high", ".2f"),
-    "sacreBLEU": ("sacrebleu", ".2f"),
-    "signature": ("signature", ""),
-    "uncased": ("lowercase", ".2f"),
-    "chrF2": ("chrf", ".2f"),
-    "1-gram": ("precisions.0", ".1f"),
-    "2-gram": ("precisions.1", ".1f"),
-    "3-gram": ("precisions.2", ".1f"),
-    "4-gram": ("precisions.3", ".1f"),
-    "brevity penalty": ("brevity_penalty", ".3f"),
-    "length ratio": ("ratio", ".3f"),
-    "sentences": ("sentences", ","),
-    "outputs cut at the length limit": ("capped", ","),
-    "decoding": ("decoding", ""),
-    "checkpoint": ("checkpoint", ""),
-}
+CARD = [  # key in eval/*.json, and its text
+    ("nltk:.2f", "BLEU (nltk, graded)", "BLEU（nltk，课程打分）"),
+    ("low:.2f", "lower end of the interval", "95 % 区间下限"),
+    ("high:.2f", "upper end of the interval", "95 % 区间上限"),
+    ("sacrebleu:.2f", "sacreBLEU"),
+    ("signature", "signature", "签名"),
+    ("lowercase:.2f", "uncased", "不分大小写"),
+    ("chrf:.2f", "chrF2"),
+    ("precisions.0:.1f", "1-gram"),
+    ("precisions.1:.1f", "2-gram"),
+    ("precisions.2:.1f", "3-gram"),
+    ("precisions.3:.1f", "4-gram"),
+    ("brevity_penalty:.3f", "brevity penalty", "过短惩罚"),
+    ("ratio:.3f", "length ratio", "长度比"),
+    ("sentences", "sentences", "句数"),
+    ("capped", "outputs cut at the length limit", "写到长度上限仍未结束的句数"),
+    ("decoding", "decoding", "解码方式"),
+    ("checkpoint", "checkpoint", "检查点"),
+]
 
 
 def results(page: Page, runs: list[RunFiles]) -> None:
-    """The BLEU cards, and the plain numbers of a lab's results."""
-    names = list(dict.fromkeys(name for run in runs for name in run.results))
-    if not names:
+    """The BLEU cards side by side, then the plain numbers of a lab's results."""
+    columns = [(run, name) for name in names_of_results(runs) for run in runs]
+    columns = [(run, name) for run, name in columns if name in run.results]
+    if not columns:
         return
-    page.heading("Results")
-    cards = [name for name in names if any("nltk" in run.results.get(name, {}) for run in runs)]
-    if len(runs) == 1 and cards:  # side by side
-        run = runs[0]
-        lines = [
-            [label, *(run.look_up(f"{name}.json#{key}", form) for name in cards)]
-            for label, (key, form) in CARD.items()
-        ]
-        page.table(["", *cards], lines)
-        names = [name for name in names if name not in cards]
-    for name in names:
-        page.heading(name, 3)
-        scored = [run for run in runs if name in run.results]
-        rows = CARD if name in cards else plain_values([run.results[name] for run in scored])
-        rows = {label: (f"{name}.json#{key}", form) for label, (key, form) in rows.items()}
-        table(page, scored, rows)
-
-
-def plain_values(contents: list[dict]) -> dict[str, tuple[str, str]]:
-    """The keys whose values fit one cell of a table; a list or a dict does not."""
-    keys = dict.fromkeys(key for content in contents for key in content)
-    return {
-        key: (key, ",.6g")
+    page.heading("Results", "评测结果")
+    cards = [(run, name) for run, name in columns if "nltk" in run.results[name]]
+    results_table(page, cards, CARD, with_runs=len(runs) > 1)
+    others = [column for column in columns if column not in cards]
+    keys = dict.fromkeys(key for run, name in others for key in run.results[name])
+    # A list or a dict does not fit into a cell.
+    plain = [
+        (f"{key}:,.6g", key.replace("_", " "))
         for key in keys
-        if not any(isinstance(content.get(key), list | dict) for content in contents)
-    }
+        if not any(isinstance(run.results[name].get(key), list | dict) for run, name in others)
+    ]
+    results_table(page, others, plain, with_runs=len(runs) > 1)
 
 
-def translations(page: Page, runs: list[RunFiles]) -> tuple[list[RunFiles], str, list[int]]:
-    """The best, middle and worst translations of the first run, with those of the others.
+def results_table(
+    page: Page, columns: list[tuple[RunFiles, str]], rows: list[tuple], with_runs: bool
+) -> None:
+    """A row for each (key, English, Chinese), and a column for each result of a run."""
+    header = [f"{run.name} {name}" if with_runs else name for run, name in columns]
+    cells = []
+    for key, *texts in rows:
+        values = [run.look_up(f"{name}.json#{key}") for run, name in columns]
+        cells.append([tuple(texts), *values])
+    page.table(["", *header], cells)
 
-    Returns the runs, the name of the result, and the row with the shortest source of each part.
-    """
+
+@dataclass
+class Examples:
+    """Translations of the same rows by several runs, and which of them the report shows."""
+
+    name: str = ""  # of the result
+    runs: list[RunFiles] = field(default_factory=list)
+    rows: list[tuple[str, str]] = field(default_factory=list)  # source, reference
+    scores: list[list[float]] = field(default_factory=list)  # of each run's translations
+    parts: dict[Words, list[int]] = field(default_factory=dict)  # "best" → numbers of rows
+
+
+def choose_examples(runs: list[RunFiles]) -> Examples:
+    """The best, middle and worst translations of the first run that has any; perhaps none."""
     runs = [run for run in runs if run.hypotheses]  # a lab's run has none
     name = next((name for name in shared_results(runs) if rows_of(runs[0], name)), "")
     if not name:
-        return [], name, []
+        return Examples()
     rows = rows_of(runs[0], name)
     runs = [run for run in runs if rows_of(run, name) == rows]
     references = [reference for _, reference in rows]
@@ -307,50 +351,72 @@ def translations(page: Page, runs: list[RunFiles]) -> tuple[list[RunFiles], str,
     order = sorted(range(len(rows)), key=lambda row: (-scores[0][row], -len(references[row]), row))
     middle = max(0, len(order) // 2 - EXAMPLES // 2)
     parts = {
-        "best": order[:EXAMPLES],
-        "middle": order[middle : middle + EXAMPLES],
-        "worst": order[-EXAMPLES:][::-1],
+        ("best", "最好"): order[:EXAMPLES],
+        ("middle", "居中"): order[middle : middle + EXAMPLES],
+        ("worst", "最差"): order[-EXAMPLES:][::-1],
     }
-    page.heading("Translations")
-    page.heading(name, 3)
+    return Examples(name, runs, rows, scores, parts)
+
+
+def translations(page: Page, examples: Examples) -> None:
+    """Source, reference, and the translations of the runs with their scores."""
+    if not examples.runs:
+        return
+    name = examples.name
+    page.heading("Translations", "译文对照")
+    page.heading(name, level=3)
     page.note(
         "Scores of single sentences are sacreBLEU's sentence BLEU, for reading only: their mean "
-        "is not the corpus BLEU."
+        "is not the corpus BLEU.",
+        "单句得分是 sacreBLEU 的 sentence BLEU，只供阅读参考：它们的平均不是语料级 BLEU。",
     )
-    file = runs[0].results[name].get("data", runs[0].config["data"])
+    first = examples.runs[0]
+    file = first.results[name].get("data", first.config["data"])
     lines = []
-    for part, numbers in parts.items():
+    for part, numbers in examples.parts.items():
         for row in numbers:
-            line = [part, *(Fact(row, text, f"{file}#{row}") for text in rows[row])]
-            for run, score in zip(runs, scores):
+            line = [part, *(Fact(row, text, f"{file}#{row}") for text in examples.rows[row])]
+            for run, scores in zip(examples.runs, examples.scores):
                 source = f"{run.name}/{name}.txt#{row}"
                 line.append(Fact(row, run.hypotheses[name][row], source))
-                line.append(Fact(score[row], f"{score[row]:.1f}", f"computed from {source}"))
+                line.append(Fact(scores[row], f"{scores[row]:.1f}", f"computed from {source}"))
             lines.append(line)
-    columns = [column for run in runs for column in (name_of(run), "score")]
-    page.table(["", "source", "reference", *columns], lines)
-    shortest = [min(part, key=lambda row: len(rows[row][0])) for part in parts.values()]
-    return runs, name, shortest
+    header = ["", ("source", "原文"), ("reference", "参考译文")]
+    for run in examples.runs:
+        header += [name_of(run), ("score", "得分")]
+    page.table(header, lines)
 
 
-def attention(page: Page, runs: list[RunFiles], name: str, rows: list[int]) -> None:
-    """Cross-attention of the scored checkpoints for these rows of a result."""
+def draw_attention(examples: Examples) -> dict[str, object]:
+    """Cross-attention of the scored checkpoints, for the shortest source of each part."""
     drawn = {}
-    for run in runs:
+    for run in examples.runs:
         try:
-            trained = load_trained(run.scored(name), log=lambda line: None)
+            trained = load_trained(run.scored(examples.name), log=lambda line: None)
         except UserError as error:
-            run.missing.append(("Cross-attention", str(error)))
+            run.missing.append((CROSS_ATTENTION, str(error)))
             continue
         tokenizers = (trained.source_tokenizer, trained.target_tokenizer)
-        for number, row in enumerate(rows, 1):
-            source, _ = rows_of(run, name)[row]
-            translation = run.hypotheses[name][row]
+        for number, rows in enumerate(examples.parts.values(), 1):
+            row = min(rows, key=lambda row: len(examples.rows[row][0]))
+            source, _ = examples.rows[row]
+            translation = run.hypotheses[examples.name][row]
             found = attention_of(trained.model, tokenizers, source, translation, WIDEST)
             drawn[f"attention {number} {run.name}"] = picture(found)
+    return drawn
+
+
+CROSS_ATTENTION = ("Cross-attention", "交叉注意力")
+
+
+def attention(page: Page, drawn: dict[str, object]) -> None:
+    """The pictures of `draw_attention`."""
     if drawn:
-        page.heading("Cross-attention")
-        page.note("Columns: source; rows: translation. Darker: more attention of the last layer.")
+        page.heading(*CROSS_ATTENTION)
+        page.note(
+            "Columns: source; rows: translation. Darker: more attention of the last layer.",
+            "列是原文，行是译文；颜色越深，最后一层对该处的注意力越大。",
+        )
         page.figures(drawn, "large")
 
 
@@ -358,7 +424,7 @@ def own_pictures(page: Page, runs: list[RunFiles]) -> None:
     """What the script drew itself, such as filters, and screenshots put into the run's folder."""
     pictures = {f"{run.name} {p.stem}": p.read_bytes() for run in runs for p in run.pictures}
     if pictures:
-        page.heading("Pictures of the run")
+        page.heading("Pictures of the run", "实验自带的图")
         page.figures(pictures)
 
 
@@ -367,7 +433,7 @@ def settings(page: Page, runs: list[RunFiles]) -> None:
     names = list(dict.fromkeys(name for run in runs for name in run.config))
     if not names:
         return
-    page.heading("Settings")
+    page.heading("Settings", "全部设置")
     may_differ = {"run", "resume", "seed"}
     mark = set()
     for number, name in enumerate(names):
@@ -375,5 +441,5 @@ def settings(page: Page, runs: list[RunFiles]) -> None:
         if name not in may_differ and len(values) > 1:
             mark.add(number)
     if mark:
-        page.note("Only what differs between the runs is marked.")
-    table(page, runs, {f"--{name}": f"config.json#{name}" for name in names}, mark)
+        page.note("Only what differs between the runs is marked.", "各实验之间不同的设置已标出。")
+    table(page, runs, [(f"config.json#{name}", f"--{name}") for name in names], mark)

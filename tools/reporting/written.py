@@ -1,62 +1,76 @@
-"""The parts of the report that the handout wants in words: process, positional encoding, sources.
+"""The sections that the handout wants in words: process, positional encoding, sources.
 
 The program fills in what it knows. `Page.to_write` marks what the student must add.
 """
 
 import inspect
+from functools import partial
 
 import model
 from tools.reporting.page import Page
 from tools.reporting.reading import Fact, RunFiles
-from tools.reporting.sections import resumed_by, table
+from tools.reporting.sections import table
 
 MUON = "Jordan et al. 2024, Muon"
+SMOOTHING = ("label smoothing", "标签平滑")
+OPTIMIZER = ("optimizer", "优化器")
+TOKENIZERS = ("tokenizers", "分词器")
+SCORE = ("score", "得分")
 PAPERS = {  # paper → what it is used for, and where
-    "Vaswani et al. 2017, Attention Is All You Need, arXiv:1706.03762": ("model", "model.py"),
-    "PyTorch, torch.nn.Transformer": ("encoder and decoder layers", "model.py"),
+    "Vaswani et al. 2017, Attention Is All You Need, arXiv:1706.03762": (
+        ("model", "模型"),
+        "model.py",
+    ),
+    "PyTorch, torch.nn.Transformer": (
+        ("encoder and decoder layers", "编码器与解码器层"),
+        "model.py",
+    ),
     "Press and Wolf 2017, Using the Output Embedding, arXiv:1608.05859": (
-        "output projection tied to the target embedding",
+        ("output projection tied to the target embedding", "输出层与目标词嵌入共享权重"),
         "model.py",
     ),
     "Szegedy et al. 2016, Rethinking the Inception Architecture, arXiv:1512.00567": (
-        "label smoothing",
+        SMOOTHING,
         "model.py",
     ),
-    "Loshchilov and Hutter 2019, AdamW, arXiv:1711.05101": ("optimizer", "engine/optimizer.py"),
-    MUON: ("optimizer", "engine/optimizer.py"),
-    "Hu et al. 2024, MiniCPM, arXiv:2404.06395": ("learning-rate schedule", "engine/schedule.py"),
+    "Loshchilov and Hutter 2019, AdamW, arXiv:1711.05101": (OPTIMIZER, "engine/optimizer.py"),
+    MUON: (OPTIMIZER, "engine/optimizer.py"),
+    "Hu et al. 2024, MiniCPM, arXiv:2404.06395": (
+        ("learning-rate schedule", "学习率计划"),
+        "engine/schedule.py",
+    ),
     "Sennrich et al. 2016, subword units (BPE), arXiv:1508.07909": (
-        "tokenizers",
+        TOKENIZERS,
         "text/subwords.py",
     ),
-    "Papineni et al. 2002, BLEU; Bird et al., NLTK": ("score", "text/bleu.py"),
-    "Post 2018, sacreBLEU, arXiv:1804.08771": ("score", "text/bleu.py"),
+    "Papineni et al. 2002, BLEU; Bird et al., NLTK": (SCORE, "text/bleu.py"),
+    "Post 2018, sacreBLEU, arXiv:1804.08771": (SCORE, "text/bleu.py"),
 }
 
 
 def process(page: Page, runs: list[RunFiles]) -> None:
     """What was done, from data to score, as far as the files tell."""
-    page.heading("Process in brief")
-    rows = {
-        "data set": "config.json#data",
-        "pairs kept": ("data.json#counts.kept", ","),
-        "optimizer": "config.json#optimizer",
-        "peak learning rate": ("config.json#lr", "g"),
-        "tokens per step": ("config.json#tokens_per_batch", ","),
-        "command": "environment.json#0.command",
-        "resumed by": resumed_by,
-        "scored split": lambda run: of_first_result(run, "split"),
-        "decoding": lambda run: of_first_result(run, "decoding"),
-        "scored checkpoint": lambda run: of_first_result(run, "checkpoint"),
-    }
+    page.heading("Process in brief", "实验过程（简要）")
+    rows = [
+        ("config.json#data", "data set", "数据集"),
+        ("data.json#counts.kept", "pairs kept", "保留句对"),
+        ("config.json#optimizer", *OPTIMIZER),
+        ("config.json#lr", "peak learning rate", "最高学习率"),
+        ("config.json#tokens_per_batch", "tokens per step", "每步词元数"),
+        ("environment.json#*.command", "command", "命令"),
+        (partial(of_graded_result, key="split"), "scored split", "评测集"),
+        (partial(of_graded_result, key="decoding"), "decoding", "解码方式"),
+        (partial(of_graded_result, key="checkpoint"), "scored checkpoint", "评测的检查点"),
+    ]
     table(page, runs, rows)
     page.to_write(
-        "Describe in your own words what you did, which problems you met and how you solved them."
+        "Describe in your own words what you did, which problems you met and how you solved them.",
+        "用自己的话简要写出：做了什么，遇到什么问题，怎样解决。",
     )
 
 
-def of_first_result(run: RunFiles, key: str) -> Fact | None:
-    """A value of the graded result."""
+def of_graded_result(run: RunFiles, key: str) -> Fact | None:
+    """A value of the first result, which is the graded one."""
     name = next(iter(run.results), "")
     return run.look_up(f"{name}.json#{key}") if name else None
 
@@ -65,44 +79,74 @@ def positional_encoding(page: Page, runs: list[RunFiles]) -> None:
     """The code of `model.sinusoids`, and why it is so."""
     if not any(run.is_translation for run in runs):
         return
-    page.heading("Positional encoding")
-    page.prose(
-        "Self-attention treats all tokens alike: if the input is shuffled, the output is shuffled "
-        "in the same way. So each position p gets a vector that is added to its embedding:"
+    page.heading("Positional encoding", "位置编码")
+    page.paragraph(
+        "Self-attention treats all tokens alike: if the input is shuffled, the output is "
+        "shuffled in the same way. So each position p gets a vector that is added to its "
+        "embedding:",
+        "自注意力对所有词元一视同仁：打乱输入，输出只是同样地打乱。"
+        "所以每个位置 p 有一个向量，加到该处的词嵌入上：",
     )
     page.verbatim(Fact(None, inspect.getsource(model.sinusoids).rstrip(), "model.py"))
     page.bullets(
-        "Each pair of columns is a clock hand: the angle is p times a frequency. Frequencies fall "
-        "in a geometric series, so fast pairs tell neighbours apart, slow ones distant positions.",
-        "A shift by k positions rotates each pair by a fixed angle, whatever p is. A linear layer "
-        'can therefore express "the token k places back".',
-        "The inner product of two encodings depends on their distance alone.",
-        "Embeddings are multiplied by the square root of the model width before the addition, so "
-        "that both have the same scale. The encoding has no parameters and is not trained.",
+        [
+            (
+                "Each pair of columns is a clock hand: the angle is p times a frequency. "
+                "Frequencies fall in a geometric series, so fast pairs tell neighbours apart, "
+                "slow ones distant positions.",
+                "每两列像一根钟的指针，角度是 p 乘以频率。"
+                "频率按等比数列下降：快的分辨相邻的词，慢的分辨相距远的位置。",
+            ),
+            (
+                "A shift by k positions rotates each pair by a fixed angle, whatever p is. "
+                'A linear layer can therefore express "the token k places back".',
+                "往后移 k 个位置，每一对就转过固定的角度，与 p 无关。"
+                "所以一个线性层就能表示“往前第 k 个词”。",
+            ),
+            (
+                "The inner product of two encodings depends on their distance alone.",
+                "两个编码的内积只与它们的距离有关。",
+            ),
+            (
+                "Embeddings are multiplied by the square root of the model width before the "
+                "addition, so that both have the same scale. The encoding has no parameters and "
+                "is not trained.",
+                "相加之前，词嵌入先乘以模型宽度的平方根，使两者大小相当。编码没有参数，不参加训练。",
+            ),
+        ]
     )
     page.to_write(
         "Explain the code line by line in your own words; docs/positional_encoding.md has the "
-        "proofs and a picture."
+        "proofs and a picture.",
+        "用自己的话逐行解释这段代码；证明与图见 docs/positional_encoding.zh-CN.md。",
     )
 
 
 def sources(page: Page, runs: list[RunFiles]) -> None:
     """Papers and code that the run used, with a column for the student's words."""
-    page.heading("Sources and own understanding")
+    page.heading("Sources and own understanding", "参考资料与自己的理解")
     config = next((run.config for run in runs if run.is_translation), {})
-    unused_purposes = set()
+    unused = set()
     if not config.get("label_smoothing"):
-        unused_purposes.add("label smoothing")
+        unused.add(SMOOTHING)
     if config.get("tokenizer"):  # a pretrained one
-        unused_purposes.add("tokenizers")
-    lines = [["this repository", "all code", "README.md", "to be written"]]
+        unused.add(TOKENIZERS)
+    to_write = ("to be written", "✎ 待写")
+    lines = [[("this repository", "本仓库"), ("all code", "全部代码"), "README.md", to_write]]
     for paper, (purpose, file) in PAPERS.items():
         if paper == MUON and config.get("optimizer") != "muon":
             continue
-        if config and purpose not in unused_purposes:
-            lines.append([paper, purpose, file, "to be written"])
-    page.table(["paper or code", "used for", "file", "your understanding"], lines)
+        if config and purpose not in unused:
+            lines.append([paper, purpose, file, to_write])
+    header = [
+        ("paper or code", "论文或代码"),
+        ("used for", "用途"),
+        ("file", "文件"),
+        ("your understanding", "你的理解"),
+    ]
+    page.table(header, lines)
     page.to_write(
         "Add everything else that you read or were given: web pages, other people's code, "
-        "assistants. Code without a source in the report counts as copied."
+        "assistants. Code without a source in the report counts as copied.",
+        "请补上其他参考：网页、别人的代码、助手程序。报告中没有列出来源的代码会被视为抄袭。",
     )
