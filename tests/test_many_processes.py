@@ -40,20 +40,6 @@ def test_a_killed_rank_ends_the_others_with_one_line(toy_data, tmp_path):
     assert stderr.count("Traceback (most recent call last)") == 1  # torchrun's own, after our line
 
 
-@pytest.mark.slow
-def test_two_machines(whole_run, long_data, here, tmp_path):
-    """Two torchruns that meet, as on two machines."""
-    meeting = ["--nnodes", "2", "--rdzv_backend", "c10d", "--rdzv_id", "7"]
-    meeting += ["--rdzv_endpoint", f"localhost:{free_port()}"]
-    flags = ["--data", long_data, *TINY_FLAGS, *SAME, "--run", here]
-    machines = [torchrun(1, "train.py", *flags, cwd=tmp_path, own=meeting) for _ in range(2)]
-    outputs = [machine.communicate(timeout=HANGS) for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0], outputs
-    printed = "".join(stdout for stdout, _ in outputs)
-    assert printed.count(f"run: {here}, 2 processes") == 1
-    assert_close_run(whole_run, here)
-
-
 def test_started_by_srun(whole_run, long_data, here, tmp_path):
     """SLURM sets only its own variables, the same for both tasks except for their numbers."""
     slurm = dict(
@@ -80,30 +66,27 @@ def signal_one_rank(step: int, rank: int) -> None:
     signal_at_step(signal.SIGTERM, step, rank=str(rank))
 
 
-# For each session: processes, flags, steps until one rank receives a signal (0: none does).
-# Steps are multiples of --log_every: the first mean loss after a resume has only its own steps.
-@pytest.mark.parametrize(
-    "sessions",
-    [
-        # Some weights cannot be divided equally among three.
-        [(1, [], 9), (3, ["--shard", "--accumulate", "2"], 12), (1, [], 0)],
-        pytest.param([(1, [], 9), (2, [], 12), (3, [], 0)], marks=pytest.mark.slow),
-    ],
-)
 def test_a_signal_to_one_rank_stops_all_and_another_number_resumes(
-    whole_run, long_data, here, tmp_path, sessions
+    whole_run, long_data, here, tmp_path
 ):
+    """One process, then three with shards and micro-batches, then one again.
+
+    Some weights cannot be divided equally among three. Steps are multiples of --log_every: the
+    first mean loss after a resume has only its own steps.
+    """
     run = ["--data", long_data, *TINY_FLAGS, *SAME, "--run", here]
+    sharded = ["--shard", "--accumulate", "2"]
+    sessions = [(1, [], 9), (3, sharded, 21), (1, [], 0)]  # processes, flags, last step
     done = 0
-    for size, flags, steps in sessions:
-        signal_last_rank = (signal_one_rank, steps, size - 1) if steps else ()
+    for size, flags, stop in sessions:
+        signal_last_rank = (signal_one_rank, stop - done, size - 1) if stop else ()
         ranks = fork_ranks(size, "train.py", *run, *flags, cwd=tmp_path, first=signal_last_rank)
         assert [rank.wait() for rank in ranks] == [0] * size, [rank.output for rank in ranks]
-        if steps:
-            done += steps
-            assert f"stopped after step {done}: interrupted" in ranks[0].output
+        if stop:
+            assert f"stopped after step {stop}: interrupted" in ranks[0].output
         run = ["--resume", here]
-    assert ("note: --shard has no effect" in ranks[0].output) == ("--shard" in sessions[1][1])
+        done = stop
+    assert "note: --shard has no effect" in ranks[0].output
     assert_close_run(whole_run, here)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from conftest import TINY
 from torch.utils.flop_counter import FlopCounterMode
 
+import train
 from engine.errors import UserError
 from model import (
     ModelConfig,
@@ -18,7 +20,7 @@ from model import (
     sizes_of,
     training_flops,
 )
-from train import Config, apply_preset
+from train import Config
 
 SOURCE_VOCAB, TARGET_VOCAB = 50, 60
 
@@ -151,19 +153,22 @@ def test_without_flags_the_model_is_the_handouts():
 
 
 @pytest.mark.parametrize("preset, millions, dropout", [("base", 65, 0.1), ("big", 213, 0.3)])
-def test_presets_are_the_papers(preset, millions, dropout):
+def test_presets_are_the_papers(preset, millions, dropout, monkeypatch):
     """Table 3, where 37,000 tokens share one embedding; flags change a preset."""
-    config = Config(preset=preset, nhead=4)
-    config.given = {"preset"}
-    apply_preset(config)
+    monkeypatch.setattr(train, "train", trained := Mock())
+
+    def sizes(**flags) -> ModelConfig:
+        """What `python train.py --preset …` trains."""
+        config = Config(preset=preset, **flags)
+        config.given = {"preset", *flags}
+        train.main(config)
+        return sizes_of(trained.call_args.args[0], 1, 37_000)
+
     with torch.device("meta"):
-        model = Translator(sizes_of(config, 1, 37_000))
+        model = Translator(sizes())
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(millions * 1e6, rel=0.04)
     assert model.dropout.p == dropout
-    config = Config(preset=preset, dropout=0.2, nhead=4)
-    config.given = {"preset", "dropout", "nhead"}
-    apply_preset(config)
-    assert sizes_of(config, 1, 37_000) == replace(model.config, dropout=0.2, nhead=4)
+    assert sizes(dropout=0.2, nhead=4) == replace(model.config, dropout=0.2, nhead=4)
 
 
 def test_counted_flops_are_those_of_the_products_with_weights():
