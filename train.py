@@ -10,7 +10,7 @@ python train.py --resume runs/NAME                  # continue exactly where it 
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from engine.config import checked, flag, parse_flags
+from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
 
 
@@ -159,7 +159,7 @@ class State:
 
 def train(config: Config) -> Path:
     """One training run, from the data to the last checkpoint. Returns its folder."""
-    config = checked(saved_settings(config))
+    config = saved_settings(config)
     sizes_of(config, 1, 1)  # sizes that do not fit together are an error now, not after tokenising
     world = distributed.start(config.device)  # this process among those of torchrun
     kind = f"{config.source}-{config.target}"

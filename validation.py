@@ -12,7 +12,7 @@ import torch
 import fast
 from data import Collate, Prepared, cut_batches
 from decoding import Translations, translate_lines
-from engine.distributed import full_tensor
+from engine.distributed import full_tensor, is_sharded
 from engine.precision import Precision
 from engine.run import Run
 from model import SummedLoss, Translator, cross_attention
@@ -125,7 +125,7 @@ class Validation:
 
 def unsharded(model: Translator) -> Translator:
     """The model; of a sharded one (FSDP2) a plain copy with all weights. All ranks must call."""
-    if not hasattr(model, "unshard"):  # a method that fully_shard adds
+    if not is_sharded(model):
         return model
     copy = Translator(model.config).to(model.output.weight.device)
     copy.load_state_dict({name: full_tensor(weight) for name, weight in model.state_dict().items()})

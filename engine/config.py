@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine.errors import UserError, prepare_process, stop
+from engine.errors import UserError, prepare_process, several_processes, stop
 
 SETTINGS_BYTES = 2**16  # a settings file is no larger
 LARGEST = 2**31 - 1  # whole number, where a flag has no other limit
@@ -282,7 +282,7 @@ def command() -> str:
     module = getattr(sys.modules["__main__"], "__spec__", None)  # None for a script's file
     name = module.name.removesuffix(".__main__") if module else Path(sys.argv[0]).name
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    if not by_torchrun or os.environ.get("WORLD_SIZE", "1") == "1":
+    if not by_torchrun or not several_processes():
         return f"python -m {name}" if module else f"python {name}"
     # Without the "--", torchrun would take our --run for one of its own flags.
     module_flag = "-m " if module else ""

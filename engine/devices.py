@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from engine.errors import UserError
+from engine.errors import UserError, several_processes
 from engine.memory import keep_freed_memory
 
 # The oldest NVIDIA driver for each CUDA version that PyTorch 2.13 is built for: CUDA 13.0, which
@@ -64,7 +64,7 @@ def choose_gpu(name: str, local_rank: int) -> int:
     count = torch.cuda.device_count()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     if name.startswith("cuda:"):
-        if os.environ.get("WORLD_SIZE", "1") != "1":
+        if several_processes():
             raise UserError(
                 f"--device {name} gives all processes the same GPU; "
                 "use `CUDA_VISIBLE_DEVICES=… torchrun …`"

@@ -31,11 +31,6 @@ def prepare_process() -> None:
     """Make the standard streams writable and Ctrl-C quiet, before the imports that take seconds."""
     if sys.platform == "win32":
         stop("this needs Linux, macOS or WSL (the Linux inside Windows: https://aka.ms/wsl)")
-    # A stream that the caller has closed (`>&-`) is None. The next file that we open would take
-    # its number, and receive whatever is printed.
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
     # A terminal in ASCII or Latin-1 shows \u4e2d instead of raising an error.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

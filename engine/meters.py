@@ -61,12 +61,16 @@ class GpuSampler(threading.Thread):
 
     def sample(self) -> None:
         """Ask NVML once and keep its answers until the next `read`."""
-        nvml = self.nvml
+        nvml, handle = self.nvml, self.handle
         functions = {
-            "gpu/utilisation_percent": self._utilisation,
-            "gpu/memory_gib": self._memory,
-            "gpu/power_watt": self._power,
-            "gpu/temperature_celsius": self._temperature,
+            "gpu/utilisation_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+            # By all processes.
+            "gpu/memory_gib": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB,
+            # Milliwatts to watts.
+            "gpu/power_watt": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+            "gpu/temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(
+                handle, nvml.NVML_TEMPERATURE_GPU
+            ),
         }
         for tag, function in functions.items():
             # Some cards, and slices of cards, do not support every question.
@@ -74,18 +78,6 @@ class GpuSampler(threading.Thread):
                 value = function()
                 with self.lock:
                     self.samples.setdefault(tag, []).append(value)
-
-    def _utilisation(self) -> float:
-        return self.nvml.nvmlDeviceGetUtilizationRates(self.handle).gpu
-
-    def _memory(self) -> float:
-        return self.nvml.nvmlDeviceGetMemoryInfo(self.handle).used / GIB  # by all processes
-
-    def _power(self) -> float:
-        return self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1000  # milliwatts to watts
-
-    def _temperature(self) -> float:
-        return self.nvml.nvmlDeviceGetTemperature(self.handle, self.nvml.NVML_TEMPERATURE_GPU)
 
     def read(self) -> dict[str, float]:
         """Averages since the last `read()`; {} if there was no sample in between."""

@@ -1,6 +1,7 @@
 """The folder of a run, and what every training script does with it.
 
-    with Run(config, "lenet", world) as run:           # config has the flags --run and --resume
+    config = saved_settings(config)                    # it has the flags --run and --resume
+    with Run(config, "lenet", world) as run:
         run.log("…")                                   # data, model: mistakes end here
         state = run.restore(model, optimizer, precision) or {"step": 0}
         run.begin()                                    # from now on the folder is a run
@@ -48,15 +49,13 @@ class Run(contextlib.AbstractContextManager):
     def __init__(self, config, kind: str, world: World):
         """Make runs/<config.run> or runs/<time>-<kind>, or open `config.resume`.
 
-        A resumed run takes its settings from its folder. Flags may change them, except for those
-        marked `fixed`.
+        `config` comes from `saved_settings`. Raises `UserError` if the folder cannot be used.
         """
         self.world = world
         self.started = time.perf_counter()
         # Closed when the run ends; holds the lock of the folder, among others.
         self.at_end = contextlib.ExitStack()
-        # Of a resumed run: the settings that it began with, changed by flags that may change.
-        self.config = checked(saved_settings(config))
+        self.config = config
         self.folder, self.checkpoint = world.on_main(lambda: self.open_folder(kind))
         # What was saved with the last checkpoint; None if there is none.
         self.saved_state = None
@@ -342,9 +341,10 @@ def require_finite(weights: dict[str, torch.Tensor], step: int) -> None:
 def saved_settings(config):
     """The settings; on --resume those of the run, changed by the flags that may change.
 
-    Raises `UserError` for a folder that is no run, and for a flag that would change a fixed
-    setting.
+    Raises `UserError` for a setting out of bounds, a folder that is no run, and a flag that would
+    change a `fixed` setting.
     """
+    checked(config)
     if not config.resume:
         return config
     run = find_run(config.resume)

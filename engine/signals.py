@@ -1,9 +1,10 @@
 """A training that is asked to stop finishes its step and saves first."""
 
 import contextlib
-import os
 import signal
 import sys
+
+from engine.errors import several_processes
 
 # The scheduler ends the job, Ctrl-C, the terminal was closed.
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
@@ -30,9 +31,8 @@ def caught_signals():
     finally:
         # torchrun stops all ranks once the first has failed. A rank that is failing itself keeps
         # ignoring that request, or its own error message would be lost.
-        alone = os.environ.get("WORLD_SIZE", "1") == "1"
         failing = sys.exc_info()[0] is not None
-        if alone or not failing:
+        if not (failing and several_processes()):
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from engine.distributed import is_sharded
 from engine.errors import UserError
 from fast import build
 from fast.decoding import CompiledDecoder, agrees, is_possible
@@ -40,7 +41,7 @@ def loss(
 
     `log` receives the reason for None.
     """
-    if hasattr(model, "unshard"):  # FSDP2 gathers the weights in `forward` only
+    if is_sharded(model):  # FSDP2 gathers the weights in `forward` only
         log("note: a sharded model trains with PyTorch's own operations, without those in fast/")
         return None
     if next(model.parameters()).device.type == "cuda":

@@ -41,7 +41,11 @@ def config(**settings) -> Config:
 
 
 def start(**settings) -> Run:
-    return Run(config(**settings), "toy", ALONE)
+    return open_run(config(**settings))
+
+
+def open_run(settings: Config, world: World = ALONE) -> Run:
+    return Run(run_module.saved_settings(settings), "toy", world)
 
 
 @pytest.fixture(autouse=True)
@@ -123,12 +127,12 @@ def test_going_on_keeps_the_settings_and_refuses_others():
     ):
         start(resume="runs/a", lr=0.5)
     made_in_python = Config(resume="runs/a", steps=8)  # it does not know what was given
-    assert Run(made_in_python, "toy", ALONE).config.steps == 8
+    assert open_run(made_in_python).config.steps == 8
 
 
 def test_settings_made_in_python_keep_to_the_bounds():
     with pytest.raises(UserError, match=r"--lr 2\.0 must be above 0 and below 1"):
-        Run(Config(run="b", lr=2.0), "toy", ALONE)
+        open_run(Config(run="b", lr=2.0))
     assert not Path("runs/b").exists()
 
 
@@ -334,7 +338,7 @@ def test_a_gpus_load_is_among_the_curves_and_nvidia_smi_is_kept(monkeypatch, tmp
     smi.write_text("#!/bin/sh\necho NVIDIA-SMI 575\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
-    with Run(config(run="a"), "toy", World(0, 1, torch.device("cuda", 0))) as run:
+    with open_run(config(run="a"), World(0, 1, torch.device("cuda", 0))) as run:
         run.begin()
         for step, minutes in enumerate((0, 1.1, 2.2), start=1):
             run.started = time.perf_counter() - 60 * minutes
@@ -350,5 +354,5 @@ def test_a_gpus_load_is_among_the_curves_and_nvidia_smi_is_kept(monkeypatch, tmp
 def test_the_cache_lies_beside_the_run_wherever_one_stands(monkeypatch):
     run, _ = train()
     monkeypatch.chdir(run.folder)
-    with Run(config(resume="."), "toy", ALONE) as again:
+    with start(resume=".") as again:
         assert again.cache == run.cache.absolute() == Path.cwd().parent / ".cache"
