@@ -70,20 +70,21 @@ def distance(found, expected):
 
 
 @needs_compiler
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=20)
 @given(
     seeds,
     st.integers(1, 4),
-    st.integers(1, 40),
+    st.integers(1, 70),
     st.integers(1, 70),
     st.integers(1, 96),
+    st.sampled_from([1, 2, 4]),
     st.booleans(),
     st.booleans(),
 )
 def test_as_the_plain_loss_in_float64(
-    seed, pairs, source, target, dim_feedforward, training, norm_first
+    seed, pairs, source, target, dim_feedforward, nhead, training, norm_first
 ):
-    model = make_model(seed, dim_feedforward=dim_feedforward, norm_first=norm_first)
+    model = make_model(seed, dim_feedforward=dim_feedforward, nhead=nhead, norm_first=norm_first)
     model.train(training)
     batch = make_batch(seed, pairs, source, target)
     loss_of = fast.loss(model, 0.1, torch.float32)
@@ -96,7 +97,11 @@ def test_as_the_plain_loss_in_float64(
     # in a dozen sub-layers; errors of many tokens average out in the sums.
     assert losses == pytest.approx(exact_losses, rel=1e-6)
     assert results(SummedLoss(model, 0.1), batch)[:2] == pytest.approx(exact_losses, rel=1e-6)
-    assert distance(gradients, exact) < 5e-6
+    # A gradient that is nearly 0, such as that of the keys' bias, has the rounding of the others.
+    largest = max(gradient.norm() for gradient in exact.values())
+    for name, gradient in exact.items():
+        error = (gradients[name] - gradient).norm()
+        assert error < 1e-5 * max(gradient.norm(), 0.1 * largest), name
 
 
 @needs_compiler
