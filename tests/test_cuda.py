@@ -9,22 +9,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import HANGS
 
-from data import BucketSampler, Collate, Rows, batches_of, one_ahead
+from data import Collate, one_ahead
 from fast import build
 from model import ModelConfig, SummedLoss, Translator
 
 HERE = Path(__file__).parent / "cuda"
-CPU = torch.device("cpu")
 IDS = {"pad": 0, "bos": 1, "eos": 2}
 SIZES = dict(
     d_model=32, nhead=4, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=64, dropout=0.0
 )
-MISTAKES = ["wrong device", "question", "slow copy"]  # made on purpose
 MAY_WAIT = ("decode", "validation")
 
 
@@ -50,22 +47,13 @@ def checked(tmp_path_factory) -> dict[str, dict]:
 
 
 def test_everything_on_the_gpu_and_no_waiting(checked):
-    assert len(checked) > 15
+    assert len(checked) > 12
     for name, line in checked.items():
-        if name in MISTAKES:
-            continue
         assert (line["error"], line["mixed"]) == ("", []), name
-        if name.startswith("decode"):  # 9 tokens
-            assert len(line["waits"]) <= 3, name
+        if name.startswith("decode"):  # 9 tokens, and now and then the question whether all end
+            assert 0 < len(line["waits"]) <= 3, name
         elif not name.startswith(MAY_WAIT):
             assert line["waits"] == [], name
-
-
-def test_mistakes_are_noticed(checked):
-    device, question, copy = (checked[name] for name in MISTAKES)
-    assert device["error"].startswith("FakeTensorDeviceMismatchError")
-    assert "_local_scalar_dense" in question["waits"][0]
-    assert "_to_copy" in copy["waits"][-1]
 
 
 # ---------------------------------------------------------------- data
@@ -88,32 +76,11 @@ def test_batches_come_in_order_from_the_thread(monkeypatch):
 # ---------------------------------------------------------------- torch.compile
 
 
-class Pairs:
-    """In place of data.TokenizedPairs, with random tokens."""
-
-    def __init__(self, count: int = 600, vocabulary: int = 50):
-        random = np.random.default_rng(3)
-        lengths = np.clip(random.lognormal(2, 0.6, (2, count)), 1, 40).astype(int)
-        self.lengths = dict(zip(("source", "target"), lengths))
-        self.tokens = {
-            side: [random.integers(3, vocabulary, n) for n in self.lengths[side]]
-            for side in self.lengths
-        }
-
-    def __getitems__(self, rows) -> tuple[Rows, Rows]:
-        return tuple(
-            Rows(np.concatenate([self.tokens[side][row] for row in rows]), self.lengths[side][rows])
-            for side in ("source", "target")
-        )
-
-
 def test_the_loss_is_one_graph_for_all_shapes():
     """As in train.py --compile, but for the compiler itself."""
     torch.manual_seed(0)
-    model = Translator(ModelConfig(50, 50, **SIZES)).train()
-    pairs = Pairs()
-    sampler = BucketSampler(pairs.lengths, 600, seed=1)
-    batches = batches_of(pairs, sampler, Collate(IDS, IDS, pad_multiple=16), 0, CPU)
+    model = Translator(ModelConfig(60, 60, **SIZES)).train()
+    collate = Collate(IDS, IDS, pad_multiple=16)
     graphs = []
 
     def backend(graph, inputs):
@@ -122,10 +89,7 @@ def test_the_loss_is_one_graph_for_all_shapes():
 
     torch._dynamo.reset()
     compiled = torch.compile(SummedLoss(model, 0.1), dynamic=True, backend=backend, fullgraph=True)
-    shapes = set()
-    for _ in range(8):
-        batch = next(batches)
-        shapes.add((batch.src.shape, batch.tgt_in.shape))
+    for source, target in ((5, 7), (20, 3), (18, 40), (33, 20), (50, 50)):
+        batch = collate([(list(range(3, 3 + source)), list(range(3, 3 + target)))] * source)
         compiled(*batch.inputs)[0].backward()
-    assert len(shapes) > 4
     assert 1 <= len(graphs) <= 2

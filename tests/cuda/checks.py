@@ -245,22 +245,6 @@ def gpt() -> None:
     assert all(weight.is_cuda and weight.grad.is_cuda for weight in layout.weights.values())
 
 
-# ---------------------------------------------------------------- mistakes that must be noticed
-
-
-def wrong_device() -> None:
-    batch = next(batches())
-    make()(batch.src, batch.src_pad, batch.tgt_in, torch.arange(3))
-
-
-def a_question() -> None:
-    torch.zeros(3, device=CUDA).sum().item()
-
-
-def a_slow_copy() -> None:
-    torch.zeros(3).to(CUDA)
-
-
 CHECKS = {
     "train bf16 fast": partial(train, "bf16", steps=2, use_fast=True),
     "train fp32 pre-norm": partial(train, "fp32", optimizer="adamw", norm_first=True),
@@ -277,9 +261,6 @@ CHECKS = {
     "train wikitext embedding": partial(wikitext, "left", "embedding"),
     "train pipeline": pipeline,
     "train gpt bf16": gpt,
-    "wrong device": wrong_device,
-    "question": a_question,
-    "slow copy": a_slow_copy,
 }
 
 
