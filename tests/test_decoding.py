@@ -255,16 +255,6 @@ def test_no_step_once_all_have_ended(monkeypatch):
 # ---------------------------------------------------------------- threads and batches
 
 
-@pytest.mark.parametrize("beam", [1, 2])
-def test_threads_change_nothing(beam):
-    model, sources, found = make_model(), make_sources(0, 30, 14), {}
-    for count in (1, 3):
-        torch.set_num_threads(count)  # which a fixture takes back
-        found[count] = best_tokens(model, sources, beam=beam, batches=batches_of(sources, 7))
-        assert torch.get_num_threads() == count
-    assert found[1] == found[3]
-
-
 def test_threads_keep_the_order_the_autocast_and_the_errors():
     def task(number):
         if number == 13:

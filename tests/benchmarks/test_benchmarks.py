@@ -12,13 +12,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.nn import Transformer
 
 from benchmarks import corpus as corpus_module
 from benchmarks import decoding, gpu, time_to_bleu, training
 from benchmarks.corpus import load_corpus, prepare_corpus
 from benchmarks.peers import contest, marian, turn
-from benchmarks.peers.contest import SIZES, TINY, choose, start
+from benchmarks.peers.contest import TINY, choose, start
 from benchmarks.peers.turn import Task
 from engine.config import parse_flags
 from engine.errors import UserError
@@ -81,13 +80,6 @@ def test_contestants_are_chosen_by_name():
         assert choose(names, training.CONTESTANTS)
     with pytest.raises(UserError, match="marion: unknown; choose from handout"):
         choose("marion", training.CONTESTANTS)
-
-
-@pytest.mark.parametrize("preset", SIZES)
-def test_sizes_are_complete(preset):
-    assert SIZES[preset].keys() == TINY.keys()
-    with torch.device("meta"):
-        Transformer(**SIZES[preset], batch_first=True)
 
 
 def test_start_reads_the_figures_or_gives_the_reason(monkeypatch, capsys):
