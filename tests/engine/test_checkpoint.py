@@ -357,28 +357,6 @@ def test_checksums_that_are_no_table(tmp_path, text):
     assert ck.verify(checkpoint) == "checksums.json is damaged"
 
 
-def test_a_lost_optimizer_is_no_damage_but_nothing_to_go_on_from(tmp_path, capsys):
-    for step in (1, 2):
-        save(tmp_path, step)
-    (tmp_path / "step-2" / "optimizer.pt").unlink()
-    assert ck.latest(tmp_path) == tmp_path / "step-2" and ck.repair(tmp_path) == tmp_path / "step-1"
-    assert (
-        "step-2 (its optimizer state was removed, to save space) is skipped"
-        in capsys.readouterr().err
-    )
-
-
-def test_what_was_damaged_before_its_optimizer_goes_stays_damaged(tmp_path):
-    first = save(tmp_path, 1)
-    damage = bytearray((first / "model.safetensors").read_bytes())
-    damage[-1] ^= 1
-    (first / "model.safetensors").write_bytes(damage)
-    for step in (2, 3, 4):
-        save(tmp_path, step)
-    assert not (first / "optimizer.pt").exists() and "model.safetensors" in ck.verify(first)
-    assert ck.verify(tmp_path / "step-2") is None
-
-
 def test_an_empty_directory_is_passed_over_and_all_damaged_is_an_error(tmp_path, capsys):
     save(tmp_path, 1)
     (tmp_path / "step-2").mkdir()
