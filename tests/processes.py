@@ -75,9 +75,10 @@ def run_code(code: str, *arguments, **environment) -> str:
     return done.stdout
 
 
-def torchrun(count: int, *arguments, cwd: Path, own=("--standalone",)) -> subprocess.Popen:
-    """A script under torchrun with `count` processes; `own`: flags for torchrun itself."""
-    words = [sys.executable, "-m", "torch.distributed.run", *own, "--nproc_per_node", str(count)]
+def torchrun(count: int, *arguments, cwd: Path) -> subprocess.Popen:
+    """A script under torchrun with `count` processes."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words += ["--nproc_per_node", str(count)]
     # Without the "--", torchrun takes our --run for an abbreviation of its own --run-path.
     words += ["--", str(ROOT / arguments[0]), *map(str, arguments[1:])]
     # On the CPU, also where GPUs are: a GPU for each process is seldom there.
