@@ -534,6 +534,7 @@ def test_the_last_intact_ones_up_to_a_checkpoint(tmp_path):
         "step-2",
         "step-4",
     ]
+    assert [path.name for path in ck.last_intact(tmp_path / "step-4", 2)] == ["step-2", "step-4"]
     for wanted in (0, 4):
         with pytest.raises(UserError, match=f"cannot average {wanted} .*: 3 are intact"):
             ck.last_intact(tmp_path / "step-4", wanted)
