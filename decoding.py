@@ -29,8 +29,10 @@ from model import Translator
 from text.cleaning import normalise
 from text.subwords import decode, encode, special_ids
 
-ROWS_PER_BATCH = 128  # hypotheses decoded at once on a CPU; a GPU takes four times as many
-TOKENS_PER_BATCH = 2**18  # source tokens, padding included, that a GPU decodes at once
+# What is decoded at once. On a CPU each thread decodes a batch of its own, so memory grows with
+# their number: for 2**15 tokens, the `lab` model keeps up to 0.3 GiB of keys and values.
+ROWS_PER_BATCH = {"cpu": 128, "cuda": 512}  # hypotheses
+TOKENS_PER_BATCH = {"cpu": 2**15, "cuda": 2**18}  # hypotheses × source tokens with their padding
 CHECK_EVERY = 8  # steps between checks which sentences are done on a GPU: each check waits for it
 CACHE_ROOM = 32  # target tokens by which a cache grows when it is full
 
@@ -367,10 +369,11 @@ class Hypothesis:
 
 
 def plan_batches(
-    lengths: list[int], batch_size: int, workers: int = 1, beam: int = 1
+    lengths: list[int], batch_size: int, tokens_per_batch: int, workers: int = 1
 ) -> list[list[int]]:
     """Indices of sentences in batches of similar length, of about `batch_size` sentences each.
 
+    A batch of long sentences is smaller: at most `tokens_per_batch` tokens, padding included.
     Longest first, so that what does not fit in memory fails at once. With many sentences, every
     worker gets the same number of batches. Empty sentences are in no batch.
     """
@@ -383,7 +386,7 @@ def plan_batches(
     first = 0
     while first < len(order):
         longest = lengths[order[first]] + 1  # with its end token
-        fitting = max(1, TOKENS_PER_BATCH // beam // longest)
+        fitting = max(1, tokens_per_batch // longest)
         batch = order[first : first + min(batch_size, fitting)]
         batches.append(batch)
         first += len(batch)
@@ -394,13 +397,12 @@ def plan_for(
     model: Translator, lengths: list[int], beam: int = 1, ranks: int = 1
 ) -> list[list[int]]:
     """Batches of the size that suits the model's device, for all ranks."""
-    if next(model.parameters()).device.type == "cpu":
-        rows = ROWS_PER_BATCH
-        workers = ranks * torch.get_num_threads()  # every thread decodes batches of its own
-    else:
-        rows = 4 * ROWS_PER_BATCH
-        workers = ranks
-    return plan_batches(lengths, max(1, rows // beam), workers, beam)
+    device = next(model.parameters()).device.type
+    workers = ranks
+    if device == "cpu":
+        workers *= torch.get_num_threads()  # every thread decodes batches of its own
+    batch_size = max(1, ROWS_PER_BATCH[device] // beam)
+    return plan_batches(lengths, batch_size, TOKENS_PER_BATCH[device] // beam, workers)
 
 
 def search(

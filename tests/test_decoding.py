@@ -40,7 +40,7 @@ def best_tokens(model, sources, **options) -> list[list[int]]:
 
 
 def batches_of(sources, rows: int) -> list[list[int]]:
-    return plan_batches(list(map(len, sources)), rows)
+    return plan_batches(list(map(len, sources)), rows, 10_000)
 
 
 # ---------------------------------------------------------------- greedy search
@@ -194,7 +194,7 @@ def test_weak_hypotheses_that_end_early_do_not_cut_off_a_strong_one():
 
 
 def test_memory_of_a_beam(monkeypatch):
-    """Source keys are not copied per hypothesis; no more rows are decoded than greedily."""
+    """Source keys are not copied per hypothesis; the rows and tokens of a batch are bounded."""
     model = make_model()
     sources = [[5] * 60 for _ in range(128)]
     shapes = []
@@ -207,9 +207,11 @@ def test_memory_of_a_beam(monkeypatch):
     monkeypatch.setattr(decoding, "step", spy)
     search(model, sources, COLLATE, beam=8, batches=decoding.plan_for(model, [60] * 128, 8)[:1])
     rows, room, source_rows = zip(*shapes)
-    assert max(rows) <= decoding.ROWS_PER_BATCH
-    assert max(source_rows) <= decoding.ROWS_PER_BATCH / 8
+    assert max(rows) <= 128
+    assert max(source_rows) <= 128 / 8
     assert max(room) < len(shapes) + decoding.CACHE_ROOM
+    long = decoding.plan_for(model, [511] * 128, 8)
+    assert max(map(len, long)) * 8 * 512 <= 2**15
 
 
 # ---------------------------------------------------------------- both
@@ -275,15 +277,13 @@ def test_all_ranks_have_work():
         assert max(shares) - min(shares) <= len(batches)
 
 
-@given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 10), st.integers(1, 3))
-def test_every_sentence_is_in_exactly_one_batch(lengths, rows, beam):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "TOKENS_PER_BATCH", 100)
-        batches = plan_batches(lengths, rows, beam=beam)
+@given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 10))
+def test_every_sentence_is_in_exactly_one_batch(lengths, rows):
+    batches = plan_batches(lengths, rows, 100)
     widths = [lengths[row] for batch in batches for row in batch]
     assert widths == sorted(widths, reverse=True)
     for batch in batches:
-        assert len(batch) == 1 or beam * len(batch) * (lengths[batch[0]] + 1) <= 100
+        assert len(batch) == 1 or len(batch) * (lengths[batch[0]] + 1) <= 100
         assert len(batch) <= math.ceil(1.5 * rows)  # rather one larger batch than a tiny last one
     not_empty = [row for row, length in enumerate(lengths) if length]
     assert sorted(row for batch in batches for row in batch) == not_empty

@@ -93,7 +93,7 @@ def test_beam_search_finds_what_the_plain_search_finds():
     for seed in range(6):
         model = lively_model(SIZES[0], seed, norm_first=seed % 2 == 0, end=seed % 3)
         sources = make_sources(seed, 24, 9)
-        batches = plan_batches(list(map(len, sources)), 1 + 4 * seed)
+        batches = plan_batches(list(map(len, sources)), 1 + 4 * seed, 10_000)
         options = dict(beam=5, nbest=5, batches=batches)
         ours = search(model, sources, COLLATE, decoder=fast.decoder(model), **options)
         plain = search(model, sources, COLLATE, **options)
@@ -124,7 +124,7 @@ def test_threads_and_batches_change_nothing(int8, beam):
     decoder, outputs = fast.decoder(model, int8), []
     for count, rows in ((1, 40), (3, 1), (2, 7)):
         torch.set_num_threads(count)  # which a fixture takes back
-        batches = plan_batches(list(map(len, sources)), rows)
+        batches = plan_batches(list(map(len, sources)), rows, 10_000)
         options = dict(beam=beam, nbest=beam, batches=batches)
         outputs.append(search(model, sources, COLLATE, decoder=decoder, **options))
     assert outputs[0] == outputs[1] == outputs[2]
