@@ -76,7 +76,7 @@ def save(
     except OSError as error:
         _finish_replacement(folder)
         reason = f"cannot write step-{step} in {folder}: {error.strerror or error}"
-        raise UserError(f"{reason}; fix this, then --resume from the checkpoint before") from error
+        raise UserError(f"{reason}; fix this, then --resume {folder.parent}") from error
     finally:
         _remove_temporary(folder)
 

@@ -221,7 +221,7 @@ CASES = {
     ),
     "disk full when saving": Case(
         "resume --resume disk/runs/good",
-        ("cannot write step-4", "No space left", "resume from step-2"),
+        ("cannot write step-4", "No space left", "--resume disk/runs/good"),
         small_disk(left=300_000),
         resume_works,
         takes_steps=True,
