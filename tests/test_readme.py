@@ -14,7 +14,14 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, forked_ranks, in_this_process, reversed_digits, write_pairs
+from conftest import (
+    ROOT,
+    forked,
+    forked_ranks,
+    in_this_process,
+    reversed_digits,
+    write_pairs,
+)
 from torch.distributed.run import get_args_parser
 from torch.distributed.run import parse_args as torchrun_arguments
 
@@ -274,7 +281,7 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
 
 SCRIPTS = ("train.py", "evaluate.py", "translate.py", "report.py")
 # What needs a network, a second machine, another torchrun or a CPU with VNNI is only parsed, as are
-# servers, which do not end. So are run.sh, the labs and the benchmarks, which have their own tests.
+# servers, which do not end. So are run.sh and the benchmarks, which have their own tests.
 ONLY_PARSED = r"wmt/|google-bert/|--nnodes|--shutdown_timeout|precision int8|--serve|\$"
 if not importlib.util.find_spec("ctranslate2"):
     ONLY_PARSED += "|--export"
@@ -397,6 +404,104 @@ def test_the_commands_of_a_page_run(page, place):
 def test_the_commands_of_a_long_page_run(page, place):
     for command in RUNNABLE[page]:
         run_as_typed(command, place)
+
+
+# -------------------------------------------------------------------- the commands of the labs
+
+# What each program gets behind the page's flags, so that it ends within seconds.
+GPT_FLAGS = "--size toy --layers 4 --sequence 16 --vocabulary 300 --batch_size 4 --max_steps 1"
+TEXT_FLAGS = "--epochs 1 --d_model 8 --nhead 1 --layers 1 --segment 8 --batch 256 --device cpu"
+PIPELINE_FLAGS = "--d_model 16 --nhead 2 --dim_feedforward 32 --max_steps 2 --batch_size 8"
+REDUCED = {
+    "labs.gpt": GPT_FLAGS.split(),
+    "labs.gpt.generate": [],
+    "labs.lenet": ["--epochs", "1"],
+    "labs.pipeline": PIPELINE_FLAGS.split(),
+    "labs.pipeline.mistakes": [],
+    "labs.wikitext": TEXT_FLAGS.split(),
+    "labs.wikitext.trigram": [],
+}
+TRAIN = ("labs.gpt", "labs.lenet", "labs.pipeline", "labs.wikitext")
+# Not run: tables of many models (the lab's test makes small ones), C++ that takes a minute to
+# build, the package lightning, a shell's variable. --plan trains nothing.
+NOT_RUN = r"gpt\.(compare|scales)|CppGelu|lightning|\$|--plan"
+LAB_PAGES = [f"labs/{lab}/README.md" for lab in ("gpt", "lenet", "pipeline", "wikitext")]
+
+
+def small_labs() -> None:
+    """Few drawn digits; no data of the machine."""
+    from labs.lenet import mnist
+    from labs.wikitext import text
+
+    mnist.DRAWN = {"train": (300, 1), "test": (100, 2)}
+    mnist.PLACES = text.DATA_PLACES = ()
+
+
+def write_lab_data(folder: Path) -> None:
+    """Small files under the names that the pages of the labs use."""
+    articles = [
+        f" \n = Title {number} = \n \n The ship {number} sailed . \n" for number in range(60)
+    ]
+    for name in ("wikitext-2/valid.txt", "wikitext-2/test.txt", "s500.txt", "DIR/a.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("".join(articles), encoding="utf-8")
+    for name in ("FILE", "glove.6B.50d.top20k.txt"):
+        (folder / name).write_text("the 1 2 3 4\nship -3 0 1 4\n", encoding="utf-8")
+    abstracts = [f"In this paper we measure effect {number} of ships." for number in range(200)]
+    (folder / "wos").mkdir()
+    (folder / "wos/X.txt").write_text("\n".join(abstracts), encoding="utf-8")
+
+
+def lab_commands(page: str) -> list[str]:
+    """The page's commands that run here, each once; what reads a run comes behind what makes it.
+
+    Those only in the table of the handout are left to the lab's own test.
+    """
+    tables = r"## (?:The handout, line by line|What the handout asks for)\n.*?\n## "
+    table = re.search(tables, read(page), re.DOTALL)[0]
+    first_block = next(block for language, block in BLOCK.findall(read(page)) if language == "bash")
+    found = dict.fromkeys(
+        command
+        for command in commands(page)
+        if program_and_flags(command)[0] in REDUCED
+        and not re.search(NOT_RUN, command)
+        and (f"`{command}`" not in table or f"{command} " in first_block)
+    )
+
+    def place_in_order(command: str) -> tuple[bool, ...]:
+        return "runs/" in command, not command.startswith("torchrun"), "--keep 0" not in command
+
+    return sorted(found, key=place_in_order)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", LAB_PAGES)
+def test_the_commands_of_a_lab_run(page, tmp_path):
+    write_lab_data(tmp_path)
+    if page.startswith("labs/lenet"):
+        shutil.rmtree(tmp_path / "DIR")
+    for command in lab_commands(page):
+        program, flags = program_and_flags(command)
+        flags = ["1" if flag == "SEED" else flag for flag in flags if flag != "--"]
+        if page.startswith("labs/lenet"):
+            flags = ["drawn" if flag == "DIR" else flag for flag in flags]
+        if "--resume" not in flags:
+            flags += REDUCED[program]
+        elif program == "labs.gpt":
+            # It refuses to resume a finished run.
+            flags += ["--max_steps", "2"]
+        if program in TRAIN and "--resume" not in flags:
+            # Every run has the name that other commands read, and replaces the run before.
+            name = flags[flags.index("--run") + 1] if "--run" in flags else "NAME"
+            shutil.rmtree(tmp_path / "runs" / name, ignore_errors=True)
+            flags += ["--run", name]
+        file = program.replace(".", "/")
+        file += "/__main__.py" if (ROOT / file).is_dir() else ".py"
+        processes = re.search(r"--nproc_per_node (\d+)", command)
+        if processes:
+            forked_ranks(int(processes[1]), file, *flags, cwd=tmp_path, first=(small_labs,))
+        else:
+            forked(file, *flags, cwd=tmp_path, first=(small_labs,))
 
 
 def test_training_without_flags(place, capfd):
