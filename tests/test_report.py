@@ -424,6 +424,16 @@ def remove_all_but_log_and_settings(run: Path) -> None:
 
 
 # Each report has several damages: what happens to the run, and words on the page.
+@pytest.mark.parametrize("count, sizes", [(1, [1]), (4, [3, 1]), (8, [3, 2, 3]), (30, [3, 3, 3])])
+def test_no_translation_is_shown_twice(count, sizes):
+    rows = [("源", "a b c d e f")] * count
+    outputs = ["a b c d e f"[: 1 + row % 11] for row in range(count)]
+    run = RunFiles(Path("r"), "r", hypotheses={GREEDY: outputs}, rows={GREEDY: rows})
+    parts = sections.choose_examples([run]).parts.values()
+    assert [len(numbers) for numbers in parts] == sizes
+    assert len({row for numbers in parts for row in numbers}) == sum(sizes)
+
+
 DAMAGES = [
     [(remove_all_but_log_and_settings, "metrics.jsonl · not there")],
     [(lambda run: (run / "config.json").unlink(), "config.json · not there")],

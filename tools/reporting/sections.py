@@ -349,12 +349,14 @@ def choose_examples(runs: list[RunFiles]) -> Examples:
     scores = [sentence_scores(references, run.hypotheses[name]) for run in runs]
     # Of equal scores the longer reference first: "Yes." is easily right.
     order = sorted(range(len(rows)), key=lambda row: (-scores[0][row], -len(references[row]), row))
-    middle = max(0, len(order) // 2 - EXAMPLES // 2)
-    parts = {
-        ("best", "最好"): order[:EXAMPLES],
-        ("middle", "居中"): order[middle : middle + EXAMPLES],
-        ("worst", "最差"): order[-EXAMPLES:][::-1],
-    }
+    best, others = order[:EXAMPLES], order[EXAMPLES:]
+    worst = others[-EXAMPLES:][::-1]
+    between = others[:-EXAMPLES]
+    first = max(0, (len(between) - EXAMPLES) // 2)
+    middle = between[first : first + EXAMPLES]
+    parts = {("best", "最好"): best, ("middle", "居中"): middle, ("worst", "最差"): worst}
+    # Few rows have no middle, or only best ones.
+    parts = {part: numbers for part, numbers in parts.items() if numbers}
     return Examples(name, runs, rows, scores, parts)
 
 
