@@ -314,7 +314,8 @@ class TokenizedPairs(Dataset):
         return len(self.lengths["source"])
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        return self._sentence("source", index), self._sentence("target", index)
+        source, target = self.__getitems__(np.array([index]))
+        return source.ids, target.ids
 
     def __getitems__(self, rows: np.ndarray) -> tuple[Rows, Rows]:
         """Both sides of these pairs. The DataLoader calls it in place of `__getitem__`."""
@@ -331,11 +332,6 @@ class TokenizedPairs(Dataset):
         stored = np.load(self.folder / "source.lengths.npy", mmap_mode="r")
         rows = np.arange(len(stored))[self.rows]
         return TokenizedPairs(self.folder, rows[indices])
-
-    def _sentence(self, side: str, index: int) -> np.ndarray:
-        start = self._starts[side][index]
-        end = start + self.lengths[side][index]
-        return self._ids[side][start:end]
 
     def _gather(self, side: str, rows: np.ndarray) -> Rows:
         lengths = self.lengths[side][rows].astype(np.int64)
@@ -576,13 +572,8 @@ class BucketSampler(Sampler[np.ndarray]):
         world_size: int = 1,
         accumulate: int = 1,
     ):
-        # Lengths with bos or eos, (pairs,), in the smallest signed type that holds them and their
-        # difference: less memory, and numpy sorts 16-bit integers in linear time.
-        longest = 1 + int(max(side.max(initial=0) for side in lengths.values()))
-        dtype = np.min_scalar_type(-longest - 1)
-        one = dtype.type(1)
-        self.source = lengths["source"].astype(dtype) + one
-        self.target = lengths["target"].astype(dtype) + one
+        self.source = lengths["source"] + 1  # (pairs,) tokens with eos
+        self.target = lengths["target"] + 1  # (pairs,) tokens with bos or eos
         self.seed = seed
         self.rank = rank
         self.world_size = world_size

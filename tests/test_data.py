@@ -493,16 +493,6 @@ def test_similar_lengths_share_a_batch():
     assert padding_share(lengths, BucketSampler(lengths, 4096)) < 0.05
 
 
-@pytest.mark.parametrize("longest", [127, 32767])
-def test_lengths_at_the_edge_of_their_bits(longest):
-    lengths = as_lengths([(longest, 1), (1, longest), (longest, longest), (5, 5)])
-    sampler = BucketSampler(lengths, longest + 1)
-    rows = [row for batch in sampler.epoch_plan(0) for row in batch.tolist()]
-    assert sorted(rows) == [0, 1, 2, 3]
-    tokens = sampler.target_tokens(0)
-    assert sum(next(tokens) for _ in range(sampler.steps_per_epoch)) == 2 * (longest + 1) + 2 + 6
-
-
 sentence = st.lists(st.integers(3, 99), min_size=1, max_size=20)
 
 
