@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
-from text.plain import NO_TEXT, TITLE, read_lines, split_of
+from labs.wikitext.files import NO_TEXT, TITLE, read_lines, split_of
 from text.reading import find_text
 
 ROOT = Path(__file__).parents[2]

@@ -1,7 +1,4 @@
-"""Plain text files: their lines, their split, where a WikiText article begins.
-
-Shared by the language-model labs.
-"""
+"""Plain text files: their lines, their split, where a WikiText article begins."""
 
 import re
 from pathlib import Path
