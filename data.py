@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -589,9 +590,8 @@ class BucketSampler(Sampler[np.ndarray]):
         widths = np.sort(np.maximum(self.source, self.target), kind="stable")
         self.bounds = cut_batches(widths, tokens_per_batch, self.micro_batches)
         self.step = 0  # optimiser steps that were iterated over; set it to continue from there
-        self._planned_epoch: int | None = None  # the epoch of the next two attributes
-        self._order: Any = None  # (pairs,) its pairs in order of length
-        self._steps: Any = None  # (steps,) its slices in random order
+        # Both __iter__ and target_tokens read the plan of an epoch: the second finds it here.
+        self._plan = lru_cache(maxsize=1)(self._draw_plan)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -600,23 +600,21 @@ class BucketSampler(Sampler[np.ndarray]):
 
     def epoch_plan(self, epoch: int) -> Iterator[np.ndarray]:
         """The pairs of each step of an epoch, over all ranks."""
-        if self._planned_epoch != epoch:
-            random = np.random.default_rng((self.seed, epoch))
-            # Shuffle, then sort: pairs of equal lengths are in random order, so that batches
-            # differ between epochs.
-            pairs = np.arange(len(self.source), dtype=np.int32)
-            pairs = random.permutation(pairs)
-            by_length = order_by_length(self.source[pairs], self.target[pairs])
-            self._order = pairs[by_length]
-            self._steps = random.permutation(self.steps_per_epoch)
-            self._planned_epoch = epoch
-        # Local names: another iterator may plan another epoch before this one is finished.
-        order = self._order
-        steps = self._steps
+        order, steps = self._plan(epoch)
         for step in steps:
             first = self.bounds[step]
             last = self.bounds[step + 1]
             yield order[first:last]
+
+    def _draw_plan(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The pairs in order of length, (pairs,), and the steps in random order, (steps,)."""
+        random = np.random.default_rng((self.seed, epoch))
+        # Shuffle, then sort: pairs of equal lengths are in random order, so that batches differ
+        # between epochs.
+        pairs = np.arange(len(self.source), dtype=np.int32)
+        pairs = random.permutation(pairs)
+        by_length = order_by_length(self.source[pairs], self.target[pairs])
+        return pairs[by_length], random.permutation(self.steps_per_epoch)
 
     def _steps_after(self, step: int) -> Iterator[np.ndarray]:
         """The pairs of each step after `step`, over all ranks, without end."""
