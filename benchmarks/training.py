@@ -50,7 +50,7 @@ CONTESTANTS = {
     "marian-tuned": Contestant(
         "marian",
         "tuned",
-        "the same with oneDNN and kept memory",
+        "the same, with oneDNN and reused memory",
         "同上，用 oneDNN 并保留内存",
         KEEP_MEMORY,
     ),

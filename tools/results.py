@@ -23,7 +23,7 @@ SEPARATORS = {"en": "\n", "zh": ""}
 OTHER_LANGUAGE = {"en": "[中文]({page}.zh-CN.md)", "zh": "[English]({page}.md)"}
 BEGINNINGS = {
     "en": "Written by `python -m tools.results` from `docs/results/{page}-*.json`. "
-    "What is not here was not measured.",
+    "Anything not listed was not measured.",
     "zh": "由 `python -m tools.results` 根据 `docs/results/{page}-*.json` 生成。"
     "这里没有的，就是没有测过的。",
 }
