@@ -150,6 +150,8 @@ class Forked:
 
 def _run_forked(arguments, cwd, file, environment, first) -> None:
     os.setsid()
+    # As in a terminal: a shell's background jobs, perhaps these tests, ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     output = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
