@@ -83,9 +83,9 @@ def numbers_of(text: str) -> Counter:
 
 @pytest.mark.parametrize("page", PAIRS)
 def test_both_languages_have_the_same_headings_code_numbers_and_links(page):
-    # The links of a page lead to pages in its language.
-    english = read(page).replace(".zh-CN.md", ".md")
-    chinese = read(page.replace(".md", ".zh-CN.md")).replace(".zh-CN.md", ".md")
+    # The links of a page lead to pages and pictures in its language.
+    english = read(page).replace(".zh-CN.", ".")
+    chinese = read(page.replace(".md", ".zh-CN.md")).replace(".zh-CN.", ".")
     heading = re.compile("^#+ ", re.MULTILINE)
     links = re.compile(r"\]\(([^)#]+)")  # without anchors, which are headings
     prose = [BLOCK.sub("", text) for text in (english, chinese)]
