@@ -267,6 +267,29 @@ def test_the_page_names_the_flags_that_may_change():
 
 # -------------------------------------------------------------------- running them
 
+# What no test runs as it is typed, and why. Every other command of every page is run at reduced
+# size: by the tests below, or, if it is in the table of a lab's handout, by that lab's test.
+NOT_RUN = {
+    r"wmt/|google-bert/": "downloads from a hub",
+    r"--nnodes|train\.py \$run": "needs several machines or SLURM",
+    r"--shutdown_timeout": "needs another version of torchrun",
+    r"--precision int8": "needs a CPU with VNNI; tests/test_evaluate.py",
+    r"--gpu_devices": "needs four GPUs; tests/labs/test_collectives.py",
+    r"--serve": "a server does not end; tests/tools/serving/test_server.py",
+    r"gpt\.(compare|scales)": "trains many models; tests/labs/test_gpt.py makes small tables",
+    r"^bash run\.sh": "installs; tests/test_faults_run_sh.py starts it with a recording Python",
+    r"-m pytest": "these tests",
+    r"tools\.results": "writes into docs/; tests/tools/test_results.py compares the pages",
+}
+for words, package in {"--export": "ctranslate2", **EXTRAS}.items():
+    if not importlib.util.find_spec(package):
+        NOT_RUN[words] = f"{package} is not installed"
+
+
+def is_run(command: str) -> bool:
+    """Whether no pattern in NOT_RUN matches the command."""
+    return not any(re.search(pattern, command) for pattern in NOT_RUN)
+
 
 @pytest.mark.parametrize("page", ["docs/positional_encoding.md", "labs/attention_op/README.md"])
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
@@ -280,11 +303,6 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
 
 
 SCRIPTS = ("train.py", "evaluate.py", "translate.py", "report.py")
-# What needs a network, a second machine, another torchrun or a CPU with VNNI is only parsed, as are
-# servers, which do not end. So are run.sh and the benchmarks, which have their own tests.
-ONLY_PARSED = r"wmt/|google-bert/|--nnodes|--shutdown_timeout|precision int8|--serve|\$"
-if not importlib.util.find_spec("ctranslate2"):
-    ONLY_PARSED += "|--export"
 QUICK_PAGES = ["docs/handout.md", "README.md", "docs/data.md", "docs/evaluation.md"]
 SMALL = dict(d_model=32, nhead=4, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=64)
 END_STEP = Meter.end_step
@@ -302,7 +320,7 @@ def runnable_commands() -> dict[str, list[str]]:
         found[page] = []
         for command in commands(page):
             runs = program_and_flags(command)[0] in SCRIPTS
-            if command in seen or not runs or re.search(ONLY_PARSED, command):
+            if command in seen or not runs or not is_run(command):
                 continue
             seen.add(command)
             key = "torchrun" if command.startswith("torchrun") else page
@@ -369,6 +387,8 @@ def place(tmp_path_factory) -> Path:
     (folder / "pairs.tsv").write_text(table, encoding="utf-8")
     for part in ("src.zh", "ref.en"):
         (folder / f"newstest2019-zhen-{part}.sgm").write_text("<seg>1</seg>", encoding="utf-8")
+    # For benchmarks.time_to_bleu, which starts it there.
+    (folder / "train.py").symlink_to(ROOT / "train.py")
     (folder / "runs").mkdir()
     run_as_typed("python train.py --data my_corpus --eval_every 1 --run first", folder, steps=5)
     (folder / "runs/first-0").rename(folder / "runs/NAME")
@@ -413,19 +433,19 @@ GPT_FLAGS = "--size toy --layers 4 --sequence 16 --vocabulary 300 --batch_size 4
 TEXT_FLAGS = "--epochs 1 --d_model 8 --nhead 1 --layers 1 --segment 8 --batch 256 --device cpu"
 PIPELINE_FLAGS = "--d_model 16 --nhead 2 --dim_feedforward 32 --max_steps 2 --batch_size 8"
 REDUCED = {
+    "labs.collectives": [],
     "labs.gpt": GPT_FLAGS.split(),
     "labs.gpt.generate": [],
     "labs.lenet": ["--epochs", "1"],
+    "labs.lenet.lightning": ["--epochs", "1"],
     "labs.pipeline": PIPELINE_FLAGS.split(),
     "labs.pipeline.mistakes": [],
     "labs.wikitext": TEXT_FLAGS.split(),
     "labs.wikitext.trigram": [],
 }
 TRAIN = ("labs.gpt", "labs.lenet", "labs.pipeline", "labs.wikitext")
-# Not run: tables of many models (the lab's test makes small ones), C++ that takes a minute to
-# build, the package lightning, a shell's variable. --plan trains nothing.
-NOT_RUN = r"gpt\.(compare|scales)|CppGelu|lightning|\$|--plan"
-LAB_PAGES = [f"labs/{lab}/README.md" for lab in ("gpt", "lenet", "pipeline", "wikitext")]
+LABS_WITH_PAGES = ("attention_op", "collectives", "gpt", "lenet", "pipeline", "wikitext")
+LAB_PAGES = [f"labs/{lab}/README.md" for lab in LABS_WITH_PAGES] + ["docs/positional_encoding.md"]
 
 
 def small_labs() -> None:
@@ -452,19 +472,26 @@ def write_lab_data(folder: Path) -> None:
     (folder / "wos/X.txt").write_text("\n".join(abstracts), encoding="utf-8")
 
 
+def handout_table(page: str) -> str:
+    """What a lab's page sets beside its handout; the lab's own test runs these commands."""
+    tables = r"## (?:The handout, line by line|What the handout asks for)\n.*?\n## "
+    table = re.search(tables, read(page), re.DOTALL)
+    return table[0] if table else ""
+
+
 def lab_commands(page: str) -> list[str]:
     """The page's commands that run here, each once; what reads a run comes behind what makes it.
 
     Those only in the table of the handout are left to the lab's own test.
     """
-    tables = r"## (?:The handout, line by line|What the handout asks for)\n.*?\n## "
-    table = re.search(tables, read(page), re.DOTALL)[0]
-    first_block = next(block for language, block in BLOCK.findall(read(page)) if language == "bash")
+    table = handout_table(page)
+    bash = [block for language, block in BLOCK.findall(read(page)) if language == "bash"]
+    first_block = "".join(bash[:1])
     found = dict.fromkeys(
         command
         for command in commands(page)
         if program_and_flags(command)[0] in REDUCED
-        and not re.search(NOT_RUN, command)
+        and is_run(command)
         and (f"`{command}`" not in table or f"{command} " in first_block)
     )
 
@@ -475,14 +502,14 @@ def lab_commands(page: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", LAB_PAGES)
+@pytest.mark.parametrize("page", [page for page in LAB_PAGES if lab_commands(page)])
 def test_the_commands_of_a_lab_run(page, tmp_path):
     write_lab_data(tmp_path)
     if page.startswith("labs/lenet"):
         shutil.rmtree(tmp_path / "DIR")
     for command in lab_commands(page):
         program, flags = program_and_flags(command)
-        flags = ["1" if flag == "SEED" else flag for flag in flags if flag != "--"]
+        flags = [re.sub(r"SEED|\$\w", "1", flag) for flag in flags if flag != "--"]
         if page.startswith("labs/lenet"):
             flags = ["drawn" if flag == "DIR" else flag for flag in flags]
         if "--resume" not in flags:
@@ -490,7 +517,7 @@ def test_the_commands_of_a_lab_run(page, tmp_path):
         elif program == "labs.gpt":
             # It refuses to resume a finished run.
             flags += ["--max_steps", "2"]
-        if program in TRAIN and "--resume" not in flags:
+        if program in TRAIN and "--resume" not in flags and "--plan" not in flags:
             # Every run has the name that other commands read, and replaces the run before.
             name = flags[flags.index("--run") + 1] if "--run" in flags else "NAME"
             shutil.rmtree(tmp_path / "runs" / name, ignore_errors=True)
@@ -502,6 +529,54 @@ def test_the_commands_of_a_lab_run(page, tmp_path):
             forked_ranks(int(processes[1]), file, *flags, cwd=tmp_path, first=(small_labs,))
         else:
             forked(file, *flags, cwd=tmp_path, first=(small_labs,))
+
+
+# -------------------------------------------------------------------- the other modules
+
+# What each program gets behind the page's flags, as above.
+TRAINING_FLAGS = "--preset tiny --vocab 300 --tokens_per_batch 64 --seconds 0.1 --rounds 1"
+MODULES = {
+    "benchmarks.training": f"{TRAINING_FLAGS} --data my_corpus --contestants marian,ours-fp32",
+    "benchmarks.decoding": "--preset tiny --limit 5 --rounds 1 --contestants ours-fp32",
+    "benchmarks.time_to_bleu": "--minutes 0.05 --data my_corpus",
+    "tools.reporting.masks": "",
+}
+
+
+def module_commands(module: str) -> list[str]:
+    """The commands of all pages that start the module, each once."""
+    typed = dict.fromkeys(command for page in NAMES for command in commands(page))
+    return [command for command in typed if program_and_flags(command)[0] == module]
+
+
+def keep_files_here() -> None:
+    """The benchmarks keep data and runs in this folder, not in the repository."""
+    from benchmarks import measuring
+
+    measuring.ROOT = Path.cwd()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", MODULES)
+def test_the_commands_of_a_module_run(module, place):
+    for command in module_commands(module):
+        flags = program_and_flags(command)[1] + MODULES[module].split()
+        file = f"{module.replace('.', '/')}.py"
+        output = forked(file, *flags, cwd=place, first=(keep_files_here,))
+        assert "left out" not in output, command
+
+
+def test_every_command_is_run_or_there_is_a_reason():
+    run = {command for found in RUNNABLE.values() for command in found}
+    for module in MODULES:
+        run.update(module_commands(module))
+    for page in LAB_PAGES:
+        run.update(lab_commands(page))
+        run.update(re.findall("`([^`]+)`", handout_table(page)))
+    typed = {command: page for page in NAMES for command in commands(page)}
+    assert not {command: typed[command] for command in typed.keys() - run if is_run(command)}
+    for pattern in NOT_RUN:
+        assert any(re.search(pattern, command) for command in typed), f"no page needs {pattern}"
 
 
 def test_training_without_flags(place, capfd):
