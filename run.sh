@@ -7,7 +7,7 @@
 #   bash run.sh test                   install and run the tests; words after -- go to pytest
 #   bash run.sh lenet|wikitext|attention|pipeline|collectives|gpt    another lab, and its words
 #   bash run.sh gpu                    on a GPU: are the results right, and how fast are they;
-#                                      ten minutes, and a file to send back
+#                                      writes a file to send back
 #
 #   VENV=/path bash run.sh             keep the virtual environment there (default: .venv here)
 #   PROCESSES=4 bash run.sh gpt        processes of gpt (default: 1) or pipeline (default: 2)

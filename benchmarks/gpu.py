@@ -1,6 +1,6 @@
 """One command for a machine with a CUDA GPU: is the arithmetic right there, and how fast is it?
 
-    bash run.sh gpu                                             # about ten minutes on one card
+    bash run.sh gpu
     python -m benchmarks.gpu --device cpu --presets tiny --minutes 0    # a rehearsal
 
 parity     tests/fast/test_device.py: every number format against float64 on the CPU

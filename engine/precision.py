@@ -124,8 +124,8 @@ def choose_precision(
 def _best_on_gpu(device: torch.device) -> tuple[str, str]:
     # TF32 on Ampere and later; no effect on older cards.
     torch.set_float32_matmul_precision("high")
-    # cuDNN's attention, PyTorch's first choice on an H100, plans 30 ms for every new shape, and
-    # batches of sentences have hundreds of shapes.
+    # cuDNN's attention, PyTorch's first choice on an H100, plans anew for every new shape, and
+    # batches of sentences have many shapes.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if _has_tf32(device):
         return "bf16", "compute capability 8.0 or later has fast bf16"
