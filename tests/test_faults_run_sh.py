@@ -178,6 +178,8 @@ def test_the_verbs(place):
     commands = {
         ("attention", ""): "-m labs.attention_op",
         ("lenet -- --data digits", ""): "-m labs.lenet --data digits",
+        ("wikitext", ""): "-m labs.wikitext",
+        ("collectives mean", ""): "-m labs.collectives mean",
         ("gpt -- --lr 1", ""): "-m labs.gpt --max_minutes 10 --lr 1",
         ("gpt", "3"): f"{torchrun} 3 -m -- labs.gpt --max_minutes 10",
         ("pipeline", ""): f"{torchrun} 2 -m -- labs.pipeline",
