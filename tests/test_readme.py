@@ -229,6 +229,8 @@ def test_every_file_exists(page):
         file = (ROOT / page).parent / link
         assert file.exists(), link
         assert not anchor or anchor in anchors(file), f"{link}#{anchor}"
+    for picture in re.findall(r'<img src="([^"]+)"', text):
+        assert ((ROOT / page).parent / picture).exists(), picture
     files = (ROOT / "tests").rglob("test_*.py")
     tests = "".join(file.read_text(encoding="utf-8") for file in files)
     for name in re.findall(r"`(test_\w+)…?`", text):  # … stands for the rest of a name
@@ -281,9 +283,9 @@ NOT_RUN = {
     r"-m pytest": "these tests",
     r"tools\.results": "writes into docs/; tests/tools/test_results.py compares the pages",
 }
-for words, package in {"--export": "ctranslate2", **EXTRAS}.items():
+for pattern, package in {"--export": "ctranslate2", **EXTRAS}.items():
     if not importlib.util.find_spec(package):
-        NOT_RUN[words] = f"{package} is not installed"
+        NOT_RUN[pattern] = f"{package} is not installed"
 
 
 def is_run(command: str) -> bool:

@@ -1,6 +1,7 @@
 """The device of a process, and the lines about GPUs that it cannot use."""
 
 import re
+import shlex
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -140,7 +141,7 @@ def test_hidden_gpus_are_named(driver, monkeypatch, visible):
     assert hidden_gpus(driver(580)) == message
 
 
-PIP = f"type `{sys.executable} -m pip install torch==2.13.0+"
+PIP = f"type `{shlex.quote(sys.executable)} -m pip install torch==2.13.0+"
 INDEX = "--index-url https://download.pytorch.org/whl/"
 
 
