@@ -194,14 +194,6 @@ class Translator(nn.Module):
             )
         return length
 
-    def set_dropout(self, rate: float) -> None:
-        """Change the dropout rate of all layers."""
-        for module in self.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = rate
-            elif isinstance(module, nn.MultiheadAttention):
-                module.dropout = rate  # a number here, not a layer
-
 
 def build_transformer(config: ModelConfig) -> nn.Transformer:
     """PyTorch's `nn.Transformer` with these sizes; all tensors are batch first."""

@@ -54,7 +54,6 @@ class Config:
         False, "layer norm before each sub-layer (pre-norm)", "Model", fixed=True
     )
     dropout: float = flag(0.1, "dropout rate", "Model", min=0, below=1, fixed=True)
-    dropout_after: int = flag(10, "epochs before dropout begins", "Model", min=0, fixed=True)
 
     epochs: int = flag(20, "passes over the data", "Training", min=1)
     max_steps: int = flag(0, "stop after this many steps; 0: --epochs", "Training", min=0)
@@ -283,13 +282,11 @@ def train(config: Config) -> Path:
             if interrupted or progress >= 1 or stopped_early:
                 break
 
-            # Dropout and random numbers depend on the step alone, the rate on progress too.
+            # Random numbers depend on the step alone, the learning rate on progress too.
             step = state.step + 1
             learning_rate = schedule.learning_rate(config.lr, step, progress, warmup)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
-            dropout = config.dropout if step > config.dropout_after * steps_per_epoch else 0.0
-            model.set_dropout(dropout)
             world.set_seed(config.seed, step)
 
             # The gradient of one loss: summed over all pairs of this step, on all ranks,

@@ -66,7 +66,7 @@ TINY = dict(
 )
 TINY_FLAGS = (
     "--d_model 32 --nhead 4 --num_encoder_layers 1 --num_decoder_layers 1 --dim_feedforward 64"
-    " --source_vocab 300 --target_vocab 300"
+    " --source_vocab 300 --target_vocab 300 --dropout 0"
 ).split()
 THREADS = torch.get_num_threads()
 

@@ -40,7 +40,7 @@ LEARNING_STEPS = 300  # of the run that translates; level as well, for it is pla
 SMALL = (
     "--d_model 64 --nhead 4 --num_encoder_layers 2 --num_decoder_layers 2 --dim_feedforward 128"
     " --source_vocab 512 --target_vocab 512 --tokens_per_batch 1000 --warmup 5 --lr 0.004"
-    " --log_every 1 --precision fp32 --device cpu"
+    " --dropout 0 --log_every 1 --precision fp32 --device cpu"
 )
 SHORT = f"{SMALL} --max_steps {STEPS} --eval_every {RESUMED_AT} --data {ROOT / 'sample'}"
 LONG = f"{SMALL} --max_steps 430 --eval_every {LEARNING_STEPS} --data {ROOT / 'sample'}"

@@ -294,8 +294,6 @@ class Trial:
         self.collate = collate_for(sample)
         torch.manual_seed(config.seed)
         self.model = Translator(sizes).to(self.device)
-        if config.dropout_after:  # the first epochs have no dropout
-            self.model.set_dropout(0.0)
         loss_of = fast.loss(self.model, config.label_smoothing, precision.dtype)
         self.loss_of = loss_of or SummedLoss(self.model, config.label_smoothing)
         self.weights = list(self.model.parameters())

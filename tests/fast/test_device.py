@@ -27,19 +27,16 @@ DEVICE, PRESET = os.environ.get("DEVICE", "cpu"), os.environ.get("PRESET")
 SIZES = PRESETS.get(PRESET, SMALL) | {"dropout": 0.0}
 VOCABULARY, SMOOTHING = 8000 if PRESET in PRESETS else 50, 0.1
 SLICE_ROWS = 100  # rows of a slice of logits: many, the last one smaller
-# Name: (weights, precision, fp32 products, limit of loss and gradients, of sentences that differ).
+# The twelve layers of preset big amplify rounding: fp32 differs by 2e-4, in preset lab by 1e-6.
+AMPLIFIED = 10 if PRESET == "big" else 1
+# Name: (weights, precision, fp32 products, limit of loss and gradients).
+# The plain loss is summed in fp32 even in float64.
 FORMATS = {
-    "float64": (
-        torch.float64,
-        "fp32",
-        "highest",
-        1e-6,
-        0.0,
-    ),  # the plain loss is summed in fp32 even then
-    "fp32": (torch.float32, "fp32", "highest", 1e-4, 0.1),
-    "TF32": (torch.float32, "fp32", "high", 1e-2, 0.3),  # products of 11 significant bits
-    "bf16": (torch.float32, "bf16", "highest", 5e-2, 0.7),  # of 8
-    "fp16": (torch.float32, "fp16", "highest", 1e-2, 0.3),  # of 11
+    "float64": (torch.float64, "fp32", "highest", 1e-6 * AMPLIFIED),
+    "fp32": (torch.float32, "fp32", "highest", 1e-4 * AMPLIFIED),
+    "TF32": (torch.float32, "fp32", "high", 1e-2),  # products of 11 significant bits
+    "bf16": (torch.float32, "bf16", "highest", 5e-2),  # of 8
+    "fp16": (torch.float32, "fp16", "highest", 1e-2),  # of 11
 }
 HERE = [name for name in FORMATS if DEVICE != "cpu" or name not in ("TF32", "fp16")]
 
@@ -67,8 +64,8 @@ def made_up(count: int, seed: int = 1) -> list[tuple[list[int], list[int]]]:
 
 @pytest.fixture
 def moved(request):
-    """(the model on the device in the format, its precision, the format's name, the limits)"""
-    weights, precision, products, *limits = FORMATS[request.param]
+    """(the model on the device in the format, its precision, the format's name, the limit)"""
+    weights, precision, products, limit = FORMATS[request.param]
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(products)
     torch.backends.cuda.enable_cudnn_sdp(
@@ -76,7 +73,7 @@ def moved(request):
     )  # as choose_precision does: the attention that training has
     device = choose_device(DEVICE, 0)
     model = model_of("greedy" in request.node.name).to(device, weights)
-    yield model, Precision(device, precision, ""), request.param, *limits
+    yield model, Precision(device, precision, ""), request.param, limit
     torch.set_float32_matmul_precision(before)
 
 
@@ -123,7 +120,7 @@ def check(what: str, result: tuple, wanted: tuple, limit: float) -> None:
     )
     worst = max(apart[name] / max(sizes[name], 1e-6 * whole) for name in apart)
     # A loss is a mean over thousands of tokens, where rounding averages out: a tenth of the limit.
-    loss_apart = abs(loss / wanted_loss - 1) * (10 if limit > 1e-4 else 1)
+    loss_apart = abs(loss / wanted_loss - 1) * (10 if limit > 1e-3 else 1)
     off = {"loss": loss_apart, "gradient": all_apart / whole, "worst": worst / 10}
     print(
         f"{what}, limit {limit:.0e}: "
@@ -142,7 +139,7 @@ def exact() -> tuple[float, dict]:
 
 @pytest.mark.parametrize("moved", HERE, indirect=True)
 def test_losses_and_gradients(moved, exact):
-    model, precision, name, limit, _ = moved
+    model, precision, name, limit = moved
     plain = SummedLoss(model, SMOOTHING)
     wanted = gradients(model, precision, plain)
     check(f"{name} against float64", wanted, exact, limit)
