@@ -184,7 +184,7 @@ esac
 
 # On a CPU the run is short, so that there is a result to look at: the small sample in minutes, real
 # data in an hour. A settings file, the first word of the command line, says itself how long.
-# The few steps on the sample cannot overfit it; with dropout they would only learn less.
+# So short a run does not overfit; with dropout it would only learn less.
 flags=() settings=
 case "${1:-}" in *.yaml | *.yml | *.json) settings=yes ;; esac
 on_cpu() {
@@ -192,8 +192,9 @@ on_cpu() {
         ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 }
 if [[ -z "$settings" && " $* " != *" --resume"* ]] && on_cpu "$@"; then
-    flags=(--max_minutes 3.5 --dropout 0)
-    [[ ! -d /opt/minidataset && " $* " != *" --data"* ]] || flags=(--max_minutes 60)
+    minutes=3.5
+    [[ ! -d /opt/minidataset && " $* " != *" --data"* ]] || minutes=60
+    flags=(--max_minutes "$minutes" --dropout 0)
 fi
 case " $* " in *" --help "* | *" -h "* | *" --check"*) # without training there is nothing to evaluate
     exec "$python" "$root/train.py" ${flags[@]+"${flags[@]}"} "$@" ;;

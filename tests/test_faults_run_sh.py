@@ -227,10 +227,10 @@ def test_the_run_that_the_flags_name_is_evaluated(place, monkeypatch):
 
 
 def test_on_a_cpu_time_is_limited_unless_a_settings_file_or_a_run_says_how_long(place):
-    limit = "60" if os.path.isdir("/opt/minidataset") else "3.5 --dropout 0"
+    minutes = 60 if os.path.isdir("/opt/minidataset") else 3.5
     commands = {
-        "--data d": "train.py --max_minutes 60 --data d --run [^ ]+",
-        "--lr 1": f"train.py --max_minutes {limit} --lr 1 --run [^ ]+",
+        "--data d": "train.py --max_minutes 60 --dropout 0 --data d --run [^ ]+",
+        "--lr 1": f"train.py --max_minutes {minutes} --dropout 0 --lr 1 --run [^ ]+",
         "s.yaml --lr 1": "train.py s.yaml --lr 1 --run [^ ]+",
         "--resume runs/b": "train.py --resume runs/b",
     }
@@ -238,7 +238,7 @@ def test_on_a_cpu_time_is_limited_unless_a_settings_file_or_a_run_says_how_long(
         code, _, calls = run_sh(place, "--", *flags.split(), WITHOUT_GPU="1")
         assert code == 0 and re.search(f"{expected}\n", calls) and "evaluate.py" in calls, flags
     calls = run_sh(place, "--", "--device", "cpu")[2]
-    assert f"train.py --max_minutes {limit} --device cpu" in calls
+    assert f"train.py --max_minutes {minutes} --dropout 0 --device cpu" in calls
     assert "--max_minutes" not in run_sh(place)[2]  # on a GPU
     for flag in ("--help", "--check"):
         code, _, calls = run_sh(place, "--", flag)
