@@ -5,8 +5,9 @@ python -m tests.golden plain fast  # only these
 python -m tests.golden --write     # replace tests/golden.json
 
 Each case is a command line on sample/, in fp32, with one thread. On the processor that wrote the
-record all numbers are expected to be equal bit for bit; elsewhere, or with sums in another order,
-within TOLERANCE. Only steps before the learning rate decays are compared. The idea is torchtitan's.
+record all numbers are expected to be equal bit for bit, or within TOLERANCE if sums are in another
+order; on another processor, within ELSEWHERE. Only steps before the learning rate decays are
+compared. The idea is torchtitan's.
 """
 
 import argparse
@@ -23,12 +24,21 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 RECORD = Path(__file__).with_suffix(".json")
-# Relative. Two processes and one differ by 2e-5 in the loss of step 42, by 5e-4 in its gradient
-# norm.
+# Relative, on the processor that wrote the record. Two processes and one differ by 2e-5 in the loss
+# of step 42, by 5e-4 in its gradient norm.
 TOLERANCE = {
     "loss": 1e-4,
     "validation_loss": 1e-4,
     "gradient_norm": 5e-3,
+    "learning_rate": 1e-9,
+    "validation_bleu": 0.2,
+}
+# On another one. AVX2 and AVX-512 differ by 2e-4 in the loss of step 42, by 8e-3 in its gradient
+# norm and by 1e-2 in the validation loss after 300 steps.
+ELSEWHERE = {
+    "loss": 1e-3,
+    "validation_loss": 5e-2,
+    "gradient_norm": 5e-2,
     "learning_rate": 1e-9,
     "validation_bleu": 0.2,
 }
@@ -164,6 +174,7 @@ def largest_difference(wanted, found, smallest: float) -> float:
 def compare(record: dict, results: dict) -> list[str]:
     """Print a line for each case; returns the lines of those that differ by more than allowed."""
     same_processor = record["processor"] == processor()
+    allowed = TOLERANCE if same_processor else ELSEWHERE
     if not same_processor:
         print(f"note: the record is of another processor or PyTorch: {record['processor']}")
     failures = []
@@ -174,7 +185,7 @@ def compare(record: dict, results: dict) -> list[str]:
             differences[curve] = largest_difference(record["runs"][name][curve], values, smallest)
         line = ", ".join(f"{curve} {value:.1e}" for curve, value in differences.items())
         line = f"{name:<12} {line}"
-        if any(value > TOLERANCE[curve] for curve, value in differences.items()):
+        if any(value > allowed[curve] for curve, value in differences.items()):
             failures.append(line)
             line += "  DIFFERS"
         print(line)
