@@ -733,22 +733,19 @@ class Batch:
         """Tokens of both sides with their padding: B · (S + T)."""
         return self.src.numel() + self.tgt_in.numel()
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Name -> tensor."""
-        return {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
-
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`. From pinned memory, the copy overlaps with computing."""
-        tensors = self.tensors()
-        for name, tensor in tensors.items():
-            tensors[name] = tensor.to(device, non_blocking=True)
-        return replace(self, **tensors)
+        return self._each_tensor(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
         """The same batch in pinned memory. The DataLoader calls it."""
-        tensors = self.tensors()
-        for name, tensor in tensors.items():
-            tensors[name] = tensor.pin_memory()
+        return self._each_tensor(lambda tensor: tensor.pin_memory())
+
+    def _each_tensor(self, change: Callable) -> "Batch":
+        tensors = {}
+        for name, value in vars(self).items():
+            if torch.is_tensor(value):
+                tensors[name] = change(value)
         return replace(self, **tensors)
 
 
