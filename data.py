@@ -304,7 +304,7 @@ class TokenizedPairs(Dataset):
         for side in SIDES:
             lengths = np.load(folder / f"{side}.lengths.npy")
             self.lengths[side] = lengths[rows]
-            self._starts[side] = starts_of(lengths)[:-1][rows]
+            self._starts[side] = starts_of(lengths)[rows]
             ids = np.load(folder / f"{side}.ids.npy", mmap_mode="r")
             # A plain array over the map: slicing an np.memmap object costs ten times as much.
             self._ids[side] = np.asarray(ids)
@@ -772,21 +772,17 @@ class Collate:
         # and eos. For a target of three tokens a b c:
         #     tgt_in   bos a b c
         #     tgt_out  a   b c eos
-        lengths = target.lengths + 1  # (B,) with bos or eos
-        width = self._padded_width(lengths)  # T
-        first_places = np.arange(len(lengths)) * width  # of each row in the flattened tgt_in
-        target_positions = places_of(lengths, first_places)  # (N,)
-        tgt_in = np.full((len(lengths), width), self.target_ids["pad"], np.int64)
-        tgt_in.ravel()[target_positions] = add_token(target, self.target_ids["bos"], at_start=True)
-        tgt_out = add_token(target, self.target_ids["eos"])
+        inputs = add_token(target, self.target_ids["bos"], at_start=True)
+        tgt_in, target_positions = self._pad(inputs, self.target_ids["pad"])
+        tgt_out = add_token(target, self.target_ids["eos"]).ids
         return Batch(
             src=src,
             src_pad=src_pad,
             tgt_in=torch.from_numpy(tgt_in),
             tgt_out=torch.from_numpy(tgt_out),
             target_positions=torch.from_numpy(target_positions),
-            source_tokens=int(source.lengths.sum()) + len(source.lengths),
-            target_tokens=len(target_positions),
+            source_tokens=int((~src_pad).sum()),
+            target_tokens=len(tgt_out),
         )
 
     def pad_sources(self, sources: Rows | list[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -798,21 +794,22 @@ class Collate:
         """
         if not isinstance(sources, Rows):
             sources = flatten(sources)
-        lengths = sources.lengths + 1  # (B,) with eos
-        width = self._padded_width(lengths)  # S
-        first_places = np.arange(len(lengths)) * width
-        positions = places_of(lengths, first_places)  # of the real tokens in the flattened src
-        src = np.full((len(lengths), width), self.source_ids["pad"], np.int64)
-        src.ravel()[positions] = add_token(sources, self.source_ids["eos"])
-        # Set by the lengths, not by `src == pad`: some tokenizers use one id for pad and eos.
+        sources = add_token(sources, self.source_ids["eos"])
+        src, positions = self._pad(sources, self.source_ids["pad"])
+        # Set by the positions, not by `src == pad`: some tokenizers use one id for pad and eos.
         src_pad = np.ones(src.shape, bool)
         src_pad.ravel()[positions] = False
         return torch.from_numpy(src), torch.from_numpy(src_pad)
 
-    def _padded_width(self, lengths: np.ndarray) -> int:
-        """Tokens of the longest row, rounded up."""
-        multiples = math.ceil(lengths.max() / self.pad_multiple)
-        return min(multiples * self.pad_multiple, self.longest)
+    def _pad(self, rows: Rows, pad: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows -> a matrix, (B, width), and the positions of their tokens in it, flattened."""
+        multiples = math.ceil(rows.lengths.max() / self.pad_multiple)
+        width = min(multiples * self.pad_multiple, self.longest)
+        matrix = np.full((len(rows.lengths), width), pad, np.int64)
+        first_positions = np.arange(len(rows.lengths)) * width  # of each row
+        positions = places_of(rows.lengths, first_positions)
+        matrix.ravel()[positions] = rows.ids
+        return matrix, positions
 
 
 def collate_for(prepared: Any, pad_multiple: int = 1, longest: int = 2**31) -> Collate:

@@ -35,10 +35,8 @@ def flatten(sentences: Iterable[Sequence[int]]) -> Rows:
 
 
 def starts_of(lengths: np.ndarray) -> np.ndarray:
-    """Where each sentence begins in the array of all ids, and the end: (n,) -> (n + 1,)"""
-    starts = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=starts[1:])
-    return starts
+    """Where each sentence begins in the array of all ids: (n,) -> (n,)"""
+    return np.cumsum(lengths) - lengths
 
 
 def places_of(lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -49,18 +47,19 @@ def places_of(lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """
     # A running number over all places is right for the first row. In a later row it is too high by
     # the number of places in the rows before it.
-    before = np.cumsum(lengths) - lengths
+    before = starts_of(lengths)
     return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
 
 
-def add_token(rows: Rows, token: int, at_start: bool = False) -> np.ndarray:
-    """The ids with `token` added at the end or the start of each row: (N,) -> (N + rows,)"""
-    result = np.full(len(rows.ids) + len(rows.lengths), token, np.int64)
-    starts = starts_of(rows.lengths + 1)[:-1]
+def add_token(rows: Rows, token: int, at_start: bool = False) -> Rows:
+    """The rows with `token` added at the end or the start of each."""
+    lengths = rows.lengths + 1
+    starts = starts_of(lengths)
     if at_start:
-        starts = starts + 1
-    result[places_of(rows.lengths, starts)] = rows.ids
-    return result
+        starts += 1
+    ids = np.full(lengths.sum(), token, np.int64)
+    ids[places_of(rows.lengths, starts)] = rows.ids
+    return Rows(ids, lengths)
 
 
 class TokenWriter:
