@@ -204,7 +204,7 @@ def tokenise_train(
 
     Returns the share of unknown tokens.
     """
-    writer = token_writer(folder, tokenizers)
+    writer = TokenWriter(folder, tokenizers)
     unknown = 0  # tokens
     total = 0
     bar = progress_bar(total=counts["kept"], desc="tokenising", unit=" pairs")
@@ -234,11 +234,6 @@ def tokenise_train(
     return unknown / max(total, 1)
 
 
-def token_writer(folder: Path, tokenizers: dict) -> TokenWriter:
-    """A `TokenWriter` for the vocabularies of these tokenizers."""
-    return TokenWriter(folder, {side: len(tokenizers[side]) for side in SIDES})
-
-
 def worth_keeping(
     source: np.ndarray, target: np.ndarray, max_length: int, counts: Counter
 ) -> np.ndarray:
@@ -264,7 +259,7 @@ def tokenise_validation(
 ) -> None:
     """Write the validation rows, raw and as ids. No row is dropped; overlong ones are cut."""
     longest = max_length - 1  # bos or eos needs one position
-    writer = token_writer(folder / "validation", tokenizers)
+    writer = TokenWriter(folder / "validation", tokenizers)
     for side, texts in zip(SIDES, zip(*rows)):
         # One token more than is kept shows which sentences are cut.
         lines = [normalise(text) for text in texts]

@@ -245,9 +245,9 @@ def test_training_on_the_sample_says_so(tmp_path, monkeypatch, given):
 # ---- selection
 
 
-def store(folder: Path, pairs: list[tuple], size: int = 400) -> TokenizedPairs:
+def store(folder: Path, pairs: list[tuple]) -> TokenizedPairs:
     """`TokenizedPairs` of these ids."""
-    writer = TokenWriter(folder, {"source": size, "target": size})
+    writer = TokenWriter(folder, {"source": range(400), "target": range(400)})
     for side, rows in zip(("source", "target"), zip(*pairs)):
         writer.write(side, flatten(rows))
     writer.close()
@@ -347,7 +347,7 @@ def test_data_of_the_shape_of_the_course(tmp_path):
 
 def test_token_store_round_trip(tmp_path):
     pairs = [([5, 6], [7]), ([8], [9, 10, 11]), ([300, 3], [4])]
-    writer = TokenWriter(tmp_path / "store", {"source": 400, "target": 70000})
+    writer = TokenWriter(tmp_path / "store", {"source": range(400), "target": range(70000)})
     writer.write("source", flatten([source for source, _ in pairs]))
     writer.write("target", flatten([target for _, target in pairs[:2]]))
     writer.write("target", flatten([pairs[2][1]]))
@@ -364,7 +364,7 @@ def test_token_store_round_trip(tmp_path):
 
 
 def test_ids_beyond_the_vocabulary_do_not_wrap(tmp_path):
-    writer = TokenWriter(tmp_path / "store", {"source": 60_000, "target": 60_000})
+    writer = TokenWriter(tmp_path / "store", {"source": range(60_000), "target": range(60_000)})
     writer.write("source", flatten([[1, 59_999]]))
     with pytest.raises(UserError, match="the target tokenizer gives the id 65537, but has 60000"):
         writer.write("target", flatten([[65_537]]))

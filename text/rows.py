@@ -65,21 +65,21 @@ def add_token(rows: Rows, token: int, at_start: bool = False) -> Rows:
 class TokenWriter:
     """Writes a folder for `data.TokenizedPairs` chunk by chunk, so that memory use stays flat."""
 
-    def __init__(self, folder: Path, vocabularies: dict[str, int]):
+    def __init__(self, folder: Path, tokenizers: dict):
         folder.mkdir(parents=True)
         self.folder = folder
-        self.vocabularies = vocabularies  # side -> number of tokens
+        self.tokenizers = tokenizers  # of each side; the length of one is its number of tokens
         self.dtypes = {}
         self.files = {}
         self.lengths: dict[str, list[np.ndarray]] = {}
-        for side, size in vocabularies.items():
-            self.dtypes[side] = np.dtype(np.uint16 if size <= 2**16 else np.int32)
+        for side, tokenizer in tokenizers.items():
+            self.dtypes[side] = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.int32)
             self.files[side] = open(folder / f"{side}.ids", "wb")
             self.lengths[side] = []
 
     def write(self, side: str, rows: Rows) -> None:
         """Append sentences to a side. Raises `UserError` for an id beyond the vocabulary."""
-        size = self.vocabularies[side]
+        size = len(self.tokenizers[side])
         highest = rows.ids.max(initial=0)
         if highest >= size:  # 16 bits would wrap around
             raise UserError(
