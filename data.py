@@ -416,9 +416,7 @@ def find_and_prepare(config, cache: Path, log: Callable) -> tuple[Path, str, str
     if config.tokenizer and max(config.source_vocab, config.target_vocab) > 0:
         log("note: --source_vocab and --target_vocab have no effect with --tokenizer")
     data = absolute_path(data)
-    tokenizer = config.tokenizer
-    if tokenizer and Path(tokenizer).is_dir():
-        tokenizer = str(Path(tokenizer).absolute())
+    tokenizer = absolute_path(config.tokenizer)
 
     text = find_text(data, config.source, config.target)
     for split, files in text.files.items():
