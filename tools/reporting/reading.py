@@ -97,12 +97,14 @@ class RunFiles:
         """The value at "FILE.json#key.key" or "metrics.jsonl#TAG#SUMMARY"; None if there is none.
 
         The key "-1" is the last entry of a list. ":FORMAT" at the end, as in an f-string, is the
-        format of a number that is not whole.
+        format of a number that is not whole. "train.log#WORDS" is the last number before the words.
         """
         file, *keys = place.split("#")
         keys[-1], _, form = keys[-1].partition(":")
         if file == "metrics.jsonl":
             return self.summary_of_curve(*keys, form)
+        if file == "train.log":
+            return self.logged(rf"(\d[\d,]*) {keys[0]}")
         if keys[0].startswith("*."):
             return self.of_all_starts(keys[0].removeprefix("*."))
         contents = {

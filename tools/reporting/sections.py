@@ -21,25 +21,19 @@ from validation import attention_of
 
 EXAMPLES = 3  # of the best, the middle and the worst translations each
 WIDEST = 20  # tokens of a sentence in a picture of attention, which fits the page
-
-
-def name_of(run: RunFiles) -> Fact:
-    """The head of a run's column."""
-    return Fact(run.name, run.name, run.name)
+PARAMETERS = ("train.log#parameters", "parameters", "参数量")
 
 
 def table(
-    page: Page,
-    runs: list[RunFiles],
-    rows: list[tuple],
-    mark: set[int] = frozenset(),
+    page: Page, runs: list[RunFiles], rows: list[tuple], mark: set[int] = frozenset()
 ) -> None:
     """A row for each (place, English, Chinese); `mark`: numbers of rows to colour."""
     cells = []
     for place, *texts in rows:
         values = [place(run) if callable(place) else run.look_up(place) for run in runs]
         cells.append([tuple(texts), *values])
-    page.table([("run", "实验"), *map(name_of, runs)], cells, mark)
+    names = [run.name for run in runs]
+    page.table([("run", "实验"), *names], cells, mark)
 
 
 # -------------------------------------------------------------------- the run
@@ -59,7 +53,7 @@ def summary(page: Page, runs: list[RunFiles]) -> None:
         (status, "status", "状态"),
         (RunFiles.seconds, "time", "总用时"),
         (last_step, "steps", "步数"),
-        (parameters, "parameters", "参数量"),
+        PARAMETERS,
         ("metrics.jsonl#train/loss#last", "last training loss", "最后的训练损失"),
         ("metrics.jsonl#valid/loss#min", "best validation loss", "最好的验证损失"),
         ("metrics.jsonl#valid/perplexity#min", "best validation perplexity", "最好的验证困惑度"),
@@ -105,21 +99,6 @@ def last_step(run: RunFiles) -> Fact | None:
         return None
     step = run.records[-1]["step"]
     return Fact(step, f"{step:,}", f"{run.name}/metrics.jsonl#step#last")
-
-
-def parameters(run: RunFiles) -> Fact | None:
-    """The number of parameters."""
-    return run.logged(r"(\d[\d,]*) parameters")
-
-
-def flops_per_token(run: RunFiles) -> Fact | None:
-    """Of a step's forward and backward pass."""
-    return run.logged(r"(\d[\d,]*) FLOPs a training token")
-
-
-def flops_per_image(run: RunFiles) -> Fact | None:
-    """The same in LeNet's lab."""
-    return run.logged(r"(\d[\d,]*) FLOPs a training image")
 
 
 def environment(page: Page, runs: list[RunFiles]) -> None:
@@ -181,9 +160,17 @@ def model(page: Page, runs: list[RunFiles]) -> None:
     """Parameters, FLOPs and print(model); the same layers of several runs once."""
     page.heading("Model", "模型")
     rows = [
-        (parameters, "parameters", "参数量"),
-        (flops_per_token, "FLOPs of a training token", "每个训练词元的浮点运算"),
-        (flops_per_image, "FLOPs of a training image", "每张训练图像的浮点运算"),
+        PARAMETERS,
+        (
+            "train.log#FLOPs a training token",
+            "FLOPs of a training token",
+            "每个训练词元的浮点运算",
+        ),
+        (
+            "train.log#FLOPs a training image",
+            "FLOPs of a training image",
+            "每张训练图像的浮点运算",
+        ),
     ]
     table(page, runs, rows)
     printed = {}
@@ -385,7 +372,7 @@ def translations(page: Page, examples: Examples) -> None:
             lines.append(line)
     header = ["", ("source", "原文"), ("reference", "参考译文")]
     for run in examples.runs:
-        header += [name_of(run), ("score", "得分")]
+        header += [run.name, ("score", "得分")]
     page.table(header, lines)
 
 
