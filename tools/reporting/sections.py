@@ -178,7 +178,7 @@ def model(page: Page, runs: list[RunFiles]) -> None:
         printed.setdefault(run.printed_model(), run.name)
     for text, name in printed.items():
         if text:
-            page.verbatim(Fact(None, text, f"{name}/train.log"))
+            page.verbatim(text, f"{name}/train.log")
 
 
 # -------------------------------------------------------------------- training
@@ -213,7 +213,7 @@ def hardware(page: Page, runs: list[RunFiles]) -> None:
     page.heading("Hardware use", "硬件使用情况")
     for run in tables:
         page.heading(f"{run.name} nvidia-smi", level=3)
-        page.verbatim(Fact(None, run.gpu_table, f"{run.name}/nvidia-smi.txt"))
+        page.verbatim(run.gpu_table, f"{run.name}/nvidia-smi.txt")
     if on_gpu and not tables:
         page.to_write(
             "Add what nvidia-smi shows during training: a screenshot (PNG) or nvidia-smi.txt "
@@ -283,8 +283,9 @@ CARD = [  # key in eval/*.json, and its text
 
 def results(page: Page, runs: list[RunFiles]) -> None:
     """The BLEU cards side by side, then the plain numbers of a lab's results."""
-    columns = [(run, name) for name in names_of_results(runs) for run in runs]
-    columns = [(run, name) for run, name in columns if name in run.results]
+    columns = []
+    for name in names_of_results(runs):
+        columns += [(run, name) for run in runs if name in run.results]
     if not columns:
         return
     page.heading("Results", "评测结果")
