@@ -81,8 +81,8 @@ def clean_and_tokenise(
     tokenizer: str,
     max_length: int,
     log: Callable,
-) -> dict:
-    """Write tokenizers and token ids of `text` to `folder`. Returns a summary.
+) -> None:
+    """Write tokenizers, token ids and a summary of `text` to `folder`.
 
     `prepare` calls it once for the same data and settings.
     """
@@ -135,7 +135,9 @@ def clean_and_tokenise(
         f"tokens: source vocabulary {len(tokenizers['source']):,}, "
         f"target vocabulary {len(tokenizers['target']):,}, unknown {unknown:.2%}"
     )
-    return {"counts": dict(counts), "path": text.path, "unknown": unknown}
+    summary = {"counts": counts, "path": text.path, "unknown": unknown}
+    content = json.dumps(summary, ensure_ascii=False, indent=1)
+    (folder / "summary.json").write_text(content, encoding="utf-8")
 
 
 def load_held_out(text: ParallelText, log: Callable) -> dict[str, list[tuple[str, str]]]:
@@ -212,10 +214,10 @@ def tokenise_train(
     with clean_file.open(encoding="utf-8") as file:
         # In chunks, so that memory use does not grow with the data.
         while lines := [line.rstrip("\n") for line in islice(file, LINES_AT_ONCE)]:
-            encoded = {
-                "source": flatten(encode(tokenizers["source"], lines[0::2])),
-                "target": flatten(encode(tokenizers["target"], lines[1::2])),
-            }
+            encoded = {}
+            for first_line, side in enumerate(SIDES):
+                sentences = encode(tokenizers[side], lines[first_line::2])
+                encoded[side] = flatten(sentences)
             source_lengths = encoded["source"].lengths
             target_lengths = encoded["target"].lengths
             kept = worth_keeping(source_lengths, target_lengths, max_length, counts)  # (pairs,)
@@ -267,7 +269,8 @@ def tokenise_validation(
         cut = sum(len(ids) > longest for ids in encoded)
         if cut:
             log(f"validation: {cut} {side} sentences are cut to {longest} tokens for the loss")
-        writer.write(side, flatten(ids[:longest] for ids in encoded))
+        shortened = [ids[:longest] for ids in encoded]
+        writer.write(side, flatten(shortened))
     writer.close()
     with (folder / "validation.jsonl").open("w", encoding="utf-8") as file:
         for row in rows:
@@ -346,13 +349,13 @@ class TokenizedPairs(Dataset):
 class Prepared:
     """Everything that training needs of the data."""
 
-    folder: Path
+    folder: Path  # its name is the cache key
     source_tokenizer: Any
     target_tokenizer: Any
     train: TokenizedPairs
     validation: TokenizedPairs
     validation_rows: list[tuple[str, str]]  # raw texts, in the order of `validation`
-    summary: dict  # path, counts of dropped pairs, share of unknown tokens, cache key
+    summary: dict  # path, counts of kept and dropped pairs, share of unknown tokens
 
     def select_like_validation(self, log: Callable) -> None:
         """Leave out training pairs that are unlike validation: in their words or their lengths.
@@ -384,13 +387,10 @@ class Prepared:
         """Facts about the data, as JSON types. `lengths` counts sentences of 0, 1, 2, … tokens."""
         tokens = {}
         lengths = {}
-        for side in SIDES:
-            tokens[side] = int(self.train.lengths[side].sum())
-            lengths[side] = np.bincount(self.train.lengths[side]).tolist()
-        return {
-            "path": self.summary["path"],
-            "counts": self.summary["counts"],
-            "unknown": self.summary["unknown"],
+        for side, of_train in self.train.lengths.items():
+            tokens[side] = int(of_train.sum())
+            lengths[side] = np.bincount(of_train).tolist()
+        return self.summary | {
             "vocabulary": {
                 "source": len(self.source_tokenizer),
                 "target": len(self.target_tokenizer),
@@ -450,8 +450,7 @@ def prepare(
     Raises `UserError` if no pair is left or the cache cannot be written.
     """
     settings = (source_vocab, target_vocab, tokenizer, max_length)
-    key = cache_key(text, *settings)
-    folder = cache / key
+    folder = cache / cache_key(text, *settings)
     try:
         prepared = load_if_intact(folder, log)
         if prepared:
@@ -464,10 +463,7 @@ def prepare(
                 log(f"data: {text.path} ({text.form}), {languages}; tokenising into {folder}")
                 # A temporary folder, which is renamed to `folder` when it is complete.
                 with new_folder(folder) as unfinished:
-                    summary = clean_and_tokenise(text, unfinished, *settings, log)
-                    summary["key"] = key
-                    content = json.dumps(summary, ensure_ascii=False, indent=1)
-                    (unfinished / "summary.json").write_text(content, encoding="utf-8")
+                    clean_and_tokenise(text, unfinished, *settings, log)
     except PermissionError as error:
         # The cache may belong to another user.
         raise UserError(
@@ -580,8 +576,8 @@ class BucketSampler(Sampler[np.ndarray]):
             )
         # A step is a slice of the pairs in order of length. The bounds of the slices depend on the
         # lengths alone, so they are the same in every epoch.
-        widths = np.sort(np.maximum(self.source, self.target), kind="stable")
-        self.bounds = cut_batches(widths, tokens_per_batch, self.micro_batches)
+        widths = np.maximum(self.source, self.target)
+        self.bounds = cut_batches(np.sort(widths), tokens_per_batch, self.micro_batches)
         self.step = 0  # optimiser steps that were iterated over; set it to continue from there
         # Both __iter__ and target_tokens read the plan of an epoch: the second finds it here.
         self._plan = lru_cache(maxsize=1)(self._draw_plan)
@@ -758,7 +754,9 @@ class Collate:
         if isinstance(pairs, tuple):  # by TokenizedPairs.__getitems__
             source, target = pairs
         else:
-            source, target = (flatten(side) for side in zip(*pairs))
+            sources, targets = zip(*pairs)
+            source = flatten(sources)
+            target = flatten(targets)
         src, src_pad = self.pad_sources(source)
 
         # Teacher forcing: the decoder reads bos and the target, and learns to predict the target
