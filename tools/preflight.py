@@ -164,13 +164,11 @@ def rows_in(text: ParallelText, some: list[tuple[str, str]], read: int) -> int:
 
 def prepare_sample(config, sample: Sample, count: int, folder: Path) -> Prepared:
     """The sample cleaned and tokenised, as the run would do it with `count` pairs."""
-    sides = (config.source_vocab, config.target_vocab)
-    source_vocab, target_vocab = (vocabulary_size(asked, count) for asked in sides)
     prepared = prepare(
         sample,
         folder,
-        source_vocab=source_vocab,
-        target_vocab=target_vocab,
+        source_vocab=vocabulary_size(config.source_vocab, count),
+        target_vocab=vocabulary_size(config.target_vocab, count),
         tokenizer=config.tokenizer,
         max_length=config.max_length,
         log=lambda line: None,
