@@ -627,18 +627,14 @@ class BucketSampler(Sampler[np.ndarray]):
         for pairs in self._steps_after(step):
             yield int(self.target[pairs].sum())
 
-    def steps_by_length(self) -> list[np.ndarray]:
-        """The pairs of each step, the shortest first."""
-        order = order_by_length(self.source, self.target)
-        return np.split(order, self.bounds[1:-1])
-
     def heaviest_steps(self) -> list[np.ndarray]:
         """The pairs, longest first, of the steps that need most memory.
 
         One for the layers, one for the logits and one for the attention matrices. If these fit in
         memory, all steps do.
         """
-        steps = self.steps_by_length()
+        order = order_by_length(self.source, self.target)
+        steps = np.split(order, self.bounds[1:-1])
         loads = []  # (steps, 3), each in its own unit
         for pairs in steps:
             source_width = int(self.source[pairs].max())
