@@ -122,9 +122,8 @@ def value_at(runs: Path, source: str):
         values = [record[tag] for record in records if record.get(tag) is not None]
         if summary == "last":
             return values[-1]
-        return {"min": min, "max": max, "mean": np.mean, "median": statistics.median}[summary](
-            values
-        )
+        summaries = {"min": min, "max": max, "mean": np.mean, "median": statistics.median}
+        return summaries[summary](values)
     if keys == ["seconds", "sum"]:
         return sum(session["seconds"] for session in json.loads(path.read_text()))
     value = json.loads(path.read_text(encoding="utf-8"))
@@ -421,7 +420,6 @@ def remove_all_but_log_and_settings(run: Path) -> None:
             path.unlink()
 
 
-# Each report has several damages: what happens to the run, and words on the page.
 @pytest.mark.parametrize("count, sizes", [(1, [1]), (4, [3, 1]), (8, [3, 2, 3]), (30, [3, 3, 3])])
 def test_no_translation_is_shown_twice(count, sizes):
     rows = [("源", "a b c d e f")] * count
@@ -432,6 +430,7 @@ def test_no_translation_is_shown_twice(count, sizes):
     assert len({row for numbers in parts for row in numbers}) == sum(sizes)
 
 
+# Each report has several damages: what happens to the run, and words on the page.
 DAMAGES = [
     [(remove_all_but_log_and_settings, "metrics.jsonl · not there")],
     [(lambda run: (run / "config.json").unlink(), "config.json · not there")],
