@@ -240,16 +240,15 @@ def worth_keeping(
     source: np.ndarray, target: np.ndarray, max_length: int, counts: Counter
 ) -> np.ndarray:
     """Which pairs of these lengths to keep, (pairs,) bool. Counts the others, by reason."""
-    # A pair is counted under the first reason that holds. All arrays are (pairs,) bool.
+    # All arrays are (pairs,).
     too_long = np.maximum(source, target) >= max_length  # bos or eos needs one position
-    lopsided = absurd_ratio(source, target) & ~too_long
-    empty = (np.minimum(source, target) == 0) & ~too_long & ~lopsided
-    kept = ~(too_long | lopsided | empty)
-    reasons = {"too long": too_long, "length ratio": lopsided, "empty": empty, "kept": kept}
-    for reason, pairs in reasons.items():
-        if pairs.any():
-            counts[reason] += int(pairs.sum())
-    return kept
+    lopsided = absurd_ratio(source, target)
+    empty = np.minimum(source, target) == 0
+    # The first reason that holds, else "kept".
+    reasons = ["too long", "length ratio", "empty"]
+    result = np.select([too_long, lopsided, empty], reasons, "kept")
+    counts.update(result.tolist())
+    return result == "kept"
 
 
 def tokenise_validation(
