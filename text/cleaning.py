@@ -155,9 +155,10 @@ def absurd_ratio(source_tokens, target_tokens):
 
 def report(counts: Counter) -> str:
     """One line: rows read, dropped by reason, kept."""
-    dropped = ", ".join(f"{counts[key]:,} {words}" for key, words in REASONS.items() if counts[key])
+    dropped = [f"{counts[key]:,} {words}" for key, words in REASONS.items() if counts[key]]
     return (
-        f"train: {counts['read']:,} rows read; dropped {dropped or 'none'}; {counts['kept']:,} kept"
+        f"train: {counts['read']:,} rows read; dropped {', '.join(dropped) or 'none'}; "
+        f"{counts['kept']:,} kept"
     )
 
 
@@ -216,7 +217,8 @@ def _scores(pairs, gains: list[np.ndarray]) -> np.ndarray:
         for (ids, lengths), gain in zip(chunk, gains):
             sums = np.append(0, np.cumsum(gain[ids]))  # sums[i]: of the first i tokens
             ends = np.cumsum(lengths)
-            means.append((sums[ends] - sums[ends - lengths]) / np.maximum(lengths, 1))
+            totals = sums[ends] - sums[ends - lengths]
+            means.append(totals / np.maximum(lengths, 1))
         scores.append(sum(means))
     return np.concatenate(scores)
 

@@ -83,8 +83,8 @@ class RunFiles:
 
     def series(self, tag: str) -> tuple[list[int], list[float]]:
         """Steps and values of a curve."""
-        points = [(r["step"], r[tag]) for r in self.records if is_number(r.get(tag))]
-        return [step for step, _ in points], [value for _, value in points]
+        records = [record for record in self.records if is_number(record.get(tag))]
+        return [record["step"] for record in records], [record[tag] for record in records]
 
     def tags(self) -> list[str]:
         """The names of all curves, in the order of their first points."""
@@ -150,7 +150,8 @@ class RunFiles:
         found = re.findall(pattern, self.log)
         if not found:
             return None
-        return Fact(int(found[-1].replace(",", "")), found[-1], f"{self.name}/train.log")
+        number = found[-1]
+        return Fact(int(number.replace(",", "")), number, f"{self.name}/train.log")
 
     def seconds(self) -> Fact | None:
         """The duration over all starts; a lower bound if one was killed or is still running."""

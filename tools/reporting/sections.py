@@ -293,12 +293,12 @@ def results(page: Page, runs: list[RunFiles]) -> None:
     results_table(page, cards, CARD, with_runs=len(runs) > 1)
     others = [column for column in columns if column not in cards]
     keys = dict.fromkeys(key for run, name in others for key in run.results[name])
-    # A list or a dict does not fit into a cell.
-    plain = [
-        (f"{key}:,.6g", key.replace("_", " "))
-        for key in keys
-        if not any(isinstance(run.results[name].get(key), list | dict) for run, name in others)
-    ]
+    plain = []
+    for key in keys:
+        values = [run.results[name].get(key) for run, name in others]
+        # A list or a dict does not fit into a cell.
+        if not any(isinstance(value, list | dict) for value in values):
+            plain.append((f"{key}:,.6g", key.replace("_", " ")))
     results_table(page, others, plain, with_runs=len(runs) > 1)
 
 
@@ -336,7 +336,7 @@ def choose_examples(runs: list[RunFiles]) -> Examples:
     references = [reference for _, reference in rows]
     scores = [sentence_scores(references, run.hypotheses[name]) for run in runs]
     # Of equal scores the longer reference first: "Yes." is easily right.
-    order = sorted(range(len(rows)), key=lambda row: (-scores[0][row], -len(references[row]), row))
+    order = sorted(range(len(rows)), key=lambda row: (-scores[0][row], -len(references[row])))
     best, others = order[:EXAMPLES], order[EXAMPLES:]
     worst = others[-EXAMPLES:][::-1]
     between = others[:-EXAMPLES]
