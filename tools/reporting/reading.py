@@ -274,11 +274,7 @@ def read_run(folder: str | Path) -> RunFiles:
 
 def read_results(run: RunFiles) -> None:
     """The scores and hypotheses of evaluate.py, or the results of a lab; the graded one first."""
-    files = [
-        path
-        for pattern in ("test.json", "result.json", "eval/*.json")
-        for path in run.folder.glob(pattern)
-    ]
+    files = [*run.folder.glob("result.json"), *run.folder.glob("eval/*.json")]
     files.sort(key=lambda path: ("test" not in path.stem, "greedy" not in path.stem, path.stem))
     best = (run.folder / "checkpoints/best").resolve().name
     for path in files:
