@@ -350,12 +350,14 @@ def test_compare_of_one_run_compares_its_evaluations_of_the_same_rows(run, capsy
 def test_the_rows_of_the_training_split_and_of_other_data(trained, toy_data, tmp_path):
     lines = (toy_data / "train.jsonl").read_text(encoding="utf-8").splitlines()[:250]
     rows = [tuple(json.loads(line).values()) for line in lines]
-    run = RunFiles(trained, "a", config={"data": str(toy_data), "source": "zh", "target": "en"})
-    run.results["train"], run.hypotheses["train"] = {"split": "train"}, [""] * 250
+    run = RunFiles(trained, "a")
+    result = dict(data=str(toy_data), columns=["zh", "en"], split="train", sentences=250)
+    run.results["train"] = result | {"rows": fingerprint_of(rows)}
+    run.hypotheses["train"] = [""] * 250
     assert rows_of(run, "train") == rows and not run.missing
     rows = [("一 二", "one two"), ("三", "three")]
     other = write_pairs(tmp_path / "other", rows, {"train": slice(None)})
-    result = dict(data=str(other), columns=["zh", "en"], split="all", rows=fingerprint_of(rows))
+    result |= dict(data=str(other), split="all", sentences=2, rows=fingerprint_of(rows))
     run.results["other"], run.hypotheses["other"] = result, ["some words"] * 2
     assert rows_of(run, "other") == rows and not run.missing
 

@@ -379,29 +379,27 @@ def rows_of(run: RunFiles, name: str) -> list[tuple[str, str]]:
 
 def read_rows(run: RunFiles, name: str) -> list[tuple[str, str]]:
     """The rows that were scored. Raises `UserError` if the data set is gone or has other rows."""
-    result, count = run.results[name], len(run.hypotheses[name])
-    data = result.get("data") or run.config.get("data", "")
-    split = result.get("split", "test")
+    result = run.results[name]
+    lines = len(run.hypotheses[name])
+    if lines != result["sentences"]:
+        raise UserError(f"{name}.txt has {lines:,} lines, {result['sentences']:,} were scored")
+    data = result["data"]
     # Only the run's own data are looked for on the hub.
     is_of_hub = data == run.config.get("data") and not Path(data).is_absolute()
     if not is_of_hub and not Path(data).exists():
         raise UserError(f"{data} is not on this disk")
-    languages = [run.config["source"], run.config["target"]]
-    text = find_text(data, *result.get("columns", languages))
-    if split in ("train", "all"):  # "all": of data that have neither validation nor test rows
-        splits = ["train"] if split == "train" else list(text.files)
-        pairs = chain.from_iterable(text.pairs(part) for part in splits)
-        rows = list(islice(pairs, count))
-        may_be_fewer = True
+    text = find_text(data, *result["columns"])
+    split = result["split"]
+    if split == "train":
+        rows = text.pairs("train")
+    elif split == "all":  # of data that have neither validation nor test rows
+        rows = chain.from_iterable(map(text.pairs, text.files))
     else:
         rows = held_out_rows(text).get(split, [])
-        may_be_fewer = "first" in name  # evaluate.py --limit
-    if count > len(rows) or (count < len(rows) and not may_be_fewer):
-        raise UserError(f"{name}.txt has {count:,} lines, the data set {len(rows):,} rows")
-    rows = rows[:count]
-    if "rows" in result and result["rows"] != fingerprint_of(rows):
+    scored = list(islice(rows, lines))  # evaluate.py --limit scores the first ones
+    if result["rows"] != fingerprint_of(scored):
         raise UserError(f"{name} is of other rows than {data} has")
-    return rows
+    return scored
 
 
 def newest_run(runs: Path = Path("runs")) -> Path:

@@ -360,8 +360,7 @@ def translations(page: Page, examples: Examples) -> None:
         "is not the corpus BLEU.",
         "单句得分是 sacreBLEU 的 sentence BLEU，只供阅读参考：它们的平均不是语料级 BLEU。",
     )
-    first = examples.runs[0]
-    file = first.results[name].get("data", first.config["data"])
+    file = examples.runs[0].results[name]["data"]
     lines = []
     for part, numbers in examples.parts.items():
         for row in numbers:
