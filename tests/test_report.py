@@ -435,7 +435,7 @@ DAMAGES = [
     [(lambda run: (run / "config.json").unlink(), "config.json · not there")],
     [
         (lambda run: cut(run / "config.json"), "config.json · damaged"),
-        (lambda run: (run / "environment.json").write_text("{}"), "environment.json · damaged"),
+        (lambda run: cut(run / "environment.json"), "environment.json · damaged"),
     ],
     [
         (lambda run: cut(run / "data.json"), "data.json · damaged"),

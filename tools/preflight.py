@@ -356,15 +356,12 @@ class Trial:
 
     def measure_gpu_memory(self, heaviest: list[np.ndarray]) -> tuple[int, float]:
         """The same for a GPU."""
-        micro_batches = self.config.accumulate
-        if not micro_batches:
 
-            def try_heaviest_steps(micro_batches: int) -> None:
-                for pairs in heaviest:
-                    self.step(pairs[::micro_batches])
+        def try_steps(micro_batches: int) -> None:
+            for pairs in heaviest:
+                self.step(pairs[::micro_batches])
 
-            micro_batches = fewest_micro_batches(try_heaviest_steps, self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)  # of the trials that failed
-        for pairs in heaviest:
-            self.step(pairs[::micro_batches])
+        micro_batches = self.config.accumulate or fewest_micro_batches(try_steps, self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)  # of the trials that failed
+        try_steps(micro_batches)
         return micro_batches, peak_memory_gib(self.device)

@@ -301,16 +301,14 @@ def read_results(run: RunFiles) -> None:
 
 def read_json(run: RunFiles, name: str, kind: type):
     """The content of a file; an empty `kind` if it is missing or damaged, which is noted."""
-    why = UNKNOWN.get(name, ("that result is left out", "略去这个结果"))
     try:
-        value = json.loads((run.folder / name).read_text(encoding="utf-8"))
-        if isinstance(value, kind):
-            return value
-        run.missing.append((name, DAMAGED, why))
+        return json.loads((run.folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        run.missing.append((name, NOT_THERE, why))
+        problem = NOT_THERE
     except (OSError, ValueError):
-        run.missing.append((name, DAMAGED, why))
+        problem = DAMAGED
+    why = UNKNOWN.get(name, ("that result is left out", "略去这个结果"))
+    run.missing.append((name, problem, why))
     return kind()
 
 
