@@ -96,23 +96,9 @@ def own_pre_tokenizer():
 
 
 def load_tokenizer(name: str):
-    """As `open_tokenizer`, for translation: with pad, begin and end tokens the model can have."""
-    tokenizer = open_tokenizer(name)
-    for token, id in special_ids(tokenizer, name).items():
-        # If ids are left out, the highest can exceed the number of tokens, which is the size of
-        # the embedding.
-        if id >= len(tokenizer):
-            raise UserError(
-                f"tokenizer {name}: its {token} token has the id {id}, but it has {len(tokenizer)} "
-                "tokens; choose one that leaves no ids out"
-            )
-    return tokenizer
-
-
-def open_tokenizer(name: str):
     """Any tokenizer that `AutoTokenizer` knows, from a folder or by name. Runs no code of its own.
 
-    Raises `UserError` if it cannot be read.
+    Raises `UserError` if it cannot be read, or lacks a pad, begin or end token.
     """
     import huggingface_hub
     from transformers import AutoTokenizer
@@ -136,6 +122,14 @@ def open_tokenizer(name: str):
             what = "no tokenizer can be read from this folder"
         reason = " ".join(str(failure or error).split())[:200]
         raise UserError(f"tokenizer {name}: {what} ({reason})") from None
+    for token, id in special_ids(tokenizer, name).items():
+        # If ids are left out, the highest can exceed the number of tokens, which is the size of
+        # the embedding.
+        if id >= len(tokenizer):
+            raise UserError(
+                f"tokenizer {name}: its {token} token has the id {id}, but it has {len(tokenizer)} "
+                "tokens; choose one that leaves no ids out"
+            )
     return tokenizer
 
 
