@@ -81,8 +81,8 @@ def clean_and_tokenise(
     tokenizer: str,
     max_length: int,
     log: Callable,
-) -> dict:
-    """Write tokenizers and token ids of `text` to `folder`. Returns a summary.
+) -> None:
+    """Write tokenizers, token ids and a summary of `text` to `folder`.
 
     `prepare` calls it once for the same data and settings.
     """
@@ -135,7 +135,9 @@ def clean_and_tokenise(
         f"tokens: source vocabulary {len(tokenizers['source']):,}, "
         f"target vocabulary {len(tokenizers['target']):,}, unknown {unknown:.2%}"
     )
-    return {"counts": dict(counts), "path": text.path, "unknown": unknown}
+    summary = {"counts": counts, "path": text.path, "unknown": unknown}
+    content = json.dumps(summary, ensure_ascii=False, indent=1)
+    (folder / "summary.json").write_text(content, encoding="utf-8")
 
 
 def load_held_out(text: ParallelText, log: Callable) -> dict[str, list[tuple[str, str]]]:
@@ -204,7 +206,7 @@ def tokenise_train(
 
     Returns the share of unknown tokens.
     """
-    writer = token_writer(folder, tokenizers)
+    writer = TokenWriter(folder, tokenizers)
     unknown = 0  # tokens
     total = 0
     bar = progress_bar(total=counts["kept"], desc="tokenising", unit=" pairs")
@@ -212,10 +214,10 @@ def tokenise_train(
     with clean_file.open(encoding="utf-8") as file:
         # In chunks, so that memory use does not grow with the data.
         while lines := [line.rstrip("\n") for line in islice(file, LINES_AT_ONCE)]:
-            encoded = {
-                "source": flatten(encode(tokenizers["source"], lines[0::2])),
-                "target": flatten(encode(tokenizers["target"], lines[1::2])),
-            }
+            encoded = {}
+            for first_line, side in enumerate(SIDES):
+                sentences = encode(tokenizers[side], lines[first_line::2])
+                encoded[side] = flatten(sentences)
             source_lengths = encoded["source"].lengths
             target_lengths = encoded["target"].lengths
             kept = worth_keeping(source_lengths, target_lengths, max_length, counts)  # (pairs,)
@@ -234,25 +236,19 @@ def tokenise_train(
     return unknown / max(total, 1)
 
 
-def token_writer(folder: Path, tokenizers: dict) -> TokenWriter:
-    """A `TokenWriter` for the vocabularies of these tokenizers."""
-    return TokenWriter(folder, {side: len(tokenizers[side]) for side in SIDES})
-
-
 def worth_keeping(
     source: np.ndarray, target: np.ndarray, max_length: int, counts: Counter
 ) -> np.ndarray:
     """Which pairs of these lengths to keep, (pairs,) bool. Counts the others, by reason."""
-    # A pair is counted under the first reason that holds. All arrays are (pairs,) bool.
+    # All arrays are (pairs,).
     too_long = np.maximum(source, target) >= max_length  # bos or eos needs one position
-    lopsided = absurd_ratio(source, target) & ~too_long
-    empty = (np.minimum(source, target) == 0) & ~too_long & ~lopsided
-    kept = ~(too_long | lopsided | empty)
-    reasons = {"too long": too_long, "length ratio": lopsided, "empty": empty, "kept": kept}
-    for reason, pairs in reasons.items():
-        if pairs.any():
-            counts[reason] += int(pairs.sum())
-    return kept
+    lopsided = absurd_ratio(source, target)
+    empty = np.minimum(source, target) == 0
+    # The first reason that holds, else "kept".
+    reasons = ["too long", "length ratio", "empty"]
+    result = np.select([too_long, lopsided, empty], reasons, "kept")
+    counts.update(result.tolist())
+    return result == "kept"
 
 
 def tokenise_validation(
@@ -264,7 +260,7 @@ def tokenise_validation(
 ) -> None:
     """Write the validation rows, raw and as ids. No row is dropped; overlong ones are cut."""
     longest = max_length - 1  # bos or eos needs one position
-    writer = token_writer(folder / "validation", tokenizers)
+    writer = TokenWriter(folder / "validation", tokenizers)
     for side, texts in zip(SIDES, zip(*rows)):
         # One token more than is kept shows which sentences are cut.
         lines = [normalise(text) for text in texts]
@@ -272,7 +268,8 @@ def tokenise_validation(
         cut = sum(len(ids) > longest for ids in encoded)
         if cut:
             log(f"validation: {cut} {side} sentences are cut to {longest} tokens for the loss")
-        writer.write(side, flatten(ids[:longest] for ids in encoded))
+        shortened = [ids[:longest] for ids in encoded]
+        writer.write(side, flatten(shortened))
     writer.close()
     with (folder / "validation.jsonl").open("w", encoding="utf-8") as file:
         for row in rows:
@@ -304,7 +301,7 @@ class TokenizedPairs(Dataset):
         for side in SIDES:
             lengths = np.load(folder / f"{side}.lengths.npy")
             self.lengths[side] = lengths[rows]
-            self._starts[side] = starts_of(lengths)[:-1][rows]
+            self._starts[side] = starts_of(lengths)[rows]
             ids = np.load(folder / f"{side}.ids.npy", mmap_mode="r")
             # A plain array over the map: slicing an np.memmap object costs ten times as much.
             self._ids[side] = np.asarray(ids)
@@ -351,13 +348,13 @@ class TokenizedPairs(Dataset):
 class Prepared:
     """Everything that training needs of the data."""
 
-    folder: Path
+    folder: Path  # its name is the cache key
     source_tokenizer: Any
     target_tokenizer: Any
     train: TokenizedPairs
     validation: TokenizedPairs
     validation_rows: list[tuple[str, str]]  # raw texts, in the order of `validation`
-    summary: dict  # path, counts of dropped pairs, share of unknown tokens, cache key
+    summary: dict  # path, counts of kept and dropped pairs, share of unknown tokens
 
     def select_like_validation(self, log: Callable) -> None:
         """Leave out training pairs that are unlike validation: in their words or their lengths.
@@ -389,13 +386,10 @@ class Prepared:
         """Facts about the data, as JSON types. `lengths` counts sentences of 0, 1, 2, … tokens."""
         tokens = {}
         lengths = {}
-        for side in SIDES:
-            tokens[side] = int(self.train.lengths[side].sum())
-            lengths[side] = np.bincount(self.train.lengths[side]).tolist()
-        return {
-            "path": self.summary["path"],
-            "counts": self.summary["counts"],
-            "unknown": self.summary["unknown"],
+        for side, of_train in self.train.lengths.items():
+            tokens[side] = int(of_train.sum())
+            lengths[side] = np.bincount(of_train).tolist()
+        return self.summary | {
             "vocabulary": {
                 "source": len(self.source_tokenizer),
                 "target": len(self.target_tokenizer),
@@ -421,9 +415,7 @@ def find_and_prepare(config, cache: Path, log: Callable) -> tuple[Path, str, str
     if config.tokenizer and max(config.source_vocab, config.target_vocab) > 0:
         log("note: --source_vocab and --target_vocab have no effect with --tokenizer")
     data = absolute_path(data)
-    tokenizer = config.tokenizer
-    if tokenizer and Path(tokenizer).is_dir():
-        tokenizer = str(Path(tokenizer).absolute())
+    tokenizer = absolute_path(config.tokenizer)
 
     text = find_text(data, config.source, config.target)
     for split, files in text.files.items():
@@ -457,8 +449,7 @@ def prepare(
     Raises `UserError` if no pair is left or the cache cannot be written.
     """
     settings = (source_vocab, target_vocab, tokenizer, max_length)
-    key = cache_key(text, *settings)
-    folder = cache / key
+    folder = cache / cache_key(text, *settings)
     try:
         prepared = load_if_intact(folder, log)
         if prepared:
@@ -471,10 +462,7 @@ def prepare(
                 log(f"data: {text.path} ({text.form}), {languages}; tokenising into {folder}")
                 # A temporary folder, which is renamed to `folder` when it is complete.
                 with new_folder(folder) as unfinished:
-                    summary = clean_and_tokenise(text, unfinished, *settings, log)
-                    summary["key"] = key
-                    content = json.dumps(summary, ensure_ascii=False, indent=1)
-                    (unfinished / "summary.json").write_text(content, encoding="utf-8")
+                    clean_and_tokenise(text, unfinished, *settings, log)
     except PermissionError as error:
         # The cache may belong to another user.
         raise UserError(
@@ -587,8 +575,8 @@ class BucketSampler(Sampler[np.ndarray]):
             )
         # A step is a slice of the pairs in order of length. The bounds of the slices depend on the
         # lengths alone, so they are the same in every epoch.
-        widths = np.sort(np.maximum(self.source, self.target), kind="stable")
-        self.bounds = cut_batches(widths, tokens_per_batch, self.micro_batches)
+        widths = np.maximum(self.source, self.target)
+        self.bounds = cut_batches(np.sort(widths), tokens_per_batch, self.micro_batches)
         self.step = 0  # optimiser steps that were iterated over; set it to continue from there
         # Both __iter__ and target_tokens read the plan of an epoch: the second finds it here.
         self._plan = lru_cache(maxsize=1)(self._draw_plan)
@@ -638,18 +626,14 @@ class BucketSampler(Sampler[np.ndarray]):
         for pairs in self._steps_after(step):
             yield int(self.target[pairs].sum())
 
-    def steps_by_length(self) -> list[np.ndarray]:
-        """The pairs of each step, the shortest first."""
-        order = order_by_length(self.source, self.target)
-        return np.split(order, self.bounds[1:-1])
-
     def heaviest_steps(self) -> list[np.ndarray]:
         """The pairs, longest first, of the steps that need most memory.
 
         One for the layers, one for the logits and one for the attention matrices. If these fit in
         memory, all steps do.
         """
-        steps = self.steps_by_length()
+        order = order_by_length(self.source, self.target)
+        steps = np.split(order, self.bounds[1:-1])
         loads = []  # (steps, 3), each in its own unit
         for pairs in steps:
             source_width = int(self.source[pairs].max())
@@ -733,22 +717,19 @@ class Batch:
         """Tokens of both sides with their padding: B · (S + T)."""
         return self.src.numel() + self.tgt_in.numel()
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Name -> tensor."""
-        return {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
-
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`. From pinned memory, the copy overlaps with computing."""
-        tensors = self.tensors()
-        for name, tensor in tensors.items():
-            tensors[name] = tensor.to(device, non_blocking=True)
-        return replace(self, **tensors)
+        return self._each_tensor(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
         """The same batch in pinned memory. The DataLoader calls it."""
-        tensors = self.tensors()
-        for name, tensor in tensors.items():
-            tensors[name] = tensor.pin_memory()
+        return self._each_tensor(lambda tensor: tensor.pin_memory())
+
+    def _each_tensor(self, change: Callable) -> "Batch":
+        tensors = {}
+        for name, value in vars(self).items():
+            if torch.is_tensor(value):
+                tensors[name] = change(value)
         return replace(self, **tensors)
 
 
@@ -768,28 +749,26 @@ class Collate:
         if isinstance(pairs, tuple):  # by TokenizedPairs.__getitems__
             source, target = pairs
         else:
-            source, target = (flatten(side) for side in zip(*pairs))
+            sources, targets = zip(*pairs)
+            source = flatten(sources)
+            target = flatten(targets)
         src, src_pad = self.pad_sources(source)
 
         # Teacher forcing: the decoder reads bos and the target, and learns to predict the target
         # and eos. For a target of three tokens a b c:
         #     tgt_in   bos a b c
         #     tgt_out  a   b c eos
-        lengths = target.lengths + 1  # (B,) with bos or eos
-        width = self._padded_width(lengths)  # T
-        first_places = np.arange(len(lengths)) * width  # of each row in the flattened tgt_in
-        target_positions = places_of(lengths, first_places)  # (N,)
-        tgt_in = np.full((len(lengths), width), self.target_ids["pad"], np.int64)
-        tgt_in.ravel()[target_positions] = add_token(target, self.target_ids["bos"], at_start=True)
-        tgt_out = add_token(target, self.target_ids["eos"])
+        inputs = add_token(target, self.target_ids["bos"], at_start=True)
+        tgt_in, target_positions = self._pad(inputs, self.target_ids["pad"])
+        tgt_out = add_token(target, self.target_ids["eos"]).ids
         return Batch(
             src=src,
             src_pad=src_pad,
             tgt_in=torch.from_numpy(tgt_in),
             tgt_out=torch.from_numpy(tgt_out),
             target_positions=torch.from_numpy(target_positions),
-            source_tokens=int(source.lengths.sum()) + len(source.lengths),
-            target_tokens=len(target_positions),
+            source_tokens=int((~src_pad).sum()),
+            target_tokens=len(tgt_out),
         )
 
     def pad_sources(self, sources: Rows | list[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -801,21 +780,22 @@ class Collate:
         """
         if not isinstance(sources, Rows):
             sources = flatten(sources)
-        lengths = sources.lengths + 1  # (B,) with eos
-        width = self._padded_width(lengths)  # S
-        first_places = np.arange(len(lengths)) * width
-        positions = places_of(lengths, first_places)  # of the real tokens in the flattened src
-        src = np.full((len(lengths), width), self.source_ids["pad"], np.int64)
-        src.ravel()[positions] = add_token(sources, self.source_ids["eos"])
-        # Set by the lengths, not by `src == pad`: some tokenizers use one id for pad and eos.
+        sources = add_token(sources, self.source_ids["eos"])
+        src, positions = self._pad(sources, self.source_ids["pad"])
+        # Set by the positions, not by `src == pad`: some tokenizers use one id for pad and eos.
         src_pad = np.ones(src.shape, bool)
         src_pad.ravel()[positions] = False
         return torch.from_numpy(src), torch.from_numpy(src_pad)
 
-    def _padded_width(self, lengths: np.ndarray) -> int:
-        """Tokens of the longest row, rounded up."""
-        multiples = math.ceil(lengths.max() / self.pad_multiple)
-        return min(multiples * self.pad_multiple, self.longest)
+    def _pad(self, rows: Rows, pad: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows -> a matrix, (B, width), and the positions of their tokens in it, flattened."""
+        multiples = math.ceil(rows.lengths.max() / self.pad_multiple)
+        width = min(multiples * self.pad_multiple, self.longest)
+        matrix = np.full((len(rows.lengths), width), pad, np.int64)
+        first_positions = np.arange(len(rows.lengths)) * width  # of each row
+        positions = places_of(rows.lengths, first_positions)
+        matrix.ravel()[positions] = rows.ids
+        return matrix, positions
 
 
 def collate_for(prepared: Any, pad_multiple: int = 1, longest: int = 2**31) -> Collate:

@@ -169,7 +169,7 @@ def train(config: Config) -> Path:
 
         # -------- data
         prepared = load_data(config, run)
-        state = State(data_key=prepared.summary["key"])
+        state = State(data_key=prepared.folder.name)
 
         # -------- model, loss, optimizer
         sizes = sizes_of(config, len(prepared.source_tokenizer), len(prepared.target_tokenizer))
@@ -369,7 +369,7 @@ def load_data(config: Config, run: Run) -> Prepared:
     prepared = load_prepared(folder)
     if config.select:
         prepared.select_like_validation(run.log)
-    if run.saved_state and run.saved_state["data_key"] != prepared.summary["key"]:
+    if run.saved_state and run.saved_state["data_key"] != prepared.folder.name:
         raise UserError(
             f"--resume {run.folder}: {config.data} or the tokenizer is not what the run began "
             "with; restore it, or start a new run"

@@ -24,21 +24,6 @@ from tqdm import tqdm
 
 from engine.files import atomic_write
 
-# The curves to watch come first in TensorBoard, which sorts them by name.
-FIRST = [
-    "train/loss",
-    "valid/loss",
-    "validation/loss",
-    "test/loss",
-    "valid/perplexity",
-    "validation/perplexity",
-    "valid/bleu",
-    "test/accuracy",
-    "train/learning_rate",
-    "gpu/utilisation_percent",
-    "cpu/utilisation_percent",
-]
-
 
 def is_main() -> bool:
     """Whether this process prints and writes for the run: rank 0, or a process alone."""
@@ -94,7 +79,7 @@ class Telemetry:
             for tag, value in values.items():
                 value = float(value)
                 # Not add_scalars: it makes a folder for every curve, which purge_step cannot reach.
-                self.writer.add_scalar(shown_as(tag), value, step, walltime=now)
+                self.writer.add_scalar(tag, value, step, walltime=now)
                 record[tag] = value if math.isfinite(value) else None
             self.metrics_file.write(json.dumps(record) + "\n")
 
@@ -154,13 +139,6 @@ class Telemetry:
                 f"note: curves can no longer be written ({error}); training continues without them",
                 file=sys.stderr,
             )
-
-
-def shown_as(tag: str) -> str:
-    """The name of a curve in TensorBoard: train/loss becomes "1 first/00 train loss"."""
-    if tag not in FIRST:
-        return tag
-    return f"1 first/{FIRST.index(tag):02} {tag.replace('/', ' ')}"
 
 
 def keep_records(path: Path, last_step: int, last_validation: int) -> dict:

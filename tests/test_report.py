@@ -14,7 +14,6 @@ import pytest
 import sacrebleu
 from conftest import ROOT, TINY_FLAGS, forked, make_report, write_pairs
 from matplotlib.font_manager import get_font
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import report as script
 from engine.errors import UserError
@@ -122,9 +121,8 @@ def value_at(runs: Path, source: str):
         values = [record[tag] for record in records if record.get(tag) is not None]
         if summary == "last":
             return values[-1]
-        return {"min": min, "max": max, "mean": np.mean, "median": statistics.median}[summary](
-            values
-        )
+        summaries = {"min": min, "max": max, "mean": np.mean, "median": statistics.median}
+        return summaries[summary](values)
     if keys == ["seconds", "sum"]:
         return sum(session["seconds"] for session in json.loads(path.read_text()))
     value = json.loads(path.read_text(encoding="utf-8"))
@@ -165,9 +163,7 @@ def test_every_number_on_the_page_is_one_of_the_runs_files(run, toy_data):
     log = (run / "train.log").read_text(encoding="utf-8")
     assert len(page.facts) > 90
     for value, source, text in page.facts:
-        if source == "a":
-            assert text == value == "a"
-        elif source.startswith(str(toy_data)):
+        if source.startswith(str(toy_data)):
             assert source.endswith(f"#{value}") and text in rows[int(value)].values()
         elif source.endswith("train.log"):
             assert text in log and value in (text, text.replace(",", ""))
@@ -285,7 +281,7 @@ def test_a_report_of_two_runs_and_a_lab(run, without_drawing):
     page = make(run, other)
     marked = re.findall("<tr class=mark><th>(.*?)</th>", page)
     assert set(marked) - {"--run"} == {"--lr"}
-    assert ">b</data>" in page
+    assert "<th>b</th>" in page
     lab.mkdir()
     (lab / "config.json").write_text('{"variant": "relu"}')
     page = make(lab, run, other)
@@ -293,7 +289,7 @@ def test_a_report_of_two_runs_and_a_lab(run, without_drawing):
     assert "· data set ·" not in page
     same_name = shutil.copytree(run, run.parent / "c" / "a", symlinks=True)
     page = make(run, same_name)
-    assert f">{run}</data>" in page and f">{same_name}</data>" in page
+    assert f"<th>{run}</th>" in page and f"<th>{same_name}</th>" in page
 
 
 def test_the_evaluations_of_one_run_stand_side_by_side_greedy_first(run, without_drawing):
@@ -354,12 +350,14 @@ def test_compare_of_one_run_compares_its_evaluations_of_the_same_rows(run, capsy
 def test_the_rows_of_the_training_split_and_of_other_data(trained, toy_data, tmp_path):
     lines = (toy_data / "train.jsonl").read_text(encoding="utf-8").splitlines()[:250]
     rows = [tuple(json.loads(line).values()) for line in lines]
-    run = RunFiles(trained, "a", config={"data": str(toy_data), "source": "zh", "target": "en"})
-    run.results["train"], run.hypotheses["train"] = {"split": "train"}, [""] * 250
+    run = RunFiles(trained, "a")
+    result = dict(data=str(toy_data), columns=["zh", "en"], split="train", sentences=250)
+    run.results["train"] = result | {"rows": fingerprint_of(rows)}
+    run.hypotheses["train"] = [""] * 250
     assert rows_of(run, "train") == rows and not run.missing
     rows = [("一 二", "one two"), ("三", "three")]
     other = write_pairs(tmp_path / "other", rows, {"train": slice(None)})
-    result = dict(data=str(other), columns=["zh", "en"], split="all", rows=fingerprint_of(rows))
+    result |= dict(data=str(other), split="all", sentences=2, rows=fingerprint_of(rows))
     run.results["other"], run.hypotheses["other"] = result, ["some words"] * 2
     assert rows_of(run, "other") == rows and not run.missing
 
@@ -409,10 +407,8 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-STRANGE_RECORDS = (
-    '{"step": 1, "time": 1, "train/loss": null, "valid/loss": "low"}\n[]\n{"step": "x"}\n'
-    '{"step": 2, "time": 2, "train/loss": NaN, "valid/loss": [1], "valid/bleu": true}\n'
-)
+# Not finite, and cut by a kill.
+LOST_RECORDS = '{"step": 1, "time": 1, "train/loss": null}\n{"step": 2, "time": 2, "train'
 
 
 def remove_all_but_log_and_settings(run: Path) -> None:
@@ -423,7 +419,6 @@ def remove_all_but_log_and_settings(run: Path) -> None:
             path.unlink()
 
 
-# Each report has several damages: what happens to the run, and words on the page.
 @pytest.mark.parametrize("count, sizes", [(1, [1]), (4, [3, 1]), (8, [3, 2, 3]), (30, [3, 3, 3])])
 def test_no_translation_is_shown_twice(count, sizes):
     rows = [("源", "a b c d e f")] * count
@@ -434,15 +429,16 @@ def test_no_translation_is_shown_twice(count, sizes):
     assert len({row for numbers in parts for row in numbers}) == sum(sizes)
 
 
+# Each report has several damages: what happens to the run, and words on the page.
 DAMAGES = [
     [(remove_all_but_log_and_settings, "metrics.jsonl · not there")],
     [(lambda run: (run / "config.json").unlink(), "config.json · not there")],
     [
         (lambda run: cut(run / "config.json"), "config.json · damaged"),
-        (lambda run: (run / "environment.json").write_text("{}"), "environment.json · damaged"),
+        (lambda run: cut(run / "environment.json"), "environment.json · damaged"),
     ],
     [
-        (lambda run: (run / "data.json").write_text('{"counts": 3}'), "data.json · damaged"),
+        (lambda run: cut(run / "data.json"), "data.json · damaged"),
         (lambda run: cut(run / "train.log"), "train.log · no final message"),
         (lambda run: cut(run / "metrics.jsonl"), "metrics.jsonl · 1 · damaged"),
         (lambda run: cut(run / f"{GREEDY}.txt"), f"{GREEDY}.txt has"),
@@ -452,10 +448,7 @@ DAMAGES = [
         (lambda run: (run / f"{GREEDY}.txt").unlink(), f"{GREEDY}.txt · not there"),
     ],
     [
-        (
-            lambda run: (run / "metrics.jsonl").write_text(STRANGE_RECORDS),
-            "2 · damaged lines",
-        ),
+        (lambda run: (run / "metrics.jsonl").write_text(LOST_RECORDS), "1 · damaged lines"),
         (lambda run: shutil.rmtree(run / "eval"), "eval/ · no result yet · this makes one"),
     ],
     [(lambda run: cut(run / f"{GREEDY}.json"), f"{GREEDY}.json · damaged")],
@@ -569,6 +562,3 @@ def test_what_a_run_writes_for_its_report(trained):
         counts = data["lengths"][side]
         assert sum(n * count for n, count in enumerate(counts)) == data["tokens"][side]
         assert sum(counts) == data["counts"]["kept"]
-    tags = sorted(EventAccumulator(str(trained)).Reload().Tags()["scalars"])  # TensorBoard's order
-    first = [tag.partition(" ")[2] for tag in tags[:2]]
-    assert first == ["first/00 train loss", "first/01 valid loss"]

@@ -39,7 +39,6 @@ from data import BucketSampler, collate_for, load_prepared
 from engine.errors import UserError
 from engine.precision import Precision
 from engine.run import INTERRUPTED, Run
-from engine.telemetry import shown_as
 from labs.attention_op import train as training_by_hand
 from model import ModelConfig, Translator
 
@@ -50,7 +49,7 @@ CURVES = ("train/loss", "valid/loss", "train/learning_rate", "train/gradient_nor
 
 def curve(run: Path, tag: str = "train/loss") -> dict[int, float]:
     """As `records`, from TensorBoard's files."""
-    events = EventAccumulator(str(run)).Reload().Scalars(shown_as(tag))
+    events = EventAccumulator(str(run)).Reload().Scalars(tag)
     assert len({event.step for event in events}) == len(events)
     return {event.step: event.value for event in events}
 
@@ -648,7 +647,7 @@ def test_what_a_run_leaves(toy_data, here, monkeypatch):
     tags = EventAccumulator(str(here)).Reload().Tags()
     others = "train/perplexity speed/tokens_per_second speed/model_flops_utilisation"
     others += " data/padding_share data/wait_share memory/peak_gib valid/perplexity valid/bleu"
-    assert {shown_as(tag) for tag in [*CURVES, *others.split()]} <= set(tags["scalars"])
+    assert {*CURVES, *others.split()} <= set(tags["scalars"])
     assert tags["images"] == ["cross-attention"] and "samples/text_summary" in tags["tensors"]
     assert "_hparams_/experiment" in EventAccumulator(str(here)).Reload().summary_metadata
     ((step, best),) = records(here, "result/best_validation_loss").items()

@@ -156,11 +156,11 @@ class BleuCard:
         return card
 
 
-def bleu_card(references: list[str], hypotheses: list[str], resamples: int = 1000) -> BleuCard:
+def bleu_card(references: list[str], hypotheses: list[str]) -> BleuCard:
     """The graded score and all that explains it. Arguments as for `corpus_bleu`.
 
-    The interval is sacreBLEU's bootstrap (Koehn 2004): the scores of `resamples` test sets, each
-    drawn with replacement from this one.
+    The interval is sacreBLEU's bootstrap (Koehn 2004): the scores of 1,000 test sets, each drawn
+    with replacement from this one.
     """
     from sacrebleu.metrics import CHRF
 
@@ -171,7 +171,7 @@ def bleu_card(references: list[str], hypotheses: list[str], resamples: int = 100
     chrf = CHRF()
     standard = cased.corpus_score(hypotheses, [references])
     # sacreBLEU holds 40 bytes for each row of each resample: fewer of them bound the memory.
-    resamples = min(resamples, max(20, 20_000_000 // len(references)))
+    resamples = min(1000, max(20, 20_000_000 // len(references)))
     graded = unsmoothed.corpus_score(hypotheses, [references], n_bootstrap=resamples)
     # sacreBLEU has no public name for the mean of the resampled scores and half of the interval.
     ends = (graded._mean - graded._ci, graded._mean + graded._ci)

@@ -26,11 +26,12 @@ LONGEST_TOKEN = 16  # characters; our own tokenizers learn no longer token
 # For str.translate. Control characters become spaces; zero-width characters and marks of writing
 # direction vanish, but not the joiners U+200C and U+200D, with which some scripts and emoji are
 # spelled; lone surrogates (broken UTF-16) become the replacement character.
+_CONTROL = [*range(0x20), *range(0x7F, 0xA0)]
 _VANISH = [0x00AD, 0x200B, 0x200E, 0x200F, 0x2060, 0xFEFF]
 _VANISH += [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]
-_CLEANED: dict[int, str | None] = {code: " " for code in [*range(0x20), *range(0x7F, 0xA0)]}
-_CLEANED.update({code: None for code in _VANISH})
-_CLEANED.update({code: "\ufffd" for code in range(0xD800, 0xE000)})
+_CLEANED: dict[int, str | None] = dict.fromkeys(_CONTROL, " ")
+_CLEANED |= dict.fromkeys(_VANISH)  # None: removed
+_CLEANED |= dict.fromkeys(range(0xD800, 0xE000), "\ufffd")
 _CLEANED[0x2581] = "_"  # ▁, which tokenizers write for a space: it would come back as one
 
 REASONS = {
@@ -51,12 +52,13 @@ def normalise(text: str) -> str:
     return " ".join(text.translate(_CLEANED).split())
 
 
-def fingerprint(source: str, target: str) -> int:
+def hash_of_pair(source: str, target: str) -> int:
     """64 bits that stand for a pair; the same in every process and on every machine."""
-    return int.from_bytes(blake2b(f"{source}\0{target}".encode(), digest_size=8).digest(), "little")
+    content = f"{source}\0{target}".encode()
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
 
 
-def side_of(pair_hash: int, missing: list[str]) -> str:
+def split_of_pair(pair_hash: int, missing: list[str]) -> str:
     """The split of a training pair if the splits `missing` must be cut from train.
 
     It depends on the pair alone, not on a seed, the order or the rest of the data.
@@ -97,10 +99,10 @@ def held_out_rows(text: ParallelText) -> dict[str, list[tuple[str, str]]]:
     train = text.pairs("train") if missing and "train" in text.files else ()
     for row in progress_bar(train, desc="holding out", unit=" pairs", leave=False):
         pair = normalise_pair(row)
-        pair_hash = fingerprint(*pair)
-        side = side_of(pair_hash, missing)
-        if side != "train" and _flaw(*pair) is None:
-            cut[side].setdefault(pair_hash, row)
+        pair_hash = hash_of_pair(*pair)
+        split = split_of_pair(pair_hash, missing)
+        if split != "train" and _flaw(*pair) is None:
+            cut[split].setdefault(pair_hash, row)
     return rows | {split: list(pairs.values()) for split, pairs in cut.items()}
 
 
@@ -121,8 +123,8 @@ def clean_pairs(
         counts["read"] += 1
         reason = _flaw(source, target)
         if reason is None:
-            pair_hash = fingerprint(source, target)
-            if side_of(pair_hash, missing) != "train":
+            pair_hash = hash_of_pair(source, target)
+            if split_of_pair(pair_hash, missing) != "train":
                 reason = "held out"
             elif source in held_sources or target in held_targets:
                 reason = "in validation or test"
@@ -153,9 +155,10 @@ def absurd_ratio(source_tokens, target_tokens):
 
 def report(counts: Counter) -> str:
     """One line: rows read, dropped by reason, kept."""
-    dropped = ", ".join(f"{counts[key]:,} {words}" for key, words in REASONS.items() if counts[key])
+    dropped = [f"{counts[key]:,} {words}" for key, words in REASONS.items() if counts[key]]
     return (
-        f"train: {counts['read']:,} rows read; dropped {dropped or 'none'}; {counts['kept']:,} kept"
+        f"train: {counts['read']:,} rows read; dropped {', '.join(dropped) or 'none'}; "
+        f"{counts['kept']:,} kept"
     )
 
 
@@ -214,7 +217,8 @@ def _scores(pairs, gains: list[np.ndarray]) -> np.ndarray:
         for (ids, lengths), gain in zip(chunk, gains):
             sums = np.append(0, np.cumsum(gain[ids]))  # sums[i]: of the first i tokens
             ends = np.cumsum(lengths)
-            means.append((sums[ends] - sums[ends - lengths]) / np.maximum(lengths, 1))
+            totals = sums[ends] - sums[ends - lengths]
+            means.append(totals / np.maximum(lengths, 1))
         scores.append(sum(means))
     return np.concatenate(scores)
 

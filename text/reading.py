@@ -149,21 +149,30 @@ def find_text(path: str, source: str = "zh", target: str = "en") -> ParallelText
 
 def refuse_swapped(text: ParallelText, rows: list[tuple[str, str]]) -> None:
     """Raise `UserError` if the column named Chinese is not Chinese, but the other one is."""
-    chinese = [bool(CHINESE.match(name.lower())) for name in (text.source, text.target)]
-    if sum(chinese) != 1 or not rows:
+    side = chinese_side(text)
+    if side is None or not rows:
         return
-    shares = {}  # name of a column -> share of its texts with a Chinese character
-    for name, texts in zip((text.source, text.target), zip(*rows)):
-        shares[name] = sum(bool(re.search("[\u4e00-\u9fff]", line)) for line in texts) / len(rows)
-    named, other = text.source, text.target
-    if chinese[1]:
-        named, other = other, named
-    if shares[named] < 0.5 < shares[other]:
+    share = share_of_chinese(rows, side)
+    other_share = share_of_chinese(rows, 1 - side)
+    if share < 0.5 < other_share:
+        names = (text.source, text.target)
         raise UserError(
-            f"the languages are swapped: {shares[other]:.0%} of the texts under {other!r} are "
-            f"Chinese, {shares[named]:.0%} of those under {named!r}; exchange the names in "
+            f"the languages are swapped: {other_share:.0%} of the texts under {names[1 - side]!r} "
+            f"are Chinese, {share:.0%} of those under {names[side]!r}; exchange the names in "
             f"{text.path}"
         )
+
+
+def chinese_side(text: ParallelText) -> int | None:
+    """The side, 0 or 1, whose column is named Chinese; None unless it is one of them."""
+    chinese = [bool(CHINESE.match(name.lower())) for name in (text.source, text.target)]
+    return chinese.index(True) if sum(chinese) == 1 else None
+
+
+def share_of_chinese(rows: list[tuple[str, str]], side: int) -> float:
+    """The share of the texts on this side that have a Chinese character."""
+    found = sum(bool(re.search("[\u4e00-\u9fff]", row[side])) for row in rows)
+    return found / len(rows)
 
 
 # ------------------------------------------------------------------------ files and splits
@@ -247,7 +256,9 @@ def split_of(name: str) -> str | None:
 
 def natural(name: str) -> list:
     """A key for sorting: shards 1, 2, 10. Odd places hold numbers, so int never meets str."""
-    return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"(\d+)", name))]
+    parts: list = re.split(r"(\d+)", name)
+    parts[1::2] = map(int, parts[1::2])
+    return parts
 
 
 def saved_files(root: Path) -> dict[str, list[Path]]:

@@ -35,10 +35,8 @@ def flatten(sentences: Iterable[Sequence[int]]) -> Rows:
 
 
 def starts_of(lengths: np.ndarray) -> np.ndarray:
-    """Where each sentence begins in the array of all ids, and the end: (n,) -> (n + 1,)"""
-    starts = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=starts[1:])
-    return starts
+    """Where each sentence begins in the array of all ids: (n,) -> (n,)"""
+    return np.cumsum(lengths) - lengths
 
 
 def places_of(lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -49,38 +47,39 @@ def places_of(lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """
     # A running number over all places is right for the first row. In a later row it is too high by
     # the number of places in the rows before it.
-    before = np.cumsum(lengths) - lengths
+    before = starts_of(lengths)
     return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
 
 
-def add_token(rows: Rows, token: int, at_start: bool = False) -> np.ndarray:
-    """The ids with `token` added at the end or the start of each row: (N,) -> (N + rows,)"""
-    result = np.full(len(rows.ids) + len(rows.lengths), token, np.int64)
-    starts = starts_of(rows.lengths + 1)[:-1]
+def add_token(rows: Rows, token: int, at_start: bool = False) -> Rows:
+    """The rows with `token` added at the end or the start of each."""
+    lengths = rows.lengths + 1
+    starts = starts_of(lengths)
     if at_start:
-        starts = starts + 1
-    result[places_of(rows.lengths, starts)] = rows.ids
-    return result
+        starts += 1
+    ids = np.full(lengths.sum(), token, np.int64)
+    ids[places_of(rows.lengths, starts)] = rows.ids
+    return Rows(ids, lengths)
 
 
 class TokenWriter:
     """Writes a folder for `data.TokenizedPairs` chunk by chunk, so that memory use stays flat."""
 
-    def __init__(self, folder: Path, vocabularies: dict[str, int]):
+    def __init__(self, folder: Path, tokenizers: dict):
         folder.mkdir(parents=True)
         self.folder = folder
-        self.vocabularies = vocabularies  # side -> number of tokens
+        self.tokenizers = tokenizers  # of each side; the length of one is its number of tokens
         self.dtypes = {}
         self.files = {}
         self.lengths: dict[str, list[np.ndarray]] = {}
-        for side, size in vocabularies.items():
-            self.dtypes[side] = np.dtype(np.uint16 if size <= 2**16 else np.int32)
+        for side, tokenizer in tokenizers.items():
+            self.dtypes[side] = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.int32)
             self.files[side] = open(folder / f"{side}.ids", "wb")
             self.lengths[side] = []
 
     def write(self, side: str, rows: Rows) -> None:
         """Append sentences to a side. Raises `UserError` for an id beyond the vocabulary."""
-        size = self.vocabularies[side]
+        size = len(self.tokenizers[side])
         highest = rows.ids.max(initial=0)
         if highest >= size:  # 16 bits would wrap around
             raise UserError(

@@ -83,7 +83,8 @@ def commonest_characters(lines: list[str], limit: int) -> list[str]:
     counts = Counter(chain.from_iterable(lines))
     counts.pop(" ", None)
     counts[SPACE] = len(lines) * 10**6  # more than any character's: always the first
-    return sorted(counts, key=lambda character: (-counts[character], character))[: max(limit, 1)]
+    commonest = sorted(counts, key=lambda character: (-counts[character], character))
+    return commonest[: max(limit, 1)]
 
 
 def own_pre_tokenizer():
@@ -95,23 +96,9 @@ def own_pre_tokenizer():
 
 
 def load_tokenizer(name: str):
-    """As `open_tokenizer`, for translation: with pad, begin and end tokens the model can have."""
-    tokenizer = open_tokenizer(name)
-    for token, id in special_ids(tokenizer, name).items():
-        # If ids are left out, the highest can exceed the number of tokens, which is the size of
-        # the embedding.
-        if id >= len(tokenizer):
-            raise UserError(
-                f"tokenizer {name}: its {token} token has the id {id}, but it has {len(tokenizer)} "
-                "tokens; choose one that leaves no ids out"
-            )
-    return tokenizer
-
-
-def open_tokenizer(name: str):
     """Any tokenizer that `AutoTokenizer` knows, from a folder or by name. Runs no code of its own.
 
-    Raises `UserError` if it cannot be read.
+    Raises `UserError` if it cannot be read, or lacks a pad, begin or end token.
     """
     import huggingface_hub
     from transformers import AutoTokenizer
@@ -135,6 +122,14 @@ def open_tokenizer(name: str):
             what = "no tokenizer can be read from this folder"
         reason = " ".join(str(failure or error).split())[:200]
         raise UserError(f"tokenizer {name}: {what} ({reason})") from None
+    for token, id in special_ids(tokenizer, name).items():
+        # If ids are left out, the highest can exceed the number of tokens, which is the size of
+        # the embedding.
+        if id >= len(tokenizer):
+            raise UserError(
+                f"tokenizer {name}: its {token} token has the id {id}, but it has {len(tokenizer)} "
+                "tokens; choose one that leaves no ids out"
+            )
     return tokenizer
 
 
@@ -143,7 +138,8 @@ def tokenizer_key(name: str) -> str:
     if not name or not Path(name).is_dir():
         return name
     digest = hashlib.blake2b(digest_size=8)
-    for file in sorted(path for path in Path(name).iterdir() if path.is_file()):
+    files = [path for path in Path(name).iterdir() if path.is_file()]
+    for file in sorted(files):
         with file.open("rb") as stream:
             while block := stream.read(1 << 22):  # weights may lie beside it
                 digest.update(block)
@@ -164,18 +160,21 @@ def special_ids(tokenizer, name: str = "") -> dict[str, int]:
         ids["bos"] = tokenizer.cls_token_id
     if ids["eos"] is None:
         ids["eos"] = tokenizer.sep_token_id
-    missing = "/".join(token for token, id in ids.items() if id is None)
+    missing = [token for token, id in ids.items() if id is None]
     if missing:
         raise UserError(
-            f"tokenizer {name} has no {missing} token; choose one that has pad, bos and eos"
+            f"tokenizer {name} has no {'/'.join(missing)} token; "
+            "choose one that has pad, bos and eos"
         )
     return ids
 
 
 def encode(tokenizer, lines: Sequence[str], longest: int | None = None) -> list[list[int]]:
     """Token ids of each line, without begin and end, at most `longest`."""
-    groups = groups_of(lines, CHARACTERS_AT_ONCE)
-    return [ids[:longest] for group in groups for ids in encode_batch(tokenizer, group)]
+    encoded = []
+    for group in groups_of(lines, CHARACTERS_AT_ONCE):
+        encoded += encode_batch(tokenizer, group)
+    return [ids[:longest] for ids in encoded]
 
 
 def groups_of(lines: Sequence[str], characters: int) -> Iterator[list[str]]:

@@ -4,7 +4,6 @@ Answered by the run's own code on a sample of the rows. What cannot work ends wi
 code 2. What works, but perhaps not as it was meant, is a line that begins with "warning".
 """
 
-import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -45,7 +44,8 @@ from engine.preflight import (
 from engine.run import folder_of
 from model import ModelConfig, SummedLoss, Translator, sizes_of
 from text.cleaning import REASONS, missing_splits
-from text.reading import CHINESE, PAIRED, ParallelText, default_path, find_text
+from text.formats import PAIRED
+from text.reading import ParallelText, chinese_side, default_path, find_text, share_of_chinese
 
 ROWS = 500_000  # rows that are read and compared for duplicates
 SAMPLE = 5_000  # rows that are cleaned and tokenised, up to twice as many
@@ -164,13 +164,11 @@ def rows_in(text: ParallelText, some: list[tuple[str, str]], read: int) -> int:
 
 def prepare_sample(config, sample: Sample, count: int, folder: Path) -> Prepared:
     """The sample cleaned and tokenised, as the run would do it with `count` pairs."""
-    sides = (config.source_vocab, config.target_vocab)
-    source_vocab, target_vocab = (vocabulary_size(asked, count) for asked in sides)
     prepared = prepare(
         sample,
         folder,
-        source_vocab=source_vocab,
-        target_vocab=target_vocab,
+        source_vocab=vocabulary_size(config.source_vocab, count),
+        target_vocab=vocabulary_size(config.target_vocab, count),
         tokenizer=config.tokenizer,
         max_length=config.max_length,
         log=lambda line: None,
@@ -182,15 +180,13 @@ def prepare_sample(config, sample: Sample, count: int, folder: Path) -> Prepared
 
 def check_languages(sample: Sample, warn: Callable) -> None:
     """Warn if texts of the Chinese side have no Chinese character."""
-    names = (sample.source, sample.target)
-    chinese = [bool(CHINESE.match(name.lower())) for name in names]
-    if sum(chinese) != 1:
+    side = chinese_side(sample)
+    if side is None:
         return
-    side = chinese.index(True)
-    texts = [row[side] for row in sample.taken["train"]]
-    share = sum(not re.search("[\u4e00-\u9fff]", text) for text in texts) / len(texts)
+    share = 1 - share_of_chinese(sample.taken["train"], side)
     if share > NOTABLE:
-        warn(f"{share:.0%} of the texts under {names[side]!r} have no Chinese character")
+        name = (sample.source, sample.target)[side]
+        warn(f"{share:.0%} of the texts under {name!r} have no Chinese character")
 
 
 def check_shares(prepared: Prepared, duplicates: float, warn: Callable) -> None:
@@ -304,7 +300,8 @@ class Trial:
 
     def step(self, pairs: np.ndarray, update: bool = True) -> int:
         """One step on these pairs; returns its real tokens when it is computed."""
-        batch = self.collate(self.pairs.__getitems__(pairs % len(self.pairs))).to(self.device)
+        rows = self.pairs.__getitems__(pairs % len(self.pairs))
+        batch = self.collate(rows).to(self.device)
         with self.precision.autocast():
             loss, _ = self.loss_of(*batch.inputs)
         self.precision.backward(loss / batch.target_tokens)
@@ -345,7 +342,8 @@ class Trial:
         self.step(widest[:1])
         low = peak_of(partial(self.step, widest[:few], update=False))
         high = peak_of(partial(self.step, widest[:many], update=False))
-        high += (len(widest) - many) * max(0.0, high - low) / max(1, many - few)
+        of_a_pair = max(0.0, high - low) / max(1, many - few)
+        high += (len(widest) - many) * of_a_pair
         peak = max(high, peak_of(partial(self.step, widest[:few])))
         limit = memory_limit(self.device)
         if peak > limit:
@@ -358,15 +356,12 @@ class Trial:
 
     def measure_gpu_memory(self, heaviest: list[np.ndarray]) -> tuple[int, float]:
         """The same for a GPU."""
-        micro_batches = self.config.accumulate
-        if not micro_batches:
 
-            def try_heaviest_steps(micro_batches: int) -> None:
-                for pairs in heaviest:
-                    self.step(pairs[::micro_batches])
+        def try_steps(micro_batches: int) -> None:
+            for pairs in heaviest:
+                self.step(pairs[::micro_batches])
 
-            micro_batches = fewest_micro_batches(try_heaviest_steps, self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)  # of the trials that failed
-        for pairs in heaviest:
-            self.step(pairs[::micro_batches])
+        micro_batches = self.config.accumulate or fewest_micro_batches(try_steps, self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)  # of the trials that failed
+        try_steps(micro_batches)
         return micro_batches, peak_memory_gib(self.device)

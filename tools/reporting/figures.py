@@ -53,7 +53,6 @@ PANELS: dict[str, Words] = {
     "padding_share": ("padding share", "填充比例"),
     "wait_share": ("wait share", "等待数据的时间比例"),
     "loss_scale": ("loss scale", "损失缩放"),
-    "entropy": ("entropy", "采样分布的熵"),
     "effective_sample_size": ("effective sample size", "有效样本数"),
     "weight": ("weight", "动态采样的权重"),
 }

@@ -99,11 +99,11 @@ class Page:
         lines = "".join(f"<li>{html.escape(text)}</li>" for text in texts)
         self.add(f'<ul class="{kind}">{lines}</ul>', "\n".join(f"- {text}" for text in texts))
 
-    def verbatim(self, fact: Fact) -> None:
-        """Text of a file as it is."""
+    def verbatim(self, text: str, source: str) -> None:
+        """Text of the file `source` as it is."""
         self.add(
-            f'<pre title="{html.escape(fact.source)}">{html.escape(fact.text)}</pre>',
-            f"```\n{fact.text}\n```",
+            f'<pre title="{html.escape(source)}">{html.escape(text)}</pre>',
+            f"```\n{text}\n```",
         )
 
     def table(self, header: list, rows: list[list], mark: set[int] = frozenset()) -> None:

@@ -83,8 +83,8 @@ class RunFiles:
 
     def series(self, tag: str) -> tuple[list[int], list[float]]:
         """Steps and values of a curve."""
-        points = [(r["step"], r[tag]) for r in self.records if is_number(r.get(tag))]
-        return [step for step, _ in points], [value for _, value in points]
+        records = [record for record in self.records if is_number(record.get(tag))]
+        return [record["step"] for record in records], [record[tag] for record in records]
 
     def tags(self) -> list[str]:
         """The names of all curves, in the order of their first points."""
@@ -97,12 +97,14 @@ class RunFiles:
         """The value at "FILE.json#key.key" or "metrics.jsonl#TAG#SUMMARY"; None if there is none.
 
         The key "-1" is the last entry of a list. ":FORMAT" at the end, as in an f-string, is the
-        format of a number that is not whole.
+        format of a number that is not whole. "train.log#WORDS" is the last number before the words.
         """
         file, *keys = place.split("#")
         keys[-1], _, form = keys[-1].partition(":")
         if file == "metrics.jsonl":
             return self.summary_of_curve(*keys, form)
+        if file == "train.log":
+            return self.logged(rf"(\d[\d,]*) {keys[0]}")
         if keys[0].startswith("*."):
             return self.of_all_starts(keys[0].removeprefix("*."))
         contents = {
@@ -148,7 +150,8 @@ class RunFiles:
         found = re.findall(pattern, self.log)
         if not found:
             return None
-        return Fact(int(found[-1].replace(",", "")), found[-1], f"{self.name}/train.log")
+        number = found[-1]
+        return Fact(int(number.replace(",", "")), number, f"{self.name}/train.log")
 
     def seconds(self) -> Fact | None:
         """The duration over all starts; a lower bound if one was killed or is still running."""
@@ -240,12 +243,7 @@ def read_run(folder: str | Path) -> RunFiles:
     run.is_translation = "target" in run.config
     if run.is_translation:
         run.data = read_json(run, "data.json", dict)
-        parts = [run.data.get(name) for name in ("counts", "tokens", "vocabulary")]
-        if run.data and not all(isinstance(part, dict) for part in parts):
-            run.missing.append(("data.json", DAMAGED, UNKNOWN["data.json"]))
-            run.data = {}
-    sessions = read_json(run, "environment.json", list)
-    run.environment = [session for session in sessions if isinstance(session, dict)]
+    run.environment = read_json(run, "environment.json", list)
     run.records = read_records(run)
     leave_out_impossible_utilisation(run)
     run.log = read_text(run, "train.log")
@@ -271,11 +269,7 @@ def read_run(folder: str | Path) -> RunFiles:
 
 def read_results(run: RunFiles) -> None:
     """The scores and hypotheses of evaluate.py, or the results of a lab; the graded one first."""
-    files = [
-        path
-        for pattern in ("test.json", "result.json", "eval/*.json")
-        for path in run.folder.glob(pattern)
-    ]
+    files = [*run.folder.glob("result.json"), *run.folder.glob("eval/*.json")]
     files.sort(key=lambda path: ("test" not in path.stem, "greedy" not in path.stem, path.stem))
     best = (run.folder / "checkpoints/best").resolve().name
     for path in files:
@@ -307,16 +301,14 @@ def read_results(run: RunFiles) -> None:
 
 def read_json(run: RunFiles, name: str, kind: type):
     """The content of a file; an empty `kind` if it is missing or damaged, which is noted."""
-    why = UNKNOWN.get(name, ("that result is left out", "略去这个结果"))
     try:
-        value = json.loads((run.folder / name).read_text(encoding="utf-8"))
-        if isinstance(value, kind):
-            return value
-        run.missing.append((name, DAMAGED, why))
+        return json.loads((run.folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        run.missing.append((name, NOT_THERE, why))
-    except (OSError, ValueError, RecursionError):
-        run.missing.append((name, DAMAGED, why))
+        problem = NOT_THERE
+    except (OSError, ValueError):
+        problem = DAMAGED
+    why = UNKNOWN.get(name, ("that result is left out", "略去这个结果"))
+    run.missing.append((name, problem, why))
     return kind()
 
 
@@ -334,13 +326,9 @@ def read_records(run: RunFiles) -> list[dict]:
     records, damaged = [], 0
     for line in read_text(run, "metrics.jsonl").splitlines():
         try:
-            record = json.loads(line)
-            if is_number(record["step"]) and is_number(record["time"]):
-                records.append(record)
-                continue
-        except (ValueError, TypeError, KeyError, RecursionError):
-            pass
-        damaged += bool(line.strip())
+            records.append(json.loads(line))
+        except ValueError:
+            damaged += 1
     if damaged:
         why = ("damaged lines are left out", "行损坏，已略去")
         run.missing.append(("metrics.jsonl", str(damaged), why))
@@ -380,29 +368,27 @@ def rows_of(run: RunFiles, name: str) -> list[tuple[str, str]]:
 
 def read_rows(run: RunFiles, name: str) -> list[tuple[str, str]]:
     """The rows that were scored. Raises `UserError` if the data set is gone or has other rows."""
-    result, count = run.results[name], len(run.hypotheses[name])
-    data = result.get("data") or run.config.get("data", "")
-    split = result.get("split", "test")
+    result = run.results[name]
+    lines = len(run.hypotheses[name])
+    if lines != result["sentences"]:
+        raise UserError(f"{name}.txt has {lines:,} lines, {result['sentences']:,} were scored")
+    data = result["data"]
     # Only the run's own data are looked for on the hub.
     is_of_hub = data == run.config.get("data") and not Path(data).is_absolute()
     if not is_of_hub and not Path(data).exists():
         raise UserError(f"{data} is not on this disk")
-    languages = [run.config["source"], run.config["target"]]
-    text = find_text(data, *result.get("columns", languages))
-    if split in ("train", "all"):  # "all": of data that have neither validation nor test rows
-        splits = ["train"] if split == "train" else list(text.files)
-        pairs = chain.from_iterable(text.pairs(part) for part in splits)
-        rows = list(islice(pairs, count))
-        may_be_fewer = True
+    text = find_text(data, *result["columns"])
+    split = result["split"]
+    if split == "train":
+        rows = text.pairs("train")
+    elif split == "all":  # of data that have neither validation nor test rows
+        rows = chain.from_iterable(map(text.pairs, text.files))
     else:
         rows = held_out_rows(text).get(split, [])
-        may_be_fewer = "first" in name  # evaluate.py --limit
-    if count > len(rows) or (count < len(rows) and not may_be_fewer):
-        raise UserError(f"{name}.txt has {count:,} lines, the data set {len(rows):,} rows")
-    rows = rows[:count]
-    if "rows" in result and result["rows"] != fingerprint_of(rows):
+    scored = list(islice(rows, lines))  # evaluate.py --limit scores the first ones
+    if result["rows"] != fingerprint_of(scored):
         raise UserError(f"{name} is of other rows than {data} has")
-    return rows
+    return scored
 
 
 def newest_run(runs: Path = Path("runs")) -> Path:

@@ -21,25 +21,19 @@ from validation import attention_of
 
 EXAMPLES = 3  # of the best, the middle and the worst translations each
 WIDEST = 20  # tokens of a sentence in a picture of attention, which fits the page
-
-
-def name_of(run: RunFiles) -> Fact:
-    """The head of a run's column."""
-    return Fact(run.name, run.name, run.name)
+PARAMETERS = ("train.log#parameters", "parameters", "参数量")
 
 
 def table(
-    page: Page,
-    runs: list[RunFiles],
-    rows: list[tuple],
-    mark: set[int] = frozenset(),
+    page: Page, runs: list[RunFiles], rows: list[tuple], mark: set[int] = frozenset()
 ) -> None:
     """A row for each (place, English, Chinese); `mark`: numbers of rows to colour."""
     cells = []
     for place, *texts in rows:
         values = [place(run) if callable(place) else run.look_up(place) for run in runs]
         cells.append([tuple(texts), *values])
-    page.table([("run", "实验"), *map(name_of, runs)], cells, mark)
+    names = [run.name for run in runs]
+    page.table([("run", "实验"), *names], cells, mark)
 
 
 # -------------------------------------------------------------------- the run
@@ -59,7 +53,7 @@ def summary(page: Page, runs: list[RunFiles]) -> None:
         (status, "status", "状态"),
         (RunFiles.seconds, "time", "总用时"),
         (last_step, "steps", "步数"),
-        (parameters, "parameters", "参数量"),
+        PARAMETERS,
         ("metrics.jsonl#train/loss#last", "last training loss", "最后的训练损失"),
         ("metrics.jsonl#valid/loss#min", "best validation loss", "最好的验证损失"),
         ("metrics.jsonl#valid/perplexity#min", "best validation perplexity", "最好的验证困惑度"),
@@ -105,21 +99,6 @@ def last_step(run: RunFiles) -> Fact | None:
         return None
     step = run.records[-1]["step"]
     return Fact(step, f"{step:,}", f"{run.name}/metrics.jsonl#step#last")
-
-
-def parameters(run: RunFiles) -> Fact | None:
-    """The number of parameters."""
-    return run.logged(r"(\d[\d,]*) parameters")
-
-
-def flops_per_token(run: RunFiles) -> Fact | None:
-    """Of a step's forward and backward pass."""
-    return run.logged(r"(\d[\d,]*) FLOPs a training token")
-
-
-def flops_per_image(run: RunFiles) -> Fact | None:
-    """The same in LeNet's lab."""
-    return run.logged(r"(\d[\d,]*) FLOPs a training image")
 
 
 def environment(page: Page, runs: list[RunFiles]) -> None:
@@ -181,9 +160,17 @@ def model(page: Page, runs: list[RunFiles]) -> None:
     """Parameters, FLOPs and print(model); the same layers of several runs once."""
     page.heading("Model", "模型")
     rows = [
-        (parameters, "parameters", "参数量"),
-        (flops_per_token, "FLOPs of a training token", "每个训练词元的浮点运算"),
-        (flops_per_image, "FLOPs of a training image", "每张训练图像的浮点运算"),
+        PARAMETERS,
+        (
+            "train.log#FLOPs a training token",
+            "FLOPs of a training token",
+            "每个训练词元的浮点运算",
+        ),
+        (
+            "train.log#FLOPs a training image",
+            "FLOPs of a training image",
+            "每张训练图像的浮点运算",
+        ),
     ]
     table(page, runs, rows)
     printed = {}
@@ -191,7 +178,7 @@ def model(page: Page, runs: list[RunFiles]) -> None:
         printed.setdefault(run.printed_model(), run.name)
     for text, name in printed.items():
         if text:
-            page.verbatim(Fact(None, text, f"{name}/train.log"))
+            page.verbatim(text, f"{name}/train.log")
 
 
 # -------------------------------------------------------------------- training
@@ -226,7 +213,7 @@ def hardware(page: Page, runs: list[RunFiles]) -> None:
     page.heading("Hardware use", "硬件使用情况")
     for run in tables:
         page.heading(f"{run.name} nvidia-smi", level=3)
-        page.verbatim(Fact(None, run.gpu_table, f"{run.name}/nvidia-smi.txt"))
+        page.verbatim(run.gpu_table, f"{run.name}/nvidia-smi.txt")
     if on_gpu and not tables:
         page.to_write(
             "Add what nvidia-smi shows during training: a screenshot (PNG) or nvidia-smi.txt "
@@ -296,8 +283,9 @@ CARD = [  # key in eval/*.json, and its text
 
 def results(page: Page, runs: list[RunFiles]) -> None:
     """The BLEU cards side by side, then the plain numbers of a lab's results."""
-    columns = [(run, name) for name in names_of_results(runs) for run in runs]
-    columns = [(run, name) for run, name in columns if name in run.results]
+    columns = []
+    for name in names_of_results(runs):
+        columns += [(run, name) for run in runs if name in run.results]
     if not columns:
         return
     page.heading("Results", "评测结果")
@@ -305,12 +293,12 @@ def results(page: Page, runs: list[RunFiles]) -> None:
     results_table(page, cards, CARD, with_runs=len(runs) > 1)
     others = [column for column in columns if column not in cards]
     keys = dict.fromkeys(key for run, name in others for key in run.results[name])
-    # A list or a dict does not fit into a cell.
-    plain = [
-        (f"{key}:,.6g", key.replace("_", " "))
-        for key in keys
-        if not any(isinstance(run.results[name].get(key), list | dict) for run, name in others)
-    ]
+    plain = []
+    for key in keys:
+        values = [run.results[name].get(key) for run, name in others]
+        # A list or a dict does not fit into a cell.
+        if not any(isinstance(value, list | dict) for value in values):
+            plain.append((f"{key}:,.6g", key.replace("_", " ")))
     results_table(page, others, plain, with_runs=len(runs) > 1)
 
 
@@ -348,7 +336,7 @@ def choose_examples(runs: list[RunFiles]) -> Examples:
     references = [reference for _, reference in rows]
     scores = [sentence_scores(references, run.hypotheses[name]) for run in runs]
     # Of equal scores the longer reference first: "Yes." is easily right.
-    order = sorted(range(len(rows)), key=lambda row: (-scores[0][row], -len(references[row]), row))
+    order = sorted(range(len(rows)), key=lambda row: (-scores[0][row], -len(references[row])))
     best, others = order[:EXAMPLES], order[EXAMPLES:]
     worst = others[-EXAMPLES:][::-1]
     between = others[:-EXAMPLES]
@@ -372,8 +360,7 @@ def translations(page: Page, examples: Examples) -> None:
         "is not the corpus BLEU.",
         "单句得分是 sacreBLEU 的 sentence BLEU，只供阅读参考：它们的平均不是语料级 BLEU。",
     )
-    first = examples.runs[0]
-    file = first.results[name].get("data", first.config["data"])
+    file = examples.runs[0].results[name]["data"]
     lines = []
     for part, numbers in examples.parts.items():
         for row in numbers:
@@ -385,7 +372,7 @@ def translations(page: Page, examples: Examples) -> None:
             lines.append(line)
     header = ["", ("source", "原文"), ("reference", "参考译文")]
     for run in examples.runs:
-        header += [name_of(run), ("score", "得分")]
+        header += [run.name, ("score", "得分")]
     page.table(header, lines)
 
 

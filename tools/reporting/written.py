@@ -87,7 +87,7 @@ def positional_encoding(page: Page, runs: list[RunFiles]) -> None:
         "自注意力对所有词元一视同仁：打乱输入，输出只是同样地打乱。"
         "所以每个位置 p 有一个向量，加到该处的词嵌入上：",
     )
-    page.verbatim(Fact(None, inspect.getsource(model.sinusoids).rstrip(), "model.py"))
+    page.verbatim(inspect.getsource(model.sinusoids).rstrip(), "model.py")
     page.bullets(
         [
             (
