@@ -84,13 +84,7 @@ def test_a_folder_without_train_cuts_it_from_validation_and_leaves_test_alone(tm
     assert "validation is cut at articles: 88.9% train, 11.1% validation; test as it" in notes[-1]
 
 
-@pytest.mark.parametrize(
-    "text, kind",
-    [
-        (wiki(), "articles"),
-        ("a b c\n" * 20, "lines"),
-    ],
-)
+@pytest.mark.parametrize("text, kind", [(wiki(), "articles"), ("a b c\n" * 20, "lines")])
 def test_one_file_is_cut_by_ratio_and_nothing_is_lost(tmp_path, text, kind):
     notes = []
     splits, _ = read_splits(str(write(tmp_path / "novel.txt", text)), (0.5, 0.25, 0.25), notes)
