@@ -6,8 +6,6 @@ from pathlib import Path
 from engine.errors import UserError
 from text.reading import KEYWORDS
 
-# Files about a corpus that lie beside it and are not part of it.
-NO_TEXT = ("readme", "license", "dataset_card")
 # The title line of a WikiText article, ` = Title = `; ` = = Section = = ` is not one.
 TITLE = re.compile(r"\s*= [^=].* =\s*")
 
@@ -38,14 +36,10 @@ def read_column(file: Path) -> list[str]:
 
     try:
         return pyarrow.parquet.read_table(file, columns=["text"]).column("text").to_pylist()
-    except KeyError:
-        columns = ", ".join(pyarrow.parquet.read_schema(file).names)
+    except (KeyError, OSError, pyarrow.ArrowException) as error:
         raise UserError(
-            f"{file} has no column text, only {columns}; give a folder of texts"
-        ) from None
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(
-            f"{file} is not a readable parquet file ({str(error)[:80]}); download it again"
+            f"{file} is not a parquet file with a column text ({str(error)[:80]}); "
+            "download it again"
         ) from None
 
 

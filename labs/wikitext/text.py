@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
-from labs.wikitext.files import NO_TEXT, TITLE, read_lines, split_of
+from labs.wikitext.files import TITLE, read_lines, split_of
 from text.reading import find_text
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ HOW_TO_GET = (
     "and name their folder with --data"
 )
 SPLITS = ("train", "validation", "test")
-SUFFIXES = (".txt", ".tokens", ".raw", ".md", ".parquet")
+SUFFIXES = (".txt", ".tokens", ".raw", ".parquet")
 UNK, EOS = "<unk>", "<eos>"
 # For text that nobody has tokenised: a Han character, a word, or a mark by itself.
 WORDS = re.compile(
@@ -146,15 +146,14 @@ def find_files(path: Path) -> dict[str, list[Path]]:
         )
     files_of = {}
     for file in sorted(path.iterdir()):
-        about = file.name.startswith(".") or file.stem.lower().startswith(NO_TEXT)
-        if file.is_file() and file.suffix in SUFFIXES and not about:
+        if file.is_file() and file.suffix in SUFFIXES and not file.name.startswith("."):
             files_of.setdefault(split_of(file), []).append(file)
     if not files_of:
         raise UserError(
             f"--data {path}: no text file there ({' '.join(SUFFIXES)}); give a text file"
         )
     named = {split: files_of[split] for split in SPLITS if split in files_of}
-    return named or files_of  # notes beside train.txt are not part of the text
+    return named or files_of  # a LICENSE.txt beside train.txt is not part of the text
 
 
 def cut_missing(

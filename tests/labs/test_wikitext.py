@@ -17,7 +17,7 @@ from engine.config import checked, parse_flags
 from engine.distributed import World
 from engine.telemetry import Telemetry
 from labs.wikitext import __main__ as wikitext
-from labs.wikitext import evaluation, glove
+from labs.wikitext import evaluation
 from labs.wikitext import text as texts
 from labs.wikitext.__main__ import HANDOUT, Config
 from labs.wikitext.evaluation import confusion_figure, evaluate, generate, windows
@@ -45,7 +45,6 @@ TINY = dict(
 def _seeded_without_data(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(texts, "DATA_PLACES", ())
-    monkeypatch.setattr(glove, "PLACES", ())
 
 
 def wiki(documents: int = 20, first: int = 0) -> str:
