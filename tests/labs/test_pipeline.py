@@ -6,7 +6,6 @@ ranks; the first writes down the results.
 
 import json
 import os
-import re
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import ROOT, Forked
-from helpers import refused, together
+from helpers import handout_commands, refused, together
 
 from engine import checkpoint
 from engine.config import checked, parse_flags
@@ -27,6 +26,7 @@ from labs.pipeline import __main__ as lab
 from labs.pipeline import data, mistakes, schedule, stages
 
 STEPS = 4
+PAGE = ROOT / "labs/pipeline/README.md"
 CPU = torch.device("cpu")
 SMALL = dict(
     d_model=16,
@@ -52,13 +52,6 @@ CASES = {  # name: (ranks, settings); 5, 7 and 9 layers do not divide
     "interleaved-3": (3, dict(ADAM, schedule="interleaved", stages_per_rank=2)),
     "zbv-3": (3, {**ADAM, **V}),
 }
-
-
-def required_commands() -> list[str]:
-    """The commands in the README's list of what the handout asks for."""
-    page = (ROOT / "labs/pipeline/README.md").read_text(encoding="utf-8")
-    section = page.partition("## What the handout asks for")[2].partition("\n## ")[0]
-    return list(dict.fromkeys(re.findall(r"`((?:python|torchrun) [^`]+)`", section)))
 
 
 def begin(config: lab.Config, dtype=torch.float64):
@@ -121,9 +114,9 @@ def run_trainings(rank: int, folder: Path) -> None:
     ]
     for config in runs:
         config[1].given = {"max_steps"}
-    for number, command in enumerate(required_commands()):
-        if "mistakes" not in command:  # tested below
-            flags = command.partition("labs.pipeline")[2].replace(" -- ", " ").split()
+    for number, (module, flags) in enumerate(handout_commands(PAGE)):
+        if module == "labs.pipeline":  # the mistakes are tested below
+            flags = [word for word in flags if word != "--"]
             flags += ["--max_steps", "3", "--log_every", "3", "--run", f"command-{number}"]
             flags += ["--num_layers", "2"]
             with patch.object(sys, "argv", ["labs.pipeline", *flags]):
@@ -260,7 +253,7 @@ def test_a_run_leaves_picture_curves_and_memory(ran, report_of):
 
 def test_the_commands_that_meet_the_handout_run(ran):
     """The loss that rank 0 logs is the global one."""
-    assert len(required_commands()) == 3
+    assert len(handout_commands(PAGE)) == 3
     for number in (0, 1):
         assert (ran["folder"] / f"runs/command-{number}/checkpoints/step-3").is_dir()
     log = (ran["folder"] / "runs/command-1/metrics.jsonl").read_text().splitlines()
