@@ -27,10 +27,7 @@ class Config:
     vocabulary: int = flag(0, "tokens; 0, also below: the preset's", "Data", min=0, fixed=True)
 
     size: str = flag(
-        "mini",
-        "preset (toy|mini|wide|deep|124m|355m|774m|1.5b|1.6b)",
-        "Model",
-        fixed=True,
+        "mini", "preset (toy|mini|wide|deep|124m|355m|774m|1.5b|1.6b)", "Model", fixed=True
     )
     model: str = flag(
         "own", "our model or Hugging Face's GPT2LMHeadModel (own|hf)", "Model", fixed=True

@@ -62,12 +62,7 @@ def remove(folders) -> None:
 def restore(path: Path, layout, optimizer) -> None:
     """Load the weights, the optimizer's moments and the loss scale, whatever layout wrote them."""
     tensors = tensors_of(layout, optimizer)
-    try:
-        dcp.load(tensors, checkpoint_id=path)
-    except (dcp.CheckpointException, RuntimeError, ValueError, OSError) as error:
-        raise UserError(
-            f"{path} does not fit this model or is damaged: {' '.join(str(error).split())[:200]}"
-        ) from None
+    dcp.load(tensors, checkpoint_id=path)
     for name, moments in tensors["optimizer"].items():
         local_optimizer(optimizer).state[layout.weights[name]] = moments
     scaler = read(path)["scaler"]
@@ -107,8 +102,7 @@ def read(path: Path) -> dict:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first."""
-    complete = [path for path in folder.glob("sharded-*") if (path / "state.json").exists()]
-    return sorted(complete, key=lambda path: int(path.name.rpartition("-")[2]))
+    return sorted(folder.glob("sharded-*"), key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def newest(run: Path) -> Path | None:

@@ -10,7 +10,6 @@ and grows with each row that ends. Started again, the command runs all rows agai
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from engine.config import flag, parse_flags
@@ -30,7 +29,6 @@ class Config:
         0, "most processes; 0: the GPUs of this machine, or its cores", "Table", min=0, max=64
     )
     precision: str = flag("fp32", "where a row names none (fp32|bf16|fp16)", "Table")
-    minutes: float = flag(10.0, "time limit of a row", "Table", above=0)
 
 
 if __name__ == "__main__":
@@ -38,9 +36,8 @@ if __name__ == "__main__":
 
 import torch
 
-from engine.telemetry import Log
 from labs.gpt.measure import cores
-from labs.gpt.rows import run_row, write_table
+from labs.gpt.rows import Table
 
 
 class Row(NamedTuple):
@@ -84,7 +81,7 @@ HEAD = (
 
 
 def cells_of(row: Row, outcome: dict) -> list:
-    """The row's cells from what `run_row` returned."""
+    """The row's cells from what `Table.train` returned."""
     name = f"{row.name}<br>`{row.flags}`" if row.flags else row.name
     if "failed" in outcome:
         cells = [name, row.processes, outcome["failed"]]
@@ -105,26 +102,18 @@ def main(config: Config) -> None:
     """Run every row that this machine has processes for, and write the table after each one."""
     gpus = torch.cuda.device_count()
     most = config.processes or gpus or cores()
-    card = torch.cuda.get_device_name().replace(" ", "-") if gpus else "cpu"
-    folder = Path(f"runs/compare-{config.size}-{card}")
-    folder.mkdir(parents=True, exist_ok=True)
-    log = Log()
-    log("data: random ids, not text: compare speed and memory; the losses only agree")
+    table = Table("compare", config.size, HEAD)
+    table.log("data: random ids, not text: compare speed and memory; the losses only agree")
     flags = ["--size", config.size, "--precision", config.precision]
     flags += ["--batch_size", str(config.batch_size), "--max_steps", str(config.steps)]
     flags += ["--eval_every", str(config.steps), "--keep", "0"]
-    rows, outcomes = [], []
-    for number, row in enumerate(ROWS):
+    for row in ROWS:
         if row.processes > most or ("fp16" in row.flags and not gpus):
             continue
         # The row's flags come last: they replace those of all rows.
-        words = [*flags, *row.flags.split()]
-        outcome = run_row(words, row.processes, folder / f"row-{number}", config.minutes)
-        outcomes.append({**row._asdict(), **outcome})
-        rows.append(cells_of(row, outcome))
-        log(f"{row.name:20} {row.processes}  {outcome.get('failed') or ', '.join(rows[-1][2:7])}")
-        write_table(folder, HEAD, rows, outcomes)
-    log(f"table: {folder / 'table.md'}")
+        outcome = table.train([*flags, *row.flags.split()], row.processes)
+        table.add(cells_of(row, outcome), outcome)
+    table.log(f"table: {table.folder / 'table.md'}")
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def load(config, sizes: Sizes, cache: Path, log) -> Data:
     if config.data == "random":
         log("data: random ids, not text: speed and memory are real, the loss shows no learning")
         return random_data(config, sizes)
-    documents, kind = read_documents(Path(config.data).expanduser())
+    documents = read_documents(Path(config.data).expanduser())
     vocabulary = config.vocabulary or sizes.vocabulary
     digest = hashlib.sha256("\0".join([f"{vocabulary}", *documents]).encode())
     folder = cache / f"gpt-{digest.hexdigest()[:16]}"
@@ -90,7 +90,7 @@ def load(config, sizes: Sizes, cache: Path, log) -> Data:
             prepare(documents, vocabulary, folder)
     data = open_prepared(folder, config, sizes)
     log(
-        f"data: {config.data}: {len(documents):,} {kind}, {len(data.ids['train']):,} tokens for "
+        f"data: {config.data}: {len(documents):,} documents, {len(data.ids['train']):,} tokens for "
         f"train, {len(data.ids['validation']):,} for validation; vocabulary {data.vocabulary:,}"
     )
     return data
@@ -144,8 +144,8 @@ def random_data(config, sizes: Sizes) -> Data:
     return Data(ids, sizes.sequence, config.batch_size, config.seed, sizes.vocabulary, key)
 
 
-def read_documents(path: Path) -> tuple[list[str], str]:
-    """The documents of a file, or of all .txt files of a folder, and what kind they are."""
+def read_documents(path: Path) -> list[str]:
+    """The documents of a .txt file, or of all those of a folder."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*.txt") if file.is_file())
@@ -155,36 +155,23 @@ def read_documents(path: Path) -> tuple[list[str], str]:
         if abstracts:
             files = [max(abstracts, key=lambda file: file.stat().st_size)]
     documents = []
-    kind = "lines"
     for file in files:
-        texts, kind = read_file(file)
-        documents += [text.strip() for text in texts if text.strip()]
+        documents += [text.strip() for text in read_file(file) if text.strip()]
     if len(documents) < 2:
         raise UserError(f"--data {path} has fewer than two documents; use more text")
-    return documents, kind
+    return documents
 
 
-def read_file(file: Path) -> tuple[list[str], str]:
-    """The abstracts of a table, or the lines of any other text; and which of the two."""
+def read_file(file: Path) -> list[str]:
+    """The abstracts of Web of Science's table, or the lines of any other text."""
+    if file.suffix != ".txt":
+        raise UserError(f"--data {file}: name a .txt file, a folder of them, or `random`")
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--data {file} cannot be read ({error}); name a UTF-8 text file, a folder of "
-            "them, or `random`"
-        ) from None
+        raise UserError(f"--data {file} cannot be read ({error}); name a UTF-8 text file") from None
     lines = text.split("\n")  # not splitlines: U+2028 and the like stand within a line
-    delimiter = "," if file.suffix == ".csv" else "\t"
-    columns = next(csv.reader(lines[:1], delimiter=delimiter))
-    if ABSTRACT in columns:
-        rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)  # undoes quotes
-        texts = [row[ABSTRACT] or "" for row in rows]
-        return texts, "abstracts; labels and keywords are not read"
-    # Web of Science's table is a .txt file: a header and a row with the same number of tabs.
-    tabs = [line.count("\t") for line in lines[:2]]
-    if file.suffix in (".csv", ".tsv") or (len(tabs) == 2 and 1 < tabs[0] == tabs[1]):
-        raise UserError(
-            f"--data {file} is a table without the column {ABSTRACT}; give this name to the column "
-            f"to read, one of {', '.join(columns)[:100]}"
-        )
-    return lines, "lines"
+    if ABSTRACT not in lines[0].split("\t"):
+        return lines
+    rows = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t")  # undoes quotes
+    return [row[ABSTRACT] or "" for row in rows]

@@ -12,11 +12,10 @@ from engine.meters import measured_peak_flops, peak_memory_gib
 
 
 class Steps:
-    """Seconds of each step; the first ones warm up and are not counted."""
+    """Seconds of each step; the first two warm up and are not counted."""
 
-    def __init__(self, device: torch.device, warm_up: int = 2):
+    def __init__(self, device: torch.device):
         self.device = device
-        self.warm_up = warm_up
         self.seconds = []
         self.begun = 0.0
 
@@ -33,7 +32,7 @@ class Steps:
     @property
     def median(self) -> float:
         """Seconds of a step."""
-        return statistics.median(self.seconds[self.warm_up :] or self.seconds)
+        return statistics.median(self.seconds[2:] or self.seconds)
 
 
 class Memory:

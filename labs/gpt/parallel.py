@@ -289,11 +289,7 @@ def shard(model: nn.Module, mesh, config, precision: Precision) -> None:
     reshard = config.data_parallel == "zero3"
     for part in [*model.h.values(), model]:
         fully_shard(
-            part,
-            mesh=mesh,
-            reshard_after_forward=reshard,
-            mp_policy=mixed,
-            offload_policy=offload,
+            part, mesh=mesh, reshard_after_forward=reshard, mp_policy=mixed, offload_policy=offload
         )
 
 

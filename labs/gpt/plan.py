@@ -42,10 +42,7 @@ def check_grid(config, sizes: Sizes, processes: int) -> None:
     data = max(1, processes // (tensor * pipe))
     mistakes = [
         (tensor > 1 and pipe > 1, "--tensor and --pipe do not work together; use one of them"),
-        (
-            pipe > 1 and zero != "ddp",
-            f"--data_parallel {zero} does not work with --pipe; use ddp",
-        ),
+        (pipe > 1 and zero != "ddp", f"--data_parallel {zero} does not work with --pipe; use ddp"),
         (
             pipe > 1 and config.precision == "fp16",
             "--precision fp16 does not work with --pipe; use bf16 or fp32",

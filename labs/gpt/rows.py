@@ -2,70 +2,65 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
+from engine.telemetry import Log
 from labs.gpt.measure import cores
 
-# What a run that fails prints, the most useful first: our own message (but not that another rank
-# has ended), the signal that torchrun names, an exception.
-REASONS = (
-    r"^error(?: \(rank \d+\))?: (?!another process of this run)(.*)$",
-    r"(Signal \d+ \(\w+\) received by PID \d+)",
-    r"^(?:\[rank\d+\]: )?(\w+(?:Error|Exception): .*)$",
-)
 
+class Table:
+    """table.md in runs/NAME-SIZE-CARD/, and table.json with all figures; they grow row by row."""
 
-def run_row(flags: list[str], processes: int, run: Path, minutes: float) -> dict:
-    """Train with these flags; returns the run's result.json, or {"failed": one line}.
+    def __init__(self, name: str, size: str, head: tuple):
+        card = "cpu"
+        if torch.cuda.is_available():
+            card = torch.cuda.get_device_name().replace(" ", "-")
+        self.folder = Path(f"runs/{name}-{size}-{card}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.head = head
+        self.rows = []
+        self.outcomes = []
+        self.log = Log()
 
-    `minutes`: the row's time limit. All rows share the same cores among their processes.
-    """
-    shutil.rmtree(run, ignore_errors=True)
-    launcher = ["-m"]
-    if processes > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone"]
-        launcher += ["--nproc_per_node", str(processes), "-m", "--"]
-    command = [sys.executable, *launcher, "labs.gpt", "--run", str(run.resolve()), *flags]
-    threads = max(1, cores() // processes)
-    options = dict(env={**os.environ, "OMP_NUM_THREADS": str(threads)}, text=True)
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **options
-    ) as process:
-        try:
-            _, errors = process.communicate(timeout=minutes * 60)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun then ends its processes; after a kill they would go on
-            process.communicate()
-            return {"failed": f"not done after {minutes:g} minutes"}
-    result = run / "result.json"
-    if result.exists():
-        return json.loads(result.read_text(encoding="utf-8"))
-    return {"failed": reason(errors, process.returncode)}
+    def train(self, flags: list[str], processes: int) -> dict:
+        """Train the next row with these flags; returns the run's result.json, or {"failed": …}.
 
+        All rows share the same cores among their processes.
+        """
+        run = self.folder / f"row-{len(self.rows)}"
+        shutil.rmtree(run, ignore_errors=True)
+        launcher = ["-m"]
+        if processes > 1:
+            launcher = ["-m", "torch.distributed.run", "--standalone"]
+            launcher += ["--nproc_per_node", str(processes), "-m", "--"]
+        command = [sys.executable, *launcher, "labs.gpt", "--run", str(run.resolve()), *flags]
+        threads = max(1, cores() // processes)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        output = run.with_suffix(".log")
+        with open(output, "w", encoding="utf-8") as file:
+            subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        result = run / "result.json"
+        if result.exists():
+            return json.loads(result.read_text(encoding="utf-8"))
+        return {"failed": f"failed, see {output.name}"}
 
-def reason(errors: str, code: int) -> str:
-    """A line that says why a run ended with this output and exit code."""
-    for pattern in REASONS:
-        found = re.search(pattern, errors, re.MULTILINE)
-        if found:
-            return found[1][:150].replace("|", "/")
-    if code < 0:  # 9 mostly means that the memory was full
-        return f"ended by signal {-code}"
-    return "ended without a message"
+    def add(self, cells: list, outcome: dict) -> None:
+        """Add a row to both files."""
+        self.rows.append(cells)
+        self.outcomes.append({**dict(zip(self.head, cells)), **outcome})
+        text = markdown_row(self.head) + "|---" * len(self.head) + "|\n"
+        text += "".join(map(markdown_row, self.rows))
+        (self.folder / "table.md").write_text(text, encoding="utf-8")
+        text = json.dumps(self.outcomes, indent=2, ensure_ascii=False) + "\n"
+        (self.folder / "table.json").write_text(text, encoding="utf-8")
+        self.log(markdown_row(cells).rstrip())
 
 
 def markdown_row(cells) -> str:
     """A line of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |\n"
-
-
-def write_table(folder: Path, head: tuple, rows: list[list], outcomes: list[dict]) -> None:
-    """Write table.md, and table.json with all figures of the runs."""
-    text = markdown_row(head) + "|---" * len(head) + "|\n" + "".join(map(markdown_row, rows))
-    (folder / "table.md").write_text(text, encoding="utf-8")
-    text = json.dumps(outcomes, indent=2, ensure_ascii=False) + "\n"
-    (folder / "table.json").write_text(text, encoding="utf-8")

@@ -11,7 +11,6 @@ Started again, the command runs all rows again.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from engine.config import flag, parse_flags
@@ -26,15 +25,11 @@ class Config:
     size: str = flag(
         "", "preset for width and sequence; default: 1.6b, on a CPU mini (mini|124m|1.6b)", "Scales"
     )
-    cards: int = flag(
-        0, "cards to use; 0: the GPUs of this machine, or 2 on a CPU", "Scales", min=0, max=64
-    )
     memory_gib: float = flag(
         0.0, "memory of a card; 0: its free memory less 1 GiB, or 0.25 on a CPU", "Scales", min=0
     )
     steps: int = flag(300, "steps of each row", "Scales", min=5)
     precision: str = flag("auto", "of matrix products (auto|fp32|bf16|fp16)", "Scales")
-    minutes: float = flag(60.0, "time limit of a row", "Scales", above=0)
 
 
 if __name__ == "__main__":
@@ -45,11 +40,10 @@ import torch
 from engine import distributed
 from engine.memory import GIB
 from engine.precision import choose_precision
-from engine.telemetry import Log
 from labs.gpt import plan
 from labs.gpt.__main__ import Config as TrainConfig
 from labs.gpt.__main__ import resolved, sizes_of
-from labs.gpt.rows import run_row, write_table
+from labs.gpt.rows import Table
 
 LESS_THAN = 7.0  # the handout: a final loss below 7 is a successful training
 HEAD = (
@@ -132,35 +126,27 @@ def main(config: Config) -> None:
     device = distributed.start("auto").device
     on_gpu = device.type == "cuda"
     precision = choose_precision(device, config.precision, training=True).name
-    cards = config.cards or (torch.cuda.device_count() if on_gpu else 2)
+    cards = torch.cuda.device_count() if on_gpu else 2
     if not config.memory_gib:
         config.memory_gib = 0.25
         if on_gpu:
             config.memory_gib = torch.cuda.mem_get_info()[0] / GIB - 1
     if not config.size:
         config.size = "1.6b" if on_gpu else "mini"
-    card = torch.cuda.get_device_name().replace(" ", "-") if on_gpu else "cpu"
-    folder = Path(f"runs/scales-{config.size}-{card}")
-    folder.mkdir(parents=True, exist_ok=True)
-    log = Log()
-    log(f"{cards} card(s) of {config.memory_gib:.2f} GiB ({card}), {precision}")
+    table = Table("scales", config.size, HEAD)
+    table.log(f"{cards} card(s) of {config.memory_gib:.2f} GiB, {precision}")
     if config.data == "random":
-        log("data: random ids, not text: no row can show learning; name a text with --data")
-    rows, outcomes = [], []
-    for number, scale in enumerate(SCALES):
+        table.log("data: random ids, not text: no row can show learning; name a text with --data")
+    for scale in SCALES:
         settings, need_gib = plan_scale(scale, config, precision)
         if scale.cards > cards:
             outcome = {"planned": f"needs {scale.cards} cards"}
         elif need_gib > config.memory_gib:
             outcome = {"planned": f"does not fit in {config.memory_gib:.2f} GiB"}
         else:
-            run = folder / f"scale-{number}"
-            outcome = run_row(flags_of(settings), scale.cards, run, config.minutes)
-        rows.append(cells_of(scale, settings, need_gib, outcome))
-        outcomes.append({**dict(zip(HEAD, rows[-1])), **outcome})
-        log(", ".join(map(str, rows[-1])))
-        write_table(folder, HEAD, rows, outcomes)
-    log(f"table: {folder / 'table.md'}")
+            outcome = table.train(flags_of(settings), scale.cards)
+        table.add(cells_of(scale, settings, need_gib, outcome), outcome)
+    table.log(f"table: {table.folder / 'table.md'}")
 
 
 if __name__ == "__main__":

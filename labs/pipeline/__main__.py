@@ -84,18 +84,18 @@ class Config:
             raise UserError(
                 f"--d_model {self.d_model} must be even and a multiple of --nhead {self.nhead}"
             )
-        if self.schedule in ("gpipe", "1f1b") and self.stages_per_rank != 1:
+        per_rank = self.stages_per_rank
+        possible = {
+            "gpipe": per_rank == 1,
+            "1f1b": per_rank == 1,
+            "interleaved": per_rank > 1,
+            "zb": True,
+            "zbv": per_rank == 2,  # one on each leg of the V
+        }
+        if not possible[self.schedule]:
             raise UserError(
-                f"--schedule {self.schedule} has one stage per process; omit --stages_per_rank"
-            )
-        if self.schedule == "interleaved" and self.stages_per_rank == 1:
-            raise UserError(
-                "--schedule interleaved needs several stages per process; set --stages_per_rank 2"
-            )
-        if self.schedule == "zbv" and self.stages_per_rank != 2:
-            raise UserError(
-                "--schedule zbv has two stages per process, one on each leg of the V; "
-                "set --stages_per_rank 2"
+                f"--schedule {self.schedule} does not work with --stages_per_rank {per_rank}; "
+                "gpipe and 1f1b need 1, zbv 2, interleaved 2 or more"
             )
         stages = ranks * self.stages_per_rank
         if stages > self.num_layers:
@@ -128,9 +128,7 @@ if __name__ == "__main__":
     config = parse_flags(Config, "train a Transformer in pipeline stages").fill_in()
 
 import math
-import os
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -143,34 +141,17 @@ from labs.pipeline.schedule import bubble_share
 from labs.pipeline.stages import PADDING, LanguageModel, Pipeline
 
 
-@dataclass
-class State:
-    """What a checkpoint keeps besides the weights and the optimizer's moments."""
-
-    step: int = 0
-
-
 def train(config: Config) -> Path:
     """Train from the first step to the last checkpoint; returns the run's folder."""
     config = saved_settings(config)
-    # Check settings and data before the processes meet: if one left while others still joined,
-    # those would report errors of their own.
-    distributed.adopt_srun()
-    ranks = os.environ.get("WORLD_SIZE", "")
-    if ranks == "1":
-        raise UserError(
-            "a pipeline under torchrun needs two processes: "
-            "torchrun --nproc_per_node 2 -m labs.pipeline; "
-            "for one stage alone use `python -m labs.pipeline`"
-        )
-    config.check(int(ranks) if ranks.isdecimal() else 1)
-    sequences, vocabulary = load(config)
     world = distributed.start(config.device)
+    config.check(world.size)
+    sequences, vocabulary = load(config)
     with Run(config, "pipeline", world) as run:
         config, log = run.config, run.log
 
         # -------- model: every rank builds the whole model on the CPU and keeps its own stages
-        state = State(run.saved_state["step"] if run.saved_state else 0)
+        step = run.saved_state["step"] if run.saved_state else 0  # steps done
         torch.manual_seed(config.seed)
         model = LanguageModel(vocabulary, config.length, config)
         run.restore(model)
@@ -197,21 +178,21 @@ def train(config: Config) -> Path:
 
         # -------- the loop
         recorded, speeds = [], []  # events of all ranks (on rank 0), tokens per second
-        first_step = saved_step = state.step
+        first_step = saved_step = step
         loss_sum, targets = 0.0, 0  # since the last log line
         log_time = time.perf_counter()
         while True:
             # Between two steps: is the run over? A signal to any rank stops all of them.
             interrupted = bool(world.maximum(run.interrupted())[0])
-            finished = state.step >= total_steps
-            save_due = finished or interrupted or state.step % config.save_every == 0
-            if save_due and state.step > saved_step:
-                save(run, pipeline, optimizer, state)
-                saved_step = state.step
+            finished = step >= total_steps
+            save_due = finished or interrupted or step % config.save_every == 0
+            if save_due and step > saved_step:
+                save(run, pipeline, optimizer, step)
+                saved_step = step
             if finished or interrupted:
                 break
 
-            step = state.step + 1
+            step += 1
             log_due = step % log_every == 0 or step == total_steps
             # Reading the clock makes a GPU wait, so only steps with a log line are recorded.
             pipeline.recorder.on = log_due
@@ -226,7 +207,6 @@ def train(config: Config) -> Path:
                     f"smaller --lr than {config.lr:g}"
                 )
             optimizer.step()
-            state.step = step
             loss_sum += loss
             targets += int((target != PADDING).sum())
 
@@ -250,7 +230,7 @@ def train(config: Config) -> Path:
                 log_time = time.perf_counter()
             pipeline.recorder.take()  # the events of this step are used or dropped
 
-        report(pipeline, run, recorded, speeds, state.step)
+        report(pipeline, run, recorded, speeds, step)
         run.close("all steps are done" if finished else INTERRUPTED)
         return run.folder
 
@@ -277,11 +257,11 @@ def gather_model(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> tuple[
     return weights, moments
 
 
-def save(run: Run, pipeline: Pipeline, optimizer: torch.optim.Optimizer, state: State) -> None:
+def save(run: Run, pipeline: Pipeline, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Save the model of all ranks as one checkpoint (`run.save` would save rank 0's part only)."""
     gathered = gather_model(pipeline, optimizer)
     if gathered:
-        checkpoint.save(run.folder / "checkpoints", state.step, *gathered, asdict(state))
+        checkpoint.save(run.folder / "checkpoints", step, *gathered, {"step": step})
 
 
 def restore_optimizer(saved: dict, pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:

@@ -4,7 +4,6 @@ N sequences in all, B in a batch, S tokens that the model sees.
 """
 
 import math
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +21,6 @@ def load(config) -> tuple[Tensor, int]:
     return sequences, max(100, config.sequences)  # the handout's VOCAB_SIZE is 100
 
 
-@lru_cache(maxsize=1)
-def order_of_epoch(rows: int, seed: int, epoch: int) -> Tensor:
-    """A random order of the rows."""
-    return torch.randperm(rows, generator=torch.Generator().manual_seed(1_000_003 * seed + epoch))
-
-
 def batch_of_step(
     sequences: Tensor, step: int, batch_size: int, seed: int
 ) -> tuple[Tensor, Tensor]:
@@ -38,7 +31,8 @@ def batch_of_step(
     """
     steps_per_epoch = math.ceil(len(sequences) / batch_size)
     epoch, number = divmod(step - 1, steps_per_epoch)
-    order = order_of_epoch(len(sequences), seed, epoch)
+    generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
+    order = torch.randperm(len(sequences), generator=generator)
     rows = sequences[order[number * batch_size : (number + 1) * batch_size]].long()
     rows = F.pad(rows, (0, 0, 0, batch_size - len(rows)), value=PADDING)  # (B, S+1)
     # PADDING has no embedding: as an input it is token 0.

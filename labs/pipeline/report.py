@@ -11,7 +11,6 @@ from labs.pipeline.schedule import (
     bubble_share,
     mean_seconds,
     most_held,
-    order_of,
     simulate,
 )
 from labs.pipeline.stages import Pipeline, stages_of_rank
@@ -44,12 +43,11 @@ def report(
     recorded = sorted(recorded, key=lambda events: bubble_share(events, ranks))
     shares = [bubble_share(events, ranks) for events in recorded]
     events = recorded[len(recorded) // 2]  # the step with the median bubble
-    order = order_of(events)
     theory = bubble_in_theory(config.schedule, ranks, config.stages_per_rank, config.micro_batches)
     if theory is None:  # no formula: this order with F = I = W
-        equal_times = simulate(order, lambda kind, stage: 2.0 if kind == "B" else 1.0)
+        equal_times = simulate(events, lambda kind, stage: 2.0 if kind == "B" else 1.0)
         theory = bubble_share(equal_times, ranks)
-    simulated = bubble_share(simulate(order, mean_seconds(events)), ranks)
+    simulated = bubble_share(simulate(events, mean_seconds(events)), ranks)
     run.log(
         f"bubble: measured {median(shares):.1%}, the median of {len(shares)} steps; in theory "
         f"{theory:.1%}; this order simulated with the measured times of its parts {simulated:.1%}"
@@ -58,7 +56,7 @@ def report(
     for rank, (weights, peak) in enumerate(memory):
         stages = ", ".join(map(str, stages_of_rank(rank, ranks, config)))
         line = f"rank {rank} (stage {stages}): {weights:,} weights, activations of at most "
-        line += f"{most_held(order[rank])} forward passes at a time"
+        line += f"{most_held(events, rank)} forward passes at a time"
         if peak:
             line += f", peak memory {peak / MIB:.2f} MiB"
         run.log(line)

@@ -109,55 +109,40 @@ def bubble_in_theory(
     return idle / (idle + 3 * stages_per_rank * micro_batches)
 
 
-def order_of(events: list[Event]) -> dict[int, list[tuple[str, int, int]]]:
-    """For each rank its work in order, as (kind, stage, micro-batch)."""
-    order = defaultdict(list)
-    for event in sorted(events, key=lambda event: event.start):
-        order[event.rank].append((event.kind, event.stage, event.micro_batch))
-    return dict(order)
-
-
-def most_held(work: list[tuple[str, int, int]]) -> int:
-    """Of one rank's work in order: the most forward passes that wait for their backward pass."""
+def most_held(events: list[Event], rank: int) -> int:
+    """The most forward passes of a rank that wait for their backward pass."""
     held = most = 0
-    for kind, _, _ in work:
-        if kind == "F":
+    for event in sorted(events, key=lambda event: event.start):
+        if event.rank != rank:
+            continue
+        if event.kind == "F":
             held += 1
-        elif kind in ("B", "W"):  # after I the weights' gradients still need the activations
+        elif event.kind in ("B", "W"):  # after I the weights' gradients still need the activations
             held -= 1
         most = max(most, held)
     return most
 
 
-def simulate(order: dict[int, list[tuple[str, int, int]]], seconds) -> list[Event]:
-    """The events if all work begins as soon as its rank is free and its input has been computed.
+def simulate(events: list[Event], seconds) -> list[Event]:
+    """The same work, each piece as soon as its rank is free and its input has been computed.
 
-    `seconds(kind, stage)` is the time it takes. Raises `ValueError` for an order that waits for
-    itself.
+    `seconds(kind, stage)` is the time it takes. Each rank keeps the order in which it worked.
     """
-    last_stage = max(stage for work in order.values() for _, stage, _ in work)
-    waiting = {rank: list(work) for rank, work in order.items()}
+    last_stage = max(event.stage for event in events)
     free = defaultdict(float)  # rank → when it has finished its last piece of work
     done = {}  # (kind, stage, micro-batch) → when it was finished
-    events = []
-    while any(waiting.values()):
-        count = len(events)
-        for rank, work in waiting.items():
-            while work:
-                kind, stage, micro_batch = work[0]
-                needed = input_of(kind, stage, micro_batch, last_stage)
-                if needed and needed not in done:
-                    break
-                work.pop(0)
-                start = max(free[rank], done[needed] if needed else 0.0)
-                end = free[rank] = start + seconds(kind, stage)
-                done[kind, stage, micro_batch] = end
-                if kind == "B":  # a full backward pass also gives the gradients of the inputs
-                    done["I", stage, micro_batch] = end
-                events.append(Event(rank, kind, stage, micro_batch, start, end))
-        if len(events) == count:
-            raise ValueError("this order waits for itself")
-    return events
+    simulated = []
+    # What a piece of work needs began before it, so in this order it is simulated already.
+    for event in sorted(events, key=lambda event: event.start):
+        rank, kind, stage, micro_batch = event[:4]
+        needed = input_of(kind, stage, micro_batch, last_stage)
+        start = max(free[rank], done.get(needed, 0.0))
+        end = free[rank] = start + seconds(kind, stage)
+        done[kind, stage, micro_batch] = end
+        if kind == "B":  # a full backward pass also gives the gradients of the inputs
+            done["I", stage, micro_batch] = end
+        simulated.append(event._replace(start=start, end=end))
+    return simulated
 
 
 def input_of(kind: str, stage: int, micro_batch: int, last_stage: int):

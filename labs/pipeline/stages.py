@@ -125,11 +125,6 @@ def summed_loss(logits: Tensor, target: Tensor) -> Tensor:
     )
 
 
-def layers_of_stages(num_layers: int, stages: int) -> list[list[int]]:
-    """The layers of each stage, in order; where they do not divide, the first stages have more."""
-    return [part.tolist() for part in torch.arange(num_layers).tensor_split(stages)]
-
-
 def stages_of_rank(rank: int, ranks: int, config) -> list[int]:
     """In a loop over the ranks (0 1 2 0 1 2); for ZB-V there and back (0 1 2 2 1 0)."""
     if config.schedule == "zbv":
@@ -155,7 +150,9 @@ class Pipeline:
         self.world = world
         self.targets = 0  # in the current batch
         self.recorder = Recorder(world.rank, world.device)
-        parts = layers_of_stages(len(model.layers), world.size * config.stages_per_rank)
+        # The layers of each stage; where they do not divide, the first stages have more.
+        layers = torch.arange(len(model.layers))
+        parts = [part.tolist() for part in layers.tensor_split(world.size * config.stages_per_rank)]
         rows = config.batch_size // config.micro_batches
         length = len(model.embedding.positions)
         example = torch.zeros(rows, length, dtype=torch.long)

@@ -1,7 +1,7 @@
 """A Transformer language model on WikiText-2 or any text. Every run writes to runs/NAME/.
 
 python -m labs.wikitext                                   # /opt/wikitext-2, else the bundled sample
-python -m labs.wikitext --preset handout                  # GloVe, lower case, dynamic sampling
+python -m labs.wikitext --preset handout --glove glove.6B.50d.txt  # lower case, dynamic sampling
 python -m labs.wikitext --data novel.txt --glove glove.6B.50d.txt  # any text; GloVe embeddings
 python -m labs.wikitext --sampling dynamic                # hard segments more often
 python -m labs.wikitext --resume runs/NAME --generate "The ship"   # continue; continue a text
@@ -30,7 +30,7 @@ from engine.errors import UserError, run_script
 from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
 from labs.wikitext.evaluation import SCORES, evaluate, samples, write_result
-from labs.wikitext.glove import find_glove, load_glove
+from labs.wikitext.glove import load_glove
 from labs.wikitext.model import LanguageModel, SmoothedLoss, flops_per_token
 from labs.wikitext.sampler import SegmentSampler, gather_segments
 from labs.wikitext.text import Text, find_data, prepare
@@ -321,12 +321,15 @@ def train(config: Config) -> Path:
 
 
 def apply_preset(config: Config) -> None:
-    """--preset handout: its settings, except for those that flags set, and GloVe vectors."""
+    """--preset handout: its settings, except for those that flags set. It needs GloVe vectors."""
     if config.preset == "handout":
-        for name, value in HANDOUT.items():
-            if name not in config.given:
-                setattr(config, name, value)
-        config.glove = config.glove or find_glove()
+        for name in HANDOUT.keys() - config.given:
+            setattr(config, name, HANDOUT[name])
+        if not config.glove:
+            raise UserError(
+                "--preset handout begins with GloVe vectors; unpack "
+                "https://nlp.stanford.edu/data/glove.6B.zip and give --glove glove.6B.50d.txt"
+            )
 
 
 def read_text(config: Config) -> tuple[Text, Tensor | None, Config]:

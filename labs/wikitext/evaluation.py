@@ -138,21 +138,20 @@ def write_result(run: Run, step: int, text: Text, scores: dict) -> None:
     """
     figures = ", ".join(f"{name.replace('_', ' ')} {scores[name]:.4f}" for name in SCORES)
     run.log(f"test: {figures}")
-    note = SAMPLE_NOTE if text.sample else ""
-    if note:
-        run.log(f"note: {note}")
+    if not run.config.data:
+        run.log(f"note: {SAMPLE_NOTE}")
     result = {
         **scores,
         "tokens": len(text.ids["test"]),
         "vocabulary": len(text.vocabulary.tokens),
-        "data": note or run.config.data,
+        "data": run.config.data or SAMPLE_NOTE,
     }
     folder = run.folder / "eval"
     folder.mkdir(exist_ok=True)
     content = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
     (folder / "test.json").write_text(content, encoding="utf-8")
     names, counts = scores["confusion"]["tokens"], scores["confusion"]["counts"]
-    figure = confusion_figure(names, counts, note)
+    figure = confusion_figure(names, counts)
     figure.savefig(folder / "confusion.png", dpi=100)
     run.telemetry.figure("test/confusion", step, figure)
     for number, row in enumerate(counts):
@@ -165,7 +164,7 @@ def write_result(run: Run, step: int, text: Text, scores: dict) -> None:
     run.telemetry.hyperparameters(run.config, results)
 
 
-def confusion_figure(names: list[str], counts: list[list[int]], note: str):
+def confusion_figure(names: list[str], counts: list[list[int]]):
     """The table (K, K + 1) as a matplotlib figure: the share of each guess in its row."""
     from matplotlib.figure import Figure
 
@@ -180,6 +179,4 @@ def confusion_figure(names: list[str], counts: list[list[int]], note: str):
     axes.set_xlabel("likeliest token of the model")
     axes.set_ylabel("token in the test text")
     figure.colorbar(image, label="share of the row")
-    if note:
-        figure.supxlabel(note, fontsize=8, color="crimson")
     return figure

@@ -9,22 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
-from labs.wikitext.text import EOS, ROOT, UNK
-
-# Where --preset handout looks for vectors without a flag.
-PLACES = (Path("/opt/glove"), ROOT.parent / "glove")
-
-
-def find_glove() -> str:
-    """The first text file of vectors in PLACES. Raises `UserError` if there is none."""
-    for place in PLACES:
-        for file in sorted(place.glob("glove*.txt")):
-            return str(file)
-    raise UserError(
-        "--preset handout begins with GloVe vectors, and there are none in "
-        f"{' or '.join(map(str, PLACES))}; unpack https://nlp.stanford.edu/data/glove.6B.zip "
-        "and give --glove glove.6B.50d.txt"
-    )
+from labs.wikitext.text import EOS, UNK
 
 
 def load_glove(path: Path, tokens: list[str]) -> tuple[Tensor, Tensor]:

@@ -17,10 +17,10 @@ class SegmentSampler:
         w = 0 in the first epoch, else max(0, 1 − e / (0.7 · E))
 
     ℓ_i: mean plain loss of its tokens, in nats, over its visits since the last draw (without a
-    visit: as it was; before any: the mean of the others); e: epochs done; E: epochs in all. So a
-    segment's extra share is proportional to its perplexity. w falls from nearly 1 to 0 where the
-    learning rate begins to fall: the last 30 % of the epochs are static again. One draw serves
-    `resample_every` epochs, in another order each; e is the first of them.
+    visit: as it was); e: epochs done; E: epochs in all. So a segment's extra share is proportional
+    to its perplexity. w falls from nearly 1 to 0 where the learning rate begins to fall: the last
+    30 % of the epochs are static again. One draw serves `resample_every` epochs, in another order
+    each; e is the first of them.
 
     A draw takes M segments by systematic resampling: i comes ⌊M p_i⌋ or ⌈M p_i⌉ times and M p_i
     times in expectation, so at w = 0 each comes exactly once. It is a function of (losses, seed,
@@ -33,8 +33,8 @@ class SegmentSampler:
         self.lengths = (token_count - self.starts).clamp_max(config.segment)  # (M,)
         self.config = config
         count = len(self.starts)
-        # ℓ; NaN: never visited.
-        self.losses = torch.full((count,), float("nan"), dtype=torch.float64)
+        # ℓ. The first draw, with w = 0, visits every segment: then each has a loss.
+        self.losses = torch.zeros(count, dtype=torch.float64)
         # Nats and visits since the last draw, of this rank. The nats stay on the GPU until then.
         self.sums = torch.zeros(count, dtype=torch.float64, device=device)
         self.visits = torch.zeros(count, dtype=torch.float64)
@@ -57,12 +57,8 @@ class SegmentSampler:
 
     def probabilities(self, epoch: int) -> Tensor:
         """p, (M,)."""
-        uniform = torch.full_like(self.losses, 1 / len(self.losses))
-        weight = self.weight(epoch)
-        if weight == 0 or self.losses.isnan().all():
-            return uniform
-        losses = self.losses.nan_to_num(self.losses.nanmean().item())
-        return (1 - weight) * uniform + weight * losses.softmax(0)
+        weight, uniform = self.weight(epoch), 1 / len(self.losses)
+        return (1 - weight) * uniform + weight * self.losses.softmax(0)
 
     def plan(self, epoch: int) -> Tensor:
         """The segments of this epoch in order, (M,)."""
@@ -105,18 +101,20 @@ class SegmentSampler:
         }
 
     def state_dict(self, world: World) -> dict:
-        """As JSON, which has no NaN. All ranks call it."""
+        """As JSON. All ranks call it."""
         sums, visits = self.over_ranks(world)
-        losses = [None if loss != loss else loss for loss in self.losses.tolist()]
-        return {"losses": losses, "sums": sums.tolist(), "visits": visits.tolist()}
+        return {
+            "losses": self.losses.tolist(),
+            "sums": sums.tolist(),
+            "visits": visits.tolist(),
+        }
 
     def load_state_dict(self, state: dict, world: World) -> None:
         """The sums of all ranks go to rank 0, for they are added up again."""
-        losses = [float("nan") if loss is None else loss for loss in state["losses"]]
-        self.losses = torch.tensor(losses, dtype=torch.float64)
+        self.losses.copy_(torch.tensor(state["losses"], dtype=torch.float64))
         if world.is_main:
             self.sums.copy_(torch.tensor(state["sums"], dtype=torch.float64))
-            self.visits = torch.tensor(state["visits"], dtype=torch.float64)
+            self.visits.copy_(torch.tensor(state["visits"]))
 
     def over_ranks(self, world: World) -> tuple[Tensor, Tensor]:
         """Nats and visits of all ranks since the last draw."""

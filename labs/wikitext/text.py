@@ -10,7 +10,7 @@ begins with a line ` = title = `, and every line, an empty one too, ends with th
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
-from labs.wikitext.files import NO_TEXT, TITLE, read_lines, split_of
-from text.reading import find_text
+from text.reading import find_text, split_of
 
 ROOT = Path(__file__).parents[2]
 # Where WikiText-2 is looked for without a flag: /opt, and beside the repository.
@@ -31,8 +30,10 @@ HOW_TO_GET = (
     "and name their folder with --data"
 )
 SPLITS = ("train", "validation", "test")
-SUFFIXES = (".txt", ".tokens", ".raw", ".md", ".parquet")
+SUFFIXES = (".txt", ".tokens", ".raw", ".parquet")
 UNK, EOS = "<unk>", "<eos>"
+# The title line of a WikiText article, ` = Title = `; ` = = Section = = ` is not one.
+TITLE = re.compile(r"\s*= [^=].* =\s*")
 # For text that nobody has tokenised: a Han character, a word, or a mark by itself.
 WORDS = re.compile(
     r"<unk>|[\u4e00-\u9fff]|[^\W\u4e00-\u9fff]+(?:['’-][^\W\u4e00-\u9fff]+)*|[^\w\s]"
@@ -82,8 +83,7 @@ class Text:
 
     vocabulary: Vocabulary
     ids: dict[str, Tensor]  # split → (T,) int64
-    notes: list[str] = field(default_factory=list)  # what was read and cut, for the log
-    sample: bool = False  # the bundled sample stands in for WikiText-2
+    notes: list[str]  # what was read and cut, for the log
 
 
 def prepare(
@@ -91,7 +91,7 @@ def prepare(
 ) -> Text:
     """Read, split and tokenise. `path` "": the sample; `vocab` 0: words seen `min_count` times."""
     notes = []
-    splits, sample = read_splits(path, ratios, notes)
+    splits = read_splits(path, ratios, notes)
     marks = has_marks_on_words(splits["train"], notes)
     words = [cut_words(line, marks, lowercase) for line in splits["train"]]
     vocabulary = Vocabulary(choose_words(words, vocab, min_count), marks, lowercase)
@@ -104,21 +104,18 @@ def prepare(
     shares = ", ".join(f"{share:.1%} of {split}" for split, share in unknown.items())
     notes.append(f"vocabulary: {len(vocabulary.tokens):,} words; {UNK} is {shares}")
     notes.append("tokens: " + ", ".join(f"{len(ids[split]):,} {split}" for split in SPLITS))
-    return Text(vocabulary, ids, notes, sample)
+    return Text(vocabulary, ids, notes)
 
 
 # -------- files and splits
 
 
-def read_splits(
-    path: str, ratios: tuple[float, ...], notes: list[str]
-) -> tuple[dict[str, list[str]], bool]:
-    """The lines of each split, and whether they are the bundled sample's."""
+def read_splits(path: str, ratios: tuple[float, ...], notes: list[str]) -> dict[str, list[str]]:
+    """The lines of each split; of the bundled sample without a path."""
     if not path:
         notes.append(f"data: {SAMPLE_NOTE}. For WikiText-2 {HOW_TO_GET}")
         pairs = find_text(str(ROOT / "sample"), "zh", "en")
-        english = {split: [en for _, en in pairs.pairs(split)] for split in SPLITS}
-        return english, True
+        return {split: [en for _, en in pairs.pairs(split)] for split in SPLITS}
     splits = {}
     for split, files in find_files(Path(path)).items():
         splits[split] = [line for file in files for line in read_lines(file)]
@@ -126,7 +123,7 @@ def read_splits(
         notes.append(f"data: {split or 'text'} from {names} in {path}")
         if not any(line.strip() for line in splits[split]):
             raise UserError(f"{path}: {names} holds no text; give a file with text")
-    return cut_missing(splits, ratios, notes), False
+    return cut_missing(splits, ratios, notes)
 
 
 def find_data(data: str) -> str:
@@ -146,15 +143,47 @@ def find_files(path: Path) -> dict[str, list[Path]]:
         )
     files_of = {}
     for file in sorted(path.iterdir()):
-        about = file.name.startswith(".") or file.stem.lower().startswith(NO_TEXT)
-        if file.is_file() and file.suffix in SUFFIXES and not about:
-            files_of.setdefault(split_of(file), []).append(file)
+        if file.is_file() and file.suffix in SUFFIXES and not file.name.startswith("."):
+            files_of.setdefault(split_of(file.name) or "", []).append(file)
     if not files_of:
         raise UserError(
             f"--data {path}: no text file there ({' '.join(SUFFIXES)}); give a text file"
         )
     named = {split: files_of[split] for split in SPLITS if split in files_of}
-    return named or files_of  # notes beside train.txt are not part of the text
+    return named or files_of  # a LICENSE.txt beside train.txt is not part of the text
+
+
+def read_lines(file: Path) -> list[str]:
+    """The lines of a text file, or of the column `text` of a parquet file.
+
+    Hugging Face offers WikiText as parquet only. A row there is a line, or a text of several.
+    """
+    if file.suffix == ".parquet":
+        lines = []
+        for row in read_column(file):
+            lines += (row or "").splitlines() or [""]  # an empty row is an empty line
+        return lines
+    try:
+        return file.read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}; give another text file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{file} is not UTF-8 (byte {error.start}); convert it first, e.g. with iconv"
+        ) from None
+
+
+def read_column(file: Path) -> list[str]:
+    """The column `text` of a parquet file. Raises `UserError` if there is none."""
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_table(file, columns=["text"]).column("text").to_pylist()
+    except (KeyError, OSError, pyarrow.ArrowException) as error:
+        raise UserError(
+            f"{file} is not a parquet file with a column text ({str(error)[:80]}); "
+            "download it again"
+        ) from None
 
 
 def cut_missing(

@@ -29,9 +29,8 @@ from random_models import needs_compiler, unlimited
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.config import parse_flags
-from engine.distributed import World
 from engine.precision import Precision
-from labs.gpt import compare, generate, measure, plan, rows, scales
+from labs.gpt import compare, generate, measure, plan, scales
 from labs.gpt.__main__ import Config, resolved, sizes_of, train
 from labs.gpt.checkpoints import load_weights, newest
 from labs.gpt.data import Data, read_documents
@@ -274,19 +273,6 @@ def test_heads_of_any_width_are_padded_on_a_gpu_without_another_result(monkeypat
     assert {call.args[0].shape[-1] for call in attend.call_args_list} == {16}
 
 
-def test_ranks_that_share_cores_measure_their_peak_one_at_a_time(monkeypatch):
-    monkeypatch.setattr(measure, "measured_peak_flops", lambda *_: 8.0)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(World, "sum", lambda self, value: value * self.size)
-    for cores, size, peak in ((2, 1, 8), (8, 2, 16), (2, 2, 8), (1, 4, 4)):
-        wait = Mock()
-        monkeypatch.setattr(World, "maximum", wait)
-        monkeypatch.setattr(measure, "cores", lambda cores=cores: cores)
-        world = World(0, size, torch.device("cpu"))
-        assert measure.peak_flops(world, torch.float32) == peak
-        assert wait.call_count == size  # after each rank's turn
-
-
 # ---- the planner ---------------------------------------------------------------------------------
 
 
@@ -380,45 +366,31 @@ def write_table(folder: Path) -> Path:
 
 
 def test_only_abstracts_are_read(tmp_path):
-    documents, kind = read_documents(write_table(tmp_path / "wos"))
+    documents = read_documents(write_table(tmp_path / "wos"))
     assert len(documents) == 60 and documents[20].endswith('"quoted" 20.')
     assert "SecretLabel" not in " ".join(documents)
-    assert "labels and keywords are not read" in kind
     for name, count in (("WOS5736", 25), ("WOS11967", 50)):  # of the archive's the largest
         (tmp_path / name).mkdir()
         abstracts = "\n".join(f"abstract {number}" for number in range(count))
         (tmp_path / name / "X.txt").write_text(abstracts)
         (tmp_path / name / "Y.txt").write_text("1\n" * count)
-    documents, _ = read_documents(tmp_path)
+    documents = read_documents(tmp_path)
     assert len(documents) == 50 and all(text.startswith("abstract") for text in documents)
 
 
 def test_texts_of_lines(tmp_path):
     novel = tmp_path / "novel.txt"
     novel.write_text("\tChapter One\nIt was\u2028a\x85night.\n\nend\n", "utf-8")
-    documents, _ = read_documents(tmp_path)
+    documents = read_documents(tmp_path)
     assert documents == ["Chapter One", "It was\u2028a\x85night.", "end"]
     novel.write_bytes(b"\xff\xfe")
     with refused("novel.txt cannot be read"):
         read_documents(tmp_path)
-    with refused("missing cannot be read"):
-        read_documents(tmp_path / "missing")
+    with refused("table.csv: name a .txt file"):
+        read_documents(tmp_path / "table.csv")
     novel.write_text("one")
     with refused("fewer than two documents"):
         read_documents(novel)
-
-
-def test_tables(tmp_path):
-    other = "other,tables\n1,2\n"
-    for name, text in (("a.csv", other), ("b.tsv", other.replace(",", "\t")), ("c.tsv", "line\n")):
-        (tmp_path / name).write_text(text)
-        with refused(f"{name} is a table without the column Abstract; give this name"):
-            read_documents(tmp_path / name)
-    (tmp_path / "d.txt").write_text("a\tb\tabstract\n1\t2\tthree\n")
-    with refused("one of a, b, abstract"):
-        read_documents(tmp_path)
-    (tmp_path / "e.csv").write_text('"Year","Abstract"\n1,"one, two"\n2,\n3,three\n')
-    assert read_documents(tmp_path / "e.csv")[0] == ["one, two", "three"]
 
 
 def test_batches():
@@ -441,7 +413,7 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys, report_of):
         train(config_of(resume=str(folder)))
     values = losses(folder)
     assert values[0] > 5.5 and values[-1] < 4.5
-    assert "labels and keywords are not read" in capsys.readouterr().out
+    assert "60 documents" in capsys.readouterr().out
     generate.main(generate.Config(ckpt="text", tokens=8))  # runs/text
     assert len(capsys.readouterr().out.split()) >= 4
     (folder / "checkpoints/.tmp-sharded-41").mkdir()  # a save that was killed
@@ -530,69 +502,40 @@ def test_a_gradient_that_is_not_finite_stays_out_of_the_weights(tmp_path, monkey
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def test_a_row_that_fails_says_why_in_one_line(tmp_path, monkeypatch):
-    def outcome_of(script: str, processes: int = 1, minutes: float = 1) -> str:
-        """Rows run this shell script instead of Python; the row fails."""
-        (tmp_path / "python").write_text(f"#!/bin/sh\nexec >&2\n{script}\n")
-        (tmp_path / "python").chmod(0o755)
-        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-        return rows.run_row([], processes, tmp_path / "row", minutes)["failed"]
-
-    lost = "echo 'error (rank 0): another process of this run has ended'\n"
-    assert outcome_of(f"{lost}echo 'error (rank 1): too big'") == "too big"
-    assert outcome_of(f"{lost}echo 'traceback : Signal 9 (SIGKILL) received by PID 7'") == (
-        "Signal 9 (SIGKILL) received by PID 7"
-    )
-    raised = "echo '    raise RuntimeError(text)'\necho '[rank0]: RuntimeError: shapes differ'"
-    assert outcome_of(raised) == "RuntimeError: shapes differ"
-    assert outcome_of("true") == "ended without a message"
-    assert outcome_of("echo some warning\nkill -9 $$") == "ended by signal 9"
-    assert outcome_of("exec sleep 60", minutes=0.01) == "not done after 0.01 minutes"
-    monkeypatch.setattr(rows, "cores", lambda: 6)
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")  # the rows of a table share the cores all the same
-    assert outcome_of('echo "error: $OMP_NUM_THREADS threads"', 2) == "3 threads"
-    command = outcome_of('echo "error: $*"', 2)
-    torchrun = "-m torch.distributed.run --standalone --nproc_per_node 2 -m -- "
-    assert command.startswith(f"{torchrun}labs.gpt --run ")
-
-
-def test_a_table_continues_after_a_row_that_fails(runs, tmp_path, monkeypatch):
-    outcomes = [{"failed": "one line"}, json.loads((runs / "fp32-alone/result.json").read_text())]
-    run_row = Mock(side_effect=outcomes)
-    monkeypatch.setattr(compare, "run_row", run_row)
-    monkeypatch.setattr(compare, "ROWS", [row for row in compare.ROWS if row.name == "DDP"])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+def test_a_table_continues_after_a_row_that_fails(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    compare.main(compare.Config(size="toy", processes=4))
-    lines = Path("runs/compare-toy-cpu/table.md").read_text().splitlines()
-    assert len(lines) == 4 and "tokens" in lines[0] and "GiB" in lines[3]
-    assert "| DDP | 2 | one line |" in lines[2] and "| DDP | 4 | " in lines[3]
-    assert [call.args[1] for call in run_row.call_args_list] == [2, 4]
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    rows = [compare.Row("wrong", 1, "--tensor 3"), compare.Row("DDP", 2, "")]
+    monkeypatch.setattr(compare, "ROWS", rows)
+    compare.main(compare.Config(size="toy", steps=5, processes=2))
+    folder = Path("runs/compare-toy-cpu")
+    _, _, wrong, right = (folder / "table.md").read_text().splitlines()
+    assert "| wrong<br>`--tensor 3` | 1 | failed, see row-0.log |" in wrong
+    assert "--tensor 3 × --pipe 1 does not divide 1 processes" in (folder / "row-0.log").read_text()
+    assert "| DDP | 2 |" in right and "GiB" in right
+    assert json.loads((folder / "table.json").read_text())[1]["processes"] == 2
 
 
 def test_scales_are_trained_or_planned(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
-    outcomes = [
-        dict(loss=6.5, data="wos", peak_gib=[0.2], minutes=1.5, parameters=7),
-        dict(loss=7.5, data="wos", peak_gib=[0.2, 0.1], minutes=1.5, parameters=7),
-        {"failed": "one line"},
-        dict(loss=6.9, data="random ids", peak_gib=[0.2], minutes=1, parameters=7),
-    ]
-    run_row = Mock(side_effect=outcomes)
-    monkeypatch.setattr(scales, "run_row", run_row)
-    scales.main(scales.Config(data="wos", memory_gib=0.25, precision="fp32"))
-    lines = Path("runs/scales-mini-cpu/table.md").read_text(encoding="utf-8").splitlines()[2:]
-    cells = [line.strip("| ").split(" | ") for line in lines]
-    ends = [row[-1] for row in cells]
-    assert ends == ["yes", "no", "no", "– (random ids)", "–"]
-    assert cells[4][2:6] == ["1600", "32", "48", "1024"] and cells[4][8] == "planned"
-    layers = [int(row[4]) for row in cells]
+    config = scales.Config(data="wos", size="mini", memory_gib=0.25)
+    settings = [scales.plan_scale(scale, config, "fp32")[0] for scale in scales.SCALES]
+    layers = [row["layers"] for row in settings]
     # DDP holds the model on each card, two stages hold half of it each.
-    assert layers[0] <= layers[1] < layers[2] and layers[0] < layers[3]
-    assert [call.args[1] for call in run_row.call_args_list] == [1, 2, 2, 2]
-    flags = " ".join(run_row.call_args_list[2].args[0])
+    assert layers[0] <= layers[1] < layers[2] and layers[0] < layers[3] and layers[4] == 48
+    flags = " ".join(scales.flags_of(settings[2]))
     assert "--pipe 2 --accumulate 1" in flags and f"--layers {layers[2]}" in flags
+    result = dict(loss=6.5, data="wos", peak_gib=[0.2, 0.1], minutes=1.5, parameters=7)
+    random_ids = {**result, "data": "random ids"}
+    outcomes = [result, {**result, "loss": 7.5}, {"failed": "one line"}, random_ids]
+    rows = [scales.cells_of(scales.SCALES[0], settings[0], 0.2, outcome) for outcome in outcomes]
+    assert [row[-1] for row in rows] == ["yes", "no", "no", "– (random ids)"]
+    scales.main(scales.Config(memory_gib=0.001, precision="fp32"))  # nothing fits
+    lines = Path("runs/scales-mini-cpu/table.md").read_text(encoding="utf-8").splitlines()[2:]
+    assert len(lines) == 5 and all("| planned | " in line for line in lines)
+    assert "| 1600 | 32 | 48 | 1024 |" in lines[4] and "needs 4 cards" in lines[4]
 
 
 # ---- what the four processes do ------------------------------------------------------------------

@@ -17,7 +17,7 @@ from engine.config import checked, parse_flags
 from engine.distributed import World
 from engine.telemetry import Telemetry
 from labs.wikitext import __main__ as wikitext
-from labs.wikitext import evaluation, glove
+from labs.wikitext import evaluation
 from labs.wikitext import text as texts
 from labs.wikitext.__main__ import HANDOUT, Config
 from labs.wikitext.evaluation import confusion_figure, evaluate, generate, windows
@@ -45,7 +45,6 @@ TINY = dict(
 def _seeded_without_data(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(texts, "DATA_PLACES", ())
-    monkeypatch.setattr(glove, "PLACES", ())
 
 
 def wiki(documents: int = 20, first: int = 0) -> str:
@@ -76,24 +75,17 @@ def test_a_folder_without_train_cuts_it_from_validation_and_leaves_test_alone(tm
     for name in ("README.md", "LICENSE.txt", ".train.txt"):
         write(tmp_path / name, "not a text")
     notes = []
-    splits, sample = read_splits(str(tmp_path), RATIOS, notes)
-    assert not sample
+    splits = read_splits(str(tmp_path), RATIOS, notes)
     assert splits["train"] + splits["validation"] == wiki(20).splitlines()
     assert splits["test"] == wiki(5, first=20).splitlines()
     assert splits["validation"][0] == " = Title 18 = "  # 8/9 of 20 articles, to the nearest
     assert "validation is cut at articles: 88.9% train, 11.1% validation; test as it" in notes[-1]
 
 
-@pytest.mark.parametrize(
-    "text, kind",
-    [
-        (wiki(), "articles"),
-        ("a b c\n" * 20, "lines"),
-    ],
-)
+@pytest.mark.parametrize("text, kind", [(wiki(), "articles"), ("a b c\n" * 20, "lines")])
 def test_one_file_is_cut_by_ratio_and_nothing_is_lost(tmp_path, text, kind):
     notes = []
-    splits, _ = read_splits(str(write(tmp_path / "novel.txt", text)), (0.5, 0.25, 0.25), notes)
+    splits = read_splits(str(write(tmp_path / "novel.txt", text)), (0.5, 0.25, 0.25), notes)
     assert [*splits["train"], *splits["validation"], *splits["test"]] == text.splitlines()
     sizes = [sum(len(line.split()) for line in lines) for lines in splits.values()]
     shares = [size / sum(sizes) for size in sizes]
@@ -426,23 +418,15 @@ def test_the_commands_that_meet_the_handout(lab, tmp_path, monkeypatch):
 
 
 def test_the_bundled_sample_never_passes_as_wikitext(lab, monkeypatch, report_of):
-    """The log, the result, the picture and the report say so; the log says where WikiText is."""
+    """The log, the result and the report say so; the log says where WikiText is."""
     rows = [("船", f"the ship {number} sailed .") for number in range(60)]
     sample = SimpleNamespace(pairs=lambda split: rows)
     monkeypatch.setattr(texts, "find_text", lambda *words: sample)
-    notes = []
-    monkeypatch.setattr(
-        evaluation, "confusion_figure", lambda *words: notes.append(words) or Figure()
-    )
     run = lab(run="x", epochs=1)
     note = "bundled sample, not WikiText-2: this score says only that the program works"
     log = (run / "train.log").read_text(encoding="utf-8")
     assert f"data: {note}. For WikiText-2 download" in log and f"note: {note}" in log
-    assert (
-        [words[2] for words in notes] == [note]
-        and result_of(run)["data"] == note
-        and note in report_of(run)
-    )
+    assert result_of(run)["data"] == note and note in report_of(run)
 
 
 def test_resume_with_another_vocabulary_is_refused(lab, tmp_path):
@@ -514,5 +498,5 @@ def test_mistakes_are_named_in_one_line(lab, tmp_path, settings, message):
 
 @pytest.mark.filterwarnings("error:Glyph")
 def test_the_confusion_table_shows_chinese(tmp_path):
-    figure = confusion_figure(["你", "$_$"], [[1, 0, 0], [0, 1, 0]], "")
+    figure = confusion_figure(["你", "$_$"], [[1, 0, 0], [0, 1, 0]])
     figure.savefig(tmp_path / "confusion.png")
