@@ -8,15 +8,14 @@ compares them with what autograd keeps.
 
 import itertools
 import os
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from engine.distributed import World
 from engine.errors import UserError
 from engine.memory import GIB
+from engine.preflight import memory_limit
 from labs.gpt.sizes import Sizes
 
 # What a block keeps for its backward pass, in bytes per token and unit of H, by (model, narrow).
@@ -196,32 +195,25 @@ def bytes_of_micro_batch(config, sizes: Sizes, data: int, layers: int) -> tuple[
 def check_fits(config, sizes: Sizes, world: World) -> Need:
     """What the fullest rank needs. Raises `UserError` if that is more than there is."""
     need = memory(config, sizes, world.size)
+    on_host = need.host
     if world.device.type == "cuda":
-        free = torch.cuda.mem_get_info(world.device)[0]
-        free = -world.maximum(-free)[0]  # the least, for all ranks alike
-        require("GPU", need.total, free, world)
-        require("host", need.host, host_memory(), world)
+        require("GPU", need.total, memory_limit(world.device), world)
     else:
-        require("host", need.host + need.total, host_memory(), world)
+        on_host += need.total
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    require("host", on_host, memory_limit(torch.device("cpu")) / ranks_here, world)
     return need
 
 
 def require(kind: str, needed: float, limit: float, world: World) -> None:
-    """Raises `UserError` if a rank needs more bytes than it may have."""
-    if needed > limit:
+    """Raises `UserError` if a rank needs more bytes than the GiB it may have."""
+    limit = -world.maximum(-limit)[0]  # the least, for all ranks alike
+    if needed > limit * GIB:
         raise UserError(
             f"the model does not fit: it needs {needed / GIB:.1f} GiB of {kind} memory per rank "
-            f"and there are {limit / GIB:.1f}; to see what fits, start one process with the same "
-            f"flags and --plan --gpus {world.size} --memory_gib {limit / GIB:.1f}"
+            f"and there are {limit:.1f}; to see what fits, start one process with the same "
+            f"flags and --plan --gpus {world.size} --memory_gib {limit:.1f}"
         )
-
-
-def host_memory() -> float:
-    """Bytes of a rank's share of the machine's memory, or of its container's."""
-    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, ValueError):  # no container, or "max": one without a limit
-        limit = min(limit, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))
-    return limit / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 # -------- the table of --plan

@@ -94,16 +94,6 @@ def plan_scale(scale: Scale, config: Config, precision: str) -> tuple[dict, floa
     return settings, need.total / GIB
 
 
-def flags_of(settings: dict) -> list[str]:
-    """The command line that gives these settings."""
-    words = []
-    for name, value in settings.items():
-        words.append(f"--{name}")
-        if value is not True:
-            words.append(str(value))
-    return words
-
-
 def cells_of(scale: Scale, settings: dict, need_gib: float, outcome: dict) -> list:
     """The cells of a row."""
     sizes = sizes_of(TrainConfig(**settings))
@@ -144,7 +134,8 @@ def main(config: Config) -> None:
         elif need_gib > config.memory_gib:
             outcome = {"planned": f"does not fit in {config.memory_gib:.2f} GiB"}
         else:
-            outcome = table.train(flags_of(settings), scale.cards)
+            flags = [f"--{name}={value}" for name, value in settings.items()]
+            outcome = table.train(flags, scale.cards)
         table.add(cells_of(scale, settings, need_gib, outcome), outcome)
     table.log(f"table: {table.folder / 'table.md'}")
 
