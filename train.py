@@ -133,7 +133,7 @@ from data import (
 )
 from engine import distributed, schedule
 from engine.memory import micro_batches_that_fit
-from engine.meters import Meter, measured_peak_flops, peak_memory_gib
+from engine.meters import Meter, measured_peak_flops, peak_memory_gib, perplexity
 from engine.optimizer import make_optimizer
 from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
@@ -319,7 +319,7 @@ def train(config: Config) -> Path:
                 losses.clear()
                 curves = {
                     "train/loss": loss,
-                    "train/perplexity": math.exp(min(loss, 50)),
+                    "train/perplexity": perplexity(loss),
                     "train/learning_rate": learning_rate,
                     "train/gradient_norm": gradient_norm.item(),
                     "memory/peak_gib": peak_memory_gib(world.device),

@@ -3,7 +3,6 @@
 Validation loss, greedy BLEU, sample translations and a picture of the cross-attention.
 """
 
-import math
 from contextlib import nullcontext
 
 import numpy as np
@@ -13,6 +12,7 @@ import fast
 from data import Collate, Prepared, cut_batches
 from decoding import Translations, translate_lines
 from engine.distributed import full_tensor, is_sharded
+from engine.meters import perplexity
 from engine.precision import Precision
 from engine.run import Run
 from model import SummedLoss, Translator, cross_attention
@@ -76,8 +76,7 @@ class Validation:
         references = [target for _, target in rows]
         # Smoothed, because a young model has no 4-gram right; evaluate.py's score is not.
         bleu = corpus_bleu(references, texts, smooth=True)
-        perplexity = math.exp(min(loss, 50))  # e^50 is as bad as any, and exp overflows at 710
-        curves = {"valid/loss": loss, "valid/perplexity": perplexity, "valid/bleu": bleu}
+        curves = {"valid/loss": loss, "valid/perplexity": perplexity(loss), "valid/bleu": bleu}
         self.run.scalars(step, curves)
         table = "| source | translation | reference |\n|---|---|---|\n"
         for (source, reference), text in zip(rows[:SAMPLES], texts):
@@ -86,7 +85,7 @@ class Validation:
         attention = attention_of(model, self.tokenizers, rows[0][0], texts[0])
         self.run.telemetry.figure("cross-attention", step, picture(attention))
         self.run.log(
-            f"step {step:>6,}  validation loss {loss:.4f}  perplexity {perplexity:.1f}  "
+            f"step {step:>6,}  validation loss {loss:.4f}  perplexity {perplexity(loss):.1f}  "
             f"BLEU {bleu:.2f} (greedy, {len(rows)} rows, smoothed)  e.g. {texts[0][:80]!r}"
         )
         return loss, bleu

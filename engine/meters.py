@@ -1,6 +1,8 @@
 """How fast a training is, and how busy the CPU and the GPU are."""
 
 import functools
+import math
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -9,6 +11,18 @@ from contextlib import contextmanager, suppress
 import torch
 
 from engine.memory import GIB, held_gib
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), at most e^50, which is as bad as any: exp overflows at 710."""
+    return math.exp(min(loss, 50))
+
+
+def cores() -> int:
+    """The number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class ProcessMeter:

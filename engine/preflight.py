@@ -13,7 +13,7 @@ import torch
 
 from engine.errors import UserError
 from engine.memory import GIB, forget_peak, held_gib, size_in
-from engine.meters import nvml_of
+from engine.meters import cores, nvml_of
 
 IN_USE = 0.1  # share of a GPU's memory that the driver and a screen do not need
 SMALLEST_STEP = 1024  # tokens
@@ -60,13 +60,10 @@ def measure_speed(step: Callable[[int], int], budget: int, seconds: float | None
 def describe_load() -> str:
     """A warning if other processes use the CPU, so that a measured time is too long; else ""."""
     load = os.getloadavg()[0]
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
     # This process itself has just been importing, which is up to a sixth of the last minute.
-    if load < 0.2 + 0.25 * cores:
+    if load < 0.2 + 0.25 * cores():
         return ""
-    return f"busy: load {load:.1f} on {cores} cores, so a quiet machine needs less"
+    return f"busy: load {load:.1f} on {cores()} cores, so a quiet machine needs less"
 
 
 # -------------------------------------------------------------------- GPUs

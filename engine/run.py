@@ -195,7 +195,9 @@ class Run(contextlib.AbstractContextManager):
         best: bool = False,
         keep: int = 5,
     ) -> None:
-        """A checkpoint of this step, written by rank 0; all ranks must call. `state` is any JSON.
+        """A checkpoint of this step, written by rank 0; all ranks must call.
+
+        `state` is a dict that can be written as JSON.
 
         Raises `UserError` instead of saving weights that are not finite.
         """

@@ -24,6 +24,8 @@ from tqdm import tqdm
 
 from engine.files import atomic_write
 
+VALIDATION_TAGS = {"valid/loss", "validation/loss"}  # of train.py; of the labs
+
 
 def is_main() -> bool:
     """Whether this process prints and writes for the run: rank 0, or a process alone."""
@@ -157,7 +159,8 @@ def keep_records(path: Path, last_step: int, last_validation: int) -> dict:
             continue
         try:
             record = json.loads(line)
-            end = last_validation if "valid/loss" in record else last_step
+            is_validation = not VALIDATION_TAGS.isdisjoint(record)
+            end = last_validation if is_validation else last_step
             is_kept = record["step"] <= end and record["time"] > 0
         except (ValueError, TypeError, KeyError):
             continue

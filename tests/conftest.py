@@ -262,6 +262,12 @@ def _few_threads():
 
 
 @pytest.fixture(autouse=True)
+def _default_products():
+    """PyTorch's own fp32 products: scripts change them for the rest of the process."""
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture(autouse=True)
 def _no_process_group_is_left():
     yield
     if torch.distributed.is_initialized():

@@ -20,7 +20,9 @@ from engine.errors import run_script
 class Config:
     """Every setting of the table."""
 
-    size: str = flag("wide", "preset of labs.gpt (toy|mini|wide|deep|124m|355m|774m|1.6b)", "Table")
+    size: str = flag(
+        "wide", "preset of labs.gpt (toy|mini|wide|deep|124m|355m|774m|1.5b|1.6b)", "Table"
+    )
     batch_size: int = flag(
         0, "sequences per step, of all processes together; 0: the preset's", "Table", min=0
     )
@@ -36,7 +38,7 @@ if __name__ == "__main__":
 
 import torch
 
-from labs.gpt.measure import cores
+from engine.meters import cores
 from labs.gpt.rows import Table
 
 

@@ -8,7 +8,7 @@ import torch
 
 from engine.distributed import World
 from engine.memory import forget_peak, held_gib
-from engine.meters import measured_peak_flops, peak_memory_gib
+from engine.meters import cores, measured_peak_flops, peak_memory_gib
 
 
 class Steps:
@@ -72,10 +72,3 @@ def peak_flops(world: World, dtype: torch.dtype) -> float:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
         peak *= min(1.0, cores() / (processes * torch.get_num_threads()))
     return world.sum(torch.tensor(peak)).item()
-
-
-def cores() -> int:
-    """The number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()

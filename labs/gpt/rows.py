@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from engine.meters import cores
 from engine.telemetry import Log
-from labs.gpt.measure import cores
 
 
 class Table:

@@ -69,6 +69,16 @@ def test_a_resumed_run_leaves_one_curve_in_both_files(tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
+@pytest.mark.parametrize("tag", ["valid/loss", "validation/loss"])
+def test_a_validation_that_is_repeated_has_one_record(tmp_path, tag):
+    killed = write(tmp_path, range(1, 5))
+    for step in (2, 4):
+        killed.scalars(step, {tag: 1.0})
+    tm.Telemetry(tmp_path, resume_step=4, last_validation=2).close()  # saved before validating
+    assert [record["step"] for record in records(tmp_path) if tag in record] == [2]
+    assert [record["step"] for record in records(tmp_path) if tag not in record] == [1, 2, 3, 4]
+
+
 def test_torn_ends_of_both_files_are_dropped(tmp_path):
     write(tmp_path, range(1, 6)).close()
     with open(tmp_path / "metrics.jsonl", "a", encoding="utf-8") as file:
