@@ -87,7 +87,6 @@ if __name__ == "__main__":
     config = parse_flags(Config, "train a GPT; the result goes to runs/NAME")
 
 import json
-import math
 import time
 from pathlib import Path
 
@@ -96,6 +95,7 @@ import torch
 import fast
 from engine import distributed, schedule
 from engine.memory import GIB
+from engine.meters import perplexity
 from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
 from labs.gpt import checkpoints, measure, plan
@@ -141,9 +141,11 @@ def train(config: Config) -> Path | None:
 
         # -------- data: rank 0 prepares them in the cache, then all read them
         sizes = sizes_of(config)
-        world.on_main(lambda: load(config, sizes, run.cache, log) and None)
+        world.on_main(lambda: fill_cache(config, sizes, run))
         data = load(config, sizes, run.cache, log=lambda line: None)
+        # A small text may have fewer tokens than the preset's vocabulary.
         sizes = replace(sizes, vocabulary=data.vocabulary)
+        plan.check_grid(config, sizes, world.size)
         for split in ("train", "validation"):
             log(
                 f"{split}: {data.batches(split):,} batches of {config.batch_size} × "
@@ -211,27 +213,27 @@ def train(config: Config) -> Path | None:
             minutes = (time.perf_counter() - begun) / 60
             interrupted, state.minutes = world.maximum(run.interrupted(), minutes)
             progress = schedule.progress(state.step, total_steps, state.minutes, config.max_minutes)
-            due = state.step % eval_every == 0 or progress >= 1
-            if due and state.step > state.last_validation and not interrupted:
+            at_end_of_period = progress >= 1 or state.step % eval_every == 0
+            due = at_end_of_period and state.step > state.last_validation
+            if due and not interrupted:
                 state.validation_loss = validate(layout, data)
                 state.last_validation = state.step
-                perplexity = math.exp(min(state.validation_loss, 50))
                 curves = {
                     "validation/loss": state.validation_loss,
-                    "validation/perplexity": perplexity,
+                    "validation/perplexity": perplexity(state.validation_loss),
                 }
                 run.scalars(state.step, curves)
                 log(
                     f"step {state.step:>6,}  validation loss {state.validation_loss:.4f}"
-                    f"  perplexity {perplexity:,.1f}"
+                    f"  perplexity {perplexity(state.validation_loss):,.1f}"
                 )
-            if config.keep and state.step > saved_step and (due or interrupted):
+            if config.keep and (due or (interrupted and state.step > saved_step)):
                 checkpoints.save(run.folder / "checkpoints", layout, optimizer, asdict(state))
                 saved_step = state.step
             if interrupted or progress >= 1:
                 break
 
-            # The learning rate and the batch depend on the step alone, the rate on progress too.
+            # The batch depends on the step alone, the learning rate on progress too.
             step = state.step + 1
             learning_rate = schedule.learning_rate(config.lr, step, progress, warmup)
             for group in optimizer.param_groups:
@@ -250,7 +252,7 @@ def train(config: Config) -> Path | None:
                 speed = figures(config, sizes, steps.median, peak_flops)
                 curves = {
                     "train/loss": loss,
-                    "train/perplexity": math.exp(min(loss, 50)),
+                    "train/perplexity": perplexity(loss),
                     "train/learning_rate": learning_rate,
                     "train/gradient_norm": gradient_norm.item(),
                     "speed/tokens_per_second": speed["tokens_per_second"],
@@ -315,11 +317,16 @@ def resolved(config: Config, processes: int, precision: str = "") -> Config:
     settings.batch_size = config.batch_size or preset.batch_size
     if not config.accumulate:
         settings.accumulate = 1
-        if config.pipe > 1:  # the fewest equal micro-batches that are twice as many as the stages
+        if config.pipe > 1:  # the fewest equal micro-batches, at least twice as many as the stages
             rows = max(1, settings.batch_size * config.tensor * config.pipe // processes)
             enough = [n for n in range(2 * config.pipe, rows) if rows % n == 0]
             settings.accumulate = min(enough, default=rows)
     return settings
+
+
+def fill_cache(config: Config, sizes: Sizes, run: Run) -> None:
+    """Tokenise the data into the cache. All ranks read them from there."""
+    load(config, sizes, run.cache, run.log)
 
 
 def validate(layout: Layout, data: Data) -> float:

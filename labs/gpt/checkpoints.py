@@ -26,10 +26,10 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def save(folder: Path, layout, optimizer, state: dict) -> None:
-    """Write folder/sharded-N, all ranks together, and delete all but the newest --keep.
+    """Write folder/sharded-N, all ranks together, and delete all but the newest --keep up to it.
 
-    `state` is any JSON with the step N. The folder gets its name when it is complete. Raises
-    `UserError` if it cannot be written.
+    `state` can be written as JSON and has the step N. The folder gets its name when it is complete.
+    Raises `UserError` if it cannot be written.
     """
     world, name = layout.world, f"sharded-{state['step']}"
     temporary = folder / f".tmp-{name}"
@@ -49,7 +49,9 @@ def save(folder: Path, layout, optimizer, state: dict) -> None:
         write_checksums(temporary, [path.name for path in temporary.iterdir()])
         remove([folder / name])
         os.replace(temporary, folder / name)
-        remove(list_checkpoints(folder)[: -layout.config.keep])
+        # Later ones are damaged, for the run resumed from an earlier one: they do not count.
+        up_to_it = [path for path in list_checkpoints(folder) if step_of(path) <= state["step"]]
+        remove(up_to_it[: -layout.config.keep])
     world.on_main(lambda: None)  # the others wait until it has its name
 
 
@@ -102,7 +104,12 @@ def read(path: Path) -> dict:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first."""
-    return sorted(folder.glob("sharded-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    return sorted(folder.glob("sharded-*"), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step N in the name sharded-N."""
+    return int(checkpoint.name.removeprefix("sharded-"))
 
 
 def newest(run: Path) -> Path | None:

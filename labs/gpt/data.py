@@ -24,7 +24,7 @@ from labs.gpt.sizes import Sizes
 from text.subwords import encode, train_tokenizer
 
 ABSTRACT = "Abstract"  # the column of Web of Science's table
-VALIDATE_EVERY = 20  # each 20th document is for validation
+VALIDATE_EVERY = 20  # every 20th document is for validation
 RANDOM_SEQUENCES = 256  # the handout's data_size
 csv.field_size_limit(2**30)
 

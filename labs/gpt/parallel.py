@@ -51,12 +51,19 @@ class Layout:
 
     model     the model, or this rank's stage of a pipeline
     weights   name → parameter, a `DTensor` where it is sharded; names as in the complete model
+
+    The grid of 8 processes with --pipe 4, or with --tensor 4, has two rows:
+
+        row 0   ranks 0 1 2 3   a copy of the model in four parts, the first half of each batch
+        row 1   ranks 4 5 6 7   another copy, the second half
     """
 
     def __init__(self, config, sizes: Sizes, world: World, precision: Precision):
         self.config, self.sizes, self.world, self.precision = config, sizes, world, precision
-        ranks = config.pipe * config.tensor  # that have one model together
-        self.data, self.row = world.size // ranks, world.rank // ranks
+        # Ranks that hold one copy of the model together; `data` copies, of which ours is `row`.
+        ranks_per_model = config.pipe * config.tensor
+        self.data = world.size // ranks_per_model
+        self.row = world.rank // ranks_per_model
         self.grid = {"data": self.data, "pipe": config.pipe, "tensor": config.tensor}
         self.mesh = None
         if world.size > 1 or is_sharded(config):
@@ -80,7 +87,7 @@ class Layout:
             for block in self.model.h.values():
                 block.compile()
         self.runner = self.model  # in DDP, unless a rank has a part of the model
-        if ranks == 1:
+        if ranks_per_model == 1:
             self.runner = world.data_parallel(self.model)
 
     def make_model(self) -> nn.Module:
@@ -115,7 +122,7 @@ class Layout:
         return loss / (self.data * self.config.tensor)
 
     def average_gradients(self) -> None:
-        """Over the rows, where a rank has a part of the model: DDP takes complete models only."""
+        """Over the copies of the model. DDP cannot: it needs a complete model on every rank."""
         if self.data > 1:
             for weight in self.weights.values():
                 gradient = local(weight.grad)
@@ -159,6 +166,14 @@ class Layout:
         return norm
 
 
+class NewestEntry(dict):
+    """A dict that drops its entry when it gets the next one."""
+
+    def __setitem__(self, key, value):
+        self.clear()
+        super().__setitem__(key, value)
+
+
 class Pipeline(Layout):
     """The blocks in stages, each on a rank of its own; micro-batches flow through them.
 
@@ -175,7 +190,7 @@ class Pipeline(Layout):
         logits = torch.empty(*shape, sizes.vocabulary, device="meta", requires_grad=True)
         if precision.name != "fp32":  # products are in 16 bits; the residual stream is not
             logits = logits.to(precision.dtype)
-        stage = pipelining.PipelineStage(
+        self.stage = pipelining.PipelineStage(
             self.model,
             self.number,
             config.pipe,
@@ -186,7 +201,7 @@ class Pipeline(Layout):
         )
         # 1F1B needs a micro-batch for each stage. With one in all, one stage works at a time.
         kind = pipelining.Schedule1F1B if config.accumulate > 1 else pipelining.ScheduleGPipe
-        self.schedule = kind(stage, config.accumulate, loss_fn=mean_loss)
+        self.schedule = kind(self.stage, config.accumulate, loss_fn=mean_loss)
         # A process group for the first and the last rank of each row; all ranks must take part.
         self.ends = None
         for row in self.mesh.mesh.squeeze(-1).tolist():  # (data, pipe)
@@ -210,7 +225,12 @@ class Pipeline(Layout):
     @torch.no_grad()
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """As in `Layout`; the last stage has the loss."""
-        return self.run(self.schedule.eval, tokens, targets)
+        # `eval` keeps the outputs of all micro-batches for a backward pass that never comes. In the
+        # last stage these are logits, more than training needs. Only the newest one is read again.
+        self.stage.fwd_cache = NewestEntry()
+        loss = self.run(self.schedule.eval, tokens, targets)
+        self.stage.fwd_cache = {}
+        return loss
 
     def run(self, step_or_eval, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean loss by a method of the schedule; 0 on all ranks but the last stage's."""

@@ -176,7 +176,7 @@ def bytes_of_weights(config, sizes: Sizes, data: int, own: int) -> tuple[float, 
 
 
 def bytes_of_micro_batch(config, sizes: Sizes, data: int, layers: int) -> tuple[float, ...]:
-    """What the backward pass needs of a micro-batch; recomputed of one block; the logits."""
+    """Bytes of one micro-batch: activations that are kept, those of a recomputed block, logits."""
     narrow = config.precision != "fp32"
     tokens = config.batch_size / (data * config.accumulate) * sizes.sequence
     # Sequence parallelism cuts everything, but the output of each norm is complete for a while.
