@@ -1,6 +1,6 @@
 """LeNet-5 (LeCun et al. 1998) on MNIST: lab 5, part 1. Everything about a run goes to runs/NAME/.
 
-python -m labs.lenet                           # no flag is needed: /opt/mnist, else drawn digits
+python -m labs.lenet                           # no flag is needed; without MNIST, digits are drawn
 python -m labs.lenet --data DIR                # the folder with MNIST's four files, plain or .gz
 python -m labs.lenet --activation gelu         # or one written by hand: labs.attention_op:gelu
 python -m labs.lenet --resume runs/NAME        # continue; a finished run is tested again
@@ -35,7 +35,9 @@ from labs.lenet.model import LeNet5, flops_per_image
 class Config:
     """Every setting of a run. `fixed`: --resume cannot change it."""
 
-    data: str = flag("", "folder with MNIST's files, or drawn; /opt/mnist, else drawn", "Data")
+    data: str = flag(
+        "", "folder with MNIST's files, or drawn; default: /opt/mnist, ../mnist, data", "Data"
+    )
 
     activation: str = flag("relu", "relu, gelu, or MODULE:FUNCTION of labs/", "Model", fixed=True)
 
@@ -56,6 +58,7 @@ class Config:
 class State:
     """What a checkpoint keeps, beside the weights and the optimizer's moments."""
 
+    data_key: int  # a checksum of the training labels
     step: int = 0
     tested: int = 0  # step of the last test
 
@@ -82,6 +85,7 @@ def train(config: Config) -> Path:
             raise UserError(
                 f"--batch {config.batch} is less than the {world.size} processes; give more images"
             )
+        data_key = digits.checksum()
         digits.to(device)
         tests.to(device)
 
@@ -89,18 +93,23 @@ def train(config: Config) -> Path:
         torch.manual_seed(config.seed)
         model = LeNet5(config.activation).to(device)
         parameter_count = sum(weight.numel() for weight in model.parameters())
-        # One image there and back: an operator that does not run on this device says so now.
+        # One forward and backward pass: an activation that cannot run on this device fails here.
         flops = flops_per_image(model, device)
         warmup = schedule.warmup_steps(1000, total_steps)
         optimizer = torch.optim.AdamW(model.parameters(), config.lr, fused=True)
 
         # -------- a resumed run continues with its weights, moments and place in the data
-        state = State()
+        state = State(data_key)
         if saved := run.restore(model, optimizer):
             state = State(**saved)
+            if state.data_key != data_key:
+                raise UserError(
+                    f"--resume {run.folder}: --data {config.data} is not the data that this run "
+                    "was started with; put it back"
+                )
         batches = training_batches(digits, config, world, state.step)
 
-        # -------- what would fail after an hour fails now; then the folder becomes a run
+        # -------- the folder becomes a run
         run.begin(gpu_seconds=1.0)
         log(f"device: {device}, fp32")
         log(str(model))

@@ -55,6 +55,10 @@ class Digits(Dataset):
         """One image and its label; for a tensor of B indices (B, 1, 28, 28) and (B,)."""
         return self.images[index].unsqueeze(-3) / 255, self.labels[index]
 
+    def checksum(self) -> int:
+        """Of the labels, on the CPU: other digits, or another order, have another one."""
+        return zlib.crc32(self.labels.numpy().tobytes())
+
     def to(self, device: torch.device) -> "Digits":
         """Move the images and labels to this device."""
         self.images, self.labels = self.images.to(device), self.labels.to(device)
@@ -83,7 +87,7 @@ def rows_of_epoch(count: int, batch: int, seed: int, epoch: int) -> tuple[Tensor
     """The image numbers of every step of an epoch: a function of (seed, epoch), so that a resumed
     run repeats them. Batches differ by one image at most; there is no small last one.
     """
-    # The CPU's generator uses 32 bits of its seed. So the seeds of runs lie a million epochs apart.
+    # Multiplied, so that no two runs share an epoch. The CPU's generator uses 32 bits of its seed.
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**32)
     return torch.randperm(count, generator=generator).tensor_split(math.ceil(count / batch))
 

@@ -82,6 +82,11 @@ class FunctionLayer(nn.Module):
             self.function = pkgutil.resolve_name(name)
         except (ValueError, ImportError, AttributeError) as error:
             raise UserError(f"--activation {name}: {error}; give MODULE:FUNCTION") from None
+        if not callable(self.function) or isinstance(self.function, type):
+            raise UserError(
+                f"--activation {name} is not a function; give MODULE:FUNCTION, of an "
+                "autograd.Function its .apply"
+            )
         self.name = name
 
     def forward(self, x: Tensor) -> Tensor:

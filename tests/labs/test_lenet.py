@@ -298,6 +298,8 @@ def test_damaged_files_are_refused(tmp_path, ending, damage, words):
         ("--resume runs/whole --activation gelu", "would change a fixed setting"),
         ("--activation tanh --data {data}", "choose relu, gelu or MODULE:FUNCTION of labs/"),
         ("--activation labs.lenet:tanh --data {data}", "has no attribute 'tanh'; give MODULE"),
+        ("--activation labs.lenet.model:LeNet5 --data {data}", "is not a function; give MODULE"),
+        ("--resume runs/whole --data drawn", "not the data that this run was started with"),
     ],
 )
 def test_mistakes_leave_all_as_it_was(data, whole_run, monkeypatch, flags, words):
