@@ -9,7 +9,7 @@ python -m labs.wikitext.trigram --run runs/NAME           # the baseline: Kneser
 torchrun --nproc_per_node 2 -m -- labs.wikitext           # data parallel (DDP): the same batches
 tensorboard --logdir runs                                 # curves, samples, confusion table
 
-Sizes in shape comments: B segments in a step, S places in a segment, V vocabulary, N places whose
+Sizes in shape comments: B segments in a step, S tokens in a segment, V vocabulary, N tokens whose
 loss counts. `attention_mask` is False at padding.
 """
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from engine import checkpoint
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
+from engine.meters import perplexity
 from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
 from labs.wikitext.evaluation import SCORES, evaluate, samples, write_result
@@ -35,8 +36,8 @@ from labs.wikitext.model import LanguageModel, SmoothedLoss, flops_per_token
 from labs.wikitext.sampler import SegmentSampler, gather_segments
 from labs.wikitext.text import Text, find_data, prepare
 
-# The handout's settings; flags that are given as well win. It draws segments anew every 10 epochs:
-# epochs 1 to 10 are static, 11 to 20 and 21 to 30 dynamic, 31 to 40 static again.
+# The handout's settings; a flag on the command line overrides them. The segments are drawn anew
+# every 10 epochs: 1 to 10 are static, 11 to 20 and 21 to 30 dynamic, 31 to 40 static again.
 HANDOUT = {
     "lowercase": True,
     "dim_feedforward": 2048,
@@ -57,7 +58,9 @@ class Config:
         "plain", "the lab's settings or its handout's (plain|handout)", "Data", fixed=True
     )
     data: str = flag(
-        "", "text file, or folder of text or parquet; /opt/wikitext-2, else the sample", "Data"
+        "",
+        "text file, or folder of text or parquet; default: /opt/wikitext-2, ../wikitext-2",
+        "Data",
     )
     ratios: str = flag(
         "0.8,0.1,0.1", "train, validation, test: how a missing split is cut", "Data", fixed=True
@@ -215,8 +218,8 @@ def train(config: Config) -> Path:
         while True:
             # Between two steps: is an epoch over? Validate and save. Is the run asked to stop?
             interrupted = run.stop_asked()
-            epoch, number = divmod(state.step, steps_per_epoch)
-            epoch_over = state.step > state.last_validation and number == 0
+            epoch, step_of_epoch = divmod(state.step, steps_per_epoch)
+            epoch_over = state.step > state.last_validation and step_of_epoch == 0
             improved = False
             if epoch_over and not interrupted:
                 sampler.end_epoch(world, epoch - 1)
@@ -255,9 +258,9 @@ def train(config: Config) -> Path:
             world.set_seed(config.seed, step)
 
             # The batch: segments of the text, (B,), of which this rank takes every `size`th.
-            if number == 0 or segments_of_epoch is None:
+            if step_of_epoch == 0 or segments_of_epoch is None:
                 segments_of_epoch = sampler.plan(epoch).split(config.batch)
-            segments = segments_of_epoch[number]
+            segments = segments_of_epoch[step_of_epoch]
             tokens_in_step = sampler.lengths[segments].sum().item()  # of all ranks
             local = segments[world.rank :: world.size]
             # DDP wants a forward pass of a rank without a segment, too; nothing of it counts.
@@ -293,7 +296,7 @@ def train(config: Config) -> Path:
                 curves = {
                     "train/smoothed_loss": smoothed_loss,
                     "train/loss": loss,
-                    "train/perplexity": math.exp(min(loss, 50)),  # exp overflows at 710
+                    "train/perplexity": perplexity(loss),
                     "train/learning_rate": lr,
                     "train/gradient_norm": norm,
                     "speed/tokens_per_second": speed,

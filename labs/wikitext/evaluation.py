@@ -1,6 +1,6 @@
 """What a trained language model is worth: its scores, its confusion table and its samples.
 
-B windows, S places in a window, V vocabulary, N places whose loss counts, T tokens of a text, K
+B windows, S tokens in a window, V vocabulary, N tokens whose loss counts, T tokens of a text, K
 tokens in the confusion table.
 """
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.distributed import World
+from engine.meters import perplexity
 from engine.run import Run
 from labs.wikitext.model import LanguageModel, send
 from labs.wikitext.sampler import gather_segments
@@ -42,9 +43,9 @@ def evaluate(model: LanguageModel, ids: Tensor, vocabulary: Vocabulary, world: W
     """Scores of a text of T tokens and its confusion table. In fp32; all ranks must call.
 
     loss: nats per token. accuracy: share of the tokens that were the likeliest; without <unk>, over
-    the other tokens: always guessing <unk> is right for every sixth word of WikiText-2. confusion:
-    the K most frequent tokens of the text, and counts (K, K + 1): how often token i was to be
-    predicted and j was the likeliest; the last column is any other token.
+    the other tokens: with a small vocabulary, always guessing <unk> is often right. confusion: the
+    K most frequent tokens of the text, and counts (K, K + 1): how often token i was to be predicted
+    and j was the likeliest; the last column is any other token.
     """
     model.eval()
     device = world.device
@@ -54,9 +55,9 @@ def evaluate(model: LanguageModel, ids: Tensor, vocabulary: Vocabulary, world: W
     frequent = most_frequent(ids)
     # A token's row and column in the table; K is any other token.
     other = len(frequent)
-    place = torch.full((len(vocabulary.tokens),), other)
-    place[frequent] = torch.arange(other)
-    place = place.to(device)
+    column = torch.full((len(vocabulary.tokens),), other)  # of each token, in the table
+    column[frequent] = torch.arange(other)
+    column = column.to(device)
     table = torch.zeros(other + 1, other + 1, dtype=torch.int64, device=device)
     batches = torch.tensor(windows(len(ids), length)).split(WINDOWS_AT_ONCE)
     for batch in batches[world.rank :: world.size]:
@@ -71,14 +72,14 @@ def evaluate(model: LanguageModel, ids: Tensor, vocabulary: Vocabulary, world: W
         right = guess == truth
         loss = F.cross_entropy(logits, truth, reduction="none").double()
         sums += torch.stack([loss.sum(), right.sum(), (right & (truth != vocabulary.unk)).sum()])
-        # Each pair of places as one number, so that one call counts them all.
-        pairs = place[truth] * (other + 1) + place[guess]
+        # Each pair (token, prediction) as one number, so that one call counts them all.
+        pairs = column[truth] * (other + 1) + column[guess]
         table += pairs.bincount(minlength=table.numel()).view_as(table)
 
     loss, correct, correct_known = world.sum(sums).tolist()
     return {
         "loss": loss / len(ids),
-        "perplexity": math.exp(min(loss / len(ids), 50)),  # exp overflows at 710
+        "perplexity": perplexity(loss / len(ids)),
         "accuracy": correct / len(ids),
         "accuracy_without_unk": correct_known / max(1, (ids != vocabulary.unk).sum().item()),
         "confusion": {
@@ -157,8 +158,8 @@ def write_result(run: Run, step: int, text: Text, scores: dict) -> None:
     for number, row in enumerate(counts):
         guess = [*names, "another token"][row.index(max(row))]
         run.log(
-            f"confusion: {names[number]} stands there {sum(row):,} times; guessed right "
-            f"{row[number]:,} times, most often guessed: {guess}"
+            f"confusion: {names[number]} occurs {sum(row):,} times; predicted correctly "
+            f"{row[number]:,} times, most often predicted: {guess}"
         )
     results = {f"result/test_{name}": scores[name] for name in SCORES}
     run.telemetry.hyperparameters(run.config, results)

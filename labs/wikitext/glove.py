@@ -46,9 +46,11 @@ def read_vectors(path: Path, wanted: set[str]) -> tuple[dict[str, list[float]], 
             for number, line in enumerate(file, start=1):
                 words = line.rstrip().split(" ")
                 size = size or len(words) - 1
-                if size < 2 or len(words) <= size:
+                if size < 2:
+                    raise ValueError("line 1 is not a word and its numbers; delete a header line")
+                if len(words) <= size:
                     raise ValueError(
-                        f"line {number} has {len(words) - 1} numbers instead of {size or 'some'}"
+                        f"line {number} has {len(words) - 1} numbers instead of {size}"
                     )
                 # A few words of the largest files have spaces within.
                 word = " ".join(words[:-size])

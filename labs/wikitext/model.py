@@ -1,6 +1,6 @@
 """The language model: an encoder under a causal mask, and its loss.
 
-B segments, S places in a segment, D model width, E embedding width, V vocabulary, H heads, N places
+B segments, S tokens in a segment, D model width, E embedding width, V vocabulary, H heads, N tokens
 whose loss counts. `attention_mask` (B, S) is False at padding.
 """
 
@@ -49,7 +49,7 @@ class LanguageModel(nn.Module):
         )
         self.dropout = nn.Dropout(sizes.dropout)
         self.bias = nn.Parameter(torch.zeros(vocabulary))
-        # (S, S): True where a place must not look. Not part of the checkpoint.
+        # (S, S): True where a token must not look. Not part of the checkpoint.
         causal_mask = torch.ones(sizes.segment, sizes.segment, dtype=torch.bool).triu(1)
         self.register_buffer("causal_mask", causal_mask, persistent=False)
 
@@ -69,30 +69,30 @@ class LanguageModel(nn.Module):
     def forward(
         self, tokens: Tensor, attention_mask: Tensor, counted: Tensor | None = None
     ) -> Tensor:
-        """(B, S) ids → logits (B, S, V); with `counted` (B, S) of those places only, (N, V).
+        """(B, S) ids → logits (B, S, V); with `counted` (B, S) of those tokens only, (N, V).
 
-        Inputs may stay on the CPU: how many places count is then known without waiting for the GPU.
+        Inputs may stay on the CPU: how many tokens count is then known without waiting for the GPU.
         """
         length, device = tokens.size(1), self.bias.device
         # Positions count from the first real token, so that padding on the left moves nothing.
-        place = send((attention_mask.cumsum(1) - 1).clamp_min(0), device)  # (B, S)
+        position = send((attention_mask.cumsum(1) - 1).clamp_min(0), device)  # (B, S)
         embedded = self.embedding(send(tokens, device))  # (B, S, E)
         embedded = embedded * math.sqrt(self.embedding.embedding_dim)  # to variance 1
-        x = self.dropout(self.up(embedded) + F.embedding(place, self.positions))  # (B, S, D)
+        x = self.dropout(self.up(embedded) + F.embedding(position, self.positions))  # (B, S, D)
         causal_mask = self.causal_mask[:length, :length]
         if attention_mask[:, 0].all():
             # Padding stands on the right, if anywhere: the causal mask alone hides it.
             x = self.encoder(x, mask=causal_mask, is_causal=True)
         else:
-            # A padded place may see itself: a row that may see nothing would be a row of NaN.
+            # A padding token may see itself: a row that may see nothing would be a row of NaN.
             itself = torch.eye(length, dtype=torch.bool, device=device)
             padding = ~send(attention_mask, device).unsqueeze(1)  # (B, 1, S)
             mask = causal_mask | (padding & ~itself)  # (B, S, S)
             x = self.encoder(x, mask=mask.repeat_interleave(self.nhead, 0))  # mask (B·H, S, S)
         if counted is not None:
-            # The largest matrix product is made for these N places only.
-            places = counted.flatten().nonzero().squeeze(1)
-            x = x.flatten(0, 1).index_select(0, send(places, device))  # (N, D)
+            # The largest matrix product is made for these N tokens only.
+            kept = counted.flatten().nonzero().squeeze(1)
+            x = x.flatten(0, 1).index_select(0, send(kept, device))  # (N, D)
         x = self.down(self.dropout(x))  # (…, E)
         return F.linear(x, self.embedding.weight, self.bias)
 

@@ -74,11 +74,11 @@ class SegmentSampler:
 
     def generator(self, epoch: int) -> torch.Generator:
         """Random numbers of an epoch, the same in every process and after a resume."""
-        # The CPU's generator uses 32 bits of its seed. So seeds lie a million epochs apart.
+        # Multiplied, so that no two runs share an epoch. The CPU's generator uses 32 bits.
         return torch.Generator().manual_seed((1_000_003 * self.config.seed + epoch) % 2**32)
 
     def record(self, segments: Tensor, losses: Tensor, counted: Tensor) -> None:
-        """This rank visited these segments, (B,); `losses` (N,) are of the places `counted`."""
+        """This rank visited these segments, (B,); `losses` (N,) are of the tokens `counted`."""
         rows = counted.nonzero()[:, 0]  # (N,) the row of each loss
         self.sums.index_add_(0, send(segments[rows], self.sums.device), losses.double())
         self.visits.index_add_(0, segments, torch.ones(len(segments), dtype=torch.float64))
@@ -148,11 +148,11 @@ def gather_segments(
     attention_mask = torch.zeros_like(tokens, dtype=torch.bool)
     for row, (first, end) in enumerate(spans):
         size = end - first
-        places = slice(length - size, length) if pad == "left" else slice(0, size)
+        columns = slice(length - size, length) if pad == "left" else slice(0, size)
         if first > 0:
-            tokens[row, places] = ids[first - 1 : end - 1]
+            tokens[row, columns] = ids[first - 1 : end - 1]
         else:
-            tokens[row, places] = torch.cat([torch.tensor([eos]), ids[: end - 1]])
-        targets[row, places] = ids[first:end]
-        attention_mask[row, places] = True
+            tokens[row, columns] = torch.cat([torch.tensor([eos]), ids[: end - 1]])
+        targets[row, columns] = ids[first:end]
+        attention_mask[row, columns] = True
     return tokens, targets, attention_mask
