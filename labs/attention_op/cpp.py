@@ -73,12 +73,12 @@ def load() -> bool:
 
 
 @torch.compiler.assume_constant_result
-def is_loaded() -> bool:
-    """`load()`, which torch.compile cannot trace and need not."""
+def ensure_loaded() -> bool:
+    """`load()` at the first call. For torch.compile, which cannot trace it, it is a constant."""
     return load()
 
 
 def library():
     """`torch.ops.attention_op`"""
-    is_loaded()
+    ensure_loaded()
     return torch.ops.attention_op

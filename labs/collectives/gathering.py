@@ -64,7 +64,10 @@ def lesson_gather(gpus: tuple[int, ...] = (), target: int = 1) -> None:
         f"get_rank()|LOCAL_RANK|get_world_size()|{device}|sent|received",
         all_gather_object((rank, local_rank, size, devices[rank], x, received)),
     )
-    wrong = {"dst=1, the device's number": lambda group: gather(x, 0, group, dst=1)}
+    # The handout passes the number of the device. Any rank but the one with the list is wrong.
+    other = (destination + 1) % size
+    name = f"list on rank {destination}, but dst={other}"
+    wrong = {name: lambda group: gather(x, destination, group, dst=other)}
     print_outcomes("wrong, with the same tensors, by gloo", wrong)
     if size < 3:
         print_text("Start 3 processes to see a sub-group, in which ranks count differently.")
@@ -96,10 +99,10 @@ def print_outcomes(caption: str, calls: dict) -> None:
 # ---------------------------------------------------------------- all_gather
 
 
-def all_gather_equal(x: torch.Tensor, group=None) -> list[torch.Tensor]:
+def all_gather_equal(x: torch.Tensor) -> list[torch.Tensor]:
     """Every rank's `x` on every rank, if all have the same shape."""
     received = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(received, x, group=group)
+    dist.all_gather(received, x)
     return received
 
 
@@ -122,9 +125,9 @@ def lesson_all_gather() -> None:
     """all_gather: the tensors of all ranks on every rank.
 
     Rank r has N - r elements of value r + 1. No collective compares the shapes of different ranks:
-    gloo refuses, or returns numbers that nobody sent. Or it aborts the process, which no `try`
-    catches: so does the handout's all_gather into N tensors like the own one, which is not run
-    here.
+    gloo refuses, or returns numbers that nobody sent. It may even abort the process, which no `try`
+    catches. The handout's all_gather, whose N buffers have the shape of the rank's own tensor, does
+    that, so it is not run here.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.full((size - rank,), rank + 1)

@@ -2,8 +2,8 @@
 
 python -m labs.pipeline                                        # one process, one stage
 torchrun --nproc_per_node 2 -m labs.pipeline                   # two stages, on GPUs or on the CPU
-torchrun --nproc_per_node 4 -m labs.pipeline -- --schedule zbv --stages_per_rank 2
-torchrun --nproc_per_node 2 -m labs.pipeline -- --preset handout    # the handout's settings
+torchrun --nproc_per_node 4 -m -- labs.pipeline --schedule zbv --stages_per_rank 2
+torchrun --nproc_per_node 2 -m -- labs.pipeline --preset handout    # the handout's settings
 python -m labs.pipeline.mistakes                               # the handout's four mistakes
 tensorboard --logdir runs                                      # loss, bubble, schedule
 
@@ -183,7 +183,7 @@ def train(config: Config) -> Path:
         log_time = time.perf_counter()
         while True:
             # Between two steps: is the run over? A signal to any rank stops all of them.
-            interrupted = bool(world.maximum(run.interrupted())[0])
+            interrupted = run.stop_asked()
             finished = step >= total_steps
             save_due = finished or interrupted or step % config.save_every == 0
             if save_due and step > saved_step:
@@ -231,7 +231,7 @@ def train(config: Config) -> Path:
             pipeline.recorder.take()  # the events of this step are used or dropped
 
         report(pipeline, run, recorded, speeds, step)
-        run.close("all steps are done" if finished else INTERRUPTED)
+        run.close("finished" if finished else INTERRUPTED, step)
         return run.folder
 
 

@@ -33,7 +33,7 @@ def batch_of_step(
     epoch, number = divmod(step - 1, steps_per_epoch)
     generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
     order = torch.randperm(len(sequences), generator=generator)
-    rows = sequences[order[number * batch_size : (number + 1) * batch_size]].long()
+    rows = sequences[order[number * batch_size : (number + 1) * batch_size]]
     rows = F.pad(rows, (0, 0, 0, batch_size - len(rows)), value=PADDING)  # (B, S+1)
     # PADDING has no embedding: as an input it is token 0.
     return rows[:, :-1].clamp(min=0), rows[:, 1:]

@@ -128,9 +128,9 @@ def test_gather_reaches_the_rank_of_the_device_only(tables):
     assert outcomes(table, "") == ["[3, 4] [5, 6] [7, 8]", "-", "-"]
 
 
-def test_a_device_for_a_rank_fails_with_torchs_own_words(tables):
+def test_the_list_on_another_rank_than_dst_fails_with_torchs_own_words(tables):
     table = tables["wrong, with the same tensors, by gloo"]
-    no_destination, destination, waiting = outcomes(table, "dst=1")
+    no_destination, destination, waiting = outcomes(table, "list on rank 0, but dst=1")
     assert "must NOT be specified on non-destination ranks" in no_destination
     assert "must be specified on destination rank" in destination
     assert "Timed out" in waiting
