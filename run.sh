@@ -109,11 +109,11 @@ sys.exit(sys.argv[1] != "torch==" + m.version("torch").split("+")[0])'
         echo "PyTorch comes from $index"
         run "${pip[@]}" --index-url "$index" "$torch"
     elif [ "$index" = $pytorch/cpu ]; then
-        echo "No NVIDIA GPU is found, so PyTorch's build for CPUs is enough, a part of the 5.3 GB with"
+        echo "No NVIDIA GPU is found, so PyTorch's build for CPUs is enough, a part of the 2.7 GB with"
         echo "CUDA. If your jobs run elsewhere, on a GPU, stop with Ctrl-C and type"
         echo "    TORCH_INDEX_URL=https://pypi.org/simple bash $(printf %q "$0")"
         run "${pip[@]}" --retries 1 --index-url "$index" "$torch" ||
-            echo "note: $index cannot be used; pip's default index has PyTorch with CUDA (5.3 GB)"
+            echo "note: $index cannot be used; pip's default index has PyTorch with CUDA (2.7 GB)"
     fi # otherwise pip's default is right
 }
 
