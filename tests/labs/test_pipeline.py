@@ -7,6 +7,7 @@ ranks; the first writes down the results.
 import json
 import os
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -300,10 +301,15 @@ def test_the_handouts_preset_resumes_and_gives_way_to_flags(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert settings(lr=0.5).lr == 0.5 and settings().epochs == 200 and settings().dropout == 0.1
     lab.train(settings(max_steps=4, log_every=2, run="at-once"))
-    lab.train(settings(max_steps=2, log_every=2, run="parts"))
-    resumed = lab.Config(max_steps=4, resume="runs/parts")
-    resumed.given = {"max_steps"}
-    lab.train(resumed)
+    turns = iter(range(10**9))
+    with monkeypatch.context() as patched:
+        asked = nullcontext(lambda: next(turns) == 2)  # a signal after two steps
+        patched.setattr("engine.run.caught_signals", lambda: asked)
+        lab.train(settings(max_steps=4, log_every=2, run="parts"))
+    log = Path("runs/parts/train.log")
+    assert "stopped after step 2: interrupted" in log.read_text(encoding="utf-8")
+    lab.train(lab.Config(resume="runs/parts"))
+    assert "stopped after step 4: finished" in log.read_text(encoding="utf-8")
     at_once, parts = (
         checkpoint.load_weights(Path(f"runs/{name}/checkpoints/step-4"))
         for name in ("at-once", "parts")
