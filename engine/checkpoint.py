@@ -49,9 +49,10 @@ def save(
 ) -> None:
     """Write `folder/step-N` completely or not at all. To be called by one process only (rank 0).
 
-    `state` can be written as JSON. The links `last` and `best` follow; the newest `keep`
-    checkpoints and the best one stay. The optimizer's state, up to twice the size of the weights,
-    stays in the newest two. Raises `UserError` if the disk is full or cannot be written to.
+    `state` is a dict that can be written as JSON. The links `last` and `best` follow; the newest
+    `keep` checkpoints and the best one stay. The optimizer's state, up to twice the size of the
+    weights, stays in the newest two. Raises `UserError` if the disk is full or cannot be written
+    to.
     """
     files = files_of(step, model_state, optimizer_state, {**state, "best_step": best_step})
     checkpoint = folder / f"step-{step}"

@@ -14,7 +14,7 @@ from engine.memory import GIB, held_gib
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), at most e^50, which is as bad as any: exp overflows at 710."""
+    """exp(loss). The loss is capped at 50: e^50 is as bad as any, and exp overflows at 710."""
     return math.exp(min(loss, 50))
 
 

@@ -28,7 +28,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 def save(folder: Path, layout, optimizer, state: dict) -> None:
     """Write folder/sharded-N, all ranks together, and delete all but the newest --keep up to it.
 
-    `state` can be written as JSON and has the step N. The folder gets its name when it is complete.
+    `state` is a dict for JSON and has the step N. The folder gets its name when it is complete.
     Raises `UserError` if it cannot be written.
     """
     world, name = layout.world, f"sharded-{state['step']}"

@@ -36,7 +36,9 @@ class Config:
     """Every setting of a run. `fixed`: --resume cannot change it."""
 
     data: str = flag(
-        "", "folder with MNIST's files, or drawn; default: /opt/mnist, ../mnist, data", "Data"
+        "",
+        "folder with MNIST's files, or drawn; default: /opt/mnist, ../mnist or data, else drawn",
+        "Data",
     )
 
     activation: str = flag("relu", "relu, gelu, or MODULE:FUNCTION of labs/", "Model", fixed=True)

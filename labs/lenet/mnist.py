@@ -87,7 +87,8 @@ def rows_of_epoch(count: int, batch: int, seed: int, epoch: int) -> tuple[Tensor
     """The image numbers of every step of an epoch: a function of (seed, epoch), so that a resumed
     run repeats them. Batches differ by one image at most; there is no small last one.
     """
-    # Multiplied, so that no two runs share an epoch. The CPU's generator uses 32 bits of its seed.
+    # Multiplied, because epoch 1 of seed 1 must not be epoch 0 of seed 2. The CPU's generator uses
+    # 32 bits of its seed.
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**32)
     return torch.randperm(count, generator=generator).tensor_split(math.ceil(count / batch))
 

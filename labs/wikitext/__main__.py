@@ -59,7 +59,7 @@ class Config:
     )
     data: str = flag(
         "",
-        "text file, or folder of text or parquet; default: /opt/wikitext-2, ../wikitext-2",
+        "text file or folder; default: /opt/wikitext-2 or ../wikitext-2, else the sample",
         "Data",
     )
     ratios: str = flag(

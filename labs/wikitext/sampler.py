@@ -74,7 +74,8 @@ class SegmentSampler:
 
     def generator(self, epoch: int) -> torch.Generator:
         """Random numbers of an epoch, the same in every process and after a resume."""
-        # Multiplied, so that no two runs share an epoch. The CPU's generator uses 32 bits.
+        # Multiplied, because epoch 1 of seed 1 must not be epoch 0 of seed 2. The CPU's generator
+        # uses 32 bits of its seed.
         return torch.Generator().manual_seed((1_000_003 * self.config.seed + epoch) % 2**32)
 
     def record(self, segments: Tensor, losses: Tensor, counted: Tensor) -> None:
