@@ -62,7 +62,7 @@ from text.reading import (
 from text.rows import Rows, TokenWriter, add_token, flatten, places_of, starts_of
 from text.subwords import encode, load_tokenizer, special_ids, tokenizer_key, train_tokenizer
 
-FORMAT = 3  # of the cache; raise it when the same data and settings give other content
+FORMAT = 4  # of the cache; raise it when the same data and settings give other pairs or ids
 TOKENIZER_LINES = 200_000  # sentences a tokenizer is trained on; more of them change little
 LINES_AT_ONCE = 40_000  # lines (two for each pair) in memory while tokenising
 VALIDATION_ROWS = 4000  # at most, for validation while training; evaluate.py scores all rows

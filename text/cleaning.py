@@ -18,7 +18,8 @@ from text.reading import ParallelText
 HELD_OUT_SHARE = 0.01  # of the distinct pairs, for each split that must be cut from train
 CHANCE = 0.05  # smaller shares of the pairs, or gaps in their lengths, may be chance
 UNLIKE_SHARE = 0.5  # of the training pairs at most are left out as unlike validation's
-SHORT_SHARE = 0.25  # of the rest at most are left out for their short targets
+LENGTH_RANGES = 5  # of source lengths, in each of which pairs with short targets are left out:
+SHORT_SHARE = 0.5  # at most this part of a range
 TELLING_ROWS = 200  # validation rows that are needed to see how train differs
 PRIOR_TOKENS = 2000  # pseudo-counts by train's frequencies, added to validation's counts
 LONGEST_TOKEN = 16  # characters; our own tokenizers learn no longer token
@@ -229,16 +230,33 @@ def without_short_targets(
     """Which pairs to keep, (n,) row numbers, so that targets are as long as in validation.
 
     Arguments are the lengths of "source" and "target", (pairs,) each. The measure is target tokens
-    for each source token. Pairs with the shortest targets for their sources go first, at most
-    `SHORT_SHARE` of all.
+    for each source token. `LENGTH_RANGES` ranges of source lengths, each with as many validation
+    rows, are treated separately: in one, many short sentences would hide that the targets of long
+    ones are too short. The pairs with the shortest targets for their sources go, at most
+    `SHORT_SHARE` of a range.
     """
-    source, target = train["source"], train["target"]
-    wanted = validation["target"].sum() / validation["source"].sum()
-    order = np.argsort(-target / source, kind="stable")  # the longest targets first
-    ratios = np.cumsum(target[order]) / np.cumsum(source[order])  # of the first 1, 2, … pairs
-    if wanted < (1 + CHANCE) * ratios[-1]:
-        return np.arange(len(order))
-    return _without_last(order, np.count_nonzero(ratios < wanted), SHORT_SHARE)
+    if _ratio(validation) < (1 + CHANCE) * _ratio(train):
+        return np.arange(len(train["source"]))
+    shares = np.arange(1, LENGTH_RANGES) / LENGTH_RANGES
+    bounds = np.quantile(validation["source"], shares)
+    range_of_train = np.searchsorted(bounds, train["source"])  # (pairs,)
+    range_of_validation = np.searchsorted(bounds, validation["source"])
+    kept = []
+    for number in range(LENGTH_RANGES):
+        inside = range_of_validation == number
+        wanted = _ratio({side: lengths[inside] for side, lengths in validation.items()})
+        rows = np.flatnonzero(range_of_train == number)
+        source, target = train["source"][rows], train["target"][rows]
+        order = np.argsort(-target / source, kind="stable")  # the longest targets first
+        ratios = np.cumsum(target[order]) / np.cumsum(source[order])  # of the first 1, 2, … pairs
+        short = np.count_nonzero(ratios < wanted)
+        kept.append(rows[_without_last(order, short, SHORT_SHARE)])
+    return np.sort(np.concatenate(kept))
+
+
+def _ratio(lengths: dict[str, np.ndarray]) -> float:
+    """Target tokens for each source token; 0 without rows."""
+    return lengths["target"].sum() / max(1, lengths["source"].sum())
 
 
 def _without_last(order: np.ndarray, dropped: int, share: float) -> np.ndarray:

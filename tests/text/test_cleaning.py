@@ -248,7 +248,7 @@ def test_the_length_ratio(short, longest):
 )
 def test_the_shortest_targets_go_and_no_more_of_them_than_must(lengths, ratio):
     source, target = np.array(lengths).T
-    validation = {"source": np.array([1.0]), "target": np.array([ratio])}
+    validation = {"source": np.array([9.0]), "target": np.array([9 * ratio])}  # one range
     kept = without_short_targets({"source": source, "target": target}, validation)
     gone = np.setdiff1d(np.arange(len(lengths)), kept)
     assert kept.tolist() == sorted(kept) and len(gone) <= SHORT_SHARE * len(lengths)
@@ -260,3 +260,15 @@ def test_the_shortest_targets_go_and_no_more_of_them_than_must(lengths, ratio):
     if len(gone):  # with the last of them it would be too few
         back = [*kept, gone[np.argmax(target[gone] / source[gone])]]
         assert target[back].sum() / source[back].sum() < ratio
+
+
+def test_long_pairs_with_short_targets_go_though_short_pairs_have_long_ones():
+    source = np.repeat([10, 20, 30, 40, 50], 8)
+    target = source.copy()
+    target[source == 10] = 17
+    target[source == 50] = [50, 20] * 4  # every second one is short
+    # As long as their sources: in all ranges together, one of the short ones could stay.
+    validation = {"source": source, "target": source}
+    kept = without_short_targets({"source": source, "target": target}, validation)
+    gone = np.setdiff1d(np.arange(len(source)), kept)
+    assert gone.tolist() == [33, 35, 37, 39]
