@@ -354,7 +354,7 @@ def _link(folder: Path, last: int, best: int | None) -> None:
 def _remove_old(folder: Path, step: int, best_step: int | None, keep: int) -> None:
     """Of the checkpoints up to this step, keep the newest `keep`, the best, and two optimizers.
 
-    Later ones are damaged, for the run resumed from an earlier one: they do not count.
+    Checkpoints of later steps were skipped as damaged when the run was resumed: they do not count.
     """
     newest_first = [old for old in reversed(steps(folder)) if old <= step]
     with suppress(OSError):  # what cannot be removed need not stop the training

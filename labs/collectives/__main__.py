@@ -72,7 +72,9 @@ def main(config: Config) -> None:
 
 
 def check_devices(config: Config, world_size: int) -> None:
-    """One GPU of this machine per process, the target among them. Raises `UserError`."""
+    """Two processes or more, one GPU of this machine for each. Raises `UserError`."""
+    if world_size < 2:
+        raise UserError("one process has nobody to communicate with; start at least 2")
     gpus = config.gpu_devices
     typed = f"--gpu_devices {' '.join(map(str, gpus))}"
     count = torch.cuda.device_count()

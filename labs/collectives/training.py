@@ -3,7 +3,7 @@
 N ranks, B rows of a global batch, D features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +36,7 @@ def flat_weights(model: nn.Module) -> torch.Tensor:
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batches: list[tuple[torch.Tensor, torch.Tensor]],
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
     loss_of: Callable,
 ) -> tuple[list[float], torch.Tensor]:
     """A step for each batch x (B, D), y (B); returns the mean losses and the weights.
@@ -87,7 +87,7 @@ def train_linear(
     return train(
         model,
         torch.optim.SGD(model.parameters(), learning_rate),
-        [synthetic(batch, features, seed=step) for step in range(1, steps + 1)],
+        (synthetic(batch, features, seed=step) for step in range(1, steps + 1)),
         lambda out, y: 0.5 * ((out.squeeze(1) - y) ** 2).sum(),
     )
 
@@ -262,8 +262,8 @@ def train_half(
     The error is relative to that of w = 0. Products and gradients are in `dtype`. The weights are
     in fp32, or without `master_weights` in `dtype` too, as after `model.half()`.
     """
-    # 1e-3 and 4e-3 make gradients so small that fp16 rounds most of them to 0. A rate of 50 makes
-    # steps of 0.4 · mean(error · x) of them.
+    # 1e-3 and 4e-3 make gradients so small that fp16 rounds most of them to 0. The gradient is
+    # 2 · 4e-3 · mean(error · x); times the rate of 50 a step is 0.4 · mean(error · x).
     x, y = synthetic(rows=64, features=16, seed=7)
     y = y[:, None] * 1e-3  # (B, 1)
     weight = torch.zeros(16, 1)  # (D, 1)

@@ -183,6 +183,8 @@ def train(config: Config) -> Path | None:
                 )
             checkpoints.restore(checkpoint, layout, optimizer)
             log(f"resumed after step {state.step:,} from {checkpoint}")
+        elif config.resume:
+            log(f"{run.folder} has no checkpoint: starting at step 0")
 
         # -------- the length of the run; then the folder becomes a run
         steps_per_epoch = data.batches("train")
@@ -296,7 +298,10 @@ def train(config: Config) -> Path | None:
                 f"{result['share_of_peak']:.1%} of the measured peak (the handout's formula: "
                 f"{result['handout_tflops']:.3f} TFLOP/s)"
             )
-        run.close(INTERRUPTED if interrupted else "finished", state.step)
+        reason = "finished"
+        if interrupted:
+            reason = INTERRUPTED if config.keep else "interrupted; nothing was saved (--keep 0)"
+        run.close(reason, state.step)
         return run.folder
 
 

@@ -47,9 +47,14 @@ def save(folder: Path, layout, optimizer, state: dict) -> None:
         saved = {"state": state, "sizes": asdict(layout.sizes), "scaler": scaler}
         (temporary / "state.json").write_text(json.dumps(saved, indent=2), encoding="utf-8")
         write_checksums(temporary, [path.name for path in temporary.iterdir()])
-        remove([folder / name])
+        # A resumed run may save a step again, and a folder cannot be renamed onto a full one.
+        replaced = folder / f"{temporary.name}-replaced"
+        if (folder / name).exists():
+            os.replace(folder / name, replaced)
         os.replace(temporary, folder / name)
-        # Later ones are damaged, for the run resumed from an earlier one: they do not count.
+        remove([replaced])
+        # Checkpoints of later steps were skipped as damaged when the run was resumed: they do not
+        # count.
         up_to_it = [path for path in list_checkpoints(folder) if step_of(path) <= state["step"]]
         remove(up_to_it[: -layout.config.keep])
     world.on_main(lambda: None)  # the others wait until it has its name

@@ -83,7 +83,8 @@ def load(config, sizes: Sizes, cache: Path, log) -> Data:
         return random_data(config, sizes)
     documents = read_documents(Path(config.data).expanduser())
     vocabulary = config.vocabulary or sizes.vocabulary
-    digest = hashlib.sha256("\0".join([f"{vocabulary}", *documents]).encode())
+    settings = f"{vocabulary} {VALIDATE_EVERY}"
+    digest = hashlib.sha256("\0".join([settings, *documents]).encode())
     folder = cache / f"gpt-{digest.hexdigest()[:16]}"
     with lock_folder(folder, log):
         if not folder.exists():
@@ -146,6 +147,8 @@ def random_data(config, sizes: Sizes) -> Data:
 
 def read_documents(path: Path) -> list[str]:
     """The documents of a .txt file, or of all those of a folder."""
+    if not path.exists():
+        raise UserError(f"--data {path}: no such file or folder")
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*.txt") if file.is_file())

@@ -199,7 +199,8 @@ class Pipeline(Layout):
             output_args=logits if self.model.is_last else hidden,
             group=self.mesh["pipe"].get_group(),
         )
-        # 1F1B needs a micro-batch for each stage. With one in all, one stage works at a time.
+        # 1F1B needs a micro-batch for each stage. With only one micro-batch, one stage works at a
+        # time, and 1F1B refuses that.
         kind = pipelining.Schedule1F1B if config.accumulate > 1 else pipelining.ScheduleGPipe
         self.schedule = kind(self.stage, config.accumulate, loss_fn=mean_loss)
         # A process group for the first and the last rank of each row; all ranks must take part.

@@ -44,7 +44,7 @@ def check_grid(config, sizes: Sizes, processes: int) -> None:
         (pipe > 1 and zero != "ddp", f"--data_parallel {zero} does not work with --pipe; use ddp"),
         (
             pipe > 1 and config.precision == "fp16",
-            "--precision fp16 does not work with --pipe; use bf16 or fp32",
+            "fp16 does not work with --pipe; give --precision fp32, or bf16 if the GPU has it",
         ),
         (
             tensor > 1 and zero == "zero1",
@@ -128,7 +128,7 @@ def memory(config, sizes: Sizes, processes: int) -> Need:
 
     weights, gradients, optimizer, host = bytes_of_weights(config, sizes, data, own)
     micro_batch, again, logits = bytes_of_micro_batch(config, sizes, data, layers)
-    # Every stage of a pipeline begins as many micro-batches as there are stages, if there are.
+    # The first stage, the fullest, holds up to `pipe` micro-batches at once.
     in_flight = min(config.accumulate, config.pipe)
     activations = in_flight * micro_batch + again
 
@@ -179,7 +179,8 @@ def bytes_of_micro_batch(config, sizes: Sizes, data: int, layers: int) -> tuple[
     """Bytes of one micro-batch: activations that are kept, those of a recomputed block, logits."""
     narrow = config.precision != "fp32"
     tokens = config.batch_size / (data * config.accumulate) * sizes.sequence
-    # Sequence parallelism cuts everything, but the output of each norm is complete for a while.
+    # Each rank keeps 1 / tensor of everything. But the outputs of the two norms are gathered for
+    # the products after them, and are kept whole: 2 × 4 bytes, or 2 × 2.
     kept = KEPT[config.model, narrow] / config.tensor
     kept += (4 if narrow else 8) * (1 - 1 / config.tensor)
     again = 0.0

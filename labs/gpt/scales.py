@@ -11,6 +11,7 @@ Started again, the command runs all rows again.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from engine.config import flag, parse_flags
@@ -43,6 +44,7 @@ from engine.precision import choose_precision
 from labs.gpt import plan
 from labs.gpt.__main__ import Config as TrainConfig
 from labs.gpt.__main__ import resolved, sizes_of
+from labs.gpt.data import read_documents
 from labs.gpt.rows import Table
 
 LESS_THAN = 7.0  # the handout: a final loss below 7 is a successful training
@@ -84,6 +86,8 @@ def plan_scale(scale: Scale, config: Config, precision: str) -> tuple[dict, floa
     """The settings of a row, its number of layers among them, and the GiB it needs on a card."""
     settings = {"size": config.size, "data": config.data, "precision": precision}
     settings |= {"max_steps": config.steps, "keep": 0, **scale.settings}
+    if "pipe" in settings and precision == "fp16":
+        settings["precision"] = "fp32"  # a pipeline has no loss scaler
     training = resolved(TrainConfig(**settings), scale.cards)
     if not training.layers:
         sizes = sizes_of(training)
@@ -103,7 +107,7 @@ def cells_of(scale: Scale, settings: dict, need_gib: float, outcome: dict) -> li
     if "planned" in outcome:
         return [*cells, planned, "planned", outcome["planned"], "–"]
     if "failed" in outcome:
-        return [*cells, planned, outcome["failed"], "", "no"]
+        return [*cells, planned, outcome["failed"], "", "–"]
     reached = "yes" if outcome["loss"] < LESS_THAN else "no"
     if outcome["data"] == "random ids":
         reached = "– (random ids)"
@@ -123,6 +127,8 @@ def main(config: Config) -> None:
             config.memory_gib = torch.cuda.mem_get_info()[0] / GIB - 1
     if not config.size:
         config.size = "1.6b" if on_gpu else "mini"
+    if config.data != "random":
+        read_documents(Path(config.data).expanduser())  # wrong data fail now, not in every row
     table = Table("scales", config.size, HEAD)
     table.log(f"{cards} card(s) of {config.memory_gib:.2f} GiB, {precision}")
     if config.data == "random":

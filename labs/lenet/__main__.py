@@ -83,9 +83,11 @@ def train(config: Config) -> Path:
         digits, tests = Digits(folder, "train"), Digits(folder, "test")
         steps_per_epoch = math.ceil(len(digits) / config.batch)
         total_steps = config.epochs * steps_per_epoch
-        if len(digits) // steps_per_epoch < world.size:
+        smallest = len(digits) // steps_per_epoch  # an epoch's batches are of nearly equal size
+        if smallest < world.size:
             raise UserError(
-                f"--batch {config.batch} is less than the {world.size} processes; give more images"
+                f"--batch {config.batch}: the smallest batch has {smallest} image(s) for "
+                f"{world.size} processes; give a larger --batch"
             )
         data_key = digits.checksum()
         digits.to(device)
@@ -113,7 +115,8 @@ def train(config: Config) -> Path:
 
         # -------- the folder becomes a run
         run.begin(gpu_seconds=1.0)
-        log(f"device: {device}, fp32")
+        on_gpu = device.type == "cuda"
+        log(f"device: {device}, fp32{', convolutions in TF32 where it has that' if on_gpu else ''}")
         log(str(model))
         log(
             f"LeNet-5: {parameter_count:,} parameters, "

@@ -1,7 +1,7 @@
 """The same LeNet-5 with PyTorch Lightning: it brings the loop, the checkpoints and the curves.
 
 pip install lightning
-python -m labs.lenet.lightning --data DIR    # /opt/mnist, else drawn digits
+python -m labs.lenet.lightning --data DIR    # MNIST's files; else found or drawn as in labs.lenet
 tensorboard --logdir runs                    # runs/lightning/version_N
 """
 
@@ -30,7 +30,7 @@ from labs.lenet.model import LeNet5
 class Config:
     """The settings that Lightning's program shares with labs.lenet."""
 
-    data: str = flag("", "folder with MNIST's files, or drawn; /opt/mnist, else drawn", "Data")
+    data: str = flag("", "folder with MNIST's files, or drawn; default: as in labs.lenet", "Data")
     epochs: int = flag(12, "passes over the training images", "Training", min=1)
     batch: int = flag(100, "images per step", "Training", min=1)
     lr: float = flag(2e-3, "peak learning rate", "Training", above=0, below=10)

@@ -7,8 +7,8 @@ torchrun --nproc_per_node 2 -m -- labs.pipeline --preset handout    # the handou
 python -m labs.pipeline.mistakes                               # the handout's four mistakes
 tensorboard --logdir runs                                      # loss, bubble, schedule
 
-Loss, gradients and weights equal those of one process that sees the whole batch, under every
-schedule.
+Without dropout, loss, gradients and weights equal those of one process that sees the whole batch,
+under every schedule.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,9 @@ class Config:
     # The handout's DATASET_LENGTH is 10: 9 inputs and the last target.
     length: int = flag(9, "tokens per sequence", "Data", min=1, fixed=True)
 
-    preset: str = flag("lab", "handout: its values where no flag is given (lab|handout)", "Model")
+    preset: str = flag(
+        "lab", "handout: its values where no flag is given (lab|handout)", "Model", fixed=True
+    )
     d_model: int = flag(64, "model width", "Model", min=1, fixed=True)
     nhead: int = flag(4, "attention heads", "Model", min=1, fixed=True)
     dim_feedforward: int = flag(256, "width of the feed-forward layers", "Model", min=1, fixed=True)
@@ -187,8 +189,10 @@ def train(config: Config) -> Path:
             finished = step >= total_steps
             save_due = finished or interrupted or step % config.save_every == 0
             if save_due and step > saved_step:
+                save_time = time.perf_counter()
                 save(run, pipeline, optimizer, step)
                 saved_step = step
+                log_time += time.perf_counter() - save_time  # not counted in the speed
             if finished or interrupted:
                 break
 
@@ -203,8 +207,8 @@ def train(config: Config) -> Path:
             loss = pipeline.forward_backward(tokens, target)
             if not math.isfinite(loss):  # on all ranks alike
                 raise UserError(
-                    f"the loss is {loss} at step {step}; resume the last checkpoint, or use a "
-                    f"smaller --lr than {config.lr:g}"
+                    f"the loss is {loss} at step {step}; start a new run with a smaller --lr than "
+                    f"{config.lr:g}"
                 )
             optimizer.step()
             loss_sum += loss
@@ -216,8 +220,10 @@ def train(config: Config) -> Path:
                 values = {"train/loss": mean, "speed/tokens_per_second": speed}
                 line = f"step {step:>6,}  epoch {step / steps_per_epoch:6.2f}  loss {mean:.4f}"
                 line += f"  {speed:,.0f} tokens/s"
-                if step > first_step + 2:  # the first two steps of a session warm up
+                # The first two steps of a session warm up.
+                if step - log_every >= first_step + 2:
                     speeds.append(speed)
+                if step > first_step + 2:
                     gathered = world.gather(pipeline.recorder.take())
                     if world.is_main:
                         recorded.append([event for events in gathered for event in events])

@@ -29,8 +29,8 @@ def report(
 ) -> None:
     """Log bubble, speed and memory and draw the schedule.
 
-    All ranks call it. `recorded` and `speeds` are of the recorded steps: the events of all ranks
-    (on rank 0; elsewhere empty), and tokens per second.
+    All ranks call it. `recorded` has the events of all ranks in each recorded step (on rank 0;
+    elsewhere it is empty), `speeds` the tokens per second between two log lines.
     """
     weights = sum(weight.numel() for weight in pipeline.parameters.values())
     peak = 0
@@ -52,7 +52,8 @@ def report(
         f"bubble: measured {median(shares):.1%}, the median of {len(shares)} steps; in theory "
         f"{theory:.1%}; this order simulated with the measured times of its parts {simulated:.1%}"
     )
-    run.log(f"speed: {median(speeds):,.0f} tokens/s, the median of {len(speeds)} lines")
+    if speeds:
+        run.log(f"speed: {median(speeds):,.0f} tokens/s, the median of {len(speeds)} lines")
     for rank, (weights, peak) in enumerate(memory):
         stages = ", ".join(map(str, stages_of_rank(rank, ranks, config)))
         line = f"rank {rank} (stage {stages}): {weights:,} weights, activations of at most "

@@ -213,7 +213,7 @@ def train(config: Config) -> Path:
         # -------- the loop
         runner = None
         segments_of_epoch = None
-        token_count = 0  # of all processes, since the last log line
+        token_count = 0  # of all processes, since `begun`
         begun = time.perf_counter()
         while True:
             # Between two steps: is an epoch over? Validate and save. Is the run asked to stop?
@@ -241,6 +241,8 @@ def train(config: Config) -> Path:
             if epoch_over or interrupted:
                 saved = asdict(state) | {"sampler": sampler.state_dict(world)}
                 run.save(state.step, model, optimizer, saved, precision, improved)
+                # The speed is that of training alone.
+                token_count = 0
                 begun = time.perf_counter()
             if interrupted or state.step >= total_steps:
                 break

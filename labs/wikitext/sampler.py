@@ -16,11 +16,11 @@ class SegmentSampler:
         p_i = (1 − w) / M + w · exp(ℓ_i) / Σ_j exp(ℓ_j)
         w = 0 in the first epoch, else max(0, 1 − e / (0.7 · E))
 
-    ℓ_i: mean plain loss of its tokens, in nats, over its visits since the last draw (without a
-    visit: as it was); e: epochs done; E: epochs in all. So a segment's extra share is proportional
-    to its perplexity. w falls from nearly 1 to 0 where the learning rate begins to fall: the last
-    30 % of the epochs are static again. One draw serves `resample_every` epochs, in another order
-    each; e is the first of them.
+    ℓ_i: mean plain loss of its tokens, in nats, over its visits since the last draw; a segment
+    without a visit keeps its ℓ. e: epochs done when the draw is made; E: epochs in all. So a
+    segment's extra share is proportional to its perplexity. w falls from nearly 1 to 0 where the
+    learning rate begins to fall: the last 30 % of the epochs are static again. One draw serves
+    `resample_every` epochs, each in another order.
 
     A draw takes M segments by systematic resampling: i comes ⌊M p_i⌋ or ⌈M p_i⌉ times and M p_i
     times in expectation, so at w = 0 each comes exactly once. It is a function of (losses, seed,

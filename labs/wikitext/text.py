@@ -150,6 +150,10 @@ def find_files(path: Path) -> dict[str, list[Path]]:
             f"--data {path}: no text file there ({' '.join(SUFFIXES)}); give a text file"
         )
     named = {split: files_of[split] for split in SPLITS if split in files_of}
+    for split, files in named.items():
+        if len({file.suffix for file in files}) > 1:  # the same text in two forms
+            names = ", ".join(file.name for file in files)
+            raise UserError(f"--data {path}: {split} is both {names}; remove all but one kind")
     return named or files_of  # a LICENSE.txt beside train.txt is not part of the text
 
 

@@ -282,6 +282,9 @@ def test_devices_that_do_not_fit_are_named_in_one_line(monkeypatch):
         lab.main(lab.Config(gpu_devices=(0, 1), target_device=0))
     with refused("--target_device 4 must be one of 1, 2, 3"):
         lab.main(lab.Config(target_device=4))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with refused("start at least 2"):
+        lab.main(lab.Config())
 
 
 def fails_on_rank_1() -> None:

@@ -382,6 +382,9 @@ def test_texts_of_lines(tmp_path):
     novel.write_bytes(b"\xff\xfe")
     with refused("novel.txt cannot be read"):
         read_documents(tmp_path)
+    with refused("nosuch: no such file or folder"):
+        read_documents(tmp_path / "nosuch")
+    (tmp_path / "table.csv").write_text("a,b\n")
     with refused("table.csv: name a .txt file"):
         read_documents(tmp_path / "table.csv")
     novel.write_text("one")
@@ -446,6 +449,35 @@ def test_a_run_interrupted_before_its_validation_makes_up_for_it(tmp_path, monke
         train(config_of(resume=str(folder)))
 
 
+def test_a_step_is_saved_again_before_its_old_checkpoint_goes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = train(config_of(**BASE, run="a"))
+    last = newest(folder)
+    removed = []
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda path, **_: removed.append(path))
+    state = checkpoints.read(last)["state"] | {"last_validation": STEPS // 2}
+    written = json.loads((last / "state.json").read_text()) | {"state": state}
+    (last / "state.json").write_text(json.dumps(written))
+    checkpoints.write_checksums(last, [path.name for path in last.iterdir()])
+    train(config_of(resume=str(folder)))
+    assert checkpoints.read(newest(folder))["state"]["last_validation"] == STEPS
+    old = [path for path in removed if path.name.endswith("-replaced")]
+    assert len(old) == 1 and checkpoints.read(old[0])["state"] == state
+
+
+def test_what_is_not_saved_is_not_promised(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    turns = iter(range(10**9))
+    with monkeypatch.context() as patched:
+        patched.setattr("engine.run.caught_signals", lambda: nullcontext(lambda: next(turns) == 1))
+        folder = train(config_of(**{**BASE, "keep": 0}, run="stopped"))
+    log = (folder / "train.log").read_text(encoding="utf-8")
+    assert "nothing was saved (--keep 0)" in log and "to resume" not in log
+    train(config_of(resume=str(folder)))
+    log = (folder / "train.log").read_text(encoding="utf-8")
+    assert "has no checkpoint: starting at step 0" in log
+
+
 def test_only_checkpoints_up_to_the_saved_one_count_as_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = train(config_of(**BASE, run="damaged"))  # saves steps 2 and 4
@@ -505,7 +537,7 @@ def test_mistakes_end_before_there_is_a_run(tmp_path, monkeypatch):
         train(Config(size="1.6b", precision="fp32", device="cpu"))
     # The grid is checked for the format that auto means: without bf16 fp16, which --pipe refuses.
     monkeypatch.setattr("labs.gpt.__main__.choose_precision", choose_fp16)
-    with refused("--precision fp16 does not work with --pipe"):
+    with refused("fp16 does not work with --pipe"):
         train(config_of(**{**BASE, "precision": "auto", "pipe": 2}))
     assert not Path("runs").exists()
 
@@ -549,7 +581,11 @@ def test_scales_are_trained_or_planned(tmp_path, monkeypatch):
     random_ids = {**result, "data": "random ids"}
     outcomes = [result, {**result, "loss": 7.5}, {"failed": "one line"}, random_ids]
     rows = [scales.cells_of(scales.SCALES[0], settings[0], 0.2, outcome) for outcome in outcomes]
-    assert [row[-1] for row in rows] == ["yes", "no", "no", "– (random ids)"]
+    naive_pipeline = scales.plan_scale(scales.SCALES[2], config, "fp16")[0]
+    assert naive_pipeline["pipe"] == 2 and naive_pipeline["precision"] == "fp32"
+    with refused("--data wos: no such file or folder"):
+        scales.main(config)
+    assert [row[-1] for row in rows] == ["yes", "no", "–", "– (random ids)"]
     scales.main(scales.Config(memory_gib=0.001, precision="fp32"))  # nothing fits
     lines = Path("runs/scales-mini-cpu/table.md").read_text(encoding="utf-8").splitlines()[2:]
     assert len(lines) == 5 and all("| planned | " in line for line in lines)

@@ -294,7 +294,7 @@ def test_damaged_files_are_refused(tmp_path, ending, damage, words):
     "flags, words",
     [
         ("--data nowhere", "no MNIST files in nowhere"),
-        ("--batch 1 --data {data}", "less than the 2 processes"),
+        ("--batch 1 --data {data}", "has 1 image(s) for 2 processes"),
         ("--resume runs/whole --activation gelu", "would change a fixed setting"),
         ("--activation tanh --data {data}", "choose relu, gelu or MODULE:FUNCTION of labs/"),
         ("--activation labs.lenet:tanh --data {data}", "has no attribute 'tanh'; give MODULE"),

@@ -315,6 +315,10 @@ def test_the_handouts_preset_resumes_and_gives_way_to_flags(tmp_path, monkeypatc
         for name in ("at-once", "parts")
     )
     assert all(torch.equal(at_once[name], parts[name]) for name in at_once)  # same dropout too
+    invalid = lab.Config(resume="runs/parts", preset="lab")
+    invalid.given = {"preset"}
+    with refused("--preset"):
+        lab.train(invalid)
     invalid = lab.Config(resume="runs/parts", micro_batches=3)
     invalid.given = {"micro_batches"}
     with refused("--micro_batches 3 does not divide --batch_size 4"):

@@ -333,6 +333,22 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(lab, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_the_speed_is_that_of_the_steps_since_the_last_validation(lab, tmp_path, monkeypatch):
+    """A log line that follows an epoch's end has steps of one epoch only."""
+    seconds = [0.0]
+
+    def step_of_one_second(*_):
+        seconds[0] += 1
+
+    monkeypatch.setattr(wikitext, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+    monkeypatch.setattr(wikitext.distributed.World, "set_seed", step_of_one_second)
+    write(tmp_path / "a.txt", wiki(12))
+    folder = lab(run="x", data="a.txt", batch=8, log_every=4)  # 5 steps per epoch
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    speeds = [record["speed/tokens_per_second"] for record in records if "train/loss" in record]
+    assert len(speeds) == 3 and max(speeds) < 1.5 * min(speeds)
+
+
 def test_the_best_weights_are_tested(lab, tmp_path, monkeypatch):
     losses, seen = iter([1.0, 2.0, 0.0]), []  # of two validations and the test
 
@@ -473,6 +489,7 @@ def test_two_processes_have_the_losses_of_one(lab, tmp_path):
         (dict(data="blank.txt"), "holds no text"),
         (dict(data="line.txt"), "too few to cut 3 splits"),
         (dict(data="short.txt", segment=64), "less than one --segment"),
+        (dict(data="both"), "train is both wiki.train.raw, wiki.train.tokens; remove"),
         (dict(preset="handout"), "unpack https://nlp.stanford.edu/data/glove.6B.zip"),
         (dict(glove="broken.txt"), "not a file of vectors (line 2 has 2 numbers instead of 3)"),
         (dict(glove="header.txt"), "line 1 is not a word and its numbers; delete a header line"),
@@ -490,6 +507,8 @@ def test_mistakes_are_named_in_one_line(lab, tmp_path, settings, message):
         "header.txt": "1 3\nthe 1 2 3\n",
         "foreign.txt": "le 1 2\n",
         "wiki.txt": wiki(),
+        "both/wiki.train.raw": wiki(),
+        "both/wiki.train.tokens": wiki(),
     }
     for name, text in files.items():
         write(tmp_path / name, text)
