@@ -34,7 +34,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from engine.cache import lock_folder, new_folder
-from engine.checkpoint import load_state
 from engine.errors import UserError
 from engine.signals import leave_signals_to_main
 from engine.telemetry import progress_bar
@@ -135,7 +134,12 @@ def clean_and_tokenise(
         f"tokens: source vocabulary {len(tokenizers['source']):,}, "
         f"target vocabulary {len(tokenizers['target']):,}, unknown {unknown:.2%}"
     )
-    summary = {"counts": counts, "path": text.path, "unknown": unknown}
+    summary = {
+        "counts": counts,
+        "path": text.path,
+        "fingerprint": text.fingerprint(),  # by which `was_trained_on` knows the data again
+        "unknown": unknown,
+    }
     content = json.dumps(summary, ensure_ascii=False, indent=1)
     (folder / "summary.json").write_text(content, encoding="utf-8")
 
@@ -451,13 +455,16 @@ def prepare(
     settings = (source_vocab, target_vocab, tokenizer, max_length)
     folder = cache / cache_key(text, *settings)
     try:
-        prepared = load_if_intact(folder, log)
+        prepared = load_if_intact(folder)
         if prepared:
             log(f"data: {text.path} ({text.form}), tokenised earlier in {folder}")
             return prepared
         with lock_folder(folder, log):
             # Another process may have made it while we waited for the lock.
-            if not folder.exists():
+            if not load_if_intact(folder):
+                if folder.exists():
+                    log(f"data: {folder} is damaged and made again")
+                    shutil.rmtree(folder)
                 languages = f"{text.source}→{text.target}"
                 log(f"data: {text.path} ({text.form}), {languages}; tokenising into {folder}")
                 # A temporary folder, which is renamed to `folder` when it is complete.
@@ -471,15 +478,11 @@ def prepare(
     return load_prepared(folder)
 
 
-def load_if_intact(folder: Path, log: Callable) -> Prepared | None:
-    """`load_prepared`, or None if there is no folder. A damaged one is deleted: also None."""
-    if not folder.exists():
-        return None
+def load_if_intact(folder: Path) -> Prepared | None:
+    """`load_prepared`, or None if there is no folder, or a damaged one."""
     try:
         return load_prepared(folder)
-    except (OSError, EOFError, ValueError, LookupError, UserError) as damage:
-        log(f"data: {folder} is damaged and made again: {short(damage)}")
-        shutil.rmtree(folder)
+    except (OSError, EOFError, ValueError, LookupError, UserError):
         return None
 
 
@@ -518,15 +521,12 @@ def cache_key(
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def was_trained_on(checkpoint: Path, config: dict, text: ParallelText) -> bool:
-    """Whether the run of this checkpoint used exactly these files, wherever they are now."""
-    folder = checkpoint.parent if checkpoint.is_file() else checkpoint
+def was_trained_on(run: Path, text: ParallelText) -> bool:
+    """Whether the run used exactly these files, wherever they are now."""
     try:
-        key_of_run = load_state(folder)["data_key"]
-        names = ("source_vocab", "target_vocab", "tokenizer", "max_length")
-        settings = {name: config[name] for name in names}
-        return key_of_run == cache_key(text, **settings)
-    except (OSError, ValueError, KeyError):  # weights without the state of their run
+        description = json.loads((run / "data.json").read_text(encoding="utf-8"))
+        return description["fingerprint"] == text.fingerprint()
+    except (OSError, ValueError, KeyError):  # handed on without it, or of an earlier version
         return False
 
 
@@ -573,7 +573,8 @@ class BucketSampler(Sampler[np.ndarray]):
                 f"{len(self.source)} training pairs are too few for {world_size} processes × "
                 f"{accumulate} micro-batches; use fewer"
             )
-        # A step is a slice of the pairs in order of length. The bounds of the slices depend on the
+        # The pairs are put in order of length and cut into steps: step i has those from bounds[i]
+        # up to bounds[i + 1]. An epoch takes the steps in random order. The bounds depend on the
         # lengths alone, so they are the same in every epoch.
         widths = np.maximum(self.source, self.target)
         self.bounds = cut_batches(np.sort(widths), tokens_per_batch, self.micro_batches)
@@ -655,7 +656,7 @@ def order_by_length(source: np.ndarray, target: np.ndarray) -> np.ndarray:
     the shorter side does not jump from one length to the next, and a batch that holds both has
     little padding. Pairs of equal lengths keep their order.
     """
-    # (source, target): 3 1, 3 2, 3 3, then 4 4, 4 3, 4 2, then 5 2, 5 3, …
+    # (source, target): 3 1, 3 2, 3 3, 2 3, 1 3, then 1 4, 2 4, 3 4, 4 4, 4 3, 4 2, 4 1, then 5 1, …
     longer = np.maximum(source, target)
     difference = source - target
     zigzag = np.where(longer % 2, -difference, difference)

@@ -30,7 +30,7 @@ from text.cleaning import normalise
 from text.subwords import decode, encode, special_ids
 
 # What is decoded at once. On a CPU each thread decodes a batch of its own, so memory grows with
-# their number: for 2**15 tokens, the `lab` model keeps up to 0.3 GiB of keys and values.
+# their number: for 2**15 tokens, the `lab` model keeps up to 0.5 GiB of keys and values.
 ROWS_PER_BATCH = {"cpu": 128, "cuda": 512}  # hypotheses
 TOKENS_PER_BATCH = {"cpu": 2**15, "cuda": 2**18}  # hypotheses × source tokens with their padding
 CHECK_EVERY = 8  # steps between checks which sentences are done on a GPU: each check waits for it
@@ -100,6 +100,7 @@ class Cache:
         self.source_mask = self.source_mask.index_select(0, sentences)
 
 
+@torch.inference_mode()
 def start(model: Translator, src: Tensor, src_pad: Tensor) -> Cache:
     """Encode (B, S) sources; → a cache with one row for each."""
     memory = model.encode(src, src_pad)  # (B, S, D)
@@ -274,7 +275,8 @@ def beam_search(
     finished = Hypotheses(begin.expand(-1, beam, -1), output_scores)
 
     for length in range(1, longest + 1):
-        # At least K of 2·K candidates have not ended: a hypothesis can end in one way only.
+        # Each of the K active hypotheses has one continuation that ends it, by eos. So at most K of
+        # the 2·K best candidates have ended, and at least K can go on.
         candidates, parents = expand(cache, active, 2 * beam)
         ended = candidates.tokens[:, :, -1] == eos  # (B, 2K)
         at_limit = limits[sentences] == length  # (B,)

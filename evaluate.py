@@ -167,7 +167,7 @@ def choose_rows(config: Config, trained: Trained) -> Scored:
     same_path = os.path.realpath(path) == os.path.realpath(trained.config["data"])
     is_run_data = same_path and columns == run_columns
     if not is_run_data:
-        is_run_data = was_trained_on(trained.checkpoint, trained.config, text)
+        is_run_data = was_trained_on(trained.run, text)
 
     notes = []
     if split in text.files:
@@ -178,7 +178,7 @@ def choose_rows(config: Config, trained: Trained) -> Scored:
         rows = held_out_rows(text)[split]
         notes.append(f"cut from train: the data have no {split} split")
         # Another train file is cut in another place. Perhaps the data had a test split, too.
-        if not was_trained_on(trained.checkpoint, trained.config, text):
+        if not was_trained_on(trained.run, text):
             notes.append("the data have changed: the model may have learned these rows")
     elif is_run_data or config.split:
         splits = ", ".join(text.files)
@@ -243,7 +243,7 @@ def report(
         f"{translations.capped} outputs reached the length limit without ending"
     )
     if translations.cut:
-        longest = trained.model.config.max_length
+        longest = trained.model.config.max_length - 1  # and an end token
         log(f"note: {translations.cut} sources were cut to the model's limit of {longest} tokens")
     for (source, reference), text in zip(scored.rows[:3], translations.texts):
         log(f"\n  source       {normalise(source)}")
@@ -270,7 +270,7 @@ def report(
 def name_of_score(config: Config, trained: Trained, scored: Scored) -> str:
     """The name of the score file: the split, the search, and every setting that is not the default.
 
-    Different evaluations therefore never overwrite each other's scores.
+    Evaluations with different settings therefore never overwrite each other's scores.
     """
     name = f"{scored.split}-greedy"
     if config.beam > 1:

@@ -10,7 +10,7 @@ python train.py --resume runs/NAME                  # continue exactly where it 
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from engine.config import flag, parse_flags
+from engine.config import flag, given_names, parse_flags
 from engine.errors import UserError, run_script
 
 
@@ -35,7 +35,7 @@ class Config:
         0, "target vocabulary; 0: 16000, less for little text", "Data", min=0, fixed=True
     )
     max_length: int = flag(
-        512, "longest sentence in tokens; longer pairs are left out", "Data", min=8, fixed=True
+        512, "a sentence has fewer tokens; longer pairs are left out", "Data", min=8, fixed=True
     )
     select: bool = flag(
         True, "leave out pairs that are unlike the validation set", "Data", fixed=True
@@ -159,6 +159,7 @@ class State:
 def train(config: Config) -> Path:
     """One training run, from the data to the last checkpoint. Returns its folder."""
     config = saved_settings(config)
+    apply_preset(config)
     sizes_of(config, 1, 1)  # sizes that do not fit together are an error now, not after tokenising
     world = distributed.start(config.device)  # this process among those of torchrun
     kind = f"{config.source}-{config.target}"
@@ -252,7 +253,8 @@ def train(config: Config) -> Path:
         model.train()
         while True:
             # Between two steps: how far is the run? Is it time to validate, save or stop?
-            # The slowest clock and any rank's signal count for all ranks, or they would part.
+            # All ranks use the latest clock, and all stop if one of them got a signal. Else one
+            # would leave the loop while the others wait for it.
             minutes = (time.perf_counter() - begun) / 60
             interrupted, state.minutes = world.maximum(run.interrupted(), minutes)
             progress = schedule.progress(state.step, total_steps, state.minutes, config.max_minutes)
@@ -261,7 +263,7 @@ def train(config: Config) -> Path:
             improved = False
             if due and not interrupted:
                 loss, bleu = validation(state.step)
-                # A loss that is NaN is never the best: no later one would be smaller.
+                # Comparisons with NaN are False: as the best loss, it could never be improved on.
                 improved = math.isfinite(loss) and (
                     state.best_loss is None or loss < state.best_loss
                 )
@@ -355,9 +357,12 @@ def train(config: Config) -> Path:
 
 
 def apply_preset(config: Config) -> None:
-    """--preset base or big: its sizes, except for those that flags set."""
+    """--preset base or big: its sizes, except for those that flags set. A resumed run has them."""
+    if config.resume:
+        return
+    given = given_names(config)
     for name, size in PRESETS[config.preset].items():
-        if name not in config.given:
+        if name not in given:
             setattr(config, name, size)
 
 
@@ -366,7 +371,12 @@ def load_data(config: Config, run: Run) -> Prepared:
     folder, config.data, config.tokenizer = run.world.on_main(
         lambda: find_and_prepare(config, run.cache, run.log)
     )
-    prepared = load_prepared(folder)
+    try:
+        prepared = load_prepared(folder)
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder} is not on this machine; runs/ must be on a disk that all machines share"
+        ) from None
     if config.select:
         prepared.select_like_validation(run.log)
     if run.saved_state and run.saved_state["data_key"] != prepared.folder.name:
@@ -397,11 +407,10 @@ def default_learning_rate(config: Config) -> float:
 
 def main(config: Config) -> None:
     """Train, or with --check only try whether it would work."""
-    if not config.resume:
-        apply_preset(config)
     if config.check:
         from tools.preflight import check
 
+        apply_preset(config)
         check(config)
     else:
         train(config)

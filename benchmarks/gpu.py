@@ -112,7 +112,8 @@ def commands(config: Config, device: torch.device, dtype: str, folder: Path) -> 
         found.append(f"{steps}-1")
         if cards > 1:
             torchrun = f"-m torch.distributed.run --standalone --nproc_per_node {cards}"
-            found.append(f"{torchrun} -- {steps}-all")
+            each_its_own = steps.replace(f"--device {device}", "--device cuda")
+            found.append(f"{torchrun} -- {each_its_own}-all")
     if config.minutes:
         found.append(f"train.py {where} --max_minutes {config.minutes} --run {out}/run")
         found += [f"evaluate.py --ckpt {out}/run", f"evaluate.py --ckpt {out}/run --beam 5"]
@@ -150,7 +151,12 @@ def compare_cards(folder: Path) -> list[str]:
     runs = [folder / "cards-1", folder / "cards-all"]
     if not all(run.exists() for run in runs):
         return []
-    losses = [read_run(run).series("valid/loss")[1][-1] for run in runs]
+    losses = []
+    for run in runs:
+        _, measured = read_run(run).series("valid/loss")
+        if not measured:
+            return [f"FAILED: {run.name} has no validation loss: cards"]
+        losses.append(measured[-1])
     difference = max(losses) / min(losses) - 1
     if difference <= ALLOWED:
         return []

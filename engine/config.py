@@ -69,6 +69,15 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def given_names(config) -> set[str]:
+    """The settings that the user chose: by flags, or in Python those unlike their defaults."""
+    unlike = set()
+    for field in dataclasses.fields(config):
+        if getattr(config, field.name) != field.default:
+            unlike.add(field.name)
+    return set(getattr(config, "given", unlike))
+
+
 def parse_flags(config_class, description: str = "", positional: str | None = None):
     """Parse sys.argv into `config_class`; its attribute `given` names the flags that the user set.
 

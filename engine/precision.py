@@ -48,8 +48,8 @@ class Precision:
         """Clip the gradient, update the weights, clear the gradient.
 
         Returns the gradient's norm before clipping, still on the device; with `clip` 0 it is only
-        measured. A gradient that is not finite updates nothing, nor does any later step until
-        `check_finite` is called. In fp16 the GradScaler skips steps that overflow.
+        measured. A gradient that is not finite updates nothing, nor does any later step;
+        `check_finite` then ends the run. In fp16 the GradScaler skips steps that overflow.
         """
         self.scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(parameters, clip or float("inf"))

@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 from torch.utils._pytree import tree_map
 
 from engine import checkpoint
-from engine.config import checked, command, load_config
+from engine.config import checked, command, given_names, load_config
 from engine.devices import hidden_gpus
 from engine.distributed import World, distribute_like, full_tensor
 from engine.environment import environment
@@ -355,11 +355,9 @@ def saved_settings(config):
             f"--resume {run}: no such run (it has no config.json); `ls runs` lists the runs"
         )
     saved = load_config(type(config), run / "config.json")
-    # Settings made in Python do not know which of them were given: those unlike the default.
-    unlike = {f.name for f in fields(config) if getattr(config, f.name) != f.default}
     given = {
         name
-        for name in getattr(config, "given", unlike)
+        for name in given_names(config)
         if name != "resume" and getattr(config, name) != getattr(saved, name)
     }
     fixed = {field.name for field in fields(config) if field.metadata["fixed"]}

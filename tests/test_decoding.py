@@ -230,6 +230,13 @@ def test_decodes_under_autocast(beam):
     assert len(found) == 8 and all(0 <= token < 40 for row in found for token in row)
 
 
+def test_a_model_in_training_keeps_no_graph_of_what_it_decodes():
+    model = make_model(dtype=torch.float32)
+    cache = decoding.start(model, *COLLATE.pad_sources(make_sources(0, 2, 5)))
+    assert all(weight.requires_grad for weight in model.parameters())
+    assert not any(keys.requires_grad for keys in cache.source_keys + cache.own_values)
+
+
 def test_order_empty_sources_and_the_cap():
     model = make_model()
     with torch.no_grad():

@@ -155,14 +155,21 @@ def test_without_flags_the_model_is_the_handouts():
 @pytest.mark.parametrize("preset, millions, dropout", [("base", 65, 0.1), ("big", 213, 0.3)])
 def test_presets_are_the_papers(preset, millions, dropout, monkeypatch):
     """Table 3, where 37,000 tokens share one embedding; flags change a preset."""
-    monkeypatch.setattr(train, "train", trained := Mock())
+    seen = Mock(side_effect=UserError("before anything is made"))
+    monkeypatch.setattr(train, "sizes_of", seen)
 
-    def sizes(**flags) -> ModelConfig:
-        """What `python train.py --preset …` trains."""
-        config = Config(preset=preset, **flags)
-        config.given = {"preset", *flags}
-        train.main(config)
-        return sizes_of(trained.call_args.args[0], 1, 37_000)
+    def sizes(**settings) -> ModelConfig:
+        """What `train(Config(preset=…))` and `python train.py --preset …` train."""
+        made_in_python = Config(preset=preset, **settings)
+        by_flags = Config(preset=preset, **settings)
+        by_flags.given = {"preset", *settings}
+        found = []
+        for config in (made_in_python, by_flags):
+            with pytest.raises(UserError):
+                train.train(config)
+            found.append(sizes_of(seen.call_args.args[0], 1, 37_000))
+        assert found[0] == found[1]
+        return found[0]
 
     with torch.device("meta"):
         model = Translator(sizes())

@@ -434,6 +434,10 @@ DAMAGES = [
     [(remove_all_but_log_and_settings, "metrics.jsonl · not there")],
     [(lambda run: (run / "config.json").unlink(), "config.json · not there")],
     [
+        (lambda run: (run / "config.json").write_text("[]"), "config.json · damaged"),
+        (lambda run: (run / "metrics.jsonl").write_text("12\n"), "metrics.jsonl · 1 · damaged"),
+    ],
+    [
         (lambda run: cut(run / "config.json"), "config.json · damaged"),
         (lambda run: cut(run / "environment.json"), "environment.json · damaged"),
     ],

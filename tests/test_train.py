@@ -560,8 +560,8 @@ def test_pairs_with_short_targets_are_left_out_of_the_run(select, long_data, her
     training.train(settings)
     assert len(short) == 10 and any(short) != select
     counts = json.loads((here / "data.json").read_text())["counts"]
-    assert counts["kept"] == (1500 if select else 2000)
-    assert counts.get("short target") == (500 if select else None)
+    assert counts["kept"] == (1006 if select else 2010)
+    assert counts.get("short target") == (1004 if select else None)
 
 
 def test_a_finished_run_is_continued_only_to_a_later_end(toy_data, here, capsys):

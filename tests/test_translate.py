@@ -122,7 +122,7 @@ def test_groups_of_lines_keep_their_order(called, reference, monkeypatch):
 def test_long_input_is_cut_with_a_note(called, reference):
     lines = ["鸞" * 11, "鸞" * 10, "鸞" * 200, "三"]
     out, err = called(*lines)
-    assert "note: 2 sentences were cut to the model's limit of 32 tokens" in err
+    assert "note: 2 sentences were cut to the model's limit of 31 tokens" in err
     assert out.splitlines() == reference(lines) and len(out.splitlines()) == 4
     assert "note" not in called("鸞" * 10)[1]
 

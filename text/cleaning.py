@@ -181,9 +181,9 @@ def like_validation(train, validation, vocabularies: list[int]) -> np.ndarray:
 
     Both are `data.TokenizedPairs`. A pair's score is the mean of log p(token in validation) /
     p(token in train) over each side, both added: a cross-entropy difference (Moore & Lewis 2010,
-    Axelrod et al. 2011) of single tokens. Half of validation gives the frequencies, the other half
-    the bar, which 99 % of its pairs reach. Pairs below it go, at most `UNLIKE_SHARE` of all; none
-    go if they are fewer than `CHANCE`.
+    Axelrod et al. 2011) of single tokens. One half of validation gives its frequencies. The other
+    half is scored, and the score that 99 % of its pairs reach is the bar. Pairs of train below the
+    bar are left out: at most `UNLIKE_SHARE` of all, and none if they are fewer than `CHANCE`.
     """
     known = validation.subset(np.arange(0, len(validation), 2))
     unseen = validation.subset(np.arange(1, len(validation), 2))

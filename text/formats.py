@@ -120,6 +120,11 @@ def read_json(file: Path, source: str, target: str) -> Pairs:
         texts = row.get("translation", row)
         if texts is None:
             texts = {source: None, target: None}
+        if not isinstance(texts, dict):
+            kind = type(texts).__name__
+            raise UserError(
+                f"{where}: translation is a {kind}; write an object with {source} and {target}"
+            )
         if source not in texts or target not in texts:
             raise wrong_columns(where, list(texts), source, target)
         for name in (source, target):

@@ -358,6 +358,8 @@ class Trial:
         """The same for a GPU."""
 
         def try_steps(micro_batches: int) -> None:
+            # A trial that ran out of memory may have left a loss scaler half-way through a step.
+            self.precision = Precision(self.device, self.precision.name, self.precision.reason)
             for pairs in heaviest:
                 self.step(pairs[::micro_batches])
 

@@ -297,6 +297,8 @@ def test_the_commands_for_a_gpu_parse(device, tmp_path, monkeypatch):
         if words[0] == "benchmarks.decoding":
             assert choose(config.contestants, decoding.OURS)
     assert programs.count("train.py") == (1 if device == "cpu" else 3)
+    on_both = [command for command in commands if "torch.distributed.run" in command]
+    assert all("--device cuda " in command for command in on_both)
     assert programs[-1] == "evaluate.py"
 
 

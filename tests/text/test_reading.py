@@ -367,6 +367,7 @@ MISTAKES = {
     "brackets without end": ({"x.jsonl": GOOD + "[" * 200_000}, ["x.jsonl, line 2: too many"]),
     "row is a list": ({"x.jsonl": GOOD + '\n["a", "b"]\n'}, ["line 3: a list; write an object"]),
     "number in json": ({"x.jsonl": '{"zh": "a", "en": 5}'}, ["line 1: en is of type int"]),
+    "a list of translations": ({"x.jsonl": '{"translation": ["a", "b"]}'}, ["line 1", "a list"]),
     "half a surrogate": ({"x.jsonl": '{"zh": "\\ud800", "en": "b"}'}, ["line 1", "surrogate"]),
     "GBK csv": (
         {"x.csv": b"zh,en\na,b\n" + "你好,b\n".encode("gbk")},

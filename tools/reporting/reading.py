@@ -301,12 +301,15 @@ def read_results(run: RunFiles) -> None:
 
 def read_json(run: RunFiles, name: str, kind: type):
     """The content of a file; an empty `kind` if it is missing or damaged, which is noted."""
+    problem = DAMAGED
     try:
-        return json.loads((run.folder / name).read_text(encoding="utf-8"))
+        content = json.loads((run.folder / name).read_text(encoding="utf-8"))
+        if isinstance(content, kind):
+            return content
     except FileNotFoundError:
         problem = NOT_THERE
     except (OSError, ValueError):
-        problem = DAMAGED
+        pass
     why = UNKNOWN.get(name, ("that result is left out", "略去这个结果"))
     run.missing.append((name, problem, why))
     return kind()
@@ -326,8 +329,12 @@ def read_records(run: RunFiles) -> list[dict]:
     records, damaged = [], 0
     for line in read_text(run, "metrics.jsonl").splitlines():
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        else:
             damaged += 1
     if damaged:
         why = ("damaged lines are left out", "行损坏，已略去")
