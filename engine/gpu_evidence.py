@@ -11,9 +11,9 @@ LONGEST = 20  # seconds; on a machine whose driver was not loaded nvidia-smi tak
 def keep_nvidia_smi(folder: Path, when: str) -> bool:
     """Append the output of `nvidia-smi` to nvidia-smi.txt in `folder`; return whether it was there.
 
-    `when` is the heading, such as "step 200". To be called by rank 0 while its
-    process holds the GPU. Without nvidia-smi, or if it fails, nothing is written and nothing is
-    raised: no run is to end for want of a picture.
+    `when` is the heading, such as "step 200". To be called by rank 0 while its process holds the
+    GPU. Without nvidia-smi, or if it fails, nothing is written and nothing is raised: no run is to
+    end for want of a picture.
     """
     try:
         shown = subprocess.run(
