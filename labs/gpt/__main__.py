@@ -96,7 +96,7 @@ import fast
 from engine import distributed, schedule
 from engine.memory import GIB
 from engine.meters import perplexity
-from engine.precision import choose_precision
+from engine.precision import Precision, choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
 from labs.gpt import checkpoints, measure, plan
 from labs.gpt.data import Data, load
@@ -129,6 +129,8 @@ def train(config: Config) -> Path | None:
     world = distributed.start(config.device)
     # The ranks agree on a format here; one that refused earlier would leave the others waiting.
     precision = choose_precision(world.device, config.precision, training=True, world=world)
+    if config.precision == "auto" and precision.name == "fp16" and config.pipe > 1:
+        precision = Precision(world.device, "fp32", "a pipeline cannot scale the loss for fp16")
     settings = resolved(config, world.size, precision.name)
     plan.check_grid(settings, sizes_of(config), world.size)
     plan.check_fits(settings, sizes_of(config), world)
@@ -277,6 +279,7 @@ def train(config: Config) -> Path | None:
             result |= {
                 "data": "random ids" if config.data == "random" else config.data,
                 "steps": state.step,
+                "interrupted": bool(interrupted),
                 "minutes": state.minutes,
                 "loss": loss,
                 "validation_loss": state.validation_loss,

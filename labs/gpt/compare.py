@@ -5,8 +5,8 @@
     python -m labs.gpt.compare --size 124m --processes 1    # on a GPU
     python -m labs.gpt.compare --size 1.6b --processes 4
 
-Each row is a run in processes of its own, on random ids. The table is in runs/compare-SIZE-CARD/
-and grows with each row that ends. Started again, the command runs all rows again.
+Each row is a run in processes of its own, on random ids. The table grows with each row that ends,
+in runs/compare-SIZE-PRECISION-CARD/. Started again, the command runs all rows again.
 """
 
 from dataclasses import dataclass
@@ -104,7 +104,7 @@ def main(config: Config) -> None:
     """Run every row that this machine has processes for, and write the table after each one."""
     gpus = torch.cuda.device_count()
     most = config.processes or gpus or cores()
-    table = Table("compare", config.size, HEAD)
+    table = Table("compare", config.size, config.precision, HEAD)
     table.log("data: random ids, not text: compare speed and memory; the losses only agree")
     flags = ["--size", config.size, "--precision", config.precision]
     flags += ["--batch_size", str(config.batch_size), "--max_steps", str(config.steps)]

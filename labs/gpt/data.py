@@ -152,6 +152,8 @@ def read_documents(path: Path) -> list[str]:
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*.txt") if file.is_file())
+        if not files:
+            raise UserError(f"--data {path}: no .txt file in this folder; name another one")
         # Web of Science has X.txt in several folders, beside files of labels. The largest one
         # contains the others.
         abstracts = [file for file in files if file.name == "X.txt"]

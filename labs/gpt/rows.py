@@ -5,22 +5,28 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
 
+from engine.errors import UserError
 from engine.meters import cores
+from engine.signals import caught_signals
 from engine.telemetry import Log
 
 
 class Table:
-    """table.md in runs/NAME-SIZE-CARD/, and table.json with all figures; they grow row by row."""
+    """table.md in a folder of runs/, and table.json with all figures; they grow row by row.
 
-    def __init__(self, name: str, size: str, head: tuple):
+    The folder is named for the table, the size of its models, their precision and the card.
+    """
+
+    def __init__(self, name: str, size: str, precision: str, head: tuple):
         card = "cpu"
         if torch.cuda.is_available():
             card = torch.cuda.get_device_name().replace(" ", "-")
-        self.folder = Path(f"runs/{name}-{size}-{card}")
+        self.folder = Path(f"runs/{name}-{size}-{precision}-{card}")
         self.folder.mkdir(parents=True, exist_ok=True)
         self.head = head
         self.rows = []
@@ -30,7 +36,7 @@ class Table:
     def train(self, flags: list[str], processes: int) -> dict:
         """Train the next row with these flags; returns the run's result.json, or {"failed": …}.
 
-        All rows share the same cores among their processes.
+        All rows share the same cores among their processes. A signal ends the row and the table.
         """
         run = self.folder / f"row-{len(self.rows)}"
         shutil.rmtree(run, ignore_errors=True)
@@ -42,11 +48,19 @@ class Table:
         threads = max(1, cores() // processes)
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         output = run.with_suffix(".log")
-        with open(output, "w", encoding="utf-8") as file:
-            subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        with open(output, "w", encoding="utf-8") as file, caught_signals() as stop_asked:
+            process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+            while process.poll() is None and not stop_asked():
+                time.sleep(0.1)
+            if stop_asked():
+                process.terminate()  # torchrun ends its workers, which occupy the GPUs
+                process.wait()
+                raise UserError(f"interrupted; the rows so far are in {self.folder / 'table.md'}")
         result = run / "result.json"
         if result.exists():
-            return json.loads(result.read_text(encoding="utf-8"))
+            outcome = json.loads(result.read_text(encoding="utf-8"))
+            if not outcome["interrupted"]:
+                return outcome
         return {"failed": f"failed, see {output.name}"}
 
     def add(self, cells: list, outcome: dict) -> None:

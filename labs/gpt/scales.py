@@ -6,8 +6,8 @@
 The planner finds the deepest model of each scale. A scale that this machine can hold is trained;
 one that needs more cards or memory is a row with the planner's figures, marked "planned". The
 handout leaves scales 3 and 4 open: here they are two cards with every technique, and handout 000's
-1.6B model on four cards. The table is in runs/scales-SIZE-CARD/ and grows with each row that ends.
-Started again, the command runs all rows again.
+1.6B model on four cards. The table grows with each row that ends, in
+runs/scales-SIZE-PRECISION-CARD/. Started again, the command runs all rows again.
 """
 
 from dataclasses import dataclass
@@ -129,7 +129,7 @@ def main(config: Config) -> None:
         config.size = "1.6b" if on_gpu else "mini"
     if config.data != "random":
         read_documents(Path(config.data).expanduser())  # wrong data fail now, not in every row
-    table = Table("scales", config.size, HEAD)
+    table = Table("scales", config.size, precision, HEAD)
     table.log(f"{cards} card(s) of {config.memory_gib:.2f} GiB, {precision}")
     if config.data == "random":
         table.log("data: random ids, not text: no row can show learning; name a text with --data")

@@ -10,6 +10,8 @@ import math
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -535,9 +537,11 @@ def test_mistakes_end_before_there_is_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "memory_limit", lambda device: 16)
     with refused("the model does not fit: it needs"):
         train(Config(size="1.6b", precision="fp32", device="cpu"))
-    # The grid is checked for the format that auto means: without bf16 fp16, which --pipe refuses.
+    # The grid is checked for the format that auto means: without bf16 fp16, but not in a pipeline.
     monkeypatch.setattr("labs.gpt.__main__.choose_precision", choose_fp16)
     with refused("fp16 does not work with --pipe"):
+        train(config_of(**{**BASE, "precision": "fp16", "pipe": 2}))
+    with refused("--tensor 1 × --pipe 2 does not divide 1 processes"):
         train(config_of(**{**BASE, "precision": "auto", "pipe": 2}))
     assert not Path("runs").exists()
 
@@ -561,12 +565,48 @@ def test_a_table_continues_after_a_row_that_fails(tmp_path, monkeypatch):
     rows = [compare.Row("wrong", 1, "--tensor 3"), compare.Row("DDP", 2, "")]
     monkeypatch.setattr(compare, "ROWS", rows)
     compare.main(compare.Config(size="toy", steps=5, processes=2))
-    folder = Path("runs/compare-toy-cpu")
+    folder = Path("runs/compare-toy-fp32-cpu")
     _, _, wrong, right = (folder / "table.md").read_text().splitlines()
     assert "| wrong<br>`--tensor 3` | 1 | failed, see row-0.log |" in wrong
     assert "--tensor 3 × --pipe 1 does not divide 1 processes" in (folder / "row-0.log").read_text()
     assert "| DDP | 2 |" in right and "GiB" in right
     assert json.loads((folder / "table.json").read_text())[1]["processes"] == 2
+
+
+@pytest.mark.parametrize("victim", ["table", "row"])
+def test_a_signal_leaves_no_row_behind(victim, tmp_path, monkeypatch):
+    """A row that was interrupted is no result, and none goes on computing without its table."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    script = (
+        "from labs.gpt.rows import Table\n"
+        "table = Table('compare', 'toy', 'fp32', ('loss',))\n"
+        "flags = '--size toy --max_steps 999999 --keep 0 --log_every 1'\n"
+        "print(table.train(flags.split(), 1))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    log = tmp_path / "runs/compare-toy-fp32-cpu/row-0.log"
+    wait_for(lambda: log.exists() and "step      2" in log.read_text())
+    (row,) = children_of(process.pid)
+    os.kill(process.pid if victim == "table" else row, signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    wait_for(lambda: not Path(f"/proc/{row}").exists())
+    assert "interrupted" in log.read_text()
+    if victim == "row":
+        assert output == "{'failed': 'failed, see row-0.log'}\n"
+
+
+def wait_for(condition, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_scales_are_trained_or_planned(tmp_path, monkeypatch):
@@ -587,7 +627,7 @@ def test_scales_are_trained_or_planned(tmp_path, monkeypatch):
         scales.main(config)
     assert [row[-1] for row in rows] == ["yes", "no", "–", "– (random ids)"]
     scales.main(scales.Config(memory_gib=0.001, precision="fp32"))  # nothing fits
-    lines = Path("runs/scales-mini-cpu/table.md").read_text(encoding="utf-8").splitlines()[2:]
+    lines = Path("runs/scales-mini-fp32-cpu/table.md").read_text(encoding="utf-8").splitlines()[2:]
     assert len(lines) == 5 and all("| planned | " in line for line in lines)
     assert "| 1600 | 32 | 48 | 1024 |" in lines[4] and "needs 4 cards" in lines[4]
 
