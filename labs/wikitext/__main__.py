@@ -152,6 +152,7 @@ class Config:
 class State:
     """What a checkpoint keeps, beside the weights, the optimizer's moments and the sampler."""
 
+    data_key: int  # a checksum of the text
     step: int = 0
     last_validation: int = 0  # step of the last validation
     best_loss: float | None = None
@@ -168,7 +169,8 @@ def train(config: Config) -> Path:
         # -------- text: rank 0 reads it for all, and sets the settings that depend on it
         text, vectors, config = world.on_main(lambda: read_text(run.config))
         vocabulary = text.vocabulary
-        vocabulary.check(run.folder, config.data)
+        if run.saved_state:
+            text.check(run.folder, run.saved_state["data_key"])
 
         # -------- model, optimizer, order of the segments
         torch.manual_seed(config.seed)
@@ -193,7 +195,7 @@ def train(config: Config) -> Path:
         warmup = schedule.warmup_steps(config.warmup, total_steps)
 
         # -------- a resumed run continues with its weights, moments and place in the text
-        state = State()
+        state = State(text.checksum())
         if saved := run.restore(model, optimizer, precision):
             sampler.load_state_dict(saved.pop("sampler"), world)
             state = State(**saved)

@@ -146,6 +146,7 @@ def write_result(run: Run, step: int, text: Text, scores: dict) -> None:
         "tokens": len(text.ids["test"]),
         "vocabulary": len(text.vocabulary.tokens),
         "data": run.config.data or SAMPLE_NOTE,
+        "data_key": text.checksum(),
     }
     folder = run.folder / "eval"
     folder.mkdir(exist_ok=True)

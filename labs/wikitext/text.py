@@ -8,6 +8,7 @@ begins with a line ` = title = `, and every line, an empty one too, ends with th
 """
 
 import re
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,15 +68,6 @@ class Vocabulary:
         words = "".join(f"{token}\n" for token in self.tokens)
         (run / "vocabulary.txt").write_text(words, encoding="utf-8")
 
-    def check(self, run: Path, data: str) -> None:
-        """Raises `UserError` if the run had other words: its embedding would be read wrongly."""
-        file = run / "vocabulary.txt"
-        if file.exists() and file.read_text(encoding="utf-8").splitlines() != self.tokens:
-            raise UserError(
-                f"{run}: the text at {data or 'sample'} has other words than the run began with; "
-                "put it back, or start a new run"
-            )
-
 
 @dataclass
 class Text:
@@ -84,6 +76,21 @@ class Text:
     vocabulary: Vocabulary
     ids: dict[str, Tensor]  # split → (T,) int64
     notes: list[str]  # what was read and cut, for the log
+
+    def check(self, run: Path, data_key: int) -> None:
+        """Raises `UserError` unless this is the text of the run, whose checksum was `data_key`."""
+        if self.checksum() != data_key:
+            raise UserError(
+                f"{run}: the text is not the one that the run began with; put it back, or start "
+                "a new run"
+            )
+
+    def checksum(self) -> int:
+        """Of the words and of the token ids of all splits."""
+        result = zlib.crc32("\n".join(self.vocabulary.tokens).encode())
+        for ids in self.ids.values():
+            result = zlib.crc32(ids.numpy().tobytes(), result)
+        return result
 
 
 def prepare(
@@ -120,7 +127,7 @@ def read_splits(path: str, ratios: tuple[float, ...], notes: list[str]) -> dict[
     for split, files in find_files(Path(path)).items():
         splits[split] = [line for file in files for line in read_lines(file)]
         names = ", ".join(file.name for file in files)
-        notes.append(f"data: {split or 'text'} from {names} in {path}")
+        notes.append(f"data: {split or 'text'} from {names} in {files[0].parent}")
         if not any(line.strip() for line in splits[split]):
             raise UserError(f"{path}: {names} holds no text; give a file with text")
     return cut_missing(splits, ratios, notes)

@@ -98,18 +98,21 @@ def main(config: Config) -> None:
             f"--run {run}: no eval/test.json there; name a run of labs.wikitext that has ended"
         )
     settings = load_config(TextConfig, run / "config.json")
-    data = find_data(settings.data)
     text = prepare(
-        data, settings.split_ratios(), settings.vocab, settings.min_count, settings.lowercase
+        find_data(settings.data),
+        settings.split_ratios(),
+        settings.vocab,
+        settings.min_count,
+        settings.lowercase,
     )
-    text.vocabulary.check(run, data)
+    scores = json.loads((run / "eval/test.json").read_text(encoding="utf-8"))
+    text.check(run, scores["data_key"])
     train, validation, test = (
         text.ids[split].tolist() for split in ("train", "validation", "test")
     )
     eos = text.vocabulary.eos
     trigram = Trigram(train)
     best = min(DISCOUNTS, key=lambda discount: trigram.loss(validation, eos, discount))
-    scores = json.loads((run / "eval/test.json").read_text(encoding="utf-8"))
     model = scores["perplexity"]
     print(f"{run}: test perplexity {model:.2f}")
     for discount, name in ((NLTK_DEFAULT, "nltk's default"), (best, "best on validation")):

@@ -70,9 +70,10 @@ def test_the_text_of_a_run_is_scored(tmp_path, capsys):
 
     def finish(min_count: int) -> None:
         settings = TextConfig(data=str(data), min_count=min_count)
-        prepare(str(data), settings.split_ratios(), 0, min_count).vocabulary.save(run)
+        text = prepare(str(data), settings.split_ratios(), 0, min_count)
         (run / "config.json").write_text(json.dumps(asdict(settings)))
-        (run / "eval/test.json").write_text(json.dumps({"perplexity": 3.5}))
+        scores = {"perplexity": 3.5, "data_key": text.checksum()}
+        (run / "eval/test.json").write_text(json.dumps(scores))
 
     finish(min_count=1)
     with refused("probability 0"):
@@ -83,6 +84,6 @@ def test_the_text_of_a_run_is_scored(tmp_path, capsys):
     perplexities = re.findall(r"perplexity (\d+\.\d+)", capsys.readouterr().out)
     model, default, best = map(float, perplexities)
     assert model == 3.5 and 1 < best <= default
-    (run / "vocabulary.txt").write_text("other\n")
-    with refused("other words than the run began with"):
+    data.write_text("\n".join(lines[1:]) + "\n")
+    with refused("the text is not the one that the run began with"):
         main(Config(run=str(run)))

@@ -445,11 +445,14 @@ def test_the_bundled_sample_never_passes_as_wikitext(lab, monkeypatch, report_of
     assert result_of(run)["data"] == note and note in report_of(run)
 
 
-def test_resume_with_another_vocabulary_is_refused(lab, tmp_path):
+@pytest.mark.parametrize(
+    "change", [lambda text: text.replace("ship", "boat"), lambda text: text + "the ship\n"]
+)
+def test_resume_with_another_text_is_refused(lab, tmp_path, change):
     write(tmp_path / "a.txt", wiki(12))
     lab(run="x", data="a.txt", stop_before=2)
-    write(tmp_path / "a.txt", wiki(12).replace("ship", "boat"))
-    with refused("has other words than the run began with"):
+    write(tmp_path / "a.txt", change(wiki(12)))
+    with refused("the text is not the one that the run began with"):
         lab(resume="runs/x")
 
 
