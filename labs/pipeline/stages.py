@@ -179,10 +179,6 @@ class Pipeline:
                 output_args=on_meta(logits if is_last else hidden),
                 group=group,
             )
-            if world.device.type == "cpu":
-                # NCCL wants neighbours to exchange a first message. In torch 2.11 a ZB-V rank would
-                # send it to itself, which gloo refuses. `list` returns []: no messages.
-                stage._get_init_p2p_neighbors_ops = list
             self.recorder.watch(stage)
             self.stages.append(stage)
         # With ZB-V rank 0 has both the first and the last stage.
@@ -208,7 +204,6 @@ class Pipeline:
         Returns the loss summed over the batch's targets, the same on all ranks.
         """
         device = self.world.device
-        # An attribute, because the schedules of torch 2.11 pass no further argument to the loss.
         self.targets = int((target != PADDING).sum())
         losses = []
         self.schedule.step(
