@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -590,9 +590,13 @@ def test_a_signal_leaves_no_row_behind(victim, tmp_path, monkeypatch):
     log = tmp_path / "runs/compare-toy-fp32-cpu/row-0.log"
     wait_for(lambda: log.exists() and "step      2" in log.read_text())
     (row,) = children_of(process.pid)
-    os.kill(process.pid if victim == "table" else row, signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    wait_for(lambda: not Path(f"/proc/{row}").exists())
+    try:
+        os.kill(process.pid if victim == "table" else row, signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+        wait_for(lambda: not Path(f"/proc/{row}").exists())
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(row, signal.SIGKILL)
     assert "interrupted" in log.read_text()
     if victim == "row":
         assert output == "{'failed': 'failed, see row-0.log'}\n"
