@@ -173,7 +173,8 @@ class Translator(nn.Module):
             self.embed(self.target_embedding, tgt_in),
             memory,
             tgt_mask=self.causal_mask[:length, :length],
-            # A hint that the mask above is causal, which allows a faster kernel. It is no mask.
+            # The mask above is causal. PyTorch believes this: in training it takes its own, faster
+            # causal kernel and ignores the mask. If you change the mask, write False here.
             tgt_is_causal=True,
             memory_key_padding_mask=src_pad,
         )

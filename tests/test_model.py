@@ -148,7 +148,18 @@ def test_wrong_sizes_are_named(wrong):
 
 
 def test_without_flags_the_model_is_the_handouts():
-    assert sizes_of(Config(), 1, 1) == ModelConfig(1, 1, 256, 8, 3, 3, 1024, 0.1, False, 512)
+    assert sizes_of(Config(), 1, 1) == ModelConfig(
+        source_vocab=1,
+        target_vocab=1,
+        d_model=256,
+        nhead=8,
+        num_encoder_layers=3,
+        num_decoder_layers=3,
+        dim_feedforward=1024,
+        dropout=0.1,
+        norm_first=False,
+        max_length=512,
+    )
     assert Config().label_smoothing == 0.1
 
 

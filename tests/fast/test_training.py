@@ -241,14 +241,44 @@ class Cooled(Translator):
         return super().forward(*batch) / 16
 
 
+class WithoutWords(Translator):
+    """With one source token in ten replaced, in training only."""
+
+    def encode(self, src, src_pad):
+        if self.training:
+            src = src.masked_fill(torch.rand(src.shape) < 0.1, 0)
+        return super().encode(src, src_pad)
+
+
+class Windowed(Translator):
+    """With a mask that shows the last four tokens only."""
+
+    def decode(self, memory, src_pad, tgt_in):
+        self.causal_mask |= torch.ones_like(self.causal_mask).tril(-4)
+        return super().decode(memory, src_pad, tgt_in)
+
+
 @needs_compiler
-@pytest.mark.parametrize("changed", [Unscaled, Uncovered, Cooled])
-def test_a_changed_model_py_takes_the_plain_way(changed):
+@pytest.mark.parametrize("changed", [Unscaled, Uncovered, Cooled, WithoutWords, Windowed])
+@pytest.mark.parametrize("dropout", [0, 0.1])
+def test_a_changed_model_py_takes_the_plain_way(changed, dropout):
     for dtype in (torch.float32, torch.bfloat16):
-        model = make_model(0)
+        model = make_model(0, dropout=dropout)
         model.__class__ = changed
         assert "model.py was changed" in refusal(model, dtype)
         assert model.training
+        rates = {part.p for part in model.modules() if isinstance(part, nn.Dropout)}
+        assert (
+            rates == {dropout} and model.transformer.encoder.layers[0].self_attn.dropout == dropout
+        )
+
+
+@needs_compiler
+def test_the_comparison_leaves_random_numbers_as_they_were():
+    model = make_model(0, dropout=0.1)
+    before = torch.get_rng_state()
+    assert why_not(model, torch.float32) == ""
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @needs_compiler
