@@ -60,6 +60,7 @@ def read_columns(file: Path, source: str, target: str) -> Pairs:
     """Parquet or arrow, streamed by `datasets`, without a copy in its cache."""
     import datasets
     import pyarrow
+    import pyarrow.parquet
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors become our one line
     builder = "parquet" if file.suffix.lower() == ".parquet" else "arrow"
@@ -67,6 +68,8 @@ def read_columns(file: Path, source: str, target: str) -> Pairs:
     # A cache directory of its own: not even a lock file goes to the user's home.
     with tempfile.TemporaryDirectory() as cache:
         try:
+            if builder == "parquet" and pyarrow.parquet.read_metadata(file).num_rows == 0:
+                return  # `datasets` (version 5.2) would raise an error about its batch size
             rows = datasets.load_dataset(
                 builder,
                 data_files=[glob.escape(str(file))],
@@ -171,7 +174,7 @@ def read_tsv(file: Path, source: str, target: str) -> Pairs:
     """A quote is a character like any other: tsv knows no quoting."""
     lines = enumerate(read_lines(file), 1)
     rows = ((number, line.split("\t")) for number, line in lines if line)
-    return below_header(rows, file, source, target, "a text cannot hold a tab")
+    return below_header(rows, file, source, target, "fields are separated by one tab each")
 
 
 def read_csv(file: Path, source: str, target: str) -> Pairs:
@@ -211,7 +214,7 @@ def below_header(
     for line, fields in rows:
         if len(fields) != len(columns):
             raise UserError(
-                f"{file}, line {line}: {len(fields)} fields, the header has {len(columns)}; "
+                f"{file}, line {line}: {len(fields)} field(s), the header has {len(columns)}; "
                 f"{advice}"
             )
         yield fields[source_column], fields[target_column]

@@ -278,10 +278,10 @@ def saved_files(root: Path) -> dict[str, list[Path]]:
 
 def cached_files(dataset_dict) -> dict[str, list[Path]]:
     """The arrow files behind each split, under our names: "dev" is validation."""
-    files = {}
+    files: dict[str, list[Path]] = {}
     for name, dataset in dataset_dict.items():
-        split = split_of(name) or name
-        files[split] = [Path(cached["filename"]) for cached in dataset.cache_files]
+        shards = [Path(cached["filename"]) for cached in dataset.cache_files]
+        files.setdefault(split_of(name) or name, []).extend(shards)
     if "train" not in files and len(files) == 1 and not split_of(next(iter(files))):
         files = {"train": next(iter(files.values()))}
     return files

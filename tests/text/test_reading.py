@@ -146,6 +146,13 @@ def saved_dict(folder):
     return SPLITS
 
 
+def saved_under_two_names(folder):
+    names = {"train_a": TRAIN[:6], "train_b": TRAIN[6:], "dev": TRAIN[:1], "validation": TRAIN[1:]}
+    splits = {name: datasets.Dataset.from_list(as_dicts(rows)) for name, rows in names.items()}
+    datasets.DatasetDict(splits).save_to_disk(folder)
+    return {"train": TRAIN, "validation": TRAIN}
+
+
 def saved_dataset(split, expected):
     def layout(folder):
         rows = datasets.Dataset.from_list(as_dicts(TRAIN), split=split)
@@ -182,6 +189,7 @@ LAYOUTS = {
     "arrow stream": splits_in("train.arrow dev.arrow x-test.arrow", write_arrow, nested=True),
     "arrow file": splits_in("train.arrow dev.arrow evaluation.arrow", write_arrow_file),
     "save_to_disk dict": saved_dict,
+    "save_to_disk, two names for a split": saved_under_two_names,
     "save_to_disk dataset": saved_dataset(None, "train"),
     "save_to_disk dataset of a split": saved_dataset("test", "test"),
     "jsonl": splits_in(JSONL, write_jsonl, encoding="utf-8-sig"),
@@ -230,6 +238,12 @@ def test_null_is_an_empty_text(tmp_path):
     rows = pyarrow.array([{"zh": "甲", "en": "b"}, None, {"zh": None, "en": "a"}], type=pair)
     pyarrow.parquet.write_table(pyarrow.table({"translation": rows}), tmp_path / "x.parquet")
     assert read_path(tmp_path / "x.parquet") == {"train": [("甲", "b"), ("", ""), ("", "a")]}
+
+
+def test_an_empty_file_has_no_rows(tmp_path):
+    text = pyarrow.array([], pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"zh": text, "en": text}), tmp_path / "x.parquet")
+    assert read_path(tmp_path) == {"train": []}
 
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]))
@@ -374,12 +388,12 @@ MISTAKES = {
         ["x.csv, line 3: not UTF-8", "iconv -f gb18030"],
     ),
     "UTF-16 tsv": ({"x.tsv": "zh\ten\n".encode("utf-16")}, ["x.tsv, line 1", "iconv -f utf-16"]),
-    "too many fields": ({"x.csv": "zh,en\na,b,c\n"}, ["line 2: 3 fields, the header has 2"]),
+    "too many fields": ({"x.csv": "zh,en\na,b,c\n"}, ["line 2: 3 field(s), the header has 2"]),
     "too few fields": (
         {"x.csv": 'zh,en\n"一\n行",one\n\n二\n'},
-        ["x.csv, line 5: 1 fields, the header has 2"],
+        ["x.csv, line 5: 1 field(s), the header has 2"],
     ),
-    "too few fields, tsv": ({"x.tsv": "zh\ten\n一\tone\n二\n"}, ["x.tsv, line 3: 1 fields"]),
+    "too few fields, tsv": ({"x.tsv": "zh\ten\n一\tone\n二\n"}, ["x.tsv, line 3: 1 field(s)"]),
     "open quote": ({"x.csv": 'zh,en\na,"b\nc,d\n'}, ["x.csv, line 2: a quote is never closed"]),
     "text behind a quote": ({"x.csv": 'zh,en\n一,"one" 1\n'}, ["x.csv, line 2", "written twice"]),
     "more sources": (
