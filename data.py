@@ -288,8 +288,8 @@ class TokenizedPairs(Dataset):
 
     For each side, the folder holds the ids of all sentences in one array, and their lengths. The
     ids stay on disk, mapped into memory. Memory holds 12 bytes for each sentence: its length (4)
-    and its place (8); with `rows` another 8 for its index. So 26 million pairs fit into memory, and
-    a batch is one look-up.
+    and its place (8); `rows` takes another 8 for each pair. So 26 million pairs fit into memory,
+    and a batch is one look-up.
     """
 
     def __init__(self, folder: Path, rows: np.ndarray | slice = slice(None)):

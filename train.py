@@ -180,7 +180,9 @@ def train(config: Config) -> Path:
         if config.shard:
             world.shard(model, log)
         loss_of = None
-        if not config.compile:  # the same loss, computed faster; None where that is not possible
+        if not config.compile:
+            # The same loss, computed faster; None where that is not possible. If it ignores your
+            # change of model.py: docs/troubleshooting.md.
             loss_of = fast.loss(model, config.label_smoothing, precision.dtype, log)
         if loss_of is None:
             loss_of = SummedLoss(model, config.label_smoothing)
@@ -327,15 +329,18 @@ def train(config: Config) -> Path:
                     "memory/peak_gib": peak_memory_gib(world.device),
                 }
                 speed = meter.read(ranks=world.size)
+                speed_shown = ""
+                if speed:  # not after the first step
+                    speed_shown = f"  {speed['speed/tokens_per_second']:,.0f} tokens/s"
                 run.scalars(step, curves | speed | precision.curves())
-                done = schedule.progress(step, total_steps, state.minutes, config.max_minutes)
-                minutes_left = state.minutes * (1 - done) / done
+                minutes = (time.perf_counter() - begun) / 60
+                done = schedule.progress(step, total_steps, minutes, config.max_minutes)
+                minutes_left = minutes * (1 - done) / done
                 bar.total = round(step / done)  # steps, also where the minutes end the run
                 log(
                     f"step {step:>6,}  epoch {step / steps_per_epoch:5.2f}  loss {loss:.4f}"
                     f"  lr {learning_rate:.2e}  |gradient| {gradient_norm.item():.2f}"
-                    f"  {speed.get('speed/tokens_per_second', 0):,.0f} tokens/s"
-                    f"  {minutes_left:,.1f} min left"
+                    f"{speed_shown}  {minutes_left:,.1f} min left"
                 )
 
         bar.close()
@@ -344,7 +349,7 @@ def train(config: Config) -> Path:
         elif progress >= 1:
             reason = "finished"
         else:
-            reason = f"{state.bad_validations} validations without a better loss"
+            reason = f"{state.bad_validations} validation(s) without a better loss"
         run.close(reason, state.step)
         if not interrupted:
             results = {

@@ -573,6 +573,7 @@ def test_a_finished_run_is_continued_only_to_a_later_end(toy_data, here, capsys)
     assert "stopped after step 6: finished" in output and "  loss " not in output
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(here).items())
     training.train(resumed(here, max_steps=20, log_every=1))
+    assert " 0 tokens/s" not in capsys.readouterr().out  # after the first step the speed is unknown
     rates = records(here, "train/learning_rate")
     assert max(rates) == 20 and rates[7] == rates[14] == 0.002 and rates[20] < 0.0004
 
@@ -659,23 +660,23 @@ def test_what_a_run_leaves(toy_data, here, monkeypatch):
 
 
 def test_stops_after_the_minutes(long_data, here, monkeypatch):
-    """On a clock that goes by 0.3 seconds with every look:
+    """On a clock that goes by 0.15 seconds with every look:
 
-    A look per step makes 40 steps in 12 seconds.
+    Two looks per step, the second for its log line, make 40 steps in 12 seconds.
     """
     ticks = count()
-    monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * 0.3))
+    monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * 0.15))
     bar = SimpleNamespace(update=lambda: None, close=lambda: None)
     monkeypatch.setattr(training, "progress_bar", lambda **_: bar)
     limits = dict(max_steps=10**6, max_minutes=0.2, eval_every=10**6, log_every=1)
     training.train(config(data=str(long_data), run=str(here), save_minutes=0.05, keep=9, **limits))
     rates = list(records(here, "train/learning_rate").values())
-    assert len(rates) == 39 and bar.total == pytest.approx(40, abs=1)
+    assert len(rates) == 40 and bar.total == pytest.approx(40, abs=1)
     # It rises for 20 steps at least, is level, and falls from 70 % of the time on.
     assert rates[9] == pytest.approx(0.001) and rates[20:27] == [0.002] * 7 and rates[-1] < 0.0003
     saved = len([*(here / "checkpoints").glob("step-*")])
     assert saved == 4  # after each 3 of the 12 seconds, the end included
-    assert "stopped after step 39: finished" in log_of(here)
+    assert "stopped after step 40: finished" in log_of(here)
 
 
 @pytest.mark.parametrize(
@@ -706,7 +707,7 @@ def test_early_stopping(toy_data, here, monkeypatch, cut_after):
     training.train(config(data=str(toy_data), run=str(here), **limits))
     for _ in [*cut_after, "once more"]:
         training.train(resumed(here))
-    stopped = "stopped after step 8: 2 validations without a better loss"
+    stopped = "stopped after step 8: 2 validation(s) without a better loss"
     assert log_of(here).count(stopped) == 2 and next(losses) == 1.0
     assert os.readlink(here / "checkpoints/best") == "step-4"
 
