@@ -45,9 +45,13 @@ def library(source: Path, **macros: str) -> ctypes.CDLL | None:
 
 
 def reason_of(error: Exception) -> str:
-    """Why compiling or loading failed, in one line: the compiler's first error."""
-    lines = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
-    errors = [line for line in lines if "error" in line]
+    """Why compiling or loading failed, in one line: the first error of compiler or linker."""
+    message = str(error)
+    if isinstance(error, subprocess.CalledProcessError):
+        message = error.stderr.strip() or f"{error.cmd[0]} ended with {error.returncode}"
+    lines = message.splitlines()
+    # The linker's own errors come before the line "collect2: error: ld returned 1 exit status".
+    errors = [line for line in lines if "error:" in line or "ld: " in line]
     return (errors or lines or ["no reason given"])[0]
 
 
@@ -55,15 +59,19 @@ def why_not() -> str:
     """Why C++ cannot be compiled on this machine; empty if it can."""
     if sys.platform != "linux":
         return "the C++ functions need Linux"
-    if compiler() == ["none"]:
+    try:
+        command = compiler()
+    except ValueError as error:
+        return f"CXX={os.environ['CXX']}: {error}"
+    if command == ["none"]:
         return "CXX=none"
-    if not shutil.which(compiler()[0]):
-        return f"no compiler {compiler()[0]!r}"
+    if not shutil.which(command[0]):
+        return f"no compiler {command[0]!r}"
     return ""
 
 
 def compiler() -> list[str]:
-    """The C++ compiler's command."""
+    """The C++ compiler's command. Raises `ValueError` for a quote that is never closed."""
     return shlex.split(os.environ.get("CXX", "")) or ["g++"]
 
 

@@ -1,6 +1,6 @@
 // Decoding on a CPU: the encoder for a few sentences, or one step of the decoder for all rows of a batch, in one call.
 // What it computes is `step` of the decoding.py in the root. Why it is fast:
-//  - every matrix product takes 6 rows by 64 outputs at a time, which fill the processor's registers, from weights that were
+//  - with AVX-512, a matrix product takes 6 rows by 64 outputs at a time, which fill the registers, from weights that were
 //    laid out for it once; the largest logits are found while the logits are in registers, and no logit is ever stored;
 //  - attention reads keys 16 tokens at a time, one vector, and values as they are: no mask and no padding anywhere;
 //  - beams that continue the same hypothesis share its keys and values: only the last, unfinished block of 16 tokens is copied;
@@ -261,7 +261,8 @@ inline bool any(Ints mask) {
 class Candidates {
  public:
   explicit Candidates(int64_t count) : kept_(count) {
-    for (int64_t i = 0; i < count; ++i) kept_[i] = {kNever, -i};
+    // Ascending, so that it is a heap.
+    for (int64_t i = 0; i < count; ++i) kept_[i] = {kNever, i + 1 - count};
   }
 
   void add(Floats logits, int64_t first) {

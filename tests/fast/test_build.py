@@ -49,7 +49,11 @@ def test_compiled_once_and_kept_one_file_for_each_version(source, monkeypatch):
 
 def test_without_a_compiler_nothing_is_written(source, monkeypatch, capsys):
     monkeypatch.setattr(sys, "platform", "linux")
-    compilers = {"no-such-compiler -O1": "no compiler 'no-such-compiler'", "none": "CXX=none"}
+    compilers = {
+        "no-such-compiler -O1": "no compiler 'no-such-compiler'",
+        "none": "CXX=none",
+        'g++ "': 'CXX=g++ ": No closing quotation',
+    }
     for compiler, reason in compilers.items():
         monkeypatch.setenv("CXX", compiler)
         assert library(source, NUMBER="7") is None and build.why_not() == reason
@@ -69,10 +73,17 @@ exit 1
 
 
 @needs_compiler
-@pytest.mark.parametrize("reason", ["error: too old for this", "Not a directory"])
+@pytest.mark.parametrize(
+    "reason",
+    ["error: too old for this", "Not a directory", "cannot find -lnone", "false ended with 1"],
+)
 def test_a_failure_leaves_one_line_and_no_file(source, monkeypatch, capsys, reason):
     if reason == "Not a directory":
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(source / "cache"))  # below a file
+    elif reason == "cannot find -lnone":
+        monkeypatch.setenv("CXX", "g++ -lnone")
+    elif reason == "false ended with 1":
+        monkeypatch.setenv("CXX", "false")
     else:
         compiler = source.parent / "c++"
         compiler.write_text(BROKEN)
