@@ -24,7 +24,7 @@ from text.reading import SAMPLE, fingerprint_of
 from tools.reporting import figures, fonts, sections, written
 from tools.reporting.attention import END, group_characters, in_words, picture
 from tools.reporting.page import Page
-from tools.reporting.reading import RunFiles, read_run, rows_of
+from tools.reporting.reading import RunFiles, read_run, read_runs, rows_of
 
 NUMBER = re.compile(r"-?[\d,]+(?:\.\d+)?(?:e[+-]\d+)?")
 WORDS_WITH_DIGITS = ["chrF2", "1-gram", "2-gram", "3-gram", "4-gram", "100 %", "95 %"]
@@ -452,6 +452,13 @@ DAMAGES = [
         (lambda run: (run / f"{GREEDY}.txt").unlink(), f"{GREEDY}.txt · not there"),
     ],
     [
+        (
+            lambda run: (run / "metrics.jsonl").write_text('{"valid/loss": 1}\n'),
+            "1 · damaged lines",
+        ),
+        (lambda run: (run / "environment.json").write_text('["x"]'), "Environment"),
+    ],
+    [
         (lambda run: (run / "metrics.jsonl").write_text(LOST_RECORDS), "1 · damaged lines"),
         (lambda run: shutil.rmtree(run / "eval"), "eval/ · no result yet · this makes one"),
     ],
@@ -512,6 +519,8 @@ def test_a_folder_that_is_no_run_or_no_place_for_a_report_is_one_line(run, tmp_p
         make(tmp_path / "gone")
     with pytest.raises(UserError, match="is no run"):
         make(tmp_path / "empty")
+    with pytest.raises(UserError, match="is named twice; name every run once"):
+        read_runs([run, tmp_path / "empty" / ".." / run.relative_to(tmp_path)])
     with pytest.raises(UserError, match="a is a run itself; name a folder of its own by --out DIR"):
         Page(("title", "标题"), "en", run)
 

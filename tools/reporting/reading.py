@@ -224,6 +224,10 @@ def in_minutes(seconds: float) -> str:
 def read_runs(folders: list) -> list[RunFiles]:
     """Several runs; those of the same name are called by their paths."""
     runs = [read_run(folder) for folder in folders]
+    places = [run.folder.resolve() for run in runs]
+    for run, place in zip(runs, places):
+        if places.count(place) > 1:
+            raise UserError(f"{run.folder} is named twice; name every run once")
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
@@ -243,7 +247,8 @@ def read_run(folder: str | Path) -> RunFiles:
     run.is_translation = "target" in run.config
     if run.is_translation:
         run.data = read_json(run, "data.json", dict)
-    run.environment = read_json(run, "environment.json", list)
+    starts = read_json(run, "environment.json", list)
+    run.environment = [start for start in starts if isinstance(start, dict)]
     run.records = read_records(run)
     leave_out_impossible_utilisation(run)
     run.log = read_text(run, "train.log")
@@ -332,7 +337,7 @@ def read_records(run: RunFiles) -> list[dict]:
             record = json.loads(line)
         except ValueError:
             record = None
-        if isinstance(record, dict):
+        if isinstance(record, dict) and is_number(record.get("step")):
             records.append(record)
         else:
             damaged += 1
