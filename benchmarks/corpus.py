@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.measuring import ROOT
 from data import Prepared, load_prepared, prepare
-from text.reading import default_path, find_text
+from text.reading import absolute_path, default_path, find_text
 from validation import BLEU_ROWS
 
 LONGEST = 126  # tokens of a side; with begin or end at most 127
@@ -20,7 +20,7 @@ LONGEST = 126  # tokens of a side; with begin or end at most 127
 
 def data_path(data: str) -> str:
     """The flag --data; without it what MINIDATASET names, or else train.py's default."""
-    return data or os.environ.get("MINIDATASET") or default_path()
+    return absolute_path(data or os.environ.get("MINIDATASET") or default_path())
 
 
 def prepare_corpus(data: str, vocabulary: int) -> Path:

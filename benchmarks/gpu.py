@@ -31,6 +31,7 @@ from engine.devices import choose_device, hidden_gpus
 from engine.errors import UserError, run_script
 from engine.memory import GIB
 from engine.precision import choose_precision
+from text.reading import absolute_path
 from tools.reporting.reading import read_run
 
 # Contestants, by the number format in which a card trains.
@@ -65,7 +66,7 @@ def main(config: Config) -> int:
     if config.device == "auto" and device.type == "cpu":
         reason = hidden_gpus() or "PyTorch sees no GPU"
         raise UserError(f"{reason}; for a rehearsal: --device cpu --presets tiny --minutes 0")
-    folder = ROOT / config.out / time.strftime("%Y-%m-%d_%H-%M-%S")
+    folder = Path(config.out).absolute() / time.strftime("%Y-%m-%d_%H-%M-%S")
     folder.mkdir(parents=True)
     failures = []
     with open(folder / "log.txt", "w", encoding="utf-8") as log:
@@ -92,8 +93,8 @@ def commands(config: Config, device: torch.device, dtype: str, folder: Path) -> 
     out = shlex.quote(str(folder))
     where = f"--device {device}"
     data = config.data or os.environ.get("MINIDATASET", "")
-    if data:
-        where += f" --data {shlex.quote(data)}"
+    if data:  # the commands run in another directory than ours
+        where += f" --data {shlex.quote(absolute_path(data))}"
     tokens = config.tokens_per_batch or tokens_for(device)
     turns = f"{where} --vocab 8000 --rounds 1 --seconds {config.seconds}"
     train = f"-m benchmarks.training {turns} --tokens_per_batch {tokens}"

@@ -185,7 +185,9 @@ def hardware(threads: int, device: str = "cpu") -> dict[str, str]:
 
 def describe_machine() -> str:
     """CPU, its cores, PyTorch and commit in one line."""
-    facts = (hardware(os.cpu_count() or 1)["en"], f"torch {torch.__version__}", f"{commit()}")
+    facts = [hardware(os.cpu_count() or 1)["en"], f"torch {torch.__version__}"]
+    if commit():
+        facts.append(commit())
     return "; ".join(facts)
 
 

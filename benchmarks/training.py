@@ -4,9 +4,10 @@
     python -m benchmarks.training --part limits       # and the limit of the machine
     python -m benchmarks.training --device cuda --preset big --tokens_per_batch 65536
 
-All train a model of the same sizes with Adam, dropout 0.1 and label smoothing 0.1, on the same
-token sequences, in batches of about 4,096 target tokens. benchmarks/peers/NAME.py says where a
-contestant differs. `peak_gib` is the most memory that a process held.
+All train a model of the same sizes with Adam, the preset's dropout (0.1; big: 0.3) and label
+smoothing 0.1, on the same token sequences, in batches of about 4,096 target tokens.
+benchmarks/peers/NAME.py says where a contestant differs. `peak_gib` is the most memory that a
+process held.
 
 The limit is a step that computes its matrix products alone, forward and backward, at their own
 sizes. All else comes on top: attention scores, norms, dropout, softmax, the update.
@@ -96,6 +97,8 @@ def main(config: Config) -> list[Row]:
         raise UserError("--part limits needs --device cpu")
     default = ON_CPU if config.device == "cpu" else ON_GPU
     names = choose(config.contestants or default, CONTESTANTS)
+    if config.baseline:
+        choose(config.baseline, names, "--baseline")
     check_table(config.json, COLUMNS[config.part])
     corpus = load_corpus(prepare_corpus(config.data, config.vocab))
     if config.part == "limits":
@@ -182,6 +185,8 @@ def measure_limits(config: Config, corpus: Prepared) -> list[Row]:
     speeds = {row.contestant: row.figures[FIGURE] for row in rows}
     cells = []
     for name, (_, _, trained) in FORMATS.items():
+        if trained not in speeds:  # it failed, and a line says why
+            continue
         share = f"{speeds[trained] / speeds[name]:.0%}"
         print(f"{trained} reaches {share} of the matrix products alone")
         cells.append(

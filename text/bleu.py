@@ -160,7 +160,7 @@ def bleu_card(references: list[str], hypotheses: list[str]) -> BleuCard:
     """The graded score and all that explains it. Arguments as for `corpus_bleu`.
 
     The interval is sacreBLEU's bootstrap (Koehn 2004): the scores of 1,000 test sets, each drawn
-    with replacement from this one.
+    with replacement from this one; of fewer if it has more than 20,000 rows.
     """
     from sacrebleu.metrics import CHRF
 

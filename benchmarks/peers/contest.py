@@ -56,11 +56,11 @@ def ours(variants: Iterable[str]) -> dict[str, Contestant]:
 
 
 def choose(names: str, known: Iterable[str], flag: str = "--contestants") -> list[str]:
-    """ "a,b" → ["a", "b"]. Raises `UserError` for an unknown name."""
-    chosen = [name.strip() for name in names.split(",") if name.strip()]
+    """ "a,b" → ["a", "b"]. Raises `UserError` for an unknown name, and for none."""
+    chosen = [name.strip() for name in names.split(",")]
     for name in chosen:
         if name not in known:
-            raise UserError(f"{flag} {name}: unknown; choose from {','.join(known)}")
+            raise UserError(f"{flag} {name!r}: unknown; choose from {','.join(known)}")
     return chosen
 
 

@@ -78,8 +78,12 @@ def test_contestants_are_chosen_by_name():
     assert choose("marian, handout", training.CONTESTANTS) == ["marian", "handout"]
     for names in (training.ON_CPU, training.ON_GPU):
         assert choose(names, training.CONTESTANTS)
-    with pytest.raises(UserError, match="marion: unknown; choose from handout"):
-        choose("marion", training.CONTESTANTS)
+    for wrong in ("marion", "", ",", "marian,"):
+        with pytest.raises(UserError, match="unknown; choose from handout"):
+            choose(wrong, training.CONTESTANTS)
+    config = training.Config(contestants="ours-fp32", baseline="marian")
+    with pytest.raises(UserError, match="--baseline 'marian': unknown; choose from ours-fp32"):
+        training.main(config)
 
 
 def test_start_reads_the_figures_or_gives_the_reason(monkeypatch, capsys):
@@ -281,7 +285,9 @@ def test_the_commands_for_a_gpu_parse(device, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(gpu, "tokens_for", lambda device: 512)
     place = tmp_path / "with space"
-    config = gpu.Config("tiny", data=str(place))
+    place.mkdir()
+    monkeypatch.chdir(tmp_path)  # the commands run elsewhere
+    config = gpu.Config("tiny", data=place.name)
     commands = gpu.commands(config, torch.device(device), "bf16", place)
     programs = []
     for command in commands:
@@ -309,11 +315,12 @@ def test_a_failed_command_is_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "commands", lambda *_: [good, bad, left_out])
     monkeypatch.setattr(gpu, "describe_machine", str)
     monkeypatch.setattr(gpu, "look_at", lambda device: (torch.device("cpu"), "a CPU", "fp32"))
-    config = gpu.Config(device="cpu", out=str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    config = gpu.Config(device="cpu", out="here")
     assert gpu.main(config) == 1
     out = capsys.readouterr().out
     assert f"FAILED: {bad}\nFAILED: {left_out}\n2 failed" in out
-    (log,) = tmp_path.glob("*/log.txt")
+    (log,) = tmp_path.glob("here/*/log.txt")
     assert f"python {good}\n1\n" in log.read_text()
     with pytest.raises(UserError, match="for a rehearsal: --device cpu"):
         gpu.main(replace(config, device="auto"))
