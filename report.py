@@ -22,7 +22,9 @@ class Config:
     out: str = flag("", "folder of the report; report/ in the (first) run", "Options")
     language: str = flag("zh", "language of the page (zh|en)", "Options")
     compare: bool = flag(
-        False, "only print the paired bootstrap of the runs, or of one run's scores", "Options"
+        False,
+        "print the paired bootstrap of the runs, or of one run's scores; no report",
+        "Options",
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sacrebleu
+import torch
 from conftest import ROOT, TINY_FLAGS, forked, make_report, write_pairs
 from matplotlib.font_manager import get_font
 
@@ -481,6 +482,29 @@ def test_a_damaged_run_gives_a_report_that_says_so(run, damages, without_drawing
     assert "<h2>Summary</h2>" in page
     for _, words in damages:
         assert words in page
+
+
+def test_what_a_student_wrote_is_kept(run, without_drawing, capsys):
+    folder = run / "report"
+    for words in ("", "my own words", ""):
+        make(run)
+        with (folder / "report.md").open("a", encoding="utf-8") as file:
+            file.write(words)
+    make(run)
+    (kept,) = folder.glob("report-*.md")
+    assert kept.read_text(encoding="utf-8").endswith("my own words")
+    assert "my own words" not in (folder / "report.md").read_text(encoding="utf-8")
+    assert f"it is now {kept}" in capsys.readouterr().out
+
+
+def test_other_positions_are_not_taken_for_sinusoids(run, without_drawing, monkeypatch):
+    explained = "Frequencies fall in a geometric series"
+    left_to_you = "no longer adds the sinusoids"
+    page = make(run)
+    assert explained in page and left_to_you not in page
+    monkeypatch.setattr("model.sinusoids", torch.randn)
+    page = make(run)
+    assert explained not in page and left_to_you in page
 
 
 def test_data_that_is_gone(run, without_drawing):

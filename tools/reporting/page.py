@@ -10,8 +10,10 @@ A cell of a table is a text (see words.py), a `Fact`, or None (—).
 """
 
 import base64
+import hashlib
 import html
 import io
+import time
 from pathlib import Path
 from urllib.parse import quote
 
@@ -174,9 +176,10 @@ class Page:
             f'<!doctype html><html lang="{self.language}"><head>{head}</head>'
             f"<body>{body}</body></html>\n"
         )
-        markdown = "\n".join(as_markdown for _, as_markdown in self.blocks)
+        markdown = signed("\n".join(as_markdown for _, as_markdown in self.blocks))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            keep_edited(self.folder / "report.md")
             (self.folder / "report.html").write_text(page, encoding="utf-8")
             (self.folder / "report.md").write_text(markdown, encoding="utf-8")
             for name, content in self.pictures.items():
@@ -186,6 +189,24 @@ class Page:
                 f"cannot write to {self.folder}: {error.strerror}; choose another --out DIR"
             ) from None
         return self.folder / "report.html"
+
+
+def signed(markdown: str) -> str:
+    """The text with a hash of itself at the end, which a Markdown viewer does not show."""
+    digest = hashlib.blake2b(markdown.encode(), digest_size=8).hexdigest()
+    return f"{markdown}\n<!-- report.py {digest} -->\n"
+
+
+def keep_edited(file: Path) -> None:
+    """Rename report.md to report-DATE.md if a student has written in it."""
+    if not file.exists():
+        return
+    text = file.read_text(encoding="utf-8", errors="replace")
+    written, _, _ = text.rpartition("\n<!-- report.py ")
+    if text != signed(written):
+        date = time.strftime("%Y-%m-%d_%H-%M-%S")
+        kept = file.rename(file.with_name(f"{file.stem}-{date}.md"))
+        print(f"note: you have written in {file}; it is now {kept}")
 
 
 def file_name(name: str) -> str:

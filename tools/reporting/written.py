@@ -6,6 +6,8 @@ The program fills in what it knows. `Page.to_write` marks what the student must 
 import inspect
 from functools import partial
 
+import torch
+
 import model
 from tools.reporting.page import Page
 from tools.reporting.reading import Fact, RunFiles
@@ -80,6 +82,13 @@ def positional_encoding(page: Page, runs: list[RunFiles]) -> None:
     if not any(run.is_translation for run in runs):
         return
     page.heading("Positional encoding", "位置编码")
+    if not has_sinusoids():
+        page.to_write(
+            "model.py no longer adds the sinusoids of the paper. Show your code, and explain it "
+            "line by line.",
+            "model.py 用的不再是论文中的正弦编码。请贴出自己的代码，并逐行解释。",
+        )
+        return
     page.paragraph(
         "Self-attention treats all tokens alike: if the input is shuffled, the output is "
         "shuffled in the same way. So each position p gets a vector that is added to its "
@@ -122,6 +131,19 @@ def positional_encoding(page: Page, runs: list[RunFiles]) -> None:
     )
 
 
+def has_sinusoids() -> bool:
+    """Whether model.py, which a reader may have changed, adds the sinusoids of the paper."""
+    try:
+        sizes = model.ModelConfig(source_vocab=1, target_vocab=1, d_model=8, max_length=16)
+        positions = dict(model.Translator(sizes).named_buffers())["positions"]
+        inspect.getsource(model.sinusoids)
+    except Exception:  # whatever the changed code raises
+        return False
+    angle = torch.arange(16.0)[:, None] / 10000 ** (torch.arange(0, 8, 2) / 8)  # (16, 4)
+    expected = torch.stack((angle.sin(), angle.cos()), -1).flatten(1)  # (16, 8)
+    return positions.shape == expected.shape and torch.allclose(positions, expected, atol=1e-5)
+
+
 def sources(page: Page, runs: list[RunFiles]) -> None:
     """Papers and code that the run used, with a column for the student's words."""
     page.heading("Sources and own understanding", "参考资料与自己的理解")
@@ -131,7 +153,7 @@ def sources(page: Page, runs: list[RunFiles]) -> None:
         unused.add(SMOOTHING)
     if config.get("tokenizer"):  # a pretrained one
         unused.add(TOKENIZERS)
-    to_write = ("to be written", "✎ 待写")
+    to_write = ("✎ to be written", "✎ 待写")
     lines = [[("this repository", "本仓库"), ("all code", "全部代码"), "README.md", to_write]]
     for paper, (purpose, file) in PAPERS.items():
         if paper == MUON and config.get("optimizer") != "muon":
