@@ -155,7 +155,8 @@ def _as_flags(settings: dict, names: list[str]) -> list[str]:
             raise UserError(
                 f"unknown setting {name!r} in the settings file{nearest(str(name), names)}"
             )
-    return [f"--{name}={value}" for name, value in settings.items() if value is not None]
+    left_out = (None, "null", "~", "")  # JSON's null, then YAML's
+    return [f"--{name}={value}" for name, value in settings.items() if value not in left_out]
 
 
 def _with_values(arguments: list[str], fields) -> list[str]:
@@ -230,7 +231,7 @@ def _check_number(field, number: int | float) -> None:
 
 
 def read_settings(path: Path) -> dict:
-    """The settings in a YAML or JSON file (JSON is a subset of YAML)."""
+    """The settings in a YAML or JSON file."""
     import yaml
 
     try:
@@ -238,11 +239,16 @@ def read_settings(path: Path) -> dict:
             raise UserError(
                 f"settings file {path} is larger than {SETTINGS_BYTES:,} bytes; is it another file?"
             )
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            values = json.loads(text)
+        else:
+            # Every value as it is written: else YAML would read a run named 010 as 8, no as false.
+            values = yaml.load(text, Loader=yaml.BaseLoader)
     except OSError as error:
         raise UserError(f"cannot read settings file {path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, no date
-        raise UserError(f"settings file {path} is not valid YAML: {error}") from None
+        raise UserError(f"settings file {path} is not valid YAML or JSON: {error}") from None
     if not isinstance(values, dict):
         raise UserError(f"settings file {path} must hold `name: value` lines")
     if any(isinstance(value, dict | list | set) for value in values.values()):

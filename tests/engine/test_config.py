@@ -187,12 +187,19 @@ def test_a_settings_file_and_flags_over_it(parse, tmp_path, name, content):
     assert config == Config("数据", max_steps=8, lr=3e-4)
 
 
-@pytest.mark.parametrize("value, text", [("2024-01-31", "2024-01-31"), ("17", "17"), ("''", "")])
-def test_a_setting_has_the_type_of_its_flag(parse, tmp_path, value, text):
-    # YAML takes the first for a date and the second for a number.
+@pytest.mark.parametrize("text", ["2024-01-31", "17", "010", "1.10", "1_0", "1:30", "no", ""])
+def test_a_setting_is_read_as_it_is_written(parse, tmp_path, text):
+    # YAML takes most of them for a date, a number or false.
     path = tmp_path / "settings.yaml"
-    path.write_text(f"data: {value}\n")
-    assert parse(path).data == text
+    for value in (f"'{text}'", text):
+        path.write_text(f"data: {value}\n")
+        assert parse(path).data == text
+
+
+def test_a_json_file_may_be_indented_with_tabs(parse, tmp_path):
+    path = tmp_path / "settings.json"
+    path.write_text('{\n\t"data": "x",\n\t"lr": null\n}\n')
+    assert parse(path) == Config("x")
 
 
 def test_a_path_below_home_wherever_it_stands(parse, tmp_path, monkeypatch):
@@ -208,7 +215,7 @@ def test_a_path_below_home_wherever_it_stands(parse, tmp_path, monkeypatch):
     "content, said",
     [
         ("max_step: 7", "unknown setting 'max_step' in the settings file; did you mean max_steps?"),
-        ("7: 7", "unknown setting 7"),
+        ("7: 7", "unknown setting '7'"),
         ("- 7", "must hold `name: value` lines"),
         ("", "must hold `name: value` lines"),
         ("lr: [", "is not valid YAML"),
