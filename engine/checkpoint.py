@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
-from engine.files import as_json, atomic_write, wait_for_disk
+from engine.files import as_argument, as_json, atomic_write, wait_for_disk
 from engine.telemetry import is_main
 
 CONTENT = ["model.safetensors", "optimizer.pt", "state.json"]  # what checksums.json lists
@@ -73,11 +73,12 @@ def save(
         _link(folder, step, best_step)
         wait_for_disk(folder)
         _finish_replacement(folder)
-        _remove_old(folder, step, best_step, keep)
+        _remove_old(folder, best_step, keep)
     except OSError as error:
         _finish_replacement(folder)
         reason = f"cannot write step-{step} in {folder}: {error.strerror or error}"
-        raise UserError(f"{reason}; fix this, then --resume {folder.parent}") from error
+        remedy = f"fix this, then --resume {as_argument(folder.parent)}"
+        raise UserError(f"{reason}; {remedy}") from error
     finally:
         _remove_temporary(folder)
 
@@ -187,13 +188,19 @@ def repair(folder: Path) -> Path | None:
     """The checkpoint to resume from, None if nothing is saved. Only for the run that writes there.
 
     Completes what a kill interrupted: restores a checkpoint that was being replaced, and corrects
-    the links. Damaged newer checkpoints stay until the run saves their steps again.
+    the links. Damaged newer checkpoints are renamed to damaged-step-N: they must not count among
+    those to fall back to.
     """
     _finish_replacement(folder)
     if not steps(folder):
         return None
     newest = latest(folder, to_resume=True)
     step = int(newest.name.removeprefix("step-"))
+    for damaged in steps(folder):
+        if damaged > step:
+            new_name = folder / f"damaged-step-{damaged}"
+            shutil.rmtree(new_name, ignore_errors=True)
+            os.replace(folder / f"step-{damaged}", new_name)
     _link(folder, step, load_state(newest)["best_step"])
     return newest
 
@@ -351,12 +358,9 @@ def _link(folder: Path, last: int, best: int | None) -> None:
             os.replace(new, folder / name)
 
 
-def _remove_old(folder: Path, step: int, best_step: int | None, keep: int) -> None:
-    """Of the checkpoints up to this step, keep the newest `keep`, the best, and two optimizers.
-
-    Checkpoints of later steps were skipped as damaged when the run was resumed: they do not count.
-    """
-    newest_first = [old for old in reversed(steps(folder)) if old <= step]
+def _remove_old(folder: Path, best_step: int | None, keep: int) -> None:
+    """Keep the newest `keep` checkpoints, the best one, and the optimizer's state of two."""
+    newest_first = steps(folder)[::-1]
     with suppress(OSError):  # what cannot be removed need not stop the training
         for old in newest_first[RESUMABLE:]:
             (folder / f"step-{old}" / "optimizer.pt").unlink(missing_ok=True)

@@ -1,7 +1,10 @@
 """Files that are complete or absent, whenever the process is killed or the power fails."""
 
+import contextlib
 import json
 import os
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -10,13 +13,32 @@ def as_json(value) -> str:
     return json.dumps(value, ensure_ascii=False, indent=2) + "\n"
 
 
+@contextlib.contextmanager
+def names_place(place: Path) -> Iterator[None]:
+    """Errors get an attribute `place`, for the one line on a full disk: few of them name a file."""
+    try:
+        yield
+    except Exception as error:
+        error.place = str(place)  # type: ignore[attr-defined]
+        raise
+
+
 def atomic_write(path: Path, text: str) -> None:
     """Write atomically: a temporary file, fsync, rename."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    temporary.write_text(text, encoding="utf-8")
-    wait_for_disk(temporary)
-    os.replace(temporary, path)
+    with names_place(path):
+        temporary.unlink(missing_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        wait_for_disk(temporary)
+        os.replace(temporary, path)
+
+
+def as_argument(run: Path) -> str:
+    """The folder as --resume takes it, quoted for the shell."""
+    place = str(run)
+    if "/" not in place:
+        place = f"./{place}"  # a bare name would be looked for in runs/
+    return shlex.quote(place)
 
 
 def wait_for_disk(path: Path) -> None:

@@ -17,7 +17,7 @@ runs/NAME/config.json  environment.json  metrics.jsonl  events.out.tfevents.*  t
 import contextlib
 import json
 import os
-import shlex
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
@@ -33,7 +33,7 @@ from engine.devices import hidden_gpus
 from engine.distributed import World, distribute_like, full_tensor
 from engine.environment import environment
 from engine.errors import UserError
-from engine.files import as_json, atomic_write
+from engine.files import as_argument, as_json, atomic_write
 from engine.gpu_evidence import keep_nvidia_smi
 from engine.meters import GpuSampler, ProcessMeter
 from engine.precision import Precision
@@ -83,9 +83,10 @@ class Run(contextlib.AbstractContextManager):
             return folder, checkpoint.repair(folder / "checkpoints")
         except OSError as error:
             place = config.resume or folder_of(config.run)
-            raise UserError(
-                f"cannot write to {place}: {error.strerror}; choose another --run PATH/NAME"
-            ) from None
+            remedy = "choose another --run PATH/NAME"
+            if config.resume:
+                remedy = "make it writable, or copy the run to another place and resume it there"
+            raise UserError(f"cannot write to {place}: {error.strerror}; {remedy}") from None
 
     def restore(
         self,
@@ -237,10 +238,7 @@ class Run(contextlib.AbstractContextManager):
         self.log(f"time: {minutes:,.1f} minutes")
         self.log(f"stopped{after}: {why}")
         if why == INTERRUPTED:
-            place = str(self.folder)
-            if "/" not in place:
-                place = f"./{place}"  # a bare name would be looked for in runs/
-            self.log(f"to resume: {command()} --resume {shlex.quote(place)}")
+            self.log(f"to resume: {command()} --resume {as_argument(self.folder)}")
 
     def __exit__(self, kind, error, traceback) -> None:
         self.at_end.close()
@@ -285,8 +283,13 @@ def new_run_folder(name: str, kind: str) -> Iterator[Path]:
         refuse_begun(run)  # another process may have begun one until now
         yield run
         if not (run / "config.json").exists():
-            for leftover in {".lock", "train.log"} - existing:
-                (run / leftover).unlink(missing_ok=True)
+            for leftover in run.iterdir():
+                if leftover.name in existing:
+                    continue
+                if leftover.is_dir():
+                    shutil.rmtree(leftover, ignore_errors=True)
+                else:
+                    leftover.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # the folder may hold other files
                 run.rmdir()
 
@@ -306,9 +309,9 @@ def new_folder_named_by_time(kind: str) -> Path:
 def refuse_begun(run: Path) -> None:
     """Raises `UserError` if a run has begun in this folder."""
     if (run / "config.json").exists():
-        place = shlex.quote(str(run))
         raise UserError(
-            f"run {run} exists; choose another --run, or continue it with --resume {place}"
+            f"run {run} exists; choose another --run, or continue it with --resume "
+            f"{as_argument(run)}"
         )
 
 
@@ -319,11 +322,7 @@ def lock_run(run: Path) -> Iterator[None]:
     try:
         file_lock.acquire()
     except Timeout:
-        raise UserError(
-            f"run {run} is in use by another process; wait for it, or choose another --run"
-        ) from None
-    except NotImplementedError:  # a file system without locks
-        pass
+        raise UserError(f"run {run} is in use by another process; wait for it to end") from None
     try:
         yield
     finally:

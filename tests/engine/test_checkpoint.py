@@ -173,7 +173,13 @@ def test_a_damaged_one_fallen_back_past_takes_no_place_of_those_kept(tmp_path):
     spoil(save(tmp_path, 25, keep=2) / "model.safetensors")
     assert ck.repair(tmp_path) == tmp_path / "step-20"  # still there to fall back on
     save(tmp_path, 30, keep=2)
-    assert ck.steps(tmp_path) == [25, 30] and ck.verify(tmp_path / "step-30") is None
+    assert ck.steps(tmp_path) == [20, 30] and ck.verify(tmp_path / "step-30") is None
+    spoil(tmp_path / "step-30" / "optimizer.pt")
+    assert ck.repair(tmp_path) == tmp_path / "step-20"
+    spoil(save(tmp_path, 35) / "optimizer.pt")
+    assert ck.repair(tmp_path) == tmp_path / "step-20"  # with its optimizer's state
+    kept_aside = {path.name for path in tmp_path.glob("damaged-*")}
+    assert kept_aside == {"damaged-step-25", "damaged-step-30", "damaged-step-35"}
 
 
 def test_who_reads_leaves_the_folder_to_its_writer(tmp_path):

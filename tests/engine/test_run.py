@@ -233,6 +233,25 @@ def test_a_second_start_of_one_name_leaves_the_folder_of_the_first():
     assert Path("runs/a/config.json").exists()
 
 
+def test_what_fails_before_the_run_begins_leaves_only_what_was_there():
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/note.txt").touch()
+    for name, left in (("a", {"note.txt"}), ("b", None)):
+        with start(run=name) as run:
+            (run.folder / "tokenizer").mkdir()
+            (run.folder / "tokenizer/x").touch()
+            (run.folder / "model.json").touch()
+        found = Path("runs", name)
+        assert (found.exists() and {path.name for path in found.iterdir()}) == (left or False)
+
+
+def test_the_command_to_continue_means_this_run():
+    with start(run="./my run") as run:
+        run.begin()
+    with pytest.raises(UserError, match=r"run my run exists; .* with --resume './my run'$"):
+        start(run="./my run")
+
+
 def test_the_lock_ends_with_its_process(tmp_path):
     reading, writing = os.pipe()
     locker = os.fork()
