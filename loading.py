@@ -16,6 +16,7 @@ from data import Prepared
 from engine import checkpoint
 from engine.distributed import World
 from engine.errors import UserError
+from engine.files import names_place
 from engine.precision import Precision, choose_precision
 from engine.run import find_run, load_weights_into
 from model import ModelConfig, Translator
@@ -187,8 +188,10 @@ def mean_of(members: list[Path]) -> dict[str, Tensor]:
 
 def save_description(run: Path, sizes: ModelConfig, prepared: Prepared) -> None:
     """Save what `load_trained` needs beside weights and config.json, and what report.py shows."""
-    prepared.source_tokenizer.save_pretrained(run / "tokenizer" / "source")
-    prepared.target_tokenizer.save_pretrained(run / "tokenizer" / "target")
-    (run / "model.json").write_text(json.dumps(asdict(sizes), indent=2) + "\n", encoding="utf-8")
+    sizes_as_json = json.dumps(asdict(sizes), indent=2)
     described = json.dumps(prepared.describe(), ensure_ascii=False)
-    (run / "data.json").write_text(described + "\n", encoding="utf-8")
+    with names_place(run):
+        prepared.source_tokenizer.save_pretrained(run / "tokenizer" / "source")
+        prepared.target_tokenizer.save_pretrained(run / "tokenizer" / "target")
+        (run / "model.json").write_text(sizes_as_json + "\n", encoding="utf-8")
+        (run / "data.json").write_text(described + "\n", encoding="utf-8")

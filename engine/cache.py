@@ -14,7 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from engine.files import wait_for_disk
+from engine.files import names_place, wait_for_disk
 
 
 @contextmanager
@@ -42,19 +42,14 @@ def new_folder(folder: Path) -> Iterator[Path]:
     building = folder.with_name(f".building-{folder.name}")
     shutil.rmtree(building, ignore_errors=True)
     try:
-        building.mkdir()
-        yield building
-        # Content first, name second: after a power cut the name stands for complete files.
-        for path in building.rglob("*"):
-            wait_for_disk(path)
-        if not folder.exists():
-            os.replace(building, folder)
-        wait_for_disk(folder.parent)
-    except Exception as error:
-        # For the line of `run_script`. A failed write, unlike open(), names no file, and libraries
-        # in Rust raise no OSError. An OSError without errno (numpy's) would lose its message.
-        if not getattr(error, "filename", None) and getattr(error, "errno", True):
-            error.filename = str(building)  # type: ignore[attr-defined]
-        raise
+        with names_place(folder):
+            building.mkdir()
+            yield building
+            # Content first, name second: after a power cut the name stands for complete files.
+            for path in building.rglob("*"):
+                wait_for_disk(path)
+            if not folder.exists():
+                os.replace(building, folder)
+            wait_for_disk(folder.parent)
     finally:
         shutil.rmtree(building, ignore_errors=True)

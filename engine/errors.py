@@ -20,7 +20,8 @@ PEER_LOST = (
 # Messages of CUDA and cuBLAS on a GPU whose memory other processes have filled.
 GPU_FULL = r"CUDA error: out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
+FORBIDDEN = (errno.EACCES, errno.EPERM)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, *FORBIDDEN, errno.EIO)
 
 
 class UserError(Exception):
@@ -66,12 +67,20 @@ def stop(message: str, code: int = 2) -> None:
     if several_processes() and os.environ.get("RANK"):
         who = f" (rank {os.environ['RANK']})"
     one_line = " ".join(message.split())
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard_output()
     print(f"error{who}: {one_line}", file=sys.stderr, flush=True)
     if who:
         # Not sys.exit: a destructor might wait for the other ranks.
         os._exit(code)
     sys.exit(code)
+
+
+def discard_output() -> None:
+    """Nobody reads standard output any more: what is still to be written goes to /dev/null."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def explain(error: Exception) -> str | None:
@@ -131,8 +140,9 @@ def explain_compiler_error(message: str) -> str:
             "the packages elsewhere (VENV=/tmp/venv bash run.sh), or leave --compile out"
         )
     errors = [line for line in message.splitlines() if "error:" in line]
-    reason = errors[0] if errors else "no reason given"
-    return f"--compile: the C++ compiler failed ({reason}); install a newer g++, or leave it out"
+    if not errors:
+        return "--compile: the C++ compiler failed or was stopped; try again, or leave it out"
+    return f"--compile: the C++ compiler failed ({errors[0]}); install a newer g++, or leave it out"
 
 
 def explain_disk_error(error: Exception) -> str | None:
@@ -140,9 +150,10 @@ def explain_disk_error(error: Exception) -> str | None:
     number = disk_error_number(error)
     if number is None:
         return None
-    where = getattr(error, "filename", None) or os.getcwd()
-    verb = "use" if number == errno.EACCES else "write"
-    if number in (errno.EROFS, errno.EACCES):
+    # A failed write, unlike open(), names no file; see `names_place` in engine/files.py.
+    where = getattr(error, "filename", None) or getattr(error, "place", None) or "a file"
+    verb = "use" if number in FORBIDDEN else "write"
+    if number in (errno.EROFS, *FORBIDDEN):
         remedy = "choose another place"
     else:
         remedy = "free some space (`df -h` shows on which disk)"
@@ -156,7 +167,7 @@ def disk_error_number(error: BaseException | None) -> int | None:
     if isinstance(error, OSError):
         number = error.errno
         # Without a file name, "permission denied" may be about something other than a file.
-        if number == errno.EACCES and not error.filename:
+        if number in FORBIDDEN and not error.filename:
             number = None
     written_in_rust = re.search(r"\(os error (\d+)\)", str(error))
     if written_in_rust:

@@ -15,13 +15,13 @@ import math
 import os
 import sys
 import time
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from engine.errors import discard_output
 from engine.files import atomic_write
 
 VALIDATION_TAGS = {"valid/loss", "validation/loss"}  # of train.py; of the labs
@@ -180,10 +180,12 @@ class Log:
     def __call__(self, message: str) -> None:
         if not is_main():
             return
-        # The reader of a pipe may leave (`python train.py | head`); train.log has every line.
-        with suppress(BrokenPipeError):
+        try:
             tqdm.write(message)  # above a progress bar, if there is one
             sys.stdout.flush()  # to a file (a batch job), Python would keep lines back for long
+        except BrokenPipeError:
+            # The reader of a pipe has left (`python train.py | head`); train.log has every line.
+            discard_output()
         if self.path is None:
             return
         try:

@@ -29,7 +29,7 @@ def test_a_folder_gets_its_name_when_it_is_complete(tmp_path):
 def test_nothing_is_left_of_a_failure(tmp_path):
     with pytest.raises(OSError) as caught, new_folder(tmp_path / "x"):
         raise OSError(28, "No space left on device")
-    assert names(tmp_path) == set() and str(tmp_path) in caught.value.filename
+    assert names(tmp_path) == set() and caught.value.place == str(tmp_path / "x")
 
 
 def test_what_a_killed_process_leaves_is_replaced(tmp_path):

@@ -53,7 +53,8 @@ CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(hand
         (OSError(errno.EROFS, "Read-only file system", "/x"), "choose another place"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), "cannot use /x: Permission "),
         # write() does not know the name of its file: the working directory stands for it.
-        (OSError(errno.ENOSPC, "full"), "cannot write /"),
+        (OSError(errno.ENOSPC, "full"), "cannot write a file: No space left on device"),
+        (PermissionError(errno.EPERM, "Not permitted", "/x"), "cannot use /x: Operation not"),
         (OSError("1000 requested and 0 written"), "No space left on device"),  # numpy
         (RuntimeError("No space left on device (os error 28)"), "free some space"),  # safetensors
     ],
@@ -130,3 +131,27 @@ def test_a_lost_process_is_one_line(message, capsys, monkeypatch):
     code, line = ended_by(RuntimeError(message), capsys)
     assert code == 2 and line.count("\n") == 1
     assert line.startswith("error: another process of this run has ended")
+
+
+@pytest.mark.parametrize(
+    "end, code, said", [("pass", 0, ""), ("raise UserError('no')", 2, "error: no\n")]
+)
+def test_the_reader_of_a_pipe_may_leave(end, code, said):
+    """As in `python train.py | head`, with the buffer that standard output has by default."""
+    script = (
+        "from engine.errors import UserError, run_script\n"
+        "from engine.telemetry import Log\n"
+        "def main():\n"
+        "    Log()('a line')\n"
+        f"    {end}\n"
+        "run_script(main)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("PYTHONUNBUFFERED", None)
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], stdout=writing, stderr=subprocess.PIPE, env=environment
+    )
+    os.close(writing)
+    assert (ended.returncode, ended.stderr.decode()) == (code, said)
