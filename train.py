@@ -219,11 +219,12 @@ def train(config: Config) -> Path:
         total_steps = config.max_steps or config.epochs * steps_per_epoch
         warmup = schedule.warmup_steps(config.warmup, total_steps)
         eval_every = config.eval_every or max(250, steps_per_epoch)
+        on_each = f" on each of {world.size} processes" if world.size > 1 else ""
         log(str(model))
         log(f"model: {sum(weight.numel() for weight in weights):,} parameters")
         log(
             f"steps: {config.tokens_per_batch:,} tokens each "
-            f"in {sampler.micro_batches} micro-batch(es), "
+            f"in {config.accumulate} micro-batch(es){on_each}, "
             f"{steps_per_epoch:,} steps per epoch, {warmup:,} steps of warm-up, "
             f"{total_steps:,} steps in total"
             + (f" or {config.max_minutes:g} minutes" if config.max_minutes else "")

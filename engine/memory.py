@@ -102,8 +102,10 @@ def micro_batches_that_fit(loss_of, precision, pairs, heaviest_steps, collate, w
     into `pairs`. All ranks get the same number. On a CPU it is 1, and for a sharded model (FSDP2)
     too, because its ranks cannot be tried one by one.
     """
+    from engine.distributed import is_sharded  # on demand: it imports this file
+
     weights = list(loss_of.parameters())
-    if any(hasattr(module, "unshard") for module in loss_of.modules()):
+    if is_sharded(loss_of):
         return 1
 
     def try_heaviest_steps(micro_batches: int) -> None:

@@ -12,7 +12,9 @@ SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 
 @contextlib.contextmanager
 def caught_signals():
-    """Let the first signal set a flag instead of stopping the process; the second stops it.
+    """Let a signal set a flag instead of stopping the process; a second of its kind stops it.
+
+    Of its kind, because torchrun sends SIGTERM to processes that have a Ctrl-C already.
 
     Yields a function that tells whether the flag is set.
     """
