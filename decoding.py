@@ -584,7 +584,7 @@ def translate_lines(
     return Translations(
         texts=[hypotheses[0].text for hypotheses in found],
         nbest=[[(one.text, one.score) for one in hypotheses] for hypotheses in found],
-        tokens=sum(len(hypothesis.tokens) + 1 for hypothesis in best),
+        tokens=sum(len(hypothesis.tokens) + hypothesis.ended for hypothesis in best),
         capped=sum(not hypothesis.ended for hypothesis in best),
         cut=cut,
     )

@@ -268,9 +268,9 @@ def report(
 
 
 def name_of_score(config: Config, trained: Trained, scored: Scored) -> str:
-    """The name of the score file: the split, the search, and every setting that is not the default.
+    """The name of the score file: the split, the search, and the settings that change the score.
 
-    Evaluations with different settings therefore never overwrite each other's scores.
+    So evaluations with other settings do not overwrite each other's scores.
     """
     name = f"{scored.split}-greedy"
     if config.beam > 1:

@@ -336,6 +336,7 @@ def train(config: Config) -> Path:
                 run.scalars(step, curves | speed | precision.curves())
                 minutes = (time.perf_counter() - begun) / 60
                 done = schedule.progress(step, total_steps, minutes, config.max_minutes)
+                done = min(1.0, done)  # the last step may end after the minutes
                 minutes_left = minutes * (1 - done) / done
                 bar.total = round(step / done)  # steps, also where the minutes end the run
                 log(

@@ -56,7 +56,9 @@ class Validation:
         self.batches = [order[first:last] for first, last in zip(bounds, bounds[1:])]
 
         plain_model = unsharded(model)
-        self.loss(plain_model, [self.batches[0], self.batches[-1]])  # the shortest, the longest
+        # Every rank tries the shortest batch and the longest.
+        tried = [self.batches[0]] * self.world.size + [self.batches[-1]] * self.world.size
+        self.loss(plain_model, tried)
         self.translate(plain_model, self.prepared.validation_rows[:SAMPLES])
         corpus_bleu(["one"], ["one"], smooth=True)
 
@@ -151,4 +153,4 @@ def attention_of(
 
 def cell(text: str) -> str:
     """Text that cannot break a Markdown table."""
-    return " ".join(text.split()).replace("|", "\\|")
+    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")
