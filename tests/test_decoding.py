@@ -294,3 +294,65 @@ def test_every_sentence_is_in_exactly_one_batch(lengths, rows):
         assert len(batch) <= math.ceil(1.5 * rows)  # rather one larger batch than a tiny last one
     not_empty = [row for row, length in enumerate(lengths) if length]
     assert sorted(row for batch in batches for row in batch) == not_empty
+
+
+# ---------------------------------------------------------------- beam search on known numbers
+
+
+def found_on(steps: list[dict], limit: int, beam: int, penalty: float) -> tuple[list, list[float]]:
+    """Beam search where position i has the probabilities steps[i], {token: p}: tokens and scores.
+
+    {"after 5": {…}} are those behind token 5.
+    """
+
+    class Scripted(decoding.Cache):
+        def top_tokens(self, tokens, position, count):
+            probabilities = torch.full((len(tokens), 40), 1e-9, dtype=torch.float64)
+            for row, last in enumerate(tokens.tolist()):
+                following = steps[position].get(f"after {last}", steps[position])
+                for token, probability in following.items():
+                    if isinstance(token, int):
+                        probabilities[row, token] = probability
+            return probabilities.log().topk(count)
+
+        def select(self, rows):
+            pass
+
+    cache = Scripted(None, [], [], [], [], None)
+    tokens, scores = decoding.beam_search(cache, torch.tensor([limit]), BOS, EOS, beam, penalty)
+    return tokens[0].tolist(), scores[0].exp().tolist()
+
+
+def test_an_end_that_is_not_among_the_k_best_is_none():
+    spread = {token: 0.2 for token in (5, 6, 7, 8, 9)}
+    _, scores = found_on([{5: 0.5, 6: 0.3, EOS: 0.15}, spread], limit=2, beam=2, penalty=0.0)
+    assert scores == pytest.approx([0.1, 0.1])
+
+
+def test_an_end_takes_no_place_of_those_that_go_on():
+    words = {token: 0.1 for token in range(10, 20)}
+    steps = [{5: 0.5, EOS: 0.3, 6: 0.2}, {"after 5": words, "after 6": {EOS: 0.95}}]
+    _, scores = found_on(steps, limit=2, beam=2, penalty=0.0)
+    assert scores == pytest.approx([0.3, 0.19], rel=1e-3)
+
+
+def test_the_search_goes_on_while_a_longer_one_has_a_better_mean():
+    steps = [{5: 0.6, EOS: 0.3}, {5: 0.55, EOS: 0.4}, {EOS: 0.99}, {EOS: 0.99}]
+    tokens, means = found_on(steps, limit=4, beam=2, penalty=1.0)
+    assert tokens[0] == [5, 5, EOS, EOS]
+    assert means[0] == pytest.approx((0.6 * 0.55 * 0.99) ** (1 / 3))
+
+
+# On a GPU the search looks only now and then whether it is done; what it finds is the same.
+@pytest.mark.parametrize("looks_at", [range(4), [3]])
+def test_the_search_ends_when_the_best_cannot_be_beaten(looks_at, monkeypatch):
+    monkeypatch.setattr(decoding, "should_check", lambda position, device: position in looks_at)
+    steps = [{5: 0.85, EOS: 0.1}, {6: 0.4, EOS: 0.5}, {EOS: 0.99}, {EOS: 0.99}]
+    _, scores = found_on(steps, limit=4, beam=2, penalty=0.0)
+    assert scores == pytest.approx([0.425, 0.1])
+
+
+def test_a_model_in_training_decodes_without_dropout():
+    model, sources = make_model(), make_sources(0, 12, 14)
+    expected = best_tokens(model, sources)
+    assert best_tokens(model.train(), sources) == expected

@@ -28,6 +28,7 @@ from evaluate import (
     teacher_forced_match,
 )
 from loading import load_trained
+from model import Translator
 from text.bleu import corpus_bleu
 from text.subwords import encode
 
@@ -401,3 +402,65 @@ def test_int8_from_the_command_line(toy_run, evaluate):
     assert read_score(toy_run / "runs/toy", "test-greedy-int8")["nltk"] > 55
     evaluate(toy_run, precision="int8", beam=4)
     assert read_score(toy_run / "runs/toy", "test-beam4-lp1-int8")["nltk"] > 55
+
+
+def test_the_speed_on_the_card():
+    lines, rows = [], scored([("一", "one"), ("二", "two")])
+    translations = Translations(["one", "two"], [], 9, 0, 0)
+    report(Config(), SimpleNamespace(name="x"), rows, translations, 0.5, lines.append)
+    assert any("4.0 sentences/s, 18 tokens/s" in line for line in lines)
+
+
+def test_teacher_forcing_cuts_and_cleans(tiny_run):
+    trained = load_trained(tiny_run)
+    fp32 = choose_precision(CPU.device, "fp32")
+
+    def match(rows):
+        return teacher_forced_match(trained, scored(rows), CPU, fp32)
+
+    assert 0 <= match([("一" * 3000, "one " * 3000)]) <= 100
+    assert match([(" 一\u200b", "one \u200b two\x00")]) == match([("一", "one two")])
+
+
+def test_format_and_decoder_reach_the_translation(tiny_run, evaluate, monkeypatch, tmp_path):
+    seen = []
+    hidden = Translator.hidden
+
+    def translate(*_, decoder, **__):
+        seen.append((torch.is_autocast_enabled("cpu"), decoder))
+        return Translations(["one"] * 4, [], 8, 0, 0)
+
+    def noted_hidden(model, *batch):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return hidden(model, *batch)
+
+    monkeypatch.setattr(script, "translate_lines", translate)
+    monkeypatch.setattr("loading.fast.decoder", lambda *_: "the decoder")
+    monkeypatch.setattr(Translator, "hidden", noted_hidden)
+    evaluate(tmp_path, ckpt=tiny_run, limit=4, precision="bf16", teacher_forced=True)
+    assert seen == [(True, "the decoder"), True]
+
+
+@pytest.mark.parametrize("end_bias, tokens", [(1e9, 2), (-1e9, 14 + 16)])
+def test_end_tokens_count_where_there_is_one(tiny_run, end_bias, tokens):
+    """The limits are 1.5 tokens for each of the source and 10; an empty line is no output."""
+    trained = load_trained(tiny_run)
+    tools = trained.model, trained.source_tokenizer, trained.target_tokenizer
+    lengths = [len(ids) + 1 for ids in encode(trained.source_tokenizer, ["一", "二三"])]
+    trained.model.output.bias.data[2] = end_bias
+    found = translate_lines(*tools, ["一", "", "二三"])
+    if end_bias < 0:
+        tokens = sum(int(1.5 * length) + 10 for length in lengths)
+    assert found.tokens == tokens
+
+
+def test_another_column_of_the_same_data(tmp_path, monkeypatch):
+    columns = {"zh": "数", "en": "number", "fr": "nombre"}
+    rows = [{name: f"{word} {n}" for name, word in columns.items()} for n in range(9)]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr(script, "was_trained_on", lambda *_: False)
+    settings = {"data": str(tmp_path), "source": "zh", "target": "en"}
+    trained = SimpleNamespace(config=settings, run=tmp_path)
+    assert choose_rows(Config(), trained).is_run_data
+    assert not choose_rows(Config(target="fr"), trained).is_run_data

@@ -132,6 +132,29 @@ def test_smoothed_loss_is_its_definition():
     assert not plain.requires_grad
 
 
+def test_the_loss_is_fp32_under_autocast():
+    model, (src, src_pad, tgt_in) = make_model(dtype=torch.float32), make_batch()
+    loss_of = SummedLoss(model, 0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        smoothed, plain = loss_of(src, src_pad, tgt_in, torch.arange(18), tgt_in.flatten())
+    assert smoothed.dtype == plain.dtype == torch.float32
+
+
+def test_embeddings_begin_as_large_as_the_sinusoids():
+    torch.manual_seed(0)
+    model = Translator(ModelConfig(1000, 1000))
+    for embedding in (model.source_embedding, model.target_embedding):
+        assert embedding.weight.std().item() == pytest.approx(256**-0.5, rel=0.02)
+    assert not model.output.bias.any()
+
+
+def test_embeddings_are_dropped_out_too():
+    """Section 5.4 of the paper."""
+    model = make_model(dropout=0.5, dtype=torch.float32).train()
+    embedded = model.embed(model.target_embedding, torch.full((40, 60), 3))
+    assert (embedded == 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
+
+
 def test_too_long_a_sentence_is_an_error():
     model = make_model()
     src = torch.full((1, TINY["max_length"] + 1), 3)
@@ -140,7 +163,15 @@ def test_too_long_a_sentence_is_an_error():
 
 
 @pytest.mark.parametrize(
-    "wrong", [dict(nhead=5), dict(d_model=0), dict(num_encoder_layers=0), dict(dropout=1.5)]
+    "wrong",
+    [
+        dict(nhead=5),
+        dict(d_model=0),
+        dict(d_model=33, nhead=3),
+        dict(num_encoder_layers=0),
+        dict(dropout=1.5),
+        dict(dropout=1.0),
+    ],
 )
 def test_wrong_sizes_are_named(wrong):
     with pytest.raises(UserError, match=next(iter(wrong))):

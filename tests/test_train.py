@@ -679,6 +679,37 @@ def test_stops_after_the_minutes(long_data, here, monkeypatch):
     assert "stopped after step 40: finished" in log_of(here)
 
 
+def test_the_last_step_is_logged(few_pairs, here):
+    training.train(config(data=str(few_pairs), run=str(here), max_steps=5, log_every=3))
+    assert list(records(here)) == [3, 5]
+
+
+def test_a_preset_does_not_change_a_resumed_run(few_pairs, here):
+    sizes = dict(d_model=32, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=64)
+    training.train(config(data=str(few_pairs), run=str(here), preset="base", **sizes))
+    training.train(resumed(here, max_steps=7))
+    assert saved_state(here)["step"] == 7
+
+
+def test_minutes_are_counted_over_all_sessions(few_pairs, here, monkeypatch):
+    ticks = count()
+    monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * 0.6))
+    training.train(config(data=str(few_pairs), run=str(here), max_steps=6))
+    first = saved_state(here)["minutes"]
+    training.train(resumed(here, max_steps=12))
+    assert first > 0 and saved_state(here)["minutes"] == pytest.approx(2 * first, rel=0.2)
+
+
+def test_the_minutes_left(few_pairs, here, monkeypatch):
+    """On a clock that goes by a minute with every look: one look per step, one per log line."""
+    ticks = count()
+    monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * 60.0))
+    limits = dict(max_steps=8, log_every=2, eval_every=8)
+    training.train(config(data=str(few_pairs), run=str(here), **limits))
+    left = [float(number) for number in re.findall(r"([-\d.]+) min left", log_of(here))]
+    assert left == pytest.approx([9, 6, 3, 0])
+
+
 @pytest.mark.parametrize(
     "optimizer, width, peak",
     [("muon", 256, 2e-3), ("muon", 512, 1e-3), ("adamw", 32, 1e-3), ("adamw", 1024, 2.5e-4)],

@@ -71,7 +71,7 @@ def test_bleu_takes_the_raw_references_and_their_case(checked, monkeypatch):
 
 
 def test_a_bar_does_not_break_the_table():
-    assert cell("a|b\nc") == "a\\|b c"
+    assert cell("a|b\nc") == "a\\|b c" and cell("a\\|b") == "a\\\\\\|b"
 
 
 def test_the_attention_picture_is_cut_to_what_the_model_can_read(checked):
@@ -81,3 +81,36 @@ def test_the_attention_picture_is_cut_to_what_the_model_can_read(checked):
     assert attention.source == f"{''.join(attention.source_words[:-1])} …"
     assert attention.translation == f"{''.join(attention.target_words[:-1])} …"
     assert attention_of(model, checked.tokenizers, "一二", "two one").source == "一二"
+
+
+def test_validation_has_no_dropout(checked):
+    checked.model.train()
+    checked.loss(checked.model, checked.batches[:1])
+    assert not checked.model.training
+
+
+def test_every_rank_tries_the_longest_batch(checked, monkeypatch):
+    tried = []
+
+    def note(validation, _model, batches):
+        tried.append(batches[validation.world.rank :: validation.world.size])
+
+    monkeypatch.setattr(Validation, "loss", note)
+    monkeypatch.setattr(Validation, "translate", lambda *_: None)
+    parts = (checked.model, checked.prepared, checked.collate)
+    for rank in (0, 1):
+        run = SimpleNamespace(world=World(rank, 2, torch.device("cpu")))
+        again = Validation(*parts, run, checked.precision, 500)
+        shortest, longest = tried.pop()
+        assert shortest is again.batches[0] and longest is again.batches[-1]
+
+
+def test_on_a_cpu_validation_translates_in_fp32(checked, monkeypatch):
+    seen = []
+    checked.precision = choose_precision(torch.device("cpu"), "bf16")
+    monkeypatch.setattr(
+        "validation.translate_lines",
+        lambda *_, **__: seen.append(torch.is_autocast_enabled("cpu")),
+    )
+    checked.translate(checked.model, [("一", "one")])
+    assert seen == [False]

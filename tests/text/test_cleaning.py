@@ -21,6 +21,7 @@ from text.cleaning import (
     missing_splits,
     normalise,
     normalise_pair,
+    split_of_pair,
     split_to_score,
     without_short_targets,
 )
@@ -272,3 +273,17 @@ def test_long_pairs_with_short_targets_go_though_short_pairs_have_long_ones():
     kept = without_short_targets({"source": source, "target": target}, validation)
     gone = np.setdiff1d(np.arange(len(source)), kept)
     assert gone.tolist() == [33, 35, 37, 39]
+
+
+def test_each_cut_is_a_hundredth():
+    hashes = [hash_of_pair(f"{number}", "x") for number in range(40_000)]
+    splits = [split_of_pair(of_pair, ["validation", "test"]) for of_pair in hashes]
+    for split in ("validation", "test"):
+        assert splits.count(split) == pytest.approx(400, abs=60)
+
+
+def test_a_gap_in_the_lengths_that_may_be_chance_leaves_all():
+    train = {"source": np.full(100, 100), "target": np.repeat([100, 90], 50)}
+    for length, kept in ((99, 100), (110, 50)):  # 4 % and 16 % more than in train
+        validation = {"source": np.full(10, 100), "target": np.full(10, length)}
+        assert len(without_short_targets(train, validation)) == kept
