@@ -151,7 +151,6 @@ sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null && break
 }
 
 install "$root/requirements.txt"
-export PATH="$venv/bin:$PATH" # PyTorch calls ninja, which was installed there, by its name
 if [ "$verb" = test ]; then
     install "$root/requirements-dev.txt"
     cd "$root"
