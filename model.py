@@ -173,8 +173,9 @@ class Translator(nn.Module):
             self.embed(self.target_embedding, tgt_in),
             memory,
             tgt_mask=self.causal_mask[:length, :length],
-            # The mask above is causal. PyTorch believes this: in training it takes its own, faster
-            # causal kernel and ignores the mask. If you change the mask, write False here.
+            # True promises that the mask above is causal. PyTorch relies on it: in training it
+            # ignores the mask and runs its own, faster causal kernel. If you change the mask, write
+            # False.
             tgt_is_causal=True,
             memory_key_padding_mask=src_pad,
         )

@@ -152,7 +152,7 @@ inline float largest_of(Floats x) {
 #endif
 }
 
-// e^x for x ≤ 88, to 2 units of the last place; 0 below e^-87, where floats are soon no longer normal.
+// e^x for x ≤ 88, to 2 units of the last place; 0 below e^-87, just above the smallest normal float.
 inline Register exp_of_register(Register x) {
   constexpr float kRound = 12582912.0f;  // 1.5 · 2^23: adding it leaves the nearest whole number in the last bits
   const Register least = Register{} - 87.0f;

@@ -441,17 +441,16 @@ def test_format_and_decoder_reach_the_translation(tiny_run, evaluate, monkeypatc
     assert seen == [(True, "the decoder"), True]
 
 
-@pytest.mark.parametrize("end_bias, tokens", [(1e9, 2), (-1e9, 14 + 16)])
-def test_end_tokens_count_where_there_is_one(tiny_run, end_bias, tokens):
-    """The limits are 1.5 tokens for each of the source and 10; an empty line is no output."""
+@pytest.mark.parametrize("ends_at_once", [True, False])
+def test_end_tokens_count_where_there_is_one(tiny_run, ends_at_once):
+    """One that reaches its limit, 1.5 · source + 10 tokens, has none; nor has an empty line."""
     trained = load_trained(tiny_run)
-    tools = trained.model, trained.source_tokenizer, trained.target_tokenizer
+    tokenizers = (trained.source_tokenizer, trained.target_tokenizer)
+    trained.model.output.bias.data[2] = 1e9 if ends_at_once else -1e9
+    found = translate_lines(trained.model, *tokenizers, ["一", "", "二三"])
     lengths = [len(ids) + 1 for ids in encode(trained.source_tokenizer, ["一", "二三"])]
-    trained.model.output.bias.data[2] = end_bias
-    found = translate_lines(*tools, ["一", "", "二三"])
-    if end_bias < 0:
-        tokens = sum(int(1.5 * length) + 10 for length in lengths)
-    assert found.tokens == tokens
+    limits = [int(1.5 * length) + 10 for length in lengths]
+    assert found.tokens == (2 if ends_at_once else sum(limits))
 
 
 def test_another_column_of_the_same_data(tmp_path, monkeypatch):

@@ -174,7 +174,7 @@ def read_tsv(file: Path, source: str, target: str) -> Pairs:
     """A quote is a character like any other: tsv knows no quoting."""
     lines = enumerate(read_lines(file), 1)
     rows = ((number, line.split("\t")) for number, line in lines if line)
-    return below_header(rows, file, source, target, "fields are separated by one tab each")
+    return below_header(rows, file, source, target, "separate fields by exactly one tab")
 
 
 def read_csv(file: Path, source: str, target: str) -> Pairs:
