@@ -48,7 +48,7 @@ def report(config: Config) -> None:
     examples = sections.choose_examples(runs)
     attention = sections.draw_attention(examples)
 
-    title = ("Training report", "训练报告")
+    title = ("Training report", "实验报告")
     page = Page(title, config.language, config.out or runs[0].folder / "report")
     sections.summary(page, runs)
     written.process(page, runs)

@@ -20,15 +20,15 @@ PAIRS = [([3, 4, 5], [7, 8, 9]), ([5, 6], [10])]  # 我爱你 -> I love you; 你
 CHINESE = {
     "sizes": "B = {B} 个句对，S = {S} 个源词元，T = {T} 个目标词元，N = {N} 个要预测的词元\n"
     "掩码中 1（True）表示看不见，0 表示看得见；与分词器的 attention_mask 相反",
-    "src": "src (B, S)：句子、</s>、补齐",
-    "src_pad": "src_pad (B, S)：哪些位置是补齐",
-    "tgt": "tgt_in 与 tgt_out (B, T)：同一句错开一位，每个位置预测它下面的词；补齐处不算损失",
+    "src": "src (B, S)：句子、</s>、填充",
+    "src_pad": "src_pad (B, S)：哪些位置是填充",
+    "tgt": "tgt_in 与 tgt_out (B, T)：同一句错开一位，每个位置预测它正下方的词；填充处不计损失",
     "positions": "  tgt_out 只保存 N 个真实的词元；"
     "它们在 B·T 个位置中的序号 target_positions (N,)：",
-    "causal_mask": "causal_mask (T, T)：行是作预测的位置，列是 tgt_in 中被看的位置；看不见后面的词",
+    "causal_mask": "causal_mask (T, T)：行是做预测的位置，列是 tgt_in 的位置；后面的词看不见",
     "combined": "模型对句对 B1 合并使用的掩码",
     "encoder": "编码器自注意力 (S, S) = src_pad，每行相同",
-    "decoder": "解码器自注意力 (T, T) = causal_mask；补齐在句末，因果掩码已经挡住它",
+    "decoder": "解码器自注意力 (T, T) = causal_mask；填充在句末，因果掩码已经遮住它",
     "cross": "交叉注意力 (T, S) = src_pad；行是 tgt_in，列是 src",
 }
 ENGLISH = {

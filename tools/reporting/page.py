@@ -1,6 +1,6 @@
 """One report as a page that opens without network, as Markdown, and as PNG pictures.
 
-page = Page(("Training report", "训练报告"), "zh", Path("runs/NAME/report"))
+page = Page(("Training report", "实验报告"), "zh", Path("runs/NAME/report"))
 page.heading("Speed", "速度")
 page.table(["", "a run"], [[("time", "总用时"), fact]])
 page.figures({"loss": figure})

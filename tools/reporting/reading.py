@@ -260,13 +260,13 @@ def read_run(folder: str | Path) -> RunFiles:
     if run.running:
         why = (
             "the run is still under way: these are its figures so far",
-            "实验仍在运行，以下是到目前为止的数字",
+            "训练仍在进行，以下是到目前为止的数字",
         )
         run.missing.append((".lock", why))
     elif run.log and not run.final_message():
         why = (
             "no final message: the run was killed, or ended with an error",
-            "日志没有结束的记录：实验被强行终止，或因错误结束",
+            "日志没有结束的记录：训练被强行终止，或因错误结束",
         )
         run.missing.append(("train.log", why))
     return run

@@ -33,7 +33,7 @@ def table(
         values = [place(run) if callable(place) else run.look_up(place) for run in runs]
         cells.append([tuple(texts), *values])
     names = [run.name for run in runs]
-    page.table([("run", "实验"), *names], cells, mark)
+    page.table([("run", "训练"), *names], cells, mark)
 
 
 # -------------------------------------------------------------------- the run
@@ -164,12 +164,12 @@ def model(page: Page, runs: list[RunFiles]) -> None:
         (
             "train.log#FLOPs a training token",
             "FLOPs of a training token",
-            "每个训练词元的浮点运算",
+            "每个训练词元的浮点运算次数",
         ),
         (
             "train.log#FLOPs a training image",
             "FLOPs of a training image",
-            "每张训练图像的浮点运算",
+            "每张训练图片的浮点运算次数",
         ),
     ]
     table(page, runs, rows)
@@ -261,7 +261,7 @@ def speed(page: Page, runs: list[RunFiles]) -> None:
 # -------------------------------------------------------------------- results
 
 CARD = [  # key in eval/*.json, and its text
-    ("nltk:.2f", "BLEU (nltk, graded)", "BLEU（nltk，课程打分）"),
+    ("nltk:.2f", "BLEU (nltk, graded)", "BLEU（nltk，课程评分所用）"),
     ("low:.2f", "lower end of the interval", "95 % 区间下限"),
     ("high:.2f", "upper end of the interval", "95 % 区间上限"),
     ("sacrebleu:.2f", "sacreBLEU"),
@@ -413,7 +413,7 @@ def own_pictures(page: Page, runs: list[RunFiles]) -> None:
     """What the script drew itself, such as filters, and screenshots put into the run's folder."""
     pictures = {f"{run.name} {p.stem}": p.read_bytes() for run in runs for p in run.pictures}
     if pictures:
-        page.heading("Pictures of the run", "实验自带的图")
+        page.heading("Pictures of the run", "训练中的图与截图")
         page.figures(pictures)
 
 
@@ -430,5 +430,5 @@ def settings(page: Page, runs: list[RunFiles]) -> None:
         if name not in may_differ and len(values) > 1:
             mark.add(number)
     if mark:
-        page.note("Only what differs between the runs is marked.", "各实验之间不同的设置已标出。")
+        page.note("Only what differs between the runs is marked.", "各次训练之间不同的设置已标出。")
     table(page, runs, [(f"config.json#{name}", f"--{name}") for name in names], mark)

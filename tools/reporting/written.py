@@ -170,5 +170,5 @@ def sources(page: Page, runs: list[RunFiles]) -> None:
     page.to_write(
         "Add everything else that you read or were given: web pages, other people's code, "
         "assistants. Code without a source in the report counts as copied.",
-        "请补上其他参考：网页、别人的代码、助手程序。报告中没有列出来源的代码会被视为抄袭。",
+        "请补上其他参考：网页、别人的代码、AI 助手。报告中没有列出来源的代码会被视为抄袭。",
     )
