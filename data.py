@@ -38,15 +38,15 @@ from engine.errors import UserError
 from engine.signals import leave_signals_to_main
 from engine.telemetry import progress_bar
 from text.cleaning import (
+    MIN_VALIDATION_ROWS,
     REASONS,
-    TELLING_ROWS,
     absurd_ratio,
     clean_pairs,
+    describe_counts,
     held_out_rows,
     like_validation,
     missing_splits,
     normalise,
-    report,
     split_to_score,
     without_short_targets,
 )
@@ -65,7 +65,7 @@ FORMAT = 4  # of the cache; raise it when the same data and settings give other 
 TOKENIZER_LINES = 200_000  # sentences a tokenizer is trained on; more of them change little
 LINES_AT_ONCE = 40_000  # lines (two for each pair) in memory while tokenising
 VALIDATION_ROWS = 4000  # at most, for validation while training; evaluate.py scores all rows
-# A pair has two sides. Everything that belongs to one of them is kept in a dict with these keys.
+# The two sides of a pair: the keys of every dict with an entry for each side.
 SIDES = ("source", "target")
 
 
@@ -122,14 +122,9 @@ def clean_and_tokenise(
             f"choose one made for {text.source} and {text.target}, or leave --tokenizer out"
         )
     rows = evenly_spaced(held_out["validation"], VALIDATION_ROWS)
-    if not rows:
-        raise UserError(
-            f"{text.path}: {counts['kept']:,} pairs are too few to cut 1 % off for validation; "
-            "add pairs, or a validation file"
-        )
     tokenise_validation(rows, folder, tokenizers, max_length, log)
 
-    log(report(counts))
+    log(describe_counts(counts))
     log(
         f"tokens: source vocabulary {len(tokenizers['source']):,}, "
         f"target vocabulary {len(tokenizers['target']):,}, unknown {unknown:.2%}"
@@ -147,11 +142,12 @@ def clean_and_tokenise(
 def load_held_out(text: ParallelText, log: Callable) -> dict[str, list[tuple[str, str]]]:
     """The raw rows of validation and test. A split without files is cut from train and logged."""
     held_out = held_out_rows(text)
-    if "validation" in text.files and not held_out["validation"]:
-        raise UserError(
-            f"{text.path}: the validation split has no rows; add rows, or remove the file: "
-            "then it is cut from train"
-        )
+    if not held_out["validation"]:
+        if "validation" in text.files:
+            problem = "the validation split has no rows; add rows, or remove the file"
+        else:
+            problem = "train is too small to cut 1 % off for validation; add a validation file"
+        raise UserError(f"{text.path}: {problem}")
     for split in missing_splits(text):
         count = len(held_out[split])
         log(f"data: no {split} split; {count:,} pairs are cut from train by a hash of the pair")
@@ -165,7 +161,7 @@ def require_pairs(text: ParallelText, counts: Counter) -> None:
     if counts["kept"] < 2:
         raise UserError(
             f"{text.path}: {counts['kept']} training pairs left, at least 2 are needed; "
-            f"{report(counts)}"
+            f"{describe_counts(counts)}"
         )
 
 
@@ -366,7 +362,7 @@ class Prepared:
         A model learns from its data what to write about, and how much to leave out. With a small
         validation split no pair is left out, because the difference may be chance.
         """
-        if len(self.validation) < TELLING_ROWS:
+        if len(self.validation) < MIN_VALIDATION_ROWS:
             return
         vocabularies = [len(self.source_tokenizer), len(self.target_tokenizer)]
         rows = like_validation(self.train, self.validation, vocabularies)
@@ -421,7 +417,7 @@ def find_and_prepare(config, cache: Path, log: Callable) -> tuple[Path, str, str
     data = absolute_path(data)
     tokenizer = absolute_path(config.tokenizer)
 
-    text = find_text(data, config.source, config.target)
+    text = find_text(data, config.source, config.target, log)
     for split, files in text.files.items():
         names = short(", ".join(file.name for file in files))
         log(f"data: {split} is {names}")
@@ -736,15 +732,10 @@ class Batch:
 
 @dataclass
 class Collate:
-    """Pairs -> `Batch`. Widths are rounded up to a multiple of `pad_multiple`, at most `longest`.
-
-    With a multiple there are fewer shapes to compile for.
-    """
+    """Pairs -> `Batch`."""
 
     source_ids: dict[str, int]  # {"pad": …, "bos": …, "eos": …}
     target_ids: dict[str, int]
-    pad_multiple: int = 1
-    longest: int = 2**31
 
     def __call__(self, pairs: tuple[Rows, Rows] | Sequence[tuple[Sequence[int], ...]]) -> Batch:
         if isinstance(pairs, tuple):  # by TokenizedPairs.__getitems__
@@ -790,8 +781,7 @@ class Collate:
 
     def _pad(self, rows: Rows, pad: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows -> a matrix, (B, width), and the positions of their tokens in it, flattened."""
-        multiples = math.ceil(rows.lengths.max() / self.pad_multiple)
-        width = min(multiples * self.pad_multiple, self.longest)
+        width = int(rows.lengths.max())
         matrix = np.full((len(rows.lengths), width), pad, np.int64)
         first_positions = np.arange(len(rows.lengths)) * width  # of each row
         positions = places_of(rows.lengths, first_positions)
@@ -799,11 +789,11 @@ class Collate:
         return matrix, positions
 
 
-def collate_for(prepared: Any, pad_multiple: int = 1, longest: int = 2**31) -> Collate:
+def collate_for(prepared: Any) -> Collate:
     """The `Collate` with the special ids of the tokenizers of a `Prepared` or a `Trained`."""
     source_ids = special_ids(prepared.source_tokenizer)
     target_ids = special_ids(prepared.target_tokenizer)
-    return Collate(source_ids, target_ids, pad_multiple, longest)
+    return Collate(source_ids, target_ids)
 
 
 def batches_of(

@@ -33,7 +33,7 @@ from text.subwords import decode, encode, special_ids
 # their number: for 2**15 tokens, the `lab` model keeps up to 0.5 GiB of keys and values.
 ROWS_PER_BATCH = {"cpu": 128, "cuda": 512}  # hypotheses
 TOKENS_PER_BATCH = {"cpu": 2**15, "cuda": 2**18}  # hypotheses × source tokens with their padding
-CHECK_EVERY = 8  # steps between checks which sentences are done on a GPU: each check waits for it
+CHECK_EVERY = 8  # steps between checks, on a GPU, of which sentences are done: a check waits for it
 CACHE_ROOM = 32  # target tokens by which a cache grows when it is full
 
 
@@ -84,9 +84,10 @@ class Cache:
         return keys[:, :, :length], values[:, :, :length]
 
     def select(self, rows: Tensor) -> None:
-        """Continue with these rows, (sentences, hypotheses), all of a sentence from that sentence.
+        """Keep these rows, (sentences, hypotheses): indices into the current rows.
 
-        A row may be named several times, and sentences may be left out.
+        A line holds rows of one sentence, one of them perhaps several times. Sentences may be left
+        out.
         """
         rows_per_sentence = len(self.own_keys[0]) // len(self.source_mask)
         sentences = rows[:, 0] // rows_per_sentence
@@ -345,7 +346,7 @@ def merge_finished(finished: Hypotheses, newly_finished: Hypotheses, eos: int) -
 
 
 def should_check(position: int, device: torch.device) -> bool:
-    """Whether to check, after this step, which sentences are done; on a GPU each check waits."""
+    """Whether to check, after this step, which sentences are done."""
     return device.type == "cpu" or (position + 1) % CHECK_EVERY == 0
 
 
@@ -487,9 +488,9 @@ def to_hypotheses(
 def map_in_threads(function: Callable, items: list, workers: int) -> Iterator:
     """`function` of each item, in order, by `workers` Python threads that share PyTorch's threads.
 
-    Two batches with one thread each finish before one after the other with two: a decoding step
-    is many small operations, most too small to divide. Python's global lock (GIL) does not
-    hinder them: PyTorch's operations run without it.
+    Two batches side by side, with one thread each, finish sooner than one after the other with two
+    threads: a decoding step is many small operations, most too small to divide. Python's global
+    lock (GIL) does not hinder them: PyTorch's operations run without it.
     """
     if workers <= 1:
         yield from map(function, items)
@@ -554,7 +555,7 @@ def translate_lines(
     lengths = [len(source) for source in sources]
     batches = plan_for(model, lengths, beam, ranks=world.size if world else 1)
     if world:
-        # Rank 0 plans for all: on machines with other numbers of threads plans would differ.
+        # Rank 0 plans for all: machines with different numbers of threads would plan differently.
         batches = world.on_main(lambda: batches)[world.rank :: world.size]
     found = search(
         model,

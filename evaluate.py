@@ -102,7 +102,7 @@ def evaluate(config: Config) -> None:
     seconds = time.perf_counter() - begun
 
     if translations is not None:  # rank 0 has received those of all ranks
-        figures = report(config, trained, scored, translations, seconds, log)
+        figures = print_card(config, trained, scored, translations, seconds, log)
         # Number formats round differently, and scores differ a little between them.
         figures["precision"] = "int8" if config.precision == "int8" else precision.name
         name = name_of_score(config, trained, scored)
@@ -210,7 +210,7 @@ def is_best(trained: Trained, average: int) -> bool:
 # ---------------------------------------------------------------- the card and its files
 
 
-def report(
+def print_card(
     config: Config,
     trained: Trained,
     scored: Scored,

@@ -92,18 +92,16 @@ def load_for_decoding(
 # ---------------------------------------------------------------- which checkpoint
 
 
-def choose_checkpoint(
-    path: str = "", average: int = 1, log: Callable = print, runs: Path = Path("runs")
-) -> Path:
+def choose_checkpoint(path: str = "", average: int = 1, log: Callable = print) -> Path:
     """The checkpoint folder or weights file that `--ckpt` names.
 
     `path` is a run (its best checkpoint is taken, or its newest one for a mean), a checkpoint
-    folder or a weights file; "" is the newest run in `runs`. Raises `UserError` for any other path.
+    folder or a weights file; "" is the newest run in runs/. Raises `UserError` for any other path.
     """
     if not path:
-        path = newest_run(runs)
+        path = newest_run()
         log(f"no --ckpt given, using the newest run: {path}")
-    path = find_run(path, runs)
+    path = find_run(path)
     chosen = checkpoint.resolve(path)
     if average > 1 and not chosen.is_dir():
         raise UserError(f"--average needs a run or a checkpoint folder, not the file {chosen}")
@@ -113,8 +111,9 @@ def choose_checkpoint(
     return chosen
 
 
-def newest_run(runs: Path) -> str:
+def newest_run() -> str:
     """The run of train.py with the newest checkpoint; the runs of other labs lie beside them."""
+    runs = Path("runs")
     folders = [folder for folder in runs.glob("*/checkpoints") if checkpoint.steps(folder)]
     folders = [folder for folder in folders if is_run_of_train(folder.parent)]
     if not folders:

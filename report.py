@@ -18,7 +18,8 @@ from engine.errors import run_script
 class Config:
     """Every setting of a report."""
 
-    runs: ClassVar[list[str]]  # the words behind the flags
+    # ClassVar, so that it is not a flag: the arguments that belong to no flag.
+    runs: ClassVar[list[str]]
     out: str = flag("", "folder of the report; report/ in the (first) run", "Options")
     language: str = flag("zh", "language of the page (zh|en)", "Options")
     compare: bool = flag(

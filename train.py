@@ -23,19 +23,24 @@ class Config:
     setting cannot be resumed: after adding one here, start a new run.
     """
 
-    given: ClassVar[set[str]]  # the names of the flags that the user set
+    # ClassVar, so that it is not a flag itself: the names of the flags that the user set.
+    given: ClassVar[set[str]]
     data: str = flag("", "directory, file or hub id; default: /opt/minidataset or sample/", "Data")
     source: str = flag("zh", "source language, as columns or files name it", "Data", fixed=True)
     target: str = flag("en", "target language, as columns or files name it", "Data", fixed=True)
     tokenizer: str = flag("", "pretrained tokenizer for both sides; default: train two", "Data")
     source_vocab: int = flag(
-        0, "source vocabulary; 0: 16000, less for little text", "Data", min=0, fixed=True
+        0, "source vocabulary size; 0: automatic, 1000 to 16000", "Data", min=0, fixed=True
     )
     target_vocab: int = flag(
-        0, "target vocabulary; 0: 16000, less for little text", "Data", min=0, fixed=True
+        0, "target vocabulary size; 0: automatic, 1000 to 16000", "Data", min=0, fixed=True
     )
     max_length: int = flag(
-        512, "a sentence has fewer tokens; longer pairs are left out", "Data", min=8, fixed=True
+        512,
+        "leave out pairs with this many tokens or more on a side",
+        "Data",
+        min=8,
+        fixed=True,
     )
     select: bool = flag(
         True, "leave out pairs that are unlike the validation set", "Data", fixed=True
@@ -59,7 +64,7 @@ class Config:
     max_steps: int = flag(0, "stop after this many steps; 0: --epochs", "Training", min=0)
     max_minutes: float = flag(0.0, "stop after this many minutes; 0: no limit", "Training", min=0)
     patience: int = flag(
-        0, "early stopping: validations without a better loss; 0: off", "Training", min=0
+        0, "early stopping: validations without a lower loss; 0: off", "Training", min=0
     )
     tokens_per_batch: int = flag(
         0, "tokens per step and side, padding included; 0: automatic", "Training", min=0, fixed=True
@@ -90,7 +95,7 @@ class Config:
         0, "steps between validations; 0: once per epoch, at least 250", "Run", min=0
     )
     log_every: int = flag(20, "steps between log lines", "Run", min=1)
-    save_minutes: float = flag(10.0, "most minutes between checkpoints", "Run", above=0)
+    save_minutes: float = flag(10.0, "longest time between checkpoints, in minutes", "Run", above=0)
     keep: int = flag(5, "recent checkpoints to keep, besides the best", "Run", min=1)
     precision: str = flag("auto", "number format (auto|fp32|bf16|fp16)", "Run")
     compile: bool = flag(False, "torch.compile the model", "Run")
@@ -182,7 +187,7 @@ def train(config: Config) -> Path:
         loss_of = None
         if not config.compile:
             # The same loss, computed faster; None where that is not possible. If it ignores your
-            # change of model.py: docs/troubleshooting.md.
+            # changes to model.py, see docs/troubleshooting.md.
             loss_of = fast.loss(model, config.label_smoothing, precision.dtype, log)
         if loss_of is None:
             loss_of = SummedLoss(model, config.label_smoothing)
@@ -200,9 +205,7 @@ def train(config: Config) -> Path:
         # -------- the batches of each step
         if not config.tokens_per_batch:
             config.tokens_per_batch = default_tokens_per_batch(prepared, world.device)
-        # Compiled code is made anew for every shape: with rounded lengths there are few.
-        pad_multiple = 16 if config.compile else 1
-        collate = collate_for(prepared, pad_multiple, longest=config.max_length)
+        collate = collate_for(prepared)
         sampler = sampler_for(config, prepared, world)
         if not config.accumulate:  # saved in config.json: a resumed run keeps what is found here
             config.accumulate = micro_batches_that_fit(
@@ -287,7 +290,7 @@ def train(config: Config) -> Path:
             if interrupted or progress >= 1 or stopped_early:
                 break
 
-            # Random numbers depend on the step alone, the learning rate on progress too.
+            # Random numbers depend on seed, step and rank, the learning rate on step and progress.
             step = state.step + 1
             learning_rate = schedule.learning_rate(config.lr, step, progress, warmup)
             for group in optimizer.param_groups:

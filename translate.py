@@ -18,7 +18,8 @@ from engine.errors import UserError, run_script
 class Config:
     """Every setting of a translation."""
 
-    text: ClassVar[list[str]]  # the words behind the flags
+    # ClassVar, so that it is not a flag: the arguments that belong to no flag.
+    text: ClassVar[list[str]]
     ckpt: str = flag("", "run, checkpoint folder or weights file; default: newest run", "Options")
     beam: int = flag(1, "beam size; 1: greedy", "Options", min=1, max=1000)
     length_penalty: float = flag(
@@ -130,7 +131,7 @@ def translate(config: Config) -> None:
 
 
 def print_nbest(nbest: list, first: int) -> None:
-    """Print number of the line from 0, text and score, best first, as Moses and Marian do."""
+    """Print each line's number (from 0), texts and scores, best first, in the format of Moses."""
     for number, hypotheses in enumerate(nbest, first):
         for text, score in hypotheses:
             print(f"{number} ||| {text} ||| {score:.4f}")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import fast
-from data import Collate, Prepared, cut_batches
+from data import BucketSampler, Collate, Prepared
 from decoding import Translations, translate_lines
 from engine.distributed import full_tensor, is_sharded
 from engine.meters import perplexity
@@ -48,16 +48,12 @@ class Validation:
         self.run = run
         self.world = run.world
         self.precision = precision
-        # Pairs of similar length together: less padding.
-        lengths = prepared.validation.lengths
-        widths = np.maximum(lengths["source"], lengths["target"]) + 1  # with begin or end token
-        order = np.lexsort((lengths["source"], lengths["target"]))  # by target, then by source
-        bounds = cut_batches(widths[order], tokens_per_batch)
-        self.batches = [order[first:last] for first, last in zip(bounds, bounds[1:])]
+        sampler = BucketSampler(prepared.validation.lengths, tokens_per_batch)
+        self.batches = list(sampler.epoch_plan(0))  # pairs of similar length together, each once
 
         plain_model = unsharded(model)
-        # Every rank tries the shortest batch and the longest.
-        tried = [self.batches[0]] * self.world.size + [self.batches[-1]] * self.world.size
+        # Every rank tries the batches that need most memory.
+        tried = [batch for batch in sampler.heaviest_steps() for _ in range(self.world.size)]
         self.loss(plain_model, tried)
         self.translate(plain_model, self.prepared.validation_rows[:SAMPLES])
         corpus_bleu(["one"], ["one"], smooth=True)

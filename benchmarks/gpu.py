@@ -88,7 +88,7 @@ def look_at(name: str) -> tuple[torch.device, str, str]:
 
 
 def commands(config: Config, device: torch.device, dtype: str, folder: Path) -> list[str]:
-    """[NAME=VALUE …] and the words behind `python`: first the checks, last what takes long."""
+    """[NAME=VALUE …] and the words after `python`: first the checks, last what takes long."""
     on_gpu = device.type == "cuda"
     out = shlex.quote(str(folder))
     where = f"--device {device}"

@@ -48,8 +48,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
             # Content first, name second: after a power cut the name stands for complete files.
             for path in building.rglob("*"):
                 wait_for_disk(path)
-            if not folder.exists():
-                os.replace(building, folder)
+            os.replace(building, folder)
             wait_for_disk(folder.parent)
     finally:
         shutil.rmtree(building, ignore_errors=True)

@@ -25,7 +25,7 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     if name not in ("auto", "cpu", "cuda") and not name.startswith("cuda:"):
         raise UserError(f"--device {name}: unknown device; choose auto, cpu, cuda or cuda:N")
     if name == "cpu" or not torch.cuda.is_available():
-        require_no_gpu(name)
+        check_cpu_is_wanted(name)
         keep_freed_memory()
         return torch.device("cpu")
 
@@ -45,13 +45,13 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     return device
 
 
-def require_no_gpu(name: str) -> None:
+def check_cpu_is_wanted(name: str) -> None:
     """Raise `UserError` if a process that will use the CPU was to use a GPU."""
     if name == "cpu":
         return
     reason = hidden_gpus()
-    # Who hides the GPUs wants the CPU. For any other reason a training would take hours on the CPU
-    # although nobody asked for that.
+    # Whoever hides the GPUs wants the CPU. For any other reason a training would take hours on the
+    # CPU although nobody asked for that.
     if reason and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         raise UserError(f"{reason}; or give --device cpu")
     if name != "auto":

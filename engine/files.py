@@ -25,12 +25,15 @@ def names_place(place: Path) -> Iterator[None]:
 
 def atomic_write(path: Path, text: str) -> None:
     """Write atomically: a temporary file, fsync, rename."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    # With the number of this process: two may write the same file at once.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with names_place(path):
-        temporary.unlink(missing_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        wait_for_disk(temporary)
-        os.replace(temporary, path)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            wait_for_disk(temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def as_argument(run: Path) -> str:

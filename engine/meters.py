@@ -161,8 +161,9 @@ class Meter:
         self.step = Counter()
 
     def resume(self) -> None:
-        """Start the clock again after validating or saving, before the next batch is fetched."""
-        self.last_time = self.clock()
+        """Leave out the time since the last step: validating and saving are not training."""
+        if self.last_time is not None:
+            self.last_time = self.clock()
 
     def read(self, ranks: int = 1) -> dict[str, float]:
         """Figures of the window; {} before the end of the second step.

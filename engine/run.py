@@ -251,14 +251,14 @@ def folder_of(name: str) -> Path:
     return Path(name) if "/" in name else Path("runs") / name
 
 
-def find_run(path: str | Path, runs: Path = Path("runs")) -> Path:
+def find_run(path: str | Path) -> Path:
     """The folder that --ckpt and --resume mean; with a `/` it is a path, as for --run.
 
     A name is runs/NAME if that is a run, or if there is no ./NAME; else ./NAME.
     """
     if "/" in str(path):
         return Path(path)
-    named = runs / path
+    named = Path("runs") / path
     if (named / "config.json").exists():
         return named
     return Path(path) if Path(path).exists() else named

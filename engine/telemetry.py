@@ -2,7 +2,7 @@
 
     telemetry = Telemetry(run, resume_step)
     log = Log(run)
-    telemetry.scalars(step, {"loss/train": 3.2, **meter.read()})
+    telemetry.scalars(step, {"train/loss": 3.2, **meter.read()})
     log(f"step {step}: loss 3.2")
     telemetry.close()
 
@@ -23,8 +23,6 @@ from tqdm import tqdm
 
 from engine.errors import discard_output
 from engine.files import atomic_write
-
-VALIDATION_TAGS = {"valid/loss", "validation/loss"}  # of train.py; of the labs
 
 
 def is_main() -> bool:
@@ -159,7 +157,7 @@ def keep_records(path: Path, last_step: int, last_validation: int) -> dict:
             continue
         try:
             record = json.loads(line)
-            is_validation = not VALIDATION_TAGS.isdisjoint(record)
+            is_validation = "valid/loss" in record
             end = last_validation if is_validation else last_step
             is_kept = record["step"] <= end and record["time"] > 0
         except (ValueError, TypeError, KeyError):

@@ -57,8 +57,6 @@ def loss(
     if not reason:
         return KernelLoss(model, label_smoothing, dtype)
     reason = build.why_not() or reason
-    if reason.startswith("no compiler"):
-        reason += "; install g++"
     log(f"note: training is slower than it could be: fast/ is not used ({reason})")
     return None
 

@@ -66,7 +66,7 @@ def why_not() -> str:
     if command == ["none"]:
         return "CXX=none"
     if not shutil.which(command[0]):
-        return f"no compiler {command[0]!r}"
+        return f"no compiler {command[0]!r}; install g++"
     return ""
 
 

@@ -53,7 +53,7 @@ class SlicedCrossEntropy(torch.autograd.Function):
         target_weight = F.embedding(target, weight)  # (N, D); raises for an id outside V
         narrow, narrow_weight = hidden.to(dtype), weight.to(dtype)
         loss_of = softmax_loss
-        if hidden.device.type == "cpu" and bias.dtype == torch.float32 and kernels.kernels(dtype):
+        if hidden.device.type == "cpu" and bias.dtype == torch.float32 and kernels.compiled(dtype):
             loss_of = compiled_softmax_loss
             # Few different shapes for oneDNN; the additional rows are 0.
             narrow = F.pad(narrow, (0, 0, 0, kernels.rows_for(len(narrow)) - len(narrow)))

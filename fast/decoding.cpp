@@ -48,7 +48,7 @@ constexpr float kNever = -std::numeric_limits<float>::infinity();
 // y = x Wᵀ + b. In int8, W ≈ scale · w, and an input is x ≈ row's scale · (number − zero).
 struct Linear {
   const void* weight;    // (panels, in, kPanel), or in int8 (panels, in / 4, kPanel, 4)
-  const float* bias;     // (panels · kPanel,), -inf for outputs there are not
+  const float* bias;     // (panels · kPanel,), -inf for outputs that only pad
   const float* scale;    // int8: (panels · kPanel,)
   const int32_t* start;  // int8: (panels · kPanel,), −zero · the sum of a row of w
   int64_t in, out, zero;
@@ -64,7 +64,7 @@ struct Layer {  // an encoder's has no source
   Norm norms[3];
 };
 
-struct Translator {
+struct Weights {
   const float *source_embedding, *target_embedding;  // times √D
   const float* positions;
   const Layer *encoder, *decoder;
@@ -74,7 +74,7 @@ struct Translator {
 };
 
 // Keys and values in blocks of 16 tokens: for every layer and head keys (W, 16), then values (16, W).
-struct Cache {
+struct CacheAddresses {
   void* const* own;              // block number → (slots, layers, H, 2, 16 · W)
   const int64_t* own_slots;      // (blocks, N) the slot of each row; rows may share one, but not in the block being written
   void* source;                  // (all sentences' blocks, layers, H, 2, 16 · W)
@@ -83,7 +83,7 @@ struct Cache {
 };
 
 // Where the keys and values of one head begin, in an array that begins at `first`.
-Cached* find(const Translator& model, void* first, int64_t block_or_slot, int64_t layer, int64_t head) {
+Cached* find(const Weights& model, void* first, int64_t block_or_slot, int64_t layer, int64_t head) {
   const int64_t place = (block_or_slot * model.decoder_layers + layer) * model.heads + head;
   return static_cast<Cached*>(first) + place * 2 * kTokens * (model.width / model.heads);
 }
@@ -91,7 +91,7 @@ Cached* find(const Translator& model, void* first, int64_t block_or_slot, int64_
 // ------------------------------------------------------------------------------------------------------------------ products
 
 // kRows rows x (kRows, in) times one panel of weights; `use(r, v, 16 outputs)` gets every vector of the results. Meanwhile the
-// next panel is fetched from memory; behind the last one there is none, and a prefetch of nothing does nothing.
+// next panel is fetched from memory; after the last one there is none, and a prefetch of nothing does nothing.
 #ifndef INT8
 inline Register load_register(const float* from) {
   Register x;
@@ -313,7 +313,7 @@ void find_candidates(const Linear& linear, const float* x, int64_t rows, Inputs&
 
 // ------------------------------------------------------------------------------------------------------- embedding and norms
 
-void embed(const Translator& model, const float* embedding, int64_t token, int64_t position, float* x) {
+void embed(const Weights& model, const float* embedding, int64_t token, int64_t position, float* x) {
   embedding += token * model.width;
   for (int64_t i = 0; i < model.width; i += kLanes) {
     store(x + i, load(embedding + i) + load(model.positions + position * model.width + i));
@@ -340,7 +340,7 @@ void normalise(const Norm& norm, const float* x, float* y, int64_t rows, int64_t
 
 // ------------------------------------------------------------------------------------------------------------------ attention
 
-// Write the key and value of one head (W,) as token number `lane` of a block. A fresh block is all zeros: what lies behind the
+// Write the key and value of one head (W,) as token number `lane` of a block. A fresh block is all zeros: what lies after the
 // last token is multiplied by 0, and must not be NaN.
 void append(Cached* block, int64_t lane, const float* key, const float* value, int64_t width) {
   if (lane == 0) std::memset(block, 0, 2 * kTokens * width * sizeof(Cached));
@@ -394,7 +394,7 @@ void attend(const float* query, int64_t length, int64_t width, Block block, std:
 
 // All heads (H, W) of one token's queries over `length` tokens → (H, W). `block(b, h)` is where head h's block b is.
 template <typename Block>
-void attend_heads(const Translator& model, const float* queries, int64_t length, Block block, float* seen) {
+void attend_heads(const Weights& model, const float* queries, int64_t length, Block block, float* seen) {
   thread_local std::vector<float> scores;
   const int64_t W = model.width / model.heads;
   for (int64_t h = 0; h < model.heads; ++h) {
@@ -405,11 +405,11 @@ void attend_heads(const Translator& model, const float* queries, int64_t length,
 // ------------------------------------------------------------------------------------------------------- encoder and decoder
 
 // What N rows need between their products; a thread keeps it from call to call.
-struct Rows {
+struct Workspace {
   std::vector<float> x, normed, projected, seen, wide, y;
   Inputs inputs;
 
-  void fit(int64_t N, const Translator& model, const Layer& layer) {
+  void fit(int64_t N, const Weights& model, const Layer& layer) {
     const auto grow = [](auto& numbers, int64_t size) { numbers.resize(std::max(numbers.size(), size_t(size))); };
     for (auto* numbers : {&x, &normed, &seen, &y}) grow(*numbers, N * model.width);
     grow(projected, 3 * N * model.width);
@@ -419,7 +419,7 @@ struct Rows {
 
 // x ← x + sublayer(norm(x)), or x ← norm(x + sublayer(x))
 template <typename Sublayer>
-void add_and_norm(const Translator& model, const Norm& norm, Rows& s, int64_t N, Sublayer sublayer) {
+void add_and_norm(const Weights& model, const Norm& norm, Workspace& s, int64_t N, Sublayer sublayer) {
   float *x = s.x.data(), *y = s.y.data();
   if (model.norm_first) {
     normalise(norm, x, s.normed.data(), N, model.width);
@@ -432,14 +432,14 @@ void add_and_norm(const Translator& model, const Norm& norm, Rows& s, int64_t N,
   }
 }
 
-void feed_forward(const Layer& layer, const float* x, float* y, int64_t N, Rows& s) {
+void feed_forward(const Layer& layer, const float* x, float* y, int64_t N, Workspace& s) {
   apply(layer.widen, x, N, s.inputs, s.wide.data(), true);
   apply(layer.narrow, s.wide.data(), N, s.inputs, y);
 }
 
 // `rows` sentences from number `first` on, together N tokens one after the other → their keys and values in the cache.
-void encode(const Translator& model, const Cache& cache, const int64_t* tokens, int64_t first, int64_t rows, int64_t N) {
-  thread_local Rows s;
+void encode(const Weights& model, const CacheAddresses& cache, const int64_t* tokens, int64_t first, int64_t rows, int64_t N) {
+  thread_local Workspace s;
   thread_local std::vector<Cached> blocks;  // one sentence's keys and values: (blocks, H, 2, 16 · W)
   const int64_t D = model.width, H = model.heads, W = D / H, size = 2 * kTokens * W, layers = model.decoder_layers;
   const int64_t* lengths = cache.source_length + first;
@@ -484,7 +484,7 @@ void encode(const Translator& model, const Cache& cache, const int64_t* tokens, 
 }
 
 // tokens (N,) at `position` → what the output layer sees of them, s.x (N, D); their keys and values in the cache.
-void decoder_step(const Translator& model, const Cache& cache, const int64_t* tokens, int64_t N, int64_t position, Rows& s) {
+void decoder_step(const Weights& model, const CacheAddresses& cache, const int64_t* tokens, int64_t N, int64_t position, Workspace& s) {
   const int64_t D = model.width, H = model.heads, W = D / H;
   s.fit(N, model, model.decoder[0]);
   for (int64_t n = 0; n < N; ++n) embed(model, model.target_embedding, tokens[n], position, &s.x[n * D]);
@@ -529,7 +529,7 @@ void multiply_rows(const Linear* linear, const float* x, int64_t rows, float* y)
 }
 
 // All sentences of a batch, their tokens one sentence after the other, → keys and values in the cache.
-void encode_sources(const Translator* model, const Cache* cache, const int64_t* tokens, int64_t rows) {
+void encode_sources(const Weights* model, const CacheAddresses* cache, const int64_t* tokens, int64_t rows) {
   for (int64_t first = 0, some = 0; first < rows; first += some) {
     int64_t N = cache->source_length[first];
     for (some = 1; first + some < rows && N + cache->source_length[first + some] <= kSourceTokens; ++some) {
@@ -541,23 +541,23 @@ void encode_sources(const Translator* model, const Cache* cache, const int64_t* 
 }
 
 // tokens (N,) at `position` → the likeliest next ones (N,)
-void next_tokens(const Translator* model, const Cache* cache, const int64_t* tokens, int64_t N, int64_t position,
+void next_tokens(const Weights* model, const CacheAddresses* cache, const int64_t* tokens, int64_t N, int64_t position,
                  int64_t* next) {
-  thread_local Rows s;
+  thread_local Workspace s;
   decoder_step(*model, *cache, tokens, N, position, s);
   likeliest(model->output, s.x.data(), N, s.inputs, next);
 }
 
 // tokens (N,) at `position` → (N, count) the likeliest next ones and their log-probabilities, best first
-void top_tokens(const Translator* model, const Cache* cache, const int64_t* tokens, int64_t N, int64_t position,
+void top_tokens(const Weights* model, const CacheAddresses* cache, const int64_t* tokens, int64_t N, int64_t position,
                 int64_t count, float* log_probabilities, int64_t* next) {
-  thread_local Rows s;
+  thread_local Workspace s;
   decoder_step(*model, *cache, tokens, N, position, s);
   find_candidates(model->output, s.x.data(), N, s.inputs, count, log_probabilities, next);
 }
 
 // Give each of N rows a slot of its own in a block: of those that share one, the first keeps it, the others get a copy in a
-// slot that nobody uses. There are at least N slots, of so many bytes each.
+// slot that nobody uses. There are at least N slots, of `bytes` bytes each.
 void separate(void* block, int64_t bytes, int64_t slots, int64_t* slot_of_row, int64_t N) {
   std::vector<bool> used(slots), taken(slots);
   for (int64_t n = 0; n < N; ++n) used[slot_of_row[n]] = true;

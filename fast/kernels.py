@@ -23,7 +23,7 @@ from fast.build import FOLDER, call, library
 NUMBERS = {torch.float32: "float", torch.bfloat16: "bf16"}
 
 
-def kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
+def compiled(dtype: torch.dtype) -> ctypes.CDLL | None:
     """The compiled functions for products in this format; None if there are none."""
     if dtype not in NUMBERS:
         return None
@@ -106,7 +106,7 @@ def softmax_loss(
     tokens, vocabulary = len(target), logits.size(1)
     losses = bias.new_empty(tokens)
     sums = bias.new_zeros(threads, vocabulary)
-    function = kernels(logits.dtype).softmax_loss
+    function = compiled(logits.dtype).softmax_loss
     inputs = (logits, bias, target.contiguous())
     call(function, *inputs, losses, sums, tokens, vocabulary, float(smoothing), threads)
     return losses, sums.sum(0)
@@ -144,7 +144,7 @@ class Embed(Function):
         wide = rows.new_empty(rows_for(tokens), width)
         narrow, written = narrow_like(wide, dtype)
         ctx.shape = rows.shape
-        ctx.kernels = kernels(dtype)
+        ctx.kernels = compiled(dtype)
         ctx.settings = (factor, p, new_seed(p))
         tensors = (rows.contiguous(), positions.contiguous(), wide, written)
         sizes = (tokens, len(positions), width)
@@ -178,7 +178,7 @@ class AddNorm(Function):
         narrow, written = narrow_like(wide, dtype)
         ctx.has_branch = branch is not None
         ctx.dtype = dtype
-        ctx.kernels = kernels(dtype)
+        ctx.kernels = compiled(dtype)
         ctx.settings = (p, new_seed(p))
         tensors = (residual, branch, bias, gain, shift, total, moments, wide, written)
         numbers = (*residual.shape, epsilon, *ctx.settings)
@@ -213,7 +213,7 @@ class ReluDropout(Function):
         """→ x, overwritten"""
         if not x.is_contiguous():
             raise ValueError("relu_dropout overwrites its input, which must be contiguous")
-        ctx.kernels = kernels(x.dtype)
+        ctx.kernels = compiled(x.dtype)
         call(ctx.kernels.relu_dropout, x, bias, *x.shape, p, new_seed(p), torch.get_num_threads())
         ctx.mark_dirty(x)
         ctx.save_for_backward(x)
@@ -277,7 +277,7 @@ class Attention(Function):
         batch, queries, keys = shape
         width = len(bias) // 3
         ctx.settings = (batch, heads, queries, keys, width // heads, causal, p, new_seed(p))
-        ctx.kernels = kernels(first.dtype)
+        ctx.kernels = compiled(first.dtype)
         out = first.new_empty(len(first), width)
         stats = bias.new_empty(batch, heads, 2, queries)
         first, second, mask = first.contiguous(), contiguous(second), contiguous(mask)

@@ -39,14 +39,18 @@ WEIGHTS = {
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class KernelLoss(nn.Module):
-    """`SummedLoss` on a CPU, for a model to which `why_not` does not object."""
+class SlicedLoss(nn.Module):
+    """`SummedLoss` with PyTorch's layers, but never all logits in memory at once."""
 
     def __init__(self, model: nn.Module, label_smoothing: float, dtype: torch.dtype):
         super().__init__()
         self.model = model
         self.label_smoothing = label_smoothing
         self.dtype = dtype
+
+    def hidden(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, positions: Tensor) -> Tensor:
+        """The input of the output projection: (number of target tokens, D)"""
+        return self.model.hidden(src, src_pad, tgt_in, positions)
 
     def forward(
         self,
@@ -57,42 +61,22 @@ class KernelLoss(nn.Module):
         tgt_out: Tensor,
     ):
         """As `SummedLoss.forward`: (smoothed, plain)"""
-        # The kernels choose the format of every tensor themselves.
+        hidden = self.hidden(src, src_pad, tgt_in, target_positions)
+        output = self.model.output
+        return linear_cross_entropy(
+            hidden, output.weight, output.bias, tgt_out, self.label_smoothing, self.dtype
+        )
+
+
+class KernelLoss(SlicedLoss):
+    """`SlicedLoss` on a CPU, by kernels.cpp, for a model to which `why_not` does not object."""
+
+    def hidden(self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, positions: Tensor) -> Tensor:
+        """As in `SlicedLoss`. The kernels choose the format of every tensor themselves."""
         with torch.autocast("cpu", enabled=False):
             memory = encode(self.model, src, src_pad, self.dtype)
             hidden = decode(self.model, memory, src_pad, tgt_in, self.dtype)
-            hidden = hidden.index_select(0, target_positions)  # (number of target tokens, D)
-        output = self.model.output
-        return linear_cross_entropy(
-            hidden, output.weight, output.bias, tgt_out, self.label_smoothing, self.dtype
-        )
-
-
-class SlicedLoss(nn.Module):
-    """`SummedLoss` on a GPU: PyTorch's layers, but never all logits in memory at once."""
-
-    def __init__(self, model: nn.Module, label_smoothing: float, dtype: torch.dtype):
-        super().__init__()
-        self.model = model
-        self.label_smoothing = label_smoothing
-        self.dtype = dtype
-
-    def forward(
-        self,
-        src: Tensor,
-        src_pad: Tensor,
-        tgt_in: Tensor,
-        target_positions: Tensor,
-        tgt_out: Tensor,
-    ):
-        """As `SummedLoss.forward`: (smoothed, plain)"""
-        hidden = self.model.hidden(
-            src, src_pad, tgt_in, target_positions
-        )  # (number of target tokens, D)
-        output = self.model.output
-        return linear_cross_entropy(
-            hidden, output.weight, output.bias, tgt_out, self.label_smoothing, self.dtype
-        )
+            return hidden.index_select(0, positions)
 
 
 def why_not(model: nn.Module, dtype: torch.dtype) -> str:
@@ -114,7 +98,7 @@ def why_not(model: nn.Module, dtype: torch.dtype) -> str:
         return "the model has a part or a weight that the kernels do not know, or lacks one"
     if any(weight.dtype != torch.float32 for weight in model.parameters()):
         return "the weights are not fp32"
-    if not kernels.kernels(dtype):
+    if not kernels.compiled(dtype):
         return "the kernels are not compiled"
     if not agrees(model, dtype):
         return "model.py was changed: it computes something else"

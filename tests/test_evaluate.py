@@ -23,7 +23,7 @@ from evaluate import (
     Scored,
     choose_rows,
     name_of_score,
-    report,
+    print_card,
     save_score,
     teacher_forced_match,
 )
@@ -119,7 +119,8 @@ def card_of(scored: Scored, texts: list[str]) -> tuple[dict, str]:
     """The figures and the printed lines of these translations."""
     lines = []
     trained = SimpleNamespace(name="x")
-    figures = report(Config(), trained, scored, Translations(texts, [], 9, 3, 0), 1.0, lines.append)
+    translations = Translations(texts, [], 9, 3, 0)
+    figures = print_card(Config(), trained, scored, translations, 1.0, lines.append)
     return figures, "\n".join(lines)
 
 
@@ -407,7 +408,7 @@ def test_int8_from_the_command_line(toy_run, evaluate):
 def test_the_speed_on_the_card():
     lines, rows = [], scored([("一", "one"), ("二", "two")])
     translations = Translations(["one", "two"], [], 9, 0, 0)
-    report(Config(), SimpleNamespace(name="x"), rows, translations, 0.5, lines.append)
+    print_card(Config(), SimpleNamespace(name="x"), rows, translations, 0.5, lines.append)
     assert any("4.0 sentences/s, 18 tokens/s" in line for line in lines)
 
 

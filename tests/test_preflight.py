@@ -117,7 +117,7 @@ def test_warnings_of_bad_data(tmp_path, pairs, capsys):
         r"20% of the texts under 'zh' have no Chinese character",
         r"there is no validation split",
         r"17% of the training pairs are dropped: exact duplicates",
-        r"\d\d% of the training pairs are dropped: longer than --max_length",
+        r"\d\d% of the training pairs are dropped: of --max_length tokens or more",
         r"--max_minutes 1e-09 end before the first epoch",
     ]
     assert len(found) == len(expected)
@@ -137,6 +137,15 @@ def test_a_large_data_set_is_read_in_part(tmp_path, pairs, monkeypatch):
     taken = sample.taken["train"]
     assert 50 <= len(taken) <= 100 and len(set(taken)) == len(taken)
     assert duplicates == pytest.approx(0.5)
+
+
+def test_a_sample_has_rows_of_every_kind(tmp_path, pairs, monkeypatch):
+    """Every other row is its own translation: the sample must not hold one kind alone."""
+    monkeypatch.setattr(preflight, "SAMPLE", 50)
+    rows = [row for pair in pairs[:400] for row in (pair, (pair[0], pair[0]))]
+    sample, _, _ = preflight.sample_of(find_text(str(write_pairs(tmp_path / "x", rows, SPLITS))))
+    taken = sample.taken["train"]
+    assert 0.3 < sum(source == target for source, target in taken) / len(taken) < 0.7
 
 
 def test_rows_of_json_are_counted_by_lines(tmp_path, pairs):

@@ -294,10 +294,14 @@ def test_a_report_of_two_runs_and_a_lab(run, without_drawing):
 
 
 def test_the_evaluations_of_one_run_stand_side_by_side_greedy_first(run, without_drawing):
+    # Other data of which all rows were scored, and a checkpoint whose name contains "test".
+    others = ("test-beam4", "validation-greedy-latest", "all-greedy-data-0a1b2c3d")
     for end in ("json", "txt"):
-        shutil.copy(run / f"{GREEDY}.{end}", run / f"eval/test-beam4.{end}")
+        for name in others:
+            shutil.copy(run / f"{GREEDY}.{end}", run / f"eval/{name}.{end}")
     page = make(run)
-    assert f"<tr><th></th><th>{GREEDY}</th><th>eval/test-beam4</th></tr>" in page
+    head = "".join(f"<th>eval/{name}</th>" for name in others)
+    assert f"<tr><th></th><th>{GREEDY}</th>{head}</tr>" in page
     assert f"<h2>Translations</h2>\n<h3>{GREEDY}</h3>" in page
 
 
@@ -563,7 +567,7 @@ def test_a_labs_run(tmp_path, without_drawing):
     (run / "train.log").write_text("".join(f"{stamp}{line}\n" for line in messages))
     gpu = {"utilisation_percent": 90, "memory_gib": 3, "power_watt": 250, "temperature_celsius": 61}
     records = [
-        {"step": n, "time": 60 * n, "train/loss": 1 / n, "validation/loss": 2 / n}
+        {"step": n, "time": 60 * n, "train/loss": 1 / n, "valid/loss": 2 / n}
         | {"test/accuracy": accuracy, "speed/model_flops_utilisation": n}
         | {f"gpu/{name}": value for name, value in gpu.items()}
         for n, accuracy in enumerate([0.9, 0.995, 0.98, 0.99], 1)
@@ -571,7 +575,7 @@ def test_a_labs_run(tmp_path, without_drawing):
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     page = make(run)
     facts = Reader(page).facts
-    assert ("0.5", "lenet/metrics.jsonl#validation/loss#min", "0.5") in facts
+    assert ("0.5", "lenet/metrics.jsonl#valid/loss#min", "0.5") in facts
     # The last accuracy, not the best on the test set.
     assert ("0.99", "lenet/metrics.jsonl#test/accuracy#last", "99.00%") in facts
     for words in ("124,439,808", "61,706", "Conv2d(1, 6)", "mean GPU power (W)"):

@@ -17,10 +17,10 @@ from text.reading import ParallelText
 
 HELD_OUT_SHARE = 0.01  # of the distinct pairs, for each split that must be cut from train
 CHANCE = 0.05  # smaller shares of the pairs, or gaps in their lengths, may be chance
-UNLIKE_SHARE = 0.5  # of the training pairs at most are left out as unlike validation's
-LENGTH_RANGES = 5  # of source lengths, in each of which pairs with short targets are left out:
-SHORT_SHARE = 0.5  # at most this part of a range
-TELLING_ROWS = 200  # validation rows that are needed to see how train differs
+UNLIKE_SHARE = 0.5  # at most this share of the training pairs is left out as unlike validation
+LENGTH_RANGES = 5  # ranges of source length; pairs with short targets are left out in each
+SHORT_SHARE = 0.5  # at most this share of a range is left out
+MIN_VALIDATION_ROWS = 200  # validation rows that are needed to see how train differs
 PRIOR_TOKENS = 2000  # pseudo-counts by train's frequencies, added to validation's counts
 LONGEST_TOKEN = 16  # characters; our own tokenizers learn no longer token
 
@@ -41,9 +41,9 @@ REASONS = {
     "held out": "moved to validation or test",
     "in validation or test": "with a side that is also in validation or test",
     "duplicate": "exact duplicates",
-    "too long": "longer than --max_length",
+    "too long": "of --max_length tokens or more",
     "length ratio": "with very different lengths",
-    "unlike validation": "unlike validation's (--select)",
+    "unlike validation": "unlike the validation pairs (--select)",
     "short target": "with a short target (--select)",
 }
 
@@ -55,7 +55,7 @@ def normalise(text: str) -> str:
 
 def hash_of_pair(source: str, target: str) -> int:
     """64 bits that stand for a pair; the same in every process and on every machine."""
-    content = f"{source}\0{target}".encode()
+    content = f"{source}\0{target}".encode(errors="surrogatepass")
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
 
 
@@ -131,8 +131,8 @@ def clean_pairs(
                 reason = "in validation or test"
             elif pair_hash in seen:
                 reason = "duplicate"
-            # No token covers more than LONGEST_TOKEN characters: certainly over the limit, and
-            # slow to tokenise.
+            # Over the limit, as our own tokenizers have no longer tokens, and slow to tokenise.
+            # A pretrained tokenizer may have longer ones and lose a few pairs more than necessary.
             elif max(len(source), len(target)) > LONGEST_TOKEN * max_length:
                 reason = "too long"
         if reason:
@@ -154,7 +154,7 @@ def absurd_ratio(source_tokens, target_tokens):
     return longer > 4 * shorter + 10
 
 
-def report(counts: Counter) -> str:
+def describe_counts(counts: Counter) -> str:
     """One line: rows read, dropped by reason, kept."""
     dropped = [f"{counts[key]:,} {words}" for key, words in REASONS.items() if counts[key]]
     return (

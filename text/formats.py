@@ -143,7 +143,7 @@ def read_json(file: Path, source: str, target: str) -> Pairs:
 
 
 def json_rows(file: Path) -> Iterator[tuple[str, object]]:
-    """(where it stands, row)"""
+    """Yield each row with its place, for error messages."""
     number = 1
     try:
         with file.open(encoding="utf-8-sig") as stream:
@@ -241,7 +241,7 @@ def together(sources: Iterator[str], targets: Iterator[str], *files: Path) -> Pa
     """Pairs of two equally long iterators. Raises `UserError` if they are not."""
     source_count = 0
     target_count = 0
-    for source, target in zip_longest(sources, targets):  # None behind the end of the shorter one
+    for source, target in zip_longest(sources, targets):  # None after the end of the shorter one
         source_count += source is not None
         target_count += target is not None
         if source_count == target_count:

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -109,27 +110,30 @@ def fingerprint_of(rows: list[tuple[str, str]]) -> str:
     return hashlib.blake2b(content, digest_size=4).hexdigest()
 
 
-def find_text(path: str, source: str = "zh", target: str = "en") -> ParallelText:
+def find_text(
+    path: str, source: str = "zh", target: str = "en", log: Callable = print
+) -> ParallelText:
     """Sort the files at `path` into splits and read the first rows of each.
 
-    So a wrong column in the last split is an error now, not after an hour. Raises `UserError`.
+    So a wrong column in the last split is an error now, not after an hour. Logs which files are not
+    read, and why. Raises `UserError`.
     """
     path = os.fspath(path)
     root = Path(os.path.expanduser(path))
     if not path or not os.path.exists(root):
         form = "hub"
-        files = hub_files(path, source, target)
+        files = hub_files(path, source, target, log)
     elif root.is_file():
         form = form_of(root, source)
-        files = split_files([root], root.parent)
+        files = split_files([root], root.parent, log)
         if form is None:
             endings = f"{' '.join(FORMS)}, .{source} or -src.{source}.sgm"
             raise UserError(f"{path}: unknown type of file; its name must end in {endings}")
     elif (root / "dataset_dict.json").exists() or (root / "state.json").exists():
         form = "save_to_disk"
-        files = saved_files(root)
+        files = saved_files(root, log)
     else:
-        form, files = directory_files(root, source)
+        form, files = directory_files(root, source, log)
     if form in PAIRED:
         for split, shards in files.items():
             files[split] = []
@@ -195,7 +199,7 @@ def partner(file: Path, source: str, target: str) -> Path:
     return file.with_suffix(f".{target}")
 
 
-def directory_files(root: Path, source: str) -> tuple[str, dict[str, list[Path]]]:
+def directory_files(root: Path, source: str, log: Callable) -> tuple[str, dict[str, list[Path]]]:
     """The form that is read, and its files by split."""
 
     def refuse(error: OSError):
@@ -220,29 +224,41 @@ def directory_files(root: Path, source: str) -> tuple[str, dict[str, list[Path]]
             "beside its translation; point to the directory of the shards"
         )
     if len(by_form) > 1:
-        print(f"{root} holds {', '.join(sorted(by_form))} files; only the {form} files are read")
-    return form, split_files(by_form[form], root)
+        forms = ", ".join(sorted(by_form))
+        log(f"data: {root} holds {forms} files; only the {form} files are read")
+    return form, split_files(by_form[form], root, log)
 
 
-def split_files(files: list[Path], root: Path) -> dict[str, list[Path]]:
-    """Sort files into splits by a keyword in the file's name, else in the nearest folder's.
-
-    If no name tells train, files without a keyword are train; else they are not read.
-    """
-    splits: dict[str | None, list[Path]] = {split: [] for split in (*KEYWORDS, None)}
+def split_files(files: list[Path], root: Path, log: Callable) -> dict[str, list[Path]]:
+    """Sort files into splits by a keyword in the file's name, else in the nearest folder's."""
+    named = {}
     for file in sorted(files, key=lambda file: natural(str(file.relative_to(root)))):
-        parts = reversed(file.relative_to(root).parts)  # the file's name first
+        named[str(file.relative_to(root))] = [file]
+    return sort_into_splits(named, log)
+
+
+def sort_into_splits(named: dict[str, list[Path]], log: Callable) -> dict[str, list[Path]]:
+    """The files under each name, by the split that the name tells.
+
+    Names with no keyword are train if no other name is, and are not read otherwise.
+    """
+    splits: dict[str, list[Path]] = {split: [] for split in KEYWORDS}
+    unnamed = []
+    for name, files in named.items():
+        parts = reversed(Path(name).parts)  # of a path, the file's name first
         found = [split for split in map(split_of, parts) if split]
-        splits[found[0] if found else None].append(file)
-    unnamed = splits.pop(None)
-    names = short(", ".join(map(str, unnamed)))
+        if found:
+            splits[found[0]] += files
+        else:
+            unnamed.append(name)
+    names = short(", ".join(unnamed))
     if not splits["train"]:
-        splits["train"] = unnamed
+        splits["train"] = [file for name in unnamed for file in named[name]]
         if len(unnamed) > 1:  # a newstest2019 may be among them
-            print(f"no file's name contains train, so all are read as train: {names}")
+            log(f"data: no name contains train, so all of these are read as train: {names}")
     elif unnamed:
-        print(f"not read, for no train, validation or test is in their names: {names}")
-    return {split: files for split, files in splits.items() if split and files}
+        log(f"data: not read, as no name contains train, validation or test: {names}")
+    return {split: files for split, files in splits.items() if files}
 
 
 def split_of(name: str) -> str | None:
@@ -261,7 +277,7 @@ def natural(name: str) -> list:
     return parts
 
 
-def saved_files(root: Path) -> dict[str, list[Path]]:
+def saved_files(root: Path, log: Callable) -> dict[str, list[Path]]:
     """The arrow files of a folder written by `save_to_disk`, by split."""
     from datasets import Dataset, load_from_disk
 
@@ -273,21 +289,18 @@ def saved_files(root: Path) -> dict[str, list[Path]]:
         ) from error
     if isinstance(saved, Dataset):
         saved = {str(saved.split or "train"): saved}
-    return cached_files(saved)
+    return cached_files(saved, log)
 
 
-def cached_files(dataset_dict) -> dict[str, list[Path]]:
+def cached_files(dataset_dict, log: Callable) -> dict[str, list[Path]]:
     """The arrow files behind each split, under our names: "dev" is validation."""
-    files: dict[str, list[Path]] = {}
+    named = {}
     for name, dataset in dataset_dict.items():
-        shards = [Path(cached["filename"]) for cached in dataset.cache_files]
-        files.setdefault(split_of(name) or name, []).extend(shards)
-    if "train" not in files and len(files) == 1 and not split_of(next(iter(files))):
-        files = {"train": next(iter(files.values()))}
-    return files
+        named[name] = [Path(cached["filename"]) for cached in dataset.cache_files]
+    return sort_into_splits(named, log)
 
 
-def hub_files(path: str, source: str, target: str) -> dict[str, list[Path]]:
+def hub_files(path: str, source: str, target: str, log: Callable) -> dict[str, list[Path]]:
     """The arrow files that `load_dataset` leaves in its cache for a name on the hub."""
     # data/train.csv looks like a hub id, owner/name, but is a file that is missing.
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) or form_of(Path(path), source):
@@ -302,8 +315,8 @@ def hub_files(path: str, source: str, target: str) -> dict[str, list[Path]]:
             huggingface_hub.HfApi().dataset_info(path, timeout=10)
         for configuration in (f"{source}-{target}", f"{target}-{source}"):
             with contextlib.suppress(ValueError):  # there is no such configuration
-                return cached_files(load_dataset(path, configuration))
-        return cached_files(load_dataset(path))
+                return cached_files(load_dataset(path, configuration), log)
+        return cached_files(load_dataset(path), log)
     except Exception as error:
         raise UserError(
             f"{path} does not exist on disk, and the hub cannot be reached or does not have it "

@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterable
 from itertools import pairwise
 
-PAIRS = '（） () 【】 [] 「」 『』 《》 “” ‘’ ""'  # nothing is cut inside one
-# Characters inside a pair. A longer one is a speech, or was never closed, and is cut like other
+BRACKETS = '（） () 【】 [] 「」 『』 《》 “” ‘’ ""'  # nothing is cut inside one
+# Characters inside brackets. A longer text is a speech, or was never closed, and is cut like other
 # text.
-LONGEST_PAIR = 80
+LONGEST_BRACKETED = 80
 QUOTES = '”’」』"'
 STOPS = "。！？!?．."
 HAN = "\u3000-\u303f\u3400-\u9fff\uff00-\uffef"  # with Chinese punctuation and full-width forms
@@ -20,16 +20,16 @@ ABBREVIATIONS = (
     "e.g i.e a.m p.m Ph.D Inc Corp Co Ltd Jan Feb Mar Apr Jun Jul Aug Sep Sept Oct Nov Dec"
 )
 
-# What is read at once: a pair with its inside, a run of stops, a run of other characters, or one
-# character.
-_PAIR = "|".join(
-    f"{re.escape(pair[0])}[^{re.escape(pair)}]{{1,{LONGEST_PAIR}}}{re.escape(pair[1])}"
-    for pair in PAIRS.split()
+# What is read at once: brackets with their inside, a run of stops, a run of other characters, or
+# one character.
+_BRACKETED = "|".join(
+    f"{re.escape(pair[0])}[^{re.escape(pair)}]{{1,{LONGEST_BRACKETED}}}{re.escape(pair[1])}"
+    for pair in BRACKETS.split()
 )
 _UNIT = re.compile(
-    rf"(?P<pair>{_PAIR})|(?P<stop>[{STOPS}]+)|[^{STOPS}{re.escape(PAIRS)}]+|.", re.DOTALL
+    rf"(?P<pair>{_BRACKETED})|(?P<stop>[{STOPS}]+)|[^{STOPS}{re.escape(BRACKETS)}]+|.", re.DOTALL
 )
-# What a sentence takes along behind its stop: closing marks and spaces.
+# What a sentence takes along after its stop: closing marks and spaces.
 _CLOSING = re.compile(r"[）)】\]」』》”’]*(?:[\"']+(?=\s|$))?\s*")
 _WORD = re.compile(r"\w")
 # A full stop that ends no sentence: "Mr. Li", "U.S. dollars", "作家J.K.罗琳", and the number of an
@@ -40,7 +40,7 @@ _NO_END = re.compile(rf"(?:(?:^|[^\w.]|[{HAN}])(?:{_SHORT}|[A-Z](?:\.[A-Z])*)|{_
 
 
 def sentences(line: str) -> list[str]:
-    """The sentences of a line, each with the spaces behind it. Joined they are the line."""
+    """The sentences of a line, each with the spaces after it. Joined they are the line."""
     pieces = []
     first = 0  # where the sentence begins
     at = 0  # how far the line is read
@@ -55,7 +55,7 @@ def sentences(line: str) -> list[str]:
             pieces.append(line[first:end])
             first = at = end
             has_word = False
-    if pieces and not has_word:  # nothing but signs behind the last sentence
+    if pieces and not has_word:  # nothing but signs after the last sentence
         pieces[-1] += line[first:]
         return pieces
     return [*pieces, line[first:]]
@@ -71,7 +71,7 @@ def end_at(line: str, first: int, unit: re.Match) -> int:
     end = closing.end()
     follows = line[end : end + 1]
     if unit["pair"]:
-        if not follows or follows in PAIRS:
+        if not follows or follows in BRACKETS:
             return end
         # 他说：“好。”然后 is two sentences; “好。”他说 and 喊着“加油！”的口号 are one.
         begins_line = not line[first : unit.start()].strip()

@@ -55,7 +55,7 @@ def train_tokenizer(lines: Iterable[str], vocabulary: int):
     )
     tokenizer.train_from_iterator(lines, trainer, len(lines))
 
-    # The trainer knows no bytes: put them behind the special tokens and move the rest up.
+    # The trainer knows no bytes: put them after the special tokens and move the rest up.
     learned = json.loads(tokenizer.to_str())["model"]
     order = sorted(learned["vocab"], key=learned["vocab"].get)
     order = order[:3] + BYTES + order[3:]  # 3: pad, bos, eos

@@ -41,9 +41,9 @@ from engine.preflight import (
     peak_of,
     warn_of_other_users,
 )
-from engine.run import folder_of
+from engine.run import folder_of, refuse_begun
 from model import ModelConfig, SummedLoss, Translator, sizes_of
-from text.cleaning import REASONS, missing_splits
+from text.cleaning import REASONS, hash_of_pair, missing_splits
 from text.formats import PAIRED
 from text.reading import ParallelText, chinese_side, default_path, find_text, share_of_chinese
 
@@ -73,9 +73,8 @@ def check(config) -> None:
     """Print what a run with these settings would do. Raises `UserError` for what cannot work."""
     if config.resume or several_asked():
         raise UserError("--check is for a new run of one process; leave --resume and torchrun out")
-    if config.run and (folder_of(config.run) / "config.json").exists():
-        folder = folder_of(config.run)
-        raise UserError(f"run {folder} exists; choose another --run, or continue it with --resume")
+    if config.run:
+        refuse_begun(folder_of(config.run))
     load = describe_load()  # before this process adds to it
     warnings = []
     used = describe_gpus()
@@ -105,7 +104,7 @@ def check(config) -> None:
         # As many lengths as all rows would have: those of the sample, repeated.
         lengths = {side: np.resize(known, pairs) for side, known in prepared.train.lengths.items()}
         tokens = {side: int(lengths[side].sum()) + pairs for side in lengths}
-        print(describe_data(text, prepared, pairs, tokens, len(sample.taken["train"]) < pairs))
+        print(describe_data(text, prepared, pairs, tokens, len(sample.taken["train"]) < count))
         all_pairs = replace(prepared, train=SimpleNamespace(lengths=lengths))
         total = sum(tokens.values())
         report_costs(config, prepared, all_pairs, total, precision, load, warnings.append)
@@ -127,14 +126,16 @@ def sample_of(text: ParallelText) -> tuple[Sample, int, float]:
     every = 1
     for row in islice(text.pairs("train"), ROWS):
         read += 1
-        if hash(row) in seen:
+        row_hash = hash_of_pair(*row)
+        if row_hash in seen:
             continue
-        seen.add(hash(row))
-        if len(seen) % every == 0:
+        seen.add(row_hash)
+        # By the hash, not by position: a file may hold two kinds of rows in turn.
+        if row_hash % every == 0:
             taken.append(row)
         if len(taken) > 2 * SAMPLE:
-            taken = taken[::2]
             every *= 2
+            taken = [row for row in taken if hash_of_pair(*row) % every == 0]
     if not read:
         raise UserError(f"{text.path}: the train split has no rows")
     splits = [split for split in text.files if split != "train"]
@@ -308,12 +309,13 @@ class Trial:
         if update:
             norm = self.precision.step(self.optimizer, self.weights, self.config.clip, 1)
             norm.item()  # waits for the GPU
-        self.optimizer.zero_grad()
+        else:
+            self.optimizer.zero_grad()
         return batch.source_tokens + batch.target_tokens
 
     def measure_speed(self, budget: int) -> float:
         """Tokens per second in steps of at most `budget` tokens."""
-        fast.keep_tensors_together(self.device)  # as train.py does
+        fast.keep_tensors_together(self.device)
         batches = {}  # by size
 
         def step(tokens: int) -> int:

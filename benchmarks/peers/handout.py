@@ -56,7 +56,7 @@ class Seq2Seq(nn.Module):
 
 
 def labels(batch: Batch, pad: int) -> Tensor:
-    """(B, T) target tokens to predict, with padding behind each sentence."""
+    """(B, T) target tokens to predict, with padding after each sentence."""
     places = torch.full_like(batch.tgt_in, pad)
     places.view(-1)[batch.target_positions] = batch.tgt_out
     return places
@@ -64,9 +64,19 @@ def labels(batch: Batch, pad: int) -> Tensor:
 
 def padded_pairs(corpus: Prepared) -> TensorDataset:
     """All pairs, padded to 128 tokens beforehand, as the handout's tokenizer call does."""
-    collate = collate_for(corpus, pad_multiple=LENGTH)
+    collate = collate_for(corpus)
     batch = collate(corpus.train.__getitems__(np.arange(len(corpus.train))))
-    return TensorDataset(batch.src, batch.tgt_in, labels(batch, collate.target_ids["pad"]))
+    source_pad, target_pad = collate.source_ids["pad"], collate.target_ids["pad"]
+    return TensorDataset(
+        padded(batch.src, source_pad),
+        padded(batch.tgt_in, target_pad),
+        padded(labels(batch, target_pad), target_pad),
+    )
+
+
+def padded(ids: Tensor, pad: int) -> Tensor:
+    """(B, T) ids with a width that is a multiple of 128."""
+    return nn.functional.pad(ids, (0, -ids.size(1) % LENGTH), value=pad)
 
 
 def train(task: Task) -> dict:

@@ -223,8 +223,8 @@ def train(config: Config) -> Path | None:
                 state.validation_loss = validate(layout, data)
                 state.last_validation = state.step
                 curves = {
-                    "validation/loss": state.validation_loss,
-                    "validation/perplexity": perplexity(state.validation_loss),
+                    "valid/loss": state.validation_loss,
+                    "valid/perplexity": perplexity(state.validation_loss),
                 }
                 run.scalars(state.step, curves)
                 log(

@@ -230,7 +230,7 @@ def train(config: Config) -> Path:
                 state.last_validation = state.step
                 if improved:
                     state.best_loss = scores["loss"]
-                curves = {f"validation/{name}": scores[name] for name in SCORES}
+                curves = {f"valid/{name}": scores[name] for name in SCORES}
                 run.scalars(state.step, curves | sampler.figures(epoch))
                 log(
                     f"epoch {epoch} of {config.epochs}: validation loss {scores['loss']:.4f}, "

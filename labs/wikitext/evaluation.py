@@ -99,7 +99,7 @@ def most_frequent(ids: Tensor) -> Tensor:
 def generate(
     model: LanguageModel, prompts: list[Tensor], vocabulary: Vocabulary, length: int, seed: int
 ) -> list[list[int]]:
-    """`length` sampled tokens behind each prompt; <unk> is never sampled."""
+    """`length` sampled tokens after each prompt; <unk> is never sampled."""
     model.eval()
     context = model.causal_mask.size(0)  # tokens that the model sees at most
     generator = torch.Generator().manual_seed(seed)

@@ -253,7 +253,7 @@ def boundaries(lines: list[str], parts: int) -> tuple[list[int], str]:
 
 
 def has_marks_on_words(lines: list[str], notes: list[str]) -> bool:
-    """Whether marks stand right behind words, as in plain text; WikiText puts a space between."""
+    """Whether marks stand right after words, as in plain text; WikiText puts a space between."""
     words = [word for line in lines for word in line.split() if len(word) > 1]
     share = sum(word[-1] in MARKS for word in words) / max(len(words), 1)
     # "H." and "U.S." are under 1 % of WikiText; in plain text every tenth word ends with a mark.
@@ -264,7 +264,7 @@ def has_marks_on_words(lines: list[str], notes: list[str]) -> bool:
 
 
 def cut_words(line: str, marks: bool, lowercase: bool) -> list[str]:
-    """The words of a line; with `marks`, marks that stand behind words are words of their own."""
+    """The words of a line; with `marks`, marks that stand after words are words of their own."""
     if lowercase:
         line = line.lower()
     return WORDS.findall(line) if marks else line.split()

@@ -2,7 +2,7 @@
 
 python -m labs.wikitext.trigram --run runs/NAME      # on the text of a finished run
 
-Same vocabulary, <unk>, <eos> behind every line and test tokens. The discount is chosen on the
+Same vocabulary, <unk>, <eos> after every line and test tokens. The discount is chosen on the
 validation text: nltk's default, 0.1, is far from the best.
 
 nltk computes a probability by walking through all contexts of the training text: hours for a test

@@ -122,7 +122,7 @@ def losses(folder: Path) -> list[float]:
     for record in records:
         if "train/loss" in record:
             by_step[record["step"]] = [record["train/loss"], record["train/gradient_norm"]]
-    return [*chain.from_iterable(by_step.values()), records[-1]["validation/loss"]]
+    return [*chain.from_iterable(by_step.values()), records[-1]["valid/loss"]]
 
 
 @pytest.fixture(scope="module")

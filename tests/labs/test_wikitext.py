@@ -398,7 +398,7 @@ def test_the_handouts_preset_writes_all_down(lab, tmp_path, report_of):
     table, names = scores["confusion"]["counts"], scores["confusion"]["tokens"]
     assert len(table) == len(names) == 12 and "the" in names and "The" not in names
     assert "confusion: the occurs" in log and (run / "eval/confusion.png").exists()
-    wanted = {"train/smoothed_loss", "train/loss", "validation/perplexity", "sampler/weight"}
+    wanted = {"train/smoothed_loss", "train/loss", "valid/perplexity", "sampler/weight"}
     assert wanted <= {name for line in figures(run) for name in line}
     page = report_of(run)
     assert "(encoder): TransformerEncoder(" in page and f'value="{scores["perplexity"]}"' in page

@@ -153,6 +153,14 @@ def saved_under_two_names(folder):
     return {"train": TRAIN, "validation": TRAIN}
 
 
+def saved_with_another(folder):
+    """A split that is neither train nor validation nor test is not read."""
+    names = {"train": TRAIN, "backtranslated": TRAIN[:3]}
+    splits = {name: datasets.Dataset.from_list(as_dicts(rows)) for name, rows in names.items()}
+    datasets.DatasetDict(splits).save_to_disk(folder)
+    return {"train": TRAIN}
+
+
 def saved_dataset(split, expected):
     def layout(folder):
         rows = datasets.Dataset.from_list(as_dicts(TRAIN), split=split)
@@ -190,6 +198,7 @@ LAYOUTS = {
     "arrow file": splits_in("train.arrow dev.arrow evaluation.arrow", write_arrow_file),
     "save_to_disk dict": saved_dict,
     "save_to_disk, two names for a split": saved_under_two_names,
+    "save_to_disk, one name more": saved_with_another,
     "save_to_disk dataset": saved_dataset(None, "train"),
     "save_to_disk dataset of a split": saved_dataset("test", "test"),
     "jsonl": splits_in(JSONL, write_jsonl, encoding="utf-8-sig"),
@@ -305,17 +314,17 @@ def test_which_files_are_which_split(names, form, splits, tmp_path, capsys):
     text = find_text(str(tmp_path))
     assert text.form == form
     assert {split: len(files) for split, files in text.files.items()} == splits
-    assert ("so all are read as train" in capsys.readouterr().out) == (names[0] == "a")
+    assert ("all of these are read as train" in capsys.readouterr().out) == (names[0] == "a")
 
 
-def test_files_that_are_not_read_are_named(tmp_path, capsys):
+def test_files_that_are_not_read_are_named(tmp_path):
     write_csv(tmp_path / "train.csv", TRAIN)
     write_csv(tmp_path / "newstest2019.csv", SPLITS["test"])
     (tmp_path / "stats.json").write_text('{"pairs": 3}')  # about the corpus, not the corpus
-    assert read_path(tmp_path) == {"train": TRAIN}
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{tmp_path} holds csv, json files; only the csv files are read"
-    assert lines[1].startswith("not read") and lines[1].endswith("newstest2019.csv")
+    lines = []
+    assert read(find_text(str(tmp_path), log=lines.append)) == {"train": TRAIN}
+    assert lines[0] == f"data: {tmp_path} holds csv, json files; only the csv files are read"
+    assert lines[1].startswith("data: not read") and lines[1].endswith(": newstest2019.csv")
 
 
 def test_a_compressed_shard_is_not_passed_over(tmp_path):

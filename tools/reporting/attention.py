@@ -59,7 +59,7 @@ def group_characters(tokenizer, ids: list[int]) -> list[tuple[list[int], str]]:
         positions.append(position)
         text = tokenizer.decode([ids[position] for position in positions])
         # U+FFFD stands for bytes that are no character yet; a real one is in some texts. A space
-        # goes to the word behind it.
+        # goes to the word after it.
         is_complete = text.strip() and "\ufffd" not in text
         if is_complete or len(positions) == LONGEST_GROUP or position == len(ids) - 1:
             groups.append((positions, text.strip()))

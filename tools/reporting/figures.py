@@ -125,7 +125,7 @@ def split_of(tag: str) -> str:
     """The split that a curve is of, as a key of STYLES."""
     if "smoothed" in tag:
         return "smoothed"
-    return tag.partition("/")[0].replace("validation", "valid")
+    return tag.partition("/")[0]
 
 
 def choose_scale(axes, values: list[float]) -> None:

@@ -106,10 +106,10 @@ def table(title: str, columns: list[str], labels: list[str], rows: list[list]) -
         print("  " + "".join(padded(str(cell)) for cell in cells).rstrip())
 
 
-def padded(text: str, width: int = 8) -> str:
-    """`text` with spaces up to `width` columns of a terminal; a Chinese character takes two."""
+def padded(text: str) -> str:
+    """`text` with spaces up to 8 columns of a terminal; a Chinese character takes two."""
     used = sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
-    return text + " " * (width - used)
+    return text + " " * (8 - used)
 
 
 if __name__ == "__main__":

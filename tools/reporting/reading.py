@@ -137,9 +137,6 @@ class RunFiles:
     def summary_of_curve(self, tag: str, summary: str, form: str) -> Fact | None:
         """The min, max, mean, median or last value of a curve."""
         values = self.series(tag)[1]
-        if not values and tag.startswith("valid/"):  # some labs write the word out
-            tag = tag.replace("valid/", "validation/")
-            values = self.series(tag)[1]
         if not values:
             return None
         value = SUMMARIES[summary](values)
@@ -206,7 +203,7 @@ def is_number(value) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def as_text(value, form: str = "") -> str:
+def as_text(value, form: str) -> str:
     """A value for the page: whole numbers with all digits, others in four or as `form` says."""
     if not is_number(value):
         return str(value)
@@ -272,10 +269,16 @@ def read_run(folder: str | Path) -> RunFiles:
     return run
 
 
+def graded_first(path: Path) -> tuple:
+    """A key for sorting results: the run's own data, then test, then greedy search."""
+    name = path.stem
+    return "-data-" in name, not name.startswith("test-"), "greedy" not in name, name
+
+
 def read_results(run: RunFiles) -> None:
     """The scores and hypotheses of evaluate.py, or the results of a lab; the graded one first."""
     files = [*run.folder.glob("result.json"), *run.folder.glob("eval/*.json")]
-    files.sort(key=lambda path: ("test" not in path.stem, "greedy" not in path.stem, path.stem))
+    files.sort(key=graded_first)
     best = (run.folder / "checkpoints/best").resolve().name
     for path in files:
         name = path.relative_to(run.folder).with_suffix("").as_posix()

@@ -22,6 +22,7 @@ from validation import attention_of
 EXAMPLES = 3  # of the best, the middle and the worst translations each
 WIDEST = 20  # tokens of a sentence in a picture of attention, which fits the page
 PARAMETERS = ("train.log#parameters", "parameters", "参数量")
+CROSS_ATTENTION = ("Cross-attention", "交叉注意力")
 
 
 def table(
@@ -393,9 +394,6 @@ def draw_attention(examples: Examples) -> dict[str, object]:
             found = attention_of(trained.model, tokenizers, source, translation, WIDEST)
             drawn[f"attention {number} {run.name}"] = picture(found)
     return drawn
-
-
-CROSS_ATTENTION = ("Cross-attention", "交叉注意力")
 
 
 def attention(page: Page, drawn: dict[str, object]) -> None:

@@ -13,9 +13,11 @@ from tools.reporting.page import Page
 from tools.reporting.reading import Fact, RunFiles
 from tools.reporting.sections import table
 
-MUON = "Jordan et al. 2024, Muon"
+SELECTION = ("choice of the training pairs", "训练句对的筛选")
 SMOOTHING = ("label smoothing", "标签平滑")
 OPTIMIZER = ("optimizer", "优化器")
+MUON = ("optimizer of the matrices", "矩阵的优化器")
+SCHEDULE = ("learning-rate schedule", "学习率计划")
 TOKENIZERS = ("tokenizers", "分词器")
 SCORE = ("score", "得分")
 PAPERS = {  # paper → what it is used for, and where
@@ -36,10 +38,23 @@ PAPERS = {  # paper → what it is used for, and where
         "model.py",
     ),
     "Loshchilov and Hutter 2019, AdamW, arXiv:1711.05101": (OPTIMIZER, "engine/optimizer.py"),
-    MUON: (OPTIMIZER, "engine/optimizer.py"),
-    "Hu et al. 2024, MiniCPM, arXiv:2404.06395": (
-        ("learning-rate schedule", "学习率计划"),
+    "Jordan et al. 2024, Muon, kellerjordan.github.io/posts/muon": (MUON, "engine/optimizer.py"),
+    "Liu et al. 2025, Muon is Scalable for LLM Training, arXiv:2502.16982": (
+        MUON,
+        "engine/optimizer.py",
+    ),
+    "Hu et al. 2024, MiniCPM, arXiv:2404.06395": (SCHEDULE, "engine/schedule.py"),
+    "Hägele et al. 2024, Scaling Laws Beyond Fixed Training Durations, arXiv:2405.18392": (
+        SCHEDULE,
         "engine/schedule.py",
+    ),
+    "Moore and Lewis 2010, Intelligent Selection of Language Model Training Data": (
+        SELECTION,
+        "text/cleaning.py",
+    ),
+    "Axelrod et al. 2011, Domain Adaptation via Pseudo In-Domain Data Selection": (
+        SELECTION,
+        "text/cleaning.py",
     ),
     "Sennrich et al. 2016, subword units (BPE), arXiv:1508.07909": (
         TOKENIZERS,
@@ -47,6 +62,11 @@ PAPERS = {  # paper → what it is used for, and where
     ),
     "Papineni et al. 2002, BLEU; Bird et al., NLTK": (SCORE, "text/bleu.py"),
     "Post 2018, sacreBLEU, arXiv:1804.08771": (SCORE, "text/bleu.py"),
+    "Popović 2015, chrF": (SCORE, "text/bleu.py"),
+    "Koehn 2004, Statistical Significance Tests for Machine Translation Evaluation": (
+        ("interval of the score", "得分的置信区间"),
+        "text/bleu.py",
+    ),
 }
 
 
@@ -153,11 +173,13 @@ def sources(page: Page, runs: list[RunFiles]) -> None:
         unused.add(SMOOTHING)
     if config.get("tokenizer"):  # a pretrained one
         unused.add(TOKENIZERS)
+    if config.get("optimizer") != "muon":
+        unused.add(MUON)
+    if not config.get("select"):
+        unused.add(SELECTION)
     to_write = ("✎ to be written", "✎ 待写")
     lines = [[("this repository", "本仓库"), ("all code", "全部代码"), "README.md", to_write]]
     for paper, (purpose, file) in PAPERS.items():
-        if paper == MUON and config.get("optimizer") != "muon":
-            continue
         if config and purpose not in unused:
             lines.append([paper, purpose, file, to_write])
     header = [

@@ -22,7 +22,7 @@ def convert(
     from ctranslate2.specs import TransformerSpec
 
     layers = (sizes["num_encoder_layers"], sizes["num_decoder_layers"])
-    # nn.Transformer has a norm behind the last layer in either order; only the specification of
+    # nn.Transformer has a norm after the last layer in either order; only the specification of
     # pre_norm has a place for it. The order of the layers is set below.
     spec = TransformerSpec.from_config(layers, sizes["nhead"], pre_norm=True)
     for side, vocabulary in (("encoder", "source"), ("decoder", "target")):
