@@ -7,6 +7,7 @@ A decoder layer needs, for one new token, only that token's query and the keys a
 tokens up to it. The stock layers recompute those at every step. Here they are kept in a cache: a
 step projects one token, and only its attention grows with the length. `fast.decoder` takes the
 same steps faster, in C++, behind the same three methods: `next_tokens`, `top_tokens`, `select`.
+If you change model.py so that `step` no longer computes the same, `Prefixes` does, without a cache.
 
 Letters in shape comments: B sentences, K hypotheses of each (greedy search has one), N = B·K rows
 that the decoder sees, S source tokens, T target tokens, D model width, V vocabulary, H heads,
@@ -17,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -35,6 +37,10 @@ ROWS_PER_BATCH = {"cpu": 128, "cuda": 512}  # hypotheses
 TOKENS_PER_BATCH = {"cpu": 2**15, "cuda": 2**18}  # hypotheses × source tokens with their padding
 CHECK_EVERY = 8  # steps between checks, on a GPU, of which sentences are done: a check waits for it
 CACHE_ROOM = 32  # target tokens by which a cache grows when it is full
+CHANGED = (
+    "note: decoding is slow: model.py was changed, so every step computes all tokens anew; change "
+    "`step` in decoding.py likewise"
+)
 
 
 # ---------------------------------------------------------------- one step of the decoder
@@ -186,6 +192,96 @@ def project(attention: nn.MultiheadAttention, x: Tensor, which: str) -> list[Ten
 def join_heads(attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
     """(N, H, T, W) → (N, T, D)"""
     return attention.out_proj(x.transpose(1, 2).flatten(2))
+
+
+# ---------------------------------------------------------------- one step of any model
+
+
+def plain_start(model: Translator, log: Callable = lambda line: None) -> Callable:
+    """`start` with this model; for a model that was changed `start_without_cache`, with a note."""
+    begin = partial(start, model)
+    if computes_the_same(begin, model):
+        return begin
+    log(CHANGED)
+    return partial(start_without_cache, model)
+
+
+@torch.inference_mode()
+def computes_the_same(begin: Callable, model: Translator) -> bool:
+    """Whether the steps after begin(src, src_pad) give the probabilities that model.py gives.
+
+    A reader may have changed model.py. Compared are the likeliest next tokens of made-up sentences.
+    """
+    config = model.config
+    device = next(model.parameters()).device
+    length = min(12, config.max_length)
+    ids = torch.arange(4 * length, device=device).view(4, length)
+    src = ids % config.source_vocab
+    tgt = ids % config.target_vocab
+    lengths = torch.linspace(1, length, 4, device=device).long()
+    src_pad = torch.arange(length, device=device) >= lengths[:, None]
+    was_training = model.training
+    model.eval()
+    with torch.autocast(device.type, enabled=False):
+        expected = F.log_softmax(model(src, src_pad, tgt), -1)  # (4, T, V)
+        try:
+            steps = begin(src, src_pad)
+            found = [steps.top_tokens(tgt[:, position], position, 64) for position in range(length)]
+        except Exception:  # a layer of another kind has no weights of these names and shapes
+            found = []
+    model.train(was_training)
+    if not found:
+        return False
+    log_probabilities, best = (torch.stack(parts, 1) for parts in zip(*found))  # (4, T, C)
+    expected = expected.gather(2, best)
+    difference = (log_probabilities - expected).norm()
+    spread = (expected - expected.mean(2, keepdim=True)).norm()
+    # A product rounded to bf16 (8 bits) or TF32 (11 bits) differs by less than 1 %. If both are
+    # nan, the weights are, and the steps are not to blame.
+    return not bool(difference > 0.02 * spread)
+
+
+@dataclass
+class Prefixes:
+    """The same steps without a cache: each feeds all tokens so far to `Translator.decode`.
+
+    This is slow, but right for every model.
+    """
+
+    model: Translator
+    memory: Tensor  # (N, S, D)
+    src_pad: Tensor  # (N, S)
+    tokens: Tensor  # (N, T) so far
+    drop_at: ClassVar[float] = 0.0  # as in `Cache`: copying costs little here
+
+    def next_tokens(self, tokens: Tensor, position: int) -> Tensor:
+        """As in `Cache`."""
+        return self.logits(tokens).argmax(-1)
+
+    def top_tokens(self, tokens: Tensor, position: int, count: int) -> tuple[Tensor, Tensor]:
+        """As in `Cache`."""
+        log_probabilities = F.log_softmax(self.logits(tokens), -1)
+        return log_probabilities.topk(min(count, log_probabilities.size(1)))
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Append (N,) tokens; → logits (N, V) of the next ones."""
+        self.tokens = torch.cat([self.tokens, tokens[:, None]], 1)
+        hidden = self.model.decode(self.memory, self.src_pad, self.tokens)[:, -1]  # (N, D)
+        with torch.autocast(hidden.device.type, enabled=False):  # as in `step`
+            return self.model.output(hidden.to(self.model.output.weight.dtype))
+
+    def select(self, rows: Tensor) -> None:
+        """As in `Cache`."""
+        rows = rows.flatten()
+        self.memory = self.memory.index_select(0, rows)
+        self.src_pad = self.src_pad.index_select(0, rows)
+        self.tokens = self.tokens.index_select(0, rows)
+
+
+@torch.inference_mode()
+def start_without_cache(model: Translator, src: Tensor, src_pad: Tensor) -> Prefixes:
+    """Encode (B, S) sources; → `Prefixes` with one row for each."""
+    return Prefixes(model, model.encode(src, src_pad), src_pad, src.new_empty(len(src), 0))
 
 
 # ---------------------------------------------------------------- the two searches
@@ -425,7 +521,8 @@ def search(
     An empty source has one empty hypothesis. `beam` 1 is greedy search, and there is one
     hypothesis, unless `nbest` asks for that many (up to `beam`) with their scores.
     `batches`: which sources to translate, all by default; others get an empty hypothesis.
-    `decoder`: `fast.decoder(model)`, to take the place of `start`.
+    `decoder`: `fast.decoder(model)`; without one, the model is decoded by `start`, or if it was
+    changed by `start_without_cache`.
     `progress` wraps the batches, as tqdm does.
     """
     device = next(model.parameters()).device
@@ -435,12 +532,13 @@ def search(
     scored = beam > 1 or nbest > 0
     if batches is None:
         batches = plan_for(model, [len(source) for source in sources], beam)
+    begin = decoder.start if decoder else plain_start(model)
 
     def search_batch(batch: list[int]) -> list[list[Hypothesis]]:
         src, src_pad = collate.pad_sources([sources[index] for index in batch])
         src, src_pad = src.to(device), src_pad.to(device)
         limits = output_limit((~src_pad).sum(1), model.config.max_length)
-        cache = decoder.start(src, src_pad) if decoder else start(model, src, src_pad)
+        cache = begin(src, src_pad)
         if not scored:
             ids = greedy(cache, limits, bos, eos)
             return to_hypotheses(ids[:, None], None, limits, eos)

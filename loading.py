@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fast
 from data import Prepared
+from decoding import plain_start
 from engine import checkpoint
 from engine.distributed import World
 from engine.errors import UserError
@@ -84,6 +85,8 @@ def load_for_decoding(
     trained.model.to(world.device)
     with precision.autocast():  # fast.decoder asks whether it is on
         decoder = fast.decoder(trained.model, int8)
+    if decoder is None:
+        plain_start(trained.model, log)  # logs whether decoding.py, too, has to do without
     rounded = ", weights and inputs of linear layers rounded to 8 bits" if int8 else ""
     log(f"{precision.describe()}{rounded}")
     return trained, precision, decoder

@@ -10,7 +10,7 @@ import torch
 
 import fast
 from data import BucketSampler, Collate, Prepared
-from decoding import Translations, translate_lines
+from decoding import Translations, plain_start, translate_lines
 from engine.distributed import full_tensor, is_sharded
 from engine.meters import perplexity
 from engine.precision import Precision
@@ -55,6 +55,8 @@ class Validation:
         # Every rank tries the batches that need most memory.
         tried = [batch for batch in sampler.heaviest_steps() for _ in range(self.world.size)]
         self.loss(plain_model, tried)
+        if not fast.decoder(plain_model):
+            plain_start(plain_model, run.log)  # for its note
         self.translate(plain_model, self.prepared.validation_rows[:SAMPLES])
         corpus_bleu(["one"], ["one"], smooth=True)
 

@@ -16,11 +16,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from decoding import computes_the_same
 from engine.distributed import is_sharded
 from engine.errors import UserError
 from fast import build
-from fast.decoding import CompiledDecoder, agrees, is_possible
-from fast.training import KernelLoss, SlicedLoss, is_known, why_not
+from fast.decoding import CompiledDecoder, is_possible
+from fast.training import KernelLoss, SlicedLoss, is_known, loss_is_known, why_not
 
 
 def keep_tensors_together(device: torch.device) -> bool:
@@ -49,8 +50,8 @@ def loss(
             # SlicedLoss computes gradients before the loss is scaled up: they would vanish.
             log("note: all logits are in memory at once (fp16)")
             return None
-        if not is_known(model):
-            log("note: all logits are in memory at once (the model was changed)")
+        if not is_known(model) or not loss_is_known():
+            log("note: all logits are in memory at once (model.py was changed)")
             return None
         return SlicedLoss(model, label_smoothing, dtype)
     reason = why_not(model, dtype)
@@ -71,7 +72,7 @@ def decoder(model: nn.Module, int8: bool = False) -> CompiledDecoder | None:
     in_fp32 = device.type == "cpu" and not torch.is_autocast_enabled("cpu")
     if in_fp32 and is_possible(model, int8):
         compiled = CompiledDecoder(model)
-        if agrees(compiled, model):
+        if computes_the_same(compiled.start, model):
             return CompiledDecoder(model, int8=True) if int8 else compiled
     if int8:
         found = str(device)

@@ -129,27 +129,6 @@ def is_possible(model: nn.Module, int8: bool = False) -> bool:
     return kernels(int8) is not None
 
 
-@torch.inference_mode()
-def agrees(decoder: "CompiledDecoder", model: nn.Module) -> bool:
-    """Whether the model's own methods, which a reader may have changed, choose the same tokens.
-
-    `decoder` is in fp32; a near tie between two tokens is no difference.
-    """
-    config = model.config
-    training = model.training
-    src = torch.arange(24).view(4, 6) % config.source_vocab
-    src_pad = torch.arange(6) > torch.arange(2, 6)[:, None]
-    tokens = [torch.arange(4) % config.target_vocab]
-    cache = decoder.start(src, src_pad)
-    for position in range(3):
-        tokens.append(cache.next_tokens(tokens[-1], position))
-    logits = model.eval()(src, src_pad, torch.stack(tokens[:-1], 1))  # (4, 3, V)
-    model.train(training)
-    best = logits.amax(-1)
-    chosen = logits.gather(-1, torch.stack(tokens[1:], 1)[..., None]).squeeze(-1)
-    return bool((best - chosen).mean() <= 1e-3 * (best - logits.mean(-1)).mean())
-
-
 def check_ids(tokens: Tensor, vocabulary: int) -> None:
     """Raises `IndexError` for ids outside the vocabulary: C++ would read foreign memory."""
     if bool(((tokens < 0) | (tokens >= vocabulary)).any()):

@@ -18,6 +18,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fast import kernels
 from fast.cross_entropy import linear_cross_entropy
+from model import SummedLoss
 
 # The children of a `Translator`, and the weights of every module in it. A model that has others, or
 # hooks, runs its own code.
@@ -100,7 +101,7 @@ def why_not(model: nn.Module, dtype: torch.dtype) -> str:
         return "the weights are not fp32"
     if not kernels.compiled(dtype):
         return "the kernels are not compiled"
-    if not agrees(model, dtype):
+    if not agrees(model, dtype) or not loss_is_known():
         return "model.py was changed: it computes something else"
     return ""
 
@@ -129,6 +130,39 @@ def agrees(model: nn.Module, dtype: torch.dtype) -> bool:
             same = same and bool((ours - theirs).norm() <= limit * theirs.norm())
     model.train(was_training)
     return same
+
+
+class OutputAlone(nn.Module):
+    """What a loss needs of a model: here, three tokens of width 2 and a vocabulary of five."""
+
+    def __init__(self):
+        super().__init__()
+        self.output = nn.Linear(2, 5, dtype=torch.float64)
+        nn.init.normal_(self.output.weight, generator=torch.Generator().manual_seed(0))
+
+    def hidden(self, *inputs) -> Tensor:
+        """(3, 2), whatever the inputs"""
+        return torch.tensor([[1.0, 2.0], [-3.0, 4.0], [5.0, -6.0]], dtype=torch.float64)
+
+    def forward(self, *inputs) -> Tensor:
+        """Logits (3, 5)"""
+        return self.output(self.hidden())
+
+
+@torch.no_grad()
+def loss_is_known() -> bool:
+    """Whether `SummedLoss`, which a reader may have changed, gives the same as `SlicedLoss`."""
+    model = OutputAlone()
+    src = torch.zeros(3, 1, dtype=torch.long)
+    positions = torch.arange(3)
+    inputs = (src, src > 0, src, positions, positions + 1)
+    ours = SlicedLoss(model, 0.1, torch.float64)(*inputs)
+    try:
+        theirs = SummedLoss(model, 0.1)(*inputs)
+    except Exception:  # it needs more of the model
+        return False
+    same = [torch.allclose(mine, other.double(), rtol=1e-5) for mine, other in zip(ours, theirs)]
+    return len(theirs) == 2 and all(same)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from engine.errors import UserError
 from labs.attention_op.operators import as_bias, attention, check_backend
 
+# In evaluation, PyTorch's encoder would call one fused function instead of its attention modules.
+torch.backends.mha.set_fastpath_enabled(False)
+
 
 class MultiHeadAttention(nn.MultiheadAttention):
     """`nn.MultiheadAttention` computed by this lab's operators, with the same parameters and names.
@@ -31,9 +34,6 @@ class MultiHeadAttention(nn.MultiheadAttention):
                 "MultiHeadAttention: add_bias_kv, add_zero_attn, kdim and vdim are not supported"
             )
         self.backend = backend
-        # Outside training, nn.TransformerEncoderLayer bypasses its attention module and calls a
-        # fused kernel with its weights, unless the module has a hook. This one changes nothing.
-        self.register_forward_pre_hook(lambda module, inputs: None)
 
     def forward(
         self,
