@@ -91,7 +91,7 @@ def clean_and_tokenise(
         tokenizers = dict.fromkeys(SIDES, load_tokenizer(tokenizer))
 
     # -------- load: all rows of validation and test, raw
-    held_out = load_held_out(text, log)
+    held_out = load_held_out(text)
 
     # -------- clean: this also drops training pairs that repeat a held-out row
     counts: Counter[str] = Counter()  # rows read, rows kept, rows dropped for each of `REASONS`
@@ -122,6 +122,11 @@ def clean_and_tokenise(
             f"choose one made for {text.source} and {text.target}, or leave --tokenizer out"
         )
     rows = evenly_spaced(held_out["validation"], VALIDATION_ROWS)
+    if not rows:
+        raise UserError(
+            f"{text.path}: {counts['kept']:,} pairs are too few to cut 1 % off for validation; "
+            "add pairs, or a validation file"
+        )
     tokenise_validation(rows, folder, tokenizers, max_length, log)
 
     log(describe_counts(counts))
@@ -139,20 +144,14 @@ def clean_and_tokenise(
     (folder / "summary.json").write_text(content, encoding="utf-8")
 
 
-def load_held_out(text: ParallelText, log: Callable) -> dict[str, list[tuple[str, str]]]:
-    """The raw rows of validation and test. A split without files is cut from train and logged."""
+def load_held_out(text: ParallelText) -> dict[str, list[tuple[str, str]]]:
+    """The raw rows of validation and test. A split without files is cut from train."""
     held_out = held_out_rows(text)
-    if not held_out["validation"]:
-        if "validation" in text.files:
-            problem = "the validation split has no rows; add rows, or remove the file"
-        else:
-            problem = "train is too small to cut 1 % off for validation; add a validation file"
-        raise UserError(f"{text.path}: {problem}")
-    for split in missing_splits(text):
-        count = len(held_out[split])
-        log(f"data: no {split} split; {count:,} pairs are cut from train by a hash of the pair")
-    if split_to_score(text) == "validation":
-        log("data: no test split; evaluate.py scores validation, and train keeps its rows")
+    if "validation" in text.files and not held_out["validation"]:
+        raise UserError(
+            f"{text.path}: the validation split has no rows; add rows, or remove the file: "
+            "then it is cut from train"
+        )
     return held_out
 
 
@@ -421,6 +420,10 @@ def find_and_prepare(config, cache: Path, log: Callable) -> tuple[Path, str, str
     for split, files in text.files.items():
         names = short(", ".join(file.name for file in files))
         log(f"data: {split} is {names}")
+    for split in missing_splits(text):
+        log(f"data: no {split} split; 1 % of the pairs are cut from train, by a hash of the pair")
+    if split_to_score(text) == "validation":
+        log("data: no test split; evaluate.py scores validation, and train keeps its rows")
     prepared = prepare(
         text,
         cache,
@@ -453,7 +456,11 @@ def prepare(
     try:
         prepared = load_if_intact(folder)
         if prepared:
-            log(f"data: {text.path} ({text.form}), tokenised earlier in {folder}")
+            log(
+                f"data: {text.path} ({text.form}), tokenised earlier in {folder}; delete it if you "
+                "have changed the code of the data"
+            )
+            log(describe_counts(Counter(prepared.summary["counts"])))
             return prepared
         with lock_folder(folder, log):
             # Another process may have made it while we waited for the lock.

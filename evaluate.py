@@ -170,6 +170,10 @@ def choose_rows(config: Config, trained: Trained) -> Scored:
         is_run_data = was_trained_on(trained.run, text)
 
     notes = []
+    if columns[0] == columns[1]:
+        raise UserError(f"--source and --target are both {columns[0]}; name two columns")
+    if columns == run_columns[::-1]:
+        notes.append(f"the model translates from {run_columns[0]} to {run_columns[1]}")
     if split in text.files:
         rows = text.pairs(split)
         if split == "validation" and not config.split:
@@ -224,7 +228,7 @@ def print_card(
     """
     card = bleu_card(scored.references(), translations.texts)
     decoding = "greedy"
-    if config.beam > 1:
+    if config.beam > 1:  # a search of your own needs a name here and in `name_of_score`
         decoding = f"beam {config.beam}, length penalty {config.length_penalty:g}"
     if config.precision == "int8":
         decoding += ", int8"

@@ -17,7 +17,7 @@ from decoding import plain_start
 from engine import checkpoint
 from engine.distributed import World
 from engine.errors import UserError
-from engine.files import names_place
+from engine.files import atomic_write, names_place
 from engine.precision import Precision, choose_precision
 from engine.run import find_run, load_weights_into
 from model import ModelConfig, Translator
@@ -195,5 +195,5 @@ def save_description(run: Path, sizes: ModelConfig, prepared: Prepared) -> None:
     with names_place(run):
         prepared.source_tokenizer.save_pretrained(run / "tokenizer" / "source")
         prepared.target_tokenizer.save_pretrained(run / "tokenizer" / "target")
-        (run / "model.json").write_text(sizes_as_json + "\n", encoding="utf-8")
-        (run / "data.json").write_text(described + "\n", encoding="utf-8")
+        atomic_write(run / "model.json", sizes_as_json + "\n")
+        atomic_write(run / "data.json", described + "\n")

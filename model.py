@@ -177,9 +177,8 @@ class Translator(nn.Module):
             self.embed(self.target_embedding, tgt_in),
             memory,
             tgt_mask=self.causal_mask[:length, :length],
-            # True promises that the mask above is causal. PyTorch relies on it: in training it
-            # ignores the mask and runs its own, faster causal kernel. If you change the mask, write
-            # False.
+            # True promises that the mask above is causal. PyTorch relies on it: it ignores the mask
+            # and runs its own, faster causal kernel. If you change the mask, write False.
             tgt_is_causal=True,
             memory_key_padding_mask=src_pad,
         )
@@ -242,7 +241,10 @@ def sinusoids(length: int, d_model: int) -> Tensor:
 
 
 class SummedLoss(nn.Module):
-    """A translator and its loss in one module, for DDP and torch.compile, which wrap modules."""
+    """A translator and its loss in one module, for DDP and torch.compile, which wrap modules.
+
+    fast/ has the same loss, and train.py and validation.py use its two results.
+    """
 
     def __init__(self, model: Translator, label_smoothing: float):
         super().__init__()

@@ -220,6 +220,8 @@ def train(config: Config) -> Path:
         # -------- the length of the run
         steps_per_epoch = sampler.steps_per_epoch
         total_steps = config.max_steps or config.epochs * steps_per_epoch
+        if config.max_steps and "epochs" in getattr(config, "given", ()):
+            log(f"note: --epochs has no effect with --max_steps {config.max_steps:,}")
         warmup = schedule.warmup_steps(config.warmup, total_steps)
         eval_every = config.eval_every or max(250, steps_per_epoch)
         on_each = f" on each of {world.size} processes" if world.size > 1 else ""
@@ -242,7 +244,7 @@ def train(config: Config) -> Path:
             precision,
             config.tokens_per_batch // sampler.micro_batches,
         )
-        if world.is_main and not run.saved_state:
+        if world.is_main:
             save_description(run.folder, sizes, prepared)
         run.begin()
 

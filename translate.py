@@ -47,6 +47,10 @@ class Config:
             raise UserError(f"--nbest {self.nbest} needs --beam {self.nbest} or larger")
         if self.quantization and not self.export:
             raise UserError("--quantization is for --export")
+        if self.port != 8000 and not self.serve:
+            raise UserError("--port is for --serve")
+        if self.length_penalty != 1 and self.beam == 1:
+            raise UserError("--length_penalty needs --beam 2 or larger")
 
 
 # Before the heavy imports, so that --help and a wrong flag answer at once.
@@ -69,9 +73,9 @@ from text.sentences import join, sentences
 def translate(config: Config) -> None:
     """Translate the arguments, the lines of standard input, or what is typed at a prompt.
 
-    Every line in gives one line out, or N with --nbest N. Of several ranks rank 0 reads and prints,
-    and all translate. Standard output receives translations alone; everything else goes to standard
-    error.
+    Every line in gives one line out, or up to N with --nbest N. Of several ranks rank 0 reads and
+    prints, and all translate. Standard output receives translations alone; everything else goes to
+    standard error.
     """
     if config.export or config.serve:
         if config.text or (config.export and config.serve):

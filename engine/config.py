@@ -320,7 +320,10 @@ def load_config(config_class, path: Path):
         raise UserError(
             f"{path} is damaged, or of another script or version: {error}; start a new run"
         ) from None
-    checked(config)
+    try:
+        checked(config)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     for field in dataclasses.fields(config):
         if field.name not in saved:
             raise UserError(

@@ -29,9 +29,13 @@ class UserError(Exception):
 
 
 def prepare_process() -> None:
-    """Make the standard streams writable and Ctrl-C quiet, before the imports that take seconds."""
+    """Make the standard streams usable and Ctrl-C quiet, before the imports that take seconds."""
     if sys.platform == "win32":
         stop("this needs Linux, macOS or WSL (the Linux inside Windows: https://aka.ms/wsl)")
+    # Python has None for a stream that the shell closed: `>&-`.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
     # A terminal in ASCII or Latin-1 shows \u4e2d instead of raising an error.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -69,8 +73,8 @@ def stop(message: str, code: int = 2) -> None:
     one_line = " ".join(message.split())
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        discard_output()
+    except OSError as error:
+        discard_output(error)
     print(f"error{who}: {one_line}", file=sys.stderr, flush=True)
     if who:
         # Not sys.exit: a destructor might wait for the other ranks.
@@ -78,9 +82,12 @@ def stop(message: str, code: int = 2) -> None:
     sys.exit(code)
 
 
-def discard_output() -> None:
-    """Nobody reads standard output any more: what is still to be written goes to /dev/null."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def discard_output(error: OSError) -> None:
+    """Standard output cannot be written any more: from now on it goes to /dev/null."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    if error.errno == errno.EIO:  # the terminal is gone, and standard error with it
+        os.dup2(nowhere, sys.stderr.fileno())
 
 
 def explain(error: Exception) -> str | None:
@@ -97,6 +104,8 @@ def explain(error: Exception) -> str | None:
         return f"the GPU's memory is full; choose a free GPU, or {smaller}"
     if isinstance(error, MemoryError) or "can't allocate memory" in message:
         return f"the machine's memory is full; {smaller}"
+    if "can't start new thread" in message:
+        return "the limit on processes or memory is reached (see `ulimit -a`); raise it"
     if "no kernel image" in message:
         return (
             "this GPU is too old for this build of PyTorch; see "

@@ -99,6 +99,8 @@ class Run(contextlib.AbstractContextManager):
         Returns the state that `save` was given, or None if nothing is saved yet.
         """
         if self.checkpoint is None or self.saved_state is None:
+            if self.config.resume:
+                self.log(f"note: {self.folder} has no checkpoint: training starts at step 0 again")
             return None
         load_weights_into(model, checkpoint.load_weights(self.checkpoint), self.checkpoint)
         if optimizer:

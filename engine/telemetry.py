@@ -178,20 +178,20 @@ class Log:
     def __call__(self, message: str) -> None:
         if not is_main():
             return
+        if self.path:
+            try:
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+            except OSError as error:
+                message += f"\nnote: {self.path} can no longer be written: {error.strerror}"
+                self.path = None
         try:
             tqdm.write(message)  # above a progress bar, if there is one
             sys.stdout.flush()  # to a file (a batch job), Python would keep lines back for long
-        except BrokenPipeError:
-            # The reader of a pipe has left (`python train.py | head`); train.log has every line.
-            discard_output()
-        if self.path is None:
-            return
-        try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
         except OSError as error:
-            tqdm.write(f"note: {self.path} can no longer be written: {error.strerror}")
-            self.path = None
+            # The reader of a pipe has left (`python train.py | head`), the terminal is gone, or the
+            # disk is full. Training continues: train.log has every line.
+            discard_output(error)
 
 
 def progress_bar(iterable=None, **kwargs) -> tqdm:

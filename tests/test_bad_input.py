@@ -151,7 +151,7 @@ CASES = {
     ),
     "no validation rows": Case(
         "train --data bad",
-        ("bad: train is too small to cut 1 % off for validation",),
+        ("bad: 5 pairs are too few to cut 1 % off for validation",),
         rows(*PAIRS[:5]),
     ),
     # Flags that do not go together, or not with this machine.

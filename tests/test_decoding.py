@@ -1,6 +1,8 @@
 """Cached decoding finds what re-running the stock model finds; beam search scores as that model."""
 
 import math
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from conftest import TINY
 from hypothesis import given
 from hypothesis import strategies as st
 from random_models import BOS, COLLATE, EOS, beam_search, make_sources, nearly_tie
+from torch import nn
 
 import decoding
 from decoding import greedy, map_in_threads, output_limit, plan_batches, search
@@ -78,6 +81,66 @@ def test_in_float32_only_near_ties_differ():
     for source, tokens in zip(sources, best_tokens(model, sources)):
         expected = greedy_by_the_stock_model(exact, source)
         assert tokens == expected or nearly_tie(exact, source, tokens, expected)
+
+
+# ---------------------------------------------------------------- a model that was changed
+
+
+class Turned(nn.MultiheadAttention):
+    """Rotary positions in their simplest form: queries and keys are turned by their positions."""
+
+    def forward(self, query, key, value, **options):
+        if query is key:  # self-attention
+            angle = torch.arange(query.size(1), dtype=query.dtype)[:, None]
+            first, second = query[..., ::2], query[..., 1::2]
+            turned = first * angle.cos() - second * angle.sin()
+            other = first * angle.sin() + second * angle.cos()
+            query = key = torch.stack((turned, other), -1).flatten(2)
+        return super().forward(query, key, value, **options)
+
+
+def other_kind_of_attention(model) -> None:
+    """Not even the names of the weights are those that `step` knows."""
+
+    class Mean(nn.Module):
+        batch_first = True
+
+        def forward(self, query, key, value, **options):
+            return query.cumsum(1), None
+
+    model.transformer.decoder.layers[0].self_attn = Mean()
+
+
+def turn(model) -> None:
+    for layer in [*model.transformer.encoder.layers, *model.transformer.decoder.layers]:
+        layer.self_attn.__class__ = Turned
+
+
+@pytest.mark.parametrize("change", [turn, other_kind_of_attention])
+def test_a_changed_model_is_decoded_as_model_py_computes_it(change):
+    model = make_model()
+    sources = make_sources(0, 12, 14)
+    before = best_tokens(model, sources)
+    change(model)
+    notes = []
+    decoding.plain_start(model, notes.append)
+    assert notes == [decoding.CHANGED]
+    found = best_tokens(model, sources)
+    assert found == [greedy_by_the_stock_model(model, source) for source in sources] != before
+    for source, hypotheses in zip(sources, search(model, sources, COLLATE, beam=3), strict=True):
+        best = hypotheses[0]
+        length = len(best.tokens) + best.ended
+        score = model_score(model, source, best.tokens, best.ended) / length
+        assert math.isclose(best.score, score, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_model_as_it_is_needs_no_note(scale, dtype):
+    notes = []
+    with torch.autocast("cpu", torch.bfloat16):
+        decoding.plain_start(make_model(scale=scale, dtype=dtype), notes.append)
+    assert not notes
 
 
 # ---------------------------------------------------------------- beam search
@@ -256,7 +319,8 @@ def test_no_step_once_all_have_ended(monkeypatch):
     model.output.bias.data[EOS] = 1e9
     monkeypatch.setattr(decoding, "step", lambda *given: positions.append(given[3]) or step(*given))
     for beam in (1, 3):
-        search(model, make_sources(0, 8, 14), COLLATE, beam=beam)
+        begin = SimpleNamespace(start=partial(decoding.start, model))
+        search(model, make_sources(0, 8, 14), COLLATE, beam=beam, decoder=begin)
     assert max(positions) <= 1  # the limits are 13 and more
 
 

@@ -217,6 +217,14 @@ def test_only_the_best_checkpoint_was_chosen_by_validation(run_of, checkpoint, a
     assert choose_rows(Config(split="validation", average=average), trained).note == note
 
 
+def test_the_other_direction_is_noted(run_of):
+    trained = run_of("train test")
+    note = choose_rows(Config(source="en", target="zh"), trained).note
+    assert note == "the model translates from zh to en"
+    with pytest.raises(UserError, match="--source and --target are both zh"):
+        choose_rows(Config(target="zh"), trained)
+
+
 def test_a_split_that_is_missing_is_an_error_and_changed_data_are_noted(run_of):
     with pytest.raises(UserError, match=r"no test split \(it has train, validation\); leave"):
         choose_rows(Config(split="test"), run_of("train validation"))

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "root": {"fast", "text", "engine", "tools", *NOUNS},
     "labs": {"labs", "fast", "text", "engine", "tools", *NOUNS} - SCRIPTS,
     "tools": {"tools", "fast", "text", "engine", *NOUNS} - SCRIPTS,
-    "fast": {"fast", "engine"},
+    "fast": {"fast", "engine", "model", "decoding"},
     "text": {"text", "engine"},
     "engine": {"engine"},
 }

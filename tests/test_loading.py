@@ -101,7 +101,7 @@ def test_the_newest_run(run, monkeypatch):
     assert load_trained(log=lines.append).run.samefile(run)
     assert lines == [f"no --ckpt given, using the newest run: {Path('runs/tiny')}"]
     os.utime(run / "checkpoints", (1e8, 1e8))
-    assert newest_run(Path("runs")) == str(Path("runs/z-older"))
+    assert newest_run() == str(Path("runs/z-older"))
 
 
 def test_the_faster_decoder_is_in_8_bits_if_asked(run, monkeypatch):

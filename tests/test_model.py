@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
@@ -243,3 +244,20 @@ def test_cross_attention_rows_sum_to_one_and_skip_padding():
     torch.nn.init.zeros_(last.in_proj_weight)  # now all positions weigh the same
     uniform = cross_attention(model, src, src_pad, tgt_in)[0]
     assert torch.allclose(uniform, torch.full((6, 7), 1 / 7)) and weights.std() > 0.01
+
+
+def test_a_changed_attention_module_acts_in_evaluation_too():
+    """PyTorch's fused encoder would pass it by."""
+    model = make_model().eval()
+    called = []
+
+    class Noted(nn.MultiheadAttention):
+        def forward(self, *inputs, **options):
+            called.append(self)
+            return super().forward(*inputs, **options)
+
+    for layer in model.transformer.encoder.layers:
+        layer.self_attn.__class__ = Noted
+    with torch.no_grad():
+        model.encode(torch.tensor([[3, 4]]), torch.tensor([[False, True]]))
+    assert len(called) == len(model.transformer.encoder.layers)

@@ -399,6 +399,10 @@ def place(tmp_path_factory) -> Path:
     shutil.copytree(folder / "runs/NAME/tokenizer/source", folder / "my_tokenizer")
     for name in ("A", "B", "lm"):
         shutil.copytree(folder / "runs/NAME", folder / "runs" / name)
+    shutil.copytree(folder / "runs/NAME", folder / "HANDED_IN", symlinks=True)
+    weights = folder / "HANDED_IN/checkpoints/best/model.safetensors"
+    weights.resolve().rename(folder / "HANDED_IN/model.safetensors")
+    shutil.rmtree(folder / "HANDED_IN/checkpoints")
     return folder
 
 

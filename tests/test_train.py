@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import sys
 from contextlib import contextmanager, nullcontext
@@ -293,20 +294,6 @@ def test_compiled_equals_plain(whole_run, long_data, here):
     assert records(whole_run) == pytest.approx(records(here), rel=1e-4)
 
 
-def test_compiled_pads_no_further_than_the_models_positions(toy_data, here, monkeypatch):
-    """--compile pads to multiples of 16; this model has 13 positions."""
-    widths = set()
-
-    def compiled(module, **_):
-        module.register_forward_pre_hook(lambda _, inputs: widths.add(inputs[0].size(1)))
-        return module
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    settings = dict(compile=True, max_length=13, max_steps=1)
-    training.train(config(data=str(toy_data), run=str(here), **settings))
-    assert len(records(here, "valid/loss")) == 1 and widths == {13}
-
-
 @pytest.mark.parametrize("part", ["loss", "translate"])
 def test_a_fault_of_the_validation_comes_before_the_first_step(toy_data, here, monkeypatch, part):
     monkeypatch.setattr(training.Validation, part, lambda *_: 1 / 0)
@@ -572,10 +559,21 @@ def test_a_finished_run_is_continued_only_to_a_later_end(toy_data, here, capsys)
     output = capsys.readouterr().out
     assert "stopped after step 6: finished" in output and "  loss " not in output
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(here).items())
-    training.train(resumed(here, max_steps=20, log_every=1))
-    assert " 0 tokens/s" not in capsys.readouterr().out  # after the first step the speed is unknown
+    shutil.rmtree(here / "tokenizer")  # the run was copied in part
+    training.train(resumed(here, max_steps=20, log_every=1, epochs=3))
+    output = capsys.readouterr().out
+    assert " 0 tokens/s" not in output  # after the first step the speed is unknown
+    assert "note: --epochs has no effect with --max_steps 20" in output
+    assert (here / "tokenizer/target").exists()
     rates = records(here, "train/learning_rate")
     assert max(rates) == 20 and rates[7] == rates[14] == 0.002 and rates[20] < 0.0004
+
+
+def test_a_run_without_its_checkpoints_says_that_it_starts_again(toy_data, here, capsys):
+    training.train(config(data=str(toy_data), run=str(here)))
+    shutil.rmtree(here / "checkpoints")
+    training.train(resumed(here))
+    assert "has no checkpoint: training starts at step 0 again" in capsys.readouterr().out
 
 
 def test_other_data_than_before_is_refused(toy_data, long_data, here):

@@ -153,9 +153,18 @@ def test_the_best_of_each_line_with_scores(called, reference, monkeypatch, beam)
     assert scores == sorted(scores, reverse=True) and scores[0] < 0
 
 
-def test_more_hypotheses_than_beams_are_a_mistake():
-    with pytest.raises(UserError, match="--nbest 3 needs --beam 3 or larger"):
-        script.Config(beam=2, nbest=3)
+@pytest.mark.parametrize(
+    "flags, error",
+    [
+        (dict(beam=2, nbest=3), "--nbest 3 needs --beam 3 or larger"),
+        (dict(length_penalty=2.0), "--length_penalty needs --beam 2 or larger"),
+        (dict(port=5), "--port is for --serve"),
+        (dict(quantization="int8"), "--quantization is for --export"),
+    ],
+)
+def test_flags_that_would_have_no_effect_are_a_mistake(flags, error):
+    with pytest.raises(UserError, match=error):
+        script.Config(**flags)
 
 
 def test_at_a_prompt(called, reference, monkeypatch):
@@ -186,7 +195,7 @@ def test_a_paragraph_is_translated_sentence_by_sentence(called, reference):
 
 
 def test_input_that_is_not_utf8(called):
-    message = r"standard input is not UTF-8 .*; convert it with iconv first"
+    message = r"standard input after line 0 is not UTF-8 .*; convert it with iconv first"
     with pytest.raises(UserError, match=message):
         called(stdin="你好\n".encode("gb18030"))
     with pytest.raises(UserError, match=r"the text is not UTF-8; .* with iconv"):

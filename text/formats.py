@@ -133,7 +133,7 @@ def read_json(file: Path, source: str, target: str) -> Pairs:
         for name in (source, target):
             if not isinstance(texts[name], str | None):
                 kind = type(texts[name]).__name__
-                raise UserError(f"{where}: {name} is of type {kind}, not text; put it in quotes")
+                raise UserError(f"{where}: {name} is of type {kind}, not text; put one in quotes")
         pair = (texts[source] or "", texts[target] or "")
         try:
             "".join(pair).encode()
@@ -159,8 +159,11 @@ def json_rows(file: Path) -> Iterator[tuple[str, object]]:
     except json.JSONDecodeError as error:
         line = number + error.lineno - 1
         raise UserError(
-            f"{file}, line {line}: broken JSON ({error.msg}); repair it or get the file again"
+            f"{file}, line {line}: neither one JSON object a line nor one array of objects "
+            f"({error.msg}); write it in one of these forms"
         ) from error
+    except ValueError as error:  # a number of thousands of digits
+        raise UserError(f"{file}, line {number}: {short(error)}; repair it") from error
     except RecursionError:
         raise UserError(
             f"{file}, line {number}: too many brackets inside one another; write one row a line"
@@ -209,6 +212,8 @@ def below_header(
     columns = [name.strip() for name in columns]
     if source not in columns or target not in columns:
         raise wrong_columns(f"{file}, line {line}", columns, source, target)
+    if columns.count(source) > 1 or columns.count(target) > 1:
+        raise UserError(f"{file}, line {line}: two columns of one name; rename one of them")
     source_column = columns.index(source)
     target_column = columns.index(target)
     for line, fields in rows:
@@ -258,7 +263,7 @@ def together(sources: Iterator[str], targets: Iterator[str], *files: Path) -> Pa
 
 def wrong_columns(where, columns: Iterable[str], source: str, target: str) -> UserError:
     """The error for a row or file that lacks one of the two columns."""
-    hint = "name them with --source and --target (line 1 of csv and tsv must hold their names)"
+    hint = "name them with --source and --target (in line 1 of csv and tsv, in each row of json)"
     spelled = {name.lower(): name for name in columns}
     if source.lower() in spelled and target.lower() in spelled:
         hint = f"use --source {spelled[source.lower()]} --target {spelled[target.lower()]}"

@@ -30,12 +30,15 @@ def groups_of_lines(texts: list[str]) -> Iterator[list[str]]:
                 yield [line]
     else:
         sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # type: ignore[union-attr]
+        lines_done = 0
         try:
             while group := list(islice(sys.stdin, LINES_AT_ONCE)):
                 yield group
+                lines_done += len(group)
         except UnicodeDecodeError as error:
             raise UserError(
-                f"standard input is not UTF-8 ({error.reason}); convert it with iconv first"
+                f"standard input after line {lines_done:,} is not UTF-8 ({error.reason}); convert "
+                "it with iconv first"
             ) from None
 
 

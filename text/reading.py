@@ -206,22 +206,29 @@ def directory_files(root: Path, source: str, log: Callable) -> tuple[str, dict[s
         raise UserError(f"cannot list {error.filename}: {error.strerror}; check its permissions")
 
     by_form: dict[str, list[Path]] = {}
-    for folder, subfolders, names in os.walk(root, onerror=refuse, followlinks=False):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+    visited = set()  # links may lead to a folder twice, or in a circle
+    for folder, subfolders, names in os.walk(root, onerror=refuse, followlinks=True):
+        if os.path.realpath(folder) in visited:
+            subfolders.clear()
+            continue
+        visited.add(os.path.realpath(folder))
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         for name in names:
             file = Path(folder, name)
-            unpacked = file.with_suffix("")
             if name.startswith(".") or name in NOT_DATA:
                 continue
             if form := form_of(file, source):
                 by_form.setdefault(form, []).append(file)
-            elif file.suffix in COMPRESSED and form_of(unpacked, source) and not unpacked.exists():
-                raise UserError(f"{file} is compressed; unpack it, or move it elsewhere")
+            elif file.suffix.lower() in COMPRESSED:
+                unpacked = file.with_suffix("")
+                if form_of(unpacked, source) and not unpacked.exists():
+                    raise UserError(f"{file} is compressed; unpack it, or move it elsewhere")
     form = next((form for form in ORDER if form in by_form), None)
     if form is None:
         raise UserError(
             f"{root} holds no parquet, arrow, json, csv or tsv file, nor one ending in .{source} "
-            "beside its translation; point to the directory of the shards"
+            f"beside its translation; point to the directory of the shards, or name two text files "
+            f"train.{source} and train.LANGUAGE"
         )
     if len(by_form) > 1:
         forms = ", ".join(sorted(by_form))

@@ -267,7 +267,7 @@ def test_saved_settings_are_readable(tmp_path):
         ("{", "config.json is damaged, or"),
         ("[1]", "config.json is damaged, or"),
         ('{"no_such": 1}', "no_such"),
-        ('{"max_steps": "many"}', "--max_steps 'many' must be of type int"),
+        ('{"max_steps": "many"}', "config.json: --max_steps 'many' must be of type int"),
         ('{"max_steps": -1}', "must be at least 0"),
         ('{"lr": NaN}', "must be above 0"),
         ('{"preset": "x"}', "choose lab"),

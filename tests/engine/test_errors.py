@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import HANGS, ROOT
@@ -13,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.errors import UserError, run_script, stop
+from engine.telemetry import Log
 
 
 def ended_by(error: BaseException, capsys) -> tuple[int, str]:
@@ -155,3 +157,32 @@ def test_the_reader_of_a_pipe_may_leave(end, code, said):
     )
     os.close(writing)
     assert (ended.returncode, ended.stderr.decode()) == (code, said)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_training_outlives_its_terminal_and_a_full_disk(number, monkeypatch, tmp_path):
+    """train.log has every line; standard error of a lost terminal is lost, too."""
+    discarded = []
+
+    def fail(*_):
+        raise OSError(number, "no")
+
+    monkeypatch.setattr("engine.telemetry.tqdm.write", fail)
+    monkeypatch.setattr(os, "dup2", lambda _, place: discarded.append(place))
+    streams = {"stdout": 1, "stderr": 2}
+    for name, place in streams.items():
+        monkeypatch.setattr(sys, name, SimpleNamespace(fileno=lambda place=place: place))
+    Log(tmp_path)("step 1")
+    assert discarded == ([1, 2] if number == errno.EIO else [1])
+    assert (tmp_path / "train.log").read_text().endswith("step 1\n")
+
+
+def test_streams_that_the_shell_closed():
+    """Python has None for them, and whatever prints would fail."""
+    code = (
+        "import sys; from engine.errors import prepare_process; prepare_process(); "
+        "print('out'); print('err', file=sys.stderr); sys.exit(len(sys.stdin.read()))"
+    )
+    command = f'exec "{sys.executable}" -c "{code}" <&- >&- 2>&-'
+    ended = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")

@@ -50,7 +50,7 @@ def test_compiled_once_and_kept_one_file_for_each_version(source, monkeypatch):
 def test_without_a_compiler_nothing_is_written(source, monkeypatch, capsys):
     monkeypatch.setattr(sys, "platform", "linux")
     compilers = {
-        "no-such-compiler -O1": "no compiler 'no-such-compiler'",
+        "no-such-compiler -O1": "no compiler 'no-such-compiler'; install g++",
         "none": "CXX=none",
         'g++ "': 'CXX=g++ ": No closing quotation',
     }

@@ -72,7 +72,7 @@ def test_only_the_smoothed_loss_has_a_gradient():
 @pytest.mark.parametrize("compiled", [True, False])
 def test_fp32_with_the_kernel_and_without(compiled, monkeypatch):
     if not compiled:
-        monkeypatch.setattr(under_test.kernels, "kernels", lambda dtype: None)
+        monkeypatch.setattr(under_test.kernels, "compiled", lambda dtype: None)
     tensors, target = problem(0, 300, 16, 1000, torch.float32)
     exact = plain([x.detach().double().requires_grad_() for x in tensors], target, 0.1)
     for found, expected in zip(sliced(tensors, target, 0.1), exact):

@@ -327,6 +327,16 @@ def test_files_that_are_not_read_are_named(tmp_path):
     assert lines[1].startswith("data: not read") and lines[1].endswith(": newstest2019.csv")
 
 
+def test_a_folder_that_is_a_link_is_read_once(tmp_path):
+    for name, pairs in (("data", TRAIN), ("elsewhere", SPLITS["test"])):
+        (tmp_path / name).mkdir()
+        split = "train" if name == "data" else "test"
+        write_jsonl(tmp_path / name / f"{split}.jsonl", pairs)
+    (tmp_path / "data/test").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data/circle").symlink_to(tmp_path / "data")
+    assert read_path(tmp_path / "data") == {"train": TRAIN, "test": SPLITS["test"]}
+
+
 def test_a_compressed_shard_is_not_passed_over(tmp_path):
     write_jsonl(tmp_path / "train-1.jsonl", [("你好", "hello")])
     (tmp_path / "train-1.jsonl.gz").touch()  # from which it was unpacked
@@ -385,10 +395,18 @@ MISTAKES = {
     "wrong columns": ({"x.csv": "src,tgt\na,b\n"}, ["line 1", "but src, tgt", "--source"]),
     "wrong case": ({"x.csv": "ZH,En\na,b\n"}, ["but ZH, En", "--source ZH --target En"]),
     "missing later key": ({"x.jsonl": GOOD + '{"zh": "a"}\n'}, ["line 2", "but zh;"]),
-    "broken jsonl": ({"x.jsonl": GOOD + '{"zh": "a", "e'}, ["x.jsonl, line 2", "broken JSON"]),
-    "one object over lines": ({"x.json": '{\n"data": []}'}, ["x.json, line 1", "broken JSON"]),
+    "broken jsonl": (
+        {"x.jsonl": GOOD + '{"zh": "a", "e'},
+        ["x.jsonl, line 2", "neither one JSON object a line"],
+    ),
+    "one object over lines": (
+        {"x.json": '{\n"data": []}'},
+        ["x.json, line 1", "write it in one of these forms"],
+    ),
     "brackets without end": ({"x.jsonl": GOOD + "[" * 200_000}, ["x.jsonl, line 2: too many"]),
     "row is a list": ({"x.jsonl": GOOD + '\n["a", "b"]\n'}, ["line 3: a list; write an object"]),
+    "long number": ({"x.jsonl": GOOD + '{"zh": ' + "1" * 5000 + "}"}, ["line 2", "repair it"]),
+    "two columns of one name": ({"x.csv": "zh,en,en\na,b,c\n"}, ["line 1: two columns of one"]),
     "number in json": ({"x.jsonl": '{"zh": "a", "en": 5}'}, ["line 1: en is of type int"]),
     "a list of translations": ({"x.jsonl": '{"translation": ["a", "b"]}'}, ["line 1", "a list"]),
     "half a surrogate": ({"x.jsonl": '{"zh": "\\ud800", "en": "b"}'}, ["line 1", "surrogate"]),

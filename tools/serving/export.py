@@ -110,6 +110,7 @@ def to_ctranslate2(trained: Trained, folder: Path, quantization: str) -> Callabl
 
     # Copies, because CTranslate2 scales them in place when it quantises.
     weights = {name: tensor.numpy().copy() for name, tensor in trained.model.state_dict().items()}
+    weights["positions"] = trained.model.positions.numpy().copy()
     sizes = trained.model.config
     if len({*special_ids(trained.target_tokenizer).values()}) < 3:
         raise UserError("CTranslate2 needs a tokenizer whose begin, end and pad tokens differ")

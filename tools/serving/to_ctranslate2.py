@@ -4,8 +4,6 @@ from pathlib import Path
 
 import numpy as np
 
-from model import sinusoids
-
 
 def convert(
     weights: dict[str, np.ndarray],
@@ -17,7 +15,8 @@ def convert(
 ) -> None:
     """Write weights as a CTranslate2 model.
 
-    `sizes` are those of `model.ModelConfig`, the words as `name_special` returns them.
+    `weights` are the model's, with "positions" (max_length, D); `sizes` are those of
+    `model.ModelConfig`, the words as `name_special` returns them.
     """
     from ctranslate2.specs import TransformerSpec
 
@@ -30,9 +29,7 @@ def convert(
         stack.pre_norm = bool(sizes["norm_first"])
         embeddings = stack.embeddings[0] if side == "encoder" else stack.embeddings
         embeddings.weight = weights[f"{vocabulary}_embedding.weight"]
-        stack.position_encodings.encodings = sinusoids(
-            sizes["max_length"], sizes["d_model"]
-        ).numpy()
+        stack.position_encodings.encodings = weights["positions"]
         fill(stack.layer_norm, weights, f"transformer.{side}.norm")
         for index, layer in enumerate(stack.layer):
             fill_layer(layer, weights, f"transformer.{side}.layers.{index}", sizes["d_model"])
