@@ -160,7 +160,7 @@ def choose_rows(config: Config, trained: Trained) -> Scored:
     run_columns = [trained.config["source"], trained.config["target"]]
     path = os.path.expanduser(config.data or trained.config["data"])
     columns = [config.source or run_columns[0], config.target or run_columns[1]]
-    text = find_text(path, *columns)
+    text = find_text(path, columns[0], columns[1])
     split = config.split or split_to_score(text)  # the rule; train.py uses the same function
 
     # The data of the run: in the same place, or moved and with the same content.

@@ -48,15 +48,24 @@ def environment(world: World) -> dict:
 
 def commit() -> str | None:
     """The commit of this code; with "-dirty" if files were changed since."""
-    # Of a copy without its own history, git would name the commit of a repository around it.
-    is_tracked = ["git", "ls-files", "--error-unmatch", Path(__file__).name]
-    describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    options = dict(capture_output=True, text=True, timeout=5, check=True)
     with suppress(OSError, subprocess.SubprocessError):
-        subprocess.run(is_tracked, cwd=Path(__file__).parent, **options)
-        answer = subprocess.run(describe, cwd=Path(__file__).parent, **options)
-        return answer.stdout.strip()
+        # Of a copy without its own history, git would name the commit of a repository around it.
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        return git("describe", "--always", "--dirty", "--exclude=*")
     return None
+
+
+def git(*words: str) -> str:
+    """What git answers, asked in the folder of this file. Raises `SubprocessError`."""
+    answer = subprocess.run(
+        ["git", *words],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=5,
+        check=True,
+    )
+    return answer.stdout.strip()
 
 
 def cpu_name() -> str:
