@@ -183,11 +183,10 @@ def export(sentences: Sentences, folder: Path) -> None:
     if folder.exists():
         return
     sizes = sentences.model.config
-    weights = {name: tensor.numpy() for name, tensor in sentences.model.state_dict().items()}
     sources = name_special(list(map(str, range(sizes.source_vocab))), sentences.source_ids)
     targets = name_special(list(map(str, range(sizes.target_vocab))), sentences.target_ids)
     try:
-        convert(weights, asdict(sizes), sources, targets, folder)
+        convert(sentences.model, sources, targets, folder)
     except ModuleNotFoundError:
         raise UserError(
             "CTranslate2 is not installed; pip install ctranslate2==4.8.5, "

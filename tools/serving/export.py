@@ -6,7 +6,6 @@ README.md, with the Python code that translates.
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -108,9 +107,6 @@ def to_ctranslate2(trained: Trained, folder: Path, quantization: str) -> Callabl
     """Write the model; returns a function that translates with it."""
     import ctranslate2
 
-    # Copies, because CTranslate2 scales them in place when it quantises.
-    weights = {name: tensor.numpy().copy() for name, tensor in trained.model.state_dict().items()}
-    weights["positions"] = trained.model.positions.numpy().copy()
     sizes = trained.model.config
     if len({*special_ids(trained.target_tokenizer).values()}) < 3:
         raise UserError("CTranslate2 needs a tokenizer whose begin, end and pad tokens differ")
@@ -123,7 +119,7 @@ def to_ctranslate2(trained: Trained, folder: Path, quantization: str) -> Callabl
         words += [f"<unused {id}>" for id in range(len(tokenizer), size)]
         vocabularies.append(name_special(words, special_ids(tokenizer)))
     source_words, target_words = vocabularies
-    convert(weights, asdict(sizes), source_words, target_words, folder, quantization or None)
+    convert(trained.model, source_words, target_words, folder, quantization or None)
     target_ids = {word: id for id, word in enumerate(target_words)}
 
     def translate(sources: Ids) -> Ids:

@@ -4,35 +4,35 @@ from pathlib import Path
 
 import numpy as np
 
+from model import Translator
+
 
 def convert(
-    weights: dict[str, np.ndarray],
-    sizes: dict,
+    model: Translator,
     source_words: list[str],
     target_words: list[str],
     folder: Path,
     quantization: str | None = None,
 ) -> None:
-    """Write weights as a CTranslate2 model.
-
-    `weights` are the model's, with "positions" (max_length, D); `sizes` are those of
-    `model.ModelConfig`, the words as `name_special` returns them.
-    """
+    """Write a CTranslate2 model. The words are those that `name_special` returns."""
     from ctranslate2.specs import TransformerSpec
 
-    layers = (sizes["num_encoder_layers"], sizes["num_decoder_layers"])
+    sizes = model.config
+    # Copies, because CTranslate2 scales them in place when it quantises.
+    weights = {name: tensor.numpy().copy() for name, tensor in model.state_dict().items()}
+    layers = (sizes.num_encoder_layers, sizes.num_decoder_layers)
     # nn.Transformer has a norm after the last layer in either order; only the specification of
     # pre_norm has a place for it. The order of the layers is set below.
-    spec = TransformerSpec.from_config(layers, sizes["nhead"], pre_norm=True)
+    spec = TransformerSpec.from_config(layers, sizes.nhead, pre_norm=True)
     for side, vocabulary in (("encoder", "source"), ("decoder", "target")):
         stack = getattr(spec, side)
-        stack.pre_norm = bool(sizes["norm_first"])
+        stack.pre_norm = sizes.norm_first
         embeddings = stack.embeddings[0] if side == "encoder" else stack.embeddings
         embeddings.weight = weights[f"{vocabulary}_embedding.weight"]
-        stack.position_encodings.encodings = weights["positions"]
+        stack.position_encodings.encodings = model.positions.numpy().copy()
         fill(stack.layer_norm, weights, f"transformer.{side}.norm")
         for index, layer in enumerate(stack.layer):
-            fill_layer(layer, weights, f"transformer.{side}.layers.{index}", sizes["d_model"])
+            fill_layer(layer, weights, f"transformer.{side}.layers.{index}", sizes.d_model)
     fill(spec.decoder.projection, weights, "output")
     spec.register_source_vocabulary(source_words)
     spec.register_target_vocabulary(target_words)
