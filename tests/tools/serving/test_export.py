@@ -40,6 +40,13 @@ def test_the_lines_in_the_card_translate_as_the_run_does(tiny_run, tmp_path):
         assert exported.get_vocab() == own.get_vocab()
 
 
+def test_positions_of_your_own_are_exported(tiny_run, tmp_path):
+    logged, trained = [], load_trained(tiny_run)
+    trained.model.positions.copy_(trained.model.positions.flip(1))
+    export(trained, str(tmp_path / "out"), "", logged.append)
+    assert re.search("tried on 100 test rows .*: 100 come out token for token", logged[0])
+
+
 def test_int8_takes_a_quarter_of_the_disk(tiny_run, tmp_path):
     """What it computes depends on the processor's instructions."""
     sizes = []
