@@ -350,8 +350,9 @@ def figures(config: Config, sizes: Sizes, step_seconds: float, peak_flops: float
     """Size and speed, by our formulas and the handout's."""
     tokens = config.batch_size * sizes.sequence
     flops = sizes.flops_per_token() * tokens / step_seconds
-    # What the handout's get_model_size gives: the tied matrix counts twice.
-    handout_parameters = sizes.parameters + sizes.vocabulary * sizes.hidden
+    handout_parameters = sizes.parameters
+    if config.model == "hf":  # get_model_size counts the matrix of embedding and lm_head twice
+        handout_parameters += sizes.vocabulary * sizes.hidden
     handout_tflops = get_tflops(handout_parameters, config.batch_size, sizes.sequence, step_seconds)
     return {
         "parameters": sizes.parameters,

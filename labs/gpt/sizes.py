@@ -63,7 +63,11 @@ PRESETS = {
 
 
 def get_model_size(model: nn.Module) -> int:
-    """The handout's formula. It goes by modules and counts a tied weight twice."""
+    """The handout's formula, which goes module by module.
+
+    In Hugging Face's model two modules, the embedding and `lm_head`, share a matrix: it counts
+    twice. Our model has no `lm_head`.
+    """
     return sum(p.numel() for module in model.modules() for p in module.parameters(recurse=False))
 
 

@@ -33,7 +33,7 @@ from engine.config import parse_flags
 from engine.distributed import World
 from engine.precision import Precision
 from labs.gpt import checkpoints, compare, generate, measure, plan, scales
-from labs.gpt.__main__ import Config, resolved, sizes_of, train
+from labs.gpt.__main__ import Config, figures, resolved, sizes_of, train
 from labs.gpt.checkpoints import load_weights, newest
 from labs.gpt.data import Data, read_documents
 from labs.gpt.model import GPT, HuggingFaceGPT, initial_weight, mean_loss
@@ -243,6 +243,11 @@ def test_sizes_and_flops():
     with torch.device("meta"):
         theirs, ours = HuggingFaceGPT(PRESETS["1.6b"]), GPT(PRESETS["1.6b"])
     assert get_model_size(theirs) == 1_638_022_400  # the tied matrix counted twice
+    assert get_model_size(ours) == 1_557_611_200
+    for model in (theirs, ours):
+        config = Config(model="hf" if model is theirs else "own", batch_size=8)
+        result = figures(config, PRESETS["1.6b"], step_seconds=1.0, peak_flops=1.0)
+        assert result["handout_parameters"] == get_model_size(model)
     numbers = {sum(weights.numel() for weights in model.parameters()) for model in (theirs, ours)}
     assert numbers == {1_557_611_200} and PRESETS["1.6b"].parameters == 1_557_611_200
     assert get_tflops(10**9, 8, 1024, 2.0) == pytest.approx(10**9 * 8 * 1024 * 8 / 2e12)
