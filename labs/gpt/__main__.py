@@ -100,7 +100,7 @@ from engine.precision import Precision, choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
 from labs.gpt import checkpoints, measure, plan
 from labs.gpt.data import Data, load
-from labs.gpt.parallel import Layout, make_layout, make_optimizer
+from labs.gpt.parallel import Layout, complete_model, make_layout, make_optimizer
 from labs.gpt.sizes import PRESETS, Sizes, get_tflops
 
 WARMUP = 1000  # steps, at most a tenth of the run
@@ -121,6 +121,7 @@ class State:
 def train(config: Config) -> Path | None:
     """One run, from the data to the last checkpoint. Returns its folder."""
     config = saved_settings(config)
+    check_formula(config, sizes_of(config))
     if config.plan:
         print(plan.table(resolved(config, config.gpus), sizes_of(config)))
         return None
@@ -315,6 +316,19 @@ def sizes_of(config: Config) -> Sizes:
         if getattr(config, name):
             changes[name] = getattr(config, name)
     return replace(PRESETS[config.size], **changes)
+
+
+def check_formula(config: Config, sizes: Sizes) -> None:
+    """Raises `UserError` unless sizes.py counts the parameters that a model of one block has."""
+    sizes = replace(sizes, layers=1)
+    with torch.device("meta"):  # without memory for the weights
+        model = complete_model(config, sizes)
+    count = sum(weight.numel() for weight in model.parameters())
+    if sizes.parameters != count:
+        raise UserError(
+            f"for one block sizes.py counts {sizes.parameters:,} parameters, model.py has "
+            f"{count:,}; change block_parameters and flops_per_token in sizes.py"
+        )
 
 
 def resolved(config: Config, processes: int, precision: str = "") -> Config:

@@ -91,9 +91,8 @@ class Layout:
             self.runner = world.data_parallel(self.model)
 
     def make_model(self) -> nn.Module:
-        """The model, without memory for its weights."""
-        kind = HuggingFaceGPT if self.config.model == "hf" else GPT
-        return kind(self.sizes, self.config.recompute)
+        """What this rank computes: the complete model."""
+        return complete_model(self.config, self.sizes)
 
     def part_of(self, batch: tuple) -> list[Tensor]:
         """This row's sequences of a batch, on the device."""
@@ -254,6 +253,12 @@ class Pipeline(Layout):
         square = nn.utils.get_total_norm(gradients) ** 2
         dist.all_reduce(square, group=self.mesh["pipe"].get_group())
         return square.sqrt()
+
+
+def complete_model(config, sizes: Sizes) -> nn.Module:
+    """The model that --model names, not cut into stages."""
+    kind = HuggingFaceGPT if config.model == "hf" else GPT
+    return kind(sizes, config.recompute)
 
 
 def make_layout(config, sizes: Sizes, world: World, precision: Precision) -> Layout:

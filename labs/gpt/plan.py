@@ -63,10 +63,6 @@ def check_grid(config, sizes: Sizes, processes: int) -> None:
             f"--tensor {tensor} × --pipe {pipe} does not divide {processes} processes; "
             f"start a multiple of {tensor * pipe}",
         ),
-        (
-            sizes.hidden % sizes.heads,
-            f"--hidden {sizes.hidden} must be divisible by --heads {sizes.heads}",
-        ),
         (sizes.heads % tensor, f"--tensor {tensor} does not divide the {sizes.heads} heads"),
         (
             sizes.sequence % tensor,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from engine.errors import UserError
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -19,6 +21,10 @@ class Sizes:
     vocabulary: int = 50_257  # GPT-2's; a tokenizer trained on the data has its own
     lr: float = 5e-4
     batch_size: int = 8  # sequences per step, of all processes together
+
+    def __post_init__(self):
+        if self.hidden % self.heads:
+            raise UserError(f"--hidden {self.hidden} must be divisible by --heads {self.heads}")
 
     @property
     def block_parameters(self) -> int:

@@ -27,6 +27,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import ROOT, forked, forked_ranks, free_port
 from helpers import handout_commands, refused
 from random_models import needs_compiler, unlimited
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.config import parse_flags
@@ -36,7 +37,7 @@ from labs.gpt import checkpoints, compare, generate, measure, plan, scales
 from labs.gpt.__main__ import Config, figures, resolved, sizes_of, train
 from labs.gpt.checkpoints import load_weights, newest
 from labs.gpt.data import Data, read_documents
-from labs.gpt.model import GPT, HuggingFaceGPT, initial_weight, mean_loss
+from labs.gpt.model import GPT, CausalSelfAttention, HuggingFaceGPT, initial_weight, mean_loss
 from labs.gpt.parallel import Layout
 from labs.gpt.sizes import PRESETS, get_model_size, get_tflops
 
@@ -548,6 +549,9 @@ def test_mistakes_end_before_there_is_a_run(tmp_path, monkeypatch):
         train(config_of(**{**BASE, "precision": "fp16", "pipe": 2}))
     with refused("--tensor 1 × --pipe 2 does not divide 1 processes"):
         train(config_of(**{**BASE, "precision": "auto", "pipe": 2}))
+    monkeypatch.setattr(CausalSelfAttention, "__init__", lambda self, _: nn.Module.__init__(self))
+    with refused("parameters, model.py has "):
+        train(config_of(**BASE))
     assert not Path("runs").exists()
 
 
