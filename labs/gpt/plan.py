@@ -6,7 +6,7 @@ H hidden size, L layers, T sequence, V vocabulary. Bytes per weight, token and l
 compares them with what autograd keeps.
 """
 
-import itertools
+import bisect
 import os
 from dataclasses import dataclass, replace
 
@@ -105,7 +105,9 @@ class Need:
     activations: float
     logits: float
     host: float  # in the memory of the machine, with --offload
-    total: float  # at the fullest moment: less than the sum where gradients replace activations
+    # At the fullest moment. This is not the sum: gradients may replace activations, and the tied
+    # matrix has a second gradient.
+    total: float
 
     def __str__(self) -> str:
         names = ("weights", "gradients", "optimizer", "activations", "logits")
@@ -276,7 +278,9 @@ def table(config, sizes: Sizes) -> str:
 
 def most_layers(config, sizes: Sizes, processes: int, memory_gib: float) -> int:
     """The most layers of this width that fit; 0 if not even one per stage fits."""
-    for layers in itertools.count(config.pipe, config.pipe):
-        need = memory(config, replace(sizes, layers=layers), processes)
-        if need.total > memory_gib * GIB:
-            return layers - config.pipe
+
+    def too_many(layers: int) -> bool:
+        return memory(config, replace(sizes, layers=layers), processes).total > memory_gib * GIB
+
+    depths = range(config.pipe, 2**20 + 1, config.pipe)
+    return config.pipe * bisect.bisect_left(depths, True, key=too_many)

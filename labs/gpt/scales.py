@@ -27,7 +27,11 @@ class Config:
         "", "preset for width and sequence; default: 1.6b, on a CPU mini (mini|124m|1.6b)", "Scales"
     )
     memory_gib: float = flag(
-        0.0, "memory of a card; 0: its free memory less 1 GiB, or 0.25 on a CPU", "Scales", min=0
+        0.0,
+        "memory of a card; 0: its free memory less 1 GiB, or 0.25 on a CPU",
+        "Scales",
+        min=0,
+        max=2**12,
     )
     steps: int = flag(300, "steps of each row", "Scales", min=5)
     precision: str = flag("auto", "of matrix products (auto|fp32|bf16|fp16)", "Scales")

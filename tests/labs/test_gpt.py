@@ -339,6 +339,22 @@ def test_memory_of_gpu_and_host(monkeypatch):
         plan.check_fits(config, sizes_of(config), world)
 
 
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_the_deepest_model_that_fits(pipe):
+    config = resolved(Config(size="toy", pipe=pipe), pipe)
+
+    def need(layers: int) -> float:
+        return plan.memory(config, replace(PRESETS["toy"], layers=layers), pipe).total / 2**30
+
+    for layers in (pipe, 6 * pipe):
+        for memory_gib in (need(layers), need(layers + pipe) - 1e-9):
+            assert plan.most_layers(config, PRESETS["toy"], pipe, memory_gib) == layers
+    assert plan.most_layers(config, PRESETS["toy"], pipe, need(pipe) - 1e-9) == 0
+    begun = time.monotonic()
+    assert plan.most_layers(config, PRESETS["toy"], pipe, 2**20) == 2**20
+    assert time.monotonic() - begun < 1
+
+
 def test_plan_of_the_handout(capsys):
     train(config_of(size="1.6b", plan=True, gpus=4, memory_gib=24))
     printed = capsys.readouterr().out
