@@ -39,7 +39,7 @@ def generate(model: GPT, tokens: Tensor, config: Config, longest: int) -> Tensor
     draw = torch.Generator().manual_seed(config.seed)
     for _ in range(config.tokens):
         logits = model(tokens[:, -longest:])[0, -1]  # (V,)
-        if config.temperature == 0:
+        if config.temperature < 1e-6:  # smaller ones would make logits infinite
             new = logits.argmax(keepdim=True)
         else:
             new = torch.multinomial((logits / config.temperature).softmax(0), 1, generator=draw)
