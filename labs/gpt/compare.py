@@ -38,7 +38,9 @@ if __name__ == "__main__":
 
 import torch
 
+from engine.devices import choose_device
 from engine.meters import cores
+from engine.precision import choose_precision
 from labs.gpt.rows import Table
 
 
@@ -102,6 +104,8 @@ def cells_of(row: Row, outcome: dict) -> list:
 
 def main(config: Config) -> None:
     """Run every row that this machine has processes for, and write the table after each one."""
+    # A format that this machine lacks is refused now, not in every row.
+    choose_precision(choose_device("auto", 0), config.precision, training=True)
     gpus = torch.cuda.device_count()
     most = config.processes or gpus or cores()
     table = Table("compare", config.size, config.precision, HEAD)
@@ -113,7 +117,10 @@ def main(config: Config) -> None:
         if row.processes > most or ("fp16" in row.flags and not gpus):
             continue
         # The row's flags come last: they replace those of all rows.
-        outcome = table.train([*flags, *row.flags.split()], row.processes)
+        row_flags = [*flags, *row.flags.split()]
+        if "--pipe" in row_flags and config.precision == "fp16":
+            row_flags += ["--precision", "fp32"]  # a pipeline has no loss scaler
+        outcome = table.train(row_flags, row.processes)
         table.add(cells_of(row, outcome), outcome)
     table.log(f"table: {table.folder / 'table.md'}")
 

@@ -233,9 +233,10 @@ def test_logits_and_loss_are_those_of_hugging_face():
 def test_generation():
     torch.manual_seed(0)
     model = GPT(PRESETS["toy"])
-    config = generate.Config(tokens=40, temperature=0)
-    out = generate.generate(model, torch.tensor([[1, 2, 3]]), config, longest=32)
-    assert out.shape == (1, 43)
+    for temperature in (1e-39, 0):  # a logit / 1e-39 is infinite in fp32
+        config = generate.Config(tokens=40, temperature=temperature)
+        out = generate.generate(model, torch.tensor([[1, 2, 3]]), config, longest=32)
+        assert out.shape == (1, 43)
     with torch.no_grad():
         assert torch.equal(model(out[:, :32])[:, 2:].argmax(-1), out[:, 3:33])
 
@@ -596,6 +597,21 @@ def test_a_table_continues_after_a_row_that_fails(tmp_path, monkeypatch):
     assert "--tensor 3 × --pipe 1 does not divide 1 processes" in (folder / "row-0.log").read_text()
     assert "| DDP | 2 |" in right and "GiB" in right
     assert json.loads((folder / "table.json").read_text())[1]["processes"] == 2
+
+
+def test_a_table_in_fp16(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with refused("--precision fp16"):  # a CPU lacks it
+        compare.main(compare.Config(precision="fp16"))
+    monkeypatch.setattr(compare, "choose_precision", Mock())
+    train_row = Mock(return_value={"failed": ""})
+    monkeypatch.setattr(compare.Table, "train", train_row)
+    compare.main(compare.Config(precision="fp16", processes=2))
+    rows = [" ".join(call.args[0]) for call in train_row.call_args_list]
+    (pipeline,) = [flags for flags in rows if "--pipe" in flags]
+    assert pipeline.endswith("--pipe 2 --precision fp32")
+    assert not any("fp32" in flags for flags in rows if flags != pipeline)
 
 
 @pytest.mark.parametrize("victim", ["table", "row"])
