@@ -86,7 +86,6 @@ class Config:
 if __name__ == "__main__":
     config = parse_flags(Config, "train a GPT; the result goes to runs/NAME")
 
-import json
 import time
 from pathlib import Path
 
@@ -94,6 +93,7 @@ import torch
 
 import fast
 from engine import distributed, schedule
+from engine.files import as_json, atomic_write
 from engine.memory import GIB
 from engine.meters import perplexity
 from engine.precision import Precision, choose_precision
@@ -290,8 +290,7 @@ def train(config: Config) -> Path | None:
                 "peak_gib": peaks,
                 "planned_gib": need.total / GIB,
             }
-            text = json.dumps(result, indent=2) + "\n"
-            (run.folder / "result.json").write_text(text, encoding="utf-8")
+            atomic_write(run.folder / "result.json", as_json(result))
             log(
                 f"memory: at most {max(peaks):.2f} GiB on a rank; {need.total / GIB:.2f} planned "
                 "for its tensors"

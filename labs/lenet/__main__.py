@@ -14,7 +14,6 @@ The result is that of the last epoch: nothing is chosen by the test images.
 from engine import distributed, schedule  # before PyTorch, whose threads read their settings once
 
 # isort: split
-import json
 import math
 import time
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ import torch.nn.functional as F
 
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
+from engine.files import as_json, atomic_write
 from engine.run import INTERRUPTED, Run, saved_settings
 from labs.lenet import pictures
 from labs.lenet.mnist import DIGITS, DRAWN_NOTE, HOW_TO_GET, Digits, find_folder, training_batches
@@ -247,7 +247,7 @@ def write_result(run: Run, step: int, model: LeNet5, tests: Digits, result: dict
     """eval/test.json, the pictures beside it, the confusion matrix in TensorBoard, a log line."""
     folder = run.folder / "eval"
     folder.mkdir(exist_ok=True)
-    (folder / "test.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    atomic_write(folder / "test.json", as_json(result))
     image, _ = tests[0]
     figures = {
         "filters": pictures.filters(model),

@@ -4,7 +4,6 @@ B windows, S tokens in a window, V vocabulary, N tokens whose loss counts, T tok
 tokens in the confusion table.
 """
 
-import json
 import math
 
 import torch
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.distributed import World
+from engine.files import as_json, atomic_write
 from engine.meters import perplexity
 from engine.run import Run
 from labs.wikitext.model import LanguageModel, send
@@ -150,8 +150,7 @@ def write_result(run: Run, step: int, text: Text, scores: dict) -> None:
     }
     folder = run.folder / "eval"
     folder.mkdir(exist_ok=True)
-    content = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-    (folder / "test.json").write_text(content, encoding="utf-8")
+    atomic_write(folder / "test.json", as_json(result))
     names, counts = scores["confusion"]["tokens"], scores["confusion"]["counts"]
     figure = confusion_figure(names, counts)
     figure.savefig(folder / "confusion.png", dpi=100)
