@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine.config import flag, load_config, parse_flags
 from engine.errors import UserError, run_script
@@ -90,13 +91,24 @@ def interpolate(count: int, total: int, words: int, shorter: float, discount: fl
     return max(count - discount, 0) / total + discount * words / total * shorter
 
 
-def main(config: Config) -> None:
-    """Count, choose the discount on the validation text, print the test perplexities."""
-    run = find_run(config.run)
-    if not (run / "eval/test.json").exists():
+def read_scores(run: Path) -> tuple[int, float]:
+    """The checksum of the text that a run was tested on, and its test perplexity."""
+    file = run / "eval/test.json"
+    if not file.exists():
         raise UserError(
             f"--run {run}: no eval/test.json there; name a run of labs.wikitext that has ended"
         )
+    try:
+        scores = json.loads(file.read_text(encoding="utf-8"))
+        return scores["data_key"], scores["perplexity"]
+    except (ValueError, LookupError, TypeError):
+        raise UserError(f"{file} is damaged; `--resume` the run, which tests it again") from None
+
+
+def main(config: Config) -> None:
+    """Count, choose the discount on the validation text, print the test perplexities."""
+    run = find_run(config.run)
+    data_key, perplexity = read_scores(run)
     settings = load_config(TextConfig, run / "config.json")
     text = prepare(
         find_data(settings.data),
@@ -105,16 +117,14 @@ def main(config: Config) -> None:
         settings.min_count,
         settings.lowercase,
     )
-    scores = json.loads((run / "eval/test.json").read_text(encoding="utf-8"))
-    text.check(run, scores["data_key"])
+    text.check(run, data_key)
     train, validation, test = (
         text.ids[split].tolist() for split in ("train", "validation", "test")
     )
     eos = text.vocabulary.eos
     trigram = Trigram(train)
     best = min(DISCOUNTS, key=lambda discount: trigram.loss(validation, eos, discount))
-    model = scores["perplexity"]
-    print(f"{run}: test perplexity {model:.2f}")
+    print(f"{run}: test perplexity {perplexity:.2f}")
     for discount, name in ((NLTK_DEFAULT, "nltk's default"), (best, "best on validation")):
         loss = trigram.loss(test, eos, discount)
         if loss == math.inf:
@@ -124,7 +134,7 @@ def main(config: Config) -> None:
             )
         print(
             f"Kneser–Ney trigram, discount {discount} ({name}): test perplexity "
-            f"{math.exp(loss):.2f}; the model's is {model / math.exp(loss):.1%} of it"
+            f"{math.exp(loss):.2f}; the model's is {perplexity / math.exp(loss):.1%} of it"
         )
 
 

@@ -87,3 +87,6 @@ def test_the_text_of_a_run_is_scored(tmp_path, capsys):
     data.write_text("\n".join(lines[1:]) + "\n")
     with refused("the text is not the one that the run began with"):
         main(Config(run=str(run)))
+    (run / "eval/test.json").write_text('{"perplexity": 3.5')  # cut short
+    with refused("eval/test.json is damaged; `--resume` the run"):
+        main(Config(run=str(run)))
