@@ -82,7 +82,9 @@ class Config:
     positions: str = flag(
         "learned", "positional encoding (learned|sinusoidal)", "Model", fixed=True
     )
-    glove: str = flag("", "text file of vectors with which the embedding begins", "Model")
+    glove: str = flag(
+        "", "text file of vectors with which the embedding begins", "Model", fixed=True
+    )
 
     epochs: int = flag(12, "passes over the text", "Training", min=1, fixed=True)
     embedding_share: float = flag(
@@ -140,7 +142,7 @@ class Config:
             ratios = tuple(float(word) for word in self.ratios.split(","))
         except ValueError:
             ratios = ()
-        if len(ratios) != 3 or min(ratios) <= 0 or abs(sum(ratios) - 1) > 1e-6:
+        if len(ratios) != 3 or not (min(ratios) > 0 and abs(sum(ratios) - 1) < 1e-6):
             raise UserError(
                 f"--ratios {self.ratios}: give three numbers above 0 that add up to 1, "
                 "like 0.8,0.1,0.1"
@@ -167,7 +169,9 @@ def train(config: Config) -> Path:
         log = run.log
 
         # -------- text: rank 0 reads it for all, and sets the settings that depend on it
-        text, vectors, config = world.on_main(lambda: read_text(run.config))
+        text, vectors, config = world.on_main(
+            lambda: read_text(run.config, is_new=run.saved_state is None)
+        )
         vocabulary = text.vocabulary
         if run.saved_state:
             text.check(run.folder, run.saved_state["data_key"])
@@ -339,8 +343,11 @@ def apply_preset(config: Config) -> None:
             )
 
 
-def read_text(config: Config) -> tuple[Text, Tensor | None, Config]:
-    """The text, the GloVe vectors of its vocabulary, and the settings that depend on both."""
+def read_text(config: Config, is_new: bool) -> tuple[Text, Tensor | None, Config]:
+    """The text, the GloVe vectors of its vocabulary, and the settings that depend on both.
+
+    A resumed run has its embedding in the checkpoint and reads no vectors.
+    """
     config.data = find_data(config.data)
     text = prepare(
         config.data, config.split_ratios(), config.vocab, config.min_count, config.lowercase
@@ -352,7 +359,7 @@ def read_text(config: Config) -> tuple[Text, Tensor | None, Config]:
                 f"({config.segment}); give more text"
             )
     vectors = None
-    if config.glove:
+    if config.glove and is_new:
         config.glove = str(Path(config.glove).expanduser().resolve())
         vectors, known = load_glove(Path(config.glove), text.vocabulary.tokens)
         width = vectors.shape[1]

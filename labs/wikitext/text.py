@@ -170,12 +170,9 @@ def read_lines(file: Path) -> list[str]:
     Hugging Face offers WikiText as parquet only. A row there is a line, or a text of several.
     """
     if file.suffix == ".parquet":
-        lines = []
-        for row in read_column(file):
-            lines += (row or "").splitlines() or [""]  # an empty row is an empty line
-        return lines
+        return [line for row in read_column(file) for line in lines_of(row or "")]
     try:
-        return file.read_text(encoding="utf-8-sig").splitlines()
+        return lines_of(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}; give another text file") from None
     except UnicodeDecodeError as error:
@@ -184,17 +181,30 @@ def read_lines(file: Path) -> list[str]:
         ) from None
 
 
-def read_column(file: Path) -> list[str]:
+def lines_of(text: str) -> list[str]:
+    """The lines, at least one; not `splitlines`, which also cuts at U+2028 and form feeds."""
+    return text.removesuffix("\n").split("\n")
+
+
+def read_column(file: Path) -> list[str | None]:
     """The column `text` of a parquet file. Raises `UserError` if there is none."""
     import pyarrow.parquet
 
+    no_column = UserError(
+        f"{file} has no column `text` of strings; give a text file, or a parquet file with that "
+        "column"
+    )
     try:
-        return pyarrow.parquet.read_table(file, columns=["text"]).column("text").to_pylist()
-    except (KeyError, OSError, pyarrow.ArrowException) as error:
+        if "text" not in pyarrow.parquet.read_schema(file).names:
+            raise no_column
+        rows = pyarrow.parquet.read_table(file, columns=["text"]).column("text").to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
         raise UserError(
-            f"{file} is not a parquet file with a column text ({str(error)[:80]}); "
-            "download it again"
+            f"{file} is not a parquet file ({str(error)[:80]}); download it again"
         ) from None
+    if not all(isinstance(row, str | None) for row in rows):
+        raise no_column
+    return rows
 
 
 def cut_missing(
@@ -274,10 +284,11 @@ def choose_words(rows: list[list[str]], size: int, min_count: int) -> list[str]:
     """<eos>, <unk> and the words seen `min_count` times, or the `size` most frequent tokens."""
     counts = Counter(word for row in rows for word in row)
     unknown = counts.pop(UNK, 0)
+    ends = counts.pop(EOS, 0)  # where the text itself has the word <eos>
     by_count = sorted(counts, key=lambda word: (-counts[word], word))
     kept = [word for word in by_count if counts[word] >= min_count]
     if size:
         kept = by_count[: size - 2]  # <eos> and <unk> are among the `size`
-    counts[EOS] = len(rows)
+    counts[EOS] = ends + len(rows)
     counts[UNK] = unknown + sum(counts[word] for word in by_count[len(kept) :])
     return sorted([*kept, EOS, UNK], key=lambda word: (-counts[word], word))

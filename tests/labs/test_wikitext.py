@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow
 import pytest
 import torch
 from conftest import ROOT, forked_ranks
 from helpers import handout_commands, refused
 from matplotlib.figure import Figure
+from pyarrow.parquet import write_table
 
 from engine import checkpoint
 from engine.config import checked, parse_flags
@@ -24,7 +26,7 @@ from labs.wikitext.evaluation import confusion_figure, evaluate, generate, windo
 from labs.wikitext.glove import load_glove
 from labs.wikitext.model import LanguageModel, SmoothedLoss
 from labs.wikitext.sampler import SegmentSampler, gather_segments, systematic
-from labs.wikitext.text import EOS, UNK, Vocabulary, prepare, read_splits
+from labs.wikitext.text import EOS, UNK, Vocabulary, prepare, read_lines, read_splits
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
@@ -113,6 +115,26 @@ def test_every_line_ends_with_eos_and_the_rare_are_unknown(tmp_path):
     assert validation == "a <unk> <unk> \n a <unk> <unk> \n"
     most_frequent = prepare(str(path), RATIOS, 3, 1)
     assert sorted(most_frequent.vocabulary.tokens) == sorted([UNK, EOS, "a"])
+
+
+def test_a_literal_eos_is_no_second_word(tmp_path):
+    path = write(tmp_path / "a.txt", f"a a {EOS} b\n" * 20)
+    assert prepare(str(path), RATIOS, 0, 1).vocabulary.tokens == [EOS, "a", "b", UNK]
+
+
+def test_lines_end_only_where_they_do_in_the_file(tmp_path):
+    path = write(tmp_path / "a.txt", "one\u2028two\x0c\n\nthree\n")
+    assert read_lines(path) == ["one\u2028two\x0c", "", "three"]
+    table = tmp_path / "a.parquet"
+    write_table(pyarrow.table({"text": ["", " = A = \n", "one\x85two\nthree\n", None]}), table)
+    assert read_lines(table) == ["", " = A = ", "one\x85two", "three", ""]
+    for column in ({"text": [1]}, {"words": ["one"]}):
+        write_table(pyarrow.table(column), table)
+        with refused("a.parquet has no column `text` of strings; give a text file"):
+            read_lines(table)
+    table.write_text("one")
+    with refused("a.parquet is not a parquet file"):
+        read_lines(table)
 
 
 def test_glove_lower_case_and_scale(tmp_path):
@@ -407,7 +429,10 @@ def test_the_handouts_preset_writes_all_down(lab, tmp_path, report_of):
     products += 2 * config["layers"] * config["segment"] * config["d_model"]  # of attention
     assert f'FLOPs of a training token</th><td><data value="{6 * products}"' in page
 
+    glove.unlink()  # a resumed run has its embedding already
     lab(resume="runs/x", generate="The ship")
+    with refused("--glove 'other.txt' would change a fixed setting"):
+        lab(resume="runs/x", glove="other.txt")
     assert "sample: **the ship**" in (run / "train.log").read_text()
 
 
@@ -487,6 +512,7 @@ def test_two_processes_have_the_losses_of_one(lab, tmp_path):
     "settings, message",
     [
         (dict(ratios="0.8,0.3,0.1"), "three numbers above 0 that add up to 1"),
+        (dict(ratios="0.8,nan,0.1"), "three numbers above 0 that add up to 1"),
         (dict(vocab=2), "needs at least 3"),
         (dict(data="nowhere"), "no such file or folder"),
         (dict(data="blank.txt"), "holds no text"),
