@@ -28,7 +28,7 @@ from engine.files import as_json, atomic_write
 from engine.run import INTERRUPTED, Run, saved_settings
 from labs.lenet import pictures
 from labs.lenet.mnist import DIGITS, DRAWN_NOTE, HOW_TO_GET, Digits, find_folder, training_batches
-from labs.lenet.model import LeNet5, flops_per_image
+from labs.lenet.model import LeNet5, check_activation, flops_per_image
 
 
 @dataclass
@@ -97,7 +97,7 @@ def train(config: Config) -> Path:
         torch.manual_seed(config.seed)
         model = LeNet5(config.activation).to(device)
         parameter_count = sum(weight.numel() for weight in model.parameters())
-        # One forward and backward pass: an activation that cannot run on this device fails here.
+        check_activation(model, device)
         flops = flops_per_image(model, device)
         warmup = schedule.warmup_steps(1000, total_steps)
         optimizer = torch.optim.AdamW(model.parameters(), config.lr, fused=True)

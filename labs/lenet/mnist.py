@@ -128,7 +128,8 @@ def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 def find_file(folder: Path, name: str) -> Path:
     """The file that begins with `name`, plain before .gz: archives spell the rest in two ways."""
-    files = sorted(folder.glob(f"{name}[-.]idx?-ubyte*"))
+    # Some archives unpack to folders of these names.
+    files = sorted(path for path in folder.glob(f"{name}[-.]idx?-ubyte*") if path.is_file())
     if not files:
         raise UserError(
             f"no {name}-idx?-ubyte(.gz) in {folder}; MNIST has four such files: name their folder "

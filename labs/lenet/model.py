@@ -59,10 +59,31 @@ def flops_per_image(model: LeNet5, device: torch.device) -> int:
     for that of the input; but C1 needs no gradient of the image. With ReLU: 833,040 forward and
     1,430,880 backward, together 2,263,920.
     """
+    was_training = model.training
+    model.eval()  # a BatchNorm that you may add must not see this image
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, 1, SIZE, SIZE, device=device)).sum().backward()
     model.zero_grad()
+    model.train(was_training)
     return counter.get_total_flops()
+
+
+def check_activation(model: LeNet5, device: torch.device) -> None:
+    """Raises `UserError` unless the activation turns a tensor into one of the same shape."""
+    activation = model.f6[1]
+    x = torch.zeros(1, 1, device=device)
+    try:
+        shape = activation(x).shape
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"--activation: {activation} fails ({reason}); give a function of one tensor"
+        ) from None
+    if shape != x.shape:
+        raise UserError(
+            f"--activation: {activation} turns a tensor of shape {tuple(x.shape)} into "
+            f"{tuple(shape)}; give a function that keeps the shape"
+        )
 
 
 class FunctionLayer(nn.Module):

@@ -121,6 +121,10 @@ def test_flops_are_those_of_the_products():
     model = LeNet5()
     assert flops_per_image(model, CPU) == 2_263_920
     assert all(weight.grad is None for weight in model.parameters())
+    norm = nn.BatchNorm2d(6)
+    model.c1.append(norm)
+    flops_per_image(model, CPU)
+    assert norm.training and not norm.running_mean.any() and norm.num_batches_tracked == 0
 
 
 def test_images_are_normalised_and_padded_with_paper():
@@ -275,6 +279,7 @@ def truncate(path: Path, size: int) -> None:
     "ending, damage, words",
     [
         ("", lambda images, labels: labels.unlink(), "no train-labels-idx?-ubyte(.gz) in"),
+        ("", lambda images, labels: (images.unlink(), images.mkdir()), "no train-images-idx?-ub"),
         ("", lambda images, labels: images.write_bytes(b"<!DOCTYPE"), "begins with 3c 21 44 4f"),
         ("", lambda images, labels: truncate(images, 23_535), "23,519 values instead of 30 × 28"),
         ("", lambda images, labels: write_idx(labels, np.zeros(29, np.uint8)), "but 29 labels"),
@@ -299,6 +304,9 @@ def test_damaged_files_are_refused(tmp_path, ending, damage, words):
         ("--activation tanh --data {data}", "choose relu, gelu or MODULE:FUNCTION of labs/"),
         ("--activation labs.lenet:tanh --data {data}", "has no attribute 'tanh'; give MODULE"),
         ("--activation labs.lenet.model:LeNet5 --data {data}", "is not a function; give MODULE"),
+        ("--activation labs.attention_op:attention --data {data}", "fails (attention() missing 2"),
+        ("--activation labs.attention_op:use_in --data {data}", "fails (use_in() missing 1"),
+        ("--activation labs.lenet.model:torch.Tensor.sum --data {data}", "(1, 1) into ()"),
         ("--resume runs/whole --data drawn", "not the data that this run was started with"),
     ],
 )
