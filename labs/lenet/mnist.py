@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from engine.distributed import World
 from engine.errors import UserError
+from engine.seeds import epoch_generator
 
 SIZE = 28  # pixels per side
 DIGITS = 10  # classes
@@ -87,10 +88,8 @@ def rows_of_epoch(count: int, batch: int, seed: int, epoch: int) -> tuple[Tensor
     """The image numbers of every step of an epoch: a function of (seed, epoch), so that a resumed
     run repeats them. Batches differ by one image at most; there is no small last one.
     """
-    # Multiplied, because epoch 1 of seed 1 must not be epoch 0 of seed 2. The CPU's generator uses
-    # 32 bits of its seed.
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**32)
-    return torch.randperm(count, generator=generator).tensor_split(math.ceil(count / batch))
+    order = torch.randperm(count, generator=epoch_generator(seed, epoch))
+    return order.tensor_split(math.ceil(count / batch))
 
 
 def find_folder(data: str) -> Path | None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.seeds import epoch_generator
 from labs.pipeline.stages import PADDING
 
 
@@ -31,8 +32,7 @@ def batch_of_step(
     """
     steps_per_epoch = math.ceil(len(sequences) / batch_size)
     epoch, number = divmod(step - 1, steps_per_epoch)
-    generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
-    order = torch.randperm(len(sequences), generator=generator)
+    order = torch.randperm(len(sequences), generator=epoch_generator(seed, epoch))
     rows = sequences[order[number * batch_size : (number + 1) * batch_size]]
     rows = F.pad(rows, (0, 0, 0, batch_size - len(rows)), value=PADDING)  # (B, S+1)
     # PADDING has no embedding: as an input it is token 0.

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from engine.distributed import World
 from engine.schedule import DECAY_SHARE
+from engine.seeds import epoch_generator
 from labs.wikitext.model import send
 
 
@@ -63,20 +64,15 @@ class SegmentSampler:
     def plan(self, epoch: int) -> Tensor:
         """The segments of this epoch in order, (M,)."""
         drawn = self.draw_of(epoch)
-        generator = self.generator(drawn)
+        generator = epoch_generator(self.config.seed, drawn)
         segments = torch.arange(len(self.losses))
         if self.weight(epoch) > 0:
             shift = torch.rand((), generator=generator, dtype=torch.float64)
             segments = systematic(self.probabilities(epoch), shift)
         if epoch != drawn:
-            generator = self.generator(epoch)  # the same draw in another order
+            # The same draw in another order.
+            generator = epoch_generator(self.config.seed, epoch)
         return segments[torch.randperm(len(segments), generator=generator)]
-
-    def generator(self, epoch: int) -> torch.Generator:
-        """Random numbers of an epoch, the same in every process and after a resume."""
-        # Multiplied, because epoch 1 of seed 1 must not be epoch 0 of seed 2. The CPU's generator
-        # uses 32 bits of its seed.
-        return torch.Generator().manual_seed((1_000_003 * self.config.seed + epoch) % 2**32)
 
     def record(self, segments: Tensor, losses: Tensor, counted: Tensor) -> None:
         """This rank visited these segments, (B,); `losses` (N,) are of the tokens `counted`."""
