@@ -134,7 +134,13 @@ def check_table(path: str, keys: Iterable[str]) -> None:
     """Raise `UserError` now, before hours of measuring, if `add_rows` could not add such rows."""
     if not path or not Path(path).exists():
         return
-    columns = [key for key, _, _ in json.loads(Path(path).read_text(encoding="utf-8"))["columns"]]
+    try:
+        table = json.loads(Path(path).read_text(encoding="utf-8"))
+        columns = [key for key, _, _ in table["columns"]]
+    except (OSError, ValueError, LookupError, TypeError):
+        raise UserError(
+            f"--json {path} is no table in the form of docs/results/; choose another file"
+        ) from None
     if columns != list(keys):
         raise UserError(
             f"--json {path} has the columns {', '.join(columns)}, not {', '.join(keys)}; "

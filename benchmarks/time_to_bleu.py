@@ -64,6 +64,10 @@ class Config:
     threads: int = flag(2, "compute threads", "How", min=1)
     json: str = flag("", "table in the form of docs/results/ that gets the rows", "How")
 
+    def __post_init__(self):
+        if 0 < self.vocab < 300:
+            raise UserError(f"--vocab {self.vocab} must be at least 300: 256 tokens are bytes")
+
 
 def main(config: Config) -> None:
     """Run the contestants, print the table."""

@@ -4,10 +4,10 @@
     python -m benchmarks.training --part limits       # and the limit of the machine
     python -m benchmarks.training --device cuda --preset big --tokens_per_batch 65536
 
-All train a model of the same sizes with Adam, the preset's dropout (0.1; big: 0.3) and label
-smoothing 0.1, on the same token sequences, in batches of about 4,096 target tokens.
-benchmarks/peers/NAME.py says where a contestant differs. `peak_gib` is the most memory that a
-process held.
+All train a model of the same sizes with Adam (ours: AdamW with weight decay 0.01), the preset's
+dropout (0.1; big: 0.3) and label smoothing 0.1, on the same token sequences, in batches of about
+4,096 target tokens. benchmarks/peers/NAME.py says where a contestant differs. `peak_gib` is the
+most memory that a process held.
 
 The limit is a step that computes its matrix products alone, forward and backward, at their own
 sizes. All else comes on top: attention scores, norms, dropout, softmax, the update.

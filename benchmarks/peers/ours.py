@@ -1,8 +1,8 @@
 """Contestant "ours": this project, as train.py trains and evaluate.py decodes.
 
 The variant is a precision (fp32, bf16, fp16 or int8), with words before it if wanted: plain- does
-without fast/, muon- trains with train.py's own optimizer, where all others have Adam. Example:
-plain-bf16.
+without fast/, muon- trains with train.py's own optimizer, where all others have Adam or AdamW.
+Example: plain-bf16.
 """
 
 from engine import devices  # before PyTorch, whose threads read their settings once

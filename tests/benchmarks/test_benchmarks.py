@@ -263,6 +263,8 @@ def test_minutes_to_a_bleu(folder, tmp_path, monkeypatch, capsys):
     processes = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr(time_to_bleu, "subprocess", processes)
     monkeypatch.setattr(time_to_bleu, "ROOT", tmp_path)
+    with pytest.raises(UserError, match="--vocab 5 must be at least 300"):
+        time_to_bleu.Config(vocab=5)
     table = tmp_path / "table.json"
     time_to_bleu.main(time_to_bleu.Config(minutes=0.05, json=str(table)))
     ours, peer = rows_of(table)

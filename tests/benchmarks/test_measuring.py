@@ -52,6 +52,10 @@ def test_rows_are_added_to_a_table(tmp_path, monkeypatch):
     assert table["commands"][0].endswith("--json t.json")
     with pytest.raises(UserError, match="has the columns who, not seconds"):
         ms.check_table(str(file), ["seconds"])
+    for content in ("not json", "[1]", "{}", '{"columns": [1]}'):
+        file.write_text(content)
+        with pytest.raises(UserError, match="is no table in the form of docs/results/"):
+            ms.check_table(str(file), ["who"])
 
 
 @pytest.mark.parametrize(
