@@ -87,14 +87,14 @@ class Config:
                 f"--d_model {self.d_model} must be even and a multiple of --nhead {self.nhead}"
             )
         per_rank = self.stages_per_rank
-        possible = {
+        possible = {  # a schedule that is not listed works with any number
             "gpipe": per_rank == 1,
             "1f1b": per_rank == 1,
             "interleaved": per_rank > 1,
             "zb": True,
             "zbv": per_rank == 2,  # one on each leg of the V
         }
-        if not possible[self.schedule]:
+        if not possible.get(self.schedule, True):
             raise UserError(
                 f"--schedule {self.schedule} does not work with --stages_per_rank {per_rank}; "
                 "gpipe and 1f1b need 1, zbv 2, interleaved 2 or more"

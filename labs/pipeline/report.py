@@ -30,37 +30,37 @@ def report(
     """Log bubble, speed and memory and draw the schedule.
 
     All ranks call it. `recorded` has the events of all ranks in each recorded step (on rank 0;
-    elsewhere it is empty), `speeds` the tokens per second between two log lines.
+    elsewhere it is empty), `speeds` the tokens per second between two log lines. A short session
+    records nothing.
     """
     weights = sum(weight.numel() for weight in pipeline.parameters.values())
     peak = 0
     if run.world.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(run.world.device)
     memory = run.world.gather((weights, peak))
-    if not recorded:
+    if memory is None:  # only rank 0 has it
         return
     config, ranks = run.config, run.world.size
     recorded = sorted(recorded, key=lambda events: bubble_share(events, ranks))
     shares = [bubble_share(events, ranks) for events in recorded]
-    events = recorded[len(recorded) // 2]  # the step with the median bubble
-    theory = bubble_in_theory(config.schedule, ranks, config.stages_per_rank, config.micro_batches)
-    if theory is None:  # no formula: this order with F = I = W
-        equal_times = simulate(events, lambda kind, stage: 2.0 if kind == "B" else 1.0)
-        theory = bubble_share(equal_times, ranks)
-    simulated = bubble_share(simulate(events, mean_seconds(events)), ranks)
-    run.log(
-        f"bubble: measured {median(shares):.1%}, the median of {len(shares)} steps; in theory "
-        f"{theory:.1%}; this order simulated with the measured times of its parts {simulated:.1%}"
-    )
+    events = recorded[len(recorded) // 2] if recorded else []  # the step with the median bubble
+    if events:
+        log_bubble(run, events, shares)
+    else:
+        run.log("bubble: not measured, no log line after the first two steps")
     if speeds:
         run.log(f"speed: {median(speeds):,.0f} tokens/s, the median of {len(speeds)} lines")
     for rank, (weights, peak) in enumerate(memory):
         stages = ", ".join(map(str, stages_of_rank(rank, ranks, config)))
-        line = f"rank {rank} (stage {stages}): {weights:,} weights, activations of at most "
-        line += f"{most_held(events, rank)} forward passes at a time"
+        line = f"rank {rank} (stage {stages}): {weights:,} weights"
+        if events:
+            held = most_held(events, rank)
+            line += f", activations of at most {held} forward passes at a time"
         if peak:
             line += f", peak memory {peak / MIB:.2f} MiB"
         run.log(line)
+    if not events:
+        return
     title = (
         f"{config.schedule}, ranks: {ranks}, stages per rank: {config.stages_per_rank}, "
         f"micro-batches: {config.micro_batches}, bubble: {bubble_share(events, ranks):.1%}"
@@ -70,6 +70,20 @@ def report(
     run.telemetry.figure("pipeline/schedule", step, figure)
     run.telemetry.hyperparameters(config, {"result/bubble_share": median(shares)})
     run.log(f"picture: {run.folder / 'schedule.png'}")
+
+
+def log_bubble(run: Run, events: list[Event], shares: list[float]) -> None:
+    """The bubble's `shares` of the recorded steps, in theory, and of the simulated `events`."""
+    config, ranks = run.config, run.world.size
+    theory = bubble_in_theory(config.schedule, ranks, config.stages_per_rank, config.micro_batches)
+    if theory is None:  # no formula: this order with F = I = W
+        equal_times = simulate(events, lambda kind, stage: 2.0 if kind == "B" else 1.0)
+        theory = bubble_share(equal_times, ranks)
+    simulated = bubble_share(simulate(events, mean_seconds(events)), ranks)
+    run.log(
+        f"bubble: measured {median(shares):.1%}, the median of {len(shares)} steps; in theory "
+        f"{theory:.1%}; this order simulated with the measured times of its parts {simulated:.1%}"
+    )
 
 
 def draw(events: list[Event], ranks: int, title: str):

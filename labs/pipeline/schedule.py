@@ -100,10 +100,10 @@ def bubble_in_theory(
     it is a share of the whole time). Qi et al. 2023 (zero bubble), section 2, schedule ZB-H1: idle
     (R-1)(F+I-W) instead of 1F1B's (R-1)(F+I+W). Their ZB-V (section 6) is idle only before a rank's
     first and after its last event, (R-1)F of one stage, given 2R-1 micro-batches or more.
-    Interleaved and ZB-H1 need R micro-batches. None for fewer.
+    Interleaved and ZB-H1 need R micro-batches. None for fewer, and for other schedules.
     """
-    least = {"zbv": 2 * ranks - 1, "zb": ranks, "interleaved": ranks}.get(schedule, 1)
-    if micro_batches < least:
+    least = {"gpipe": 1, "1f1b": 1, "interleaved": ranks, "zb": ranks, "zbv": 2 * ranks - 1}
+    if schedule not in least or micro_batches < least[schedule]:
         return None
     idle = (ranks - 1) * (1 if schedule in ("zb", "zbv") else 3)  # in units of one stage's F
     return idle / (idle + 3 * stages_per_rank * micro_batches)

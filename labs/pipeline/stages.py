@@ -16,6 +16,8 @@ from labs.pipeline.schedule import Recorder
 from model import sinusoids
 
 PADDING = -1  # where a sequence has no token; a target of PADDING does not count in the loss
+# For a new one also change the help of --schedule and, where they apply, the conditions in
+# `Config.check` (both in __main__.py) and the formulas of `bubble_in_theory` (schedule.py).
 SCHEDULES = {
     "gpipe": pipelining.ScheduleGPipe,
     "1f1b": pipelining.Schedule1F1B,

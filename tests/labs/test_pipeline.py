@@ -217,6 +217,11 @@ def test_the_order_has_the_bubble_of_the_papers(ran, name):
     assert (theory is None) == (name == "zbv-3")  # 4 micro-batches are too few
 
 
+def test_a_new_schedule_has_no_conditions_and_no_formula():
+    lab.Config(schedule="another").check(ranks=2)
+    assert schedule.bubble_in_theory("another", 2, 1, 4) is None
+
+
 @pytest.mark.parametrize(
     "name, held", [("gpipe-twice-2", [8, 8]), ("1f1b-twice-2", [2, 1]), ("1f1b-3", [3, 2, 1])]
 )
@@ -308,6 +313,8 @@ def test_the_handouts_preset_resumes_and_gives_way_to_flags(tmp_path, monkeypatc
         lab.train(settings(max_steps=4, log_every=2, run="parts"))
     log = Path("runs/parts/train.log")
     assert "stopped after step 2: interrupted" in log.read_text(encoding="utf-8")
+    assert "bubble: not measured" in log.read_text(encoding="utf-8")
+    assert "rank 0 (stage 0): 5,068 weights" in log.read_text(encoding="utf-8")
     lab.train(lab.Config(resume="runs/parts"))
     assert "stopped after step 4: finished" in log.read_text(encoding="utf-8")
     at_once, parts = (
