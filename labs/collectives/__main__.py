@@ -35,7 +35,7 @@ class Config:
         (), "gather on these GPUs by NCCL, one process each; default: by gloo", "Collectives"
     )
     target_device: int = flag(
-        1, "the GPU (or what stands for it) that gather gathers to", "Collectives", min=0
+        1, "number of the GPU (or of its stand-in on the CPU) that receives", "Collectives", min=0
     )
 
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import re
+import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -15,15 +17,27 @@ from engine.errors import prepare_process
 
 @contextlib.contextmanager
 def processes(function: Callable, world_size: int, *arguments) -> Iterator[mp.ProcessContext]:
-    """Start `function(*arguments)` on `world_size` ranks of a gloo group; give their handle."""
+    """Start `function(*arguments)` on `world_size` ranks of a gloo group; give their handle.
+
+    They end with the block, also if that is left by an error or by SIGTERM.
+    """
     # One process imports PyTorch, the others are forked from it.
     mp.set_forkserver_preload(["labs.collectives.lessons"])
     with tempfile.TemporaryDirectory() as folder:
         # The ranks find each other through a file. Across machines they use a TCP port instead.
         options = (world_size, f"file://{folder}/store", function, arguments)
-        yield mp.start_processes(
+        context = mp.start_processes(
             _run_rank, options, world_size, join=False, start_method="forkserver"
         )
+        # Left to itself, SIGTERM would end this process at once and leave the ranks running.
+        before = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+        try:
+            yield context
+        finally:
+            for process in context.processes:
+                process.terminate()
+                process.join()
+            signal.signal(signal.SIGTERM, before)
 
 
 def _run_rank(

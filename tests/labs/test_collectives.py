@@ -6,7 +6,9 @@ import io
 import json
 import os
 import re
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -292,6 +294,14 @@ def fails_on_rank_1() -> None:
     if dist.get_rank() == 1:
         os._exit(2)
     dist.barrier()
+
+
+def test_sigterm_ends_the_ranks_too():
+    with pytest.raises(SystemExit), common.processes(time.sleep, 2, 600) as context:
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        signal.raise_signal(signal.SIGTERM)
+    assert not any(process.is_alive() for process in context.processes)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_no_rank_waits_for_one_that_failed():
