@@ -99,7 +99,7 @@ from engine.meters import perplexity
 from engine.precision import Precision, choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
 from labs.gpt import checkpoints, measure, plan
-from labs.gpt.data import Data, load
+from labs.gpt.data import Data, load, prepare
 from labs.gpt.parallel import Layout, complete_model, make_layout, make_optimizer
 from labs.gpt.sizes import PRESETS, Sizes, get_tflops
 
@@ -144,8 +144,8 @@ def train(config: Config) -> Path | None:
 
         # -------- data: rank 0 prepares them in the cache, then all read them
         sizes = sizes_of(config)
-        world.on_main(lambda: fill_cache(config, sizes, run))
-        data = load(config, sizes, run.cache, log=lambda line: None)
+        folder = world.on_main(lambda: prepare(config, sizes, run.cache, log))
+        data = load(config, sizes, folder, log)
         # A small text may have fewer tokens than the preset's vocabulary.
         sizes = replace(sizes, vocabulary=data.vocabulary)
         plan.check_grid(config, sizes, world.size)
@@ -343,11 +343,6 @@ def resolved(config: Config, processes: int, precision: str = "") -> Config:
             enough = [n for n in range(2 * config.pipe, rows) if rows % n == 0]
             settings.accumulate = min(enough, default=rows)
     return settings
-
-
-def fill_cache(config: Config, sizes: Sizes, run: Run) -> None:
-    """Tokenise the data into the cache. All ranks read them from there."""
-    load(config, sizes, run.cache, run.log)
 
 
 def validate(layout: Layout, data: Data) -> float:

@@ -1,7 +1,8 @@
 """Text → token ids packed into full sequences; or random ids, as in the handout.
 
-    data = load(config, sizes, Path("runs/.cache"), log)   # rank 0 fills the cache, all read it
-    inputs, targets = data.batch("train", step)            # (B, T) each; targets: one token later
+    folder = prepare(config, sizes, Path("runs/.cache"), log)   # on rank 0
+    data = load(config, sizes, folder, log)                     # on all ranks
+    inputs, targets = data.batch("train", step)   # (B, T) each; targets: one token later
 
 Of Web of Science (https://data.mendeley.com/datasets/9rw3vkcfy4/6) only the abstracts are read:
 pre-training needs no labels.
@@ -11,8 +12,10 @@ import csv
 import functools
 import hashlib
 import io
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +24,7 @@ from torch import Tensor
 from engine.cache import lock_folder, new_folder
 from engine.errors import UserError
 from labs.gpt.sizes import Sizes
-from text.subwords import encode, train_tokenizer
+from text.subwords import encode, load_tokenizer, train_tokenizer
 
 ABSTRACT = "Abstract"  # the column of Web of Science's table
 VALIDATE_EVERY = 20  # every 20th document is for validation
@@ -73,31 +76,31 @@ def order_of_epoch(sequences: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(sequences)
 
 
-def load(config, sizes: Sizes, cache: Path, log) -> Data:
-    """The data that --data names; tokenised once, into a folder of the cache named by a hash.
+def prepare(config, sizes: Sizes, cache: Path, log) -> Path | None:
+    """Tokenise the text of --data into a folder of the cache, unless that was done before.
 
-    Raises `UserError` for data that cannot be read or are less than one batch.
+    Returns the folder, named by a hash; None for random ids. Raises `UserError` for data that
+    cannot be read.
     """
     if config.data == "random":
         log("data: random ids, not text: speed and memory are real, the loss shows no learning")
-        return random_data(config, sizes)
+        return None
     documents = read_documents(Path(config.data).expanduser())
+    log(f"data: {config.data}: {len(documents):,} documents")
     vocabulary = config.vocabulary or sizes.vocabulary
     settings = f"{vocabulary} {VALIDATE_EVERY}"
     digest = hashlib.sha256("\0".join([settings, *documents]).encode())
     folder = cache / f"gpt-{digest.hexdigest()[:16]}"
     with lock_folder(folder, log):
+        if folder.exists() and not is_intact(folder):
+            log(f"data: {folder} is damaged and made again")
+            shutil.rmtree(folder)
         if not folder.exists():
-            prepare(documents, vocabulary, folder)
-    data = open_prepared(folder, config, sizes)
-    log(
-        f"data: {config.data}: {len(documents):,} documents, {len(data.ids['train']):,} tokens for "
-        f"train, {len(data.ids['validation']):,} for validation; vocabulary {data.vocabulary:,}"
-    )
-    return data
+            tokenise(documents, vocabulary, folder)
+    return folder
 
 
-def prepare(documents: list[str], vocabulary: int, folder: Path) -> None:
+def tokenise(documents: list[str], vocabulary: int, folder: Path) -> None:
     """Train the tokenizer and encode the documents; the folder appears when it is complete."""
     splits = {
         "train": [text for number, text in enumerate(documents) if number % VALIDATE_EVERY],
@@ -113,14 +116,35 @@ def prepare(documents: list[str], vocabulary: int, folder: Path) -> None:
         tokenizer.save_pretrained(building / "tokenizer")
 
 
-def open_prepared(folder: Path, config, sizes: Sizes) -> Data:
-    """Read what `prepare` wrote. Raises `UserError` if it is less than a batch."""
-    from transformers import AutoTokenizer
+def is_intact(folder: Path) -> bool:
+    """Whether the folder has all that `tokenise` writes."""
+    try:
+        read_folder(folder)
+    except (OSError, EOFError, ValueError, UserError):
+        return False
+    return True
 
+
+def read_folder(folder: Path) -> tuple[dict[str, np.ndarray], Any]:
+    """What `tokenise` wrote: split → ids, and the tokenizer."""
     ids = {}
     for split in ("train", "validation"):
         ids[split] = np.load(folder / f"{split}.npy", mmap_mode="r")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)
+    return ids, load_tokenizer(str(folder / "tokenizer"))
+
+
+def load(config, sizes: Sizes, folder: Path | None, log) -> Data:
+    """The data in the folder that `prepare` returned.
+
+    Raises `UserError` if they are less than a batch.
+    """
+    if folder is None:
+        return random_data(config, sizes)
+    ids, tokenizer = read_folder(folder)
+    log(
+        f"data: {len(ids['train']):,} tokens for training, {len(ids['validation']):,} for "
+        f"validation; vocabulary {len(tokenizer):,}"
+    )
     shape = (sizes.sequence, config.batch_size, config.seed)
     data = Data(ids, *shape, len(tokenizer), folder.name, tokenizer)
     if data.sequences("validation") < 1 or data.batches("train") < 1:
@@ -178,5 +202,17 @@ def read_file(file: Path) -> list[str]:
     lines = text.split("\n")  # not splitlines: U+2028 and the like stand within a line
     if ABSTRACT not in lines[0].split("\t"):
         return lines
-    rows = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t")  # undoes quotes
-    return [row[ABSTRACT] or "" for row in rows]
+    # Undoes quotes. Strict: a quote that is never closed would join all documents after it.
+    table = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
+    abstracts = []
+    line = 2  # where the next row begins; text in quotes may have several lines
+    try:
+        for row in table:
+            abstracts.append(row[ABSTRACT] or "")
+            line = table.line_num + 1
+    except csv.Error as error:
+        reason = "a quote is never closed" if "unexpected end" in str(error) else error
+        raise UserError(
+            f"--data {file}, line {line}: {reason}; in quotes, a quote is written twice"
+        ) from None
+    return abstracts

@@ -36,7 +36,7 @@ from engine.precision import Precision
 from labs.gpt import checkpoints, compare, generate, measure, plan, scales
 from labs.gpt.__main__ import Config, figures, resolved, sizes_of, train
 from labs.gpt.checkpoints import load_weights, newest
-from labs.gpt.data import Data, read_documents
+from labs.gpt.data import Data, prepare, read_documents
 from labs.gpt.model import GPT, CausalSelfAttention, HuggingFaceGPT, initial_weight, mean_loss
 from labs.gpt.parallel import Layout
 from labs.gpt.sizes import PRESETS, get_model_size, get_tflops
@@ -390,6 +390,15 @@ def test_only_abstracts_are_read(tmp_path):
     documents = read_documents(write_table(tmp_path / "wos"))
     assert len(documents) == 60 and documents[20].endswith('"quoted" 20.')
     assert "SecretLabel" not in " ".join(documents)
+    table = tmp_path / "wos/Data1k.txt"
+    text = table.read_text(encoding="utf-8")
+    table.write_text(text.replace('20."', "20."), encoding="utf-8")
+    with refused("Data1k.txt, line 22: '\t' expected after '\"'; in quotes, a quote is written"):
+        read_documents(table)
+    table.write_text(text.removesuffix('"\n'), encoding="utf-8")
+    with refused("Data1k.txt, line 61: a quote is never closed; in quotes"):
+        read_documents(table)
+    table.write_text(text, encoding="utf-8")
     for name, count in (("WOS5736", 25), ("WOS11967", 50)):  # of the archive's the largest
         (tmp_path / name).mkdir()
         abstracts = "\n".join(f"abstract {number}" for number in range(count))
@@ -426,6 +435,23 @@ def test_batches():
     other_epoch = data.batch("train", data.batches("train"))[0]
     assert not torch.equal(data.batch("train", 0)[0], other_epoch)
     assert data.batch("validation", 0)[0].shape == (4, 5)  # two sequences, each twice
+
+
+@pytest.mark.parametrize("name", ["train.npy", "validation.npy", "tokenizer/tokenizer.json"])
+def test_a_damaged_cache_is_made_again(tmp_path, name):
+    text = dict(data=str(write_table(tmp_path / "wos")), vocabulary=300, batch_size=4)
+    config, sizes, lines = config_of(size="toy", **text), PRESETS["toy"], []
+    folder = prepare(config, sizes, tmp_path / "cache", lines.append)
+    written = (folder / name).read_bytes()
+    for damaged in (written[:-100], b"", None):
+        (folder / name).unlink()
+        if damaged is not None:
+            (folder / name).write_bytes(damaged)
+        assert prepare(config, sizes, tmp_path / "cache", lines.append) == folder
+        assert "is damaged and made again" in lines[-1]
+        assert (folder / name).read_bytes() == written
+    prepare(config, sizes, tmp_path / "cache", lines.append)
+    assert "60 documents" in lines[-1]
 
 
 def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys, report_of):
