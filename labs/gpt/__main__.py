@@ -140,7 +140,7 @@ def train(config: Config) -> Path | None:
         log(precision.describe())
         checkpoint = None
         if config.resume:
-            checkpoint = world.on_main(lambda: checkpoints.newest(run.folder))
+            checkpoint = world.on_main(lambda: checkpoints.newest(run.folder, log))
 
         # -------- data: rank 0 prepares them in the cache, then all read them
         sizes = sizes_of(config)

@@ -8,7 +8,6 @@ needs. runs/NAME/checkpoints/sharded-N/ has the pieces and state.json.
 import json
 import os
 import shutil
-import sys
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -117,14 +116,14 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("sharded-"))
 
 
-def newest(run: Path) -> Path | None:
+def newest(run: Path, log=print) -> Path | None:
     """The newest undamaged checkpoint; None if there is none. `UserError` if all are damaged."""
     damaged = []
     for path in reversed(list_checkpoints(run / "checkpoints")):
         damage = verify_files(path)
         if not damage:
             for skipped in damaged:
-                print(f"checkpoint {skipped}; using {path.name}", file=sys.stderr)
+                log(f"checkpoint {skipped}; using {path.name}")
             return path
         damaged.append(f"{path.name} is damaged ({damage})")
     if damaged:

@@ -25,6 +25,9 @@ class Config:
 if __name__ == "__main__":
     config = parse_flags(Config, "continue a text with a trained model")
 
+import sys
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -52,7 +55,7 @@ def main(config: Config) -> None:
     from transformers import AutoTokenizer
 
     run = find_run(config.ckpt)
-    path = newest(run)
+    path = newest(run, log=partial(print, file=sys.stderr))  # apart from the text that it writes
     if path is None:
         raise UserError(f"--ckpt {config.ckpt!r} has no checkpoint of labs.gpt; name such a run")
     if not (run / "tokenizer").is_dir():

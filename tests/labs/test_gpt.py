@@ -173,7 +173,7 @@ def test_damaged_checkpoints(runs, tmp_path, capsys):
         (folder / piece).write_bytes(content)
         if folder is last:
             assert newest(tmp_path / "run") == older
-            assert f"sharded-{STEPS} is damaged" in capsys.readouterr().err
+            assert f"sharded-{STEPS} is damaged" in capsys.readouterr().out
     with refused("no undamaged checkpoint"):
         newest(tmp_path / "run")
 
@@ -536,6 +536,8 @@ def test_only_checkpoints_up_to_the_saved_one_count_as_kept(tmp_path, monkeypatc
     changes = dict(max_steps=3, keep=1)
     train(config_of(resume=str(folder), given=changes, **changes))
     assert newest(folder).name == "sharded-3"
+    log = (folder / "train.log").read_text(encoding="utf-8")
+    assert "checkpoint sharded-4 is damaged" in log and "using sharded-2" in log
 
 
 def test_a_run_ends_with_its_minutes(tmp_path, monkeypatch):
