@@ -36,7 +36,7 @@ class Table:
     def train(self, flags: list[str], processes: int) -> dict:
         """Train the next row with these flags; returns the run's result.json, or {"failed": …}.
 
-        All rows share the same cores among their processes. A signal ends the row and the table.
+        Every row uses all cores, divided among its processes. A signal ends the row and the table.
         """
         run = self.folder / f"row-{len(self.rows)}"
         shutil.rmtree(run, ignore_errors=True)

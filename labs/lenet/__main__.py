@@ -37,7 +37,8 @@ class Config:
 
     data: str = flag(
         "",
-        "folder with MNIST's files, or drawn; default: /opt/mnist, ../mnist or data, else drawn",
+        "folder with MNIST's files, or drawn; default: mnist in /opt or beside the repository, "
+        "or data, else drawn",
         "Data",
     )
 

@@ -59,7 +59,7 @@ class Config:
     )
     data: str = flag(
         "",
-        "text file or folder; default: /opt/wikitext-2 or ../wikitext-2, else the sample",
+        "text file or folder; default: wikitext-2 in /opt or beside the repository, or the sample",
         "Data",
     )
     ratios: str = flag(
@@ -89,7 +89,7 @@ class Config:
     epochs: int = flag(12, "passes over the text", "Training", min=1, fixed=True)
     embedding_share: float = flag(
         0.125,
-        "share of the steps, the first, that train embeddings only",
+        "share of the run, at its start, that trains only embedding and positions",
         "Training",
         min=0,
         below=1,
