@@ -5,8 +5,8 @@
 
 The planner finds the deepest model of each scale. A scale that this machine can hold is trained;
 one that needs more cards or memory is a row with the planner's figures, marked "planned". The
-handout leaves scales 3 and 4 open: here they are two cards with every technique, and handout 000's
-1.6B model on four cards. The table grows with each row that ends, in
+handout leaves scales 3 and 4 open: here they are two cards with every technique, and the 1.6B model
+of the handout on simple networks on four cards. The table grows with each row that ends, in
 runs/scales-SIZE-PRECISION-CARD/. Started again, the command runs all rows again.
 """
 
@@ -82,7 +82,7 @@ SCALES = [
     # Without micro-batches one card computes while the other waits.
     Scale("2: two cards, naive pipeline", 2, {"pipe": 2, "accumulate": 1}),
     Scale("3: two cards, ZeRO-3 + recomputation", 2, EVERY_TECHNIQUE),
-    Scale("4: the 1.6B of handout 000", 4, {**EVERY_TECHNIQUE, "size": "1.6b", "layers": 48}),
+    Scale("4: the handout's 1.6B model", 4, {**EVERY_TECHNIQUE, "size": "1.6b", "layers": 48}),
 ]
 
 
