@@ -283,7 +283,7 @@ def format_help(config_class, description: str, positional: str | None) -> str:
             if default in ("", (), None) or default is False:  # `is`: 0 == False, yet is shown
                 default = "-"
             bounds = [
-                f"{sign} {field.metadata[name]:g}"
+                f"{sign} {field.metadata[name]:,}"
                 for name, (_, _, sign) in BOUNDS.items()
                 if field.metadata[name] not in (None, LARGEST)
             ]

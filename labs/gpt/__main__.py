@@ -24,7 +24,7 @@ class Config:
     """Every setting. `fixed`: --resume cannot change it. 0 is automatic where the help says so."""
 
     data: str = flag("random", "text file or folder; random: ids without meaning", "Data")
-    vocabulary: int = flag(0, "tokens; 0, also below: the preset's", "Data", min=0, fixed=True)
+    vocabulary: int = flag(0, "tokens; 0: the preset's", "Data", min=0, fixed=True)
 
     size: str = flag(
         "mini", "preset (toy|mini|wide|deep|124m|355m|774m|1.5b|1.6b)", "Model", fixed=True
@@ -32,18 +32,26 @@ class Config:
     model: str = flag(
         "own", "our model or Hugging Face's GPT2LMHeadModel (own|hf)", "Model", fixed=True
     )
-    hidden: int = flag(0, "model width", "Model", min=0, max=2**16, fixed=True)
-    heads: int = flag(0, "attention heads", "Model", min=0, max=2**10, fixed=True)
-    layers: int = flag(0, "blocks", "Model", min=0, max=2**20, fixed=True)
-    sequence: int = flag(0, "tokens in a sequence", "Model", min=0, max=2**20, fixed=True)
+    hidden: int = flag(0, "model width; 0: the preset's", "Model", min=0, max=2**16, fixed=True)
+    heads: int = flag(0, "attention heads; 0: the preset's", "Model", min=0, max=2**10, fixed=True)
+    layers: int = flag(0, "blocks; 0: the preset's", "Model", min=0, max=2**20, fixed=True)
+    sequence: int = flag(
+        0, "tokens in a sequence; 0: the preset's", "Model", min=0, max=2**20, fixed=True
+    )
 
     batch_size: int = flag(
-        0, "sequences per step, of all processes together", "Training", min=0, fixed=True
+        0,
+        "sequences per step, of all processes together; 0: the preset's",
+        "Training",
+        min=0,
+        fixed=True,
     )
     epochs: int = flag(6, "passes over the data", "Training", min=1)
     max_steps: int = flag(0, "stop after this many steps; 0: use --epochs", "Training", min=0)
     max_minutes: float = flag(0.0, "stop after this many minutes; 0: no limit", "Training", min=0)
-    lr: float = flag(0.0, "peak learning rate", "Training", min=0, below=10, fixed=True)
+    lr: float = flag(
+        0.0, "peak learning rate; 0: the preset's", "Training", min=0, below=10, fixed=True
+    )
 
     precision: str = flag("auto", "of matrix products (auto|fp32|bf16|fp16)", "Techniques")
     accumulate: int = flag(

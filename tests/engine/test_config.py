@@ -10,7 +10,7 @@ from conftest import run_script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import checked, flag, load_config, parse_flags
+from engine.config import checked, flag, format_help, load_config, parse_flags
 from engine.errors import UserError
 from engine.files import as_json, atomic_write
 
@@ -315,6 +315,14 @@ def test_help_shows_default_meaning_and_bounds(parse, capsys):
         "--anything 0.0 any number",
         "--norm_first - norm before",
     ]
+
+
+def test_large_bounds_are_shown_in_full():
+    @dataclass
+    class Large:
+        layers: int = flag(2, "blocks", "Model", min=1, max=2**20)
+
+    assert "blocks [>= 1, <= 1,048,576]" in format_help(Large, "", None)
 
 
 def test_settings_of_another_version_are_refused(tmp_path):
