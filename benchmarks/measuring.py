@@ -26,6 +26,7 @@ from engine.config import command
 from engine.environment import commit, cpu_name
 from engine.errors import UserError
 from engine.files import atomic_write
+from engine.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 # /proc/cpuinfo's name, English, Chinese; the first that a CPU has
@@ -106,25 +107,12 @@ def as_table(rows: list[Row], figure: str) -> str:
         ratio = f"{row.ratio:.2f}" if row.ratio else ""
         others = [shown(row.figures[key]) if key in row.figures else "" for key in more]
         cells.append([row.contestant, *values, ratio, f"{row.turns}", *others])
-    return markdown(cells)
+    return markdown_table(cells, padded=True)
 
 
 def shown(value: float) -> str:
     """12,345 or 12.35"""
     return f"{value:,.4g}" if abs(value) < 100 else f"{value:,.0f}"
-
-
-def markdown(cells: list[list[str]]) -> str:
-    """A Markdown table with aligned columns; the first row is its head."""
-    head, *body = cells
-    cells = [head, ["---", *["---:"] * (len(head) - 1)], *body]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = []
-    for first, *others in cells:
-        padded = [first.ljust(widths[0])]
-        padded += [cell.rjust(width) for cell, width in zip(others, widths[1:])]
-        lines.append(f"| {' | '.join(padded)} |")
-    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- rows for the pages

@@ -31,7 +31,6 @@ from benchmarks.measuring import (
     check_table,
     describe_machine,
     hardware,
-    markdown,
 )
 from benchmarks.peers.contest import KEEP_MEMORY, SIZES, Contestant, choose, command
 from benchmarks.peers.turn import Task
@@ -39,6 +38,7 @@ from data import Prepared
 from engine.config import flag, parse_flags
 from engine.environment import commit
 from engine.errors import UserError, run_script
+from engine.tables import markdown_table
 from text.bleu import corpus_bleu
 from text.subwords import decode
 from tools.reporting.reading import read_run
@@ -82,7 +82,7 @@ def main(config: Config) -> None:
         row = as_cells(config, name, train(config, folder, corpus))
         add_rows(config.json, [row])
         cells.append([name, *(row[goal] for goal in GOALS), row["end"]])
-    print(markdown(cells))
+    print(markdown_table(cells, padded=True))
 
 
 def train_ours(config: Config, folder: Path, corpus: Prepared) -> Curve:

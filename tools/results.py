@@ -10,6 +10,8 @@ English header, Chinese header) and rows. Measured numbers are entered there and
 import json
 from pathlib import Path
 
+from engine.tables import markdown_table
+
 FOLDER = Path(__file__).parent.parent / "docs"
 PAGES = ("results", "performance")
 SUFFIXES = {"en": ".md", "zh": ".zh-CN.md"}
@@ -51,10 +53,8 @@ def as_table(table: dict, language: str) -> str:
     """The columns and rows of a table, as Markdown."""
     keys = [key for key, _, _ in table["columns"]]
     headers = [english if language == "en" else chinese for _, english, chinese in table["columns"]]
-    lines = [headers, ["---"] * len(keys)]
-    for row in table["rows"]:
-        lines.append([as_text(row[key], language) for key in keys])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    rows = [[as_text(row[key], language) for key in keys] for row in table["rows"]]
+    return markdown_table([headers, *rows])
 
 
 def as_text(value, language: str) -> str:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from engine.errors import prepare_process
+from engine.tables import markdown_table
 
 
 @contextlib.contextmanager
@@ -92,11 +93,8 @@ def short_repr(value) -> str:
 
 def print_table(caption: str, columns: str, rows: list[tuple]) -> None:
     """Rank 0 prints a Markdown table; `columns` are the names between |."""
-    table = [columns.split("|"), *([short_repr(cell) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table)]
-    table.insert(1, ["-" * width for width in widths])
-    lines = [" | ".join(map(str.ljust, row, widths)) for row in table]
-    print_text(f"{caption}:\n\n" + "\n".join(f"| {line} |" for line in lines))
+    cells = [columns.split("|"), *([short_repr(cell) for cell in row] for row in rows)]
+    print_text(f"{caption}:\n\n{markdown_table(cells, padded=True)}")
 
 
 def print_text(text: str) -> None:

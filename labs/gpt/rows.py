@@ -13,6 +13,7 @@ import torch
 from engine.errors import UserError
 from engine.meters import cores
 from engine.signals import caught_signals
+from engine.tables import markdown_row, markdown_table
 from engine.telemetry import Log
 
 
@@ -67,14 +68,8 @@ class Table:
         """Add a row to both files."""
         self.rows.append(cells)
         self.outcomes.append({**dict(zip(self.head, cells)), **outcome})
-        text = markdown_row(self.head) + "|---" * len(self.head) + "|\n"
-        text += "".join(map(markdown_row, self.rows))
+        text = markdown_table([self.head, *self.rows]) + "\n"
         (self.folder / "table.md").write_text(text, encoding="utf-8")
         text = json.dumps(self.outcomes, indent=2, ensure_ascii=False) + "\n"
         (self.folder / "table.json").write_text(text, encoding="utf-8")
-        self.log(markdown_row(cells).rstrip())
-
-
-def markdown_row(cells) -> str:
-    """A line of a Markdown table."""
-    return f"| {' | '.join(map(str, cells))} |\n"
+        self.log(markdown_row(cells))
