@@ -49,7 +49,7 @@ def test_muon_takes_the_matrices_inside_and_adamw_the_rest():
 @pytest.mark.parametrize("found_inf", [None, torch.tensor(0.0)])
 def test_moves_as_pytorchs_muon_and_adamw(found_inf):
     matrices, others, gradients = weights_with_gradients(4)
-    muon = torch.optim.Muon(matrices, 1e-2, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(matrices, 1e-2, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(others, 1e-2, **ADAMW)
     expected = take_steps([muon, adamw], [*matrices, *others], gradients)
     matrices, others, gradients = weights_with_gradients(4)
