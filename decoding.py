@@ -222,6 +222,8 @@ def computes_the_same(begin: Callable, model: Translator) -> bool:
     src_pad = torch.arange(length, device=device) >= lengths[:, None]
     was_training = model.training
     model.eval()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # no products rounded to TF32 or bf16
     with torch.autocast(device.type, enabled=False):
         expected = F.log_softmax(model(src, src_pad, tgt), -1)  # (4, T, V)
         try:
@@ -229,6 +231,7 @@ def computes_the_same(begin: Callable, model: Translator) -> bool:
             found = [steps.top_tokens(tgt[:, position], position, 64) for position in range(length)]
         except Exception:  # a layer of another kind has no weights of these names and shapes
             found = []
+    torch.set_float32_matmul_precision(before)
     model.train(was_training)
     if not found:
         return False
@@ -236,8 +239,7 @@ def computes_the_same(begin: Callable, model: Translator) -> bool:
     expected = expected.gather(2, best)
     difference = (log_probabilities - expected).norm()
     spread = (expected - expected.mean(2, keepdim=True)).norm()
-    # A product rounded to bf16 (8 bits) or TF32 (11 bits) differs by less than 1 %. If both are
-    # nan, the weights are, and the steps are not to blame.
+    # If both are nan, the weights are, and the steps are not to blame.
     return not bool(difference > 0.02 * spread)
 
 
