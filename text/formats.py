@@ -133,7 +133,9 @@ def read_json(file: Path, source: str, target: str) -> Pairs:
         for name in (source, target):
             if not isinstance(texts[name], str | None):
                 kind = type(texts[name]).__name__
-                raise UserError(f"{where}: {name} is of type {kind}, not text; put one in quotes")
+                raise UserError(
+                    f"{where}: {name} is of type {kind}, not text; write a text in quotes"
+                )
         pair = (texts[source] or "", texts[target] or "")
         try:
             "".join(pair).encode()
