@@ -5,7 +5,7 @@
 
 A decoder layer needs, for one new token, only that token's query and the keys and values of all
 tokens up to it. The stock layers recompute those at every step. Here they are kept in a cache: a
-step projects one token, and only its attention grows with the length. `fast.decoder` takes the
+step projects one token, and only its attention grows with the length. `fast.start` takes the
 same steps faster, in C++, behind the same three methods: `next_tokens`, `top_tokens`, `select`.
 If you change model.py so that `step` no longer computes the same, `Prefixes` does, without a cache.
 
@@ -515,7 +515,7 @@ def search(
     nbest: int = 0,
     length_penalty: float = 1.0,
     batches: list[list[int]] | None = None,
-    decoder=None,
+    begin: Callable | None = None,
     progress: Callable = iter,
 ) -> list[list[Hypothesis]]:
     """Translate token ids, without begin and end: the best hypotheses of each source, best first.
@@ -523,8 +523,7 @@ def search(
     An empty source has one empty hypothesis. `beam` 1 is greedy search, and there is one
     hypothesis, unless `nbest` asks for that many (up to `beam`) with their scores.
     `batches`: which sources to translate, all by default; others get an empty hypothesis.
-    `decoder`: `fast.decoder(model)`; without one, the model is decoded by `start`, or if it was
-    changed by `start_without_cache`.
+    `begin`: (src, src_pad) → a cache; `fast.start(model)`, or `plain_start(model)` by default.
     `progress` wraps the batches, as tqdm does.
     """
     device = next(model.parameters()).device
@@ -534,7 +533,7 @@ def search(
     scored = beam > 1 or nbest > 0
     if batches is None:
         batches = plan_for(model, [len(source) for source in sources], beam)
-    begin = decoder.start if decoder else plain_start(model)
+    begin = begin or plain_start(model)
 
     def search_batch(batch: list[int]) -> list[list[Hypothesis]]:
         src, src_pad = collate.pad_sources([sources[index] for index in batch])
@@ -637,7 +636,7 @@ def translate_lines(
     nbest: int = 0,
     length_penalty: float = 1.0,
     world: World | None = None,
-    decoder=None,
+    begin: Callable | None = None,
     progress: Callable = iter,
 ) -> Translations | None:
     """Translate lines of text; the options are those of `search`.
@@ -665,7 +664,7 @@ def translate_lines(
         nbest=nbest,
         length_penalty=length_penalty,
         batches=batches,
-        decoder=decoder,
+        begin=begin,
         progress=progress,
     )
     # This rank's share of the sentences: index -> hypotheses, now with texts.

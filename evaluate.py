@@ -79,7 +79,7 @@ def evaluate(config: Config) -> None:
     """
     world = distributed.start(checked(config).device)
     log = print if world.is_main else lambda line: None
-    trained, precision, decoder = load_for_decoding(config, config.average, world, log)
+    trained, precision, begin = load_for_decoding(config, config.average, world, log)
     scored = world.on_main(lambda: choose_rows(config, trained))
     log(f"{trained.name}: {scored.data}, split {scored.split}, {len(scored.rows):,} rows")
     if config.out:
@@ -96,7 +96,7 @@ def evaluate(config: Config) -> None:
             beam=config.beam,
             length_penalty=config.length_penalty,
             world=world,
-            decoder=decoder,
+            begin=begin,
             progress=lambda batches: progress_bar(batches, desc="translating", unit="batch"),
         )
     seconds = time.perf_counter() - begun

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import fast
 from data import Prepared
-from decoding import plain_start
 from engine import checkpoint
 from engine.distributed import World
 from engine.errors import UserError
@@ -71,11 +70,10 @@ def load_trained(path: str | Path = "", average: int = 1, log: Callable = print)
 
 def load_for_decoding(
     config, average: int, world: World, log: Callable
-) -> tuple[Trained, Precision, fast.CompiledDecoder | None]:
+) -> tuple[Trained, Precision, Callable]:
     """Load what the flags of evaluate.py and translate.py name.
 
-    Returns the model on its device, its precision, and a faster decoder (see fast/) or None where
-    the plain code has to decode.
+    Returns the model on its device, its precision, and how `decoding.search` begins with it.
     """
     int8 = config.precision == "int8"
     precision = choose_precision(world.device, "fp32" if int8 else config.precision)
@@ -83,13 +81,11 @@ def load_for_decoding(
     chosen = world.on_main(lambda: choose_checkpoint(config.ckpt, average, log))
     trained = load_trained(chosen, average, log)
     trained.model.to(world.device)
-    with precision.autocast():  # fast.decoder asks whether it is on
-        decoder = fast.decoder(trained.model, int8)
-    if decoder is None:
-        plain_start(trained.model, log)  # logs whether decoding.py, too, has to do without
+    with precision.autocast():  # fast.start asks whether it is on
+        begin = fast.start(trained.model, int8, log)
     rounded = ", weights and inputs of linear layers rounded to 8 bits" if int8 else ""
     log(f"{precision.describe()}{rounded}")
-    return trained, precision, decoder
+    return trained, precision, begin
 
 
 # ---------------------------------------------------------------- which checkpoint

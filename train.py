@@ -184,13 +184,12 @@ def train(config: Config) -> Path:
         model = Translator(sizes).to(world.device)
         if config.shard:
             world.shard(model, log)
-        loss_of = None
-        if not config.compile:
-            # The same loss, computed faster; None where that is not possible. If it ignores your
-            # changes to model.py, see docs/troubleshooting.md.
-            loss_of = fast.loss(model, config.label_smoothing, precision.dtype, log)
-        if loss_of is None:
+        if config.compile:
             loss_of = SummedLoss(model, config.label_smoothing)
+        else:
+            # The same loss, computed faster where that is possible. If it ignores your changes to
+            # model.py, see docs/troubleshooting.md.
+            loss_of = fast.loss(model, config.label_smoothing, precision.dtype, log)
         if not config.lr:
             config.lr = default_learning_rate(config)
         weights = list(model.parameters())

@@ -49,7 +49,8 @@ class Config:
             raise UserError("--quantization is for --export")
         if self.port != 8000 and not self.serve:
             raise UserError("--port is for --serve")
-        if self.length_penalty != 1 and self.beam == 1:
+        # The page asks for the beam size itself.
+        if self.length_penalty != 1 and self.beam == 1 and not self.serve:
             raise UserError("--length_penalty needs --beam 2 or larger")
 
 
@@ -86,7 +87,7 @@ def translate(config: Config) -> None:
             )
     world = distributed.start(checked(config).device)
     note = partial(print, file=sys.stderr) if world.is_main else lambda line: None
-    trained, precision, decoder = load_for_decoding(config, 1, world, note)
+    trained, precision, begin = load_for_decoding(config, 1, world, note)
     if config.export:
         from tools.serving.export import export
 
@@ -94,7 +95,7 @@ def translate(config: Config) -> None:
     if config.serve:
         from tools.serving.server import serve
 
-        return serve(trained, precision, decoder, config)
+        return serve(trained, precision, begin, config)
 
     # As the input is, whatever the locale.
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
@@ -113,7 +114,7 @@ def translate(config: Config) -> None:
                 beam=config.beam,
                 length_penalty=config.length_penalty,
                 nbest=config.nbest,
-                decoder=decoder,
+                begin=begin,
                 world=world,
             )
         if translations is not None:  # rank 0 has received those of all ranks

@@ -3,6 +3,7 @@
 Validation loss, greedy BLEU, sample translations and a picture of the cross-attention.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import numpy as np
@@ -10,12 +11,12 @@ import torch
 
 import fast
 from data import BucketSampler, Collate, Prepared
-from decoding import Translations, plain_start, translate_lines
+from decoding import Translations, translate_lines
 from engine.distributed import full_tensor, is_sharded
 from engine.meters import perplexity
 from engine.precision import Precision
 from engine.run import Run
-from model import SummedLoss, Translator, cross_attention
+from model import Translator, cross_attention
 from text.bleu import corpus_bleu
 from text.cleaning import normalise
 from text.subwords import encode, special_ids
@@ -55,9 +56,7 @@ class Validation:
         # Every rank tries the batches that need most memory.
         tried = [batch for batch in sampler.heaviest_steps() for _ in range(self.world.size)]
         self.loss(plain_model, tried)
-        if not fast.decoder(plain_model):
-            plain_start(plain_model, run.log)  # for its note
-        self.translate(plain_model, self.prepared.validation_rows[:SAMPLES])
+        self.translate(plain_model, self.prepared.validation_rows[:SAMPLES], run.log)
         corpus_bleu(["one"], ["one"], smooth=True)
 
     def __call__(self, step: int) -> tuple[float, float | None]:
@@ -94,7 +93,7 @@ class Validation:
     def loss(self, model: Translator, batches: list[np.ndarray]) -> float:
         """Unsmoothed cross-entropy in nats per token; each rank does its share of the batches."""
         model.eval()
-        loss_of = fast.loss(model, 0.0, self.precision.dtype) or SummedLoss(model, 0.0)
+        loss_of = fast.loss(model, 0.0, self.precision.dtype)
         totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # loss, tokens
         for rows in batches[self.world.rank :: self.world.size]:
             batch = self.collate(self.prepared.validation.__getitems__(rows)).to(self.world.device)
@@ -105,12 +104,15 @@ class Validation:
         loss, tokens = self.world.sum(totals).tolist()
         return loss / tokens
 
-    def translate(self, model: Translator, rows: list[tuple[str, str]]) -> Translations | None:
+    def translate(
+        self, model: Translator, rows: list[tuple[str, str]], log: Callable = lambda line: None
+    ) -> Translations | None:
         """Greedy translations of the rows by all ranks; None on all ranks but rank 0.
 
-        On a CPU they are made in fp32, as evaluate.py does.
+        On a CPU they are made in fp32, as evaluate.py does. `log` receives a note where decoding
+        is slow.
         """
-        decoder = fast.decoder(model)  # of the weights as they are now; None: plain decoding
+        begin = fast.start(model, log=log)  # with the weights as they are now
         on_gpu = self.world.device.type == "cuda"
         with self.precision.autocast() if on_gpu else nullcontext():
             return translate_lines(
@@ -118,7 +120,7 @@ class Validation:
                 *self.tokenizers,
                 [source for source, _ in rows],
                 world=self.world,
-                decoder=decoder,
+                begin=begin,
             )
 
 

@@ -1,11 +1,11 @@
 """The same results as the plain code in less time. Read model.py and decoding.py first.
 
     fast.keep_tensors_together(device)                       # before the first tensor is made
-    loss_of = fast.loss(model, 0.1, torch.bfloat16, log)     # None: SummedLoss(model, 0.1)
-    decoder = fast.decoder(model)                            # None: decoding.start
-    search(model, sources, collate, beam=5, decoder=decoder)
+    loss_of = fast.loss(model, 0.1, torch.bfloat16, log)     # as SummedLoss(model, 0.1)
+    begin = fast.start(model)                                # as decoding.start
+    search(model, sources, collate, beam=5, begin=begin)
 
-Where no faster way exists, these functions return None and the plain code runs.
+Where no faster way exists, the results are those of the plain code themselves.
 On a CPU they use C++, compiled at its first use (build.py): training.py and cross_entropy.py call
 kernels.cpp, decoding.py calls decoding.cpp, and memory.cpp places large tensors.
 On a GPU only cross_entropy.py is used.
@@ -16,12 +16,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from decoding import computes_the_same
+from decoding import computes_the_same, plain_start
 from engine.distributed import is_sharded
 from engine.errors import UserError
 from fast import build
 from fast.decoding import CompiledDecoder, is_possible
 from fast.training import KernelLoss, SlicedLoss, is_known, loss_is_known, why_not
+from model import SummedLoss
 
 
 def keep_tensors_together(device: torch.device) -> bool:
@@ -37,33 +38,43 @@ def keep_tensors_together(device: torch.device) -> bool:
 
 def loss(
     model: nn.Module, label_smoothing: float, dtype: torch.dtype, log: Callable = lambda line: None
-) -> nn.Module | None:
-    """A faster `SummedLoss(model, label_smoothing)` with matrix products in `dtype`, or None.
+) -> nn.Module:
+    """`SummedLoss(model, label_smoothing)`, or the same computed faster, with products in `dtype`.
 
-    `log` receives the reason for None.
+    `log` receives the reason why there is no faster one.
     """
+    plain = SummedLoss(model, label_smoothing)
     if is_sharded(model):  # FSDP2 gathers the weights in `forward` only
         log("note: a sharded model trains with PyTorch's own operations, without those in fast/")
-        return None
+        return plain
     if next(model.parameters()).device.type == "cuda":
         if dtype == torch.float16:
             # SlicedLoss computes gradients before the loss is scaled up: they would vanish.
             log("note: all logits are in memory at once (fp16)")
-            return None
+            return plain
         if not is_known(model) or not loss_is_known():
             log("note: all logits are in memory at once (model.py was changed)")
-            return None
+            return plain
         return SlicedLoss(model, label_smoothing, dtype)
     reason = why_not(model, dtype)
     if not reason:
         return KernelLoss(model, label_smoothing, dtype)
     reason = build.why_not() or reason
     log(f"note: training is slower than it could be: fast/ is not used ({reason})")
-    return None
+    return plain
+
+
+def start(model: nn.Module, int8: bool = False, log: Callable = lambda line: None) -> Callable:
+    """The fastest right way to begin decoding with the current weights: (src, src_pad) → a cache.
+
+    The arguments and errors are those of `decoder`. `log` receives a note where decoding is slow.
+    """
+    compiled = decoder(model, int8)
+    return compiled.start if compiled else plain_start(model, log)
 
 
 def decoder(model: nn.Module, int8: bool = False) -> CompiledDecoder | None:
-    """Faster decoding with the current weights, or None.
+    """Decoding in C++ with the current weights, or None where that is not possible.
 
     int8: round weights and inputs of linear layers to 8 bits. Raises `UserError` if int8 is asked
     for and not possible.

@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -319,8 +318,8 @@ def test_no_step_once_all_have_ended(monkeypatch):
     model.output.bias.data[EOS] = 1e9
     monkeypatch.setattr(decoding, "step", lambda *given: positions.append(given[3]) or step(*given))
     for beam in (1, 3):
-        begin = SimpleNamespace(start=partial(decoding.start, model))
-        search(model, make_sources(0, 8, 14), COLLATE, beam=beam, decoder=begin)
+        begin = partial(decoding.start, model)
+        search(model, make_sources(0, 8, 14), COLLATE, beam=beam, begin=begin)
     assert max(positions) <= 1  # the limits are 13 and more
 
 

@@ -435,8 +435,8 @@ def test_format_and_decoder_reach_the_translation(tiny_run, evaluate, monkeypatc
     seen = []
     hidden = Translator.hidden
 
-    def translate(*_, decoder, **__):
-        seen.append((torch.is_autocast_enabled("cpu"), decoder))
+    def translate(*_, begin, **__):
+        seen.append((torch.is_autocast_enabled("cpu"), begin))
         return Translations(["one"] * 4, [], 8, 0, 0)
 
     def noted_hidden(model, *batch):
@@ -444,10 +444,10 @@ def test_format_and_decoder_reach_the_translation(tiny_run, evaluate, monkeypatc
         return hidden(model, *batch)
 
     monkeypatch.setattr(script, "translate_lines", translate)
-    monkeypatch.setattr("loading.fast.decoder", lambda *_: "the decoder")
+    monkeypatch.setattr("loading.fast.start", lambda *_: "the start")
     monkeypatch.setattr(Translator, "hidden", noted_hidden)
     evaluate(tmp_path, ckpt=tiny_run, limit=4, precision="bf16", teacher_forced=True)
-    assert seen == [(True, "the decoder"), True]
+    assert seen == [(True, "the start"), True]
 
 
 @pytest.mark.parametrize("ends_at_once", [True, False])

@@ -105,7 +105,7 @@ def test_the_newest_run(run, monkeypatch):
 
 
 def test_the_faster_decoder_is_in_8_bits_if_asked(run, monkeypatch):
-    monkeypatch.setattr("fast.decoder", lambda model, int8: "int8" if int8 else "fp32")
+    monkeypatch.setattr("fast.start", lambda model, int8, log: "int8" if int8 else "fp32")
     flags = SimpleNamespace(ckpt=str(run), precision="int8")
     lines = []
     _, precision, found = load_for_decoding(

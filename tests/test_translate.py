@@ -167,6 +167,10 @@ def test_flags_that_would_have_no_effect_are_a_mistake(flags, error):
         script.Config(**flags)
 
 
+def test_a_page_with_a_length_penalty_asks_for_the_beam_size_itself():
+    assert script.Config(length_penalty=2.0, serve=True).beam == 1
+
+
 def test_at_a_prompt(called, reference, monkeypatch):
     not_utf8 = UnicodeDecodeError("utf-8", b"\xc4", 0, 1, "no")
     typed = iter(["一二 ", "", not_utf8, "\udcc4\udce3", "三", EOFError(), "never read"])

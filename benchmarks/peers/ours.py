@@ -40,10 +40,9 @@ def train(task: Task) -> dict:
         fast.keep_tensors_together(device)
     vocabularies = (len(corpus.source_tokenizer), len(corpus.target_tokenizer))
     model = Translator(ModelConfig(*vocabularies, **task.sizes)).to(device).train()
-    loss_of = None
     if use_fast:
         loss_of = fast.loss(model, LABEL_SMOOTHING, precision.dtype, print)
-    if loss_of is None:
+    else:
         loss_of = SummedLoss(model, LABEL_SMOOTHING)
     algorithm = "muon" if "muon" in words else "adamw"
     optimizer = make_optimizer(algorithm, model, model.transformer, LEARNING_RATE, precision.dtype)
@@ -74,14 +73,14 @@ def decode(task: Task) -> dict:
     model.load_state_dict(torch.load(Path(task.folder) / "weights.pt"))
     model.to(device)
     with precision.autocast():
-        decoder = None if "plain" in words else fast.decoder(model, int8=name == "int8")
+        begin = None if "plain" in words else fast.start(model, int8=name == "int8")
     search = partial(
         decoding.search,
         model,
         collate=Collate(task.source_ids, task.target_ids),
         beam=task.beam,
         length_penalty=task.length_penalty,
-        decoder=decoder,
+        begin=begin,
     )
 
     def translate(sources: list[list[int]]) -> list[list[int]]:

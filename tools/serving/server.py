@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,7 +21,6 @@ import torch
 from decoding import translate_lines
 from engine.errors import UserError
 from engine.precision import Precision
-from fast import CompiledDecoder
 from loading import Trained
 from text.cleaning import normalise
 from text.sentences import join, sentences
@@ -31,10 +31,10 @@ LONGEST_TEXT = 20_000  # characters, about ten pages
 MOST_HYPOTHESES = 10
 
 
-def serve(trained: Trained, precision: Precision, decoder: CompiledDecoder | None, config) -> None:
+def serve(trained: Trained, precision: Precision, begin: Callable, config) -> None:
     """Serve the page until Ctrl-C. Raises `UserError` if the port is not free."""
     try:
-        server = PageServer(config.port, trained, precision, decoder, config.length_penalty)
+        server = PageServer(config.port, trained, precision, begin, config.length_penalty)
     except OSError as error:
         raise UserError(
             f"--port {config.port}: {error.strerror}; choose another, or 0 for a free one"
@@ -56,14 +56,14 @@ class PageServer(ThreadingHTTPServer):
         port: int,
         trained: Trained,
         precision: Precision,
-        decoder: CompiledDecoder | None,
+        begin: Callable,
         length_penalty: float,
     ):
         super().__init__(("127.0.0.1", port), Handler)
         self.model = trained.model
         self.tokenizers = (trained.source_tokenizer, trained.target_tokenizer)
         self.precision = precision
-        self.decoder = decoder
+        self.begin = begin
         self.length_penalty = length_penalty
         self.longest = trained.model.config.max_length - 1  # tokens, without the end token
         self.lock = Lock()
@@ -97,7 +97,7 @@ class PageServer(ThreadingHTTPServer):
             beam=beam,
             nbest=beam if beam > 1 else 0,
             length_penalty=self.length_penalty,
-            decoder=self.decoder,
+            begin=self.begin,
         )
         texts = [normalise(source) for source in sources]
         ids = encode(self.tokenizers[0], texts, self.longest + 1)
