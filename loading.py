@@ -40,12 +40,16 @@ class Trained:
 
 
 def load_trained(path: str | Path = "", average: int = 1, log: Callable = print) -> Trained:
-    """Load what `--ckpt` names; see `choose_checkpoint`.
+    """Load what `--ckpt` names; see `choose_checkpoint` and `load_chosen`."""
+    return load_chosen(choose_checkpoint(str(path), average, log), average)
+
+
+def load_chosen(chosen: Path, average: int = 1) -> Trained:
+    """Load this checkpoint folder or weights file, and what belongs to it.
 
     With `average` > 1 the weights are the mean of this number of checkpoints, the last of which is
     the chosen one. Raises `UserError` for everything that cannot be read.
     """
-    chosen = choose_checkpoint(str(path), average, log)
     run = run_of(chosen)
     config, sizes = load_settings(run)
     source_tokenizer = load_tokenizer(str(run / "tokenizer" / "source"))
@@ -79,7 +83,7 @@ def load_for_decoding(
     precision = choose_precision(world.device, "fp32" if int8 else config.precision)
     # Rank 0 chooses for all: a run that still trains may get a new best checkpoint in between.
     chosen = world.on_main(lambda: choose_checkpoint(config.ckpt, average, log))
-    trained = load_trained(chosen, average, log)
+    trained = load_chosen(chosen, average)
     trained.model.to(world.device)
     with precision.autocast():  # fast.start asks whether it is on
         begin = fast.start(trained.model, int8, log)

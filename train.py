@@ -10,7 +10,7 @@ python train.py --resume runs/NAME                  # continue exactly where it 
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from engine.config import flag, given_names, parse_flags
+from engine.config import fill_in, flag, given_names, parse_flags
 from engine.errors import UserError, run_script
 
 
@@ -219,7 +219,7 @@ def train(config: Config) -> Path:
         # -------- the length of the run
         steps_per_epoch = sampler.steps_per_epoch
         total_steps = config.max_steps or config.epochs * steps_per_epoch
-        if config.max_steps and "epochs" in getattr(config, "given", ()):
+        if config.max_steps and "epochs" in given_names(config):
             log(f"note: --epochs has no effect with --max_steps {config.max_steps:,}")
         warmup = schedule.warmup_steps(config.warmup, total_steps)
         eval_every = config.eval_every or max(250, steps_per_epoch)
@@ -238,7 +238,6 @@ def train(config: Config) -> Path:
         validation = Validation(
             model,
             prepared,
-            collate,
             run,
             precision,
             config.tokens_per_batch // sampler.micro_batches,
@@ -369,12 +368,8 @@ def train(config: Config) -> Path:
 
 def apply_preset(config: Config) -> None:
     """--preset base or big: its sizes, except for those that flags set. A resumed run has them."""
-    if config.resume:
-        return
-    given = given_names(config)
-    for name, size in PRESETS[config.preset].items():
-        if name not in given:
-            setattr(config, name, size)
+    if not config.resume:
+        fill_in(config, PRESETS[config.preset])
 
 
 def load_data(config: Config, run: Run) -> Prepared:

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 import fast
-from data import BucketSampler, Collate, Prepared
+from data import BucketSampler, Collate, Prepared, collate_for
 from decoding import Translations, translate_lines
 from engine.distributed import full_tensor, is_sharded
 from engine.meters import perplexity
 from engine.precision import Precision
 from engine.run import Run
+from engine.tables import markdown_table
 from model import Translator, cross_attention
 from text.bleu import corpus_bleu
 from text.cleaning import normalise
@@ -37,14 +38,13 @@ class Validation:
         self,
         model: Translator,
         prepared: Prepared,
-        collate: Collate,
         run: Run,
         precision: Precision,
         tokens_per_batch: int,
     ):
         self.model = model
         self.prepared = prepared
-        self.collate = collate
+        self.collate = collate_for(prepared)
         self.tokenizers = (prepared.source_tokenizer, prepared.target_tokenizer)
         self.run = run
         self.world = run.world
@@ -77,10 +77,9 @@ class Validation:
         bleu = corpus_bleu(references, texts, smooth=True)
         curves = {"valid/loss": loss, "valid/perplexity": perplexity(loss), "valid/bleu": bleu}
         self.run.scalars(step, curves)
-        table = "| source | translation | reference |\n|---|---|---|\n"
-        for (source, reference), text in zip(rows[:SAMPLES], texts):
-            table += f"| {cell(source)} | {cell(text)} | {cell(reference)} |\n"
-        self.run.telemetry.text("samples", step, table)
+        samples = [("source", "translation", "reference")]
+        samples += [(source, text, target) for (source, target), text in zip(rows[:SAMPLES], texts)]
+        self.run.telemetry.text("samples", step, markdown_table(samples))
         attention = attention_of(model, self.tokenizers, rows[0][0], texts[0])
         self.run.telemetry.figure("cross-attention", step, picture(attention))
         self.run.log(
@@ -149,8 +148,3 @@ def attention_of(
     batch = collate([tuple(side[:longest] for side in ids)]).to(model.output.weight.device)
     weights = cross_attention(model, batch.src, batch.src_pad, batch.tgt_in)[0]  # (T, S)
     return in_words(*texts, tokenizers, ids, weights.float().cpu().numpy())
-
-
-def cell(text: str) -> str:
-    """Text that cannot break a Markdown table."""
-    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")

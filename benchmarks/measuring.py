@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from engine.config import command
+from engine.devices import cpuinfo
 from engine.environment import commit, cpu_name
 from engine.errors import UserError
 from engine.files import atomic_write
@@ -167,7 +168,7 @@ def hardware(threads: int, device: str = "cpu") -> dict[str, str]:
     if device != "cpu":
         name = torch.cuda.get_device_name(device)
         return {"en": name, "zh": name}
-    words = read("/proc/cpuinfo").partition("\n\n")[0].split()
+    words = cpuinfo().partition("\n\n")[0].split()
     known = [(english, chinese) for flag, english, chinese in INSTRUCTIONS if flag in words]
     english, chinese = known[0] if known else ("", "")
     cores = "1 core" if threads == 1 else f"{threads} cores"
@@ -183,12 +184,6 @@ def describe_machine() -> str:
     if commit():
         facts.append(commit())
     return "; ".join(facts)
-
-
-def read(path: Path | str) -> str:
-    """The text of a file; empty if there is none, as /proc on other systems."""
-    path = Path(path)
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def in_new_process(function: Callable, *arguments):

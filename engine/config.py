@@ -71,11 +71,19 @@ def flag(
 
 def given_names(config) -> set[str]:
     """The settings that the user chose: by flags, or in Python those unlike their defaults."""
-    unlike = set()
-    for field in dataclasses.fields(config):
-        if getattr(config, field.name) != field.default:
-            unlike.add(field.name)
-    return set(getattr(config, "given", unlike))
+    return set(getattr(config, "given", changed_names(config)))
+
+
+def changed_names(config) -> list[str]:
+    """The settings that are unlike their defaults."""
+    settings = dataclasses.fields(config)
+    return [each.name for each in settings if getattr(config, each.name) != each.default]
+
+
+def fill_in(config, preset: dict) -> None:
+    """Set the values of a preset, except where the user chose others."""
+    for name in preset.keys() - given_names(config):
+        setattr(config, name, preset[name])
 
 
 def parse_flags(config_class, description: str = "", positional: str | None = None):

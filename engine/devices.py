@@ -16,6 +16,12 @@ from engine.memory import keep_freed_memory
 OLDEST_DRIVER = {13: 580, 12: 525}
 
 
+def cpuinfo() -> str:
+    """What Linux knows about the processor, one line a fact; empty on other systems."""
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
 def choose_device(name: str, local_rank: int) -> torch.device:
     """The device of this process, by the flag --device: auto, cpu, cuda or cuda:N.
 

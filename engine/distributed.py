@@ -134,20 +134,20 @@ class World:
             return contextlib.nullcontext()
         return module.no_sync()
 
-    def shard(self, model: torch.nn.Module, log) -> bool:
+    def shard(self, model: torch.nn.Module, log) -> None:
         """Shard the model (FSDP2, that is ZeRO-3): each process keeps its part of every weight.
 
         Each layer of a `ModuleList` is gathered when it is needed; all other weights are gathered
         together. Gradients are averaged and sharded after each backward pass, also between
         micro-batches, because complete gradients would take back the memory that sharding saves.
-        In a single process it logs a note and returns False.
+        In a single process it does nothing but log a note.
         """
         if self.size == 1:
             log(
                 "note: --shard has no effect: one process keeps the whole model; "
                 "start several with torchrun"
             )
-            return False
+            return
         # Imported on demand, because few runs pay for it.
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -158,7 +158,6 @@ class World:
                 for layer in module:
                     fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        return True
 
     def set_seed(self, seed: int, step: int) -> None:
         """Seed torch's generators by seed, step and rank: a resumed step repeats its draws."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from engine.config import command
+from engine.devices import cpuinfo
 from engine.distributed import World
 from engine.memory import GIB
 from engine.meters import nvml_of
@@ -70,6 +71,6 @@ def git(*words: str) -> str:
 
 def cpu_name() -> str:
     """The processor's name: Linux has it in /proc only."""
-    with suppress(OSError, IndexError):
-        return Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].split("\n")[0]
+    with suppress(IndexError):
+        return cpuinfo().split("model name\t: ")[1].split("\n")[0]
     return platform.processor()

@@ -130,7 +130,7 @@ class Meter:
     `peak_flops` is what the device could do per second.
     """
 
-    def __init__(self, window=50, peak_flops=None, flops_of=None, clock=time.perf_counter):
+    def __init__(self, window, peak_flops, flops_of, clock=time.perf_counter):
         self.steps = deque(maxlen=window)  # a dictionary of sums for each step
         self.peak_flops = peak_flops
         self.flops_of = flops_of
@@ -175,16 +175,14 @@ class Meter:
         total: Counter[str] = sum(self.steps, Counter())
         seconds = max(total["seconds"], 1e-9)
         tokens = total["source"] + total["target"]
-        figures = {
+        flops = self.flops_of(total["source"], total["target"])
+        return {
             "speed/tokens_per_second": ranks * tokens / seconds,
             "speed/target_tokens_per_second": ranks * total["target"] / seconds,
             "data/padding_share": 1 - tokens / max(total["padded"], 1),
             "data/wait_share": total["waiting"] / seconds,
+            "speed/model_flops_utilisation": flops / seconds / self.peak_flops,
         }
-        if self.flops_of and self.peak_flops:
-            flops = self.flops_of(total["source"], total["target"])
-            figures["speed/model_flops_utilisation"] = flops / seconds / self.peak_flops
-        return figures
 
 
 @functools.cache

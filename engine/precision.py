@@ -5,10 +5,9 @@ is scaled up before the backward pass and its gradients down again before the st
 overflowed is skipped (Micikevicius et al. 2018, arXiv:1710.03740).
 """
 
-from pathlib import Path
-
 import torch
 
+from engine.devices import cpuinfo
 from engine.distributed import full_tensor
 from engine.errors import UserError
 
@@ -143,7 +142,8 @@ def _best_on_cpu(training: bool) -> tuple[str, str]:
     # 'medium' sends fp32 products to oneDNN instead of MKL: the same rounding, and faster on AMD.
     # On a CPU with AMX, or an ARM one with bf16, it would compute them in bf16, so there the
     # default stays.
-    flags = _cpu_flags()
+    # "bf16" is part of avx512_bf16, amx_bf16 and ARM's bf16.
+    flags = cpuinfo()
     would_round = {"amx_bf16", "bf16"} & set(flags.split())
     torch.set_float32_matmul_precision("highest" if would_round else "medium")
     if "bf16" not in flags:
@@ -151,9 +151,3 @@ def _best_on_cpu(training: bool) -> tuple[str, str]:
     if training:
         return "bf16", "this CPU has bf16 instructions; the loss agrees with fp32 to 1 %"
     return "fp32", "full precision"
-
-
-def _cpu_flags() -> str:
-    """Of x86 or ARM; "bf16" is part of avx512_bf16, amx_bf16 and ARM's bf16."""
-    cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""

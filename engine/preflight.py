@@ -24,7 +24,7 @@ LEAST_STEPS, MOST_STEPS = 3, 9  # of which the median is taken
 # -------------------------------------------------------------------- speed
 
 
-def measure_speed(step: Callable[[int], int], budget: int, seconds: float | None = None) -> float:
+def measure_speed(step: Callable[[int], int], budget: int) -> float:
     """Tokens per second of training.
 
     `step(tokens)` takes one training step of about this number of tokens, waits until it is
@@ -33,7 +33,6 @@ def measure_speed(step: Callable[[int], int], budget: int, seconds: float | None
     compiles, allocates and fills caches. The result is a median, because another process may delay
     a step.
     """
-    seconds = SECONDS if seconds is None else seconds
     begun = time.perf_counter()
 
     def speed_of(tokens: int) -> float:
@@ -46,12 +45,12 @@ def measure_speed(step: Callable[[int], int], budget: int, seconds: float | None
         step(tokens)
         speeds = [speed_of(tokens)]
         larger = min(4 * tokens, budget)
-        left = seconds - (time.perf_counter() - begun)
+        left = SECONDS - (time.perf_counter() - begun)
         if tokens == budget or (1 + LEAST_STEPS) * larger / speeds[0] > left:
             break
         tokens = larger
     while len(speeds) < LEAST_STEPS or (
-        len(speeds) < MOST_STEPS and time.perf_counter() - begun < seconds
+        len(speeds) < MOST_STEPS and time.perf_counter() - begun < SECONDS
     ):
         speeds.append(speed_of(tokens))
     return statistics.median(speeds)

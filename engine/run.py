@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 from torch.utils._pytree import tree_map
 
 from engine import checkpoint
-from engine.config import checked, command, given_names, load_config
+from engine.config import changed_names, checked, command, given_names, load_config
 from engine.devices import hidden_gpus
 from engine.distributed import World, distribute_like, full_tensor
 from engine.environment import environment
@@ -149,11 +149,7 @@ class Run(contextlib.AbstractContextManager):
         """config.json, and a log line of the settings that differ from their defaults."""
         settings = replace(self.config, resume="")
         atomic_write(self.folder / "config.json", as_json(asdict(settings)))
-        changed = [
-            f"{field.name} {getattr(settings, field.name)}"
-            for field in fields(settings)
-            if getattr(settings, field.name) != field.default
-        ]
+        changed = [f"{name} {getattr(settings, name)}" for name in changed_names(settings)]
         self.log(f"settings: {', '.join([*changed, 'all others'])} at their defaults")
 
     def write_environment(self) -> None:

@@ -15,12 +15,12 @@ import math
 import os
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from engine.config import changed_names, given_names
 from engine.errors import discard_output
 from engine.files import atomic_write
 
@@ -103,10 +103,7 @@ class Telemetry:
         from torch.utils.tensorboard.summary import hparams
 
         known = {tag: value for tag, value in results.items() if value is not None}
-        chosen = set(getattr(config, "given", ()))
-        for setting in fields(config):
-            if getattr(config, setting.name) != setting.default:
-                chosen.add(setting.name)
+        chosen = given_names(config).union(changed_names(config))
         settings = {name: getattr(config, name) for name in sorted(chosen)}
 
         def write() -> None:

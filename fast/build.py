@@ -24,6 +24,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.devices import cpuinfo
+
 FOLDER = Path(__file__).parent
 TORCH = Path(torch.__file__).parent
 # No -ffast-math: it would make the whole process round small numbers to 0.
@@ -112,9 +114,8 @@ def compiled(source: Path, **macros: str) -> Path:
 
 def processor() -> str:
     """What `-march=native` depends on: machines of several kinds may share a home folder."""
-    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     wanted = ("model name", "flags", "Features", "CPU part")
-    lines = {line for line in cpuinfo.splitlines() if line.startswith(wanted)}
+    lines = {line for line in cpuinfo().splitlines() if line.startswith(wanted)}
     return "\n".join([platform.machine(), *sorted(lines)])
 
 

@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from test_train import prepared_of
 
-from data import collate_for
 from decoding import Translations
 from engine.distributed import World
 from engine.precision import choose_precision
 from loading import load_trained
 from model import Translator
 from text.bleu import corpus_bleu
-from validation import Validation, attention_of, cell
+from validation import Validation, attention_of
 
 
 @pytest.fixture
@@ -32,9 +31,7 @@ def checked(tiny_run) -> Validation:
         telemetry=telemetry,
         scalars=lambda step, values: written.update(values),
     )
-    made = Validation(
-        trained.model, prepared, collate_for(prepared), run, choose_precision(cpu, "fp32"), 500
-    )
+    made = Validation(trained.model, prepared, run, choose_precision(cpu, "fp32"), 500)
     made.written = written
     return made
 
@@ -70,10 +67,6 @@ def test_bleu_takes_the_raw_references_and_their_case(checked, monkeypatch):
         assert abs(other - bleu) > 0.1
 
 
-def test_a_bar_does_not_break_the_table():
-    assert cell("a|b\nc") == "a\\|b c" and cell("a\\|b") == "a\\\\\\|b"
-
-
 def test_the_attention_picture_is_cut_to_what_the_model_can_read(checked):
     model = Translator(replace(checked.model.config, max_length=9)).eval()
     attention = attention_of(model, checked.tokenizers, "123456789" * 3, "987654321" * 3)
@@ -97,7 +90,7 @@ def test_every_rank_tries_the_heaviest_batches(checked, monkeypatch):
 
     monkeypatch.setattr(Validation, "loss", note)
     monkeypatch.setattr(Validation, "translate", lambda *_: None)
-    parts = (checked.model, checked.prepared, checked.collate)
+    parts = (checked.model, checked.prepared)
     for rank in (0, 1):
         run = SimpleNamespace(world=World(rank, 2, torch.device("cpu")), log=print)
         again = Validation(*parts, run, checked.precision, 500)

@@ -144,7 +144,7 @@ def train(config: Config) -> Path | None:
     plan.check_grid(settings, sizes_of(config), world.size)
     plan.check_fits(settings, sizes_of(config), world)
     with Run(config, "gpt", world) as run:  # a new folder, or the one to resume
-        config, log = resolved(run.config, world.size, precision.name), run.log
+        config, log = settings, run.log
         log(precision.describe())
         checkpoint = None
         if config.resume:

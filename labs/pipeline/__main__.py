@@ -13,7 +13,7 @@ under every schedule.
 
 from dataclasses import dataclass
 
-from engine.config import flag, parse_flags
+from engine.config import fill_in, flag, parse_flags
 from engine.errors import UserError, run_script
 
 HANDOUT = dict(
@@ -73,13 +73,6 @@ class Config:
     seed: int = flag(1, "seed of weights, dropout and data order", "Run", min=0, fixed=True)
     device: str = flag("auto", "auto, cpu or cuda", "Run")
 
-    def fill_in(self) -> "Config":
-        """The preset's values where no flag was given."""
-        if self.preset == "handout":
-            for name in HANDOUT.keys() - self.given:
-                setattr(self, name, HANDOUT[name])
-        return self
-
     def check(self, ranks: int) -> None:
         """Settings that depend on each other or on the number of processes. Raises `UserError`."""
         if self.d_model % self.nhead or self.d_model % 2:
@@ -127,7 +120,7 @@ class Config:
 
 # Before the heavy imports, so that --help and a wrong flag answer at once.
 if __name__ == "__main__":
-    config = parse_flags(Config, "train a Transformer in pipeline stages").fill_in()
+    config = parse_flags(Config, "train a Transformer in pipeline stages")
 
 import math
 import time
@@ -145,6 +138,8 @@ from labs.pipeline.stages import PADDING, LanguageModel, Pipeline
 
 def train(config: Config) -> Path:
     """Train from the first step to the last checkpoint; returns the run's folder."""
+    if config.preset == "handout":
+        fill_in(config, HANDOUT)
     config = saved_settings(config)
     world = distributed.start(config.device)
     config.check(world.size)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from engine import checkpoint
-from engine.config import flag, parse_flags
+from engine.config import fill_in, flag, parse_flags
 from engine.errors import UserError, run_script
 from engine.meters import perplexity
 from engine.precision import choose_precision
@@ -334,8 +334,7 @@ def train(config: Config) -> Path:
 def apply_preset(config: Config) -> None:
     """--preset handout: its settings, except for those that flags set. It needs GloVe vectors."""
     if config.preset == "handout":
-        for name in HANDOUT.keys() - config.given:
-            setattr(config, name, HANDOUT[name])
+        fill_in(config, HANDOUT)
         if not config.glove:
             raise UserError(
                 "--preset handout begins with GloVe vectors; unpack "

@@ -62,7 +62,7 @@ def test_rows_are_added_to_a_table(tmp_path, monkeypatch):
     ("flags", "words"), [("avx2 avx512f", "AVX-512"), ("sse avx2", "AVX2 only"), ("sse", "")]
 )
 def test_the_hardware_of_a_row(flags, words, monkeypatch):
-    monkeypatch.setattr(ms, "read", lambda path: f"flags : {flags}\n\nprocessor : 1 amx_bf16")
+    monkeypatch.setattr(ms, "cpuinfo", lambda: f"flags : {flags}\n\nprocessor : 1 amx_bf16")
     monkeypatch.setattr(ms, "cpu_name", lambda: "A CPU")
     assert ms.hardware(1)["en"] == "1 core, A CPU" + (f" ({words})" if words else "")
     assert ms.hardware(2)["zh"].startswith("2 核，A CPU")

@@ -49,7 +49,7 @@ def settings_as_before():
     ],
 )
 def test_on_a_cpu(monkeypatch, flags, asked, training, name, said):
-    monkeypatch.setattr(under_test, "_cpu_flags", lambda: flags)
+    monkeypatch.setattr(under_test, "cpuinfo", lambda: flags)
     chosen, layer = choose_precision(CPU, asked, training), nn.Linear(4, 4)
     assert chosen.describe() == f"device: cpu, {torch.get_num_threads()} threads; {name} ({said})"
     with chosen.autocast():
@@ -146,7 +146,7 @@ def test_fp32_products_are_exact_to_fp32(rows, inner, columns):
     ],
 )
 def test_a_cpu_that_would_round_is_not_let(monkeypatch, flags, setting):
-    monkeypatch.setattr(under_test, "_cpu_flags", lambda: flags)
+    monkeypatch.setattr(under_test, "cpuinfo", lambda: flags)
     choose_precision(CPU)
     assert torch.get_float32_matmul_precision() == setting
 

@@ -20,7 +20,7 @@ from conftest import ROOT, Forked
 from helpers import handout_commands, refused, together
 
 from engine import checkpoint
-from engine.config import checked, parse_flags
+from engine.config import checked, fill_in, parse_flags
 from engine.distributed import World, process_grid
 from engine.errors import UserError
 from labs.pipeline import __main__ as lab
@@ -121,7 +121,7 @@ def run_trainings(rank: int, folder: Path) -> None:
             flags += ["--max_steps", "3", "--log_every", "3", "--run", f"command-{number}"]
             flags += ["--num_layers", "2"]
             with patch.object(sys, "argv", ["labs.pipeline", *flags]):
-                runs.append((2, parse_flags(lab.Config).fill_in()))
+                runs.append((2, parse_flags(lab.Config)))
     for number, (ranks, config) in enumerate(runs):
         if rank < ranks:
             os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
@@ -301,7 +301,8 @@ def test_the_handouts_preset_resumes_and_gives_way_to_flags(tmp_path, monkeypatc
     def settings(**flags) -> lab.Config:
         config = lab.Config(preset="handout", build="by_hand", **flags)
         config.given = set(flags)
-        return config.fill_in()
+        fill_in(config, lab.HANDOUT)
+        return config
 
     monkeypatch.chdir(tmp_path)
     assert settings(lr=0.5).lr == 0.5 and settings().epochs == 200 and settings().dropout == 0.1

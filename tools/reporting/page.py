@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from engine.errors import UserError
+from engine.tables import markdown_table
 from tools.reporting.fonts import embedded
 from tools.reporting.reading import Fact
 from tools.reporting.words import Words, in_language
@@ -114,15 +115,16 @@ class Page:
         if not shown:
             return
         lines = ["<tr>" + "".join(self.cell(cell, "th") for cell in header) + "</tr>"]
-        markdown = [self.markdown_row(header), "|" + " --- |" * len(header)]
+        texts = [header]
         for n in shown:
             label, *values = rows[n]
             cells = self.cell(label, "th") + "".join(self.cell(value, "td") for value in values)
             start = "<tr class=mark>" if n in mark else "<tr>"
             lines.append(f"{start}{cells}</tr>")
-            markdown.append(self.markdown_row(rows[n]))
+            texts.append(rows[n])
         table = "".join(lines)
-        self.add(f'<div class="wide"><table>{table}</table></div>', "\n".join(markdown))
+        markdown = markdown_table([[self.text(cell) for cell in row] for row in texts])
+        self.add(f'<div class="wide"><table>{table}</table></div>', markdown)
 
     def cell(self, cell: Words | Fact | None, tag: str) -> str:
         """The HTML of a table cell; a fact's source is shown under the mouse."""
@@ -133,11 +135,6 @@ class Page:
         source = html.escape(cell.source)
         kind = ' class="text"' if len(cell.text) > 30 else ""
         return f'<{tag}{kind}><data value="{value}" title="{source}">{text}</data></{tag}>'
-
-    def markdown_row(self, cells: list) -> str:
-        """A line of a Markdown table; each cell is one line, | escaped."""
-        texts = [" ".join(self.text(cell).split()).replace("|", "\\|") for cell in cells]
-        return f"| {' | '.join(texts)} |"
 
     def figures(self, figures: dict[str, object], kind: str = "") -> None:
         """Pictures by the names of their files, on the page and beside it; `kind`: "" or "large".

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from data import Collate
+from data import collate_for
 from decoding import output_limit, search
 from engine.errors import UserError
 from loading import Trained
@@ -92,8 +92,7 @@ def trial(trained: Trained, translate: Callable[[Ids], Ids]) -> str:
     sources = [source for source in sources if source]
     if not sources:
         return f"not tried, since {config['data']} has no {split} rows"
-    collate = Collate(special_ids(trained.source_tokenizer), special_ids(target_tokenizer))
-    expected = [found[0].tokens for found in search(trained.model, sources, collate)]
+    expected = [found[0].tokens for found in search(trained.model, sources, collate_for(trained))]
     found = translate(sources)
     same = sum(ours == theirs for ours, theirs in zip(expected, found))
     bleu = [corpus_bleu(references, decode(target_tokenizer, ids)) for ids in (found, expected)]
