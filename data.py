@@ -93,7 +93,7 @@ def clean_and_tokenise(
     # -------- load: all rows of validation and test, raw
     held_out = load_held_out(text)
 
-    # -------- clean: this also drops training pairs that repeat a held-out row
+    # -------- clean: this also drops training pairs that share a side with a held-out row
     counts: Counter[str] = Counter()  # rows read, rows kept, rows dropped for each of `REASONS`
     clean_file = folder / "clean.txt"
     pairs = clean_pairs(text, held_out, max_length, counts)
@@ -283,24 +283,24 @@ class TokenizedPairs(Dataset):
 
     For each side, the folder holds the ids of all sentences in one array, and their lengths. The
     ids stay on disk, mapped into memory. Memory holds 12 bytes for each sentence: its length (4)
-    and its place (8); `rows` takes another 8 for each pair. So 26 million pairs fit into memory,
-    and a batch is one look-up.
+    and its place (8), and 8 for the number of each pair if some are left out. So 26 million pairs
+    fit into memory.
     """
 
-    def __init__(self, folder: Path, rows: np.ndarray | slice = slice(None)):
+    def __init__(self, folder: Path, stored: np.ndarray | slice = slice(None)):
         # The sentences [5, 6], [8] and [7, 9] are stored as
         #     ids      5 6 8 7 9
         #     lengths  2 1 2
         # and begin at the places 0, 2 and 3 of ids.
         self.folder = folder
-        self.rows = rows  # indices of the stored pairs that belong to this Dataset
+        self.stored = stored  # indices of the stored pairs that belong to this Dataset
         self.lengths = {}  # side -> (pairs,) tokens of each sentence
         self._starts = {}  # side -> (pairs,) place of its first token in ids
         self._ids = {}  # side -> (tokens,) of all stored sentences
         for side in SIDES:
             lengths = np.load(folder / f"{side}.lengths.npy")
-            self.lengths[side] = lengths[rows]
-            self._starts[side] = starts_of(lengths)[rows]
+            self.lengths[side] = lengths[stored]
+            self._starts[side] = starts_of(lengths)[stored]
             ids = np.load(folder / f"{side}.ids.npy", mmap_mode="r")
             # A plain array over the map: slicing an np.memmap object costs ten times as much.
             self._ids[side] = np.asarray(ids)
@@ -311,33 +311,34 @@ class TokenizedPairs(Dataset):
         return len(self.lengths["source"])
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        source, target = self.__getitems__(np.array([index]))
+        source, target = self.take(np.array([index]))
         return source.ids, target.ids
 
-    def __getitems__(self, rows: np.ndarray) -> tuple[Rows, Rows]:
-        """Both sides of these pairs. The DataLoader calls it in place of `__getitem__`."""
-        return self._gather("source", rows), self._gather("target", rows)
+    def take(self, indices: np.ndarray) -> tuple[Rows, Rows]:
+        """Both sides of these pairs."""
+        return self._gather("source", indices), self._gather("target", indices)
+
+    __getitems__ = take  # the name by which the DataLoader asks for a whole batch
 
     def chunks(self, size: int = 20_000) -> Iterator[tuple[Rows, Rows]]:
         """Both sides of all pairs, `size` pairs at a time: all ids might not fit into memory."""
         for first in range(0, len(self), size):
-            last = min(first + size, len(self))
-            yield self.__getitems__(np.arange(first, last))
+            end = min(first + size, len(self))
+            yield self.take(np.arange(first, end))
 
     def subset(self, indices: np.ndarray) -> "TokenizedPairs":
         """A Dataset of these pairs alone; the indices are those of this Dataset."""
-        stored = np.load(self.folder / "source.lengths.npy", mmap_mode="r")
-        rows = np.arange(len(stored))[self.rows]
-        return TokenizedPairs(self.folder, rows[indices])
+        all_stored = np.arange(len(np.load(self.folder / "source.lengths.npy", mmap_mode="r")))
+        return TokenizedPairs(self.folder, all_stored[self.stored][indices])
 
-    def _gather(self, side: str, rows: np.ndarray) -> Rows:
-        lengths = self.lengths[side][rows].astype(np.int64)
-        places = places_of(lengths, self._starts[side][rows])
+    def _gather(self, side: str, indices: np.ndarray) -> Rows:
+        lengths = self.lengths[side][indices].astype(np.int64)
+        places = places_of(lengths, self._starts[side][indices])
         return Rows(self._ids[side][places], lengths)
 
     def __reduce__(self):
         # For pickle: a worker process gets the folder's name and maps the files itself.
-        return TokenizedPairs, (self.folder, self.rows)
+        return TokenizedPairs, (self.folder, self.stored)
 
 
 # ------------------------------------------------------------------------ the cache: tokenise once
@@ -353,7 +354,7 @@ class Prepared:
     train: TokenizedPairs
     validation: TokenizedPairs
     validation_rows: list[tuple[str, str]]  # raw texts, in the order of `validation`
-    summary: dict  # path, counts of kept and dropped pairs, share of unknown tokens
+    summary: dict  # path, fingerprint, counts of kept and dropped pairs, share of unknown tokens
 
     def select_like_validation(self, log: Callable) -> None:
         """Leave out training pairs that are unlike validation: in their words or their lengths.
@@ -595,8 +596,8 @@ class BucketSampler(Sampler[np.ndarray]):
         order, steps = self._plan(epoch)
         for step in steps:
             first = self.bounds[step]
-            last = self.bounds[step + 1]
-            yield order[first:last]
+            end = self.bounds[step + 1]
+            yield order[first:end]
 
     def _draw_plan(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The pairs in order of length, (pairs,), and the steps in random order, (steps,)."""
@@ -667,7 +668,7 @@ def order_by_length(source: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 
 def cut_batches(widths: np.ndarray, budget: int, smallest: int = 1) -> list[int]:
-    """Cut sentence widths, (pairs,), into batches with pairs · widest <= budget.
+    """Cut sentence widths, (pairs,) and ascending, into batches with pairs · widest <= budget.
 
     Returns the bounds, one more than there are batches. No batch has fewer than `smallest` pairs,
     whatever the budget.
@@ -679,12 +680,13 @@ def cut_batches(widths: np.ndarray, budget: int, smallest: int = 1) -> list[int]
     while bounds[-1] < len(widths):
         first = bounds[-1]
         largest = max(budget // int(widths[first]), smallest)  # if all were as short as the first
-        # padded[i] = widest[i] · (i + 1): the padded tokens of i + 1 pairs. It rises with i.
-        widest = np.maximum.accumulate(widths[first : first + largest])
-        padded = widest * np.arange(1, len(widest) + 1)
+        candidates = widths[first : first + largest]
+        # padded[i]: the tokens of the first i + 1 candidates, all padded to the last of them. It
+        # rises with i.
+        padded = candidates * np.arange(1, len(candidates) + 1)
         fitting = int(np.searchsorted(padded, budget, side="right"))
-        last = first + max(fitting, smallest)
-        bounds.append(min(last, len(widths)))
+        end = first + max(fitting, smallest)
+        bounds.append(min(end, len(widths)))
     # If the last batch is too small, it takes pairs from the one before, or joins it if that would
     # then be too small itself.
     if len(bounds) > 2 and bounds[-1] - bounds[-2] < smallest:
@@ -745,7 +747,7 @@ class Collate:
     target_ids: dict[str, int]
 
     def __call__(self, pairs: tuple[Rows, Rows] | Sequence[tuple[Sequence[int], ...]]) -> Batch:
-        if isinstance(pairs, tuple):  # by TokenizedPairs.__getitems__
+        if isinstance(pairs, tuple):  # by TokenizedPairs.take
             source, target = pairs
         else:
             sources, targets = zip(*pairs)
@@ -773,8 +775,8 @@ class Collate:
     def pad_sources(self, sources: Rows | list[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Source ids -> (src, src_pad), each (B, S); eos is added to each row.
 
-        The padding mask is made here and nowhere else; decoding.py and fast/ derive theirs from it.
-        It follows PyTorch: True marks padding, which attention ignores. (The `attention_mask` of
+        The padding mask of all data is made here; decoding.py and fast/ derive theirs from it. It
+        follows PyTorch: True marks padding, which attention ignores. (The `attention_mask` of
         Hugging Face is the opposite: 1 = keep.)
         """
         if not isinstance(sources, Rows):
@@ -815,9 +817,10 @@ def batches_of(
         pin_memory=device.type == "cuda",
         worker_init_fn=leave_signals_to_main,
     )
-    # This line calls iter(loader), which draws a seed from torch's random generator. It must not
-    # happen at the first batch: by then the generator is set for dropout.
-    batches = (batch.to(device) for batch in loader)
+    # Now, not at the first batch: iter() draws a seed from torch's random generator, which by then
+    # is set for dropout.
+    on_host = iter(loader)
+    batches = (batch.to(device) for batch in on_host)
     if device.type == "cuda":
         return one_ahead(batches, device)
     return batches

@@ -7,7 +7,8 @@ A decoder layer needs, for one new token, only that token's query and the keys a
 tokens up to it. The stock layers recompute those at every step. Here they are kept in a cache: a
 step projects one token, and only its attention grows with the length. `fast.start` takes the
 same steps faster, in C++, behind the same three methods: `next_tokens`, `top_tokens`, `select`.
-If you change model.py so that `step` no longer computes the same, `Prefixes` does, without a cache.
+If you change model.py, `step` may no longer compute the same. This is noticed, and `Prefixes` then
+calls model.py itself, without a cache.
 
 Letters in shape comments: B sentences, K hypotheses of each (greedy search has one), N = B·K rows
 that the decoder sees, S source tokens, T target tokens, D model width, V vocabulary, H heads,
@@ -35,7 +36,7 @@ from text.subwords import decode, encode, special_ids
 # their number: for 2**15 tokens, the `lab` model keeps up to 0.5 GiB of keys and values.
 ROWS_PER_BATCH = {"cpu": 128, "cuda": 512}  # hypotheses
 TOKENS_PER_BATCH = {"cpu": 2**15, "cuda": 2**18}  # hypotheses × source tokens with their padding
-CHECK_EVERY = 8  # steps between checks, on a GPU, of which sentences are done: a check waits for it
+CHECK_EVERY = 8  # on a GPU, steps between checks for finished sentences: each check waits for it
 CACHE_ROOM = 32  # target tokens by which a cache grows when it is full
 CHANGED = (
     "note: decoding is slow: model.py was changed, so every step computes all tokens anew; change "
@@ -66,19 +67,21 @@ class Cache:
     drop_at: ClassVar[float] = 0.25
 
     def next_tokens(self, tokens: Tensor, position: int) -> Tensor:
-        """Feed (N,) tokens at one position; → (N,) the likeliest next ones."""
-        return step(self.model, self, tokens, position).argmax(-1)
+        """Feed (N,) tokens at one position; returns the likeliest next ones, (N,)."""
+        return step(self, tokens, position).argmax(-1)
 
     def top_tokens(self, tokens: Tensor, position: int, count: int) -> tuple[Tensor, Tensor]:
-        """Feed (N,) tokens at one position; → the likeliest next ones of each, best first:
-        log-probabilities (N, C) and ids (N, C), with C = `count`, at most V."""
-        log_probabilities = F.log_softmax(step(self.model, self, tokens, position), -1)
+        """Feed (N,) tokens at one position; returns the likeliest next ones of each, best first.
+
+        Log-probabilities (N, C) and ids (N, C), with C = `count`, at most V.
+        """
+        log_probabilities = F.log_softmax(step(self, tokens, position), -1)
         return log_probabilities.topk(min(count, log_probabilities.size(1)))
 
     def append(
         self, index: int, position: int, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Keep a layer's key and value of one position, (N, H, 1, W); → all up to it."""
+        """Keep a layer's key and value of one position, (N, H, 1, W); returns all up to it."""
         if position == self.own_keys[index].size(2):
             room = (0, 0, 0, CACHE_ROOM)
             self.own_keys[index] = F.pad(self.own_keys[index], room)
@@ -109,7 +112,7 @@ class Cache:
 
 @torch.inference_mode()
 def start(model: Translator, src: Tensor, src_pad: Tensor) -> Cache:
-    """Encode (B, S) sources; → a cache with one row for each."""
+    """Encode (B, S) sources; returns a cache with one row for each."""
     memory = model.encode(src, src_pad)  # (B, S, D)
     cache = Cache(
         model,
@@ -128,11 +131,12 @@ def start(model: Translator, src: Tensor, src_pad: Tensor) -> Cache:
     return cache
 
 
-def step(model: Translator, cache: Cache, tokens: Tensor, position: int) -> Tensor:
-    """Feed (N,) tokens at one position; → logits (N, V) of the next ones.
+def step(cache: Cache, tokens: Tensor, position: int) -> Tensor:
+    """Feed (N,) tokens at one position; returns logits (N, V) of the next ones.
 
     The cache grows by one token.
     """
+    model = cache.model
     x = model.embed(model.target_embedding, tokens[:, None], position)  # (N, 1, D)
     decoder = model.transformer.decoder
     for index, layer in enumerate(decoder.layers):
@@ -181,9 +185,9 @@ def project(attention: nn.MultiheadAttention, x: Tensor, which: str) -> list[Ten
     `nn.MultiheadAttention` keeps the three weights in one matrix, query on top.
     """
     first = "qkv".index(which[0]) * attention.embed_dim
-    last = first + len(which) * attention.embed_dim
-    weight = attention.in_proj_weight[first:last]
-    bias = attention.in_proj_bias[first:last]
+    end = first + len(which) * attention.embed_dim
+    weight = attention.in_proj_weight[first:end]
+    bias = attention.in_proj_bias[first:end]
     heads = (len(which), attention.num_heads, attention.head_dim)
     projected = F.linear(x, weight, bias).unflatten(-1, heads)  # (N, T, 1 to 3, H, W)
     return list(projected.permute(2, 0, 3, 1, 4))
@@ -210,7 +214,8 @@ def plain_start(model: Translator, log: Callable = lambda line: None) -> Callabl
 def computes_the_same(begin: Callable, model: Translator) -> bool:
     """Whether the steps after begin(src, src_pad) give the probabilities that model.py gives.
 
-    A reader may have changed model.py. Compared are the likeliest next tokens of made-up sentences.
+    A reader may have changed model.py. The log-probabilities of the likeliest next tokens are
+    compared, for made-up sentences.
     """
     config = model.config
     device = next(model.parameters()).device
@@ -239,7 +244,8 @@ def computes_the_same(begin: Callable, model: Translator) -> bool:
     expected = expected.gather(2, best)
     difference = (log_probabilities - expected).norm()
     spread = (expected - expected.mean(2, keepdim=True)).norm()
-    # If both are nan, the weights are, and the steps are not to blame.
+    # Rounding alone gives about 1e-6 of the spread. If both are nan, the weights are, and the steps
+    # are not to blame.
     return not bool(difference > 0.02 * spread)
 
 
@@ -266,7 +272,7 @@ class Prefixes:
         return log_probabilities.topk(min(count, log_probabilities.size(1)))
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Append (N,) tokens; → logits (N, V) of the next ones."""
+        """Append (N,) tokens; returns logits (N, V) of the next ones."""
         self.tokens = torch.cat([self.tokens, tokens[:, None]], 1)
         hidden = self.model.decode(self.memory, self.src_pad, self.tokens)[:, -1]  # (N, D)
         with torch.autocast(hidden.device.type, enabled=False):  # as in `step`
@@ -282,7 +288,7 @@ class Prefixes:
 
 @torch.inference_mode()
 def start_without_cache(model: Translator, src: Tensor, src_pad: Tensor) -> Prefixes:
-    """Encode (B, S) sources; → `Prefixes` with one row for each."""
+    """Encode (B, S) sources; returns `Prefixes` with one row for each."""
     return Prefixes(model, model.encode(src, src_pad), src_pad, src.new_empty(len(src), 0))
 
 
@@ -354,10 +360,11 @@ def beam_search(
     length ** length_penalty, the end token counted; -inf where there are fewer than K. With a
     penalty of 1 that is the mean per token, whatever the length (Koehn and Knowles 2017).
 
-    A hypothesis that ends while it is among the K best is finished; the others are active. The
-    search for a sentence is done when K hypotheses have finished and no active one scores better
-    than the best of them: weak hypotheses that end early must not cut off a strong one. `limits`
-    as in `greedy`, which this equals with K = 1.
+    Of the continuations of each step, those that end while they are among the K best are finished;
+    those that end further down are dropped. The K best of the rest stay active. The search for a
+    sentence is done when K hypotheses have finished and the best of them scores at least as well as
+    every active one does at its present length: weak hypotheses that end early must not cut off a
+    strong one. `limits` as in `greedy`, which this equals with K = 1.
     """
     device = limits.device
     count = len(limits)
@@ -395,8 +402,8 @@ def beam_search(
         rows = first_rows[:, None] + parents.gather(1, chosen)  # (B, K), to keep in the cache
 
         has_all = finished.scores[:, -1] > -math.inf
-        cannot_improve = finished.scores[:, 0] >= active.scores[:, 0] / penalty
-        done |= at_limit | (has_all & cannot_improve)
+        best_is_finished = finished.scores[:, 0] >= active.scores[:, 0] / penalty
+        done |= at_limit | (has_all & best_is_finished)
         if should_check(length - 1, device) and done.any():
             output[sentences[done], :, :length] = finished.tokens[done, :, 1:]
             output_scores[sentences[done]] = finished.scores[done]
@@ -668,12 +675,12 @@ def translate_lines(
         progress=progress,
     )
     # This rank's share of the sentences: index -> hypotheses, now with texts.
-    share = {index: found[index] for batch in batches for index in batch}
-    hypotheses = [hypothesis for of_sentence in share.values() for hypothesis in of_sentence]
-    texts = decode(target_tokenizer, [hypothesis.tokens for hypothesis in hypotheses])
-    for hypothesis, text in zip(hypotheses, texts, strict=True):
+    own_share = {index: found[index] for batch in batches for index in batch}
+    flat = [hypothesis for of_sentence in own_share.values() for hypothesis in of_sentence]
+    texts = decode(target_tokenizer, [hypothesis.tokens for hypothesis in flat])
+    for hypothesis, text in zip(flat, texts, strict=True):
         hypothesis.text = text
-    shares = world.gather(share) if world else [share]
+    shares = world.gather(own_share) if world else [own_share]
     if shares is None:
         return None
     for share in shares:

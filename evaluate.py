@@ -5,7 +5,7 @@ python evaluate.py --ckpt runs/NAME --beam 4             # a run, a checkpoint o
 python evaluate.py --ckpt runs/NAME --average 5          # the mean of the last five checkpoints
 torchrun --nproc_per_node 2 evaluate.py --ckpt runs/NAME # each process translates a part
 
-The model reads a source sentence and nothing else, and writes its own translation word by word.
+The model reads a source sentence and nothing else, and writes its own translation token by token.
 The references are the raw text of the data set. Both facts make the score a BLEU; see
 docs/evaluation.md on the number that the handout's `evaluate()` would give.
 """
@@ -41,7 +41,7 @@ class Config:
     )
     precision: str = flag("auto", "(auto|fp32|bf16|fp16|int8); int8: faster on a CPU", "How")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
-    out: str = flag("", "file for the translations, one a line", "How")
+    out: str = flag("", "file for the translations, one per line", "How")
 
 
 # Before the heavy imports, so that --help and a wrong flag answer at once.
@@ -109,7 +109,7 @@ def evaluate(config: Config) -> None:
         save_score(trained.run / "eval", name, figures, translations.texts, log)
         if config.out:
             Path(config.out).write_text(as_lines(translations.texts), encoding="utf-8")
-            log(f"translations written to {config.out}, one a line")
+            log(f"translations written to {config.out}, one per line")
 
     if config.teacher_forced:
         match = teacher_forced_match(trained, scored, world, precision)
@@ -327,7 +327,7 @@ def check_writable(path: Path) -> None:
 
 
 def as_lines(texts: list[str]) -> str:
-    """The content of a file with one text a line."""
+    """The content of a file with one text per line."""
     return "".join(f"{text}\n" for text in texts)
 
 

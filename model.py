@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from engine.errors import UserError
 
-# In evaluation PyTorch would compute an encoder layer by one fused function, past the code of its
-# attention module. What you change in such a module would then act in training only.
+# In evaluation PyTorch would compute an encoder layer with one fused function that bypasses its
+# attention module: a change of such a module would take effect in training only.
 torch.backends.mha.set_fastpath_enabled(False)
 
 # Sizes that --preset chooses; "lab", the handout's, is the default of the flags themselves.
@@ -128,7 +128,7 @@ class Translator(nn.Module):
     def initialize(self) -> None:
         """Set weights with which the first loss is near ln V, that of a uniform guess."""
         # nn.Embedding starts with N(0, 1). Logits are sums of D products with the tied weights;
-        # they would be √D times too large, and the first loss would be near 90.
+        # they would be √D times too large, and the first loss would be near 80.
         std = self.config.d_model**-0.5
         nn.init.normal_(self.source_embedding.weight, std=std)
         nn.init.normal_(self.target_embedding.weight, std=std)
@@ -289,12 +289,14 @@ def training_flops(config: ModelConfig, source_tokens: int, target_tokens: int) 
     d_squared = config.d_model**2
     feed_forward = 2 * config.d_model * config.dim_feedforward
     # Self-attention has four D × D matrices: query, key, value and output.
-    encoder = config.num_encoder_layers * (4 * d_squared + feed_forward)
+    encoder_weights = config.num_encoder_layers * (4 * d_squared + feed_forward)
     # Cross-attention applies its query and output to target tokens, its key and value to sources.
-    decoder = config.num_decoder_layers * (6 * d_squared + feed_forward)
-    memory = config.num_decoder_layers * 2 * d_squared
-    output = config.d_model * config.target_vocab
-    return 6.0 * (source_tokens * (encoder + memory) + target_tokens * (decoder + output))
+    decoder_weights = config.num_decoder_layers * (6 * d_squared + feed_forward)
+    memory_weights = config.num_decoder_layers * 2 * d_squared
+    output_weights = config.d_model * config.target_vocab
+    source = source_tokens * (encoder_weights + memory_weights)
+    target = target_tokens * (decoder_weights + output_weights)
+    return (2.0 + 4.0) * (source + target)
 
 
 @torch.no_grad()
@@ -305,7 +307,8 @@ def cross_attention(model: Translator, src: Tensor, src_pad: Tensor, tgt_in: Ten
     """
     attention = model.transformer.decoder.layers[-1].multihead_attn
     seen = []
-    # The stock layer discards its weights: record its inputs in a normal pass and call it again.
+    # The decoder layer discards the attention weights: record the inputs of the attention in a
+    # normal pass, and call it again.
     hook = attention.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs[:2]))
     try:
         model.decode(model.encode(src, src_pad), src_pad, tgt_in)

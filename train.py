@@ -155,10 +155,10 @@ class State:
     data_key: str  # names the token ids that the run is trained on
     step: int = 0
     minutes: float = 0.0  # of training, over all sessions
-    last_validation: int = 0  # its step
-    best_loss: float | None = None  # of all validations; its BLEU beside it
-    best_bleu: float | None = None
-    bad_validations: int = 0  # since the best one
+    last_validation: int = 0  # the step of the last validation
+    best_loss: float | None = None  # the lowest validation loss, in nats per token
+    best_bleu: float | None = None  # of the same validation, on rank 0
+    bad_validations: int = 0  # validations since then
 
 
 def train(config: Config) -> Path:
@@ -194,7 +194,11 @@ def train(config: Config) -> Path:
             config.lr = default_learning_rate(config)
         weights = list(model.parameters())
         optimizer = make_optimizer(
-            config.optimizer, model, model.transformer, config.lr, precision.dtype
+            config.optimizer,
+            model,
+            hidden_layers=model.transformer,
+            lr=config.lr,
+            dtype=precision.dtype,
         )
 
         # -------- a resumed run continues with its weights, its moments and its step
@@ -249,7 +253,7 @@ def train(config: Config) -> Path:
         # -------- the loop
         if config.compile:
             loss_of = torch.compile(loss_of, dynamic=True)
-        runner = world.data_parallel(loss_of)
+        parallel_loss = world.data_parallel(loss_of)
         peak_flops = measured_peak_flops(world.device, precision.dtype)
         meter = Meter(config.log_every, peak_flops, partial(training_flops, sizes))
         bar = progress_bar(total=total_steps, initial=state.step, desc=run.folder.name)
@@ -259,15 +263,15 @@ def train(config: Config) -> Path:
         model.train()
         while True:
             # Between two steps: how far is the run? Is it time to validate, save or stop?
-            # All ranks use the latest clock, and all stop if one of them got a signal. Else one
-            # would leave the loop while the others wait for it.
+            # All ranks use the latest clock, and all stop if one of them got a signal. Otherwise
+            # one would leave the loop while the others wait for it.
             minutes = (time.perf_counter() - begun) / 60
             interrupted, state.minutes = world.maximum(run.interrupted(), minutes)
             progress = schedule.progress(state.step, total_steps, state.minutes, config.max_minutes)
-            at_end_of_period = progress >= 1 or state.step % eval_every == 0
-            due = at_end_of_period and state.step > state.last_validation
+            step_is_due = progress >= 1 or state.step % eval_every == 0
+            validation_due = step_is_due and state.step > state.last_validation
             improved = False
-            if due and not interrupted:
+            if validation_due and not interrupted:
                 loss, bleu = validation(state.step)
                 # Comparisons with NaN are False: as the best loss, it could never be improved on.
                 improved = math.isfinite(loss) and (
@@ -280,9 +284,16 @@ def train(config: Config) -> Path:
                     state.best_bleu = bleu
                     state.bad_validations = 0
                 model.train()
-            if due or interrupted or state.minutes > saved_minutes + config.save_minutes:
+            save_due = state.minutes > saved_minutes + config.save_minutes
+            if validation_due or interrupted or save_due:
                 run.save(
-                    state.step, model, optimizer, asdict(state), precision, improved, config.keep
+                    state.step,
+                    model,
+                    optimizer,
+                    asdict(state),
+                    precision,
+                    best=improved,
+                    keep=config.keep,
                 )
                 saved_minutes = state.minutes
                 meter.resume()
@@ -307,9 +318,9 @@ def train(config: Config) -> Path:
                 meter.add(batch.source_tokens, batch.target_tokens, batch.padded_tokens)
                 # DDP averages the gradients over the ranks, in the last backward pass only.
                 is_last = micro_batch == config.accumulate
-                with world.accumulate_gradients(runner, is_last):
+                with world.accumulate_gradients(parallel_loss, is_last):
                     with precision.autocast():
-                        smoothed, plain = runner(*batch.inputs)
+                        smoothed, plain = parallel_loss(*batch.inputs)
                     # × size: the average over the ranks becomes their sum.
                     precision.backward(smoothed / tokens * world.size)
                 step_loss += plain / tokens

@@ -94,14 +94,14 @@ class Validation:
         model.eval()
         loss_of = fast.loss(model, 0.0, self.precision.dtype)
         totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # loss, tokens
-        for rows in batches[self.world.rank :: self.world.size]:
-            batch = self.collate(self.prepared.validation.__getitems__(rows)).to(self.world.device)
+        for indices in batches[self.world.rank :: self.world.size]:
+            batch = self.collate(self.prepared.validation.take(indices)).to(self.world.device)
             with self.precision.autocast():
-                loss, _ = loss_of(*batch.inputs)
-            totals[0] += loss
+                _, plain = loss_of(*batch.inputs)
+            totals[0] += plain
             totals[1] += batch.target_tokens
-        loss, tokens = self.world.sum(totals).tolist()
-        return loss / tokens
+        total, tokens = self.world.sum(totals).tolist()
+        return total / tokens
 
     def translate(
         self, model: Translator, rows: list[tuple[str, str]], log: Callable = lambda line: None

@@ -1,7 +1,7 @@
 """Checkpoints that survive a kill and a full disk, and never run code when they are opened.
 
     save(folder, step, model.state_dict(), optimizer.state_dict(), {"best_loss": 3.1},
-    best_step=step)
+         best_step=step)
     newest = repair(folder)                                     # to resume
     model.load_state_dict(load_weights(resolve("runs/x")))      # to translate
 

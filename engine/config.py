@@ -251,7 +251,7 @@ def read_settings(path: Path) -> dict:
         if path.suffix == ".json":
             values = json.loads(text)
         else:
-            # Every value as it is written: else YAML would read a run named 010 as 8, no as false.
+            # Every value as it is written: YAML would read a run named 010 as 8, and no as false.
             values = yaml.load(text, Loader=yaml.BaseLoader)
     except OSError as error:
         raise UserError(f"cannot read settings file {path}: {error.strerror}") from None

@@ -113,7 +113,7 @@ def micro_batches_that_fit(loss_of, precision, pairs, heaviest_steps, collate, w
         reserved = [torch.empty_like(weight) for weight in weights for _ in range(3)]
         for step in heaviest_steps:
             first_micro_batch = step[:: micro_batches * world.size]
-            batch = collate(pairs.__getitems__(first_micro_batch)).to(world.device)
+            batch = collate(pairs.take(first_micro_batch)).to(world.device)
             with precision.autocast():
                 loss, _ = loss_of(*batch.inputs)
             loss.backward()

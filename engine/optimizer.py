@@ -15,12 +15,12 @@ MUON = {"momentum": 0.95, "weight_decay": 0.3}
 
 
 def make_optimizer(
-    name: str, model: nn.Module, inside: nn.Module, lr: float, dtype: torch.dtype
+    name: str, model: nn.Module, hidden_layers: nn.Module, lr: float, dtype: torch.dtype
 ) -> torch.optim.AdamW:
     """The optimizer `name`: "adamw" or "muon".
 
-    Muon moves the matrices of `inside`, which is `model` without its embeddings and output layer;
-    its matrix products are computed in `dtype`.
+    Muon updates the matrices of `hidden_layers`: the model without its embeddings and output layer.
+    Its own matrix products are computed in `dtype`.
 
     An optimiser must be fused or, as `Muon` does, heed `found_inf`: `Precision.step` sets this
     tensor to 1 where the gradient is not finite, and the step must then change nothing.
@@ -28,7 +28,7 @@ def make_optimizer(
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), lr, **ADAMW)
     # The query, key and value projections of a layer are one matrix in PyTorch, and stay one.
-    matrices = [weight for weight in inside.parameters() if weight.ndim == 2]
+    matrices = [weight for weight in hidden_layers.parameters() if weight.ndim == 2]
     chosen = set(map(id, matrices))
     others = [weight for weight in model.parameters() if id(weight) not in chosen]
     return Muon(matrices, others, lr, dtype)

@@ -99,7 +99,8 @@ def choose_precision(
     """The fastest format the device computes well in, or the one named; else `UserError`.
 
     A CPU trains in bf16 where it has the instructions, and evaluates in fp32: scores are then the
-    same on every machine. The ranks of a `world` agree on the format of the weakest: gradients
+    same on every machine. Also sets PyTorch's global precision of fp32 products, and on a GPU turns
+    cuDNN's attention off. The ranks of a `world` agree on the format of the weakest: gradients
     scaled for fp16 must not be added to plain ones.
     """
     if device.type == "cuda":

@@ -2,7 +2,7 @@
 
     config = saved_settings(config)                    # it has the flags --run and --resume
     with Run(config, "lenet", world) as run:
-        run.log("…")                                   # data, model: mistakes end here
+        run.log("…")                                   # then data and model: an error leaves no run
         state = run.restore(model, optimizer, precision) or {"step": 0}
         run.begin()                                    # from now on the folder is a run
         while not run.stop_asked():

@@ -1,4 +1,4 @@
-"""The learning rate: up in a line, level, down in a line to zero.
+"""The learning rate: linear warm-up, a constant plateau, linear decay to zero.
 
 The warmup-stable-decay shape (Hu et al. 2024, arXiv:2404.06395; Hägele et al. 2024,
 arXiv:2405.18392). A run ends after a number of steps or of minutes. How much of it is done is its

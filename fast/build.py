@@ -119,6 +119,11 @@ def processor() -> str:
     return "\n".join([platform.machine(), *sorted(lines)])
 
 
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple that is not below `number`."""
+    return -(-number // multiple) * multiple
+
+
 def call(function, *arguments: Tensor | ctypes.Structure | int | float | None) -> None:
     """Call a C function. The caller is responsible for shapes and formats.
 

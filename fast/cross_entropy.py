@@ -1,6 +1,6 @@
 """Output projection and cross-entropy in one, a slice of rows at a time.
 
-All logits are never in memory at once.
+The logits are never all in memory at once.
 N tokens, D model width, V vocabulary, R rows of one slice.
 """
 

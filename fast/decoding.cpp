@@ -60,7 +60,7 @@ struct Norm {
 };
 
 struct Layer {  // an encoder's has no source
-  Linear own, own_out, source_query, source, source_out, widen, narrow;
+  Linear own, own_out, source_query, source, source_out, linear1, linear2;
   Norm norms[3];
 };
 
@@ -406,14 +406,14 @@ void attend_heads(const Weights& model, const float* queries, int64_t length, Bl
 
 // What N rows need between their products; a thread keeps it from call to call.
 struct Workspace {
-  std::vector<float> x, normed, projected, seen, wide, y;
+  std::vector<float> x, normed, projected, seen, inner, y;
   Inputs inputs;
 
   void fit(int64_t N, const Weights& model, const Layer& layer) {
     const auto grow = [](auto& numbers, int64_t size) { numbers.resize(std::max(numbers.size(), size_t(size))); };
     for (auto* numbers : {&x, &normed, &seen, &y}) grow(*numbers, N * model.width);
     grow(projected, 3 * N * model.width);
-    grow(wide, N * layer.widen.out);
+    grow(inner, N * layer.linear1.out);
   }
 };
 
@@ -433,8 +433,8 @@ void add_and_norm(const Weights& model, const Norm& norm, Workspace& s, int64_t 
 }
 
 void feed_forward(const Layer& layer, const float* x, float* y, int64_t N, Workspace& s) {
-  apply(layer.widen, x, N, s.inputs, s.wide.data(), true);
-  apply(layer.narrow, s.wide.data(), N, s.inputs, y);
+  apply(layer.linear1, x, N, s.inputs, s.inner.data(), true);
+  apply(layer.linear2, s.inner.data(), N, s.inputs, y);
 }
 
 // `rows` sentences from number `first` on, together N tokens one after the other → their keys and values in the cache.

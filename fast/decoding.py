@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fast.build import call, library
+from fast.build import call, library, round_up
 from fast.training import is_known
 
 LANES = 16  # kLanes: numbers in a vector
@@ -62,8 +62,8 @@ class Layer(ctypes.Structure):
         ("source_query", Linear),
         ("source", Linear),
         ("source_out", Linear),
-        ("widen", Linear),
-        ("narrow", Linear),
+        ("linear1", Linear),
+        ("linear2", Linear),
         ("norms", Norm * 3),
     ]
 
@@ -264,8 +264,9 @@ class CompiledDecoder:
         packed = Layer(
             own=self.pack_projection(own, "qkv"),
             own_out=self.pack_linear(own.out_proj.weight, own.out_proj.bias),
-            widen=self.pack_linear(layer.linear1.weight, layer.linear1.bias),
-            narrow=self.pack_linear(layer.linear2.weight, layer.linear2.bias, zero=0),  # after ReLU
+            linear1=self.pack_linear(layer.linear1.weight, layer.linear1.bias),
+            # Its inputs are not negative: they come from ReLU.
+            linear2=self.pack_linear(layer.linear2.weight, layer.linear2.bias, zero=0),
         )
         packed.norms[0] = self.pack_norm(layer.norm1)
         packed.norms[1] = self.pack_norm(layer.norm2)
@@ -287,8 +288,8 @@ class CompiledDecoder:
         weight, bias = attention.in_proj_weight.clone(), attention.in_proj_bias.clone()
         weight[:width] /= math.sqrt(attention.head_dim)
         bias[:width] /= math.sqrt(attention.head_dim)
-        first, last = "qkv".index(which[0]), "qkv".index(which[-1])
-        wanted = slice(first * width, (last + 1) * width)
+        first = "qkv".index(which[0]) * width
+        wanted = slice(first, first + len(which) * width)
         return self.pack_linear(weight[wanted], bias[wanted])
 
     def pack_linear(self, weight: Tensor, bias: Tensor, zero: int = 128) -> Linear:
@@ -297,7 +298,7 @@ class CompiledDecoder:
         int8: an input is a number from 0 to 255 that stands for x = scale · (number − zero).
         """
         outputs, inputs = weight.shape
-        missing = -outputs % self.panel
+        missing = round_up(outputs, self.panel) - outputs
         weight = F.pad(weight, (0, 0, 0, missing))
         bias = F.pad(bias, (0, missing), value=-math.inf)
         group, scale, start = 1, None, None
@@ -309,7 +310,7 @@ class CompiledDecoder:
             scale = self.keep(scales)
         # (panels, in / group, panel, group)
         panels = weight.view(-1, self.panel, inputs // group, group).transpose(1, 2)
-        rounded = -(-outputs // LANES) * LANES
+        rounded = round_up(outputs, LANES)
         return Linear(self.keep(panels), self.keep(bias), scale, start, inputs, rounded, zero)
 
     @torch.inference_mode()

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fast.build import FOLDER, call, library
+from fast.build import FOLDER, call, library, round_up
 
 # Formats of matrix products, and their names in C++.
 NUMBERS = {torch.float32: "float", torch.bfloat16: "bf16"}
@@ -37,7 +37,7 @@ def rows_for(tokens: int) -> int:
     of a step. Between n and 2 n there are only 8 different results.
     """
     step = max(1, (1 << (tokens - 1).bit_length()) // 16)
-    return -(-tokens // step) * step
+    return round_up(tokens, step)
 
 
 def embed(

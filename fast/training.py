@@ -213,7 +213,7 @@ def encode(model: nn.Module, src: Tensor, src_pad: Tensor, dtype: torch.dtype) -
         attention = layer.self_attn
         attended = attend_self(attention, stream.narrow, mask, src.shape, causal=False)
         stream.add(attended, attention.out_proj, layer.dropout1)
-        stream.add(widen(layer, stream.narrow), layer.linear2, layer.dropout2)
+        stream.add(feed_forward_inner(layer, stream.narrow), layer.linear2, layer.dropout2)
     _, narrow = stream.end()
     return narrow
 
@@ -232,7 +232,7 @@ def decode(
         attention = layer.multihead_attn
         attended = attend_source(attention, stream.narrow, memory, mask, tgt_in.shape)
         stream.add(attended, attention.out_proj, layer.dropout2)
-        stream.add(widen(layer, stream.narrow), layer.linear2, layer.dropout3)
+        stream.add(feed_forward_inner(layer, stream.narrow), layer.linear2, layer.dropout3)
     wide, _ = stream.end()
     return wide
 
@@ -332,7 +332,7 @@ def attend_source(
     return kernels.cross_attention(q, kv, bias, mask, shape, heads, p)
 
 
-def widen(layer: nn.Module, x: Tensor) -> Tensor:
+def feed_forward_inner(layer: nn.Module, x: Tensor) -> Tensor:
     """The first half of the feed-forward part: (N, D) → (N, dim_feedforward)"""
     inner = linear(x, layer.linear1.weight)
     return kernels.relu_dropout(inner, layer.linear1.bias, dropout_of(layer))

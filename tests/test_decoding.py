@@ -262,9 +262,9 @@ def test_memory_of_a_beam(monkeypatch):
     shapes = []
     take_step = decoding.step
 
-    def spy(model, cache, tokens, position):
+    def spy(cache, tokens, position):
         shapes.append((len(tokens), cache.own_keys[0].size(2), len(cache.source_keys[0])))
-        return take_step(model, cache, tokens, position)
+        return take_step(cache, tokens, position)
 
     monkeypatch.setattr(decoding, "step", spy)
     search(model, sources, COLLATE, beam=8, batches=decoding.plan_for(model, [60] * 128, 8)[:1])
@@ -286,7 +286,7 @@ def test_decodes_under_autocast(beam):
     src, src_pad = COLLATE.pad_sources(sources)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         cache = decoding.start(model, src, src_pad)
-        logits = decoding.step(model, cache, torch.full((8,), BOS), 0)
+        logits = decoding.step(cache, torch.full((8,), BOS), 0)
         found = best_tokens(model, sources, beam=beam)
     assert cache.own_keys[0].dtype is torch.bfloat16 and logits.dtype is torch.float32
     assert len(found) == 8 and all(0 <= token < 40 for row in found for token in row)
@@ -316,7 +316,7 @@ def test_order_empty_sources_and_the_cap():
 def test_no_step_once_all_have_ended(monkeypatch):
     model, positions, step = make_model(), [], decoding.step
     model.output.bias.data[EOS] = 1e9
-    monkeypatch.setattr(decoding, "step", lambda *given: positions.append(given[3]) or step(*given))
+    monkeypatch.setattr(decoding, "step", lambda *given: positions.append(given[2]) or step(*given))
     for beam in (1, 3):
         begin = partial(decoding.start, model)
         search(model, make_sources(0, 8, 14), COLLATE, beam=beam, begin=begin)

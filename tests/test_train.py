@@ -41,7 +41,13 @@ from engine.errors import UserError
 from engine.precision import Precision
 from engine.run import INTERRUPTED, Run
 from labs.attention_op import train as training_by_hand
-from model import ModelConfig, Translator
+from model import ModelConfig, SummedLoss, Translator
+
+
+def plain_loss(model, label_smoothing, *_) -> SummedLoss:
+    """Instead of `fast.loss`."""
+    return SummedLoss(model, label_smoothing)
+
 
 # ---- what a run wrote ----
 
@@ -335,7 +341,7 @@ def test_the_chosen_format_reaches_every_forward_pass(few_pairs, here, monkeypat
         seen.append(torch.is_autocast_enabled("cpu"))
         return plain(loss_of, *batch)
 
-    monkeypatch.setattr(training.fast, "loss", lambda *_: None)
+    monkeypatch.setattr(training.fast, "loss", plain_loss)
     monkeypatch.setattr(training.SummedLoss, "forward", forward)
     training.train(config(data=str(few_pairs), run=str(here), max_steps=1, precision="bf16"))
     assert len(seen) > 2 and all(seen)
@@ -376,7 +382,7 @@ def test_a_step_that_does_not_fit_the_memory_is_split(toy_data, here, monkeypatc
             return super().forward(src, src_pad, tgt_in, target_positions, tgt_out)
 
     fewest_micro_batches = engine.memory.fewest_micro_batches
-    monkeypatch.setattr(training.fast, "loss", lambda *_: None)
+    monkeypatch.setattr(training.fast, "loss", plain_loss)
     monkeypatch.setattr(training, "SummedLoss", Small)
     monkeypatch.setattr(
         engine.memory,
@@ -748,7 +754,7 @@ def test_a_non_finite_loss_stops_before_the_update_and_names_the_step(toy_data, 
         factor = math.nan if loss_of.label_smoothing and next(steps) == 5 else 1.0
         return tuple(loss * factor for loss in plain(loss_of, *batch))
 
-    monkeypatch.setattr(training.fast, "loss", lambda *_: None)
+    monkeypatch.setattr(training.fast, "loss", plain_loss)
     monkeypatch.setattr(training.SummedLoss, "forward", spoiled)
     with pytest.raises(UserError, match="step 5: the loss or its gradient is not finite"):
         training.train(

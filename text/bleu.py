@@ -110,8 +110,8 @@ class BleuCard:
     """The report about one set of translations; scores and precisions are on the scale 0–100."""
 
     nltk: float  # the graded score
-    sacrebleu: float  # with sacreBLEU's standard settings
-    signature: str  # which name them
+    sacrebleu: float  # sacreBLEU's score with its standard settings
+    signature: str  # those settings, in sacreBLEU's notation
     chrf: float  # chrF2, the character n-gram F-score (Popović 2015)
     chrf_signature: str
     lowercase: float  # sacreBLEU without case: for information, not graded

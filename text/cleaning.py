@@ -164,7 +164,7 @@ def describe_counts(counts: Counter) -> str:
 
 
 def _flaw(source: str, target: str) -> str | None:
-    """What is wrong with a clean pair, a key of `REASONS`; None if nothing is."""
+    """What is wrong with a normalised pair, as a key of `REASONS`; None if nothing is."""
     if not source or not target:
         return "empty"
     # "1998" is its own translation; a sentence that was left untranslated is not.
@@ -179,11 +179,11 @@ def _flaw(source: str, target: str) -> str | None:
 def like_validation(train, validation, vocabularies: list[int]) -> np.ndarray:
     """Which pairs of `train` to keep, (n,) row numbers: those written in the words of validation.
 
-    Both are `data.TokenizedPairs`. A pair's score is the mean of log p(token in validation) /
-    p(token in train) over each side, both added: a cross-entropy difference (Moore & Lewis 2010,
+    Both are `data.TokenizedPairs`. A pair's score is the mean over a side's tokens of
+    log(p_validation / p_train), both sides added: a cross-entropy difference (Moore & Lewis 2010,
     Axelrod et al. 2011) of single tokens. One half of validation gives its frequencies. The other
-    half is scored, and the score that 99 % of its pairs reach is the bar. Pairs of train below the
-    bar are left out: at most `UNLIKE_SHARE` of all, and none if they are fewer than `CHANCE`.
+    half is scored, and the score that 99 % of its pairs reach is the threshold. Pairs of train
+    below it are left out: at most `UNLIKE_SHARE` of all, and none if they are fewer than `CHANCE`.
     """
     known = validation.subset(np.arange(0, len(validation), 2))
     unseen = validation.subset(np.arange(1, len(validation), 2))
@@ -194,8 +194,8 @@ def like_validation(train, validation, vocabularies: list[int]) -> np.ndarray:
         p_known = (of_known + PRIOR_TOKENS * p_train) / (of_known.sum() + PRIOR_TOKENS)
         gains.append(np.log(p_known / p_train))
     scores = _scores(train, gains)
-    bar = np.quantile(_scores(unseen, gains), 0.01)
-    below = np.count_nonzero(scores < bar)
+    threshold = np.quantile(_scores(unseen, gains), 0.01)
+    below = np.count_nonzero(scores < threshold)
     if below < CHANCE * len(train):
         return np.arange(len(train))
     return _without_last(np.argsort(-scores, kind="stable"), below, UNLIKE_SHARE)
@@ -205,8 +205,8 @@ def _counts(pairs, vocabularies: list[int]) -> list[np.ndarray]:
     """How often each token occurs, (V,) for each side."""
     counts = [np.zeros(size, np.int64) for size in vocabularies]
     for chunk in pairs.chunks():
-        for of_side, side, size in zip(counts, chunk, vocabularies):
-            of_side += np.bincount(side.ids, minlength=size)
+        for total, rows, size in zip(counts, chunk, vocabularies):
+            total += np.bincount(rows.ids, minlength=size)
     return counts
 
 

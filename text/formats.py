@@ -115,7 +115,7 @@ def text_columns(table, file: Path, source: str, target: str) -> list:
 
 
 def read_json(file: Path, source: str, target: str) -> Pairs:
-    """One object a line, streamed, or one array of objects, held in memory."""
+    """One object per line, streamed, or one array of objects, held in memory."""
     for where, row in json_rows(file):
         if not isinstance(row, dict):
             kind = type(row).__name__
@@ -161,14 +161,14 @@ def json_rows(file: Path) -> Iterator[tuple[str, object]]:
     except json.JSONDecodeError as error:
         line = number + error.lineno - 1
         raise UserError(
-            f"{file}, line {line}: neither one JSON object a line nor one array of objects "
+            f"{file}, line {line}: neither one JSON object per line nor one array of objects "
             f"({error.msg}); write it in one of these forms"
         ) from error
     except ValueError as error:  # a number of thousands of digits
         raise UserError(f"{file}, line {number}: {short(error)}; repair it") from error
     except RecursionError:
         raise UserError(
-            f"{file}, line {number}: too many brackets inside one another; write one row a line"
+            f"{file}, line {number}: too many brackets inside one another; write one row per line"
         ) from None
 
 

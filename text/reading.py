@@ -3,10 +3,10 @@
     text = find_text("/opt/minidataset")
     for source, target in text.pairs("train"): ...
 
-Recognised by what is there: a directory of parquet, arrow, json, csv or tsv shards, one written by
-`save_to_disk`, one such file, the name of a data set on the hub. Also pairs of files, one a
-language: `train.zh` with `train.en` (Moses), `X-src.zh.sgm` with `X-ref.en.sgm` (WMT).
-text/formats.py reads them.
+The path may be a directory of parquet, arrow, json, csv or tsv files, a single such file, a
+directory written by `save_to_disk`, or the name of a data set on the hub. A directory may also hold
+pairs of files, one per language: `train.zh` with `train.en` (Moses), `X-src.zh.sgm` with
+`X-ref.en.sgm` (WMT). text/formats.py reads them.
 """
 
 import contextlib
@@ -125,10 +125,10 @@ def find_text(
         files = hub_files(path, source, target, log)
     elif root.is_file():
         form = form_of(root, source)
-        files = split_files([root], root.parent, log)
         if form is None:
             endings = f"{' '.join(FORMS)}, .{source} or -src.{source}.sgm"
             raise UserError(f"{path}: unknown type of file; its name must end in {endings}")
+        files = split_files([root], root.parent, log)
     elif (root / "dataset_dict.json").exists() or (root / "state.json").exists():
         form = "save_to_disk"
         files = saved_files(root, log)

@@ -1,4 +1,4 @@
-"""Subword tokenizers: trained on the training text, saved as `AutoTokenizer.from_pretrained` reads.
+"""Subword tokenizers, trained on the training text and saved for `AutoTokenizer.from_pretrained`.
 
 Byte-pair encoding (Sennrich et al. 2016) over characters. A character too rare for the vocabulary
 is spelled in its UTF-8 bytes, so nothing is ever unknown, and decoding gives the text back exactly.
@@ -96,9 +96,10 @@ def own_pre_tokenizer():
 
 
 def load_tokenizer(name: str):
-    """Any tokenizer that `AutoTokenizer` knows, from a folder or by name. Runs no code of its own.
+    """Any tokenizer that `AutoTokenizer` knows, from a folder or by name.
 
-    Raises `UserError` if it cannot be read, or lacks a pad, begin or end token.
+    Code that comes with a tokenizer is never run. Raises `UserError` if it cannot be read, or lacks
+    a pad, begin or end token.
     """
     import huggingface_hub
     from transformers import AutoTokenizer

@@ -300,7 +300,7 @@ class Trial:
 
     def step(self, pairs: np.ndarray, update: bool = True) -> int:
         """One step on these pairs; returns its real tokens when it is computed."""
-        rows = self.pairs.__getitems__(pairs % len(self.pairs))
+        rows = self.pairs.take(pairs % len(self.pairs))
         batch = self.collate(rows).to(self.device)
         with self.precision.autocast():
             loss, _ = self.loss_of(*batch.inputs)

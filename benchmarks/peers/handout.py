@@ -65,7 +65,7 @@ def labels(batch: Batch, pad: int) -> Tensor:
 def padded_pairs(corpus: Prepared) -> TensorDataset:
     """All pairs, padded to 128 tokens beforehand, as the handout's tokenizer call does."""
     collate = collate_for(corpus)
-    batch = collate(corpus.train.__getitems__(np.arange(len(corpus.train))))
+    batch = collate(corpus.train.take(np.arange(len(corpus.train))))
     source_pad, target_pad = collate.source_ids["pad"], collate.target_ids["pad"]
     return TensorDataset(
         padded(batch.src, source_pad),

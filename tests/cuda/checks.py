@@ -47,7 +47,7 @@ class Pairs:
         for i, side in enumerate(("source", "target"))
     }
 
-    def __getitems__(self, rows):
+    def take(self, rows):
         return tuple(flatten([SENTENCES[row][side] for row in rows]) for side in (0, 1))
 
 

@@ -73,7 +73,7 @@ def test_every_step_finds_the_largest_log_probabilities(sizes, norm_first):
     for position in range(40):
         tokens = torch.randint(0, sizes[1], (rows,), generator=generator)
         found, ids = ours.top_tokens(tokens, position, 6)
-        log_probabilities = decoding.step(exact, plain, tokens, position).log_softmax(-1)
+        log_probabilities = decoding.step(plain, tokens, position).log_softmax(-1)
         best = log_probabilities.topk(6).values
         # Logits of size 10 are sums of up to 1,024 terms, each rounded by 6·10⁻⁸, through four
         # layers: below 10⁻⁴.

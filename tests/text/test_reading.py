@@ -397,7 +397,7 @@ MISTAKES = {
     "missing later key": ({"x.jsonl": GOOD + '{"zh": "a"}\n'}, ["line 2", "but zh;"]),
     "broken jsonl": (
         {"x.jsonl": GOOD + '{"zh": "a", "e'},
-        ["x.jsonl, line 2", "neither one JSON object a line"],
+        ["x.jsonl, line 2", "neither one JSON object per line"],
     ),
     "one object over lines": (
         {"x.json": '{\n"data": []}'},
