@@ -66,7 +66,8 @@ def comparison_in_lines(runs: list[RunFiles]) -> str:
     name, systems = compare(runs)
     lines = [
         f"{name}, paired bootstrap of 1,000 resamples; "
-        "p: how often chance alone gives so much in this direction"
+        "p: the probability that chance alone gives a difference at least this large, "
+        "in this direction"
     ]
     for system in systems:
         p_value = "compared with" if system.p_value is None else f"p = {system.p_value:.4f}"
