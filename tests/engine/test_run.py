@@ -359,8 +359,8 @@ def test_a_gpus_load_is_among_the_curves_and_nvidia_smi_is_kept(monkeypatch, tmp
     monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
     with open_run(config(run="a"), World(0, 1, torch.device("cuda", 0))) as run:
         run.begin()
-        for step, minutes in enumerate((0, 1.1, 2.2), start=1):
-            run.started = time.perf_counter() - 60 * minutes
+        for step, seconds in enumerate((0, 5.1, 9), start=1):
+            run.begun = time.perf_counter() - seconds
             run.scalars(step, {"train/loss": 1.0})
         run.close("finished", 3)
     assert metrics("a")[0]["gpu/utilisation_percent"] == 97
