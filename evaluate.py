@@ -32,7 +32,7 @@ class Config:
     limit: int = flag(0, "score only the first N rows; 0: all rows", "What", min=0)
     average: int = flag(1, "average the weights of the last N checkpoints", "What", min=1)
 
-    beam: int = flag(1, "beam size; 1: greedy search, which is graded", "How", min=1, max=1000)
+    beam: int = flag(1, "beam size; 1: greedy search, as in the handout", "How", min=1, max=1000)
     length_penalty: float = flag(
         1.0, "beam search: a larger value makes longer outputs", "How", min=0, max=10
     )

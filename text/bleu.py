@@ -1,6 +1,6 @@
 """BLEU: the one place that turns translations into a score, always on the scale 0–100.
 
-The graded score is nltk's `corpus_bleu`; sacreBLEU's standard score stands beside it, to compare
+The reported score is nltk's `corpus_bleu`; sacreBLEU's standard score stands beside it, to compare
 with papers. Both see the same words: those of sacreBLEU's tokeniser (Post 2018, "A Call for Clarity
 in Reporting BLEU Scores"), which gets plain text and never the subwords of the model.
 
@@ -23,7 +23,7 @@ KANA_OR_HANGUL = re.compile("[\u3041-\u30fa\u31f0-\u31ff\u1100-\u11ff\u3131-\u31
 
 
 def corpus_bleu(references: list[str], hypotheses: list[str], smooth: bool = False) -> float:
-    """The graded score, 0–100: nltk's corpus BLEU (Papineni et al. 2002), case-sensitive.
+    """The reported score, 0–100: nltk's corpus BLEU (Papineni et al. 2002), case-sensitive.
 
     Both lists hold plain sentences, one reference for each hypothesis. Raises `ValueError` for any
     other shape. References come first, as in nltk. The order matters: matches are divided by the
@@ -109,12 +109,12 @@ def nltk_bleu(references: list[list[str]], hypotheses: list[list[str]], smooth: 
 class BleuCard:
     """The report about one set of translations; scores and precisions are on the scale 0–100."""
 
-    nltk: float  # the graded score
+    nltk: float  # the reported score
     sacrebleu: float  # sacreBLEU's score with its standard settings
     signature: str  # those settings, in sacreBLEU's notation
     chrf: float  # chrF2, the character n-gram F-score (Popović 2015)
     chrf_signature: str
-    lowercase: float  # sacreBLEU without case: for information, not graded
+    lowercase: float  # sacreBLEU without case: for information
     precisions: list[float]  # of 1- to 4-grams
     brevity_penalty: float
     ratio: float  # hypothesis tokens / reference tokens
@@ -128,13 +128,13 @@ class BleuCard:
     def lines(self) -> list[str]:
         """The printed card."""
         tokeniser = self.signature.split("tok:")[1].split("|")[0]
-        graded = f"BLEU (nltk corpus_bleu, {tokeniser} tokens, cased, no smoothing)"
+        label = f"BLEU (nltk corpus_bleu, {tokeniser} tokens, cased, no smoothing)"
         interval = f"95 % interval [{self.low:.2f}, {self.high:.2f}]   scale 0–100"
         precisions = " / ".join(f"{precision:.1f}" for precision in self.precisions)
         lengths = f"{self.ratio:.3f} = {self.hyp_length:,} / {self.ref_length:,} tokens"
         uncased = "sacreBLEU, uncased (for information)"
         card = [
-            f"{graded:<60}{self.nltk:6.2f}   {interval}",
+            f"{label:<60}{self.nltk:6.2f}   {interval}",
             f"{'sacreBLEU':<60}{self.sacrebleu:6.2f}   {self.signature}",
             f"{uncased:<60}{self.lowercase:6.2f}   as above with case:lc",
             f"{'chrF2':<60}{self.chrf:6.2f}   {self.chrf_signature}",
@@ -157,7 +157,7 @@ class BleuCard:
 
 
 def bleu_card(references: list[str], hypotheses: list[str]) -> BleuCard:
-    """The graded score and all that explains it. Arguments as for `corpus_bleu`.
+    """The reported score and all that explains it. Arguments as for `corpus_bleu`.
 
     The interval is sacreBLEU's bootstrap (Koehn 2004): the scores of 1,000 test sets, each drawn
     with replacement from this one; of fewer if it has more than 20,000 rows.
@@ -172,9 +172,9 @@ def bleu_card(references: list[str], hypotheses: list[str]) -> BleuCard:
     standard = cased.corpus_score(hypotheses, [references])
     # sacreBLEU holds 40 bytes for each row of each resample: fewer of them bound the memory.
     resamples = min(1000, max(20, 20_000_000 // len(references)))
-    graded = unsmoothed.corpus_score(hypotheses, [references], n_bootstrap=resamples)
+    score = unsmoothed.corpus_score(hypotheses, [references], n_bootstrap=resamples)
     # sacreBLEU has no public name for the mean of the resampled scores and half of the interval.
-    ends = (graded._mean - graded._ci, graded._mean + graded._ci)
+    ends = (score._mean - score._ci, score._mean + score._ci)
     low, high = (min(max(end, 0.0), 100.0) for end in ends)
     hypothesis_tokens = tokens_of(hypotheses, cased)
     return BleuCard(
@@ -184,7 +184,7 @@ def bleu_card(references: list[str], hypotheses: list[str]) -> BleuCard:
         chrf=chrf.corpus_score(hypotheses, [references]).score,
         chrf_signature=str(chrf.get_signature()),
         lowercase=uncased.corpus_score(hypotheses, [references]).score,
-        precisions=graded.precisions,
+        precisions=score.precisions,
         brevity_penalty=standard.bp,
         ratio=standard.ratio,
         hyp_length=standard.sys_len,

@@ -196,6 +196,7 @@ def test_learns_and_writes_all_down(data, whole_run, report_of):
     assert names == {"filters", "feature-maps", "confusion"}
     page = report_of(run)
     assert "(c1): Sequential(" in page and f">{result['errors']}</data>" in page
+    assert "LeCun et al. 1998" in page and "Radford" not in page
     assert 'FLOPs of a training image</th><td><data value="2263920"' in page
 
 

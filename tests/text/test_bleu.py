@@ -66,10 +66,10 @@ def test_wrong_shapes_are_refused_in_one_line(function, references, hypotheses, 
 # ---------------------------------------------------------------- nltk and sacreBLEU agree
 
 
-def test_the_graded_score_is_sacrebleus():
-    graded = corpus_bleu(REFERENCES, HYPOTHESES)
-    assert graded == pytest.approx(sacrebleu_score(REFERENCES, HYPOTHESES).score, abs=1e-6)
-    assert 30 < graded < 70
+def test_the_reported_score_is_sacrebleus():
+    reported = corpus_bleu(REFERENCES, HYPOTHESES)
+    assert reported == pytest.approx(sacrebleu_score(REFERENCES, HYPOTHESES).score, abs=1e-6)
+    assert 30 < reported < 70
 
 
 WORDS = "the The cat sat on a mat . , can't 3.5 U.S. &amp; é -".split()
@@ -84,13 +84,16 @@ def test_short_hypotheses_differ_only_by_the_guard_against_zero_totals(pairs):
     With the same totals sacreBLEU's formula gives the same score; without them nltk's is lower.
     """
     references, hypotheses = zip(*pairs)
-    graded, standard = corpus_bleu(references, hypotheses), sacrebleu_score(references, hypotheses)
+    reported, standard = (
+        corpus_bleu(references, hypotheses),
+        sacrebleu_score(references, hypotheses),
+    )
     lengths = [len(tokens) for tokens in tokens_of(hypotheses, sacrebleu_metric(references))]
     totals = [standard.totals[n - 1] + sum(length < n for length in lengths) for n in (1, 2, 3, 4)]
     counts, sizes = list(standard.counts), (standard.sys_len, standard.ref_len)
     guarded = BLEU.compute_bleu(counts, totals, *sizes, smooth_method="none")
-    assert graded == pytest.approx(guarded.score, abs=0.01)
-    assert graded <= standard.score + 0.01
+    assert reported == pytest.approx(guarded.score, abs=0.01)
+    assert reported <= standard.score + 0.01
 
 
 def test_smoothing_changes_nothing_where_every_order_matches():

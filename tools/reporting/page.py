@@ -91,6 +91,11 @@ class Page:
         text = self.text(words)
         self.add(f"<p><small>{html.escape(text)}</small></p>", text)
 
+    def hint_for_html(self, *words: str) -> None:
+        """A line in small print on how to use the page; Markdown has nothing of the kind."""
+        text = self.text(words)
+        self.blocks.append((f"<p><small>{html.escape(text)}</small></p>", ""))
+
     def to_write(self, *words: str) -> None:
         """A marked place where the student must write."""
         text = f"✎ {self.text(words)}"
@@ -173,7 +178,7 @@ class Page:
             f'<!doctype html><html lang="{self.language}"><head>{head}</head>'
             f"<body>{body}</body></html>\n"
         )
-        markdown = signed("\n".join(as_markdown for _, as_markdown in self.blocks))
+        markdown = signed("\n".join(as_markdown for _, as_markdown in self.blocks if as_markdown))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             keep_edited(self.folder / "report.md")

@@ -269,16 +269,19 @@ def read_run(folder: str | Path) -> RunFiles:
     return run
 
 
-def graded_first(path: Path) -> tuple:
+def handout_first(path: Path) -> tuple:
     """A key for sorting results: the run's own data, then test, then greedy search."""
     name = path.stem
     return "-data-" in name, not name.startswith("test-"), "greedy" not in name, name
 
 
 def read_results(run: RunFiles) -> None:
-    """The scores and hypotheses of evaluate.py, or the results of a lab; the graded one first."""
+    """The scores and hypotheses of evaluate.py, or the results of a lab.
+
+    First comes the one that the handout asks for.
+    """
     files = [*run.folder.glob("result.json"), *run.folder.glob("eval/*.json")]
-    files.sort(key=graded_first)
+    files.sort(key=handout_first)
     best = (run.folder / "checkpoints/best").resolve().name
     for path in files:
         name = path.relative_to(run.folder).with_suffix("").as_posix()

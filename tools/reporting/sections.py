@@ -46,7 +46,7 @@ def summary(page: Page, runs: list[RunFiles]) -> None:
     for run in runs:
         if run.is_of_sample():
             page.bullets([f"{run.name} · {page.text(SAMPLE_NOTE)}"], "missing")
-    page.note(
+    page.hint_for_html(
         "Hover over a number to see the file it is from.",
         "鼠标停在数字上，可以看到它来自哪个文件。",
     )
@@ -65,6 +65,8 @@ def summary(page: Page, runs: list[RunFiles]) -> None:
         ),
         ("metrics.jsonl#test/accuracy#last:.2%", "test accuracy", "测试准确率"),
         ("metrics.jsonl#test/errors#last:,.0f", "test errors", "测试错误数"),
+        ("eval/test.json#perplexity:.2f", "test perplexity", "测试困惑度"),
+        ("eval/test.json#accuracy:.2%", "accuracy of the next word", "下一个词的准确率"),
     ]
     for name in names_of_results(runs):
         rows.append((f"{name}.json#nltk:.2f", f"BLEU {name}"))
@@ -262,7 +264,7 @@ def speed(page: Page, runs: list[RunFiles]) -> None:
 # -------------------------------------------------------------------- results
 
 CARD = [  # key in eval/*.json, and its text
-    ("nltk:.2f", "BLEU (nltk, graded)", "BLEU（nltk，课程评分所用）"),
+    ("nltk:.2f", "BLEU (nltk)", "BLEU（nltk）"),
     ("low:.2f", "lower end of the interval", "95 % 区间下限"),
     ("high:.2f", "upper end of the interval", "95 % 区间上限"),
     ("sacrebleu:.2f", "sacreBLEU"),
@@ -294,6 +296,7 @@ def results(page: Page, runs: list[RunFiles]) -> None:
     results_table(page, cards, CARD, with_runs=len(runs) > 1)
     others = [column for column in columns if column not in cards]
     keys = dict.fromkeys(key for run, name in others for key in run.results[name])
+    keys.pop("data_key", None)  # a checksum, for the program alone
     plain = []
     for key in keys:
         values = [run.results[name].get(key) for run, name in others]

@@ -14,6 +14,7 @@ from tools.reporting.page import Page
 from tools.reporting.reading import Fact, RunFiles
 from tools.reporting.sections import table
 
+MODEL = ("model", "模型")
 SELECTION = ("choice of the training pairs", "训练句对的筛选")
 SMOOTHING = ("label smoothing", "标签平滑")
 OPTIMIZER = ("optimizer", "优化器")
@@ -21,9 +22,14 @@ MUON = ("optimizer of the matrices", "矩阵的优化器")
 SCHEDULE = ("learning-rate schedule", "学习率计划")
 TOKENIZERS = ("tokenizers", "分词器")
 SCORE = ("score", "得分")
+SHARDING = ("sharding", "分片")
+TENSOR = ("tensor parallelism", "张量并行")
+RECOMPUTATION = ("recomputation", "重计算")
+WORD_VECTORS = ("word vectors", "词向量")
+SCHEDULES = ("schedules of the pipeline", "流水线的调度")
 PAPERS = {  # paper → what it is used for, and where
     "Vaswani et al. 2017, Attention Is All You Need, arXiv:1706.03762": (
-        ("model", "模型"),
+        MODEL,
         "model.py",
     ),
     "PyTorch, torch.nn.Transformer": (
@@ -69,6 +75,59 @@ PAPERS = {  # paper → what it is used for, and where
         "text/bleu.py",
     ),
 }
+# A setting that only this lab has → papers as above.
+PAPERS_OF_LABS = {
+    "activation": {
+        "LeCun et al. 1998, Gradient-Based Learning Applied to Document Recognition": (
+            MODEL,
+            "labs/lenet/model.py",
+        ),
+    },
+    "data_parallel": {
+        "Radford et al. 2019, Language Models are Unsupervised Multitask Learners (GPT-2)": (
+            MODEL,
+            "labs/gpt/model.py",
+        ),
+        "Brown et al. 2020, GPT-3, arXiv:2005.14165": (
+            ("settings of the optimizer", "优化器的设置"),
+            "labs/gpt/parallel.py",
+        ),
+        "Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054": (
+            SHARDING,
+            "labs/gpt/parallel.py",
+        ),
+        "Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053": (
+            TENSOR,
+            "labs/gpt/parallel.py",
+        ),
+        "Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174": (
+            RECOMPUTATION,
+            "labs/gpt/model.py",
+        ),
+    },
+    "schedule": {
+        "Huang et al. 2019, GPipe, arXiv:1811.06965": (SCHEDULES, "labs/pipeline/schedule.py"),
+        "Narayanan et al. 2021, Megatron-LM on GPU Clusters, arXiv:2104.04473": (
+            SCHEDULES,
+            "labs/pipeline/schedule.py",
+        ),
+        "Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241": (
+            SCHEDULES,
+            "labs/pipeline/schedule.py",
+        ),
+    },
+    "glove": {
+        "Vaswani et al. 2017, Attention Is All You Need, arXiv:1706.03762": (
+            MODEL,
+            "labs/wikitext/model.py",
+        ),
+        "Press and Wolf 2017, Using the Output Embedding, arXiv:1608.05859": (
+            ("output projection tied to the embedding", "输出层与词嵌入共享权重"),
+            "labs/wikitext/model.py",
+        ),
+        "Pennington et al. 2014, GloVe": (WORD_VECTORS, "labs/wikitext/glove.py"),
+    },
+}
 
 
 def process(page: Page, runs: list[RunFiles]) -> None:
@@ -81,9 +140,9 @@ def process(page: Page, runs: list[RunFiles]) -> None:
         ("config.json#lr", "peak learning rate", "最高学习率"),
         ("config.json#tokens_per_batch", "tokens per step", "每步词元数"),
         ("environment.json#*.command", "command", "命令"),
-        (partial(of_graded_result, key="split"), "scored split", "评测集"),
-        (partial(of_graded_result, key="decoding"), "decoding", "解码方式"),
-        (partial(of_graded_result, key="checkpoint"), "scored checkpoint", "评测的检查点"),
+        (partial(of_first_result, key="split"), "scored split", "评测集"),
+        (partial(of_first_result, key="decoding"), "decoding", "解码方式"),
+        (partial(of_first_result, key="checkpoint"), "scored checkpoint", "评测的检查点"),
     ]
     table(page, runs, rows)
     page.to_write(
@@ -92,8 +151,8 @@ def process(page: Page, runs: list[RunFiles]) -> None:
     )
 
 
-def of_graded_result(run: RunFiles, key: str) -> Fact | None:
-    """A value of the first result, which is the graded one."""
+def of_first_result(run: RunFiles, key: str) -> Fact | None:
+    """A value of the first result, which is the one that the handout asks for."""
     name = next(iter(run.results), "")
     return run.look_up(f"{name}.json#{key}") if name else None
 
@@ -169,10 +228,8 @@ def has_sinusoids(run: RunFiles) -> bool:
     return positions.shape == expected.shape and torch.allclose(positions, expected, atol=1e-5)
 
 
-def sources(page: Page, runs: list[RunFiles]) -> None:
-    """Papers and code that the run used, with a column for the student's words."""
-    page.heading("Sources and own understanding", "参考资料与自己的理解")
-    config = next((run.config for run in runs if run.is_translation), {})
+def unused_in(config: dict) -> set:
+    """What a run with these settings did without."""
     unused = set()
     if not config.get("label_smoothing"):
         unused.add(SMOOTHING)
@@ -182,10 +239,29 @@ def sources(page: Page, runs: list[RunFiles]) -> None:
         unused.add(MUON)
     if not config.get("select"):
         unused.add(SELECTION)
+    if not config.get("data_parallel", "").startswith("zero"):
+        unused.add(SHARDING)
+    if config.get("tensor", 1) == 1:
+        unused.add(TENSOR)
+    if not config.get("recompute"):
+        unused.add(RECOMPUTATION)
+    if not config.get("glove"):
+        unused.add(WORD_VECTORS)
+    return unused
+
+
+def sources(page: Page, runs: list[RunFiles]) -> None:
+    """Papers and code that the run used, with a column for the student's words."""
+    page.heading("Sources and own understanding", "参考资料与自己的理解")
+    unused = set.intersection(*(unused_in(run.config) for run in runs))
     to_write = ("✎ to be written", "✎ 待写")
     lines = [[("this repository", "本仓库"), ("all code", "全部代码"), "README.md", to_write]]
-    for paper, (purpose, file) in PAPERS.items():
-        if config and purpose not in unused:
+    papers = dict(PAPERS) if any(run.is_translation for run in runs) else {}
+    for setting, papers_of_lab in PAPERS_OF_LABS.items():
+        if any(setting in run.config for run in runs):
+            papers |= papers_of_lab
+    for paper, (purpose, file) in papers.items():
+        if purpose not in unused:
             lines.append([paper, purpose, file, to_write])
     header = [
         ("paper or code", "论文或代码"),
