@@ -129,6 +129,7 @@ class State:
 def train(config: Config) -> Path | None:
     """One run, from the data to the last checkpoint. Returns its folder."""
     config = saved_settings(config)
+    fill_in_sizes(config)  # config.json and the report then have them
     check_formula(config, sizes_of(config))
     if config.plan:
         print(plan.table(resolved(config, config.gpus), sizes_of(config)))
@@ -306,7 +307,8 @@ def train(config: Config) -> Path | None:
             log(
                 f"speed: {result['tokens_per_second']:,.0f} tokens/s, "
                 f"{result['step_seconds'] * 1000:.0f} ms a step; {result['tflops']:.3f} TFLOP/s, "
-                f"{result['share_of_peak']:.1%} of the measured peak (the handout's formula: "
+                f"{result['share_of_peak']:.1%} of the measured peak (the handout's formulas: "
+                f"{result['handout_parameters']:,} parameters, "
                 f"{result['handout_tflops']:.3f} TFLOP/s)"
             )
         reason = "finished"
@@ -314,6 +316,13 @@ def train(config: Config) -> Path | None:
             reason = INTERRUPTED if config.keep else "interrupted; nothing was saved (--keep 0)"
         run.close(reason, state.step)
         return run.folder
+
+
+def fill_in_sizes(config: Config) -> None:
+    """Replace what is automatic (0) by the values of --size, also the batch and learning rate."""
+    for name, value in asdict(PRESETS[config.size]).items():
+        if not getattr(config, name):
+            setattr(config, name, value)
 
 
 def sizes_of(config: Config) -> Sizes:
@@ -341,9 +350,7 @@ def check_formula(config: Config, sizes: Sizes) -> None:
 def resolved(config: Config, processes: int, precision: str = "") -> Config:
     """The settings with every automatic value (0) replaced, and with the format chosen."""
     settings = replace(config, precision=precision or config.precision)
-    preset = PRESETS[config.size]
-    settings.lr = config.lr or preset.lr
-    settings.batch_size = config.batch_size or preset.batch_size
+    fill_in_sizes(settings)
     if not config.accumulate:
         settings.accumulate = 1
         if config.pipe > 1:  # the fewest equal micro-batches, at least twice as many as the stages

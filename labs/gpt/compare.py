@@ -42,6 +42,7 @@ from engine.devices import choose_device
 from engine.meters import cores
 from engine.precision import choose_precision
 from labs.gpt.rows import Table
+from labs.gpt.sizes import PRESETS
 
 
 class Row(NamedTuple):
@@ -108,7 +109,14 @@ def main(config: Config) -> None:
     choose_precision(choose_device("auto", 0), config.precision, training=True)
     gpus = torch.cuda.device_count()
     most = config.processes or gpus or cores()
-    table = Table("compare", config.size, config.precision, HEAD)
+    sizes = PRESETS[config.size]
+    batch_size = config.batch_size or sizes.batch_size
+    about = (
+        f"{config.size}: {sizes.parameters:,} parameters, {sizes.flops_per_token():,.0f} FLOPs per "
+        f"training token; each row {config.steps} steps of {batch_size} × {sizes.sequence} tokens; "
+        f"{config.precision} where a row names no other"
+    )
+    table = Table("compare", config.size, config.precision, HEAD, about)
     table.log("data: random ids, not text: compare speed and memory; the losses only agree")
     flags = ["--size", config.size, "--precision", config.precision]
     flags += ["--batch_size", str(config.batch_size), "--max_steps", str(config.steps)]

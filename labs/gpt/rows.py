@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
+from engine.environment import commit, cpu_name
 from engine.errors import UserError
 from engine.meters import cores
 from engine.signals import caught_signals
-from engine.tables import markdown_row, markdown_table
+from engine.tables import as_cell, markdown_row, markdown_table
 from engine.telemetry import Log
 
 
@@ -23,10 +24,13 @@ class Table:
     The folder is named for the table, the size of its models, their precision and the card.
     """
 
-    def __init__(self, name: str, size: str, precision: str, head: tuple):
-        card = "cpu"
+    def __init__(self, name: str, size: str, precision: str, head: tuple, about: str):
+        hardware, card = cpu_name(), "cpu"
         if torch.cuda.is_available():
-            card = torch.cuda.get_device_name().replace(" ", "-")
+            hardware = torch.cuda.get_device_name()
+            card = hardware.replace(" ", "-")
+        # A line below the table: what was measured, and with what.
+        self.about = f"{about}; {hardware}, torch {torch.__version__}, commit {commit()}"
         self.folder = Path(f"runs/{name}-{size}-{precision}-{card}")
         self.folder.mkdir(parents=True, exist_ok=True)
         self.head = head
@@ -68,8 +72,8 @@ class Table:
         """Add a row to both files."""
         self.rows.append(cells)
         self.outcomes.append({**dict(zip(self.head, cells)), **outcome})
-        text = markdown_table([self.head, *self.rows]) + "\n"
+        text = f"{markdown_table([self.head, *self.rows])}\n\n{self.about}\n"
         (self.folder / "table.md").write_text(text, encoding="utf-8")
         text = json.dumps(self.outcomes, indent=2, ensure_ascii=False) + "\n"
         (self.folder / "table.json").write_text(text, encoding="utf-8")
-        self.log(markdown_row(cells))
+        self.log(markdown_row(map(as_cell, cells)))

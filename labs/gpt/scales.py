@@ -93,7 +93,7 @@ def plan_scale(scale: Scale, config: Config, precision: str) -> tuple[dict, floa
     if "pipe" in settings and precision == "fp16":
         settings["precision"] = "fp32"  # a pipeline has no loss scaler
     training = resolved(TrainConfig(**settings), scale.cards)
-    if not training.layers:
+    if "layers" not in settings:
         sizes = sizes_of(training)
         deepest = plan.most_layers(training, sizes, scale.cards, config.memory_gib)
         training.layers = max(deepest, training.pipe)  # planned even if no depth fits
@@ -133,7 +133,8 @@ def main(config: Config) -> None:
         config.size = "1.6b" if on_gpu else "mini"
     if config.data != "random":
         read_documents(Path(config.data).expanduser())  # wrong data fail now, not in every row
-    table = Table("scales", config.size, precision, HEAD)
+    about = f"{config.steps} steps, {precision}, {config.memory_gib:.2f} GiB per card"
+    table = Table("scales", config.size, precision, HEAD, about)
     table.log(f"{cards} card(s) of {config.memory_gib:.2f} GiB, {precision}")
     if config.data == "random":
         table.log("data: random ids, not text: no row can show learning; name a text with --data")

@@ -482,7 +482,10 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys, report_of):
     assert newest(folder).name == "sharded-42" and load_weights(newest(folder))[1].sequence == 16
     assert not (folder / "checkpoints/.tmp-sharded-41").exists()
     flops = sizes_of(config_of(**text)).flops_per_token()
-    assert f'FLOPs of a training token</th><td><data value="{flops:.0f}"' in report_of(folder)
+    page = report_of(folder)
+    assert f'FLOPs of a training token</th><td><data value="{flops:.0f}"' in page
+    assert "Radford et al. 2019" in page and "Shoeybi" not in page
+    assert 'peak learning rate</th><td><data value="0.003"' in page  # the preset's
 
 
 def test_a_run_interrupted_before_its_validation_makes_up_for_it(tmp_path, monkeypatch):
@@ -620,7 +623,8 @@ def test_a_table_continues_after_a_row_that_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "ROWS", rows)
     compare.main(compare.Config(size="toy", steps=5, processes=2))
     folder = Path("runs/compare-toy-fp32-cpu")
-    _, _, wrong, right = (folder / "table.md").read_text().splitlines()
+    _, _, wrong, right, _, about = (folder / "table.md").read_text().splitlines()
+    assert "68,288 parameters" in about
     assert "| wrong<br>`--tensor 3` | 1 | failed, see row-0.log |" in wrong
     assert "--tensor 3 × --pipe 1 does not divide 1 processes" in (folder / "row-0.log").read_text()
     assert "| DDP | 2 |" in right and "GiB" in right
@@ -649,7 +653,7 @@ def test_a_signal_leaves_no_row_behind(victim, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     script = (
         "from labs.gpt.rows import Table\n"
-        "table = Table('compare', 'toy', 'fp32', ('loss',))\n"
+        "table = Table('compare', 'toy', 'fp32', ('loss',), '')\n"
         "flags = '--size toy --max_steps 999999 --keep 0 --log_every 1'\n"
         "print(table.train(flags.split(), 1))\n"
     )
@@ -700,7 +704,8 @@ def test_scales_are_trained_or_planned(tmp_path, monkeypatch):
         scales.main(config)
     assert [row[-1] for row in rows] == ["yes", "no", "–", "– (random ids)"]
     scales.main(scales.Config(memory_gib=0.001, precision="fp32"))  # nothing fits
-    lines = Path("runs/scales-mini-fp32-cpu/table.md").read_text(encoding="utf-8").splitlines()[2:]
+    table = Path("runs/scales-mini-fp32-cpu/table.md").read_text(encoding="utf-8")
+    lines = table.splitlines()[2:-2]
     assert len(lines) == 5 and all("| planned | " in line for line in lines)
     assert "| 1600 | 32 | 48 | 1024 |" in lines[4] and "needs 4 cards" in lines[4]
 
