@@ -90,7 +90,7 @@ class LanguageModel(nn.Module):
         # Post-norm layers end with a norm of their own.
         last_norm = nn.Identity() if config.post_norm else nn.LayerNorm(config.d_model)
         self.head = nn.Sequential(last_norm, nn.Linear(config.d_model, vocabulary))
-        nn.init.normal_(self.head[1].weight, std=0.02)  # the loss begins at ln V
+        nn.init.normal_(self.head[1].weight, std=0.02)  # the loss begins near ln V
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, S) → (B, S, V)."""

@@ -217,6 +217,7 @@ def cut_missing(
     """
     missing = [split for split in SPLITS if split not in splits]
     if not missing:
+        notes.append("splits: all three have files of their own, so --ratios has no effect")
         return splits
     source = next(split for split in ("train", "validation", "test", "") if split in splits)
     parts = [split for split in SPLITS if split in missing or split == source]
