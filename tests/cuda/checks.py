@@ -50,6 +50,8 @@ class Pairs:
     def take(self, rows):
         return tuple(flatten([SENTENCES[row][side] for row in rows]) for side in (0, 1))
 
+    __getitems__ = take
+
 
 def make(**sizes) -> Translator:
     with CUDA:
