@@ -5,7 +5,7 @@
     begin = fast.start(model)                                # as decoding.start
     search(model, sources, collate, beam=5, begin=begin)
 
-Where no faster way exists, the results are those of the plain code themselves.
+Where no faster way exists, `loss` and `start` return the plain code.
 On a CPU they use C++, compiled at its first use (build.py): training.py and cross_entropy.py call
 kernels.cpp, decoding.py calls decoding.cpp, and memory.cpp places large tensors.
 On a GPU only cross_entropy.py is used.
@@ -65,7 +65,7 @@ def loss(
 
 
 def start(model: nn.Module, int8: bool = False, log: Callable = lambda line: None) -> Callable:
-    """The fastest right way to begin decoding with the current weights: (src, src_pad) → a cache.
+    """The fastest start of decoding with the current weights: (src, src_pad) → a cache.
 
     The arguments and errors are those of `decoder`. `log` receives a note where decoding is slow.
     """

@@ -122,7 +122,7 @@ class State:
     data_key: str  # names the token ids that the run is trained on
     step: int = 0
     minutes: float = 0.0  # of training, over all sessions
-    last_validation: int = 0  # its step
+    last_validation: int = 0  # the step of the last validation
     validation_loss: float | None = None
 
 
@@ -227,9 +227,9 @@ def train(config: Config) -> Path | None:
             minutes = (time.perf_counter() - begun) / 60
             interrupted, state.minutes = world.maximum(run.interrupted(), minutes)
             progress = schedule.progress(state.step, total_steps, state.minutes, config.max_minutes)
-            at_end_of_period = progress >= 1 or state.step % eval_every == 0
-            due = at_end_of_period and state.step > state.last_validation
-            if due and not interrupted:
+            step_is_due = progress >= 1 or state.step % eval_every == 0
+            validation_due = step_is_due and state.step > state.last_validation
+            if validation_due and not interrupted:
                 state.validation_loss = validate(layout, data)
                 state.last_validation = state.step
                 curves = {
@@ -241,7 +241,8 @@ def train(config: Config) -> Path | None:
                     f"step {state.step:>6,}  validation loss {state.validation_loss:.4f}"
                     f"  perplexity {perplexity(state.validation_loss):,.1f}"
                 )
-            if config.keep and (due or (interrupted and state.step > saved_step)):
+            save_due = validation_due or (interrupted and state.step > saved_step)
+            if config.keep and save_due:
                 checkpoints.save(run.folder / "checkpoints", layout, optimizer, asdict(state))
                 saved_step = state.step
             if interrupted or progress >= 1:

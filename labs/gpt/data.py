@@ -87,7 +87,7 @@ def prepare(config, sizes: Sizes, cache: Path, log) -> Path | None:
         return None
     documents = read_documents(Path(config.data).expanduser())
     log(f"data: {config.data}: {len(documents):,} documents")
-    vocabulary = config.vocabulary or sizes.vocabulary
+    vocabulary = sizes.vocabulary
     settings = f"{vocabulary} {VALIDATE_EVERY}"
     digest = hashlib.sha256("\0".join([settings, *documents]).encode())
     folder = cache / f"gpt-{digest.hexdigest()[:16]}"

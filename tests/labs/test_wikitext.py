@@ -439,7 +439,7 @@ def test_the_handouts_preset_writes_all_down(lab, tmp_path, report_of):
 
 def test_the_commands_that_meet_the_handout(lab, tmp_path, monkeypatch):
     """Those of the page, on a dozen articles; one process stands for torchrun's two."""
-    write(tmp_path / "DIR/a.txt", wiki(12))
+    write(tmp_path / "DIR/text.txt", wiki(12))
     write(tmp_path / "FILE", "the 1 2 3 4\nship -3 0 1 4\n")
     commands = handout_commands(ROOT / "labs/wikitext/README.md")
     commands.remove(("labs.collectives", ["--lesson", "ddp"]))  # tests/labs/test_collectives.py

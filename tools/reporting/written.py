@@ -239,7 +239,7 @@ def unused_in(config: dict) -> set:
         unused.add(MUON)
     if not config.get("select"):
         unused.add(SELECTION)
-    if not config.get("data_parallel", "").startswith("zero"):
+    if not str(config.get("data_parallel")).startswith("zero"):
         unused.add(SHARDING)
     if config.get("tensor", 1) == 1:
         unused.add(TENSOR)
