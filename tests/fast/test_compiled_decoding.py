@@ -341,6 +341,7 @@ def test_no_faster_decoder_for_other_models():
 def test_no_faster_decoder_for_a_changed_model(change):
     model = make_model(0)
     assert fast.decoder(model)
+    assert isinstance(fast.start(model).__self__, CompiledDecoder)
     use_in(model, "python")  # the same weights, and the same results
     assert fast.decoder(model)
     change(model)
