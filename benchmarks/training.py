@@ -52,7 +52,7 @@ CONTESTANTS = {
         "marian",
         "tuned",
         "the same, with oneDNN and reused memory",
-        "同上，用 oneDNN 并重复使用内存",
+        "同上，用 oneDNN 并复用内存",
         KEEP_MEMORY,
     ),
     **ours([*OURS, *(f"plain-{name}" for name in OURS), *(f"muon-{name}" for name in OURS)]),

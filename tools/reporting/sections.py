@@ -126,13 +126,13 @@ def environment(page: Page, runs: list[RunFiles]) -> None:
 
 
 REASONS_IN_CHINESE = {
-    "empty": "有一侧为空",
+    "empty": "有一边为空",
     "identical": "原文与译文相同",
     "held out": "划入验证集或测试集",
-    "in validation or test": "有一侧也在验证集或测试集中",
+    "in validation or test": "有一边也在验证集或测试集中",
     "duplicate": "完全重复",
     "too long": "超过 --max_length",
-    "length ratio": "两侧长度相差太大",
+    "length ratio": "两边长度相差太大",
     "unlike validation": "用词与验证集相差较大（--select）",
     "short target": "译文偏短（--select）",
 }
@@ -275,7 +275,7 @@ CARD = [  # key in eval/*.json, and its text
     ("precisions.1:.1f", "2-gram"),
     ("precisions.2:.1f", "3-gram"),
     ("precisions.3:.1f", "4-gram"),
-    ("brevity_penalty:.3f", "brevity penalty", "过短惩罚"),
+    ("brevity_penalty:.3f", "brevity penalty", "简短惩罚"),
     ("ratio:.3f", "length ratio", "长度比"),
     ("sentences", "sentences", "句数"),
     ("capped", "outputs cut at the length limit", "写到长度上限仍未结束的句数"),
