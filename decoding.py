@@ -18,6 +18,7 @@ W = D / H.
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -225,11 +226,10 @@ def computes_the_same(begin: Callable, model: Translator) -> bool:
     tgt = ids % config.target_vocab
     lengths = torch.linspace(1, length, 4, device=device).long()
     src_pad = torch.arange(length, device=device) >= lengths[:, None]
-    was_training = model.training
-    model.eval()
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # no products rounded to TF32 or bf16
-    with torch.autocast(device.type, enabled=False):
+    with restoring_modes(model), torch.autocast(device.type, enabled=False):
+        model.eval()
         expected = F.log_softmax(model(src, src_pad, tgt), -1)  # (4, T, V)
         try:
             steps = begin(src, src_pad)
@@ -237,7 +237,6 @@ def computes_the_same(begin: Callable, model: Translator) -> bool:
         except Exception:  # a layer of another kind has no weights of these names and shapes
             found = []
     torch.set_float32_matmul_precision(before)
-    model.train(was_training)
     if not found:
         return False
     log_probabilities, best = (torch.stack(parts, 1) for parts in zip(*found))  # (4, T, C)
@@ -247,6 +246,20 @@ def computes_the_same(begin: Callable, model: Translator) -> bool:
     # Rounding alone gives about 1e-6 of the spread. If both are nan, the weights are, and the steps
     # are not to blame.
     return not bool(difference > 0.02 * spread)
+
+
+@contextmanager
+def restoring_modes(model: nn.Module) -> Iterator[None]:
+    """Afterwards every module is in training or evaluation mode again, as it was before.
+
+    A part that does not learn may be in evaluation mode while the rest of the model trains.
+    """
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 @dataclass

@@ -19,9 +19,9 @@ from torch import nn
 from decoding import computes_the_same, plain_start
 from engine.distributed import is_sharded
 from engine.errors import UserError
-from fast import build
-from fast.decoding import CompiledDecoder, is_possible
-from fast.training import KernelLoss, SlicedLoss, is_known, loss_is_known, why_not
+from fast import build, decoding, training
+from fast.decoding import CompiledDecoder
+from fast.training import KernelLoss, SlicedLoss, is_known, loss_is_known
 from model import SummedLoss
 
 
@@ -56,10 +56,9 @@ def loss(
             log("note: all logits are in memory at once (model.py was changed)")
             return plain
         return SlicedLoss(model, label_smoothing, dtype)
-    reason = why_not(model, dtype)
+    reason = training.why_not(model, dtype)
     if not reason:
         return KernelLoss(model, label_smoothing, dtype)
-    reason = build.why_not() or reason
     log(f"note: training is slower than it could be: fast/ is not used ({reason})")
     return plain
 
@@ -69,28 +68,35 @@ def start(model: nn.Module, int8: bool = False, log: Callable = lambda line: Non
 
     The arguments and errors are those of `decoder`. `log` receives a note where decoding is slow.
     """
-    compiled = decoder(model, int8)
+    compiled = decoder(model, int8, log)
     return compiled.start if compiled else plain_start(model, log)
 
 
-def decoder(model: nn.Module, int8: bool = False) -> CompiledDecoder | None:
+def decoder(
+    model: nn.Module, int8: bool = False, log: Callable = lambda line: None
+) -> CompiledDecoder | None:
     """Decoding in C++ with the current weights, or None where that is not possible.
 
     int8: round weights and inputs of linear layers to 8 bits. Raises `UserError` if int8 is asked
-    for and not possible.
+    for and not possible. On a CPU, `log` receives the reason why something is not.
     """
     device = next(model.parameters()).device
-    in_fp32 = device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-    if in_fp32 and is_possible(model, int8):
+    if device.type != "cpu":
+        reason = f"the device is {device}"
+    elif torch.is_autocast_enabled("cpu"):
+        reason = "the precision is not fp32"
+    else:
+        reason = decoding.why_not(model, int8)
+    if not reason:
         compiled = CompiledDecoder(model)
         if computes_the_same(compiled.start, model):
             return CompiledDecoder(model, int8=True) if int8 else compiled
+        reason = "model.py was changed: it computes something else"
     if int8:
-        found = str(device)
-        if build.why_not():
-            found += f", {build.why_not()}"
         raise UserError(
-            "--precision int8 needs a CPU with AVX-512 VNNI, g++, model.py as it is and sizes that "
-            f"are multiples of 16 ({found}); use --precision fp32"
+            "--precision int8 needs Linux, g++, a CPU with AVX-512 VNNI, model.py as it is and "
+            f"sizes that are multiples of 16, but {reason}; use --precision fp32"
         )
+    if device.type == "cpu":
+        log(f"note: decoding is slower than it could be: fast/ is not used ({reason})")
     return None

@@ -5,7 +5,7 @@
 
 Neither Python's headers nor a build system is needed, and a file takes a few seconds. The result is
 kept in TORCH_EXTENSIONS_DIR/fast (default: ~/.cache/torch_extensions/fast), one file for each
-version of the source, of PyTorch, of the compiler's command and of the processor.
+version of the source, of PyTorch, of the compiler and its command, and of the processor.
 The environment variable CXX names the compiler; CXX=none does without.
 """
 
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ FOLDER = Path(__file__).parent
 TORCH = Path(torch.__file__).parent
 # No -ffast-math: it would make the whole process round small numbers to 0.
 FLAGS = "-O3 -march=native -std=c++17 -fopenmp -fno-math-errno -fno-trapping-math -shared -fPIC"
+OUTPUT: dict[str, Any] = dict(capture_output=True, text=True, errors="replace")
 
 
 @functools.cache
@@ -87,7 +89,9 @@ def compiled(source: Path, **macros: str) -> Path:
     command += [f"-D{macro}={value}" for macro, value in macros.items()]
     code = source.read_text(encoding="utf-8")
     headers = [header.read_text(encoding="utf-8") for header in sorted(FOLDER.glob("*.h"))]
-    versions = (code, headers, command, torch.__version__, processor())
+    # `module load` changes what is behind a command.
+    compiler_version = subprocess.run([*compiler(), "--version"], check=True, **OUTPUT).stdout
+    versions = (code, headers, command, compiler_version, torch.__version__, processor())
     digest = hashlib.sha256(repr(versions).encode()).hexdigest()[:12]
 
     default = "~/.cache/torch_extensions"
@@ -104,8 +108,7 @@ def compiled(source: Path, **macros: str) -> Path:
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         new = Path(scratch) / file.name
         english = os.environ | {"LC_ALL": "C"}
-        options = dict(check=True, capture_output=True, text=True, errors="replace", env=english)
-        subprocess.run([*command, "-o", new], **options)
+        subprocess.run([*command, "-o", new], check=True, env=english, **OUTPUT)
         with new.open("rb") as written:
             os.fsync(written.fileno())  # a file that a power failure cut short would crash us
         os.replace(new, file)  # several processes may build it at once: the last one wins

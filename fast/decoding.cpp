@@ -1,11 +1,13 @@
 // Decoding on a CPU: the encoder for a few sentences, or one step of the decoder for all rows of a batch, in one call.
 // What it computes is `step` of the decoding.py in the root. Why it is fast:
 //  - with AVX-512, a matrix product takes 6 rows by 64 outputs at a time, which fill the registers, from weights that were
-//    laid out for it once; the largest logits are found while the logits are in registers, and no logit is ever stored;
-//  - attention reads keys 16 tokens at a time, one vector, and values as they are: no mask and no padding anywhere;
-//  - beams that continue the same hypothesis share its keys and values: only the last, unfinished block of 16 tokens is copied;
+//    laid out for it once (Goto and van de Geijn 2008); the largest logits are found while the logits are in registers, and no
+//    logit is ever stored;
+//  - attention reads the keys of 16 tokens side by side; sentences of other lengths add nothing to a sentence's work;
+//  - beams that continue the same hypothesis share its keys and values: only the last, unfinished block of 16 tokens is copied
+//    (Kwon et al. 2023, PagedAttention);
 //  - compiled with -DINT8, an input row is rounded to 8 bits with a scale of its own, and one instruction does 64
-//    multiplications; keys and values are kept in bf16.
+//    multiplications (Wu et al. 2020, arXiv:2004.09602); keys and values are kept in bf16.
 //
 // D model width, F width of the feed-forward layer, H heads, W = D / H, V vocabulary, N rows. D, F and W are multiples of 16.
 
@@ -18,6 +20,9 @@
 #include <utility>
 #include <vector>
 #ifdef INT8
+#ifndef __AVX512VNNI__
+#error int8 needs AVX-512 VNNI
+#endif
 #include <immintrin.h>
 #endif
 
@@ -31,17 +36,17 @@ using Number = float;
 using Cached = float;
 #endif
 
-// A product's sums are of type Register: GCC would keep sums of larger vectors in memory, ten times slower.
-#if defined(__AVX512F__)
-constexpr int kVectors = 4;  // 6 · 4 sums, 4 vectors of weights and an input are 29 of 32 registers
+// A product's sums, and what it multiplies, are in registers.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kVectors = 4;  // 6 · 4 sums, 4 vectors of weights and an input are 29 of 32
 #else
-constexpr int kVectors = 1;  // AVX2: 6 · 2 sums, 2 and 1 are 15 of 16; NEON: 6 · 4 sums, 4 and 1 are 29 of 32
+constexpr int kVectors = 2;  // 6 · 2 sums, 2 vectors of weights and an input are 15 of 16
 #endif
 constexpr int kTileRows = 6;
 constexpr int64_t kPanel = kVectors * kLanes;  // outputs
-constexpr int64_t kTokens = kLanes;            // of a cache's block
-constexpr int64_t kSourceTokens = 256;         // encoded at once, about: what lies between two products stays near the core
-constexpr float kNever = -std::numeric_limits<float>::infinity();
+constexpr int64_t kCacheLine = 16;             // floats
+constexpr int64_t kTokens = 16;                // of a cache's block; a multiple of kLanes
+constexpr int64_t kSourceTokens = 256;         // about this many are encoded together, so that activations stay in the cache
 
 // ----------------------------------------------------------------- what Python hands over: the same structures in decoding.py
 
@@ -90,47 +95,44 @@ Cached* find(const Weights& model, void* first, int64_t block_or_slot, int64_t l
 
 // ------------------------------------------------------------------------------------------------------------------ products
 
-// kRows rows x (kRows, in) times one panel of weights; `use(r, v, 16 outputs)` gets every vector of the results. Meanwhile the
-// next panel is fetched from memory; after the last one there is none, and a prefetch of nothing does nothing.
-#ifndef INT8
-inline Register load_register(const float* from) {
-  Register x;
-  std::memcpy(&x, from, sizeof x);
-  return x;
-}
-inline void store_register(float* to, Register x) { std::memcpy(to, &x, sizeof x); }
+// The rows of a product's input: as they are, or in int8 rounded, each with a scale of its own.
+struct Rows {
+  const Number* numbers;  // (N, in)
+  const float* scale;     // int8: (N,)
+};
 
+// kRows rows of x, from number `row` on, times one panel of weights; `use(r, v, outputs)` gets every vector of the results.
+// Meanwhile the next panel is fetched from memory; after the last one, prefetching past the end is harmless.
+#ifndef INT8
 template <int kRows, typename Use>
-void multiply(const Linear& linear, int64_t panel, const float* x, const float*, Use use) {
-  constexpr int kWidth = sizeof(Register) / sizeof(float), kRegisters = kPanel / kWidth;
-  Register sums[kRows][kRegisters] = {};
+void multiply(const Linear& linear, int64_t panel, const Rows& x, int64_t row, Use use) {
+  const float* inputs = x.numbers + row * linear.in;
   const float* weight = static_cast<const float*>(linear.weight) + panel * kPanel * linear.in;
+  Floats sums[kRows][kVectors] = {};
   for (int64_t i = 0; i < linear.in; ++i, weight += kPanel) {
-    Register weights[kRegisters];
+    Floats weights[kVectors];
 #pragma GCC unroll 8
-    for (int v = 0; v < kRegisters; ++v) weights[v] = load_register(weight + v * kWidth);
+    for (int v = 0; v < kVectors; ++v) weights[v] = load(weight + v * kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-      for (int v = 0; v < kRegisters; ++v) sums[r][v] += x[r * linear.in + i] * weights[v];
-      if (r < kVectors) __builtin_prefetch(weight + kPanel * linear.in + r * kLanes, 0, 2);
+      for (int v = 0; v < kVectors; ++v) sums[r][v] += inputs[r * linear.in + i] * weights[v];
+      if (r * kCacheLine < kPanel) __builtin_prefetch(weight + kPanel * linear.in + r * kCacheLine, 0, 2);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
-    float products[kPanel];
 #pragma GCC unroll 8
-    for (int v = 0; v < kRegisters; ++v) store_register(products + v * kWidth, sums[r][v]);
-    for (int v = 0; v < kVectors; ++v) {
-      use(r, v, load(products + v * kLanes) + load(linear.bias + panel * kPanel + v * kLanes));
-    }
+    for (int v = 0; v < kVectors; ++v) use(r, v, sums[r][v] + load(linear.bias + panel * kPanel + v * kLanes));
   }
 }
 
 #else
 // The same in integers: four neighbouring inputs times their weights are added to each of 16 sums at once.
 template <int kRows, typename Use>
-void multiply(const Linear& linear, int64_t panel, const uint8_t* x, const float* scale, Use use) {
+void multiply(const Linear& linear, int64_t panel, const Rows& x, int64_t row, Use use) {
+  const uint8_t* inputs = x.numbers + row * linear.in;
+  const float* scale = x.scale + row;
   Ints sums[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
@@ -148,7 +150,7 @@ void multiply(const Linear& linear, int64_t panel, const uint8_t* x, const float
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       int32_t four;
-      std::memcpy(&four, x + r * linear.in + i, 4);
+      std::memcpy(&four, inputs + r * linear.in + i, 4);
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
         sums[r][v] = (Ints)_mm512_dpbusd_epi32((__m512i)sums[r][v], _mm512_set1_epi32(four), weights[v]);
@@ -167,106 +169,94 @@ void multiply(const Linear& linear, int64_t panel, const uint8_t* x, const float
 }
 #endif
 
-// (rows, in) → `use(row, first output, 16 outputs)` for all of (rows, out). A panel's weights stay in the core's cache while
-// all rows pass; the last rows, fewer than kRows, pass by a smaller tile.
+// (rows, in) → `use(row, first output, outputs)`, a vector at a time, for all of (rows, out). A panel's weights stay in the
+// core's cache while all rows pass; the last rows, fewer than kRows, pass by a smaller tile.
 template <int kRows, typename Use>
-void pass(const Linear& linear, int64_t panel, const Number* x, const float* scale, int64_t row, int64_t rows, Use use) {
+void pass(const Linear& linear, int64_t panel, const Rows& x, int64_t row, int64_t rows, Use use) {
   for (; row + kRows <= rows; row += kRows) {
-    multiply<kRows>(linear, panel, x + row * linear.in, scale + row, [&](int r, int v, Floats y) {
+    multiply<kRows>(linear, panel, x, row, [&](int r, int v, Floats y) {
       const int64_t first = panel * kPanel + v * kLanes;
       if (first < linear.out) use(row + r, first, y);
     });
   }
-  if constexpr (kRows > 1) pass<kRows - 1>(linear, panel, x, scale, row, rows, use);
+  if constexpr (kRows > 1) pass<kRows - 1>(linear, panel, x, row, rows, use);
 }
 
 template <typename Use>
-void product(const Linear& linear, const Number* x, const float* scale, int64_t rows, Use use) {
-  for (int64_t panel = 0; panel * kPanel < linear.out; ++panel) pass<kTileRows>(linear, panel, x, scale, 0, rows, use);
+void product(const Linear& linear, const Rows& x, int64_t rows, Use use) {
+  for (int64_t panel = 0; panel * kPanel < linear.out; ++panel) pass<kTileRows>(linear, panel, x, 0, rows, use);
 }
 
-// Inputs of a product: the floats as they are, or rounded.
-struct Inputs {
-  std::vector<Number> numbers;  // (N, in)
-  std::vector<float> scale;     // (N,)
+// Where int8 keeps the rounded inputs of a product.
+struct Rounded {
+  std::vector<uint8_t> numbers;
+  std::vector<float> scale;
 };
 
 #ifndef INT8
-const float* round_rows(const Linear&, const float* x, int64_t, Inputs&) { return x; }
+Rows inputs_of(const Linear&, const float* x, int64_t, Rounded&) { return {x, nullptr}; }
 #else
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 
-const uint8_t* round_rows(const Linear& linear, const float* x, int64_t rows, Inputs& into) {
+Rows inputs_of(const Linear& linear, const float* x, int64_t rows, Rounded& into) {
   into.numbers.resize(std::max(into.numbers.size(), size_t(rows * linear.in)));
   into.scale.resize(std::max(into.scale.size(), size_t(rows)));
   const float steps = float(255 - linear.zero);  // 127 to either side of 128; 255 where nothing is negative
   uint8_t* numbers = into.numbers.data();
   for (int64_t row = 0; row < rows; ++row, x += linear.in, numbers += linear.in) {
-    Floats most = {};
-    for (int64_t i = 0; i < linear.in; i += kLanes) most = larger(most, larger(load(x + i), -load(x + i)));
-    const float bound = std::max(largest_of(most), 1e-30f);  // a row of zeros needs a scale as well
+    Floats largest = {};
+    for (int64_t i = 0; i < linear.in; i += kLanes) largest = max(largest, max(load(x + i), -load(x + i)));
+    const float bound = std::max(max_of(largest), 1e-30f);  // a row of zeros needs a scale as well
     into.scale[row] = bound / steps;
     for (int64_t i = 0; i < linear.in; i += kLanes) {
-      // Adding 1.5 · 2^23 rounds to the nearest whole number and leaves it in the lowest bits.
-      const Floats shifted = load(x + i) * (steps / bound) + 12582912.0f;
+      const Floats shifted = load(x + i) * (steps / bound) + kRound;
       const Bytes whole = __builtin_convertvector((Words)shifted + uint32_t(linear.zero), Bytes);
       std::memcpy(numbers + i, &whole, sizeof whole);
     }
   }
-  return into.numbers.data();
+  return {into.numbers.data(), into.scale.data()};
 }
 #endif
 
-// y = x Wᵀ + b, (rows, in) → (rows, out)
-void apply(const Linear& linear, const float* x, int64_t rows, Inputs& inputs, float* y, bool relu = false) {
-  const Number* numbers = round_rows(linear, x, rows, inputs);
-  product(linear, numbers, inputs.scale.data(), rows, [&](int64_t row, int64_t first, Floats sums) {
-    store(y + row * linear.out + first, relu ? larger(sums, Floats{}) : sums);
+// y = x Wᵀ + b, (rows, in) → (rows, out), with `out` a multiple of kLanes
+void apply(const Linear& linear, const float* x, int64_t rows, Rounded& rounded, float* y, bool relu = false) {
+  product(linear, inputs_of(linear, x, rows, rounded), rows, [&](int64_t row, int64_t first, Floats sums) {
+    store(y + row * linear.out + first, relu ? max(sums, Floats{}) : sums);
   });
 }
 
-const Ints kLaneNumbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
 // (rows, D) → (rows,) the output with the largest logit, of equal ones the first.
-void likeliest(const Linear& linear, const float* x, int64_t rows, Inputs& inputs, int64_t* chosen) {
-  const Number* numbers = round_rows(linear, x, rows, inputs);
-  struct Best {
+void argmax(const Linear& linear, const float* x, int64_t rows, Rounded& rounded, int64_t* chosen) {
+  struct Best {  // lane i: of the outputs i, i + kLanes, i + 2 · kLanes, …
     Floats logit;
     Ints output;
   };
-  std::vector<Best> best(rows, Best{all(kNever), Ints{}});  // of outputs 0, 16, 32, …; of outputs 1, 17, 33, …
-  product(linear, numbers, inputs.scale.data(), rows, [&](int64_t row, int64_t first, Floats logit) {
-    const Ints better = is_greater(logit, best[row].logit);
-    best[row].logit = larger(logit, best[row].logit);
-    best[row].output = (better & (kLaneNumbers + int32_t(first))) | (~better & best[row].output);
+  std::vector<Best> best(rows, Best{broadcast(kMinusInfinity), Ints{}});
+  product(linear, inputs_of(linear, x, rows, rounded), rows, [&](int64_t row, int64_t first, Floats logit) {
+    const Ints better = logit > best[row].logit;
+    best[row].logit = max(logit, best[row].logit);
+    best[row].output = better ? lane_numbers() + int32_t(first) : best[row].output;
   });
   for (int64_t row = 0; row < rows; ++row) {
-    const float most = largest_of(best[row].logit);
+    const float largest = max_of(best[row].logit);
     chosen[row] = std::numeric_limits<int32_t>::max();
     for (int64_t i = 0; i < kLanes; ++i) {
-      if (best[row].logit[i] == most) chosen[row] = std::min(chosen[row], int64_t(best[row].output[i]));
+      if (best[row].logit[i] == largest) chosen[row] = std::min(chosen[row], int64_t(best[row].output[i]));
     }
-    if (chosen[row] >= linear.out) chosen[row] = 0;  // nothing but NaN
   }
 }
 
-inline bool any(Ints mask) {
-  uint64_t parts[8], together = 0;
-  std::memcpy(parts, &mask, sizeof parts);
-  for (uint64_t part : parts) together |= part;
-  return together != 0;
-}
-
-// The largest logits of one row so far, and the sum of e^logit over all of them, for the softmax.
+// The largest logits of one row so far, and the sum of e^logit over all of them, for the softmax. The sum is relative to the
+// largest logit yet, and scaled when that changes (Milakov and Gimelshein 2018, arXiv:1805.02867).
 class Candidates {
  public:
   explicit Candidates(int64_t count) : kept_(count) {
     // Ascending, so that it is a heap.
-    for (int64_t i = 0; i < count; ++i) kept_[i] = {kNever, i + 1 - count};
+    for (int64_t i = 0; i < count; ++i) kept_[i] = {kMinusInfinity, i + 1 - count};
   }
 
   void add(Floats logits, int64_t first) {
-    if (any(is_greater(logits, all(kept_.front().first)))) keep(logits, first);
+    if (max_of(logits) > kept_.front().first) keep(logits, first);
     sum_ += exp(logits - largest_);
   }
 
@@ -286,25 +276,24 @@ class Candidates {
     for (int64_t i = 0; i < kLanes; ++i) {
       if (!(logits[i] > kept_.front().first)) continue;
       std::pop_heap(kept_.begin(), kept_.end(), std::greater<>());
-      kept_.back() = {logits[i], -(first + i)};
+      kept_.back() = {float(logits[i]), -(first + i)};
       std::push_heap(kept_.begin(), kept_.end(), std::greater<>());
     }
-    const float largest = std::max(largest_, largest_of(logits));
-    sum_ *= exp(all(largest_ - largest));
+    const float largest = std::max(largest_, max_of(logits));
+    sum_ *= exp(broadcast(largest_ - largest));
     largest_ = largest;
   }
 
   std::vector<std::pair<float, int64_t>> kept_;  // a heap of (logit, −output), the smallest in front
-  float largest_ = kNever;
-  Floats sum_ = {};  // of e^(logit − largest_): outputs 0, 16, 32, …; outputs 1, 17, 33, …
+  float largest_ = kMinusInfinity;
+  Floats sum_ = {};  // of e^(logit − largest_); lane i: of the outputs i, i + kLanes, …
 };
 
 // (rows, D) → (rows, count) the largest log-probabilities and their outputs.
-void find_candidates(const Linear& linear, const float* x, int64_t rows, Inputs& inputs, int64_t count,
-                     float* log_probabilities, int64_t* outputs) {
-  const Number* numbers = round_rows(linear, x, rows, inputs);
+void top_k(const Linear& linear, const float* x, int64_t rows, Rounded& rounded, int64_t count, float* log_probabilities,
+           int64_t* outputs) {
   std::vector<Candidates> candidates(rows, Candidates(count));
-  product(linear, numbers, inputs.scale.data(), rows,
+  product(linear, inputs_of(linear, x, rows, rounded), rows,
           [&](int64_t row, int64_t first, Floats logits) { candidates[row].add(logits, first); });
   for (int64_t row = 0; row < rows; ++row) {
     candidates[row].write(log_probabilities + row * count, outputs + row * count);
@@ -355,29 +344,27 @@ void append(Cached* block, int64_t lane, const float* key, const float* value, i
 // softmax(query · keys) · values: one head's query (W,), already times 1/√W, over `length` tokens → (W,). Block b is at
 // `block(b)`.
 template <typename Block>
-void attend(const float* query, int64_t length, int64_t width, Block block, std::vector<float>& scores, float* seen) {
-  const Floats lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const int64_t blocks = (length + kTokens - 1) / kTokens;
-  scores.resize(std::max(scores.size(), size_t(blocks * kTokens)));
-  Floats most = all(kNever), total = {};
-  for (int64_t b = 0; b < blocks; ++b) {
-    const Cached* keys = block(b);
+void attend(const float* query, int64_t length, int64_t width, Block block, std::vector<float>& scores, float* attended) {
+  const int64_t blocks = (length + kTokens - 1) / kTokens, padded = blocks * kTokens;
+  scores.resize(std::max(scores.size(), size_t(padded)));
+  Floats largest = broadcast(kMinusInfinity), total = {};
+  for (int64_t t = 0; t < padded; t += kLanes) {
+    const Cached* keys = block(t / kTokens) + t % kTokens;
     Floats part[4] = {};  // four sums at a time, because each addition waits for the one before
     for (int64_t i = 0; i < width; i += 4) {
       for (int64_t j = 0; j < 4; ++j) part[j] += query[i + j] * load(keys + (i + j) * kTokens);
     }
     const Floats score = (part[0] + part[1]) + (part[2] + part[3]);
-    const float left = float(length - b * kTokens);
-    const auto choose = [&](Register x, Register lane) { return lane < left ? x : Register{} + kNever; };
-    const Floats real = by_registers(choose, score, lanes);
-    most = larger(most, real);
-    store(scores.data() + b * kTokens, real);
+    // The last block may have fewer tokens than places.
+    const Floats real = lane_numbers() < int32_t(length - t) ? score : broadcast(kMinusInfinity);
+    largest = max(largest, real);
+    store(scores.data() + t, real);
   }
-  const float bound = largest_of(most);
-  for (int64_t b = 0; b < blocks; ++b) {
-    const Floats weight = exp(load(scores.data() + b * kTokens) - bound);
+  const float bound = max_of(largest);
+  for (int64_t t = 0; t < padded; t += kLanes) {
+    const Floats weight = exp(load(scores.data() + t) - bound);
     total += weight;
-    store(scores.data() + b * kTokens, weight);
+    store(scores.data() + t, weight);
   }
   const float inverse = 1 / sum_of(total);
   for (int64_t i = 0; i < width; i += kLanes) {
@@ -388,17 +375,17 @@ void attend(const float* query, int64_t length, int64_t width, Block block, std:
         for (int64_t j = 0; j < 4; ++j) part[j] += scores[b * kTokens + t + j] * load(values + (t + j) * width);
       }
     }
-    store(seen + i, ((part[0] + part[1]) + (part[2] + part[3])) * inverse);
+    store(attended + i, ((part[0] + part[1]) + (part[2] + part[3])) * inverse);
   }
 }
 
 // All heads (H, W) of one token's queries over `length` tokens → (H, W). `block(b, h)` is where head h's block b is.
 template <typename Block>
-void attend_heads(const Weights& model, const float* queries, int64_t length, Block block, float* seen) {
+void attend_heads(const Weights& model, const float* queries, int64_t length, Block block, float* attended) {
   thread_local std::vector<float> scores;
   const int64_t W = model.width / model.heads;
   for (int64_t h = 0; h < model.heads; ++h) {
-    attend(queries + h * W, length, W, [&](int64_t b) { return block(b, h); }, scores, seen + h * W);
+    attend(queries + h * W, length, W, [&](int64_t b) { return block(b, h); }, scores, attended + h * W);
   }
 }
 
@@ -406,12 +393,12 @@ void attend_heads(const Weights& model, const float* queries, int64_t length, Bl
 
 // What N rows need between their products; a thread keeps it from call to call.
 struct Workspace {
-  std::vector<float> x, normed, projected, seen, inner, y;
-  Inputs inputs;
+  std::vector<float> x, normed, projected, attended, inner, y;
+  Rounded rounded;
 
   void fit(int64_t N, const Weights& model, const Layer& layer) {
     const auto grow = [](auto& numbers, int64_t size) { numbers.resize(std::max(numbers.size(), size_t(size))); };
-    for (auto* numbers : {&x, &normed, &seen, &y}) grow(*numbers, N * model.width);
+    for (auto* numbers : {&x, &normed, &attended, &y}) grow(*numbers, N * model.width);
     grow(projected, 3 * N * model.width);
     grow(inner, N * layer.linear1.out);
   }
@@ -433,8 +420,8 @@ void add_and_norm(const Weights& model, const Norm& norm, Workspace& s, int64_t 
 }
 
 void feed_forward(const Layer& layer, const float* x, float* y, int64_t N, Workspace& s) {
-  apply(layer.linear1, x, N, s.inputs, s.inner.data(), true);
-  apply(layer.linear2, s.inner.data(), N, s.inputs, y);
+  apply(layer.linear1, x, N, s.rounded, s.inner.data(), true);
+  apply(layer.linear2, s.inner.data(), N, s.rounded, y);
 }
 
 // `rows` sentences from number `first` on, together N tokens one after the other → their keys and values in the cache.
@@ -449,7 +436,7 @@ void encode(const Weights& model, const CacheAddresses& cache, const int64_t* to
   }
   for (const Layer* layer = model.encoder; layer < model.encoder + model.encoder_layers; ++layer) {
     add_and_norm(model, layer->norms[0], s, N, [&](const float* x, float* y) {
-      apply(layer->own, x, N, s.inputs, s.projected.data());  // (N, 3, H, W)
+      apply(layer->own, x, N, s.rounded, s.projected.data());  // (N, 3, H, W)
       for (int64_t row = 0, n = 0; row < rows; n += lengths[row++]) {
         blocks.resize(std::max(blocks.size(), size_t((lengths[row] + kTokens - 1) / kTokens * H * size)));
         const auto block = [&](int64_t b, int64_t h) { return blocks.data() + (b * H + h) * size; };
@@ -461,16 +448,16 @@ void encode(const Weights& model, const CacheAddresses& cache, const int64_t* to
           }
         }
         for (int64_t t = 0; t < lengths[row]; ++t) {
-          attend_heads(model, query + 3 * t * D, lengths[row], block, &s.seen[(n + t) * D]);
+          attend_heads(model, query + 3 * t * D, lengths[row], block, &s.attended[(n + t) * D]);
         }
       }
-      apply(layer->own_out, s.seen.data(), N, s.inputs, y);
+      apply(layer->own_out, s.attended.data(), N, s.rounded, y);
     });
     add_and_norm(model, layer->norms[1], s, N, [&](const float* x, float* y) { feed_forward(*layer, x, y, N, s); });
   }
   normalise(model.encoder_norm, s.x.data(), s.x.data(), N, D);
   for (int64_t l = 0; l < layers; ++l) {
-    apply(model.decoder[l].source, s.x.data(), N, s.inputs, s.projected.data());  // (N, 2, H, W)
+    apply(model.decoder[l].source, s.x.data(), N, s.rounded, s.projected.data());  // (N, 2, H, W)
     for (int64_t row = 0, n = 0; row < rows; ++row) {
       for (int64_t t = 0; t < lengths[row]; ++t, ++n) {
         const int64_t b = cache.source_first[first + row] + t / kTokens;
@@ -491,7 +478,7 @@ void decoder_step(const Weights& model, const CacheAddresses& cache, const int64
   for (int64_t l = 0; l < model.decoder_layers; ++l) {
     const Layer& layer = model.decoder[l];
     add_and_norm(model, layer.norms[0], s, N, [&](const float* x, float* y) {
-      apply(layer.own, x, N, s.inputs, s.projected.data());  // (N, 3, H, W)
+      apply(layer.own, x, N, s.rounded, s.projected.data());  // (N, 3, H, W)
       for (int64_t n = 0; n < N; ++n) {
         const float* query = &s.projected[3 * n * D];
         const auto block = [&](int64_t b, int64_t h) { return find(model, cache.own[b], cache.own_slots[b * N + n], l, h); };
@@ -499,17 +486,17 @@ void decoder_step(const Weights& model, const CacheAddresses& cache, const int64
           const float* key = query + D + h * W;
           append(block(position / kTokens, h), position % kTokens, key, key + D, W);
         }
-        attend_heads(model, query, position + 1, block, &s.seen[n * D]);
+        attend_heads(model, query, position + 1, block, &s.attended[n * D]);
       }
-      apply(layer.own_out, s.seen.data(), N, s.inputs, y);
+      apply(layer.own_out, s.attended.data(), N, s.rounded, y);
     });
     add_and_norm(model, layer.norms[1], s, N, [&](const float* x, float* y) {
-      apply(layer.source_query, x, N, s.inputs, s.projected.data());  // (N, H, W)
+      apply(layer.source_query, x, N, s.rounded, s.projected.data());  // (N, H, W)
       for (int64_t n = 0; n < N; ++n) {
         const auto block = [&](int64_t b, int64_t h) { return find(model, cache.source, cache.source_first[n] + b, l, h); };
-        attend_heads(model, &s.projected[n * D], cache.source_length[n], block, &s.seen[n * D]);
+        attend_heads(model, &s.projected[n * D], cache.source_length[n], block, &s.attended[n * D]);
       }
-      apply(layer.source_out, s.seen.data(), N, s.inputs, y);
+      apply(layer.source_out, s.attended.data(), N, s.rounded, y);
     });
     add_and_norm(model, layer.norms[2], s, N, [&](const float* x, float* y) { feed_forward(layer, x, y, N, s); });
   }
@@ -524,8 +511,8 @@ int64_t outputs_in_a_panel() { return kPanel; }
 
 // One product, (rows, in) → (rows, out): for the tests.
 void multiply_rows(const Linear* linear, const float* x, int64_t rows, float* y) {
-  Inputs inputs;
-  apply(*linear, x, rows, inputs, y);
+  Rounded rounded;
+  apply(*linear, x, rows, rounded, y);
 }
 
 // All sentences of a batch, their tokens one sentence after the other, → keys and values in the cache.
@@ -545,7 +532,7 @@ void next_tokens(const Weights* model, const CacheAddresses* cache, const int64_
                  int64_t* next) {
   thread_local Workspace s;
   decoder_step(*model, *cache, tokens, N, position, s);
-  likeliest(model->output, s.x.data(), N, s.inputs, next);
+  argmax(model->output, s.x.data(), N, s.rounded, next);
 }
 
 // tokens (N,) at `position` → (N, count) the likeliest next ones and their log-probabilities, best first
@@ -553,12 +540,12 @@ void top_tokens(const Weights* model, const CacheAddresses* cache, const int64_t
                 int64_t count, float* log_probabilities, int64_t* next) {
   thread_local Workspace s;
   decoder_step(*model, *cache, tokens, N, position, s);
-  find_candidates(model->output, s.x.data(), N, s.inputs, count, log_probabilities, next);
+  top_k(model->output, s.x.data(), N, s.rounded, count, log_probabilities, next);
 }
 
 // Give each of N rows a slot of its own in a block: of those that share one, the first keeps it, the others get a copy in a
 // slot that nobody uses. There are at least N slots, of `bytes` bytes each.
-void separate(void* block, int64_t bytes, int64_t slots, int64_t* slot_of_row, int64_t N) {
+void copy_shared_slots(void* block, int64_t bytes, int64_t slots, int64_t* slot_of_row, int64_t N) {
   std::vector<bool> used(slots), taken(slots);
   for (int64_t n = 0; n < N; ++n) used[slot_of_row[n]] = true;
   char* first = static_cast<char*>(block);

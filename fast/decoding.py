@@ -1,6 +1,6 @@
 """Decoding in C++: a translator's weights laid out for decoding.cpp, one call per step.
 
-    if is_possible(model):
+    if not why_not(model):
         cache = CompiledDecoder(model).start(src, src_pad)            # int8=True: in 8 bits
         tokens = cache.next_tokens(tokens, position)
 
@@ -25,10 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fast import build
 from fast.build import call, library, round_up
 from fast.training import is_known
 
-LANES = 16  # kLanes: numbers in a vector
+SIZES = 16  # sizes must be multiples of it: the numbers of the largest vector
 TOKENS_PER_BLOCK = 16  # kTokens: of the cache of keys and values
 
 
@@ -100,33 +101,37 @@ class CacheAddresses(ctypes.Structure):
     ]
 
 
-def kernels(int8: bool) -> ctypes.CDLL | None:
+def compiled_functions(int8: bool) -> ctypes.CDLL | None:
     """The compiled functions, or None."""
     source = Path(__file__).with_suffix(".cpp")
     return library(source, INT8="1") if int8 else library(source)
 
 
-def is_possible(model: nn.Module, int8: bool = False) -> bool:
-    """Whether the compiled functions exist and can compute this model.
+def why_not(model: nn.Module, int8: bool = False) -> str:
+    """Why the compiled functions cannot decode with this model; empty if they can.
 
     They need the modules of model.py with ReLU, fp32 and sizes of whole vectors.
     """
     if not is_known(model):
-        return False
+        return "the model has a part or a weight that the C++ code does not know, or lacks one"
     sizes = model.config
     widths = (sizes.d_model, sizes.dim_feedforward, sizes.d_model // sizes.nhead)
-    if any(width % LANES for width in widths):
-        return False
+    if any(width % SIZES for width in widths):
+        return f"a width of {widths} is not a multiple of {SIZES}"
     layers = [*model.transformer.encoder.layers, *model.transformer.decoder.layers]
     if any(layer.activation is not F.relu for layer in layers):
-        return False
+        return "the C++ code needs layers with ReLU"
     for weight in model.parameters():
+        if weight.dtype != torch.float32:
+            return "the weights are not fp32"
         # With nan among the logits, the largest one is not defined.
-        if weight.dtype != torch.float32 or not weight.isfinite().all():
-            return False
+        if not weight.isfinite().all():
+            return "a weight is not finite"
     if int8 and not torch.cpu._is_vnni_supported():
-        return False
-    return kernels(int8) is not None
+        return "the CPU has no AVX-512 VNNI"
+    if compiled_functions(int8) is None:
+        return build.why_not() or "the C++ code is not compiled"
+    return ""
 
 
 def check_ids(tokens: Tensor, vocabulary: int) -> None:
@@ -182,9 +187,14 @@ class CompiledCache:
         """Check the input, which C++ does not, and make room for one more token."""
         config = self.decoder.config
         check_length(position + 1, config.max_length)
+        rows = len(self.source_length)
+        if position != self.length or len(tokens) != rows:
+            raise ValueError(
+                f"{len(tokens)} tokens at position {position}, but the cache has {rows} rows "
+                f"of {self.length} tokens"
+            )
         tokens = tokens.long().contiguous()
-        if position == 0:  # later ones were chosen by C++ itself
-            check_ids(tokens, config.target_vocab)
+        check_ids(tokens, config.target_vocab)
         if position % TOKENS_PER_BLOCK == 0:
             self.own.append(self.source.new_empty(len(tokens), *self.source.shape[1:]))
             new_slots = torch.arange(len(tokens))[None]
@@ -194,7 +204,7 @@ class CompiledCache:
 
     def call(self, name: str, *arguments) -> None:
         """Call a function of decoding.cpp that takes the weights and the cache."""
-        function = getattr(self.decoder.kernels, name)
+        function = getattr(self.decoder.functions, name)
         call(function, self.decoder.weights, self.addresses(), *arguments)
 
     def select(self, rows: Tensor) -> None:
@@ -211,8 +221,8 @@ class CompiledCache:
             self.own[-1][: len(last)] = last
             last = self.own[-1]
         bytes_per_slot = last.stride(0) * last.element_size()
-        separate = self.decoder.kernels.separate
-        call(separate, last, bytes_per_slot, len(last), self.own_slots[-1], len(rows))
+        copy_shared_slots = self.decoder.functions.copy_shared_slots
+        call(copy_shared_slots, last, bytes_per_slot, len(last), self.own_slots[-1], len(rows))
 
     def addresses(self) -> CacheAddresses:
         """The cache for one call; the next one may have more blocks."""
@@ -226,10 +236,10 @@ class CompiledDecoder:
 
     @torch.inference_mode()
     def __init__(self, model: nn.Module, int8: bool = False):
-        self.kernels = kernels(int8)
+        self.functions = compiled_functions(int8)
         self.int8 = int8
         self.config = model.config
-        self.panel = self.kernels.outputs_in_a_panel()
+        self.panel = self.functions.outputs_in_a_panel()
         self.tensors = []  # keeps alive what C++ has the address of
         encoder, decoder = model.transformer.encoder, model.transformer.decoder
         scale = math.sqrt(self.config.d_model)
@@ -310,14 +320,15 @@ class CompiledDecoder:
             scale = self.keep(scales)
         # (panels, in / group, panel, group)
         panels = weight.view(-1, self.panel, inputs // group, group).transpose(1, 2)
-        rounded = round_up(outputs, LANES)
-        return Linear(self.keep(panels), self.keep(bias), scale, start, inputs, rounded, zero)
+        return Linear(self.keep(panels), self.keep(bias), scale, start, inputs, outputs, zero)
 
     @torch.inference_mode()
     def start(self, src: Tensor, src_pad: Tensor) -> CompiledCache:
         """Encode (B, S) sources, padded at the end; returns a cache with one row for each."""
         config = self.config
         check_length(src.size(1), config.max_length)
+        if (src_pad[:, :-1] & ~src_pad[:, 1:]).any():
+            raise ValueError("there is padding before a token; pad sources at the end")
         lengths = (~src_pad).sum(1)
         blocks = (lengths + TOKENS_PER_BLOCK - 1) // TOKENS_PER_BLOCK
         # Keys and values of all heads, in all layers.

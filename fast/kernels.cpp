@@ -3,7 +3,8 @@
 // function computes; here is how. `Narrow`, the format of the matrix products, is float or bf16
 // (compiled with -DNARROW=…); sums are always made in float.
 //
-// N rows (tokens), D width, B sentences, H heads, W = D / H, T queries, S keys, V vocabulary.
+// N rows (tokens), D width, B sentences, H heads, W = D / H, T queries, S keys, V vocabulary. W, and with it D, and the width of
+// the feed-forward layers are multiples of 16, so of every vector's size.
 
 #include <algorithm>
 #include <cmath>
@@ -40,13 +41,13 @@ struct Dropout {
 
   uint32_t row_key(int64_t row) const { return mix(mix(uint32_t(row) + uint32_t(seed)) ^ uint32_t(seed >> 32)); }
 
-  // 0 or 1 / (1 − p) for places j to j + 15 of a row
-  Floats factors(uint32_t row_key, int64_t j) const {
-    constexpr Words kPlaces = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return of_words((kPlaces + uint32_t(j)) ^ row_key);
-  }
+  // 0 or 1 / (1 − p) for the places j, j + 1, … of a row
+  Floats factors(uint32_t row_key, int64_t j) const { return of_words(((Words)lane_numbers() + uint32_t(j)) ^ row_key); }
 
-  Floats of_words(Words words) const { return threshold ? (mix(words) >= threshold ? all(kept) : Floats{}) : all(1); }
+  Floats of_words(Words words) const {
+    if (threshold == 0) return broadcast(1);
+    return mix(words) >= threshold ? broadcast(kept) : Floats{};
+  }
 };
 
 }  // namespace
@@ -62,12 +63,12 @@ void embed(const float* rows, const float* positions, float* x, Narrow* narrow, 
 #pragma omp parallel for num_threads(threads)
   for (int64_t n = 0; n < tokens; ++n) {
     const uint32_t key = dropout.row_key(n);
-    by_vectors(width, [&](int64_t j, auto part) {
-      const Floats sum = load(rows + n * width + j, part) * float(factor) + load(positions + n % length * width + j, part);
+    for (int64_t j = 0; j < width; j += kLanes) {
+      const Floats sum = load(rows + n * width + j) * float(factor) + load(positions + n % length * width + j);
       const Floats kept = sum * dropout.factors(key, j);
-      store(x + n * width + j, kept, part);
-      if (narrow) store(narrow + n * width + j, kept, part);
-    });
+      store(x + n * width + j, kept);
+      if (narrow) store(narrow + n * width + j, kept);
+    }
   }
 }
 
@@ -77,12 +78,12 @@ void embed_backward(const float* grad, const Narrow* narrow_grad, float* rows_gr
 #pragma omp parallel for num_threads(threads)
   for (int64_t n = 0; n < tokens; ++n) {
     const uint32_t key = dropout.row_key(n);
-    by_vectors(width, [&](int64_t j, auto part) {
+    for (int64_t j = 0; j < width; j += kLanes) {
       Floats g{};
-      if (grad) g += load(grad + n * width + j, part);
-      if (narrow_grad) g += load(narrow_grad + n * width + j, part);
-      store(rows_grad + n * width + j, g * dropout.factors(key, j) * float(factor), part);
-    });
+      if (grad) g += load(grad + n * width + j);
+      if (narrow_grad) g += load(narrow_grad + n * width + j);
+      store(rows_grad + n * width + j, g * dropout.factors(key, j) * float(factor));
+    }
   }
 }
 
@@ -98,27 +99,27 @@ void add_norm(const float* residual, const Narrow* branch, const float* bias, co
     const uint32_t key = dropout.row_key(n);
     float* row = sum + n * width;
     Floats total{}, squares{};
-    by_vectors(width, [&](int64_t j, auto part) {
-      Floats x = load(residual + n * width + j, part);
+    for (int64_t j = 0; j < width; j += kLanes) {
+      Floats x = load(residual + n * width + j);
       if (branch) {
-        x += (load(branch + n * width + j, part) + load(bias + j, part)) * dropout.factors(key, j);
+        x += (load(branch + n * width + j) + load(bias + j)) * dropout.factors(key, j);
       }
-      store(row + j, x, part);
-      total += only(x, part);
-    });
+      store(row + j, x);
+      total += x;
+    }
     const float mean = sum_of(total) / width;
-    by_vectors(width, [&](int64_t j, auto part) {
-      const Floats away = only(load(row + j, part) - mean, part);
+    for (int64_t j = 0; j < width; j += kLanes) {
+      const Floats away = load(row + j) - mean;
       squares += away * away;
-    });
+    }
     const float scale = 1 / std::sqrt(sum_of(squares) / width + float(epsilon));
     moments[2 * n] = mean;
     moments[2 * n + 1] = scale;
-    by_vectors(width, [&](int64_t j, auto part) {
-      const Floats out = (load(row + j, part) - mean) * scale * load(gain + j, part) + load(shift + j, part);
-      store(y + n * width + j, out, part);
-      if (narrow) store(narrow + n * width + j, out, part);
-    });
+    for (int64_t j = 0; j < width; j += kLanes) {
+      const Floats out = (load(row + j) - mean) * scale * load(gain + j) + load(shift + j);
+      store(y + n * width + j, out);
+      if (narrow) store(narrow + n * width + j, out);
+    }
   }
 }
 
@@ -137,30 +138,30 @@ void add_norm_backward(const float* sum_grad, const float* grad, const Narrow* n
       const float mean = moments[2 * n], scale = moments[2 * n + 1];
       float* below = residual_grad + n * width;
       Floats total{}, along{};
-      by_vectors(width, [&](int64_t j, auto part) {
+      for (int64_t j = 0; j < width; j += kLanes) {
         Floats g{};
-        if (grad) g += load(grad + n * width + j, part);
-        if (narrow_grad) g += load(narrow_grad + n * width + j, part);
-        const Floats normal = (load(sum + n * width + j, part) - mean) * scale;
-        store(gain_grad + j, load(gain_grad + j, part) + g * normal, part);
-        store(shift_grad + j, load(shift_grad + j, part) + g, part);
-        const Floats weighted = g * load(gain + j, part);
-        store(below + j, weighted, part);
-        total += weighted;  // beyond the row the gain is 0
+        if (grad) g += load(grad + n * width + j);
+        if (narrow_grad) g += load(narrow_grad + n * width + j);
+        const Floats normal = (load(sum + n * width + j) - mean) * scale;
+        store(gain_grad + j, load(gain_grad + j) + g * normal);
+        store(shift_grad + j, load(shift_grad + j) + g);
+        const Floats weighted = g * load(gain + j);
+        store(below + j, weighted);
+        total += weighted;
         along += weighted * normal;
-      });
+      }
       const float mean_grad = sum_of(total) / width, mean_along = sum_of(along) / width;
-      by_vectors(width, [&](int64_t j, auto part) {
-        const Floats normal = (load(sum + n * width + j, part) - mean) * scale;
-        Floats g = (load(below + j, part) - mean_grad - normal * mean_along) * scale;
-        if (sum_grad) g += load(sum_grad + n * width + j, part);
-        store(below + j, g, part);
+      for (int64_t j = 0; j < width; j += kLanes) {
+        const Floats normal = (load(sum + n * width + j) - mean) * scale;
+        Floats g = (load(below + j) - mean_grad - normal * mean_along) * scale;
+        if (sum_grad) g += load(sum_grad + n * width + j);
+        store(below + j, g);
         if (branch_grad) {
           const Floats kept = g * dropout.factors(key, j);
-          store(branch_grad + n * width + j, kept, part);
-          store(bias_grad + j, load(bias_grad + j, part) + kept, part);
+          store(branch_grad + n * width + j, kept);
+          store(bias_grad + j, load(bias_grad + j) + kept);
         }
-      });
+      }
     }
   }
 }
@@ -173,10 +174,10 @@ void relu_dropout(Narrow* x, const float* bias, int64_t tokens, int64_t width, d
 #pragma omp parallel for num_threads(threads)
   for (int64_t n = 0; n < tokens; ++n) {
     const uint32_t key = dropout.row_key(n);
-    by_vectors(width, [&](int64_t j, auto part) {
-      const Floats sum = load(x + n * width + j, part) + load(bias + j, part);
-      store(x + n * width + j, (sum < 0 ? Floats{} : sum) * dropout.factors(key, j), part);  // NaN stays
-    });
+    for (int64_t j = 0; j < width; j += kLanes) {
+      const Floats sum = load(x + n * width + j) + load(bias + j);
+      store(x + n * width + j, (sum < 0 ? Floats{} : sum) * dropout.factors(key, j));  // NaN stays
+    }
   }
 }
 
@@ -189,12 +190,12 @@ void relu_dropout_backward(const Narrow* grad, const Narrow* y, Narrow* x_grad, 
     float* bias_grad = sums + omp_get_thread_num() * width;
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < tokens; ++n) {
-      by_vectors(width, [&](int64_t j, auto part) {
-        const Floats g = load(grad + n * width + j, part) * kept;
-        const Floats passed = load(y + n * width + j, part) > 0 ? g : Floats{};
-        store(x_grad + n * width + j, passed, part);
-        store(bias_grad + j, load(bias_grad + j, part) + passed, part);
-      });
+      for (int64_t j = 0; j < width; j += kLanes) {
+        const Floats g = load(grad + n * width + j) * kept;
+        const Floats passed = load(y + n * width + j) > 0 ? g : Floats{};
+        store(x_grad + n * width + j, passed);
+        store(bias_grad + j, load(bias_grad + j) + passed);
+      }
     }
   }
 }
@@ -205,15 +206,15 @@ void relu_dropout_backward(const Narrow* grad, const Narrow* y, Narrow* x_grad, 
 
 namespace {
 
-constexpr int64_t kBlock = 2 * kLanes;  // queries at once: with 32 keys their scores are 4 KiB, and stay in the nearest cache
-constexpr int64_t kRows = 4;            // rows of a product at once, in registers
-constexpr float kNever = -std::numeric_limits<float>::infinity();
+constexpr float kLowest = std::numeric_limits<float>::lowest();
+constexpr int64_t kBlock = 32;  // queries at once: with 32 keys their scores are 4 KiB, and stay in the nearest cache
+constexpr int64_t kRows = 4;    // rows of a product at once, in registers
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 #define UNROLLED _Pragma("GCC unroll 8")  // so that an array of vectors can be registers
 
-// c (kRows, 16·C) ← or += a (kRows, inner) · b (inner, 16·C). Any strides for a, so it may be read transposed.
+// c (kRows, C vectors) ← or += a (kRows, inner) · b (inner, C vectors). Any strides for a, so it may be read transposed.
 template <int C, bool kAdd>
 inline void tile(float* c, int64_t c_stride, const float* a, int64_t a_row, int64_t a_column, const float* b,
                  int64_t b_stride, int64_t inner) {
@@ -233,7 +234,7 @@ inline void tile(float* c, int64_t c_stride, const float* a, int64_t a_row, int6
     UNROLLED for (int v = 0; v < C; ++v) store(c + r * c_stride + v * kLanes, total[r][v]);
 }
 
-// c (rows, columns) ← or += a · b; rows a multiple of 4, columns of 16.
+// c (rows, columns) ← or += a · b; rows a multiple of kRows, columns of kLanes.
 template <bool kAdd>
 void multiply(float* c, int64_t c_stride, const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_stride,
               int64_t rows, int64_t inner, int64_t columns) {
@@ -246,11 +247,11 @@ void multiply(float* c, int64_t c_stride, const float* a, int64_t a_row, int64_t
   }
 }
 
-// Room for the numbers of one sentence and head; a thread keeps its own.
-class Room {
+// Memory for the numbers of one sentence and head; each thread of a call makes one. Where memory runs out, the process ends.
+class Scratch {
  public:
-  explicit Room(int64_t numbers) : memory_(new Floats[numbers / kLanes + 1]), next_((float*)memory_.get()) {}
-  float* take(int64_t numbers) { return std::exchange(next_, next_ + numbers); }
+  explicit Scratch(int64_t numbers) : memory_(new Floats[numbers / kLanes + 1]), next_((float*)memory_.get()) {}
+  float* allocate(int64_t numbers) { return std::exchange(next_, next_ + numbers); }
 
  private:
   std::unique_ptr<Floats[]> memory_;
@@ -307,10 +308,10 @@ struct Attention {
   int64_t of_queries(int64_t b, int64_t h) const { return b * queries * q_stride + h * width; }
   int64_t of_keys(int64_t b, int64_t h) const { return b * keys * kv_stride + h * width; }
   // Keys that any of a block of queries may see
-  int64_t seen_keys(int64_t first) const { return causal ? std::min(keys, first + kBlock) : keys; }
+  int64_t visible_keys(int64_t first) const { return causal ? std::min(keys, first + kBlock) : keys; }
 };
 
-// Sixteen queries of a block, a lane each. Scores stand transposed, a row for every key: so the maximum and the sum of a
+// As many queries of a block as a vector has lanes, one in each. Scores stand transposed, a row for every key: so the maximum and the sum of a
 // softmax run over rows, and never over the lanes of a vector.
 struct Lanes {
   const float* mask;  // of this sentence, or null
@@ -322,15 +323,14 @@ struct Lanes {
 
   Lanes(const Attention& a, const Dropout& dropout, int64_t task, int64_t query)
       : mask(a.mask ? a.mask + task / a.heads * a.keys : nullptr), scale(a.scale()), causal(a.causal), dropout(dropout) {
-    constexpr Ints kPlaces = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    place = kPlaces + int32_t(query);
+    place = lane_numbers() + int32_t(query);
     for (int64_t i = 0; i < kLanes; ++i) row_keys[i] = dropout.row_key(task * a.queries + query + i);
   }
 
   // Products of the queries with key s → scores
   Floats score(Floats products, int64_t s) const {
     const Floats x = products * scale + (mask ? mask[s] : 0.0f);
-    return causal ? (place >= int32_t(s) ? x : all(kNever)) : x;
+    return causal ? (place >= int32_t(s) ? x : broadcast(kMinusInfinity)) : x;
   }
 
   Floats factors(int64_t s) const { return dropout.of_words(row_keys ^ uint32_t(s)); }
@@ -346,10 +346,10 @@ void attention(const Attention& a, Narrow* out, float* stats, int64_t threads) {
   const Dropout dropout(a.p, a.seed);
 #pragma omp parallel num_threads(threads)
   {
-    Room room(a.padded_keys() * (2 * width + kBlock) + 3 * kBlock * width);
-    float *k = room.take(a.padded_keys() * width), *v = room.take(a.padded_keys() * width);
-    float *q = room.take(kBlock * width), *q_t = room.take(kBlock * width), *seen = room.take(kBlock * width);
-    float* p = room.take(a.padded_keys() * kBlock);
+    Scratch scratch(a.padded_keys() * (2 * width + kBlock) + 3 * kBlock * width);
+    float *k = scratch.allocate(a.padded_keys() * width), *v = scratch.allocate(a.padded_keys() * width);
+    float *q = scratch.allocate(kBlock * width), *q_t = scratch.allocate(kBlock * width), *attended = scratch.allocate(kBlock * width);
+    float* p = scratch.allocate(a.padded_keys() * kBlock);
 #pragma omp for schedule(static)
     for (int64_t task = 0; task < a.batch * a.heads; ++task) {
       const int64_t b = task / a.heads, h = task % a.heads;
@@ -358,20 +358,20 @@ void attention(const Attention& a, Narrow* out, float* stats, int64_t threads) {
       values.read(a.keys, a.padded_keys(), width, a.v_bias + h * width, v);
       float *peaks = stats + task * 2 * a.queries, *inverses = peaks + a.queries;
       for (int64_t first = 0; first < a.queries; first += kBlock) {
-        const int64_t count = std::min(kBlock, a.queries - first), seen_keys = a.seen_keys(first);
+        const int64_t count = std::min(kBlock, a.queries - first), visible_keys = a.visible_keys(first);
         const Rows<const Narrow> queries{a.q + a.of_queries(b, h) + first * a.q_stride, a.q_stride};
         queries.read(count, kBlock, width, a.q_bias + h * width, q);
         transpose(q, width, q_t);
-        multiply<false>(p, kBlock, k, width, 1, q_t, kBlock, round_up(seen_keys, kRows), width, kBlock);
+        multiply<false>(p, kBlock, k, width, 1, q_t, kBlock, round_up(visible_keys, kRows), width, kBlock);
         for (int64_t i = 0; i < count; i += kLanes) {
           const Lanes lanes(a, dropout, task, first + i);
-          Floats peak = all(std::numeric_limits<float>::lowest()), total{};
-          for (int64_t s = 0; s < seen_keys; ++s) {
+          Floats peak = broadcast(kLowest), total{};
+          for (int64_t s = 0; s < visible_keys; ++s) {
             const Floats x = lanes.score(load(p + s * kBlock + i), s);
             store(p + s * kBlock + i, x);
-            peak = larger(peak, x);
+            peak = max(peak, x);
           }
-          for (int64_t s = 0; s < seen_keys; ++s) {
+          for (int64_t s = 0; s < visible_keys; ++s) {
             const Floats weight = exp(load(p + s * kBlock + i) - peak);
             total += weight;
             store(p + s * kBlock + i, weight * lanes.factors(s));
@@ -380,11 +380,11 @@ void attention(const Attention& a, Narrow* out, float* stats, int64_t threads) {
           store(peaks + first + i, peak, rest);
           store(inverses + first + i, 1 / total, rest);
         }
-        multiply<false>(seen, width, p, 1, kBlock, v, width, round_up(count, kRows), seen_keys, width);
+        multiply<false>(attended, width, p, 1, kBlock, v, width, round_up(count, kRows), visible_keys, width);
         for (int64_t r = 0; r < count; ++r)
           for (int64_t j = 0; j < width; j += kLanes)
-            store(seen + r * width + j, load(seen + r * width + j) * inverses[first + r]);
-        Rows<Narrow>{out + (b * a.queries + first) * d + h * width, d}.write(count, width, seen, nullptr);
+            store(attended + r * width + j, load(attended + r * width + j) * inverses[first + r]);
+        Rows<Narrow>{out + (b * a.queries + first) * d + h * width, d}.write(count, width, attended, nullptr);
       }
     }
   }
@@ -398,12 +398,12 @@ void attention_backward(const Attention& a, const Narrow* grad, const float* sta
   const Dropout dropout(a.p, a.seed);
 #pragma omp parallel num_threads(threads)
   {
-    Room room(padded * (4 * width + 2 * kBlock) + 5 * kBlock * width);
-    float *k = room.take(padded * width), *v = room.take(padded * width);
-    float *dk = room.take(padded * width), *dv = room.take(padded * width);
-    float *q = room.take(kBlock * width), *q_t = room.take(kBlock * width), *dq = room.take(kBlock * width);
-    float *dout = room.take(kBlock * width), *dout_t = room.take(kBlock * width);
-    float *p = room.take(padded * kBlock), *dp = room.take(padded * kBlock);
+    Scratch scratch(padded * (4 * width + 2 * kBlock) + 5 * kBlock * width);
+    float *k = scratch.allocate(padded * width), *v = scratch.allocate(padded * width);
+    float *dk = scratch.allocate(padded * width), *dv = scratch.allocate(padded * width);
+    float *q = scratch.allocate(kBlock * width), *q_t = scratch.allocate(kBlock * width), *dq = scratch.allocate(kBlock * width);
+    float *dout = scratch.allocate(kBlock * width), *dout_t = scratch.allocate(kBlock * width);
+    float *p = scratch.allocate(padded * kBlock), *dp = scratch.allocate(padded * kBlock);
     float *q_sum = sums + omp_get_thread_num() * 3 * d, *k_sum = q_sum + d, *v_sum = k_sum + d;  // gradients of the biases
 #pragma omp for schedule(static)
     for (int64_t task = 0; task < a.batch * a.heads; ++task) {
@@ -415,8 +415,8 @@ void attention_backward(const Attention& a, const Narrow* grad, const float* sta
       std::fill(dv, dv + padded * width, 0.0f);
       const float *peaks = stats + task * 2 * a.queries, *inverses = peaks + a.queries;
       for (int64_t first = 0; first < a.queries; first += kBlock) {
-        const int64_t count = std::min(kBlock, a.queries - first), seen_keys = a.seen_keys(first);
-        const int64_t rows = round_up(seen_keys, kRows), offset = a.of_queries(b, h) + first * a.q_stride;
+        const int64_t count = std::min(kBlock, a.queries - first), visible_keys = a.visible_keys(first);
+        const int64_t rows = round_up(visible_keys, kRows), offset = a.of_queries(b, h) + first * a.q_stride;
         Rows<const Narrow>{a.q + offset, a.q_stride}.read(count, kBlock, width, a.q_bias + h * width, q);
         Rows<const Narrow>{grad + (b * a.queries + first) * d + h * width, d}.read(count, kBlock, width, nullptr, dout);
         transpose(q, width, q_t);
@@ -428,23 +428,22 @@ void attention_backward(const Attention& a, const Narrow* grad, const float* sta
           const int64_t rest = std::min(kLanes, count - i);
           const Floats peak = load(peaks + first + i, rest), inverse = load(inverses + first + i, rest);
           Floats delta{};
-          for (int64_t s = 0; s < seen_keys; ++s) {
+          for (int64_t s = 0; s < visible_keys; ++s) {
             const Floats weight = exp(lanes.score(load(p + s * kBlock + i), s) - peak) * inverse;
-            const Floats factors = lanes.factors(s), weight_grad = load(dp + s * kBlock + i) * factors;
+            const Floats weight_grad = load(dp + s * kBlock + i) * lanes.factors(s);
             delta += weight * weight_grad;
             store(dp + s * kBlock + i, weight_grad);
-            // The sign keeps whether it was dropped, for the next pass: weights are not negative.
-            store(p + s * kBlock + i, factors > 0 ? weight : -weight);
+            store(p + s * kBlock + i, weight);
           }
-          for (int64_t s = 0; s < seen_keys; ++s) {
-            const Floats signed_weight = load(p + s * kBlock + i), weight = larger(signed_weight, -signed_weight);
+          for (int64_t s = 0; s < visible_keys; ++s) {
+            const Floats weight = load(p + s * kBlock + i);
             store(dp + s * kBlock + i, weight * (load(dp + s * kBlock + i) - delta) * a.scale());
-            store(p + s * kBlock + i, larger(signed_weight, Floats{}) * dropout.kept);
+            store(p + s * kBlock + i, weight * lanes.factors(s));
           }
         }
         multiply<true>(dv, width, p, kBlock, 1, dout, width, rows, count, width);
         multiply<true>(dk, width, dp, kBlock, 1, q, width, rows, count, width);
-        multiply<false>(dq, width, dp, 1, kBlock, k, width, round_up(count, kRows), seen_keys, width);
+        multiply<false>(dq, width, dp, 1, kBlock, k, width, round_up(count, kRows), visible_keys, width);
         Rows<Narrow>{q_grad + offset, a.q_stride}.write(count, width, dq, q_sum + h * width);
       }
       Rows<Narrow>{k_grad + a.of_keys(b, h), a.kv_stride}.write(a.keys, width, dk, k_sum + h * width);
@@ -453,7 +452,34 @@ void attention_backward(const Attention& a, const Narrow* grad, const float* sta
   }
 }
 
+}  // extern "C"
+
 // --------------------------------------------------------------------------------------------------------------- Cross-entropy
+
+namespace {
+
+// A vocabulary, unlike the other widths, may have any size.
+struct Whole {};
+template <typename T>
+inline Floats load(const T* from, Whole) {
+  return ::load(from);
+}
+template <typename T>
+inline void store(T* to, Floats x, Whole) {
+  ::store(to, x);
+}
+
+// Runs f(j, Whole) for every whole vector of a row of n numbers, then f(j, rest) for what is left of it.
+template <typename Step>
+inline void by_vectors(int64_t n, const Step& f) {
+  int64_t j = 0;
+  for (; j + kLanes <= n; j += kLanes) f(j, Whole{});
+  if (j < n) f(j, n - j);
+}
+
+}  // namespace
+
+extern "C" {
 
 // Logits (N, V) without their bias → their softmax, in place; losses[n] ← log Σ exp − (1 − smoothing) · logit of the truth.
 // The sum of the probabilities over tokens is the gradient of the bias: (threads, V), set to 0 before.
@@ -461,24 +487,26 @@ void softmax_loss(Narrow* logits, const float* bias, const int64_t* target, floa
                   int64_t vocabulary, double smoothing, int64_t threads) {
 #pragma omp parallel num_threads(threads)
   {
-    Room room(vocabulary + kLanes);
-    float *wide = room.take(vocabulary), *probability_sum = sums + omp_get_thread_num() * vocabulary;
+    // One row in float, and behind it numbers whose e^x is 0, up to a whole vector.
+    const int64_t padded = round_up(vocabulary, kLanes);
+    Scratch scratch(padded);
+    float *wide = scratch.allocate(padded), *probability_sum = sums + omp_get_thread_num() * vocabulary;
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < tokens; ++n) {
       Narrow* row = logits + n * vocabulary;
-      Floats most = all(std::numeric_limits<float>::lowest()), total{};
+      Floats largest = broadcast(kLowest), total{};
+      std::fill(wide + vocabulary, wide + padded, kLowest);
       by_vectors(vocabulary, [&](int64_t j, auto part) {
-        const Floats x = load(row + j, part) + load(bias + j, part);
-        store(wide + j, x, part);
-        most = larger(most, only(x, part, std::numeric_limits<float>::lowest()));
+        store(wide + j, load(row + j, part) + load(bias + j, part), part);
+        largest = max(largest, load(wide + j));
       });
-      const float peak = largest_of(most);
+      const float peak = max_of(largest);
       losses[n] = peak - float(1 - smoothing) * wide[target[n]];
-      by_vectors(vocabulary, [&](int64_t j, auto part) {
-        const Floats x = only(exp(load(wide + j, part) - peak), part);
-        store(wide + j, x, part);
+      for (int64_t j = 0; j < padded; j += kLanes) {
+        const Floats x = exp(load(wide + j) - peak);
+        store(wide + j, x);
         total += x;
-      });
+      }
       const float whole = sum_of(total);
       losses[n] += std::log(whole);
       by_vectors(vocabulary, [&](int64_t j, auto part) {

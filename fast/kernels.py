@@ -5,9 +5,10 @@ Every function's docstring gives the PyTorch code that computes the same. Tensor
 result that is the input of a product is returned in both. Dropout draws one seed from PyTorch's
 generator for each call; masks follow from the seed and are never stored.
 
-N tokens, D width, B sentences, T queries, S keys, V vocabulary. There may be more than B·T rows
-(see `rows_for`): the additional ones are 0 where they come from an embedding or an attention, their
-gradients are 0, and nothing reads them.
+N tokens, D width, B sentences, T queries, S keys, V vocabulary. D, the width of a head and that of
+the feed-forward layers are multiples of 16, which C++ does not check. There may be more than B·T
+rows (see `rows_for`): the additional ones are 0 where they come from an embedding or an attention,
+their gradients are 0, and nothing reads them.
 """
 
 import ctypes

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import skip_init
 
-from fast import kernels
+from decoding import restoring_modes
+from fast import build, kernels
 from fast.cross_entropy import linear_cross_entropy
 from model import SummedLoss
 
@@ -94,14 +95,17 @@ def why_not(model: nn.Module, dtype: torch.dtype) -> str:
         return "a module has a hook, which the kernels would not call"
     if any(layer.activation is not F.relu for layer in layers):
         return "the kernels need layers with ReLU"
-    if model.config.d_model // model.config.nhead % 16:
-        return "the width of a head is not a multiple of 16"
+    sizes = model.config
+    if sizes.d_model // sizes.nhead % 16 or sizes.dim_feedforward % 16:
+        return "the width of a head or of the feed-forward layers is not a multiple of 16"
     if not is_known(model):
         return "the model has a part or a weight that the kernels do not know, or lacks one"
     if any(weight.dtype != torch.float32 for weight in model.parameters()):
         return "the weights are not fp32"
+    if dtype not in kernels.NUMBERS:
+        return f"there are no kernels for {dtype}"
     if not kernels.compiled(dtype):
-        return "the kernels are not compiled"
+        return build.why_not() or "the kernels are not compiled"
     if not agrees(model, dtype) or not loss_is_known():
         return "model.py was changed: it computes something else"
     return ""
@@ -120,17 +124,18 @@ def agrees(model: nn.Module, dtype: torch.dtype) -> bool:
     pad = torch.arange(longest) >= lengths[:, None]
     # bf16 rounds to 8 bits in every product, which adds up to 0.7 % at most.
     limit = 1e-3 if dtype == torch.float32 else 0.03
-    was_training = model.training
-    same = True
-    with without_dropout(model), torch.autocast("cpu", enabled=False):
+    with restoring_modes(model), without_dropout(model), torch.autocast("cpu", enabled=False):
         for mode in (True, False):
             model.train(mode)
             hidden = decode(model, encode(model, ids, pad, dtype), pad, ids, dtype)
             ours = model.output(hidden[: ids.numel()])
-            theirs = model(ids, pad, ids).flatten(0, 1)
-            same = same and bool((ours - theirs).norm() <= limit * theirs.norm())
-    model.train(was_training)
-    return same
+            try:
+                theirs = model(ids, pad, ids).flatten(0, 1)
+            except Exception:  # it takes other arguments
+                return False
+            if theirs.shape != ours.shape or not (ours - theirs).norm() <= limit * theirs.norm():
+                return False
+    return True
 
 
 class OutputAlone(nn.Module):
@@ -184,11 +189,13 @@ def without_dropout(model: nn.Module):
 
 
 def is_known(model: nn.Module) -> bool:
-    """Whether the model has exactly the modules and weights of model.py.
+    """Whether the model has exactly the modules and weights of model.py, in its sizes.
 
-    An additional weight would get no gradient, and a missing one has no address. Subclasses of
+    An additional weight would get no gradient, a missing one has no address, and the memory of the
+    C++ functions is allocated for the sizes of the whole model. Subclasses of
     `nn.MultiheadAttention` are allowed: decoding does not care how they compute.
     """
+    sizes = model.config
     for module in model.modules():
         if module is model:
             known = set()
@@ -200,6 +207,14 @@ def is_known(model: nn.Module) -> bool:
         if weights != known or getattr(module, "add_zero_attn", False):
             return False
     if {name for name, _ in model.named_children()} != PARTS:
+        return False
+    for layer in (*model.transformer.encoder.layers, *model.transformer.decoder.layers):
+        if layer.linear1.out_features != sizes.dim_feedforward:
+            return False
+        attentions = [part for part in layer.children() if isinstance(part, nn.MultiheadAttention)]
+        if any(part.num_heads != sizes.nhead for part in attentions):
+            return False
+    if not all(weight.is_contiguous() for weight in model.parameters()):
         return False
     return bool(model.transformer.encoder.norm and model.transformer.decoder.norm)
 

@@ -1,60 +1,37 @@
-// Sixteen floats at a time, and the few functions the kernels need of them. GCC and Clang make of a vector whatever the
-// processor has: one register with AVX-512, two with AVX2, four with NEON.
+// Vectors of as many floats as a register holds, and the few functions that the kernels need of them. GCC and Clang translate
+// arithmetic on them into the instructions of the processor they compile for. Larger vectors would not do: GCC keeps them in
+// memory, which is up to a hundred times slower.
 
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #ifdef __AVX512F__
-#include <immintrin.h>  // for the three functions where GCC does not find the one instruction itself
+#include <immintrin.h>  // for the four functions where GCC does not find the one instruction itself
 #endif
 
-constexpr int64_t kLanes = 16;
-
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-
-// What one register holds. GCC splits larger vectors into registers, but it compares them number by number. So comparisons are
-// made register by register.
 #if defined(__AVX512F__)
 constexpr int kRegisterBytes = 64;
 #elif defined(__AVX__)
 constexpr int kRegisterBytes = 32;
 #else
-constexpr int kRegisterBytes = 16;  // NEON
+constexpr int kRegisterBytes = 16;  // NEON, or x86-64 without AVX
 #endif
-typedef float Register __attribute__((vector_size(kRegisterBytes)));
-typedef int32_t RegisterInts __attribute__((vector_size(kRegisterBytes)));
+constexpr int64_t kLanes = kRegisterBytes / 4;  // 16, 8 or 4; sizes of models are multiples of 16
 
-// Applies f to the vectors' registers: first to the lowest one of each, and so on.
-template <typename Result = Floats, typename Function, typename... Vectors>
-inline Result by_registers(Function f, Vectors... vectors) {
-  Result result;
-  for (size_t first = 0; first < sizeof result; first += kRegisterBytes) {
-    const auto part = [&](const Floats& x) {
-      Register some;
-      std::memcpy(&some, reinterpret_cast<const char*>(&x) + first, kRegisterBytes);
-      return some;
-    };
-    const auto some = f(part(vectors)...);
-    std::memcpy(reinterpret_cast<char*>(&result) + first, &some, kRegisterBytes);
-  }
-  return result;
-}
+typedef float Floats __attribute__((vector_size(kRegisterBytes)));
+typedef int32_t Ints __attribute__((vector_size(kRegisterBytes)));
+typedef uint32_t Words __attribute__((vector_size(kRegisterBytes)));
+typedef uint16_t Shorts __attribute__((vector_size(kRegisterBytes / 2)));
+
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+// Added to a float below 2^22, it rounds to the nearest whole number and leaves that in the lowest bits: 1.5 · 2^23.
+constexpr float kRound = 12582912.0f;
 
 // The upper half of a float: its range with 8 bits of precision.
 struct bf16 {
   uint16_t bits;
 };
-
-inline float widen(float x) { return x; }
-inline float widen(bf16 x) {
-  const uint32_t bits = uint32_t(x.bits) << 16;
-  float wide;
-  std::memcpy(&wide, &bits, 4);
-  return wide;
-}
 
 inline Floats load(const float* from) {
   Floats x;
@@ -62,7 +39,7 @@ inline Floats load(const float* from) {
   return x;
 }
 inline Floats load(const bf16* from) {
-  Halves x;
+  Shorts x;
   std::memcpy(&x, from, sizeof x);
 #ifdef __AVX512F__  // one instruction, of which GCC makes five
   return (Floats)((Words)_mm512_cvtepu16_epi32((__m256i)x) << 16);
@@ -73,14 +50,15 @@ inline Floats load(const bf16* from) {
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 inline void store(bf16* to, Floats x) {
-  // To the nearest, of two equally near ones to the even one.
+  // To the nearest, of two equally near ones to the even one. NaN stays NaN: its bits might round to infinity.
 #ifdef __AVX512BF16__
-  const __m256bh half = _mm512_cvtneps_pbh((__m512)x);
+  const __m256bh upper = _mm512_cvtneps_pbh((__m512)x);
 #else
   const Words bits = (Words)x;
-  const Halves half = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Halves);
+  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const Shorts upper = __builtin_convertvector(x == x ? rounded : Words{} + 0x7fc0, Shorts);
 #endif
-  std::memcpy(to, &half, sizeof half);
+  std::memcpy(to, &upper, sizeof upper);
 }
 
 // The first n numbers, and zeros; or the first n numbers of x.
@@ -97,41 +75,16 @@ inline void store(T* to, Floats x, int64_t n) {
   std::memcpy(to, part, n * sizeof(T));
 }
 
-struct Whole {};
-template <typename T>
-inline Floats load(const T* from, Whole) {
-  return load(from);
-}
-template <typename T>
-inline void store(T* to, Floats x, Whole) {
-  store(to, x);
+inline Floats broadcast(float x) { return x - Floats{}; }
+
+inline Ints lane_numbers() {
+  Ints numbers;
+  for (int i = 0; i < kLanes; ++i) numbers[i] = i;
+  return numbers;
 }
 
-// x, or its first n numbers and something else beyond
-inline Floats only(Floats x, Whole, float = 0) { return x; }
-inline Floats only(Floats x, int64_t n, float beyond = 0) {
-  float numbers[kLanes];
-  store(numbers, x);
-  for (int64_t i = n; i < kLanes; ++i) numbers[i] = beyond;
-  return load(numbers);
-}
-
-// Runs f(j, Whole) for every full vector of a row of n numbers, then f(j, rest) for what is left of it.
-template <typename Step>
-inline void by_vectors(int64_t n, const Step& f) {
-  int64_t j = 0;
-  for (; j + kLanes <= n; j += kLanes) f(j, Whole{});
-  if (j < n) f(j, n - j);
-}
-
-inline Floats all(float x) { return x - Floats{}; }
-inline Floats larger(Floats a, Floats b) {
-  return by_registers([](Register x, Register y) { return x > y ? x : y; }, a, b);
-}
-// Lane by lane −1 (all bits) where a > b, else 0.
-inline Ints is_greater(Floats a, Floats b) {
-  return by_registers<Ints>([](Register x, Register y) { return RegisterInts(x > y); }, a, b);
-}
+// Lane by lane; if one of them is NaN, b.
+inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
 inline float sum_of(Floats x) {
 #ifdef __AVX512F__
@@ -142,31 +95,29 @@ inline float sum_of(Floats x) {
   return total;
 #endif
 }
-inline float largest_of(Floats x) {
+inline float max_of(Floats x) {
 #ifdef __AVX512F__
   return _mm512_reduce_max_ps((__m512)x);
 #else
-  float most = x[0];
-  for (int64_t i = 1; i < kLanes; ++i) most = x[i] > most ? x[i] : most;
-  return most;
+  float largest = x[0];
+  for (int64_t i = 1; i < kLanes; ++i) largest = x[i] > largest ? x[i] : largest;
+  return largest;
 #endif
 }
 
-// e^x for x ≤ 88, to 2 units of the last place; 0 below e^-87, just above the smallest normal float.
-inline Register exp_of_register(Register x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 · 2^23: adding it leaves the nearest whole number in the last bits
-  const Register least = Register{} - 87.0f;
-  const Register bounded = x > least ? x : least;
-  const Register shifted = bounded * 1.44269504f + kRound;  // x / ln 2
-  const Register whole = shifted - kRound;
-  const Register rest = (bounded - whole * 0.693359375f) + whole * 2.12194440e-4f;  // x − whole · ln 2, in two steps
-  Register y = rest * 1.9875691500e-4f + 1.3981999507e-3f;  // the polynomial of Cephes
+// e^x for x ≤ 0, to 2 units of the last place; 0 for x < −87, where e^x is just above the smallest normal float. NaN stays.
+inline Floats exp(Floats x) {
+  const Floats least = broadcast(-87.0f);
+  const Floats bounded = max(x, least);
+  const Floats shifted = bounded * 1.44269504f + kRound;  // x / ln 2
+  const Floats whole = shifted - kRound;
+  const Floats rest = (bounded - whole * 0.693359375f) + whole * 2.12194440e-4f;  // x − whole · ln 2, in two steps
+  Floats y = rest * 1.9875691500e-4f + 1.3981999507e-3f;  // the polynomial of Cephes
   y = y * rest + 8.3334519073e-3f;
   y = y * rest + 4.1665795894e-2f;
   y = y * rest + 1.6666665459e-1f;
   y = y * rest + 5.0000001201e-1f;
   y = y * rest * rest + rest + 1.0f;
-  const Register power = (Register)((RegisterInts)y + ((RegisterInts)shifted << 23));
-  return x >= least ? power : (x < least ? Register{} : x);  // NaN stays
+  const Floats power = (Floats)((Ints)y + ((Ints)shifted << 23));  // y · 2^whole
+  return x >= least ? power : (x < least ? Floats{} : x);
 }
-inline Floats exp(Floats x) { return by_registers(exp_of_register, x); }

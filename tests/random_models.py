@@ -60,6 +60,11 @@ def layer_of(model: Translator) -> nn.TransformerEncoderLayer:
     return model.transformer.encoder.layers[1]
 
 
+def widen_feed_forward(layer: nn.Module) -> None:
+    """Twice as wide as the other layers."""
+    layer.linear1, layer.linear2 = nn.Linear(64, 192), nn.Linear(192, 64)
+
+
 OTHER_WEIGHTS = [  # changes of a model, after each of which the plain way still computes it
     lambda model: model.register_parameter(
         "positions", nn.Parameter(model._buffers.pop("positions"))
@@ -85,6 +90,14 @@ OTHER_WEIGHTS = [  # changes of a model, after each of which the plain way still
         )
         for options in (dict(bias=False), dict(add_bias_kv=True), dict(add_zero_attn=True))
     ),
+    # Sizes unlike those of the rest of the model.
+    lambda model: setattr(
+        layer_of(model), "self_attn", nn.MultiheadAttention(64, 16, batch_first=True)
+    ),
+    lambda model: widen_feed_forward(model.transformer.decoder.layers[-1]),
+    lambda model: widen_feed_forward(model.transformer.encoder.layers[-1]),
+    # A weight whose numbers do not lie side by side.
+    lambda model: setattr(layer_of(model).norm1, "weight", nn.Parameter(torch.ones(64, 2)[:, 0])),
 ]
 
 

@@ -213,6 +213,24 @@ def test_ids_outside_the_vocabulary_are_refused_not_read_from_foreign_memory(wro
     begin[2] = wrong if wrong != WORDS else 1000
     with pytest.raises(IndexError, match="but the vocabulary has 1000"):
         cache.next_tokens(begin, 0)
+    cache = decoder.start(src, src_pad)
+    cache.next_tokens(torch.full((3,), BOS), 0)
+    with pytest.raises(IndexError, match="but the vocabulary has 1000"):
+        cache.next_tokens(begin, 1)
+
+
+@needs_compiler
+def test_steps_that_do_not_fit_the_cache_are_refused():
+    decoder, (src, src_pad) = CompiledDecoder(lively_model(SIZES[0])), make_batch(0, 3, 9)
+    tokens = torch.full((3,), BOS)
+    cache = decoder.start(src, src_pad)
+    with pytest.raises(ValueError, match=r"3 tokens at position 16, but .* 3 rows of 0 tokens"):
+        cache.next_tokens(tokens, 16)
+    cache.next_tokens(tokens, 0)
+    with pytest.raises(ValueError, match=r"5 tokens at position 1, but .* 3 rows of 1 tokens"):
+        cache.next_tokens(torch.full((5,), BOS), 1)
+    with pytest.raises(ValueError, match="pad sources at the end"):
+        decoder.start(src.flip(1), src_pad.flip(1))
 
 
 @needs_compiler
@@ -266,7 +284,7 @@ def test_int8_products_are_those_of_the_roundings(seed, rows, inputs, outputs, z
     x[0] = 0
     decoder = CompiledDecoder(make_model(0), int8=True)
     y = torch.full((rows, outputs * 16), math.nan)
-    build.call(decoder.kernels.multiply_rows, decoder.pack_linear(weight, bias, zero), x, rows, y)
+    build.call(decoder.functions.multiply_rows, decoder.pack_linear(weight, bias, zero), x, rows, y)
     error = (y - round_to_int8(x, weight, bias, zero)).abs()
     # One step of an input, times the largest weight.
     step = x.abs().amax(1, keepdim=True) / 127 * weight.abs().amax(1)
@@ -376,9 +394,18 @@ def test_no_faster_decoder_for_a_changed_model_py(name, method):
 
 def test_int8_that_cannot_be_is_a_mistake(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    with pytest.raises(UserError, match=r"--precision int8 needs a CPU with AVX-512 VNNI, g\+\+"):
+    with pytest.raises(UserError, match=r"but the CPU has no AVX-512 VNNI"):
         fast.decoder(make_model(0), int8=True)
     assert fast.decoder(make_model(0)) or build.why_not()  # fp32 needs no VNNI
+
+
+def test_a_slower_start_says_why():
+    notes = []
+    fast.start(make_model(0, d_model=24, nhead=2), log=notes.append)
+    (note,) = notes
+    assert note.endswith("fast/ is not used (a width of (24, 96, 12) is not a multiple of 16)")
+    fast.start(make_model(0), log=notes.append)
+    assert len(notes) == 1 or build.why_not()
 
 
 def test_without_a_compiler(monkeypatch):
@@ -394,7 +421,7 @@ def test_without_a_compiler(monkeypatch):
         assert hypotheses[0].tokens
         with pytest.raises(
             UserError,
-            match=r"\(cpu, (CXX=none|the C++ functions need Linux)\); use --precision fp32",
+            match=r"but (CXX=none|the C\+\+ functions need Linux); use --precision fp32",
         ):
             fast.decoder(make_model(0), int8=True)
     finally:

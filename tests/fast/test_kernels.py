@@ -106,7 +106,7 @@ def test_dropout_of_attention_is_the_same_forward_and_backward():
 @pytest.mark.parametrize("p, dtype", [(0.1, torch.float32), (0.9, torch.bfloat16)])
 def test_dropout_rate_and_mask(p, dtype, name):
     """The input is 1 everywhere, so the output and the gradient are the factors."""
-    tokens, width = 208, 333  # `rows_for` adds none
+    tokens, width = 208, 336  # `rows_for` adds none
 
     def call(x):
         if name == "relu":
@@ -158,9 +158,14 @@ def test_a_row_of_logits_that_begins_far_below_its_end():
 
 @needs_compiler
 def test_nan_is_kept():
-    x = torch.tensor([[1.0, torch.nan, -torch.inf, torch.inf]])
-    y = native.relu_dropout(x, torch.zeros(4), 0.0)
-    assert y.isnan().tolist() == [[False, True, False, False]]
+    x = torch.tensor([[1.0, torch.nan, -torch.inf, torch.inf] * 4])
+    y = native.relu_dropout(x, torch.zeros(16), 0.0)
+    assert y.isnan().tolist() == [[False, True, False, False] * 4]
+    # Rounding to bf16 must not carry the bits of a NaN into the exponent or the sign.
+    bits = torch.tensor([0x7F800001, 0x7FFFFFFF] * 8, dtype=torch.int32)
+    nan = bits.view(torch.float32).view(1, 1, 16)
+    _, narrow = native.embed(nan, torch.zeros(1, 16), 1.0, 0.0, torch.bfloat16)
+    assert narrow.isnan().all()
     (qkv,) = numbers(0, (5, 48))
     qkv[0, 3] = torch.nan
     assert native.self_attention(qkv, torch.zeros(48), None, (1, 5), 1, False, 0.0).isnan().any()
