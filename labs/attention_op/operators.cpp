@@ -49,7 +49,7 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
   Tensor weights = scores.softmax(-1);
   // The softmax of a row of -inf is nan.
   const double infinity = std::numeric_limits<double>::infinity();
-  weights.masked_fill_(scores.amax(-1, /*keepdim=*/true) == -infinity, 0);
+  weights = weights.masked_fill(scores.amax(-1, /*keepdim=*/true) == -infinity, 0);
   return {dropped(weights, factors).matmul(v), weights};
 }
 
@@ -70,10 +70,16 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const 
 
 }  // namespace
 
-// Python calls them as torch.ops.attention_op.gelu and so on.
+// Python calls them as torch.ops.attention_op.gelu and so on. A schema names the arguments and their
+// types; `?` marks those that may be None.
 TORCH_LIBRARY(attention_op, library) {
-  library.def("gelu", &gelu);
-  library.def("gelu_backward", &gelu_backward);
-  library.def("attention", &attention);
-  library.def("attention_backward", &attention_backward);
+  library.def("gelu(Tensor x) -> Tensor", &gelu);
+  library.def("gelu_backward(Tensor grad, Tensor x) -> Tensor", &gelu_backward);
+  library.def(
+      "attention(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? factors) -> (Tensor, Tensor)",
+      &attention);
+  library.def(
+      "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? factors, "
+      "Tensor weights, Tensor out) -> (Tensor, Tensor, Tensor)",
+      &attention_backward);
 }

@@ -91,8 +91,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: 
         raise UserError(f"attention: q, k and v need the axes (B, H, length, width); {shapes}")
     if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
         raise UserError(f"attention: q, k and v need the same batch and heads; {shapes}")
-    if q.size(3) != k.size(3):
-        raise UserError(f"attention: queries and keys need the same width; {shapes}")
+    if q.size(3) != k.size(3) or q.size(3) == 0:
+        raise UserError(f"attention: queries and keys need the same width, at least 1; {shapes}")
     if k.size(2) != v.size(2) or k.size(2) == 0:
         raise UserError(f"attention: as many values as keys are needed, at least one; {shapes}")
     if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:

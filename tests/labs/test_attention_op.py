@@ -52,6 +52,18 @@ def sizes_up_to(*largest: int):
 # ---------------------------------------------------------------- results and derivatives
 
 
+@needs_compiler
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_cpp_operators_are_registered_correctly(masked):
+    q, k, v = (torch.randn(2, 2, 3, 4, requires_grad=True) for _ in range(3))
+    bias = torch.zeros(3, 3).masked_fill(torch.ones(3, 3).triu(1) > 0, -torch.inf)
+    factors = torch.full((2, 2, 3, 3), 1.25)
+    operators = cpp.library()
+    torch.library.opcheck(operators.gelu.default, (q,))
+    options = (bias, factors) if masked else (None, None)
+    torch.library.opcheck(operators.attention.default, (q, k, v, *options))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=15)
 @given(
