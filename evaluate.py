@@ -26,7 +26,7 @@ class Config:
     target: str = flag("", "column with the references; default: as in the run", "What")
     split: str = flag(
         "",
-        "(test|validation|train); default: test, else validation, else cut from train",
+        "split (test|validation|train); default: test, validation or cut from train",
         "What",
     )
     limit: int = flag(0, "score only the first N rows; 0: all rows", "What", min=0)
@@ -39,7 +39,9 @@ class Config:
     teacher_forced: bool = flag(
         False, "also print the teacher-forced accuracy, which is NOT a BLEU", "How"
     )
-    precision: str = flag("auto", "(auto|fp32|bf16|fp16|int8); int8: faster on a CPU", "How")
+    precision: str = flag(
+        "auto", "number format (auto|fp32|bf16|fp16|int8); int8: faster on a CPU", "How"
+    )
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
     out: str = flag("", "file for the translations, one per line", "How")
 

@@ -31,7 +31,7 @@ class Config:
 
 # Before the heavy imports, so that --help and a wrong flag answer at once.
 if __name__ == "__main__":
-    config = parse_flags(Config, "the report of one run or more", positional="runs")
+    config = parse_flags(Config, "write the report of one or more runs", positional="runs")
 
 from tools.reporting import sections, written
 from tools.reporting.comparing import comparison_in_lines
@@ -41,7 +41,11 @@ from tools.reporting.reading import newest_run, read_runs
 
 def report(config: Config) -> None:
     """Read the runs, add the sections to the page in their order, write the page."""
-    runs = read_runs(config.runs or [newest_run()])
+    folders = config.runs
+    if not folders:
+        folders = [str(newest_run())]
+        print(f"no run given, using the newest: {folders[0]}")
+    runs = read_runs(folders)
     if config.compare:
         print(comparison_in_lines(runs))
         return

@@ -17,9 +17,8 @@
 set -euo pipefail
 
 root="$(CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-verb="${1:-train}"
-[ "$verb" = "--" ] && verb=train || shift || true
-[ "${1:-}" = "--" ] && shift
+case "${1:-}" in "" | -*) verb=train ;; *) verb="$1"; shift ;; esac # bash run.sh --max_minutes 20
+if [ "${1:-}" = "--" ]; then shift; fi
 labs="lenet wikitext attention pipeline collectives gpt"
 case " train test gpu $labs " in *" $verb "*) ;; *)
     echo "error: unknown verb '$verb'; use: bash run.sh [test|gpu|${labs// /|}] [-- FLAGS]" >&2; exit 2 ;;

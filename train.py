@@ -10,7 +10,7 @@ python train.py --resume runs/NAME                  # continue exactly where it 
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from engine.config import fill_in, flag, given_names, parse_flags
+from engine.config import fill_in, flag, parse_flags
 from engine.errors import UserError, run_script
 
 
@@ -60,7 +60,7 @@ class Config:
     )
     dropout: float = flag(0.1, "dropout rate", "Model", min=0, below=1, fixed=True)
 
-    epochs: int = flag(20, "passes over the data", "Training", min=1)
+    epochs: int = flag(20, "passes over the data, without --max_steps", "Training", min=1)
     max_steps: int = flag(0, "stop after this many steps; 0: --epochs", "Training", min=0)
     max_minutes: float = flag(0.0, "stop after this many minutes; 0: no limit", "Training", min=0)
     patience: int = flag(
@@ -102,7 +102,7 @@ class Config:
     shard: bool = flag(False, "shard weights, gradients and optimizer state (FSDP2)", "Run")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Run")
     seed: int = flag(1, "seed of weights, dropout and data order", "Run", min=0, fixed=True)
-    check: bool = flag(False, "only report whether this would run, and its cost", "Run")
+    check: bool = flag(False, "only report whether it would work and what it would cost", "Run")
 
     def __post_init__(self):
         for name in ("source_vocab", "target_vocab"):
@@ -223,8 +223,6 @@ def train(config: Config) -> Path:
         # -------- the length of the run
         steps_per_epoch = sampler.steps_per_epoch
         total_steps = config.max_steps or config.epochs * steps_per_epoch
-        if config.max_steps and "epochs" in given_names(config):
-            log(f"note: --epochs has no effect with --max_steps {config.max_steps:,}")
         warmup = schedule.warmup_steps(config.warmup, total_steps)
         eval_every = config.eval_every or max(250, steps_per_epoch)
         on_each = f" on each of {world.size} processes" if world.size > 1 else ""

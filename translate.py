@@ -28,17 +28,21 @@ class Config:
     nbest: int = flag(
         0, "print the N best of each whole line: number ||| text ||| score", "Options", min=0
     )
-    precision: str = flag("auto", "(auto|fp32|bf16|fp16|int8); int8: faster on a CPU", "Options")
+    precision: str = flag(
+        "auto", "number format (auto|fp32|bf16|fp16|int8); int8: faster on a CPU", "Options"
+    )
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Options")
     whole_lines: bool = flag(
         False, "translate each line in one piece, as evaluate.py does", "Options"
     )
 
-    serve: bool = flag(False, "a page on this machine, until Ctrl-C", "The model elsewhere")
-    port: int = flag(8000, "of the page; 0: a free one", "The model elsewhere", min=0, max=65535)
-    export: str = flag("", "write it for CTranslate2 to this folder", "The model elsewhere")
+    serve: bool = flag(False, "serve a web page until Ctrl-C", "Serving and export")
+    port: int = flag(
+        8000, "port of the web page; 0: a free one", "Serving and export", min=0, max=65535
+    )
+    export: str = flag("", "export the model for CTranslate2 to this folder", "Serving and export")
     quantization: str = flag(
-        "", "of exported weights (int8|float16); default: fp32", "The model elsewhere"
+        "", "format of the exported weights (int8|float16); default: fp32", "Serving and export"
     )
 
     def __post_init__(self):
@@ -79,8 +83,10 @@ def translate(config: Config) -> None:
     standard error.
     """
     if config.export or config.serve:
-        if config.text or (config.export and config.serve):
-            raise UserError("--serve and --export take no text; give one of them at a time")
+        if config.export and config.serve:
+            raise UserError("--serve and --export exclude each other; give one of them")
+        if config.text:
+            raise UserError("--serve and --export take no text; leave it out")
         if distributed.several_asked():
             raise UserError(
                 "--serve and --export take one process; start translate.py without torchrun or srun"

@@ -52,7 +52,7 @@ OURS = ours(["fp32", "int8", "bf16", "plain-fp32", "plain-bf16", "plain-fp16"])
 CT2 = {f"ctranslate2-{kind}": kind for kind in ("float32", "int8")}
 ON_CPU = "ours-fp32,ctranslate2-float32,ours-int8,ctranslate2-int8"
 ON_GPU = "ours-plain-bf16"
-BATCHES = (16, 32)  # sentences, of CTranslate2
+BATCHES = (32, 64, 128, 256)  # sentences, of CTranslate2
 COLUMNS = "who search seconds tokens ratio bleu equal memory hardware commit".split()
 
 
@@ -61,16 +61,20 @@ class Config:
     """Every setting of this benchmark."""
 
     ckpt: str = flag("", "run, checkpoint or weights file; default: random weights", "What")
-    data: str = flag("", "as in evaluate.py", "What")
-    split: str = flag("", "(test|validation|train); default: as in evaluate.py", "What")
+    data: str = flag("", "data as in evaluate.py", "What")
+    split: str = flag(
+        "", "split to score (test|validation|train); default: as in evaluate.py", "What"
+    )
     limit: int = flag(0, "only the first N rows; 0: all, or 500 random ones", "What", min=0)
     preset: str = flag("lab", "model size without --ckpt (lab|big|tiny)", "What")
     beam: int = flag(1, "beam size; 1: greedy search", "What", min=1, max=1000)
     length_penalty: float = flag(1.0, "as in evaluate.py", "What", min=0, max=10)
-    contestants: str = flag("", "who takes part, separated by commas; default: all", "How")
+    contestants: str = flag(
+        "", "who takes part, separated by commas; default: those of the page", "How"
+    )
     device: str = flag("cpu", "cpu, cuda or cuda:N", "How")
-    threads: int = flag(2, "compute threads of each", "How", min=1)
-    rounds: int = flag(3, "turns of each", "How", min=1)
+    threads: int = flag(2, "compute threads per contestant", "How", min=1)
+    rounds: int = flag(3, "turns per contestant", "How", min=1)
     json: str = flag("", "table in the form of docs/results/ that gets the rows", "How")
 
 

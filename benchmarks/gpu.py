@@ -48,14 +48,16 @@ ALLOWED = 1e-2  # relative difference between the validation losses on one card 
 class Config:
     """Every setting of this benchmark."""
 
-    presets: str = flag("lab,big", "model sizes, separated by commas (lab|big|tiny)", "What")
+    presets: str = flag("lab,big", "model sizes: lab, big, tiny; separated by commas", "What")
     tokens_per_batch: int = flag(
-        0, "padded tokens a side in a step; 0: 65536 on 80 GB", "What", min=0
+        0, "padded tokens per side in a step; 0: 65536 on 80 GB", "What", min=0
     )
-    data: str = flag("", "as in train.py; default: MINIDATASET, else as there", "What")
+    data: str = flag("", "data as in train.py; default: $MINIDATASET, else as in train.py", "What")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
-    minutes: float = flag(2.0, "minutes of stage run; 0: none", "How", min=0)
-    seconds: float = flag(8.0, "measured in each turn", "How", above=0)
+    minutes: float = flag(
+        2.0, "minutes of training in the last stage; 0: no training", "How", min=0
+    )
+    seconds: float = flag(8.0, "seconds measured per turn", "How", above=0)
     out: str = flag("runs/benchmarks/gpu", "folder for runs and log.txt", "How")
 
 

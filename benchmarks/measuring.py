@@ -77,6 +77,8 @@ def measure(
             line = "  ".join(f"{key} {shown(value)}" for key, value in figures.items())
             print(f"round {number}  {name}: {line}", flush=True)
     rows = compare(turns, figure, baseline)
+    if not rows:
+        raise UserError("no contestant could be measured")
     print(f"\n{title}: {figure}\n{as_table(rows, figure)}", flush=True)
     return rows
 
@@ -128,7 +130,7 @@ def check_table(path: str, keys: Iterable[str]) -> None:
         columns = [key for key, _, _ in table["columns"]]
     except (OSError, ValueError, LookupError, TypeError):
         raise UserError(
-            f"--json {path} is no table in the form of docs/results/; choose another file"
+            f"--json {path} is not a table like those in docs/results/; choose another file"
         ) from None
     if columns != list(keys):
         raise UserError(

@@ -89,6 +89,7 @@ def train_ours(config: Config, folder: Path, corpus: Prepared) -> Curve:
     """train.py as run.sh calls it on a CPU: so short a run needs no dropout."""
     flags = {
         "data": data_path(config.data),
+        "device": "cpu",
         "run": folder,
         "max_minutes": config.minutes,
         "epochs": 1000,
@@ -100,7 +101,9 @@ def train_ours(config: Config, folder: Path, corpus: Prepared) -> Curve:
     words = [sys.executable, "train.py", *(f"--{name}={value}" for name, value in flags.items())]
     threads = {"OMP_NUM_THREADS": str(config.threads)}
     begun = time.time()
-    subprocess.run(words, cwd=ROOT, env=os.environ | threads, check=True)
+    code = subprocess.run(words, cwd=ROOT, env=os.environ | threads).returncode
+    if code:
+        raise UserError(f"train.py ended with {code}; see above")
     records = [record for record in read_run(folder).records if "valid/bleu" in record]
     return [((record["time"] - begun) / 60, record["valid/bleu"]) for record in records]
 

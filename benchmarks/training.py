@@ -37,6 +37,7 @@ from engine.devices import choose_device
 from engine.environment import commit
 from engine.errors import UserError, run_script
 from engine.memory import keep_freed_memory
+from engine.precision import choose_precision
 from model import ModelConfig, training_flops
 
 OURS = ["fp32", "bf16", "fp16"]
@@ -59,11 +60,8 @@ CONTESTANTS = {
 }
 ON_CPU = "marian,handout,marian-tuned,ours-fp32,ours-bf16"
 ON_GPU = "marian,handout,marian-tuned,ours-plain-bf16,ours-bf16"
-# Of the limits: number format, how fp32 products are computed, which of ours computes in it.
-FORMATS = {
-    "fp32 (MKL)": (torch.float32, "highest", "ours-fp32"),
-    "bf16": (torch.bfloat16, "medium", "ours-bf16"),
-}
+# Of the limits: number format, and which of ours trains in it.
+FORMATS = {"fp32": (torch.float32, "ours-fp32"), "bf16": (torch.bfloat16, "ours-bf16")}
 FIGURE = "target_tokens_per_second"
 COLUMNS = {
     "speed": "who tokens ratio memory hardware commit".split(),
@@ -76,16 +74,18 @@ class Config:
     """Every setting of this benchmark."""
 
     part: str = flag("speed", "what to measure (speed|limits)", "What")
-    contestants: str = flag("", "who takes part, separated by commas; default: all", "What")
+    contestants: str = flag(
+        "", "who takes part, separated by commas; default: those of the page", "What"
+    )
     baseline: str = flag("", "contestant that the ratios refer to; default: the first", "What")
     preset: str = flag("lab", "model size (lab|big|tiny)", "What")
-    tokens_per_batch: int = flag(4096, "padded tokens a side in a step", "What", min=64)
+    tokens_per_batch: int = flag(4096, "padded tokens per side in a step", "What", min=64)
     vocab: int = flag(16000, "tokens in each vocabulary", "What", min=300, max=60000)
-    data: str = flag("", "as in train.py; default: MINIDATASET, else as there", "What")
+    data: str = flag("", "data as in train.py; default: $MINIDATASET, else as in train.py", "What")
     device: str = flag("cpu", "cpu, cuda or cuda:N", "How")
-    rounds: int = flag(2, "turns of each", "How", min=1)
-    seconds: float = flag(20.0, "measured in each turn", "How", above=0)
-    threads: int = flag(2, "compute threads of each", "How", min=1)
+    rounds: int = flag(3, "turns per contestant", "How", min=1)
+    seconds: float = flag(20.0, "seconds measured per turn", "How", above=0)
+    threads: int = flag(2, "compute threads per contestant", "How", min=1)
     json: str = flag("", "table in the form of docs/results/ that gets the rows", "How")
 
 
@@ -118,7 +118,7 @@ def measure_speed(config: Config, corpus: Prepared, names: list[str]) -> list[Ro
             figures["model_flops_utilisation"] = flops / 1e12 / figures["peak_tflops"]
         return figures
 
-    title = f"training on {describe(corpus)}; tokens_per_second counts both sides"
+    title = f"training on {describe(corpus)}"
     rows = measure(title, names, turn, FIGURE, config.rounds, config.baseline or names[0])
     cells = []
     for row in rows:
@@ -173,25 +173,25 @@ def measure_limits(config: Config, corpus: Prepared) -> list[Row]:
     def turn(name: str) -> Figures | None:
         if name not in FORMATS:
             return train_once(config, corpus, name)
-        dtype, setting, _ = FORMATS[name]
-        torch.set_float32_matmul_precision(setting)
+        dtype, _ = FORMATS[name]
+        choose_precision(torch.device("cpu"), name, training=True)  # products as in training
         seconds = sum(count * seconds_of(*shape, dtype) for shape, count in shapes.items())
         return {FIGURE: target / seconds}
 
     flops = training_flops(sizes, source, target)
     title = f"matrix products alone, {flops / target / 1e6:.1f} MFLOP per target token"
-    names = [name for limit, (_, _, trained) in FORMATS.items() for name in (limit, trained)]
+    names = [name for limit, (_, trained) in FORMATS.items() for name in (limit, trained)]
     rows = measure(title, names, turn, FIGURE, config.rounds)
     speeds = {row.contestant: row.figures[FIGURE] for row in rows}
     cells = []
-    for name, (_, _, trained) in FORMATS.items():
+    for name, (_, trained) in FORMATS.items():
         if trained not in speeds:  # it failed, and a line says why
             continue
         share = f"{speeds[trained] / speeds[name]:.0%}"
         print(f"{trained} reaches {share} of the matrix products alone")
         cells.append(
             {
-                "format": {"en": name, "zh": name.replace(" (", "（").replace(")", "）")},
+                "format": name,
                 "limit": round(speeds[name]),
                 "share": share.replace("%", " %"),
                 "hardware": hardware(config.threads),

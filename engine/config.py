@@ -111,7 +111,8 @@ def _parse(config_class, description: str, positional: str | None, arguments: li
         print(format_help(config_class, description, positional), end="")
         sys.exit(0)
     if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
-        arguments = _as_flags(read_settings(Path(arguments[0])), names) + arguments[1:]
+        file = Path(arguments[0])
+        arguments = _as_flags(read_settings(file), names, file) + arguments[1:]
     if positional:
         arguments = _with_values(arguments, fields)
     parsed, rest = _parser(fields).parse_known_args(arguments)
@@ -139,8 +140,8 @@ def _parser(fields) -> argparse.ArgumentParser:
             kind = dict(type=os.path.expanduser)
         else:
             kind = dict(type=field.type)
-        dashed = field.name.replace("_", "-")
-        parser.add_argument(f"--{field.name}", f"--{dashed}", **kind)
+        spellings = dict.fromkeys([field.name, field.name.replace("_", "-")])
+        parser.add_argument(*(f"--{name}" for name in spellings), **kind)
     return parser
 
 
@@ -156,13 +157,11 @@ def _boolean(word: str) -> bool:
     return word.lower() in TRUE_WORDS
 
 
-def _as_flags(settings: dict, names: list[str]) -> list[str]:
+def _as_flags(settings: dict, names: list[str], file: Path) -> list[str]:
     """A settings file as flags, so that a value is checked in one way wherever it comes from."""
     for name in settings:
         if name not in names:
-            raise UserError(
-                f"unknown setting {name!r} in the settings file{nearest(str(name), names)}"
-            )
+            raise UserError(f"unknown setting {name!r} in {file}{nearest(str(name), names)}")
     left_out = (None, "null", "~", "")  # JSON's null, then YAML's
     return [f"--{name}={value}" for name, value in settings.items() if value not in left_out]
 
@@ -190,7 +189,7 @@ def _refuse_unknown(words: list[str], names: list[str], positional: str | None) 
             name = word.split("=")[0]
             advice = nearest(name.lstrip("-"), names, "--")
             if positional:
-                advice += f"; {positional} that begins with - goes after --"
+                advice += f"; write -- before {positional} that begins with -"
             raise UserError(f"unknown flag {name}{advice}")
     if words and not positional:
         raise UserError(f"unexpected argument {words[0]!r}; every setting is a flag (see --help)")

@@ -62,7 +62,7 @@ def check_cpu_is_wanted(name: str) -> None:
         raise UserError(f"{reason}; or give --device cpu")
     if name != "auto":
         reason = reason or "PyTorch sees no GPU on this machine"
-        raise UserError(f"--device {name}: {reason}; --device auto takes the CPU then")
+        raise UserError(f"--device {name}: {reason}; --device auto would use the CPU")
 
 
 def choose_gpu(name: str, local_rank: int) -> int:
@@ -88,7 +88,7 @@ def choose_gpu(name: str, local_rank: int) -> int:
         number = str(local_rank)
     if not number.isdecimal() or int(number) >= count:
         raise UserError(
-            f"GPU {number} was asked for but {count} can be seen; "
+            f"GPU {number} was requested, but {count} can be seen; "
             "use fewer processes or another --device"
         )
     return int(number)

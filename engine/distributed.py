@@ -210,7 +210,8 @@ def process_grid(world: World, **sizes: int):
     if math.prod(sizes.values()) != world.size or min(sizes.values()) < 1:
         sides = " × ".join(f"{name} {size}" for name, size in sizes.items())
         raise UserError(
-            f"{world.size} processes do not form a grid of {sides}; start the product of the sizes"
+            f"{world.size} processes do not form a grid of {sides}; "
+            "start as many as the product of the sizes"
         )
     if not dist.is_initialized():
         # A group of one process, so that the same code runs in a single process.
@@ -289,7 +290,7 @@ def join(rank: int, size: int, device: torch.device) -> dist.Store:
                 "or MASTER_PORT"
             )
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise UserError(f"rank {rank} cannot meet the others at {place}: {reason}") from None
+        raise UserError(f"rank {rank} cannot connect to the others at {place}: {reason}") from None
     return store
 
 

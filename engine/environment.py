@@ -1,6 +1,5 @@
 """What a run was made with: machine, versions, commit and command."""
 
-import os
 import platform
 import shlex
 import subprocess
@@ -15,7 +14,7 @@ from engine.config import command
 from engine.devices import cpuinfo
 from engine.distributed import World
 from engine.memory import GIB
-from engine.meters import nvml_of
+from engine.meters import cores, nvml_of
 
 
 def environment(world: World) -> dict:
@@ -31,7 +30,7 @@ def environment(world: World) -> dict:
         "driver": None,
         "system": platform.platform(),
         "cpu": cpu_name(),
-        "cores": os.cpu_count(),
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "processes": world.size,
         "gpu": None,

@@ -97,7 +97,7 @@ def explain(error: Exception) -> str | None:
         return message
 
     smaller = (
-        "train with a smaller batch or model, or a larger --accumulate; decode with less --beam"
+        "train with a smaller batch or model or a larger --accumulate; decode with a smaller --beam"
     )
     # The class by its name, because torch is not imported here.
     if type(error).__name__ == "OutOfMemoryError" or re.search(GPU_FULL, message):

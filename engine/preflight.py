@@ -1,5 +1,6 @@
 """What a machine can do, measured before a run: GPUs, memory, disk, and the speed of a step."""
 
+import math
 import os
 import resource
 import shutil
@@ -13,7 +14,7 @@ import torch
 
 from engine.errors import UserError
 from engine.memory import GIB, forget_peak, held_gib, size_in
-from engine.meters import cores, nvml_of
+from engine.meters import nvml_of
 
 IN_USE = 0.1  # share of a GPU's memory that the driver and a screen do not need
 SMALLEST_STEP = 1024  # tokens
@@ -58,11 +59,12 @@ def measure_speed(step: Callable[[int], int], budget: int) -> float:
 
 def describe_load() -> str:
     """A warning if other processes use the CPU, so that a measured time is too long; else ""."""
-    load = os.getloadavg()[0]
+    load = os.getloadavg()[0]  # of the whole machine, whatever part of it is ours
+    cores = os.cpu_count() or 1
     # This process itself has just been importing, which is up to a sixth of the last minute.
-    if load < 0.2 + 0.25 * cores():
+    if load < 0.2 + 0.25 * cores:
         return ""
-    return f"busy: load {load:.1f} on {cores()} cores, so a quiet machine needs less"
+    return f"busy: load {load:.1f} on {cores} core(s), so a quiet machine needs less"
 
 
 # -------------------------------------------------------------------- GPUs
@@ -115,9 +117,28 @@ def memory_limit(device: torch.device) -> float:
     free = size_in(Path("/proc/meminfo"), "MemAvailable")
     if free is not None:
         limit = free + int(held_gib("VmRSS") * GIB)
-    with suppress(OSError, ValueError):  # the limit of a container; "max" if it has none
-        limit = min(limit, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return limit / GIB
+    return min(limit, cgroup_limit()) / GIB
+
+
+def cgroup_limit(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> float:
+    """Bytes that a container or a job of SLURM may hold (control groups, version 2), or infinity.
+
+    A group is a folder below `root`; `own` names ours. A folder above it may set a lower limit.
+    """
+    group = root
+    with suppress(OSError):
+        for line in own.read_text().splitlines():
+            if line.startswith("0::/"):  # the line of version 2
+                group = root / line.removeprefix("0::/")
+    limits = [math.inf]
+    for folder in (group, *group.parents):
+        with suppress(OSError, ValueError):  # no such file, or "max": no limit
+            limits.append(int((folder / "memory.max").read_text()))
+        if folder == root:
+            break
+    return min(limits)
 
 
 def check_disk(folder: Path, needed: int) -> None:

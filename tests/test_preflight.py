@@ -1,6 +1,7 @@
 """`--check` finds what would spoil a run and estimates its cost; masks.py prints the true masks."""
 
 import json
+import math
 import re
 import sys
 from collections import namedtuple
@@ -119,7 +120,7 @@ def test_warnings_of_bad_data(tmp_path, pairs, capsys):
         r"there is no validation split",
         r"17% of the training pairs are dropped: exact duplicates",
         r"\d\d% of the training pairs are dropped: of --max_length tokens or more",
-        r"--max_minutes 1e-09 end before the first epoch",
+        r"--max_minutes 1e-09 ends before the first epoch",
     ]
     assert len(found) == len(expected)
     for pattern in expected:
@@ -147,6 +148,20 @@ def test_a_sample_has_rows_of_every_kind(tmp_path, pairs, monkeypatch):
     sample, _, _ = preflight.sample_of(find_text(str(write_pairs(tmp_path / "x", rows, SPLITS))))
     taken = sample.taken["train"]
     assert 0.3 < sum(source == target for source, target in taken) / len(taken) < 0.7
+
+
+def test_the_lowest_memory_limit_of_the_control_groups_counts(tmp_path):
+    job = tmp_path / "slurm" / "job"
+    job.mkdir(parents=True)
+    own = tmp_path / "own"
+    assert machine.cgroup_limit(tmp_path, own) == math.inf
+    own.write_text("1:cpu:/elsewhere\n0::/slurm/job\n")
+    (tmp_path / "slurm" / "memory.max").write_text("max\n")
+    assert machine.cgroup_limit(tmp_path, own) == math.inf
+    (job / "memory.max").write_text("8000\n")
+    assert machine.cgroup_limit(tmp_path, own) == 8000
+    (tmp_path / "slurm" / "memory.max").write_text("5000\n")
+    assert machine.cgroup_limit(tmp_path, own) == 5000
 
 
 def test_rows_of_json_are_counted_by_lines(tmp_path, pairs):

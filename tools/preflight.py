@@ -275,8 +275,8 @@ def report_costs(
     print(f"memory: about {peak:.1f} GiB of {memory_limit(precision.device):.1f} GiB")
     if 0 < config.max_minutes < min(minutes_per_epoch, minutes):
         warn(
-            f"--max_minutes {config.max_minutes:g} end before the first epoch, "
-            f"which takes {minutes_per_epoch:,.0f}"
+            f"--max_minutes {config.max_minutes:g} ends before the first epoch, "
+            f"which takes {minutes_per_epoch:,.0f} minutes"
         )
     if config.compile:
         warn("the time is that of training without --compile")

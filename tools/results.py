@@ -7,6 +7,7 @@ pages of performance. A file holds one table: its title, sentences above and bel
 English header, Chinese header) and rows. Measured numbers are entered there and nowhere else.
 """
 
+import argparse
 import json
 from pathlib import Path
 
@@ -72,6 +73,7 @@ def read_tables(page: str) -> list[dict]:
 
 def main() -> None:
     """Write all pages."""
+    argparse.ArgumentParser(description="write the pages of results and performance").parse_args()
     for page in PAGES:
         for language, suffix in SUFFIXES.items():
             file = FOLDER / f"{page}{suffix}"

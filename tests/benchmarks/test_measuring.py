@@ -54,7 +54,7 @@ def test_rows_are_added_to_a_table(tmp_path, monkeypatch):
         ms.check_table(str(file), ["seconds"])
     for content in ("not json", "[1]", "{}", '{"columns": [1]}'):
         file.write_text(content)
-        with pytest.raises(UserError, match="is no table in the form of docs/results/"):
+        with pytest.raises(UserError, match="is not a table like those in docs/results/"):
             ms.check_table(str(file), ["who"])
 
 

@@ -107,7 +107,7 @@ def test_positional_words(parse, refused):
     config = parse("二", "--norm_first", "no", positional="text")
     assert (config.text, config.norm_first) == (["二"], False)
     line = refused("--lrr", "1", positional="text")
-    assert "did you mean --lr?" in line and "text that begins with - goes after --" in line
+    assert "did you mean --lr?" in line and "write -- before text that begins with -" in line
     config = parse("一", "--lr", "2", "--", "-5度", "--lr", "--", positional="text")
     assert config.text == ["一", "-5度", "--lr", "--"] and config.lr == 2 and config.given == {"lr"}
 
@@ -214,7 +214,7 @@ def test_a_path_below_home_wherever_it_stands(parse, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "content, said",
     [
-        ("max_step: 7", "unknown setting 'max_step' in the settings file; did you mean max_steps?"),
+        ("max_step: 7", "settings.yaml; did you mean max_steps?"),
         ("7: 7", "unknown setting '7'"),
         ("- 7", "must hold `name: value` lines"),
         ("", "must hold `name: value` lines"),

@@ -64,9 +64,9 @@ def test_each_rank_has_its_gpu(gpus, name, local_rank, index):
         (2, 1, "", "unknown device; choose auto, cpu, cuda or cuda:N"),
         (0, 1, "cuda", "--device cuda: PyTorch sees no GPU on this machine; --device auto"),
         (0, 1, "cuda:0", "--device cuda:0: PyTorch sees no GPU on this machine; --device auto"),
-        (2, 1, "cuda:2", "GPU 2 was asked for but 2 can be seen"),
-        (2, 1, "cuda:-1", "GPU -1 was asked for but 2 can be seen"),
-        (2, 1, "cuda:x", "GPU x was asked for but 2 can be seen"),
+        (2, 1, "cuda:2", "GPU 2 was requested, but 2 can be seen"),
+        (2, 1, "cuda:-1", "GPU -1 was requested, but 2 can be seen"),
+        (2, 1, "cuda:x", "GPU x was requested, but 2 can be seen"),
         (2, 3, "auto", "3 processes but 2 visible GPU(s); start at most 2"),
         (2, 2, "cuda:1", "--device cuda:1 gives all processes the same GPU"),
     ],
@@ -188,5 +188,5 @@ def test_gpus_that_the_user_hides_are_no_error(gpus, monkeypatch):
     monkeypatch.setattr(devices, "hidden_gpus", lambda: "they are hidden")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert choose_device("auto", 0).type == "cpu"
-    with pytest.raises(UserError, match=r"--device cuda: they are hidden; .* takes the CPU then"):
+    with pytest.raises(UserError, match=r"--device cuda: they are hidden; .* would use the CPU"):
         choose_device("cuda", 0)

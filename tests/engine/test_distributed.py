@@ -254,7 +254,7 @@ def error_of_a_rank_alone(rank: int, port: int, folder: Path) -> str:
     )
     assert script.wait() == 2 and "Traceback" not in script.output, script.output
     (line,) = [line for line in script.output.splitlines() if line.startswith("error")]
-    assert f"rank {rank} cannot meet the others at 127.0.0.1:{port}: " in line
+    assert f"rank {rank} cannot connect to the others at 127.0.0.1:{port}: " in line
     return line
 
 

@@ -138,7 +138,11 @@ def process(page: Page, runs: list[RunFiles]) -> None:
         ("data.json#counts.kept", "pairs kept", "保留句对"),
         ("config.json#optimizer", *OPTIMIZER),
         ("config.json#lr", "peak learning rate", "最高学习率"),
-        ("config.json#tokens_per_batch", "tokens per step", "每步词元数"),
+        (
+            "config.json#tokens_per_batch",
+            "padded tokens per step and side",
+            "每步每边词元数（含填充）",
+        ),
         ("environment.json#*.command", "command", "命令"),
         (partial(of_first_result, key="split"), "scored split", "评测集"),
         (partial(of_first_result, key="decoding"), "decoding", "解码方式"),
