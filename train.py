@@ -246,7 +246,7 @@ def train(config: Config) -> Path:
         )
         if world.is_main:
             save_description(run.folder, sizes, prepared)
-        run.begin()
+        run.begin(precision)
 
         # -------- the loop
         if config.compile:

@@ -15,9 +15,10 @@ from engine.devices import cpuinfo
 from engine.distributed import World
 from engine.memory import GIB
 from engine.meters import cores, nvml_of
+from engine.precision import Precision
 
 
-def environment(world: World) -> dict:
+def environment(world: World, precision: Precision | None = None) -> dict:
     """One session of a run, for environment.json. A fact that cannot be found out is None."""
     facts = {
         "begun": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -33,6 +34,7 @@ def environment(world: World) -> dict:
         "cores": cores(),
         "threads": torch.get_num_threads(),
         "processes": world.size,
+        "precision": precision.name if precision else None,
         "gpu": None,
         "gpu_memory_gib": None,
     }

@@ -129,13 +129,13 @@ def cgroup_limit(
     """
     group = root
     with suppress(OSError):
-        for line in own.read_text().splitlines():
+        for line in own.read_text(encoding="utf-8").splitlines():
             if line.startswith("0::/"):  # the line of version 2
                 group = root / line.removeprefix("0::/")
     limits = [math.inf]
     for folder in (group, *group.parents):
         with suppress(OSError, ValueError):  # no such file, or "max": no limit
-            limits.append(int((folder / "memory.max").read_text()))
+            limits.append(int((folder / "memory.max").read_text(encoding="utf-8")))
         if folder == root:
             break
     return min(limits)

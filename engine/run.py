@@ -121,14 +121,14 @@ class Run(contextlib.AbstractContextManager):
             name: value for name, value in self.saved_state.items() if name not in added_by_save
         }
 
-    def begin(self, gpu_seconds: float = 5.0) -> None:
+    def begin(self, precision: Precision | None = None, gpu_seconds: float = 5.0) -> None:
         """Everything is ready: write the settings, open the curves, catch signals.
 
         The file of settings makes the folder a run. A GPU's load is sampled every `gpu_seconds`.
         """
         if self.world.is_main:
             self.write_settings()
-            self.write_environment()
+            self.write_environment(precision)
         resume_step = None
         last_validation = None
         if self.config.resume:
@@ -154,14 +154,14 @@ class Run(contextlib.AbstractContextManager):
         changed = [f"{name} {getattr(settings, name)}" for name in changed_names(settings)]
         self.log(f"settings: {', '.join([*changed, 'all others'])} at their defaults")
 
-    def write_environment(self) -> None:
+    def write_environment(self, precision: Precision | None) -> None:
         """Write environment.json: a list of the run's sessions, the last without its seconds."""
         path = self.folder / "environment.json"
         sessions = []
         if self.config.resume:
             with contextlib.suppress(OSError, ValueError, TypeError):  # missing or damaged
                 sessions = list(json.loads(path.read_text(encoding="utf-8")))
-        session = environment(self.world)
+        session = environment(self.world, precision)
         sessions.append(session)
         known = [f"{name} {value}" for name, value in session.items() if value is not None]
         self.log(f"environment: {', '.join(known)}")

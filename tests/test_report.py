@@ -583,6 +583,7 @@ def test_a_labs_run(tmp_path, without_drawing):
     assert "<h2>Pictures of the run</h2>" in page and "confusion" not in page
     assert "<h2>Positional encoding</h2>" not in page
     assert 'alt="lenet filters"' in page and "FLOPs utilisation" not in page
+    assert "speed/model_flops_utilisation · above 100 %" in page
     files = read_run(run)
     assert files.printed_model() == network
     axes = figures.hardware(files, "en").axes

@@ -211,7 +211,7 @@ def train(config: Config) -> Path | None:
             )
         if world.is_main and data.tokenizer:
             data.tokenizer.save_pretrained(run.folder / "tokenizer")
-        run.begin()
+        run.begin(precision)
         log(f"{total_steps:,} steps in total, {steps_per_epoch:,} per epoch")
 
         # -------- the loop

@@ -205,7 +205,7 @@ def train(config: Config) -> Path:
             state = State(**saved)
 
         # -------- the folder becomes a run
-        run.begin()
+        run.begin(precision)
         if world.is_main:
             vocabulary.save(run.folder)
         for line in (*text.notes, precision.describe(), str(model)):

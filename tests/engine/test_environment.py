@@ -1,8 +1,12 @@
 """What a run says about its machine and its code."""
 
 import subprocess
+from types import SimpleNamespace
+
+import torch
 
 from engine import environment
+from engine.precision import Precision
 
 
 def test_a_copy_inside_another_repository_has_no_commit(tmp_path, monkeypatch):
@@ -21,3 +25,12 @@ def test_a_copy_inside_another_repository_has_no_commit(tmp_path, monkeypatch):
     git(*identity, "commit", "-m", "the lab")
     head = subprocess.run(["git", "-C", tmp_path, "rev-parse", "HEAD"], capture_output=True)
     assert head.stdout.decode().startswith(environment.commit())
+
+
+def test_the_cores_that_may_be_used_and_the_number_format(monkeypatch):
+    monkeypatch.setattr(environment, "cores", lambda: 3)  # of a job on a larger machine
+    device = torch.device("cpu")
+    world = SimpleNamespace(device=device, size=2)
+    facts = environment.environment(world, Precision(device, "bf16", ""))
+    assert (facts["cores"], facts["processes"], facts["precision"]) == (3, 2, "bf16")
+    assert environment.environment(world)["precision"] is None

@@ -351,7 +351,7 @@ def test_a_rank_that_ends_by_an_error_outlives_the_request_to_stop(world_size, l
 def test_a_gpus_load_is_among_the_curves_and_nvidia_smi_is_kept(monkeypatch, tmp_path):
     sampler = Mock(**{"read.return_value": {"gpu/utilisation_percent": 97.0}})
     monkeypatch.setattr(run_module, "GpuSampler", lambda *_, **__: sampler)
-    monkeypatch.setattr(run_module, "environment", lambda world: {})
+    monkeypatch.setattr(run_module, "environment", lambda world, precision: {})
     smi = tmp_path / "bin/nvidia-smi"
     smi.parent.mkdir()
     smi.write_text("#!/bin/sh\necho NVIDIA-SMI 575\n")

@@ -357,6 +357,11 @@ def leave_out_impossible_utilisation(run: RunFiles) -> None:
     """Remove a curve that exceeds 100 %: other processes disturbed the measurement of the peak."""
     tag = "speed/model_flops_utilisation"
     if max(run.series(tag)[1], default=0) > 1:
+        why = (
+            "above 100 %, so it is left out: other programs slowed the measurement of the peak",
+            "超过 100 %，因此不显示：测量峰值时有其他程序在运行",
+        )
+        run.missing.append((tag, why))
         for record in run.records:
             record.pop(tag, None)
 

@@ -116,6 +116,7 @@ def environment(page: Page, runs: list[RunFiles]) -> None:
         ("environment.json#*.cores", "cores", "核数"),
         ("environment.json#*.threads", "threads", "线程数"),
         ("environment.json#*.processes", "processes", "进程数"),
+        ("environment.json#*.precision", "number format of training", "训练的数值格式"),
         ("environment.json#*.system", "system", "系统"),
         ("environment.json#*.python", "Python"),
         ("environment.json#*.torch", "torch"),
