@@ -89,7 +89,8 @@ class Precision:
         if self.device.type == "cuda":
             hardware = torch.cuda.get_device_name(self.device)
         else:
-            hardware = f"{torch.get_num_threads()} threads"
+            threads = torch.get_num_threads()
+            hardware = f"{threads} thread" if threads == 1 else f"{threads} threads"
         return f"device: {self.device}, {hardware}; {self.name} ({self.reason})"
 
 

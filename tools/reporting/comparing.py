@@ -70,7 +70,7 @@ def comparison_in_lines(runs: list[RunFiles]) -> str:
         "in this direction"
     ]
     for system in systems:
-        p_value = "compared with" if system.p_value is None else f"p = {system.p_value:.4f}"
+        p_value = "baseline" if system.p_value is None else f"p = {system.p_value:.4f}"
         interval = f"95 % [{system.low:.2f}, {system.high:.2f}]"
         lines.append(
             f"{system.metric:<6} {system.name:<30} {system.score:6.2f}  {interval}  {p_value}"

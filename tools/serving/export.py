@@ -97,8 +97,8 @@ def trial(trained: Trained, translate: Callable[[Ids], Ids]) -> str:
     same = sum(ours == theirs for ours, theirs in zip(expected, found))
     bleu = [corpus_bleu(references, decode(target_tokenizer, ids)) for ids in (found, expected)]
     return (
-        f"tried on {len(sources):,} {split} rows of {config['data']}: {same:,} come out token for "
-        f"token as from the model; BLEU {bleu[0]:.2f}, the model's {bleu[1]:.2f}"
+        f"tried on {len(sources):,} {split} rows of {config['data']}: {same:,} outputs are "
+        f"identical to the model's; BLEU {bleu[0]:.2f}, the model's {bleu[1]:.2f}"
     )
 
 

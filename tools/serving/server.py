@@ -40,7 +40,7 @@ def serve(trained: Trained, precision: Precision, begin: Callable, config) -> No
             f"--port {config.port}: {error.strerror}; choose another, or 0 for a free one"
         ) from None
     address = f"http://127.0.0.1:{server.server_port}"
-    print(f"{address} has the page; Ctrl-C ends it", file=sys.stderr, flush=True)
+    print(f"serving at {address}; press Ctrl-C to stop", file=sys.stderr, flush=True)
     with suppress(KeyboardInterrupt):
         server.serve_forever()
     print("stopped", file=sys.stderr, flush=True)

@@ -27,7 +27,7 @@ ODD_LINES = ["\ufeff一二三", "四\u3000五\t六 \u00a0七", "一</s>二", "�
 def test_the_lines_in_the_card_translate_as_the_run_does(tiny_run, tmp_path):
     logged, folder, trained = [], tmp_path / "out", load_trained(tiny_run)
     export(trained, str(folder), "", logged.append)
-    assert re.search("tried on 100 test rows .*: 100 come out token for token", logged[0])
+    assert re.search("tried on 100 test rows .*: 100 outputs are identical", logged[0])
     assert "how to use it" in logged[-1]
     assert logged[0] in (folder / "README.md").read_text(encoding="utf-8")
     lines = ODD_LINES + LINES
@@ -44,7 +44,7 @@ def test_positions_of_your_own_are_exported(tiny_run, tmp_path):
     logged, trained = [], load_trained(tiny_run)
     trained.model.positions.copy_(trained.model.positions.flip(1))
     export(trained, str(tmp_path / "out"), "", logged.append)
-    assert re.search("tried on 100 test rows .*: 100 come out token for token", logged[0])
+    assert re.search("tried on 100 test rows .*: 100 outputs are identical", logged[0])
 
 
 def test_int8_takes_a_quarter_of_the_disk(tiny_run, tmp_path):
@@ -81,7 +81,7 @@ def test_an_empty_translation_stays_empty(tiny_run, tmp_path):
     logged, trained = [], load_trained(tiny_run)
     trained.model.output.bias[special_ids(trained.target_tokenizer)["eos"]] += 1000
     export(trained, str(tmp_path / "out"), "", logged.append)
-    assert "100 come out token for token" in logged[0]
+    assert "100 outputs are identical" in logged[0]
 
 
 def test_an_export_that_fails_leaves_nothing(tiny_run, tmp_path, monkeypatch):
