@@ -122,6 +122,7 @@ def test_threads_and_batches_change_nothing(int8, beam):
     """Every row is computed alone: neighbours and other threads change no bit of it."""
     model, sources = lively_model(SIZES[1]), make_sources(0, 40, 30)
     decoder, outputs = fast.decoder(model, int8), []
+    assert decoder.int8 == int8
     for count, rows in ((1, 40), (3, 1), (2, 7)):
         torch.set_num_threads(count)  # which a fixture takes back
         batches = plan_batches(list(map(len, sources)), rows, 10_000)
