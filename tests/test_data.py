@@ -59,7 +59,9 @@ def prepare_toy(toy: Path, cache: Path, log=quiet, **settings) -> Prepared:
     return prepare(find_text(str(toy)), cache, log=log, **settings)
 
 
-def test_prepare(toy, tmp_path):
+def test_prepare(toy, tmp_path, monkeypatch):
+    assert data.LINES_AT_ONCE % 2 == 0  # a pair is two lines
+    monkeypatch.setattr(data, "LINES_AT_ONCE", 50)  # so that 70 pairs are read in three parts
     lines = []
     prepared = prepare_toy(toy, tmp_path / "cache", lines.append)
     assert any("70 rows read; dropped none; 70 kept" in line for line in lines)
