@@ -106,6 +106,8 @@ def test_a_run_that_goes_on_equals_an_uninterrupted_one():
     assert " settings: run parted, all others at their defaults\n" in log
     assert "resumed after step 3" in log and "stopped after step 6: all steps are done" in log
     assert "to resume" not in log
+    first, second = json.loads((run.folder / "environment.json").read_text())
+    assert first["seconds"] > 0 and second["seconds"] > 0
 
 
 def test_the_log_of_a_run_with_no_setting_of_its_own_on_a_machine_of_hidden_gpus(monkeypatch):
@@ -363,7 +365,7 @@ def test_a_gpus_load_is_among_the_curves_and_nvidia_smi_is_kept(monkeypatch, tmp
             run.begun = time.perf_counter() - seconds
             run.scalars(step, {"train/loss": 1.0})
         run.close("finished", 3)
-    assert metrics("a")[0]["gpu/utilisation_percent"] == 97
+    assert metrics("a")[0] == {"step": 1, "train/loss": 1.0, "gpu/utilisation_percent": 97.0}
     assert sampler.start.called and sampler.ended.set.called
     kept = (run.folder / "nvidia-smi.txt").read_text()
     assert kept.count("NVIDIA-SMI 575") == 2
