@@ -212,6 +212,16 @@ def test_a_tokenizer_folder_serves_both_sides(toy, tmp_path, monkeypatch):
     assert encode(prepared.target_tokenizer, [line]) == expected
 
 
+def test_the_settings_reach_the_preparation(toy, tmp_path, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(
+        data, "prepare", lambda *_, **named: seen.update(named) or SimpleNamespace(folder="")
+    )
+    settings = dict(source_vocab=301, target_vocab=302, max_length=16)
+    find_and_prepare(flags(data=str(toy), **settings), tmp_path, quiet)
+    assert {name: seen[name] for name in settings} == settings
+
+
 def test_a_working_directory_whose_name_is_not_utf8(toy, tmp_path, monkeypatch):
     folder = tmp_path / os.fsdecode(b"\xd6\xd0")
     folder.mkdir()

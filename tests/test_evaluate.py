@@ -401,6 +401,16 @@ def test_the_search_is_the_one_that_the_flags_name(tiny_run, evaluate, monkeypat
     assert asked == [(sources, 2, 0.3)] and "beam 2, length penalty 0.3" in output
 
 
+def test_the_mean_of_the_last_checkpoints_is_scored(tiny_run, evaluate, tmp_path):
+    evaluate(tmp_path, ckpt=tiny_run, limit=20, average=2, out="mean.txt")
+    trained = load_trained(tiny_run, average=2)
+    assert read_score(tiny_run, "test-greedy-average2-first20")["checkpoint"] == trained.name
+    sources = [source for source, _ in reversed_digits(2200)[2100:2120]]
+    tools = (trained.model, trained.source_tokenizer, trained.target_tokenizer)
+    expected = translate_lines(*tools, sources).texts
+    assert (tmp_path / "mean.txt").read_text(encoding="utf-8").splitlines() == expected
+
+
 def test_int8_from_the_command_line(toy_run, evaluate):
     try:
         fast.decoder(load_trained(toy_run / "runs/toy").model, int8=True)

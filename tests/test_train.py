@@ -334,6 +334,23 @@ def test_an_epoch_ends_with_a_validation(toy_data, here, monkeypatch, tokens):
     assert (tokens == 60) == (steps[0] > 250)
 
 
+def test_the_rate_rises_for_as_many_steps_as_asked(few_pairs, here, monkeypatch):
+    """The default would be a tenth of these steps, which is three."""
+    monkeypatch.setattr(training.fast, "loss", SumOfOneWeight)
+    limits = dict(max_steps=30, eval_every=30, log_every=1, warmup=2, lr=0.01)
+    training.train(config(data=str(few_pairs), run=str(here), optimizer="adamw", **limits))
+    rates = records(here, "train/learning_rate")
+    assert [rates[step] for step in (1, 2, 3)] == pytest.approx([0.005, 0.01, 0.01])
+
+
+def test_as_many_checkpoints_are_kept_as_asked(few_pairs, here, monkeypatch):
+    losses = iter([2.0, 1.0, 3.0, 4.0])
+    monkeypatch.setattr(training, "Validation", lambda *_: lambda step: (next(losses), 0.0))
+    training.train(config(data=str(few_pairs), run=str(here), max_steps=4, eval_every=1, keep=1))
+    kept = sorted(path.name for path in (here / "checkpoints").iterdir())
+    assert kept == ["best", "last", "step-2", "step-4"]
+
+
 def test_the_chosen_format_reaches_every_forward_pass(few_pairs, here, monkeypatch):
     seen, plain = [], training.SummedLoss.forward
 

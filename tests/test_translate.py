@@ -5,6 +5,7 @@ import os
 import sys
 
 import pytest
+import torch
 from conftest import fork_ranks, run_script
 
 import translate as script
@@ -132,6 +133,19 @@ def test_beams(called, reference):
     lines = ["一二三", "四五"]
     out, _ = called(*lines, beam=3, length_penalty=0.9)
     assert out.splitlines() == reference(lines, beam=3, length_penalty=0.9) != reference(lines)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_format_reaches_the_translation(called, monkeypatch, precision):
+    formats = []
+
+    def translate(*arguments, **options):
+        formats.append(torch.is_autocast_enabled("cpu"))
+        return translate_lines(*arguments, **options)
+
+    monkeypatch.setattr(script, "translate_lines", translate)
+    called("一二三", precision=precision)
+    assert formats == [precision == "bf16"]
 
 
 def test_a_file_belongs_on_standard_input(called, tmp_path):
