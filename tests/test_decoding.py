@@ -142,6 +142,12 @@ def test_a_model_as_it_is_needs_no_note(scale, dtype):
     assert not notes
 
 
+def test_the_precision_of_products_is_put_back():
+    torch.set_float32_matmul_precision("high")  # which a fixture takes back
+    decoding.plain_start(make_model())
+    assert torch.get_float32_matmul_precision() == "high"
+
+
 # ---------------------------------------------------------------- beam search
 
 
