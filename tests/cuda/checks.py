@@ -21,6 +21,7 @@ from data import BucketSampler, Collate, batches_of, flatten
 from engine.distributed import World
 from engine.optimizer import make_optimizer
 from engine.precision import Precision
+from fast.training import SlicedLoss
 from labs.attention_op import attention, gelu, use_in
 from model import ModelConfig, SummedLoss, Translator, cross_attention
 from validation import Validation
@@ -110,6 +111,15 @@ def train(
     assert smoothed.dtype is torch.float32
 
 
+def loss_in_slices() -> None:
+    """Only where it is right: not in fp16, and not for a model with a weight that it ignores."""
+    model = make()
+    assert type(fast.loss(model, 0.1, torch.bfloat16)) is SlicedLoss
+    assert type(fast.loss(model, 0.1, torch.float16)) is SummedLoss
+    model.adapter = torch.nn.Parameter(torch.zeros(1, device=CUDA))
+    assert type(fast.loss(model, 0.1, torch.bfloat16)) is SummedLoss
+
+
 def validation_loss() -> None:
     """The loss of a split, between training steps."""
     validation = object.__new__(Validation)
@@ -118,7 +128,6 @@ def validation_loss() -> None:
     validation.collate = Collate(IDS, IDS)
     validation.world = WORLD
     validation.precision = Precision(CUDA, "bf16", "")
-    validation.loss_of = SummedLoss(validation.model, 0.0)
     with torch.no_grad():  # fake tensors do not support inference mode
         Validation.loss.__wrapped__(validation, validation.model, [[0, 1, 2], [3, 4, 5]])
 
@@ -252,6 +261,7 @@ CHECKS = {
     "train fp32 pre-norm": partial(train, "fp32", optimizer="adamw", norm_first=True),
     "train fp16 accumulate": partial(train, "fp16", accumulate=2),
     "train own attention": partial(train, "bf16", attention="python"),
+    "loss in slices": loss_in_slices,
     "validation loss": validation_loss,
     "attention picture": attention_picture,
     "decode greedy": partial(decode, "greedy"),
