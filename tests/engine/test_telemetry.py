@@ -58,6 +58,8 @@ def test_a_resumed_run_leaves_one_curve_in_both_files(tmp_path):
     killed.scalars(7, {"loss/train": 7.0})
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
     write(tmp_path, range(4, 9), resume_step=3, value=2.0)
+    resumed_once = [(1, 1.0), (2, 2.0), (3, 3.0)] + [(step, 2.0 * step) for step in range(4, 9)]
+    assert curve(tmp_path, "loss/train") == resumed_once
     write(tmp_path, range(3, 6), resume_step=2, value=3.0).close()
     expected = [(1, 1.0), (2, 2.0), (3, 9.0), (4, 12.0), (5, 15.0)]
     assert curve(tmp_path, "loss/train") == expected
