@@ -608,6 +608,7 @@ def test_a_finished_run_is_continued_only_to_a_later_end(toy_data, here, capsys)
     training.train(resumed(here))
     output = capsys.readouterr().out
     assert "stopped after step 6: finished" in output and "  loss " not in output
+    assert list(records(here, "result/best_validation_loss")) == [6]  # once
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(here).items())
     shutil.rmtree(here / "tokenizer")  # the run was copied in part
     training.train(resumed(here, max_steps=20, log_every=1, epochs=3))
