@@ -18,6 +18,7 @@ from model import (
     SummedLoss,
     Translator,
     cross_attention,
+    sinusoids,
     sizes_of,
     training_flops,
 )
@@ -139,6 +140,11 @@ def test_the_loss_is_fp32_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         smoothed, plain = loss_of(src, src_pad, tgt_in, torch.arange(18), tgt_in.flatten())
     assert smoothed.dtype == plain.dtype == torch.float32
+
+
+def test_late_positions_are_as_exact_as_early_ones():
+    expected = positions_by_hand(512, 32).float()
+    assert torch.allclose(sinusoids(512, 32), expected, rtol=0, atol=1e-6)
 
 
 def test_embeddings_begin_as_large_as_the_sinusoids():
