@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from test_train import prepared_of
 
+import validation
 from decoding import Translations
 from engine.distributed import World
 from engine.precision import choose_precision
@@ -65,6 +66,19 @@ def test_bleu_takes_the_raw_references_and_their_case(checked, monkeypatch):
     assert bleu == pytest.approx(corpus_bleu(references, texts, smooth=True))
     for other in (corpus_bleu(texts, references, smooth=True), corpus_bleu(references, texts)):
         assert abs(other - bleu) > 0.1
+
+
+def test_only_the_first_rows_are_translated(checked, monkeypatch):
+    asked = []
+
+    def translate(validation, model, rows):
+        asked.append(rows)
+        return Translations(["one"] * len(rows), [], 9, 0, 0)
+
+    monkeypatch.setattr(validation, "BLEU_ROWS", 7)
+    monkeypatch.setattr(Validation, "translate", translate)
+    checked(7)
+    assert asked == [checked.prepared.validation_rows[:7]]
 
 
 def test_the_attention_picture_is_cut_to_what_the_model_can_read(checked):
