@@ -135,7 +135,7 @@ def test_what_is_wrong_from_the_start_fails_before_the_cleaning(toy, tmp_path, m
 # ---- the cache
 
 
-def test_the_cache_is_used_only_for_the_same_data_and_settings(toy, tmp_path):
+def test_the_cache_is_used_only_for_the_same_data_and_settings(toy, tmp_path, monkeypatch):
     cache, log = tmp_path / "cache", []
     first = prepare_toy(toy, cache)
     assert prepare_toy(toy, cache, log.append).folder == first.folder
@@ -149,6 +149,9 @@ def test_the_cache_is_used_only_for_the_same_data_and_settings(toy, tmp_path):
     ]
     keys = {data.cache_key(find_text(str(toy)), *values) for values in settings}
     assert len(keys) == 5 and first.folder.name in keys
+    with monkeypatch.context() as patch:  # the code has changed
+        patch.setattr(data, "FORMAT", data.FORMAT + 1)
+        assert data.cache_key(find_text(str(toy)), *settings[0]) not in keys
     file = toy / "train.jsonl"
     file.write_text(file.read_text(encoding="utf-8").replace("one", "two", 1), encoding="utf-8")
     assert prepare_toy(toy, cache).folder != first.folder
@@ -220,6 +223,21 @@ def test_the_settings_reach_the_preparation(toy, tmp_path, monkeypatch):
     settings = dict(source_vocab=301, target_vocab=302, max_length=16)
     find_and_prepare(flags(data=str(toy), **settings), tmp_path, quiet)
     assert {name: seen[name] for name in settings} == settings
+
+
+def test_a_tokenizer_is_known_by_its_content(toy, tmp_path):
+    prepare_toy(toy, tmp_path / "cache").target_tokenizer.save_pretrained(tmp_path / "mine")
+    shutil.copytree(tmp_path / "mine", tmp_path / "copy")
+    text = find_text(str(toy))
+
+    def key(name: str) -> str:
+        return data.cache_key(text, 0, 0, str(tmp_path / name), 512)
+
+    before = key("mine")
+    assert key("copy") == before
+    file = tmp_path / "mine/tokenizer.json"
+    file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    assert key("mine") != before
 
 
 def test_a_working_directory_whose_name_is_not_utf8(toy, tmp_path, monkeypatch):
@@ -334,6 +352,14 @@ def test_validation_rows_are_cleaned_and_cut_for_the_loss(tmp_path):
     assert decode(prepared.source_tokenizer, [source]) == ["二 三"]
     assert decode(prepared.target_tokenizer, [target]) == ["three two"]
     assert prepared.validation_rows == pairs[:5]
+
+
+def test_a_large_validation_split_is_thinned_out(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "VALIDATION_ROWS", 4)
+    prepared = prepare_toy(toy, tmp_path / "cache")
+    rows = reversed_digits(80)[70:]
+    assert prepared.validation_rows == [rows[place] for place in (0, 2, 5, 7)]
+    assert len(prepared.validation) == 4
 
 
 def test_one_pair_is_too_few(tmp_path):
