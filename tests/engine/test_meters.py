@@ -103,6 +103,19 @@ def test_sampler_without_a_gpu_says_one_line_and_gives_nothing(monkeypatch, case
     )
 
 
+# ---------------------------------------------------------------- ProcessMeter
+
+
+def test_the_load_of_the_cpu_is_in_percent_of_a_core(monkeypatch):
+    """Six seconds of work in four; half a second, which means too little; half of one in two."""
+    monkeypatch.setattr(meters.time, "perf_counter", iter([10.0, 14.0, 14.5, 16.0]).__next__)
+    monkeypatch.setattr(meters.time, "process_time", iter([3.0, 9.0, 9.5]).__next__)
+    process = meters.ProcessMeter()
+    assert process.read()["cpu/utilisation_percent"] == 150
+    assert process.read() == {}
+    assert process.read()["cpu/utilisation_percent"] == 25
+
+
 # ---------------------------------------------------------------- Meter
 
 
