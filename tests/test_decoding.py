@@ -13,7 +13,7 @@ from random_models import BOS, COLLATE, EOS, beam_search, make_sources, nearly_t
 from torch import nn
 
 import decoding
-from decoding import greedy, map_in_threads, output_limit, plan_batches, search
+from decoding import Hypothesis, greedy, map_in_threads, output_limit, plan_batches, search
 from model import ModelConfig, Translator
 
 
@@ -396,6 +396,13 @@ def test_an_end_that_is_not_among_the_k_best_is_none():
     spread = {token: 0.2 for token in (5, 6, 7, 8, 9)}
     _, scores = found_on([{5: 0.5, 6: 0.3, EOS: 0.15}, spread], limit=2, beam=2, penalty=0.0)
     assert scores == pytest.approx([0.1, 0.1])
+
+
+def test_places_that_no_hypothesis_has_taken_are_left_out():
+    ids = torch.tensor([[[5, EOS], [6, 7]]])
+    scores = torch.tensor([[-0.5, -math.inf]])
+    found = decoding.to_hypotheses(ids, scores, torch.tensor([2]), EOS)
+    assert found == [[Hypothesis([5], -0.5, ended=True)]]
 
 
 def test_an_end_takes_no_place_of_those_that_go_on():
