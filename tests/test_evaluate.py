@@ -344,6 +344,13 @@ def test_places_are_tried_before_the_decoding(tiny_run, evaluate, monkeypatch, t
             evaluate(tmp_path, ckpt=tiny_run, out=out)
 
 
+def test_a_pipe_is_not_opened_before_the_translations_are_there(tmp_path, monkeypatch):
+    """Its reader would take the closing for the end."""
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(script, "open", lambda *_: pytest.fail("opened"), raising=False)
+    script.check_writable(tmp_path / "pipe")
+
+
 # ---------------------------------------------------------------- decoding on several ranks, int8
 
 
