@@ -12,7 +12,7 @@ import torch
 from engine import checkpoint
 from engine.distributed import World
 from engine.errors import UserError
-from loading import load_for_decoding, load_trained, newest_run
+from loading import load_for_decoding, load_trained, mean_of, newest_run
 from text.subwords import encode, special_ids
 
 
@@ -142,6 +142,17 @@ def test_means_that_cannot_be_made(run):
     file = run / "checkpoints" / "step-45" / "model.safetensors"
     with pytest.raises(UserError, match="--average needs a run or a checkpoint folder, not"):
         load_trained(file, average=2)
+
+
+@pytest.mark.parametrize(
+    "other", [{"a": torch.zeros(3)}, {"a": torch.zeros(2).half()}, {"b": torch.zeros(2)}]
+)
+def test_unlike_weights_have_no_mean(tmp_path, other):
+    files = [tmp_path / "first.pt", tmp_path / "second.pt"]
+    for file, weights in zip(files, ({"a": torch.zeros(2)}, other)):
+        torch.save(weights, file)
+    with pytest.raises(UserError, match=r"cannot average .*second\.pt with .*first\.pt: their"):
+        mean_of(files)
 
 
 # ---------------------------------------------------------------- what cannot be read
