@@ -323,6 +323,18 @@ def test_a_fault_of_the_validation_comes_before_the_first_step(toy_data, here, m
     assert not (here / "config.json").exists()  # no run has begun
 
 
+def test_sizes_that_do_not_fit_together_are_an_error_before_the_data(here, monkeypatch):
+    monkeypatch.setattr(training, "load_data", lambda *_: pytest.fail("tokenised"))
+    with pytest.raises(UserError, match="nhead"):
+        training.train(config(run=str(here), nhead=5))
+
+
+def test_data_that_another_machine_has_prepared(here, monkeypatch):
+    monkeypatch.setattr(training, "find_and_prepare", lambda *_: (here / "absent", "", ""))
+    with pytest.raises(UserError, match="is not on this machine; runs/ must be on a disk that all"):
+        training.train(config(run=str(here)))
+
+
 class SumOfOneWeight(torch.nn.Module):
     """In place of the loss: hundreds of steps in a moment."""
 
