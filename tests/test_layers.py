@@ -88,8 +88,7 @@ def test_text_files_have_an_encoding():
     opens = re.compile(r"^open$|(?<!os)\.open$|\.(read|write)_text$")
     harmless = re.compile(r"encoding=|'[rwa]b'|/proc/|/sys/|devnull|'a'\)|\.lock")
     without = []
-    folders = ("root", "engine", "text", "tools", "labs")
-    for path in (path for folder in folders for path in files(folder)):
+    for path in (path for folder in ("root", *FOLDERS) for path in files(folder)):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call) or not opens.search(ast.unparse(node.func)):
                 continue

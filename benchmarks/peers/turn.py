@@ -121,6 +121,6 @@ def peak_gib() -> float:
         return torch.cuda.max_memory_allocated() / 2**30
     status = Path("/proc/self/status")
     if status.exists():
-        return int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1]) / 2**20
+        return int(re.search(r"VmHWM:\s+(\d+)", status.read_text(encoding="utf-8"))[1]) / 2**20
     # Without /proc: macOS counts bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30
