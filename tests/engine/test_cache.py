@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from conftest import HANGS
 
 from engine.cache import lock_folder, new_folder
 
@@ -54,6 +55,6 @@ def test_the_second_waits_for_the_first(tmp_path):
     thread = threading.Thread(target=second)
     with lock_folder(tmp_path / "x"), new_folder(tmp_path / "x"):
         thread.start()
-        assert waiting.wait(60)
-    thread.join(60)
+        assert waiting.wait(HANGS)
+    thread.join(HANGS)
     assert "another process is making" in log[0] and log[1:] == [True]
