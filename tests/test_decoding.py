@@ -4,6 +4,7 @@ import math
 from functools import partial
 
 import pytest
+import random_models
 import torch
 import torch.nn.functional as F
 from conftest import TINY
@@ -14,21 +15,13 @@ from torch import nn
 
 import decoding
 from decoding import Hypothesis, greedy, map_in_threads, output_limit, plan_batches, search
-from model import ModelConfig, Translator
+from model import Translator
 
 
 def make_model(norm_first=False, dtype=torch.float64, scale=3.0, seed=0) -> Translator:
     """Random weights, blown up so that choices vary and sentences end now and then."""
-    torch.manual_seed(seed)
-    config = ModelConfig(40, 40, **TINY, dropout=0.1, norm_first=norm_first)
-    model = Translator(config).to(dtype).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(scale)
-            if parameter.dim() == 1:  # biases and norms, or one norm would be like another
-                parameter.add_(0.1 * torch.randn_like(parameter))
-        model.output.bias[EOS] += 3.0
-    return model
+    sizes = TINY | {"norm_first": norm_first}
+    return random_models.make_model(seed, scale=scale, end=3.0, **sizes).to(dtype).eval()
 
 
 def batch_of(model, sources):
@@ -243,22 +236,10 @@ def test_looking_seldom_finds_the_same(monkeypatch):
 
 def test_weak_hypotheses_that_end_early_do_not_cut_off_a_strong_one():
     """Ending has probability 0.1 at each of four steps and then 1."""
-
-    class Scripted(decoding.Cache):
-        def top_tokens(self, tokens, position, count):
-            probabilities = torch.full((len(tokens), 40), 1e-9, dtype=torch.float64)
-            go_on, end = (0.9, 0.1) if position < 4 else (1e-9, 1.0)
-            probabilities[:, 5] = go_on
-            probabilities[:, EOS] = end
-            return probabilities.log().topk(count)
-
-        def select(self, rows):
-            pass
-
-    cache = Scripted(None, [], [], [], [], None)
-    found, scores = decoding.beam_search(cache, torch.tensor([10]), BOS, EOS, 2, 0.0)
-    assert found[0, 0, :5].tolist() == [5, 5, 5, 5, EOS]
-    assert math.isclose(scores[0, 0].item(), 4 * math.log(0.9), rel_tol=1e-6)
+    steps = [{5: 0.9, EOS: 0.1}] * 4 + [{EOS: 1.0}] * 6
+    tokens, scores = found_on(steps, limit=10, beam=2, penalty=0.0)
+    assert tokens[0][:5] == [5, 5, 5, 5, EOS]
+    assert scores[0] == pytest.approx(0.9**4)
 
 
 def test_memory_of_a_beam(monkeypatch):
