@@ -116,11 +116,11 @@ def test_teacher_forcing_compares_logits_in_fp32(tiny_run):
 
 
 def card_of(scored: Scored, texts: list[str]) -> tuple[dict, str]:
-    """The figures and the printed lines of these translations."""
+    """The figures and the printed lines of these translations: 9 tokens in half a second."""
     lines = []
     trained = SimpleNamespace(name="x")
     translations = Translations(texts, [], 9, 3, 0)
-    figures = print_card(Config(), trained, scored, translations, 1.0, lines.append)
+    figures = print_card(Config(), trained, scored, translations, 0.5, lines.append)
     return figures, "\n".join(lines)
 
 
@@ -128,12 +128,13 @@ def scored(rows: list[tuple[str, str]], data="data") -> Scored:
     return Scored(str(data), ["zh", "en"], "test", "", True, rows)
 
 
-def test_the_card_heeds_case_and_length():
+def test_the_card_heeds_case_length_and_speed():
     """References come first: these hypotheses are too short and pay for it."""
     rows = [("一", "The Cat sat on the Mat in the Sun"), ("二", "He likes green Tea very much")]
     texts = ["The cat sat on the mat", "He likes green Tea"]
     card, printed = card_of(scored(rows), texts)
     assert "3 outputs reached the length limit" in printed and "n-gram precisions" in printed
+    assert "4.0 sentences/s, 18 tokens/s" in printed
     assert card["nltk"] == pytest.approx(corpus_bleu([target for _, target in rows], texts))
     assert card["brevity_penalty"] < 1 and card["nltk"] < card["lowercase"] - 10
 
@@ -428,13 +429,6 @@ def test_int8_from_the_command_line(toy_run, evaluate):
     assert read_score(toy_run / "runs/toy", "test-greedy-int8")["nltk"] > 55
     evaluate(toy_run, precision="int8", beam=4)
     assert read_score(toy_run / "runs/toy", "test-beam4-lp1-int8")["nltk"] > 55
-
-
-def test_the_speed_on_the_card():
-    lines, rows = [], scored([("一", "one"), ("二", "two")])
-    translations = Translations(["one", "two"], [], 9, 0, 0)
-    print_card(Config(), SimpleNamespace(name="x"), rows, translations, 0.5, lines.append)
-    assert any("4.0 sentences/s, 18 tokens/s" in line for line in lines)
 
 
 def test_teacher_forcing_cuts_and_cleans(tiny_run):

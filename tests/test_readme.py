@@ -250,13 +250,6 @@ def test_the_pages_that_programs_name_exist():
         assert not anchor or anchor in anchors(ROOT / page), f"{page}#{anchor}"
 
 
-@pytest.mark.parametrize(
-    "name, words", [("epochs", r"default (\d+)\n"), ("keep", r"the newest (\d+)")]
-)
-def test_the_pages_name_the_defaults(name, words):
-    assert int(re.search(words, read("docs/training.md"))[1]) == getattr(train.Config(), name)
-
-
 def test_the_page_names_the_flags_that_may_change():
     text = read("docs/training.md")
     named = re.search(r"flags may change on `--resume`: `(.*?)`\.", text, re.DOTALL)[1]

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import signal
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import count, islice
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
@@ -644,24 +644,15 @@ def test_other_data_than_before_is_refused(toy_data, long_data, here):
         training.train(resumed(here, data=str(long_data)))
 
 
-@contextmanager
-def signals(came):
-    yield lambda: came
-
-
 def test_a_validation_cut_off_by_a_signal_is_made_up_for(toy_data, here, monkeypatch):
     """Interrupted at the very step of a validation: saved first, validated after the resume."""
-    asked = count()
-    monkeypatch.setattr(
-        "engine.run.caught_signals", lambda: nullcontext(lambda: next(asked) in (1, 2))
-    )
+    looks = count()  # one before each step, over all sessions
+    monkeypatch.setattr("engine.run.caught_signals", lambda: nullcontext(lambda: next(looks) == 1))
     training.train(config(data=str(toy_data), run=str(here), max_steps=4, eval_every=1))
     assert records(here, "valid/loss") == {}
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr("engine.run.caught_signals", lambda: signals(False))
         patch.setattr("engine.run.Run.save", lambda *_, **__: 1 / 0)  # killed before it is saved
         training.train(resumed(here))
-    monkeypatch.setattr("engine.run.caught_signals", lambda: signals(False))
     training.train(resumed(here))
     assert list(records(here, "valid/loss")) == [1, 2, 3, 4]  # each once: see `records`
 

@@ -186,17 +186,6 @@ def test_what_is_no_name_for_a_run(name):
         start(run=name)
 
 
-def test_a_mistake_leaves_the_files_of_a_folder_that_was_there():
-    Path("runs/a").mkdir(parents=True)
-    for name in ("notes.txt", "train.log"):
-        Path("runs/a", name).write_text("mine\n")
-    with pytest.raises(UserError), start(run="a") as run:
-        run.log("hello")
-        raise UserError("no data")
-    assert sorted(file.name for file in Path("runs/a").iterdir()) == ["notes.txt", "train.log"]
-    assert Path("runs/a/train.log").read_text().startswith("mine\n")
-
-
 def test_runs_started_in_the_same_second_get_folders_of_their_own(monkeypatch):
     monkeypatch.setattr(run_module.time, "strftime", lambda _: "now")
     assert len({run_module.new_run_folder("", "toy").__enter__() for _ in range(3)}) == 3
@@ -236,15 +225,20 @@ def test_a_second_start_of_one_name_leaves_the_folder_of_the_first():
 
 
 def test_what_fails_before_the_run_begins_leaves_only_what_was_there():
-    Path("runs/a").mkdir(parents=True)
-    Path("runs/a/note.txt").touch()
-    for name, left in (("a", {"note.txt"}), ("b", None)):
-        with start(run=name) as run:
+    there = Path("runs/a")
+    there.mkdir(parents=True)
+    for name in ("notes.txt", "train.log"):
+        (there / name).write_text("mine\n")
+    for name in ("a", "b"):
+        with pytest.raises(UserError), start(run=name) as run:
+            run.log("hello")
             (run.folder / "tokenizer").mkdir()
             (run.folder / "tokenizer/x").touch()
             (run.folder / "model.json").touch()
-        found = Path("runs", name)
-        assert (found.exists() and {path.name for path in found.iterdir()}) == (left or False)
+            raise UserError("no data")
+    assert {path.name for path in there.iterdir()} == {"notes.txt", "train.log"}
+    assert (there / "train.log").read_text().startswith("mine\n")
+    assert not Path("runs/b").exists()
 
 
 def test_the_command_to_continue_means_this_run():
