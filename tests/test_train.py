@@ -98,9 +98,9 @@ def assert_same_weights(first: dict, second: dict, tolerance: float) -> None:
 
 
 def assert_close_run(run: Path, other: Path) -> None:
-    """The same sums in another order, in fp32:
+    """The same sums in another order, in fp32.
 
-    A relative 1e-7 each, which 24 steps blow up to 1e-5 at most.
+    They differ by a relative 1e-7 each, which 24 steps blow up to 1e-5 at most.
     """
     for key in ("train/loss", "valid/loss"):
         assert records(run, key) == pytest.approx(records(other, key), rel=1e-5)
@@ -465,9 +465,9 @@ def uninterrupted_by_two(long_data, tmp_path_factory) -> Path:
 
 
 def count_file_operations(kill_at: int = 0) -> None:
-    """Count what this process opens, renames and removes, and kill it at operation `kill_at`;
+    """Count what this process opens, renames and removes; kill it at operation `kill_at`.
 
-    Else print the count.
+    If the run ends before that, print the count.
     """
     seen, names = count(1), {"open", "os.rename", "os.mkdir", "os.symlink", "os.remove", "os.rmdir"}
 
@@ -711,7 +711,7 @@ def test_what_a_run_leaves(toy_data, here, monkeypatch):
 
 
 def test_stops_after_the_minutes(long_data, here, monkeypatch):
-    """On a clock that goes by 0.15 seconds with every look:
+    """On a clock that goes by 0.15 seconds with every look.
 
     Two looks per step, the second for its log line, make 40 steps in 12 seconds.
     """

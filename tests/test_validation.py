@@ -52,9 +52,9 @@ def test_the_loss_is_unsmoothed_and_per_token(checked):
 
 
 def test_bleu_takes_the_raw_references_and_their_case(checked, monkeypatch):
-    """The translations are too short, so swapped lists would give another score;
+    """The translations are too short, so swapped lists would give another score.
 
-    No 4-gram matches.
+    No 4-gram matches, so that smoothing shows.
     """
     rows = [("一二", "The cat sat on the Mat in the Sun today"), ("三四", "He likes green tea")]
     texts = ["The cat sat upon the Mat in Sun", "He likes Tea"]

@@ -159,13 +159,13 @@ def test_a_run_goes_on_from_the_newest_that_has_all_and_its_links_are_set_anew(
     assert ck.latest(tmp_path) == tmp_path / "step-1"  # to translate it does
 
 
-def test_the_only_checkpoint_put_aside_by_a_killed_save_is_gone_on_from(tmp_path):
+def test_the_only_checkpoint_put_aside_by_a_killed_save_is_restored(tmp_path):
     assert ck.repair(tmp_path) is None
     save(tmp_path, 1).rename(tmp_path / ".replaced-step-1")
     assert ck.repair(tmp_path) == tmp_path / "step-1"
 
 
-def test_a_damaged_one_fallen_back_past_takes_no_place_of_those_kept(tmp_path):
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path):
     for step in (10, 20, 30):
         save(tmp_path, step, keep=2)
     spoil(tmp_path / "step-30" / "model.safetensors")
@@ -182,7 +182,7 @@ def test_a_damaged_one_fallen_back_past_takes_no_place_of_those_kept(tmp_path):
     assert kept_aside == {"damaged-step-25", "damaged-step-30", "damaged-step-35"}
 
 
-def test_who_reads_leaves_the_folder_to_its_writer(tmp_path):
+def test_reading_changes_nothing(tmp_path):
     save(tmp_path, 1)
     save(tmp_path, 2).rename(tmp_path / ".replaced-step-2")  # a save of step 2 is at work
     before = sorted(path.name for path in tmp_path.iterdir())
@@ -209,8 +209,7 @@ def test_steps_of_no_folder_and_of_strange_names(tmp_path):
     assert ck.steps(tmp_path) == [12]
 
 
-# ---------------------------------------------------------------- errors and kills at every stage
-# of a save
+# ---------------------------------------------------------------- errors and kills while saving
 
 # Every call by which `save` changes the disk, in the order in which it may come.
 STAGES = [
@@ -220,7 +219,7 @@ STAGES.append((Path, "write_bytes"))
 
 
 def fail_at(monkeypatch, number: int, action) -> list[str]:
-    """Let the call with this number, counted over all STAGES, do `action`;
+    """Let the call with this number, counted over all STAGES, do `action`.
 
     Returns the growing list of calls.
     """
@@ -413,8 +412,7 @@ def test_damage_under_fitting_checksums_ends_in_a_user_error_or_in_plain_values(
                 assert all(isinstance(tensor, torch.Tensor) for tensor in weights.values())
 
 
-# ---------------------------------------------------------------- weights files, hostile ones among
-# them
+# ---------------------------------------------------------------- weights files, also hostile ones
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's advice on the old formats made here

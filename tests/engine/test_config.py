@@ -274,7 +274,7 @@ def test_saved_settings_are_readable(tmp_path):
         ('{"data": "pairs"}', r"another version: it lacks --.*; start a new run"),
     ],
 )
-def test_damaged_settings_are_said(tmp_path, content, said):
+def test_damaged_settings_are_reported(tmp_path, content, said):
     with pytest.raises(UserError, match=r"cannot read .*is .* a run of this script"):
         load_config(Config, tmp_path / "config.json")
     (tmp_path / "config.json").write_text(content)

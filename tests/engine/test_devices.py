@@ -21,10 +21,7 @@ ENVIRONMENT = (
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """`gpus(count)`: torch sees this number of GPUs;
-
-    The returned list collects the selected ones.
-    """
+    """`gpus(count)`: torch sees this number of GPUs; returns a list of those selected later."""
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
 

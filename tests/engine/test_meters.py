@@ -20,7 +20,7 @@ class NVMLError(Exception):
 
 
 def fake_nvml() -> SimpleNamespace:
-    """Two cards in NVML's order;
+    """Two cards in NVML's order.
 
     CUDA sees the second one only, as its device 0. The second card tells no power.
     """

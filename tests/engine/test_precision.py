@@ -145,7 +145,7 @@ def test_fp32_products_are_exact_to_fp32(rows, inner, columns):
         ("asimd bf16", "highest"),
     ],
 )
-def test_a_cpu_that_would_round_is_not_let(monkeypatch, flags, setting):
+def test_a_cpu_that_would_round_keeps_full_precision(monkeypatch, flags, setting):
     monkeypatch.setattr(under_test, "cpuinfo", lambda: flags)
     choose_precision(CPU)
     assert torch.get_float32_matmul_precision() == setting

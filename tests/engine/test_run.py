@@ -96,7 +96,7 @@ def metrics(name: str) -> list[dict]:
     ]
 
 
-def test_a_run_that_goes_on_equals_an_uninterrupted_one():
+def test_a_resumed_run_equals_an_uninterrupted_one():
     _, whole = train(run="whole")
     train(run="parted", kill_after=3)
     run, parted = train(resume="runs/parted")
@@ -181,7 +181,7 @@ def test_a_mistake_before_the_beginning_leaves_no_folder():
 
 
 @pytest.mark.parametrize("name", [".", "..", "a/..", "./", "a\nb"])
-def test_what_is_no_name_for_a_run(name):
+def test_invalid_run_names(name):
     with pytest.raises(UserError, match="invalid --run"):
         start(run=name)
 
@@ -273,7 +273,7 @@ def handlers() -> list:
 
 # Under nohup SIGHUP is ignored, and a run leaves it so.
 @pytest.mark.parametrize("number", [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN])
-def test_a_signal_is_asked_for_and_the_handlers_come_back(number):
+def test_a_signal_asks_the_run_to_stop_and_the_handlers_come_back(number):
     before = handlers()
     with start(run="a") as run:
         assert handlers() == before
@@ -313,7 +313,7 @@ def test_a_run_under_nohup_outlives_its_terminal():
         ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "python script.py"),  # srun
     ],
 )
-def test_the_way_back_is_what_was_typed(monkeypatch, environment, typed):
+def test_the_resume_command_names_the_launcher(monkeypatch, environment, typed):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["/somewhere/script.py"])
@@ -330,7 +330,7 @@ def test_the_way_back_is_what_was_typed(monkeypatch, environment, typed):
 
 @pytest.mark.parametrize("world_size, lives", [("2", True), ("1", False)])
 def test_a_rank_that_ends_by_an_error_outlives_the_request_to_stop(world_size, lives, monkeypatch):
-    """torchrun sends SIGTERM as soon as it sees the first rank die;
+    """torchrun sends SIGTERM as soon as it sees the first rank die.
 
     The others have then still to say what they saw.
     """

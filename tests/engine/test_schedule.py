@@ -35,9 +35,9 @@ def test_up_level_down(total, asked):
 
 @given(seconds=st.lists(st.floats(0.2, 30), min_size=100, max_size=400))
 def test_a_run_by_the_clock_ends_with_its_minutes(seconds):
-    """Whatever its steps take:
+    """The rate begins to fall when 70 % of the time is over, and reaches zero at the end.
 
-    The rate begins to fall when 70 % of the time is over, and reaches zero at the end.
+    This holds whatever time the steps take.
     """
     limit, minutes, step = sum(seconds) / 60 * 0.9, 0.0, 0
     while progress(step, 10**6, minutes, limit) < 1:
