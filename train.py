@@ -137,8 +137,8 @@ from data import (
     load_prepared,
 )
 from engine import distributed, schedule
-from engine.memory import micro_batches_that_fit
 from engine.meters import Meter, measured_peak_flops, peak_memory_gib, perplexity
+from engine.micro_batches import micro_batches_that_fit
 from engine.optimizer import make_optimizer
 from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings

@@ -34,7 +34,7 @@ from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.parallel import DistributedDataParallel
 
-import engine.memory
+import engine.micro_batches
 import train as training
 from data import BucketSampler, collate_for, load_prepared
 from engine.errors import UserError
@@ -425,10 +425,10 @@ def test_a_step_that_does_not_fit_the_memory_is_split(toy_data, here, monkeypatc
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return super().forward(src, src_pad, tgt_in, target_positions, tgt_out)
 
-    fewest_micro_batches = engine.memory.fewest_micro_batches
+    fewest_micro_batches = engine.micro_batches.fewest_micro_batches
     monkeypatch.setattr(training.fast, "loss", lambda model, smoothing, *_: Small(model, smoothing))
     monkeypatch.setattr(
-        engine.memory,
+        engine.micro_batches,
         "fewest_micro_batches",
         lambda trial, _: fewest_micro_batches(trial, torch.device("cuda")),
     )

@@ -28,8 +28,8 @@ from engine.checkpoint import RESUMABLE
 from engine.devices import choose_device, hidden_gpus
 from engine.distributed import several_asked
 from engine.errors import UserError
-from engine.memory import fewest_micro_batches
 from engine.meters import peak_memory_gib
+from engine.micro_batches import fewest_micro_batches
 from engine.optimizer import make_optimizer
 from engine.precision import Precision, choose_precision
 from engine.preflight import (

@@ -1,0 +1,57 @@
+"""The fewest micro-batches of a step that fit in a GPU's memory."""
+
+import torch
+
+from engine.distributed import is_sharded
+
+
+def fewest_micro_batches(trial, device: torch.device, largest: int = 256) -> int:
+    """The smallest power of two with which `trial` does not run out of a GPU's memory.
+
+    `trial(n)` takes a step of n micro-batches. At most `largest`; raises the error of the last
+    trial if that fails too. On a CPU it is 1: a CPU would swap instead of raising an error.
+    """
+    if device.type != "cuda":
+        return 1
+    micro_batches = 1
+    while True:
+        try:
+            trial(micro_batches)
+            return micro_batches
+        except RuntimeError as error:
+            # On a full GPU, cuBLAS and late-loaded kernels raise errors of their own.
+            out_of_memory = "out of memory" in str(error) or "CUBLAS_STATUS" in str(error)
+            if micro_batches >= largest or not out_of_memory:
+                raise
+        finally:
+            # NCCL cannot use the memory that PyTorch's allocator keeps.
+            torch.cuda.empty_cache()
+        micro_batches *= 2
+
+
+def micro_batches_that_fit(loss_of, precision, pairs, heaviest_steps, collate, world) -> int:
+    """The fewest micro-batches per step with which training fits in the GPU's memory.
+
+    A power of two. Tried with the steps that need most: `heaviest_steps`, each a list of indices
+    into `pairs`. All ranks get the same number. On a CPU it is 1, and for a sharded model (FSDP2)
+    too, because its ranks cannot be tried one by one.
+    """
+    weights = list(loss_of.parameters())
+    if is_sharded(loss_of):
+        return 1
+
+    def try_heaviest_steps(micro_batches: int) -> None:
+        # As large as AdamW's two moments and the buckets that DDP sends.
+        reserved = [torch.empty_like(weight) for weight in weights for _ in range(3)]
+        for step in heaviest_steps:
+            first_micro_batch = step[:: micro_batches * world.size]
+            batch = collate(pairs.take(first_micro_batch)).to(world.device)
+            with precision.autocast():
+                loss, _ = loss_of(*batch.inputs)
+            loss.backward()
+        del reserved
+
+    micro_batches = fewest_micro_batches(try_heaviest_steps, world.device)
+    for weight in weights:
+        weight.grad = None
+    return int(world.maximum(micro_batches)[0])
