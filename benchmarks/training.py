@@ -52,8 +52,8 @@ CONTESTANTS = {
     "marian-tuned": Contestant(
         "marian",
         "tuned",
-        "the same, with oneDNN and reused memory",
-        "同上，用 oneDNN 并复用内存",
+        "`MarianMTModel`, with oneDNN and reused memory",
+        "`MarianMTModel`，用 oneDNN 并复用内存",
         KEEP_MEMORY,
     ),
     **ours([*OURS, *(f"plain-{name}" for name in OURS), *(f"muon-{name}" for name in OURS)]),
