@@ -51,7 +51,10 @@ def settings_as_before():
 def test_on_a_cpu(monkeypatch, flags, asked, training, name, said):
     monkeypatch.setattr(under_test, "cpuinfo", lambda: flags)
     chosen, layer = choose_precision(CPU, asked, training), nn.Linear(4, 4)
-    assert chosen.describe() == f"device: cpu, {torch.get_num_threads()} threads; {name} ({said})"
+    torch.set_num_threads(2)  # a fixture resets it
+    assert chosen.describe() == f"device: cpu, 2 threads; {name} ({said})"
+    torch.set_num_threads(1)
+    assert chosen.describe() == f"device: cpu, 1 thread; {name} ({said})"
     with chosen.autocast():
         output = layer(torch.ones(1, 4))
     assert output.dtype is chosen.dtype is {"fp32": torch.float32, "bf16": torch.bfloat16}[name]

@@ -173,7 +173,8 @@ def test_ctrl_c_ends_it_also_during_a_translation(tiny_run, tmp_path):
     flags = "--ckpt", tiny_run, "--serve", "--port", 0, "--device", "cpu"
     script = Forked("translate.py", *flags, cwd=tmp_path, first=(hang_in_some_texts,))
     try:
-        address = script.wait_for("Ctrl-C ends it").splitlines()[-1].split()[0]
+        line = script.wait_for("press Ctrl-C to stop").splitlines()[-1]  # serving at http://…;
+        address = line.removeprefix("serving at ").partition(";")[0]
         port = int(address.rpartition(":")[2])
         assert request(port, "POST", "/translate", '{"text": "1"}')[0] == 200
         connection = http.client.HTTPConnection("127.0.0.1", port)
