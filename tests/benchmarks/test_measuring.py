@@ -20,6 +20,8 @@ def test_contestants_take_turns_and_who_cannot_is_asked_once(capsys):
     assert asked == ["a", "absent", "b", "a", "b"]
     assert [row.contestant for row in rows] == ["a", "b"]
     assert capsys.readouterr().out.count("round") == 4
+    with pytest.raises(UserError, match="no contestant could be measured"):
+        ms.measure("title", ["absent"], turn, "speed", rounds=2)
 
 
 def test_medians_and_ratios_in_a_table():

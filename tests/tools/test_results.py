@@ -1,7 +1,10 @@
 """The pages of results and performance are those that the command writes."""
 
+import sys
+
 import pytest
 
+from tools import results
 from tools.results import FOLDER, PAGES, SUFFIXES, as_page, read_tables
 
 
@@ -10,6 +13,14 @@ from tools.results import FOLDER, PAGES, SUFFIXES, as_page, read_tables
 def test_the_page_is_the_one_that_the_command_writes(page, language):
     written = (FOLDER / f"{page}{SUFFIXES[language]}").read_text(encoding="utf-8")
     assert written == as_page(page, language), "run python -m tools.results"
+
+
+def test_help_writes_no_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["results", "--help"])
+    with pytest.raises(SystemExit):
+        results.main()
+    assert "write the pages" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("page", PAGES)
