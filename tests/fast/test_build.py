@@ -1,6 +1,7 @@
 """C++ is compiled once and kept; without a compiler one line says why."""
 
 import os
+import platform
 import shlex
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from conftest import HANGS, ROOT
 from random_models import needs_compiler
 
+from engine.devices import cpuinfo
 from fast import build
 
 SOURCE = 'extern "C" long number() { return NUMBER; }\n'
@@ -118,13 +120,37 @@ def test_the_kernels_run_clean_under_sanitizers(tmp_path):
     ]
     if not all(path.startswith("/") for path in paths):
         pytest.skip("g++ has no sanitizers here")
-    environment = {
-        **os.environ,
-        "LD_PRELOAD": " ".join(path.strip() for path in paths),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "CXX": "g++ -g -fsanitize=address,undefined -fno-sanitize-recover=undefined",
-        "TORCH_EXTENSIONS_DIR": str(tmp_path),
-    }
+    run_tests_of_kernels(
+        tmp_path,
+        LD_PRELOAD=" ".join(path.strip() for path in paths),
+        ASAN_OPTIONS="detect_leaks=0",
+        CXX="g++ -g -fsanitize=address,undefined -fno-sanitize-recover=undefined",
+    )
+
+
+# Replaces -march=native, which comes after all options of CXX.
+FOR_ANOTHER = """#!/bin/bash
+exec g++ "${@/-march=native/-march=PROCESSOR}"
+"""
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="not an x86 processor")
+@pytest.mark.parametrize("name, flag", [("x86-64", "sse2"), ("haswell", "avx2")])
+def test_the_kernels_are_right_on_processors_without_avx512(name, flag, tmp_path):
+    """Vectors of 4 and of 8 numbers, on whatever processor this is."""
+    if flag not in cpuinfo().split():
+        pytest.skip(f"this processor has no {flag}")
+    compiler = tmp_path / "c++"
+    compiler.write_text(FOR_ANOTHER.replace("PROCESSOR", name))
+    compiler.chmod(0o755)
+    run_tests_of_kernels(tmp_path, CXX=shlex.quote(str(compiler)))
+
+
+def run_tests_of_kernels(folder: Path, **variables: str) -> None:
+    """Run them in a process with these variables; what is compiled goes to `folder`."""
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder), **variables}
     files = [
         Path(__file__).with_name(f"test_{name}.py")
         for name in ("kernels", "compiled_decoding", "training")

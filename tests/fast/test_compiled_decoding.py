@@ -29,7 +29,7 @@ import fast
 from decoding import plan_batches, search
 from engine.errors import UserError
 from fast import build
-from fast.decoding import CompiledDecoder
+from fast.decoding import CompiledDecoder, compiled_functions
 from labs.attention_op import use_in
 from model import Translator
 
@@ -39,7 +39,7 @@ SIZES = [  # one and several vectors a head, whole and broken panels
     (dict(d_model=96, nhead=2, dim_feedforward=64), 64),
     (dict(d_model=256, nhead=8, dim_feedforward=1024), 300),
 ]
-NO_INT8 = bool(build.why_not()) or not torch.cpu._is_vnni_supported()
+NO_INT8 = not torch.cpu._is_vnni_supported() or compiled_functions(int8=True) is None
 needs_int8 = pytest.mark.skipif(NO_INT8, reason="no compiler or no VNNI")
 seeds = st.integers(0, 2**31)
 
