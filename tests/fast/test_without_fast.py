@@ -39,10 +39,17 @@ def test_the_lab_trains_and_scores_the_same_without_fast(toy_data, tmp_path, mon
     monkeypatch.setattr(fast, "loss", lambda model, smoothing, *_: SummedLoss(model, smoothing))
     monkeypatch.setattr(fast, "decoder", lambda *arguments: None)
     assert not in_this_process(*train, "without")
-    for key in ("train/loss", "train/gradient_norm", "valid/loss", "valid/bleu"):
+    # Sums in another order round differently, and 30 steps carry the difference on. For BLEU a tie
+    # between two tokens may fall either way.
+    allowed = {
+        "train/loss": 2e-3,
+        "train/gradient_norm": 2e-3,
+        "valid/loss": 2e-3,
+        "valid/bleu": 0.05,
+    }
+    for key, difference in allowed.items():
         found, expected = (records(tmp_path / "runs" / run, key) for run in ("with", "without"))
-        # Sums in another order round differently, and 30 steps carry the difference on.
-        assert found == pytest.approx(expected, rel=2e-3, abs=1e-9), key
+        assert found == pytest.approx(expected, rel=difference, abs=1e-9), key
     plain_outputs = translations("with", tmp_path / "plain.txt")
     assert len(outputs) == 50
     assert len(set(outputs)) > 5
