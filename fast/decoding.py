@@ -29,7 +29,7 @@ from fast import build
 from fast.build import call, library, round_up
 from fast.training import is_known
 
-SIZES = 16  # sizes must be multiples of it: the numbers of the largest vector
+WIDTH_MULTIPLE = 16  # all widths are multiples of the numbers in the largest vector
 TOKENS_PER_BLOCK = 16  # kTokens: of the cache of keys and values
 
 
@@ -116,8 +116,9 @@ def why_not(model: nn.Module, int8: bool = False) -> str:
         return "the model has a part or a weight that the C++ code does not know, or lacks one"
     sizes = model.config
     widths = (sizes.d_model, sizes.dim_feedforward, sizes.d_model // sizes.nhead)
-    if any(width % SIZES for width in widths):
-        return f"a width of {widths} is not a multiple of {SIZES}"
+    if any(width % WIDTH_MULTIPLE for width in widths):
+        names = "the model, of its feed-forward layers or of a head"
+        return f"the width of {names} is not a multiple of {WIDTH_MULTIPLE}"
     layers = [*model.transformer.encoder.layers, *model.transformer.decoder.layers]
     if any(layer.activation is not F.relu for layer in layers):
         return "the C++ code needs layers with ReLU"

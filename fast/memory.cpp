@@ -1,9 +1,9 @@
 // Large tensors in one region of memory, lowest free place first.
 //
 // In malloc's heap the small things that stay (Python's objects, prepared products) end up between the large tensors that
-// die with a step. Their free_blocks never join, and with batches of ever new shapes the heap grows for thousands of steps. Here what
-// stays (weights, and what the optimiser keeps) is there from the first step on, and the rest is free after every step. The
-// kernel is asked for pages of 2 MiB; like malloc under engine/memory.py, the region keeps what it once had.
+// die with a step. The gaps that the tensors leave never join, and with batches of ever new shapes the heap grows for thousands
+// of steps. Here what stays (weights, and what the optimiser keeps) is there from the first step on, and the rest is free after
+// every step. The kernel is asked for pages of 2 MiB; like malloc under engine/memory.py, the region keeps what it once had.
 
 #include <c10/core/CPUAllocator.h>
 #include <malloc.h>
@@ -82,8 +82,8 @@ void Region::release(void* place) {
 // nothing.
 extern "C" int keep_tensors_together() {
   if (region) return 1;
-  rlimit addresses;
-  if (getrlimit(RLIMIT_AS, &addresses) || addresses.rlim_cur != RLIM_INFINITY) return 0;  // the region would leave no addresses for anything else
+  rlimit addresses;  // where they are limited, the region would leave none for anything else
+  if (getrlimit(RLIMIT_AS, &addresses) || addresses.rlim_cur != RLIM_INFINITY) return 0;
   if (std::ifstream("/proc/sys/vm/overcommit_memory").get() == '2') return 0;  // addresses count as memory there
   const size_t size = size_t(sysconf(_SC_PHYS_PAGES)) * size_t(sysconf(_SC_PAGESIZE));  // addresses; memory when touched
   void* begin = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

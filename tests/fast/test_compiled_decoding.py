@@ -404,7 +404,7 @@ def test_a_slower_start_says_why():
     notes = []
     fast.start(make_model(0, d_model=24, nhead=2), log=notes.append)
     (note,) = notes
-    assert note.endswith("fast/ is not used (a width of (24, 96, 12) is not a multiple of 16)")
+    assert note.endswith("or of a head is not a multiple of 16)")
     fast.start(make_model(0), log=notes.append)
     assert len(notes) == 1 or build.why_not()
 
