@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -52,8 +53,9 @@ SMALL = (
     " --source_vocab 512 --target_vocab 512 --tokens_per_batch 1000 --warmup 5 --lr 0.004"
     " --dropout 0 --log_every 1 --precision fp32 --device cpu"
 )
-SHORT = f"{SMALL} --max_steps {STEPS} --eval_every {RESUMED_AT} --data {ROOT / 'sample'}"
-LONG = f"{SMALL} --max_steps 430 --eval_every {LEARNING_STEPS} --data {ROOT / 'sample'}"
+SAMPLE = shlex.quote(str(ROOT / "sample"))  # the path may have a space
+SHORT = f"{SMALL} --max_steps {STEPS} --eval_every {RESUMED_AT} --data {SAMPLE}"
+LONG = f"{SMALL} --max_steps 430 --eval_every {LEARNING_STEPS} --data {SAMPLE}"
 TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node 2 --"
 
 # Name → arguments of Python, and environment. CXX=none turns the compiled code in fast/ off.
@@ -101,7 +103,7 @@ def measure(folder: Path, names: list[str] = ()) -> dict:
 def run_python(arguments: str, folder: Path, **environment) -> None:
     """One command line in `folder`, with one thread for each process. Raises `RuntimeError`."""
     print(f"python {arguments}", file=sys.stderr, flush=True)
-    words = [str(ROOT / word) if word.endswith(".py") else word for word in arguments.split()]
+    words = [str(ROOT / word) if word.endswith(".py") else word for word in shlex.split(arguments)]
     fixed = dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo")
     environment = {**os.environ, **fixed, "PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run(
