@@ -89,7 +89,7 @@ choose_index() {
     driver="${gpus%%.*}"
     if ((driver < 525 || (newest > 90 && driver < 580))); then
         echo "error: the NVIDIA driver $driver is too old for PyTorch; update it to 580 or later, or" \
-            "train on the CPU: TORCH_INDEX_URL=$pytorch/cpu bash $(printf %q "$0")" >&2
+            "train on the CPU: TORCH_INDEX_URL=$pytorch/cpu bash $(printf %q "$0") -- --device cpu" >&2
         exit 2
     elif ((driver < 580 || oldest < 75)); then
         index=$pytorch/cu126
@@ -202,7 +202,8 @@ name= word=
 if [ -n "$settings" ]; then # it may name the run; train.py refuses a wrong file
     read_name='import pathlib, sys; del sys.path[0]; from engine.config import read_settings
 values = read_settings(pathlib.Path(sys.argv[1]))
-print(values.get("resume") or values.get("run") or "")'
+names = [values.get("resume"), values.get("run")]
+print(next((name for name in names if name not in (None, "null", "~", "")), ""))'
     name="$("$python" -c "$read_name" "$1" 2>/dev/null || true)"
 fi
 for next in "$@" ""; do
@@ -223,7 +224,10 @@ if tail -n 1 "$folder/train.log" | grep -q "to resume:"; then
     echo "the training was interrupted, so nothing is evaluated" >&2
     exit 130
 fi
-run "$python" "$root/evaluate.py" --ckpt "$folder"
+# Where it was trained: the first GPU may be unusable, or in use by others.
+read_device='import json, sys; print(json.load(open(sys.argv[1])).get("device", "auto"))'
+device="$("$python" -c "$read_device" "$folder/config.json")"
+run "$python" "$root/evaluate.py" --ckpt "$folder" --device "$device"
 at="$([ "$PWD" = "$root" ] || printf %q "$root/")" activate="$(printf %q "$venv/bin/activate")"
 cat <<END
 

@@ -23,7 +23,7 @@ case "$*" in
     *importlib.metadata*) exit "${WITHOUT_TORCH:-0}" ;;
     *ensurepip*) exit "${WITHOUT_ENSUREPIP:-0}" ;;
     *is_available*) exit "${WITHOUT_GPU:-0}" ;;
-    *read_settings*) exec "$REAL_PYTHON" "$@" ;;
+    *read_settings* | *json.load*) exec "$REAL_PYTHON" "$@" ;;
     *"--index-url $UNREACHABLE"*) exit 1 ;;
     "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
     *train.py*)
@@ -40,7 +40,7 @@ case "$*" in
             shift
         done
         mkdir -p "${folder:=runs/from_settings}"
-        touch "$folder/config.json"
+        echo "{\\"device\\": \\"${DEVICE:-auto}\\"}" > "$folder/config.json"
         echo "${LAST_LINE:-next: python evaluate.py}" > "$folder/train.log"
         exit "${CODE:-0}" ;;
 esac
@@ -101,7 +101,8 @@ def test_installs_once_and_evaluates_the_run_that_it_trained(place):
     code, _, calls = run_sh(place, "--", "--data", "my_corpus")
     assert code == 0 and "-m pip" not in calls and "-m venv" not in calls
     name = calls.split("--run ")[1].split()[0]
-    assert f"evaluate.py --ckpt runs/{name}\n" in calls and f"{folder}/train.py" in calls
+    assert f"evaluate.py --ckpt runs/{name} --device auto\n" in calls
+    assert f"{folder}/train.py" in calls
     assert (place / f"home/runs/{name}/train.log").exists()  # relative to where the user is
     with (folder / "constraints.txt").open("a") as file:  # other versions are installed again
         file.write("tqdm==4.0.0\n")
@@ -138,6 +139,7 @@ def test_drivers_that_no_build_fits(place):
         (line,) = (line for line in printed.splitlines() if line.startswith("error"))
         assert code == 2 and f"the NVIDIA driver {gpus[:3]} is too old for PyTorch; update" in line
         assert "pip install" not in calls and f"TORCH_INDEX_URL={PYTORCH}/cpu bash" in line
+        assert line.endswith("run.sh -- --device cpu")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the builds of Linux")
@@ -205,8 +207,8 @@ def test_the_run_that_the_flags_name_is_evaluated(place, monkeypatch):
     for folder in ("runs/a", "runs/b", "elsewhere/c", "d"):
         (place / "home" / folder).mkdir(parents=True)
         (place / "home" / folder / "train.log").write_text("next: python evaluate.py\n")
-        (place / "home" / folder / "config.json").touch()
-    (place / "home/s.yaml").write_text("lr: 1\nrun: elsewhere/c\n")
+        (place / "home" / folder / "config.json").write_text('{"device": "auto"}')
+    (place / "home/s.yaml").write_text("lr: 1\nresume: null\nrun: elsewhere/c\n")
     home = str(place / "home")
     monkeypatch.chdir(home)
     folders = {
@@ -220,10 +222,22 @@ def test_the_run_that_the_flags_name_is_evaluated(place, monkeypatch):
     }
     for flags, folder in folders.items():
         code, _, calls = run_sh(place, "--", *flags.split(), HOME=home)
-        assert code == 0 and f"evaluate.py --ckpt {folder}\n" in calls, flags
+        assert code == 0 and f"evaluate.py --ckpt {folder} --device auto\n" in calls, flags
         name = re.split("[ =]", flags)[-1]
         if "~" not in flags and ".yaml" not in flags:
             assert find_run(name) == Path(folder)  # as evaluate.py and --resume find it
+
+
+def test_a_null_in_a_settings_file_names_no_run(place):
+    (place / "home/s.yaml").write_text("resume: null\nrun: ~\n")
+    code, _, calls = run_sh(place, "--", "s.yaml")
+    (name,) = re.findall("train.py s.yaml --run ([^ ]+)\n", calls)
+    assert code == 0 and f"evaluate.py --ckpt runs/{name} " in calls
+
+
+def test_evaluation_uses_the_device_of_the_training(place):
+    calls = run_sh(place, "--", "--device", "cuda:1", DEVICE="cuda:1")[2]
+    assert re.search("evaluate.py --ckpt [^ ]+ --device cuda:1\n", calls)
 
 
 def test_on_a_cpu_time_is_limited_unless_a_settings_file_or_a_run_says_how_long(place):
