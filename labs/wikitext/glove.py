@@ -56,6 +56,8 @@ def read_vectors(path: Path, wanted: set[str]) -> tuple[dict[str, list[float]], 
                 word = " ".join(words[:-size])
                 if word in wanted and word not in table:
                     table[word] = [float(value) for value in words[-size:]]
+        if not size:
+            raise ValueError("it is empty")
     except OSError as error:
         raise UserError(
             f"--glove {path}: {error.strerror}; give a text file such as glove.6B.50d.txt"

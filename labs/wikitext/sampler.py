@@ -15,13 +15,13 @@ class SegmentSampler:
     static: each segment once. dynamic: segment i is drawn with probability
 
         p_i = (1 − w) / M + w · exp(ℓ_i) / Σ_j exp(ℓ_j)
-        w = 0 in the first epoch, else max(0, 1 − e / (0.7 · E))
+        w = 0 in the first draw (e = 0), later max(0, 1 − e / (0.7 · E))
 
     ℓ_i: mean plain loss of its tokens, in nats, over its visits since the last draw; a segment
     without a visit keeps its ℓ. e: epochs done when the draw is made; E: epochs in all. So a
     segment's extra share is proportional to its perplexity. w falls from nearly 1 to 0 where the
-    learning rate begins to fall: the last 30 % of the epochs are static again. One draw serves
-    `resample_every` epochs, each in another order.
+    learning rate begins to fall: draws in the last 30 % of the epochs are static again. One draw
+    serves `resample_every` epochs, each in another order.
 
     A draw takes M segments by systematic resampling: i comes ⌊M p_i⌋ or ⌈M p_i⌉ times and M p_i
     times in expectation, so at w = 0 each comes exactly once. It is a function of (losses, seed,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
-from text.reading import find_text, split_of
+from text.reading import absolute_path, find_text, split_of
 
 ROOT = Path(__file__).parents[2]
 # Where WikiText-2 is looked for without a flag: /opt, and beside the repository.
@@ -32,6 +32,7 @@ HOW_TO_GET = (
 )
 SPLITS = ("train", "validation", "test")
 SUFFIXES = (".txt", ".tokens", ".raw", ".parquet")
+NOT_TEXT = ("copying", "licence", "license", "notice", "readme")  # files that come with a text
 UNK, EOS = "<unk>", "<eos>"
 # The title line of a WikiText article, ` = Title = `; ` = = Section = = ` is not one.
 TITLE = re.compile(r"\s*= [^=].* =\s*")
@@ -96,7 +97,10 @@ class Text:
 def prepare(
     path: str, ratios: tuple[float, ...], vocab: int, min_count: int, lowercase: bool = False
 ) -> Text:
-    """Read, split and tokenise. `path` "": the sample; `vocab` 0: words seen `min_count` times."""
+    """Read, split and tokenise.
+
+    `path` "": the sample. `vocab` 0: the words seen at least `min_count` times.
+    """
     notes = []
     splits = read_splits(path, ratios, notes)
     marks = has_marks_on_words(splits["train"], notes)
@@ -136,12 +140,16 @@ def read_splits(path: str, ratios: tuple[float, ...], notes: list[str]) -> dict[
 def find_data(data: str) -> str:
     """The absolute path of `data`; without it the first of DATA_PLACES, else "": the sample."""
     if data:
-        return str(Path(data).expanduser().resolve())
+        return absolute_path(data)
     return next((str(place) for place in DATA_PLACES if place.is_dir()), "")
 
 
 def find_files(path: Path) -> dict[str, list[Path]]:
-    """Split → its text files, in order of name; "" stands for files whose names tell no split."""
+    """Split → its text files, in order of name.
+
+    Files whose names tell no split are the training text, unless another file is called train. If
+    no name tells a split, the only key is "".
+    """
     if path.is_file():
         return {"": [path]}
     if not path.is_dir():
@@ -150,7 +158,8 @@ def find_files(path: Path) -> dict[str, list[Path]]:
         )
     files_of = {}
     for file in sorted(path.iterdir()):
-        if file.is_file() and file.suffix in SUFFIXES and not file.name.startswith("."):
+        is_text = file.suffix in SUFFIXES and file.stem.lower() not in NOT_TEXT
+        if file.is_file() and is_text and not file.name.startswith("."):
             files_of.setdefault(split_of(file.name) or "", []).append(file)
     if not files_of:
         raise UserError(
@@ -161,7 +170,9 @@ def find_files(path: Path) -> dict[str, list[Path]]:
         if len({file.suffix for file in files}) > 1:  # the same text in two forms
             names = ", ".join(file.name for file in files)
             raise UserError(f"--data {path}: {split} is both {names}; remove all but one kind")
-    return named or files_of  # a LICENSE.txt beside train.txt is not part of the text
+    if named and "train" not in named and "" in files_of:
+        return {"train": files_of[""], **named}
+    return named or files_of  # a notes.txt beside train.txt is not part of the text
 
 
 def read_lines(file: Path) -> list[str]:
@@ -282,7 +293,10 @@ def cut_words(line: str, marks: bool, lowercase: bool) -> list[str]:
 
 
 def choose_words(rows: list[list[str]], size: int, min_count: int) -> list[str]:
-    """<eos>, <unk> and the words seen `min_count` times, or the `size` most frequent tokens."""
+    """<eos>, <unk> and the words seen at least `min_count` times, the most frequent first.
+
+    With `size` above 0 instead the `size` most frequent tokens, those two among them.
+    """
     counts = Counter(word for row in rows for word in row)
     unknown = counts.pop(UNK, 0)
     ends = counts.pop(EOS, 0)  # where the text itself has the word <eos>

@@ -26,7 +26,7 @@ from labs.wikitext.evaluation import confusion_figure, evaluate, generate, windo
 from labs.wikitext.glove import load_glove
 from labs.wikitext.model import LanguageModel, SmoothedLoss
 from labs.wikitext.sampler import SegmentSampler, gather_segments, systematic
-from labs.wikitext.text import EOS, UNK, Vocabulary, prepare, read_lines, read_splits
+from labs.wikitext.text import EOS, UNK, Vocabulary, find_data, prepare, read_lines, read_splits
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
@@ -82,6 +82,23 @@ def test_a_folder_without_train_cuts_it_from_validation_and_leaves_test_alone(tm
     assert splits["test"] == wiki(5, first=20).splitlines()
     assert splits["validation"][0] == " = Title 18 = "  # 8/9 of 20 articles, to the nearest
     assert "validation is cut at articles: 88.9% train, 11.1% validation; test as it" in notes[-1]
+
+
+def test_files_without_a_split_in_their_names_are_train_if_no_other_is(tmp_path):
+    write(tmp_path / "novel.txt", wiki(20))
+    write(tmp_path / "test.txt", wiki(5, first=20))
+    notes = []
+    splits = read_splits(str(tmp_path), RATIOS, notes)
+    assert splits["train"] + splits["validation"] == wiki(20).splitlines()
+    assert splits["test"] == wiki(5, first=20).splitlines()
+    assert notes[0].startswith("data: train from novel.txt")
+
+
+def test_a_link_keeps_its_suffix(tmp_path):
+    write_table(pyarrow.table({"text": wiki().splitlines()}), tmp_path / "blob")
+    (tmp_path / "train.parquet").symlink_to(tmp_path / "blob")
+    data = find_data(str(tmp_path / "train.parquet"))
+    assert sum(map(len, read_splits(data, RATIOS, []).values())) == len(wiki().splitlines())
 
 
 @pytest.mark.parametrize("text, kind", [(wiki(), "articles"), ("a b c\n" * 20, "lines")])
@@ -522,6 +539,7 @@ def test_two_processes_have_the_losses_of_one(lab, tmp_path):
         (dict(data="both"), "train is both wiki.train.raw, wiki.train.tokens; remove"),
         (dict(preset="handout"), "unpack https://nlp.stanford.edu/data/glove.6B.zip"),
         (dict(glove="broken.txt"), "not a file of vectors (line 2 has 2 numbers instead of 3)"),
+        (dict(glove="empty.txt"), "not a file of vectors (it is empty)"),
         (dict(glove="header.txt"), "line 1 is not a word and its numbers; delete a header line"),
         (dict(glove="foreign.txt"), "none of its words is in the vocabulary"),
         (dict(glove="good.txt", d_embedding=7), "these GloVe vectors have 3 numbers"),
@@ -534,6 +552,7 @@ def test_mistakes_are_named_in_one_line(lab, tmp_path, settings, message):
         "short.txt": "a b\n" * 10,
         "good.txt": "the 1 2 3\n",
         "broken.txt": "the 1 2 3\nship 1 2\n",
+        "empty.txt": "",
         "header.txt": "1 3\nthe 1 2 3\n",
         "foreign.txt": "le 1 2\n",
         "wiki.txt": wiki(),
