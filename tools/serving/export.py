@@ -143,9 +143,8 @@ def write_card(trained: Trained, trial: str, folder: Path) -> None:
     """Write README.md. `trial`: what came of it."""
     config, sizes = trained.config, trained.model.config
     loader = LOADER.read_text(encoding="utf-8")
-    longest_output = min(256, sizes.max_length)
-    loader = loader.replace("max_input_length=512", f"max_input_length={sizes.max_length}")
-    loader = loader.replace("max_decoding_length=256", f"max_decoding_length={longest_output}")
+    for limit in ("max_input_length", "max_decoding_length"):
+        loader = loader.replace(f"{limit}=512", f"{limit}={sizes.max_length}")
     card = CARD.format(
         name=trained.name,
         source=config["source"],

@@ -5,7 +5,11 @@ source, target = (
     AutoTokenizer.from_pretrained(".", subfolder=side) for side in ("source", "target")
 )
 translator = ctranslate2.Translator(".")
-lines = [" ".join(line.split()) for line in open(0, encoding="utf-8-sig", newline="\n")]
+# As for the training data: no marks of writing direction, nothing of zero width, no ▁.
+removed = [0xAD, 0x200B, 0x2060, 0xFEFF, 0x200E, 0x200F, *range(0x202A, 0x202F)]
+cleaned = dict.fromkeys([*removed, *range(0x2066, 0x206A)]) | {0x2581: "_"}
+stdin = open(0, encoding="utf-8-sig", newline="\n")
+lines = [" ".join(line.translate(cleaned).split()) for line in stdin]
 plain = dict(add_special_tokens=False, split_special_tokens=True)  # "<s>" in a text is text
 words = [source.convert_ids_to_tokens(source.encode(line, **plain)) for line in lines]
 options = dict(
@@ -13,7 +17,7 @@ options = dict(
     max_batch_size=64,
     max_input_length=512,
     min_decoding_length=0,
-    max_decoding_length=256,
+    max_decoding_length=512,
 )
 for line, result in zip(lines, translator.translate_batch(words, **options)):
     ids = target.convert_tokens_to_ids(result.hypotheses[0])

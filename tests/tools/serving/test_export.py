@@ -106,13 +106,14 @@ def test_several_processes_and_texts_are_refused(asked, monkeypatch):
         translate(config)
 
 
-def test_the_card_asks_for_no_more_tokens_than_the_model_has_places(tiny_run, tmp_path):
+def test_the_card_asks_for_as_many_tokens_as_the_model_has_places(tiny_run, tmp_path):
     trained = load_trained(tiny_run)
-    for places, most in ((64, 64), (512, 256)):
+    for places in (64, 512, 1024):
         trained.model.config = replace(trained.model.config, max_length=places)
         write_card(trained, "tried", tmp_path)
         card = (tmp_path / "README.md").read_text(encoding="utf-8")
-        assert re.search(rf"max_decoding_length={most}\b", card)
+        assert re.search(rf"max_decoding_length={places}\b", card)
+        assert re.search(rf"max_input_length={places}\b", card)
 
 
 def onto_a_mount_point(*_):
