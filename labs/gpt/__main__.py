@@ -227,8 +227,8 @@ def train(config: Config) -> Path | None:
             minutes = (time.perf_counter() - begun) / 60
             interrupted, state.minutes = world.maximum(run.interrupted(), minutes)
             progress = schedule.progress(state.step, total_steps, state.minutes, config.max_minutes)
-            step_is_due = progress >= 1 or state.step % eval_every == 0
-            validation_due = step_is_due and state.step > state.last_validation
+            at_validation_step = progress >= 1 or state.step % eval_every == 0
+            validation_due = at_validation_step and state.step > state.last_validation
             if validation_due and not interrupted:
                 state.validation_loss = validate(layout, data)
                 state.last_validation = state.step
@@ -309,7 +309,7 @@ def train(config: Config) -> Path | None:
                 f"speed: {result['tokens_per_second']:,.0f} tokens/s, "
                 f"{result['step_seconds'] * 1000:.0f} ms a step; {result['tflops']:.3f} TFLOP/s, "
                 f"{result['share_of_peak']:.1%} of the measured peak (the handout's formulas: "
-                f"{result['handout_parameters']:,} parameters, "
+                f"{result['handout_parameters']:,} weights, "
                 f"{result['handout_tflops']:.3f} TFLOP/s)"
             )
         reason = "finished"

@@ -7,6 +7,7 @@ needs. runs/NAME/checkpoints/sharded-N/ has the pieces and state.json.
 
 import json
 import os
+import re
 import shutil
 import warnings
 from dataclasses import asdict
@@ -107,8 +108,10 @@ def read(path: Path) -> dict:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first."""
-    return sorted(folder.glob("sharded-*"), key=step_of)
+    """The checkpoints in a folder, oldest first; a copy with another name is none."""
+    name = re.compile(r"sharded-(0|[1-9][0-9]*)")
+    folders = [path for path in folder.glob("sharded-*") if name.fullmatch(path.name)]
+    return sorted(folders, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -467,6 +467,7 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys, report_of):
     generate.main(generate.Config(ckpt="text", tokens=8))  # runs/text
     assert len(capsys.readouterr().out.split()) >= 4
     (folder / "checkpoints/.tmp-sharded-41").mkdir()  # a save that was killed
+    (folder / "checkpoints/sharded-40-copy").mkdir()
     other = dict(resume=str(folder), data="random", max_steps=42, given=("data", "max_steps"))
     with refused("--data random is not the data that this run was started with"):
         train(config_of(**other))
