@@ -164,6 +164,8 @@ def json_rows(file: Path) -> Iterator[tuple[str, object]]:
             f"{file}, line {line}: neither one JSON object per line nor one array of objects "
             f"({error.msg}); write it in one of these forms"
         ) from error
+    except UnicodeDecodeError:
+        raise  # `read_pairs` finds the line
     except ValueError as error:  # a number of thousands of digits
         raise UserError(f"{file}, line {number}: {short(error)}; repair it") from error
     except RecursionError:

@@ -414,6 +414,10 @@ MISTAKES = {
         {"x.csv": b"zh,en\na,b\n" + "你好,b\n".encode("gbk")},
         ["x.csv, line 3: not UTF-8", "iconv -f gb18030"],
     ),
+    "GBK jsonl": (
+        {"x.jsonl": b'{"zh": "a", "en": "b"}\n' * 1000 + '{"zh": "你好"}'.encode("gbk")},
+        ["x.jsonl, line 1001: not UTF-8", "iconv -f gb18030"],
+    ),
     "UTF-16 tsv": ({"x.tsv": "zh\ten\n".encode("utf-16")}, ["x.tsv, line 1", "iconv -f utf-16"]),
     "too many fields": ({"x.csv": "zh,en\na,b,c\n"}, ["line 2: 3 field(s), the header has 2"]),
     "too few fields": (
