@@ -347,6 +347,10 @@ def test_compare_of_one_run_compares_its_evaluations_of_the_same_rows(run, capsy
     names = [GREEDY, "eval/test-greedy-fp32", "eval/test-beam4-lp0.6"]
     assert [line[1] for line in lines] == names
     assert lines[1][-3:] == ["p", "=", "1.0000"]  # the same translations differ by nothing
+    change_json(run / f"{GREEDY}.json", rows="of other data")
+    compare(run)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[1] for line in lines if line[0] == "BLEU"] == names[1:]
 
 
 # -------------------------------------------------------------------- what is read
@@ -395,17 +399,21 @@ def test_a_score_of_an_earlier_checkpoint_is_noted_and_its_attention_is_of_that_
     change_json(run / f"{GREEDY}.json", checkpoint=f"/elsewhere/a/checkpoints/{earlier}")
     loaded = []
 
-    def load(path, log):
-        loaded.append(path)
-        return load_trained(path, log=log)
+    def load(path, average, log):
+        loaded.append((path, average))
+        return load_trained(path, average, log=log)
 
     monkeypatch.setattr(sections, "load_trained", load)
     words = "of an earlier checkpoint than the best"
     assert f"{GREEDY}.json · {earlier} · {words}" in make(run)
-    assert loaded == [run / "checkpoints" / earlier]
+    assert loaded.pop() == (run / "checkpoints" / earlier, 1)
     for end in ("json", "txt"):  # the name that evaluate.py gives when asked for that checkpoint
         (run / f"{GREEDY}.{end}").rename(run / f"{GREEDY}-{earlier}.{end}")
     assert words not in make(run)
+    mean = dict(checkpoint="mean of step-15, step-30 of a", average=2)
+    change_json(run / f"{GREEDY}-{earlier}.json", **mean)
+    make(run)
+    assert loaded.pop() == (run, 2)
 
 
 def cut(path: Path) -> None:

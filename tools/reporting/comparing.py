@@ -1,6 +1,7 @@
 """Does one run translate better than another? The paired bootstrap of runs or evaluations."""
 
 import shlex
+from collections import defaultdict
 
 from engine.errors import UserError
 from text.bleu import Compared, paired_bootstrap
@@ -17,7 +18,7 @@ def shared_results(runs: list[RunFiles]) -> list[str]:
 def compare(runs: list[RunFiles]) -> tuple[str, list[Compared]]:
     """The paired bootstrap of the first evaluation that all runs share: its file and the figures.
 
-    Of one run: of all its evaluations of the same rows, greedy search first. Raises `UserError`.
+    Of one run: of its evaluations of the same rows, greedy search first. Raises `UserError`.
     """
     if len(runs) == 1:
         return compare_evaluations(runs[0])
@@ -35,10 +36,11 @@ def compare(runs: list[RunFiles]) -> tuple[str, list[Compared]]:
 
 
 def compare_evaluations(run: RunFiles) -> tuple[str, list[Compared]]:
-    """The paired bootstrap of one run's evaluations of the same rows as the first of them."""
-    names = list(run.hypotheses)
-    fingerprints = {name: run.results[name].get("rows") for name in names}
-    names = [name for name in names if fingerprints[name] == fingerprints[names[0]]]
+    """The paired bootstrap of the first of one run's evaluations that have the same rows."""
+    by_rows = defaultdict(list)
+    for name in run.hypotheses:
+        by_rows[run.results[name].get("rows")].append(name)
+    names = next((names for names in by_rows.values() if len(names) > 1), [])
     rows = next(filter(None, (rows_of(run, name) for name in names)), [])
     names = [name for name in names if len(run.hypotheses[name]) == len(rows)]
     if len(names) < 2:

@@ -386,7 +386,8 @@ def draw_attention(examples: Examples) -> dict[str, object]:
     drawn = {}
     for run in examples.runs:
         try:
-            trained = load_trained(run.scored(examples.name), log=lambda line: None)
+            average = run.results[examples.name].get("average", 1)
+            trained = load_trained(run.scored(examples.name), average, log=lambda line: None)
         except UserError as error:
             run.missing.append((CROSS_ATTENTION, str(error)))
             continue
