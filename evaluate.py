@@ -62,7 +62,7 @@ import torch
 
 from data import collate_for, was_trained_on
 from decoding import Translations, translate_lines
-from engine import distributed
+from engine import checkpoint, distributed
 from engine.distributed import World
 from engine.files import atomic_write
 from engine.precision import Precision
@@ -162,6 +162,8 @@ def choose_rows(config: Config, trained: Trained) -> Scored:
     run_columns = [trained.config["source"], trained.config["target"]]
     path = os.path.expanduser(config.data or trained.config["data"])
     columns = [config.source or run_columns[0], config.target or run_columns[1]]
+    if columns[0] == columns[1]:
+        raise UserError(f"--source and --target are both {columns[0]}; name two columns")
     text = find_text(path, columns[0], columns[1])
     split = config.split or split_to_score(text)  # the rule; train.py uses the same function
 
@@ -172,8 +174,6 @@ def choose_rows(config: Config, trained: Trained) -> Scored:
         is_run_data = was_trained_on(trained.run, text)
 
     notes = []
-    if columns[0] == columns[1]:
-        raise UserError(f"--source and --target are both {columns[0]}; name two columns")
     if columns == run_columns[::-1]:
         notes.append(f"the model translates from {run_columns[0]} to {run_columns[1]}")
     if split in text.files:
@@ -183,7 +183,7 @@ def choose_rows(config: Config, trained: Trained) -> Scored:
     elif is_run_data and split in missing_splits(text):
         rows = held_out_rows(text)[split]
         notes.append(f"cut from train: the data have no {split} split")
-        # Another train file is cut in another place. Perhaps the data had a test split, too.
+        # If the data had a test split before, nothing was cut, and these rows were learned.
         if not was_trained_on(trained.run, text):
             notes.append("the data have changed: the model may have learned these rows")
     elif is_run_data or config.split:
@@ -207,10 +207,14 @@ def choose_rows(config: Config, trained: Trained) -> Scored:
 
 def is_best(trained: Trained, average: int) -> bool:
     """Whether these weights are the run's best checkpoint, which its validation split chose."""
-    best = trained.run / "checkpoints" / "best"
+    checkpoints = trained.run / "checkpoints"
+    if average > 1 or not checkpoint.steps(checkpoints):  # a run may be handed on without them
+        return False
+    # Not by the link `best`: some disks have no links.
+    best_step = checkpoint.load_state(checkpoint.latest(checkpoints))["best_step"]
     chosen = trained.checkpoint
     folder = chosen.parent if chosen.is_file() else chosen
-    return average == 1 and best.exists() and folder.samefile(best)
+    return folder.resolve() == (checkpoints / f"step-{best_step}").resolve()
 
 
 # ---------------------------------------------------------------- the card and its files

@@ -15,6 +15,7 @@ import evaluate as script
 import fast
 from data import collate_for
 from decoding import Hypothesis, Translations, translate_lines
+from engine.checkpoint import save
 from engine.distributed import World
 from engine.errors import UserError
 from engine.precision import choose_precision
@@ -156,10 +157,8 @@ def run_of(tmp_path, monkeypatch):
         rows = {"train": slice(1400), "validation": slice(1400, 1450), "test": slice(1450, 1500)}
         write_pairs(tmp_path / "data", PAIRS, {split: rows[split] for split in splits.split()})
         checkpoints = tmp_path / "run/checkpoints"
-        for name in ("step-1", "step-2"):
-            (checkpoints / name).mkdir(parents=True)
-            (checkpoints / name / "model.safetensors").touch()
-        (checkpoints / "best").symlink_to("step-1")
+        for step in (1, 2):
+            save(checkpoints, step, model_state={}, optimizer_state={}, state={}, best_step=1)
         monkeypatch.setattr(script, "was_trained_on", lambda *_: unchanged)
         return SimpleNamespace(
             config={"data": str(tmp_path / "data"), "source": "zh", "target": "en"},
@@ -216,6 +215,12 @@ def test_the_rule_for_the_split_and_what_the_card_says(run_of, splits, asked, ca
 def test_only_the_best_checkpoint_was_chosen_by_validation(run_of, checkpoint, average, note):
     trained = run_of("train validation test", checkpoint)
     assert choose_rows(Config(split="validation", average=average), trained).note == note
+
+
+def test_the_best_checkpoint_is_known_where_the_disk_has_no_links(run_of):
+    trained = run_of("train validation test")
+    (trained.run / "checkpoints/best").unlink()
+    assert choose_rows(Config(split="validation"), trained).note == CHOSEN
 
 
 def test_the_other_direction_is_noted(run_of):
