@@ -145,7 +145,10 @@ def clean_and_tokenise(
 
 
 def load_held_out(text: ParallelText) -> dict[str, list[tuple[str, str]]]:
-    """The raw rows of validation and test. A split without files is cut from train."""
+    """The raw rows of validation and test; those of `missing_splits` are cut from train.
+
+    Raises `UserError` if the validation files have no rows.
+    """
     held_out = held_out_rows(text)
     if "validation" in text.files and not held_out["validation"]:
         raise UserError(
@@ -238,7 +241,10 @@ def tokenise_train(
 def worth_keeping(
     source: np.ndarray, target: np.ndarray, max_length: int, counts: Counter
 ) -> np.ndarray:
-    """Which pairs of these lengths to keep, (pairs,) bool. Counts the others, by reason."""
+    """Which pairs of these lengths, in tokens, to keep: (pairs,) bool.
+
+    Adds to `counts` how many are kept, and how many are dropped for each reason.
+    """
     # All arrays are (pairs,).
     too_long = np.maximum(source, target) >= max_length  # bos or eos needs one position
     lopsided = absurd_ratio(source, target)
@@ -548,7 +554,7 @@ def default_tokens_per_batch(prepared: Prepared, device: torch.device) -> int:
 class BucketSampler(Sampler[np.ndarray]):
     """Endless batches of pairs of similar length, within a budget of tokens, planned for all ranks.
 
-    `tokens_per_batch` bounds the padded tokens of either side in one optimiser step, over all ranks
+    `tokens_per_batch` bounds the padded tokens of either side in one optimizer step, over all ranks
     and micro-batches. The pairs of a step are divided among `world_size` · `accumulate`
     micro-batches; iterating gives those of this rank. Every epoch has every pair once, in an order
     drawn from (seed, epoch). With the same data, seed and sizes the batches depend on the step
@@ -582,7 +588,7 @@ class BucketSampler(Sampler[np.ndarray]):
         # lengths alone, so they are the same in every epoch.
         widths = np.maximum(self.source, self.target)
         self.bounds = cut_batches(np.sort(widths), tokens_per_batch, self.micro_batches)
-        self.step = 0  # optimiser steps that were iterated over; set it to continue from there
+        self.step = 0  # optimizer steps that were iterated over; set it to continue from there
         # Both __iter__ and target_tokens read the plan of an epoch: the second finds it here.
         self._plan = lru_cache(maxsize=1)(self._draw_plan)
 

@@ -540,8 +540,8 @@ def search(
 ) -> list[list[Hypothesis]]:
     """Translate token ids, without begin and end: the best hypotheses of each source, best first.
 
-    An empty source has one empty hypothesis. `beam` 1 is greedy search, and there is one
-    hypothesis, unless `nbest` asks for that many (up to `beam`) with their scores.
+    Each source gets one hypothesis, or the `nbest` best, at most `beam`; an empty source gets an
+    empty one. With `beam` 1 and no `nbest` the search is greedy and gives no scores.
     `batches`: which sources to translate, all by default; others get an empty hypothesis.
     `begin`: (src, src_pad) → a cache; `fast.start(model)`, or `plain_start(model)` by default.
     `progress` wraps the batches, as tqdm does.

@@ -30,7 +30,7 @@ FILES_OF_A_RUN = ("config.json", "model.json", "tokenizer")
 class Trained:
     """The weights, tokenizers and settings of one run."""
 
-    model: Translator  # in evaluation mode, on the CPU
+    model: Translator  # in evaluation mode; on the CPU until `load_for_decoding` moves it
     source_tokenizer: Any  # of transformers
     target_tokenizer: Any
     config: dict  # the settings of the run
@@ -106,11 +106,13 @@ def choose_checkpoint(path: str = "", average: int = 1, log: Callable = print) -
         log(f"no --ckpt given, using the newest run: {path}")
     path = find_run(path)
     chosen = checkpoint.resolve(path)
-    if average > 1 and not chosen.is_dir():
-        raise UserError(f"--average needs a run or a checkpoint folder, not the file {chosen}")
-    is_run = path.resolve() != chosen
-    if average > 1 and is_run:
-        chosen = checkpoint.latest(chosen.parent).resolve()
+    if average > 1:
+        if not chosen.is_dir():
+            raise UserError(f"--average needs a run or a checkpoint folder, not the file {chosen}")
+        # The mean of a run ends with its newest checkpoint, not with its best one.
+        is_run = path.resolve() != chosen
+        if is_run:
+            chosen = checkpoint.latest(chosen.parent).resolve()
     return chosen
 
 

@@ -266,8 +266,9 @@ def train(config: Config) -> Path:
             minutes = (time.perf_counter() - begun) / 60
             interrupted, state.minutes = world.maximum(run.interrupted(), minutes)
             progress = schedule.progress(state.step, total_steps, state.minutes, config.max_minutes)
-            step_is_due = progress >= 1 or state.step % eval_every == 0
-            validation_due = step_is_due and state.step > state.last_validation
+            at_validation_step = progress >= 1 or state.step % eval_every == 0
+            # Once only: a resumed run may begin at a step that was validated.
+            validation_due = at_validation_step and state.step > state.last_validation
             improved = False
             if validation_due and not interrupted:
                 loss, bleu = validation(state.step)

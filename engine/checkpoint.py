@@ -255,7 +255,7 @@ def last_intact(checkpoint: Path, count: int) -> list[Path]:
 def load_weights(path: Path) -> dict[str, Tensor]:
     """The weights of a verified checkpoint or of a weights file, on the CPU.
 
-    Prefixes that DDP and torch.compile put before the names are removed.
+    The names lose the prefixes that DDP and torch.compile add.
     """
     weights = load_tensors(path / "model.safetensors" if path.is_dir() else path)
     for key in ("model", "state_dict"):  # of other programs' checkpoints

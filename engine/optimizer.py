@@ -23,8 +23,9 @@ def make_optimizer(
     Muon updates the matrices of `hidden_layers`: the model without its embeddings and output layer.
     Its own matrix products are computed in `dtype`.
 
-    An optimiser must be fused or, as `Muon` does, heed `found_inf`: `Precision.step` sets this
-    tensor to 1 where the gradient is not finite, and the step must then change nothing.
+    An optimizer must be fused or, as `Muon` does, heed its attribute `found_inf`: if this tensor is
+    1, a gradient was not finite, and the step must change nothing. In fp16 GradScaler sets it,
+    otherwise `Precision.step`.
     """
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), lr, **ADAMW)
@@ -42,8 +43,9 @@ class Muon(torch.optim.AdamW):
     orthogonal: the update is equally long in all directions, also in those that AdamW hardly moves.
     It is scaled to the usual size of AdamW's updates (RMS 0.2; Liu et al. 2025).
 
-    `torch.optim.Muon` computes the same one matrix after another and waits for the GPU. This class
-    takes matrices of one shape together, never waits, and divides them among the ranks.
+    `torch.optim.Muon` has the same result, but takes one matrix after another and waits for the
+    GPU. This class takes matrices of one shape together, never waits, and divides them among the
+    ranks.
     """
 
     param_groups: list[dict]  # of torch.optim.Optimizer
@@ -76,7 +78,7 @@ class Muon(torch.optim.AdamW):
             self.update(weights, muon)
 
     def update(self, weights: list[nn.Parameter], group: dict) -> None:
-        """One step of Muon for matrices of one shape. Their gradients are overwritten."""
+        """One step of Muon for matrices of one shape. It may overwrite their gradients."""
         means = [self.momentum_of(weight) for weight in weights]
         gradients = [weight.grad for weight in weights]
         rate = group["lr"]

@@ -97,7 +97,9 @@ class Precision:
 def choose_precision(
     device: torch.device, name: str = "auto", training: bool = False, world=None
 ) -> Precision:
-    """The fastest format the device computes well in, or the one named; else `UserError`.
+    """The format `name`; for "auto" the fastest one that the device computes well in.
+
+    Raises `UserError` for fp16 on a CPU.
 
     A CPU trains in bf16 where it has the instructions, and evaluates in fp32: scores are then the
     same on every machine. Also sets PyTorch's global precision of fp32 products, and on a GPU turns
@@ -141,14 +143,13 @@ def _has_tf32(device: torch.device) -> bool:
 
 
 def _best_on_cpu(training: bool) -> tuple[str, str]:
-    # 'medium' sends fp32 products to oneDNN instead of MKL: the same rounding, and faster on AMD.
-    # On a CPU with AMX, or an ARM one with bf16, it would compute them in bf16, so there the
-    # default stays.
-    # "bf16" is part of avx512_bf16, amx_bf16 and ARM's bf16.
     flags = cpuinfo()
+    # 'medium' sends fp32 products to oneDNN instead of MKL: the same rounding, and faster on AMD.
+    # With AMX, or on an ARM CPU with bf16, oneDNN would then compute them in bf16, so there the
+    # default stays.
     would_round = {"amx_bf16", "bf16"} & set(flags.split())
     torch.set_float32_matmul_precision("highest" if would_round else "medium")
-    if "bf16" not in flags:
+    if "bf16" not in flags:  # nor avx512_bf16 or amx_bf16, which contain it
         return "fp32", "this CPU has no bf16 instructions"
     if training:
         return "bf16", "this CPU has bf16 instructions; the loss agrees with fp32 to 1 %"

@@ -5,7 +5,7 @@ python -m labs.attention_op --backend cpp         # one implementation; C++ is c
 python -m labs.attention_op --seq 1024 --batch 1  # other sizes
 """
 
-from engine.memory import keep_freed_memory  # before PyTorch, see __init__.py
+from engine.memory import keep_freed_memory  # engine before PyTorch, as in every script
 
 # isort: split
 import statistics
@@ -28,7 +28,7 @@ class Config:
     """Every setting of this lab."""
 
     backend: str = flag("", "only this one (python|cpp); default: both", "Operators")
-    batch: int = flag(8, "rows", "Sizes", min=1)
+    batch: int = flag(8, "sequences", "Sizes", min=1)
     heads: int = flag(8, "attention heads", "Sizes", min=1)
     seq: int = flag(256, "queries, and keys, per row", "Sizes", min=1)
     width: int = flag(64, "width of a head", "Sizes", min=1)
@@ -71,30 +71,33 @@ def usable_backends(wanted: str) -> list[str]:
 
 def check_all(backends: list[str]) -> bool:
     """Print one line per operator; return whether all are right."""
-    heads = ("fp32 out", "gradient", "fp64 out", "gradient")
-    print(f"\n{'largest error':<24}{''.join(f'{head:>10}' for head in heads)}  gradcheck")
+    titles = ("fp32 out", "gradient", "fp64 out", "gradient")
+    print(f"\n{'largest error':<24}{''.join(f'{title:>10}' for title in titles)}  gradcheck")
     results = []
     for backend in backends:
         sizes = (3, 2, 37, 41, 16, 24)  # B, H, S, T, D, W
         errors = partial(checks.check_attention, backend, sizes)
-        derivative = checks.gradcheck_attention(backend)
-        results.append(report(f"attention, {backend}", errors, checks.terms_of(sizes), derivative))
+        passed = checks.gradcheck_attention(backend)
+        results.append(report(f"attention, {backend}", errors, checks.terms_of(sizes), passed))
     for backend in backends:
         errors = partial(checks.check_gelu, backend)
-        derivative = checks.gradcheck_gelu(backend)
-        results.append(report(f"gelu, {backend}", errors, checks.GELU_TERMS, derivative))
+        passed = checks.gradcheck_gelu(backend)
+        results.append(report(f"gelu, {backend}", errors, checks.GELU_TERMS, passed))
     return all(results)
 
 
-def report(name: str, errors: Callable, terms: int, derivative: bool) -> bool:
-    """Print the errors of one operator by number format; return whether they are small enough."""
+def report(name: str, errors: Callable, terms: int, passed: bool) -> bool:
+    """Print one operator's errors by number format, and whether it `passed` gradcheck.
+
+    Returns whether it passed and its errors are small enough.
+    """
     cells = ""
-    right = derivative
+    right = passed
     for dtype in (torch.float32, torch.float64):
         pair = errors(dtype)
         cells += "".join(f"{value:>10.1e}" for value in pair)
         right = right and max(pair) <= checks.allowed(dtype, terms)
-    verdict = "passes" if derivative else "FAILS"
+    verdict = "passes" if passed else "FAILS"
     print(f"{name:<24}{cells}  {verdict}{'' if right else '  WRONG'}", flush=True)
     return right
 

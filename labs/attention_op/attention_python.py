@@ -1,7 +1,8 @@
 """Attention as a `torch.autograd.Function`.
 
-B rows, H heads, S queries, T keys, D width of queries and keys, W width of values. The formulas
-leave out B and H: Q (S, D), K (T, D), V (T, W), bias M (S, T) with -inf where a query may not look.
+B sequences, H heads, S queries, T keys, D width of queries and keys, W width of values. The
+formulas leave out B and H: Q (S, D), K (T, D), V (T, W), bias M (S, T) with -inf where a query may
+not look.
 
 Forward (Vaswani et al. 2017, section 3.2.1), s = 1/√D:
 

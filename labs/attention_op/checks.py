@@ -1,6 +1,6 @@
 """Are the operators right? Compared with PyTorch's own, and with numerical derivatives.
 
-B rows, H heads, S queries, T keys, D width of queries and keys, W width of values.
+B sequences, H heads, S queries, T keys, D width of queries and keys, W width of values.
 """
 
 from collections.abc import Callable
@@ -67,9 +67,9 @@ def random_inputs(sizes: tuple[int, ...], dtype=torch.float64, device="cpu") -> 
     return [torch.randn(b, h, *shape, dtype=dtype, device=device) for shape in shapes]
 
 
-def random_padding(rows: int, keys: int, device="cpu") -> Tensor:
-    """(B, 1, 1, T) True = padding, at the end; the first row consists of padding only."""
-    real = torch.randint(1, max(2, keys + 1), (rows, 1), device=device)
+def random_padding(sequences: int, keys: int, device="cpu") -> Tensor:
+    """(B, 1, 1, T) True = padding, at the end; the first sequence is padding only."""
+    real = torch.randint(1, max(2, keys + 1), (sequences, 1), device=device)
     real[:1] = 0
     return (torch.arange(keys, device=device) >= real)[:, None, None]
 
@@ -100,7 +100,10 @@ def check_gelu(backend: str, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def gradcheck_attention(backend: str) -> bool:
-    """The backward pass against numerical derivatives: masks, dropout, a row that sees nothing."""
+    """The backward pass against numerical derivatives.
+
+    With masks, dropout and a sequence that sees nothing.
+    """
     inputs = [x.requires_grad_() for x in random_inputs((2, 1, 3, 4, 2, 3))]
     mask = random_padding(2, 4)
 

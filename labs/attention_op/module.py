@@ -1,6 +1,6 @@
 """Multi-head attention as a module, and `use_in`, which puts it into a model.
 
-B rows, H heads, S queries, T keys, E width of the model.
+B sequences, H heads, S queries, T keys, E width of the model.
 """
 
 import torch
@@ -88,7 +88,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
 def use_in(model: nn.Module, backend: str) -> int:
     """Turn every `nn.MultiheadAttention` of a model into `MultiHeadAttention`; return how many.
 
-    The modules and their parameters stay, so names, checkpoints and optimisers do too; only the
+    The modules and their parameters stay, so names, checkpoints and optimizers do too; only the
     class changes, and with it `forward`. C++ is compiled here, not in the first step. Raises
     `UserError`.
     """

@@ -1,7 +1,7 @@
 // GELU and attention in C++, forward and backward, made of ATen's tensor functions.
 // gelu_python.py and attention_python.py derive the formulas.
 //
-// B rows, H heads, S queries, T keys, D width of queries and keys, W width of values.
+// B sequences, H heads, S queries, T keys, D width of queries and keys, W width of values.
 
 // TensorOperators.h then includes only what it needs, which halves the time to compile.
 #define AT_PER_OPERATOR_HEADERS

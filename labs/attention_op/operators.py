@@ -1,6 +1,6 @@
 """The two operators: they check their inputs and choose the implementation.
 
-B rows, H heads, S queries, T keys, D width of queries and keys, W width of values.
+B sequences, H heads, S queries, T keys, D width of queries and keys, W width of values.
 """
 
 import torch

@@ -64,7 +64,7 @@ def lesson_gather(gpus: tuple[int, ...] = (), target: int = 1) -> None:
         f"get_rank()|LOCAL_RANK|get_world_size()|{device}|sent|received",
         all_gather_object((rank, local_rank, size, devices[rank], x, received)),
     )
-    # The handout passes the number of the device. Any rank but the one with the list is wrong.
+    # The mistake that the handout warns of: `dst` is a rank, not the number of a GPU.
     other = (destination + 1) % size
     name = f"list on rank {destination}, but dst={other}"
     wrong = {name: lambda group: gather(x, destination, group, dst=other)}

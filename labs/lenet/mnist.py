@@ -57,7 +57,10 @@ class Digits(Dataset):
         return self.images[index].unsqueeze(-3) / 255, self.labels[index]
 
     def checksum(self) -> int:
-        """Of the labels, on the CPU: other digits, or another order, have another one."""
+        """A checksum of the labels: it differs for other digits or another order.
+
+        To be called before `to`, while the labels are on the CPU.
+        """
         return zlib.crc32(self.labels.numpy().tobytes())
 
     def to(self, device: torch.device) -> None:
@@ -147,10 +150,15 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
         raise UserError(f"cannot read {path}: {reason}; download it again") from None
     header = 4 + 4 * axes
     magic = bytes([0, 0, 8, axes])  # 8: unsigned bytes
-    if content[:4] != magic or len(content) < header:
+    if content[:4] != magic:
         raise UserError(
             f"{path} ({len(content):,} bytes) begins with {content[:4].hex(' ') or 'nothing'}; an "
             f"IDX file of {axes} axes begins with {magic.hex(' ')}; download it again"
+        )
+    if len(content) < header:
+        raise UserError(
+            f"{path} ends after {len(content)} of the {header} bytes of its header; "
+            "download it again"
         )
     sizes = np.frombuffer(content, ">u4", axes, offset=4).tolist()
     if len(content) - header != math.prod(sizes):

@@ -176,7 +176,7 @@ def train(config: Config) -> Path:
         # -------- the loop
         recorded, speeds = [], []  # events of all ranks (on rank 0), tokens per second
         first_step = saved_step = step
-        loss_sum, targets = 0.0, 0  # since the last log line
+        loss_sum, target_count = 0.0, 0  # since the last log line
         log_time = time.perf_counter()
         while True:
             # Between two steps: is the run over? A signal to any rank stops all of them.
@@ -207,11 +207,11 @@ def train(config: Config) -> Path:
                 )
             optimizer.step()
             loss_sum += loss
-            targets += int((target != PADDING).sum())
+            target_count += int((target != PADDING).sum())
 
             if log_due:
-                mean = loss_sum / targets
-                speed = targets / (time.perf_counter() - log_time)
+                mean = loss_sum / target_count
+                speed = target_count / (time.perf_counter() - log_time)
                 values = {"train/loss": mean, "speed/tokens_per_second": speed}
                 line = f"step {step:>6,}  epoch {step / steps_per_epoch:6.2f}  loss {mean:.4f}"
                 line += f"  {speed:,.0f} tokens/s"
@@ -227,7 +227,7 @@ def train(config: Config) -> Path:
                         line += f"  bubble {bubble:.1%}"
                 log(line)
                 run.scalars(step, values)
-                loss_sum, targets = 0.0, 0
+                loss_sum, target_count = 0.0, 0
                 log_time = time.perf_counter()
             pipeline.recorder.take()  # the events of this step are used or dropped
 

@@ -35,7 +35,10 @@ class Recorder:
         self.on = True
 
     def watch(self, stage) -> None:
-        """Time the three methods of a `PipelineStage` that every schedule calls."""
+        """Time the methods by which a schedule makes a `PipelineStage` work.
+
+        Only the zero-bubble schedules call the third; for the others B is the whole backward pass.
+        """
         stage.forward_one_chunk = self._timed(stage, stage.forward_one_chunk, "F")
         stage.backward_one_chunk = self._timed(stage, stage.backward_one_chunk, "B")
         stage.backward_weight_one_chunk = self._timed(stage, stage.backward_weight_one_chunk, "W")

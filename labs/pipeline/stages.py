@@ -1,6 +1,6 @@
 """A decoder-only Transformer, its stages, and one training step of the pipeline they form.
 
-B sequences in a micro-batch, S tokens, D model width, H heads, W = D / H, V vocabulary.
+M micro-batches of B sequences, S tokens, D model width, H heads, W = D / H, V vocabulary.
 """
 
 import warnings
@@ -43,8 +43,8 @@ class Embedding(nn.Module):
 class Layer(nn.Module):
     """Self-attention and a feed-forward network, pre-norm or `post_norm`, (B, S, D) → (B, S, D).
 
-    Every layer makes its own causal mask. The handout passes a mask to its `Transformer`, which
-    forgets to pass it on to the `TransformerBlock`s (these layers).
+    Every layer makes its own causal mask. The handout's `Transformer.forward` has a parameter
+    `mask`, but no caller passes one, and it would not reach the `TransformerBlock`s (these layers).
     """
 
     def __init__(self, config):
@@ -128,7 +128,11 @@ def summed_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def stages_of_rank(rank: int, ranks: int, config) -> list[int]:
-    """In a loop over the ranks (0 1 2 0 1 2); for ZB-V there and back (0 1 2 2 1 0)."""
+    """The numbers of this rank's stages.
+
+    Stages 0 to 5 lie on the ranks 0 1 2 0 1 2, in a loop; with ZB-V on 0 1 2 2 1 0, there and back.
+    So rank 0 of 3 has stages 0 and 3, or 0 and 5.
+    """
     if config.schedule == "zbv":
         return [rank, 2 * ranks - 1 - rank]
     return [rank + ranks * turn for turn in range(config.stages_per_rank)]
@@ -150,7 +154,7 @@ class Pipeline:
 
     def __init__(self, model: LanguageModel, config, world: World):
         self.world = world
-        self.targets = 0  # in the current batch
+        self.target_count = 0  # of the current batch, without padding
         self.recorder = Recorder(world.rank, world.device)
         # The layers of each stage; where they do not divide, the first stages have more.
         layers = torch.arange(len(model.layers))
@@ -198,15 +202,16 @@ class Pipeline:
 
     def share_of_mean_loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """What a micro-batch adds to the mean loss of the whole batch."""
-        return summed_loss(logits, target) / self.targets
+        return summed_loss(logits, target) / self.target_count
 
     def forward_backward(self, tokens: Tensor, target: Tensor) -> float:
-        """Compute the gradients of the batch's mean loss; (B, S) each, the same on all ranks.
+        """Compute the gradients of the batch's mean loss. The schedule cuts it into micro-batches.
 
-        Returns the loss summed over the batch's targets, the same on all ranks.
+        `tokens`, `target`: (M · B, S), the same on all ranks. Returns the loss summed over the
+        batch's targets, the same on all ranks.
         """
         device = self.world.device
-        self.targets = int((target != PADDING).sum())
+        self.target_count = int((target != PADDING).sum())
         losses = []
         self.schedule.step(
             *([tokens.to(device)] if self.has_first else []),
@@ -218,7 +223,7 @@ class Pipeline:
         loss = torch.zeros((), dtype=torch.float64, device=device)
         for share in losses:
             loss += share.detach()
-        return self.world.sum(loss).item() * self.targets
+        return self.world.sum(loss).item() * self.target_count
 
 
 def on_meta(shape: tuple[int, ...]) -> Tensor:

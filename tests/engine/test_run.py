@@ -140,7 +140,7 @@ def test_settings_made_in_python_keep_to_the_bounds():
 
 
 def test_weights_that_are_not_finite_are_never_saved():
-    """The gradient was finite, the optimiser spoilt the weights: the checkpoint before is kept."""
+    """The gradient was finite, the optimizer spoilt the weights: the checkpoint before is kept."""
 
     def spoil(precision, optimizer, parameters, clip, step):
         if step == 3:

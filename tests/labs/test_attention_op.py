@@ -274,7 +274,7 @@ def test_use_in_keeps_modules_parameters_and_random_numbers():
     assert use_in(model, "python") == 1 and model["a"][0] is stock
     assert type(stock) is MultiHeadAttention and not stock.training
     assert [*model.state_dict()] == names
-    # the very parameters that an optimiser has
+    # the very parameters that an optimizer has
     assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
     assert torch.equal(torch.get_rng_state(), numbers)
 
