@@ -77,8 +77,8 @@ def decoder(
 ) -> CompiledDecoder | None:
     """Decoding in C++ with the current weights, or None where that is not possible.
 
-    int8: round weights and inputs of linear layers to 8 bits. Raises `UserError` if int8 is asked
-    for and not possible. On a CPU, `log` receives the reason why something is not.
+    int8: round weights and inputs of linear layers to 8 bits; raises `UserError` where that is not
+    possible. Where the result is None on a CPU, `log` receives the reason.
     """
     device = next(model.parameters()).device
     if device.type != "cpu":

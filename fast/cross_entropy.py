@@ -122,7 +122,10 @@ def softmax_loss(
 def compiled_softmax_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor, smoothing: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `softmax_loss`, by kernels.cpp; rows without a target keep their logits."""
+    """As `softmax_loss`, by kernels.cpp.
+
+    `hidden` may have more rows than `target`. These are 0 and add nothing to a gradient.
+    """
     logits = torch.mm(hidden, weight.t(), out=workspace(len(hidden), len(weight), hidden.dtype))
     losses, p_sum = kernels.softmax_loss(logits, bias, target, smoothing)
     return logits, p_sum, losses.sum()

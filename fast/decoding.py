@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from fast import build
 from fast.build import call, library, round_up
-from fast.training import is_known
+from fast.training import has_layers_and_positions, is_known
 
 WIDTH_MULTIPLE = 16  # all widths are multiples of the numbers in the largest vector
 TOKENS_PER_BLOCK = 16  # kTokens: of the cache of keys and values
@@ -112,6 +112,8 @@ def why_not(model: nn.Module, int8: bool = False) -> str:
 
     They need the modules of model.py with ReLU, fp32 and sizes of whole vectors.
     """
+    if not has_layers_and_positions(model):
+        return "model.py was changed: its layers or its positions are others"
     if not is_known(model):
         return "the model has a part or a weight that the C++ code does not know, or lacks one"
     sizes = model.config

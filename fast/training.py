@@ -22,8 +22,8 @@ from fast import build, kernels
 from fast.cross_entropy import linear_cross_entropy
 from model import SummedLoss
 
-# The children of a `Translator`, and the weights of every module in it. A model that has others, or
-# hooks, runs its own code.
+# The children of a `Translator`, and the weights of every module in it. A model that has others
+# runs its own code.
 PARTS = {"source_embedding", "target_embedding", "dropout", "transformer", "output"}
 WEIGHTS = {
     nn.Transformer: set(),
@@ -87,6 +87,8 @@ def why_not(model: nn.Module, dtype: torch.dtype) -> str:
 
     It can for PyTorch's own layers with ReLU, in fp32, on a CPU.
     """
+    if not has_layers_and_positions(model):
+        return "model.py was changed: its layers or its positions are others"
     layers = [*model.transformer.encoder.layers, *model.transformer.decoder.layers]
     parts = [part for layer in layers for part in layer.modules()]
     if any(type(part) not in WEIGHTS for part in parts):
@@ -109,6 +111,20 @@ def why_not(model: nn.Module, dtype: torch.dtype) -> str:
     if not agrees(model, dtype) or not loss_is_known():
         return "model.py was changed: it computes something else"
     return ""
+
+
+def has_layers_and_positions(model: nn.Module) -> bool:
+    """Whether it has PyTorch's encoder and decoder, and `positions` for every position.
+
+    C++ reads a row of this table, (max_length, D), for each token, and checks no bounds.
+    """
+    transformer = getattr(model, "transformer", None)
+    coders = [getattr(transformer, name, None) for name in ("encoder", "decoder")]
+    if [*map(type, coders)] != [nn.TransformerEncoder, nn.TransformerDecoder]:
+        return False
+    positions = getattr(model, "positions", None)
+    sizes = model.config
+    return isinstance(positions, Tensor) and positions.shape == (sizes.max_length, sizes.d_model)
 
 
 @torch.no_grad()

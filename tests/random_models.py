@@ -65,6 +65,37 @@ def widen_feed_forward(layer: nn.Module) -> None:
     layer.linear1, layer.linear2 = nn.Linear(64, 192), nn.Linear(192, 64)
 
 
+class Recurrent(nn.Module):
+    """An encoder that is not PyTorch's."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.cells = nn.GRU(width, width, batch_first=True)
+
+    def forward(self, embedded: Tensor, src_key_padding_mask: Tensor) -> Tensor:
+        """(B, S, D) → (B, S, D)"""
+        return self.cells(embedded)[0]
+
+
+def use_a_recurrent_encoder(model: Translator) -> None:
+    model.transformer.encoder = Recurrent(model.config.d_model)
+
+
+def use_fewer_positions(model: Translator) -> None:
+    """Enough for short sentences; `check_length` still allows `max_length`."""
+    model.positions = model.positions[:12]
+
+
+def rename_positions(model: Translator) -> None:
+    table = model.positions
+    del model.positions
+    scale = model.config.d_model**0.5
+    model.embed = lambda embedding, ids, first=0: (
+        embedding(ids) * scale + table[first : first + ids.size(1)]
+    )
+
+
+OTHER_PARTS = [use_a_recurrent_encoder, use_fewer_positions, rename_positions]
 OTHER_WEIGHTS = [  # changes of a model, after each of which the plain way still computes it
     lambda model: model.register_parameter(
         "positions", nn.Parameter(model._buffers.pop("positions"))

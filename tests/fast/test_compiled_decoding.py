@@ -13,6 +13,7 @@ from random_models import (
     BOS,
     COLLATE,
     EOS,
+    OTHER_PARTS,
     OTHER_WEIGHTS,
     WORDS,
     layer_of,
@@ -353,6 +354,7 @@ def test_no_faster_decoder_for_other_models():
 @pytest.mark.parametrize(
     "change",
     [
+        *OTHER_PARTS,
         *OTHER_WEIGHTS,
         lambda model: setattr(layer_of(model), "linear2", nn.Sequential(layer_of(model).linear2)),
     ],

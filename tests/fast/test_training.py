@@ -7,7 +7,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_models import OTHER_WEIGHTS, WORDS, layer_of, make_model, needs_compiler
+from random_models import (
+    OTHER_PARTS,
+    OTHER_WEIGHTS,
+    WORDS,
+    layer_of,
+    make_model,
+    needs_compiler,
+)
 from torch import nn
 
 import fast
@@ -203,6 +210,7 @@ def nothing(*arguments):
     [
         (lambda model: use_in(model, "python"), "not those of PyTorch"),
         (put_linear2_into_a_container, "not those of PyTorch"),
+        *((change, "its layers or its positions are others") for change in OTHER_PARTS),
         (use_gelu, "with ReLU"),
         (lambda model: model.double(), "not fp32"),
         (lambda model: layer_of(model).norm1.double(), "not fp32"),
