@@ -5,9 +5,11 @@ source, target = (
     AutoTokenizer.from_pretrained(".", subfolder=side) for side in ("source", "target")
 )
 translator = ctranslate2.Translator(".")
-# As for the training data: no marks of writing direction, nothing of zero width, no ▁.
+# As for the training data: control characters are spaces; no marks of writing direction, nothing
+# of zero width, no ▁.
+cleaned = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], " ")
 removed = [0xAD, 0x200B, 0x2060, 0xFEFF, 0x200E, 0x200F, *range(0x202A, 0x202F)]
-cleaned = dict.fromkeys([*removed, *range(0x2066, 0x206A)]) | {0x2581: "_"}
+cleaned |= dict.fromkeys([*removed, *range(0x2066, 0x206A)]) | {0x2581: "_"}
 stdin = open(0, encoding="utf-8-sig", newline="\n")
 lines = [" ".join(line.translate(cleaned).split()) for line in stdin]
 plain = dict(add_special_tokens=False, split_special_tokens=True)  # "<s>" in a text is text

@@ -22,6 +22,7 @@ pytest.importorskip("ctranslate2")
 LINES = ["一二三", "九八七六五四", "没见过的字 English", "", "零"]
 # A byte order mark, all kinds of spaces, names of special tokens, more tokens than positions.
 ODD_LINES = ["\ufeff一二三", "四\u3000五\t六 \u00a0七", "一</s>二", "一\r二", "一二" * 300]
+ODD_LINES += ["一\u200b二\u00ad三", "一\x07二", "\u2581一\u202e二\u2066三"]
 
 
 def test_the_lines_in_the_card_translate_as_the_run_does(tiny_run, tmp_path):
