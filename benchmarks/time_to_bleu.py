@@ -3,8 +3,8 @@
     python -m benchmarks.time_to_bleu --data $MINIDATASET --minutes 60
     python -m benchmarks.time_to_bleu --data $MINIDATASET --contestants ours       # one of them
 
-Both train a model of the preset `lab` on the same pairs and tokens, which are there before the
-clock starts. Every `--every` steps each translates the first 500 validation rows greedily, while
+Both train a model of the preset `lab` on the same corpus, which is tokenised before the clock
+starts. Every `--every` steps each translates the first 500 validation rows greedily, while
 its clock runs on; BLEU is that of train.py's curve. The test split is not used.
 
 Not like for like: ours uses Muon without dropout, the other Adam with dropout 0.1. Ours leaves out

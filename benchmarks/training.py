@@ -1,7 +1,7 @@
 """Training speed: this project, the handout's way and Hugging Face's MarianMTModel.
 
-    python -m benchmarks.training                     # all, two rounds
-    python -m benchmarks.training --part limits       # and the limit of the machine
+    python -m benchmarks.training                     # those of the page, three rounds
+    python -m benchmarks.training --part limits       # the machine's limit, and how near we are
     python -m benchmarks.training --device cuda --preset big --tokens_per_batch 65536
 
 All train a model of the same sizes with Adam (ours: AdamW with weight decay 0.01), the preset's
@@ -9,8 +9,8 @@ dropout (0.1; big: 0.3) and label smoothing 0.1, on the same token sequences, in
 4,096 target tokens. benchmarks/peers/NAME.py says where a contestant differs. `peak_gib` is the
 most memory that a process held.
 
-The limit is a step that computes its matrix products alone, forward and backward, at their own
-sizes. All else comes on top: attention scores, norms, dropout, softmax, the update.
+The limit is a step that computes its matrix products alone, forward and backward, for real tokens.
+All else comes on top: padding, attention scores, norms, dropout, softmax, the update.
 """
 
 import timeit

@@ -2,7 +2,7 @@
 
 Stock `nn.Transformer`, batches of 32 random sentences padded to 128 tokens, `ignore_index` for the
 padding, plain Adam. Not like for like: 32 sentences hold fewer real tokens than the 4,096 of the
-others.
+others, and the output layer does not share the target embedding's weights.
 """
 
 import math

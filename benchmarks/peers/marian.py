@@ -3,7 +3,7 @@
 A plain loop over the project's own `BucketSampler`, so the batches are the same as ours; the model,
 its loss over padded logits and Adam are what a user of the library writes. The variant "tuned" adds
 products by oneDNN (on a GPU TF32, and bf16 by autocast). Not like for like: Marian has no layer
-norm after the last layer.
+norm after the last layer, and its output layer does not share the target embedding's weights.
 """
 
 import json

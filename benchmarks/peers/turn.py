@@ -120,7 +120,9 @@ def peak_gib() -> float:
     if torch and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**30
     status = Path("/proc/self/status")
-    if status.exists():
-        return int(re.search(r"VmHWM:\s+(\d+)", status.read_text(encoding="utf-8"))[1]) / 2**20
-    # Without /proc: macOS counts bytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30
+    text = status.read_text(encoding="utf-8") if status.exists() else ""
+    if found := re.search(r"VmHWM:\s+(\d+)", text):
+        return int(found[1]) / 2**20
+    # macOS counts bytes, Linux KiB, as under gVisor, whose /proc does not tell.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
