@@ -43,7 +43,7 @@ class Muon(torch.optim.AdamW):
     orthogonal: the update is equally long in all directions, also in those that AdamW hardly moves.
     It is scaled to the usual size of AdamW's updates (RMS 0.2; Liu et al. 2025).
 
-    `torch.optim.Muon` has the same result, but takes one matrix after another and waits for the
+    `torch.optim.Muon` gives the same result, but takes one matrix after another and waits for the
     GPU. This class takes matrices of one shape together, never waits, and divides them among the
     ranks.
     """

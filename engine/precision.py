@@ -149,7 +149,7 @@ def _best_on_cpu(training: bool) -> tuple[str, str]:
     # default stays.
     would_round = {"amx_bf16", "bf16"} & set(flags.split())
     torch.set_float32_matmul_precision("highest" if would_round else "medium")
-    if "bf16" not in flags:  # nor avx512_bf16 or amx_bf16, which contain it
+    if "bf16" not in flags:  # as a substring: avx512_bf16 and amx_bf16 contain it
         return "fp32", "this CPU has no bf16 instructions"
     if training:
         return "bf16", "this CPU has bf16 instructions; the loss agrees with fp32 to 1 %"

@@ -113,7 +113,7 @@ def why_not(model: nn.Module, int8: bool = False) -> str:
     They need the modules of model.py with ReLU, fp32 and sizes of whole vectors.
     """
     if not has_layers_and_positions(model):
-        return "model.py was changed: its layers or its positions are others"
+        return "model.py was changed: its layers or positions are different"
     if not is_known(model):
         return "the model has a part or a weight that the C++ code does not know, or lacks one"
     sizes = model.config

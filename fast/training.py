@@ -88,7 +88,7 @@ def why_not(model: nn.Module, dtype: torch.dtype) -> str:
     It can for PyTorch's own layers with ReLU, in fp32, on a CPU.
     """
     if not has_layers_and_positions(model):
-        return "model.py was changed: its layers or its positions are others"
+        return "model.py was changed: its layers or positions are different"
     layers = [*model.transformer.encoder.layers, *model.transformer.decoder.layers]
     parts = [part for layer in layers for part in layer.modules()]
     if any(type(part) not in WEIGHTS for part in parts):

@@ -123,6 +123,6 @@ def peak_gib() -> float:
     text = status.read_text(encoding="utf-8") if status.exists() else ""
     if found := re.search(r"VmHWM:\s+(\d+)", text):
         return int(found[1]) / 2**20
-    # macOS counts bytes, Linux KiB, as under gVisor, whose /proc does not tell.
+    # In bytes on macOS, in KiB on Linux, where gVisor has a /proc without VmHWM.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

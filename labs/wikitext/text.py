@@ -32,7 +32,7 @@ HOW_TO_GET = (
 )
 SPLITS = ("train", "validation", "test")
 SUFFIXES = (".txt", ".tokens", ".raw", ".parquet")
-NOT_TEXT = ("copying", "licence", "license", "notice", "readme")  # files that come with a text
+NOT_TEXT = ("copying", "licence", "license", "notice", "readme")  # documents that accompany a text
 UNK, EOS = "<unk>", "<eos>"
 # The title line of a WikiText article, ` = Title = `; ` = = Section = = ` is not one.
 TITLE = re.compile(r"\s*= [^=].* =\s*")
@@ -295,7 +295,7 @@ def cut_words(line: str, marks: bool, lowercase: bool) -> list[str]:
 def choose_words(rows: list[list[str]], size: int, min_count: int) -> list[str]:
     """<eos>, <unk> and the words seen at least `min_count` times, the most frequent first.
 
-    With `size` above 0 instead the `size` most frequent tokens, those two among them.
+    If `size` is above 0, the `size` most frequent tokens, with those two among them.
     """
     counts = Counter(word for row in rows for word in row)
     unknown = counts.pop(UNK, 0)

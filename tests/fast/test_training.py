@@ -210,7 +210,7 @@ def nothing(*arguments):
     [
         (lambda model: use_in(model, "python"), "not those of PyTorch"),
         (put_linear2_into_a_container, "not those of PyTorch"),
-        *((change, "its layers or its positions are others") for change in OTHER_PARTS),
+        *((change, "its layers or positions are different") for change in OTHER_PARTS),
         (use_gelu, "with ReLU"),
         (lambda model: model.double(), "not fp32"),
         (lambda model: layer_of(model).norm1.double(), "not fp32"),

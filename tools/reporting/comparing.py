@@ -36,7 +36,10 @@ def compare(runs: list[RunFiles]) -> tuple[str, list[Compared]]:
 
 
 def compare_evaluations(run: RunFiles) -> tuple[str, list[Compared]]:
-    """The paired bootstrap of the first of one run's evaluations that have the same rows."""
+    """The paired bootstrap of one run's evaluations of the same rows.
+
+    If several sets of rows were evaluated more than once, the first of them is taken.
+    """
     by_rows = defaultdict(list)
     for name in run.hypotheses:
         by_rows[run.results[name].get("rows")].append(name)
