@@ -556,6 +556,7 @@ def search(
     begin = begin or plain_start(model)
 
     def search_batch(batch: list[int]) -> list[list[Hypothesis]]:
+        """The hypotheses of the sources with these indices."""
         src, src_pad = collate.pad_sources([sources[index] for index in batch])
         src, src_pad = src.to(device), src_pad.to(device)
         limits = output_limit((~src_pad).sum(1), model.config.max_length)
@@ -618,6 +619,7 @@ def map_in_threads(function: Callable, items: list, workers: int) -> Iterator:
     autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
     def work(item):
+        """Call the function with the caller's autocast."""
         with torch.autocast("cpu", dtype, enabled=autocast):
             return function(item)
 

@@ -264,6 +264,7 @@ def join(rank: int, size: int, device: torch.device) -> dist.Store:
     """Meet the other processes at MASTER_ADDR:MASTER_PORT; return the store that all share."""
 
     def meet() -> dist.Store:
+        """Wait until all processes are there."""
         store, _, _ = next(rendezvous("env://", rank, size, timeout=JOIN))
         return store
 

@@ -41,6 +41,7 @@ def micro_batches_that_fit(loss_of, precision, pairs, heaviest_steps, collate, w
         return 1
 
     def try_heaviest_steps(micro_batches: int) -> None:
+        """Gradients of one micro-batch of each step. Raises if memory does not suffice."""
         # As large as AdamW's two moments and the buckets that DDP sends.
         reserved = [torch.empty_like(weight) for weight in weights for _ in range(3)]
         for step in heaviest_steps:

@@ -103,6 +103,16 @@ def test_the_pages_have_the_columns_of_the_benchmarks():
 # ---------------------------------------------------------------- training
 
 
+def test_peak_memory_is_found_where_proc_does_not_tell(tmp_path, monkeypatch):
+    held = np.ones(2**27)  # 1 GiB
+    assert turn.peak_gib() > 1
+    monkeypatch.setattr(turn, "Path", lambda name: tmp_path / "status")
+    assert 1 < turn.peak_gib() < 500  # no such file
+    (tmp_path / "status").write_text("Name: python\n")
+    assert 1 < turn.peak_gib() < 500
+    del held
+
+
 def test_the_clock_leaves_out_the_warm_up_and_the_last_step(monkeypatch):
     """Steps of 2 s and 100 target tokens."""
     now = [0.0]
