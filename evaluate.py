@@ -43,6 +43,7 @@ class Config:
         "auto", "number format (auto|fp32|bf16|fp16|int8); int8: faster on a CPU", "How"
     )
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
+    fast: bool = flag(True, "faster code for PyTorch's own layers; false: PyTorch alone", "How")
     out: str = flag("", "file for the translations, one per line", "How")
 
 
@@ -81,7 +82,7 @@ def evaluate(config: Config) -> None:
     """
     world = distributed.start(checked(config).device)
     log = print if world.is_main else lambda line: None
-    trained, precision, begin = load_for_decoding(config, config.average, world, log)
+    trained, precision, decoder = load_for_decoding(config, config.average, world, log)
     scored = world.on_main(lambda: choose_rows(config, trained))
     log(f"{trained.name}: {scored.data}, split {scored.split}, {len(scored.rows):,} rows")
     if config.out:
@@ -91,14 +92,13 @@ def evaluate(config: Config) -> None:
     begun = time.perf_counter()
     with precision.autocast():
         translations = translate_lines(
-            trained.model,
+            decoder,
             trained.source_tokenizer,
             trained.target_tokenizer,
             scored.sources(),
             beam=config.beam,
             length_penalty=config.length_penalty,
             world=world,
-            begin=begin,
             progress=lambda batches: progress_bar(batches, desc="translating", unit="batch"),
         )
     seconds = time.perf_counter() - begun

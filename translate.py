@@ -32,6 +32,7 @@ class Config:
         "auto", "number format (auto|fp32|bf16|fp16|int8); int8: faster on a CPU", "Options"
     )
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Options")
+    fast: bool = flag(True, "faster code for PyTorch's own layers; false: PyTorch alone", "Options")
     whole_lines: bool = flag(
         False, "translate each line in one piece, as evaluate.py does", "Options"
     )
@@ -93,7 +94,7 @@ def translate(config: Config) -> None:
             )
     world = distributed.start(checked(config).device)
     note = partial(print, file=sys.stderr) if world.is_main else lambda line: None
-    trained, precision, begin = load_for_decoding(config, 1, world, note)
+    trained, precision, decoder = load_for_decoding(config, 1, world, note)
     if config.export:
         from tools.serving.export import export
 
@@ -101,7 +102,7 @@ def translate(config: Config) -> None:
     if config.serve:
         from tools.serving.server import serve
 
-        return serve(trained, precision, begin, config)
+        return serve(trained, precision, decoder, config)
 
     # As the input is, whatever the locale.
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
@@ -113,14 +114,13 @@ def translate(config: Config) -> None:
         pieces = [[line] if whole_lines else sentences(line) for line in lines]
         with precision.autocast():
             translations = translate_lines(
-                trained.model,
+                decoder,
                 trained.source_tokenizer,
                 trained.target_tokenizer,
                 [sentence for line in pieces for sentence in line],
                 beam=config.beam,
                 length_penalty=config.length_penalty,
                 nbest=config.nbest,
-                begin=begin,
                 world=world,
             )
         if translations is not None:  # rank 0 has received those of all ranks

@@ -5,3 +5,11 @@ import os
 # process takes 2.3 times as long; with 0, a step alone takes a seventh longer.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+# FAST_CPU=avx2 uses the processor as if it had AVX2 and nothing newer, to compare or to test. These
+# are the settings of PyTorch, oneDNN and MKL; for our own code, cpuinfo() in devices.py hides the
+# rest.
+if os.environ.get("FAST_CPU") == "avx2":
+    os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+    os.environ.setdefault("MKL_ENABLE_INSTRUCTIONS", "AVX2")

@@ -17,9 +17,20 @@ OLDEST_DRIVER = {13: 580, 12: 525}
 
 
 def cpuinfo() -> str:
-    """What Linux knows about the processor, one line a fact; empty on other systems."""
+    """What Linux knows about the processor, one line a fact; empty on other systems.
+
+    With FAST_CPU=avx2 (see engine/__init__.py), without what newer processors than that can do.
+    """
     path = Path("/proc/cpuinfo")
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    facts = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    if as_avx2():
+        facts = re.sub(r"\b(avx512|avx10|avx_vnni|amx)\w*", "", facts)
+    return facts
+
+
+def as_avx2() -> bool:
+    """Whether the user wants the processor used as one that has AVX2 and nothing newer."""
+    return os.environ.get("FAST_CPU") == "avx2"
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:

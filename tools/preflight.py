@@ -42,7 +42,7 @@ from engine.preflight import (
     warn_of_other_users,
 )
 from engine.run import folder_of, refuse_begun
-from model import ModelConfig, Translator, sizes_of
+from model import ModelConfig, SummedLoss, Translator, sizes_of
 from text.cleaning import REASONS, hash_of_pair, missing_splits
 from text.formats import PAIRED
 from text.reading import ParallelText, chinese_side, default_path, find_text, share_of_chinese
@@ -291,7 +291,9 @@ class Trial:
         self.collate = collate_for(sample)
         torch.manual_seed(config.seed)
         self.model = Translator(sizes).to(self.device)
-        self.loss_of = fast.loss(self.model, config.label_smoothing, precision.dtype)
+        if config.fast:
+            fast.use_kernels(self.model, precision.dtype)
+        self.loss_of = SummedLoss(self.model, config.label_smoothing, sliced=config.fast)
         self.weights = list(self.model.parameters())
         # A rate of nearly 0: thousands of steps would not change the weights.
         self.optimizer = make_optimizer(

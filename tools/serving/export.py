@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from data import collate_for
-from decoding import output_limit, search
+from decoding import Decoder, output_limit, search
 from engine.errors import UserError
 from loading import Trained
 from text.bleu import corpus_bleu
@@ -92,7 +92,9 @@ def trial(trained: Trained, translate: Callable[[Ids], Ids]) -> str:
     sources = [source for source in sources if source]
     if not sources:
         return f"not tried, since {config['data']} has no {split} rows"
-    expected = [found[0].tokens for found in search(trained.model, sources, collate_for(trained))]
+    expected = [
+        found[0].tokens for found in search(Decoder(trained.model), sources, collate_for(trained))
+    ]
     found = translate(sources)
     same = sum(ours == theirs for ours, theirs in zip(expected, found))
     bleu = [corpus_bleu(references, decode(target_tokenizer, ids)) for ids in (found, expected)]

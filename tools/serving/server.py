@@ -18,7 +18,7 @@ from threading import Lock
 
 import torch
 
-from decoding import translate_lines
+from decoding import Decoder, translate_lines
 from engine.errors import UserError
 from engine.precision import Precision
 from loading import Trained
@@ -31,10 +31,10 @@ LONGEST_TEXT = 20_000  # characters, about ten pages
 MOST_HYPOTHESES = 10
 
 
-def serve(trained: Trained, precision: Precision, begin: Callable, config) -> None:
+def serve(trained: Trained, precision: Precision, decoder: Decoder, config) -> None:
     """Serve the page until Ctrl-C. Raises `UserError` if the port is not free."""
     try:
-        server = PageServer(config.port, trained, precision, begin, config.length_penalty)
+        server = PageServer(config.port, trained, precision, decoder, config.length_penalty)
     except OSError as error:
         raise UserError(
             f"--port {config.port}: {error.strerror}; choose another, or 0 for a free one"
@@ -56,14 +56,14 @@ class PageServer(ThreadingHTTPServer):
         port: int,
         trained: Trained,
         precision: Precision,
-        begin: Callable,
+        decoder: Decoder,
         length_penalty: float,
     ):
         super().__init__(("127.0.0.1", port), Handler)
         self.model = trained.model
         self.tokenizers = (trained.source_tokenizer, trained.target_tokenizer)
         self.precision = precision
-        self.begin = begin
+        self.decoder = decoder
         self.length_penalty = length_penalty
         self.longest = trained.model.config.max_length - 1  # tokens, without the end token
         self.lock = Lock()
@@ -91,13 +91,12 @@ class PageServer(ThreadingHTTPServer):
         The score of greedy search is None. "cut": the sentence is too long for the model.
         """
         translations = translate_lines(
-            self.model,
+            self.decoder,
             *self.tokenizers,
             sources,
             beam=beam,
             nbest=beam if beam > 1 else 0,
             length_penalty=self.length_penalty,
-            begin=self.begin,
         )
         texts = [normalise(source) for source in sources]
         ids = encode(self.tokenizers[0], texts, self.longest + 1)
