@@ -512,8 +512,7 @@ def greedy(state: DecoderState, limits: Tensor, bos: int, eos: int) -> Tensor:
         tokens = state.next_tokens(tokens, position)
         tokens = tokens.masked_fill(finished, eos)
         output[sentences, position] = tokens
-        at_limit = limits[sentences] == position + 1
-        finished |= (tokens == eos) | at_limit
+        finished |= (tokens == eos) | (limits == position + 1)
         if not should_check(position, device):
             continue
         active = torch.nonzero(~finished).squeeze(1)
@@ -522,6 +521,7 @@ def greedy(state: DecoderState, limits: Tensor, bos: int, eos: int) -> Tensor:
         if len(active) < (1 - state.drop_at) * len(finished):
             state.select(active[:, None])
             sentences = sentences[active]
+            limits = limits[active]
             tokens = tokens[active]
             finished = finished[active]
     return output

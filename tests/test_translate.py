@@ -9,7 +9,7 @@ import torch
 from conftest import fork_ranks, run_script
 
 import translate as script
-from decoding import translate_lines
+from decoding import Decoder, translate_lines
 from engine.errors import UserError
 from loading import load_trained
 
@@ -18,7 +18,7 @@ from loading import load_trained
 def reference(tiny_run):
     """A function: these lines translated by the model directly."""
     trained = load_trained(tiny_run)
-    tools = trained.model, trained.source_tokenizer, trained.target_tokenizer
+    tools = Decoder(trained.model), trained.source_tokenizer, trained.target_tokenizer
     return lambda lines, **options: translate_lines(*tools, lines, **options).texts
 
 

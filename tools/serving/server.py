@@ -10,7 +10,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import HANGS
 
-from decoding import translate_lines
+from decoding import Decoder, translate_lines
 from engine.errors import UserError
 from loading import load_trained
 from text.subwords import load_tokenizer, special_ids
@@ -33,7 +33,10 @@ def test_the_lines_in_the_card_translate_as_the_run_does(tiny_run, tmp_path):
     assert logged[0] in (folder / "README.md").read_text(encoding="utf-8")
     lines = ODD_LINES + LINES
     tokenizers = (trained.source_tokenizer, trained.target_tokenizer)
-    assert translated(folder, lines) == translate_lines(trained.model, *tokenizers, lines).texts
+    assert (
+        translated(folder, lines)
+        == translate_lines(Decoder(trained.model), *tokenizers, lines).texts
+    )
     for side in ("source", "target"):
         exported, own = (
             load_tokenizer(str(place / side)) for place in (folder, tiny_run / "tokenizer")

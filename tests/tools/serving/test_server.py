@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import HANGS, Forked
 
-from decoding import translate_lines
+from decoding import Decoder, translate_lines
 from engine.errors import UserError
 from engine.precision import choose_precision
 from loading import load_trained
@@ -27,7 +27,8 @@ from tools.serving.server import LONGEST_TEXT, PageServer, serve
 def server(tiny_run):
     """A server that runs in a thread."""
     precision = choose_precision(torch.device("cpu"), "fp32")
-    with PageServer(0, load_trained(tiny_run), precision, None, 0.6) as server:
+    trained = load_trained(tiny_run)
+    with PageServer(0, trained, precision, Decoder(trained.model), 0.6) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -57,7 +58,7 @@ def test_lines_and_sentences_come_back_in_their_places(server, tiny_run, beam):
     text = "一二。三四！\n\n五六"
     answer = ask(server, text, beam=beam, attention=True)
     pieces = [piece for line in text.split("\n") for piece in sentences(line)]
-    tools = server.model, *server.tokenizers
+    tools = server.decoder, *server.tokenizers
     first, second, _, last = translate_lines(*tools, pieces, beam=beam, length_penalty=0.6).texts
     assert answer["translation"] == f"{first} {second}\n\n{last}"
     sources = [[sentence["source"] for sentence in line] for line in answer["lines"]]
