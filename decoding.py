@@ -453,7 +453,7 @@ def with_parts(module: nn.Module, parts: dict[nn.Module, nn.Module]) -> nn.Modul
     }
     if all(child is module._modules[name] for name, child in children.items()):
         return module
-    copy = type(module).__new__(type(module))
+    copy: nn.Module = object.__new__(type(module))
     copy.__dict__ = module.__dict__ | {"_modules": children}
     return copy
 
