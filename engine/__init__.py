@@ -1,5 +1,7 @@
 import os
 
+VERSION = "0.1.0"
+
 # OpenMP reads this setting once, so it is made before PyTorch is imported. A thread that waits
 # spins this often (0.1 ms) before it sleeps. With GNU's 300,000 a training step beside another busy
 # process takes 2.3 times as long; with 0, a step alone takes a seventh longer.

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import fork_ranks, run_script
+from conftest import fork_ranks, forked, run_script
 
 import translate as script
 from decoding import translate_lines
@@ -70,6 +70,11 @@ def test_lines_of_standard_input(tiny_run, reference):
     assert "no --ckpt given, using the newest run: runs" in result.stderr
     assert "device: " in result.stderr
     assert "Traceback" not in result.stderr and "Warning" not in result.stderr
+
+
+def test_the_first_word_may_be_the_run(tiny_run, reference, tmp_path):
+    output = forked("translate.py", tiny_run, "一二三", "四", "--device", "cpu", cwd=tmp_path)
+    assert output.splitlines()[-2:] == reference(["一二三", "四"])
 
 
 def give_standard_input(text: str) -> None:
