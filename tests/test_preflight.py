@@ -164,11 +164,6 @@ def test_the_lowest_memory_limit_of_the_control_groups_counts(tmp_path):
     assert machine.cgroup_limit(tmp_path, own) == 5000
 
 
-def test_rows_of_json_are_counted_by_lines(tmp_path, pairs):
-    data = write_pairs(tmp_path / "x", pairs, SPLITS)
-    assert preflight.rows_in(find_text(str(data)), pairs[:300], 300) == 500
-
-
 def test_swapped_languages_and_a_run_that_exists_are_one_line(tmp_path, pairs):
     rows = [{"中文": target, "en": source} for source, target in pairs]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")

@@ -44,8 +44,14 @@ from engine.preflight import (
 from engine.run import folder_of, refuse_begun
 from model import ModelConfig, Translator, sizes_of
 from text.cleaning import REASONS, hash_of_pair, missing_splits
-from text.formats import PAIRED
-from text.reading import ParallelText, chinese_side, default_path, find_text, share_of_chinese
+from text.reading import (
+    ParallelText,
+    chinese_side,
+    count_rows,
+    default_path,
+    find_text,
+    share_of_chinese,
+)
 
 ROWS = 500_000  # rows that are read and compared for duplicates
 SAMPLE = 5_000  # rows that are cleaned and tokenised, up to twice as many
@@ -140,27 +146,9 @@ def sample_of(text: ParallelText) -> tuple[Sample, int, float]:
         raise UserError(f"{text.path}: the train split has no rows")
     splits = [split for split in text.files if split != "train"]
     held_out = {split: list(islice(text.pairs(split), SAMPLE)) for split in splits}
-    rows = read if read < ROWS else rows_in(text, taken, read)
+    rows = read if read < ROWS else max(read, count_rows(text))
     sample = Sample(**vars(text), taken=held_out | {"train": taken})
     return sample, rows * len(seen) // read, 1 - len(seen) / read
-
-
-def rows_in(text: ParallelText, some: list[tuple[str, str]], read: int) -> int:
-    """The number of training rows: exact for parquet, else an estimate, at least `read`."""
-    files = text.files["train"]
-    if text.form == "parquet":
-        import pyarrow.parquet
-
-        return sum(pyarrow.parquet.read_metadata(file).num_rows for file in files)
-    if text.form in ("arrow", "save_to_disk", "hub"):
-        bytes_per_row = sum(len("".join(row).encode()) for row in some) / len(some)
-        return max(read, round(sum(file.stat().st_size for file in files) / bytes_per_row))
-    lines = 0
-    for file in files:
-        with file.open("rb") as stream:
-            while block := stream.read(2**22):
-                lines += block.count(b"\n")
-    return max(read, lines // 2 if text.form in PAIRED else lines)
 
 
 def prepare_sample(config, sample: Sample, count: int, folder: Path) -> Prepared:
