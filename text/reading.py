@@ -346,5 +346,6 @@ def hub_files(path: str, source: str, target: str, log: Callable) -> dict[str, l
     except Exception as error:
         raise UserError(
             f"{path} does not exist on disk, and the hub cannot be reached or does not have it "
-            f"({type(error).__name__}: {short(error)}); HF_HUB_OFFLINE=1 uses an earlier download"
+            f"({type(error).__name__}: {short(error)}); HF_ENDPOINT=https://hf-mirror.com uses a "
+            "mirror, HF_HUB_OFFLINE=1 an earlier download"
         ) from error
