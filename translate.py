@@ -150,7 +150,8 @@ def print_nbest(nbest: list, first: int) -> None:
     """Print each line's number (from 0), texts and scores, best first, in the format of Moses."""
     for number, hypotheses in enumerate(nbest, first):
         for text, score in hypotheses:
-            print(f"{number} ||| {text} ||| {score:.4f}")
+            # Significant digits: a large --length_penalty makes scores tiny.
+            print(f"{number} ||| {text} ||| {score:.5g}")
 
 
 if __name__ == "__main__":

@@ -173,6 +173,13 @@ def test_the_best_of_each_line_with_scores(called, reference, monkeypatch, beam)
     assert scores == sorted(scores, reverse=True) and scores[0] < 0
 
 
+def test_tiny_scores_keep_their_order(called):
+    """With a length penalty of 10 a score is divided by the length to the power of 10."""
+    out, _ = called("一二三四五", beam=3, nbest=3, length_penalty=10.0)
+    scores = [float(line.split(" ||| ")[2]) for line in out.splitlines()]
+    assert -1e-4 < scores[0] < 0 and scores == sorted(set(scores), reverse=True)
+
+
 @pytest.mark.parametrize(
     "flags, error",
     [
