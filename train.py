@@ -137,19 +137,12 @@ from data import (
     load_prepared,
 )
 from engine import distributed, schedule
-from engine.meters import (
-    Meter,
-    duration,
-    how_far,
-    measured_peak_flops,
-    peak_memory_gib,
-    perplexity,
-)
+from engine.meters import Meter, measured_peak_flops, peak_memory_gib, perplexity
 from engine.micro_batches import micro_batches_that_fit
 from engine.optimizer import make_optimizer
 from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
-from engine.telemetry import RUN_BAR, progress_bar
+from engine.telemetry import progress_bar
 from loading import save_description
 from model import PRESETS, SummedLoss, Translator, sizes_of, training_flops
 from validation import Validation
@@ -261,9 +254,7 @@ def train(config: Config) -> Path:
         parallel_loss = world.data_parallel(loss_of)
         peak_flops = measured_peak_flops(world.device, precision.dtype)
         meter = Meter(config.log_every, peak_flops, partial(training_flops, sizes))
-        # Of 1: the share of the run that is done, by steps or by minutes.
-        done = schedule.progress(state.step, total_steps, state.minutes, config.max_minutes)
-        bar = progress_bar(total=1.0, initial=done, desc=run.folder.name, bar_format=RUN_BAR)
+        bar = progress_bar(total=total_steps, initial=state.step, desc=run.folder.name)
         losses = []  # of the steps since the last log line
         saved_minutes = state.minutes
         begun = time.perf_counter() - 60 * state.minutes
@@ -275,10 +266,6 @@ def train(config: Config) -> Path:
             minutes = (time.perf_counter() - begun) / 60
             interrupted, state.minutes = world.maximum(run.interrupted(), minutes)
             progress = schedule.progress(state.step, total_steps, state.minutes, config.max_minutes)
-            bar.set_postfix_str(
-                how_far(state.step, total_steps, state.minutes, config.max_minutes), refresh=False
-            )
-            bar.update(min(1.0, progress) - bar.n)
             at_validation_step = progress >= 1 or state.step % eval_every == 0
             # Once only: a resumed run may begin at a step that was validated.
             validation_due = at_validation_step and state.step > state.last_validation
@@ -341,6 +328,7 @@ def train(config: Config) -> Path:
             state.step = step
             losses.append(step_loss)
             meter.end_step()
+            bar.update()
 
             if step % config.log_every == 0 or step == total_steps:
                 # Only here does the loop wait for the GPU.
@@ -363,9 +351,11 @@ def train(config: Config) -> Path:
                 done = schedule.progress(step, total_steps, minutes, config.max_minutes)
                 done = min(1.0, done)  # the last step may end after the minutes
                 minutes_left = minutes * (1 - done) / done
+                bar.total = round(step / done)  # steps, also where the minutes end the run
                 log(
-                    f"step {step:>6,}  epoch {step / steps_per_epoch:.2f}  loss {loss:.3f}"
-                    f"  lr {learning_rate:.1e}{speed_shown}  {duration(minutes_left)} left"
+                    f"step {step:>6,}  epoch {step / steps_per_epoch:5.2f}  loss {loss:.4f}"
+                    f"  lr {learning_rate:.2e}  |gradient| {gradient_norm.item():.2f}"
+                    f"{speed_shown}  {minutes_left:,.1f} min left"
                 )
 
         bar.close()

@@ -1,4 +1,4 @@
-"""How fast and how far a training is, and how busy the CPU and the GPU are."""
+"""How fast a training is, how long work will take, and how busy the CPU and the GPU are."""
 
 import functools
 import math
@@ -35,13 +35,6 @@ def duration(minutes: float) -> str:
     if minutes < 48 * 60:
         return f"{minutes / 60:.1f} h"
     return f"{minutes / 60 / 24:,.1f} days"
-
-
-def how_far(step: int, total_steps: int, minutes: float, max_minutes: float) -> str:
-    """How much of a training is done, in what will end it: steps, or minutes if they are fewer."""
-    if max_minutes and minutes / max_minutes > step / total_steps:
-        return f"{minutes:.1f} of {max_minutes:g} min"
-    return f"{step:,} of {total_steps:,} steps"
 
 
 class Announcer:

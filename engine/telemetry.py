@@ -27,9 +27,6 @@ from engine.config import NO_BREAK, changed_names, given_names
 from engine.errors import discard_output
 from engine.files import atomic_write
 
-# Of a bar of a whole run: its postfix says how far it is, in steps or in minutes.
-RUN_BAR = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}{postfix}]"
-
 
 def is_main() -> bool:
     """Whether this process prints and writes for the run: rank 0, or a process alone."""

@@ -199,7 +199,7 @@ def test_peak_memory_of_the_process_is_in_gib(monkeypatch, platform, unit):
     assert meters.peak_memory_gib(torch.device("cpu")) == 3
 
 
-# ---------------------------------------------------------------- how far, how long
+# ---------------------------------------------------------------- how long
 
 
 @pytest.mark.parametrize(
@@ -216,12 +216,6 @@ def test_peak_memory_of_the_process_is_in_gib(monkeypatch, platform, unit):
 )
 def test_a_duration_for_people(minutes, shown):
     assert meters.duration(minutes) == shown
-
-
-def test_how_far_is_told_in_what_ends_the_run():
-    assert meters.how_far(178, 5660, 1.2, 2.0) == "1.2 of 2 min"
-    assert meters.how_far(178, 283, 1.2, 0.0) == "178 of 283 steps"
-    assert meters.how_far(178, 283, 1.2, 60.0) == "178 of 283 steps"
 
 
 def test_long_work_is_announced_every_half_minute_with_what_is_left():
