@@ -138,7 +138,8 @@ def _parse(config_class, description: str, positional: str | None, arguments: li
     for name, value in given.items():
         if isinstance(value, list):
             given[name] = tuple(value)
-    if run and run not in given and any(words[:1]) and (is_run(words[0]) or not positional):
+    first = words[0] if words else ""
+    if run and run not in given and first and (is_run(first) or not positional):
         given[run] = os.path.expanduser(words.pop(0))
     if words and not positional:
         raise UserError(f"unexpected argument {words[0]!r}; every setting is a flag (see --help)")

@@ -113,11 +113,12 @@ class Trial:
         longest = self.trained.model.config.max_length - 2  # beside the begin and end tokens
         targets = [target[:longest] for target in self.expected]
         pairs = list(zip(self.sources, targets))[:LOSS_ROWS]
-        largest = 0.0  # nats per token
+        differences = []  # nats per token
         for (source, target), theirs in zip(pairs, exported.losses(pairs)):
             batch = self.collate([(np.array(source), np.array(target))])
             _, ours = loss_of(*batch.inputs)  # nats
-            largest = max(largest, abs(float(ours) - theirs) / (len(target) + 1))
+            differences.append(abs(float(ours) - theirs) / (len(target) + 1))
+        largest = np.max(differences)
         if not largest <= LOSS_TOLERANCE:  # also NaN
             raise UserError(
                 f"CTranslate2 would translate otherwise than this model: its loss differs by "
