@@ -172,7 +172,8 @@ def test_training_outlives_its_terminal_and_a_full_disk(number, monkeypatch, tmp
     monkeypatch.setattr(os, "dup2", lambda _, place: discarded.append(place))
     streams = {"stdout": 1, "stderr": 2}
     for name, place in streams.items():
-        monkeypatch.setattr(sys, name, SimpleNamespace(fileno=lambda place=place: place))
+        stream = SimpleNamespace(fileno=lambda place=place: place, isatty=lambda: True)
+        monkeypatch.setattr(sys, name, stream)
     Log(tmp_path)("step 1")
     assert discarded == ([1, 2] if number == errno.EIO else [1])
     assert (tmp_path / "train.log").read_text().endswith("step 1\n")
