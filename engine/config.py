@@ -253,12 +253,11 @@ def advice_on(word: str, values: list[str], names: list[str], positional: str | 
 
     `values`: the numbers that follow it.
     """
-    script = Path(sys.argv[0]).name
     if word in ("gpu_devices", "gpus", "gpu") and values:
-        start = "python"
+        start = command()
         if len(values) > 1:
-            start = f"torchrun --nproc_per_node {len(values)}"
-        return f"; choose GPUs by `CUDA_VISIBLE_DEVICES={','.join(values)} {start} {script}`"
+            start = start.replace("python ", f"torchrun --nproc_per_node {len(values)} ", 1)
+        return f"; choose GPUs by `CUDA_VISIBLE_DEVICES={','.join(values)} {start}`"
     if word == positional:
         return f"; give the {word} without a flag: `{command()} {word.upper()}`"
     return nearest(word, names, "--")

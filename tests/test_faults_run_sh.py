@@ -203,9 +203,9 @@ def test_help_installs_nothing(place):
 
 def test_through_links(place):
     """A link to run.sh in another folder, and a link to that link."""
-    (place / "links").mkdir()
-    (place / "links/first.sh").symlink_to("../repo/run.sh")
-    (place / "links/run.sh").symlink_to(place / "links/first.sh")
+    (place / "links/deep").mkdir(parents=True)
+    (place / "links/deep/first.sh").symlink_to("../../repo/run.sh")  # from where the link lies
+    (place / "links/run.sh").symlink_to(place / "links/deep/first.sh")
     code, _, calls = run_sh(place, repo="links")
     assert code == 0 and f"-r {place}/repo/requirements.txt" in calls
     assert f"{place}/repo/train.py\n" in calls and (place / "repo/.venv").exists()
