@@ -125,7 +125,7 @@ def train(config: Config) -> Path:
         )
         log(
             f"{len(digits):,} training and {len(tests):,} test images, "
-            f"{steps_per_epoch:,} steps per epoch, {config.epochs} epoch(s)"
+            f"{steps_per_epoch:,} steps per epoch, {config.epochs} epochs"
         )
         if state.step == 0:
             draw_layers(run, 0, model, tests)

@@ -37,7 +37,7 @@ LONGEST_TEXT = 20_000  # characters, about ten pages
 MOST_HYPOTHESES = 10
 SENTENCES_AT_ONCE = 8  # between these the server looks whether the client still waits
 LOCAL_NAMES = ("127.0.0.1", "localhost", "::1")
-SCORES = ("test-greedy", "validation-greedy", "train-greedy", "all-greedy")  # the first that is
+SCORES = ("test-greedy", "validation-greedy", "train-greedy")  # the first that is there
 
 
 def serve(trained: Trained, precision: Precision, begin: Callable, config) -> None:
