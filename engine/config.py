@@ -241,7 +241,7 @@ def _refuse_unknown_flags(words: list[str], names: list[str], positional: str | 
         if word.startswith("-") and len(word) > 1:
             values = itertools.takewhile(str.isdigit, words[index + 1 :])
             advice = advice_on(bare, list(values), names, positional)
-            if positional:
+            if positional and bare != positional:
                 advice += f"; write -- before {positional} that begins with -"
             raise UserError(f"unknown flag {name}{advice}")
         if bare != name and bare.replace("-", "_") in names:
@@ -343,7 +343,7 @@ def nearest(word: str, names: list[str], prefix: str = "") -> str:
     if close:
         advice = f"; did you mean {prefix}{close[0]}?"
         if (word, close[0]) == ("batch_size", "tokens_per_batch"):
-            advice += " It counts tokens, about 30 a sentence"
+            advice += " It counts tokens, about 25 a sentence"
         return advice
     return "; see --help" if prefix else ""
 

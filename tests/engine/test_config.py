@@ -169,7 +169,7 @@ def test_a_text_that_ends_like_a_settings_file_stays_a_text(parse, tmp_path):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["--text", "一"], "give the text without a flag: `python script.py TEXT`"),
+        (["--text", "一"], "--text; give the text without a flag: `python script.py TEXT`"),
         (["——lr", "1"], "——lr has dashes of a Chinese input method; type --lr"),
         (["－－max－steps=1"], "unexpected argument"),
         (["－－lr=1"], "type --lr"),
@@ -189,7 +189,7 @@ def test_flags_of_the_handout(monkeypatch, capsys):
     """python multi_gpu_train.py --gpu_devices 0 1 --batch_size 192 --num_workers 8"""
     for words, said in (
         ("--num_workers 8", "did you mean --workers?"),
-        ("--batch_size 192", "did you mean --tokens_per_batch? It counts tokens, about 30 a"),
+        ("--batch_size 192", "did you mean --tokens_per_batch? It counts tokens, about 25 a"),
     ):
         monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
         with pytest.raises(SystemExit):
