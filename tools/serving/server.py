@@ -62,13 +62,13 @@ def describe(trained: Trained) -> dict:
     config = trained.config
     score = None
     for name in SCORES:
-        with suppress(OSError, ValueError, KeyError):
+        with suppress(OSError, ValueError, KeyError, TypeError):
             text = (trained.run / "eval" / f"{name}.json").read_text(encoding="utf-8")
             figures = json.loads(text)
             score = {"bleu": float(figures["nltk"]), "split": figures["split"]}
             break
     pairs = None
-    with suppress(OSError, ValueError, KeyError):
+    with suppress(OSError, ValueError, KeyError, TypeError):
         facts = json.loads((trained.run / "data.json").read_text(encoding="utf-8"))
         pairs = facts["counts"]["kept"]
     return {
@@ -184,7 +184,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Send the page, or the facts about the model that it shows."""
-        path = urlsplit(self.path).path
+        path = self.path.partition("?")[0]
         if not self.is_local():
             self.send(403, "text/plain", b"open the page as http://127.0.0.1 or http://localhost")
         elif path == "/":
@@ -201,7 +201,7 @@ class Handler(BaseHTTPRequestHandler):
         """Translate a text, or send one line on what is wrong with the request."""
         status = 200
         try:
-            if urlsplit(self.path).path != "/translate":
+            if self.path.partition("?")[0] != "/translate":
                 raise UserError("POST to /translate")
             length = self.headers.get("Content-Length", "0")
             if not re.fullmatch("[0-9]{1,8}", length):  # of bytes, below 100 MB

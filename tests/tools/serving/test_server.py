@@ -176,6 +176,7 @@ def test_the_page_is_found_with_a_query_and_its_head_alone(server):
     status, page = request(port, "GET", "/?a=1")
     assert status == 200 and "<html" in page
     assert request(port, "HEAD", "/") == (200, "")
+    assert request(port, "GET", "//[")[0] == 404
     assert request(port, "POST", "/translate?a=1", '{"text": "1"}')[0] == 200
 
 
@@ -222,8 +223,9 @@ def test_the_score_is_that_of_the_test_split(tmp_path):
         (tmp_path / f"eval/{split}-greedy.json").write_text(figures)
         assert describe(trained)["score"] == {"bleu": bleu, "split": split}
     assert describe(trained)["is_sample"]
-    (tmp_path / "eval/test-greedy.json").write_text("{")  # cut short
-    assert describe(trained)["score"]["split"] == "validation"
+    for damaged in ("{", "[]", '{"nltk": null, "split": "test"}'):
+        (tmp_path / "eval/test-greedy.json").write_text(damaged)
+        assert describe(trained)["score"]["split"] == "validation"
 
 
 def test_text_of_the_user_is_never_html(server):
