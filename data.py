@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from engine.cache import lock_folder, new_folder
 from engine.errors import UserError
+from engine.meters import Announcer
 from engine.signals import leave_signals_to_main
 from engine.telemetry import progress_bar
 from text.cleaning import (
@@ -53,6 +54,7 @@ from text.cleaning import (
 from text.reading import (
     ParallelText,
     absolute_path,
+    count_rows,
     default_path,
     find_text,
     sample_notice,
@@ -97,11 +99,13 @@ def clean_and_tokenise(
     counts: Counter[str] = Counter()  # rows read, rows kept, rows dropped for each of `REASONS`
     clean_file = folder / "clean.txt"
     pairs = clean_pairs(text, held_out, max_length, counts)
+    announce = Announcer("cleaning", count_rows(text), log)
     with clean_file.open("w", encoding="utf-8") as file:
         # The source on one line, the target on the next: clean text has no line breaks.
         for source, target in progress_bar(pairs, desc="cleaning", unit=" pairs"):
             file.write(f"{source}\n{target}\n")
             counts["kept"] += 1
+            announce(counts["read"])
     require_pairs(text, counts)
 
     # -------- tokenise
@@ -113,7 +117,8 @@ def clean_and_tokenise(
         tokenizers = train_tokenizers(clean_file, counts["kept"], vocabularies, log)
     for side in SIDES:
         tokenizers[side].save_pretrained(folder / "tokenizer" / side)
-    unknown = tokenise_train(clean_file, folder / "train", tokenizers, max_length, counts)
+    announce = Announcer("tokenising", counts["kept"], log)
+    unknown = tokenise_train(clean_file, folder / "train", tokenizers, max_length, counts, announce)
     clean_file.unlink()
     require_pairs(text, counts)  # again: tokenising drops pairs that are too long in tokens
     if unknown > 0.01:
@@ -202,7 +207,12 @@ def train_tokenizers(
 
 
 def tokenise_train(
-    clean_file: Path, folder: Path, tokenizers: dict, max_length: int, counts: Counter
+    clean_file: Path,
+    folder: Path,
+    tokenizers: dict,
+    max_length: int,
+    counts: Counter,
+    announce: Callable,
 ) -> float:
     """Write the ids of the clean pairs, except those that `worth_keeping` rejects.
 
@@ -212,6 +222,7 @@ def tokenise_train(
     unknown = 0  # tokens
     total = 0
     bar = progress_bar(total=counts["kept"], desc="tokenising", unit=" pairs")
+    done = 0  # pairs
     counts["kept"] = 0  # counted anew by `worth_keeping`
     with clean_file.open(encoding="utf-8") as file:
         # In chunks, so that memory use does not grow with the data.
@@ -233,6 +244,8 @@ def tokenise_train(
                 if unknown_id is not None:
                     unknown += np.count_nonzero(ids == unknown_id)
             bar.update(len(kept))
+            done += len(kept)
+            announce(done)
     bar.close()
     writer.close()
     return unknown / max(total, 1)

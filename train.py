@@ -384,6 +384,8 @@ def apply_preset(config: Config) -> None:
 
 def load_data(config: Config, run: Run) -> Prepared:
     """Token ids and tokenizers. Rank 0 makes them, in the cache beside the runs; all ranks read."""
+    if config.max_minutes:
+        run.log("note: preparing the data and the last validation are not part of --max_minutes")
     folder, config.data, config.tokenizer = run.world.on_main(
         lambda: find_and_prepare(config, run.cache, run.log)
     )

@@ -1,7 +1,7 @@
 """Translate text with a trained model.
 
 python translate.py 今天天气怎么样？                        # the newest run
-python translate.py --ckpt runs/NAME --beam 4 < zh.txt > en.txt
+python translate.py runs/NAME --beam 4 < zh.txt > en.txt   # a run, by its name or folder
 python translate.py                                       # on a terminal: a prompt
 python translate.py --serve                               # a page in the browser
 python translate.py --export DIR                          # the model, for CTranslate2
@@ -20,7 +20,12 @@ class Config:
 
     # ClassVar, so that it is not a flag: the arguments that belong to no flag.
     text: ClassVar[list[str]]
-    ckpt: str = flag("", "run, checkpoint folder or weights file; default: newest run", "Options")
+    ckpt: str = flag(
+        "",
+        "run, checkpoint folder or weights file; default: newest run",
+        "Options",
+        first_word=True,
+    )
     beam: int = flag(1, "beam size; 1: greedy", "Options", min=1, max=1000)
     length_penalty: float = flag(
         1.0, "beam search: a larger value makes longer outputs", "Options", min=0, max=10
@@ -145,7 +150,8 @@ def print_nbest(nbest: list, first: int) -> None:
     """Print each line's number (from 0), texts and scores, best first, in the format of Moses."""
     for number, hypotheses in enumerate(nbest, first):
         for text, score in hypotheses:
-            print(f"{number} ||| {text} ||| {score:.4f}")
+            # Significant digits: a large --length_penalty makes scores tiny.
+            print(f"{number} ||| {text} ||| {score:.5g}")
 
 
 if __name__ == "__main__":

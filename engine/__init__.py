@@ -1,4 +1,9 @@
 import os
+import sys
+
+from engine.errors import explain_failed_import
+
+VERSION = "0.1.0"
 
 # OpenMP reads this setting once, so it is made before PyTorch is imported. A thread that waits
 # spins this often (0.1 ms) before it sleeps. With GNU's 300,000 a training step beside another busy
@@ -13,3 +18,6 @@ if os.environ.get("FAST_CPU") == "avx2":
     os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
     os.environ.setdefault("MKL_ENABLE_INSTRUCTIONS", "AVX2")
+
+# Every script imports engine first, so this is set when it imports PyTorch.
+sys.excepthook = explain_failed_import

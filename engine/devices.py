@@ -39,6 +39,11 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     "auto" is the GPU with the number `local_rank`, or the CPU on a machine without GPUs. Raises
     `UserError` for a device that is not there, and for GPUs that PyTorch cannot use.
     """
+    if name == "mps":
+        raise UserError(
+            "--device mps: Apple's GPU has no float64, in which losses are summed here, and was "
+            "never tried; use --device cpu"
+        )
     if name not in ("auto", "cpu", "cuda") and not name.startswith("cuda:"):
         raise UserError(f"--device {name}: unknown device; choose auto, cpu, cuda or cuda:N")
     if name == "cpu" or not torch.cuda.is_available():
