@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import count, islice
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
@@ -34,7 +35,7 @@ from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.parallel import DistributedDataParallel
 
-import engine.micro_batches
+import micro_batches
 import train as training
 from data import BucketSampler, collate_for, load_prepared
 from engine.errors import UserError
@@ -126,7 +127,7 @@ def config(kind=training.Config, **values) -> training.Config:
 @pytest.fixture(autouse=True)
 def _blank_pictures(monkeypatch):
     """Each validation draws what the model attends to, which takes longer than these steps."""
-    monkeypatch.setattr("validation.picture", lambda attention: Figure())
+    monkeypatch.setattr("tools.reporting.attention.picture", lambda attention: Figure())
 
 
 @pytest.fixture(scope="module")
@@ -425,13 +426,17 @@ def test_a_step_that_does_not_fit_the_memory_is_split(toy_data, here, monkeypatc
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return super().forward(src, src_pad, tgt_in, target_positions, tgt_out)
 
-    fewest_micro_batches = engine.micro_batches.fewest_micro_batches
+    def fit(make_loss, prepared, tokens_per_batch, precision, world):
+        """As on a GPU."""
+        gpu = SimpleNamespace(type="cuda")
+        with monkeypatch.context() as patch:
+            patch.setattr("data.Batch.to", lambda batch, device: batch)
+            return micro_batches.micro_batches_that_fit(
+                make_loss, prepared, tokens_per_batch, precision, replace(world, device=gpu)
+            )
+
     monkeypatch.setattr(training.fast, "loss", lambda model, smoothing, *_: Small(model, smoothing))
-    monkeypatch.setattr(
-        engine.micro_batches,
-        "fewest_micro_batches",
-        lambda trial, _: fewest_micro_batches(trial, torch.device("cuda")),
-    )
+    monkeypatch.setattr(training, "micro_batches_that_fit", fit)
     monkeypatch.setattr(training, "Validation", validation := Mock(side_effect=training.Validation))
     training.train(config(data=str(toy_data), run=str(here)))
     accumulate = json.loads((here / "config.json").read_text())["accumulate"]

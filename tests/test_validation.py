@@ -17,7 +17,8 @@ from engine.precision import choose_precision
 from loading import load_trained
 from model import Translator
 from text.bleu import corpus_bleu
-from validation import Validation, attention_of
+from tools.reporting.attention import attention_of
+from validation import Validation
 
 
 @pytest.fixture

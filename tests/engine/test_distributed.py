@@ -16,7 +16,7 @@ import torch.distributed as dist
 from conftest import Forked, fork_ranks, free_port
 
 from engine import distributed
-from engine.distributed import World, adopt_srun, first_machine, process_grid, start
+from engine.distributed import World, adopt_srun, first_machine, init, process_grid
 from engine.errors import UserError
 
 SRUN = {
@@ -57,7 +57,7 @@ def environment(monkeypatch):
 @pytest.mark.parametrize("variables", [{}, TORCHRUN])
 def test_a_single_process(environment, variables):
     environment(**variables)
-    world = start("cpu")
+    world = init("cpu")
     assert world == World(0, 1, torch.device("cpu")) and world.is_main and not dist.is_initialized()
     values = torch.tensor([1.0, -2.0])
     assert world.sum(values) is values and values.tolist() == [1.0, -2.0]
@@ -70,9 +70,9 @@ def test_a_single_process(environment, variables):
 def test_an_incomplete_environment_is_named(environment):
     environment(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
     with pytest.raises(UserError, match=r"^LOCAL_RANK, MASTER_PORT missing in the environment; "):
-        start("cpu")
+        init("cpu")
     environment(LOCAL_RANK="0", MASTER_PORT="1")  # another program's
-    assert start("cpu").size == 1
+    assert init("cpu").size == 1
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
@@ -80,13 +80,13 @@ def test_an_environment_without_numbers(environment, name):
     for value in ("", "two", "-1"):
         environment(**{**TORCHRUN, name: value})
         with pytest.raises(UserError, match=f"must be numbers, not .*{value}.*; use torchrun"):
-            start("cpu")
+            init("cpu")
 
 
 def test_a_rank_beyond_the_world_size(environment):
     environment(**{**TORCHRUN, "RANK": "2", "WORLD_SIZE": "2"})
     with pytest.raises(UserError, match="RANK 2 must be below WORLD_SIZE 2"):
-        start("cpu")
+        init("cpu")
 
 
 # ---------------------------------------------------------------- SLURM
@@ -211,7 +211,7 @@ def check_collectives() -> None:
     def refuse():
         raise UserError("no")
 
-    world = start("cpu")
+    world = init("cpu")
     rank = int(os.environ["RANK"])
     assert (world.rank, world.size, world.is_main) == (rank, 3, rank == 0)
     assert "gloo" in dist.get_backend()

@@ -25,7 +25,7 @@ from loading import Trained
 from text.cleaning import normalise
 from text.sentences import join, sentences
 from text.subwords import encode
-from validation import attention_of
+from tools.reporting.attention import attention_of
 
 LONGEST_TEXT = 20_000  # characters, about ten pages
 MOST_HYPOTHESES = 10
