@@ -22,9 +22,12 @@ class Muon(torch.optim.AdamW):
     orthogonal: the update is equally long in all directions, also in those that AdamW hardly moves.
     It is scaled to the usual size of AdamW's updates (RMS 0.2; Liu et al. 2025).
 
-    `torch.optim.Muon` gives the same result, but takes one matrix after another and waits for the
-    GPU. This class takes matrices of one shape together, never waits, and divides them among the
-    ranks.
+    `torch.optim.Muon` gives the same result, but takes one matrix after another, always in bf16,
+    and knows neither `found_inf` nor ranks. This class takes matrices of one shape together, in the
+    format of the run, and divides them among the ranks. With PyTorch's a training step of the lab
+    model takes 1.37 times as long: 1.24 s for Muon and AdamW in place of 0.32 s (CPU time of one
+    core, Intel Xeon with AVX-512 but no bf16, torch 2.13, steps of 4,060 tokens, in turns on a
+    shared machine, 2026-11-28).
     """
 
     param_groups: list[dict]  # of torch.optim.Optimizer

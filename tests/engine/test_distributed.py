@@ -109,6 +109,23 @@ def test_srun_sets_what_torchrun_would():
     assert other_task["MASTER_PORT"] == found["MASTER_PORT"] != other_step["MASTER_PORT"]
 
 
+def test_steps_that_run_at_once_have_ports_of_their_own():
+    """A user's jobs have numbers that follow each other, and each a few steps."""
+    ports = set()
+    for job, step in product(range(1234, 1244), range(7)):
+        found = SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+        adopt_srun(found)
+        ports.add(found["MASTER_PORT"])
+    assert len(ports) == 10 * 7
+
+
+@pytest.mark.parametrize("tasks, most", [("2(x3),1", "2"), ("1,3(x2)", "3"), ("4", "4")])
+def test_machines_with_unlike_numbers_of_tasks(tasks, most):
+    found = SRUN | {"SLURM_STEP_TASKS_PER_NODE": tasks}
+    adopt_srun(found)
+    assert found["LOCAL_WORLD_SIZE"] == most
+
+
 def test_the_users_own_meeting_place_stays():
     place = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     found = SRUN | place
@@ -203,6 +220,35 @@ def test_every_call_of_on_main_waits_for_rank_0(two_worlds):
     rank_1.on_main(lambda: None)
     with pytest.raises(dist.DistStoreError):
         rank_1.on_main(lambda: None)
+
+
+def test_a_restart_by_torchrun_does_not_see_the_keys_of_the_dead(environment, monkeypatch):
+    """torchrun keeps its store. Rank 1 would take an old key for rank 0's new one."""
+    kept = dist.HashStore()
+    monkeypatch.setattr(distributed, "rendezvous", lambda *_, **__: iter([(kept, 1, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(distributed, "KEPT_GROUPS", [])
+    environment(**TORCHRUN, LOCAL_WORLD_SIZE="2")
+    stores = []
+    for attempt in (0, 1):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        stores.append(distributed.join(1, 2, torch.device("cpu")))
+    stores[0].set("on_main/0", "")
+    assert stores[0].check(["on_main/0"]) and not stores[1].check(["on_main/0"])
+
+
+def test_sharding_gathers_one_layer_at_a_time(monkeypatch):
+    """Without it the whole model would be gathered at once, which is what sharding is to avoid."""
+    sharded = []
+    monkeypatch.setattr(
+        "torch.distributed.fsdp.fully_shard", lambda part, mesh: sharded.append(part)
+    )
+    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", lambda *_: None)
+    layer = torch.nn.TransformerEncoderLayer(8, 2)
+    inside = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 8), inside)
+    World(0, 2, torch.device("cpu")).shard(model, print)
+    assert sharded == [*inside.layers, model]
 
 
 def check_collectives() -> None:

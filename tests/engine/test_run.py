@@ -141,6 +141,60 @@ def test_settings_made_in_python_keep_to_the_bounds():
     assert not Path("runs/b").exists()
 
 
+def test_the_best_checkpoint_of_an_earlier_session_stays():
+    """However many are saved after it, and although no later one is better."""
+    sessions = [({"run": "a"}, range(1, 4)), ({"resume": "runs/a"}, range(4, 9))]
+    for settings, numbers in sessions:
+        with start(**settings) as run:
+            model = torch.nn.Linear(3, 1)
+            optimizer = torch.optim.AdamW(model.parameters())
+            run.restore(model, optimizer)
+            run.record_start(run.config)
+            for step in numbers:
+                run.save(step, model, optimizer, {}, best=step == 2, keep=2)
+    assert steps(run.folder / "checkpoints") == [2, 7, 8]
+    assert os.readlink(run.folder / "checkpoints/best") == "step-2"
+
+
+def test_the_record_of_every_session_stays():
+    train(run="a", kill_after=1)
+    for step in (2, 3):
+        train(resume="runs/a", kill_after=step)
+    sessions = json.loads(Path("runs/a/environment.json").read_text())
+    assert len(sessions) == 3 and all(session["seconds"] is not None for session in sessions)
+
+
+@pytest.mark.parametrize("error", [None, UserError("a mistake"), RuntimeError()])
+def test_a_rank_with_an_error_does_not_wait_for_the_others(error, monkeypatch):
+    """They may be in another collective, where they wait for it."""
+    stopped = []
+    monkeypatch.setattr(World, "stop", lambda world: stopped.append(world.rank))
+    with contextlib.suppress(UserError, RuntimeError), start(run="a"):
+        if error:
+            raise error
+    assert stopped == ([] if error else [0])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_outcome_for_run_sh(rank, monkeypatch, tmp_path):
+    with start(run="a") as run:
+        run.config.device = "cuda:1"
+        run.world = World(rank, 2, ALONE.device)
+        run.write_outcome("finished")  # nobody asked
+        monkeypatch.setenv("RUN_OUTCOME", str(tmp_path / "outcome.json"))
+        run.write_outcome("interrupted", "only a sample")
+    if rank:
+        assert not (tmp_path / "outcome.json").exists()
+        return
+    (line,) = (tmp_path / "outcome.json").read_text(encoding="utf-8").splitlines()
+    assert json.loads(line) == {
+        "folder": "runs/a",
+        "outcome": "interrupted",
+        "device": "cuda:1",
+        "notice": "only a sample",
+    }
+
+
 def test_weights_that_are_not_finite_are_never_saved():
     """The gradient was finite, the optimizer spoilt the weights: the checkpoint before is kept."""
 
