@@ -406,7 +406,7 @@ def resolve(
         return make_loss(Translator(sizes).to(world.device), config, precision)
 
     accumulate = config.accumulate
-    if not accumulate and config.shard:
+    if not accumulate and config.shard and world.size > 1:
         accumulate = 1  # the ranks of a sharded model cannot be tried one by one
     if not accumulate:
         accumulate = micro_batches_that_fit(trial_loss, prepared, tokens, precision, world)
@@ -507,10 +507,10 @@ def step_line(step: int, epoch: float, curves: dict[str, float], minutes_left: f
     """The line of a step, for a terminal of 80 columns."""
     speed = ""
     if "speed/tokens_per_second" in curves:  # not after the first step
-        speed = f"  {curves['speed/tokens_per_second']:,.0f} tokens/s"
+        speed = f"  {curves['speed/tokens_per_second']:,.0f} tok/s"
     digits = 0 if minutes_left >= 10 else 1
     return (
-        f"step {step:>6,}  epoch {epoch:.2f}  loss {curves['train/loss']:.3f}"
+        f"step {step:>5,}  epoch {epoch:.1f}  loss {curves['train/loss']:.3f}"
         f"  lr {curves['train/learning_rate']:.1e}{speed}"
         f"  about {minutes_left:,.{digits}f} min left"
     )

@@ -77,10 +77,12 @@ class Validation:
         samples += [(source, text, target) for (source, target), text in zip(rows[:SAMPLES], texts)]
         self.run.telemetry.text("samples", step, markdown_table(samples))
         self.draw_attention(step, model, rows[0][0], texts[0])
+        # Two lines, for a terminal of 80 columns.
         self.run.log(
-            f"step {step:>6,}  validation loss {loss:.4f}  perplexity {perplexity(loss):.1f}  "
-            f"BLEU {bleu:.2f} (greedy, {len(rows)} rows, smoothed)  e.g. {texts[0][:80]!r}"
+            f"step {step:>5,}  validation loss {loss:.3f}  perplexity {perplexity(loss):.1f}  "
+            f"BLEU {bleu:.2f} (smoothed)"
         )
+        self.run.log(f"            the first of {len(rows)} rows: {texts[0][:45]!r}")
         return loss, bleu
 
     def draw_attention(self, step: int, model: Translator, source: str, translation: str) -> None:
