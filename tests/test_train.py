@@ -855,6 +855,16 @@ def test_the_last_step_is_logged(few_pairs, here):
     assert list(records(here)) == [3, 5]
 
 
+def test_which_settings_were_chosen_stays_known():
+    """TensorBoard's page of settings shows them, also where they are the defaults."""
+    chosen = training.Config(preset="base", d_model=256)
+    chosen.given = {"preset", "d_model"}
+    filled = training.with_preset(chosen)
+    assert filled.given == chosen.given and filled is not chosen
+    assert (filled.d_model, filled.nhead, filled.dim_feedforward) == (256, 8, 2048)
+    assert chosen.dim_feedforward == 1024
+
+
 def test_a_preset_does_not_change_a_resumed_run(few_pairs, here):
     sizes = dict(d_model=32, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=64)
     training.train(config(data=str(few_pairs), run=str(here), preset="base", **sizes))
