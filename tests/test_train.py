@@ -22,6 +22,7 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import (
+    ROOT,
     TINY_FLAGS,
     fork_ranks,
     forked,
@@ -638,7 +639,8 @@ def test_sigterm_saves_and_the_resumed_run_is_the_same(long_data, here, tmp_path
     forked("train.py", *flags, unbroken, cwd=tmp_path)
     signal_all = (signal_at_step, signal.SIGTERM, 20, True)
     output = forked("train.py", *flags, here, "--workers", 2, cwd=tmp_path, first=signal_all)
-    command = f"python train.py --resume {shlex.quote(str(here))}"
+    # runpy, by which the test starts the script, puts its whole path into sys.argv.
+    command = f"python {shlex.quote(str(ROOT / 'train.py'))} --resume {shlex.quote(str(here))}"
     assert f"stopped after step 20: interrupted\nto resume: {command}\n" in output
     assert "workers: 2\n" in output
     output += forked("train.py", "--resume", here, cwd=tmp_path)
